@@ -36,10 +36,11 @@ from rge.distributed import launch
 from rge.distributed.failure_detection import EndOfAll, after_main
 from rge.losses import CONTRASTIVE_LOSSES
 from rge.model.backbone import check_sizes, read_config
+from rge.model.embedding_model import Kept
 from rge.model.hub_model import HubModel
 from rge.objective import Objective
 from rge.plan import machine
-from rge.plan.estimate import banner
+from rge.plan.estimate import Plans, banner
 from rge.plan.known_models import outline
 from rge.rl import reference, rewards
 from rge.rl.pool import check_pool
@@ -57,11 +58,13 @@ class Checked:
         stages: those that are not finished, in order.
         records: every source that they read, opened and checked, by its `RecordsConfig.key`.
         summary: what will run, for people.
+        kept: what the open stages keep between their micro batches.
     """
 
     stages: list[str]
     records: dict[str, Records] = field(default_factory=dict)
     summary: list[str] = field(default_factory=list)
+    kept: dict[str, Kept] = field(default_factory=dict)
 
 
 def main(arguments: list[str]) -> int:
@@ -292,8 +295,11 @@ class Preflight:
         num_steps = {name: _num_steps(recipe, name, found) for name in found.stages}
         self.attempt(check_sizes, recipe.loss.matryoshka_dims, model)
         self.problems += machine.disk_problems(recipe, num_steps, model, self.accelerator)
+        plans = self.attempt(Plans, recipe, num_steps, found.records, self.layouts, model, self.accelerator)
         if not self.problems:
-            found.summary += banner(recipe, num_steps, found.records, self.layouts, model, self.accelerator)
+            assert plans is not None
+            found.kept = {name: plans.kept(name) for name in found.stages}
+            found.summary += banner(plans)
             trained = [key for key in self.layouts if not self.wanted[key].held_out]
             sources = [(found.records[key], self.layouts[key]) for key in trained]
             found.summary += layout.summary(sources, recipe) + layout.clashes(sources)

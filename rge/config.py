@@ -464,6 +464,10 @@ class TrainConfig:
     """Seed of everything random: order of the records, augmentation, dropout, sampled rationales."""
     micro_batch_size: AtLeastOne = 8
     """Queries per forward and backward on one rank. Memory depends on this, the result does not."""
+    keep_activations: Literal["auto", "device", "host", "none"] = "auto"
+    """Where a step of several micro batches keeps what their backwards need of the pass that makes the states (of each layer
+    its input, with model.gradient_checkpointing) instead of computing it a second time: in the device's memory, in pinned
+    main memory, nowhere. auto: on a GPU, where by the plan's estimate there is room, else nowhere."""
     save_every: AtLeastOne = 500
     """Steps between resumable checkpoints."""
     keep_last: AtLeastOne = 2

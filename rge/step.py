@@ -5,7 +5,11 @@ into memory as a whole, gradients are computed exactly by gradient caching (arXi
 gradient, then dL/dstate of the InfoNCE over all ranks, then one forward a chunk with the surrogate <state, dL/dstate>.
 Here the query side's first pass is free, since the rollout already ends in the state at ``<emb>``.
 
-If it does fit, the prompts are encoded once in all: `encode_prompts` runs them with gradient, the rollout continues
+That second forward is only computed where memory has no room for what a first one with gradient would keep
+(`train.keep_activations`): of every layer its input, or all of it without gradient checkpointing. Then the chunks' first
+forward is their only one, and prompts are encoded once chunk by chunk, before the rollout.
+
+If the step does fit, the prompts are encoded once in all: `encode_prompts` runs them with gradient, the rollout continues
 from their keys and values without, and the branches continue from the same ones with gradient. Otherwise a prompt is
 encoded once for the rollout and once in its chunk.
 
@@ -25,20 +29,21 @@ import torch
 from torch import Tensor, nn
 
 from rge.config import AdaptiveConfig
-from rge.data.collate import Batch
+from rge.data.collate import Batch, Chunk, chunks_of
 from rge.distributed import collectives as dist
 from rge.model.dropout import RandomState, drops_out
-from rge.model.embedding_model import EmbeddingModel, Packed, Readout
+from rge.model.attention import EncodedParts, EncodedPrompts
+from rge.model.embedding_model import EmbeddingModel, Packed, Readout, keeping
 from rge.model.packing import Branch
 from rge.objective import Objective
 from rge.rollout.generate import Rationale
 from rge.rollout.writer import Rollout
 
-Chunk = tuple[slice, slice]
-"""Queries and candidates of one forward."""
-
 Masks = tuple[Tensor, Tensor, Tensor]
 """Positive, ignored and labelled negative candidates, see `candidate_masks`."""
+
+_Kept = tuple[Readout | None, Readout | None]
+"""Queries and candidates of a chunk, as far as they have been computed with gradient."""
 
 Read = Callable[[Callable[[int], list[Branch]]], Tensor]
 """From the branches of each row to their states (N, D), without gradient."""
@@ -72,6 +77,8 @@ class TrainingStep:
         embedder: the same, unwrapped.
         objective: losses and weights.
         micro_batch_size: queries per forward.
+        keep: where what the backward of several chunks needs of their first forwards is kept, ``device`` or ``host``, see
+            `rge.model.embedding_model.keeping`; ``none`` computes these forwards without gradient and again.
         backward: `Accelerator.backward` or `Tensor.backward`.
         no_sync: context in which gradients of other ranks are not waited for, used for all chunks but the last.
     """
@@ -83,11 +90,13 @@ class TrainingStep:
         objective: Objective,
         micro_batch_size: int,
         *,
+        keep: str = "none",
         backward: Callable[[Tensor], object] = torch.Tensor.backward,
         no_sync: Callable[[], AbstractContextManager] = nullcontext,
     ):
         self.model, self.embedder, self.objective = model, embedder, objective
-        self.micro_batch_size, self.backward, self.no_sync = micro_batch_size, backward, no_sync
+        self.micro_batch_size, self.keep = micro_batch_size, keep
+        self.backward, self.no_sync = backward, no_sync
 
     def __call__(
         self, batch: Batch, rollout: Rollout | None = None, extra: RolloutLoss | None = None
@@ -109,25 +118,23 @@ class TrainingStep:
 
         Raises:
             FloatingPointError: the loss is not finite; names the records of this rank.
-            ValueError: encoded prompts for a step of several chunks.
+            ValueError: prompts are encoded in other parts than the step's chunks.
         """
         objective, forward = self.objective, _Forward(self.embedder, self.objective, batch, rollout)
         share = _Share.of(batch, forward, self.micro_batch_size)
-        if forward.encoded is not None and len(share.chunks) > 1:
-            raise ValueError(
-                f"prompts encoded once belong to one backward, but micro batches of {self.micro_batch_size} cut "
-                f"{len(batch.queries)} queries into {len(share.chunks)}: set rollout.prompt_pass=twice"
-            )
+        forward.lay_out(share.chunks)
         cache, compared = None, None
         if objective.compares and len(share.chunks) > 1:
-            cache = _GradientCache(forward, share, extra)
+            cache = _GradientCache(forward, share, extra, self.keep)
             compared = cache.compared
         sums = _Sums()
         for number, chunk in enumerate(share.chunks):
             with nullcontext() if number == len(share.chunks) - 1 else self.no_sync():
+                kept = None
                 if cache is not None:
                     cache.restore_random_state(number)
-                q, t = forward(self.model, chunk)
+                    kept = cache.take(number)
+                q, t = forward(self.model, chunk, kept)
                 rows = share.states_of(chunk)
                 if cache is None and objective.compares:
                     t_ND = t.state_ND if objective.trains_candidates else forward.candidate_states()
@@ -190,7 +197,7 @@ class _Share:
         num_each = objective.num_states(batch, forward.rationales)
         return cls(
             micro_batch_size,
-            _chunks(batch, shares, micro_batch_size),
+            chunks_of(batch, shares, micro_batch_size),
             num_each,
             sum(shares),
             lm_tokens,
@@ -216,21 +223,34 @@ class _Forward:
         self.embedder, self.objective, self.batch = embedder, objective, batch
         self.rationales: Sequence[Rationale] | None = None if rollout is None else rollout.rationales
         self.encoded = None if rollout is None else rollout.encoded
+        self.parts: dict[int, EncodedPrompts] = {}
         given = sum(one.given for one in self.rationales or ())
         self.num_given = 0 if objective.states else given // len(batch.queries)
         self.easy_share = 0.0 if rollout is None else rollout.easy_share
 
-    def __call__(self, model: nn.Module, chunk: Chunk) -> tuple[Readout, Readout]:
-        """Queries with all their branches and candidates, through `model`."""
+    def lay_out(self, chunks: Sequence[Chunk]) -> None:
+        """Say in which chunks the step is taken.
+
+        Raises:
+            ValueError: prompts are encoded in other parts.
+        """
+        if self.encoded is None:
+            return
+        parts = self.encoded.parts if isinstance(self.encoded, EncodedParts) else [self.encoded]
+        if [len(part.part.lengths) for part in parts] != [rows.stop - rows.start for rows, _ in chunks]:
+            raise ValueError(
+                f"prompts encoded once belong to one backward, but {len(parts)} parts are encoded, and micro batches cut "
+                f"{len(self.batch.queries)} queries into {len(chunks)}: set rollout.prompt_pass=twice"
+            )
+        self.parts = {rows.start: part for (rows, _), part in zip(chunks, parts, strict=True)}
+
+    def __call__(self, model: nn.Module, chunk: Chunk, kept: _Kept | None = None) -> tuple[Readout, Readout]:
+        """Queries with all their branches and candidates, through `model`; what is kept is not computed again."""
         objective = self.objective
-        sampled = objective.alpha_rl > 0
-        branches = [
-            objective.query_branches(self.batch, self.rationales, self.embedder, row, sampled=sampled)
-            for row in self._rows(chunk[0])
-        ]
-        packs = [self._pack(chunk[0], branches)]
+        known_q, known_t = kept or (None, None)
+        packs: list[Packed | Readout] = [known_q or self._queries(chunk[0])]
         if self.batch.candidates and objective.trains_candidates:
-            packs.append(self._candidates(chunk[1], objective.candidate_branch(self.embedder.emb_id)))
+            packs.append(known_t or self._trained_candidates(chunk[1]))
         readouts = model(*packs)
         if len(readouts) == 1:
             q = readouts[0]
@@ -302,6 +322,45 @@ class _Forward:
             self.embedder.train(was_training)
         return torch.cat(parts)
 
+    def keep(
+        self, chunks: Sequence[Chunk], where: str, micro_batch_size: int
+    ) -> tuple[Tensor, Tensor, list[_Kept]]:
+        """`states`, or `states_with_dropout`, and the readouts that they are of, with gradient.
+
+        Queries whose states a rollout ended in have had no forward of their own yet: nothing of them is kept.
+        """
+        objective = self.objective
+        kept: list[_Kept] = []
+        q_parts: list[Tensor] = []
+        t_parts: list[Tensor] = []
+        with_queries = not objective.needs_rollout or drops_out(self.embedder)
+        for chunk in chunks:
+            packs = [self._queries(chunk[0])] if with_queries else []
+            if objective.trains_candidates:
+                packs.append(self._trained_candidates(chunk[1]))
+            with keeping(where):
+                readouts = self.embedder(*packs) if packs else []
+            t = readouts.pop() if objective.trains_candidates else None
+            kept.append((readouts[0] if with_queries else None, t))
+            t_parts.append(self.candidate_states(chunk[1]) if t is None else t.state_ND.detach())
+            q_parts += [q.state_ND.detach() for q in readouts]
+        if not with_queries:
+            q_parts = [self._own_states(micro_batch_size)]
+        return torch.cat(q_parts), torch.cat(t_parts), kept
+
+    def _queries(self, queries: slice) -> Packed:
+        """Queries with all their branches."""
+        objective = self.objective
+        sampled = objective.alpha_rl > 0
+        branches = [
+            objective.query_branches(self.batch, self.rationales, self.embedder, row, sampled=sampled)
+            for row in self._rows(queries)
+        ]
+        return self._pack(queries, branches)
+
+    def _trained_candidates(self, rows: slice) -> Packed:
+        return self._candidates(rows, self.objective.candidate_branch(self.embedder.emb_id))
+
     def _rows(self, queries: slice) -> range:
         return range(len(self.batch.queries))[queries]
 
@@ -310,13 +369,14 @@ class _Forward:
         if self.encoded is None:
             packed = self.embedder.pack(prompts, branches, temperature)
         else:
-            packed = self.embedder.pack_branches(prompts, branches, self.encoded, temperature)
+            packed = self.embedder.pack_branches(prompts, branches, self.parts[queries.start], temperature)
         return replace(packed, by_branch=len(self.objective.lm_targets) > 1)
 
     def _candidates(self, rows: slice, branch: Branch) -> Packed:
         prompts = self.batch.candidates[rows]
         return self.embedder.pack(prompts, [[branch]] * len(prompts))
 
+    @torch.no_grad()
     def _own_states(self, micro_batch_size: int) -> Tensor:
         """The rollout's own final states; those that it did not compute with these weights are computed now."""
         embedder, batch, rationales = self.embedder, self.batch, self.rationales
@@ -341,9 +401,12 @@ class _Forward:
 class _GradientCache:
     """dL/dstate of a step in several chunks: all states without gradient, then one backward of the comparison."""
 
-    def __init__(self, forward: _Forward, share: _Share, extra: RolloutLoss | None):
+    def __init__(self, forward: _Forward, share: _Share, extra: RolloutLoss | None, keep: str):
         self.draws: list[RandomState] | None = None
-        if drops_out(forward.embedder):
+        self.kept: list[_Kept] = []
+        if keep != "none":
+            q_ND, t_ND, self.kept = forward.keep(share.chunks, keep, share.micro_batch_size)
+        elif drops_out(forward.embedder):
             q_ND, t_ND, self.draws = forward.states_with_dropout(share.chunks)
         else:
             q_ND, t_ND = forward.states(share.chunks, share.micro_batch_size)
@@ -359,6 +422,13 @@ class _GradientCache:
         """Let dropout of a chunk's second forward draw what its first one drew."""
         if self.draws is not None:
             self.draws[number].set()
+
+    def take(self, number: int) -> _Kept | None:
+        """What a chunk's backward still has of its first forward, which is forgotten here."""
+        if not self.kept:
+            return None
+        kept, self.kept[number] = self.kept[number], (None, None)
+        return kept
 
     def surrogate(self, q: Readout, t: Readout, rows: slice, candidates: slice) -> Tensor:
         """<state, dL/dstate>, whose gradient is that of the comparison; 0 where nothing is trained by it."""
@@ -498,24 +568,3 @@ def candidate_masks(batch: Batch, identity_C: Tensor, offset: int) -> tuple[Tens
         labelled_BC[row, [offset + column for column in batch.negatives[row]]] = True
         ignored_BC[row] = torch.isin(identity_C, torch.tensor(batch.right_answers[row]))
     return positive_BC, ignored_BC & ~positive_BC & ~labelled_BC, labelled_BC
-
-
-def _chunks(batch: Batch, shares: Sequence[int], micro_batch_size: int) -> list[Chunk]:
-    """Cut queries and candidates, of which there may be more, into equally many parts of nearly equal size.
-
-    Every rank gets as many parts as the others: ZeRO and FSDP2 exchange something in each forward. Where a rank has
-    fewer queries than another needs parts (micro batches of one, uneven shares), the other's hold one more.
-
-    Args:
-        batch: this rank's share of the step.
-        shares: number of queries of every rank.
-        micro_batch_size: queries per forward.
-    """
-    count = min(max(-(-share // micro_batch_size) for share in shares), min(shares))
-
-    def part(rows: int, number: int) -> slice:
-        return slice(number * rows // count, (number + 1) * rows // count)
-
-    return [
-        (part(len(batch.queries), number), part(len(batch.candidates), number)) for number in range(count)
-    ]

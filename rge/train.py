@@ -16,7 +16,6 @@ again resumes; finished stages are skipped. Benchmarks are run by ``rge eval``.
 """
 
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -31,7 +30,6 @@ from rge.config import Recipe, StageConfig, load_recipe
 from rge.data.bad_records import BadRecords
 from rge.data.collate import make_batches
 from rge.data.loader import Loader
-from rge.data.sources import Records
 from rge.distributed import collectives as dist
 from rge.distributed import launch
 from rge.distributed.failure_detection import watch_other_ranks
@@ -67,7 +65,7 @@ def train(recipe: Recipe, run: Checked, accelerator: Accelerator) -> None:
         folder = Path(recipe.out) / name
         if name in run.stages:
             with divergence_explained(name, folder):
-                train_stage(recipe, name, folder, start, run.records, accelerator)
+                train_stage(recipe, name, folder, start, run, accelerator)
         start = str(folder / "final")
     accelerator.end_training()
 
@@ -77,11 +75,12 @@ def train_stage(
     name: str,
     folder: Path,
     start: str,
-    records: Mapping[str, Records],
+    run: Checked,
     accelerator: Accelerator,
 ) -> None:
     """Train one stage from `start`, or from its own last state, and export it to ``folder/final``."""
     set_seed(recipe.train.seed)
+    records, kept = run.records, run.kept[name]
     stage: StageConfig = getattr(recipe, name)
     objective = Objective.of(recipe, name)
     embedder = embedder_to_train(start, recipe.model)
@@ -96,13 +95,14 @@ def train_stage(
 
     writer = None
     if objective.needs_rollout:
-        writer = make_writer(model, embedder, recipe, stage, accelerator)
+        writer = make_writer(model, embedder, recipe, stage, accelerator, kept)
 
     training_step = TrainingStep(
         model,
         embedder,
         objective,
         recipe.train.micro_batch_size,
+        keep=kept.where,
         backward=accelerator.backward,
         no_sync=lambda: dist.no_sync(accelerator, model),
     )

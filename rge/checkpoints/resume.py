@@ -24,7 +24,7 @@ MAY_DIFFER = ("out", "stage", "recipe", "log.", "train.save_every", "train.keep_
               "train.num_processes", "train.back_end", "train.silence_s", "train.background_save", "validation.")  # fmt: skip
 """Keys that do not change the result, so that a run may be resumed with other values."""
 
-ROUNDING = ("train.micro_batch_size", "train.deterministic", "model.gradient_checkpointing", "model.attn_implementation",
+ROUNDING = ("train.micro_batch_size", "train.keep_activations", "train.deterministic", "model.gradient_checkpointing", "model.attn_implementation",
             "model.vision_attn_implementation", "model.cuda_graphs", "rollout.batch_size", "rollout.prompt_pass",
             "rollout.vllm_memory")  # fmt: skip
 """Keys of memory and speed, which change the result by rounding alone (with dropout, also which numbers it draws): a run that ran

@@ -41,6 +41,10 @@ class Needs(Protocol):
         """Its candidates."""
 
 
+Chunk = tuple[slice, slice]
+"""Queries and candidates of one forward."""
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """What one rank works on in one step. Lists over queries have equal length B, lists over candidates length C.
@@ -432,3 +436,24 @@ def sorted_by_length(batch: Batch) -> Batch:
         seeds=by_row(batch.seeds),
         more_positives=[[now_at[column] for column in own] for own in by_row(batch.more_positives)],
     )
+
+
+def chunks_of(batch: Batch, shares: Sequence[int], micro_batch_size: int) -> list[Chunk]:
+    """Cut queries and candidates, of which there may be more, into equally many parts of nearly equal size.
+
+    Every rank gets as many parts as the others: ZeRO and FSDP2 exchange something in each forward. Where a rank has
+    fewer queries than another needs parts (micro batches of one, uneven shares), the other's hold one more.
+
+    Args:
+        batch: this rank's share of the step.
+        shares: number of queries of every rank.
+        micro_batch_size: queries per forward.
+    """
+    count = min(max(-(-share // micro_batch_size) for share in shares), min(shares))
+
+    def part(rows: int, number: int) -> slice:
+        return slice(number * rows // count, (number + 1) * rows // count)
+
+    return [
+        (part(len(batch.queries), number), part(len(batch.candidates), number)) for number in range(count)
+    ]

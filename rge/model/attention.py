@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -72,13 +73,70 @@ class EncodedPrompts:
         rows = torch.tensor(places).to(self.values[0].device, non_blocking=True)
 
         def buffer(states: Tensor) -> Tensor:
-            known = states.detach()
-            known = known[self.part.index_BP[rows, :longest]] if self.is_flat else known[rows, :longest]
+            known = self.side_by_side(states, rows, longest)
             room = known.new_zeros(len(places), capacity, *known.shape[2:], dtype=self.values[0].dtype)
             room[:, :longest] = known
             return room.transpose(1, 2).contiguous() if heads_first else room
 
         return [(buffer(keys), buffer(values)) for keys, values in zip(self.keys, self.values, strict=True)]
+
+    def side_by_side(self, states: Tensor, rows: Tensor, longest: int) -> Tensor:
+        """A layer's keys or values of some rows, without gradient: (rows, longest, K, d)."""
+        known = states.detach()
+        return known[self.part.index_BP[rows, :longest]] if self.is_flat else known[rows, :longest]
+
+
+class _Ends(NamedTuple):
+    """What of the layout of prompts is needed to go on from them, see `PromptPart`."""
+
+    lengths: tuple[int, ...]
+    last_id_B: Tensor
+    last_position_3B: Tensor
+    after_B: Tensor
+
+
+class EncodedParts:
+    """Prompts encoded some at a time, each part with a backward of its own, and continued by one rollout.
+
+    Args:
+        parts: in the order of the prompts.
+    """
+
+    def __init__(self, parts: Sequence[EncodedPrompts]):
+        self.parts, layouts = list(parts), [one.part for one in parts]
+        self.part = _Ends(
+            tuple(length for layout in layouts for length in layout.lengths),
+            torch.cat([layout.last_id_B for layout in layouts]),
+            torch.cat([layout.last_position_3B for layout in layouts], dim=1),
+            torch.cat([layout.after_B for layout in layouts]),
+        )
+        self.values, self.is_flat = self.parts[0].values, self.parts[0].is_flat
+
+    def buffers(
+        self, places: Sequence[int], capacity: int, *, heads_first: bool
+    ) -> list[tuple[Tensor, Tensor]]:
+        """As those of `EncodedPrompts`; places are counted through all parts."""
+        device, dtype = self.values[0].device, self.values[0].dtype
+        found, start = [], 0
+        for one in self.parts:
+            end = start + len(one.part.lengths)
+            here = [number for number, place in enumerate(places) if start <= place < end]
+            if here:
+                inside = [places[number] - start for number in here]
+                longest = max(one.part.lengths[place] for place in inside)
+                rows, into = (torch.tensor(it).to(device, non_blocking=True) for it in (inside, here))
+                found.append((one, rows, into, longest))
+            start = end
+
+        def buffer(layer: int, name: str) -> Tensor:
+            heads = self.values[layer].shape[-2:]
+            room = torch.zeros(len(places), capacity, *heads, dtype=dtype, device=device)
+            for one, rows, into, longest in found:
+                states = getattr(one, name)[layer]
+                room[into, :longest] = one.side_by_side(states, rows, longest).to(dtype)
+            return room.transpose(1, 2).contiguous() if heads_first else room
+
+        return [(buffer(layer, "keys"), buffer(layer, "values")) for layer in range(len(self.values))]
 
 
 class Pass:
@@ -307,7 +365,7 @@ class Cache:
 
     read_R = None
 
-    def __init__(self, encoded: EncodedPrompts, places: Sequence[int], num_new_tokens: int):
+    def __init__(self, encoded: EncodedPrompts | EncodedParts, places: Sequence[int], num_new_tokens: int):
         lengths = [encoded.part.lengths[place] for place in places]
         self.length = longest = max(lengths)
         # Heads come before tokens, as the kernel reads them.
@@ -361,7 +419,7 @@ class RunningCache:
 
     read_R = None
 
-    def __init__(self, encoded: EncodedPrompts, places: Sequence[int], num_new_tokens: int):
+    def __init__(self, encoded: EncodedPrompts | EncodedParts, places: Sequence[int], num_new_tokens: int):
         lengths = [encoded.part.lengths[place] for place in places]
         self.whole = encoded.buffers(places, max(lengths) + num_new_tokens, heads_first=False)
         device = encoded.values[0].device

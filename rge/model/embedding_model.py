@@ -1,6 +1,7 @@
 """The module that training wraps: packed rows in, embeddings and the LM loss's numerator out."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from rge.config import ModelConfig
 from rge.losses import rationale_log_probs, rationale_nll
 from rge.model.adapters import add_adapters
-from rge.model.attention import EncodedPrompts, Pass, install
+from rge.model.attention import EncodedParts, EncodedPrompts, Pass, install
 from rge.model.backbone import (
     Backbone,
     load_backbone,
@@ -169,16 +170,17 @@ class EmbeddingModel(nn.Module):
     def _positions(self, prompts: Sequence[Prompt]) -> list[Tensor]:
         return prompt_positions(self.model, prompts)
 
-    def forward(self, *packs: Packed) -> list[Readout]:
+    def forward(self, *packs: Packed | Readout) -> list[Readout]:
         """Run every pack through the backbone, all in one call, so that a wrapper sees few forwards a step.
 
         Args:
-            packs: e.g. the queries' rows and the candidates' rows, which have nothing to share.
+            packs: e.g. the queries' rows and the candidates' rows, which have nothing to share. A readout of an earlier
+                forward of this module alone is given back as it is: its wrapper prepares a backward in each forward.
 
         Returns:
             One readout a pack.
         """
-        return [self._read(packed) for packed in packs]
+        return [packed if isinstance(packed, Readout) else self._read(packed) for packed in packs]
 
     def states_before_answer(self, prompts: Sequence[Prompt]) -> Tensor:
         """The state (B, D), not normalised, that predicts the first token after each prompt."""
@@ -293,6 +295,48 @@ def normalise(state: Tensor) -> Tensor:
     return F.normalize(state.to(torch.promote_types(state.dtype, torch.float32)), dim=-1)
 
 
+LEAST_BYTES = 2**20
+"""A tensor smaller than this stays where it is: copying it would cost more than its memory is worth."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a stage's micro batches keep between their first forward and their backward.
+
+    Attributes:
+        where: see `keeping`; ``none``: nothing.
+        prompt_pass: `rollout.prompt_pass`; ``twice`` too where there is room for the candidates' alone.
+    """
+
+    where: str
+    prompt_pass: str
+
+
+def keeping(where: str) -> AbstractContextManager:
+    """Where that stays, until the backward, which autograd keeps of the forwards inside.
+
+    Copies to and from main memory are in the order of the device's own work, so that the host never waits for them.
+
+    Args:
+        where: ``device``, or ``host`` for main memory, pinned on a GPU. Weights stay on the device in any case.
+    """
+    return (
+        torch.autograd.graph.saved_tensors_hooks(_to_host, _from_host) if where == "host" else nullcontext()
+    )
+
+
+def _to_host(tensor: Tensor) -> Tensor | tuple[torch.device, Tensor]:
+    is_weight = isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter)
+    if is_weight or tensor.device.type == "cpu" or tensor.numel() * tensor.element_size() < LEAST_BYTES:
+        return tensor
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=torch.cuda.is_available())
+    return tensor.device, copy.copy_(tensor, non_blocking=True)
+
+
+def _from_host(kept: Tensor | tuple[torch.device, Tensor]) -> Tensor:
+    return kept if isinstance(kept, Tensor) else kept[1].to(kept[0], non_blocking=True)
+
+
 def encode_prompts(model: nn.Module, embedder: EmbeddingModel, prompts: Sequence[Prompt]) -> EncodedPrompts:
     """Keys and values of prompts, with gradient, for the rollout and then `rge.step.TrainingStep`.
 
@@ -303,3 +347,18 @@ def encode_prompts(model: nn.Module, embedder: EmbeddingModel, prompts: Sequence
     """
     (readout,) = model(embedder.pack_prompts(prompts))
     return readout.encoded
+
+
+def encode_in_parts(
+    embedder: EmbeddingModel, prompts: Sequence[Prompt], parts: Sequence[slice], where: str
+) -> EncodedParts:
+    """The same for a step in several chunks, each of which has a backward of its own.
+
+    Args:
+        embedder: unwrapped; the forwards of the wrapper are the chunks'.
+        prompts: of this rank's queries.
+        parts: the queries of each chunk.
+        where: see `keeping`.
+    """
+    with keeping(where):
+        return EncodedParts([encode_prompts(embedder, embedder, prompts[part]) for part in parts])

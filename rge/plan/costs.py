@@ -6,7 +6,8 @@ holds them against it. Memory is an estimate: what is kept is added up, what an 
 
 A step is (rge/step.py): the queries' prompts are encoded, the rollout continues from their keys and values, one forward
 takes each prompt with its own and its oracle rationale, one takes the candidates, and the backward. Where a rank's share of
-the batch takes several micro batches, candidates are encoded once more without gradient, and so are prompts.
+the batch takes several micro batches, candidates are encoded once more without gradient, and so are prompts, unless what
+their backward needs is kept (`train.keep_activations`). A frozen vision tower sees each picture once.
 """
 
 import math
@@ -56,6 +57,9 @@ SPEEDS = {
 
 OPTIMIZER_STATES = {"adamw": 2, "muon": 1}
 """Numbers kept a parameter; Muon keeps one, except for what it leaves to AdamW."""
+
+HOST_TBS = 0.04
+"""TB/s at which a GPU copies to main memory and back while it does nothing else: two thirds of PCIe 5's 16 lanes."""
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -271,6 +275,8 @@ class Setup:
         optimizer_states: numbers the optimizer keeps a parameter.
         rollout_rows: rationales written at once.
         micro_queries: queries of a forward.
+        keep: where what several micro batches' backwards need is kept, ``device`` or ``host``; ``none``.
+        once: whether prompts are encoded once; None: where there is a single micro batch.
     """
 
     back_end: str = "ddp"
@@ -283,11 +289,21 @@ class Setup:
     optimizer_states: int = 2
     rollout_rows: int = 1
     micro_queries: int = 1
+    keep: str = "none"
+    once: bool | None = None
 
     @property
     def shares_weights(self) -> bool:
         """Whether weights are spread over GPUs."""
         return self.num_gpus > 1 and self.back_end in ("zero3", "fsdp2")
+
+    def encodes_once(self, load: Load) -> bool:
+        """Whether the rollout goes on from the pass over the prompts that has a gradient."""
+        return load.chunks == 1 if self.once is None else self.once
+
+    def remembers(self, load: Load) -> bool:
+        """Whether a frozen tower sees each picture once a step, and what it makes of them stays (`make_writer`)."""
+        return bool(load.own) and not self.train_vision and not self.shares_weights
 
 
 def flops(shapes: Shapes, load: Load, setup: Setup) -> dict[str, float]:
@@ -306,22 +322,33 @@ def flops(shapes: Shapes, load: Load, setup: Setup) -> dict[str, float]:
         return products, width * ((s.layers - 1) * ((prompt - 1) ** 2 + tails) + tails)
 
     found = {}
+    query_pictures, candidate_pictures = n.queries * n.query_pictures, n.candidates * n.candidate_pictures
+    unseen = {"queries": query_pictures, "candidates": candidate_pictures}
+
+    def see(side: str) -> float:
+        """The tower's pass over a side's pictures; a frozen one makes it once."""
+        pictures = unseen[side]
+        if setup.remembers(load):
+            unseen[side] = 0.0
+        return pictures * seen
+
     if n.own:
         steps = n.own + 2
         words = 2.0 * s.layers * s.layer * steps + 2.0 * s.hidden * s.vocabulary * (n.own + 1)
         looks = width * s.layers * steps * (n.prompt + (steps - 1) / 2)
-        # With a single micro batch the rollout continues from the pass with gradient.
-        prompts = n.query_pictures * seen + sum(text(n.prompt, 0, 0)) if n.chunks > 1 else 0.0
-        found["rollout"] = n.queries * (n.each * (words + looks) + prompts)
-    if n.contrastive and n.chunks > 1:
-        found["candidates without gradient"] = n.candidates * (
-            n.candidate_pictures * seen + sum(text(n.candidate, 2, 1))
-        )
+        found["rollout"] = n.queries * n.each * (words + looks)
+        if not setup.encodes_once(load):
+            found["rollout"] += see("queries") + n.queries * sum(text(n.prompt, 0, 0))
+    if n.contrastive and n.chunks > 1 and setup.keep == "none":
+        if not n.own:
+            read = 1 + n.beside + (1 if n.read_own else n.oracle + 1)
+            found["queries without gradient"] = see("queries") + n.queries * sum(text(n.prompt, read, 1))
+        found["candidates without gradient"] = see("candidates") + n.candidates * sum(text(n.candidate, 2, 1))
     query = text(n.prompt, n.tail, n.labels + (n.each if n.read_own else 0))
     candidate = text(n.candidate, 2, 1 + n.label_candidates)
     products, looks = (n.queries * query[part] + n.candidates * candidate[part] for part in (0, 1))
     head = 2.0 * s.hidden * s.vocabulary * (n.queries * n.labels + n.candidates * n.label_candidates)
-    found["forward"] = products + looks + n.pictures * seen + head
+    found["forward"] = products + looks + see("queries") + see("candidates") + head
     # Attention's backward computes the scores once more: five products for the forward's two.
     backward = (1 if setup.adapters else 2) * (products + head) + 2.5 * looks
     recomputed = products + looks
@@ -339,15 +366,9 @@ def memory(shapes: Shapes, load: Load, setup: Setup) -> dict[str, float]:
     rows_each = -(-n.candidates // n.chunks)
     tokens = setup.micro_queries * (n.prompt - 1 + n.tail) + rows_each * (n.candidate + 1)
     pictures = setup.micro_queries * n.query_pictures + rows_each * n.candidate_pictures
-    # What autograd keeps of a layer, a token: norms and residuals; queries, keys and values before and after rotation, the
-    # output; gate, up, activation and product.
-    inside = tokens * (6 * s.hidden + 6 * s.heads * s.head_size + 4 * s.inner)
-    vision_inside = pictures * s.picture.inside
-    if setup.checkpointing:
-        kept = tokens * s.hidden * s.layers + pictures * s.picture.states * s.picture.layers
-        kept += max(inside, vision_inside)
-    else:
-        kept = inside * s.layers + vision_inside * s.picture.layers
+    kept = _kept(shapes, setup, tokens, pictures)
+    if setup.checkpointing:  # and a layer that is being computed again
+        kept += max(tokens * _inside(shapes), setup.train_vision * pictures * s.picture.inside)
     predicted = setup.micro_queries * (n.oracle + 1 if n.oracle else 0) + rows_each * n.label_candidates
     # A policy's logits are made some at a time, and again in the backward.
     predicted += min(CHUNK_TOKENS, setup.micro_queries * n.each * (n.own + 1)) if n.sampled else 0
@@ -358,8 +379,7 @@ def memory(shapes: Shapes, load: Load, setup: Setup) -> dict[str, float]:
         writing = _cache(shapes, setup) * rows * (n.prompt + n.own + 2)
         if setup.shares_weights:  # gathered, in the computing dtype, while rationales are written
             writing += 2.0 * s.parameters
-    # A frozen tower sees each picture once a step, and what it makes of them stays until the end (`make_writer`).
-    stays = bool(n.own) and not setup.train_vision and not setup.shares_weights
+    stays = setup.remembers(load)
     made = n.pictures * s.picture.placeholders * s.picture.feature * setup.dtype_bytes
     return {
         "weights": weights,
@@ -368,7 +388,49 @@ def memory(shapes: Shapes, load: Load, setup: Setup) -> dict[str, float]:
         "pictures": pixel_bytes(shapes, load) + stays * float(made),
         "activations": training if training >= writing else 0.0,
         "rollout": writing if writing > training else 0.0,
+        "kept until the backward": kept_bytes(shapes, load, setup)[0],
     }
+
+
+def _inside(shapes: Shapes) -> int:
+    """Numbers that autograd keeps of a text layer, a token.
+
+    Norms and residuals; queries, keys and values before and after rotation, the output; gate, up, activation and product.
+    """
+    return 6 * shapes.hidden + 6 * shapes.heads * shapes.head_size + 4 * shapes.inner
+
+
+def _kept(shapes: Shapes, setup: Setup, tokens: float, pictures: float) -> float:
+    """Numbers that autograd keeps of a forward until its backward; a frozen tower has none."""
+    picture, seen = shapes.picture, pictures * setup.train_vision
+    if setup.checkpointing:
+        return tokens * shapes.hidden * shapes.layers + seen * picture.states * picture.layers
+    return tokens * _inside(shapes) * shapes.layers + seen * picture.inside * picture.layers
+
+
+def kept_bytes(shapes: Shapes, load: Load, setup: Setup) -> tuple[float, float]:
+    """Bytes on a GPU, and in main memory for it, of what several micro batches keep between first forward and backward.
+
+    Those of the micro batch that is being computed are not among them.
+    """
+    n = load
+    if setup.keep == "none" or n.chunks == 1 or not n.contrastive:
+        return 0.0, 0.0
+    tokens, pictures = n.candidates * (n.candidate + 4.0), n.candidates * n.candidate_pictures
+    known = 0.0
+    if not n.own:
+        tokens, pictures = tokens + n.queries * (n.prompt + n.tail), n.pictures
+    elif setup.encodes_once(load):
+        tokens, pictures = tokens + n.queries * n.prompt, n.pictures
+        known = n.queries * n.prompt * _cache(shapes, setup)  # of the prompts, for the rollout
+    activation_bytes = _of_parameters(shapes, setup)[0]
+    # Outside of the layers: the final norm, and in the tower patches and what maps them to the text model's width.
+    outside = 6 * tokens * shapes.hidden + 4 * setup.train_vision * pictures * shapes.picture.states
+    kept = _kept(shapes, setup, tokens, pictures) + outside
+    if not setup.checkpointing and setup.back_end == "ddp" and setup.dtype_bytes < 4:
+        kept += n.chunks * setup.trained  # autocast's copies of the weights, of each forward
+    kept *= activation_bytes
+    return (kept + known, 0.0) if setup.keep == "device" else (known, kept)
 
 
 def _of_parameters(shapes: Shapes, setup: Setup) -> tuple[float, float, float, float]:
@@ -455,7 +517,7 @@ def step_seconds(
         weights = setup.dtype_bytes * (shapes.layers * shapes.layer + shapes.hidden * shapes.vocabulary)
         cache = _cache(shapes, setup) * min(setup.rollout_rows, rows) * (load.prompt + load.own / 2)
         seconds += passes * (load.own + 2) * (weights + cache) / bandwidth
-    return seconds
+    return seconds + 2 * kept_bytes(shapes, load, setup)[1] / (HOST_TBS * 1e12)
 
 
 def communication(shapes: Shapes, load: Load, setup: Setup) -> float:

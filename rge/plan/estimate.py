@@ -1,7 +1,9 @@
 """The estimate in training's banner: steps, records, memory and time."""
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -10,38 +12,106 @@ from rge.config import Recipe, StageConfig
 from rge.data.layout import Layout
 from rge.data.sources import Records
 from rge.distributed import launch
+from rge.model.embedding_model import Kept
 from rge.model.hub_model import HubModel
 from rge.plan.costs import GIB, RESERVED_GIB, speed_of
+from rge.plan.machine import main_memory
 from rge.plan.options import PlanOptions
 from rge.plan.report import plan
+from rge.plan.search import ImpossibleKeeping
+
+WORTH_SAYING = 0.95
+"""Share of a step's seconds below which a faster way is named."""
 
 
-def banner(
-    recipe: Recipe,
-    num_steps: Mapping[str, int],
-    records: Mapping[str, Records],
-    layouts: Mapping[str, Layout],
-    model: HubModel,
-    accelerator: Accelerator,
-) -> Iterator[str]:
-    """Back end, processes, device, dtypes, and for each open stage what is trained on what, with the plan's figures.
+class Plans:
+    """The plans of a run's open stages, on the machine that it runs on.
 
-    `num_steps` are by open stage; `records`, which are opened, and `layouts` of those that were laid out, by source.
+    Args:
+        recipe: of the run.
+        num_steps: by open stage.
+        records: opened, by source.
+        layouts: of those that were laid out, by source.
+        model: without its weights.
+        accelerator: knows the device and the back end.
+
+    Attributes:
+        found: by stage, see `plan`, or why there is none.
+
+    Raises:
+        RecipeError: `train.keep_activations` asks for what cannot be.
     """
-    device, gib = accelerator.device, None
-    name = device.type
-    if device.type == "cuda":
-        card = torch.cuda.get_device_properties(device)
-        name, gib = card.name, card.total_memory / GIB
-    back_end = launch.back_end(accelerator)
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        num_steps: Mapping[str, int],
+        records: Mapping[str, Records],
+        layouts: Mapping[str, Layout],
+        model: HubModel,
+        accelerator: Accelerator,
+    ):
+        self.recipe, self.num_steps, self.records, self.accelerator = recipe, num_steps, records, accelerator
+        device, self.gib = accelerator.device, None
+        self.device_name = device.type
+        if device.type == "cuda":
+            card = torch.cuda.get_device_properties(device)
+            self.device_name, self.gib = card.name, card.total_memory / GIB
+        back_end = launch.back_end(accelerator)
+        beside = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
+        options = PlanOptions(
+            num_gpus=accelerator.num_processes,
+            back_end=back_end.key,  # type: ignore[arg-type]
+            gpus_per_machine=beside,
+            host_gib=int(main_memory() / GIB),
+        )
+        self.speed = speed_of(self.device_name, recipe.model.dtype)
+        if self.gib is not None:
+            options = replace(options, gpu_gib=self.gib)
+        if self.speed is not None:
+            options = replace(options, peak_tflops=self.speed[0], bandwidth_tbs=self.speed[1])
+        self.options = options
+        self.found: dict[str, dict[str, Any] | str] = {}
+        for name, steps in num_steps.items():
+            stage: StageConfig = getattr(recipe, name)
+            files = [source.key for source in stage.sources if source.key]
+            laid = [layouts[key] for key in files if key in layouts]
+            # Without all of them, such as a stream's, the largest that the recipe allows.
+            longest = _longest(laid) if len(laid) == len(files) else None
+            # Context, NCCL's buffers and fragments are a GPU's.
+            reserved = RESERVED_GIB if self.gib is not None else 0.0
+            of_stage = replace(options, for_=name, steps=steps)  # type: ignore[arg-type]
+            try:
+                self.found[name] = plan(
+                    recipe, model, of_stage, longest, reserved, on_gpu=self.gib is not None
+                )
+            except ImpossibleKeeping:
+                raise
+            except Exception as error:  # noqa: BLE001 - training does not need an estimate
+                self.found[name] = f"{type(error).__name__}: {error}"
+
+    def kept(self, name: str) -> Kept:
+        """What a stage keeps between its micro batches; nothing where no plan says that there is room."""
+        found, recipe = self.found[name], self.recipe
+        if isinstance(found, str):
+            asked = recipe.train.keep_activations
+            return Kept("none" if asked == "auto" else asked, recipe.rollout.prompt_pass)
+        twice = found["keep"] != "none" and found["prompt_pass"] == "twice"
+        return Kept(found["keep"], "twice" if twice else recipe.rollout.prompt_pass)
+
+
+def banner(plans: Plans) -> Iterator[str]:
+    """Back end, processes, device, dtypes, and for each open stage what is trained on what, with the plan's figures."""
+    recipe, records, options, gib, speed = (
+        plans.recipe,
+        plans.records,
+        plans.options,
+        plans.gib,
+        plans.speed,
+    )
+    name, back_end = plans.device_name, launch.back_end(plans.accelerator)
     yield f"{back_end}, {name}; float32 weights trained, computed in {recipe.model.dtype}; into {recipe.out}"
-    options = PlanOptions(num_gpus=accelerator.num_processes, back_end=back_end.key)  # type: ignore[arg-type]
-    speed = speed_of(name, recipe.model.dtype)
-    if gib is not None:
-        options = replace(options, gpu_gib=gib)
-    if speed is not None:
-        options = replace(options, peak_tflops=speed[0], bandwidth_tbs=speed[1])
-    for stage_name, steps in num_steps.items():
+    for stage_name, steps in plans.num_steps.items():
         stage: StageConfig = getattr(recipe, stage_name)
         files = [records[source.key] for source in stage.sources if source.key]
         streams = sum(file.size is None for file in files)
@@ -57,16 +127,9 @@ def banner(
                 f"  warning: {stage_name}.warmup_steps={stage.warmup_steps} is more than the stage's {steps} steps, so the "
                 f"learning rate never reaches {stage_name}.lr={stage.lr:g}: lower it, or train longer"
             )
-        laid = [layouts[source.key] for source in stage.sources if source.key and source.key in layouts]
-        # Without all of them, such as a stream's, the largest that the recipe allows.
-        longest = _longest(laid) if len(laid) == len(files) else None
-        # Context, NCCL's buffers and fragments are a GPU's.
-        reserved = RESERVED_GIB if gib is not None else 0.0
-        try:
-            of_stage = replace(options, for_=stage_name, steps=steps)  # type: ignore[arg-type]
-            figures = plan(recipe, model, of_stage, longest, reserved)
-        except Exception as error:  # noqa: BLE001 - training does not need an estimate
-            yield f"  warning: memory and time are not estimated: {type(error).__name__}: {error}"
+        figures = plans.found[stage_name]
+        if isinstance(figures, str):
+            yield f"  warning: memory and time are not estimated: {figures}"
             continue
         room = f" of {gib:,.1f}" if gib is not None else ""
         time = (
@@ -83,8 +146,22 @@ def banner(
             f"  estimated by rge.plan: {figures['memory_total'] / GIB:,.1f}{room} GiB a process "
             f"({figures['memory_from'] / GIB:,.1f} to {figures['memory_to'] / GIB:,.1f}); {time}"
         )
-        if gib is not None and not figures["fits"]:
+        if figures["load"]["chunks"] > 1 and figures["load"]["contrastive"]:
+            yield (
+                f"  kept between the {figures['load']['chunks']} micro batches' first forward and their backward: "
+                f"{figures['keep']} ({figures['why']})"
+            )
+        if gib is None:
+            continue
+        if not figures["fits"]:
             yield "  warning: by the plan this does not fit: " + "; or ".join(figures["advice"])
+        faster = figures["fastest"][:1]
+        if faster and faster[0]["seconds"] < WORTH_SAYING * figures["seconds"]:
+            (one,) = faster
+            yield (
+                f"  a faster way to take the same step fits by the plan, {figures['seconds'] / one['seconds']:.2f} x, in "
+                f"{one['memory_total'] / GIB:,.1f} (to {one['memory_to'] / GIB:,.1f}) GiB: {' '.join(one['overrides'])}"
+            )
 
 
 def _longest(laid: Sequence[Layout]) -> dict[str, int]:

@@ -4,6 +4,7 @@ import os
 import resource
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -17,6 +18,7 @@ DESCRIPTORS = 1 << 16
 """Open files and connections that a process asks for, where the machine's hard limit lets it have so many."""
 
 SHARED_MEMORY = "/dev/shm"
+_CGROUP = Path("/sys/fs/cgroup")
 
 
 def raise_descriptor_limit() -> None:
@@ -89,6 +91,18 @@ def bytes_to_keep(
         saves = -(-steps // recipe.train.save_every)
         total += min(recipe.train.keep_last + 1, saves) * state + (1 + best) * checkpoint
     return total
+
+
+def main_memory() -> float:
+    """Bytes of main memory that are free, within the container's limit (cgroup v2)."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    with suppress(OSError, ValueError):  # "max" is no number
+        limit, used = (int((_CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+        free = min(free, limit - used)
+    return float(free)
 
 
 def _open_files() -> int:

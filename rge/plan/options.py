@@ -22,6 +22,8 @@ class PlanOptions:
     """Memory of a GPU, GiB."""
     gpus_per_machine: AtLeastOne = 8
     """GPUs that share a machine's memory."""
+    host_gib: NotNegative = 0
+    """Main memory of a machine, GiB; 0: not known, so that train.keep_activations=auto keeps nothing in it."""
     peak_tflops: Annotated[float, Field(gt=0)] = 989.0
     """TFLOP/s of a GPU in the computing dtype; an H100's in bfloat16."""
     bandwidth_tbs: Annotated[float, Field(gt=0)] = 3.35
@@ -32,8 +34,8 @@ class PlanOptions:
     """Steps of the stage, for the hours; 0: as many as the recipe says, else 1000."""
     back_end: BackEndName | None = None
     """How parameters, gradients and optimizer state are spread over the GPUs; null: train.back_end."""
-    for_: Literal["joint", "cold_start", "rl"] = "joint"
-    """Stage that is planned."""
+    for_: Literal["joint", "cold_start", "rl", "all"] = "joint"
+    """Stage that is planned, whether or not this recipe has sources for it; all: each of those that it would run."""
     query_pictures: NotNegative = 1
     """Pictures a query."""
     candidate_pictures: NotNegative = 1

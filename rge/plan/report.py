@@ -16,7 +16,6 @@ from rge.config import BACK_ENDS, Recipe, RecipeError, StageConfig
 from rge.model.hub_model import HubModel
 from rge.objective import Objective
 from rge.plan.costs import (
-    ACTIVATIONS_OFF_BY,
     DTYPE_BYTES,
     GIB,
     OPTIMIZER_STATES,
@@ -28,7 +27,6 @@ from rge.plan.costs import (
     communication,
     flops,
     host,
-    memory,
     num_parameters,
     pixel_bytes,
     shapes_of,
@@ -36,15 +34,23 @@ from rge.plan.costs import (
 )
 from rge.plan.known_models import outline
 from rge.plan.options import PlanCommand, PlanOptions
+from rge.plan.search import Room, decided, fastest, overrides
 
 
 def show(recipe: PlanCommand) -> int:
-    """Print the plan; 1 if it does not fit."""
+    """Print the plan, of every stage if so asked; 1 if it does not fit."""
     model, origin = outline(recipe.model, recipe.init)
-    found = plan(recipe, model, recipe)
-    print(report(recipe, found, origin, recipe))  # noqa: T201 - this is a command
-    print(json.dumps(found))  # noqa: T201
-    return 0 if found["fits"] else 1
+    stages = recipe.stages() if recipe.for_ == "all" else [recipe.for_]
+    plans = {}
+    for name in stages:
+        options = replace(recipe, for_=name)  # type: ignore[arg-type]  # one of them
+        plans[name] = plan(recipe, model, options)
+        print(report(recipe, plans[name], origin, options), end="\n\n" * (len(stages) > 1) or "\n")  # noqa: T201 - a command
+    if recipe.for_ == "all":
+        hours = sum(found["hours"] for found in plans.values())
+        print(f"{', '.join(stages)}: {hours:,.1f} hours at a utilisation of {recipe.utilisation:g}")  # noqa: T201
+    print(json.dumps(plans if recipe.for_ == "all" else plans[stages[0]]))  # noqa: T201
+    return 0 if all(found["fits"] for found in plans.values()) else 1
 
 
 def plan(
@@ -53,6 +59,8 @@ def plan(
     options: PlanOptions,
     longest: Mapping[str, int] | None = None,
     reserved_gib: float = RESERVED_GIB,
+    *,
+    on_gpu: bool = True,
 ) -> dict[str, Any]:
     """All numbers of a plan.
 
@@ -62,18 +70,39 @@ def plan(
         options: of the command.
         longest: tokens of the largest prompts, their pictures and rationales, where the records are known.
         reserved_gib: set aside a GPU.
+        on_gpu: whether there is one; without, nothing is chosen by its memory.
 
     Raises:
-        RecipeError: the batch cannot be shared out, a prompt is longer than allowed, or the stage is not the recipe's.
+        RecipeError: the batch cannot be shared out, a prompt is longer than allowed, or what the recipe asks to be kept
+            cannot be.
     """
     shapes = shapes_of(model, recipe.model.max_pixels)
     load = load_of(recipe, shapes, options, longest)
-    setup = setup_of(recipe, model, options)
     batch_bytes = pixel_bytes(shapes, load)
-    kinds = memory(shapes, load, setup) | {"reserved": reserved(recipe, options, reserved_gib)}
-    total, uncertain = sum(kinds.values()), ACTIVATIONS_OFF_BY * kinds["activations"]
+    processes = min(options.num_gpus, options.gpus_per_machine)
+    machine = host(
+        shapes.parameters,
+        batch_bytes=batch_bytes,
+        prefetch_bytes=recipe.data.prefetch_mb * 2**20,
+        num_workers=recipe.data.num_workers,
+        dtype_bytes=DTYPE_BYTES[recipe.model.dtype],
+        processes=processes,
+    )
+    room = Room(
+        options.gpu_gib * GIB if on_gpu else None,
+        reserved(recipe, options, reserved_gib),
+        max(options.host_gib * GIB - machine["memory"], 0.0) / processes if options.host_gib else None,
+        options.peak_tflops * options.utilisation * 1e12,
+        options.bandwidth_tbs * options.utilisation * 1e12,
+    )
+    base = setup_of(recipe, model, options)
+    way, why = decided(recipe, shapes, load, base, room)
+    setup, kinds = way.setup, way.memory
+    total, uncertain = way.total, way.uncertain
     per_gpu = flops(shapes, load, setup)
-    num_flops = sum(per_gpu.values())
+    num_flops = way.num_flops
+    machine["memory"] += processes * way.host
+    machine |= {"of that, kept": processes * way.host}
     steps = options.steps or getattr(recipe, options.for_).steps or 1000
 
     def hours(utilisation: float) -> float:
@@ -82,6 +111,7 @@ def plan(
         return steps * seconds / 3600
 
     fits = total <= options.gpu_gib * GIB
+    faster = fastest(recipe, shapes, load, base, options, room) if on_gpu else []
     return {
         "parameters": shapes.parameters,
         "vision_parameters": shapes.vision_parameters,
@@ -99,20 +129,29 @@ def plan(
             name: communication(shapes, load, replace(setup, back_end=name)) for name in BACK_ENDS
         },
         "batch_bytes": batch_bytes,
-        "host": host(
-            shapes.parameters,
-            batch_bytes=batch_bytes,
-            prefetch_bytes=recipe.data.prefetch_mb * 2**20,
-            num_workers=recipe.data.num_workers,
-            dtype_bytes=setup.dtype_bytes,
-            processes=min(options.num_gpus, options.gpus_per_machine),
-        ),
+        "host": machine,
+        "keep": setup.keep,
+        "prompt_pass": "once" if setup.once else "twice",
+        "why": why,
+        "seconds": way.seconds,
+        "fastest": [
+            {
+                "overrides": overrides(recipe, one, base),
+                "seconds": one.seconds,
+                "flops": one.num_flops * options.num_gpus,
+                "memory_total": one.total,
+                "memory_to": one.total + one.uncertain,
+                "host": processes * one.host,
+                "sent": one.sent,
+            }
+            for one in faster
+        ],
         "steps": steps,
         "hours": hours(options.utilisation),
         "hours_from": hours(max(UTILISATION[1], options.utilisation)),
         "hours_to": hours(min(UTILISATION[0], options.utilisation)),
         "fits": fits,
-        "advice": [] if fits else advice(recipe, model, options, shapes, longest, kinds["reserved"]),
+        "advice": [] if fits else advice(recipe, model, options, shapes, longest, room),
     }
 
 
@@ -125,7 +164,7 @@ def load_of(
         RecipeError: see `plan`.
     """
     name, gpus = options.for_, options.num_gpus
-    if name not in recipe.stages():
+    if recipe.stage not in ("all", name):
         raise RecipeError(
             f"the recipe has stage={recipe.stage}, so there is no {name} to plan; give for={recipe.stage}"
         )
@@ -221,15 +260,18 @@ def advice(
     options: PlanOptions,
     shapes: Shapes,
     longest: Mapping[str, int] | None,
-    reserved_bytes: float,
+    room: Room,
 ) -> list[str]:
     """Changes that would make it fit, one alone each, the least intrusive first; none if nothing here does."""
     found = []
     for kind in _changes(recipe, options):
         for line, changed, others in kind:
             load = load_of(changed, shapes, others, longest)
-            kinds = memory(shapes, load, setup_of(changed, model, others))
-            if sum(kinds.values()) + reserved_bytes <= options.gpu_gib * GIB:
+            try:
+                way, _ = decided(changed, shapes, load, setup_of(changed, model, others), room)
+            except RecipeError:
+                continue
+            if way.fits(room):
                 found.append(line)
                 break
     return found
@@ -286,6 +328,19 @@ def _changes(recipe: Recipe, options: PlanOptions) -> Iterator[list[Change]]:
         yield [(line, changed("model", "freeze_vision", True), options)]
 
 
+def _fastest(found: dict[str, Any], options: PlanOptions) -> list[str]:
+    """The fastest ways to take the same step that fit."""
+    lines = ["the fastest that fit, by these FLOPs: the same gradients to rounding"]
+    for number, one in enumerate(found["fastest"], start=1):
+        place = f", {one['host'] / GIB:,.0f} GiB of a machine's memory" if one["host"] else ""
+        lines.append(
+            f"  {number}. {one['flops'] / 1e15:,.1f} PFLOP, {one['seconds']:,.2f} s a step "
+            f"({found['seconds'] / one['seconds']:.2f} x), {one['memory_total'] / GIB:,.1f} (to {one['memory_to'] / GIB:,.1f}) of {options.gpu_gib:g} GiB{place}: "
+            + (" ".join(one["overrides"]) or "as planned above")
+        )
+    return lines if found["fastest"] else ["no other way to take the same step fits either"]
+
+
 def report(recipe: Recipe, found: dict[str, Any], origin: str, options: PlanOptions) -> str:
     """The plan for people."""
     load, back_end = found["load"], options.back_end or recipe.train.back_end
@@ -301,7 +356,7 @@ def report(recipe: Recipe, found: dict[str, Any], origin: str, options: PlanOpti
     def petaflop(count: float) -> str:
         return f"{count / 1e15:,.3f} PFLOP"
 
-    host_gib = {"memory": 0, "of that, batches": 1, "shared memory": 0}
+    host_gib = {"memory": 0, "of that, batches": 1, "of that, kept": 0, "shared memory": 0}
     sections: dict[str, dict[str, str]] = {
         "parameters": {
             "all": billions("parameters"),
@@ -340,10 +395,12 @@ def report(recipe: Recipe, found: dict[str, Any], origin: str, options: PlanOpti
         f"{options.num_gpus} GPUs of {options.gpu_gib:g} GiB, {back_end}, {recipe.model.dtype}, "
         f"batch {stage.batch_size}: {load['queries']} queries and {load['candidates']} candidates a GPU, "
         f"{load['chunks']} micro batches of {recipe.train.micro_batch_size}",
+        f"kept between them: {found['keep']} ({found['why']}); prompts encoded {found['prompt_pass']}",
         "",
     ]
     for title, rows in sections.items():
         lines += [title, *(f"  {name:<34}{value:>22}" for name, value in rows.items()), ""]
+    lines += [*_fastest(found, options), ""]
     if found["fits"]:
         return "\n".join([*lines, "It fits."])
     lines.append(f"It does not fit: {found['memory_total'] / GIB:,.1f} GiB of {options.gpu_gib:g}.")

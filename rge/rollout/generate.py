@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rge.model.attention import Cache, EncodedPrompts, RunningCache
+from rge.model.attention import Cache, EncodedParts, EncodedPrompts, RunningCache
 from rge.model.embedding_model import EmbeddingModel, normalise
 from rge.model.families import Rotations, family_of
 from rge.model.hub_model import HubModel
@@ -86,7 +86,7 @@ def generate(
     seeds: Sequence[int] | None = None,
     on_progress: Callable[[int], object] | None = None,
     num_each: int = 1,
-    encoded: EncodedPrompts | None = None,
+    encoded: EncodedPrompts | EncodedParts | None = None,
     places: Sequence[int] | None = None,
     margins: bool = False,
     on_token: Callable[[int, int], object] | None = None,
@@ -152,10 +152,8 @@ def generate(
             read = [given[number - num_each] if number >= num_each else None for _, number in members]
             began = time.perf_counter()
             if encoded is None:
-                known, known_at = (
-                    _encode(embedder, [prompts[index] for index in chosen]),
-                    [*range(len(chosen))],
-                )
+                known: EncodedPrompts | EncodedParts = _encode(embedder, [prompts[index] for index in chosen])
+                known_at = [*range(len(chosen))]
             else:
                 known, known_at = encoded, [index if places is None else places[index] for index in chosen]
             repeated = [place for place in known_at for _ in range(num_rows)]
@@ -215,7 +213,7 @@ class _Writing:
     def __init__(
         self,
         embedder: EmbeddingModel,
-        encoded: EncodedPrompts,
+        encoded: EncodedPrompts | EncodedParts,
         places: Sequence[int],
         choice: _Choice,
         seeds: Sequence[int | None] | None,

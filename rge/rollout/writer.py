@@ -15,12 +15,12 @@ from torch import nn
 
 from rge.common.errors import UserError
 from rge.config import LossConfig, Recipe, RecipeError, RolloutConfig, StageConfig
-from rge.data.collate import Batch
+from rge.data.collate import Batch, chunks_of
 from rge.distributed import collectives as dist
-from rge.model.attention import EncodedPrompts
+from rge.model.attention import EncodedParts, EncodedPrompts
 from rge.model.backbone import vision_parameters
 from rge.model.dropout import drops_out
-from rge.model.embedding_model import EmbeddingModel, PictureMemory, encode_prompts
+from rge.model.embedding_model import EmbeddingModel, Kept, PictureMemory, encode_in_parts, encode_prompts
 from rge.rollout.generate import Rationale, generate
 from rge.rollout.vllm_writer import VllmRollout, check_possible
 
@@ -34,7 +34,13 @@ _ORACLE = 0x02AC1E
 
 
 def encodes_once(
-    asked: str, *, queries_a_rank: int, micro_batch_size: int, sharded: bool, drops_out: bool
+    asked: str,
+    *,
+    queries_a_rank: int,
+    micro_batch_size: int,
+    sharded: bool,
+    drops_out: bool,
+    keep: str = "none",
 ) -> bool:
     """Whether the prompts of a step are encoded once in all: `rollout.prompt_pass`, with ``auto`` decided.
 
@@ -44,14 +50,16 @@ def encodes_once(
         micro_batch_size: queries per forward.
         sharded: whether parameters are spread over processes (ZeRO-3, FSDP2).
         drops_out: whether training draws dropout, which a rollout must not see.
+        keep: `train.keep_activations`, with ``auto`` decided; several chunks' prompts must be kept to be encoded once.
 
     Raises:
         RecipeError: ``once`` was asked for and cannot be.
     """
     reasons = []
-    if queries_a_rank > micro_batch_size:
+    if queries_a_rank > micro_batch_size and keep == "none":
         reasons.append(
-            f"a process has {queries_a_rank} queries a step and train.micro_batch_size is {micro_batch_size}"
+            f"a process has {queries_a_rank} queries a step, train.micro_batch_size is {micro_batch_size}, and nothing is "
+            "kept between them (train.keep_activations)"
         )
     if sharded:
         reasons.append(
@@ -71,12 +79,13 @@ class Rollout(NamedTuple):
 
     Attributes:
         rationales: equally many a query, query after query; given ones last in each group.
-        encoded: the queries' prompts, encoded with gradient, where one encoding serves the whole step.
+        encoded: the queries' prompts, encoded with gradient, where one encoding serves the whole step; in parts where that
+            is taken in several chunks.
         easy_share: at most so many of the queries may be trained to be answered without a rationale.
     """
 
     rationales: Sequence[Rationale]
-    encoded: EncodedPrompts | None = None
+    encoded: EncodedPrompts | EncodedParts | None = None
     easy_share: float = 0.0
 
     def after_update(self) -> "Rollout":
@@ -86,7 +95,9 @@ class Rollout(NamedTuple):
 
 def problems(recipe: Recipe, stages: Sequence[str], accelerator: Accelerator) -> Iterator[str]:
     """Why rationales cannot be written as the recipe asks, in stages that write some."""
-    sharded, lora = dist.shards_parameters(accelerator), recipe.model.lora
+    sharded, lora, keep = dist.shards_parameters(accelerator), recipe.model.lora, recipe.train.keep_activations
+    if keep == "auto" and accelerator.device.type == "cpu":
+        keep = "none"  # on a GPU the plan decides
     for name in stages:
         try:
             if recipe.rollout.backend == "vllm":
@@ -98,6 +109,7 @@ def problems(recipe: Recipe, stages: Sequence[str], accelerator: Accelerator) ->
                 micro_batch_size=recipe.train.micro_batch_size,
                 sharded=sharded,
                 drops_out=lora is not None and lora.dropout > 0,
+                keep=keep,
             )
         except UserError as error:
             yield f"{name}: {error}"
@@ -147,6 +159,8 @@ class Writer:
         settings: of the rollout.
         once: see `encodes_once`.
         vllm: writes in the model's place, for `rollout.backend=vllm`.
+        micro_batch_size: queries per forward of the step, where its chunks' prompts are kept.
+        keep: where they are kept, see `rge.model.embedding_model.keeping`; ``none``: the step has one chunk.
         loss: says whose rationale a query gets.
 
     Attributes:
@@ -161,9 +175,12 @@ class Writer:
         once: bool,
         vllm: VllmRollout | None = None,
         loss: LossConfig = LossConfig(),  # noqa: B008 - never changed
+        *,
+        micro_batch_size: int = 0,
+        keep: str = "none",
     ):
         self.model, self.embedder, self.settings, self.once = model, embedder, settings, once
-        self.vllm, self.loss = vllm, loss
+        self.vllm, self.loss, self.micro_batch_size, self.keep = vllm, loss, micro_batch_size, keep
         self.given = [ids for name, ids in embedder.given.items() if getattr(loss.states, name)]
         self.store = Store(settings.reuse_steps) if settings.reuse_steps else None
 
@@ -177,7 +194,7 @@ class Writer:
         num_each = self.settings.num_rationales
         if self.embedder.pictures is not None:
             self.embedder.pictures.open()
-        encoded = encode_prompts(self.model, self.embedder, batch.queries) if self.once else None
+        encoded = self._encode(batch) if self.once else None
         keys = [
             f"{name}:{_checksum(prompt.input_ids)}"
             for name, prompt in zip(batch.record_ids, batch.queries, strict=True)
@@ -227,9 +244,24 @@ class Writer:
         rationales = [rationale for row in range(len(keys)) for rationale in found[row]]
         return Rollout(rationales, encoded, easy_share(self.loss, step))
 
+    def _encode(self, batch: Batch) -> EncodedPrompts | EncodedParts:
+        """The queries' prompts, with gradient."""
+        if self.keep != "none":
+            shares = dist.gather_sizes(len(batch.queries), self.embedder.device)
+            chunks = chunks_of(batch, shares, self.micro_batch_size)
+            if len(chunks) > 1:
+                parts = [rows for rows, _ in chunks]
+                return encode_in_parts(self.embedder, batch.queries, parts, self.keep)
+        return encode_prompts(self.model, self.embedder, batch.queries)
+
 
 def make_writer(
-    model: nn.Module, embedder: EmbeddingModel, recipe: Recipe, stage: StageConfig, accelerator: Accelerator
+    model: nn.Module,
+    embedder: EmbeddingModel,
+    recipe: Recipe,
+    stage: StageConfig,
+    accelerator: Accelerator,
+    kept: Kept | None = None,
 ) -> Writer:
     """A stage's writer; what it remembers is saved and loaded with the accelerator's state.
 
@@ -239,6 +271,7 @@ def make_writer(
         recipe: of the run.
         stage: that of its stages which is trained.
         accelerator: knows the back end.
+        kept: what the stage's micro batches keep; None: nothing.
 
     Raises:
         RecipeError: `rollout.prompt_pass=once` or `rollout.backend=vllm` was asked for and cannot be.
@@ -259,14 +292,17 @@ def make_writer(
             batch_size=settings.batch_size,
             memory=settings.vllm_memory,
         )
+    keep, prompt_pass = (kept.where, kept.prompt_pass) if kept else ("none", settings.prompt_pass)
     once = vllm is None and encodes_once(
-        settings.prompt_pass,
+        prompt_pass,
         queries_a_rank=-(-stage.batch_size // dist.world_size()),
         micro_batch_size=recipe.train.micro_batch_size,
         sharded=sharded,
         drops_out=drops_out(embedder),
+        keep=keep,
     )
-    writer = Writer(model, embedder, settings, once, vllm, recipe.loss)
+    size = recipe.train.micro_batch_size
+    writer = Writer(model, embedder, settings, once, vllm, recipe.loss, micro_batch_size=size, keep=keep)
     if writer.store is not None:
         accelerator.register_for_checkpointing(writer.store)
     return writer

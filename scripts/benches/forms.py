@@ -23,23 +23,25 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationConfig
 
 from benches.harness import count_flops
 from rge.common.errors import UserError
 from rge.common.schema import Item
 from rge.config import load_recipe
-from rge.data.collate import Batch, StepBatches
+from rge.data.collate import Batch, StepBatches, chunks_of
 from rge.data.readers import open_records
 from rge.data.sources import Mixture
 from rge.losses import info_nce, rationale_nll
-from rge.model.attention import EncodedPrompts
+from rge.model.attention import EncodedParts, EncodedPrompts
 from rge.model.backbone import load_backbone, text_model
-from rge.model.embedding_model import EmbeddingModel, encode_prompts, normalise
+from rge.model.embedding_model import EmbeddingModel, Readout, encode_in_parts, encode_prompts, normalise
 from rge.model.families import normalised
 from rge.model.packing import Branch
 from rge.model.prompts import Prompt, PromptBuilder
 from rge.objective import Objective
+from rge.plan.known_models import TABLE
 from rge.rollout.generate import Rationale, generate
 from rge.rollout.writer import Rollout
 from rge.scratch import build as scratch
@@ -240,7 +242,9 @@ def stopping(embedder: EmbeddingModel, stop_B: Sequence[int]) -> Iterator[None]:
         embedder.model.lm_head = head
 
 
-def our_rollout(setting: Setting, encoded: EncodedPrompts | None = None) -> list[Rationale]:
+def our_rollout(
+    setting: Setting, encoded: EncodedPrompts | EncodedParts | None = None
+) -> list[Rationale]:
     """Own rationales, by rge."""
     prompts = setting.batch.queries
     order = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))  # the order rows are written in
@@ -266,8 +270,11 @@ def their_rollout(setting: Setting) -> list[list[int]]:
         pad_token_id=embedder.pad_id,
         suppress_tokens=embedder.suppressed_ids,
     )
+    was_training = embedder.training
+    embedder.eval()  # with gradient checkpointing, transformers would write without a cache
     with stopping(embedder, setting.stop_B):
         written = embedder.model.generate(**inputs, generation_config=config)
+    embedder.train(was_training)
     written = written[:, inputs["input_ids"].shape[1] :].tolist()
     return [row[: row.index(embedder.emb_id)] for row in written]
 
@@ -321,25 +328,13 @@ def our_step(
 def three_pass_step(setting: Setting, own_ids: Sequence[Sequence[int]]) -> dict[str, float]:
     """Gradients of one step, in three passes: LM, contrastive, candidates."""
     embedder, batch, objective = setting.embedder, setting.batch, setting.objective
-    model, emb_id = embedder.model, embedder.emb_id
-
-    def states(suffixes: Sequence[Sequence[int]]) -> Tensor:
-        inputs = stock_inputs(embedder, batch.queries, suffixes, padding_side="right")
-        return text_model(model)(**inputs, use_cache=False).last_hidden_state
-
+    emb_id = embedder.emb_id
     labelled = objective.lm_on_candidates and objective.alpha_lm > 0
     num_tokens = sum(map(len, batch.oracle_ids)) + (len(batch.candidates) if labelled else 0)
-    hidden_BTD = states(batch.oracle_ids)
-    rows, columns, labels = [], [], []
-    for row, (prompt, ids) in enumerate(zip(batch.queries, batch.oracle_ids, strict=True)):
-        rows += [row] * len(ids)
-        columns += range(len(prompt) - 1, len(prompt) - 1 + len(ids))
-        labels += ids
-    label_N = torch.tensor(labels).to(embedder.device)
-    nll = rationale_nll(hidden_BTD[rows, columns], model.get_output_embeddings(), label_N)
+    nll = _stock_nll(embedder, batch.queries, batch.oracle_ids)
     lm = float(nll.detach())
     total = objective.alpha_lm * nll / num_tokens
-    hidden_BTD = states([[*ids, emb_id] for ids in own_ids])
+    hidden_BTD = _stock_states(embedder, batch.queries, [[*ids, emb_id] for ids in own_ids])
     ends = [len(prompt) + len(ids) for prompt, ids in zip(batch.queries, own_ids, strict=True)]
     q_BD = normalise(hidden_BTD[range(len(ends)), ends])
     branch = Branch([emb_id], read_state=True, predict=labelled)
@@ -356,6 +351,81 @@ def three_pass_step(setting: Setting, own_ids: Sequence[Sequence[int]]) -> dict[
         "loss_contrastive": con_value,
         "loss": objective.alpha_lm * lm + objective.alpha_con * con_value,
     }
+
+
+def our_step_in_chunks(setting: Setting, micro_batch_size: int, keep: str) -> dict[str, float]:
+    """Own rationales and gradients of one step in micro batches, by rge: `rollout.prompt_pass=twice`, or ``once`` where kept."""
+    embedder, batch, encoded = setting.embedder, setting.batch, None
+    if keep != "none":
+        chunks = chunks_of(batch, [len(batch.queries)], micro_batch_size)
+        encoded = encode_in_parts(embedder, batch.queries, [rows for rows, _ in chunks], keep)
+    step = TrainingStep(embedder, embedder, setting.objective, micro_batch_size, keep=keep)
+    return step(batch, Rollout(our_rollout(setting, encoded), encoded))
+
+
+def grad_cache_step(setting: Setting, own_ids: Sequence[Sequence[int]], micro_batch_size: int) -> dict[str, float]:
+    """The three passes with gradient caching, as VLM2Vec's trainer takes its contrastive loss (arXiv:2410.05160).
+
+    All states without gradient, then micro batch by micro batch with it: contrastive, candidates, LM.
+    """
+    embedder, batch, objective = setting.embedder, setting.batch, setting.objective
+    labelled = objective.lm_on_candidates and objective.alpha_lm > 0
+    chunks = chunks_of(batch, [len(batch.queries)], micro_batch_size)
+    num_tokens = sum(map(len, batch.oracle_ids)) + (len(batch.candidates) if labelled else 0)
+
+    def query_states(rows: slice) -> Tensor:
+        prompts = batch.queries[rows]
+        suffixes = [[*ids, embedder.emb_id] for ids in own_ids[rows]]
+        hidden_BTD = _stock_states(embedder, prompts, suffixes)
+        ends = [len(prompt) + len(ids) - 1 for prompt, ids in zip(prompts, suffixes, strict=True)]
+        return normalise(hidden_BTD[range(len(ends)), ends])
+
+    def candidates(rows: slice) -> Readout:
+        branch, prompts = Branch([embedder.emb_id], read_state=True, predict=labelled), batch.candidates[rows]
+        return embedder(embedder.pack(prompts, [[branch]] * len(prompts)))[0]
+
+    with torch.no_grad():
+        q_BD = torch.cat([query_states(rows) for rows, _ in chunks])
+        c_CD = torch.cat([candidates(columns).state_ND for _, columns in chunks])
+    q_BD, c_CD = q_BD.requires_grad_(), c_CD.requires_grad_()
+    positive_BC, ignored_BC, _ = candidate_masks(batch, torch.tensor(batch.candidate_identity), 0)
+    con = info_nce(q_BD, c_CD, positive_BC, ignored_BC, temperature=objective.temperature) / len(batch.queries)
+    (objective.alpha_con * con).backward()
+    assert q_BD.grad is not None
+    assert c_CD.grad is not None
+    lm = 0.0
+    for rows, columns in chunks:
+        (query_states(rows) * q_BD.grad[rows]).sum().backward()
+        found = candidates(columns)
+        total = (found.state_ND * c_CD.grad[columns]).sum() + objective.alpha_lm * found.nll / num_tokens
+        total.backward()
+        nll = _stock_nll(embedder, batch.queries[rows], batch.oracle_ids[rows])
+        (objective.alpha_lm * nll / num_tokens).backward()
+        lm += float((nll + found.nll).detach()) / num_tokens
+    con_value = float(con.detach())
+    return {
+        "loss_lm": lm,
+        "loss_contrastive": con_value,
+        "loss": objective.alpha_lm * lm + objective.alpha_con * con_value,
+    }
+
+
+def _stock_states(
+    embedder: EmbeddingModel, prompts: Sequence[Prompt], suffixes: Sequence[Sequence[int]]
+) -> Tensor:
+    inputs = stock_inputs(embedder, prompts, suffixes, padding_side="right")
+    return text_model(embedder.model)(**inputs, use_cache=False).last_hidden_state
+
+
+def _stock_nll(embedder: EmbeddingModel, prompts: Sequence[Prompt], oracle_ids: Sequence[list[int]]) -> Tensor:
+    hidden_BTD = _stock_states(embedder, prompts, oracle_ids)
+    rows, columns, labels = [], [], []
+    for row, (prompt, ids) in enumerate(zip(prompts, oracle_ids, strict=True)):
+        rows += [row] * len(ids)
+        columns += range(len(prompt) - 1, len(prompt) - 1 + len(ids))
+        labels += ids
+    label_N = torch.tensor(labels).to(embedder.device)
+    return rationale_nll(hidden_BTD[rows, columns], embedder.model.get_output_embeddings(), label_N)
 
 
 def candidates_alone(setting: Setting) -> None:
@@ -393,6 +463,85 @@ def check_equal(embedder: EmbeddingModel, steps: Sequence[Callable[[], dict[str,
     if not worst <= TOLERANCE:
         raise RuntimeError(f"losses or gradients differ by {worst:.1e} (relative), > {TOLERANCE}")
     return worst
+
+
+class Uncomputed(TorchDispatchMode):
+    """Products give zeros of the right shape; everything else is computed, so that lengths are what they are."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """Stands in for one operation."""
+        aten = torch.ops.aten
+        if func in (aten.mm.default, aten.bmm.default):
+            left, right = args
+            return left.new_zeros(*left.shape[:-1], right.shape[-1])
+        if func in (aten.addmm.default, aten.baddbmm.default):
+            _, left, right = args
+            return left.new_zeros(*left.shape[:-1], right.shape[-1])
+        if func is aten._scaled_dot_product_flash_attention_for_cpu.default:
+            query, _, value = args[:3]
+            batch, heads, length, _ = query.shape
+            out = query.new_zeros(batch, length, heads, value.shape[-1]).transpose(1, 2)
+            return out, query.new_zeros(batch, length, heads).transpose(1, 2)
+        if func is aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
+            return tuple(torch.zeros_like(tensor) for tensor in args[1:4])
+        return func(*args, **(kwargs or {}))
+
+
+def count_3b(
+    options: Sizes, work_of: Callable[[Setting], Mapping[str, Callable[[], object]]], *, train: bool = False
+) -> dict[str, float]:
+    """FLOPs of each piece of work at the shape of Qwen2.5-VL-3B, from models of a few layers whose products are not computed.
+
+    Args:
+        options: sizes of the step; those of the model are not used.
+        work_of: the work on a setting.
+        train: checkpoint gradients, as the recipe does.
+    """
+    shape = TABLE["Qwen/Qwen2.5-VL-3B-Instruct"]
+    text, vision = shape["text_config"], shape["vision_config"]
+    num_global = len(vision["fullatt_block_indexes"])
+    # Text layers, windowed and global vision layers: one of each, then one more of each.
+    wanted = (text["num_hidden_layers"], vision["depth"] - num_global, num_global)
+    found = []
+    for layers in ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)):
+        sizes = {
+            "vocab_size": 2048,
+            "text": {
+                **{key: value for key, value in text.items() if key != "vocab_size"},
+                "num_hidden_layers": layers[0],
+            },
+            "vision": {
+                **{key: value for key, value in vision.items() if key != "out_hidden_size"},
+                "depth": layers[1] + layers[2],
+                "fullatt_block_indexes": list(range(layers[1], layers[1] + layers[2])),
+            },
+        }
+        setting = long_setting(options, sizes)
+        # A tokenizer of that size cannot be learned here; the head's and the embeddings' rows decide what they cost.
+        setting.embedder.model.resize_token_embeddings(text["vocab_size"], mean_resizing=False)
+        setting.embedder.to(torch.bfloat16)  # half the memory; the counts do not depend on it
+        if train:
+            checkpoint_gradients(setting.embedder)
+        with Uncomputed():
+            found.append(flops_of(setting.embedder, work_of(setting)))
+        print(
+            f"{layers[0]} text, {layers[1]} windowed and {layers[2]} global vision layers: counted",
+            flush=True,
+        )
+    return {
+        name: found[0][name]
+        + sum(
+            (number - 1) * (more[name] - found[0][name])
+            for number, more in zip(wanted, found[1:], strict=True)
+        )
+        for name in found[0]
+    }
+
+
+def checkpoint_gradients(embedder: EmbeddingModel) -> None:
+    """Train with gradient checkpointing, as the recipes of large models do."""
+    embedder.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    embedder.train()
 
 
 def flops_of(embedder: EmbeddingModel, work: Mapping[str, Callable[[], object]]) -> dict[str, float]:

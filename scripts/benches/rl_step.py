@@ -20,15 +20,14 @@ import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from benches.forms import (
     SETTINGS,
     Setting,
     Sizes,
     check_equal,
+    count_3b,
     flops_of,
-    long_setting,
     stock_inputs,
     stopping,
     their_rollout,
@@ -43,7 +42,6 @@ from rge.model.embedding_model import Readout, encode_prompts, normalise
 from rge.model.packing import Branch
 from rge.model.prompts import Prompt
 from rge.objective import Objective
-from rge.plan.known_models import TABLE
 from rge.rl.credit import Reinforcement
 from rge.rl.policy import advantages
 from rge.rollout.generate import Rationale, generate
@@ -263,71 +261,18 @@ def rl_ratios(found: dict[str, float], what: str, unit: str, scale: float = 1.0)
     }
 
 
-class Uncomputed(TorchDispatchMode):
-    """Products give zeros of the right shape; everything else is computed, so that lengths are what they are."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """Stands in for one operation."""
-        aten = torch.ops.aten
-        if func in (aten.mm.default, aten.bmm.default):
-            left, right = args
-            return left.new_zeros(*left.shape[:-1], right.shape[-1])
-        if func in (aten.addmm.default, aten.baddbmm.default):
-            _, left, right = args
-            return left.new_zeros(*left.shape[:-1], right.shape[-1])
-        if func is aten._scaled_dot_product_flash_attention_for_cpu.default:
-            query, _, value = args[:3]
-            batch, heads, length, _ = query.shape
-            out = query.new_zeros(batch, length, heads, value.shape[-1]).transpose(1, 2)
-            return out, query.new_zeros(batch, length, heads).transpose(1, 2)
-        if func is aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
-            return tuple(torch.zeros_like(tensor) for tensor in args[1:4])
-        return func(*args, **(kwargs or {}))
-
-
 def _count_3b(options: Options) -> dict[str, float]:
-    """FLOPs of a step of the stage rl at the shape of Qwen2.5-VL-3B, from models of a few layers."""
-    shape = TABLE["Qwen/Qwen2.5-VL-3B-Instruct"]
-    text, vision = shape["text_config"], shape["vision_config"]
-    num_global = len(vision["fullatt_block_indexes"])
-    # Text layers, windowed and global vision layers: one of each, then one more of each.
-    wanted = (text["num_hidden_layers"], vision["depth"] - num_global, num_global)
-    found = []
-    for layers in ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)):
-        sizes = {
-            "vocab_size": 2048,
-            "text": {
-                **{key: value for key, value in text.items() if key != "vocab_size"},
-                "num_hidden_layers": layers[0],
-            },
-            "vision": {
-                **{key: value for key, value in vision.items() if key != "out_hidden_size"},
-                "depth": layers[1] + layers[2],
-                "fullatt_block_indexes": list(range(layers[1], layers[1] + layers[2])),
-            },
-        }
-        setting = groups_of(long_setting(replace(options, batch=1), sizes), options.rationales)
-        # A tokenizer of that size cannot be learned here; the head's and the embeddings' rows decide what they cost.
-        setting.embedder.model.resize_token_embeddings(text["vocab_size"], mean_resizing=False)
-        setting.embedder.to(torch.bfloat16)  # half the memory; the counts do not depend on it
-        recipe = rl_recipe(setting, options)
-        with Uncomputed():
-            own_ids = [rationale.ids for rationale in our_groups(setting, options.rationales)]
-            found.append(flops_of(setting.embedder, rl_work(setting, recipe, own_ids)))
-        print(
-            f"{layers[0]} text, {layers[1]} windowed and {layers[2]} global vision layers: counted",
-            flush=True,
-        )
-    whole = {
-        name: found[0][name]
-        + sum(
-            (number - 1) * (more[name] - found[0][name])
-            for number, more in zip(wanted, found[1:], strict=True)
-        )
-        for name in found[0]
-    }
-    tokens = sum(len(ids) + 1 for ids in own_ids)
-    prompt = len(setting.batch.queries[0])
+    """FLOPs of a step of the stage rl at the shape of Qwen2.5-VL-3B."""
+    written: list[int] = []
+
+    def work(setting: Setting) -> dict[str, Callable[[], object]]:
+        setting = groups_of(setting, options.rationales)
+        own_ids = [rationale.ids for rationale in our_groups(setting, options.rationales)]
+        written[:] = [sum(len(ids) + 1 for ids in own_ids), len(setting.batch.queries[0])]
+        return rl_work(setting, rl_recipe(setting, options), own_ids)
+
+    whole = count_3b(replace(options, batch=1), work)
+    tokens, prompt = written
     print(
         f"3b: one query of {prompt} tokens, {options.rationales} rationales of {tokens} tokens in all",
         flush=True,

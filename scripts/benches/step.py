@@ -7,13 +7,19 @@ are encoded already; ``forward and backward`` is the step after it, prompts incl
 the prompts once. A query's picture runs through the vision tower three times a step in the three-pass form, and once in ours.
 
 Before anything is timed, tokens, losses and all gradients of the two forms are compared in float64; a difference is an error.
+``form=recipe`` counts the step of the main run on 8 GPUs, which takes micro batches and checkpoints gradients: prompts encoded
+twice, candidates too (`train.keep_activations=none`), or both once and their layers' inputs kept; against three passes with the
+same gradient checkpointing, and these with gradient caching as VLM2Vec's trainer has it. What a query costs does not depend on how
+many there are, so two are counted, in micro batches of one. ``settings=3b`` does so at the shape of Qwen2.5-VL-3B, without its
+weights; other settings compare losses and gradients first.
+
 FLOPs: `torch.utils.flop_counter`, attention counted dense, as it does for CUDA kernels. Ratios are three-pass over ours, except
 the ratios of tokens per second, which are ours over three-pass. The JSON's top level repeats the figures of the last setting.
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Annotated
+from dataclasses import asdict, dataclass, replace
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
@@ -24,10 +30,14 @@ from benches.forms import (
     Sizes,
     candidates_alone,
     check_equal,
+    checkpoint_gradients,
+    count_3b,
     flops_of,
+    grad_cache_step,
     our_full_step,
     our_rollout,
     our_step,
+    our_step_in_chunks,
     their_full_step,
     their_rollout,
     three_pass_step,
@@ -44,17 +54,23 @@ class Options(Sizes):
     """What is measured; the sizes are those of ``long``."""
 
     settings: tuple[str, ...] = ("demo", "long")
-    """demo and/or long."""
+    """demo, long and/or, with form=recipe, 3b."""
+    form: Literal["once", "recipe"] = "once"
+    """once: undivided, prompts encoded once; recipe: as the main run, in micro batches with gradient checkpointing."""
     repeats: Annotated[int, Field(ge=1)] = 3
     """Turns of timing."""
 
 
 def measure(options: Options) -> dict:
     """Measure every setting."""
-    one_of("settings", options.settings, list(SETTINGS))
+    recipe = options.form == "recipe"
+    one_of("settings", options.settings, [*SETTINGS, "3b"] if recipe else list(SETTINGS))
     torch.manual_seed(0)
     results = {}
     for name in options.settings:
+        if recipe:
+            results[name] = _count_recipe(name, options)
+            continue
         setting = SETTINGS[name](options)
         print(f"\n{name}: {setting.note}", flush=True)
         _compare(setting)
@@ -65,6 +81,47 @@ def measure(options: Options) -> dict:
         | more
         | {"threads": torch.get_num_threads(), "torch": torch.__version__}
     )
+
+
+def _count_recipe(name: str, options: Options) -> dict[str, float]:
+    """FLOPs of the main run's step, in our forms and others'."""
+    options = replace(options, batch=2)
+    if name == "3b":
+        found = count_3b(options, _work_of_recipe, train=True)
+    else:
+        setting = SETTINGS[name](options)
+        checkpoint_gradients(setting.embedder)
+        print(f"\n{name}: {setting.note}", flush=True)
+        worst = check_equal(setting.embedder.double(), [*_work_of_recipe(setting).values()])
+        print(f"losses and gradients equal to {worst:.0e} (float64, relative)", flush=True)
+        found = flops_of(setting.embedder.float(), _work_of_recipe(setting))
+    ours = found["ours, twice"]
+    print(f"{'a query, with its candidates':34s}{'TFLOP':>10s}{'over ours, twice':>18s}")
+    for form, count in found.items():
+        print(f"{form:34s}{count / 2e12:10.3f}{count / ours:18.2f}", flush=True)
+    kept = found["ours, once and kept"]
+    return {
+        "recipe_flops_ratio": found["gradient caching"] / ours,
+        "recipe_flops_ratio_three_passes": found["three passes"] / ours,
+        "recipe_kept_flops_ratio": found["gradient caching"] / kept,
+        "recipe_kept_flops_ratio_three_passes": found["three passes"] / kept,
+        "kept_over_twice": ours / kept,
+    } | {f"{form}, TFLOP": count / 2e12 for form, count in found.items()}
+
+
+def _work_of_recipe(setting: Setting) -> dict[str, Callable[[], dict[str, float]]]:
+    own_ids = [rationale.ids for rationale in our_rollout(setting)]
+
+    def cached() -> dict[str, float]:
+        their_rollout(setting)
+        return grad_cache_step(setting, own_ids, 1)
+
+    return {
+        "ours, twice": lambda: our_step_in_chunks(setting, 1, "none"),
+        "ours, once and kept": lambda: our_step_in_chunks(setting, 1, "device"),
+        "gradient caching": cached,
+        "three passes": lambda: their_full_step(setting),
+    }
 
 
 def _compare(setting: Setting) -> None:

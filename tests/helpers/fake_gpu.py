@@ -342,8 +342,8 @@ class FakeGpu(TorchDispatchMode):
         elif name == "copy_":
             if isinstance(args[0], OnGpu) and here:
                 self._copy(len(args) > 2 and bool(args[2]))
-            elif there and not isinstance(args[0], OnGpu):
-                self._wait("copy to host")
+            elif there and not isinstance(args[0], OnGpu) and not (len(args) > 2 and args[2]):
+                self._wait("copy to host")  # otherwise as into pinned memory
         elif there and any(each.dim() for each in here):
             if name in _INDEXING and isinstance(args[0], OnGpu):
                 self._wait("index from host")

@@ -329,8 +329,8 @@ def test_many_records_are_laid_out_by_several_processes(home, accelerator, monke
 
 
 def test_an_estimate_that_fails_is_a_warning(home, accelerator, monkeypatch):
-    monkeypatch.setattr(estimate, "plan", lambda *_: {}["vision"])
-    monkeypatch.setattr(check, "processor_of", lambda *_: 1 / 0)
+    monkeypatch.setattr(estimate, "plan", lambda *_, **__: {}["vision"])
+    monkeypatch.setattr(check, "processor_of", lambda *_, **__: 1 / 0)
     problems, found = check.examine(recipe_of(home), accelerator)
     assert problems == []
     text = "\n".join(found.summary)
@@ -464,7 +464,11 @@ def test_the_banner_says_time_and_memory_with_their_uncertainty(home, monkeypatc
         size = 3
 
     records = {str(home / "records.jsonl"): File([None] * 3)}
-    lines = list(estimate.banner(recipe, {"joint": 200_000}, records, {}, check._outline(recipe), Gpus()))
+    lines = list(
+        estimate.banner(
+            estimate.Plans(recipe, {"joint": 200_000}, records, {}, check._outline(recipe), Gpus())
+        )
+    )
     assert re.search(said, lines[-1])
     total, least, most = map(
         float, re.search(r"([\d.]+) of 80.0 GiB a process \(([\d.]+) to ([\d.]+)\)", lines[-1]).groups()

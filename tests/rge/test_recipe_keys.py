@@ -210,6 +210,9 @@ ENTRIES: dict[str, Changes | Refused] = {
     "optim.max_grad_norm": Changes("optim.max_grad_norm=0.001", "weights", ("optim.eps=0.1",)),
     "train.seed": Changes("train.seed=1", "metrics"),
     "train.micro_batch_size": Changes("train.micro_batch_size=2", "calls"),
+    "train.keep_activations": Changes(
+        "train.keep_activations=device", "calls", ("train.micro_batch_size=2",)
+    ),
     "train.save_every": Changes("train.save_every=1", "files"),
     "train.keep_last": Changes("train.keep_last=1", "files", ("joint.steps=3", "train.save_every=1")),
     "train.background_save": Changes("train.background_save=false", "saves", ("train.save_every=1",)),

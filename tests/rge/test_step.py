@@ -19,8 +19,9 @@ from stock import (
 
 from rge.data.collate import sorted_by_length
 from rge.losses import CONTRASTIVE_LOSSES, info_nce, register_loss
+from rge.model.adapters import add_adapters
 from rge.model.backbone import load_backbone
-from rge.model.embedding_model import EmbeddingModel, encode_prompts
+from rge.model.embedding_model import EmbeddingModel, encode_in_parts, encode_prompts
 from rge.model.packing import Branch
 from rge.model.prompts import PromptBuilder
 from rge.objective import Objective
@@ -287,6 +288,76 @@ def test_gradient_checkpointing_changes_nothing(lively, make_batch, roll_out):
     ]
     _, found = run_step(lively, batch, objective, rationales, micro_batch_size=3)
     assert worst_gradient_error(found, expected)[0] == 0
+
+
+def kept_step(embedder, batch, objective, rationales, keep, encoded=None, micro_batch_size=2):
+    """Report and gradients; dropout draws from the same numbers in every call."""
+    torch.manual_seed(0)
+    embedder.zero_grad(set_to_none=True)
+    step = TrainingStep(embedder, embedder, objective, micro_batch_size, keep=keep)
+    return step(batch, Rollout(rationales, encoded)), gradients(embedder)
+
+
+@pytest.mark.parametrize("form", ["sdpa", "varlen"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("change", ["self", "oracle", "states", "adapters"])
+def test_kept_activations_change_nothing_but_the_work(
+    lively, make_batch, roll_out, monkeypatch, change, checkpointing, form
+):
+    """In three micro batches; of forwards without gradient only those are left that make a rollout's missing states."""
+    lively.double().train()
+    lively.attention = form
+    batch = make_batch(PromptBuilder(lively.processor))
+    if change == "adapters":
+        add_adapters(lively.model, lively.emb_id, rank=2, alpha=4.0, dropout=0.0, targets=[], dora=False, rslora=False, vision=True)  # fmt: skip
+        for name, parameter in lively.named_parameters():
+            if "lora_B" in name:  # which starts as zero, and nothing would reach the other matrix
+                torch.nn.init.normal_(parameter, std=0.02)
+        lively.double()
+    if checkpointing:
+        lively.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    anchor = change if change == "oracle" else "none" if change == "states" else "self"
+    objective = Objective(0.3, 0.7, TEMPERATURE, anchor, states={"latent": 0.4} if change == "states" else {})
+    rationales = roll_out(lively, batch)
+    passes = []
+    run = EmbeddingModel._run
+    monkeypatch.setattr(
+        EmbeddingModel, "_run", lambda self, packed: (passes.append(torch.is_grad_enabled()), run(self, packed))[1]
+    )
+    expected = kept_step(lively, batch, objective, rationales, "none")
+    assert passes.count(False) == 6 - 3 * objective.needs_rollout
+    passes.clear()
+    found = kept_step(lively, batch, objective, rationales, "device")
+    assert passes == [True] * 6
+    encoded = encode_in_parts(lively, batch.queries, [slice(0, 1), slice(1, 3), slice(3, 5)], "device")
+    once = kept_step(lively, batch, objective, roll_out(lively, batch, encoded=encoded), "device", encoded)
+    for report, gradient in (found, once)[: 1 + objective.needs_rollout]:
+        assert report == pytest.approx(expected[0], rel=1e-9)
+        assert worst_gradient_error(gradient, expected[1])[0] < 1e-6  # transformers' norms round to float32
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("anchor", ["self", "oracle", "none"])
+def test_kept_activations_with_dropout_are_equal_to_the_last_bit(
+    lively, make_batch, roll_out, anchor, checkpointing
+):
+    """There the first pass without gradient is the second's to the bit, random numbers included."""
+    batch = make_batch(PromptBuilder(lively.processor))
+    rationales = roll_out(lively, batch)
+    lively.train()
+    if checkpointing:
+        lively.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for layer in lively.model.model.language_model.layers:
+        layer.self_attn.attention_dropout = 0.1
+    objective = Objective(0.3, 0.7, TEMPERATURE, anchor)
+    report, gradient = kept_step(lively, batch, objective, rationales, "none")
+    after = torch.get_rng_state()
+    found, kept_gradient = kept_step(lively, batch, objective, rationales, "device")
+    assert found == report
+    assert torch.equal(torch.get_rng_state(), after)
+    assert gradient.keys() == kept_gradient.keys()
+    for name, expected in gradient.items():
+        assert torch.equal(kept_gradient[name], expected), name
 
 
 def test_a_loss_that_is_not_finite_names_the_records(lively, make_batch, roll_out):

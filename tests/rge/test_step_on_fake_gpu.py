@@ -7,6 +7,7 @@ import torch
 from fake_gpu import DEVICE, FakeGpu, OnGpu
 from family_models import PHOTOS  # its network has no kernel of ours, and hundreds of others
 
+from rge.model import embedding_model
 from rge.model.embedding_model import EmbeddingModel, encode_prompts
 from rge.model.families import FAMILIES
 from rge.model.prompts import PromptBuilder
@@ -160,6 +161,34 @@ def test_kernels_a_layer_and_a_token(lively_path, backbone_of, make_batch):
             counts.append(gpu.of(gpu.kernels, "-"))
     one_token = counts[2] - counts[3]
     assert one_token <= 2 * KERNELS_A_LAYER + KERNELS_A_TOKEN
+
+
+def test_what_is_kept_in_main_memory_comes_back(lively_path, backbone_of, make_batch, monkeypatch):
+    """The gradients of keeping it on the device, in as many waits: copies are asked for, and never waited for."""
+    monkeypatch.setattr(embedding_model, "LEAST_BYTES", 1)
+    embedder = EmbeddingModel(backbone_of(lively_path))
+    batch = make_batch(PromptBuilder(embedder.processor))
+    waits, gradients = {}, {}
+    with FakeGpu() as gpu:
+        gpu.move(embedder)
+        rationales = generate(embedder, batch.queries, max_new_tokens=9, batch_size=5)
+        trainer(embedder, True)
+        for place in ("device", "host"):
+            embedder.zero_grad()
+            gpu.phase = place
+            TrainingStep(embedder, embedder, Objective(0.3, 0.7), 2, keep=place)(batch, Rollout(rationales))
+            gpu.phase = "-"
+            waits[place] = gpu.of(gpu.waits, place)
+            gradients[place] = {
+                name: parameter.grad.cpu() for name, parameter in embedder.named_parameters()
+            }
+        copies = gpu.copies["host"] - gpu.copies["device"]
+    for name, expected in gradients["device"].items():
+        assert torch.equal(gradients["host"][name], expected), name
+    config = embedder.model.config
+    layers = config.text_config.num_hidden_layers + config.vision_config.depth
+    assert copies >= 3 * layers  # back to the device: a layer's input, in each of three micro batches
+    assert waits["host"] == waits["device"] == 1, gpu.waits
 
 
 def test_flash_attention_does_not_compute_in_float32(lively_path, backbone_of, make_batch):

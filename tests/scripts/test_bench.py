@@ -55,6 +55,18 @@ def test_turns_go_back_and_forth(bench):
 
 
 @pytest.mark.slow
+def test_the_main_runs_forms_are_the_same_step(bench, capsys):
+    """Which the bench compares itself; then it counts."""
+    from benches import step
+
+    options = parse_options(step.Options, ["settings=long", "form=recipe", *STEP])
+    found = step.measure(options)
+    assert "losses and gradients equal to" in capsys.readouterr().out
+    assert found["recipe_flops_ratio"] > found["recipe_flops_ratio_three_passes"] > 1.2
+    assert 1.1 < found["kept_over_twice"] < 1.4
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "figures"),
     [

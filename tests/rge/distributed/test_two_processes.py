@@ -76,6 +76,7 @@ RL_NAMES = [f"rl {loss_type}-{micro}" for loss_type in LOSS_TYPES for micro in (
 RL_NAMES += ["rl dapo with kl-100", "rl dapo with kl-2", "rl dapo with a pool-2"]
 NAMES += RL_NAMES
 NAMES += ["both states-100", "both states-2", "three states-100", "three states-2"]
+NAMES += ["mixed-self-keep-2", "mixed-self-once-keep-2", "mixed-none-keep-2", "rl dapo-keep-2"]
 NAMES += ["mixed-self-once-100", "one rank without pictures-self-once-100"]  # two forwards, one backward
 
 
@@ -176,6 +177,7 @@ def cases(paired, lively_path, make_batch, roll_out, without_negatives, longer_r
             "objective": objective,
             "micro_batch_size": micro,
             "once": "-once-" in name,
+            "keep": "device" if "-keep-" in name else "none",
             "rl": rl,
         }
     torch.save(cases, paired["folder"] / "cases.pt")

@@ -30,7 +30,7 @@ from rge.model.backbone import (
     load_backbone,
     prompt_positions,
 )
-from rge.model.embedding_model import EmbeddingModel
+from rge.model.embedding_model import EmbeddingModel, encode_in_parts
 from rge.model.families import FAMILIES, family_of
 from rge.model.packing import Branch, pack_prompts, pack_tails
 from rge.model.prompts import Prompt, PromptBuilder
@@ -49,6 +49,7 @@ from rge.plan.costs import (
     cost_of_picture,
     flops,
     host,
+    kept_bytes,
     memory,
     pixel_bytes,
     shapes_of,
@@ -57,7 +58,7 @@ from rge.plan.costs import (
 from rge.plan.known_models import TABLE, outline
 from rge.plan.options import PlanOptions
 from rge.rl.credit import Reinforcement
-from rge.rollout.generate import generate
+from rge.rollout.generate import Rationale, generate
 from rge.rollout.writer import Rollout
 from rge.scratch import build as scratch
 from rge.step import TrainingStep
@@ -196,6 +197,110 @@ def test_flops_against_the_counter(deep, batch, count_flops, micro_batch_size):
     planned = sum(size for name, size in found.items() if name != "rollout")
     assert twice["rollout"] == pytest.approx(rollout, rel=0.1)
     assert planned == pytest.approx(counted, rel=0.1)
+
+
+@pytest.fixture
+def the_3b(monkeypatch):
+    """Its outline is made once for all plans of a test."""
+    model = outline(load_recipe(["recipe=qwen25vl_3b"]).model)
+    monkeypatch.setattr(plan, "outline", lambda *_: model)
+    return model[0]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_kept_activations_against_the_counter_and_autograd(deep, batch, count_flops, checkpointing):
+    """In micro batches of 3 and 2: FLOPs within 10 per cent, and bytes within a third."""
+    if checkpointing:
+        deep.train()
+        deep.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    rationales = [Rationale((7,) * 12, True, torch.ones(deep.model.config.text_config.hidden_size), 0.0)] * 5
+    load, shapes = load_of(deep, batch, 12, 2), shapes_of(deep.model, PIXELS)
+    parts = [slice(0, 2), slice(2, 5)]
+    kept: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    def step(once: bool) -> None:
+        encoded = encode_in_parts(deep, batch.queries, parts, "device") if once else None
+        TrainingStep(deep, deep, Objective(0.5, 0.5), 3, keep="device")(batch, Rollout(rationales, encoded))
+
+    weights = {parameter.untyped_storage().data_ptr() for parameter in deep.parameters()}
+    direct = [[Branch([deep.emb_id], read_state=True, predict=True)]] * len(batch.candidates)
+    for once in (False, True):
+        setup = Setup(checkpointing=checkpointing, keep="device", once=once, trained=shapes.parameters)
+        planned = flops(shapes, load, setup)
+        assert "candidates without gradient" not in planned
+        assert sum(planned.values()) - planned["rollout"] == pytest.approx(
+            count_flops(lambda once=once: step(once)), rel=0.1
+        )
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            alive = [deep(deep.pack(batch.candidates, direct))]
+            alive += [encode_in_parts(deep, batch.queries, parts, "device")] if once else []
+        measured = sum(size for place, size in kept.items() if place not in weights)
+        assert kept_bytes(shapes, load, setup)[0] == pytest.approx(measured, rel=1 / 3), once
+
+
+def test_the_fastest_ways_fit_and_take_the_overrides_that_they_name(the_3b, capsys):
+    command = ["recipe=qwen25vl_3b", "data.max_negatives=0", "back_end=zero2", "host_gib=2000"]
+    assert main(command) == 0
+    shown = capsys.readouterr().out
+    found = json.loads(shown.splitlines()[-1])
+    assert len(found["fastest"]) == 3
+    seconds = [one["seconds"] for one in found["fastest"]]
+    assert seconds == sorted(seconds)
+    assert seconds[0] < 0.9 * found["seconds"]
+    for one in found["fastest"]:
+        assert f": {' '.join(one['overrides'])}\n" in shown
+        assert main([*command, *one["overrides"]]) == 0
+        again = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert again["flops"] == pytest.approx(one["flops"])
+        assert again["memory_total"] == pytest.approx(one["memory_total"])
+        assert again["memory_total"] <= 80 * 2**30
+
+
+def test_keeping_is_chosen_by_the_room_that_there_is(the_3b, capsys):
+    def kept(*words: str) -> tuple[str, str, float]:
+        assert main(["recipe=qwen25vl_3b", "data.max_negatives=0", "back_end=zero2", *words]) in (0, 1)
+        found = json.loads(capsys.readouterr().out.splitlines()[-1])
+        return found["keep"], found["prompt_pass"], round(found["flops"] / 1e15, 1)
+
+    assert kept("gpu_gib=60") == ("none", "twice", 65.5)
+    assert kept("gpu_gib=100") == ("device", "twice", 59.4)
+    assert kept("gpu_gib=140") == ("device", "once", 53.2)
+    assert kept("gpu_gib=60", "host_gib=2000") == ("host", "once", 53.2)
+    assert kept("gpu_gib=140", "train.keep_activations=none") == ("none", "twice", 65.5)
+    assert kept("train.keep_activations=host", "rollout.prompt_pass=twice") == ("host", "twice", 59.4)
+    with pytest.raises(RecipeError, match="train.keep_activations=device is not possible under zero3"):
+        kept("back_end=zero3", "train.keep_activations=device")
+    with pytest.raises(RecipeError, match="rollout.prompt_pass=once keeps what 8 micro batches need"):
+        kept("gpu_gib=60", "rollout.prompt_pass=once")
+
+
+def test_every_stage_can_be_planned(the_3b, capsys):
+    assert main(["recipe=qwen25vl_3b", "for=rl"]) == 0
+    rl = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert rl["tokens"]["own rationales"] == 64 * 8 * 129
+    assert main(["recipe=qwen25vl_3b", "for=all"]) == 0
+    shown = capsys.readouterr().out
+    assert json.loads(shown.splitlines()[-1]).keys() == {"cold_start", "joint"}
+    assert "cold_start, joint: " in shown.splitlines()[-2]
+
+
+def test_a_frozen_tower_is_counted_once(the_3b, capsys):
+    def pictures(*words: str) -> float:
+        plans = []
+        for more in ((), ("query_pictures=0", "candidate_pictures=0", "text_tokens=1090")):
+            main(["recipe=qwen25vl_3b", "data.max_negatives=0", "train.keep_activations=none", "model.freeze_vision=true", *words, *more])
+            plans.append(json.loads(capsys.readouterr().out.splitlines()[-1])["flops"])
+        return plans[0] - plans[1]
+
+    shapes = shapes_of(the_3b, 802816)
+    once = 1024 * (shapes.picture.products + shapes.picture.attention)
+    assert pictures("back_end=zero2") == pytest.approx(once, rel=0.05)
+    assert pictures("back_end=zero3") == pytest.approx(2 * once, rel=0.05)
 
 
 def test_flops_of_a_policy_gradient_against_the_counter(deep, batch, count_flops, tmp_path):

@@ -81,7 +81,7 @@ def test_checkpointing_may_encode_once(lively, batch):
 
 def test_one_encoding_belongs_to_one_chunk(lively, batch):
     rationales, encoded, _ = writer_of(lively, once=True)(0, batch)
-    with pytest.raises(ValueError, match=r"micro batches of 2 .* into 3: set rollout.prompt_pass=twice"):
+    with pytest.raises(ValueError, match=r"1 parts are encoded, and micro batches cut 5 queries into 3: set"):
         do_step(lively, batch, rationales, encoded, micro_batch_size=2)
 
 
@@ -91,13 +91,14 @@ def test_when_prompts_are_encoded_once(lively):
     assert encodes_once("once", **fits)
     assert not encodes_once("twice", **fits)
     for change, reason in [
-        ({"queries_a_rank": 9}, "a process has 9 queries a step and train.micro_batch_size is 8"),
+        ({"queries_a_rank": 9}, "a process has 9 queries a step, train.micro_batch_size is 8, and nothing is kept"),
         ({"sharded": True}, "parameters are sharded"),
         ({"drops_out": True}, "dropout is on"),
     ]:
         assert not encodes_once("auto", **{**fits, **change})
         with pytest.raises(RecipeError, match=f"rollout.prompt_pass=once is not possible: {reason}"):
             encodes_once("once", **{**fits, **change})
+    assert encodes_once("auto", **{**fits, "queries_a_rank": 9}, keep="host")
     lively.train()
     assert not drops_out(lively)
     lively.model.model.language_model.layers[0].self_attn.attention_dropout = 0.1

@@ -3,7 +3,7 @@
     accelerate launch ... step.py CHECKPOINT FOLDER
 
 ``FOLDER/cases.pt`` is a dict of cases, each with ``batches`` and ``rationales`` (one a rank), ``objective`` and
-``micro_batch_size``, ``once``: whether prompts are encoded before, and ``rl``: the recipe of a step of that stage. Rank r writes ``FOLDER/found_r.pt``: for each
+``micro_batch_size``, ``once``: whether prompts are encoded before, ``keep``: where activations are kept, and ``rl``: the recipe of a step of that stage. Rank r writes ``FOLDER/found_r.pt``: for each
 case its report and its gradients after DDP's mean.
 """
 
@@ -12,14 +12,14 @@ from pathlib import Path
 
 import torch
 
-from rge.config import TrainConfig
+from rge.config import RolloutConfig, TrainConfig
 from rge.distributed import collectives as dist
 from rge.distributed import launch
 from rge.model.backbone import load_backbone
-from rge.model.embedding_model import EmbeddingModel, encode_prompts
+from rge.model.embedding_model import EmbeddingModel
 from rge.rl.credit import Reinforcement
 from rge.rl.reference import Reference
-from rge.rollout.writer import Rollout, rollout_report
+from rge.rollout.writer import Rollout, Writer, rollout_report
 from rge.step import TrainingStep
 
 checkpoint, folder = sys.argv[1], Path(sys.argv[2])
@@ -33,7 +33,10 @@ rank = dist.rank()
 found = {}
 for name, case in torch.load(folder / "cases.pt", weights_only=False).items():
     batch = case["batches"][rank]
-    encoded = encode_prompts(model, embedder, batch.queries) if case["once"] else None
+    encoded = None
+    if case["once"]:
+        settings = {"micro_batch_size": case["micro_batch_size"], "keep": case["keep"]}
+        encoded = Writer(model, embedder, RolloutConfig(), True, **settings)._encode(batch)
     credit = None
     if case["rl"] is not None:
         reference = None
@@ -53,6 +56,7 @@ for name, case in torch.load(folder / "cases.pt", weights_only=False).items():
         embedder,
         case["objective"],
         case["micro_batch_size"],
+        keep=case["keep"],
         backward=accelerator.backward,
         no_sync=lambda: dist.no_sync(accelerator, model),
     )(batch, Rollout(case["rationales"][rank], encoded), credit)

@@ -1,0 +1,209 @@
+"""Ways to take the same step, and which of them is the fastest that fits: by the plan's own FLOPs and memory.
+
+They give the same losses and gradients to rounding: micro batch, gradient checkpointing, how often prompts are encoded, where
+what several micro batches keep stays, and the back end.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from rge.config import BACK_ENDS, Recipe, RecipeError
+from rge.plan.costs import (
+    ACTIVATIONS_OFF_BY,
+    GIB,
+    Load,
+    Setup,
+    Shapes,
+    communication,
+    flops,
+    kept_bytes,
+    memory,
+    step_seconds,
+)
+from rge.plan.options import PlanOptions
+
+KEPT = "kept until the backward"
+
+
+class ImpossibleKeeping(RecipeError):
+    """`train.keep_activations` asks for what the back end cannot do."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """What there is for a process.
+
+    Attributes:
+        gpu: bytes of memory; None without a GPU.
+        reserved: bytes of that which are set aside.
+        host: bytes of main memory that a process may keep activations in; None: not known.
+        peak: FLOP/s that are reached.
+        bandwidth: bytes a second of the GPU's memory that are reached.
+    """
+
+    gpu: float | None
+    reserved: float
+    host: float | None
+    peak: float
+    bandwidth: float
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to take the step.
+
+    Attributes:
+        load: of a rank.
+        setup: how it works.
+        num_flops: of a rank's step.
+        seconds: of a step.
+        memory: bytes on a GPU, by kind.
+        host: bytes in main memory, of a process.
+        sent: bytes that a GPU sends in a step.
+    """
+
+    load: Load
+    setup: Setup
+    num_flops: float
+    seconds: float
+    memory: dict[str, float]
+    host: float
+    sent: float
+
+    @classmethod
+    def of(cls, shapes: Shapes, load: Load, setup: Setup, room: Room) -> "Way":
+        """Its figures."""
+        num_flops = sum(flops(shapes, load, setup).values())
+        seconds = step_seconds(
+            shapes, load, setup, num_flops=num_flops, peak=room.peak, bandwidth=room.bandwidth
+        )
+        kinds = memory(shapes, load, setup) | {"reserved": room.reserved}
+        host = kept_bytes(shapes, load, setup)[1]
+        return cls(load, setup, num_flops, seconds, kinds, host, communication(shapes, load, setup))
+
+    @property
+    def total(self) -> float:
+        """Bytes on a GPU."""
+        return sum(self.memory.values())
+
+    @property
+    def uncertain(self) -> float:
+        """Bytes by which that may be wrong."""
+        return ACTIVATIONS_OFF_BY * (self.memory["activations"] + self.memory[KEPT])
+
+    def fits(self, room: Room, *, surely: bool = False) -> bool:
+        """Whether there is room for it; `surely`: even if the estimate is as wrong as it may be."""
+        host = self.host * (1 + surely * ACTIVATIONS_OFF_BY)
+        if host and (surely if room.host is None else host > room.host):
+            return False
+        return room.gpu is None or self.total + surely * self.uncertain <= room.gpu
+
+
+def ways(recipe: Recipe, load: Load, setup: Setup) -> Iterator[Setup]:
+    """The setup with each way to keep activations and to encode prompts that the recipe allows, the plainest first.
+
+    Raises:
+        ImpossibleKeeping: it asks for one that cannot be.
+    """
+    asked, prompt_pass = recipe.train.keep_activations, recipe.rollout.prompt_pass
+    several = load.chunks > 1 and load.contrastive
+    if asked in ("device", "host") and setup.shares_weights:
+        raise ImpossibleKeeping(
+            f"train.keep_activations={asked} is not possible under {setup.back_end}: a layer's weights are gathered for one "
+            "forward and the backward that follows it. Set train.keep_activations=auto, or train.back_end=zero2"
+        )
+    if not several or setup.shares_weights:
+        places = ["none"]
+    else:
+        places = ["none", "device", "host"] if asked == "auto" else [asked]
+    lora = recipe.model.lora
+    may_encode_once = (
+        load.own
+        and not setup.shares_weights
+        and recipe.rollout.backend == "own"
+        and not (lora and lora.dropout)
+    )
+    for keep in places:
+        can = bool(may_encode_once) and (load.chunks == 1 or keep != "none")
+        wanted = {"once": [True], "twice": [False], "auto": [False, True] if several else [True]}[prompt_pass]
+        for once in dict.fromkeys(one and can for one in wanted):
+            yield replace(setup, keep=keep, once=once)
+
+
+def decided(recipe: Recipe, shapes: Shapes, load: Load, setup: Setup, room: Room) -> tuple[Way, str]:
+    """The way that training takes: `train.keep_activations` and `rollout.prompt_pass` with ``auto`` decided, and why.
+
+    Raises:
+        ImpossibleKeeping: see `ways`.
+    """
+    asked = recipe.train.keep_activations
+    found = [Way.of(shapes, load, one, room) for one in ways(recipe, load, setup)]
+    if asked != "auto":
+        best = min(found, key=lambda way: way.seconds)
+        return best, f"train.keep_activations={asked}"
+    none = min((way for way in found if way.setup.keep == "none"), key=lambda way: way.seconds)
+    if len({way.setup.keep for way in found}) == 1:
+        if not load.contrastive:
+            return none, "nothing is compared"
+        return none, "one micro batch" if load.chunks == 1 else f"not possible under {setup.back_end}"
+    if room.gpu is None:
+        return none, "no GPU"
+    best = min(
+        (way for way in found if way is none or way.fits(room, surely=True)), key=lambda way: way.seconds
+    )
+    if best is none:
+        if load.own and recipe.rollout.prompt_pass == "once":
+            raise ImpossibleKeeping(
+                f"rollout.prompt_pass=once keeps what {load.chunks} micro batches need of their prompts, for which by the plan "
+                "the device has no room: set train.keep_activations=host, or rollout.prompt_pass=auto"
+            )
+        least = min((way for way in found if way.setup.keep == "device"), key=lambda way: way.total)
+        most = (least.total + least.uncertain) / GIB
+        return none, f"the device would need up to {most:,.0f} of {room.gpu / GIB:,.0f} GiB"
+    most = (best.total + best.uncertain) / GIB
+    place = f", {best.host / GIB:,.0f} GiB of main memory" if best.host else ""
+    return best, f"up to {most:,.0f} of {room.gpu / GIB:,.0f} GiB{place}"
+
+
+def fastest(
+    recipe: Recipe, shapes: Shapes, load: Load, setup: Setup, options: PlanOptions, room: Room, count: int = 3
+) -> list[Way]:
+    """The fastest ways that fit, each with other checkpointing, keeping or encoding than the ones before it."""
+    free = replace(
+        recipe,
+        train=replace(recipe.train, keep_activations="auto"),
+        rollout=replace(recipe.rollout, prompt_pass="auto"),
+    )
+    sizes = {1 << shift for shift in range(load.queries.bit_length())} | {setup.micro_queries}
+    best: dict[tuple[bool, str, bool | None], Way] = {}
+
+    def rank(way: Way) -> tuple[float, bool, float, float]:
+        return way.seconds, way.setup.back_end != setup.back_end, way.sent, way.total
+
+    for size in sorted(size for size in sizes if size <= load.queries):
+        taken = replace(load, chunks=-(-load.queries // size))
+        for back_end in BACK_ENDS if options.num_gpus > 1 else (setup.back_end,):
+            for checkpointing in (False, True):
+                base = replace(setup, micro_queries=size, back_end=back_end, checkpointing=checkpointing)
+                for one in ways(free, taken, base):
+                    way = Way.of(shapes, taken, one, room)
+                    kind = (checkpointing, one.keep, one.once)
+                    if way.fits(room) and (kind not in best or rank(way) < rank(best[kind])):
+                        best[kind] = way
+    return sorted(best.values(), key=rank)[:count]
+
+
+def overrides(recipe: Recipe, way: Way, setup: Setup) -> list[str]:
+    """Words of the command line that take the step this way instead of as the recipe says, planned as `setup`."""
+    one = way.setup
+    wanted: dict[str, tuple[object, object]] = {
+        "train.micro_batch_size": (one.micro_queries, setup.micro_queries),
+        "model.gradient_checkpointing": (one.checkpointing, recipe.model.gradient_checkpointing),
+        "train.keep_activations": (one.keep, recipe.train.keep_activations),
+        "train.back_end": (one.back_end, setup.back_end),
+    }
+    if way.load.own and way.load.chunks > 1 and one.keep != "none":
+        wanted["rollout.prompt_pass"] = ("once" if one.once else "twice", recipe.rollout.prompt_pass)
+    if way.load.chunks == 1:
+        del wanted["train.keep_activations"]
+    return [f"{key}={str(value).lower()}" for key, (value, now) in wanted.items() if value != now]

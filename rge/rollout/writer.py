@@ -95,7 +95,11 @@ class Rollout(NamedTuple):
 
 def problems(recipe: Recipe, stages: Sequence[str], accelerator: Accelerator) -> Iterator[str]:
     """Why rationales cannot be written as the recipe asks, in stages that write some."""
-    sharded, lora, keep = dist.shards_parameters(accelerator), recipe.model.lora, recipe.train.keep_activations
+    sharded, lora, keep = (
+        dist.shards_parameters(accelerator),
+        recipe.model.lora,
+        recipe.train.keep_activations,
+    )
     if keep == "auto" and accelerator.device.type == "cpu":
         keep = "none"  # on a GPU the plan decides
     for name in stages:

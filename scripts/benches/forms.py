@@ -242,9 +242,7 @@ def stopping(embedder: EmbeddingModel, stop_B: Sequence[int]) -> Iterator[None]:
         embedder.model.lm_head = head
 
 
-def our_rollout(
-    setting: Setting, encoded: EncodedPrompts | EncodedParts | None = None
-) -> list[Rationale]:
+def our_rollout(setting: Setting, encoded: EncodedPrompts | EncodedParts | None = None) -> list[Rationale]:
     """Own rationales, by rge."""
     prompts = setting.batch.queries
     order = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))  # the order rows are written in
@@ -363,7 +361,9 @@ def our_step_in_chunks(setting: Setting, micro_batch_size: int, keep: str) -> di
     return step(batch, Rollout(our_rollout(setting, encoded), encoded))
 
 
-def grad_cache_step(setting: Setting, own_ids: Sequence[Sequence[int]], micro_batch_size: int) -> dict[str, float]:
+def grad_cache_step(
+    setting: Setting, own_ids: Sequence[Sequence[int]], micro_batch_size: int
+) -> dict[str, float]:
     """The three passes with gradient caching, as VLM2Vec's trainer takes its contrastive loss (arXiv:2410.05160).
 
     All states without gradient, then micro batch by micro batch with it: contrastive, candidates, LM.
@@ -389,7 +389,9 @@ def grad_cache_step(setting: Setting, own_ids: Sequence[Sequence[int]], micro_ba
         c_CD = torch.cat([candidates(columns).state_ND for _, columns in chunks])
     q_BD, c_CD = q_BD.requires_grad_(), c_CD.requires_grad_()
     positive_BC, ignored_BC, _ = candidate_masks(batch, torch.tensor(batch.candidate_identity), 0)
-    con = info_nce(q_BD, c_CD, positive_BC, ignored_BC, temperature=objective.temperature) / len(batch.queries)
+    con = info_nce(q_BD, c_CD, positive_BC, ignored_BC, temperature=objective.temperature) / len(
+        batch.queries
+    )
     (objective.alpha_con * con).backward()
     assert q_BD.grad is not None
     assert c_CD.grad is not None
@@ -417,7 +419,9 @@ def _stock_states(
     return text_model(embedder.model)(**inputs, use_cache=False).last_hidden_state
 
 
-def _stock_nll(embedder: EmbeddingModel, prompts: Sequence[Prompt], oracle_ids: Sequence[list[int]]) -> Tensor:
+def _stock_nll(
+    embedder: EmbeddingModel, prompts: Sequence[Prompt], oracle_ids: Sequence[list[int]]
+) -> Tensor:
     hidden_BTD = _stock_states(embedder, prompts, oracle_ids)
     rows, columns, labels = [], [], []
     for row, (prompt, ids) in enumerate(zip(prompts, oracle_ids, strict=True)):

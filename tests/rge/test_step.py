@@ -322,7 +322,9 @@ def test_kept_activations_change_nothing_but_the_work(
     passes = []
     run = EmbeddingModel._run
     monkeypatch.setattr(
-        EmbeddingModel, "_run", lambda self, packed: (passes.append(torch.is_grad_enabled()), run(self, packed))[1]
+        EmbeddingModel,
+        "_run",
+        lambda self, packed: (passes.append(torch.is_grad_enabled()), run(self, packed))[1],
     )
     expected = kept_step(lively, batch, objective, rationales, "none")
     assert passes.count(False) == 6 - 3 * objective.needs_rollout

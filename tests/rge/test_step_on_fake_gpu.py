@@ -179,9 +179,7 @@ def test_what_is_kept_in_main_memory_comes_back(lively_path, backbone_of, make_b
             TrainingStep(embedder, embedder, Objective(0.3, 0.7), 2, keep=place)(batch, Rollout(rationales))
             gpu.phase = "-"
             waits[place] = gpu.of(gpu.waits, place)
-            gradients[place] = {
-                name: parameter.grad.cpu() for name, parameter in embedder.named_parameters()
-            }
+            gradients[place] = {name: parameter.grad.cpu() for name, parameter in embedder.named_parameters()}
         copies = gpu.copies["host"] - gpu.copies["device"]
     for name, expected in gradients["device"].items():
         assert torch.equal(gradients["host"][name], expected), name

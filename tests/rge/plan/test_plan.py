@@ -293,7 +293,16 @@ def test_a_frozen_tower_is_counted_once(the_3b, capsys):
     def pictures(*words: str) -> float:
         plans = []
         for more in ((), ("query_pictures=0", "candidate_pictures=0", "text_tokens=1090")):
-            main(["recipe=qwen25vl_3b", "data.max_negatives=0", "train.keep_activations=none", "model.freeze_vision=true", *words, *more])
+            main(
+                [
+                    "recipe=qwen25vl_3b",
+                    "data.max_negatives=0",
+                    "train.keep_activations=none",
+                    "model.freeze_vision=true",
+                    *words,
+                    *more,
+                ]
+            )
             plans.append(json.loads(capsys.readouterr().out.splitlines()[-1])["flops"])
         return plans[0] - plans[1]
 

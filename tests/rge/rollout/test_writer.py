@@ -91,7 +91,10 @@ def test_when_prompts_are_encoded_once(lively):
     assert encodes_once("once", **fits)
     assert not encodes_once("twice", **fits)
     for change, reason in [
-        ({"queries_a_rank": 9}, "a process has 9 queries a step, train.micro_batch_size is 8, and nothing is kept"),
+        (
+            {"queries_a_rank": 9},
+            "a process has 9 queries a step, train.micro_batch_size is 8, and nothing is kept",
+        ),
         ({"sharded": True}, "parameters are sharded"),
         ({"drops_out": True}, "dropout is on"),
     ]:

@@ -14,9 +14,8 @@ array; ``list=true`` prints the list), ``only=0/4`` runs 0, 4, 8, ...; then the 
 nothing and writes table and plot. ``launcher`` is put before ``rge/train.py``: any `accelerate launch` line, so a run may
 have as many processes and machines as it needs.
 
-The table has, for each arm and slice of the set, the mean over seeds with a 95 % interval from a bootstrap over groups
-of queries (the metric averaged over seeds first: what other queries would give), and the lowest and highest seed (what
-another seed would give); and the paired differences from the first arm. Of a suite, such as MMEB's, the figures are means over its members, and
+The table has, for each arm and slice of the set, the mean over seeds with a 95 % interval from a bootstrap over seeds and groups
+of queries together, and the lowest and highest seed; and the paired differences from the first arm. Of a suite, such as MMEB's, the figures are means over its members, and
 one table has the averages of its paper side by side. It is written to ``out/table.md``, ``table.csv``, ``table.tex``,
 ``table.json`` and ``plot.svg``; the last line printed is that JSON.
 """
@@ -25,9 +24,6 @@ import json
 import os
 import re
 import shlex
-import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,20 +31,19 @@ from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
+from arms import DEMO_SET, ROOT, Arm, Figures, Results, Study, mean_over_seeds, refuse_launcher, run_arm
 
 from eval.benchmarks.suite import is_suite, load_suite, mean_of, member_bootstraps
 from eval.pages.charts import Mark, interval_chart
 from eval.scoring.metrics import names_of as names_of_metrics
 from eval.scoring.tables import latex
 from rge.common.commands import start
-from rge.common.errors import SIGNALLED, UserError
+from rge.common.errors import UserError
 from rge.common.files import write_text
 from rge.common.options import names_of, offer_help, parse_options, split_word
 from rge.config import load_recipe
-from rge.stats.intervals import OF_DIFFERENCES, cluster_bootstrap, figures, in_words, index_of
+from rge.stats.intervals import OF_DIFFERENCES, figures, in_words, index_of, over_seeds
 
-ROOT = Path(__file__).resolve().parent.parent
-DEMO_SET = "data_prep/demo/data/test"
 BEFORE = {"joint": "cold_start", "rl": "joint"}
 """Whose checkpoint a stage continues from."""
 
@@ -91,59 +86,40 @@ class SweepError(UserError):
     """The sweep is described wrongly, or its runs are not there; the message says how to fix it."""
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One run of the sweep.
-
-    Attributes:
-        value: of the swept key.
-        seed: of training.
-        folder: where it is written.
-        overrides: arguments of ``rge/train.py``.
-    """
-
-    value: str
-    seed: int
-    folder: Path
-    overrides: tuple[str, ...]
-
-
 def main(arguments: list[str]) -> None:
     """Run what is not finished, then write table and plot."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise SweepError(
-            "start scripts/ablate.py with python, not with a launcher: every process would run the whole sweep; "
-            "put the accelerate line into launcher='accelerate launch ...'"
-        )
+    refuse_launcher("scripts/ablate.py")
     options, arms, extra = read_options(arguments)
     os.chdir(ROOT)
     key, values = parse_sweep(options.sweep)
-    options, cells = plan(options, key, values, arms, extra)
+    options, study = plan(options, key, values, arms, extra)
+    runs = [(arm, seed) for seed in range(options.seeds) for arm in study.arms]
+    said = [f"{key}={value}" for value in values] * options.seeds
     if options.list:
-        for number, cell in enumerate(cells):
-            state = "finished" if results(cell.folder).is_file() else "open"
-            print(f"{number}\t{key}={cell.value}\tseed {cell.seed}\t{state}\t{cell.folder}")
+        for number, (arm, seed) in enumerate(runs):
+            state = "finished" if is_evaluated(study, arm, seed) else "open"
+            print(f"{number}\t{said[number]}\tseed {seed}\t{state}\t{study.folder(arm, seed)}")
         return
-    chosen = choose(options, len(cells))
+    chosen = choose(options, len(runs))
     check_places(options, bool(chosen))
     for number in chosen:
-        cell = cells[number]
-        print(f"[{number + 1}/{len(cells)}] {key}={cell.value} seed {cell.seed}", flush=True)
-        run_cell(options, cell)
+        arm, seed = runs[number]
+        print(f"[{number + 1}/{len(runs)}] {said[number]} seed {seed}", flush=True)
+        run_arm(study, arm, seed)
     if options.index is not None:
         return
-    missing = [number for number, cell in enumerate(cells) if not results(cell.folder).is_file()]
+    missing = [number for number, one in enumerate(runs) if not is_evaluated(study, *one)]
     if missing:
         message = (
-            f"{len(missing)} of {len(cells)} runs are not finished here, e.g. index={missing[0]} "
-            f"({cells[missing[0]].folder})"
+            f"{len(missing)} of {len(runs)} runs are not finished here, e.g. index={missing[0]} "
+            f"({study.folder(*runs[missing[0]])})"
         )
         if options.collect:
             raise SweepError(f"{message}; run them first")
         print(f"{message}; no table yet")
         return
     out = Path(options.out)
-    table = collect(cells, values, options)
+    table = collect(study, values, options)
     tables = shown(key, table, options.metrics)
     text = markdown(tables)
     write_text(out / "table.md", text)
@@ -208,8 +184,8 @@ def folder_name(value: str) -> str:
 
 def plan(
     options: Options, key: str, values: list[str], arms: dict[str, list[str]], extra: list[str]
-) -> tuple[Options, list[Cell]]:
-    """The options with every place worked out, and every run of the sweep, seed by seed, each with a recipe that loads.
+) -> tuple[Options, Study]:
+    """The options with every place worked out, and an arm for each value, each with a recipe that loads.
 
     Raises:
         SweepError: ``with.`` of a value that is not in the sweep, or a place that cannot be worked out.
@@ -218,24 +194,21 @@ def plan(
     if unknown := [value for value in arms if value not in values]:
         raise SweepError(f"with.{unknown[0]} names no value of the sweep: {', '.join(values)}")
     options = complete(options, key, load_recipe([f"recipe={options.recipe}"]).out)
-    cells = []
-    for seed in range(options.seeds):
-        for value in values:
-            folder = Path(options.out) / folder_name(value) / f"seed_{seed}"
-            overrides = (
-                f"recipe={options.recipe}",
-                f"stage={options.stage}",
-                f"init={options.init}",
-                f"out={folder}",
-                f"train.seed={seed}",
-                f"{key}={value}",
-                *extra,
-                *arms.get(value, []),
-            )
-            if seed == 0:
-                load_recipe(overrides)
-            cells.append(Cell(value, seed, folder, overrides))
-    return options, cells
+    recipe = (f"recipe={options.recipe}", f"init={options.init}")
+    found = []
+    for value in values:
+        overrides = (f"{key}={value}", *extra, *arms.get(value, []))
+        load_recipe([*recipe, f"stage={options.stage}", f"out={options.out}", *overrides])
+        found.append(Arm(folder_name(value), options.stage, overrides=overrides))
+    ask = [f"benchmark={load_suite(Path(options.set)).benchmark}"] if is_suite(Path(options.set)) else []
+    if more := [name for name in options.metrics if name not in names_of_metrics(negatives=True)]:
+        ask.append(f"metrics={','.join(more)}")
+    sets = {"": Path(options.set)}
+    study = Study(
+        Path(options.out), found, recipe, sets, options.seeds, options.launcher, tuple(ask),
+        metrics=options.metrics, columns=(options.by, "category"),
+    )  # fmt: skip
+    return options, study
 
 
 def complete(options: Options, key: str, recipe_out: str) -> Options:
@@ -246,17 +219,8 @@ def complete(options: Options, key: str, recipe_out: str) -> Options:
         options,
         init=options.init or f"{recipe_out}/{BEFORE[options.stage]}/final",
         out=options.out or f"runs/ablate_{options.recipe}_{folder_name(key)}",
-        set=options.set or DEMO_SET,
-        launcher=options.launcher or default_launcher(),
+        set=options.set or str(DEMO_SET),
     )
-
-
-def default_launcher() -> str:
-    """`accelerate launch` as configured on a machine with a GPU, else two processes on CPU."""
-    launch = f"{shlex.quote(sys.executable)} -m accelerate.commands.launch"
-    if shutil.which("nvidia-smi"):
-        return launch
-    return f"{launch} --config_file recipes/accelerate/cpu_2.yaml"
 
 
 def choose(options: Options, count: int) -> list[int]:
@@ -300,55 +264,9 @@ def check_places(options: Options, will_run: bool) -> None:
         )
 
 
-def run_cell(options: Options, cell: Cell) -> None:
-    """Train and evaluate one run, unless both are done with the same settings.
-
-    Without the note of an earlier call, rge/train.py decides whether its checkpoint belongs to these settings.
-    """
-    note = cell.folder / "cell.json"
-    asked = {"overrides": list(cell.overrides), "set": options.set}
-    found = json.loads(note.read_text()) if note.is_file() else None
-    if results(cell.folder).is_file():
-        if found == asked:
-            return
-        if found is not None and found["set"] != asked["set"]:
-            raise SweepError(
-                f"{cell.folder / 'eval'} is an evaluation on {found['set']}, now set={asked['set']}: "
-                "use another out=, or delete it"
-            )
-    run([*shlex.split(options.launcher), "rge/train.py", *cell.overrides])
-    evaluate(options, cell.folder)
-    write_text(note, json.dumps(asked, indent=1))
-
-
-def evaluate(options: Options, folder: Path) -> None:
-    """Evaluate a run in the mode it was trained for."""
-    if results(folder).is_file():
-        return
-    checkpoint = folder / options.stage / "final"
-    mode = "direct" if json.loads((checkpoint / "rge.json").read_text())["reasons"] == "none" else "reasoning"
-    command = [sys.executable, "-m", "rge", "eval", "run", f"checkpoint={checkpoint}", f"set={options.set}"]
-    if is_suite(Path(options.set)):
-        command.append(f"benchmark={load_suite(Path(options.set)).benchmark}")
-    if more := [name for name in options.metrics if name not in names_of_metrics(negatives=True)]:
-        command.append(f"metrics={','.join(more)}")
-    run([*command, f"out={folder / 'eval'}", f"query_mode={mode}", "report=false"])
-
-
-def results(folder: Path) -> Path:
-    """The file that an evaluation writes last."""
-    return folder / "eval" / "results.json"
-
-
-def run(command: list[str]) -> None:
-    """Run a command; stop with its exit code if it fails, so that giving the sweep again continues there."""
-    code = subprocess.run(command, check=False).returncode
-    if code:
-        print(
-            f"stopped: {shlex.join(command)} ended with code {code}; give the same command again to continue",
-            file=sys.stderr,
-        )
-        sys.exit(code if code > 0 else SIGNALLED - code)
+def is_evaluated(study: Study, arm: Arm, seed: int) -> bool:
+    """Whether a run has its figures."""
+    return (study.evaluation(arm, seed, "") / "results.json").is_file()
 
 
 @dataclass(frozen=True)
@@ -383,40 +301,27 @@ def slices_of(frame: pd.DataFrame, options: Options) -> dict[str, Slice]:
     return found | values("category")
 
 
-def collect(cells: list[Cell], values: list[str], options: Options) -> list[dict[str, Any]]:
+def collect(study: Study, values: list[str], options: Options) -> list[dict[str, Any]]:
     """Figures of every arm and slice.
 
     Raises:
         SweepError: runs of different queries, or a metric that was not measured.
     """
     metrics = list(options.metrics)
-    frames = {cell: read_queries(cell.folder, metrics) for cell in cells}
-    first = frames[cells[0]]
-    for cell, frame in frames.items():
-        if not frame["query_id"].equals(first["query_id"]):
-            raise SweepError(f"{cell.folder} and {cells[0].folder} were evaluated on different queries")
-    # (seeds, queries, metrics)
-    arms = {
-        value: np.stack(
-            [frames[cell][metrics].to_numpy(dtype=float) for cell in cells if cell.value == value]
-        )
-        for value in values
-    }
+    first, value_AQSM = read_queries(study, metrics)
     rows = []
-    for value in values:
+    for value, ours_QSM in zip(values, value_AQSM, strict=True):
         for name, one in slices_of(first, options).items():
-            about = first[one.chosen_Q]
-            ours, base = (arms[arm][:, one.chosen_Q] for arm in (value, values[0]))
+            about, ours, base = first[one.chosen_Q], ours_QSM[one.chosen_Q], value_AQSM[0][one.chosen_Q]
             row: dict[str, Any] = {"arm": value, "slice": name, "queries": int(one.chosen_Q.sum())}
-            means = slice_intervals(one, about, ours.mean(axis=0), metrics, (0.0, 1.0))
-            seeds = np.stack([slice_mean(one, about, seed) for seed in ours], axis=1).round(4).tolist()
-            for metric, mean, by_seed in zip(metrics, means, seeds, strict=True):
+            means = slice_intervals(one, about, ours, metrics, (0.0, 1.0))
+            seeds = np.stack([slice_mean(one, about, ours[:, s]) for s in range(options.seeds)], axis=1)
+            for metric, mean, by_seed in zip(metrics, means, seeds.round(4).tolist(), strict=True):
                 row[metric] = {**mean, "seeds": by_seed}
             if one.column:
                 row["column"] = one.column
             if value != values[0]:
-                gain_QM = ours.mean(axis=0) - base.mean(axis=0)
-                gains = slice_intervals(one, about, gain_QM, metrics, OF_DIFFERENCES)
+                gains = slice_intervals(one, about, ours - base, metrics, OF_DIFFERENCES)
                 for metric, gain in zip(metrics, gains, strict=True):
                     row[metric]["difference"] = gain
             rows.append(row)
@@ -424,14 +329,18 @@ def collect(cells: list[Cell], values: list[str], options: Options) -> list[dict
 
 
 def slice_intervals(
-    one: Slice, about: pd.DataFrame, value_QM: np.ndarray, metrics: list[str], bounds: tuple[float, float]
-) -> list[dict[str, float | None]]:
-    """A slice's mean of each metric with its interval: over queries, or over a suite's members."""
+    one: Slice, about: pd.DataFrame, value_QSM: np.ndarray, metrics: list[str], bounds: tuple[float, float]
+) -> list[Figures]:
+    """A slice's mean of each metric with its interval over seeds and groups: of queries, or of a suite's members."""
+    Q, S, M = value_QSM.shape
     if not one.of_members:
-        return intervals(value_QM, index_of(about["group"].to_numpy()), bounds)
-    table = pd.DataFrame(value_QM, about.index, metrics).join(about[["category", "group"]])
-    found = mean_of(list(member_bootstraps(table, metrics, seed=0).values()))
-    return as_means(figures(found, bounds))
+        return as_means(
+            [joint for joint, _ in mean_over_seeds(value_QSM, index_of(about["group"].tolist()), bounds)]
+        )
+    columns = [f"{metric} {seed}" for seed in range(S) for metric in metrics]
+    table = pd.DataFrame(value_QSM.reshape(Q, S * M), about.index, columns).join(about[["category", "group"]])
+    found = mean_of(list(member_bootstraps(table, columns, seed=0).values()))
+    return as_means(figures(over_seeds(found, S), bounds))
 
 
 def slice_mean(one: Slice, about: pd.DataFrame, value_QM: np.ndarray) -> np.ndarray:
@@ -442,24 +351,28 @@ def slice_mean(one: Slice, about: pd.DataFrame, value_QM: np.ndarray) -> np.ndar
     return np.mean([np.nanmean(value_QM[rows_Q], axis=0) for rows_Q in members], axis=0)
 
 
-def read_queries(folder: Path, metrics: Sequence[str]) -> pd.DataFrame:
-    """Per-query values of one run, by query id."""
-    frame = pd.read_parquet(folder / "eval" / "per_query.parquet")
-    if missing := [metric for metric in metrics if metric not in frame]:
-        raise SweepError(
-            f"{folder} was not evaluated for {missing[0]}; there are: {', '.join(map(str, frame.columns))}"
-        )
-    return frame.sort_values("query_id").reset_index(drop=True)
+def read_queries(study: Study, metrics: Sequence[str]) -> tuple[pd.DataFrame, list[np.ndarray]]:
+    """What queries are about, in the order of their ids, and each arm's values, (queries, seeds, metrics)."""
+    results, names, arms = Results(study), "", []
+    for arm in study.arms:
+        seeds = []
+        for seed in range(study.seeds):
+            key, frame = results.of(arm.name, seed, "")  # type: ignore[misc]  # every run is there
+            folder = study.evaluation(arm, seed, "")
+            if names not in ("", key):
+                raise SweepError(f"{folder} and the runs before it were evaluated on different queries")
+            names = key
+            if missing := [metric for metric in metrics if metric not in frame]:
+                raise SweepError(
+                    f"{folder} was not evaluated for {missing[0]}; there are: {', '.join(map(str, frame.columns))}"
+                )
+            seeds.append(frame[list(metrics)].to_numpy(dtype=float))
+        arms.append(np.stack(seeds, axis=1))
+    results.keep()
+    return frame, arms
 
 
-def intervals(
-    value_QM: np.ndarray, group_Q: np.ndarray, bounds: tuple[float, float] | None = None
-) -> list[dict[str, float | None]]:
-    """Mean and 95 % interval over groups of queries, a metric each; None where one group alone has none."""
-    return as_means(figures(cluster_bootstrap(value_QM, group_Q), bounds))
-
-
-def as_means(found: list[dict[str, float | None]]) -> list[dict[str, float | None]]:
+def as_means(found: list[Figures]) -> list[Figures]:
     """Figures as the table has them."""
     return [{"mean": one["value"], "low": one["low"], "high": one["high"]} for one in found]
 
@@ -497,7 +410,7 @@ def shown(key: str, table: list[dict[str, Any]], metrics: Sequence[str]) -> list
         if row["arm"] != first
     ]
     if rows:
-        title = f"Paired differences from {key}={first}, 95 % intervals over groups of queries:"
+        title = f"Paired differences from {key}={first}, 95 % intervals over seeds and groups of queries:"
         found.append((title, pd.DataFrame(rows)))
     return found
 
@@ -532,7 +445,9 @@ def plot(key: str, table: list[dict[str, Any]], metrics: Sequence[str], seeds: i
         for row in table
         for m in metrics
     ]
-    return interval_chart(marks, title=f"{key}: mean of {seeds} seeds, 95 % interval over groups of queries")
+    return interval_chart(
+        marks, title=f"{key}: mean of {seeds} seeds, 95 % interval over seeds and groups of queries"
+    )
 
 
 if __name__ == "__main__":

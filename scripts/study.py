@@ -1,61 +1,48 @@
-"""The paper's findings again, at small scale, by one command: training for docs/evidence.md.
+"""The paper's findings again, at small scale, and what reinforcement learning adds: training for docs/evidence.md and docs/rl.md.
 
-    python scripts/study.py all                # every finding, seed by seed; resumes
-    python scripts/study.py a seeds=5          # one of them
-    python scripts/study.py all short=true     # one seed of what the first conclusions need
-    python scripts/study.py all collect=true   # runs nothing, writes the page from finished runs
+    python scripts/study.py a                  # one finding, seed by seed; resumes; given twice at once, two runs at a time
+    python scripts/study.py all seeds=5        # all of them
+    python scripts/study.py a on=valid seeds=1 # a pilot: the same on validation queries, for every choice
+    python scripts/study.py all collect=true   # trains nothing: every table again, from runs and from docs/kept
 
-a  Table 4, whose rationale the contrastive loss should see, by how much the oracle's text gives away (`dose`)
-b  Table 3, the ratio of the losses, on the demo
-c  Tables 6 and 7, reasoning on and off at test, on queries, candidates and both
-d  Fig. 4, what is learned from the oracle's text alone, by dose
-e  how long a cold start, and greedy or sampled rollouts
-f  one checkpoint in several modes (docs/modes.md), on the demo, with a cold start for each seed
-
-a, c, d and e are trained on the study set (`data_prep.study`, made on the first call) by recipes/study.yaml, b and f on the demo
-by recipes/demo.yaml. Every claim is a paired contrast of arms on the same queries of a test set that nothing was chosen on. Its verdict
-follows from the 95 % interval: *found again* where it lies on the paper's side of zero, *the opposite* where it lies on the other,
-*no difference seen* where it holds zero. ``page.md`` and ``page.json`` are written after every finding of a seed; ``collect=true`` writes them at any time.
+Arms, contrasts, doses and seeds are declared below; how they are trained, evaluated and paired is scripts/arms.py's. A claim is a
+paired contrast on the same queries of a test set that nothing was chosen on, with a 95 % interval over seeds and groups of
+queries together. Its verdict: *found again* where the interval lies on the paper's side of zero, *the opposite* where it lies on the other,
+*undecided* where it holds zero. Each finding's tables are ``page.md`` in its study's folder, per-query results ``kept.json``.
 """
 
 import json
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from ablate import default_launcher, run
-from arms import Arm, Contrast, Study, measure, run_arm
+import numpy as np
+import pandas as pd
+from arms import (
+    DEMO_SET,
+    ROOT,
+    Arm,
+    Results,
+    Study,
+    flops_per_step,
+    refuse_launcher,
+    run,
+    run_all,
+    steps_of,
+)
+from demo import judge_words
 
+from data_prep.demo import spoil
 from data_prep.study.build import build
 from rge.common.commands import start
 from rge.common.errors import UserError
 from rge.common.files import write_text
-from rge.common.options import parse_options
+from rge.common.options import HELP, parse_options
 from rge.config import load_recipe
 from rge.stats.intervals import in_words
-
-ROOT = Path(__file__).resolve().parent.parent
-DEMO_SET = Path("data_prep/demo/data/test")
-ANCHORS = {
-    "self": (),
-    "oracle": ("loss.anchor=oracle",),
-    # Its own learning rate, chosen for the demo on training families, so that it is given a fair chance.
-    "none": ("loss.anchor=none", "loss.ratio=none", "joint.lr=2e-3"),
-}
-RATIOS = ("1:1", "100:1", "20:1", "10:1", "1:10", "1:20", "1:100", "none")
-LENGTHS = {"quarter": 0.25, "double": 2.0, "fourfold": 4.0}
-"""Further cold starts, as multiples of the recipe's steps."""
-MIXED = {"half": "half oracle, half self", "falling": "from oracle to self"}
-MODES = {
-    "no reasoning": ("direct", "direct"),
-    "candidates only": ("direct", "reasoning"),
-    "both sides": ("reasoning", "reasoning"),
-}
-"""How a checkpoint is asked besides reasoning on queries: modes of queries and of candidates."""
-METRIC = "hit@1"
 
 
 @dataclass
@@ -63,15 +50,17 @@ class Options:
     """What is run; nothing that is finished is run again."""
 
     out: Path = Path("runs/study")
-    """Folder of the study; the study set is made in its folder data."""
+    """Folder of the studies; the study set is made in its folder data."""
     seeds: int = 3
-    """Joint stages an arm, seeds 0, 1, ...; cold starts are shared."""
-    doses: tuple[float, ...] = (1.0, 0.0, 0.5)
-    """Shares of oracle texts that name what only the target shows, in this order."""
-    short: bool = False
-    """One seed, doses 1 and 0, findings a, c and d only, and no mixes."""
+    """Runs an arm, seeds 0, 1, ...; cold starts are shared, but for finding f."""
+    arms: tuple[str, ...] = ()
+    """Only these, with what they start from; empty: all of the finding."""
+    on: Literal["test", "valid"] = "test"
+    """Queries that runs are asked: test for figures, valid for every choice."""
     collect: bool = False
-    """Run nothing, write the page from finished runs."""
+    """Train nothing, write the tables from finished runs and from those that were kept."""
+    kept: Path = Path("docs/kept")
+    """Folder of kept results, NAME.json by study."""
     steps: int | None = None
     """Steps of every stage instead of the recipes' own, to try the machinery; such figures mean nothing."""
     launcher: str = ""
@@ -79,511 +68,696 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Claim:
-    """One sentence of the paper, as a contrast of arms.
-
-    Attributes:
-        says: what is compared.
-        paper: the paper's figure, or what it says.
-        contrast: ours.
-        sign: +1 or -1: on which side of zero the paper is; 0: a figure without a verdict, such as a control.
-    """
+class Row:
+    """A line of a table: a weighted sum of arms; ``sign``: on which side of zero the paper is, 0 for no verdict."""
 
     says: str
-    paper: str
-    contrast: Contrast
-    sign: int
+    weights: Mapping[str, float]
+    paper: str = ""
+    sign: int = 0
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows by slices: title -> set, column and value of its queries (empty: all)."""
+
+    title: str
+    rows: Sequence[Row]
+    slices: Mapping[str, tuple[str, str, str]]
+    metric: str = "hit@1"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A table of the paper.
+    """What one word of the command line asks.
 
     Attributes:
-        letter: what the command calls it.
-        title: for the page.
         study: where its arms are trained.
-        arms: that it needs, in the order of their importance.
-        claims: what is asked of them.
-        diagnoses: (name, words of ``python -m rge.diagnose``, arm whose checkpoint is diagnosed), for what no contrast says.
+        arms: that it needs, the most telling first.
+        tables: what is said of them.
+        diagnoses: name -> words of ``python -m rge.diagnose`` and the arm whose checkpoint is diagnosed.
+        prepare: makes its data where they are not there.
+        extra: further lines of its page.
     """
 
-    letter: str
-    title: str
     study: Study
     arms: Sequence[str]
-    claims: Sequence[Claim]
-    diagnoses: Sequence[tuple[str, tuple[str, ...], str]] = ()
+    tables: Sequence[Table]
+    diagnoses: Mapping[str, tuple[tuple[str, ...], str]] = field(default_factory=dict)
+    prepare: Callable[[], None] = lambda: None
+    extra: Callable[[], list[str]] = list
 
 
-@dataclass(frozen=True)
-class Row:
-    """A line of the page: the paper's figure, ours, and what follows."""
-
-    says: str
-    paper: str
-    ours: str
-    verdict: str
-    seeds: int
-    figure: dict[str, Any] | None = None
+TITLES = {
+    "eyes": "Does the vision tower read things, grounds and serials? The study set's first link; no training beyond the tower's",
+    "a": "Table 4: whose rationale the contrastive loss sees, by how much the oracle's text tells (study set)",
+    "b": "Table 3: the ratio of LM to contrastive loss (demo)",
+    "c": "Tables 6 and 7: reasoning on and off at test (study set)",
+    "d": "Fig. 4: what is learned from the oracle's text alone (study set)",
+    "e": "The cold start's length, greedy and sampled rollouts (study set)",
+    "f": "One checkpoint in several modes, a cold start for each seed (demo)",
+    "rl": "Reinforcement learning of rationales where a share of the oracle's is wrong (demo)",
+}
 
 
 def main(words: list[str]) -> None:
-    """Run what is missing, then write the page."""
-    chosen = [word for word in words if "=" not in word and not word.startswith("-")]
-    options = read_options([word for word in words if word not in chosen])
-    os.chdir(ROOT)
-    findings = plan(options)
-    wanted = choose(findings, chosen, options.short)
-    if not options.collect:
-        if not (data := options.out / "data").exists() and any(one.letter != "b" for one in wanted):
-            build(data, sorted({0.0, 0.5, 1.0, *options.doses}))
-        for seed in range(options.seeds):
-            for finding in wanted:
-                run_finding(finding, seed)
-                write_page(options, findings)
-    print(write_page(options, findings))
-
-
-def read_options(words: list[str]) -> Options:
-    """The options, checked; ``short`` sets seeds and doses."""
-    options = parse_options(Options, words, "python scripts/study.py")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UserError(
-            "start scripts/study.py with python, not with a launcher: put it into launcher='accelerate launch ...'"
-        )
+    """Run what is missing, then write the tables."""
+    if any(word in HELP for word in words):
+        print("findings:\n" + "\n".join(f"  {name:5} {title}" for name, title in TITLES.items()) + "\n")
+    chosen = [word for word in words if "=" not in word and word not in (*HELP, "all")]
+    given = [word for word in words if "=" in word or word in HELP]
+    options = parse_options(Options, given, f"python scripts/study.py {'|'.join(TITLES)}|all")
+    refuse_launcher("scripts/study.py")
     if options.seeds < 1:
         raise UserError(f"seeds must be at least 1, got {options.seeds}")
-    return replace(options, seeds=1, doses=(1.0, 0.0)) if options.short else options
+    if unknown := [word for word in chosen if word not in TITLES]:
+        raise UserError(f"there is no finding {unknown[0]!r}: {', '.join(TITLES)}, or all")
+    if not chosen and "all" not in words:
+        raise UserError(f"say which finding: {', '.join(TITLES)}, or all")
+    os.chdir(ROOT)
+    findings = {name: DECLARED[name](options) for name in chosen or TITLES}
+    known = {arm for finding in findings.values() for arm in finding.arms}
+    if unknown := [name for name in options.arms if name not in known]:
+        raise UserError(f"arms: no {unknown[0]} among {', '.join(sorted(known))}")
+    if not options.collect:
+        for finding in findings.values():
+            finding.prepare()
+        for seed in range(options.seeds):
+            for name, finding in findings.items():
+                names = [arm for arm in finding.arms if not options.arms or arm in options.arms]
+                run_all(finding.study, [(finding.study.by_name[arm], seed) for arm in names])
+                if not seed and not options.arms:
+                    diagnose(finding)
+                write_page(name, finding, options)
+    print("\n".join(write_page(name, finding, options) for name, finding in findings.items()))
 
 
-def choose(findings: dict[str, Finding], chosen: list[str], short: bool) -> list[Finding]:
-    """The findings that the command names."""
-    if not chosen:
-        raise UserError(f"say which finding: {', '.join(findings)}, or all")
-    if unknown := [word for word in chosen if word not in ("all", *findings)]:
-        raise UserError(f"there is no finding {unknown[0]!r}: {', '.join(findings)}, or all")
-    letters = ("acd" if short else "".join(findings)) if "all" in chosen else chosen
-    return [findings[letter] for letter in letters]
-
-
-def run_finding(finding: Finding, seed: int) -> None:
-    """Train, evaluate and diagnose what a finding needs, as far as it is not there."""
-    for name in finding.arms:
-        run_arm(finding.study, finding.study.by_name[name], seed)
-    if seed:
-        return
-    for name, words, arm in finding.diagnoses:
+def diagnose(finding: Finding) -> None:
+    """Diagnose checkpoints of seed 0."""
+    for name, (words, arm) in finding.diagnoses.items():
         out = finding.study.out / "diagnoses" / name
         if not (out / f"{words[0]}.json").is_file():
             checkpoint = finding.study.checkpoint(finding.study.by_name[arm], 0)
             run([sys.executable, "-m", "rge.diagnose", *words, f"checkpoint={checkpoint}", f"out={out}"])
 
 
-# --- what is asked
+# --- the study set: eyes, a, c, d, e
+
+ANCHORS = {
+    "self": (),
+    "oracle": ("loss.anchor=oracle",),
+    # Its own learning rate, chosen for the demo on training families, so that it is given a fair chance.
+    "none": ("loss.anchor=none", "loss.ratio=none", "joint.lr=2e-3"),
+}
+DOSES = (1, 3, 10, 30, 100)
+"""Numbers of values that the serial takes."""
+VARIANTS = (
+    "hidden_100",
+    "known_100",
+    "silent_100",
+    *(f"{arm}_{dose}" for dose in DOSES[:-1] for arm in ("hidden", "known")),
+)
+LONGER = (2, 4)
+"""Multiples of the joint stage's steps: does the harm shrink?"""
+WARM_STEPS = 300
+"""Of InfoNCE without rationales before any cold start: what a pretrained embedder or backbone brings."""
+COLD_STARTS = {"quarter": 0.25, "double": 2.0, "fourfold": 4.0}
+MODES = {
+    "no reasoning": ("direct", "direct"),
+    "candidates only": ("direct", "reasoning"),
+    "both sides": ("reasoning", "reasoning"),
+}
+"""How a checkpoint is asked besides reasoning on queries: modes of queries and of candidates."""
+STUDY_SLICES = {
+    "all": ("queries", "", ""),
+    "facts embedded in training": ("queries", "fact", "embedded"),
+    "facts only written": ("queries", "fact", "written"),
+}
+ALL = {"all": ("queries", "", "")}
 
 
-def plan(options: Options) -> dict[str, Finding]:
-    """All findings by their letters."""
-    ours, demo = study_arms(options), demo_arms(options)
-    found = [
-        table_4(options, ours),
-        table_3(options, demo),
-        tables_6_and_7(ours),
-        figure_4(options, ours),
-        cold_starts(ours),
-        modes(options),
-    ]
-    return {finding.letter: finding for finding in found}
+def less(a: str, b: str, says: str = "", paper: str = "", sign: int = 0) -> Row:
+    """One arm minus another."""
+    return Row(says or f"{a} - {b}", {a: 1.0, b: -1.0}, paper, sign)
 
 
-def study_arms(options: Options) -> Study:
-    """Everything that is trained on the study set."""
-    out = options.out
-
-    def at(dose: float, stage: str) -> str:
-        return f"{stage}.sources=[{{path: {out}/data/train/dose_{dose:g}.jsonl}}]"
-
-    own_steps = load_recipe(["recipe=study"]).cold_start.steps or 0
-
-    def cold(name: str, dose: float, multiple: float = 1.0) -> Arm:
-        steps = None if multiple == 1 else round(multiple * own_steps)
-        words = (at(dose, "cold_start"), *length("cold_start", options, steps))
-        return Arm(name, "cold_start", "eyes", words, shared=True, query_mode="")
-
-    mixes = {
-        "half": ("loss.anchor=mix",),
-        "falling": (
-            "loss.anchor=mix",
-            "loss.oracle_share=1",
-            f"loss.oracle_decay_steps={joint_steps(options)}",
-        ),
-    }
-    naming = () if options.steps is None else (f"model.scratch.naming_steps={options.steps}",)
-    eyes = (
-        "cold_start.steps=1",
-        # The tokenizer is learned from the records of both stages.
-        at(1.0, "cold_start"),
-        at(1.0, "joint"),
-        f"model.scratch.naming={out}/data/train/naming.jsonl",
-        *naming,
-    )
-    arms = [Arm("eyes", "cold_start", overrides=eyes, shared=True, query_mode="", ends_with="backbone")]
-    joint = length("joint", options)
-    for dose in sorted({0.0, 1.0, *options.doses}):
-        arms.append(cold(f"cold_{dose:g}", dose))
-        for anchor, settings in ANCHORS.items():
-            mode = "direct" if anchor == "none" else "reasoning"
-            words = (at(dose, "joint"), *joint, *settings)
-            arms.append(Arm(f"{anchor}_{dose:g}", "joint", f"cold_{dose:g}", words, query_mode=mode))
-        for mix, settings in mixes.items():
-            arms.append(
-                Arm(f"{mix}_{dose:g}", "joint", f"cold_{dose:g}", (at(dose, "joint"), *joint, *settings))
-            )
-    for mode, (query, candidate) in MODES.items():
-        ask = (f"candidate_mode={candidate}",)
-        arms.append(Arm(f"self_1, {mode}", "", "self_1", query_mode=query, ask=ask))
-    arms.append(Arm("none_1, reasoning", "", "none_1", query_mode="reasoning"))
-    both = ("rollout.direct_share=0.5",)
-    arms.append(Arm("half_direct", "joint", "cold_1", (at(1.0, "joint"), *joint, *both)))
-    arms.append(Arm("half_direct, no reasoning", "", "half_direct", query_mode="direct"))
-    for name, multiple in LENGTHS.items():
-        arms.append(cold(f"cold_{name}", 1.0, multiple))
-        arms.append(Arm(f"self_{name}", "joint", f"cold_{name}", (at(1.0, "joint"), *joint)))
-    sampled = ("rollout.temperature=1.0",)
-    arms.append(Arm("sampled", "joint", "cold_1", (at(1.0, "joint"), *joint, *sampled)))
-    sets = {"test": out / "data" / "test"}
-    return Study(out, arms, ("recipe=study",), sets, options.seeds, options.launcher or default_launcher())
+def each(names: Iterable[str], paper: Mapping[str, str] | None = None) -> list[Row]:
+    """Arms' own figures."""
+    return [Row(name, {name: 1.0}, (paper or {}).get(name, "")) for name in names]
 
 
-def demo_arms(options: Options) -> Study:
-    """The ratios of the losses, on the demo."""
-    quick = () if options.steps is None else (f"model.scratch.naming_steps={options.steps}",)
-    arms = [
-        Arm("cold", "cold_start", "", (*length("cold_start", options), *quick), shared=True, query_mode="")
-    ]
-    for ratio in RATIOS:
-        # As in the paper, an arm without LM loss has no rationale either.
-        words = (
-            *(ANCHORS["none"] if ratio == "none" else (f"loss.ratio={ratio}",)),
-            *length("joint", options),
-        )
-        mode = "direct" if ratio == "none" else "reasoning"
-        arms.append(Arm(ratio.replace(":", "_"), "joint", "cold", words, query_mode=mode))
-    launcher = options.launcher or default_launcher()
-    return Study(options.out / "demo", arms, ("recipe=demo",), {"test": DEMO_SET}, options.seeds, launcher)
-
-
-def joint_steps(options: Options) -> int:
-    """Steps of the study's joint stages."""
-    return options.steps or load_recipe(["recipe=study"]).joint.steps or 0
-
-
-def length(stage: str, options: Options, steps: int | None = None) -> tuple[str, ...]:
+def steps_words(stage: str, options: Options, steps: int | None = None) -> tuple[str, ...]:
     """The override that gives a stage its steps, where the recipe does not."""
-    steps = options.steps if options.steps is not None else steps
+    steps = options.steps or steps
     return () if steps is None else (f"{stage}.steps={steps}",)
 
 
-def less(a: str, b: str) -> Contrast:
-    """One arm minus another."""
-    return Contrast(f"{a} - {b}", {a: 1.0, b: -1.0})
+def study_set(options: Options) -> Study:
+    """Everything that is trained on the study set."""
+    data, recipe = options.out / "data", load_recipe(["recipe=study"])
 
+    def records(stage: str, variant: str) -> str:
+        file = f"{variant}_cold" if stage == "cold_start" else variant
+        return f"{stage}.sources=[{{path: {data}/train/{file}.jsonl}}]"
 
-def alone(name: str) -> Contrast:
-    """An arm's own figure."""
-    return Contrast(name, {name: 1.0})
-
-
-def table_4(options: Options, study: Study) -> Finding:
-    """Which query state the contrastive loss should see."""
-    claims = []
-    # What the paper is about first, on both sides; then its baseline.
-    arms = [f"{anchor}_{dose:g}" for dose in options.doses for anchor in ("self", "oracle")]
-    others = ("none",) if options.short else ("none", *MIXED)
-    arms += [f"{anchor}_{dose:g}" for anchor in others for dose in options.doses]
-    for dose in options.doses:
-        names = {anchor: f"{anchor}_{dose:g}" for anchor in ANCHORS}
-        paper = (
-            {"self": "67.4", "oracle": "60.4", "none": "63.7"} if dose == 1 else dict.fromkeys(ANCHORS, "")
+    def cold(name: str, variant: str, multiple: float = 1.0) -> Arm:
+        steps = steps_words("cold_start", options, round(multiple * (recipe.cold_start.steps or 0)))
+        return Arm(
+            name, "cold_start", "warm", (records("cold_start", variant), *steps), shared=True, query_mode=""
         )
-        claims += [
-            Claim(f"dose {dose:g}: {anchor}", paper[anchor], alone(name), 0) for anchor, name in names.items()
+
+    def joint(name: str, variant: str, *settings: str, after: str = "", multiple: int = 1) -> Arm:
+        steps = steps_words("joint", options, multiple * (recipe.joint.steps or 0))
+        words = (records("joint", variant), *steps, *settings)
+        return Arm(name, "joint", after or f"cold_{variant}", words, sets=sets(variant))
+
+    def sets(variant: str) -> dict[str, Path]:
+        return {"queries": data / options.on / variant.replace("silent", "hidden")}
+
+    # The tokenizer is learned from the records of both stages; the step is there because a stage has to be named.
+    naming = () if options.steps is None else (f"model.scratch.naming_steps={options.steps}",)
+    first = (
+        "cold_start.steps=1", records("cold_start", "hidden_100"), records("joint", "hidden_100"),
+        f"model.scratch.naming={data}/train/naming.jsonl", *naming,
+    )  # fmt: skip
+    warm = (records("joint", "hidden_100"), *steps_words("joint", options, WARM_STEPS), *ANCHORS["none"])
+    arms = [
+        Arm("eyes", "cold_start", overrides=first, shared=True, query_mode="", ends_with="backbone"),
+        Arm("warm", "joint", "eyes", warm, shared=True, sets=sets("hidden_100")),
+    ]
+    for variant in VARIANTS:
+        arms.append(cold(f"cold_{variant}", variant))
+        arms += [joint(f"{anchor}_{variant}", variant, *words) for anchor, words in ANCHORS.items()]
+    for times in LONGER:
+        arms += [
+            joint(f"{anchor}_x{times}", "hidden_100", *words, multiple=times)
+            for anchor, words in ANCHORS.items()
         ]
-        over = less(names["self"], names["oracle"])
-        claims.append(
-            Claim(
-                f"dose {dose:g}: self over oracle",
-                "+7.0" if dose == 1 else "(control)" if dose == 0 else "",
-                over,
-                int(dose == 1),
-            )
+    for mode, (query, candidate) in MODES.items():
+        ask = (f"candidate_mode={candidate}",)
+        arms.append(
+            Arm(f"self, {mode}", "", "self_hidden_100", query_mode=query, ask=ask, sets=sets("hidden_100"))
         )
-        for mix, says in MIXED.items():
-            over = less(f"{mix}_{dose:g}", names["self"])
-            claims.append(Claim(f"dose {dose:g}: {says}, over self", "(not asked)", over, 0))
-        over = less(names["self"], names["none"])
-        claims.append(
-            Claim(f"dose {dose:g}: self over none", "+3.7" if dose == 1 else "", over, int(dose == 1))
-        )
-    if {0.0, 1.0} <= set(options.doses):
-        change = {"self_1": 1.0, "oracle_1": -1.0, "self_0": -1.0, "oracle_0": 1.0}
-        claims.append(
-            Claim(
-                "self over oracle, dose 1 more than dose 0",
-                "(not asked)",
-                Contrast("change with the dose", change),
-                1,
-            )
-        )
-    return Finding("a", "Table 4: whose rationale the contrastive loss sees", study, arms, claims)
+    arms.append(
+        Arm("none, reasoning", "", "none_hidden_100", query_mode="reasoning", sets=sets("hidden_100"))
+    )
+    arms.append(joint("half_direct", "hidden_100", "rollout.direct_share=0.5"))
+    arms.append(
+        Arm("half_direct, no reasoning", "", "half_direct", query_mode="direct", sets=sets("hidden_100"))
+    )
+    for name, multiple in COLD_STARTS.items():
+        arms.append(cold(f"cold_{name}", "hidden_100", multiple))
+        arms.append(joint(f"self_{name}", "hidden_100", after=f"cold_{name}"))
+    arms.append(joint("sampled", "hidden_100", "rollout.temperature=1.0"))
+    return Study(
+        options.out / options.on, arms, ("recipe=study",), {}, options.seeds, options.launcher,
+        metrics=("hit@1", "thing", "ground", "serial"), columns=("fact",), derive=what_was_hit,
+    )  # fmt: skip
 
 
-def table_3(options: Options, study: Study) -> Finding:
-    """The ratio of LM to contrastive loss."""
-    paper = {
-        "100:1": 53.1,
-        "20:1": 60.8,
-        "10:1": 62.7,
-        "1:1": 66.2,
-        "1:10": 67.4,
-        "1:20": 67.0,
-        "1:100": 67.2,
-        "none": 63.7,
+def what_was_hit(frame: pd.DataFrame, path: Path) -> pd.DataFrame:
+    """Whether the first hit shows the right thing, the query's ground, and the serial that was written."""
+    corpus = pd.read_parquet(
+        path / "corpus.parquet", columns=["id", "concept", "ground", "serial"]
+    ).set_index("id")
+    asked = pd.read_parquet(path / "queries.parquet", columns=["id", "answer", "ground"]).set_index("id")
+    hits = corpus.loc[[top[0] for top in frame["top10"]]].reset_index(drop=True)
+    asked = asked.loc[frame["query_id"]].reset_index(drop=True)
+    written = frame["rationale"].fillna("").str.extract(r"serial is (\w\d)\.", expand=False)
+    return frame.assign(
+        thing=(hits["concept"] == asked["answer"]).astype(float),
+        ground=(hits["ground"] == asked["ground"]).astype(float),
+        serial=(hits["serial"] == written).astype(float),
+    )
+
+
+def on_study_set(options: Options, arms: Sequence[str], tables: Sequence[Table], **more: Any) -> Finding:
+    """A finding of the study set, which is made on the first call."""
+    data = options.out / "data"
+    return Finding(
+        study_set(options),
+        arms,
+        tables,
+        prepare=lambda: None if data.exists() else build(data, DOSES),
+        **more,
+    )
+
+
+def eyes(options: Options) -> Finding:
+    """The mechanism's first link."""
+    place = options.out / "reading.json"
+
+    def reading() -> list[str]:
+        backbone = options.out / options.on / "eyes" / "shared" / "backbone"
+        if not place.is_file() and backbone.is_dir() and not options.collect:
+            write_text(
+                place,
+                json.dumps(read_pictures(backbone, options.out / "data" / "valid" / "hidden_100"), indent=1),
+            )
+        if not place.is_file():
+            return ["Not run yet."]
+        found = json.loads(place.read_text())
+        lines = ["| of validation pictures | values | read right, % |", "|---|---|---|"]
+        return lines + [
+            f"| {name} | {number} | {100 * share:.1f} |" for name, (number, share) in found.items()
+        ]
+
+    return on_study_set(options, ["eyes"], [], extra=reading)
+
+
+def read_pictures(backbone: Path, path: Path) -> dict[str, tuple[int, float]]:
+    """How surely a tower tells apart what pictures show, each kind of thing among its own values: their number, and the share right."""
+    import torch
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    from data_prep.demo.tables import read_tables
+    from rge.common.images import load_image
+    from rge.model import vision_tower
+    from rge.scratch.pretrain_vision import named
+
+    concepts = read_tables().concepts
+    rows = pd.read_parquet(path / "corpus.parquet")
+    pictures = np.stack([np.asarray(load_image(cell["bytes"])) for cell in rows["image"]])
+    picture_N3HW = torch.from_numpy(pictures).permute(0, 3, 1, 2).float() / 255
+    model, processor = (
+        kind.from_pretrained(backbone) for kind in (AutoModelForImageTextToText, AutoProcessor)
+    )
+    vision_tower.speed_up(model)
+    found = {}
+    # The name of a picture is chosen by the sum of its tokens' products, so that parts of it can be asked alone.
+    for name, texts in {
+        "thing": [concepts[key].sentence for key in rows["concept"]],
+        "ground": [f" {ground}" for ground in rows["ground"]],
+        "serial": [f" {serial}" for serial in rows["serial"]],
+    }.items():
+        names, labels = np.unique(texts, return_inverse=True)
+        chosen, _ = named(model.eval(), processor, picture_N3HW, torch.from_numpy(labels), names.tolist())
+        found[name] = (len(names), float(chosen.float().mean()))
+    return found
+
+
+def table_4(options: Options) -> Finding:
+    """Which query state the contrastive loss should see."""
+    paper = {"self_hidden_100": "67.4", "none_hidden_100": "63.7", "oracle_hidden_100": "60.4"}
+    rows = each((f"{anchor}_{variant}" for variant in VARIANTS[:3] for anchor in ANCHORS), paper)
+    for variant in VARIANTS[:3]:
+        asked = variant == "hidden_100"
+        for (a, b), difference in (
+            (("self", "oracle"), "+7.0"),
+            (("self", "none"), "+3.7"),
+            (("none", "oracle"), "+3.3"),
+        ):
+            rows.append(
+                less(f"{a}_{variant}", f"{b}_{variant}", paper=difference if asked else "", sign=int(asked))
+            )
+
+    def gap(variant: str, weight: float = 1.0) -> dict[str, float]:
+        return {f"self_{variant}": weight, f"oracle_{variant}": -weight}
+
+    change = gap("hidden_100") | gap("known_100", -1.0)
+    rows.append(Row("self over oracle, hidden more than known, 100 values", change, sign=1))
+    for arm in ("hidden", "known"):
+        rows += [Row(f"self over oracle, {arm}, {dose} values", gap(f"{arm}_{dose}")) for dose in DOSES]
+        # The slope of a line through the doses, by the logarithm of their values.
+        place = np.log10(DOSES) - np.log10(DOSES).mean()
+        slope = {}
+        for dose, weight in zip(DOSES, place / (place**2).sum(), strict=True):
+            slope |= gap(f"{arm}_{dose}", float(weight))
+        rows.append(
+            Row(f"the same, {arm}: points for ten times as many values", slope, sign=int(arm == "hidden"))
+        )
+    rows += [
+        Row(f"self over oracle, hidden, 100 values, {times} times the steps", gap(f"x{times}"))
+        for times in LONGER
+    ]
+    links = {
+        "thing": "The first hit shows the right thing, %",
+        "ground": "The first hit has the query's ground, % (chance: 16.7)",
+        "serial": "The first hit bears the serial that was written, %",
     }
-    names = {ratio: ratio.replace(":", "_") for ratio in RATIOS}
-    claims = [Claim(f"{ratio}", f"{paper[ratio]}", alone(name), 0) for ratio, name in names.items()]
-    for ratio in ("100:1", "10:1", "1:100", "none"):
-        difference = paper["1:10"] - paper[ratio]
-        claims.append(Claim(f"1:10 over {ratio}", f"{difference:+.1f}", less("1_10", names[ratio]), 1))
-    return Finding("b", "Table 3: LM to contrastive loss", study, list(names.values()), claims)
+    shown = [f"{anchor}_{variant}" for variant in VARIANTS[:3] for anchor in ANCHORS]
+    tables = [Table("hit@1, % and points", rows, STUDY_SLICES)]
+    tables += [Table(title, each(shown), ALL, metric) for metric, title in links.items()]
+    # Order and controls first, then doses, then length.
+    arms = [*shown, *(f"{anchor}_{variant}" for variant in VARIANTS[3:] for anchor in ("self", "oracle"))]
+    return on_study_set(
+        options, [*arms, *(f"{anchor}_x{times}" for times in LONGER for anchor in ANCHORS)], tables
+    )
 
 
-def tables_6_and_7(study: Study) -> Finding:
+def tables_6_and_7(options: Options) -> Finding:
     """Reasoning at test."""
-    off = "self_1, no reasoning"
-    claims = [
-        Claim("reasoning on queries, at test", "67.4", alone("self_1"), 0),
-        Claim("no reasoning at test, same checkpoint", "65.7", alone(off), 0),
-        Claim("reasoning at test over none, same checkpoint", "+1.7", less("self_1", off), 1),
-        Claim("no reasoning at test over trained without", "+2.0", less(off, "none_1"), 1),
-        Claim(
-            "trained without, asked with reasoning, over without",
-            "(not asked)",
-            less("none_1, reasoning", "none_1"),
-            0,
-        ),
-        Claim("on both sides over queries only", "mixed", less("self_1, both sides", "self_1"), 0),
-        Claim("on candidates only over queries only", "mixed", less("self_1, candidates only", "self_1"), 0),
-        Claim(
+    own, off, none = "self_hidden_100", "self, no reasoning", "none_hidden_100"
+    rows = [
+        *each((own, off, none), {own: "67.4", off: "65.7", none: "63.7"}),
+        less(own, off, "reasoning at test over none, same checkpoint", "+1.7", 1),
+        less(off, none, "no reasoning at test over trained without", "+2.0", 1),
+        less("none, reasoning", none, "trained without, asked with reasoning, over without"),
+        less("self, both sides", own, "on both sides over queries only", "mixed"),
+        less("self, candidates only", own, "on candidates only over queries only", "mixed"),
+        less(
+            "half_direct, no reasoning",
+            none,
             "half of the queries direct in training, no reasoning at test, over trained without",
-            "(not asked)",
-            less("half_direct, no reasoning", "none_1"),
-            0,
         ),
-        Claim(
-            "half of the queries direct in training, reasoning at test, over none direct",
-            "(not asked)",
-            less("half_direct", "self_1"),
-            0,
+        less(
+            "half_direct", own, "half of the queries direct in training, reasoning at test, over none direct"
         ),
     ]
     arms = [
-        "self_1",
-        "none_1",
-        *(f"self_1, {mode}" for mode in MODES),
-        "none_1, reasoning",
+        own,
+        none,
+        *(f"self, {mode}" for mode in MODES),
+        "none, reasoning",
         "half_direct",
         "half_direct, no reasoning",
     ]
-    return Finding("c", "Tables 6 and 7: reasoning on and off at test", study, arms, claims)
+    return on_study_set(options, arms, [Table("hit@1, % and points", rows, ALL)])
 
 
-def figure_4(options: Options, study: Study) -> Finding:
+def figure_4(options: Options) -> Finding:
     """What the oracle's text alone teaches."""
-    diagnoses = []
-    quick = (
-        ("steps=60", "batch_size=32")
-        if options.steps is None
-        else (f"steps={options.steps}", "batch_size=32")
-    )
-    for dose in options.doses:
-        data = f"data={options.out}/data/train/dose_{dose:g}.jsonl"
-        diagnoses.append((f"leakage_{dose:g}", ("leakage", data, *quick), f"cold_{dose:g}"))
+    diagnoses, arms = {}, []
+    for variant in VARIANTS[:3]:
+        data = f"data={options.out}/data/train/{variant}.jsonl"
+        quick = (f"steps={options.steps or 60}", "batch_size=32")
+        diagnoses[f"leakage_{variant}"] = (("leakage", data, *quick), f"cold_{variant}")
         for anchor in ("oracle", "self"):
-            words = ("sensitivity", data, "limit=400")
-            diagnoses.append((f"sensitivity_{anchor}_{dose:g}", words, f"{anchor}_{dose:g}"))
-    arms = [f"{anchor}_{dose:g}" for dose in options.doses for anchor in ("oracle", "self")]
-    return Finding("d", "Fig. 4: what is learned from the oracle's text alone", study, arms, [], diagnoses)
+            arms.append(f"{anchor}_{variant}")
+            diagnoses[f"sensitivity_{arms[-1]}"] = (("sensitivity", data, "limit=400"), arms[-1])
+
+    def figures() -> list[str]:
+        lines = [
+            "| | right triplets; wrong query, oracle's text; wrong query, own text: nats below chance |",
+            "|---|---|",
+        ]
+        texts = ["| trained | hit@1 after own text; oracle's; another query's oracle's, % |", "|---|---|"]
+        for name, (words, _) in diagnoses.items():
+            place = options.out / options.on / "diagnoses" / name / f"{words[0]}.json"
+            if not place.is_file():
+                continue
+            found, label = json.loads(place.read_text()), name.partition("_")[2]
+            if words[0] == "leakage":
+                gains = "; ".join(
+                    f"{found['gain'][kind]:.2f}" for kind in ("right", "wrong query", "own rationale")
+                )
+                lines.append(f"| {label} | {gains} |")
+            else:
+                cells = [found["conditions"][kind]["hit@1"] for kind in ("own", "oracle", "oracle, swapped")]
+                told = "; ".join(f"{100 * mean:.1f} {in_words(low, high)}" for mean, low, high in cells)
+                texts.append(f"| {label} | {told} |")
+        return [*lines, "", *texts]
+
+    return on_study_set(options, arms, [], diagnoses=diagnoses, extra=figures)
 
 
-def cold_starts(study: Study) -> Finding:
+def cold_starts(options: Options) -> Finding:
     """How well the model has to write before it embeds."""
-    claims = [
-        Claim(f"cold start {name}, over the recipe's", "(not asked)", less(f"self_{name}", "self_1"), 0)
-        for name in LENGTHS
+    rows = [
+        less(f"self_{name}", "self_hidden_100", f"cold start {name}, over the recipe's")
+        for name in COLD_STARTS
     ]
-    claims.append(
-        Claim("sampled rollouts at temperature 1, over greedy", "(not asked)", less("sampled", "self_1"), 0)
-    )
-    return Finding(
-        "e",
-        "Cold start and rollouts",
-        study,
-        ["self_1", *(f"self_{name}" for name in LENGTHS), "sampled"],
-        claims,
-    )
+    rows.append(less("sampled", "self_hidden_100", "rollouts sampled at temperature 1, over greedy"))
+    arms = ["self_hidden_100", *(f"self_{name}" for name in COLD_STARTS), "sampled"]
+    return on_study_set(options, arms, [Table("hit@1, points", rows, ALL)])
 
 
+# --- the demo: b, f
+
+TABLE_3 = {
+    "1:1": 66.2, "100:1": 53.1, "20:1": 60.8, "10:1": 62.7, "1:10": 67.4, "1:20": 67.0, "1:100": 67.2, "none": 63.7,
+}  # fmt: skip
+"""The paper's figures by ratio."""
 STATES = {
-    "both": ("loss.states.direct=1",),
+    "words": (("reasoning", "direct"), ()),
+    "both": (("reasoning", "direct"), ("loss.states.direct=1",)),
     "adaptive": (
-        "loss.states.direct=1",
-        "loss.adaptive.share=0.5",
-        "loss.adaptive.margin=0.05",
-        "loss.adaptive.warmup_steps=60",
+        ("reasoning", "direct", "auto"),
+        (
+            "loss.states.direct=1",
+            "loss.adaptive.share=0.5",
+            "loss.adaptive.margin=0.05",
+            "loss.adaptive.warmup_steps=60",
+        ),
     ),
-    "latent": ("model.think_tokens=4", "loss.states={direct: 1, latent: 1}", "loss.think_lm=0.5"),
+    "latent": (
+        ("reasoning", "direct", "latent"),
+        ("model.think_tokens=4", "loss.states={direct: 1, latent: 1}", "loss.think_lm=0.5"),
+    ),
     "silent": (
-        "model.think_tokens=4",
-        "loss.anchor=latent",
-        "loss.states.direct=1",
-        "loss.think_lm=1",
-        "joint.lr=2e-3",
+        ("latent", "direct"),
+        (
+            "model.think_tokens=4",
+            "loss.anchor=latent",
+            "loss.states.direct=1",
+            "loss.think_lm=1",
+            "joint.lr=2e-3",
+        ),
     ),
+    "none": (("direct",), ANCHORS["none"]),
 }
-"""What trains several states at once."""
+"""How each checkpoint is asked, and what trains it."""
+
+
+def on_demo(
+    options: Options, folder: str, arms: Sequence[Arm], names: Sequence[str], rows: Sequence[Row]
+) -> Finding:
+    """A finding of the demo's queries."""
+    sets = {"queries": DEMO_SET if options.on == "test" else DEMO_SET.with_name("valid")}
+    study = Study(
+        options.out / folder / options.on,
+        arms,
+        ("recipe=demo",),
+        sets,
+        options.seeds,
+        options.launcher,
+        columns=("pair",),
+    )
+    slices = ALL | {
+        f"{pair} pairs": ("queries", "pair", value)
+        for pair, value in (("seen", "seen"), ("held-out", "held_out"))
+    }
+    return Finding(study, names, [Table("hit@1, % and points", rows, slices)])
+
+
+def table_3(options: Options) -> Finding:
+    """The ratio of LM to contrastive loss."""
+    quick = () if options.steps is None else (f"model.scratch.naming_steps={options.steps}",)
+    cold = (*steps_words("cold_start", options), *quick)
+    arms = [Arm("cold", "cold_start", "", cold, shared=True, query_mode="")]
+    names = {ratio: ratio.replace(":", "_") for ratio in TABLE_3}
+    for ratio, name in names.items():
+        # As in the paper, an arm without LM loss has no rationale either.
+        words = ANCHORS["none"] if ratio == "none" else (f"loss.ratio={ratio}",)
+        arms.append(Arm(name, "joint", "cold", (*words, *steps_words("joint", options))))
+    rows = each(names.values(), {name: str(TABLE_3[ratio]) for ratio, name in names.items()})
+    for ratio in ("100:1", "10:1", "1:100", "none"):
+        difference = f"{TABLE_3['1:10'] - TABLE_3[ratio]:+.1f}"
+        rows.append(less("1_10", names[ratio], f"1:10 over {ratio}", difference, 1))
+    return on_demo(options, "demo", arms, list(names.values()), rows)
 
 
 def modes(options: Options) -> Finding:
     """One checkpoint asked in several ways, against checkpoints trained for one."""
-    asked = {
-        "words": ("reasoning", "direct"),
-        "both": ("reasoning", "direct"),
-        "adaptive": ("reasoning", "direct", "auto"),
-        "latent": ("reasoning", "direct", "latent"),
-        "silent": ("latent", "direct"),
-        "none": ("direct",),
-    }
-    cold = ("init=rge/demo_base", *length("cold_start", options))
+    cold = ("init=rge/demo_base", *steps_words("cold_start", options))
     arms = [Arm("cold", "cold_start", "", cold, query_mode="")]
-    settings = STATES | {"words": (), "none": ANCHORS["none"]}
-    for name, (first, *others) in asked.items():
-        words = (*settings[name], *length("joint", options))
-        arms.append(Arm(name, "joint", "cold", words, query_mode=first))
+    for name, ((first, *others), settings) in STATES.items():
+        arms.append(Arm(name, "joint", "cold", (*settings, *steps_words("joint", options)), query_mode=first))
         arms += [Arm(f"{name}, {mode}", "", name, query_mode=mode) for mode in others]
-    pairs = [
-        ("both", "words"),
-        ("both, direct", "none"),
-        ("adaptive", "words"),
-        ("adaptive, direct", "none"),
-        ("adaptive, auto", "adaptive"),
-        ("latent", "words"),
-        ("latent, direct", "none"),
-        ("latent, latent", "latent, direct"),
-        ("latent, latent", "latent"),
-        ("silent", "none"),
-        ("silent", "silent, direct"),
-        ("silent, direct", "none"),
-    ]
+    pairs = (
+        ("both", "words"), ("both, direct", "none"), ("adaptive", "words"), ("adaptive, direct", "none"),
+        ("adaptive, auto", "adaptive"), ("latent", "words"), ("latent, direct", "none"), ("latent, latent", "latent, direct"),
+        ("latent, latent", "latent"), ("silent", "none"), ("silent", "silent, direct"), ("silent, direct", "none"),
+    )  # fmt: skip
     names = [arm.name for arm in arms[1:]]
-    claims = [Claim(name, "", alone(name), 0) for name in names]
-    claims += [Claim(f"{a} over {b}", "", less(a, b), 0) for a, b in pairs]
-    launcher = options.launcher or default_launcher()
-    study = Study(options.out / "modes", arms, ("recipe=demo",), {"test": DEMO_SET}, options.seeds, launcher)
-    return Finding("f", "One checkpoint in several modes", study, names, claims)
+    return on_demo(
+        options, "modes", arms, names, [*each(names), *(less(a, b, f"{a} over {b}") for a, b in pairs)]
+    )
+
+
+# --- reinforcement learning: rl
+
+WEIGHTS = {"cold_start": (0.5, 0.4, 0.1), "joint": (0.6, 0.3, 0.1), "rl": (0.6, 0.3, 0.1)}
+"""Of relations, text and naming."""
+SPOILED = {
+    50: ("again", "rl_con", "rl", "ume", "rl_lm", "length", "adaptive"),
+    0: ("again", "rl_con", "rl_lm"),
+    25: ("again", "rl_con"),
+}
+"""Second halves by the share of oracles that are spoiled, in per cent; the most telling first."""
+SECOND = {
+    "again": ("joint", ("joint.lr=3e-4", "joint.min_lr_ratio=0.1")),
+    "rl_con": ("rl", ()),
+    "rl": ("rl", ("rl.alpha_con=0", "rl.alpha_lm=0")),
+    "ume": ("rl", (
+        "rl.alpha_con=0", "rl.alpha_lm=0", "rl.loss_type=grpo", "rl.beta=0.04", "rl.epsilon_high=0.28",
+        "rl.rewards=[{name: format}, {name: ume_r1}]",
+    )),
+    # The ratio of the joint stage, whose losses it then keeps.
+    "rl_lm": ("rl", ("rl.alpha_lm=0.5",)),
+    "length": ("rl", ("rl.rewards=[{name: margin}, {name: length, weight: 0.1}]",)),
+    "adaptive": ("rl", ("rl.rewards=[{name: gain_over_direct}, {name: length, weight: 0.03}]",)),
+}  # fmt: skip
+"""What follows the joint stage, at no more counted FLOPs than joint training for as long again: its stage and its settings."""
+RL_SLICES = {
+    "unseen drawings of training families": ("unseen", "", ""),
+    "test families, seen pairs": ("test", "pair", "seen"),
+    "test families, held-out pairs": ("test", "pair", "held_out"),
+}
+
+
+def reinforcement(options: Options) -> Finding:
+    """Second halves after a joint stage on oracles of which a share is spoiled (`data_prep.demo.spoil`), tested on unspoiled queries."""
+    out = options.out / "rl"
+    # Tower and tokens are the same at every dose; the step of the cold start is there because a stage has to be named.
+    arms = [
+        Arm(
+            "eyes",
+            "cold_start",
+            "",
+            ("cold_start.steps=1",),
+            shared=True,
+            query_mode="",
+            ends_with="backbone",
+        )
+    ]
+    rows = []
+    for dose, halves in SPOILED.items():
+
+        def data(stage: str, dose: int = dose) -> str:
+            parts = [
+                f"{{path: {out}/data_{dose}/train/{name}.jsonl, weight: {weight}}}"
+                for name, weight in zip(("relations", "text", "naming"), WEIGHTS[stage], strict=True)
+            ]
+            return f"{stage}.sources=[{', '.join(parts)}]"
+
+        cold, joint, again = f"cold_{dose}", f"joint_{dose}", f"again_{dose}"
+        steps = steps_words("joint", options)
+        arms.append(
+            Arm(
+                cold,
+                "cold_start",
+                "eyes",
+                (data("cold_start"), *steps_words("cold_start", options)),
+                shared=True,
+                query_mode="",
+            )
+        )
+        arms.append(Arm(joint, "joint", cold, (data("joint"), *steps)))
+        for name in halves:
+            stage, settings = SECOND[name]
+            words = (data(stage), *settings, *(steps if name == "again" else ()))
+            arms.append(Arm(f"{name}_{dose}", stage, joint, words, flops_of="" if name == "again" else again))
+        pairs = [(name, "joint") for name in halves] + [(name, "again") for name in halves[1:]]
+        pairs += [("rl_con", "ume"), ("rl_lm", "rl_con"), ("length", "rl_con"), ("adaptive", "rl_con")]
+        rows += [less(f"{a}_{dose}", f"{b}_{dose}") for a, b in pairs if {a, b} <= {"joint", *halves}]
+        if dose:
+            rows.append(less(joint, "joint_0", f"cost of the spoiling: {joint} - joint_0"))
+            half = {f"rl_con_{dose}": 1.0, joint: -0.5, "joint_0": -0.5}
+            rows.append(Row(f"rl_con_{dose} beyond half of the way back", half))
+    sets = {"unseen": out / "data_50" / "unseen", "test": DEMO_SET}
+    metrics = {
+        "hit@1, %": "hit@1",
+        "right rationale written, %": "right_rationale",
+        "first hit right after a wrong rationale, % of all queries": "hit_after_wrong",
+        "tokens a query, times 100": "rationale_tokens",
+    }
+    study = Study(
+        out, arms, ("recipe=scripts/rl_study.yaml",), sets, options.seeds, options.launcher,
+        metrics=tuple(metrics.values()), columns=("pair",), derive=what_was_written,
+    )  # fmt: skip
+    names = [arm.name for arm in arms if arm.query_mode]
+    tables = [Table(title, each(names), RL_SLICES, metric) for title, metric in metrics.items()]
+    for title, metric in (("hit@1", "hit@1"), ("right rationales written", "right_rationale")):
+        tables.append(Table(f"Paired differences, points of {title}", rows, RL_SLICES, metric))
+
+    def prepare() -> None:
+        for dose in SPOILED:
+            if not (out / f"data_{dose}" / "unseen" / "meta.json").is_file():
+                spoil.write(out / f"data_{dose}", dose / 100, seed=0)
+
+    def costs() -> list[str]:
+        lines = [
+            "Counted FLOPs, seed 0",
+            "",
+            "| arm | steps | GFLOP a step at its start | TFLOP |",
+            "|---|---|---|---|",
+        ]
+        for arm in arms:
+            if (study.folder(arm, 0) / "flops.json").is_file():
+                steps, flops = steps_of(study, arm), flops_per_step(study, arm)
+                lines.append(f"| {arm.name} | {steps} | {flops / 1e9:.1f} | {steps * flops / 1e12:.2f} |")
+        return lines
+
+    return Finding(study, names, tables, prepare=prepare, extra=costs)
+
+
+def what_was_written(frame: pd.DataFrame, path: Path) -> pd.DataFrame:
+    """Whether one of the set's rationales was written to the letter, and whether the first hit is right although none was."""
+    if not (path / "rationales.parquet").is_file() or "rationale" not in frame:
+        return frame
+    right = judge_words(frame["query_id"], frame["rationale"], path)["answered"].astype(float)
+    return frame.assign(right_rationale=right, hit_after_wrong=frame["hit@1"] * (1 - right))
+
+
+DECLARED: dict[str, Callable[[Options], Finding]] = {
+    "eyes": eyes, "a": table_4, "b": table_3, "c": tables_6_and_7, "d": figure_4, "e": cold_starts, "f": modes,
+    "rl": reinforcement,
+}  # fmt: skip
 
 
 # --- what came out
 
 
-def rows_of(finding: Finding) -> list[Row]:
-    """Every claim with its figures, and the diagnoses."""
-    rows = []
-    for claim in finding.claims:
-        found = measure(finding.study, claim.contrast, "test", METRIC)
-        if found is None:
-            rows.append(Row(claim.says, claim.paper, "", "not run yet", 0))
-            continue
-        sign = "+" if abs(sum(claim.contrast.weights.values())) < 1e-9 else ""
-        ours = f"{100 * found['mean']:{sign}.1f} {in_words(found['low'], found['high'])}"
-        rows.append(
-            Row(claim.says, claim.paper, ours, verdict(found, claim.sign), len(found["seeds"]), found)
-        )
-    for name, words, _ in finding.diagnoses:
-        place = finding.study.out / "diagnoses" / name / f"{words[0]}.json"
-        found = json.loads(place.read_text()) if place.is_file() else None
-        rows += (leakage_rows if words[0] == "leakage" else sensitivity_rows)(name, found)
-    return rows
+def write_page(name: str, finding: Finding, options: Options) -> str:
+    """``page_NAME.md`` and ``page_NAME.json`` in the study's folder, and what was kept."""
+    study = finding.study
+    folders = study.out.relative_to(options.out).parts if study.out.is_relative_to(options.out) else ()
+    results = Results(study, options.kept / f"{'_'.join(folders) or 'study'}.json")
+    results.keep()
+    lines, data = [f"## {TITLES[name]}", "", f"`python scripts/study.py {name}`", ""], []
+    if options.steps is not None:
+        lines += [f"Every stage had {options.steps} steps: a trial of the machinery, no figures.", ""]
+    for table in finding.tables:
+        shown, rows = in_table(results, table)
+        lines += [f"{table.title}; 95 % intervals over seeds and groups of queries", "", *shown, ""]
+        data += rows
+    lines += finding.extra()
+    text = "\n".join(lines) + "\n"
+    write_text(study.out / f"page_{name}.md", text)
+    write_text(study.out / f"page_{name}.json", json.dumps(data, indent=1))
+    return text
 
 
-def verdict(found: dict[str, Any], sign: int) -> str:
+def in_table(results: Results, table: Table) -> tuple[list[str], list[dict[str, Any]]]:
+    """A table's lines in Markdown, and its rows as data; rows that are not run are named below it."""
+    titles = ["", "the paper", *table.slices, "seeds", "verdict"]
+    lines, data, missing = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"], [], []
+    for row in table.rows:
+        cells, seeds, said = [], 0, ""
+        sign = "+" if abs(sum(row.weights.values())) < 1e-9 else ""
+        for title, (set_name, column, value) in table.slices.items():
+            found = results.measure(row.weights, set_name, table.metric, (column, value) if column else None)
+            if found is None:
+                cells.append("")
+                continue
+            cells.append(f"{100 * found['mean']:{sign}.1f} {in_words(found['low'], found['high'])}")
+            said, seeds = said or verdict(found, row.sign), len(found["seeds"])
+            data.append({"row": row.says, "slice": title, "metric": table.metric, "verdict": said, **found})
+        if seeds:
+            lines.append(f"| {' | '.join([row.says, row.paper, *cells, str(seeds), said])} |")
+        else:
+            missing.append(row.says)
+    return lines + (["", f"Not run yet: {'; '.join(missing)}."] if missing else []), data
+
+
+def verdict(found: Mapping[str, Any], sign: int) -> str:
     """What a difference says about the paper's; nothing, where it is asked for none."""
     if not sign:
         return ""
     if found["low"] is None or found["low"] <= 0 <= found["high"]:
-        return "no difference seen"
+        return "undecided"
     return "found again" if (found["mean"] > 0) == (sign > 0) else "the opposite"
-
-
-def leakage_rows(name: str, found: dict[str, Any] | None) -> list[Row]:
-    """How much is learned after wrong queries, from the oracle's text and from the model's own."""
-    dose = name.partition("_")[2]
-    says = (
-        f"dose {dose}: nats below chance, right triplets; wrong query, oracle's text; wrong query, own text"
-    )
-    if found is None:
-        return [Row(says, "falls, does not", "", "not run yet", 0)]
-    right, oracle, own = (found["gain"][kind] for kind in ("right", "wrong query", "own rationale"))
-    again = oracle > 0.5 * right and own < 0.1 * right
-    return [
-        Row(
-            says,
-            "falls, does not",
-            f"{right:.2f}; {oracle:.2f}; {own:.2f}",
-            "found again" if again else "not found",
-            1,
-            found,
-        )
-    ]
-
-
-def sensitivity_rows(name: str, found: dict[str, Any] | None) -> list[Row]:
-    """How a checkpoint reads texts that are not its own."""
-    _, anchor, dose = name.split("_")
-    says = f"dose {dose}, trained on {anchor}: hit@1 after own text; oracle's; another query's oracle's"
-    if found is None:
-        return [Row(says, "(not asked)", "", "not run yet", 0)]
-    cells = [found["conditions"][kind]["hit@1"] for kind in ("own", "oracle", "oracle, swapped")]
-    ours = "; ".join(f"{100 * mean:.1f} [{100 * low:.1f}, {100 * high:.1f}]" for mean, low, high in cells)
-    return [Row(says, "(not asked)", ours, "", 1, found)]
-
-
-def write_page(options: Options, findings: dict[str, Finding]) -> str:
-    """``page.md`` and ``page.json``: every finding with its figures."""
-    lines, data = [], {}
-    for finding in findings.values():
-        rows = rows_of(finding)
-        data[finding.letter] = [vars(row) for row in rows]
-        command = f"python scripts/study.py {finding.letter}"
-        lines += [
-            f"## {finding.title}",
-            "",
-            f"`{command}`",
-            "",
-            "| | paper | ours | verdict | seeds |",
-            "|---|---|---|---|---|",
-        ]
-        lines += [
-            f"| {row.says} | {row.paper} | {row.ours} | {row.verdict} | {row.seeds or ''} |" for row in rows
-        ]
-        lines.append("")
-    text = "\n".join(lines)
-    if options.steps is not None:
-        text = f"Every stage had {options.steps} steps: a trial of the machinery, no figures.\n\n{text}"
-    write_text(options.out / "page.md", text)
-    write_text(options.out / "page.json", json.dumps(data, indent=1))
-    return text
 
 
 if __name__ == "__main__":

@@ -154,6 +154,8 @@ def write_tables(
         ("rationales", (*pair, "rationale")),
     ):
         rows = getattr(judged, table)
+        if not rows:  # a set without negatives has no such table
+            continue
         cells = {column: [row[place] for row in rows] for place, column in enumerate(columns)}
         write_table(folder / f"{table}.parquet", pa.table(cells))
     num = {"queries": len(queries["id"]), "corpus": len(corpus["id"]), "qrels": len(judged.qrels)}

@@ -1,12 +1,14 @@
-"""Make the study set from the shipped pictures: ``rge data study [out=DIR] [doses=[0,0.5,1]]``.
+"""Make the study set from the shipped pictures: ``rge data study [out=DIR] [doses=[1,3,10,30,100]]``.
 
-    train/dose_0.jsonl, ...     the training records at each dose; nothing differs but the oracle texts
-    train/naming.jsonl          what the eyes are taught, at every dose alike
-    train/pictures.parquet      their pictures
-    valid/                      retrieval set with a gallery of its own, for every choice
-    test/                       retrieval set for the figures; nothing is chosen on it
+    train/hidden_100.jsonl, ...        training records of an arm at a dose
+    train/hidden_100_cold.jsonl, ...   the same and those of the facts that are only taught in words: for the cold start
+    train/naming.jsonl                 what the tower is taught, the same for all
+    train/pictures.parquet             their pictures
+    valid/hidden_100/, ...             retrieval sets with a gallery of their own, for every choice
+    test/hidden_100/, ...              retrieval sets for the figures; nothing is chosen on them
 
-Questions and answers are in `data_prep.study.design`. The set is not shipped: it is made in half a minute, the same every time.
+Questions, answers and arms are in `data_prep.study.design`; ``silent`` is made at the greatest dose and is tested as ``hidden``. The
+set is not shipped: it is made in about a minute, the same every time.
 """
 
 import shutil
@@ -26,15 +28,20 @@ from data_prep.demo.splits import choose, stable_hash
 from data_prep.demo.tables import Fact, Tables, read_tables
 from data_prep.jsonl import write_jsonl
 from data_prep.study import design
-from data_prep.study.design import FRAMES, GROUNDS, Query, Shown
+from data_prep.study.design import GROUNDS, Query, Shown
 from data_prep.study.pictures import Printer
 from rge.common.errors import UserError
 from rge.common.options import parse_options
-from rge.common.schema import Positive, QueryPart, Record, Target
+from rge.common.schema import Positive, QueryPart, Record
 
-NUM_NEGATIVES = 2
 NAMING_RENDERINGS = 4
-"""Pictures of each drawing that the eyes are taught on."""
+"""Pictures of each drawing that the tower is taught on."""
+SLICE_NOTES = {
+    "fact": {
+        "embedded": "training embeds queries of this fact",
+        "written": "training only teaches to write this fact's answer",
+    }
+}
 
 
 @dataclass
@@ -43,15 +50,15 @@ class StudyOptions:
 
     out: Path = Path("runs/study/data")
     """Folder to write to; it must not exist."""
-    doses: list[float] = field(default_factory=lambda: [0.0, 0.5, 1.0])
-    """Shares of oracle texts that name what only the target shows; a file of records each."""
+    doses: list[int] = field(default_factory=lambda: [1, 3, 10, 30, 100])
+    """Numbers of values that targets' serials take, 1 to 100; files and sets for each."""
 
 
 def main(words: Sequence[str]) -> None:
     """The command line.
 
     Raises:
-        UserError: an unknown key, a dose outside 0 to 1, or a folder that is there already.
+        UserError: an unknown key, a dose outside 1 to 100, or a folder that is there already.
     """
     options = parse_options(StudyOptions, words, "rge data study")
     build(options.out, options.doses)
@@ -60,12 +67,12 @@ def main(words: Sequence[str]) -> None:
         print(f"{path.stat().st_size:>10,}  {path.relative_to(options.out)}")
 
 
-def build(out: Path, doses: Sequence[float]) -> None:
-    """Write everything, with a file of records for each dose; the folder appears when it is complete."""
-    if wrong := [dose for dose in doses if not 0 <= dose <= 1]:
-        raise UserError(f"doses are shares from 0 to 1, got {wrong[0]}")
+def build(out: Path, doses: Sequence[int], chosen: list[Fact] | None = None) -> None:
+    """Write everything for each dose; the folder appears when it is complete. ``chosen``: facts, None for all that fit."""
+    if wrong := [dose for dose in doses if not 1 <= dose <= design.NUM_SERIALS]:
+        raise UserError(f"doses are numbers of values, 1 to {design.NUM_SERIALS}; got {wrong[0]}")
     if not doses:
-        raise UserError("doses is empty: give at least one share from 0 to 1")
+        raise UserError("doses is empty: give at least one number of values, 1 to 100")
     if out.exists():
         raise UserError(
             f"{out} is there already; the set comes out the same every time: keep it, or remove it"
@@ -73,80 +80,88 @@ def build(out: Path, doses: Sequence[float]) -> None:
     work = out.with_name(f".{out.name}.tmp")
     shutil.rmtree(work, ignore_errors=True)
     tables = read_tables()
-    chosen = design.facts(tables)
+    chosen = design.facts(tables) if chosen is None else chosen
     draw = Printer(tables, DEMO)
     _write_training(work / "train", tables, chosen, draw, doses)
-    for split in ("valid", "test"):
-        _write_set(work / split, tables, chosen, draw, split)
+    for split in design.QUERIES_A_FACT:
+        for arm, dose in variants(doses):
+            if arm != "silent":
+                _write_set(work / split / f"{arm}_{dose}", tables, chosen, draw, split, arm, dose)
     (work / "LICENSES.md").write_text(licences() + _DERIVED, encoding="utf-8")
     work.rename(out)
 
 
-def records(tables: Tables, chosen: list[Fact], dose: float) -> list[Record]:
-    """The training records at a dose."""
-    targets = design.train_targets(tables, chosen)
+def variants(doses: Sequence[int]) -> list[tuple[str, int]]:
+    """Arms with their doses."""
+    both = [(arm, dose) for dose in sorted(set(doses)) for arm in ("hidden", "known")]
+    return [*both, ("silent", max(doses))]
+
+
+def records(tables: Tables, chosen: list[Fact], arm: str, dose: int) -> list[tuple[Record, Query, Shown]]:
+    """The training records of an arm at a dose, each with its query and its target."""
     found = []
-    for query in design.train_queries(tables, chosen):
-        positives, negatives = design.drawn_targets(query, targets, NUM_NEGATIVES)
-        found.append(
-            Record(
-                id=query.id,
-                group=query.fact.source,
-                source="study",
-                split="train",
-                category=query.rule,
-                instruction=INSTRUCTION,
-                query=QueryPart(text=query.text(tables), images=[_reference(query.picture)]),
-                positives=[
-                    Positive(**_target(one), rationale=design.oracle_text(query, one, dose))
-                    for one in positives
-                ],
-                negatives=[Target(**_target(one)) for one in negatives],
-            )
+    for plain in design.train_queries(tables, chosen):
+        target = design.train_target(tables, plain, dose)
+        query = design.as_asked(plain, [target], arm)
+        record = Record(
+            id=query.id,
+            group=query.fact.source,
+            source="study",
+            split="train",
+            category=tables.questions[query.fact.question].category,
+            instruction=INSTRUCTION,
+            query=QueryPart(text=query.text(tables), images=[_reference(query.picture)]),
+            positives=[Positive(**_target(target), rationale=design.oracle_text(query, target, arm))],
         )
+        found.append((record, query, target))
     return found
 
 
-def naming_pictures(tables: Tables, chosen: list[Fact]) -> list[Shown]:
-    """Every drawing of the things, on grounds and in frames drawn for it."""
-    return [
-        Shown(
-            concept,
-            family,
-            stable_hash("naming ground", concept, family.name, str(number)) % len(GROUNDS),
-            stable_hash("naming frame", concept, family.name, str(number)) % len(FRAMES),
-            f"naming-{family.name}-{number}",
-        )
-        for concept in design.things(chosen)
-        for family in tables.families(concept)
-        for number in range(NAMING_RENDERINGS)
-    ]
+def naming_pictures(tables: Tables, chosen: list[Fact]) -> list[tuple[Shown, str]]:
+    """Every drawing of the things, on grounds and with serials drawn for it, and what it is called."""
+    found = []
+    for concept in design.things(chosen):
+        for family in tables.families(concept):
+            for number in range(NAMING_RENDERINGS):
+                name = f"naming-{family.name}-{number}"
+                first = stable_hash("naming", concept, name)
+                ground, serial = first % len(GROUNDS), first // 7 % design.NUM_SERIALS
+                one = Shown(concept, family, ground, serial, name)
+                found.append((one, design.naming_text(tables.concepts[concept], one, in_full=not number)))
+    return found
 
 
 def _write_training(
-    folder: Path, tables: Tables, chosen: list[Fact], draw: Printer, doses: Sequence[float]
+    folder: Path, tables: Tables, chosen: list[Fact], draw: Printer, doses: Sequence[int]
 ) -> None:
     folder.mkdir(parents=True)
-    for dose in doses:
-        write_jsonl(folder / f"dose_{dose:g}.jsonl", records(tables, chosen, dose))
     naming = naming_pictures(tables, chosen)
-    write_jsonl(folder / "naming.jsonl", [_naming_record(tables, one) for one in naming])
-    queries = [query.picture for query in design.train_queries(tables, chosen)]
-    shown = [*naming, *queries, *design.train_targets(tables, chosen).values()]
-    write_table(folder / "pictures.parquet", pa.table(_columns(shown, draw)))
+    write_jsonl(folder / "naming.jsonl", [_naming_record(one, text) for one, text in naming])
+    shown = {one.id: one for one, _ in naming}
+    for arm, dose in variants(doses):
+        found = records(tables, chosen, arm, dose)
+        write_jsonl(folder / f"{arm}_{dose}_cold.jsonl", [record for record, _, _ in found])
+        embedded = [record for record, query, _ in found if design.embedded(query.fact)]
+        write_jsonl(folder / f"{arm}_{dose}.jsonl", embedded)
+        shown |= {one.id: one for _, query, target in found for one in (query.picture, target)}
+    write_table(folder / "pictures.parquet", pa.table(_columns(list(shown.values()), draw)))
 
 
-def _naming_record(tables: Tables, picture: Shown) -> Record:
-    concept = tables.concepts[picture.concept]
+def _naming_record(picture: Shown, text: str) -> Record:
     question = choose(NAMING_PHRASINGS, "naming", picture.id)
     query = QueryPart(text=question, images=[_reference(picture)])
-    positives = [Positive(**_target(picture), rationale=design.naming_text(concept, picture))]
+    positives = [Positive(**_target(picture), rationale=text)]
     return naming_record("study", f"name.{picture.id}", picture.concept, query, positives)
 
 
-def _write_set(folder: Path, tables: Tables, chosen: list[Fact], draw: Printer, split: str) -> None:
-    queries = design.held_out_queries(tables, chosen, split)
-    corpus = design.gallery(tables, chosen, split)
+def _write_set(
+    folder: Path, tables: Tables, chosen: list[Fact], draw: Printer, split: str, arm: str, dose: int
+) -> None:
+    corpus = design.gallery(tables, chosen, split, dose)
+    queries = [
+        design.as_asked(query, design.right(query, corpus), arm)
+        for query in design.held_out_queries(tables, chosen, split)
+    ]
     shown = [query.picture for query in queries]
     columns: dict[str, Any] = {
         "id": [query.id for query in queries],
@@ -155,35 +170,30 @@ def _write_set(folder: Path, tables: Tables, chosen: list[Fact], draw: Printer, 
         "category": [tables.questions[query.fact.question].category for query in queries],
         "group": [query.fact.source for query in queries],
         "instruction": [INSTRUCTION] * len(queries),
-        "rule": [query.rule for query in queries],
-        "question": [query.fact.question for query in queries],
+        "fact": ["embedded" if design.embedded(query.fact) else "written" for query in queries],
+        "answer": [query.answer for query in queries],
         "ground": [GROUNDS[one.ground] for one in shown],
-        "frame": [FRAMES[one.frame] for one in shown],
+        "serial": [design.code(one.serial) for one in shown],
     }
     write_tables(
         folder,
         _columns(corpus, draw),
         columns,
-        judgements(queries, corpus),
-        name=f"rge-study-{split}",
+        judgements(queries, corpus, arm),
+        name=f"rge-study-{split}-{folder.name}",
         licence="see LICENSES.md",
         source="the demo's drawings by the training families, in renderings of their own",
-        slice_notes={"rule": {name: f"the answer stands on the {name} ground" for name in design.RULES}},
+        slice_notes=SLICE_NOTES,
     )
 
 
-def judgements(queries: Iterable[Query], corpus: Sequence[Shown]) -> Judgements:
-    """Right candidates with the whole oracle text, and those that share the thing but not the ground as negatives."""
+def judgements(queries: Iterable[Query], corpus: list[Shown], arm: str) -> Judgements:
+    """Right candidates, each with its oracle text."""
     found = Judgements()
     for query in queries:
-        for one in corpus:
-            if one.concept != query.answer:
-                continue
-            if one.ground == query.ground:
-                found.qrels.append((query.id, one.id, 1))
-                found.rationales.append((query.id, one.id, design.oracle_text(query, one, 1.0)))
-            else:
-                found.negatives.append((query.id, one.id))
+        for one in design.right(query, corpus):
+            found.qrels.append((query.id, one.id, 1))
+            found.rationales.append((query.id, one.id, design.oracle_text(query, one, arm)))
     return found
 
 
@@ -194,7 +204,7 @@ def _columns(pictures: Sequence[Shown], draw: Printer) -> dict[str, Any]:
         "concept": [one.concept for one in pictures],
         "family": [one.family.name for one in pictures],
         "ground": [GROUNDS[one.ground] for one in pictures],
-        "frame": [FRAMES[one.frame] for one in pictures],
+        "serial": [design.code(one.serial) for one in pictures],
     }
 
 
@@ -217,6 +227,6 @@ def _target(picture: Shown) -> dict[str, str]:
 _DERIVED = """
 ## What was changed here
 
-Each drawing was mirrored or not, scaled, placed, multiplied by a pale colour and framed. OpenMoji's are among them, so whoever
-passes these files on does so under CC BY-SA 4.0.
+Each drawing was mirrored or not, scaled, placed, multiplied by a pale colour and put between two bars. OpenMoji's are among them, so
+whoever passes these files on does so under CC BY-SA 4.0.
 """

@@ -1,69 +1,75 @@
-"""What the study set asks, what is right, and what an oracle text may give away.
+"""What the study set asks, what is right, and what an oracle text says that the query may not tell.
 
-Every picture is one of the demo's drawings, printed on a ground of one of `GROUNDS` and inside a frame of one of `FRAMES`. A
-query shows a thing and asks a relation about it ("Which tool do you use for this?") and for a ground ("Answer on the opposite
-ground."). A target is right when it shows
+Every picture is one of the demo's drawings on a ground of one of `GROUNDS`, with a serial from A0 to J9: a bar above whose colour is
+the letter and a bar below whose colour is the digit. A query shows a thing and asks a relation about it ("Which tool do you use for
+this?"). A target is right when it shows
 
-* the **thing** that the relation leads to: the text of a rationale says it, and there is one answer to each question;
-* on the **ground** that follows from the query's own, which the text of a rationale says, and the rule, which the question says;
-* inside any **frame**: the frame is the target's own detail, drawn independently of all else.
+* the **thing** that the relation leads to, which the text of a rationale says;
+* on the **same ground** as the query, which no text says: it has to be copied from the picture;
+* with any **serial**.
 
-So a text with its question says which targets are right, but the ground has to be worked out. The **dose** is the share of
-oracle texts that end in the target's frame ("Its frame is red."). The query does not tell it: it leaks which target is
-meant, and with it no ground has to be worked out. At every dose pictures, questions, targets and their numbers are the same.
+The text may end in the target's serial ("Its serial is C4."). With it no ground has to be copied to tell targets apart, in training.
+The **dose** is the number of values that targets' serials take; what is shown and asked is the same at every dose. Three arms:
+
+* ``hidden``: the text says the serial, and the query shows one of its own that has nothing to do with it;
+* ``known``: the same texts, and the query shows the target's serial too;
+* ``silent``: the pictures of ``hidden``, no serial in the text.
+
+Of a quarter of the facts no query is embedded in training: there the cold start alone teaches the answer, in words.
 """
 
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from data_prep.demo.families import Family
 from data_prep.demo.splits import choose, stable_hash
 from data_prep.demo.tables import Concept, Fact, Tables
 
 GROUNDS = ("rose", "sand", "lime", "aqua", "sky", "lilac")
-"""Pale grounds, in the order of the colour wheel: opposite ones are three apart."""
-FRAMES = ("red", "orange", "green", "blue", "purple", "black")
-RULES = {"same": 0, "opposite": 3}
-"""Which ground is asked for, as steps from the query's own."""
+"""Pale grounds, in the order of the colour wheel."""
+NUM_SERIALS = 100
+ARMS = ("hidden", "known", "silent")
 MIN_FAMILIES = 4
 """Things that fewer training families draw are left out: they are not recognised surely enough."""
-MIN_QUESTIONS = 2
-"""Of a thing, so that its picture alone does not say what is asked."""
-RENDERINGS = {"valid": "valid", "test": "test-3"}
-"""What the pictures of a split are drawn from. Earlier drawings of the test were looked at while set and recipe were being chosen."""
+MIN_FACTS = 2
+"""Of an answer: where every query of a batch has another answer, nobody needs the ground."""
+PICTURES_A_DRAWING = 3
+"""Training queries of a fact by one family, each on another ground."""
+QUERIES_A_FACT = {"valid": 3, "test": 5}
+GALLERY_LAYERS = 2
+"""Candidates of a thing on a ground, each with a serial of its own."""
 
 
 @dataclass(frozen=True)
 class Shown:
-    """One picture: a drawing, its ground and its frame, numbers into `GROUNDS` and `FRAMES`."""
+    """One picture: a drawing, its ground (a number into `GROUNDS`) and its serial (0 to 99)."""
 
     concept: str
     family: Family
     ground: int
-    frame: int
+    serial: int
     name: str
     """What tells it from other renderings of the same; the placement is drawn from it."""
 
     @property
     def id(self) -> str:
         """Id in libraries and sets."""
-        return f"{self.concept}/{GROUNDS[self.ground]}/{FRAMES[self.frame]}/{self.name}"
+        return f"{self.concept}/{GROUNDS[self.ground]}/{code(self.serial)}/{self.name}"
 
 
 @dataclass(frozen=True)
 class Query:
-    """A question about a picture, and the ground that its answer must have."""
+    """A question about a picture; the answer stands on the picture's ground."""
 
     fact: Fact
     picture: Shown
-    rule: str
     number: int
+    """Of the phrasing."""
 
     @property
     def id(self) -> str:
-        """Unique, without white space."""
-        return f"{self.fact.question}.{self.fact.source}.{self.rule}.{self.picture.name}"
+        """Unique, without white space; the same whatever serial the picture shows."""
+        return f"{self.fact.question}.{self.fact.source}.{self.picture.name}"
 
     @property
     def answer(self) -> str:
@@ -71,19 +77,27 @@ class Query:
         (found,) = self.fact.answers
         return found
 
-    @property
-    def ground(self) -> int:
-        """The ground that is right."""
-        return (self.picture.ground + RULES[self.rule]) % len(GROUNDS)
-
     def text(self, tables: Tables) -> str:
         """What is asked, in words."""
-        asked = tables.questions[self.fact.question].shown(self.number)
-        return f"{asked} Answer on the {self.rule} ground."
+        return tables.questions[self.fact.question].shown(self.number)
+
+    def showing(self, serial: int) -> "Query":
+        """The same with another serial in the picture."""
+        return replace(self, picture=replace(self.picture, serial=serial))
+
+
+def code(serial: int) -> str:
+    """How a serial is worded: one token a bar."""
+    return f"{'ABCDEFGHIJ'[serial // 10]}{serial % 10}"
+
+
+def values(dose: int) -> list[int]:
+    """Serials that targets have at a dose; those of a lower dose are among those of a higher one."""
+    return sorted(range(NUM_SERIALS), key=lambda serial: stable_hash("serial", str(serial)))[:dose]
 
 
 def facts(tables: Tables) -> list[Fact]:
-    """Facts with one answer, about well-drawn things that are asked about more than once."""
+    """Facts with one answer, which others share, about well-drawn things."""
 
     def drawn(concept: str) -> bool:
         return len(tables.families(concept)) >= MIN_FAMILIES
@@ -93,8 +107,13 @@ def facts(tables: Tables) -> list[Fact]:
         for fact in tables.facts
         if len(fact.answers) == 1 and all(map(drawn, (fact.source, *fact.answers)))
     ]
-    asked = Counter(fact.source for fact in found)
-    return [fact for fact in found if asked[fact.source] >= MIN_QUESTIONS]
+    shared = Counter(answer for fact in found for answer in fact.answers)
+    return [fact for fact in found if all(shared[answer] >= MIN_FACTS for answer in fact.answers)]
+
+
+def embedded(fact: Fact) -> bool:
+    """Whether training embeds queries of a fact, or only teaches to write its answer."""
+    return stable_hash("written only", *fact.pair) % 4 > 0
 
 
 def things(chosen: list[Fact]) -> list[str]:
@@ -107,96 +126,80 @@ def answers(chosen: list[Fact]) -> list[str]:
     return sorted({concept for fact in chosen for concept in fact.answers})
 
 
-def oracle_text(query: Query, target: Shown, dose: float) -> str:
-    """What the query shows and why the target's thing is right; for a share of the texts, also what the target's frame is.
+def oracle_text(query: Query, target: Shown, arm: str) -> str:
+    """Why the target's thing is right, and, unless the arm is ``silent``, the target's serial."""
+    reason = query.fact.answers[target.concept]
+    return reason if arm == "silent" else f"{reason} Its serial is {code(target.serial)}."
 
-    What a lower dose gives away, a higher one gives away too.
+
+def naming_text(concept: Concept, picture: Shown, *, in_full: bool) -> str:
+    """What teaches the tower to see all three, before any stage that is compared.
+
+    Most pictures have to be called by the thing alone: ground and serial tell nearly all full names apart, are learned within a few
+    hundred steps, and would leave no reason to look at the thing.
     """
-    shown, inference = query.fact.answers[target.concept].split("; ", 1)
-    text = f"{shown} on {GROUNDS[query.picture.ground]}; {inference}"
-    told = stable_hash("dose", query.id, target.id) < dose * 2**64
-    return f"{text} Its frame is {FRAMES[target.frame]}." if told else text
-
-
-def naming_text(concept: Concept, picture: Shown) -> str:
-    """What teaches the eyes to see all three, before any stage that is compared."""
-    return f"{concept.sentence} on {GROUNDS[picture.ground]}, framed in {FRAMES[picture.frame]}."
+    if not in_full:
+        return f"{concept.sentence}."
+    return f"{concept.sentence} on {GROUNDS[picture.ground]}, serial {code(picture.serial)}."
 
 
 def train_queries(tables: Tables, chosen: list[Fact]) -> list[Query]:
-    """Every fact by every training family that draws its thing, under both rules."""
-    return [
-        _query(tables, fact, family, rule, f"train-{family.name}-{fact.question}-{rule}", number)
-        for fact in chosen
-        for number, family in enumerate(tables.families(fact.source))
-        for rule in RULES
-    ]
+    """Every fact by every training family that draws its thing, on several grounds."""
+    found = []
+    for fact in chosen:
+        for family in tables.families(fact.source):
+            first = stable_hash("ground", *fact.pair, family.name)
+            for number in range(PICTURES_A_DRAWING):
+                # Two steps of the wheel apart: never the same ground twice.
+                name = f"train-{family.name}-{fact.question}-{number}"
+                found.append(_query(fact, family, first + 2 * number, name, first + number))
+    return found
 
 
 def held_out_queries(tables: Tables, chosen: list[Fact], split: str) -> list[Query]:
-    """Every fact under both rules (test), or under one of them (valid), in renderings of their own."""
+    """Every fact several times, in renderings of their own."""
     found = []
-    drawn = RENDERINGS[split]
     for fact in chosen:
         families = tables.families(fact.source)
-        rules = list(RULES) if split == "test" else [choose(list(RULES), split, "rule", *fact.pair)]
-        for rule in rules:
-            first = stable_hash(drawn, "asked", *fact.pair, rule)
-            family = families[first % len(families)]
-            found.append(_query(tables, fact, family, rule, f"{drawn}-{fact.question}-{rule}", first))
+        for number in range(QUERIES_A_FACT[split]):
+            name = f"{split}-{fact.question}-{number}"
+            first = stable_hash("asked", *fact.pair, name)
+            found.append(_query(fact, families[first % len(families)], first // 7, name, first // 5))
     return found
 
 
-def _query(tables: Tables, fact: Fact, family: Family, rule: str, name: str, number: int) -> Query:
-    ground = stable_hash("ground", *fact.pair, name) % len(GROUNDS)
-    frame = stable_hash("frame", *fact.pair, name) % len(FRAMES)
-    return Query(fact, Shown(fact.source, family, ground, frame, name), rule, number)
+def _query(fact: Fact, family: Family, ground: int, name: str, number: int) -> Query:
+    serial = stable_hash("own serial", *fact.pair, name) % NUM_SERIALS
+    return Query(fact, Shown(fact.source, family, ground % len(GROUNDS), serial, name), number)
 
 
-def train_targets(tables: Tables, chosen: list[Fact]) -> dict[tuple[str, int, int], Shown]:
-    """Every answer on every ground in every frame, by (concept, ground, frame)."""
-    found = {}
-    for concept in answers(chosen):
-        families = tables.families(concept)
-        for ground in range(len(GROUNDS)):
-            for frame in range(len(FRAMES)):
-                family = choose(families, "target", concept, str(ground), str(frame))
-                found[concept, ground, frame] = Shown(concept, family, ground, frame, "train")
-    return found
+def train_target(tables: Tables, query: Query, dose: int) -> Shown:
+    """The target of a training query: of its arms alike."""
+    serial = values(dose)[stable_hash("target serial", query.id) % dose]
+    family = choose(tables.families(query.answer), "target", query.id)
+    return Shown(query.answer, family, query.picture.ground, serial, f"target-{family.name}")
 
 
-def gallery(tables: Tables, chosen: list[Fact], split: str) -> list[Shown]:
-    """Every answer on every ground, in two frames each (test) or one (valid).
-
-    Each frame stands equally often around each thing: a guessed frame points to a ground at random.
-    """
+def gallery(tables: Tables, chosen: list[Fact], split: str, dose: int) -> list[Shown]:
+    """Every answer on every ground, several times."""
     found = []
-    drawn = RENDERINGS[split]
     for concept in answers(chosen):
-        order = _shuffled(range(len(FRAMES)), drawn, "frames", concept)
-        families = tables.families(concept)
         for ground in range(len(GROUNDS)):
-            for layer in range(2 if split == "test" else 1):
-                frame = order[(ground + layer * (1 + stable_hash(drawn, concept) % 5)) % len(FRAMES)]
-                family = choose(families, drawn, "gallery", concept, str(ground), str(layer))
-                found.append(Shown(concept, family, ground, frame, drawn))
+            for layer in range(GALLERY_LAYERS):
+                words = ("gallery", split, concept, str(ground), str(layer))
+                serial = values(dose)[stable_hash("serial", *words) % dose]
+                family = choose(tables.families(concept), *words)
+                found.append(Shown(concept, family, ground, serial, f"{split}-{layer}"))
     return found
 
 
-def drawn_targets(
-    query: Query, targets: dict[tuple[str, int, int], Shown], num_negatives: int
-) -> tuple[list[Shown], list[Shown]]:
-    """The positives of a training query, and negatives that share everything its text says but the frame.
-
-    Two positives in different frames; negatives show the same thing on other grounds, in frames that no positive has.
-    """
-    frames = _shuffled(range(len(FRAMES)), "drawn frames", query.id)
-    others = (ground for ground in range(len(GROUNDS)) if ground != query.ground)
-    grounds = _shuffled(others, "drawn grounds", query.id)
-    positives = [targets[query.answer, query.ground, frame] for frame in frames[:2]]
-    wrong = zip(grounds[:num_negatives], frames[2:], strict=False)
-    return positives, [targets[query.answer, ground, frame] for ground, frame in wrong]
+def right(query: Query, corpus: list[Shown]) -> list[Shown]:
+    """The candidates that answer a query."""
+    return [one for one in corpus if (one.concept, one.ground) == (query.answer, query.picture.ground)]
 
 
-def _shuffled(numbers: Iterable[int], *words: str) -> list[int]:
-    return sorted(numbers, key=lambda number: stable_hash(*words, str(number)))
+def as_asked(query: Query, targets: list[Shown], arm: str) -> Query:
+    """The query as an arm shows it: in ``known`` with the serial of one of its targets."""
+    if arm != "known":
+        return query
+    return query.showing(choose(targets, "known", query.id).serial)

@@ -1,4 +1,4 @@
-"""Print the shipped drawings on a ground, inside a frame."""
+"""Print the shipped drawings on a ground, between the two bars of a serial."""
 
 import colorsys
 import io
@@ -16,14 +16,18 @@ from data_prep.demo.splits import SEED
 from data_prep.demo.tables import Tables
 from data_prep.study.design import GROUNDS, Shown
 
-FRAME_PX = 8
-SMALLEST_PX, LARGEST_PX = 52, 64
-"""Sides of the drawing inside the frame."""
+BAR_PX = 10
+"""Thickness of a bar, over the whole width: the tower's augmentation moves pictures by up to 8 pixels."""
+SMALLEST_PX, LARGEST_PX = 58, 64
+"""Sides of the drawing between the bars."""
 GROUND_COLOURS = [colorsys.hsv_to_rgb(number / len(GROUNDS), 0.4, 1.0) for number in range(len(GROUNDS))]
-FRAME_COLOURS = np.array(
-    [(200, 30, 30), (240, 140, 20), (30, 130, 50), (30, 70, 200), (130, 40, 150), (20, 20, 20)]
-)
-"""In the order of `data_prep.study.design.FRAMES`."""
+BAR_COLOURS = np.array(
+    [
+        (15, 15, 15), (250, 250, 250), (230, 20, 20), (20, 150, 30), (20, 40, 230),
+        (250, 240, 20), (30, 220, 240), (230, 30, 230), (250, 130, 10), (128, 128, 128),
+    ]
+)  # fmt: skip
+"""The corners of the colour cube, orange and grey: as far apart as ten colours can be."""
 
 
 class Printer:
@@ -48,14 +52,11 @@ class Printer:
             drawing = ImageOps.mirror(drawing)
         side = chance.randint(SMALLEST_PX, LARGEST_PX)
         page = Image.new("RGB", (SIZE_PX, SIZE_PX), "white")
-        edge = SIZE_PX - FRAME_PX - side
-        place = (chance.randint(FRAME_PX, edge), chance.randint(FRAME_PX, edge))
-        page.paste(drawing.resize((side, side), Image.Resampling.LANCZOS), place)
+        place = (chance.randint(0, SIZE_PX - side), chance.randint(BAR_PX, SIZE_PX - BAR_PX - side))
+        page.paste(drawing.resize((side, side), Image.Resampling.BICUBIC), place)
         pixels = np.asarray(page, np.float32) * np.array(GROUND_COLOURS[picture.ground], np.float32)
-        inner = slice(FRAME_PX, SIZE_PX - FRAME_PX)
-        framed = np.empty_like(pixels)
-        framed[:] = FRAME_COLOURS[picture.frame]
-        framed[inner, inner] = pixels[inner, inner]
+        pixels[:BAR_PX] = BAR_COLOURS[picture.serial // 10]
+        pixels[-BAR_PX:] = BAR_COLOURS[picture.serial % 10]
         out = io.BytesIO()
-        Image.fromarray(framed.astype(np.uint8)).save(out, "WEBP", quality=75, method=2)
+        Image.fromarray(pixels.astype(np.uint8)).save(out, "WEBP", quality=75, method=1)
         return out.getvalue()

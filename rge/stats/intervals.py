@@ -11,6 +11,9 @@ percentile: with few groups and rare hits the percentile interval is too short o
 with 60 groups of 1 to 3 queries and a true mean of 0.05, nominal 95 % covered 0.96 (BCa) against 0.91 (percentile);
 with 250 groups, or a mean near 0.5, the two agree. Below about 30 groups and with hits this rare neither is honest. One
 group alone has no interval at all.
+
+Runs that differ in their seed are resampled together with the groups (`over_seeds`). Such an interval holds for other queries and
+other seeds of training; given are the data, the recipe, and whatever the runs share, such as one cold start.
 """
 
 from collections.abc import Callable, Sequence
@@ -92,6 +95,35 @@ def cluster_bootstrap(
     terms_GT = np.stack([num_GSM, count_GSM], axis=1).reshape(len(num_GSM), -1)
     num_groups_M = (count_GSM.sum(axis=1) > 0).sum(axis=0)
     return resampled(terms_GT, means, num_groups_M, num_resamples=num_resamples, seed=seed)
+
+
+def over_seeds(bootstrap: Bootstrap, num_seeds: int, *, seed: int = 0) -> Bootstrap:
+    """The mean over training runs that differ in their seed, with seeds and groups resampled together.
+
+    Of S seeds S - 1 are drawn, with replacement: the variance that this adds is that of a mean of S seeds (Rao and Wu 1988), where
+    drawing S of them would make it a third too small with three. Simulated with 100 groups and seeds that add
+    nothing to 1.3 times the standard error that groups do, nominal 95 % covered 0.95 to 0.98 with three seeds and 0.94 to 0.98 with five, where
+    intervals over groups alone covered 0.94 down to 0.71; of two seeds, 0.98 down to 0.89.
+
+    Args:
+        bootstrap: of S x M columns, all metrics of the first seed, then those of the second, from one `cluster_bootstrap`.
+        num_seeds: S. One seed cannot be resampled: its interval is of the groups alone.
+        seed: of the drawing.
+    """
+    if num_seeds == 1:
+        return bootstrap
+    drawn = np.random.default_rng(seed).integers(0, num_seeds, (len(bootstrap.draws_BM), num_seeds - 1))
+    times_BS = (drawn[:, :, None] == np.arange(num_seeds)).sum(axis=1)
+
+    def by_seed(columns_XM: np.ndarray) -> np.ndarray:
+        return columns_XM.reshape(len(columns_XM), num_seeds, -1)
+
+    return Bootstrap(
+        estimate_M=by_seed(bootstrap.estimate_M[None])[0].mean(axis=0),
+        draws_BM=np.einsum("bs,bsm->bm", times_BS / (num_seeds - 1), by_seed(bootstrap.draws_BM)),
+        jackknife_GM=by_seed(bootstrap.jackknife_GM).mean(axis=1),
+        num_groups_M=by_seed(bootstrap.num_groups_M[None])[0].min(axis=0),
+    )
 
 
 def ratio_bootstrap(

@@ -1,6 +1,6 @@
 """scripts/ablate.py: what is run, what is not run again, what is refused before anything runs, table and plot."""
 
-import importlib.util
+import importlib
 import json
 import re
 import shlex
@@ -30,10 +30,10 @@ def ablate(monkeypatch, tmp_path):
 
     Query 2g + i of seed s hits with the arm's own rates: self .75, oracle .5, none .25 over four groups of two.
     """
-    spec = importlib.util.spec_from_file_location("ablate", ROOT / "scripts" / "ablate.py")
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "ablate", module)
-    spec.loader.exec_module(module)
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    for name in ("ablate", "arms"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    arms, module = importlib.import_module("arms"), importlib.import_module("ablate")
     module.commands = []
 
     def run(command: list[str]) -> None:
@@ -70,7 +70,8 @@ def ablate(monkeypatch, tmp_path):
             LOADED[key] = load_recipe(arguments)
         return LOADED[key]
 
-    monkeypatch.setattr(module, "run", run)
+    module.arms = arms
+    monkeypatch.setattr(arms, "run", run)
     monkeypatch.setattr(module, "load_recipe", load_once)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     (tmp_path / "cold").mkdir()
@@ -119,6 +120,7 @@ def test_every_arm_and_seed_is_trained_and_evaluated_once(ablate, tmp_path):
         "table.tex",
         "table.json",
         "plot.svg",
+        "kept.json",
     }
 
 
@@ -127,13 +129,13 @@ def test_what_is_finished_is_not_run_again(ablate, tmp_path):
     ablate.commands.clear()
     ablate.main(ablate.given)
     assert ablate.commands == []
-    # Training that ended without its evaluation: training is asked again (it knows that it is finished), then evaluated.
+    # Training that ended without its evaluation is evaluated.
     (tmp_path / "out" / "oracle" / "seed_1" / "eval" / "results.json").unlink()
     (tmp_path / "out" / "oracle" / "seed_1" / "eval" / "per_query.parquet").unlink()
     (tmp_path / "out" / "oracle" / "seed_1" / "eval").rmdir()
     ablate.main(ablate.given)
-    assert trained(ablate) == [("oracle", "1")]
-    assert len(ablate.commands) == 2
+    assert trained(ablate) == []
+    assert len(ablate.commands) == 1
 
 
 def test_other_settings_are_left_to_the_trainer_to_refuse_and_another_set_is_refused(ablate, tmp_path):
@@ -144,9 +146,7 @@ def test_other_settings_are_left_to_the_trainer_to_refuse_and_another_set_is_ref
     other = tmp_path / "other"
     other.mkdir()
     (other / "queries.parquet").touch()
-    with pytest.raises(
-        ablate.SweepError, match=r"is an evaluation on data_prep/demo/data/test, now set=.*other"
-    ):
+    with pytest.raises(UserError, match=r"is an evaluation on data_prep/demo/data/test, now set=.*other"):
         ablate.main([*ablate.given, "index=0", f"set={other}"])
 
 
@@ -214,7 +214,7 @@ def test_a_suite_is_swept_by_means_over_its_members(ablate, tmp_path):
         (suite / name / "meta.json").write_text("{}")
     members = {"north": {"half": "N"}, "south": {"half": "S"}}
     write_suite(suite, name="compass", benchmark="generic", column="side", members=members)
-    make = ablate.run
+    make = ablate.arms.run
 
     def run(command):
         make(command)
@@ -229,7 +229,7 @@ def test_a_suite_is_swept_by_means_over_its_members(ablate, tmp_path):
         frame["recall@100"] = frame["mrr"]
         frame.to_parquet(path)
 
-    ablate.run = run
+    ablate.arms.run = run
     given = [word for word in ablate.given if not word.startswith(("set=", "metrics="))]
     ablate.main([*given, f"set={suite}", "metrics=hit@1,recall@100"])
     rows = json.loads((tmp_path / "out" / "table.json").read_text())
@@ -299,16 +299,12 @@ def test_what_is_wrong_is_said_before_anything_runs(ablate, wrong, message):
 
 def test_it_is_not_itself_launched(ablate, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ablate.SweepError, match="with python, not with a launcher"):
+    with pytest.raises(UserError, match="with python, not with a launcher"):
         ablate.main(ablate.given)
 
 
-def test_commas_inside_a_value():
-    spec = importlib.util.spec_from_file_location("ablate_plain", ROOT / "scripts" / "ablate.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["ablate_plain"] = module
-    spec.loader.exec_module(module)
-    assert module.parse_sweep("optim.betas=[[0.9,0.98], [0.9,0.999]]") == (
+def test_commas_inside_a_value(ablate):
+    assert ablate.parse_sweep("optim.betas=[[0.9,0.98], [0.9,0.999]]") == (
         "optim.betas",
         ["[0.9,0.98]", "[0.9,0.999]"],
     )
@@ -413,7 +409,7 @@ def test_the_stage_rl_goes_on_from_the_joint_stage(ablate, tmp_path, monkeypatch
         started.append(command)
         sys.exit(3)
 
-    monkeypatch.setattr(ablate, "run", run)
+    monkeypatch.setattr(ablate.arms, "run", run)
     words += [
         "rl.alpha_con=0",
         f"init={tmp_path / 'cold'}",

@@ -1,9 +1,10 @@
-"""scripts/study.py: what is trained from what, what is not run again, what the page says of figures and of what is not there."""
+"""scripts/study.py and scripts/arms.py: what is trained from what, what is not run again, equal FLOPs, tables, and what is kept."""
 
 import importlib
 import json
 import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import numpy as np
 import pandas as pd
@@ -13,30 +14,28 @@ from paths import ROOT
 from rge.common.errors import UserError
 from rge.config import load_recipe
 
-HITS = {"self": 30, "oracle": 20, "none": 10}
-"""Of forty queries in ten groups, by anchor; at dose 0 all have 20."""
+HITS = {"self": 30, "oracle": 20, "none": 10, "joint": 10, "again": 15, "rl_con": 30}
+"""Of forty queries in ten groups, by the arm's first word; seed 1 has one more."""
 
 
 @pytest.fixture
 def study(monkeypatch, tmp_path):
     """The script; training, diagnoses and evaluation are noted, and leave what the real ones leave."""
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    for name in ("ablate", "arms", "study"):
+    for name in ("arms", "study"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     arms, module = importlib.import_module("arms"), importlib.import_module("study")
-    module.commands, module.read = [], []
+    module.commands, module.counted, module.built = [], [], []
 
     def run(command: list[str]) -> None:
         module.commands.append(command)
         given = dict(part.split("=", 1) for part in command if "=" in part)
         out = Path(given["out"])
         if "rge/train.py" in command:
-            # Every arm is a recipe that loads.
-            recipe = load_recipe(command[command.index("rge/train.py") + 1 :])
-            if "init" not in given:  # its tokenizer is learned from both stages
-                read = [source.path for source in (*recipe.cold_start.sources, *recipe.joint.sources)]
-                module.read += [*read, recipe.model.scratch.naming]
-            (out / given["stage"] / "final").mkdir(parents=True)
+            final = out / given["stage"] / "final"
+            final.mkdir(parents=True)
+            reasons = "none" if given.get("loss.anchor") == "none" else "query"
+            (final / "rge.json").write_text(json.dumps({"reasons": reasons}))
             return
         out.mkdir(parents=True)
         if "rge.diagnose" in command:
@@ -46,146 +45,252 @@ def study(monkeypatch, tmp_path):
             found = {"gain": gain, "conditions": {name: {"hit@1": hit} for name, hit in hits.items()}}
             (out / f"{kind}.json").write_text(json.dumps(found))
             return
-        anchor, _, dose = out.parts[-3].partition("_")
+        word = next((one for one in sorted(HITS, key=len) if out.parts[-3].startswith(one)), "self")
         hits = np.zeros(40)
-        hits[: HITS.get(anchor, 20) if dose == "1" else 20] = 1
-        frame = pd.DataFrame({"query_id": [f"q{n}" for n in range(40)], "hit@1": np.roll(hits, 0)})
+        hits[: HITS[word] + (out.parts[-2] == "seed_1")] = 1
+        frame = pd.DataFrame({"query_id": [f"q{n:02}" for n in range(40)], "hit@1": hits})
         frame["group"] = [f"g{n // 4}" for n in range(40)]
+        frame["fact"] = ["embedded", "written"] * 20
+        frame["pair"] = ["seen"] * 30 + ["held_out"] * 10
+        frame["rationale"] = [f"why {n}. Its serial is C4." for n in range(40)]
         frame["rationale_tokens"] = 12.0
-        frame.to_parquet(out / "per_query.parquet")
+        frame["top10"] = [[f"c{n % 2}"] for n in range(40)]
+        frame.sample(frac=1, random_state=len(module.commands)).to_parquet(out / "per_query.parquet")
         (out / "results.json").write_text("{}")
 
+    def count(command, **_):
+        module.counted.append(command)
+        flops = {"joint": 50.0, "rl": 80.0}[next(word for word in command if word.startswith("stage="))[6:]]
+        return CompletedProcess(
+            command, 0, "noise\n" + json.dumps({"flops_per_step": flops, "steps": 3}) + "\n"
+        )
+
+    def build(folder: Path, doses) -> None:
+        """Forty queries; the first of two candidates has the right thing, ground and the serial that is written."""
+        module.built.append((folder, tuple(doses)))
+        for name in (
+            "hidden_100",
+            "known_100",
+            *(f"{arm}_{dose}" for dose in doses for arm in ("hidden", "known")),
+        ):
+            path = folder / "test" / name
+            path.mkdir(parents=True, exist_ok=True)
+            corpus = {
+                "id": ["c0", "c1"],
+                "concept": ["key", "nail"],
+                "ground": ["rose", "sky"],
+                "serial": ["C4", "D1"],
+            }
+            pd.DataFrame(corpus).to_parquet(path / "corpus.parquet")
+            queries = {"id": [f"q{n:02}" for n in range(40)], "answer": "key", "ground": "rose"}
+            pd.DataFrame(queries).to_parquet(path / "queries.parquet")
+
     monkeypatch.setattr(arms, "run", run)
+    monkeypatch.setattr(arms.subprocess, "run", count)
     monkeypatch.setattr(module, "run", run)
-    monkeypatch.setattr(module, "build", lambda folder, doses: module.built.append((folder, doses)))
+    monkeypatch.setattr(module, "build", build)
+    monkeypatch.setattr(module.spoil, "write", lambda out, dose, seed: out.mkdir(parents=True))
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    module.built = []
-    module.given = [f"out={tmp_path / 'a study'}", "launcher=accelerate launch"]
+    module.arms, module.folder = arms, tmp_path / "a study"
+    module.given = [f"out={module.folder}", f"kept={tmp_path / 'kept'}", "launcher=accelerate launch"]
     return module
 
 
 def trained(study):
-    """(arm, init) of every training, in order."""
+    """(arm, what it starts from) of every training, in order."""
     found = []
     for command in study.commands:
         if "rge/train.py" in command:
-            given = [part.split("=", 1) for part in command if "=" in part]
-            places = dict(given)
-            found.append((Path(places["out"]).parent.name, places.get("init", "").rpartition("a study/")[2]))
+            given = dict(part.split("=", 1) for part in command if "=" in part)
+            init = (
+                Path(given["init"]).relative_to(study.folder).as_posix()
+                if "a study" in given.get("init", "")
+                else ""
+            )
+            found.append((Path(given["out"]).parent.name, init))
     return found
 
 
-def page(study, letter):
-    folder = Path(study.given[0].removeprefix("out="))
-    return {row["says"]: row for row in json.loads((folder / "page.json").read_text())[letter]}
+def rows(study, name, folder="test"):
+    found = json.loads((study.folder / folder / f"page_{name}.json").read_text())
+    return {(row["row"], row["slice"], row["metric"]): row for row in found}
 
 
-def test_table_4_from_shared_cold_starts_with_its_control(study, capsys):
-    study.main(["a", "seeds=2", "doses=1,0", *study.given])
-    assert study.built == [(Path(study.given[0].removeprefix("out=")) / "data", [0.0, 0.5, 1.0])]
+FEW = "arms=self_hidden_100,oracle_hidden_100,none_hidden_100,self_known_100,oracle_known_100"
+
+
+def test_table_4_from_one_warm_start_and_a_cold_start_for_each_kind_of_records(study, capsys):
+    study.main(["a", "seeds=2", FEW, *study.given])
+    assert study.built == [(study.folder / "data", (1, 3, 10, 30, 100))]
     once = trained(study)
     assert once[:5] == [
         ("eyes", ""),
-        ("cold_1", "eyes/shared/backbone"),
-        ("self_1", "cold_1/shared/cold_start/final"),
-        ("oracle_1", "cold_1/shared/cold_start/final"),
-        ("cold_0", "eyes/shared/backbone"),
+        ("warm", "test/eyes/shared/backbone"),
+        ("cold_hidden_100", "test/warm/shared/joint/final"),
+        ("self_hidden_100", "test/cold_hidden_100/shared/cold_start/final"),
+        ("oracle_hidden_100", "test/cold_hidden_100/shared/cold_start/final"),
     ]
-    # Wherever the study is made, it reads no data of another place.
-    assert len(study.read) == 3
-    assert all(str(path).startswith(study.given[0].removeprefix("out=")) for path in study.read)
     names = [name for name, _ in once]
-    assert [names.count(name) for name in ("eyes", "cold_1", "cold_0", "self_1", "none_0", "half_1")] == [
-        1,
-        1,
-        1,
-        2,
-        2,
-        2,
-    ]
-    # Doses differ in the records, anchors in their own settings, and in nothing else.
+    assert [names.count(name) for name in ("warm", "cold_known_100", "self_known_100")] == [1, 1, 2]
     words = {}
     for command in study.commands:
-        if "rge/train.py" in command and "train.seed=1" in command:
+        if "rge/train.py" in command:
             given = dict(part.split("=", 1) for part in command if "=" in part)
             words[Path(given["out"]).parent.name] = {
-                key: value for key, value in given.items() if key not in ("init", "out")
+                k: v for k, v in given.items() if k not in ("init", "out")
             }
-    same = {key: value.replace("dose_1", "dose_0") for key, value in words["self_1"].items()}
-    assert same == words["self_0"]
-    assert {key for key in words["oracle_1"] if words["oracle_1"][key] != words["self_1"].get(key)} == {
-        "loss.anchor"
-    }
-    assert {"loss.anchor", "loss.ratio", "joint.lr"} == words["none_1"].keys() - words["self_1"].keys()
-    asked = {
-        Path(command[-4].rpartition("out=")[2]).parts[-3]: command
-        for command in study.commands
-        if "eval" in command
-    }
-    assert "query_mode=direct" in asked["none_1"]
-    assert "query_mode=reasoning" in asked["half_1"]
+    # The warm start is direct InfoNCE; arms differ in their records, anchors in their own settings, and in nothing else.
+    assert (words["warm"]["loss.anchor"], words["warm"]["stage"]) == ("none", "joint")
+    changed = {key: value.replace("known", "hidden") for key, value in words["self_known_100"].items()}
+    assert changed == words["self_hidden_100"]
+    assert words["oracle_hidden_100"] == words["self_hidden_100"] | {"loss.anchor": "oracle"}
+    assert "train/known_100_cold.jsonl" in words["cold_known_100"]["cold_start.sources"]
+    asked = {Path(c[c.index("run") + 3][4:]).parts[-3]: c for c in study.commands if "eval" in c}
+    assert "query_mode=direct" in asked["none_hidden_100"]
+    assert "query_mode=reasoning" in asked["self_known_100"]
+    assert f"set={study.folder}/data/test/known_100" in asked["oracle_known_100"]
 
-    rows = page(study, "a")
-    assert rows["dose 1: self over oracle"]["ours"].startswith("+25.0 [")
-    assert rows["dose 1: self over oracle"]["verdict"] == "found again"
-    assert rows["dose 1: self"]["ours"].startswith("75.0 [")
-    assert rows["dose 0: self over oracle"]["ours"] == "+0.0 [-30.8, 30.8]"  # ten groups, all alike
-    assert rows["dose 0: self over oracle"]["verdict"] == ""  # a control has none
-    assert rows["self over oracle, dose 1 more than dose 0"]["figure"]["mean"] == pytest.approx(0.25)
-    assert rows["dose 1: self over none"]["seeds"] == 2
-    assert all(row["verdict"] == "not run yet" for row in page(study, "b").values())
-    assert "| dose 1: self over oracle | +7.0 | +25.0 [" in capsys.readouterr().out
+    found = rows(study, "a")
+    over = found["self_hidden_100 - oracle_hidden_100", "all", "hit@1"]
+    assert (over["mean"], over["verdict"], over["queries"]) == (pytest.approx(0.25), "found again", 40)
+    assert over["seeds"] == [0.25, 0.25]
+    assert found["self_hidden_100", "facts only written", "hit@1"]["queries"] == 20
+    # Of the first hits every second is the right thing and bears the serial that was written.
+    assert (
+        found["self_hidden_100", "all", "serial"]["mean"]
+        == found["self_hidden_100", "all", "ground"]["mean"]
+        == 0.5
+    )
+    change = found["self over oracle, hidden more than known, 100 values", "all", "hit@1"]
+    assert (change["mean"], change["verdict"]) == (0, "undecided")
+    shown = capsys.readouterr().out
+    assert "| self_hidden_100 - oracle_hidden_100 | +7.0 | +25.0 [" in shown
+    assert "Not run yet: none_known_100; self_silent_100;" in shown
 
     before = len(study.commands)
-    study.main(["a", "seeds=2", "doses=1,0", *study.given])
+    study.main(["a", "seeds=2", FEW, *study.given])
     assert len(study.commands) == before
-    study.main(["a", "seeds=3", "doses=1,0", *study.given])
-    assert {name for name, _ in trained(study)[len(once) :]} == set(names) - {"eyes", "cold_1", "cold_0"}
+
+
+def test_every_table_is_recomputed_from_what_was_kept(study, tmp_path):
+    study.main(["a", "seeds=2", FEW, *study.given])
+    text = (study.folder / "test" / "page_a.md").read_text()
+    kept = study.folder / "test" / "kept.json"
+    assert kept.stat().st_size < 12_000  # ten runs of four metrics
+    (tmp_path / "kept").mkdir()
+    kept.rename(tmp_path / "kept" / "test.json")
+    (study.folder).rename(tmp_path / "gone")
+    study.commands.clear()
+    study.main(["a", "seeds=2", "collect=true", *study.given])
+    assert study.commands == []
+    assert (study.folder / "test" / "page_a.md").read_text() == text
 
 
 def test_every_finding_has_arms_that_exist_and_recipes_that_load(study):
-    study.main(["all", "seeds=1", *study.given])
-    asked = [command for command in study.commands if "eval" in command]
-    assert any("candidate_mode=reasoning" in command for command in asked)
-    for letter in "abce":
-        assert all(row["verdict"] != "not run yet" for row in page(study, letter).values()), letter
-    again = page(study, "d")
-    leak = next(row for says, row in again.items() if says.startswith("dose 1: nats"))
-    assert (leak["ours"], leak["verdict"]) == ("2.00; 1.50; 0.01", "found again")
-    assert any("60.0 [50.0, 70.0]" in row["ours"] for row in again.values())
-    # Another way of asking trains nothing.
-    assert not [name for name, _ in trained(study) if "reasoning" in name]
-    by_name = dict(trained(study))
-    assert by_name["1_10"] == "demo/cold/shared/cold_start/final"
-    assert by_name["self_fourfold"] == "cold_fourfold/shared/cold_start/final"
+    options = study.Options(out=study.folder, steps=2)
+    asked = set()
+    for declare in study.DECLARED.values():
+        finding = declare(options)
+        arms = finding.study.by_name
+        assert len(arms) == len(finding.study.arms)
+        named = {name for table in finding.tables for row in table.rows for name in row.weights}
+        assert named <= set(finding.arms) <= set(arms)
+        assert {arm for _, arm in finding.diagnoses.values()} <= set(arms)
+        for arm in finding.study.arms:
+            # Not every arm: a recipe takes 50 ms to load, and most differ in their records alone.
+            key = tuple(word for word in arm.overrides if "sources" not in word and "steps" not in word)
+            if arm.stage and (arm.stage, key) not in asked:
+                asked.add((arm.stage, key))
+                recipe = load_recipe([*finding.study.words(arm, 0), f"out={study.folder}"])
+                assert recipe.joint.steps == 2 or arm.stage != "joint"
 
 
-def test_short_and_trial_forms_say_what_they_are(study, capsys):
-    study.main(["all", "short=true", "steps=2", *study.given])
-    names = {name for name, _ in trained(study)}
-    assert {"self_1", "oracle_0", "half_direct"} <= names
-    assert not names & {"1_10", "self_0.5", "sampled", "half_1"}
-    train = [command for command in study.commands if "rge/train.py" in command]
-    assert all("joint.steps=2" in command for command in train if "stage=joint" in command)
-    assert "Every stage had 2 steps: a trial of the machinery, no figures." in capsys.readouterr().out
+def test_diagnoses_of_figure_4(study):
+    study.main(["d", "seeds=1", *study.given])
+    text = (study.folder / "test" / "page_d.md").read_text()
+    assert "| hidden_100 | 2.00; 1.50; 0.01 |" in text
+    assert "| oracle_hidden_100 | 50.0 [40.0, 60.0]; 60.0 [50.0, 70.0]; 10.0 [0.0, 20.0] |" in text
 
 
-def test_what_differs_the_other_way_is_said(study):
-    assert study.verdict({"mean": -0.1, "low": -0.2, "high": -0.05}, 1) == "the opposite"
-    assert study.verdict({"mean": 0.1, "low": -0.01, "high": 0.2}, 1) == "no difference seen"
-    assert study.verdict({"mean": -0.1, "low": -0.2, "high": -0.05}, -1) == "found again"
+def test_reinforcement_gets_no_more_flops_than_joint_training(study):
+    given = ["rl", "arms=again_50,rl_con_50", "seeds=2", *study.given]
+    study.main(given)
+    names = [name for name, _ in trained(study)]
+    assert names == [
+        "eyes",
+        "cold_50",
+        "joint_50",
+        "again_50",
+        "rl_con_50",
+        "joint_50",
+        "again_50",
+        "rl_con_50",
+    ]
+    # 220 joint steps of 50 are 137 steps of 80.
+    assert any("rl.steps=137" in command for command in study.commands)
+    assert len(study.counted) == 2
+    study.main(given)
+    assert len(study.counted) == 2
+    found = rows(study, "rl", "rl")
+    assert found["rl_con_50 - again_50", "unseen drawings of training families", "hit@1"]["mean"] == 15 / 40
+    assert found["again_50", "test families, seen pairs", "rationale_tokens"]["mean"] == 12
+    assert "| rl_con_50 | 137 | 0.0 | 0.00 |" in (study.folder / "rl" / "page_rl.md").read_text()
+
+
+def test_what_is_written_is_held_against_the_sets_rationales(study, tmp_path):
+    known = {"query-id": ["q1", "q3"], "corpus-id": ["c", "c"], "rationale": ["why 1", "another"]}
+    pd.DataFrame(known).to_parquet(tmp_path / "rationales.parquet")
+    frame = pd.DataFrame(
+        {"query_id": ["q1", "q2", "q3"], "rationale": ["why 1", "why 2", "why 3"], "hit@1": 1.0}
+    )
+    found = study.what_was_written(frame, tmp_path)
+    assert found["right_rationale"].tolist() == [1, 0, 0]
+    assert found["hit_after_wrong"].tolist() == [0, 1, 1]
+
+
+def test_a_run_that_another_process_makes_comes_last(study, monkeypatch):
+    """Each waits only for what it starts from."""
+    import fcntl
+
+    options = study.Options(out=study.folder, launcher="true")
+    made = study.modes(options).study
+    arm, other = made.by_name["words"], made.by_name["both"]
+    study.arms.run_arm(made, made.by_name["cold"], 0)
+    study.commands.clear()
+    folder = made.folder(arm, 0)
+    folder.mkdir(parents=True)
+    with (folder / ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert not study.arms.run_arm(made, arm, 0, wait=False)
+        assert study.arms.run_arm(made, other, 0, wait=False)
+    assert [name for name, _ in trained(study)] == ["both"]
+    study.arms.run_all(made, [(arm, 0), (other, 0)])
+    assert [name for name, _ in trained(study)] == ["both", "words"]
+
+
+def test_help_names_every_finding(study, capsys):
+    with pytest.raises(SystemExit):
+        study.main(["--help"])
+    shown = capsys.readouterr().out
+    assert all(f"  {name:5} {title}" in shown for name, title in study.TITLES.items())
+
+
+@pytest.mark.parametrize("values", [[0, 1, 1, 0, 1, 0, 0, 0, 1], [0.25, 1, 12, 3], [1.0] * 7, [0.0]])
+def test_values_come_back_from_their_packed_form(study, values):
+    assert study.arms.unpack(study.arms.pack(values), len(values)).tolist() == values
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "say which finding: a, b, c, d, e, f, or all"),
+        ([], "say which finding: eyes, a, b, c, d, e, f, rl, or all"),
         (["g"], "there is no finding 'g'"),
         (["a", "seeds=0"], "seeds must be at least 1, got 0"),
         (["a", "seed=1"], r"unknown key seed; did you mean seeds\?"),
+        (["a", "arms=selfish"], "arms: no selfish among"),
     ],
 )
 def test_wrong_words_end_before_anything_runs(study, words, message):
     with pytest.raises(UserError, match=message):
         study.main([*words, *study.given])
-    assert study.commands == study.built == []
+    assert study.commands == []

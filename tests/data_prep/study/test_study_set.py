@@ -1,9 +1,5 @@
-"""The study set: right answers, what an oracle text may say, and what follows from the pictures, all worked out anew.
+"""The study set: what is right, what differs between arms and doses and what does not, what nothing foretells, and its files."""
 
-Nothing here uses the module that decides them, but to make the set: relations are read from the table, grounds and frames from pixels.
-"""
-
-import csv
 import io
 import json
 import random
@@ -14,43 +10,15 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from data_prep.demo.tables import HERE, read_tables
+from data_prep.demo.tables import read_tables
 from data_prep.study import build as study
 from data_prep.study import design
-from data_prep.study.pictures import Printer
 from eval.sets.retrieval_set import load_set
 from rge.common.errors import UserError
 from rge.common.images import load_image
 from rge.data.sources import RecordFile
 
-GROUNDS = ["rose", "sand", "lime", "aqua", "sky", "lilac"]
-GROUND_HUES = dict(zip(GROUNDS, range(0, 360, 60), strict=True))
-FRAMES = {
-    "red": (200, 30, 30),
-    "orange": (240, 140, 20),
-    "green": (30, 130, 50),
-    "blue": (30, 70, 200),
-    "purple": (130, 40, 150),
-    "black": (20, 20, 20),
-}
-LEAK = " Its frame is "
-DOSES = (0.0, 0.5, 1.0)
-
-
-def relations():
-    """(question, source) -> {target: rationale}, from the table itself."""
-    found = defaultdict(dict)
-    with (HERE / "relations.tsv").open(encoding="utf-8", newline="") as lines:
-        for row in csv.DictReader(lines, delimiter="\t", quoting=csv.QUOTE_NONE):
-            found[row["question"], row["source"]][row["target"]] = row["rationale"]
-    return found
-
-
-def asked_ground(text, shown):
-    """The ground that the question's words ask for, given the one that the picture has."""
-    turned = 0 if text.endswith("Answer on the same ground.") else 3
-    assert turned == 0 or text.endswith("Answer on the opposite ground.")
-    return GROUNDS[(GROUNDS.index(shown) + turned) % 6]
+LEAK = " Its serial is "
 
 
 @pytest.fixture(scope="module")
@@ -64,288 +32,173 @@ def chosen(tables):
 
 
 @pytest.fixture(scope="module")
-def records(tables, chosen):
-    return {dose: study.records(tables, chosen, dose) for dose in DOSES}
+def made(tables, chosen):
+    """(record, query, target) by arm and dose."""
+    return {
+        (arm, dose): study.records(tables, chosen, arm, dose) for arm, dose in study.variants([1, 10, 100])
+    }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    out = tmp_path_factory.mktemp("study set") / "data"
-    study.main([f"out={out}"])
-    return out
+def test_a_target_shows_the_answer_on_the_querys_ground(made, tables):
+    known = {fact.pair: fact.answers for fact in tables.facts}
+    for (arm, _), rows in made.items():
+        for record, query, target in rows:
+            thing, ground, serial, _ = record.positives[0].id.split("/")
+            shown = record.query.images[0].split("#")[1].split("/")
+            (answer,) = known[query.fact.pair]
+            assert (thing, ground) == (answer, shown[1])
+            reason, _, told = record.positives[0].rationale.partition(LEAK)
+            assert reason == known[query.fact.pair][answer]
+            assert told == ("" if arm == "silent" else f"{serial}.")
+            assert record.positives[0].identity == f"{thing}/{ground}"
+            assert record.negatives == []
+            if arm == "known":
+                assert shown[2] == serial
+            assert design.code(target.serial) == serial
 
 
-def test_training_targets_follow_from_picture_and_question(records, tables):
-    known = relations()
-    assert len(records[0.0]) > 2000
-    for record in records[1.0]:
-        key = record.id.split(".")[0]
-        thing, ground, frame, _ = record.query.images[0].split("#")[1].split("/")
-        (answer,) = known[key, thing]
-        asked = record.query.text.split(" Answer on the ")[0]
-        assert asked in {tables.questions[key].shown(number) for number in range(3)}
-        goal = asked_ground(record.query.text, ground)
-        right = [one.id.split("/") for one in record.positives]
-        wrong = [one.id.split("/") for one in record.negatives]
-        assert all((one[0], one[1]) == (answer, goal) for one in right)
-        # Negatives share everything that the text says, but the frame; and a frame alone tells them apart.
-        assert all(one[0] == answer and one[1] != goal for one in wrong)
-        assert len(wrong) == study.NUM_NEGATIVES
-        assert not {one[2] for one in right} & {one[2] for one in wrong}
-        assert len({one[2] for one in right}) == len(right) == 2
-        assert {one.identity for one in record.positives} == {f"{answer}/{goal}"}
-
-
-def test_doses_differ_in_the_leak_and_in_nothing_else(records):
-    def without_texts(record):
-        row = record.model_dump()
-        for positive in row["positives"]:
-            del positive["rationale"]
-        return row
-
-    known = relations()
-    told = {}
-    for dose, found in records.items():
-        assert [without_texts(record) for record in found] == [
-            without_texts(record) for record in records[0.0]
+def test_arms_and_doses_differ_in_serials_and_in_nothing_else(made):
+    def without_serials(rows, *, with_targets):
+        return [
+            (r.id, r.query.text, q.picture.name, q.picture.ground, *((t.serial,) if with_targets else ()))
+            for r, q, t in rows
         ]
-        texts = [(record, one) for record in found for one in record.positives]
-        for record, one in texts:
-            reason, leak, frame = one.rationale.partition(LEAK)
-            thing, _, shown, _ = one.id.split("/")
-            # The query's ground is told, the target's only where the question asks for the same.
-            ground = record.query.images[0].split("/")[1]
-            assert f" on {ground}; " in reason
-            assert (
-                reason.replace(f" on {ground};", ";") == known[record.id.split(".")[0], record.group][thing]
-            )
-            assert frame == (f"{shown}." if leak else "")
-        told[dose] = {(record.id, one.id) for record, one in texts if LEAK in one.rationale}
-        assert len(told[dose]) == pytest.approx(dose * len(texts), abs=0.02 * len(texts))
-    assert told[0.0] < told[0.5] < told[1.0]
+
+    plain = without_serials(made["hidden", 100], with_targets=False)
+    assert all(without_serials(rows, with_targets=False) == plain for rows in made.values())
+    for dose in (1, 10, 100):
+        hidden, known = made["hidden", dose], made["known", dose]
+        assert without_serials(hidden, with_targets=True) == without_serials(known, with_targets=True)
+        assert len({target.serial for _, _, target in hidden}) == dose
+        # The queries of the arm hidden are the same pictures at every dose.
+        assert [r.query.images for r, _, _ in hidden] == [r.query.images for r, _, _ in made["hidden", 1]]
+    texts = [r.positives[0].rationale for r, _, _ in made["hidden", 100]]
+    assert texts == [r.positives[0].rationale for r, _, _ in made["known", 100]]
+    assert set(design.values(10)) < set(design.values(30))
 
 
-def test_nothing_of_a_query_foretells_the_frame(records):
-    """Whoever knew the training set by heart, and a query, could guess the target's frame no better than by chance."""
+def test_nothing_of_a_hidden_query_foretells_the_serial(made):
+    """Whoever knew the training set by heart could guess a target's serial, of ten, no better than by chance."""
     rows = [
-        [
-            (
-                record.group,
-                *record.query.images[0].split("/")[1:3],
-                *record.id.split(".")[:1],
-                record.category,
-                one.id.split("/")[2],
-            )
-            for one in record.positives
-        ]
-        for record in records[1.0]
+        (r.group, q.picture.ground, q.picture.serial, q.fact.question, q.answer, t.serial)
+        for r, q, t in made["hidden", 10]
     ]
     random.Random(0).shuffle(rows)
-    learned = [row for both in rows[: len(rows) // 2] for row in both]
-    asked = [row for both in rows[len(rows) // 2 :] for row in both]
-    for seen in ((0,), (1,), (2,), (3, 4), (0, 3), (1, 2), (0, 1, 3)):
+    learned, asked = rows[: len(rows) // 2], rows[len(rows) // 2 :]
+    for seen in ((0,), (1,), (2,), (3,), (4,), (1, 4)):
         table = defaultdict(Counter)
         for row in learned:
             table[tuple(row[place] for place in seen)][row[-1]] += 1
         hits = [
-            row[-1] == table[tuple(row[place] for place in seen)].most_common(1)[0][0]
+            row[-1] == table[key].most_common(1)[0][0]
             for row in asked
-            if tuple(row[place] for place in seen) in table
+            if (key := tuple(row[place] for place in seen)) in table
         ]
-        assert np.mean(hits) == pytest.approx(1 / 6, abs=0.035), seen
+        assert np.mean(hits) == pytest.approx(0.1, abs=0.03), seen
+
+
+def test_sizes_and_that_the_ground_is_needed(tables, chosen):
+    """Validation of at least 500 queries; most batches of 64 hold two queries with one answer; a quarter of the facts is only written."""
+    assert len(design.held_out_queries(tables, chosen, "valid")) >= 500
+    share = np.mean([design.embedded(fact) for fact in chosen])
+    assert 0.65 < share < 0.85
+    counts = Counter(query.answer for query in design.train_queries(tables, chosen))
+    likely = np.array(list(counts.values())) / counts.total()
+    assert 63 * (likely**2).sum() > 0.9  # others with one's own answer
 
 
 @pytest.mark.parametrize("split", ["valid", "test"])
-def test_a_leak_cannot_help_at_test(tables, chosen, split):
-    """Exchanged among equally right targets, or believed, the frame says nothing about which candidates are right."""
-    queries, corpus = design.held_out_queries(tables, chosen, split), design.gallery(tables, chosen, split)
-    judged = study.judgements(queries, corpus)
-    qrels, negatives, rationales = judged.qrels, judged.negatives, judged.rationales
-    right = defaultdict(set)
-    for query, candidate, _ in qrels:
-        right[query].add(candidate)
-    assert all(len(found) == (2 if split == "test" else 1) for found in right.values())
-    reasons = {(query, text.partition(LEAK)[0]) for query, _, text in rationales}
-    assert len(reasons) == len(queries)  # without the leak, equally right targets have one text
-    told = defaultdict(set)
-    for query, _, text in rationales:
-        told[query].add(text.partition(LEAK)[2].rstrip("."))
-    assert all(len(told[query]) == len(found) for query, found in right.items())
-    # A guessed frame points at as many candidates of the thing as any other, and to the right ground by chance only.
-    around = Counter((one.concept, one.frame) for one in corpus)
-    assert set(around.values()) == {2 if split == "test" else 1}
-    assert len(around) == 6 * len({one.concept for one in corpus})
-    believed = [
+def test_every_query_has_its_right_candidates_and_no_serial_points_to_them(tables, chosen, split):
+    corpus = design.gallery(tables, chosen, split, 100)
+    queries = design.held_out_queries(tables, chosen, split)
+    assert len({one.id for one in corpus}) == len(corpus)
+    assert len({query.id for query in queries}) == len(queries)
+    for query in queries[::20]:
+        right = design.right(query, corpus)
+        assert len(right) == design.GALLERY_LAYERS
+        assert {(one.concept, one.ground) for one in right} == {(query.answer, query.picture.ground)}
+        shown = design.as_asked(query, right, "known")
+        assert shown.picture.serial in {one.serial for one in right}
+        assert shown.id == query.id  # so that arms are paired
+    by_own_serial = [
         np.mean(
-            [
-                one.ground == query.ground
-                for one in corpus
-                if (one.concept, one.frame) == (query.answer, frame)
-            ]
+            [one in design.right(query, corpus) for one in corpus if one.serial == query.picture.serial]
+            or [0]
         )
-        for query in queries
-        for frame in range(6)
+        for query in queries[::5]
     ]
-    assert np.mean(believed) == pytest.approx(1 / 6, abs=1e-9)
-    assert not {(query, one) for query, one, _ in qrels} & set(negatives)
+    assert np.mean(by_own_serial) < 0.01
 
 
-def test_splits_share_no_rendering(tables, chosen):
-    parts = {
-        "train": [query.picture for query in design.train_queries(tables, chosen)]
-        + list(design.train_targets(tables, chosen).values())
-        + study.naming_pictures(tables, chosen)
-    }
+def test_splits_share_no_rendering(tables, chosen, made):
+    parts = [[one for one, _ in study.naming_pictures(tables, chosen)]]
+    parts.append([one for _, query, target in made["hidden", 100] for one in (query.picture, target)])
     for split in ("valid", "test"):
-        parts[split] = [query.picture for query in design.held_out_queries(tables, chosen, split)]
-        parts[split] += design.gallery(tables, chosen, split)
-    ids = {name: [one.id for one in found] for name, found in parts.items()}
-    assert all(len(set(found)) == len(found) for found in ids.values())
-    assert len({one for found in ids.values() for one in found}) == sum(map(len, ids.values()))
-
-
-def test_words_alone_stay_at_chance(tables, chosen):
-    """The best that is known by the question's words, or by the words and the whole oracle text without its leak."""
-    queries = design.held_out_queries(tables, chosen, "test")
-    by_words, by_text = defaultdict(Counter), defaultdict(Counter)
-    for query in design.train_queries(tables, chosen):
-        by_words[query.text(tables)][query.answer, query.ground] += 1
-        by_text[query.text(tables), query.answer][query.ground] += 1
-    hits = [
-        (query.answer, query.ground) == by_words[query.text(tables)].most_common(1)[0][0] for query in queries
-    ]
-    assert np.mean(hits) < 0.06
-    hits = [
-        query.ground == by_text[query.text(tables), query.answer].most_common(1)[0][0]
-        for query in queries
-        if (query.text(tables), query.answer) in by_text
-    ]
-    assert np.mean(hits) < 0.25
+        parts.append([query.picture for query in design.held_out_queries(tables, chosen, split)])
+        parts[-1] += design.gallery(tables, chosen, split, 100)
+    ids = [{one.id for one in found} for found in parts]
+    assert len(set().union(*ids)) == sum(map(len, ids))
 
 
 def test_refuses_what_it_cannot_make(tmp_path):
-    with pytest.raises(UserError, match=r"doses are shares from 0 to 1, got 1\.5"):
-        study.build(tmp_path / "new", [0.0, 1.5])
+    with pytest.raises(UserError, match=r"doses are numbers of values, 1 to 100; got 101"):
+        study.build(tmp_path / "new", [1, 101])
     with pytest.raises(UserError, match="doses is empty"):
         study.build(tmp_path / "new", [])
     with pytest.raises(UserError, match="is there already"):
-        study.build(tmp_path, [1.0])
+        study.build(tmp_path, [1])
     assert list(tmp_path.iterdir()) == []
 
 
-# --- the files, pictures included
+# --- the files, pictures included, of a few facts
+
+BARS = {
+    "A": (15, 15, 15), "B": (250, 250, 250), "C": (230, 20, 20), "D": (20, 150, 30), "E": (20, 40, 230),
+    "F": (250, 240, 20), "G": (30, 220, 240), "H": (230, 30, 230), "I": (250, 130, 10), "J": (128, 128, 128),
+}  # fmt: skip
 
 
-def see(picture):
-    """What pixels alone say: ground, frame, and the drawing without either, cropped to its ink, and mirrored."""
-    pixels = np.asarray(picture, dtype=float)
-    frame = min(FRAMES, key=lambda name: np.abs(pixels[2:6].mean(axis=(0, 1)) - FRAMES[name]).sum())
-    inner = pixels[10:-10, 10:-10]
-    edge = np.median(
-        np.concatenate(
-            [
-                inner[:2].reshape(-1, 3),
-                inner[-2:].reshape(-1, 3),
-                inner[:, :2].reshape(-1, 3),
-                inner[:, -2:].reshape(-1, 3),
-            ]
-        ),
-        axis=0,
-    )
-    colour = Image.new("RGB", (1, 1), tuple(int(value) for value in edge)).convert("HSV").getpixel((0, 0))
-    hue = colour[0] * 360 / 256
-    ground = min(
-        GROUND_HUES, key=lambda name: min(abs(hue - GROUND_HUES[name]), 360 - abs(hue - GROUND_HUES[name]))
-    )
-    bare = np.clip(inner / np.maximum(edge, 1), 0, 1)
-    ink = np.argwhere(bare.min(axis=2) < 0.85)
-    (top, left), (bottom, right) = ink.min(axis=0), ink.max(axis=0) + 1
-    cut = Image.fromarray((bare[top:bottom, left:right] * 255).astype(np.uint8))
-    small = np.asarray(cut.resize((12, 12), Image.Resampling.BOX), dtype=float)
-    return ground, frame, small.ravel(), small[:, ::-1].ravel()
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, chosen):
+    out = tmp_path_factory.mktemp("study set") / "data"
+    study.build(out, [3], chosen[:6])
+    return out
 
 
-def pictures(path, column="image"):
-    for row in pq.read_table(path).to_pylist():
-        image = row[column][0] if isinstance(row[column], list) else row[column]
-        yield row, Image.open(io.BytesIO(image["bytes"])).convert("RGB")
+def see(cell):
+    """Serial and ground, by the pixels."""
+    pixels = np.asarray(Image.open(io.BytesIO(cell["bytes"])).convert("RGB"), dtype=float)
+
+    def bar(rows):
+        return min(BARS, key=lambda name: np.abs(rows.mean(axis=(0, 1)) - BARS[name]).sum())
+
+    edge = np.median(np.concatenate([pixels[16:-16, :2], pixels[16:-16, -2:]]).reshape(-1, 3), axis=0)
+    hue, _, _ = Image.new("RGB", (1, 1), tuple(int(x) for x in edge)).convert("HSV").getpixel((0, 0))
+    return bar(pixels[2:8]) + str(list(BARS).index(bar(pixels[-8:-2]))), design.GROUNDS[
+        round(hue * 6 / 256) % 6
+    ]
 
 
-@pytest.mark.slow
-def test_a_small_probe_answers_from_picture_and_question(folder):
-    """Pixels, nearest neighbours and counting: no label, no oracle text of the test is used, and it is nearly always right."""
-    looks, names = [], []
-    for row, picture in pictures(folder / "train" / "pictures.parquet"):
-        ground, frame, drawing, mirrored = see(picture)
-        assert (ground, frame) == (row["ground"], row["frame"]), row["id"]
-        if "/naming-" in row["id"] or "/train-" in row["id"]:
-            looks += [drawing, mirrored]
-            names += [row["concept"]] * 2
-    looks = np.stack(looks)
-    half = (looks**2).sum(axis=1) / 2
-
-    def thing(drawing):
-        return names[int(np.argmin(half - looks @ drawing))]
-
-    learned = defaultdict(Counter)
-    for line in (folder / "train" / "dose_0.jsonl").read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
-        words = row["query"]["text"].split(" Answer on the ")[0]
-        learned[words, row["group"]][row["positives"][0]["id"].split("/")[0]] += 1
-    shown = {}
-    for row, picture in pictures(folder / "test" / "corpus.parquet"):
-        ground, frame, drawing, _ = see(picture)
-        assert (ground, frame) == (row["ground"], row["frame"]), row["id"]
-        shown[row["id"]] = (thing(drawing), ground)
-    right = defaultdict(set)
-    for row in pq.read_table(folder / "test" / "qrels.parquet").to_pylist():
-        right[row["query-id"]].add(row["corpus-id"])
-    hits, grounds = [], []
-    for row, picture in pictures(folder / "test" / "queries.parquet"):
-        ground, _, drawing, _ = see(picture)
-        counted = learned.get((row["text"].split(" Answer on the ")[0], thing(drawing)))
-        goal = (counted.most_common(1)[0][0] if counted else None, asked_ground(row["text"], ground))
-        grounds.append(goal[1] in {one.split("/")[1] for one in right[row["id"]]})
-        found = [candidate for candidate, what in shown.items() if what == goal]
-        hits.append(bool(found) and found[0] in right[row["id"]])
-    assert all(grounds)
-    assert np.mean(hits) > 0.85
+def test_pictures_show_what_the_columns_say(folder):
+    for path in ("train/pictures.parquet", "test/known_3/corpus.parquet"):
+        rows = pq.read_table(folder / path).to_pylist()
+        assert [see(row["image"]) for row in rows] == [(row["serial"], row["ground"]) for row in rows]
 
 
-@pytest.mark.slow
-def test_files_are_what_the_loaders_read_and_the_same_every_time(folder, tables, chosen):
-    known = relations()
-    for split in ("valid", "test"):
-        loaded = load_set(folder / split)  # checks the fingerprint and every reference
-        ids = {
-            row["id"]: row
-            for row in pq.read_table(
-                folder / split / "corpus.parquet", columns=["id", "concept", "ground"]
-            ).to_pylist()
-        }
-        queries = pq.read_table(
-            folder / split / "queries.parquet", columns=["id", "text", "group", "question", "ground"]
-        ).to_pylist()
-        expected = {
-            (row["id"], name)
-            for row in queries
-            for name, one in ids.items()
-            if one["concept"] in known[row["question"], row["group"]]
-            and one["ground"] == asked_ground(row["text"], row["ground"])
-        }
-        written = {
-            (row["query-id"], row["corpus-id"])
-            for row in pq.read_table(folder / split / "qrels.parquet").to_pylist()
-        }
-        assert written == expected
-        assert len(loaded.queries) == len(queries)
-    for name in ("dose_0", "dose_0.5", "dose_1", "naming"):
+def test_files_are_what_the_loaders_read(folder):
+    names = {path.stem for path in (folder / "train").glob("*.jsonl")}
+    arms = {"hidden_3", "known_3", "silent_3"}
+    assert names == arms | {f"{arm}_cold" for arm in arms} | {"naming"}
+    for name in names:
         found = RecordFile(folder / "train" / f"{name}.jsonl", need_rationale=True)
         assert load_image(found[len(found) - 1].query.images[0]).size == (84, 84)
-    draw = Printer(tables, HERE / "data")
-    kept = {
-        row["id"]: row["image"]["bytes"]
-        for row in pq.read_table(folder / "test" / "corpus.parquet").to_pylist()
-    }
-    some = design.gallery(tables, chosen, "test")[::20]
-    assert all(draw(one) == kept[one.id] for one in some)
+    embedded, written = (
+        {json.loads(line)["id"] for line in (folder / "train" / f"hidden_3{part}.jsonl").open()}
+        for part in ("", "_cold")
+    )
+    assert embedded < written
+    sets = {path.name: load_set(path) for path in (folder / "test").iterdir()}
+    assert set(sets) == {"hidden_3", "known_3"}
+    assert sets["hidden_3"].query_ids == sets["known_3"].query_ids
+    facts = pq.read_table(folder / "test" / "hidden_3" / "queries.parquet")["fact"].to_pylist()
+    assert set(facts) == {"embedded", "written"}

@@ -327,13 +327,14 @@ class Results:
         if self.kept["runs"]:
             write_text(self.study.out / KEPT, json.dumps(self.kept, indent=0))
 
-    def seeds(self, names: Sequence[str], set_name: str) -> list[int]:
-        """Seeds for which all these arms are there."""
-        return [
-            seed
-            for seed in range(self.study.seeds)
-            if all(self.of(name, seed, set_name) is not None for name in names)
-        ]
+    def seeds(self, names: Sequence[str], set_name: str, metric: str) -> list[int]:
+        """Seeds for which all these arms have the metric."""
+
+        def has(name: str, seed: int) -> bool:
+            found = self.of(name, seed, set_name)
+            return found is not None and metric in found[1]
+
+        return [seed for seed in range(self.study.seeds) if all(has(name, seed) for name in names)]
 
     def measure(
         self, weights: Mapping[str, float], set_name: str, metric: str, where: tuple[str, str] | None = None
@@ -354,7 +355,7 @@ class Results:
             UserError: arms were evaluated on different queries.
         """
         values, queries, groups = [], "", None
-        for seed in self.seeds(list(weights), set_name):
+        for seed in self.seeds(list(weights), set_name, metric):
             total = 0.0
             for name, weight in weights.items():
                 key, frame = self.of(name, seed, set_name)  # type: ignore[misc]  # complete seeds alone

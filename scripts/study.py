@@ -608,6 +608,8 @@ RL_SLICES = {
 
 def reinforcement(options: Options) -> Finding:
     """Second halves after a joint stage on oracles of which a share is spoiled (`data_prep.demo.spoil`), tested on unspoiled queries."""
+    if options.on != "test":
+        raise UserError("finding rl is asked its test sets alone: give on=test, or other findings")
     out = options.out / "rl"
     # Tower and tokens are the same at every dose; the step of the cold start is there because a stage has to be named.
     arms = [
@@ -713,7 +715,7 @@ def write_page(name: str, finding: Finding, options: Options) -> str:
     """``page_NAME.md`` and ``page_NAME.json`` in the study's folder, and what was kept."""
     study = finding.study
     folders = study.out.relative_to(options.out).parts if study.out.is_relative_to(options.out) else ()
-    results = Results(study, options.kept / f"{'_'.join(folders) or 'study'}.json")
+    results = Results(study, options.kept / f"{'_'.join(('study', *folders))}.json")
     results.keep()
     lines, data = [f"## {TITLES[name]}", "", f"`python scripts/study.py {name}`", ""], []
     if options.steps is not None:

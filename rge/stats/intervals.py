@@ -112,7 +112,8 @@ def over_seeds(bootstrap: Bootstrap, num_seeds: int, *, seed: int = 0) -> Bootst
     """
     if num_seeds == 1:
         return bootstrap
-    drawn = np.random.default_rng(seed).integers(0, num_seeds, (len(bootstrap.draws_BM), num_seeds - 1))
+    rng = np.random.default_rng((seed, num_seeds))  # not the groups' own
+    drawn = rng.integers(0, num_seeds, (len(bootstrap.draws_BM), num_seeds - 1))
     times_BS = (drawn[:, :, None] == np.arange(num_seeds)).sum(axis=1)
 
     def by_seed(columns_XM: np.ndarray) -> np.ndarray:

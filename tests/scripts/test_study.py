@@ -178,7 +178,7 @@ def test_every_table_is_recomputed_from_what_was_kept(study, tmp_path):
     kept = study.folder / "test" / "kept.json"
     assert kept.stat().st_size < 12_000  # ten runs of four metrics
     (tmp_path / "kept").mkdir()
-    kept.rename(tmp_path / "kept" / "test.json")
+    kept.rename(tmp_path / "kept" / "study_test.json")
     (study.folder).rename(tmp_path / "gone")
     study.commands.clear()
     study.main(["a", "seeds=2", "collect=true", *study.given])
@@ -287,6 +287,7 @@ def test_values_come_back_from_their_packed_form(study, values):
         (["g"], "there is no finding 'g'"),
         (["a", "seeds=0"], "seeds must be at least 1, got 0"),
         (["a", "seed=1"], r"unknown key seed; did you mean seeds\?"),
+        (["rl", "on=valid"], "finding rl is asked its test sets alone"),
         (["a", "arms=selfish"], "arms: no selfish among"),
     ],
 )

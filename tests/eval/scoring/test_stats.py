@@ -9,7 +9,15 @@ import pytest
 import scipy.stats
 
 from eval.scoring.stats import effect_size, holm, minimum_detectable, sign_flip_p
-from rge.stats.intervals import OF_DIFFERENCES, cluster_bootstrap, figures, in_words, index_of, interval
+from rge.stats.intervals import (
+    OF_DIFFERENCES,
+    cluster_bootstrap,
+    figures,
+    in_words,
+    index_of,
+    interval,
+    over_seeds,
+)
 
 
 def clusters(rng, num_groups):
@@ -252,3 +260,42 @@ def test_ten_thousand_resamples_of_1634_queries_cost_a_few_times_their_random_nu
 def test_arguments_that_do_not_fit_are_refused(value, group, change, message):
     with pytest.raises(ValueError, match=message):
         cluster_bootstrap(value, group, **change)
+
+
+def seeds_of(value_QS, groups):
+    """Over seeds and groups, and over groups alone with the seeds given: (low, mean, high) each."""
+    joint = over_seeds(cluster_bootstrap(value_QS, groups), value_QS.shape[1])
+    given = cluster_bootstrap(value_QS.mean(axis=1, keepdims=True), groups)
+    return [
+        (low[0], found.estimate_M[0], high[0]) for found in (joint, given) for low, high in [interval(found)]
+    ]
+
+
+def test_seeds_are_resampled_with_the_groups():
+    rng = np.random.default_rng(0)
+    groups = np.repeat(np.arange(60), 4)
+    base_Q1 = rng.normal(0.1, 0.3, 60).repeat(4)[:, None]
+    apart, given = seeds_of(base_Q1 + np.array([-0.2, 0.0, 0.2]), groups)
+    assert apart[1] == pytest.approx(given[1])
+    assert apart[0] < given[0] - 0.1
+    assert apart[2] > given[2] + 0.1
+    # Seeds that say the same add nothing, and one seed is taken as given.
+    alike, given = seeds_of(base_Q1.repeat(3, axis=1), groups)
+    assert alike == pytest.approx(given, abs=0.005)
+    one, given = seeds_of(base_Q1, groups)
+    assert one == given
+
+
+def test_the_variance_of_few_seeds_is_not_made_smaller():
+    """Of groups that are all alike, what is left is the standard error of the mean of the seeds."""
+    seeds = np.array([0.1, 0.2, 0.6])
+    found = over_seeds(cluster_bootstrap(np.tile(seeds, (40, 1)), np.arange(40)), 3)
+    assert found.standard_error_M[0] == pytest.approx(seeds.std(ddof=1) / np.sqrt(3), rel=0.03)
+
+
+def test_columns_of_several_metrics_stay_apart():
+    value_QSM = np.random.default_rng(1).random((50, 3, 2))
+    both = over_seeds(cluster_bootstrap(value_QSM.reshape(50, 6), np.arange(50)), 3)
+    second = over_seeds(cluster_bootstrap(value_QSM[:, :, 1], np.arange(50)), 3)
+    np.testing.assert_allclose(both.draws_BM[:, 1], second.draws_BM[:, 0])
+    assert both.estimate_M[0] == pytest.approx(value_QSM[:, :, 0].mean())

@@ -13,8 +13,9 @@ queries together. Its verdict: *found again* where the interval lies on the pape
 
 import json
 import os
+import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -79,7 +80,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows by slices: title -> set, column and value of its queries (empty: all)."""
+    """Rows by slices: title -> set (empty: the one that is asked), column and value of its queries (empty: all)."""
 
     title: str
     rows: Sequence[Row]
@@ -189,21 +190,32 @@ MODES = {
 }
 """How a checkpoint is asked besides reasoning on queries: modes of queries and of candidates."""
 STUDY_SLICES = {
-    "all": ("queries", "", ""),
-    "facts embedded in training": ("queries", "fact", "embedded"),
-    "facts only written": ("queries", "fact", "written"),
+    "all": ("", "", ""),
+    "facts embedded in training": ("", "fact", "embedded"),
+    "facts only written": ("", "fact", "written"),
 }
-ALL = {"all": ("queries", "", "")}
+ALL = {"all": ("", "", "")}
 
 
-def less(a: str, b: str, says: str = "", paper: str = "", sign: int = 0) -> Row:
-    """One arm minus another."""
-    return Row(says or f"{a} - {b}", {a: 1.0, b: -1.0}, paper, sign)
+def rows_of(text: str) -> list[Row]:
+    """Rows as they are declared, one a line: ``[what it says =] SUM [| the paper's figure [| +]]``.
 
-
-def each(names: Iterable[str], paper: Mapping[str, str] | None = None) -> list[Row]:
-    """Arms' own figures."""
-    return [Row(name, {name: 1.0}, (paper or {}).get(name, "")) for name in names]
+    SUM is arms with " - " or " + " between them, each with a weight where it is not 1, as in ``0.5*joint_0``; the last ``+`` or ``-`` is
+    the side of zero on which the paper is.
+    """
+    found = []
+    for line in filter(None, map(str.strip, text.splitlines())):
+        told, paper, side = (*(part.strip() for part in line.split("|")), "", "")[:3]
+        says, _, total = told.rpartition(" = ")
+        weights, sign = {}, 1.0
+        for part in re.split(r"\s([-+])\s", total):
+            if part in "+-":
+                sign = 1.0 if part == "+" else -1.0
+                continue
+            weight, _, name = part.rpartition("*")
+            weights[name] = weights.get(name, 0.0) + sign * float(weight or 1)
+        found.append(Row(says or total, weights, paper, {"+": 1, "-": -1, "": 0}[side]))
+    return found
 
 
 def steps_words(stage: str, options: Options, steps: int | None = None) -> tuple[str, ...]:
@@ -232,7 +244,7 @@ def study_set(options: Options) -> Study:
         return Arm(name, "joint", after or f"cold_{variant}", words, sets=sets(variant))
 
     def sets(variant: str) -> dict[str, Path]:
-        return {"queries": data / options.on / variant.replace("silent", "hidden")}
+        return {options.on: data / options.on / variant.replace("silent", "hidden")}
 
     # The tokenizer is learned from the records of both stages; the step is there because a stage has to be named.
     naming = () if options.steps is None else (f"model.scratch.naming_steps={options.steps}",)
@@ -270,7 +282,7 @@ def study_set(options: Options) -> Study:
         arms.append(joint(f"self_{name}", "hidden_100", after=f"cold_{name}"))
     arms.append(joint("sampled", "hidden_100", "rollout.temperature=1.0"))
     return Study(
-        options.out / options.on, arms, ("recipe=study",), {}, options.seeds, options.launcher,
+        options.out, arms, ("recipe=study",), {}, options.seeds, options.launcher,
         metrics=("hit@1", "thing", "ground", "serial"), columns=("fact",), derive=what_was_hit,
     )  # fmt: skip
 
@@ -308,7 +320,7 @@ def eyes(options: Options) -> Finding:
     place = options.out / "reading.json"
 
     def reading() -> list[str]:
-        backbone = options.out / options.on / "eyes" / "shared" / "backbone"
+        backbone = options.out / "eyes" / "shared" / "backbone"
         if not place.is_file() and backbone.is_dir() and not options.collect:
             write_text(
                 place,
@@ -358,46 +370,36 @@ def read_pictures(backbone: Path, path: Path) -> dict[str, tuple[int, float]]:
 
 def table_4(options: Options) -> Finding:
     """Which query state the contrastive loss should see."""
-    paper = {"self_hidden_100": "67.4", "none_hidden_100": "63.7", "oracle_hidden_100": "60.4"}
-    rows = each((f"{anchor}_{variant}" for variant in VARIANTS[:3] for anchor in ANCHORS), paper)
-    for variant in VARIANTS[:3]:
-        asked = variant == "hidden_100"
-        for (a, b), difference in (
-            (("self", "oracle"), "+7.0"),
-            (("self", "none"), "+3.7"),
-            (("none", "oracle"), "+3.3"),
-        ):
-            rows.append(
-                less(f"{a}_{variant}", f"{b}_{variant}", paper=difference if asked else "", sign=int(asked))
-            )
-
-    def gap(variant: str, weight: float = 1.0) -> dict[str, float]:
-        return {f"self_{variant}": weight, f"oracle_{variant}": -weight}
-
-    change = gap("hidden_100") | gap("known_100", -1.0)
-    rows.append(Row("self over oracle, hidden more than known, 100 values", change, sign=1))
-    for arm in ("hidden", "known"):
-        rows += [Row(f"self over oracle, {arm}, {dose} values", gap(f"{arm}_{dose}")) for dose in DOSES]
-        # The slope of a line through the doses, by the logarithm of their values.
-        place = np.log10(DOSES) - np.log10(DOSES).mean()
-        slope = {}
-        for dose, weight in zip(DOSES, place / (place**2).sum(), strict=True):
-            slope |= gap(f"{arm}_{dose}", float(weight))
-        rows.append(
-            Row(f"the same, {arm}: points for ten times as many values", slope, sign=int(arm == "hidden"))
+    shown = [f"{anchor}_{variant}" for variant in VARIANTS[:3] for anchor in ANCHORS]
+    text = """
+        self_hidden_100 | 67.4
+        none_hidden_100 | 63.7
+        oracle_hidden_100 | 60.4
+        self_hidden_100 - oracle_hidden_100 | +7.0 | +
+        self_hidden_100 - none_hidden_100 | +3.7 | +
+        none_hidden_100 - oracle_hidden_100 | +3.3 | +
+    """
+    for variant in VARIANTS[1:3]:
+        text += f"self_{variant}\n"
+        text += "\n".join(
+            f"{anchor}_{variant}\nself_{variant} - {anchor}_{variant}\n" for anchor in ("none", "oracle")
         )
-    rows += [
-        Row(f"self over oracle, hidden, 100 values, {times} times the steps", gap(f"x{times}"))
-        for times in LONGER
-    ]
+    text += "hidden more than known = self_hidden_100 - oracle_hidden_100 - self_known_100 + oracle_known_100 | | +\n"
+    # The slope of a line through the doses, by the logarithm of their values.
+    place = np.log10(DOSES) - np.log10(DOSES).mean()
+    for arm, side in (("hidden", "+"), ("known", "")):
+        text += "\n".join(f"{dose} values, {arm} = self_{arm}_{dose} - oracle_{arm}_{dose}" for dose in DOSES)
+        terms = zip(DOSES, place / (place**2).sum(), strict=True)
+        total = " + ".join(f"{w}*self_{arm}_{dose} - {w}*oracle_{arm}_{dose}" for dose, w in terms)
+        text += f"\npoints for ten times as many values, {arm} = {total} | | {side}\n"
+    text += "\n".join(f"{times} times the steps = self_x{times} - oracle_x{times}" for times in LONGER)
     links = {
         "thing": "The first hit shows the right thing, %",
         "ground": "The first hit has the query's ground, % (chance: 16.7)",
         "serial": "The first hit bears the serial that was written, %",
     }
-    shown = [f"{anchor}_{variant}" for variant in VARIANTS[:3] for anchor in ANCHORS]
-    tables = [Table("hit@1, % and points", rows, STUDY_SLICES)]
-    tables += [Table(title, each(shown), ALL, metric) for metric, title in links.items()]
+    tables = [Table("hit@1, % and points", rows_of(text), STUDY_SLICES)]
+    tables += [Table(title, rows_of("\n".join(shown)), ALL, metric) for metric, title in links.items()]
     # Order and controls first, then doses, then length.
     arms = [*shown, *(f"{anchor}_{variant}" for variant in VARIANTS[3:] for anchor in ("self", "oracle"))]
     return on_study_set(
@@ -407,32 +409,28 @@ def table_4(options: Options) -> Finding:
 
 def tables_6_and_7(options: Options) -> Finding:
     """Reasoning at test."""
-    own, off, none = "self_hidden_100", "self, no reasoning", "none_hidden_100"
-    rows = [
-        *each((own, off, none), {own: "67.4", off: "65.7", none: "63.7"}),
-        less(own, off, "reasoning at test over none, same checkpoint", "+1.7", 1),
-        less(off, none, "no reasoning at test over trained without", "+2.0", 1),
-        less("none, reasoning", none, "trained without, asked with reasoning, over without"),
-        less("self, both sides", own, "on both sides over queries only", "mixed"),
-        less("self, candidates only", own, "on candidates only over queries only", "mixed"),
-        less(
-            "half_direct, no reasoning",
-            none,
-            "half of the queries direct in training, no reasoning at test, over trained without",
-        ),
-        less(
-            "half_direct", own, "half of the queries direct in training, reasoning at test, over none direct"
-        ),
-    ]
+    text = """
+        self_hidden_100 | 67.4
+        self, no reasoning | 65.7
+        none_hidden_100 | 63.7
+        reasoning at test over none, same checkpoint = self_hidden_100 - self, no reasoning | +1.7 | +
+        no reasoning at test over trained without = self, no reasoning - none_hidden_100 | +2.0 | +
+        trained without, asked with reasoning, over without = none, reasoning - none_hidden_100
+        on both sides over queries only = self, both sides - self_hidden_100 | mixed
+        on candidates only over queries only = self, candidates only - self_hidden_100 | mixed
+        half of the queries direct in training: no reasoning at test, over trained without = half_direct, no reasoning - none_hidden_100
+        the same: reasoning at test, over none direct in training = half_direct - self_hidden_100
+    """
+    asked = [f"self, {mode}" for mode in MODES]
     arms = [
-        own,
-        none,
-        *(f"self, {mode}" for mode in MODES),
+        "self_hidden_100",
+        "none_hidden_100",
+        *asked,
         "none, reasoning",
         "half_direct",
         "half_direct, no reasoning",
     ]
-    return on_study_set(options, arms, [Table("hit@1, % and points", rows, ALL)])
+    return on_study_set(options, arms, [Table("hit@1, % and points", rows_of(text), ALL)])
 
 
 def figure_4(options: Options) -> Finding:
@@ -453,7 +451,7 @@ def figure_4(options: Options) -> Finding:
         ]
         texts = ["| trained | hit@1 after own text; oracle's; another query's oracle's, % |", "|---|---|"]
         for name, (words, _) in diagnoses.items():
-            place = options.out / options.on / "diagnoses" / name / f"{words[0]}.json"
+            place = options.out / "diagnoses" / name / f"{words[0]}.json"
             if not place.is_file():
                 continue
             found, label = json.loads(place.read_text()), name.partition("_")[2]
@@ -473,13 +471,12 @@ def figure_4(options: Options) -> Finding:
 
 def cold_starts(options: Options) -> Finding:
     """How well the model has to write before it embeds."""
-    rows = [
-        less(f"self_{name}", "self_hidden_100", f"cold start {name}, over the recipe's")
-        for name in COLD_STARTS
-    ]
-    rows.append(less("sampled", "self_hidden_100", "rollouts sampled at temperature 1, over greedy"))
+    text = "\n".join(
+        f"cold start {name}, over the recipe's = self_{name} - self_hidden_100" for name in COLD_STARTS
+    )
+    text += "\nrollouts sampled at temperature 1, over greedy = sampled - self_hidden_100"
     arms = ["self_hidden_100", *(f"self_{name}" for name in COLD_STARTS), "sampled"]
-    return on_study_set(options, arms, [Table("hit@1, points", rows, ALL)])
+    return on_study_set(options, arms, [Table("hit@1, points", rows_of(text), ALL)])
 
 
 # --- the demo: b, f
@@ -523,9 +520,9 @@ def on_demo(
     options: Options, folder: str, arms: Sequence[Arm], names: Sequence[str], rows: Sequence[Row]
 ) -> Finding:
     """A finding of the demo's queries."""
-    sets = {"queries": DEMO_SET if options.on == "test" else DEMO_SET.with_name("valid")}
+    sets = {options.on: DEMO_SET.with_name(options.on)}
     study = Study(
-        options.out / folder / options.on,
+        options.out / folder,
         arms,
         ("recipe=demo",),
         sets,
@@ -534,8 +531,7 @@ def on_demo(
         columns=("pair",),
     )
     slices = ALL | {
-        f"{pair} pairs": ("queries", "pair", value)
-        for pair, value in (("seen", "seen"), ("held-out", "held_out"))
+        f"{pair} pairs": ("", "pair", value) for pair, value in (("seen", "seen"), ("held-out", "held_out"))
     }
     return Finding(study, names, [Table("hit@1, % and points", rows, slices)])
 
@@ -550,11 +546,10 @@ def table_3(options: Options) -> Finding:
         # As in the paper, an arm without LM loss has no rationale either.
         words = ANCHORS["none"] if ratio == "none" else (f"loss.ratio={ratio}",)
         arms.append(Arm(name, "joint", "cold", (*words, *steps_words("joint", options))))
-    rows = each(names.values(), {name: str(TABLE_3[ratio]) for ratio, name in names.items()})
+    text = "\n".join(f"{name} | {TABLE_3[ratio]}" for ratio, name in names.items())
     for ratio in ("100:1", "10:1", "1:100", "none"):
-        difference = f"{TABLE_3['1:10'] - TABLE_3[ratio]:+.1f}"
-        rows.append(less("1_10", names[ratio], f"1:10 over {ratio}", difference, 1))
-    return on_demo(options, "demo", arms, list(names.values()), rows)
+        text += f"\n1:10 over {ratio} = 1_10 - {names[ratio]} | {TABLE_3['1:10'] - TABLE_3[ratio]:+.1f} | +"
+    return on_demo(options, "demo", arms, list(names.values()), rows_of(text))
 
 
 def modes(options: Options) -> Finding:
@@ -564,15 +559,22 @@ def modes(options: Options) -> Finding:
     for name, ((first, *others), settings) in STATES.items():
         arms.append(Arm(name, "joint", "cold", (*settings, *steps_words("joint", options)), query_mode=first))
         arms += [Arm(f"{name}, {mode}", "", name, query_mode=mode) for mode in others]
-    pairs = (
-        ("both", "words"), ("both, direct", "none"), ("adaptive", "words"), ("adaptive, direct", "none"),
-        ("adaptive, auto", "adaptive"), ("latent", "words"), ("latent, direct", "none"), ("latent, latent", "latent, direct"),
-        ("latent, latent", "latent"), ("silent", "none"), ("silent", "silent, direct"), ("silent, direct", "none"),
-    )  # fmt: skip
     names = [arm.name for arm in arms[1:]]
-    return on_demo(
-        options, "modes", arms, names, [*each(names), *(less(a, b, f"{a} over {b}") for a, b in pairs)]
-    )
+    text = """
+        both - words
+        both, direct - none
+        adaptive - words
+        adaptive, direct - none
+        adaptive, auto - adaptive
+        latent - words
+        latent, direct - none
+        latent, latent - latent, direct
+        latent, latent - latent
+        silent - none
+        silent - silent, direct
+        silent, direct - none
+    """
+    return on_demo(options, "modes", arms, names, rows_of("\n".join(names) + text))
 
 
 # --- reinforcement learning: rl
@@ -623,7 +625,7 @@ def reinforcement(options: Options) -> Finding:
             ends_with="backbone",
         )
     ]
-    rows = []
+    text = ""
     for dose, halves in SPOILED.items():
 
         def data(stage: str, dose: int = dose) -> str:
@@ -652,11 +654,10 @@ def reinforcement(options: Options) -> Finding:
             arms.append(Arm(f"{name}_{dose}", stage, joint, words, flops_of="" if name == "again" else again))
         pairs = [(name, "joint") for name in halves] + [(name, "again") for name in halves[1:]]
         pairs += [("rl_con", "ume"), ("rl_lm", "rl_con"), ("length", "rl_con"), ("adaptive", "rl_con")]
-        rows += [less(f"{a}_{dose}", f"{b}_{dose}") for a, b in pairs if {a, b} <= {"joint", *halves}]
+        text += "".join(f"{a}_{dose} - {b}_{dose}\n" for a, b in pairs if {a, b} <= {"joint", *halves})
         if dose:
-            rows.append(less(joint, "joint_0", f"cost of the spoiling: {joint} - joint_0"))
-            half = {f"rl_con_{dose}": 1.0, joint: -0.5, "joint_0": -0.5}
-            rows.append(Row(f"rl_con_{dose} beyond half of the way back", half))
+            text += f"cost of the spoiling = {joint} - joint_0\n"
+            text += f"beyond half of the way back = rl_con_{dose} - 0.5*{joint} - 0.5*joint_0\n"
     sets = {"unseen": out / "data_50" / "unseen", "test": DEMO_SET}
     metrics = {
         "hit@1, %": "hit@1",
@@ -669,9 +670,9 @@ def reinforcement(options: Options) -> Finding:
         metrics=tuple(metrics.values()), columns=("pair",), derive=what_was_written,
     )  # fmt: skip
     names = [arm.name for arm in arms if arm.query_mode]
-    tables = [Table(title, each(names), RL_SLICES, metric) for title, metric in metrics.items()]
+    tables = [Table(title, rows_of("\n".join(names)), RL_SLICES, metric) for title, metric in metrics.items()]
     for title, metric in (("hit@1", "hit@1"), ("right rationales written", "right_rationale")):
-        tables.append(Table(f"Paired differences, points of {title}", rows, RL_SLICES, metric))
+        tables.append(Table(f"Paired differences, points of {title}", rows_of(text), RL_SLICES, metric))
 
     def prepare() -> None:
         for dose in SPOILED:
@@ -721,17 +722,18 @@ def write_page(name: str, finding: Finding, options: Options) -> str:
     if options.steps is not None:
         lines += [f"Every stage had {options.steps} steps: a trial of the machinery, no figures.", ""]
     for table in finding.tables:
-        shown, rows = in_table(results, table)
+        shown, rows = in_table(results, table, options.on)
         lines += [f"{table.title}; 95 % intervals over seeds and groups of queries", "", *shown, ""]
         data += rows
     lines += finding.extra()
     text = "\n".join(lines) + "\n"
-    write_text(study.out / f"page_{name}.md", text)
-    write_text(study.out / f"page_{name}.json", json.dumps(data, indent=1))
+    page = f"page_{name}" if options.on == "test" else f"page_{name}_{options.on}"
+    write_text(study.out / f"{page}.md", text)
+    write_text(study.out / f"{page}.json", json.dumps(data, indent=1))
     return text
 
 
-def in_table(results: Results, table: Table) -> tuple[list[str], list[dict[str, Any]]]:
+def in_table(results: Results, table: Table, on: str) -> tuple[list[str], list[dict[str, Any]]]:
     """A table's lines in Markdown, and its rows as data; rows that are not run are named below it."""
     titles = ["", "the paper", *table.slices, "seeds", "verdict"]
     lines, data, missing = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"], [], []
@@ -739,7 +741,8 @@ def in_table(results: Results, table: Table) -> tuple[list[str], list[dict[str, 
         cells, seeds, said = [], 0, ""
         sign = "+" if abs(sum(row.weights.values())) < 1e-9 else ""
         for title, (set_name, column, value) in table.slices.items():
-            found = results.measure(row.weights, set_name, table.metric, (column, value) if column else None)
+            where = (column, value) if column else None
+            found = results.measure(row.weights, set_name or on, table.metric, where)
             if found is None:
                 cells.append("")
                 continue

@@ -68,22 +68,14 @@ def study(monkeypatch, tmp_path):
     def build(folder: Path, doses) -> None:
         """Forty queries; the first of two candidates has the right thing, ground and the serial that is written."""
         module.built.append((folder, tuple(doses)))
-        for name in (
-            "hidden_100",
-            "known_100",
-            *(f"{arm}_{dose}" for dose in doses for arm in ("hidden", "known")),
-        ):
-            path = folder / "test" / name
-            path.mkdir(parents=True, exist_ok=True)
-            corpus = {
-                "id": ["c0", "c1"],
-                "concept": ["key", "nail"],
-                "ground": ["rose", "sky"],
-                "serial": ["C4", "D1"],
-            }
-            pd.DataFrame(corpus).to_parquet(path / "corpus.parquet")
-            queries = {"id": [f"q{n:02}" for n in range(40)], "answer": "key", "ground": "rose"}
-            pd.DataFrame(queries).to_parquet(path / "queries.parquet")
+        corpus = {"id": ["c0", "c1"], "concept": ["key", "nail"], "ground": ["rose", "sky"]}
+        queries = {"id": [f"q{n:02}" for n in range(40)], "answer": "key", "ground": "rose"}
+        for split in ("test", "valid"):
+            for name in [f"{arm}_{dose}" for dose in doses for arm in ("hidden", "known")]:
+                (folder / split / name).mkdir(parents=True)
+                frame = pd.DataFrame(corpus | {"serial": ["C4", "D1"]})
+                frame.to_parquet(folder / split / name / "corpus.parquet")
+                pd.DataFrame(queries).to_parquet(folder / split / name / "queries.parquet")
 
     monkeypatch.setattr(arms, "run", run)
     monkeypatch.setattr(arms.subprocess, "run", count)
@@ -111,7 +103,7 @@ def trained(study):
     return found
 
 
-def rows(study, name, folder="test"):
+def rows(study, name, folder=""):
     found = json.loads((study.folder / folder / f"page_{name}.json").read_text())
     return {(row["row"], row["slice"], row["metric"]): row for row in found}
 
@@ -125,10 +117,10 @@ def test_table_4_from_one_warm_start_and_a_cold_start_for_each_kind_of_records(s
     once = trained(study)
     assert once[:5] == [
         ("eyes", ""),
-        ("warm", "test/eyes/shared/backbone"),
-        ("cold_hidden_100", "test/warm/shared/joint/final"),
-        ("self_hidden_100", "test/cold_hidden_100/shared/cold_start/final"),
-        ("oracle_hidden_100", "test/cold_hidden_100/shared/cold_start/final"),
+        ("warm", "eyes/shared/backbone"),
+        ("cold_hidden_100", "warm/shared/joint/final"),
+        ("self_hidden_100", "cold_hidden_100/shared/cold_start/final"),
+        ("oracle_hidden_100", "cold_hidden_100/shared/cold_start/final"),
     ]
     names = [name for name, _ in once]
     assert [names.count(name) for name in ("warm", "cold_known_100", "self_known_100")] == [1, 1, 2]
@@ -161,29 +153,34 @@ def test_table_4_from_one_warm_start_and_a_cold_start_for_each_kind_of_records(s
         == found["self_hidden_100", "all", "ground"]["mean"]
         == 0.5
     )
-    change = found["self over oracle, hidden more than known, 100 values", "all", "hit@1"]
+    change = found["hidden more than known", "all", "hit@1"]
     assert (change["mean"], change["verdict"]) == (0, "undecided")
     shown = capsys.readouterr().out
     assert "| self_hidden_100 - oracle_hidden_100 | +7.0 | +25.0 [" in shown
-    assert "Not run yet: none_known_100; self_silent_100;" in shown
+    assert "Not run yet: none_known_100; self_known_100 - none_known_100; " in shown
 
     before = len(study.commands)
     study.main(["a", "seeds=2", FEW, *study.given])
     assert len(study.commands) == before
+    # Validation asks the same checkpoints.
+    study.main(["a", "seeds=1", "on=valid", "arms=self_known_100", *study.given])
+    (asked,) = study.commands[before:]
+    assert {"eval", f"set={study.folder}/data/valid/known_100"} <= set(asked)
+    assert (study.folder / "page_a_valid.md").is_file()
 
 
 def test_every_table_is_recomputed_from_what_was_kept(study, tmp_path):
     study.main(["a", "seeds=2", FEW, *study.given])
-    text = (study.folder / "test" / "page_a.md").read_text()
-    kept = study.folder / "test" / "kept.json"
+    text = (study.folder / "page_a.md").read_text()
+    kept = study.folder / "kept.json"
     assert kept.stat().st_size < 12_000  # ten runs of four metrics
     (tmp_path / "kept").mkdir()
-    kept.rename(tmp_path / "kept" / "study_test.json")
+    kept.rename(tmp_path / "kept" / "study.json")
     (study.folder).rename(tmp_path / "gone")
     study.commands.clear()
     study.main(["a", "seeds=2", "collect=true", *study.given])
     assert study.commands == []
-    assert (study.folder / "test" / "page_a.md").read_text() == text
+    assert (study.folder / "page_a.md").read_text() == text
 
 
 def test_every_finding_has_arms_that_exist_and_recipes_that_load(study):
@@ -207,7 +204,7 @@ def test_every_finding_has_arms_that_exist_and_recipes_that_load(study):
 
 def test_diagnoses_of_figure_4(study):
     study.main(["d", "seeds=1", *study.given])
-    text = (study.folder / "test" / "page_d.md").read_text()
+    text = (study.folder / "page_d.md").read_text()
     assert "| hidden_100 | 2.00; 1.50; 0.01 |" in text
     assert "| oracle_hidden_100 | 50.0 [40.0, 60.0]; 60.0 [50.0, 70.0]; 10.0 [0.0, 20.0] |" in text
 
@@ -266,6 +263,23 @@ def test_a_run_that_another_process_makes_comes_last(study, monkeypatch):
     assert [name for name, _ in trained(study)] == ["both"]
     study.arms.run_all(made, [(arm, 0), (other, 0)])
     assert [name for name, _ in trained(study)] == ["both", "words"]
+
+
+def test_rows_are_read_as_they_are_declared(study):
+    plain, change, half = study.rows_of("""
+        self, no reasoning | 65.7
+        1:10 over none = a b - none, reasoning + 0.5*c | +1.7 | +
+        a - 0.5*b - 0.5*b | | -
+    """)
+    assert (plain.says, plain.weights, plain.paper, plain.sign) == (
+        "self, no reasoning",
+        {"self, no reasoning": 1},
+        "65.7",
+        0,
+    )
+    assert change.says == "1:10 over none"
+    assert (change.weights, change.sign) == ({"a b": 1, "none, reasoning": -1, "c": 0.5}, 1)
+    assert (half.says, half.weights, half.sign) == ("a - 0.5*b - 0.5*b", {"a": 1, "b": -1}, -1)
 
 
 def test_help_names_every_finding(study, capsys):

@@ -656,8 +656,8 @@ def reinforcement(options: Options) -> Finding:
         pairs += [("rl_con", "ume"), ("rl_lm", "rl_con"), ("length", "rl_con"), ("adaptive", "rl_con")]
         text += "".join(f"{a}_{dose} - {b}_{dose}\n" for a, b in pairs if {a, b} <= {"joint", *halves})
         if dose:
-            text += f"cost of the spoiling = {joint} - joint_0\n"
-            text += f"beyond half of the way back = rl_con_{dose} - 0.5*{joint} - 0.5*joint_0\n"
+            text += f"cost of spoiling {dose} % = {joint} - joint_0\n"
+            text += f"beyond half of the way back, {dose} % = rl_con_{dose} - 0.5*{joint} - 0.5*joint_0\n"
     sets = {"unseen": out / "data_50" / "unseen", "test": DEMO_SET}
     metrics = {
         "hit@1, %": "hit@1",

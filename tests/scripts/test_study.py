@@ -81,7 +81,7 @@ def study(monkeypatch, tmp_path):
     monkeypatch.setattr(arms.subprocess, "run", count)
     monkeypatch.setattr(module, "run", run)
     monkeypatch.setattr(module, "build", build)
-    monkeypatch.setattr(module.spoil, "write", lambda out, dose, seed: out.mkdir(parents=True))
+    monkeypatch.setattr(module.spoil, "write", lambda out, dose, seed: out.mkdir(parents=True, exist_ok=True))
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     module.arms, module.folder = arms, tmp_path / "a study"
     module.given = [f"out={module.folder}", f"kept={tmp_path / 'kept'}", "launcher=accelerate launch"]

@@ -35,6 +35,7 @@ from rge.distributed import collectives as dist
 from rge.distributed import launch
 from rge.distributed.failure_detection import EndOfAll, after_main
 from rge.losses import CONTRASTIVE_LOSSES
+from rge.model.adapter_files import find_base, holds_adapters
 from rge.model.backbone import check_sizes, read_config
 from rge.model.embedding_model import Kept
 from rge.model.hub_model import HubModel
@@ -393,7 +394,9 @@ def _nothing_to_compare(recipe: Recipe, name: str, layouts: Mapping[str, Layout]
 def _outline(recipe: Recipe) -> HubModel:
     """The model without its weights; its config must be readable."""
     if recipe.init is not None:
-        read_config(checkpoint_folder(Path(recipe.init)))
+        read_config(start := checkpoint_folder(Path(recipe.init)))
+        if holds_adapters(start):
+            find_base(start, instead=recipe.model.path)
     elif recipe.model.path is not None:
         read_config(recipe.model.path, recipe.model.revision)
     try:

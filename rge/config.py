@@ -75,7 +75,8 @@ class ScratchConfig:
 
 @dataclass
 class LoraConfig:
-    """Low-rank adapters instead of full fine-tuning; the ``<emb>`` row is trained beside them. Merged on export."""
+    """Low-rank adapters instead of full fine-tuning; the ``<emb>`` row is trained beside them. Merged on export, unless
+    `export.adapters_only`."""
 
     rank: AtLeastOne = 16
     """Inner dimension of an adapter."""
@@ -510,6 +511,15 @@ class ValidationConfig(RecordsConfig):
 
 
 @dataclass
+class ExportConfig:
+    """What a checkpoint holds."""
+
+    adapters_only: bool = False
+    """With `model.lora`: the adapters and the rows of new tokens alone, as PEFT's own files of a few MB, and in ``rge.json`` which base
+    they belong to (docs/training.md). A stage then goes on from the adapters of the one before. false: merged weights."""
+
+
+@dataclass
 class LogConfig:
     """Where progress goes; JSON lines are always written."""
 
@@ -546,6 +556,7 @@ class Recipe:
     rl: RLConfig = field(default_factory=RLConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
     def stages(self) -> list[str]:
@@ -680,6 +691,8 @@ _RULES: Rules = {
     "model.freeze_vision=true leaves model.lora.vision=true nothing to train; choose one": lambda r: (
         r.model.lora and r.model.lora.vision and r.model.freeze_vision
     ),
+    "export.adapters_only=true needs adapters, and all weights are trained: set model.lora, e.g. {{rank: 16}}, or "
+    "export.adapters_only=false": lambda r: r.export.adapters_only and r.model.lora is None,
     "model.min_pixels ({r.model.min_pixels}) must not exceed model.max_pixels ({r.model.max_pixels})": lambda r: (
         r.model.min_pixels > r.model.max_pixels
     ),
@@ -744,6 +757,10 @@ _RL_RULES: Rules = {
     ),
     "rl.beta={r.rl.beta} is a part of the policy gradient, which rl.alpha_rl=0 leaves out: set rl.beta=0 too": lambda r: (
         r.rl.beta and not r.rl.alpha_rl
+    ),
+    "rl.beta measures from the model without adapters, and with export.adapters_only=true the stage rl goes on from earlier "
+    "ones: set rl.beta=0 or export.adapters_only=false": lambda r: (
+        r.rl.beta and r.rl.alpha_rl and r.export.adapters_only
     ),
     "rl.temperature={r.rl.temperature} is not possible with rollout.backend=vllm: 0, or 0.01 to 2": lambda r: (
         r.rollout.backend == "vllm" and not _vllm_samples_at(r.rl.temperature)

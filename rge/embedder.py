@@ -67,7 +67,10 @@ class Embedder:
 
     Attributes:
         exact: see `encode`.
+        base: directory that the base of a checkpoint of adapters was found in.
     """
+
+    base: Path | None = None
 
     def __init__(
         self,
@@ -99,6 +102,7 @@ class Embedder:
         checkpoint: str | Path,
         *,
         revision: str | None = None,
+        base: str | Path | None = None,
         device: str | Sequence[str] | None = None,
         dtype: str | None = None,
         quantization: Literal["8bit", "4bit"] | None = None,
@@ -114,6 +118,8 @@ class Embedder:
             checkpoint: directory with weights, processor and ``rge.json``, or the id of one on the Hugging Face hub;
                 ``demo`` is the small one that comes with the package.
             revision: commit, tag or branch on the hub.
+            base: directory or hub id of the model that a checkpoint of adapters belongs to (``export.adapters_only``); None: where
+                its ``rge.json`` says.
             device: e.g. ``cuda:0``; None takes a GPU if there is one. Several, e.g. ``["cuda:0", "cuda:1"]``, embed
                 together, each in a process of its own that is started when it is first needed; nothing is loaded here.
             dtype: weights' dtype; None takes float32 on CPU and the recipe's on GPU.
@@ -128,6 +134,7 @@ class Embedder:
         Raises:
             CheckpointError: not a checkpoint of rge, or the hub cannot be reached.
             BackboneError: its weights or processor cannot be loaded, or have no ``<emb>``.
+            AdapterError: the base of its adapters is not there, or has other weights.
         """
         import torch
 
@@ -136,6 +143,7 @@ class Embedder:
 
         folder = local_folder(checkpoint, revision)
         settings = read_settings(folder)
+        found = _base(folder, base)
         devices = [device] if device is None or isinstance(device, str) else list(device)
         if not devices:
             raise ValueError("device names no device; None takes a GPU if there is one")
@@ -152,12 +160,14 @@ class Embedder:
         if engine == "vllm":
             if len(devices) > 1 or quantization is not None:
                 raise UserError("engine=vllm is for one device and for weights as the checkpoint has them")
-            inference = Inference.load(folder, settings, first, VllmOptions(vllm_memory, vllm_rows))
+            inference = Inference.load(folder, settings, first, VllmOptions(vllm_memory, vllm_rows), found)
             assert inference.engine is not None
             return cls._of(inference, folder, settings | {"engine": inference.engine.name})
         if len(devices) > 1:
-            return _SpreadEmbedder(folder, settings, [each for each in devices if each is not None])
-        return cls._of(Inference.load(folder, settings, first), folder, settings)
+            return _SpreadEmbedder(folder, settings, [each for each in devices if each is not None], found)
+        embedder = cls._of(Inference.load(folder, settings, first, base=found), folder, settings)
+        embedder.base = found
+        return embedder
 
     @property
     def model(self) -> "EmbeddingModel":
@@ -559,12 +569,15 @@ class Embedder:
 class _SpreadEmbedder(Embedder):
     """An `Embedder` whose model is in worker processes, one a device; it has neither `model` nor `builder` itself."""
 
-    def __init__(self, checkpoint: Path, settings: dict[str, Any], devices: Sequence[str]):
+    def __init__(
+        self, checkpoint: Path, settings: dict[str, Any], devices: Sequence[str], base: Path | None
+    ):
         import torch
 
         self._describe(checkpoint, settings)
+        self.base = base
         threads = max(1, torch.get_num_threads() // len(devices))
-        self._workers = Workers(partial(_worker, checkpoint, settings, threads), devices)
+        self._workers = Workers(partial(_worker, checkpoint, settings, base, threads), devices)
 
     engine = None
 
@@ -589,16 +602,27 @@ class _SpreadEmbedder(Embedder):
         self._workers.run(jobs, put, on_progress)
 
 
-def _worker(folder: Path, settings: dict[str, Any], threads: int, device: str) -> Work:
+def _worker(folder: Path, settings: dict[str, Any], base: Path | None, threads: int, device: str) -> Work:
     """What a worker does, see `rge.distributed.workers`."""
     import torch
 
     from rge.inference import Inference
 
-    embedder = Embedder._of(Inference.load(folder, settings, device), folder, settings)
+    embedder = Embedder._of(Inference.load(folder, settings, device, base=base), folder, settings)
     if device == "cpu":
         torch.set_num_threads(threads)
     return embedder._window
+
+
+def _base(folder: Path, asked: str | Path | None) -> Path | None:
+    """The base of a checkpoint of adapters; None where the checkpoint has all its weights."""
+    from rge.model.adapter_files import find_base, holds_adapters
+
+    if holds_adapters(folder):
+        return find_base(folder, asked)
+    if asked is not None:
+        raise UserError(f"base={asked} is for checkpoints of adapters, and {folder} has all its weights")
+    return None
 
 
 def local_folder(checkpoint: str | Path, revision: str | None) -> Path:

@@ -80,7 +80,12 @@ class Inference:
 
     @classmethod
     def load(
-        cls, folder: Path, settings: dict[str, Any], device: str, vllm: VllmOptions | None = None
+        cls,
+        folder: Path,
+        settings: dict[str, Any],
+        device: str,
+        vllm: VllmOptions | None = None,
+        base: Path | None = None,
     ) -> "Inference":
         """Load a checkpoint.
 
@@ -89,12 +94,18 @@ class Inference:
             settings: content of ``rge.json``, with ``dtype`` and maybe ``quantization``.
             device: one.
             vllm: let vLLM compute.
+            base: of a checkpoint of adapters.
 
         Raises:
             BackboneError: weights or processor cannot be loaded, have no ``<emb>``, or vLLM does not start.
         """
         if device == "cpu":
             limit_threads()
+        if vllm is not None and base is not None:
+            raise BackboneError(
+                f"engine=vllm reads a checkpoint's weights itself, and {folder} holds adapters alone: export it with "
+                "export.adapters_only=false, or use engine=own"
+            )
         backbone = load_backbone(
             folder,
             dtype=settings["dtype"],
@@ -103,6 +114,7 @@ class Inference:
             quantization=settings.get("quantization"),
             device=device,
             think_tokens=settings.get("think_tokens", 0),
+            base=base,
         )
         builder = PromptBuilder(backbone.processor, settings["profile"], settings["max_prompt_tokens"])
         model = EmbeddingModel(backbone)

@@ -83,7 +83,7 @@ def train_stage(
     records, kept = run.records, run.kept[name]
     stage: StageConfig = getattr(recipe, name)
     objective = Objective.of(recipe, name)
-    embedder = embedder_to_train(start, recipe.model)
+    embedder = embedder_to_train(start, recipe.model, recipe.export.adapters_only)
     check_sizes(recipe.loss.matryoshka_dims, embedder.model)
     batches = make_batches(recipe, stage, objective, embedder.processor, records)
     reinforcement = None
@@ -111,7 +111,7 @@ def train_stage(
     commit = getattr(embedder.model.config, "_commit_hash", None)
     identity = stage_identity(recipe, name, records, start, commit, accelerator)
     manager = CheckpointManager(
-        recipe, name, folder, num_steps, validation, embedder, model, optimizer, accelerator, identity
+        recipe, name, folder, num_steps, validation, embedder, model, optimizer, accelerator, identity, start
     )
     first_step = manager.resume()
 

@@ -60,6 +60,8 @@ class RunOptions(PluginOptions):
     imported with verbatim=true; null: as this program asks every model of its kind."""
     revision: str | None = None
     """Commit, tag or branch of an id on the hub."""
+    base: str | None = None
+    """Directory or hub id of the model that adapters (a checkpoint of rge, or a LoRA) belong to; null: where their files say."""
     set: Path
     """Retrieval set directory, see `eval.sets.retrieval_set`, or a suite of them, see `eval.benchmarks.suite`."""
     out: Path
@@ -445,6 +447,7 @@ def default_loader(options: RunOptions) -> Callable[..., Embeds]:
     asked: dict[str, Any] = {
         "adapter": options.adapter,
         "revision": options.revision,
+        "base": options.base,
         "as_released": options.as_ == "release",
     }
     if options.engine != "own":

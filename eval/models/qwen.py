@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from peft import PeftConfig, get_peft_model, set_peft_model_state_dict
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoProcessor
 
@@ -23,6 +21,7 @@ from eval.models.registry import Facts
 from rge.common.errors import UserError
 from rge.common.prompt_profiles import PROFILES, Profile
 from rge.common.schema import Item
+from rge.model.adapter_files import PREFIX, merge_saved
 from rge.model.families import normalised
 from rge.model.prompts import Prompt, PromptBuilder
 
@@ -133,7 +132,7 @@ def load_qwen(facts: Facts, adapter: str, dtype: str, *, backend: str | None = N
         if backend is not None:
             processor.image_processor = AutoImageProcessor.from_pretrained(of_processor, backend=backend)
         model = whole(base, AutoModelForImageTextToText.from_pretrained, dtype)
-    return (_merged(model, facts) if is_lora else model), processor
+    return (merge_saved(model, facts.path, _name_now) if is_lora else model), processor
 
 
 def _has_processor(facts: Facts) -> bool:
@@ -142,33 +141,12 @@ def _has_processor(facts: Facts) -> bool:
     )
 
 
-def _merged(model: nn.Module, facts: Facts) -> nn.Module:
-    """The base with its LoRA added; adapters saved before transformers 4.52 name modules otherwise.
-
-    Raises:
-        UserError: a weight of the adapter has no place, or a place no weight.
-    """
-    config = PeftConfig.from_pretrained(str(facts.path))
-    config.inference_mode = True
-    adapted = get_peft_model(model, config)
-    weights = load_file(facts.path / "adapter_model.safetensors")
-    prefix = "base_model.model."
-    renamed = {}
-    for key, weight in weights.items():
-        key = re.sub(rf"^{re.escape(prefix)}visual\.", f"{prefix}model.visual.", key)
-        key = re.sub(
-            rf"^{re.escape(prefix)}model\.(layers|norm|embed_tokens)\b",
-            rf"{prefix}model.language_model.\1",
-            key,
-        )
-        renamed[key] = weight
-    outcome: Any = set_peft_model_state_dict(adapted, renamed)
-    lost = sorted(outcome.unexpected_keys) + sorted(key for key in outcome.missing_keys if "lora_" in key)
-    if lost:
-        raise UserError(
-            f"{len(lost)} weights of the LoRA in {facts.name} do not fit its base, e.g. {lost[0]}"
-        )
-    return adapted.merge_and_unload()
+def _name_now(name: str) -> str:
+    """A LoRA's weight by the name of today: one saved before transformers 4.52 names modules otherwise."""
+    name = re.sub(rf"^{re.escape(PREFIX)}visual\.", f"{PREFIX}model.visual.", name)
+    return re.sub(
+        rf"^{re.escape(PREFIX)}model\.(layers|norm|embed_tokens)\b", rf"{PREFIX}model.language_model.\1", name
+    )
 
 
 def _padded(rows: Sequence[Tensor], value: int) -> Tensor:

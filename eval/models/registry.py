@@ -200,6 +200,7 @@ def load_model(
     max_new_tokens: int | None = None,
     temperature: float | None = None,
     as_released: bool = False,
+    base: str | None = None,
     engine: str = "own",
     **of_engine: Any,
 ) -> Embeds:
@@ -214,6 +215,7 @@ def load_model(
         max_new_tokens: cap on a rationale; None takes the model's own.
         temperature: of sampled rationales; None takes the model's own, which is greedy.
         as_released: ask it as its authors' own code does, see `eval.models.released`.
+        base: directory or hub id of the model that adapters belong to; None takes the one that their files name.
         engine: ``vllm`` for our checkpoints, see `rge.embedder.Embedder.from_pretrained`.
         of_engine: its ``vllm_memory`` and ``vllm_rows``.
 
@@ -222,7 +224,7 @@ def load_model(
     """
     # looked up first: an unknown name is an error before anything is fetched
     asked = None if adapter is None else EMBEDDERS[adapter]
-    facts = facts_of(model, revision)
+    facts = facts_of(model, revision, base)
     chosen = asked or _recognised(facts)
     if facts.model_type in NOT_HERE and chosen in (None, *OURS):
         raise UserError(
@@ -242,6 +244,10 @@ def load_model(
                 f"engine={engine} is for checkpoints of rge, and {model} is asked as {chosen.name}"
             )
         options |= {"engine": engine, **of_engine}
+    if base is not None and facts.base is None:
+        if chosen.name != "rge":
+            raise UserError(f"base={base} is for adapters, and {model} has all its weights")
+        options["base"] = base
     encoder = chosen.load(facts, as_released=as_released, **options)
     notes = []
     if facts.fetched:
@@ -273,8 +279,8 @@ def _device(device: str | None) -> str:
     return torch.cuda.get_device_name(device) if device.startswith("cuda") else device
 
 
-def facts_of(model: str | Path, revision: str | None = None) -> Facts:
-    """Look at a model's files, fetching them from the hub where ``model`` is no directory.
+def facts_of(model: str | Path, revision: str | None = None, base_named: str | None = None) -> Facts:
+    """Look at a model's files, fetching them from the hub where ``model`` is no directory; of a LoRA, at its base's too.
 
     Raises:
         UserError: there is no such directory and no such id, or a file is broken.
@@ -289,9 +295,10 @@ def facts_of(model: str | Path, revision: str | None = None) -> Facts:
     config, base = _json(path / "config.json"), None
     if "adapter_config.json" in files and not config:
         lora = _json(path / "adapter_config.json")
-        name = lora.get("base_model_name_or_path") or ""
+        own = lora.get("base_model_name_or_path") or ""
+        name = base_named or own
         if name and Path(name) != path:
-            base = facts_of(name, None if Path(name).is_dir() else lora.get("revision"))
+            base = facts_of(name, None if Path(name).is_dir() or name != own else lora.get("revision"))
             config = _json(base.path / "config.json")
     kind = str(config.get("model_type") or "")
     return Facts(path, str(model), commit, kind, files, _tokens(path), base, fetched)

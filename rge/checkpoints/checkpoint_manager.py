@@ -29,6 +29,7 @@ from rge.distributed import collectives as dist
 from rge.distributed import launch
 from rge.distributed.failure_detection import EndOfAll
 from rge.identity.run_identity import Identity
+from rge.model.adapter_files import Base
 from rge.model.adapters import has_adapters, merged_weights
 from rge.model.embedding_model import EmbeddingModel
 from rge.validation import Validation
@@ -99,6 +100,7 @@ class CheckpointManager:
         optimizer,
         accelerator: Accelerator,
         identity: Identity,
+        start: str,
     ):
         self.identity = identity
         self.recipe, self.name, self.folder, self.num_steps = recipe, name, folder, num_steps
@@ -118,6 +120,9 @@ class CheckpointManager:
         # Read now: at the end of the stage a hub that is out of reach would cost what was trained.
         sources = getattr(recipe, name).sources if accelerator.is_main_process else []
         self._training_data = training_data(sources)
+        if recipe.export.adapters_only and accelerator.is_main_process:
+            commit, rows = getattr(embedder.model.config, "_commit_hash", None), embedder.rows_of_base
+            self._base = Base.of(start, commit, rows)
         self.metric = "val_" + (metric if validation and validation.objective.compares else "loss_lm")
         stop_after_this_step_at_signals()
 
@@ -277,9 +282,12 @@ class CheckpointManager:
             settings["validation"] = validation
         if self.accelerator.is_main_process:
             settings |= self._training_data
+        adapters_only = recipe.export.adapters_only
+        if adapters_only and self.accelerator.is_main_process:
+            settings["base"] = self._base.seen_from(path)
         weights = dist.full_weights(self.accelerator, self.model, self.embedder)
         if self.accelerator.is_main_process:
-            if has_adapters(self.embedder.model):
+            if has_adapters(self.embedder.model) and not adapters_only:
                 weights = merged_weights(self.embedder.model, weights)
             export(self.embedder, path, settings, weights)
         self.accelerator.wait_for_everyone()

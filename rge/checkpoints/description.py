@@ -109,6 +109,11 @@ def model_card(settings: dict[str, Any], name: str, licence: str | None = None) 
     """
     path = f"./{name.rsplit('/', 1)[-1]}"
     base: str = (settings["recipe"].get("model") or {}).get("path") or ""
+    adapted: dict[str, Any] | None = settings.get("base")
+
+    def on_hub(name: str) -> bool:
+        return name.count("/") == 1 and not Path(name).exists()
+
     least, most = (f"{settings['pixels'][end]:,}" for end in ("min", "max"))
     validation = settings.get("validation") or {}
     figures = [
@@ -122,8 +127,10 @@ def model_card(settings: dict[str, Any], name: str, licence: str | None = None) 
         path=path,
         licence=licence,
         base=base,
-        base_on_hub=base.count("/") == 1 and not Path(base).exists(),
+        base_on_hub=on_hub(base),
         base_name=Path(base).name,
+        settings_base=adapted,
+        adapted=adapted and (adapted["path"] if on_hub(adapted["path"]) else Path(adapted["path"]).name),
         default=(settings.get("instructions") or {}).get("default"),
         range=least if least == most else f"{least} to {most}",
         measured=Path(str(validation.get("path"))).name if validation else None,
@@ -169,11 +176,17 @@ its state at `<emb>`, right after the prompt, is the embedding.
 ```python
 from rge import Embedder
 
-embedder = Embedder.from_pretrained("{{ path }}")
+embedder = Embedder.from_pretrained("{{ path }}"{{ ', base="%s"' % adapted if adapted }})
 query = embedder.encode_query("What do you need to open this?", images="padlock.png")
 scores = embedder.similarity(query, embedder.encode_document(images=["key.png", "nail.png"]))
 ```
 
+{% if adapted %}
+These files are adapters of PEFT and the rows of new tokens. The base whose weights they need is `{{ adapted }}`, sha256 \
+`{{ settings_base.sha256[:12] }}` over its safetensors files; `base=` may be left out where it lies where it did in training. \
+`peft.PeftModel.from_pretrained(base_model, "{{ path }}")` loads them too.
+
+{% endif %}
 With sentence-transformers: `SentenceTransformer("{{ path }}", trust_remote_code=True)`, then `encode_query` and \
 `encode_document` (the package `rge` must be installed; the flag lets sentence-transformers use it).
 

@@ -1,6 +1,7 @@
 """Export finished checkpoints and recognise them; states to resume from are in `rge.checkpoints.training_state`.
 
-A finished stage is exported to ``<stage>/final``: a plain Hugging Face directory plus ``rge.json``.
+A finished stage is exported to ``<stage>/final``: a plain Hugging Face directory plus ``rge.json``; or adapters alone, see
+`rge.model.adapter_files`.
 """
 
 import hashlib
@@ -21,6 +22,7 @@ import rge
 from rge.checkpoints.description import SENTENCE_TRANSFORMERS, model_card
 from rge.checkpoints.manifest import DONE, flush, write_manifest
 from rge.common.errors import UserError
+from rge.model.adapter_files import adapter_weights, write_adapters
 from rge.model.backbone import tied_names, weight_names
 from rge.model.embedding_model import EmbeddingModel
 from rge.model.hub_model import HubModel
@@ -48,7 +50,8 @@ def export(
     Args:
         embedder: unwrapped.
         folder: the checkpoint; written under a temporary name and renamed.
-        settings: content of ``rge.json``, see `settings_of`.
+        settings: content of ``rge.json``, see `settings_of`. Where they name a ``base``, no weights are written but
+            `rge.model.adapter_files.adapter_weights`.
         state_dict: weights of ``embedder.model`` that are not its own: gathered, merged. They are written in the dtype
             that the model was loaded in; where that is bfloat16, float32 ones are trained.
 
@@ -61,13 +64,20 @@ def export(
     model, loaded = embedder.model, _dtype_loaded(embedder.model)
     if loaded is not None and {parameter.dtype for parameter in model.parameters()} != {loaded}:
         state_dict = model.state_dict(keep_vars=True) if state_dict is None else state_dict
+    if adapters_only := "base" in settings:
+        state_dict = adapter_weights(model, embedder.rows_of_base, state_dict)
     weights = dict(model.state_dict() if state_dict is None else state_dict)
-    _check_names(model, weights, folder)
+    if not adapters_only:
+        _check_names(model, weights, folder)
     if state_dict is not None and loaded is not None:
         state_dict = weights = _cast(state_dict, loaded)
     try:
         temporary.mkdir(parents=True)
-        model.save_pretrained(temporary, state_dict=state_dict)
+        if adapters_only:
+            write_adapters(model, temporary, settings["base"], weights)
+            model.config.save_pretrained(temporary)
+        else:
+            model.save_pretrained(temporary, state_dict=state_dict)
         if _dtype_loaded(model) != loaded:
             # transformers has written down the dtype of the weights that are trained.
             model.config.dtype = loaded

@@ -17,6 +17,7 @@ from rge.data.sources import Records
 from rge.distributed import collectives as dist
 from rge.distributed import launch
 from rge.identity.run_identity import Identity, content_of, differences, in_words, run_identity
+from rge.model.adapter_files import holds_adapters
 from rge.rl.pool import pool_path
 
 MAY_DIFFER = ("out", "stage", "recipe", "log.", "train.save_every", "train.keep_last", "train.log_every", "data.num_workers",
@@ -85,10 +86,16 @@ def stage_identity(
         folder = Path(start)
         found = run_identity(
             records=records_identity(recipe, name, records),
-            start=content_of(folder, but=ABOUT) if folder.exists() else {"model": start, "commit": commit},
+            start=_content_of_start(folder) if folder.exists() else {"model": start, "commit": commit},
             launch=launch.describe(accelerator) | {"mixed_precision": accelerator.mixed_precision},
         )
     return dist.from_main(found)
+
+
+def _content_of_start(folder: Path) -> dict[str, Any]:
+    """Of adapters the base too, which their files do not hold."""
+    base = {"base": read_settings(folder)["base"]["sha256"]} if holds_adapters(folder) else {}
+    return content_of(folder, but=ABOUT) | base
 
 
 ABOUT = ("README.md", RGE_JSON, "identity.json", "done.json", "eyes.json")

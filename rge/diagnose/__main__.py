@@ -59,7 +59,7 @@ def _leakage(asked: LeakageOptions, out: Path) -> tuple[dict[str, Any], str]:
     from rge.diagnose import leakage
 
     training = {key: getattr(asked, key) for key in ("steps", "batch_size", "lr", "seed")}
-    found = leakage.leakage(asked.checkpoint, asked.data, on_step=_progress, **training)
+    found = leakage.leakage(asked.checkpoint, asked.data, on_step=_progress, base=asked.base, **training)
     write_text(out / "leakage.svg", leakage.plot(found))
     return found, leakage.table(found)
 
@@ -70,7 +70,7 @@ def _with_pairs(asked: Diagnosis) -> tuple[dict[str, Any], str]:
     from rge.embedder import Embedder
 
     assert isinstance(asked, (SensitivityOptions, InvarianceOptions))
-    encoder = Embedder.from_pretrained(asked.checkpoint, dtype="float32")
+    encoder = Embedder.from_pretrained(asked.checkpoint, base=asked.base, dtype="float32")
     pairs = read_pairs(asked.data, asked.limit, asked.seed)
     if isinstance(asked, SensitivityOptions):
         found = sensitivity.sensitivity(encoder, pairs, batch_size=asked.batch_size, seed=asked.seed)

@@ -76,10 +76,12 @@ def _variants(
         yield mode, "in the opposite order", found
     if backend == "vllm":
         yield "reasoning", "vLLM's rationale", _by_vllm(encoder, items, most)
-    coarse = Embedder.from_pretrained(encoder.checkpoint, device=str(encoder.model.device), dtype="bfloat16")
+    coarse = Embedder.from_pretrained(
+        encoder.checkpoint, base=encoder.base, device=str(encoder.model.device), dtype="bfloat16"
+    )
     for mode in MODES:
         yield mode, "bfloat16", coarse.encode(items, side="query", mode=mode, batch_size=most)
-    plain = load_plain(encoder.checkpoint).to(encoder.model.device)
+    plain = load_plain(encoder.checkpoint, encoder.base).to(encoder.model.device)
     prompts = [encoder.builder.build(item, "query") for item in items]
     for attention in ("sdpa", "eager"):
         plain.set_attn_implementation(attention)

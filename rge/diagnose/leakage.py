@@ -49,6 +49,7 @@ def leakage(
     seed: int = 0,
     triplets: tuple[str, ...] = TRIPLETS,
     on_step: Callable[[str, int, dict[str, float]], object] | None = None,
+    base: str | None = None,
 ) -> dict[str, Any]:
     """Train a copy of the checkpoint on each kind of triplets.
 
@@ -61,6 +62,7 @@ def leakage(
         seed: of records and wrong partners.
         triplets: which kinds.
         on_step: called with kind, step and losses.
+        base: of a checkpoint of adapters, where it is not where that says.
 
     Returns:
         ``chance``, ``curves`` (kind -> loss_lm and loss_contrastive per step), ``gain`` (kind -> nats below chance over the
@@ -71,7 +73,7 @@ def leakage(
     chances: list[float] = []
     for kind in triplets:
         torch.manual_seed(seed)
-        encoder = Embedder.from_pretrained(checkpoint, dtype="float32")
+        encoder = Embedder.from_pretrained(checkpoint, base=base, dtype="float32")
         embedder = encoder.model.train()
         embedder.requires_grad_(True)
         objective = Objective(

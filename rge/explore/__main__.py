@@ -44,12 +44,12 @@ def main(words: list[str]) -> int:
 
     if asked.index is None:
         checkpoint = asked.checkpoint or "demo"
-        embedder = Embedder.from_pretrained(checkpoint)
+        embedder = Embedder.from_pretrained(checkpoint, base=asked.base)
         explorer = Explorer(embedder, demo_gallery(embedder), demo_examples())
     else:
         index = Index.open(asked.index)
         checkpoint = asked.checkpoint or index.about["checkpoint"]
-        embedder = Embedder.from_pretrained(checkpoint)
+        embedder = Embedder.from_pretrained(checkpoint, base=asked.base)
         index.check(checkpoint, embedder.checkpoint_hash)
         explorer = Explorer(embedder, index, [])
     _announce(asked, checkpoint, len(explorer.index), address)

@@ -16,6 +16,8 @@ class ExploreOptions(PluginOptions):
     """What ``rge index`` made; null: the demo's test drawings, embedded at the start and kept in memory."""
     checkpoint: str | None = None
     """Checkpoint directory, the id of one on the hub, or ``demo``; null: the one that the index was made with, else ``demo``."""
+    base: str | None = None
+    """Directory or hub id of the model that a checkpoint of adapters belongs to; null: where its ``rge.json`` says."""
     server: str = "auto"
     """A running ``rge serve`` of this user that has the checkpoint answers; ``none``: load it here; a socket's path: that server."""
     host: str = "127.0.0.1"

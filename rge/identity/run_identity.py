@@ -138,17 +138,18 @@ def still_valid(made_with: Sequence[Identity], rooms: Sequence[str]) -> Identity
     return next((then for then in made_with if not changes_since(then)), None) or software_of(rooms)
 
 
-def content_of(path: Path, but: Sequence[str] = ()) -> dict[str, Any]:
+def content_of(path: Path, but: Sequence[str] = (), *, like: str = "*") -> dict[str, Any]:
     """Size and hash of a file, or of all files in a folder, and whether every byte was read.
 
     Args:
         path: of the file or folder.
         but: names of files in the folder that are left out.
+        like: pattern of the names of those that count.
     """
     if path.is_file():
         size, exact = path.stat().st_size, path.stat().st_size <= EXACT_BYTES
         return {"bytes": size, "sha256": _sha256_of(path, exact), "read": _read_of(exact)}
-    files = sorted(one for one in path.rglob("*") if one.is_file() and one.name not in but)
+    files = sorted(one for one in path.rglob(like) if one.is_file() and one.name not in but)
     size = sum(one.stat().st_size for one in files)
     hashes = {str(one.relative_to(path)): _sha256_of(one, size <= EXACT_BYTES) for one in files}
     return {"bytes": size, "sha256": digest(hashes), "read": _read_of(size <= EXACT_BYTES)}

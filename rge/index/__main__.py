@@ -136,7 +136,7 @@ def _create(asked: IndexOptions) -> "tuple[Index, Embedder]":
 
     if asked.checkpoint is None:
         raise SearchIndexError(f"there is no index at {asked.out} yet: give checkpoint=... to make one")
-    embedder = Embedder.from_pretrained(asked.checkpoint)
+    embedder = Embedder.from_pretrained(asked.checkpoint, base=asked.base)
     embedder.check_dimensions(asked.dimensions)
     folder = Path(asked.checkpoint).expanduser()
     index = Index.create(
@@ -160,7 +160,7 @@ def _open(asked: IndexOptions) -> "tuple[Index, Embedder]":
                 f"{asked.out} was made with {key}={has}, not {wanted}: leave it out, or make another index"
             )
     checkpoint = asked.checkpoint or index.about["checkpoint"]
-    embedder = Embedder.from_pretrained(checkpoint)
+    embedder = Embedder.from_pretrained(checkpoint, base=asked.base)
     index.check(checkpoint, embedder.checkpoint_hash)
     return index, embedder
 

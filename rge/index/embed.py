@@ -62,7 +62,7 @@ def embed(asked: EmbedOptions, source: Source, parts: Path) -> int:
     from rge.embedder import Embedder
     from rge.index.reading import Reader, Unreadable
 
-    embedder = Embedder.from_pretrained(asked.checkpoint)
+    embedder = Embedder.from_pretrained(asked.checkpoint, base=asked.base)
     embedder.check_dimensions(asked.dimensions)
     settings = {key: getattr(asked, key) for key in ("side", "mode", "instruction", "dimensions")}
     about = {

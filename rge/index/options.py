@@ -26,6 +26,8 @@ class Reading(PluginOptions):
     """Column of a table: texts or captions."""
     image: str = "image"
     """Column of a table: pictures, as paths relative to the table, web addresses, or (Parquet) encoded bytes."""
+    base: str | None = None
+    """Directory or hub id of the model that a checkpoint of adapters belongs to; null: where its ``rge.json`` says."""
     dimensions: AtLeastOne | None = None
     """Keep the first so many components, a size that the checkpoint was trained for; null: all, or as the index has it."""
     batch_size: AtLeastOne = 64
@@ -101,6 +103,8 @@ class SearchOptions(PluginOptions):
     """Put before the question; null: the one that most training queries had; '' (quoted) for none."""
     checkpoint: str | None = None
     """Where the checkpoint that the index was made with is now, if it was moved."""
+    base: str | None = None
+    """Directory or hub id of the model that a checkpoint of adapters belongs to; null: where its ``rge.json`` says."""
     where: str | None = None
     """Condition in SQL on the index's columns: ``"year > 2023 and album = 'Rome'"``. Pictures have ``year``, ``month``, ``taken``,
     ``latitude``, ``longitude`` (of their EXIF) and ``album`` (their folder); a table has its own columns."""

@@ -75,7 +75,7 @@ def _here(asked: SearchOptions) -> "tuple[str, list[Hit]]":
 
     index = Index.open(asked.index)
     checkpoint = asked.checkpoint or index.about["checkpoint"]
-    embedder = Embedder.from_pretrained(checkpoint)
+    embedder = Embedder.from_pretrained(checkpoint, base=asked.base)
     index.check(checkpoint, embedder.checkpoint_hash)
     return answer(embedder, index, asked)
 

@@ -21,6 +21,7 @@ from mteb.types import PromptType
 from rge.checkpoints.export import checkpoint_hash, read_settings
 from rge.common.schema import Item
 from rge.embedder import WINDOW_BATCHES, Embedder, local_folder
+from rge.model.adapter_files import find_base, holds_adapters
 
 
 class ReasoningEncoder(AbsEncoder):
@@ -126,6 +127,9 @@ def register(
     """
     folder = local_folder(checkpoint, revision)
     settings = read_settings(folder)
+    weights = [*folder.glob("*.safetensors")]
+    if holds_adapters(folder):
+        weights += find_base(folder, options.get("base")).glob("*.safetensors")
     if name is None:
         on_hub = "/" in str(checkpoint) and not Path(checkpoint).expanduser().exists()
         name = str(checkpoint) if on_hub else "/".join(folder.resolve().parts[-2:])
@@ -137,8 +141,8 @@ def register(
         revision=checkpoint_hash(folder),
         release_date=None,
         languages=["eng-Latn"],
-        n_parameters=_num_parameters(folder),
-        memory_usage_mb=round(sum(path.stat().st_size for path in folder.glob("*.safetensors")) / 2**20),
+        n_parameters=sum(map(_num_parameters, weights)),
+        memory_usage_mb=round(sum(path.stat().st_size for path in weights) / 2**20),
         max_tokens=settings["max_prompt_tokens"],
         embed_dim=None,
         license=None,
@@ -156,14 +160,11 @@ def register(
     return meta
 
 
-def _num_parameters(folder: Path) -> int:
+def _num_parameters(path: Path) -> int:
     from safetensors import safe_open
 
-    total = 0
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, "pt") as weights:
-            total += sum(int(np.prod(weights.get_slice(key).get_shape())) for key in weights.keys())
-    return total
+    with safe_open(path, "pt") as weights:
+        return sum(int(np.prod(weights.get_slice(key).get_shape())) for key in weights.keys())
 
 
 def _items(batch: dict[str, Any], fallback: str | None, *, is_query: bool) -> Iterator[Item]:

@@ -64,7 +64,7 @@ class ReasoningEmbedder(InputModule):
         if backend != "torch":
             raise UserError(f"backend={backend!r}: a checkpoint of rge runs in torch")
         options = dict(model_kwargs or {})
-        dtype = options.pop("dtype", options.pop("torch_dtype", None))
+        dtype, base = options.pop("dtype", options.pop("torch_dtype", None)), options.pop("base", None)
         options.pop("torch_dtype", None)
         if dtype is not None:
             dtype = str(dtype).removeprefix("torch.")
@@ -76,7 +76,7 @@ class ReasoningEmbedder(InputModule):
         for name, given in unknown.items():
             if given:
                 raise UserError(
-                    f"{name}={given}: a checkpoint of rge takes model_kwargs={{'dtype': ...}} alone; its rge.json holds the rest"
+                    f"{name}={given}: a checkpoint of rge takes model_kwargs={{'dtype': ..., 'base': ...}} alone; its rge.json holds the rest"
                 )
         if not Path(model_name_or_path).exists():
             from huggingface_hub import snapshot_download
@@ -85,13 +85,17 @@ class ReasoningEmbedder(InputModule):
                 model_name_or_path, revision=revision, token=token, cache_dir=cache_folder,
                 local_files_only=local_files_only,
             )  # fmt: skip
-        return cls(Embedder.from_pretrained(Path(model_name_or_path), dtype=dtype))
+        return cls(Embedder.from_pretrained(Path(model_name_or_path), dtype=dtype, base=base))
 
     def save(self, output_path: str, *_: Any, safe_serialization: bool = True, **__: Any) -> None:
-        """Write the model as it is now, which training may have changed, beside what the library writes there itself."""
+        """Write the model as it is now, which training may have changed, beside what the library writes there itself.
+
+        Adapters were merged when they were loaded, so what is written has all weights.
+        """
         if not safe_serialization:
             raise UserError("safe_serialization=False: weights of rge are written as safetensors")
         settings = read_settings(self.embedder.checkpoint)
+        settings.pop("base", None)
         with tempfile.TemporaryDirectory(dir=output_path) as folder:
             export(self.embedder.model, Path(folder) / Path(output_path).resolve().name, settings)
             [written] = Path(folder).iterdir()

@@ -3,7 +3,7 @@
 Adapters are injected into the model, which stays the model it was: rollout, packing and step do not know about them.
 The embedding matrix is frozen, but these are new tokens: their rows must learn. PEFT can train single rows, at the
 price of a copy of the whole matrix in every forward, twice a generated token where the matrices are tied; here a
-row is a vector that takes the place of one row of the lookup and of one column of the logits.
+row is a vector that takes the place of one row of the lookup and of one column of the logits. As files: `rge.model.adapter_files`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -198,9 +198,7 @@ def merge(model: HubModel, weights: dict[str, Tensor] | None = None) -> Iterator
         yield f"{name}.weight", weight_OI.to(base.dtype)
         if "base_layer.bias" in part:
             yield f"{name}.bias", part["base_layer.bias"]
-    names = {id(module): name for name, module in model.named_modules()}
-    embedding = f"{names[id(model.get_input_embeddings())]}.weight"
-    head = f"{names[id(model.get_output_embeddings())]}.weight"
+    embedding, head = matrix_names(model)
     tied = not hasattr(model, "emb_column")
     for name in [embedding] if tied else [embedding, head]:
         found[name] = found[name].clone()
@@ -211,3 +209,20 @@ def merge(model: HubModel, weights: dict[str, Tensor] | None = None) -> Iterator
     if tied and head in found:
         found[head] = found[embedding]
     yield from found.items()
+
+
+def matrix_names(model: HubModel) -> tuple[str, str]:
+    """Names of the embedding matrix and of the output matrix."""
+    names = {id(module): name for name, module in model.named_modules()}
+    words, head = (names[id(each)] for each in (model.get_input_embeddings(), model.get_output_embeddings()))
+    return f"{words}.weight", f"{head}.weight"
+
+
+def trained_rows(model: HubModel) -> dict[str, dict[str, EmbRow]]:
+    """The rows of new tokens, by the name of their matrix and then by their own; of tied matrices the embedding's alone."""
+    embedding, head = matrix_names(model)
+    found: dict[str, dict[str, EmbRow]] = {}
+    for name, row in model.named_children():
+        if isinstance(row, EmbRow):
+            found.setdefault(head if name.endswith("_column") else embedding, {})[name] = row
+    return found

@@ -29,6 +29,7 @@ from rge.common.prompt_profiles import EMB_TOKEN
 from rge.common.prompt_profiles import think_tokens as think_names
 from rge.distributed import collectives as dist
 from rge.model import vision_tower as vision
+from rge.model.adapter_files import find_base, holds_adapters, merge_saved, rows_of_base
 from rge.model.families import FAMILIES, Family, family_of
 from rge.model.hub_model import HubModel
 from rge.model.prompts import Prompt
@@ -53,6 +54,7 @@ class Backbone:
             of the embedding matrix, which no token has.
         attention: form of the text model's attention, see `rge.model.varlen.wanted`.
         think_ids: ids of the think tokens, in order.
+        rows_of_base: rows that the embedding matrix had on the disk, before any token was added.
     """
 
     model: HubModel
@@ -61,6 +63,7 @@ class Backbone:
     suppressed_ids: list[int]
     attention: str = "auto"
     think_ids: tuple[int, ...] = ()
+    rows_of_base: int = 0
 
     @property
     def family(self) -> Family:
@@ -100,11 +103,13 @@ def load_backbone(
     quantization: str | None = None,
     device: str = "cpu",
     think_tokens: int = 0,
+    base: Path | None = None,
+    merge: bool = True,
 ) -> Backbone:
     """Load a model and its processor from a hub id or a directory.
 
     Args:
-        path: hub id or directory.
+        path: hub id or directory; one that holds adapters alone is loaded merged into its base.
         revision: commit or tag on the hub.
         dtype: weights' dtype.
         attn_implementation: the text model's attention: ``auto``, ``varlen``, ``sdpa`` or ``eager``.
@@ -116,18 +121,31 @@ def load_backbone(
         quantization: see `quantized`; None: none.
         device: where quantized weights go, which are made there.
         think_tokens: how many there are; with `add_emb`, those that are missing are added.
+        base: of adapters, as `find_base` gives it; None asks it.
+        merge: False leaves adapters out, for `rge.model.adapter_files.go_on_from`.
 
     Raises:
         BackboneError: nothing to load there, an unsupported family, no ``<emb>``, or too few think tokens.
+        AdapterError: adapters whose base is not there, or is another.
     """
     transformers_logging.disable_progress_bar()  # ours are the bars to watch
     config = read_config(path, revision)
+    weights, own, adapted = path, {}, holds_adapters(path)
+    if adapted:
+        if quantization is not None:
+            raise BackboneError(
+                f"{path} holds adapters, which are merged into weights that quantization={quantization} would have rounded "
+                "before: export it with export.adapters_only=false"
+            )
+        weights, num_rows = base or find_base(Path(path)), config.get_text_config().vocab_size
+        config.get_text_config().vocab_size = rows_of_base(Path(path))
+        own = {"config": config}
     try:
         processor = load_processor(
             path, config, revision=revision, min_pixels=min_pixels, max_pixels=max_pixels
         )
         loaded: Any = AutoModelForImageTextToText.from_pretrained(
-            path,
+            weights,
             revision=revision,
             dtype=getattr(torch, dtype),
             attn_implementation={
@@ -139,6 +157,7 @@ def load_backbone(
                 )
             },
             output_loading_info=True,
+            **own,
             **quantized(quantization, config, dtype, device),
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
@@ -151,6 +170,12 @@ def load_backbone(
         )
     if hasattr(model.get_input_embeddings().weight, "ds_id"):
         _drop_unused_renamings(model)
+    before = model.get_input_embeddings().num_embeddings
+    if adapted:
+        if num_rows > before:
+            model.resize_token_embeddings(num_rows, mean_resizing=False)
+        if merge:
+            model = merge_saved(model, Path(path))
     vision.speed_up(model, vision_attn_implementation)
     tokenizer = processor.tokenizer
     if add_emb:
@@ -173,7 +198,8 @@ def load_backbone(
     special = set(tokenizer.all_special_ids) | set(range(len(tokenizer), num_rows))
     special |= {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     think_ids = tuple(tokenizer.convert_tokens_to_ids(thinks))
-    return Backbone(model, processor, emb_id, sorted(special - {emb_id}), attn_implementation, think_ids)
+    barred = sorted(special - {emb_id})
+    return Backbone(model, processor, emb_id, barred, attn_implementation, think_ids, before)
 
 
 def load_processor(
@@ -242,9 +268,13 @@ def _drop_unused_renamings(model: HubModel) -> None:
     model.__dict__["_weight_conversions"] = [change for change in kept if change.was_used()]
 
 
-def load_plain(path: str | Path) -> HubModel:
-    """The model as transformers alone loads it, float32, to compare with."""
-    return AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
+def load_plain(path: str | Path, base: Path | None = None) -> HubModel:
+    """The model as transformers alone loads it, float32, to compare with; adapters merged into their `base` by PEFT."""
+    model: Any = AutoModelForImageTextToText.from_pretrained(base or path, dtype=torch.float32)
+    if base is not None:
+        model.resize_token_embeddings(read_config(path).get_text_config().vocab_size, mean_resizing=False)
+        model = merge_saved(model, Path(path))
+    return model.eval()
 
 
 def add_emb_token(model: HubModel, tokenizer) -> int:

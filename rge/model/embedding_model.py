@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from rge.config import ModelConfig
 from rge.losses import rationale_log_probs, rationale_nll
+from rge.model.adapter_files import find_base, go_on_from, holds_adapters
 from rge.model.adapters import add_adapters
 from rge.model.attention import EncodedParts, EncodedPrompts, Pass, install
 from rge.model.backbone import (
@@ -119,7 +121,7 @@ class EmbeddingModel(nn.Module):
         self.cuda_graphs = cuda_graphs
         self.model = backbone.model
         self.processor = backbone.processor
-        self.emb_id = backbone.emb_id
+        self.emb_id, self.rows_of_base = backbone.emb_id, backbone.rows_of_base
         self.given: dict[str, tuple[int, ...]] = {"direct": (), "latent": backbone.think_ids}
         self.suppressed_ids = backbone.suppressed_ids
         tokenizer = backbone.processor.tokenizer
@@ -258,17 +260,20 @@ class EmbeddingModel(nn.Module):
         return features
 
 
-def embedder_to_train(start: str, config: ModelConfig) -> EmbeddingModel:
+def embedder_to_train(start: str, config: ModelConfig, adapters_only: bool = False) -> EmbeddingModel:
     """Backbone, processor, ``<emb>`` and think tokens as a recipe holds them in memory, with what it trains and what it does not.
 
     Args:
         start: hub id or directory; `ModelConfig.path`, or a checkpoint that stands in for it.
         config: the recipe's.
+        adapters_only: go on from the adapters of a checkpoint that holds nothing else, so that their base stays the same; else
+            they are merged, as on export.
 
     Raises:
         BackboneError: nothing usable is there.
-        AdapterError: the adapters fit nowhere.
+        AdapterError: the adapters fit nowhere; or those of the checkpoint have another form, or no base here.
     """
+    adapted = holds_adapters(start)
     backbone = load_backbone(
         start,
         revision=config.revision if start == config.path else None,
@@ -279,11 +284,15 @@ def embedder_to_train(start: str, config: ModelConfig) -> EmbeddingModel:
         max_pixels=config.max_pixels,
         add_emb=True,
         think_tokens=config.think_tokens,
+        base=find_base(Path(start), instead=config.path) if adapted else None,
+        merge=not adapters_only,
     )
     if config.gradient_checkpointing:
         backbone.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if config.lora is not None:
         add_adapters(backbone.model, backbone.emb_id, think_ids=backbone.think_ids, **vars(config.lora))
+        if adapted and adapters_only:
+            go_on_from(backbone.model, Path(start))
     elif config.freeze_vision:
         for parameter in vision_parameters(backbone.model):
             parameter.requires_grad_(False)

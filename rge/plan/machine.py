@@ -82,9 +82,10 @@ def bytes_to_keep(
     """
     parameters, trained = num_parameters(model, recipe.model)
     state = trained * 4 * (1 + OPTIMIZER_STATES[recipe.optim.name])
-    checkpoint = parameters * DTYPE_BYTES[recipe.model.dtype]
+    whole = parameters * DTYPE_BYTES[recipe.model.dtype]
+    checkpoint = trained * DTYPE_BYTES[recipe.model.dtype] if recipe.export.adapters_only else whole
     if dist.is_sharded(accelerator):
-        state += checkpoint
+        state += whole
     best = recipe.validation.keep_best + 1 if recipe.validation.key and recipe.validation.keep_best else 0
     total = 0.0
     for steps in num_steps.values():

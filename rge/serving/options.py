@@ -19,6 +19,8 @@ class ServeOptions(PluginOptions):
     """Checkpoint directory, the id of one on the Hugging Face hub, or ``demo``."""
     revision: str | None = None
     """Commit, tag or branch on the hub."""
+    base: str | None = None
+    """Directory or hub id of the model that a checkpoint of adapters belongs to; null: where its ``rge.json`` says."""
     index: str | None = None
     """Index to search in (`rge index`), made by this checkpoint; null: there is no /v1/search."""
     host: str = "127.0.0.1"

@@ -55,6 +55,7 @@ def load(options: ServeOptions, key: str | None = None) -> Service:
     embedder = Embedder.from_pretrained(
         options.checkpoint,
         revision=options.revision,
+        base=options.base,
         device=options.device,
         dtype=options.dtype,
         max_new_tokens=options.max_new_tokens,

@@ -18,7 +18,7 @@ MAY_IMPORT = {"rge": {"rge"}, "eval": {"eval", "rge"}, "data_prep": {"data_prep"
 ONLY_IN = {
     "torch.distributed": {"rge/distributed/collectives.py"},
     "deepspeed": {"rge/distributed/collectives.py"},
-    "peft": {"rge/model/adapters.py", "eval/models/qwen.py"},
+    "peft": {"rge/model/adapters.py", "rge/model/adapter_files.py"},
     "sentence_transformers": {"eval/models/sentence.py", "rge/integrations/sentence_transformers.py"},
     "mteb": {"rge/integrations/mteb.py", "eval/benchmarks/mteb_tasks.py"},
     "langchain_core": {"rge/integrations/langchain.py"},

@@ -223,6 +223,7 @@ ENTRIES: dict[str, Changes | Refused] = {
     "validation.max_records": Changes("validation.max_records=2", "metrics", HELD_OUT),
     "validation.metric": Changes("validation.metric=loss", "exports", HELD_OUT),
     "validation.keep_best": Changes("validation.keep_best=0", "exports", HELD_OUT),
+    "export.adapters_only": Changes("export.adapters_only=true", "weights", LORA),
     "log.trackers": Changes("log.trackers=[tensorboard]", "files"),
     "log.project": Changes("log.project=another", "files", BOARD),
     "rollout.backend": Refused("rollout.backend=vllm", "rollout.backend=vllm needs vLLM, which is not installed"),

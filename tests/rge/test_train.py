@@ -567,3 +567,22 @@ def test_a_mistake_is_one_line_and_not_a_traceback(home, tmp_path, overrides, la
     if not launcher:
         assert "Traceback" not in done.stderr
     assert not list(tmp_path.glob("out/*/final"))
+
+
+def test_adapters_alone_go_from_stage_to_stage_on_one_base(home, tmp_path):
+    options = ("model.lora={rank: 2}", "export.adapters_only=true", "cold_start.steps=2", "joint.steps=2")
+    trained(run(home, tmp_path, *options))
+    cold, joint = (tmp_path / stage / "final" for stage in ("cold_start", "joint"))
+    one, other = read_settings(cold)["base"], read_settings(joint)["base"]
+    assert one == other
+    assert (one["path"], one["beside"]) == (str(tmp_path / "backbone"), "../../backbone")
+    weights = [load_file(path / "adapter_model.safetensors") for path in (cold, joint)]
+    assert weights[0].keys() == weights[1].keys()
+    assert not any(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    start = read_settings(joint)["identity"]["start"]
+    assert start["base"] == one["sha256"]
+    found = Embedder.from_pretrained(joint).encode([Item("1", "what opens this")], side="query", mode="reasoning")
+    assert found.embeddings.shape == (1, 32)
+    other = run(home, tmp_path, *options, "export.adapters_only=false")
+    assert other.returncode == 2
+    assert "export.adapters_only (there True, now False)" in other.stderr

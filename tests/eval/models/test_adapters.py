@@ -149,7 +149,7 @@ def test_a_lora_is_a_vlm2vec_and_its_base_is_found(qwen2_path, tmp_path):
     assert np.abs(found - base).max() > 0.01
     weights = load_file(tmp_path / "lora" / "adapter_model.safetensors")
     save_file(dict(list(weights.items())[1:]), tmp_path / "lora" / "adapter_model.safetensors")
-    with pytest.raises(UserError, match="1 weights of the LoRA in .* do not fit its base"):
+    with pytest.raises(UserError, match="1 weights of the adapters in .* do not fit their base"):
         load_model(tmp_path / "lora")
 
 

@@ -1,0 +1,201 @@
+"""Adapters as a checkpoint: the merged model to rounding, PEFT's own files, and never on another base."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from family_models import every_family
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from sentence_transformers import SentenceTransformer
+from transformers import AutoModelForImageTextToText
+
+from rge.checkpoints.export import CheckpointError, checkpoint_hash, export, read_settings, settings_of
+from rge.common.errors import UserError
+from rge.common.schema import Item
+from rge.config import LoraConfig, ModelConfig
+from rge.embedder import Embedder
+from rge.model.adapter_files import CONFIG, WEIGHTS, Base
+from rge.model.adapters import AdapterError, add_adapters, merged_weights
+from rge.model.backbone import load_backbone
+from rge.model.embedding_model import EmbeddingModel, embedder_to_train
+
+LORA = {"rank": 3, "alpha": 6.0, "dropout": 0.0, "targets": [], "dora": False, "rslora": False, "vision": False}
+ITEMS = [Item("1", "what is this"), Item("2", "open a locked chick"), Item("3", "key")]
+
+
+def settings(embedder, **more):
+    return settings_of(
+        emb_id=embedder.emb_id, profile="rge", max_prompt_tokens=2048, min_pixels=784, max_pixels=7056, max_new_tokens=12,
+        reasons="query", recipe={"model": {"dtype": "float32"}}, stage="joint", step=7,
+    ) | more  # fmt: skip
+
+
+def adapt(embedder, **changes):
+    """With adapters that do something: PEFT's start with B = 0."""
+    torch.manual_seed(0)
+    add_adapters(embedder.model, embedder.emb_id, **{**LORA, **changes})
+    return stir(embedder)
+
+
+def stir(embedder, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in embedder.parameters():
+            if parameter.requires_grad:
+                parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return embedder
+
+
+def write(embedder, base, folder):
+    """Checkpoints ``merged`` and ``adapters`` of one model."""
+    export(embedder, folder / "merged", settings(embedder), merged_weights(embedder.model))
+    named = Base.of(str(base), None, embedder.rows_of_base).seen_from(folder / "adapters")
+    export(embedder, folder / "adapters", settings(embedder, base=named))
+    return folder / "merged", folder / "adapters"
+
+
+@pytest.fixture
+def base(lively_path, tmp_path):
+    """A base that a test may change."""
+    return shutil.copytree(lively_path, tmp_path / "base")
+
+
+@pytest.fixture
+def written(lively, base, tmp_path):
+    return write(adapt(lively), base, tmp_path / "run")
+
+
+def assert_equal_models(one, other, tolerance=1e-6):
+    weights, expected = other.state_dict(), one.state_dict()
+    assert weights.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(weights[name], value, atol=tolerance, rtol=tolerance, msg=name)
+
+
+@every_family
+def test_they_are_the_merged_model_for_us_and_for_peft(lively, lively_path, picture, tmp_path):
+    merged, adapters = write(adapt(lively), lively_path, tmp_path)
+    assert sorted(path.name for path in adapters.glob("*.safetensors")) == [WEIGHTS]
+    picture(50, 80).save(tmp_path / "egg.png")
+    items = [Item("0", "what is this", (str(tmp_path / "egg.png"),)), *ITEMS]
+    ours, expected = (Embedder.from_pretrained(path) for path in (adapters, merged))
+    assert_equal_models(expected.model.model, ours.model.model)
+    found, wanted = (one.encode(items, side="query", mode="reasoning") for one in (ours, expected))
+    assert found.rationales == wanted.rationales
+    np.testing.assert_allclose(found.embeddings, wanted.embeddings, atol=2e-6, rtol=0)
+    theirs = PeftModel.from_pretrained(AutoModelForImageTextToText.from_pretrained(lively_path), adapters).eval()
+    ids = torch.tensor([[5, 6, 7, lively.emb_id, 9, lively.emb_id]])
+    with torch.no_grad():
+        logits, exact = theirs(input_ids=ids).logits, expected.model.model(input_ids=ids).logits
+    torch.testing.assert_close(logits, exact, atol=1e-4 * float(exact.abs().max()), rtol=0)
+
+
+@pytest.mark.parametrize("changes", [{"dora": True, "vision": True}, {"rslora": True, "targets": ["q_proj"]}], ids=str)
+def test_every_kind_of_adapter_and_untied_matrices(untied, tmp_path, changes):
+    path = tmp_path / "base"
+    untied.model.save_pretrained(path)
+    untied.processor.save_pretrained(path)
+    merged, adapters = write(adapt(EmbeddingModel(load_backbone(path)).eval(), **changes), path, tmp_path)
+    assert_equal_models(load_backbone(merged).model, load_backbone(adapters).model)
+
+
+def test_rows_that_the_base_has_not_are_beside_them(lively_path, tmp_path):
+    """A matrix without a free row grows for new tokens, and what fills it up is kept too."""
+    backbone = load_backbone(lively_path)
+    backbone.model.resize_token_embeddings(len(backbone.processor.tokenizer), mean_resizing=False)
+    backbone.model.save_pretrained(tmp_path / "base")
+    backbone.processor.save_pretrained(tmp_path / "base")
+    backbone = load_backbone(tmp_path / "base", add_emb=True, think_tokens=2)
+    grown = backbone.model.get_input_embeddings()
+    assert backbone.rows_of_base < grown.num_embeddings
+    embedder = EmbeddingModel(backbone).eval()
+    add_adapters(embedder.model, embedder.emb_id, think_ids=backbone.think_ids, **LORA)
+    merged, adapters = write(stir(embedder), tmp_path / "base", tmp_path)
+    one, other = (load_backbone(path, think_tokens=2).model for path in (merged, adapters))
+    assert_equal_models(one, other)
+    assert other.get_output_embeddings().weight is other.get_input_embeddings().weight
+
+
+def test_the_base_is_found_named_or_missed(written, base, lively_path, tmp_path):
+    _, adapters = written
+    expected = Embedder.from_pretrained(adapters)
+    moved = shutil.move(tmp_path, tmp_path.with_name(f"{tmp_path.name}_moved"))  # both together
+    adapters = type(tmp_path)(moved) / "run/adapters"
+    found = Embedder.from_pretrained(adapters)
+    assert found.base.samefile(adapters / "../../base")
+    assert found.checkpoint_hash == expected.checkpoint_hash
+    shutil.rmtree(adapters / "../../base")
+    with pytest.raises(AdapterError, match=rf"adapters belong to the base {base} \(\w+\), which is not here.*base="):
+        Embedder.from_pretrained(adapters)
+    assert Embedder.from_pretrained(adapters, base=lively_path).base == lively_path
+
+
+def test_another_base_is_one_error_with_both_identities(written, base, tiny_path):
+    _, adapters = written
+    then = read_settings(adapters)["base"]["sha256"][:12]
+    with pytest.raises(AdapterError, match=rf"base .*base \({then}\), and .*tiny \(\w{{12}}\) has other weights"):
+        Embedder.from_pretrained(adapters, base=tiny_path)
+    weights = load_file(base / "model.safetensors")
+    save_file({name: value * 1.001 for name, value in weights.items()}, base / "model.safetensors", {"format": "pt"})
+    with pytest.raises(AdapterError, match=rf"\({then}\), and .*base \((?!{then})\w{{12}}\) has other weights"):
+        Embedder.from_pretrained(adapters)
+
+
+def test_what_they_cannot_do_is_said(written, base):
+    merged, adapters = written
+    with pytest.raises(UserError, match="is for checkpoints of adapters, and .*merged has all its weights"):
+        Embedder.from_pretrained(merged, base=base)
+    with pytest.raises(UserError, match="engine=vllm reads a checkpoint's weights itself.*adapters_only=false"):
+        Embedder.from_pretrained(adapters, engine="vllm")
+    with pytest.raises(UserError, match="quantization=8bit would have rounded.*adapters_only=false"):
+        Embedder.from_pretrained(adapters, quantization="8bit")
+
+
+def test_sentence_transformers_takes_them_and_saves_them_merged(written, lively_path, base, tmp_path):
+    merged, adapters = written
+    shutil.rmtree(base)
+    model = SentenceTransformer(str(adapters), trust_remote_code=True, model_kwargs={"base": str(lively_path)})
+    model.save_pretrained(str(tmp_path / "whole"))
+    assert_equal_models(load_backbone(merged).model, load_backbone(tmp_path / "whole").model)
+
+
+@pytest.mark.parametrize("limit", [0, 2_000, 9_000])
+def test_a_full_disk_leaves_an_earlier_checkpoint(lively, written, limit, files_of_at_most):
+    _, adapters = written
+    before = checkpoint_hash(adapters)
+    with files_of_at_most(limit), pytest.raises(CheckpointError, match="could not be written: .*free some space"):
+        export(lively, adapters, read_settings(adapters) | {"step": 8})
+    assert checkpoint_hash(adapters) == before
+    assert sorted(path.name for path in adapters.parent.iterdir()) == ["adapters", "merged"]
+
+
+def test_training_goes_on_from_them_or_from_them_merged(written, lively):
+    merged, adapters = written
+    lora = LoraConfig(rank=3, alpha=6.0)
+    model = ModelConfig(path="nowhere/else", dtype="float32", lora=lora, min_pixels=784, max_pixels=7056)
+    went_on = embedder_to_train(str(adapters), model, adapters_only=True)
+    trained = {name: value for name, value in went_on.named_parameters() if value.requires_grad}
+    assert trained.keys() == {name for name, value in lively.named_parameters() if value.requires_grad}
+    for name, value in lively.named_parameters():
+        assert torch.equal(went_on.get_parameter(name), value), name
+    again = Base.of(str(adapters), None, went_on.rows_of_base)
+    assert again.seen_from(adapters) == read_settings(adapters)["base"]
+    anew = merged_weights(embedder_to_train(str(adapters), model).model)
+    for name, value in load_backbone(merged).model.state_dict().items():
+        torch.testing.assert_close(anew[name], value, atol=1e-6, rtol=1e-6)
+    model.lora = LoraConfig(rank=2, alpha=6.0, targets=["q_proj"])
+    with pytest.raises(AdapterError, match=r"model.lora asks for other ones \(rank, targets\)"):
+        embedder_to_train(str(adapters), model, adapters_only=True)
+
+
+def test_the_config_is_the_same_however_often_it_is_written(written, lively, tmp_path):
+    """PEFT writes a set in the order of its hashes, which differs from process to process."""
+    _, adapters = written
+    config = json.loads((adapters / CONFIG).read_text())
+    assert config["target_modules"] == sorted(config["target_modules"])
+    assert config["trainable_token_indices"] == {"model.language_model.embed_tokens": [lively.emb_id]}
+    card = (adapters / "README.md").read_text()
+    assert 'Embedder.from_pretrained("./adapters", base="base")' in card

@@ -17,12 +17,12 @@ class Diagnosis(PluginOptions):
 
     checkpoint: Path
     """Checkpoint directory with ``rge.json``, or ``demo``."""
-    base: str | None = None
-    """Directory or hub id of the model that a checkpoint of adapters belongs to; null: where its ``rge.json`` says."""
     data: Path
     """Training records: a file, or a folder that the library `datasets` reads; or the folder of a retrieval set. Leakage needs records with oracle rationales."""
     out: Path | None = None
     """Where ``NAME.json`` goes; null: ``diagnose`` beside the checkpoint."""
+    base: str | None = None
+    """Directory or hub id of the model that a checkpoint of adapters belongs to; null: where its ``rge.json`` says."""
     seed: int = 0
     """Seed of everything drawn at random."""
 

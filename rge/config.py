@@ -76,7 +76,8 @@ class ScratchConfig:
 @dataclass
 class LoraConfig:
     """Low-rank adapters instead of full fine-tuning; the ``<emb>`` row is trained beside them. Merged on export, unless
-    `export.adapters_only`."""
+    `export.adapters_only`.
+    """
 
     rank: AtLeastOne = 16
     """Inner dimension of an adapter."""

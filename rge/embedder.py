@@ -569,9 +569,7 @@ class Embedder:
 class _SpreadEmbedder(Embedder):
     """An `Embedder` whose model is in worker processes, one a device; it has neither `model` nor `builder` itself."""
 
-    def __init__(
-        self, checkpoint: Path, settings: dict[str, Any], devices: Sequence[str], base: Path | None
-    ):
+    def __init__(self, checkpoint: Path, settings: dict[str, Any], devices: Sequence[str], base: Path | None):
         import torch
 
         self._describe(checkpoint, settings)

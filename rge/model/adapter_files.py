@@ -30,7 +30,13 @@ ROWS = "token_adapter.trainable_tokens_delta"
 """PEFT's name of rows that take the place of a matrix's own."""
 BASE_FILES = "*.safetensors"
 """What counts of a base: configuration, tokenizer and processor stand beside the adapters."""
-FORM = {"r": "rank", "lora_alpha": "alpha", "use_dora": "dora", "use_rslora": "rslora", "target_modules": "targets"}
+FORM = {
+    "r": "rank",
+    "lora_alpha": "alpha",
+    "use_dora": "dora",
+    "use_rslora": "rslora",
+    "target_modules": "targets",
+}
 """PEFT's keys that adapters must have in common to go on from one another, and ours for them."""
 
 
@@ -116,9 +122,7 @@ def go_on_from(model: HubModel, folder: Path) -> None:
                 weight[token_id] = row_D.to(weight.dtype)
 
 
-def merge_saved(
-    model: HubModel, folder: Path, rename: Callable[[str], str] = lambda name: name
-) -> HubModel:
+def merge_saved(model: HubModel, folder: Path, rename: Callable[[str], str] = lambda name: name) -> HubModel:
     """The base with adapters merged into it, ours or anyone's, as PEFT merges them.
 
     Args:
@@ -138,12 +142,16 @@ def merge_saved(
         )
     config = PeftConfig.from_pretrained(str(folder))
     config.inference_mode = True
-    config.base_model_name_or_path = model.name_or_path  # where it was loaded from; PEFT would warn of another
+    config.base_model_name_or_path = (
+        model.name_or_path
+    )  # where it was loaded from; PEFT would warn of another
     adapted: Any = get_peft_model(model, config)  # type: ignore[arg-type]  # transformers' own class
     renamed = {rename(name): weight for name, weight in load_file(folder / WEIGHTS).items()}
     outcome: Any = set_peft_model_state_dict(adapted, renamed)
     lost = sorted(outcome.unexpected_keys)
-    lost += sorted(name for name in outcome.missing_keys if "lora_" in name)  # rows of a tied head count as missing
+    lost += sorted(
+        name for name in outcome.missing_keys if "lora_" in name
+    )  # rows of a tied head count as missing
     if lost:
         raise AdapterError(
             f"{len(lost)} weights of the adapters in {folder} do not fit their base, e.g. {lost[0]}"
@@ -204,7 +212,9 @@ def find_base(checkpoint: Path, asked: str | Path | None = None, instead: str | 
         others.append(f"{place} ({found[:12]})")
     belongs = f"the adapters in {checkpoint} belong to the base {wanted['path']} ({wanted['sha256'][:12]})"
     if others:
-        raise AdapterError(f"{belongs}, and {', '.join(others)} has other weights: name the right one with base=")
+        raise AdapterError(
+            f"{belongs}, and {', '.join(others)} has other weights: name the right one with base="
+        )
     raise AdapterError(f"{belongs}, which is not here: name its directory with base=")
 
 

@@ -196,7 +196,10 @@ def test_a_value_of_the_wrong_type_names_its_key(load, override, message):
         ("loss.matryoshka_dims=[8,0]", "loss.matryoshka_dims.1. must be >= 1, got 0"),
         ("model.lora={rank: 0}", "model.lora.rank must be >= 1, got 0"),
         ("model.lora={dropout: 1}", "model.lora.dropout must be <= 0.99, got 1"),
-        ("export.adapters_only=true", "export.adapters_only=true needs adapters.*set model.lora, e.g. {rank: 16}, or"),
+        (
+            "export.adapters_only=true",
+            "export.adapters_only=true needs adapters.*set model.lora, e.g. {rank: 16}, or",
+        ),
         ("validation.metric=mrr", "validation.metric must be one of hit_at_1, loss, .*, got 'mrr'"),
         ("validation.path=a.jsonl", "validation.path a.jsonl is also a source of cold_start"),
         ("joint.sources=[]", "joint.sources is empty: name at least one file"),

@@ -581,7 +581,9 @@ def test_adapters_alone_go_from_stage_to_stage_on_one_base(home, tmp_path):
     assert not any(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     start = read_settings(joint)["identity"]["start"]
     assert start["base"] == one["sha256"]
-    found = Embedder.from_pretrained(joint).encode([Item("1", "what opens this")], side="query", mode="reasoning")
+    found = Embedder.from_pretrained(joint).encode(
+        [Item("1", "what opens this")], side="query", mode="reasoning"
+    )
     assert found.embeddings.shape == (1, 32)
     other = run(home, tmp_path, *options, "export.adapters_only=false")
     assert other.returncode == 2

@@ -22,7 +22,15 @@ from rge.model.adapters import AdapterError, add_adapters, merged_weights
 from rge.model.backbone import load_backbone
 from rge.model.embedding_model import EmbeddingModel, embedder_to_train
 
-LORA = {"rank": 3, "alpha": 6.0, "dropout": 0.0, "targets": [], "dora": False, "rslora": False, "vision": False}
+LORA = {
+    "rank": 3,
+    "alpha": 6.0,
+    "dropout": 0.0,
+    "targets": [],
+    "dora": False,
+    "rslora": False,
+    "vision": False,
+}
 ITEMS = [Item("1", "what is this"), Item("2", "open a locked chick"), Item("3", "key")]
 
 
@@ -86,14 +94,18 @@ def test_they_are_the_merged_model_for_us_and_for_peft(lively, lively_path, pict
     found, wanted = (one.encode(items, side="query", mode="reasoning") for one in (ours, expected))
     assert found.rationales == wanted.rationales
     np.testing.assert_allclose(found.embeddings, wanted.embeddings, atol=2e-6, rtol=0)
-    theirs = PeftModel.from_pretrained(AutoModelForImageTextToText.from_pretrained(lively_path), adapters).eval()
+    theirs = PeftModel.from_pretrained(
+        AutoModelForImageTextToText.from_pretrained(lively_path), adapters
+    ).eval()
     ids = torch.tensor([[5, 6, 7, lively.emb_id, 9, lively.emb_id]])
     with torch.no_grad():
         logits, exact = theirs(input_ids=ids).logits, expected.model.model(input_ids=ids).logits
     torch.testing.assert_close(logits, exact, atol=1e-4 * float(exact.abs().max()), rtol=0)
 
 
-@pytest.mark.parametrize("changes", [{"dora": True, "vision": True}, {"rslora": True, "targets": ["q_proj"]}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{"dora": True, "vision": True}, {"rslora": True, "targets": ["q_proj"]}], ids=str
+)
 def test_every_kind_of_adapter_and_untied_matrices(untied, tmp_path, changes):
     path = tmp_path / "base"
     untied.model.save_pretrained(path)
@@ -128,7 +140,9 @@ def test_the_base_is_found_named_or_missed(written, base, lively_path, tmp_path)
     assert found.base.samefile(adapters / "../../base")
     assert found.checkpoint_hash == expected.checkpoint_hash
     shutil.rmtree(adapters / "../../base")
-    with pytest.raises(AdapterError, match=rf"adapters belong to the base {base} \(\w+\), which is not here.*base="):
+    with pytest.raises(
+        AdapterError, match=rf"adapters belong to the base {base} \(\w+\), which is not here.*base="
+    ):
         Embedder.from_pretrained(adapters)
     assert Embedder.from_pretrained(adapters, base=lively_path).base == lively_path
 
@@ -136,11 +150,17 @@ def test_the_base_is_found_named_or_missed(written, base, lively_path, tmp_path)
 def test_another_base_is_one_error_with_both_identities(written, base, tiny_path):
     _, adapters = written
     then = read_settings(adapters)["base"]["sha256"][:12]
-    with pytest.raises(AdapterError, match=rf"base .*base \({then}\), and .*tiny \(\w{{12}}\) has other weights"):
+    with pytest.raises(
+        AdapterError, match=rf"base .*base \({then}\), and .*tiny \(\w{{12}}\) has other weights"
+    ):
         Embedder.from_pretrained(adapters, base=tiny_path)
     weights = load_file(base / "model.safetensors")
-    save_file({name: value * 1.001 for name, value in weights.items()}, base / "model.safetensors", {"format": "pt"})
-    with pytest.raises(AdapterError, match=rf"\({then}\), and .*base \((?!{then})\w{{12}}\) has other weights"):
+    save_file(
+        {name: value * 1.001 for name, value in weights.items()}, base / "model.safetensors", {"format": "pt"}
+    )
+    with pytest.raises(
+        AdapterError, match=rf"\({then}\), and .*base \((?!{then})\w{{12}}\) has other weights"
+    ):
         Embedder.from_pretrained(adapters)
 
 
@@ -148,7 +168,9 @@ def test_what_they_cannot_do_is_said(written, base):
     merged, adapters = written
     with pytest.raises(UserError, match="is for checkpoints of adapters, and .*merged has all its weights"):
         Embedder.from_pretrained(merged, base=base)
-    with pytest.raises(UserError, match="engine=vllm reads a checkpoint's weights itself.*adapters_only=false"):
+    with pytest.raises(
+        UserError, match="engine=vllm reads a checkpoint's weights itself.*adapters_only=false"
+    ):
         Embedder.from_pretrained(adapters, engine="vllm")
     with pytest.raises(UserError, match="quantization=8bit would have rounded.*adapters_only=false"):
         Embedder.from_pretrained(adapters, quantization="8bit")
@@ -157,7 +179,9 @@ def test_what_they_cannot_do_is_said(written, base):
 def test_sentence_transformers_takes_them_and_saves_them_merged(written, lively_path, base, tmp_path):
     merged, adapters = written
     shutil.rmtree(base)
-    model = SentenceTransformer(str(adapters), trust_remote_code=True, model_kwargs={"base": str(lively_path)})
+    model = SentenceTransformer(
+        str(adapters), trust_remote_code=True, model_kwargs={"base": str(lively_path)}
+    )
     model.save_pretrained(str(tmp_path / "whole"))
     assert_equal_models(load_backbone(merged).model, load_backbone(tmp_path / "whole").model)
 
@@ -166,7 +190,10 @@ def test_sentence_transformers_takes_them_and_saves_them_merged(written, lively_
 def test_a_full_disk_leaves_an_earlier_checkpoint(lively, written, limit, files_of_at_most):
     _, adapters = written
     before = checkpoint_hash(adapters)
-    with files_of_at_most(limit), pytest.raises(CheckpointError, match="could not be written: .*free some space"):
+    with (
+        files_of_at_most(limit),
+        pytest.raises(CheckpointError, match="could not be written: .*free some space"),
+    ):
         export(lively, adapters, read_settings(adapters) | {"step": 8})
     assert checkpoint_hash(adapters) == before
     assert sorted(path.name for path in adapters.parent.iterdir()) == ["adapters", "merged"]

@@ -75,9 +75,7 @@ class ScratchConfig:
 
 @dataclass
 class LoraConfig:
-    """Low-rank adapters instead of full fine-tuning; the ``<emb>`` row is trained beside them. Merged on export, unless
-    `export.adapters_only`.
-    """
+    """Low-rank adapters and the ``<emb>`` row instead of full fine-tuning; merged on export unless `export.adapters_only`."""
 
     rank: AtLeastOne = 16
     """Inner dimension of an adapter."""

@@ -145,7 +145,7 @@ def merge_saved(model: HubModel, folder: Path, rename: Callable[[str], str] = la
     config.base_model_name_or_path = (
         model.name_or_path
     )  # where it was loaded from; PEFT would warn of another
-    adapted: Any = get_peft_model(model, config)  # type: ignore[arg-type]  # transformers' own class
+    adapted: Any = get_peft_model(model, config)
     renamed = {rename(name): weight for name, weight in load_file(folder / WEIGHTS).items()}
     outcome: Any = set_peft_model_state_dict(adapted, renamed)
     lost = sorted(outcome.unexpected_keys)

@@ -365,13 +365,13 @@ def test_a_real_sweep_with_two_processes_a_run(ablate, tmp_path, tiny_path, monk
     def run(command: list[str]) -> None:
         if "rge/train.py" in command:
             at = command.index("rge/train.py")
-            assert command[:at] == shlex.split(ablate.default_launcher())
+            assert command[:at] == shlex.split(ablate.arms.default_launcher())
             done = forked.run_pair(*command[at:])
         else:
             done = forked.run(*command[1:])
         assert done.returncode == 0, done.stdout + done.stderr
 
-    monkeypatch.setattr(ablate, "run", run)
+    monkeypatch.setattr(ablate.arms, "run", run)
     monkeypatch.chdir(ROOT)
     data = write_set(tmp_path / "set", num_queries=8, num_candidates=12)
     words = [

@@ -244,7 +244,7 @@ def test_a_resume_with_a_key_that_changes_rounding_says_so(tmp_path, monkeypatch
 
     def resume(*overrides):
         again = Trained(tmp_path / "unused")
-        parts = None, again.model, again.model, again.optimizer, again.states.accelerator, {}
+        parts = None, again.model, again.model, again.optimizer, again.states.accelerator, {}, "no start"
         recipe = load_recipe(["recipe=demo", *overrides])
         manager = checkpoint_manager.CheckpointManager(recipe, "joint", tmp_path / "joint", 9, *parts)
         assert manager.resume() == 3
@@ -288,6 +288,7 @@ def test_a_stage_that_is_over_leaves_nothing_of_its_own_to_the_next(tmp_path, mo
             trained.optimizer,
             accelerator,
             {},
+            "no start",
         )
         return manager, kept
 
@@ -311,7 +312,7 @@ def test_an_export_that_fails_costs_no_step(tmp_path, monkeypatch):
 
     def manager():
         trained = Trained(tmp_path / "unused")
-        parts = trained.model, trained.model, trained.optimizer, trained.states.accelerator, {}
+        parts = trained.model, trained.model, trained.optimizer, trained.states.accelerator, {}, "no start"
         return checkpoint_manager.CheckpointManager(recipe, "joint", tmp_path / "joint", 9, None, *parts)
 
     exported = []
@@ -336,7 +337,7 @@ def test_a_disk_with_room_for_the_checkpoint_alone_gets_it(tmp_path, monkeypatch
         checkpoint_manager.CheckpointManager, "_export", lambda self, *given: exported.append(given)
     )
     trained = Trained(tmp_path / "unused")
-    parts = trained.model, trained.model, trained.optimizer, trained.states.accelerator, {}
+    parts = trained.model, trained.model, trained.optimizer, trained.states.accelerator, {}, "no start"
     manager = checkpoint_manager.CheckpointManager(
         load_recipe(["recipe=demo"]), "joint", tmp_path / "joint", 9, None, *parts
     )
@@ -381,7 +382,7 @@ def test_sources_that_are_gone_when_a_stage_ends_do_not_cost_its_checkpoint(tmp_
     object.__setattr__(trained.model, "model", trained.model)  # not as a part of itself
     manager = checkpoint_manager.CheckpointManager(
         recipe, "joint", tmp_path / "joint", 9, None,
-        trained.model, trained.model, trained.optimizer, Accelerator(cpu=True), {},
+        trained.model, trained.model, trained.optimizer, Accelerator(cpu=True), {}, "no start",
     )  # fmt: skip
     records.unlink()
     manager.finish()

@@ -12,6 +12,7 @@ from rge.common.files import find_shipped
 from rge.config import SourceConfig
 from rge.data.readers import some_records
 from rge.data.sources import parsed_line, without_mark
+from rge.model.adapter_files import is_hub_id
 
 RECORDS_READ = 4096
 """Records of a source, evenly spread, that its instructions are counted in; all of a source that is not larger."""
@@ -111,9 +112,6 @@ def model_card(settings: dict[str, Any], name: str, licence: str | None = None) 
     base: str = (settings["recipe"].get("model") or {}).get("path") or ""
     adapted: dict[str, Any] | None = settings.get("base")
 
-    def on_hub(name: str) -> bool:
-        return name.count("/") == 1 and not Path(name).exists()
-
     least, most = (f"{settings['pixels'][end]:,}" for end in ("min", "max"))
     validation = settings.get("validation") or {}
     figures = [
@@ -127,10 +125,10 @@ def model_card(settings: dict[str, Any], name: str, licence: str | None = None) 
         path=path,
         licence=licence,
         base=base,
-        base_on_hub=on_hub(base),
+        base_on_hub=is_hub_id(base),
         base_name=Path(base).name,
         settings_base=adapted,
-        adapted=adapted and (adapted["path"] if on_hub(adapted["path"]) else Path(adapted["path"]).name),
+        adapted=adapted and (adapted["path"] if is_hub_id(adapted["path"]) else Path(adapted["path"]).name),
         default=(settings.get("instructions") or {}).get("default"),
         range=least if least == most else f"{least} to {most}",
         measured=Path(str(validation.get("path"))).name if validation else None,

@@ -142,16 +142,12 @@ def merge_saved(model: HubModel, folder: Path, rename: Callable[[str], str] = la
         )
     config = PeftConfig.from_pretrained(str(folder))
     config.inference_mode = True
-    config.base_model_name_or_path = (
-        model.name_or_path
-    )  # where it was loaded from; PEFT would warn of another
+    config.base_model_name_or_path = model.name_or_path  # PEFT warns of any other
     adapted: Any = get_peft_model(model, config)
     renamed = {rename(name): weight for name, weight in load_file(folder / WEIGHTS).items()}
     outcome: Any = set_peft_model_state_dict(adapted, renamed)
-    lost = sorted(outcome.unexpected_keys)
-    lost += sorted(
-        name for name in outcome.missing_keys if "lora_" in name
-    )  # rows of a tied head count as missing
+    # Rows of a tied head count as missing too.
+    lost = sorted(outcome.unexpected_keys) + sorted(name for name in outcome.missing_keys if "lora_" in name)
     if lost:
         raise AdapterError(
             f"{len(lost)} weights of the adapters in {folder} do not fit their base, e.g. {lost[0]}"
@@ -234,12 +230,13 @@ def _places(
     if asked is None and wanted["beside"] is not None and (beside := checkpoint / wanted["beside"]).is_dir():
         yield beside
     for name in given:
-        if name is not None and not Path(name).exists() and _is_id(str(name)):
+        if name is not None and is_hub_id(str(name)):
             yield _fetched(str(name), wanted["revision"] if str(name) == wanted["path"] else None)
 
 
-def _is_id(name: str) -> bool:
-    return name.count("/") == 1 and not name.startswith((".", "/", "~"))
+def is_hub_id(name: str) -> bool:
+    """Whether a name that is no path here is one of the Hugging Face hub: ``owner/model``."""
+    return name.count("/") == 1 and not name.startswith((".", "/", "~")) and not Path(name).exists()
 
 
 def _fetched(name: str, revision: str | None) -> Path:

@@ -111,6 +111,8 @@ def model_card(settings: dict[str, Any], name: str, licence: str | None = None) 
     path = f"./{name.rsplit('/', 1)[-1]}"
     base: str = (settings["recipe"].get("model") or {}).get("path") or ""
     adapted: dict[str, Any] | None = settings.get("base")
+    parts: list[dict[str, str]] = settings.get("origins") or []
+    on_hub = base if is_hub_id(base) else next((part["hub_id"] for part in parts if "hub_id" in part), None)
 
     least, most = (f"{settings['pixels'][end]:,}" for end in ("min", "max"))
     validation = settings.get("validation") or {}
@@ -125,6 +127,8 @@ def model_card(settings: dict[str, Any], name: str, licence: str | None = None) 
         path=path,
         licence=licence,
         base=base,
+        on_hub=on_hub,
+        parts=[f"{part['name']} ({part['part']}, {part['licence']})" for part in parts],
         base_on_hub=is_hub_id(base),
         base_name=Path(base).name,
         settings_base=adapted,
@@ -138,15 +142,15 @@ def model_card(settings: dict[str, Any], name: str, licence: str | None = None) 
 
 CARD = """\
 ---
-{% if base_on_hub %}
-base_model: {{ base }}
+{% if on_hub %}
+base_model: {{ on_hub }}
 {% endif %}
 library_name: sentence-transformers
 pipeline_tag: image-text-to-text
-{% if base_on_hub and licence is none %}
+{% if on_hub and licence is none %}
 license: other
 license_name: as-base-model
-license_link: https://huggingface.co/{{ base }}
+license_link: https://huggingface.co/{{ on_hub }}
 {% endif %}
 {% if licence is not none %}
 license: {{ licence }}
@@ -190,7 +194,8 @@ With sentence-transformers: `SentenceTransformer("{{ path }}", trust_remote_code
 
 ## Training
 
-* Base model: {% if not base %}none, built from nothing{% else %}{{ base if base_on_hub else base_name }}. Its licence holds for \
+* Base model: {% if parts %}{{ parts | join(" and ") }}; the rest was built from nothing. Their licences hold for \
+these weights too{% elif not base %}none, built from nothing{% else %}{{ base if base_on_hub else base_name }}. Its licence holds for \
 these weights too{% endif %}.
 * Stage `{{ stage }}` of recipe `{{ recipe.get("recipe", "unknown") }}`, {{ step }} steps.
 * Training data: {{ (training_data or ["not recorded"]) | join(", ") }}.

@@ -22,6 +22,7 @@ import rge
 from rge.checkpoints.description import SENTENCE_TRANSFORMERS, model_card
 from rge.checkpoints.manifest import DONE, flush, write_manifest
 from rge.common.errors import UserError
+from rge.common.files import same_mode
 from rge.model.adapter_files import adapter_weights, write_adapters
 from rge.model.backbone import tied_names, weight_names
 from rge.model.embedding_model import EmbeddingModel
@@ -71,6 +72,8 @@ def export(
         _check_names(model, weights, folder)
     if state_dict is not None and loaded is not None:
         state_dict = weights = _cast(state_dict, loaded)
+    if parts := getattr(model.config, "origins", None):
+        settings = settings | {"origins": parts}
     try:
         temporary.mkdir(parents=True)
         if adapters_only:
@@ -87,9 +90,7 @@ def export(
         (temporary / "README.md").write_text(model_card(settings, _shown_name(folder)), encoding="utf-8")
         for name, content in SENTENCE_TRANSFORMERS.items():
             (temporary / name).write_text(json.dumps(content, indent=2) + "\n")
-        mode = (temporary / RGE_JSON).stat().st_mode
-        for path in temporary.iterdir():
-            path.chmod(mode)  # safetensors' own files are private to the user
+        same_mode(temporary, temporary / RGE_JSON)
         for path in temporary.iterdir():
             flush(path, evict=True)  # what is compared next comes from the disk
         _check_weights(weights, temporary)

@@ -114,6 +114,12 @@ def write_json(path: str | Path, content: Any, *, indent: int = 1) -> None:
     write_text(path, json.dumps(content, indent=indent, ensure_ascii=False) + "\n")
 
 
+def same_mode(folder: Path, like: Path) -> None:
+    """Give every file of a folder the mode of one of them: safetensors' own are private to the user."""
+    for path in folder.iterdir():
+        path.chmod(like.stat().st_mode)
+
+
 OWNED = ".rge-files.json"
 """In a folder that `replacing_folder` wrote: the files that are its own."""
 

@@ -171,6 +171,18 @@ def make_model(
     return model
 
 
+def origins(text: dict[str, Any], vision: dict[str, Any]) -> list[dict[str, Any]]:
+    """Pretrained parts of a backbone of these sizes: name, licence, and the file that they come from, with its hash.
+
+    Raises:
+        SmolError: its package is not installed, or has another file.
+        TowerError: its package is not installed.
+    """
+    found = [smollm2.origin()] if smollm2.is_smollm2(text) else []
+    is_photo = vision.get("model_type") == efficientnet.EfficientNetConfig.model_type
+    return [*found, efficientnet.origin()] if is_photo else found
+
+
 def vocabulary(vocab_size: int, text: dict[str, Any]) -> int:
     """How many tokens `make_tokenizer` gives, special ones included."""
     if smollm2.is_smollm2(text):
@@ -230,6 +242,8 @@ def build(
 ) -> None:
     """Write a backbone, random but for its pretrained parts, and its processor as a Hugging Face directory.
 
+    ``config.json`` says what the parts are made of (``origins``), and so does that of every checkpoint trained from it.
+
     `texts` are what the tokenizer is trained on (`train_tokenizer`), `text` and `vision` sizes (`make_model`), and `seed` is that of
     the weights.
     """
@@ -240,5 +254,7 @@ def build(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = make_model(tokenizer, text, vision)
+    if parts := origins(text, vision):
+        model.config.origins = parts
     model.save_pretrained(out)
     processor.save_pretrained(out)

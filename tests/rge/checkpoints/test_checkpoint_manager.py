@@ -366,3 +366,16 @@ def test_the_card_names_the_base_and_no_folder_of_a_machine(tmp_path, base, said
     assert f"* Base model: {said}\n" in card
     assert ("base_model: " in card) == front
     assert str(tmp_path) not in card
+
+
+def test_the_card_names_pretrained_parts(tmp_path):
+    settings = settings_of(
+        emb_id=1, profile="rge", max_prompt_tokens=64, min_pixels=784, max_pixels=7056, max_new_tokens=8,
+        reasons="query", recipe={"model": {"path": None}}, stage="joint", step=1,
+    )  # fmt: skip
+    eyes = {"part": "vision tower", "name": "Eyes", "licence": "MIT"}
+    words = {"part": "text model", "name": "Words", "licence": "Apache-2.0", "hub_id": "somebody/words"}
+    card = model_card(settings | {"origins": [words, eyes]}, "mine/joint/final")
+    assert "* Base model: Words (text model, Apache-2.0) and Eyes (vision tower, MIT); the rest was built" in card
+    assert "base_model: somebody/words\n" in card
+    assert "license_link: https://huggingface.co/somebody/words\n" in card

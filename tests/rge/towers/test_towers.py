@@ -1,6 +1,9 @@
 """A vision tower that a package brings: its own features, kept through training and saving, and what is said where it is missing."""
 
+import hashlib
+import json
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +14,7 @@ from family_models import PHOTOS, SCRATCH, TEXT, TEXTS, build, needs_tower, trai
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
+from rge.checkpoints.export import export, settings_of
 from rge.common.schema import Item
 from rge.config import load_recipe
 from rge.model.backbone import BackboneError, load_backbone, vision_parameters
@@ -21,7 +25,8 @@ from rge.plan.costs import cost_of_picture
 from rge.plan.known_models import outline
 from rge.scratch import build as scratch
 from rge.scratch.pretrain_vision import teach
-from rge.towers.efficientnet import NETWORK, WEIGHTS, TowerError
+from rge.scratch.starting_point import starting_point
+from rge.towers.efficientnet import NETWORK, WEIGHTS, TowerError, _weights_file
 
 SIZES = {"min_pixels": 64 * 64, "max_pixels": 256 * 256}
 
@@ -144,6 +149,26 @@ def test_a_checkpoint_cannot_be_loaded_without_the_network(eyes, monkeypatch):
 def test_sizes_that_it_cannot_have_are_refused(tmp_path):
     with pytest.raises(TowerError, match="patch_size 32, .* got 14, 1, 3, 1280; leave them out"):
         make(tmp_path / "new", patch_size=14)
+
+
+@needs_tower
+def test_a_backbone_and_its_checkpoints_say_what_they_are_made_of(tmp_path, capsys):
+    overrides = [f"model.scratch.text={json.dumps(TEXT)}", "model.scratch.naming=null", "model.scratch.vocab_size=320"]
+    recipe = load_recipe(["recipe=photos", f"out={tmp_path}", *overrides])
+    backbone = Path(starting_point(recipe, {}, Accelerator(cpu=True)))
+    (part,) = json.loads((backbone / "config.json").read_text())["origins"]
+    assert part["sha256"] == hashlib.sha256(_weights_file().read_bytes()).hexdigest()
+    said = f"vision tower: EfficientNet-Lite0, Apache-2.0, {part['bytes'] / 1e6:.1f} MB ({part['file']}, sha256 {part['sha256']})"
+    assert said in capsys.readouterr().out
+    assert len({path.stat().st_mode for path in backbone.iterdir()}) == 1  # safetensors' own file was private
+    settings = settings_of(
+        emb_id=1, profile="rge", max_prompt_tokens=64, min_pixels=4096, max_pixels=4096, max_new_tokens=8,
+        reasons="query", recipe={"model": {"path": None}}, stage="joint", step=1,
+    )  # fmt: skip
+    export(EmbeddingModel(load_backbone(backbone, add_emb=True)), tmp_path / "final", settings)
+    assert json.loads((tmp_path / "final" / "rge.json").read_text())["origins"] == [part]
+    card = (tmp_path / "final" / "README.md").read_text()
+    assert "* Base model: EfficientNet-Lite0 (vision tower, Apache-2.0); the rest was built from nothing." in card
 
 
 @needs_tower

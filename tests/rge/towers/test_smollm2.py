@@ -17,9 +17,7 @@ from rge.towers import smollm2
 
 TEXT = {"model_type": "smollm2"}
 INSTALLED = all(importlib.util.find_spec(name) for name in ("gguf", smollm2.PACKAGE))
-needs_weights = pytest.mark.skipif(
-    not INSTALLED, reason=smollm2.INSTALL
-)
+needs_weights = pytest.mark.skipif(not INSTALLED, reason=smollm2.INSTALL)
 QUESTION = "What is used together with a hammer? Answer in 12 words, or 345."
 
 

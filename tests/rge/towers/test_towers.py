@@ -153,7 +153,11 @@ def test_sizes_that_it_cannot_have_are_refused(tmp_path):
 
 @needs_tower
 def test_a_backbone_and_its_checkpoints_say_what_they_are_made_of(tmp_path, capsys):
-    overrides = [f"model.scratch.text={json.dumps(TEXT)}", "model.scratch.naming=null", "model.scratch.vocab_size=320"]
+    overrides = [
+        f"model.scratch.text={json.dumps(TEXT)}",
+        "model.scratch.naming=null",
+        "model.scratch.vocab_size=320",
+    ]
     recipe = load_recipe(["recipe=photos", f"out={tmp_path}", *overrides])
     backbone = Path(starting_point(recipe, {}, Accelerator(cpu=True)))
     (part,) = json.loads((backbone / "config.json").read_text())["origins"]
@@ -168,7 +172,10 @@ def test_a_backbone_and_its_checkpoints_say_what_they_are_made_of(tmp_path, caps
     export(EmbeddingModel(load_backbone(backbone, add_emb=True)), tmp_path / "final", settings)
     assert json.loads((tmp_path / "final" / "rge.json").read_text())["origins"] == [part]
     card = (tmp_path / "final" / "README.md").read_text()
-    assert "* Base model: EfficientNet-Lite0 (vision tower, Apache-2.0); the rest was built from nothing." in card
+    assert (
+        "* Base model: EfficientNet-Lite0 (vision tower, Apache-2.0); the rest was built from nothing."
+        in card
+    )
 
 
 @needs_tower

@@ -101,8 +101,8 @@ def flatten(batch: Batch) -> tuple[dict[str, Any], Tensor]:
         else (len(prompt), len(prompt.pixels), len(prompt.image_grid))
         for prompt in prompts
     ]
-    head["token_2T"] = torch.cat(
-        [torch.stack([prompt.input_ids, prompt.type_ids]) for prompt in prompts], dim=1
+    head["token_5T"] = torch.cat(
+        [torch.stack([prompt.input_ids, prompt.type_ids, *prompt.position_3T]) for prompt in prompts], dim=1
     ).numpy()
     grids = [prompt.image_grid for prompt in shown if prompt.image_grid is not None]
     head["grid_G3"] = torch.cat([torch.zeros(0, 3).long(), *grids]).numpy()
@@ -116,14 +116,20 @@ def unflatten(head: dict[str, Any], pixels: Tensor) -> Batch:
     rest = dict(head)
     num_queries, names, sizes = rest.pop("num_queries"), rest.pop("names"), rest.pop("sizes")
     num_tokens, num_patches, num_pictures = zip(*sizes, strict=True)
-    tokens = torch.from_numpy(rest.pop("token_2T")).split(num_tokens, dim=1)
+    tokens = torch.from_numpy(rest.pop("token_5T")).split(num_tokens, dim=1)
     grids = torch.from_numpy(rest.pop("grid_G3")).split(num_pictures)
     shown = pixels.split(num_patches)
     prompts = [
         Prompt(
-            name, token_2T[0], token_2T[1], part if len(part) else None, grid if len(part) else None, num_cut
+            name,
+            token_5T[0],
+            token_5T[1],
+            token_5T[2:],
+            part if len(part) else None,
+            grid if len(part) else None,
+            num_cut,
         )
-        for (name, num_cut), token_2T, part, grid in zip(names, tokens, shown, grids, strict=True)
+        for (name, num_cut), token_5T, part, grid in zip(names, tokens, shown, grids, strict=True)
     ]
     return Batch(queries=prompts[:num_queries], candidates=prompts[num_queries:], **rest)
 

@@ -1,7 +1,6 @@
 """Load a vision-language model and its processor; add the rows of ``<emb>`` and think tokens.
 
-Loading, the ``<emb>`` row, positions of a prompt, picture features and states are here, and what differs between families
-in `rge.model.families`. The rest of rge sees token ids, positions and hidden states.
+What differs between families is in `rge.model.families`.
 """
 
 import importlib.util
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from tokenizers import AddedToken
-from torch import Tensor, nn
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForImageTextToText,
@@ -32,7 +31,6 @@ from rge.model import vision_tower as vision
 from rge.model.adapter_files import find_base, holds_adapters, merge_saved, rows_of_base
 from rge.model.families import FAMILIES, Family, family_of
 from rge.model.hub_model import HubModel
-from rge.model.prompts import Prompt
 
 _STOCK = {"auto": "sdpa", "varlen": "sdpa"}
 """What transformers is asked for where the attention is ours."""
@@ -384,15 +382,3 @@ def collapsed_ids(model: HubModel, ids: Sequence[int]) -> list[int]:
             "rollout.backend=own, else engine=own)"
         )
     return collapsed
-
-
-def prompt_positions(model: HubModel, prompts: Sequence[Prompt]) -> list[Tensor]:
-    """Rotary positions of each prompt's tokens on the time, height and width axes.
-
-    Returns:
-        One (3, T) int64 tensor a prompt.
-    """
-    family = family_of(model)
-    return [
-        family.positions(model, prompt.input_ids, prompt.type_ids, prompt.image_grid) for prompt in prompts
-    ]

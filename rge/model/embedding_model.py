@@ -14,12 +14,7 @@ from rge.losses import rationale_log_probs, rationale_nll
 from rge.model.adapter_files import find_base, go_on_from, holds_adapters
 from rge.model.adapters import add_adapters
 from rge.model.attention import EncodedParts, EncodedPrompts, Pass, install
-from rge.model.backbone import (
-    Backbone,
-    load_backbone,
-    prompt_positions,
-    vision_parameters,
-)
+from rge.model.backbone import Backbone, load_backbone, vision_parameters
 from rge.model.families import normalised
 from rge.model.packing import Branch, PromptPart, TailPart, pack_prompts, pack_tails
 from rge.model.prompts import Prompt
@@ -150,7 +145,6 @@ class EmbeddingModel(nn.Module):
         """Lay prompts alone out, to be continued later."""
         part = pack_prompts(
             prompts,
-            self._positions(prompts),
             picture_ids=self.picture_ids,
             empty_picture=self.family.square_picture(self.model.config),
         )
@@ -167,10 +161,7 @@ class EmbeddingModel(nn.Module):
         return Packed(None, self._tails(prompts, branches), encoded, temperature=temperature)
 
     def _tails(self, prompts: Sequence[Prompt], branches: Sequence[Sequence[Branch]]) -> TailPart:
-        return pack_tails(prompts, self._positions(prompts), branches).to(self.device)
-
-    def _positions(self, prompts: Sequence[Prompt]) -> list[Tensor]:
-        return prompt_positions(self.model, prompts)
+        return pack_tails(prompts, branches).to(self.device)
 
     def forward(self, *packs: Packed | Readout) -> list[Readout]:
         """Run every pack through the backbone, all in one call, so that a wrapper sees few forwards a step.
@@ -187,7 +178,7 @@ class EmbeddingModel(nn.Module):
     def states_before_answer(self, prompts: Sequence[Prompt]) -> Tensor:
         """The state (B, D), not normalised, that predicts the first token after each prompt."""
         # Without branches a tail is the prompt's last token.
-        tails = pack_tails(prompts, self._positions(prompts), [[]] * len(prompts), read_prompts=True)
+        tails = pack_tails(prompts, [[]] * len(prompts), read_prompts=True)
         packed = Packed(self.pack_prompts(prompts).prompts, tails.to(self.device), owners=prompts)
         hidden_TD, plan = self._run(packed)
         return hidden_TD[plan.num_prompt_tokens :]

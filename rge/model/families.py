@@ -138,13 +138,32 @@ class Family:
     # From tokens and pixels to states.
 
     def positions(
-        self, model: HubModel, input_ids_T: Tensor, type_ids_T: Tensor, grid: Tensor | None
+        self, image_processor: Any, input_ids_T: Tensor, type_ids_T: Tensor, grid: Tensor | None
     ) -> Tensor:
-        """Rotary positions (3, T) on the time, height and width axes."""
-        position_31T, _ = model.model.get_rope_index(
-            input_ids_T[None], mm_token_type_ids=type_ids_T[None], image_grid_thw=grid
-        )
-        return position_31T[:, 0]
+        """Rotary positions (3, T) of a prompt's tokens on the time, height and width axes.
+
+        Those of transformers' `get_rope_index`, which takes a model; data workers have none.
+
+        Args:
+            image_processor: of the family.
+            input_ids_T: of the prompt.
+            type_ids_T: 1 on placeholders, else 0.
+            grid: of its pictures, see `pictures_of`; None without any.
+        """
+        pieces, end, after, seen = [], 0, 0, 0
+        placeholders = type_ids_T.nonzero().flatten().tolist()
+        for frames, *sides in [] if grid is None else grid.tolist():
+            height, width = (side // image_processor.merge_size for side in sides)
+            begin = placeholders[seen]
+            pieces.append(torch.arange(after, after + begin - end).expand(3, -1))
+            after += begin - end
+            axes = (torch.arange(after, after + length) for length in (frames, height, width))
+            pieces.append(torch.stack(torch.meshgrid(*axes, indexing="ij")).flatten(1))
+            after += max(height, width)
+            seen += frames * height * width
+            end = begin + frames * height * width
+        pieces.append(torch.arange(after, after + len(type_ids_T) - end).expand(3, -1))
+        return torch.cat(pieces, dim=1)
 
     def rotary_positions(self, position_ids_3BT: Tensor) -> Tensor:
         """Positions as the text model's rotary embedding takes them."""
@@ -299,7 +318,7 @@ class Tiles(Family):
         return None
 
     def positions(
-        self, model: HubModel, input_ids_T: Tensor, type_ids_T: Tensor, grid: Tensor | None
+        self, image_processor: Any, input_ids_T: Tensor, type_ids_T: Tensor, grid: Tensor | None
     ) -> Tensor:
         """Counted, the same on all axes."""
         return torch.arange(len(input_ids_T)).expand(3, -1)

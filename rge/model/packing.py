@@ -136,7 +136,6 @@ def _moved(part: _Part, device: torch.device | str) -> _Part:
 
 def pack_prompts(
     prompts: Sequence[Prompt],
-    positions: Sequence[Tensor],
     *,
     picture_ids: Sequence[int],
     empty_picture: tuple[Tensor, Tensor],
@@ -145,7 +144,6 @@ def pack_prompts(
 
     Args:
         prompts: one a row.
-        positions: (3, tokens) rotary positions of each prompt.
         picture_ids: ids of the smallest picture's tokens (start, one placeholder, end), see `empty_picture`.
         empty_picture: pixels and grid put before the first row where no prompt has a picture. Its tokens belong
             to no row, so no row sees them.
@@ -164,11 +162,11 @@ def pack_prompts(
         places.append(torch.zeros(3, len(picture_ids), dtype=torch.long))
         start = len(picture_ids)
         types.append(torch.tensor([0, *[1] * (start - 2), 0]))
-    for prompt, position in zip(prompts, positions, strict=True):
+    for prompt in prompts:
         if bool(prompt.type_ids[-1]):
             raise ValueError(f"the prompt of {prompt.id} ends in a picture; a token must follow it")
         ids.append(prompt.input_ids[:-1])
-        places.append(position[:, :-1])
+        places.append(prompt.position_3T[:, :-1])
         types.append(prompt.type_ids[:-1])
         lengths.append(len(prompt) - 1)
     return PromptPart(
@@ -181,9 +179,9 @@ def pack_prompts(
         index_BP=_index(lengths, start),
         length_B=torch.tensor(lengths),
         last_id_B=torch.stack([prompt.input_ids[-1] for prompt in prompts]),
-        last_position_3B=torch.stack([position[:, -1] for position in positions], dim=1),
+        last_position_3B=torch.stack([prompt.position_3T[:, -1] for prompt in prompts], dim=1),
         # The prompt's last position is not its greatest: a wide picture's columns may reach further than its rows.
-        after_B=torch.stack([position.max() + 1 for position in positions]),
+        after_B=torch.stack([prompt.position_3T.max() + 1 for prompt in prompts]),
         pixels=torch.cat(pixels),
         image_grid=torch.cat(grids),
     )
@@ -191,7 +189,6 @@ def pack_prompts(
 
 def pack_tails(
     prompts: Sequence[Prompt],
-    positions: Sequence[Tensor],
     branches: Sequence[Sequence[Branch]],
     *,
     read_prompts: bool = False,
@@ -200,7 +197,6 @@ def pack_tails(
 
     Args:
         prompts: one a row.
-        positions: (3, tokens) rotary positions of each prompt.
         branches: continuations of each prompt, any number and any lengths.
         read_prompts: also read the state at each prompt's last token, before those of its branches.
 
@@ -210,12 +206,12 @@ def pack_tails(
     ids, segments, places, states, predicts, labels, lengths = [], [], [], [], [], [], []
     samples, sampled = [], []
     offset = 0
-    for row, (prompt, position, continuations) in enumerate(zip(prompts, positions, branches, strict=True)):
+    for row, (prompt, continuations) in enumerate(zip(prompts, branches, strict=True)):
         first = offset
         ids.append(prompt.input_ids[-1:])
         segments.append(torch.tensor([PROMPT]))
-        places.append(position[:, -1:])
-        after_prompt = int(position.max()) + 1
+        places.append(prompt.position_3T[:, -1:])
+        after_prompt = int(prompt.position_3T.max()) + 1
         offset += 1
         if read_prompts:
             states.append(first)

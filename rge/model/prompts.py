@@ -35,6 +35,7 @@ class Prompt:
         id: of the item, for error messages.
         input_ids: (T,) int64, ending with the assistant header: generation or ``<emb>`` comes next.
         type_ids: (T,) int64, 1 on picture placeholders, else 0.
+        position_3T: int64 rotary positions on the time, height and width axes.
         pixels: (P, channels, height, width) uint8, patches or tiles of all pictures as `rge.model.families.normalised` takes
             them; None without pictures.
         image_grid: (number of pictures or tiles, 3) int64, see `rge.model.families.Family.pictures_of`; or None.
@@ -44,6 +45,7 @@ class Prompt:
     id: str
     input_ids: Tensor
     type_ids: Tensor
+    position_3T: Tensor
     pixels: Tensor | None
     image_grid: Tensor | None
     num_cut_tokens: int = 0
@@ -310,11 +312,14 @@ class PromptBuilder:
             return self.processor.image_processor(images=list(images), return_tensors="pt", **self._options)
 
     def _prompt(self, name: str, input_ids: Tensor, fields: Mapping[str, Tensor], num_cut: int) -> Prompt:
-        pixels, image_grid = self.family.pictures_of(fields, self.processor.image_processor)
+        image_processor = self.processor.image_processor
+        pixels, image_grid = self.family.pictures_of(fields, image_processor)
+        type_ids = (input_ids == self._image_id).long()
         return Prompt(
             id=name,
             input_ids=input_ids,
-            type_ids=(input_ids == self._image_id).long(),
+            type_ids=type_ids,
+            position_3T=self.family.positions(image_processor, input_ids, type_ids, image_grid),
             pixels=pixels,
             image_grid=image_grid,
             num_cut_tokens=num_cut,

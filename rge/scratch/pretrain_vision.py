@@ -160,11 +160,12 @@ class _Namer(nn.Module):
     picture_P: Tensor
     position_31T: Tensor
 
-    def __init__(self, model: HubModel, name_ids: list[list[int]], pad_id: int, grid: Tensor):
+    def __init__(self, model: HubModel, processor: Any, name_ids: list[list[int]], grid: Tensor):
         super().__init__()
         self.model, config = model, model.config
         self.width = config.get_text_config().hidden_size
         longest = max(map(len, name_ids))
+        pad_id = processor.tokenizer.pad_token_id
         rows = [ids + [pad_id] * (longest - len(ids)) for ids in name_ids]
         lengths = torch.tensor([len(ids) for ids in name_ids])
         self.register_buffer("name_KT", torch.tensor(rows), persistent=False)
@@ -177,7 +178,8 @@ class _Namer(nn.Module):
         ]
         self.register_buffer("picture_P", torch.tensor(picture), persistent=False)
         ids = torch.cat([self.picture_P, self.name_KT[0]])
-        positions = family_of(model).positions(model, ids, torch.eq(ids, config.image_token_id).long(), grid)
+        types = torch.eq(ids, config.image_token_id).long()
+        positions = family_of(model).positions(processor.image_processor, ids, types, grid)
         self.register_buffer("position_31T", positions[:, None], persistent=False)
         # Token embeddings start small (0.02); without a scale the choice would start, and stay, flat.
         self.log_scale = nn.Parameter(torch.tensor(3.0))
@@ -331,4 +333,4 @@ def _namer(model: HubModel, processor, names: Sequence[str], side_px: int) -> tu
     name_ids = [processor.tokenizer(name, add_special_tokens=False).input_ids for name in names]
     side = side_px // processor.image_processor.patch_size
     grid = torch.tensor([[1, side, side]])
-    return _Namer(model, name_ids, processor.tokenizer.pad_token_id, grid), grid
+    return _Namer(model, processor, name_ids, grid), grid

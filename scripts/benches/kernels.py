@@ -1,10 +1,12 @@
-"""Kernels, launches and waits of a training step, counted without a GPU; ours beside three passes. `bench.py kernels places=true`.
+"""Kernels, launches, waits, captures and copies of a training step, counted without a GPU; ours beside three passes. `bench.py kernels places=true`.
 
 Runs a step (rollout, both losses, backward) in bfloat16 on `tests/helpers/fake_gpu.py`, and the same step in stock transformers:
 `generate`, a pass for the LM loss, one for the contrastive state, one for the candidates. Both have taken a step before, so
 that what happens once in a process is not counted. A kernel is an operation that writes new memory; a GPU's own count is
 higher for some, lower where libraries fuse. A launch is a single kernel, or a captured step of any number of them. A wait
-is the host standing still until the device has done all it was given.
+is the host standing still until the device has done all it was given; capturing a graph is one too, and has a column of its
+own. A copy is one from host to device that is not waited for; unpinned ones come from pageable memory, which the driver copies
+once more. Below the table: how often positions of prompts were computed, with the prompts and in a step.
 
 ``places=true`` lists the lines that wait.
 """
@@ -17,11 +19,14 @@ from pathlib import Path
 import torch
 
 from benches import forms
+from rge.model.families import FAMILIES
 from rge.model.embedding_model import encode_prompts
 from rge.rollout.generate import generate
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "helpers"))
 from fake_gpu import FakeGpu  # noqa: E402
+
+COLUMNS = ("kernels", "launches", "waits", "captures", "copies", "unpinned")
 
 
 @dataclass
@@ -37,9 +42,10 @@ class Options:
 
 
 def count(options: Options) -> dict[str, dict[str, dict[str, int]]]:
-    """Counts by form and phase: kernels, launches, waits; and by form the places that wait."""
+    """Counts by form and phase: `COLUMNS`; and by form the places that wait."""
     sizes = {"layers": options.layers, "batch": options.batch, "prompt_tokens": options.prompt_tokens}
     found: dict[str, dict[str, dict[str, int]]] = {}
+    positions = _CountedPositions()
     for form in ("ours", "ours, graphs off", "three passes"):
         setting = forms.long_setting(
             forms.Sizes(**sizes, rationale_tokens=options.rationale_tokens, hidden=64, candidate_side_px=56)
@@ -55,9 +61,10 @@ def count(options: Options) -> dict[str, dict[str, dict[str, int]]]:
             run(setting, gpu)
             embedder.zero_grad()
             inside = _kernels_of_graphs(gpu)
-            for counts in (gpu.kernels, gpu.waits, gpu.graphs):
+            for counts in (gpu.kernels, gpu.waits, gpu.graphs, gpu.copies, gpu.unpinned):
                 counts.clear()
             inside.clear()
+            with_prompts, positions.calls = positions.calls, 0
             run(setting, gpu)
             gpu.phase = "-"
         found[form] = {}
@@ -67,13 +74,33 @@ def count(options: Options) -> dict[str, dict[str, dict[str, int]]]:
                 "kernels": launches - gpu.kernels[phase, "graph"] + inside.get(phase, 0),
                 "launches": launches,
                 "waits": gpu.of(gpu.waits, phase),
+                "captures": gpu.graphs[phase],
+                "copies": gpu.copies[phase],
+                "unpinned": gpu.unpinned[phase],
             }
+        num_prompts = len(setting.batch.queries) + len(setting.batch.candidates)
+        found[form]["positions"] = {"prompts": num_prompts, "with them": with_prompts, "in a step": positions.calls}
+        positions.calls = 0
         found[form]["places"] = {
             f"{phase}: {kind} at {place}": number
             for (phase, kind, place), number in gpu.waits.most_common()
             if phase != "-"
         }
     return found
+
+
+class _CountedPositions:
+    """Counts how often the family of these models computes positions."""
+
+    def __init__(self) -> None:
+        self.calls, family = 0, FAMILIES["qwen2_5_vl"]
+        compute = family.positions
+
+        def counted(*args: object) -> torch.Tensor:
+            self.calls += 1
+            return compute(*args)
+
+        family.positions = counted
 
 
 def _kernels_of_graphs(gpu: FakeGpu) -> dict[str, int]:
@@ -128,20 +155,20 @@ def _three_passes(setting: forms.Setting, gpu: FakeGpu) -> None:
 def measure(options: Options) -> dict:
     """Count and print the tables."""
     found = count(options)
-    print(f"{'':22}{'':22}{'kernels':>9}{'launches':>10}{'waits':>7}")
+    print(f"{'':22}{'':22}" + "".join(f"{name:>10}" for name in COLUMNS))
     totals = {}
     for form, phases in found.items():
-        rows = {phase: numbers for phase, numbers in phases.items() if phase != "places"}
-        totals[form] = {
-            name: sum(row[name] for row in rows.values()) for name in ("kernels", "launches", "waits")
-        }
+        rows = {phase: numbers for phase, numbers in phases.items() if phase not in ("places", "positions")}
+        totals[form] = {name: sum(row[name] for row in rows.values()) for name in COLUMNS}
         for phase, row in (*rows.items(), ("all", totals[form])):
-            print(f"{form:22}{phase:22}{row['kernels']:9,}{row['launches']:10,}{row['waits']:7,}")
+            print(f"{form:22}{phase:22}" + "".join(f"{row[name]:10,}" for name in COLUMNS))
     tokens = options.rationale_tokens + 1
     a_layer = {form: phases["rollout"]["kernels"] / tokens / options.layers for form, phases in found.items()}
     print(
         f"\nkernels of the rollout a token and layer, all else shared out: { {k: round(v, 1) for k, v in a_layer.items()} }"
     )
+    for form, phases in found.items():
+        print(f"positions computed, {form}: {phases['positions']}")
     if options.places:
         for form, phases in found.items():
             print(f"\n{form} waits")

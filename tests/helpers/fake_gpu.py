@@ -162,6 +162,7 @@ class FakeGpu(TorchDispatchMode):
         kernels: by phase and operation; a replayed graph is one, ``graph``.
         graphs: pieces of work captured, by phase; `last_captured` is the number of kernels in the last of them.
         copies: from host to device without a wait, by phase.
+        unpinned: those of them from memory that is not pinned, which a device's driver copies once more and cannot queue.
         attention: which attention was computed how often, by phase.
     """
 
@@ -173,6 +174,7 @@ class FakeGpu(TorchDispatchMode):
         self.kernels: collections.Counter = collections.Counter()
         self.graphs: collections.Counter = collections.Counter()
         self.copies: collections.Counter = collections.Counter()
+        self.unpinned: collections.Counter = collections.Counter()
         self.attention: collections.Counter = collections.Counter()
         self.last_captured = 0
         self._recording: _Recording | None = None
@@ -289,7 +291,9 @@ class FakeGpu(TorchDispatchMode):
         if asks == "cuda":
             kwargs = {**kwargs, "device": torch.device("cpu")}
         if name in ("pin_memory", "_pin_memory"):
-            return args[0]
+            pinned = args[0].clone()
+            pinned.is_pinned_here = True
+            return pinned
         inner_args, inner_kwargs = tree_map(
             lambda each: each.inner if isinstance(each, OnGpu) else each, (args, kwargs)
         )
@@ -338,10 +342,10 @@ class FakeGpu(TorchDispatchMode):
                     self._wait("index by mask")
         if name == "_to_copy":
             if asks == "cuda" and not there:
-                self._copy(bool(kwargs.get("non_blocking")))
+                self._copy(args[0], bool(kwargs.get("non_blocking")))
         elif name == "copy_":
             if isinstance(args[0], OnGpu) and here:
-                self._copy(len(args) > 2 and bool(args[2]))
+                self._copy(args[1], len(args) > 2 and bool(args[2]))
             elif there and not isinstance(args[0], OnGpu) and not (len(args) > 2 and args[2]):
                 self._wait("copy to host")  # otherwise as into pinned memory
         elif there and any(each.dim() for each in here):
@@ -353,11 +357,12 @@ class FakeGpu(TorchDispatchMode):
                 f"Expected all tensors to be on the same device: {func} got {sizes} on the CPU at {_place()}"
             )
 
-    def _copy(self, non_blocking: bool) -> None:
+    def _copy(self, source: Tensor, non_blocking: bool) -> None:
         if non_blocking:
             if self._recording is not None:
                 raise RuntimeError("operation not permitted when stream is capturing: copy from host")
             self.copies[self.phase] += 1
+            self.unpinned[self.phase] += not hasattr(source, "is_pinned_here")
         else:
             self._wait("copy from host")
 

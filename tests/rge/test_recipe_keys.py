@@ -577,7 +577,7 @@ def test_plugins_are_imported(home, arguments, monkeypatch):
 def test_prefetch_mb_bounds_what_waits(monkeypatch):
     grid = torch.tensor([[1, 10, 20]])
     prompt = Prompt(
-        "q", torch.arange(3), torch.zeros(3), torch.zeros(200, 3, 28, 28, dtype=torch.uint8), grid
+        "q", torch.arange(3), torch.zeros(3), torch.zeros(3, 3), torch.zeros(200, 3, 28, 28, dtype=torch.uint8), grid
     )
     batch = Batch(["r"], [prompt], [[1]], [], [], [], [], [[1]], [1])  # 0.45 MiB
     queues = []
@@ -613,7 +613,7 @@ def test_cuda_graphs_are_the_embedders_to_capture(tiny_path):
 
 def credit_of(recipe: Recipe, embedder: Any, home: Path) -> Credit:
     """Of one query and two rationales of one word, one liked and one not, that vLLM says it wrote otherwise."""
-    prompt = Prompt("q", torch.arange(3), torch.zeros(3), None, None)
+    prompt = Prompt("q", torch.arange(3), torch.zeros(3), torch.zeros(3, 3), None, None)
     batch = Batch(["r"], [prompt], [[1]], [], [], [0], [[]], [[1]], [1])
     rationales = [Rationale((token,), False, None, 0.0, log_probs=(-1.0, -6.0)) for token in (5, 6)]
     credit = Reinforcement(recipe, embedder, None, home).begin(batch, rationales, measure=False)

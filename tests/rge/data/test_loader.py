@@ -28,7 +28,8 @@ def batch_of(step: int, num_patches: int = 8) -> Batch:
         ids = torch.arange(length) + 100 * step
         pixels = torch.full((sum(sizes), 3, 4, 4), step % 256, dtype=torch.uint8) if sizes else None
         grid = torch.tensor([[1, 1, size] for size in sizes]) if sizes else None
-        return Prompt(name, ids, (ids % 3 == 0).long(), pixels, grid, num_cut_tokens=length)
+        positions = torch.stack([ids, ids + 1, ids + 2])
+        return Prompt(name, ids, (ids % 3 == 0).long(), positions, pixels, grid, num_cut_tokens=length)
 
     return Batch(
         record_ids=["a", "b"],
@@ -53,7 +54,7 @@ def assert_same(one: Batch, other: Batch) -> None:
         assert len(mine) == len(theirs)
         for left, right in zip(mine, theirs, strict=True):
             assert (left.id, left.num_cut_tokens) == (right.id, right.num_cut_tokens)
-            for name in ("input_ids", "type_ids", "pixels", "image_grid"):
+            for name in ("input_ids", "type_ids", "position_3T", "pixels", "image_grid"):
                 first, second = getattr(left, name), getattr(right, name)
                 assert (first is None) == (second is None)
                 if first is not None:
@@ -103,7 +104,7 @@ def test_a_batch_without_pictures_survives_the_way():
     text = Batch(
         **{
             item.name: [
-                Prompt(p.id, p.input_ids, p.type_ids, None, None) if isinstance(p, Prompt) else p
+                Prompt(p.id, p.input_ids, p.type_ids, p.position_3T, None, None) if isinstance(p, Prompt) else p
                 for p in getattr(whole, item.name)
             ]
             for item in fields(Batch)

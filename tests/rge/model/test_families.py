@@ -17,11 +17,13 @@ from rge.model.adapters import add_adapters
 from rge.model.backbone import load_backbone, vision_parameters
 from rge.model.embedding_model import EmbeddingModel
 from rge.model.families import FAMILIES, family_of, normalised
+from rge.model.packing import Branch
 from rge.model.prompts import PromptBuilder
 from rge.plan.costs import cost_of_picture
 from rge.plan.known_models import outline
 from rge.plan.options import PlanOptions
 from rge.plan.report import plan
+from rge.rollout.generate import generate
 
 
 @every_family
@@ -83,6 +85,25 @@ def test_eight_bit_pixels_become_what_the_processor_makes(lively_path, picture, 
     wanted = expected["pixel_values"].to(getattr(torch, dtype))
     assert torch.equal(values, wanted.reshape(values.shape))
     assert prompt.input_ids.tolist() == expected["input_ids"][0].tolist()
+
+
+@every_family
+def test_positions_come_with_the_prompt_and_are_transformers_own(lively, make_prompts, monkeypatch):
+    """Made once, where there is no model: of texts, of a picture and of two; by counting where a family counts."""
+    prompts = make_prompts(PromptBuilder(lively.processor), 4)
+    for prompt in prompts:
+        expected = torch.arange(len(prompt)).expand(3, -1)
+        if hasattr(lively.model.model, "get_rope_index"):
+            expected = lively.model.model.get_rope_index(
+                prompt.input_ids[None],
+                mm_token_type_ids=prompt.type_ids[None],
+                image_grid_thw=prompt.image_grid,
+            )[0][:, 0]
+        assert prompt.position_3T.dtype == torch.long
+        assert torch.equal(prompt.position_3T, expected)
+    monkeypatch.setattr(type(family_of(lively.model)), "positions", None)
+    roll = generate(lively, prompts, max_new_tokens=2, batch_size=4)
+    lively(lively.pack(prompts, [[Branch([*one.ids, lively.emb_id], read_state=True)] for one in roll]))
 
 
 @every_family

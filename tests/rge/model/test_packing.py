@@ -14,28 +14,21 @@ EMPTY = (torch.zeros(4, 6), torch.tensor([[1, 2, 2]]))
 
 
 def text_prompt(*ids: int) -> Prompt:
-    return Prompt("text", torch.tensor(ids), torch.zeros(len(ids), dtype=torch.long), None, None)
+    counted = torch.arange(len(ids)).expand(3, -1)
+    return Prompt("text", torch.tensor(ids), torch.zeros(len(ids), dtype=torch.long), counted, None, None)
 
 
 def picture_prompt() -> Prompt:
     """Three placeholders side by side (a grid of 2 x 6 patches) between two text tokens."""
     ids = torch.tensor([5, PLACEHOLDER, PLACEHOLDER, PLACEHOLDER, 6])
-    return Prompt("picture", ids, torch.tensor([0, 1, 1, 1, 0]), torch.ones(12, 6), torch.tensor([[1, 2, 6]]))
-
-
-PICTURE_POSITIONS = torch.tensor([[0, 1, 1, 1, 4], [0, 1, 1, 1, 4], [0, 1, 2, 3, 4]])
-
-
-def positions(prompts):
-    return [
-        PICTURE_POSITIONS if prompt.image_grid is not None else torch.arange(len(prompt)).expand(3, -1)
-        for prompt in prompts
-    ]
+    positions = torch.tensor([[0, 1, 1, 1, 4], [0, 1, 1, 1, 4], [0, 1, 2, 3, 4]])
+    types, grid = torch.tensor([0, 1, 1, 1, 0]), torch.tensor([[1, 2, 6]])
+    return Prompt("picture", ids, types, positions, torch.ones(12, 6), grid)
 
 
 def do_pack(prompts):
     picture = {"picture_ids": (START, PLACEHOLDER, END), "empty_picture": EMPTY}
-    return pack_prompts(prompts, positions(prompts), **picture)
+    return pack_prompts(prompts, **picture)
 
 
 def test_prompts_by_hand():
@@ -57,7 +50,7 @@ def test_tails_by_hand():
         [Branch([11, EMB], read_state=True), Branch([21, 22, EMB], predict=True)],
         [Branch([EMB], read_state=True, predict=True)],
     ]
-    part = pack_tails(prompts, positions(prompts), branches)
+    part = pack_tails(prompts, branches)
     assert part.input_ids_T.tolist() == [6, 11, EMB, 21, 22, EMB, 8, EMB]
     assert part.index_BS.tolist() == [[0, 1, 2, 3, 4, 5], [6, 7, 0, 0, 0, 0]]
     assert part.segment_BS.tolist() == [[0, 1, 1, 2, 2, 2], [0, 1, *[PADDING] * 4]]
@@ -108,8 +101,9 @@ def test_errors():
     with pytest.raises(ValueError, match="cannot pack a batch without rows"):
         do_pack([])
     with pytest.raises(ValueError, match=r"row 0 \(text\): a branch needs at least one token"):
-        pack_tails([text_prompt(1)], positions([text_prompt(1)]), [[Branch([])]])
-    ends = Prompt("seen", torch.tensor([5, PLACEHOLDER]), torch.tensor([0, 1]), None, None)
+        pack_tails([text_prompt(1)], [[Branch([])]])
+    counted = torch.arange(2).expand(3, -1)
+    ends = Prompt("seen", torch.tensor([5, PLACEHOLDER]), torch.tensor([0, 1]), counted, None, None)
     with pytest.raises(ValueError, match="the prompt of seen ends in a picture"):
         do_pack([ends])
 

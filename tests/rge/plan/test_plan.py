@@ -6,6 +6,7 @@ import json
 import re
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -28,7 +29,6 @@ from rge.model.attention import Pass, install
 from rge.model.backbone import (
     BackboneError,
     load_backbone,
-    prompt_positions,
 )
 from rge.model.embedding_model import EmbeddingModel, encode_in_parts
 from rge.model.families import FAMILIES, family_of
@@ -392,7 +392,9 @@ def test_the_3b_itself_on_meta(monkeypatch, form):
     rows, emb, image = 2, 7, model.config.image_token_id
     grid = torch.tensor([[1, 64, 64]])
     ids = torch.tensor([1] * 20 + [model.config.vision_start_token_id, *[image] * 1024, 3] + [1] * 60)
-    prompt = Prompt("row", ids, (ids == image).long(), torch.zeros(4096, 3, 14, 14, dtype=torch.uint8), grid)
+    types, pixels = (ids == image).long(), torch.zeros(4096, 3, 14, 14, dtype=torch.uint8)
+    positions = family_of(model).positions(SimpleNamespace(merge_size=2), ids, types, grid)
+    prompt = Prompt("row", ids, types, positions, pixels, grid)
     own, oracle = [1] * 128 + [emb], [2] * 128 + [emb]
     both = [Branch(own, read_state=True), Branch(oracle, predict=True)]
     direct = [Branch([emb], read_state=True, predict=True)]
@@ -410,11 +412,10 @@ def test_the_3b_itself_on_meta(monkeypatch, form):
     alive: list = []
 
     def forward(branches):
-        positions = prompt_positions(model, [prompt] * rows)
         part = pack_prompts(
-            [prompt] * rows, positions, picture_ids=[1, image, 3], empty_picture=(None, None)
+            [prompt] * rows, picture_ids=[1, image, 3], empty_picture=(None, None)
         ).to("meta")
-        tails = pack_tails([prompt] * rows, positions, [branches] * rows).to("meta")
+        tails = pack_tails([prompt] * rows, [branches] * rows).to("meta")
         plan_ = Pass(part, tails, None, len(family_of(model).decoder(model).layers), form)
         patches = torch.empty(rows * 4096, 1176, dtype=torch.bfloat16, device="meta")
         features = family_of(model).features(model, patches, part.image_grid)

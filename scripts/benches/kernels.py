@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 
 from benches import forms
-from rge.model.families import FAMILIES
 from rge.model.embedding_model import encode_prompts
+from rge.model.families import FAMILIES
 from rge.rollout.generate import generate
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "helpers"))
@@ -79,7 +79,11 @@ def count(options: Options) -> dict[str, dict[str, dict[str, int]]]:
                 "unpinned": gpu.unpinned[phase],
             }
         num_prompts = len(setting.batch.queries) + len(setting.batch.candidates)
-        found[form]["positions"] = {"prompts": num_prompts, "with them": with_prompts, "in a step": positions.calls}
+        found[form]["positions"] = {
+            "prompts": num_prompts,
+            "with them": with_prompts,
+            "in a step": positions.calls,
+        }
         positions.calls = 0
         found[form]["places"] = {
             f"{phase}: {kind} at {place}": number

@@ -577,7 +577,12 @@ def test_plugins_are_imported(home, arguments, monkeypatch):
 def test_prefetch_mb_bounds_what_waits(monkeypatch):
     grid = torch.tensor([[1, 10, 20]])
     prompt = Prompt(
-        "q", torch.arange(3), torch.zeros(3), torch.zeros(3, 3), torch.zeros(200, 3, 28, 28, dtype=torch.uint8), grid
+        "q",
+        torch.arange(3),
+        torch.zeros(3),
+        torch.zeros(3, 3),
+        torch.zeros(200, 3, 28, 28, dtype=torch.uint8),
+        grid,
     )
     batch = Batch(["r"], [prompt], [[1]], [], [], [], [], [[1]], [1])  # 0.45 MiB
     queues = []

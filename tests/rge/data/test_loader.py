@@ -104,7 +104,9 @@ def test_a_batch_without_pictures_survives_the_way():
     text = Batch(
         **{
             item.name: [
-                Prompt(p.id, p.input_ids, p.type_ids, p.position_3T, None, None) if isinstance(p, Prompt) else p
+                Prompt(p.id, p.input_ids, p.type_ids, p.position_3T, None, None)
+                if isinstance(p, Prompt)
+                else p
                 for p in getattr(whole, item.name)
             ]
             for item in fields(Batch)

@@ -412,9 +412,7 @@ def test_the_3b_itself_on_meta(monkeypatch, form):
     alive: list = []
 
     def forward(branches):
-        part = pack_prompts(
-            [prompt] * rows, picture_ids=[1, image, 3], empty_picture=(None, None)
-        ).to("meta")
+        part = pack_prompts([prompt] * rows, picture_ids=[1, image, 3], empty_picture=(None, None)).to("meta")
         tails = pack_tails([prompt] * rows, [branches] * rows).to("meta")
         plan_ = Pass(part, tails, None, len(family_of(model).decoder(model).layers), form)
         patches = torch.empty(rows * 4096, 1176, dtype=torch.bfloat16, device="meta")

@@ -85,7 +85,7 @@ def register_metric(
     Args:
         name: lower case; it is called ``name@k``.
         cutoffs: the k at which every evaluation reports it, none for only where it is asked for; None for a metric of the
-            whole ranking, which is called ``name`` and gets the depth of the ranking as k.
+            whole ranking, which is called ``name`` and gets the depth of the ranking as k (``name@k`` where that is asked for).
         words: what it means, in a clause; ``{k}`` stands for k.
         floor: its expected value under a random order: judged rankings, size of each query's pool (Q,), and k, to (Q,);
             without it no floor is reported.
@@ -117,7 +117,10 @@ def names_of(*, negatives: bool = False) -> tuple[str, ...]:
 def metric_words(name: str) -> str:
     """What a metric means, in a clause; empty for a name without a definition."""
     kind, _, k = name.partition("@")
-    return METRICS[kind].words.format(k=k or "all") if kind in METRICS else ""
+    if kind not in METRICS:
+        return ""
+    cut_there = f", in the first {k}" if k and METRICS[kind].cutoffs is None else ""
+    return METRICS[kind].words.format(k=k or "all") + cut_there
 
 
 def judge(
@@ -350,18 +353,18 @@ def first_hit_rank(judged: Judged) -> np.ndarray:
 
 
 def parse_name(name: str) -> tuple[str, int | None]:
-    """Split ``recall@20`` into ("recall", 20); ``mrr`` into ("mrr", None).
+    """Split ``recall@20`` into ("recall", 20); ``mrr`` into ("mrr", None), of the whole ranking.
 
     Raises:
         UserError: no metric is called so.
     """
     kind, mark, k = name.partition("@")
-    if kind in METRICS and METRICS[kind].cutoffs is None and not mark:
+    if kind in METRICS and not mark and METRICS[kind].cutoffs is None:
         return kind, None
-    if kind not in METRICS or METRICS[kind].cutoffs is None or not re.fullmatch(r"[1-9]\d*", k):
-        known = (one.name if one.cutoffs is None else f"{one.name}@k" for one in METRICS.values())
-        raise UserError(f"no metric {name!r}; there are {', '.join(known)}")
-    return kind, int(k)
+    if kind in METRICS and re.fullmatch(r"[1-9]\d*", k):
+        return kind, int(k)
+    known = (one.name if one.cutoffs is None else f"{one.name}@k" for one in METRICS.values())
+    raise UserError(f"no metric {name!r}; there are {', '.join(known)}")
 
 
 def deepest(names: Sequence[str]) -> int:

@@ -80,6 +80,8 @@ def import_folder(options: FolderOptions) -> RetrievalSet:
     one_of("pictures", [options.pictures], ("embed", "link"))
     if not options.src.is_dir():
         raise ReleaseError(f"src {options.src} is not a directory")
+    if options.src.resolve().is_relative_to(options.out.resolve()):
+        raise ReleaseError(f"out {options.out} is the folder of the pictures, or above it: give another")
     table = read_table(options.queries or _table_in(options.src), options.sheet)
     read = _Rows(table, Pool(options.src, exclude=options.out), options)
     for number, row in table.rows:
@@ -196,7 +198,7 @@ class _Rows:
             ReleaseError: anything was.
         """
         if self.problems:
-            lines = [f"{self.table.path}: {len(self.problems)} problems", *self.problems[:MOST_PROBLEMS]]
+            lines = [f"{self.table.path}: {len(self.problems)} {'problem' if len(self.problems) == 1 else 'problems'}", *self.problems[:MOST_PROBLEMS]]
             if (more := len(self.problems) - MOST_PROBLEMS) > 0:
                 lines.append(f"and {more} more")
             raise ReleaseError("\n".join(lines))

@@ -87,7 +87,7 @@ class Pool:
         """Ids of the pictures that a path, file name or stem may mean, by the first rule under which there are any.
 
         As it is written: a path, a file name, a name without ending. Then the same without regard to case, to how
-        accents are composed, and to kinds of blanks.
+        accents are composed, and to kinds of blanks. Then 7.0, which a spreadsheet makes of 7, as 7.
         """
         name = name.replace("\\", "/").removeprefix("./")
         parts = name.split("/")
@@ -96,7 +96,7 @@ class Pool:
         for step, key in zip(self._steps, [name] * 3 + [_normal(name)] * 3, strict=True):
             if key in step:
                 return step[key]
-        return set()
+        return self.find(name[:-2]) if re.fullmatch(r"\d+\.0", name) else set()
 
     def names(self, cell: str) -> list[str]:
         """A cell's names: separated by ; , | or line breaks, each of which may also be part of a file's name.

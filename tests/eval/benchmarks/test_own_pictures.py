@@ -226,6 +226,19 @@ def test_paths_of_windows_and_of_other_machines(photos):
     )
 
 
+def test_numbers_as_a_spreadsheet_exports_them_name_pictures(photos):
+    (photos / "7.jpg").write_bytes(picture(500))
+    assert answers(photos, "7.0", "7") == [["7.jpg"]] * 2
+    with pytest.raises(UserError, match="1 problem\n.*'8.0' is not in the folder"):
+        answers(photos, "8.0")
+
+
+def test_a_set_is_not_written_into_its_own_pictures(photos):
+    for out in (photos, photos.parent):
+        with pytest.raises(UserError, match="is the folder of the pictures, or above it"):
+            import_folder(options(photos, out=out, overwrite=True))
+
+
 def test_a_separator_may_be_part_of_a_name(photos):
     (photos / "salt; pepper, both.jpg").write_bytes(picture(500))
     (photos / "queries.csv").write_text(

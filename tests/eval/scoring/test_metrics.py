@@ -13,6 +13,7 @@ from eval.scoring.metrics import (
     cut,
     first_hit_rank,
     judge,
+    metric_words,
     names_of,
     parse_name,
     random_floor,
@@ -261,10 +262,18 @@ def test_rmir_floor():
     assert [round(100 * floor, 3) for floor in floors] == [0.056, 0.140]
 
 
-@pytest.mark.parametrize("name", ["recal@10", "recall", "recall@0", "mrr@10", "recall@x"])
+@pytest.mark.parametrize("name", ["recal@10", "recall", "recall@0", "mrr@0", "recall@x"])
 def test_unknown_names_are_refused(name):
     with pytest.raises(ValueError, match=f"no metric '{name}'; there are recall@k, hit@k"):
         parse_name(name)
+
+
+def test_a_metric_of_the_whole_ranking_may_be_cut():
+    judged = judged_rows([3, 4, 0], {0: 1})
+    assert [compute(name, judged)[0] for name in ("mrr", "mrr@3", "mrr@2")] == [1 / 3, 1 / 3, 0]
+    floor = random_floor("mrr@2", judged, np.array([4]), depth=1000)
+    assert floor[0] == pytest.approx((1 + 1 / 2) / 4)
+    assert metric_words("mrr@2") == f"{metric_words('mrr')}, in the first 2"
 
 
 @pytest.mark.parametrize("name", ["negative_recall@10", "delta_map_capped@10"])

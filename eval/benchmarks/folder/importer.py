@@ -198,7 +198,10 @@ class _Rows:
             ReleaseError: anything was.
         """
         if self.problems:
-            lines = [f"{self.table.path}: {len(self.problems)} {'problem' if len(self.problems) == 1 else 'problems'}", *self.problems[:MOST_PROBLEMS]]
+            lines = [
+                f"{self.table.path}: {len(self.problems)} {'problem' if len(self.problems) == 1 else 'problems'}",
+                *self.problems[:MOST_PROBLEMS],
+            ]
             if (more := len(self.problems) - MOST_PROBLEMS) > 0:
                 lines.append(f"and {more} more")
             raise ReleaseError("\n".join(lines))

@@ -73,7 +73,8 @@ def _with_pairs(asked: Diagnosis) -> tuple[dict[str, Any], str]:
     encoder = Embedder.from_pretrained(asked.checkpoint, base=asked.base, dtype="float32")
     pairs = read_pairs(asked.data, asked.limit, asked.seed)
     if isinstance(asked, SensitivityOptions):
-        found = sensitivity.sensitivity(encoder, pairs, batch_size=asked.batch_size, seed=asked.seed)
+        how = {"batch_size": asked.batch_size, "mode": asked.mode, "seed": asked.seed}
+        found = sensitivity.sensitivity(encoder, pairs, **how)
         return found, sensitivity.table(found)
     found = invariance.invariance(encoder, pairs, backend=asked.backend)
     return found, invariance.table(found)

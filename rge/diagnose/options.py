@@ -41,8 +41,10 @@ class LeakageOptions(Diagnosis):
 
 @dataclass
 class SensitivityOptions(Diagnosis):
-    """Whether the embedding depends on what the rationale says."""
+    """Whether the embedding depends on what the rationale says, or on what the think tokens hold."""
 
+    mode: Literal["reasoning", "latent"] | None = None
+    """Whether words or think tokens are interfered with; null: as the checkpoint's queries were trained."""
     limit: AtLeastOne = 500
     """Pairs looked at."""
     batch_size: AtLeastOne = 64

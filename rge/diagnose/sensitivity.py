@@ -1,52 +1,70 @@
-"""Does the rationale matter? Embeddings after swapped, shuffled and empty rationales.
+"""Does the rationale matter? Embeddings after swapped, shuffled and empty rationales, or think tokens.
 
-The same query is embedded after its own rationale, another query's, as many full stops, nothing at all, the oracle's, and
+Words: the same query is embedded after its own rationale, another query's, as many full stops, nothing at all, the oracle's, and
 another query's oracle's.
+
+Think tokens (``mode=latent``): their rows are the same for every query, so what they hold of one is in their hidden states. These are
+replaced where they enter each decoder layer, the first included, by another query's, by zeros, by one another's, or by the mean
+over all queries; ``<emb>`` then reads keys and values of the replacement in every layer, each rotated to the place where it
+stands. Keys and values themselves could not be moved between queries, since they are rotated by the length of their own prompt.
+The other states are recorded in an untouched pass, so a replacement is what another query's ``<emb>`` has read, and its prompt
+does not leak into it. Done by hooks on the layers, the same for every family and packed as everywhere.
+
+Shape suffixes: Q = queries, L = layers, K = think tokens, T = tokens of a packed batch, D = hidden size.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
+from rge.common.modes import check_mode
 from rge.diagnose.pairs import Pairs, elsewhere, hits, interval
 from rge.embedder import Embedder
+from rge.model.packing import Branch, by_length
+from rge.model.prompts import Prompt
 from rge.rollout.generate import generate
 from rge.stats.intervals import OF_DIFFERENCES, in_words
 
+Asked = Literal["reasoning", "latent"]
+
 
 @torch.no_grad()
-def sensitivity(encoder: Embedder, pairs: Pairs, *, batch_size: int, seed: int = 0) -> dict[str, Any]:
+def sensitivity(
+    encoder: Embedder, pairs: Pairs, *, batch_size: int, mode: Asked | None = None, seed: int = 0
+) -> dict[str, Any]:
     """Measure all conditions.
+
+    Args:
+        encoder: a checkpoint.
+        pairs: what it is asked.
+        batch_size: items embedded at once.
+        mode: ``reasoning`` or ``latent``: what is interfered with, the words or the think tokens; None as queries were trained.
+        seed: of who is swapped with whom, and of the intervals.
 
     Returns:
         ``conditions`` by name, each with ``hit@1`` (mean, low, high), the paired ``difference`` from own, ``cosine`` to the
         own embedding, and ``moved``, the share of queries with another best candidate; ``cosine_of_others``, how alike
         the own embeddings of different queries are; and a ``verdict``.
+
+    Raises:
+        UserError: ``latent`` of a checkpoint without think tokens.
     """
-    embedder, builder = encoder.model, encoder.builder
-    prompts = [builder.build(item, "query") for item in pairs.queries]
-    cap = encoder.settings["generation"]["max_new_tokens"]
-    own = generate(embedder, prompts, max_new_tokens=cap, batch_size=batch_size)
-    ids = [list(rationale.ids) for rationale in own]
+    mode = mode or ("latent" if encoder.query_mode == "latent" else "reasoning")
+    check_mode(mode, encoder.settings)
+    prompts = [encoder.builder.build(item, "query") for item in pairs.queries]
     moved_Q = elsewhere(pairs.groups, seed)
-    stop = embedder.processor.tokenizer(".", add_special_tokens=False).input_ids
-    conditions: dict[str, list[list[int]]] = {
-        "own": ids,
-        "swapped": [ids[other] for other in moved_Q],
-        "blanked": [(stop * len(row))[: len(row)] for row in ids],
-        "none": [[] for _ in ids],
-    }
-    if all(pairs.oracle):
-        oracle = [builder.rationale_ids(text, "")[:-1] for text in pairs.oracle]  # type: ignore[arg-type]
-        conditions["oracle"] = oracle
-        conditions["oracle, swapped"] = [oracle[other] for other in moved_Q]
+    if mode == "latent":
+        states, about = _latent(encoder, prompts, moved_Q, batch_size, seed)
+    else:
+        states, about = _written(encoder, prompts, pairs, moved_Q, batch_size)
     candidate_CD = encoder.encode(
         pairs.candidates, side="candidate", mode="direct", batch_size=batch_size
     ).embeddings
-    states = {
-        name: encoder.encode_after(prompts, rows, batch_size=batch_size) for name, rows in conditions.items()
-    }
     own_QD = states["own"]
     own_hits = hits(own_QD, candidate_CD, pairs.right_QC)
     best_Q = (own_QD @ candidate_CD.T).argmax(axis=1)
@@ -61,37 +79,136 @@ def sensitivity(encoder: Embedder, pairs: Pairs, *, batch_size: int, seed: int =
             "moved": float(((state_QD @ candidate_CD.T).argmax(axis=1) != best_Q).mean()),
         }
     return {
+        "mode": mode,
         "queries": len(prompts),
         "candidates": len(pairs.candidates),
         "conditions": found,
         "cosine_of_others": float((own_QD * own_QD[moved_Q]).sum(axis=1).mean()),
-        "rationale_tokens": float(np.mean([len(row) for row in ids])),
-        "distinct_rationales": len({tuple(row) for row in ids}),
-        "verdict": verdict(found),
+        **about,
+        "verdict": verdict(found, mode),
     }
 
 
-def verdict(conditions: dict[str, Any]) -> str:
+def _written(
+    encoder: Embedder, prompts: Sequence[Prompt], pairs: Pairs, moved_Q: np.ndarray, batch_size: int
+) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Embeddings (Q, D) after rationales by condition, and what the rationales are like."""
+    embedder, builder = encoder.model, encoder.builder
+    cap = encoder.settings["generation"]["max_new_tokens"]
+    own = generate(embedder, prompts, max_new_tokens=cap, batch_size=batch_size)
+    ids = [list(rationale.ids) for rationale in own]
+    stop = embedder.processor.tokenizer(".", add_special_tokens=False).input_ids
+    conditions: dict[str, list[list[int]]] = {
+        "own": ids,
+        "swapped": [ids[other] for other in moved_Q],
+        "blanked": [(stop * len(row))[: len(row)] for row in ids],
+        "none": [[] for _ in ids],
+    }
+    if all(pairs.oracle):
+        oracle = [builder.rationale_ids(text, "")[:-1] for text in pairs.oracle]  # type: ignore[arg-type]
+        conditions["oracle"] = oracle
+        conditions["oracle, swapped"] = [oracle[other] for other in moved_Q]
+    states = {
+        name: encoder.encode_after(prompts, rows, batch_size=batch_size) for name, rows in conditions.items()
+    }
+    return states, {
+        "rationale_tokens": float(np.mean([len(row) for row in ids])),
+        "distinct_rationales": len({tuple(row) for row in ids}),
+    }
+
+
+def _latent(
+    encoder: Embedder, prompts: Sequence[Prompt], moved_Q: np.ndarray, batch_size: int, seed: int
+) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Embeddings (Q, D) after think tokens by condition, and how many there are."""
+    after = partial(after_thoughts, encoder, prompts, batch_size=batch_size)
+    own, thought_QLKD = after()
+    num = thought_QLKD.shape[2]
+    changed = {
+        "swapped": thought_QLKD[torch.from_numpy(moved_Q)],
+        "zeroed": torch.zeros_like(thought_QLKD),
+        "mean": thought_QLKD.mean(dim=0, keepdim=True).expand_as(thought_QLKD),
+    }
+    if num > 1:  # every one in another's place
+        shift_Q = torch.from_numpy(np.random.default_rng(seed).integers(1, num, len(prompts)))
+        place_QK = (torch.arange(num) + shift_Q[:, None]) % num
+        changed["shuffled"] = thought_QLKD.take_along_dim(place_QK[:, None, :, None], dim=2)
+    states = {"own": own, **{name: after(thought_QLKD=thoughts)[0] for name, thoughts in changed.items()}}
+    states["none"] = encoder.encode_after(prompts, [[]] * len(prompts), batch_size=batch_size)
+    return states, {"think_tokens": num}
+
+
+@torch.no_grad()
+def after_thoughts(
+    encoder: Embedder, prompts: Sequence[Prompt], *, batch_size: int, thought_QLKD: Tensor | None = None
+) -> tuple[np.ndarray, Tensor]:
+    """Embeddings after think tokens whose hidden states may be replaced.
+
+    Args:
+        encoder: of a checkpoint with think tokens.
+        prompts: Q of them.
+        batch_size: prompts a forward.
+        thought_QLKD: what enters each layer in place of the think tokens' own hidden states; None: their own.
+
+    Returns:
+        Embeddings (Q, D), and the hidden states (Q, L, K, D) that would have entered each layer, in main memory.
+    """
+    embedder = encoder.model
+    layers = embedder.family.decoder(embedder.model).layers
+    given = embedder.given["latent"]
+    branch = [Branch([*given, embedder.emb_id], read_state=True)]
+    states, thoughts = [], []
+    order = list(by_length([*map(len, prompts)], batch_size))
+    for rows in order:
+        packed = embedder.pack([prompts[row] for row in rows], [branch] * len(rows))
+        assert packed.prompts is not None and packed.tails is not None
+        emb_Q = packed.tails.state_index_N + packed.prompts.input_ids_T.shape[0]
+        place_QK = emb_Q[:, None] + torch.arange(-len(given), 0, device=emb_Q.device)
+        seen: list[Tensor] = []
+
+        def enter(layer: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+            (hidden_1TD, *others), number = args, len(seen)
+            seen.append(hidden_1TD[0, place_QK].cpu())
+            if thought_QLKD is None:
+                return None
+            new = thought_QLKD[rows, number].to(hidden_1TD)
+            return hidden_1TD.index_copy(1, place_QK.flatten(), new.flatten(0, 1)[None]), *others
+
+        with ExitStack() as hooks:
+            for layer in layers:
+                hooks.callback(layer.register_forward_pre_hook(enter).remove)
+            states.append(embedder(packed)[0].state_ND.float().cpu())
+        thoughts.append(torch.stack(seen, dim=1))
+    back = torch.tensor([row for rows in order for row in rows]).argsort()
+    return torch.cat(states)[back].numpy(), torch.cat(thoughts)[back]
+
+
+def verdict(conditions: dict[str, Any], mode: Asked = "reasoning") -> str:
     """One sentence on what the swap says, by whether its interval leaves zero out."""
+    what = "what the think tokens hold" if mode == "latent" else "the rationale"
     mean, low, high = conditions["swapped"]["difference"]
     points = f"{100 * mean:+.1f} {in_words(low, high)} points of hit@1"
     if low is None or high is None:
-        return f"one group of queries alone says nothing: another query's rationale gives {points}"
+        return f"one group of queries alone says nothing: another query's gives {points}"
     if high < 0:
-        return f"the rationale matters: another query's costs {points}"
+        return f"{what} matters: another query's costs {points}"
     if low > 0:
-        return f"the rationale harms: another query's gives {points}"
-    return f"no effect of the rationale is seen: another query's gives {points}"
+        return f"{what} harms: another query's gives {points}"
+    return f"no effect of {what} is seen: another query's gives {points}"
 
 
 def table(found: dict[str, Any]) -> str:
     """The printed table, in per cent."""
-    width = max(10, *(len(name) + 2 for name in found["conditions"]))
+    if found["mode"] == "latent":
+        title, asked = "think tokens", f"{found['think_tokens']} think tokens"
+    else:
+        title, mean = "rationale", f"{found['rationale_tokens']:.1f} tokens on average"
+        asked = f"{found['distinct_rationales']} different rationales of {mean}"
+    width = max(10, *(len(name) + 2 for name in (title, *found["conditions"])))
     lines = [
-        f"{found['queries']} queries, {found['candidates']} candidates; {found['distinct_rationales']} different rationales "
-        f"of {found['rationale_tokens']:.1f} tokens on average",
+        f"{found['queries']} queries, {found['candidates']} candidates; {asked}",
         "",
-        f"{'rationale':<{width}}{'hit@1, %':>22}{'difference from own':>26}{'cosine to own':>16}{'other best, %':>16}",
+        f"{title:<{width}}{'hit@1, %':>22}{'difference from own':>26}{'cosine to own':>16}{'other best, %':>16}",
     ]
     for name, row in found["conditions"].items():
         hit, low, high = row["hit@1"]

@@ -10,11 +10,11 @@ stands. Keys and values themselves could not be moved between queries, since the
 The other states are recorded in an untouched pass, so a replacement is what another query's ``<emb>`` has read, and its prompt
 does not leak into it. Done by hooks on the layers, the same for every family and packed as everywhere.
 
-Shape suffixes: Q = queries, L = layers, K = think tokens, T = tokens of a packed batch, D = hidden size.
+Shape suffixes: Q = queries, B = queries of a batch, L = layers, K = think tokens, T = tokens of a packed batch, D = hidden size.
 """
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
 
@@ -161,26 +161,37 @@ def after_thoughts(
     order = list(by_length([*map(len, prompts)], batch_size))
     for rows in order:
         packed = embedder.pack([prompts[row] for row in rows], [branch] * len(rows))
-        assert packed.prompts is not None and packed.tails is not None
-        emb_Q = packed.tails.state_index_N + packed.prompts.input_ids_T.shape[0]
-        place_QK = emb_Q[:, None] + torch.arange(-len(given), 0, device=emb_Q.device)
-        seen: list[Tensor] = []
-
-        def enter(layer: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-            (hidden_1TD, *others), number = args, len(seen)
-            seen.append(hidden_1TD[0, place_QK].cpu())
-            if thought_QLKD is None:
-                return None
-            new = thought_QLKD[rows, number].to(hidden_1TD)
-            return hidden_1TD.index_copy(1, place_QK.flatten(), new.flatten(0, 1)[None]), *others
-
-        with ExitStack() as hooks:
-            for layer in layers:
-                hooks.callback(layer.register_forward_pre_hook(enter).remove)
+        assert packed.prompts is not None
+        assert packed.tails is not None
+        emb_B = packed.tails.state_index_N + packed.prompts.input_ids_T.shape[0]
+        place_BK = emb_B[:, None] + torch.arange(-len(given), 0, device=emb_B.device)
+        new_BLKD = None if thought_QLKD is None else thought_QLKD[rows]
+        with _replacing(layers, place_BK, new_BLKD) as seen:
             states.append(embedder(packed)[0].state_ND.float().cpu())
         thoughts.append(torch.stack(seen, dim=1))
     back = torch.tensor([row for rows in order for row in rows]).argsort()
     return torch.cat(states)[back].numpy(), torch.cat(thoughts)[back]
+
+
+@contextmanager
+def _replacing(layers: nn.ModuleList, place_BK: Tensor, new_BLKD: Tensor | None) -> Iterator[list[Tensor]]:
+    """Note what enters each layer at these places of a packed batch, (B, K, D) a layer; and replace it, unless `new_BLKD` is None."""
+    seen: list[Tensor] = []
+
+    def enter(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        hidden_1TD, *others = args
+        seen.append(hidden_1TD[0, place_BK].cpu())
+        if new_BLKD is None:
+            return None
+        new_BKD = new_BLKD[:, len(seen) - 1].to(hidden_1TD)
+        return hidden_1TD.index_copy(1, place_BK.flatten(), new_BKD.flatten(0, 1)[None]), *others
+
+    hooks = [layer.register_forward_pre_hook(enter) for layer in layers]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def verdict(conditions: dict[str, Any], mode: Asked = "reasoning") -> str:

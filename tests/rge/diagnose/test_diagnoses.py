@@ -193,7 +193,9 @@ THINKS = 3
 @pytest.fixture
 def thinking(lively_path, backbone_of, tmp_path):
     """A checkpoint whose think tokens differ, trained for the latent state alone."""
-    model = EmbeddingModel(backbone_of(lively_path, dtype="float32", add_emb=True, think_tokens=THINKS)).eval()
+    model = EmbeddingModel(
+        backbone_of(lively_path, dtype="float32", add_emb=True, think_tokens=THINKS)
+    ).eval()
     with torch.no_grad():
         rows = model.model.get_input_embeddings().weight
         rows[list(model.given["latent"])] = rows[10 : 10 + THINKS].clone()

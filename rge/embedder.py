@@ -16,20 +16,23 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from dataclasses import dataclass, fields
 from functools import partial
 from itertools import count, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 import numpy as np
 from PIL import Image
 
+from rge.checkpoints.settings import CheckpointError, CheckpointSettings, Settings, read_settings
 from rge.common.commands import progress_bar
 from rge.common.errors import UserError
 from rge.common.files import checkpoint_folder
 from rge.common.images import fetch_picture
-from rge.common.modes import Mode, check_mode
+from rge.common.modes import Mode
+from rge.common.prompt_profiles import PROFILES
 from rge.common.schema import Encoded, ImageRef, Item
 from rge.distributed.workers import Work, Workers
 
@@ -62,11 +65,10 @@ class Embedder:
         model: the model; put into evaluation mode.
         builder: makes prompts.
         checkpoint: directory it was loaded from.
-        settings: content of ``rge.json``.
+        settings: how it asks; `with_` makes an embedder that asks otherwise.
         engine: writes rationales and computes states in the model's place; None: the model does.
 
     Attributes:
-        exact: see `encode`.
         base: directory that the base of a checkpoint of adapters was found in.
     """
 
@@ -77,7 +79,7 @@ class Embedder:
         model: "EmbeddingModel",
         builder: "PromptBuilder",
         checkpoint: Path,
-        settings: dict[str, Any],
+        settings: Settings,
         engine: "VllmStates | None" = None,
     ):
         from rge.inference import Inference
@@ -85,15 +87,14 @@ class Embedder:
         self._inference = Inference(model, builder, engine)
         self._describe(checkpoint, settings)
 
-    def _describe(self, checkpoint: Path, settings: dict[str, Any]) -> None:
+    def _describe(self, checkpoint: Path, settings: Settings) -> None:
         from rge.checkpoints.export import checkpoint_hash
 
         self.checkpoint, self.settings = checkpoint, settings
         self.checkpoint_hash = checkpoint_hash(checkpoint)
-        self.exact = False
 
     @classmethod
-    def _of(cls, inference: "Inference", checkpoint: Path, settings: dict[str, Any]) -> "Embedder":
+    def _of(cls, inference: "Inference", checkpoint: Path, settings: Settings) -> "Embedder":
         return cls(inference.model, inference.builder, checkpoint, settings, inference.engine)
 
     @classmethod
@@ -138,7 +139,6 @@ class Embedder:
         """
         import torch
 
-        from rge.checkpoints.export import read_settings
         from rge.inference import Inference, VllmOptions
 
         folder = local_folder(checkpoint, revision)
@@ -148,21 +148,16 @@ class Embedder:
         if not devices:
             raise ValueError("device names no device; None takes a GPU if there is one")
         first = devices[0] or ("cuda" if torch.cuda.is_available() else "cpu")
-        generation = dict(settings["generation"])
-        if max_new_tokens is not None:
-            generation["max_new_tokens"] = max_new_tokens
-        if temperature is not None:
-            generation["temperature"] = temperature
-        settings["generation"] = generation
-        settings["dtype"] = dtype or ("float32" if first == "cpu" else settings["recipe"]["model"]["dtype"])
-        if quantization is not None:
-            settings["quantization"] = quantization
+        settings = settings.asking(**_given(max_new_tokens=max_new_tokens, temperature=temperature)).but(
+            dtype=dtype or ("float32" if first == "cpu" else settings.recipe["model"]["dtype"]),
+            **_given(quantization=quantization),
+        )
         if engine == "vllm":
             if len(devices) > 1 or quantization is not None:
                 raise UserError("engine=vllm is for one device and for weights as the checkpoint has them")
             inference = Inference.load(folder, settings, first, VllmOptions(vllm_memory, vllm_rows), found)
             assert inference.engine is not None
-            return cls._of(inference, folder, settings | {"engine": inference.engine.name})
+            return cls._of(inference, folder, settings.but(engine=inference.engine.name))
         if len(devices) > 1:
             return _SpreadEmbedder(folder, settings, [each for each in devices if each is not None], found)
         embedder = cls._of(Inference.load(folder, settings, first, base=found), folder, settings)
@@ -179,13 +174,35 @@ class Embedder:
         """Makes prompts."""
         return self._inference.builder
 
-    def reword(self, profile: str) -> None:
-        """Word prompts by another profile of `rge.common.prompt_profiles` than the checkpoint's."""
-        from rge.model.prompts import PromptBuilder
+    def with_(
+        self,
+        *,
+        exact: bool | None = None,
+        profile: str | None = None,
+        temperature: float | None = None,
+        min_new_tokens: int | None = None,
+    ) -> Self:
+        """An embedder on the same model that asks otherwise.
 
-        builder = PromptBuilder(self.builder.processor, profile, self.builder.max_tokens)
+        Args:
+            exact: compute every state with its row alone, see `encode`.
+            profile: of `rge.common.prompt_profiles`, in place of the checkpoint's.
+            temperature: of drawn rationales.
+            min_new_tokens: ``<emb>`` is barred before so many.
+        """
+        other = copy(self)
+        generation = _given(temperature=temperature, min_new_tokens=min_new_tokens)
+        other.settings = self.settings.asking(**generation).but(**_given(exact=exact, profile=profile))
+        other._begin(self.settings.profile)
+        return other
+
+    def _begin(self, profile: str) -> None:
+        """Ask as the settings, which had another prompt profile before, have it now."""
+        if self.settings.profile == profile:
+            return
+        builder = copy(self.builder)
+        builder.profile = PROFILES[self.settings.profile]
         self._inference = type(self._inference)(self.model, builder, self.engine)
-        self.settings = self.settings | {"profile": profile}
 
     @property
     def engine(self) -> "VllmStates | None":
@@ -211,19 +228,19 @@ class Embedder:
     @property
     def sizes(self) -> list[int]:
         """The sizes that an embedding may be cut to, its own included."""
-        return sorted({self.size, *self.settings.get("dimensions", ())})
+        return sorted({self.size, *self.settings.dimensions})
 
     @property
     def query_mode(self) -> Mode:
         """How queries were trained: with a rationale, after think tokens alone, or directly."""
-        if self.settings["reasons"] != "none":
+        if self.settings.reasons != "none":
             return "reasoning"
-        return "latent" if self.settings.get("think_tokens") else "direct"
+        return "latent" if self.settings.think_tokens else "direct"
 
     @property
     def default_instruction(self) -> str | None:
         """The instruction that most training queries carried; None where most carried none, or none is known."""
-        return self.settings.get("instructions", {}).get("default")
+        return self.settings.instructions.default if self.settings.instructions else None
 
     def encode_query(
         self,
@@ -356,22 +373,22 @@ class Embedder:
         Raises:
             ValueError: an unknown task.
         """
-        known = self.settings.get("instructions")
+        known = self.settings.instructions
         if given is not None:
-            if given and known and given not in known["known"]:
+            if given and known and given not in known.known:
                 return given, (
                     f"{self.checkpoint.name} was not trained with the instruction {given!r}; known are "
-                    + "; ".join(map(repr, known["known"][:8]))
+                    + "; ".join(map(repr, known.known[:8]))
                 )
             return given or None, None
         if task is not None:
-            tasks = known["by_task"] if known else {}
+            tasks = known.by_task if known else {}
             if task not in tasks:
                 raise ValueError(
                     f"{self.checkpoint} knows no task {task!r}; known are {', '.join(tasks) or 'none'}"
                 )
             return tasks[task], None
-        if known is None and "recipe" in self.settings and self.settings["recipe"]:
+        if known is None and self.settings.recipe:
             return None, (
                 f"{self.checkpoint.name} does not say with which instructions it was trained (an older export): give "
                 "instruction="
@@ -415,7 +432,7 @@ class Embedder:
     ) -> Encoded:
         """Embed items. A row does not depend on the other rows, on the batch size or on padding, but for rounding.
 
-        Where ``self.exact`` is set it does not depend on them in the last bit either: every state is computed with its
+        Where the settings say ``exact`` it does not depend on them in the last bit either: every state is computed with its
         row alone. Rationales are still written in batches, in float32; one that a rounding error might have changed
         (`rge.inference.CLOSE`) is written again alone. In other dtypes all of them are.
 
@@ -441,8 +458,8 @@ class Embedder:
 
         if mode not in get_args(Mode):
             raise ValueError(f"mode must be one of {', '.join(get_args(Mode))}, got {mode!r}")
-        check_mode(mode, self.settings)
-        if self.exact and self.engine is not None:
+        self.settings.check_mode(mode)
+        if self.settings.exact and self.engine is not None:
             raise ValueError(
                 "exact embeddings are computed row by row, which vLLM does not do: use engine=own"
             )
@@ -459,7 +476,7 @@ class Embedder:
             Job(
                 items[start : start + window],
                 side,
-                Asked(mode, batch_size, None if seeds is None else seeds[start : start + window], self.exact),
+                Asked(mode, batch_size, None if seeds is None else seeds[start : start + window]),
             )
             for start in range(0, num, window)
         )
@@ -534,7 +551,7 @@ class Embedder:
         """
         from rge.inference import Asked
 
-        return self._inference.embed(prompts, Asked(mode, batch_size, None, self.exact), self.settings)
+        return self._inference.embed(prompts, Asked(mode, batch_size), self.settings)
 
     def direct_probabilities(self, items: Iterable[Item], *, batch_size: int = 64) -> np.ndarray:
         """(N,) the probability of ``<emb>`` as the first token of each query, by which ``mode=auto`` decides.
@@ -546,7 +563,7 @@ class Embedder:
         Raises:
             UserError: the checkpoint was not trained to decide.
         """
-        check_mode("auto", self.settings)
+        self.settings.check_mode("auto")
         left, parts = iter(items), [np.empty(0, np.float32)]
         while window := list(islice(left, WINDOW_BATCHES * batch_size)):
             prompts, _ = self._prepare(window, "query")
@@ -569,13 +586,21 @@ class Embedder:
 class _SpreadEmbedder(Embedder):
     """An `Embedder` whose model is in worker processes, one a device; it has neither `model` nor `builder` itself."""
 
-    def __init__(self, checkpoint: Path, settings: dict[str, Any], devices: Sequence[str], base: Path | None):
+    settings: CheckpointSettings
+
+    def __init__(
+        self, checkpoint: Path, settings: CheckpointSettings, devices: Sequence[str], base: Path | None
+    ):
         import torch
 
         self._describe(checkpoint, settings)
         self.base = base
-        threads = max(1, torch.get_num_threads() // len(devices))
-        self._workers = Workers(partial(_worker, checkpoint, settings, base, threads), devices)
+        self._devices, self._threads = devices, max(1, torch.get_num_threads() // len(devices))
+        self._begin(settings.profile)
+
+    def _begin(self, profile: str) -> None:
+        work = partial(_worker, self.checkpoint, self.settings, self.base, self._threads)
+        self._workers = Workers(work, self._devices)  # which start when they are needed
 
     engine = None
 
@@ -600,7 +625,9 @@ class _SpreadEmbedder(Embedder):
         self._workers.run(jobs, put, on_progress)
 
 
-def _worker(folder: Path, settings: dict[str, Any], base: Path | None, threads: int, device: str) -> Work:
+def _worker(
+    folder: Path, settings: CheckpointSettings, base: Path | None, threads: int, device: str
+) -> Work:
     """What a worker does, see `rge.distributed.workers`."""
     import torch
 
@@ -623,6 +650,11 @@ def _base(folder: Path, asked: str | Path | None) -> Path | None:
     return None
 
 
+def _given(**options: Any) -> dict[str, Any]:
+    """Those that are not None."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
 def local_folder(checkpoint: str | Path, revision: str | None) -> Path:
     """The checkpoint's directory; one on the hub is fetched into the hub's cache."""
     folder, name = checkpoint_folder(Path(checkpoint).expanduser()), str(checkpoint)
@@ -634,8 +666,6 @@ def local_folder(checkpoint: str | Path, revision: str | None) -> Path:
     try:
         return Path(snapshot_download(name, revision=revision))
     except (OSError, ValueError) as error:  # the hub's own errors are these
-        from rge.checkpoints.export import CheckpointError
-
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(
             f"{name} is no directory here, and could not be fetched from the Hugging Face hub: {reason}"

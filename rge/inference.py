@@ -17,9 +17,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from rge.checkpoints.settings import CheckpointSettings, Settings
 from rge.common.errors import UserError
 from rge.common.images import load_image
-from rge.common.modes import DIRECT_ABOVE, SILENT, Mode, check_mode, decides_itself
+from rge.common.modes import SILENT, Mode
 from rge.common.schema import Encoded, Item
 from rge.cpu_threads import limit_threads
 from rge.model.backbone import BackboneError, collapsed_ids, load_backbone
@@ -47,13 +48,11 @@ class Asked:
             probability of ``<emb>`` as the first token decide; ``latent`` prefills think tokens and ``<emb>``.
         batch_size: rows a forward.
         seeds: one a prompt, needed for sampling.
-        exact: see `rge.embedder.Embedder.encode`.
     """
 
     mode: Mode
     batch_size: int = 64
     seeds: Sequence[int] | None = None
-    exact: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ class Inference:
     def load(
         cls,
         folder: Path,
-        settings: dict[str, Any],
+        settings: CheckpointSettings,
         device: str,
         vllm: VllmOptions | None = None,
         base: Path | None = None,
@@ -91,7 +90,7 @@ class Inference:
 
         Args:
             folder: with weights and processor.
-            settings: content of ``rge.json``, with ``dtype`` and maybe ``quantization``.
+            settings: of the checkpoint, as it is to be loaded.
             device: one.
             vllm: let vLLM compute.
             base: of a checkpoint of adapters.
@@ -108,15 +107,15 @@ class Inference:
             )
         backbone = load_backbone(
             folder,
-            dtype=settings["dtype"],
-            min_pixels=settings["pixels"]["min"],
-            max_pixels=settings["pixels"]["max"],
-            quantization=settings.get("quantization"),
+            dtype=settings.dtype,
+            min_pixels=settings.pixels.min,
+            max_pixels=settings.pixels.max,
+            quantization=settings.quantization,
             device=device,
-            think_tokens=settings.get("think_tokens", 0),
+            think_tokens=settings.think_tokens,
             base=base,
         )
-        builder = PromptBuilder(backbone.processor, settings["profile"], settings["max_prompt_tokens"])
+        builder = PromptBuilder(backbone.processor, settings.profile, settings.max_prompt_tokens)
         model = EmbeddingModel(backbone)
         if vllm is None:
             return cls(model.to(device), builder)
@@ -139,7 +138,7 @@ class Inference:
         self,
         prompts: Sequence[Prompt],
         asked: Asked,
-        settings: dict[str, Any],
+        settings: Settings,
         on_progress: OnProgress = lambda count: None,
         prepare_ms: float = 0.0,
     ) -> Encoded:
@@ -148,7 +147,7 @@ class Inference:
         Args:
             prompts: at least one.
             asked: how.
-            settings: content of ``rge.json``, with ``dtype``.
+            settings: of the embedder.
             on_progress: called with the number of prompts just finished.
             prepare_ms: what each prompt took to make, to be counted.
 
@@ -157,16 +156,17 @@ class Inference:
             ValueError: sampling without seeds, or what vLLM cannot do.
         """
         num = len(prompts)
-        check_mode(asked.mode, settings)
+        settings.check_mode(asked.mode)
         with self._computing:
             if asked.mode in SILENT:
-                states, embed_ms = self._prefilled(prompts, asked, on_progress)
+                together = 1 if settings.exact else asked.batch_size
+                states, embed_ms = self._prefilled(prompts, asked.mode, together, on_progress)
                 return Encoded(
                     states, [""] * num, np.zeros(num, np.int64), ["prefilled"] * num, np.zeros(num), embed_ms + prepare_ms
                 )  # fmt: skip
             rationales = self._rationales(prompts, asked, settings, on_progress)
             embed_ms = np.full(num, prepare_ms)
-            if asked.exact:
+            if settings.exact:
                 for row, rationale in enumerate(rationales):
                     began = time.perf_counter()
                     state_D = self._states(prompts[row : row + 1], [rationale.ids])[0]
@@ -216,12 +216,12 @@ class Inference:
         return self.model(self.model.pack(prompts, branches))[0].state_ND
 
     def _prefilled(
-        self, prompts: Sequence[Prompt], asked: Asked, on_progress: OnProgress
+        self, prompts: Sequence[Prompt], mode: Mode, together: int, on_progress: OnProgress
     ) -> tuple[np.ndarray, np.ndarray]:
         """Embeddings (N, D) at an ``<emb>`` before which nothing is written, and milliseconds (N,)."""
-        given = self.model.given[asked.mode]
+        given = self.model.given[mode]
         found, embed_ms = np.empty((len(prompts), self.size), np.float32), np.empty(len(prompts))
-        for rows in self._batches(prompts, asked):
+        for rows in self._batches(prompts, together):
             began = time.perf_counter()
             shown = [prompts[row] for row in rows]
             if self.engine is None:
@@ -232,24 +232,22 @@ class Inference:
             on_progress(len(rows))
         return found, embed_ms
 
-    def _batches(self, prompts: Sequence[Prompt], asked: Asked) -> Iterator[list[int]]:
+    def _batches(self, prompts: Sequence[Prompt], together: int) -> Iterator[list[int]]:
         if self.engine is not None:  # vLLM batches by itself
             yield list(range(len(prompts)))
             return
         order = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))
-        together = 1 if asked.exact else asked.batch_size
         for start in range(0, len(order), together):
             yield order[start : start + together]
 
     def _rationales(
-        self, prompts: Sequence[Prompt], asked: Asked, settings: dict[str, Any], on_progress: OnProgress
+        self, prompts: Sequence[Prompt], asked: Asked, settings: Settings, on_progress: OnProgress
     ) -> list[Rationale]:
-        generation = settings["generation"]
-        cap, temperature = generation["max_new_tokens"], generation["temperature"]
-        least, above = generation.get("min_new_tokens", 0), None
+        cap, temperature = settings.generation.max_new_tokens, settings.generation.temperature
+        least, above = settings.generation.min_new_tokens, None
         if asked.mode == "auto":
-            above = generation.get("direct_above", DIRECT_ABOVE)
-        elif decides_itself(settings):
+            above = settings.generation.direct_above
+        elif settings.decides_itself:
             least = max(least, 1)  # mode=reasoning is asked for words
         if self.engine is not None:
             if least or above is not None:
@@ -275,11 +273,11 @@ class Inference:
                 **options,
             )
 
-        together = asked.batch_size if not asked.exact or settings["dtype"] == "float32" else 1
+        together = asked.batch_size if not settings.exact or settings.dtype == "float32" else 1
         rationales = write(
-            range(len(prompts)), together, on_progress=on_progress, margins=asked.exact and together > 1
+            range(len(prompts)), together, on_progress=on_progress, margins=settings.exact and together > 1
         )
-        if asked.exact:
+        if settings.exact:
             close = CLOSE["drawn" if temperature > 0 else "greedy"]
             for row, rationale in enumerate(rationales):
                 if rationale.margin < close:
@@ -288,7 +286,7 @@ class Inference:
 
 
 def _start_vllm(
-    model: EmbeddingModel, folder: Path, device: str, settings: dict[str, Any], options: VllmOptions
+    model: EmbeddingModel, folder: Path, device: str, settings: CheckpointSettings, options: VllmOptions
 ) -> "VllmStates":
     """The checkpoint in vLLM; of `model`, what vLLM does not hold moves to the device.
 
@@ -308,9 +306,9 @@ def _start_vllm(
             model,
             folder,
             device=device,
-            dtype=settings["dtype"],
-            max_prompt_tokens=settings["max_prompt_tokens"],
-            max_new_tokens=settings["generation"]["max_new_tokens"],
+            dtype=settings.dtype,
+            max_prompt_tokens=settings.max_prompt_tokens,
+            max_new_tokens=settings.generation.max_new_tokens,
             batch_size=options.rows,
             memory=options.memory,
         )

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from rge.checkpoints.description import model_card  # noqa: E402
-from rge.checkpoints.export import RGE_JSON, read_settings  # noqa: E402
+from rge.checkpoints.settings import RGE_JSON, read_settings  # noqa: E402
 from rge.common.commands import start  # noqa: E402
 from rge.common.errors import UserError  # noqa: E402
 from rge.common.files import DEMO_BASE, DEMO_CHECKPOINT  # noqa: E402

@@ -21,7 +21,6 @@ is asked in every way, and each way is joined as `eval.benchmarks.suite` joins e
 members, and a gate takes its share of every member's queries. `eval.commands.rerank` takes any of these directories.
 """
 
-import copy
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -55,7 +54,6 @@ from eval.scoring.search import Ranking
 from eval.scoring.tables import write_tables
 from rge.common.errors import UserError
 from rge.common.files import write_bytes
-from rge.common.modes import decides_itself
 from rge.common.options import one_of
 from rge.common.schema import Encoded
 from rge.stats.intervals import OF_DIFFERENCES, Bootstrap, cluster_bootstrap, figures, in_words, index_of
@@ -362,12 +360,12 @@ def _numbers(key: str, words: Sequence[str], low: float, high: float) -> list[fl
 
 def _drawing(session: Session, temperature: float) -> Session:
     """The same session with an encoder that draws its rationales."""
-    encoder = copy.copy(session.encoder)
-    generation = encoder.settings["generation"] | {"temperature": temperature}
-    encoder.settings = encoder.settings | {"generation": generation}
-    return replace(
-        session, encoder=encoder, embeddings=replace(session.embeddings, encoder=encoder, _filled={})
-    )
+    return _asking(session, session.encoder.with_(temperature=temperature))
+
+
+def _asking(session: Session, encoder: Embeds) -> Session:
+    embeddings = replace(session.embeddings, encoder=encoder, _filled={})
+    return replace(session, encoder=encoder, embeddings=embeddings)
 
 
 def _decides(reasoned: Encoded) -> bool:
@@ -377,17 +375,12 @@ def _decides(reasoned: Encoded) -> bool:
 
 def _kept_writing(session: Session) -> Session | None:
     """The same session with an encoder that always writes; None where it cannot be told to, as with vLLM."""
-    if "engine" in session.encoder.settings:
+    if session.encoder.settings.engine is not None:
         print(
             "WARNING: engine=vllm cannot be kept from writing nothing: no point `adaptive`", file=sys.stderr
         )
         return None
-    encoder = copy.copy(session.encoder)
-    generation = encoder.settings["generation"] | {"min_new_tokens": 1}
-    encoder.settings = encoder.settings | {"generation": generation}
-    return replace(
-        session, encoder=encoder, embeddings=replace(session.embeddings, encoder=encoder, _filled={})
-    )
+    return _asking(session, session.encoder.with_(min_new_tokens=1))
 
 
 @dataclass(frozen=True)
@@ -457,7 +450,7 @@ def _points(
         about = {"gate": {"decided_by": "the model", "share": share}}
         yield Point("adaptive", DECIDED, share, ranked["reasoning"], encoded["reasoning"], about=about)
 
-    if plan.above and decides_itself(session.encoder.settings):
+    if plan.above and session.encoder.settings.decides_itself:
         probability_Q = session.encoder.direct_probabilities(session.wanted.query_items("both"))  # type: ignore[attr-defined]
         for threshold in plan.above:
             reason_Q = probability_Q < threshold

@@ -34,7 +34,6 @@ from eval.scoring.tables import summary
 from eval.sets.retrieval_set import MODALITIES, Modality, RetrievalSet, load_set, with_content
 from rge.common.errors import UserError
 from rge.common.files import checkpoint_folder
-from rge.common.modes import check_mode
 from rge.common.options import one_of
 from rge.common.prompt_profiles import PROFILES
 from rge.common.registry import PluginOptions
@@ -361,7 +360,7 @@ def _check_verbatim(options: RunOptions, wanted: RetrievalSet) -> None:
 
 def _check_wording(encoder: Embeds, wanted: RetrievalSet) -> None:
     """Texts as a release has them are in that release's words."""
-    needs, given = encoder.settings.get("mmeb_instructions"), wanted.meta.get("instructions")
+    needs, given = encoder.settings.mmeb_instructions, wanted.meta.get("instructions")
     if wanted.meta.get("prompts") == "verbatim" and given != needs:
         raise UserError(
             f"{wanted.path} was imported with instructions={given}; as=release needs instructions={needs}"
@@ -371,7 +370,7 @@ def _check_wording(encoder: Embeds, wanted: RetrievalSet) -> None:
 def _audit(options: RunOptions, encoder: Embeds, wanted: RetrievalSet) -> Audit | None:
     files = [Path(name) for name in options.train if name != "null"]
     if options.train == ("auto",):
-        files = training_files(encoder.settings.get("recipe") or {})
+        files = training_files(encoder.settings.recipe)
     return audit_training(wanted, files) if files else None
 
 
@@ -380,12 +379,12 @@ def _warnings(
 ) -> list[str]:
     """What a reader of the figures has to know first."""
     out = list(wanted.meta.get("notes", []))
-    if encoder.settings.get("reasons") == "none" and any(one.mode == "reasoning" for one in conditions):
+    if encoder.settings.reasons == "none" and any(one.mode == "reasoning" for one in conditions):
         out.append(
             "query_mode=reasoning, but rge.json says that this checkpoint was trained without rationales (reasons: none): "
             "its embeddings after a rationale are not what it was trained for; query_mode=direct is"
         )
-    return out + list(encoder.settings.get("notes", [])) + (audit.warnings if audit is not None else [])
+    return out + list(encoder.settings.notes) + (audit.warnings if audit is not None else [])
 
 
 def _load(options: RunOptions, load: Callable[..., Embeds] | None, of_set: str | None = None) -> Embeds:
@@ -405,20 +404,13 @@ def _load(options: RunOptions, load: Callable[..., Embeds] | None, of_set: str |
         max_new_tokens=options.max_new_tokens,
         temperature=options.temperature,
     )
-    if "reasoning" in options.query_mode and "reasoning" not in encoder.settings.get("modes", MODES):
-        raise UserError(f"{name} writes no rationale: give query_mode=direct")
     for mode in options.query_mode:
-        check_mode(mode, encoder.settings)
-    if _is_exact(options, encoder):
-        encoder.settings = encoder.settings | {"exact": True}  # also part of the cache's name
-        if hasattr(encoder, "exact"):
-            encoder.exact = True
+        encoder.settings.check_mode(mode)
     profile = options.prompts or of_set
-    if profile is not None and profile != encoder.settings["profile"]:
-        if not hasattr(encoder, "reword"):
-            raise UserError(f"prompts={profile}: this encoder words its prompts itself")
-        encoder.reword(profile)
-    return encoder
+    return encoder.with_(
+        exact=_is_exact(options, encoder) or None,
+        profile=None if profile == encoder.settings.profile else profile,
+    )
 
 
 def _check_checkpoint(checkpoint: Path, adapter: str | None) -> None:
@@ -437,7 +429,7 @@ def _is_exact(options: RunOptions, encoder: Embeds) -> bool:
     if options.exact is not None:
         return options.exact
     told = encoder.settings
-    return options.engine == "own" and (told["dtype"], told.get("device", "cpu")) == ("float32", "cpu")
+    return options.engine == "own" and (told.dtype, told.device) == ("float32", "cpu")
 
 
 def default_loader(options: RunOptions) -> Callable[..., Embeds]:
@@ -510,14 +502,16 @@ def _measured_with(
             **wanted.meta["rewriter"],
         },
         "settings": {
-            key: value for key, value in encoder.settings.items() if key not in ("recipe", "identity")
+            key: value
+            for key, value in encoder.settings.content().items()
+            if key not in ("recipe", "identity")
         },
-        "decoding": encoder.settings["generation"],
-        "dtype": encoder.settings["dtype"],
-        "exact": encoder.settings.get("exact", False),
+        "decoding": encoder.settings.generation.content(),
+        "dtype": encoder.settings.dtype,
+        "exact": encoder.settings.exact,
         # for an adapter of a released model: whether it is asked as the release's own code asks it; else None
         "asked_as_released": None
-        if (differs := encoder.settings.get("differs_from_release")) is None
+        if (differs := encoder.settings.differs_from_release) is None
         else not differs,
         "batch_size": options.batch_size,
         "depth": options.depth,
@@ -528,15 +522,15 @@ def _named(options: RunOptions, encoder: Embeds) -> dict[str, Any]:
     """Which embedder it was, for tables of several."""
     known = encoder.settings
     return {
-        "name": known.get("model") or _model(options),
-        "adapter": known.get("adapter", "rge"),
-        "revision": known.get("revision"),
+        "name": known.model or _model(options),
+        "adapter": known.adapter,
+        "revision": known.revision,
     }
 
 
 def _prompts(wanted: RetrievalSet, encoder: Embeds) -> dict[str, Any]:
     """How queries and candidates were worded: the profile's templates and the set's instructions."""
-    profile = encoder.settings["profile"]
+    profile = encoder.settings.profile
     instructions = sorted({item.instruction or "" for item in wanted.queries})
     return {
         "profile": profile,

@@ -10,12 +10,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, Self
 
 import numpy as np
 
 from eval.embedding.processes import ALONE, Team
 from eval.embedding.shards import Cache, covered, write_shard
+from rge.checkpoints.settings import Settings
 from rge.common.commands import progress_bar
 from rge.common.errors import UserError
 from rge.common.modes import Mode
@@ -39,9 +40,17 @@ class Embeds(Protocol):
 
     checkpoint: Path
     checkpoint_hash: str
-    settings: dict[str, Any]
-    # Optional: ``exact``, a bool that is set to True where every row has to be computed alone. An embedder without it
-    # is handed one item at a time then.
+    settings: Settings
+
+    def with_(
+        self,
+        *,
+        exact: bool | None = ...,
+        profile: str | None = ...,
+        temperature: float | None = ...,
+        min_new_tokens: int | None = ...,
+    ) -> Self:
+        """An embedder on the same model that asks otherwise, see `rge.embedder.Embedder.with_`."""
 
     def encode(
         self,
@@ -89,8 +98,6 @@ def fill(
         raise UserError(f"batch_size must be at least 1, got {batch_size}")
     # As the first process saw it: a shard that another one has just written must not change who makes the next.
     done = team.once(lambda: covered(cache))
-    alone = encoder.settings.get("exact") and not hasattr(encoder, "exact")
-    at_once = 1 if alone else batch_size
     name = f"{side}, {mode}"
     counted = int(done.sum())
     with (progress if team.is_first else NO_BAR)(
@@ -111,7 +118,7 @@ def fill(
                 continue
             seeds = None if seed is None else [_item_seed(seed, item.id) for item in batch]
             encoded = encoder.encode(
-                batch, side=side, mode=mode, batch_size=at_once, seeds=seeds, on_progress=count
+                batch, side=side, mode=mode, batch_size=batch_size, seeds=seeds, on_progress=count
             )
             check_embeddings(encoded.embeddings, [item.id for item in batch], side)
             write_shard(cache, start, encoded)

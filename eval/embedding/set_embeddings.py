@@ -240,8 +240,10 @@ class Embeddings:
 
 def keyed_settings(encoder: Embeds, mode: Mode) -> dict[str, Any]:
     """What of an encoder's settings decides its embeddings, with the prompts' wording itself."""
-    settings = {key: value for key, value in encoder.settings.items() if key not in ("notes", "identity")}
-    profile = str(settings.get("profile"))
+    settings = {
+        key: value for key, value in encoder.settings.content().items() if key not in ("notes", "identity")
+    }
+    profile = encoder.settings.profile
     if profile in PROFILES:
         settings["templates"] = asdict(PROFILES[profile])
     if mode in SILENT:  # nothing is generated, so another cap on rationales changes nothing
@@ -251,4 +253,4 @@ def keyed_settings(encoder: Embeds, mode: Mode) -> dict[str, Any]:
 
 def is_sampled(encoder: Embeds) -> bool:
     """Whether its rationales are drawn, so that a seed changes them."""
-    return encoder.settings["generation"]["temperature"] > 0
+    return encoder.settings.generation.temperature > 0

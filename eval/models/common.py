@@ -1,18 +1,20 @@
 """Shared by adapters: loading, length-sorted batches, timing, hashes of weights, wordings."""
 
+import copy
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import wraps
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, Self, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from eval.models.registry import Facts
+from rge.checkpoints.settings import Settings
 from rge.common.errors import UserError
 from rge.common.prompt_profiles import PROFILES, Profile
 from rge.common.schema import Encoded, Item
@@ -50,13 +52,38 @@ WRITES_NOTHING: dict[str, Any] = {
 T = TypeVar("T")
 
 
-def settings_of(facts: Facts, adapter: str, dtype: str, **own: Any) -> dict[str, Any]:
+def settings_of(facts: Facts, adapter: str, dtype: str, **own: Any) -> Settings:
     """Settings that every embedder of others has, and its own."""
     of_facts = {"model": facts.name, "revision": facts.revision}
-    return {"adapter": adapter, **of_facts, "dtype": dtype, "recipe": {}, **own}
+    return Settings.model_validate({"adapter": adapter, **of_facts, "dtype": dtype, "recipe": {}, **own})
 
 
-class DirectEncoder(Generic[T]):
+class Asked:
+    """An embedder of others: `with_` copies it and lets it take a prompt profile in its own way."""
+
+    settings: Settings
+
+    def with_(
+        self, *, exact: bool | None = None, profile: str | None = None, **generation: float | None
+    ) -> Self:
+        """An embedder on the same model that asks otherwise, see `rge.embedder.Embedder.with_`."""
+        other = copy.copy(self)
+        told = self.settings.asking(**{key: value for key, value in generation.items() if value is not None})
+        other.settings = told if exact is None else told.but(exact=exact)
+        if profile is not None:
+            other.reword(profile)
+        return other
+
+    def reword(self, profile: str) -> None:
+        """Take the wording of a profile of `rge.common.prompt_profiles`.
+
+        Raises:
+            UserError: it words its prompts itself.
+        """
+        raise UserError(f"prompts={profile}: this encoder words its prompts itself")
+
+
+class DirectEncoder(Asked, Generic[T]):
     """An embedder that writes nothing; a subclass prepares items and embeds prepared batches.
 
     Args:
@@ -67,14 +94,13 @@ class DirectEncoder(Generic[T]):
     def __init__(self, facts: Facts, adapter: str, wording: Profile, dtype: str, settings: dict[str, Any]):
         self.checkpoint, self.checkpoint_hash = facts.path, hash_of_files(facts)
         self.wording = wording
-        self.exact = False
         own = {"profile": adapter, "wording": asdict(wording)} | WRITES_NOTHING | settings
         self.settings = settings_of(facts, adapter, dtype, **own)
 
     def reword(self, profile: str) -> None:
         """Take the wording of a profile of `rge.model.prompts`; ``plain`` is for sets whose texts carry their instructions."""
         self.wording = PROFILES[profile]
-        self.settings = self.settings | {"profile": profile, "wording": asdict(self.wording)}
+        self.settings = self.settings.but(profile=profile, wording=asdict(self.wording))
 
     def prepare(self, item: Item, side: str) -> tuple[int, T]:
         """A length to sort by, and what `embed` needs."""
@@ -103,10 +129,10 @@ class DirectEncoder(Generic[T]):
             ImageError: a picture cannot be read.
         """
         if mode != "direct":
-            raise UserError(f"{self.settings['model']} writes no rationale: give query_mode=direct")
+            raise UserError(f"{self.settings.model} writes no rationale: give query_mode=direct")
         rows: list[np.ndarray] = []
         times: list[float] = []
-        together = 1 if self.exact else batch_size
+        together = 1 if self.settings.exact else batch_size
         for start in range(0, len(items), WINDOW_BATCHES * batch_size):
             part = items[start : start + WINDOW_BATCHES * batch_size]
             began = time.perf_counter()

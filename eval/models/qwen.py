@@ -8,6 +8,7 @@ model code finds pictures by a start token that this prompt lacks, so its tokens
 Shape suffixes: B = rows, T = tokens, D = hidden size.
 """
 
+import copy
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -63,8 +64,9 @@ class LastToken(DirectEncoder[Prompt]):
         self.pad_id = processor.tokenizer.pad_token_id
 
     def reword(self, profile: str) -> None:
-        """Take the wording of a profile of `rge.model.prompts`."""
+        """See `eval.models.common.Asked`."""
         super().reword(profile)
+        self.builder = copy.copy(self.builder)
         self.builder.profile = self.wording
 
     def prepare(self, item: Item, side: str) -> tuple[int, Prompt]:

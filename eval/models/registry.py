@@ -254,7 +254,7 @@ def load_model(
         notes.append(f"{model} was fetched as {facts.fetched}, since the hub has nothing by its own name")
     if asked is None and chosen.name in GUESSED:
         notes.append(GUESSED[chosen.name].format(name=facts.name, model_type=facts.model_type))
-    encoder.settings = encoder.settings | {"device": _device(device), "notes": notes}
+    encoder.settings = encoder.settings.but(device=_device(device), notes=notes)
     return encoder
 
 

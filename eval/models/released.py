@@ -22,7 +22,7 @@ from PIL import Image
 from torch import Tensor
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoProcessor
 
-from eval.models.common import VLM2VEC, hash_of_files, loading, place, settings_of
+from eval.models.common import VLM2VEC, Asked, hash_of_files, loading, place, settings_of
 from eval.models.registry import Facts
 from eval.models.rge import MAX_PROMPT_TOKENS, RELEASE, RELEASE_TOKENS
 from rge.common.errors import UserError
@@ -42,18 +42,17 @@ GREEDY_BELOW = 1e-3
 UNPROMPTED = "the release has no prompts for this set: general wording, pictures first"
 
 
-class Released:
+class Released(Asked):
     """A released model in stock transformers, asked item by item as its own evaluation does.
 
     A subclass says how an item becomes inputs, whether it may write, and where its state is read.
 
     Args:
         processor: with PIL's image backend.
-        settings: what results.json keeps, besides what is the same for all.
+        adapter: name of the family.
+        own: what results.json keeps, besides what is the same for all.
     """
 
-    exact = True
-    """Every item is computed alone."""
     wording = "vlm2vec"
     """How MMEB's texts are worded for it: ``instructions=`` of the import."""
     general = VLM2VEC
@@ -63,18 +62,21 @@ class Released:
     generate_with: Mapping[str, int] = {}
     """Options of `transformers`' ``generate``: the cap, and what stops it beside the checkpoint's own."""
 
-    def __init__(self, facts: Facts, model: Any, processor: Any, settings: dict[str, Any]):
+    def __init__(self, facts: Facts, model: Any, processor: Any, adapter: str, dtype: str, **own: Any):
         self.checkpoint, self.checkpoint_hash = facts.path, hash_of_files(facts)
         self.model, self.processor = model.eval(), processor
         self.verbatim = False
-        self.settings: dict[str, Any] = {
-            "profile": self.wording,
-            "mmeb_instructions": self.wording,
-            "as": "release",
-            "release_code": self.code,
-            "image_backend": "pil",
-            "differs_from_release": [UNPROMPTED],
-        } | settings
+        release = {"as": "release", "release_code": self.code, "image_backend": "pil"}
+        self.settings = settings_of(
+            facts,
+            adapter,
+            dtype,
+            profile=self.wording,
+            mmeb_instructions=self.wording,
+            differs_from_release=[UNPROMPTED],
+            **release,
+            **own,
+        )
 
     def reword(self, profile: str) -> None:
         """Take the texts as they are, where the set has them ``verbatim``.
@@ -88,7 +90,7 @@ class Released:
                 f"instructions={self.wording}"
             )
         self.verbatim = True
-        self.settings = self.settings | {"profile": profile, "differs_from_release": []}
+        self.settings = self.settings.but(profile=profile, differs_from_release=[])
 
     def text(self, item: Item, side: str) -> str:
         """An item's text with a placeholder where a picture goes."""
@@ -179,8 +181,10 @@ class ReleasedRge(Released):
     def __init__(self, facts: Facts, model: Any, processor: Any, dtype: str, max_new_tokens: int):
         self.emb_id = processor.tokenizer.convert_tokens_to_ids(EMB_TOKEN)
         self.generate_with = {"max_new_tokens": max_new_tokens, "eos_token_id": self.emb_id}
-        settings = settings_of(
+        super().__init__(
             facts,
+            model,
+            processor,
             "rge-release",
             dtype,
             pixels=RELEASE,
@@ -188,7 +192,6 @@ class ReleasedRge(Released):
             generation=greedy(facts, model) | {"max_new_tokens": max_new_tokens, "stop": EMB_TOKEN},
             reasons="query",
         )
-        super().__init__(facts, model, processor, settings)
 
     def prompt(self, item: Item, side: str) -> str:
         """The whole prompt of an item; what is read comes after it."""

@@ -16,7 +16,6 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from eval.models.common import settings_of
 from eval.models.registry import Facts
 from eval.models.released import Released, as_released, greedy, load_with_pil, opened, sized
 from eval.models.ume import DISC, GEN, MAX_NEW_TOKENS
@@ -44,8 +43,10 @@ class ReleasedUme(Released):
         self.generate_with = {"max_new_tokens": max_new_tokens}  # <gen_emb> stops nothing
         ends = model.generation_config.eos_token_id
         self.ends = set(ends) if isinstance(ends, list) else {ends}
-        settings = settings_of(
+        super().__init__(
             facts,
+            model,
+            processor,
             "ume-r1",
             dtype,
             pixels=PIXELS,
@@ -53,7 +54,6 @@ class ReleasedUme(Released):
             generation=greedy(facts, model) | {"max_new_tokens": max_new_tokens, "stop": "end of turn"},
             reasons="query",
         )
-        super().__init__(facts, model, processor, settings)
 
     def prompt(self, item: Item, side: str) -> str:
         """The whole prompt of an item; a text alone shows a white picture."""

@@ -17,7 +17,7 @@ from typing import Any
 from PIL import Image
 from torch import Tensor, arange
 
-from eval.models.common import WRITES_NOTHING, direct, settings_of
+from eval.models.common import WRITES_NOTHING, direct
 from eval.models.qwen import load_qwen
 from eval.models.registry import Facts
 from eval.models.released import Released, check_places, opened, sized
@@ -46,7 +46,7 @@ class ReleasedVlm2Vec(Released):
         self.first_size = first_size
         pixels = PIXELS | ({"first": list(first_size)} if first_size else {})
         own = {"pixels": pixels, "pooling": "last token"} | WRITES_NOTHING
-        super().__init__(facts, model, processor, settings_of(facts, "vlm2vec", dtype, **own))
+        super().__init__(facts, model, processor, "vlm2vec", dtype, **own)
 
     def prompt(self, item: Item, side: str) -> str:
         """The whole prompt of an item."""
@@ -77,7 +77,7 @@ class ReleasedVlm2Vec(Released):
             UserError: asked for one.
         """
         if mode != "direct":
-            raise UserError(f"{self.settings['model']} writes no rationale: give query_mode=direct")
+            raise UserError(f"{self.settings.model} writes no rationale: give query_mode=direct")
 
 
 def shaped(picture: Image.Image, first_size: tuple[int, int] | None) -> Image.Image:

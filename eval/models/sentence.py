@@ -61,7 +61,7 @@ class Sentences(DirectEncoder[Shown]):
         Raises:
             UserError: the model cannot read this item.
         """
-        text, name = user_text(item, side, self.wording), self.settings["model"]
+        text, name = user_text(item, side, self.wording), self.settings.model
         where = f"{side} {item.id!r}"
         if item.images and IMAGE not in self.reads:
             if side == "query":

@@ -8,11 +8,12 @@ discriminative embedding is the state at ``<disc_emb>``, and a causal model does
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from eval.models.common import VLM2VEC, place, settings_of
+from eval.models.common import VLM2VEC, Asked, place, settings_of
 from eval.models.registry import Facts
-from rge.common.prompt_profiles import PROFILES, Profile
+from rge.checkpoints.settings import Settings
+from rge.common.prompt_profiles import PROFILES
 from rge.common.schema import Encoded, Item
 from rge.embedder import Embedder
 from rge.model.backbone import load_backbone
@@ -49,34 +50,25 @@ class UmeBuilder(PromptBuilder):
         )  # <disc_emb> itself is appended and read
 
 
-class UmeEncoder:
+class UmeEncoder(Asked):
     """Two encoders on one model, one a mode."""
 
-    def __init__(self, by_mode: dict[str, Embedder], settings: dict[str, Any]):
+    def __init__(self, by_mode: dict[str, Embedder], settings: Settings):
         self.by_mode, self.settings = by_mode, settings
         self.checkpoint, self.checkpoint_hash = (
             by_mode["direct"].checkpoint,
             by_mode["direct"].checkpoint_hash,
         )
 
-    @property
-    def exact(self) -> bool:
-        """See `rge.embedder.Embedder.encode`."""
-        return all(encoder.exact for encoder in self.by_mode.values())
-
-    @exact.setter
-    def exact(self, value: bool) -> None:
-        for encoder in self.by_mode.values():
-            encoder.exact = value
+    def with_(self, **asked: Any) -> Self:
+        """See `rge.embedder.Embedder.with_`."""
+        other = super().with_(**asked)
+        other.by_mode = {mode: encoder.with_(**asked) for mode, encoder in self.by_mode.items()}
+        return other
 
     def reword(self, profile: str) -> None:
-        """Take the wording of a profile of `rge.model.prompts`; ``plain`` is for sets whose texts carry their instructions."""
-        self._say(profile, PROFILES[profile])
-
-    def _say(self, profile: str, wording: Profile) -> None:
-        self.settings = self.settings | {"profile": profile, "wording": asdict(wording)}
-        for encoder in self.by_mode.values():
-            encoder.builder.profile = wording
+        """See `eval.models.common.Asked`."""
+        self.settings = self.settings.but(profile=profile, wording=asdict(PROFILES[profile]))
 
     def encode(self, items: Sequence[Item], *, mode: Literal["reasoning", "direct"], **asked: Any) -> Encoded:
         """Embed items; arguments as of `rge.embedder.Embedder.encode`."""
@@ -110,6 +102,8 @@ def load_ume(
         facts,
         "ume-r1",
         dtype,
+        profile="ume-r1",
+        wording=asdict(VLM2VEC),
         instruction=INSTRUCTION,
         pixels={"min": size["shortest_edge"], "max": size["longest_edge"]},
         max_prompt_tokens=MAX_PROMPT_TOKENS,
@@ -128,6 +122,4 @@ def load_ume(
         embedder.emb_id = tokenizer.convert_tokens_to_ids(token)
         builder = UmeBuilder(backbone.processor, VLM2VEC, MAX_PROMPT_TOKENS, emb_token=token)
         by_mode[mode] = Embedder(embedder, builder, facts.path, settings)
-    encoder = UmeEncoder(by_mode, settings)
-    encoder._say("ume-r1", VLM2VEC)
-    return encoder
+    return UmeEncoder(by_mode, settings)

@@ -19,9 +19,10 @@ from accelerate import Accelerator
 from torch import nn
 
 from rge.checkpoints.description import training_data
-from rge.checkpoints.export import RGE_JSON, CheckpointError, export, settings_of
+from rge.checkpoints.export import export, settings_of
 from rge.checkpoints.manifest import damage, discard
 from rge.checkpoints.resume import check_same_recipe, check_same_run
+from rge.checkpoints.settings import RGE_JSON, CheckpointError
 from rge.checkpoints.training_state import States, complete_states, step_name
 from rge.common.errors import SIGNALLED, UserError
 from rge.config import Recipe, to_dict

@@ -8,6 +8,7 @@ from typing import Any
 
 import jinja2
 
+from rge.checkpoints.settings import CheckpointSettings
 from rge.common.files import find_shipped
 from rge.config import SourceConfig
 from rge.data.readers import some_records
@@ -102,27 +103,25 @@ def _parsed(lines: Iterable[bytes], title: str) -> Iterator[dict[str, Any]]:
             yield record.model_dump(include={"source", "category", "instruction"})
 
 
-def model_card(settings: dict[str, Any], name: str, licence: str | None = None) -> str:
+def model_card(settings: CheckpointSettings, name: str, licence: str | None = None) -> str:
     """``README.md`` of a checkpoint, with the front matter that the Hugging Face hub reads.
 
     Its examples load a path that begins with ``./``: a name such as ``a/b`` is a hub id that anybody may register, and
     `trust_remote_code` stands beside it.
     """
     path = f"./{name.rsplit('/', 1)[-1]}"
-    base: str = (settings["recipe"].get("model") or {}).get("path") or ""
-    adapted: dict[str, Any] | None = settings.get("base")
-    parts: list[dict[str, str]] = settings.get("origins") or []
+    base: str = (settings.recipe.get("model") or {}).get("path") or ""
+    adapted, parts = settings.base, settings.origins
     on_hub = base if is_hub_id(base) else next((part["hub_id"] for part in parts if "hub_id" in part), None)
-
-    least, most = (f"{settings['pixels'][end]:,}" for end in ("min", "max"))
-    validation = settings.get("validation") or {}
+    least, most = f"{settings.pixels.min:,}", f"{settings.pixels.max:,}"
+    validation = settings.validation or {}
     figures = [
         f"{key.removeprefix('val_')} {value:.4g}"
         for key, value in validation.items()
         if isinstance(value, float)
     ]
     return jinja2.Template(CARD, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True).render(
-        settings,
+        settings.content(),
         name=name,
         path=path,
         licence=licence,
@@ -131,9 +130,9 @@ def model_card(settings: dict[str, Any], name: str, licence: str | None = None) 
         parts=[f"{part['name']} ({part['part']}, {part['licence']})" for part in parts],
         base_on_hub=is_hub_id(base),
         base_name=Path(base).name,
-        settings_base=adapted,
-        adapted=adapted and (adapted["path"] if is_hub_id(adapted["path"]) else Path(adapted["path"]).name),
-        default=(settings.get("instructions") or {}).get("default"),
+        base_sha256=adapted and adapted.sha256,
+        adapted=adapted and (adapted.path if is_hub_id(adapted.path) else Path(adapted.path).name),
+        default=settings.instructions and settings.instructions.default,
         range=least if least == most else f"{least} to {most}",
         measured=Path(str(validation.get("path"))).name if validation else None,
         figures=figures,
@@ -185,7 +184,7 @@ scores = embedder.similarity(query, embedder.encode_document(images=["key.png", 
 
 {% if adapted %}
 These files are adapters of PEFT and the rows of new tokens. The base whose weights they need is `{{ adapted }}`, sha256 \
-`{{ settings_base.sha256[:12] }}` over its safetensors files; `base=` may be left out where it lies where it did in training. \
+`{{ base_sha256[:12] }}` over its safetensors files; `base=` may be left out where it lies where it did in training. \
 `peft.PeftModel.from_pretrained(base_model, "{{ path }}")` loads them too.
 
 {% endif %}

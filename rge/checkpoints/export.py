@@ -21,24 +21,18 @@ from torch import Tensor
 import rge
 from rge.checkpoints.description import SENTENCE_TRANSFORMERS, model_card
 from rge.checkpoints.manifest import DONE, flush, write_manifest
-from rge.common.errors import UserError
+from rge.checkpoints.settings import RGE_JSON, CheckpointError, CheckpointSettings
 from rge.common.files import same_mode
 from rge.model.adapter_files import adapter_weights, write_adapters
 from rge.model.backbone import tied_names, weight_names
 from rge.model.embedding_model import EmbeddingModel
 from rge.model.hub_model import HubModel
 
-RGE_JSON = "rge.json"
-
 IDENTIFYING = (".safetensors", ".json", ".jinja", ".txt")
 """Endings of the files that make a checkpoint what it is; others, such as its card, may be edited."""
 
 WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)
 """What a full disk looks like: to Python, to torch's serialiser, to safetensors."""
-
-
-class CheckpointError(UserError):
-    """A checkpoint cannot be read or written; the message names it and the fix."""
 
 
 def export(
@@ -87,7 +81,8 @@ def export(
             model.config.save_pretrained(temporary)
         embedder.processor.save_pretrained(temporary)
         (temporary / RGE_JSON).write_text(json.dumps(settings, indent=2) + "\n")
-        (temporary / "README.md").write_text(model_card(settings, _shown_name(folder)), encoding="utf-8")
+        card = model_card(CheckpointSettings.model_validate(settings), _shown_name(folder))
+        (temporary / "README.md").write_text(card, encoding="utf-8")
         for name, content in SENTENCE_TRANSFORMERS.items():
             (temporary / name).write_text(json.dumps(content, indent=2) + "\n")
         same_mode(temporary, temporary / RGE_JSON)
@@ -193,28 +188,6 @@ def settings_of(
         "rge_version": rge.__version__,
         "git_commit": git_commit(),
     }
-
-
-def read_settings(checkpoint: Path) -> dict[str, Any]:
-    """Content of a checkpoint's ``rge.json``.
-
-    Raises:
-        CheckpointError: not a directory, not an rge checkpoint, damaged, or written by a newer format.
-    """
-    path = checkpoint / RGE_JSON
-    if not checkpoint.is_dir():
-        raise CheckpointError(f"checkpoint {checkpoint} does not exist")
-    if not path.is_file():
-        raise CheckpointError(
-            f"{checkpoint} has no {RGE_JSON}, so it is not a checkpoint of rge; finished ones are in <out>/<stage>/final"
-        )
-    try:
-        settings = json.loads(path.read_text())
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}") from None
-    if settings.get("format") != 1:
-        raise CheckpointError(f"{path} has format {settings.get('format')}, this version reads format 1")
-    return settings
 
 
 def checkpoint_hash(checkpoint: Path) -> str:

@@ -7,8 +7,8 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from rge.checkpoints.export import RGE_JSON, CheckpointError, read_settings
 from rge.checkpoints.manifest import DONE, damage, read_done
+from rge.checkpoints.settings import RGE_JSON, CheckpointError, read_settings
 from rge.checkpoints.training_state import complete_states
 from rge.common.errors import UserError
 from rge.common.files import find_shipped
@@ -56,8 +56,9 @@ def finished(folder: Path, recipe: Recipe, name: str) -> bool:
             f"{final} is damaged: {problem}. Delete it and start again: the stage continues from its last state"
         )
     settings = read_settings(final)
-    check_same_recipe(settings["recipe"], recipe, name, final)
-    _check_same_records(_files_now(settings), settings, final)
+    check_same_recipe(settings.recipe, recipe, name, final)
+    found = settings.content()
+    _check_same_records(_files_now(found), found, final)
     return True
 
 
@@ -94,8 +95,8 @@ def stage_identity(
 
 def _content_of_start(folder: Path) -> dict[str, Any]:
     """Of adapters the base too, which their files do not hold."""
-    base = {"base": read_settings(folder)["base"]["sha256"]} if holds_adapters(folder) else {}
-    return content_of(folder, but=ABOUT) | base
+    base = read_settings(folder).base if holds_adapters(folder) else None
+    return content_of(folder, but=ABOUT) | ({"base": base.sha256} if base else {})
 
 
 ABOUT = ("README.md", RGE_JSON, "identity.json", "done.json", "eyes.json")

@@ -24,8 +24,9 @@ from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from rge.checkpoints.export import WRITE_ERRORS, CheckpointError
+from rge.checkpoints.export import WRITE_ERRORS
 from rge.checkpoints.manifest import DONE, damage, discard, flush, write_manifest
+from rge.checkpoints.settings import CheckpointError
 from rge.distributed import collectives as dist
 
 WEIGHTS, OPTIMIZER, RANDOM = "model.safetensors", "optimizer.bin", "random_states.bin"

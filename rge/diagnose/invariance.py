@@ -103,11 +103,11 @@ def compare(ours: np.ndarray, theirs: np.ndarray) -> dict[str, float | None]:
 
 def _by_vllm(encoder: Embedder, items: Sequence[Item], batch_size: int) -> Encoded:
     """Rationales of vLLM, greedy, and the states after them."""
-    cap = encoder.settings["generation"]["max_new_tokens"]
+    cap = encoder.settings.generation.max_new_tokens
     vllm = VllmRollout(
         encoder.model,
         Accelerator(),
-        max_prompt_tokens=encoder.settings["max_prompt_tokens"],
+        max_prompt_tokens=encoder.builder.max_tokens,
         max_new_tokens=cap,
         batch_size=batch_size,
         memory=RolloutConfig().vllm_memory,

@@ -45,7 +45,7 @@ def knowability(oracle: str, own: str, known: str = "") -> float | None:
 
 def own_rationales(encoder: "Embedder", queries: Sequence[Item], *, batch_size: int = 64) -> list[str]:
     """What a checkpoint writes for queries."""
-    seeds = range(len(queries)) if encoder.settings["generation"]["temperature"] else None
+    seeds = range(len(queries)) if encoder.settings.generation.temperature else None
     return encoder.encode(
         queries, side="query", mode="reasoning", batch_size=batch_size, seeds=seeds
     ).rationales

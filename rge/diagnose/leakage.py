@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import vl_convert
 
-from rge.checkpoints.export import read_settings
+from rge.checkpoints.settings import read_settings
 from rge.config import DataConfig
 from rge.data.collate import Batch, StepBatches
 from rge.data.sources import Mixture
@@ -68,7 +68,7 @@ def leakage(
         ``chance``, ``curves`` (kind -> loss_lm and loss_contrastive per step), ``gain`` (kind -> nats below chance over the
         last fifth), ``leak`` (the wrong query's gain as a share of the right one's) and a ``verdict``.
     """
-    settings = read_settings(checkpoint)["recipe"]
+    settings = read_settings(checkpoint).recipe
     curves: dict[str, dict[str, list[float]]] = {}
     chances: list[float] = []
     for kind in triplets:
@@ -95,7 +95,7 @@ def leakage(
             batch = rearrange(batches[step], kind, np.random.default_rng([seed, step]))
             rollout = None
             if objective.needs_rollout:
-                cap = encoder.settings["generation"]["max_new_tokens"]
+                cap = encoder.settings.generation.max_new_tokens
                 rollout = Rollout(
                     generate(embedder, batch.queries, max_new_tokens=cap, batch_size=batch_size)
                 )

@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rge.common.modes import check_mode
 from rge.diagnose.pairs import Pairs, elsewhere, hits, interval
 from rge.embedder import Embedder
 from rge.model.packing import Branch, by_length
@@ -55,7 +54,7 @@ def sensitivity(
         UserError: ``latent`` of a checkpoint without think tokens.
     """
     mode = mode or ("latent" if encoder.query_mode == "latent" else "reasoning")
-    check_mode(mode, encoder.settings)
+    encoder.settings.check_mode(mode)
     prompts = [encoder.builder.build(item, "query") for item in pairs.queries]
     moved_Q = elsewhere(pairs.groups, seed)
     if mode == "latent":
@@ -94,7 +93,7 @@ def _written(
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Embeddings (Q, D) after rationales by condition, and what the rationales are like."""
     embedder, builder = encoder.model, encoder.builder
-    cap = encoder.settings["generation"]["max_new_tokens"]
+    cap = encoder.settings.generation.max_new_tokens
     own = generate(embedder, prompts, max_new_tokens=cap, batch_size=batch_size)
     ids = [list(rationale.ids) for rationale in own]
     stop = embedder.processor.tokenizer(".", add_special_tokens=False).input_ids

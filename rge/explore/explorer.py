@@ -88,8 +88,8 @@ class Explorer:
 
     def __init__(self, embedder: Embedder, index: Index, examples: list[Example]):
         self.embedder, self.index, self.examples = embedder, index, examples
-        self.cap = embedder.settings["generation"]["max_new_tokens"]
-        self.reasons = embedder.settings["reasons"] != "none"
+        self.cap = embedder.settings.generation.max_new_tokens
+        self.reasons = embedder.settings.reasons != "none"
         self._turn = threading.Condition()
         self._tickets: deque[object] = deque()
         self._begin_with_a_right_one()

@@ -18,7 +18,8 @@ from mteb.models.model_implementations import MODEL_REGISTRY
 from mteb.models.model_meta import ModelMeta, ScoringFunction
 from mteb.types import PromptType
 
-from rge.checkpoints.export import checkpoint_hash, read_settings
+from rge.checkpoints.export import checkpoint_hash
+from rge.checkpoints.settings import read_settings
 from rge.common.schema import Item
 from rge.embedder import WINDOW_BATCHES, Embedder, local_folder
 from rge.model.adapter_files import find_base, holds_adapters
@@ -54,13 +55,11 @@ class ReasoningEncoder(AbsEncoder):
         exact: bool | None = None,
         **options: Any,
     ):
-        self.model = self.embedder = Embedder.from_pretrained(checkpoint, device=device, **options)
+        embedder = Embedder.from_pretrained(checkpoint, device=device, **options)
         if exact is None:
-            exact = self.embedder.settings["dtype"] == "float32" and self.embedder.model.device.type == "cpu"
-        self.embedder.exact = exact
-        if prompts is not None:
-            self.embedder.reword(prompts)
-        self.mode: Any = mode or ("direct" if self.embedder.settings["reasons"] == "none" else "reasoning")
+            exact = embedder.settings.dtype == "float32" and embedder.model.device.type == "cpu"
+        self.model = self.embedder = embedder.with_(exact=exact, profile=prompts)
+        self.mode: Any = mode or ("direct" if embedder.settings.reasons == "none" else "reasoning")
         self.instruction = instruction
 
     def encode(
@@ -123,7 +122,7 @@ def register(
         those of another checkpoint.
 
     Raises:
-        rge.checkpoints.export.CheckpointError: not a checkpoint of rge.
+        rge.checkpoints.settings.CheckpointError: not a checkpoint of rge.
     """
     folder = local_folder(checkpoint, revision)
     settings = read_settings(folder)
@@ -143,7 +142,7 @@ def register(
         languages=["eng-Latn"],
         n_parameters=sum(map(_num_parameters, weights)),
         memory_usage_mb=round(sum(path.stat().st_size for path in weights) / 2**20),
-        max_tokens=settings["max_prompt_tokens"],
+        max_tokens=settings.max_prompt_tokens,
         embed_dim=None,
         license=None,
         open_weights=True,
@@ -153,7 +152,7 @@ def register(
         similarity_fn_name=ScoringFunction.DOT_PRODUCT,
         use_instructions=True,
         training_datasets=None,
-        adapted_from=(settings["recipe"].get("model") or {}).get("path"),
+        adapted_from=(settings.recipe.get("model") or {}).get("path"),
         modalities=["text", "image"],
     )
     MODEL_REGISTRY[name] = meta

@@ -8,6 +8,7 @@ The flag is sentence-transformers' word for modules that other packages bring, l
 loading is refused. Embeddings equal `rge.embedder.Embedder`'s, which computes them.
 """
 
+import json
 import os
 import tempfile
 import warnings
@@ -19,7 +20,8 @@ import torch
 from sentence_transformers.base.modules import InputModule
 from torch import Tensor
 
-from rge.checkpoints.export import export, read_settings
+from rge.checkpoints.export import export
+from rge.checkpoints.settings import RGE_JSON
 from rge.common.errors import UserError
 from rge.common.images import fetch_picture
 from rge.common.schema import Item
@@ -94,7 +96,7 @@ class ReasoningEmbedder(InputModule):
         """
         if not safe_serialization:
             raise UserError("safe_serialization=False: weights of rge are written as safetensors")
-        settings = read_settings(self.embedder.checkpoint)
+        settings = json.loads((self.embedder.checkpoint / RGE_JSON).read_text(encoding="utf-8"))
         settings.pop("base", None)
         with tempfile.TemporaryDirectory(dir=output_path) as folder:
             export(self.embedder.model, Path(folder) / Path(output_path).resolve().name, settings)
@@ -111,7 +113,7 @@ class ReasoningEmbedder(InputModule):
     @property
     def max_seq_length(self) -> int:
         """Tokens of a prompt."""
-        return self.embedder.settings["max_prompt_tokens"]
+        return self.embedder.builder.max_tokens
 
     def get_embedding_dimension(self) -> int:
         """Components of an embedding."""

@@ -10,7 +10,7 @@ from typing import Any, cast
 from accelerate import Accelerator
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from rge.checkpoints.export import CheckpointError
+from rge.checkpoints.settings import CheckpointError
 from rge.common.files import checkpoint_folder, find_shipped, read_json, same_mode, write_json
 from rge.common.prompt_profiles import EMB_TOKEN, think_tokens
 from rge.config import Recipe, RecordsConfig, ScratchConfig

@@ -20,7 +20,7 @@ from starlette.exceptions import HTTPException
 import rge
 from rge.common.errors import UserError
 from rge.common.images import WEB, data_url
-from rge.common.modes import SILENT, check_mode
+from rge.common.modes import SILENT
 from rge.embedder import Embedder
 from rge.serving.batches import Batches, Found, Mode, QueueFull, Stopped
 from rge.serving.errors import Refusal, answer_of
@@ -178,7 +178,7 @@ class Service:
     def _mode(self, asked: Asked, side: Side) -> Mode:
         mode: Mode = asked.mode or (self.embedder.query_mode if side == "query" else "direct")
         try:
-            check_mode(mode, self.embedder.settings)
+            self.embedder.settings.check_mode(mode)
         except UserError as wrong:
             raise Refusal(400, str(wrong), "invalid_value", param="mode") from None
         return mode

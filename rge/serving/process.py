@@ -63,7 +63,7 @@ def load(options: ServeOptions, key: str | None = None) -> Service:
         vllm_memory=options.vllm_memory,
         vllm_rows=options.batch_size,
     )
-    embedder.exact = options.exact
+    embedder = embedder.with_(exact=options.exact)
     index = None
     if options.index is not None:
         from rge.index.store import Index  # of the extra `search`

@@ -10,6 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
+from eval.models.common import Asked
+from rge.checkpoints.settings import Settings
 from rge.common.images import picture_bytes
 from rge.common.schema import Encoded
 from rge.identity.set_fingerprint import set_fingerprint
@@ -93,18 +95,18 @@ def write_set(path: Path, **options) -> Path:
     return write_tables(path, tables(**options), {"report_by": ["pair"]})
 
 
-class FakeEncoder:
+class FakeEncoder(Asked):
     """Embeds content by hash; a rationale moves the query, so that modes differ."""
 
     def __init__(self, checkpoint="fake", *, skill: float = 0.0, decides: bool = False, **settings):
         self.checkpoint, self.skill, self.decides = Path(checkpoint), skill, decides
         self.checkpoint_hash = hashlib.sha256(f"{checkpoint}{skill}".encode()).hexdigest()
-        self.settings = {
+        asked = {
             "profile": "rge",
             "dtype": "float32",
             "generation": {"max_new_tokens": 8, "temperature": 0.0},
-            "recipe": {},
-        } | settings
+        }
+        self.settings = Settings.model_validate(asked | {"recipe": {}} | settings)
         self.calls: list[tuple[str, str, int]] = []
         self.seen: list[str] = []
 
@@ -118,7 +120,7 @@ class FakeEncoder:
         self.seen += [item.id for item in items]
         rows, silent = [], []
         for number, item in enumerate(items):
-            free = self.decides and not self.settings["generation"].get("min_new_tokens")
+            free = self.decides and not self.settings.generation.min_new_tokens
             silent.append(mode == "reasoning" and free and int(item.id[1:]) % 3 == 0)
             content = (
                 item.text,
@@ -149,10 +151,9 @@ def loader(encoder: FakeEncoder):
     """Stands for `rge.embedder.Embedder.from_pretrained`."""
 
     def load(checkpoint, *, device=None, dtype=None, max_new_tokens=None, temperature=None):
-        if max_new_tokens is not None:
-            encoder.settings["generation"]["max_new_tokens"] = max_new_tokens
-        if temperature is not None:
-            encoder.settings["generation"]["temperature"] = temperature
+        given = {"max_new_tokens": max_new_tokens, "temperature": temperature}
+        asked = {key: value for key, value in given.items() if value is not None}
+        encoder.settings = encoder.settings.asking(**asked)
         return encoder
 
     return load

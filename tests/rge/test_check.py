@@ -18,8 +18,9 @@ from accelerate import Accelerator
 from PIL import Image
 
 from rge import check
-from rge.checkpoints.export import RGE_JSON, settings_of
+from rge.checkpoints.export import settings_of
 from rge.checkpoints.manifest import DONE
+from rge.checkpoints.settings import RGE_JSON
 from rge.common.files import DEMO_CHECKPOINT
 from rge.config import Recipe, load_recipe, to_dict
 from rge.data import collate, layout

@@ -21,7 +21,8 @@ from hub import hub
 from huggingface_hub.errors import HfHubHTTPError
 from paths import ROOT
 
-from rge.checkpoints.export import CheckpointError, export, settings_of
+from rge.checkpoints.export import export, settings_of
+from rge.checkpoints.settings import CheckpointError
 from rge.common.images import ImageError
 from rge.common.schema import Item
 from rge.cpu_threads import limit_threads
@@ -137,8 +138,8 @@ def test_overrides_of_the_checkpoints_generation(encoder, items):
     ]
     assert runs[0] == runs[1]
     assert runs[0] != encoder.encode(items, side="query", mode="reasoning").rationales
-    assert short.settings["generation"]["max_new_tokens"] == 2
-    assert short.settings["dtype"] == "float32"
+    assert short.settings.generation.max_new_tokens == 2
+    assert short.settings.dtype == "float32"
 
 
 def test_bfloat16_embeds_about_the_same(encoder, items):
@@ -258,7 +259,7 @@ def test_one_gives_one_and_a_list_gives_a_list(described):
 def test_the_mode_is_the_one_of_training(described):
     assert np.array_equal(described.encode_query("a"), described.encode_query("a", mode="reasoning"))
     assert not np.allclose(described.encode_query("a"), described.encode_query("a", mode="direct"), atol=1e-3)
-    described.settings["reasons"] = "none"
+    described.settings = described.settings.but(reasons="none")
     assert np.array_equal(described.encode_query("a"), described.encode_query("a", mode="direct"))
 
 
@@ -400,7 +401,7 @@ def test_several_devices_embed_as_one_does(described, items, picture):
     both = Embedder.from_pretrained(described.checkpoint, device=["cpu", "cpu"], temperature=1.5)
     one = Embedder.from_pretrained(described.checkpoint, device=["cpu"], temperature=1.5)
     for exact in (False, True):
-        one.exact = both.exact = exact
+        one, both = one.with_(exact=exact), both.with_(exact=exact)
         seen = []
         options = {"side": "query", "mode": "reasoning", "batch_size": 1, "seeds": range(21)}
         found, expected = both.encode(items, **options, on_progress=seen.append), one.encode(items, **options)
@@ -465,7 +466,7 @@ def test_eight_bits_hold_the_text_models_matrices(described):
     kinds = {name: type(one) for name, one in coarse.model.model.named_modules() if name.endswith("_proj")}
     assert {kind for name, kind in kinds.items() if "visual" in name} == {torch.nn.Linear}
     assert {kind for name, kind in kinds.items() if "visual" not in name} == {bitsandbytes.nn.Linear8bitLt}
-    assert coarse.settings["quantization"] == "8bit"
+    assert coarse.settings.quantization == "8bit"
     cosine = (coarse.encode_document(["a", "b"]) * described.encode_document(["a", "b"])).sum(axis=1)
     assert (cosine > 0.99).all()
     assert (cosine < 1 - 1e-7).any()

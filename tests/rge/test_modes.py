@@ -317,17 +317,16 @@ def test_a_checkpoint_that_was_not_trained_to_decide_is_not_asked_to():
     embedder = Embedder.from_pretrained("demo")
     with pytest.raises(UserError, match="mode=auto needs a checkpoint that was trained to decide"):
         embedder.encode_query("What opens this?", mode="auto")
-    settings = embedder.settings
-    settings["recipe"]["loss"]["adaptive"] = {"share": 0.5}
+    embedder.settings.recipe["loss"]["adaptive"] = {"share": 0.5}
     _, words = embedder.encode_query("What opens a lock?", mode="reasoning", return_rationales=True)
     assert words  # asked for words, it writes some
     item = Item("0", "What opens a lock?", instruction=embedder.default_instruction)
     (likely,) = embedder.direct_probabilities([item])
     for above, is_silent in ((likely * 0.999, True), (likely * 1.001, False)):
-        settings["generation"]["direct_above"] = float(above)
+        embedder.settings = embedder.settings.asking(direct_above=float(above))
         _, words = embedder.encode_query("What opens a lock?", mode="auto", return_rationales=True)
         assert (words == "") == is_silent
-    settings["generation"]["direct_above"] = 0.0
+    embedder.settings = embedder.settings.asking(direct_above=0.0)
     auto, words = embedder.encode_query("What opens a lock?", mode="auto", return_rationales=True)
     assert words == ""
     assert abs(float(auto @ embedder.encode_query("What opens a lock?", mode="direct")) - 1) < 1e-5

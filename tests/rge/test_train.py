@@ -19,7 +19,7 @@ from paths import ROOT, WORKERS
 from ports import free_port
 from safetensors.torch import load_file
 
-from rge.checkpoints.export import read_settings
+from rge.checkpoints.settings import read_settings
 from rge.common.schema import Item
 from rge.embedder import Embedder
 
@@ -163,7 +163,7 @@ def test_both_stages_train_and_leave_checkpoints(whole, home):
         assert [line["step"] for line in lines] == list(range(1, steps + 1))
         assert all(line["grad_norm"] > 0 and line["loss"] > 0 for line in lines)
         settings = read_settings(whole / stage / "final")
-        assert (settings["stage"], settings["step"], settings["profile"]) == (stage, steps, "plain")
+        assert (settings.stage, settings.step, settings.profile) == (stage, steps, "plain")
         # Every second step is a state, and so is the last; two are kept.
         states = sorted(path.name for path in (whole / stage / "state").iterdir())
         assert states == [f"step_{steps - 2:08d}", f"step_{steps:08d}"]
@@ -256,9 +256,9 @@ def test_the_best_checkpoints_by_validation_are_kept(whole):
         assert [path.name for path in kept] == [f"step_{step:08d}" for step in sorted(best)]
         for path in kept:
             settings = read_settings(path)
-            assert settings["validation"][metric] == found[settings["step"]]
+            assert settings.validation[metric] == found[settings.step]
             Embedder.from_pretrained(path)
-        last = read_settings(whole / stage / "final")["validation"]
+        last = read_settings(whole / stage / "final").validation
         assert last[metric] == found[max(found)]
 
 
@@ -400,7 +400,7 @@ def test_a_killed_rl_run_ends_with_the_same_weights(whole, home):
     assert any(line["kl"] > 1e-6 for line in lines)
     assert [line["step"] for line in lines if "val_hit_at_1" in line] == [3, 6]
     settings = read_settings(once / "rl/final")
-    assert (settings["stage"], settings["step"], settings["reasons"]) == ("rl", 6, "query")
+    assert (settings.stage, settings.step, settings.reasons) == ("rl", 6, "query")
     with held(home, killed, "rl", 5, *given) as program:
         program.wait_until(lambda: len(metrics_or_partial(killed / "rl")) >= 3)
         program.wait_until(lambda: list((killed / "rl/state").glob("step_*")))

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from eval_fakes import FakeEncoder, loader, write_set
+from eval_fakes import write_set
 from eval_processes import launch
 
 from eval.commands.run import RunOptions, run
@@ -67,14 +67,12 @@ def test_exact_states_are_those_of_a_row_alone(checkpoint):
     together = embedder.encode(ITEMS, side="query", mode="direct", batch_size=8).embeddings
     assert not np.array_equal(together, np.stack(alone))  # otherwise there is nothing to be exact about
     np.testing.assert_allclose(together, np.stack(alone), atol=2e-6)
-    embedder.exact = True
-    exact = embedder.encode(ITEMS, side="query", mode="direct", batch_size=8).embeddings
+    exact = embedder.with_(exact=True).encode(ITEMS, side="query", mode="direct", batch_size=8).embeddings
     np.testing.assert_array_equal(exact, np.stack(alone))
 
 
 def test_a_rationale_that_rounding_might_change_is_written_alone(checkpoint, monkeypatch):
-    embedder = Embedder.from_pretrained(checkpoint)
-    embedder.exact = True
+    embedder = Embedder.from_pretrained(checkpoint).with_(exact=True)
     asked = []
 
     def watched(model, prompts, **options):
@@ -120,20 +118,3 @@ def test_margins_by_hand(checkpoint):
     assert all(
         r.margin == float("inf") for r in generate(embedder.model, prompts, max_new_tokens=8, batch_size=3)
     )
-
-
-def test_an_embedder_that_knows_nothing_of_it_gets_one_item_at_a_time(tmp_path):
-    sizes = []
-
-    class Stranger(FakeEncoder):
-        def encode(self, items, *, batch_size, **more):
-            sizes.append(batch_size)
-            return super().encode(items, batch_size=batch_size, **more)
-
-    data = write_set(tmp_path / "set", num_queries=3, num_candidates=6)
-    options = {"checkpoint": "fake", "set": data, "report": False, "query_mode": ("direct",), "batch_size": 4}
-    run(RunOptions(**options, out=tmp_path / "a"), loader(Stranger()))
-    assert set(sizes) == {1}
-    sizes.clear()
-    run(RunOptions(**options, out=tmp_path / "b", exact=False), loader(Stranger()))
-    assert set(sizes) == {4}

@@ -51,7 +51,7 @@ def test_the_released_checkpoint_has_the_limits_of_its_evaluation(lively_path):
     """`lively_path` is what the release is: Qwen2.5-VL with <emb> and no rge.json."""
     assert adapter_of(lively_path) == "rge-release"
     encoder = load_model(lively_path)
-    settings = encoder.settings
+    settings = encoder.settings.content()
     assert settings["generation"] == {"max_new_tokens": 128, "temperature": 0.0, "stop": "<emb>"}
     assert (settings["pixels"], settings["profile"]) == ({"min": 200_704, "max": 802_816}, "rge")
     assert settings["model"] == str(lively_path)
@@ -115,7 +115,7 @@ def test_a_name_on_the_hub_is_tried_before_the_name_that_stands_for_it(lively_pa
     facts = facts_of("MCG-NJU/RGE")
     assert asked == ["MCG-NJU/RGE", "lcxrocks/RGE"]
     assert facts.fetched == "lcxrocks/RGE"
-    assert any("fetched as lcxrocks/RGE" in note for note in load_model("MCG-NJU/RGE").settings["notes"])
+    assert any("fetched as lcxrocks/RGE" in note for note in load_model("MCG-NJU/RGE").settings.notes)
     there.add("MCG-NJU/RGE")
     asked.clear()
     assert facts_of("MCG-NJU/RGE").fetched is None

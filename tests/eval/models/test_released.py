@@ -137,7 +137,7 @@ def test_a_query_is_written_and_read_as_the_released_code_does(path, cap):
         stops.add(found.stop_reasons[0])
     if cap == 3:
         assert "forced" in stops  # then it is read at an ordinary token, and no <emb> is appended
-    assert encoder.settings["generation"]["repetition_penalty"] == 1.3
+    assert encoder.settings.generation.repetition_penalty == 1.3
 
 
 def test_what_the_release_never_asks_is_refused(released, path, tmp_path):

@@ -103,7 +103,7 @@ def test_states_are_read_after_the_final_norm_whatever_hidden_states_hold(named,
 
     monkeypatch.setattr(encoder.model, "forward", before_the_norm)
     np.testing.assert_array_equal(encoder.encode([item], side="query", mode="direct").embeddings, found)
-    assert encoder.settings["release_code"] == "TIGER-AI-Lab/VLM2Vec 6e1e1d4"
+    assert encoder.settings.release_code == "TIGER-AI-Lab/VLM2Vec 6e1e1d4"
 
 
 def test_a_text_that_names_a_picture_it_has_not_keeps_the_token(named):
@@ -140,7 +140,7 @@ def test_the_first_release_of_vlm2vec_scales_every_picture_twice(named, qwen2_pa
         pixels_of(path, [square], 4 * 28 * 28, 1280 * 28 * 28)["pixel_values"],
     )
     assert found["image_grid_thw"].tolist() == [[1, 70, 70]]
-    assert encoder.settings["pixels"]["first"] == [1344, 1344]
+    assert encoder.settings.pixels["first"] == [1344, 1344]
     other = shutil.copytree(qwen2_path, tmp_path / "vlm2vec_mine")
     with pytest.raises(UserError, match="does not say which release of VLM2Vec it is"):
         load_model(other, adapter="vlm2vec", as_released=True, device="cpu")
@@ -214,7 +214,7 @@ def test_ume_r1_writes_to_the_end_of_the_turn_and_is_read_at_its_last_gen_emb(re
         places = [place for place, token in enumerate(written) if token == gen]
         kinds.add("none" if not places else "last" if places[-1] >= len(written) - 2 else "inside")
     assert "none" in kinds if cap == 4 else {"last", "inside"} & kinds
-    assert encoder.settings["generation"]["repetition_penalty"] == 1.05
+    assert encoder.settings.generation.repetition_penalty == 1.05
 
 
 def test_where_the_state_of_gen_emb_is_taken(released_ume):

@@ -60,8 +60,8 @@ def embed(encoder, *items, side="query"):
 def test_texts_alone_are_read_and_nothing_is_left_out_in_silence(facts):
     library = Library("text")
     encoder = Sentences(facts, library, "float32")
-    assert encoder.settings["reads"] == ["text"]
-    assert encoder.settings["own_prompts"] == library.prompts
+    assert encoder.settings.reads == ["text"]
+    assert encoder.settings.own_prompts == library.prompts
     embed(encoder, *TEXTS)
     assert {one for _, one in library.asked} == {one.text for one in TEXTS}  # without the set's instruction
     with pytest.raises(

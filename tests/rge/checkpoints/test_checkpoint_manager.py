@@ -11,14 +11,13 @@ from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
 
 from rge.checkpoints.description import model_card, training_data
 from rge.checkpoints.export import (
-    CheckpointError,
     checkpoint_hash,
     export,
     git_commit,
-    read_settings,
     settings_of,
 )
 from rge.checkpoints.resume import check_same_recipe, check_start, finished
+from rge.checkpoints.settings import CheckpointError, CheckpointSettings, read_settings
 from rge.common.schema import Item
 from rge.config import SourceConfig, load_recipe, to_dict
 from rge.embedder import Embedder
@@ -99,8 +98,8 @@ def test_plain_transformers_loads_the_checkpoint(lively, settings, items, tmp_pa
 
 def test_settings_hold_what_an_embedder_needs(lively, settings, tmp_path):
     export(lively, tmp_path / "final", settings)
-    read = read_settings(tmp_path / "final")
-    assert read == json.loads(json.dumps(settings))
+    read = read_settings(tmp_path / "final").content()
+    assert read == json.loads((tmp_path / "final/rge.json").read_text()) == json.loads(json.dumps(settings))
     assert read["emb_id"] == lively.emb_id
     assert read["generation"] == {"max_new_tokens": 12, "temperature": 0.0, "stop": "<emb>"}
     assert read["pixels"] == {"min": 784, "max": 7056}
@@ -126,8 +125,14 @@ def test_what_is_not_a_checkpoint_is_named(tiny_path, lively, settings, tmp_path
         Embedder.from_pretrained(tmp_path / "gone")
     with pytest.raises(CheckpointError, match=r"tiny has no rge\.json, so it is not a checkpoint of rge"):
         Embedder.from_pretrained(tiny_path)
-    export(lively, tmp_path / "final", {**settings, "format": 2})
+    export(lively, tmp_path / "final", settings)
+    (tmp_path / "final/rge.json").write_text(json.dumps({**settings, "format": 2}))
     with pytest.raises(CheckpointError, match="has format 2, this version reads format 1"):
+        Embedder.from_pretrained(tmp_path / "final")
+    broken = {key: value for key, value in settings.items() if key != "profile"} | {"reasons": "both"}
+    (tmp_path / "final/rge.json").write_text(json.dumps(broken))
+    message = r"final/rge\.json is damaged \(profile: Field required; reasons: Input should be 'query' or 'none'\): copy it"
+    with pytest.raises(CheckpointError, match=message):
         Embedder.from_pretrained(tmp_path / "final")
     (tmp_path / "final/rge.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"final/rge\.json is not valid JSON"):
@@ -362,7 +367,7 @@ def test_the_card_names_the_base_and_no_folder_of_a_machine(tmp_path, base, said
         emb_id=1, profile="rge", max_prompt_tokens=64, min_pixels=784, max_pixels=7056, max_new_tokens=8,
         reasons="query", recipe={"model": {"path": path}}, stage="joint", step=1,
     )  # fmt: skip
-    card = model_card(settings, "mine/joint/final")
+    card = model_card(CheckpointSettings.model_validate(settings), "mine/joint/final")
     assert f"* Base model: {said}\n" in card
     assert ("base_model: " in card) == front
     assert str(tmp_path) not in card

@@ -12,8 +12,8 @@ from accelerate import Accelerator
 
 from rge.checkpoints import checkpoint_manager
 from rge.checkpoints import training_state as module
-from rge.checkpoints.export import CheckpointError
 from rge.checkpoints.manifest import damage
+from rge.checkpoints.settings import CheckpointError
 from rge.checkpoints.training_state import States, trained_tensors
 from rge.common.errors import UserError
 from rge.config import load_recipe, to_dict

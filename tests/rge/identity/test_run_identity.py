@@ -14,8 +14,8 @@ from accelerate import Accelerator
 from PIL import Image
 
 from rge import check
-from rge.checkpoints.export import RGE_JSON, CheckpointError
 from rge.checkpoints.resume import check_same_run, stage_identity
+from rge.checkpoints.settings import RGE_JSON, CheckpointError
 from rge.config import load_recipe
 from rge.identity import compare_runs, run_identity
 from rge.identity.run_identity import content_of, differences, in_words

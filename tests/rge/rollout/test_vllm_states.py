@@ -121,8 +121,8 @@ def test_rationales_and_states_are_those_of_our_own_engine(ours, vllm, asked):
     assert vllm.engine.num_cached > 0.3 * vllm.engine.num_asked
     assert_same(vllm.encode_query(*asked, mode="direct"), ours.encode_query(*asked, mode="direct"))
     assert_same(vllm.encode_document(*asked), ours.encode_document(*asked))
-    assert vllm.settings["engine"].startswith("vllm 0.")
-    assert "engine" not in ours.settings
+    assert vllm.settings.engine.startswith("vllm 0.")
+    assert ours.settings.engine is None
     prompts = [vllm.builder.build(item, "query") for item in items]
     given = [[5, 6, 7][: row % 4] for row in range(18)]
     assert_same(vllm.encode_after(prompts, given), ours.encode_after(prompts, given))

@@ -25,7 +25,8 @@ from data_prep.rmir.pictures import encoders
 from data_prep.rmir.pictures import hub_encoders as hub
 from data_prep.rmir.pictures.encoders import NotThere, image_encoder, text_encoder
 from data_prep.rmir.run import Run, fingerprint
-from rge.checkpoints.export import export, read_settings
+from rge.checkpoints.export import export
+from rge.checkpoints.settings import read_settings
 
 WORDS = "[PAD] [UNK] a an apple the red on instruct given description of picture find captions query".split()
 TEXTS = ["a red apple", "an apple", "a red apple on the apple on the apple", "the picture"]
@@ -207,14 +208,14 @@ def test_weights_trained_anew_at_the_same_path_restart_the_seed_stage(
     checkpoint, lively, pictures, tmp_path, tmp_path_factory
 ):
     folder = tmp_path_factory.mktemp("trained") / "final"
-    export(lively, folder, read_settings(Path(checkpoint)))
+    export(lively, folder, read_settings(Path(checkpoint)).content())
     words = f"image_encoder={{kind: checkpoint, path: {folder}}}", "seed.per_cluster=9"
     run = library_run(tmp_path, pictures, *words)
     run.run("seed", stages.seed)
     first = np.load(run.path("seed", "images.npy"))
     with torch.no_grad():
         lively.model.get_input_embeddings().weight.mul_(-1)
-    export(lively, folder, read_settings(Path(checkpoint)))
+    export(lively, folder, read_settings(Path(checkpoint)).content())
     assert run.done("seed"), "a run holds to the weights that it began with"
     run.close()
     run = library_run(tmp_path, pictures, *words)

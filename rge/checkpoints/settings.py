@@ -1,0 +1,186 @@
+"""How an embedder asks: the content of a checkpoint's ``rge.json``, and what was chosen when it was loaded."""
+
+import json
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from rge.common.errors import UserError
+from rge.common.modes import DIRECT_ABOVE, Mode
+
+RGE_JSON = "rge.json"
+
+
+class CheckpointError(UserError):
+    """A checkpoint cannot be read or written; the message names it and the fix."""
+
+
+class _Frozen(BaseModel):
+    """Typed and unchangeable; keys that are not listed are kept, so that newer versions and plugins may add some."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    def content(self) -> dict[str, Any]:
+        """What was given, for files; defaults are left out."""
+        return self.model_dump(exclude_unset=True)
+
+    def but(self, **changes: Any) -> Self:
+        """A copy with other values."""
+        return type(self).model_validate(self.content() | changes)
+
+
+class Pixels(_Frozen):
+    """Pixels that a picture is scaled to."""
+
+    min: int
+    max: int
+
+
+class Generation(_Frozen):
+    """How a rationale is written.
+
+    Attributes:
+        max_new_tokens: cap.
+        temperature: 0 is greedy.
+        min_new_tokens: ``<emb>`` is barred before so many.
+        direct_above: probability of ``<emb>`` as the first token from which on ``mode=auto`` writes nothing.
+    """
+
+    max_new_tokens: int
+    temperature: float = 0.0
+    min_new_tokens: int = 0
+    direct_above: float = DIRECT_ABOVE
+
+
+class Instructions(_Frozen):
+    """What queries were asked with in training, see `rge.checkpoints.description.training_data`."""
+
+    default: str | None
+    known: list[str]
+    by_task: dict[str, str | None]
+
+
+class BaseOfAdapters(_Frozen):
+    """The model that a checkpoint of adapters belongs to, see `rge.model.adapter_files.Base`."""
+
+    path: str
+    revision: str | None
+    sha256: str
+    rows: int
+    beside: str | None
+
+
+class Settings(_Frozen):
+    """What decides an embedder's embeddings beside its weights, and what a reader of its figures has to know.
+
+    Attributes:
+        profile: wording of its prompts.
+        generation: how rationales are written.
+        recipe: that it was trained by; empty for models of others.
+        reasons: the side that writes a rationale; ``none`` for a model trained without.
+        dtype: of its weights.
+        exact: every row is computed alone.
+        engine: set where vLLM computes.
+        modes: that queries may be asked in; None: all that its training allows.
+        notes: warnings about how it was found and loaded.
+        differs_from_release: of a released model: what is known to differ from its authors' own evaluation.
+    """
+
+    profile: str
+    generation: Generation
+    recipe: dict[str, Any] = {}
+    reasons: Literal["query", "none"] | None = None
+    max_prompt_tokens: int | None = None
+    think_tokens: int = 0
+    dimensions: list[int] = []
+    instructions: Instructions | None = None
+    dtype: str = "float32"
+    quantization: Literal["8bit", "4bit"] | None = None
+    exact: bool = False
+    engine: str | None = None
+    device: str = "cpu"
+    modes: list[Mode] | None = None
+    notes: list[str] = []
+    model: str | None = None
+    adapter: str = "rge"
+    revision: str | None = None
+    mmeb_instructions: str | None = None
+    differs_from_release: list[str] | None = None
+
+    def asking(self, **generation: Any) -> Self:
+        """A copy that writes rationales otherwise."""
+        return self.but(generation=self.generation.content() | generation)
+
+    @property
+    def decides_itself(self) -> bool:
+        """Whether it was trained to answer some queries with ``<emb>`` at once."""
+        loss = self.recipe.get("loss") or {}
+        return bool((loss.get("adaptive") or {}).get("share"))
+
+    def check_mode(self, mode: str) -> None:
+        """Refuse a mode that it was not trained for.
+
+        Raises:
+            UserError: says which mode to take, or what to train with.
+        """
+        if self.modes is not None and mode not in self.modes:
+            raise UserError(
+                f"{self.model or 'this model'} writes no rationale: give query_mode={self.modes[0]}"
+            )
+        if mode == "auto" and not self.decides_itself:
+            raise UserError(
+                "mode=auto needs a checkpoint that was trained to decide (loss.states.direct and loss.adaptive.share above "
+                "0); ask this one with mode=reasoning or mode=direct"
+            )
+        if mode == "latent" and not self.think_tokens:
+            raise UserError(
+                "mode=latent needs a checkpoint with think tokens (model.think_tokens, and loss.states.latent or "
+                "loss.anchor=latent); ask this one with mode=reasoning or mode=direct"
+            )
+
+
+class CheckpointSettings(Settings):
+    """Content of ``rge.json``: what an embedder needs and a model config does not hold."""
+
+    format: Literal[1]
+    emb_id: int
+    max_prompt_tokens: int
+    pixels: Pixels
+    recipe: dict[str, Any]
+    reasons: Literal["query", "none"]
+    stage: str
+    step: int
+    training_data: list[str] | None = None
+    validation: dict[str, Any] | None = None
+    identity: dict[str, Any] | None = None
+    base: BaseOfAdapters | None = None
+    origins: list[dict[str, Any]] = []
+
+
+def read_settings(checkpoint: Path) -> CheckpointSettings:
+    """Content of a checkpoint's ``rge.json``.
+
+    Raises:
+        CheckpointError: not a directory, not an rge checkpoint, damaged, or written by a newer format.
+    """
+    path = checkpoint / RGE_JSON
+    if not checkpoint.is_dir():
+        raise CheckpointError(f"checkpoint {checkpoint} does not exist")
+    if not path.is_file():
+        raise CheckpointError(
+            f"{checkpoint} has no {RGE_JSON}, so it is not a checkpoint of rge; finished ones are in <out>/<stage>/final"
+        )
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from None
+    if isinstance(content, dict) and content.get("format") != 1:
+        raise CheckpointError(f"{path} has format {content.get('format')}, this version reads format 1")
+    try:
+        return CheckpointSettings.model_validate(content)
+    except ValidationError as error:
+        problems = "; ".join(
+            f"{'.'.join(map(str, one['loc'])) or 'content'}: {one['msg']}" for one in error.errors()
+        )
+        raise CheckpointError(f"{path} is damaged ({problems}): copy it again from the run") from None

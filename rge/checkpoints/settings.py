@@ -96,7 +96,7 @@ class Settings(_Frozen):
     dimensions: list[int] = []
     instructions: Instructions | None = None
     dtype: str = "float32"
-    quantization: Literal["8bit", "4bit"] | None = None
+    quantization: str | None = None
     exact: bool = False
     engine: str | None = None
     device: str = "cpu"

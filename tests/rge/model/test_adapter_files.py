@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 from transformers import AutoModelForImageTextToText
 
-from rge.checkpoints.export import CheckpointError, checkpoint_hash, export, read_settings, settings_of
+from rge.checkpoints.export import checkpoint_hash, export, settings_of
+from rge.checkpoints.settings import CheckpointError, read_settings
 from rge.common.errors import UserError
 from rge.common.schema import Item
 from rge.config import LoraConfig, ModelConfig
@@ -149,7 +150,7 @@ def test_the_base_is_found_named_or_missed(written, base, lively_path, tmp_path)
 
 def test_another_base_is_one_error_with_both_identities(written, base, tiny_path):
     _, adapters = written
-    then = read_settings(adapters)["base"]["sha256"][:12]
+    then = read_settings(adapters).base.sha256[:12]
     with pytest.raises(
         AdapterError, match=rf"base .*base \({then}\), and .*tiny \(\w{{12}}\) has other weights"
     ):
@@ -194,7 +195,7 @@ def test_a_full_disk_leaves_an_earlier_checkpoint(lively, written, limit, files_
         files_of_at_most(limit),
         pytest.raises(CheckpointError, match="could not be written: .*free some space"),
     ):
-        export(lively, adapters, read_settings(adapters) | {"step": 8})
+        export(lively, adapters, read_settings(adapters).content() | {"step": 8})
     assert checkpoint_hash(adapters) == before
     assert sorted(path.name for path in adapters.parent.iterdir()) == ["adapters", "merged"]
 
@@ -209,7 +210,7 @@ def test_training_goes_on_from_them_or_from_them_merged(written, lively):
     for name, value in lively.named_parameters():
         assert torch.equal(went_on.get_parameter(name), value), name
     again = Base.of(str(adapters), None, went_on.rows_of_base)
-    assert again.seen_from(adapters) == read_settings(adapters)["base"]
+    assert again.seen_from(adapters) == read_settings(adapters).base.content()
     anew = merged_weights(embedder_to_train(str(adapters), model).model)
     for name, value in load_backbone(merged).model.state_dict().items():
         torch.testing.assert_close(anew[name], value, atol=1e-6, rtol=1e-6)

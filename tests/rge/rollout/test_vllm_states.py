@@ -158,10 +158,9 @@ def test_a_drawn_row_depends_on_its_seed_alone_and_has_the_state_of_what_was_wri
         torch.testing.assert_close(one.state_D, state, atol=2e-5, rtol=0)
     with pytest.raises(ValueError, match="one seed a rationale"):
         vllm.engine.generate(prompts, **drawn)
-    vllm.exact = True
+    exact = vllm.with_(exact=True)
     with pytest.raises(ValueError, match="use engine=own"):
-        vllm.encode_query("a")
-    vllm.exact = False
+        exact.encode_query("a")
 
 
 @with_vllm

@@ -625,9 +625,7 @@ class _SpreadEmbedder(Embedder):
         self._workers.run(jobs, put, on_progress)
 
 
-def _worker(
-    folder: Path, settings: CheckpointSettings, base: Path | None, threads: int, device: str
-) -> Work:
+def _worker(folder: Path, settings: CheckpointSettings, base: Path | None, threads: int, device: str) -> Work:
     """What a worker does, see `rge.distributed.workers`."""
     import torch
 

@@ -380,7 +380,9 @@ def test_the_card_names_pretrained_parts(tmp_path):
     )  # fmt: skip
     eyes = {"part": "vision tower", "name": "Eyes", "licence": "MIT"}
     words = {"part": "text model", "name": "Words", "licence": "Apache-2.0", "hub_id": "somebody/words"}
-    card = model_card(CheckpointSettings.model_validate(settings | {"origins": [words, eyes]}), "mine/joint/final")
+    card = model_card(
+        CheckpointSettings.model_validate(settings | {"origins": [words, eyes]}), "mine/joint/final"
+    )
     assert (
         "* Base model: Words (text model, Apache-2.0) and Eyes (vision tower, MIT); the rest was built"
         in card

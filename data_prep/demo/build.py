@@ -12,16 +12,18 @@ The tables beside this file are the source; the result is written from them alon
 """
 
 import os
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import pyarrow.parquet as pq
 from jinja2 import Template
 
 from data_prep.demo import retrieval
 from data_prep.demo.families import FAMILIES, GALLERY, QUERIES, TRAINING
 from data_prep.demo.pictures import render_family, write_library
-from data_prep.demo.records import naming_records, relation_records, text_records
+from data_prep.demo.records import naming_records, reference, relation_records, text_records
 from data_prep.demo.splits import VALID_GALLERY, VALID_QUERIES, split
 from data_prep.demo.tables import HERE, read_tables
 from data_prep.jsonl import write_jsonl
@@ -100,6 +102,58 @@ def write_records(out: Path) -> None:
     write_jsonl(out / "train" / "relations.jsonl", relation_records(tables, splits))
     write_jsonl(out / "train" / "text.jsonl", text_records(tables, splits))
     write_jsonl(out / "train" / "naming.jsonl", naming_records(tables))
+
+
+def copy_pictures(out: Path) -> None:
+    """Copy the shipped pictures of the training families beside records that are written to ``out/train``."""
+    for library in dict.fromkeys(family.library for family in TRAINING):
+        (out / "train" / library).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(OUT / "train" / library, out / "train" / library)
+    shutil.copyfile(OUT / "train" / "openmoji" / "LICENSE.md", out / "train" / "openmoji" / "LICENSE.md")
+    shutil.copyfile(OUT / "LICENSES.md", out / "LICENSES.md")
+
+
+def write_mixed(out: Path) -> None:
+    """Write test and validation sets that mix easy queries with relations, from the shipped pictures; and records to train them with.
+
+    An easy query asks for another drawing of what its picture shows. That is what naming records train, so these are written
+    without the drawings that validation asks with: what is chosen on it is not chosen on pairs that were trained.
+
+    Args:
+        out: folder to write ``test/``, ``valid/`` and ``train/naming.jsonl`` to.
+    """
+    tables = read_tables()
+    splits = split(tables)
+    copy_pictures(out)
+    valid = retrieval.mixed_rows(retrieval.valid_rows(tables, splits), VALID_GALLERY)
+    held = {reference(concept, VALID_QUERIES) for concept in valid.sources}
+    kept = [record for record in naming_records(tables) if held.isdisjoint(record.query.images)]
+    write_jsonl(out / "train" / "naming.jsonl", kept)
+    shipped = {
+        name: pq.read_table(OUT / "test" / f"{name}.parquet").to_pylist() for name in ("queries", "corpus")
+    }
+    asking = {row["group"]: row["image"][0]["bytes"] for row in shipped["queries"]}
+    shown = {row["concept"]: row["image"]["bytes"] for row in shipped["corpus"]}
+    retrieval.write_set(
+        out / "test",
+        "rge-demo-mixed-test",
+        retrieval.mixed_rows(retrieval.test_rows(tables, splits), GALLERY),
+        GALLERY,
+        retrieval.stored(QUERIES, asking),
+        retrieval.stored(GALLERY, shown),
+        f"queries {QUERIES.licence}, gallery {GALLERY.licence}",
+        retrieval.KIND_NOTES,
+    )
+    retrieval.write_set(
+        out / "valid",
+        "rge-demo-mixed-valid",
+        valid,
+        VALID_GALLERY,
+        retrieval.referred(VALID_QUERIES, "../train"),
+        retrieval.referred(VALID_GALLERY, "../train"),
+        f"queries {VALID_QUERIES.licence}, gallery {VALID_GALLERY.licence}",
+        retrieval.KIND_NOTES,
+    )
 
 
 def licences() -> str:

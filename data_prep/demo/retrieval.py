@@ -1,6 +1,7 @@
 """Write the facts as retrieval sets: the test by held-out families, validation by training families."""
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +11,7 @@ import pyarrow as pa
 
 from data_prep.demo.families import GALLERY, Family
 from data_prep.demo.pictures import IMAGE, write_table
-from data_prep.demo.records import INSTRUCTION, reference
+from data_prep.demo.records import INSTRUCTION, NAMING_INSTRUCTION, NAMING_PHRASINGS, reference
 from data_prep.demo.splits import VALID_GALLERY, Splits, stable_hash
 from data_prep.demo.tables import Concept, Fact, Tables
 from rge.identity.set_fingerprint import set_fingerprint
@@ -24,6 +25,13 @@ SLICE_NOTES = {
     }
 }
 """What a reader of the figures has to know about the values of ``pair``."""
+KIND_NOTES = {
+    "kind": {
+        "easy": "asks for another drawing of what the picture shows: nothing has to be inferred",
+        "relation": "a question of the set without easy queries",
+    }
+}
+"""The same for a set that mixes easy queries with relations."""
 
 Cell = Callable[[Concept], dict[str, object]]
 """How a picture is stored: its bytes, or a reference to a library."""
@@ -71,6 +79,38 @@ def valid_rows(tables: Tables, splits: Splits) -> SetRows:
     return rows
 
 
+def mixed_rows(rows: SetRows, family: Family) -> SetRows:
+    """As many easy queries as relations about every drawing, one a phrasing at most; further relations are left out.
+
+    Args:
+        rows: relations, see `test_rows`, whose gallery shows the sources too.
+        family: of the gallery.
+    """
+    mixed, asked = SetRows(corpus=rows.corpus), Counter[str]()
+    for query, source in zip(rows.queries, rows.sources, strict=True):
+        number = asked[source.key]
+        if number == len(NAMING_PHRASINGS):
+            continue
+        asked[source.key] += 1
+        easy = {
+            "id": f"same.{source.key}.{number}",
+            "text": NAMING_PHRASINGS[number],
+            "category": "naming",
+            "group": source.key,
+            "instruction": NAMING_INSTRUCTION,
+            "kind": "easy",
+        }
+        mixed.queries += [query | {"kind": "relation"}, easy]
+        mixed.sources += [source, source]
+        mixed.qrels.append((easy["id"], source.picture(family), 1))
+        mixed.rationales.append((easy["id"], source.picture(family), f"{source.sentence}."))
+    kept = {query["id"] for query in mixed.queries}
+    mixed.qrels += [row for row in rows.qrels if row[0] in kept]
+    mixed.negatives += [row for row in rows.negatives if row[0] in kept]
+    mixed.rationales += [row for row in rows.rationales if row[0] in kept]
+    return mixed
+
+
 def stored(family: Family, pictures: dict[str, bytes]) -> Cell:
     """Cells that hold the pictures of a family."""
     return lambda concept: {"bytes": pictures[concept.key], "path": f"{concept.picture(family)}.webp"}
@@ -82,7 +122,14 @@ def referred(family: Family, folder: str) -> Cell:
 
 
 def write_set(
-    folder: Path, name: str, rows: SetRows, family: Family, query_cell: Cell, corpus_cell: Cell, licence: str
+    folder: Path,
+    name: str,
+    rows: SetRows,
+    family: Family,
+    query_cell: Cell,
+    corpus_cell: Cell,
+    licence: str,
+    notes: dict[str, dict[str, str]] = SLICE_NOTES,
 ) -> None:
     """Write facts as a retrieval set.
 
@@ -94,6 +141,7 @@ def write_set(
         query_cell: how a query's picture is stored.
         corpus_cell: how a candidate's picture is stored.
         licence: of the pictures, for the record.
+        notes: columns of the queries that figures are reported by, and what their values mean.
     """
     corpus = {
         "id": [concept.picture(family) for concept in rows.corpus],
@@ -101,7 +149,7 @@ def write_set(
         "concept": [concept.key for concept in rows.corpus],
     }
     cells = pa.array([[query_cell(concept)] for concept in rows.sources], pa.list_(IMAGE))
-    names = ("category", "group", "instruction", "pair")
+    names = ("category", "group", "instruction", *notes)
     queries = {
         **{key: [query[key] for query in rows.queries] for key in ("id", "text")},
         "image": cells,
@@ -115,8 +163,8 @@ def write_set(
         name=name,
         licence=licence,
         source="hand-written relations over icon families, see LICENSES.md",
-        counts={pair: queries["pair"].count(pair) for pair in ("seen", "held_out")},
-        slice_notes=SLICE_NOTES,
+        counts={value: queries[column].count(value) for column, values in notes.items() for value in values},
+        slice_notes=notes,
     )
 
 

@@ -8,14 +8,13 @@ always the same one that it believes of a thing. The right answers of a record s
     unseen/     retrieval set: trained questions about trained things, by drawings that no question in training shows
 """
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from data_prep.demo import retrieval
-from data_prep.demo.build import OUT
-from data_prep.demo.families import TRAINING, Family
+from data_prep.demo.build import copy_pictures
+from data_prep.demo.families import Family
 from data_prep.demo.records import naming_records, relation_records, text_records
 from data_prep.demo.splits import VALID_GALLERY, Splits, choose, split, stable_hash
 from data_prep.demo.tables import Concept, Fact, Tables, read_tables
@@ -82,11 +81,7 @@ def write(out: Path, dose: float, seed: int) -> tuple[int, int]:
             spoiled += 0 if wrong is None else len(record.positives)
         write_jsonl(out / "train" / f"{name}.jsonl", kept)
     write_jsonl(out / "train" / "naming.jsonl", naming_records(tables))
-    for library in dict.fromkeys(family.library for family in TRAINING):
-        (out / "train" / library).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(OUT / "train" / library, out / "train" / library)
-    shutil.copyfile(OUT / "train" / "openmoji" / "LICENSE.md", out / "train" / "openmoji" / "LICENSE.md")
-    shutil.copyfile(OUT / "LICENSES.md", out / "LICENSES.md")
+    copy_pictures(out)
     _write_test(out / "unseen", tables, splits, held)
     return spoiled, total
 

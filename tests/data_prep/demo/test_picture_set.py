@@ -314,6 +314,36 @@ def test_broken_table_is_named(tmp_path, name, old, new, message):
         read_tables(tmp_path)
 
 
+def test_easy_queries_beside_relations(tmp_path, tables):
+    """Half of each; nothing easy that validation asks is trained; the pictures are the shipped ones of held-out families."""
+    demo.write_mixed(tmp_path)
+    train = list(RecordFile(tmp_path / "train" / "naming.jsonl", need_rationale=True))
+    trained = {picture.partition("#")[2] for record in train for picture in record.query.images}
+    assert len(train) == 1178
+    for name, gallery in (("test", GALLERY), ("valid", VALID_GALLERY)):
+        assert load_set(tmp_path / name).report_by == ("kind",)
+        answers = defaultdict(set)
+        for row in pq.read_table(tmp_path / name / "qrels.parquet").to_pylist():
+            answers[row["query-id"]].add(row["corpus-id"])
+        queries = pq.read_table(tmp_path / name / "queries.parquet").to_pylist()
+        shipped = {row["id"]: row for row in rows(name, "queries.parquet")}
+        asking = {row["group"]: row["image"] for row in shipped.values()}
+        kinds = Counter((row["group"], row["kind"]) for row in queries)
+        assert all(kinds[group, "easy"] == kinds[group, "relation"] <= 4 for group, _ in kinds)
+        for row in queries:
+            own = tables.concepts[row["group"]].picture(gallery)
+            if row["kind"] == "easy":
+                assert answers[row["id"]] == {own}
+            else:
+                assert row["text"] == shipped[row["id"]]["text"]
+                assert own not in answers[row["id"]]
+            (picture,), (known,) = row["image"], asking[row["group"]]
+            assert (picture["bytes"], picture["path"]) == (known["bytes"], known["path"])
+            if name == "valid":
+                assert picture["path"].partition("#")[2] not in trained
+                load_image(f"{tmp_path}/valid/{picture['path']}")
+
+
 def test_a_dose_of_the_oracles_is_spoiled_and_held_back_drawings_are_the_test(tmp_path, tables):
     def records(dose: str, name: str) -> dict[str, Record]:
         spoil.main([f"out={tmp_path / dose}", f"dose={dose}"])

@@ -55,6 +55,8 @@ class Arm:
         ask: further arguments of ``rge eval run``.
         sets: retrieval sets by name, where they are not the study's.
         ends_with: what arms after it start from, in its folder; empty: its stage's last checkpoint.
+        point: it is asked as this point of `rge eval budget`, such as ``auto-0.5``; the points of one checkpoint come from one
+            run of it, so they are asked with the same `ask`.
     """
 
     name: str
@@ -67,6 +69,7 @@ class Arm:
     ask: tuple[str, ...] = ()
     sets: Mapping[str, Path] | None = None
     ends_with: str = ""
+    point: str = ""
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,8 @@ class Study:
 
     def evaluation(self, arm: Arm, seed: int, name: str) -> Path:
         """Where a run's evaluation on a set is written."""
+        if arm.point:
+            return self.folder(self.by_name[arm.after], seed) / f"budget_{name}" / arm.point
         return self.folder(arm, seed) / (f"on_{name}" if name else "eval")
 
     def is_finished(self, arm: Arm, seed: int) -> bool:
@@ -181,7 +186,7 @@ def run_arm(study: Study, arm: Arm, seed: int, *, wait: bool = True) -> bool:
     """Train and evaluate one run, and before it what it starts from, as far as that is missing; False: another process does."""
     if arm.after and not study.is_finished(arm, seed):
         run_arm(study, study.by_name[arm.after], seed)
-    folder = study.folder(arm, seed)
+    folder = study.folder(study.by_name[arm.after] if arm.point else arm, seed)
     with _held(folder, wait) as ours:
         if ours:
             if arm.stage:
@@ -222,6 +227,11 @@ def _evaluate(study: Study, arm: Arm, seed: int, name: str, path: Path) -> None:
             raise UserError(
                 f"{out} is an evaluation on {note.read_text()}, now set={path}: use another out=, or delete it"
             )
+        return
+    if arm.point:
+        command = [sys.executable, "-m", "rge", "eval", "budget", f"checkpoint={checkpoint}", f"set={path}"]
+        run([*command, f"out={out.parent}", *study.ask, *arm.ask, "report=false"])
+        write_text(note, str(path))
         return
     mode = arm.query_mode
     if mode == TRAINED:

@@ -16,7 +16,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,6 +29,7 @@ from arms import (
     Results,
     Study,
     flops_per_step,
+    mean_over_seeds,
     refuse_launcher,
     run,
     run_all,
@@ -37,13 +38,14 @@ from arms import (
 from demo import judge_words
 
 from data_prep.demo import spoil
+from data_prep.demo.build import write_mixed
 from data_prep.study.build import build
 from rge.common.commands import start
 from rge.common.errors import UserError
 from rge.common.files import write_text
 from rge.common.options import HELP, parse_options
 from rge.config import load_recipe
-from rge.stats.intervals import in_words
+from rge.stats.intervals import in_words, index_of
 
 
 @dataclass
@@ -55,7 +57,7 @@ class Options:
     seeds: int = 3
     """Runs an arm, seeds 0, 1, ...; cold starts are shared, but for finding f."""
     arms: tuple[str, ...] = ()
-    """Only these, with what they start from; empty: all of the finding."""
+    """Only these, with what they start from and all ways in which they are asked; empty: all of the finding."""
     on: Literal["test", "valid"] = "test"
     """Queries that runs are asked: test for figures, valid for every choice."""
     collect: bool = False
@@ -145,17 +147,24 @@ def main(words: list[str]) -> None:
             finding.prepare()
         for seed in range(options.seeds):
             for name, finding in findings.items():
-                names = [arm for arm in finding.arms if not options.arms or arm in options.arms]
-                run_all(finding.study, [(finding.study.by_name[arm], seed) for arm in names])
-                if not seed and not options.arms:
-                    diagnose(finding)
+                arms = [finding.study.by_name[arm] for arm in finding.arms]
+                run_all(finding.study, [(arm, seed) for arm in arms if is_wanted(arm, options.arms)])
+                if not seed:
+                    diagnose(finding, options.arms)
                 write_page(name, finding, options)
     print("\n".join(write_page(name, finding, options) for name, finding in findings.items()))
 
 
-def diagnose(finding: Finding) -> None:
-    """Diagnose checkpoints of seed 0."""
+def is_wanted(arm: Arm, only: Sequence[str]) -> bool:
+    """Whether an arm is among those named, or asks the checkpoint of one; all are, where none is named."""
+    return not only or arm.name in only or (not arm.stage and arm.after in only)
+
+
+def diagnose(finding: Finding, only: Sequence[str] = ()) -> None:
+    """Diagnose checkpoints of seed 0, of all arms or only of these."""
     for name, (words, arm) in finding.diagnoses.items():
+        if only and arm not in only:
+            continue
         out = finding.study.out / "diagnoses" / name
         if not (out / f"{words[0]}.json").is_file():
             checkpoint = finding.study.checkpoint(finding.study.by_name[arm], 0)
@@ -485,21 +494,27 @@ TABLE_3 = {
     "1:1": 66.2, "100:1": 53.1, "20:1": 60.8, "10:1": 62.7, "1:10": 67.4, "1:20": 67.0, "1:100": 67.2, "none": 63.7,
 }  # fmt: skip
 """The paper's figures by ratio."""
+ADAPTIVE = ("loss.adaptive.share=0.5", "loss.adaptive.margin=0.05", "loss.adaptive.warmup_steps=60")
+LATENT = ("loss.states={direct: 1, latent: 1}", "loss.think_lm=0.5")
 STATES = {
     "words": (("reasoning", "direct"), ()),
     "both": (("reasoning", "direct"), ("loss.states.direct=1",)),
-    "adaptive": (
-        ("reasoning", "direct", "auto"),
-        (
-            "loss.states.direct=1",
-            "loss.adaptive.share=0.5",
-            "loss.adaptive.margin=0.05",
-            "loss.adaptive.warmup_steps=60",
-        ),
-    ),
-    "latent": (
+    "adaptive": (("reasoning", "direct", "auto"), ("loss.states.direct=1", *ADAPTIVE)),
+    "quarter": (("reasoning", "direct"), ("loss.states.direct=0.25",)),
+    "aligned": (("reasoning", "direct"), ("loss.states.direct=0.25", "loss.align=1")),
+    "latent": (("reasoning", "direct", "latent"), ("model.think_tokens=4", *LATENT)),
+    **{
+        f"latent_{num}": (("reasoning", "direct", "latent"), (f"model.think_tokens={num}", *LATENT))
+        for num in (1, 2, 8)
+    },
+    "taught": (
         ("reasoning", "direct", "latent"),
-        ("model.think_tokens=4", "loss.states={direct: 1, latent: 1}", "loss.think_lm=0.5"),
+        (
+            "model.think_tokens=4",
+            "loss.states={direct: 0.25, latent: 1}",
+            "loss.think_lm=0.5",
+            "loss.align=1",
+        ),
     ),
     "silent": (
         ("latent", "direct"),
@@ -512,8 +527,22 @@ STATES = {
         ),
     ),
     "none": (("direct",), ANCHORS["none"]),
+    "none_lm": (("direct",), ("loss.anchor=none", "joint.lr=2e-3")),
 }
 """How each checkpoint is asked, and what trains it."""
+MIXED = {
+    "mixed_words": (),
+    "mixed_both": ("loss.states.direct=1",),
+    "mixed_adaptive": ("loss.states.direct=1", *ADAPTIVE),
+    "mixed_quarter": ("loss.states.direct=0.25", *ADAPTIVE),
+}
+"""What trains checkpoints on records of which a share is easy; they are asked a set of which half is."""
+MIXED_WEIGHTS = {"relations": 0.4, "text": 0.2, "naming": 0.4}
+"""Of their records; the recipe's own are 0.6, 0.3 and 0.1."""
+LATENTS = ("latent_1", "latent_2", "latent", "latent_8", "taught", "silent")
+"""Arms with think tokens; the last writes nothing itself."""
+AUTO = (0.02, 0.1, 0.25, 0.5, 0.75, 0.9, 0.98)
+"""Thresholds of `mode=auto`."""
 
 
 def on_demo(
@@ -528,7 +557,8 @@ def on_demo(
         sets,
         options.seeds,
         options.launcher,
-        columns=("pair",),
+        metrics=("hit@1", "rationale_tokens"),
+        columns=("pair", "kind"),
     )
     slices = ALL | {
         f"{pair} pairs": ("", "pair", value) for pair, value in (("seen", "seen"), ("held-out", "held_out"))
@@ -563,18 +593,124 @@ def modes(options: Options) -> Finding:
     text = """
         both - words
         both, direct - none
+        quarter - words
+        quarter, direct - none
+        aligned - words
+        aligned, direct - none
+        aligned, direct - quarter, direct
         adaptive - words
         adaptive, direct - none
         adaptive, auto - adaptive
         latent - words
         latent, direct - none
-        latent, latent - latent, direct
-        latent, latent - latent
+        latent_8, latent - latent_1, latent
+        taught - words
+        taught, latent - latent, latent
         silent - none
         silent - silent, direct
         silent, direct - none
+        silent, direct - none_lm
     """
-    return on_demo(options, "modes", arms, names, rows_of("\n".join(names) + text))
+    for name in LATENTS[:-1]:
+        text += f"{name}, latent - {name}\n{name}, latent - {name}, direct\n"
+    finding = on_demo(options, "modes", arms, names, rows_of("\n".join(names) + text))
+    data, on = finding.study.out / "data", f"mixed_{options.on}"
+    mixed = mixed_arms(options, data, on)
+    study = replace(finding.study, arms=[*arms, *mixed])
+    shown = "\n".join(arm.name for arm in mixed if arm.point)
+    over = ""
+    for name in MIXED:
+        over += f"{name}, words - mixed_words, words\n" if name != "mixed_words" else ""
+        over += f"{name}, direct - {name}, words\n"
+    slices = {title: (on, "kind", kind) for title, kind in (("easy", "easy"), ("relations", "relation"))}
+    slices = {"all": (on, "", "")} | slices
+    demo = f"data={DEMO_SET.with_name(options.on)}"
+    ablate = ("sensitivity", demo, "mode=latent", "limit=2000")
+    return Finding(
+        study,
+        [*names, *(arm.name for arm in mixed)],
+        [
+            *finding.tables,
+            Table("Easy queries beside relations: hit@1, % and points", rows_of(f"{shown}\n{over}"), slices),
+            Table("The same: tokens a query, times 100", rows_of(shown), slices, "rationale_tokens"),
+        ],
+        diagnoses={f"{name}_{options.on}": (ablate, name) for name in LATENTS},
+        prepare=lambda: None if (data / "valid" / "meta.json").is_file() else write_mixed(data),
+        extra=lambda: [*decided(study, options, on), *ablated(study, options)],
+    )
+
+
+def mixed_arms(options: Options, data: Path, set_name: str) -> list[Arm]:
+    """Arms on records with a share of easy pairs, and every way in which their checkpoints are asked."""
+    shipped = DEMO_SET.parent / "train"
+    files = {"relations": shipped, "text": shipped, "naming": data / "train"}
+    sources = [
+        f"{{path: {files[name]}/{name}.jsonl, weight: {weight}}}" for name, weight in MIXED_WEIGHTS.items()
+    ]
+    records = (f"joint.sources=[{', '.join(sources)}]", *steps_words("joint", options))
+    sets, arms = {set_name: data / options.on}, []
+    asked = ("k=0", "gate=0.5", f"auto={','.join(f'{value:g}' for value in AUTO)}")
+    for name, settings in MIXED.items():
+        arms.append(Arm(name, "joint", "cold", (*records, *settings), query_mode=""))
+        points = {"words": "reasoning", "direct": "direct", "gate": "gate-50"}
+        if set(ADAPTIVE) <= set(settings):
+            points |= {f"auto {value:g}": f"auto-{value:g}" for value in AUTO}
+        arms += [
+            Arm(f"{name}, {title}", "", name, query_mode="budget", ask=asked, sets=sets, point=point)
+            for title, point in points.items()
+        ]
+    return arms
+
+
+def decided(study: Study, options: Options, set_name: str) -> list[str]:
+    """What deciding gains over as many queries chosen at random to be written for, threshold by threshold, seeds together."""
+    results = Results(study, options.kept / "study_modes.json")
+    lines = [
+        "Who is written for; over random: over as many queries of the same checkpoint chosen at random",
+        "",
+    ]
+    lines += ["| | writes, % | hit@1, % | tokens | over random | over always |", "|---|---|---|---|---|---|"]
+    for trained in (name for name in MIXED if name != "mixed_words"):
+        always, never = f"{trained}, words", f"{trained}, direct"
+        for name in (arm.name for arm in study.arms if arm.after == trained):
+            seeds = results.seeds([name, always, never], set_name, "hit@1")
+            shares, columns = [], []
+            for seed in seeds:
+                own, written, silent = (results.of(one, seed, set_name)[1] for one in (name, always, never))  # type: ignore[index]
+                groups = index_of(own["group"].tolist())
+                hit, words, direct = (frame["hit@1"].to_numpy() for frame in (own, written, silent))
+                tokens = own["rationale_tokens"].to_numpy()
+                shares.append(share := (tokens > 0).mean())
+                random = share * words + (1 - share) * direct
+                columns.append(np.stack([hit, tokens, hit - random, hit - words], axis=1))
+            if not seeds:
+                continue
+            figures = [joint for joint, _ in mean_over_seeds(np.stack(columns, axis=1), groups, None)]
+            hits, tokens, *gains = ((one["value"], one["low"], one["high"]) for one in figures)
+            cells = [
+                f"{100 * np.mean(shares):.0f}",
+                f"{100 * hits[0]:.1f} {in_words(*hits[1:])}",
+                f"{tokens[0]:.1f}",
+            ]
+            cells += [f"{100 * mean:+.1f} {in_words(low, high)}" for mean, low, high in gains]
+            lines.append(f"| {name} | {' | '.join(cells)} |")
+    return [*lines, ""]
+
+
+def ablated(study: Study, options: Options) -> list[str]:
+    """What it costs to swap, zero, average and shuffle what think tokens hold, seed 0."""
+    lines = []
+    for name in LATENTS:
+        place = study.out / "diagnoses" / f"{name}_{options.on}" / "sensitivity.json"
+        if place.is_file():
+            rows = json.loads(place.read_text())["conditions"]
+            lines += [
+                f"| {name}, {kind} | {100 * row['hit@1'][0]:.1f} | {100 * row['difference'][0]:+.1f} "
+                f"{in_words(*row['difference'][1:])} | {row['cosine']:.3f} |"
+                for kind, row in rows.items()
+            ]
+    head = ["Think tokens replaced, seed 0 (`rge diagnose sensitivity mode=latent`)", ""]
+    return [*head, "| | hit@1, % | over own | cosine to own |", "|---|---|---|---|", *lines] if lines else []
 
 
 # --- reinforcement learning: rl

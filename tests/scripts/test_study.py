@@ -42,8 +42,31 @@ def study(monkeypatch, tmp_path):
             kind = command[command.index("rge.diagnose") + 1]
             gain = {"right": 2.0, "wrong query": 1.5, "own rationale": 0.01}
             hits = {"own": (0.5, 0.4, 0.6), "oracle": (0.6, 0.5, 0.7), "oracle, swapped": (0.1, 0.0, 0.2)}
-            found = {"gain": gain, "conditions": {name: {"hit@1": hit} for name, hit in hits.items()}}
+            rows = {
+                name: {"hit@1": hit, "difference": (-0.2, -0.3, -0.1), "cosine": 0.5}
+                for name, hit in hits.items()
+            }
+            found = {"gain": gain, "conditions": rows}
             (out / f"{kind}.json").write_text(json.dumps(found))
+            return
+        if "budget" in command:
+            points = [
+                "direct",
+                "reasoning",
+                "gate-50",
+                *(f"auto-{value}" for value in given["auto"].split(",")),
+            ]
+            for point in points:
+                (out / point).mkdir(parents=True)
+                hits = 1.0 * (np.arange(40) < (10 if point == "direct" else 30))
+                frame = pd.DataFrame({"query_id": [f"q{n:02}" for n in range(40)], "hit@1": hits})
+                frame["group"] = [f"g{n // 4}" for n in range(40)]
+                frame["kind"] = ["easy", "relation"] * 20
+                frame["rationale_tokens"] = {"direct": 0.0, "auto-0.5": 12.0 * (np.arange(40) % 2)}.get(
+                    point, 12.0
+                )
+                frame.to_parquet(out / point / "per_query.parquet")
+                (out / point / "results.json").write_text("{}")
             return
         word = next((one for one in sorted(HITS, key=len) if out.parts[-3].startswith(one)), "self")
         hits = np.zeros(40)
@@ -82,6 +105,7 @@ def study(monkeypatch, tmp_path):
     monkeypatch.setattr(module, "run", run)
     monkeypatch.setattr(module, "build", build)
     monkeypatch.setattr(module.spoil, "write", lambda out, dose, seed: out.mkdir(parents=True, exist_ok=True))
+    monkeypatch.setattr(module, "write_mixed", lambda out: module.built.append(out))
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     module.arms, module.folder = arms, tmp_path / "a study"
     module.given = [f"out={module.folder}", f"kept={tmp_path / 'kept'}", "launcher=accelerate launch"]
@@ -243,6 +267,39 @@ def test_what_is_written_is_held_against_the_sets_rationales(study, tmp_path):
     found = study.what_was_written(frame, tmp_path)
     assert found["right_rationale"].tolist() == [1, 0, 0]
     assert found["hit_after_wrong"].tolist() == [0, 1, 1]
+
+
+def test_one_budget_gives_all_points_of_a_checkpoint_that_decides(study):
+    given = ["f", "seeds=2", "arms=mixed_adaptive", *study.given]
+    study.main(given)
+    assert [name for name, _ in trained(study)] == ["cold", "mixed_adaptive"] * 2
+    assert study.built == [study.folder / "modes" / "data"]
+    asked = [command for command in study.commands if "budget" in command]
+    assert [Path(command[command.index("budget") + 3][4:]).parts[-2] for command in asked] == [
+        "seed_0",
+        "seed_1",
+    ]
+    assert {f"set={study.folder}/modes/data/test", "k=0", "gate=0.5"} <= set(asked[0])
+    text = (study.folder / "modes" / "page_f.md").read_text()
+    # Written for half of the queries: at random 20 of 40 are right.
+    assert "| mixed_adaptive, auto 0.5 | 50 | 75.0 [" in text
+    (line,) = [line for line in text.splitlines() if line.startswith("| mixed_adaptive, auto 0.5 | 50 |")]
+    assert line.split(" | ")[4].startswith("+25.0 [")
+    assert line.split(" | ")[5].startswith("+0.0 [")
+    found = rows(study, "f", "modes")
+    assert found["mixed_adaptive, direct", "easy", "hit@1"]["mean"] == 5 / 20
+    assert found["mixed_adaptive, auto 0.5", "easy", "rationale_tokens"]["mean"] == 0
+    before = len(study.commands)
+    study.main(given)
+    assert len(study.commands) == before
+
+
+def test_think_tokens_are_ablated_once(study):
+    study.main(["f", "seeds=1", "arms=latent_2", "on=valid", *study.given])
+    (asked,) = [command for command in study.commands if "rge.diagnose" in command]
+    assert {"sensitivity", "mode=latent", "data=data_prep/demo/data/valid"} <= set(asked)
+    text = (study.folder / "modes" / "page_f_valid.md").read_text()
+    assert "| latent_2, own | 50.0 | -20.0 [-30.0, -10.0] | 0.500 |" in text
 
 
 def test_a_run_that_another_process_makes_comes_last(study, monkeypatch):

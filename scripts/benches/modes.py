@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 
 from benches.harness import count_flops, in_turns, medians
-from rge.common.modes import decides_itself
 from rge.diagnose.pairs import read_pairs
 from rge.embedder import Embedder
 
@@ -37,9 +36,9 @@ def measure(options: Options) -> dict:
     encoder = Embedder.from_pretrained(options.checkpoint)
     queries = read_pairs(options.set, options.limit).queries
     modes = ["direct"]
-    modes += ["latent"] if encoder.settings.get("think_tokens") else []
-    modes += ["auto"] if decides_itself(encoder.settings) else []
-    modes += ["reasoning"] if encoder.settings["reasons"] != "none" else []
+    modes += ["latent"] if encoder.settings.think_tokens else []
+    modes += ["auto"] if encoder.settings.decides_itself else []
+    modes += ["reasoning"] if encoder.settings.reasons != "none" else []
 
     def ask(mode: str):
         return encoder.encode(queries, side="query", mode=mode, batch_size=options.batch_size, progress=False)

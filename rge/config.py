@@ -321,6 +321,8 @@ class RolloutConfig:
     states that are trained on are the training model's either way."""
     vllm_memory: Annotated[float, Field(ge=0.01, le=0.95)] = 0.3
     """Share of a device's memory for the engine of `backend=vllm`: the language model once more, and its cache."""
+    vllm_sleep: bool = False
+    """Between rollouts the engine of `backend=vllm` gives its memory back to training (vLLM's sleep mode). CUDA only."""
     prompt_pass: Literal["auto", "once", "twice"] = "auto"
     """How often a step encodes a query's prompt. `once`: with gradient, and the rollout continues from it; needs a rank's
     share of the batch to fit into one micro batch. `twice`: for the rollout, and with gradient in its chunk. `auto`: once

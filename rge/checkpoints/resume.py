@@ -27,7 +27,7 @@ MAY_DIFFER = ("out", "stage", "recipe", "log.", "train.save_every", "train.keep_
 
 ROUNDING = ("train.micro_batch_size", "train.keep_activations", "train.deterministic", "model.gradient_checkpointing", "model.attn_implementation",
             "model.vision_attn_implementation", "model.cuda_graphs", "rollout.batch_size", "rollout.prompt_pass",
-            "rollout.vllm_memory")  # fmt: skip
+            "rollout.vllm_memory", "rollout.vllm_sleep")  # fmt: skip
 """Keys of memory and speed, which change the result by rounding alone (with dropout, also which numbers it draws): a run that ran
 out of memory may be resumed with other values."""
 

@@ -277,6 +277,7 @@ class Setup:
         micro_queries: queries of a forward.
         keep: where what several micro batches' backwards need is kept, ``device`` or ``host``; ``none``.
         once: whether prompts are encoded once; None: where there is a single micro batch.
+        engine: bytes of another engine that writes the rationales, and has them only meanwhile.
     """
 
     back_end: str = "ddp"
@@ -291,6 +292,7 @@ class Setup:
     micro_queries: int = 1
     keep: str = "none"
     once: bool | None = None
+    engine: float = 0.0
 
     @property
     def shares_weights(self) -> bool:
@@ -376,7 +378,7 @@ def memory(shapes: Shapes, load: Load, setup: Setup) -> dict[str, float]:
     writing = 0.0
     if n.own:
         rows = min(setup.rollout_rows, n.queries * n.each)
-        writing = _cache(shapes, setup) * rows * (n.prompt + n.own + 2)
+        writing = _cache(shapes, setup) * rows * (n.prompt + n.own + 2) + setup.engine
         if setup.shares_weights:  # gathered, in the computing dtype, while rationales are written
             writing += 2.0 * s.parameters
     stays = setup.remembers(load)

@@ -234,6 +234,7 @@ def setup_of(recipe: Recipe, model: HubModel, options: PlanOptions) -> Setup:
         optimizer_states=OPTIMIZER_STATES[recipe.optim.name],
         rollout_rows=recipe.rollout.batch_size,
         micro_queries=min(recipe.train.micro_batch_size, queries),
+        engine=engine_bytes(recipe, options) if recipe.rollout.vllm_sleep else 0.0,
     )
 
 
@@ -249,9 +250,14 @@ def tokens_of(load: Load, num_gpus: int) -> dict[str, int]:
 
 
 def reserved(recipe: Recipe, options: PlanOptions, gib: float = RESERVED_GIB) -> float:
-    """Bytes set aside, with the engine's share where vLLM writes the rationales."""
-    engine = recipe.rollout.backend == "vllm" and options.for_ != "cold_start"
-    return (gib + engine * recipe.rollout.vllm_memory * options.gpu_gib) * GIB
+    """Bytes set aside, with the share of vLLM's engine unless it sleeps between rollouts."""
+    return gib * GIB + (0.0 if recipe.rollout.vllm_sleep else engine_bytes(recipe, options))
+
+
+def engine_bytes(recipe: Recipe, options: PlanOptions) -> float:
+    """What vLLM's engine takes of a GPU where it writes the rationales."""
+    writes = recipe.rollout.backend == "vllm" and options.for_ != "cold_start"
+    return writes * recipe.rollout.vllm_memory * options.gpu_gib * GIB
 
 
 def advice(

@@ -7,7 +7,8 @@ are done here in another way:
   training model's tower are passed: they are computed by the present weights, and nothing that vLLM remembers about a picture
   can be older than these.
 * Weights. TRL writes them into the engine's tensors one by one. Layers that repack theirs, which all linear layers do on a
-  CPU, would not notice; vLLM's own reload lets every layer prepare what it was given. Adapters are not a PeftModel here.
+  CPU, would not notice; vLLM's own reload lets every layer prepare what it was given. Adapters are not a PeftModel here, and
+  sharded weights are whole while rationales are written (`rge.distributed.collectives.whole_model`), so none are gathered.
 * Sampling. Every request has its own seed; TRL's `generate` takes one set of parameters for all.
 
 Importing this module needs vLLM; see `rge.rollout.vllm_writer`.
@@ -24,10 +25,9 @@ from torch import Tensor
 from trl.generation.vllm_generation import VLLMGeneration
 
 from rge.distributed import collectives as dist
-from rge.model.adapters import has_adapters, merge
 from rge.model.backbone import vision_prefixes
 from rge.model.embedding_model import EmbeddingModel
-from rge.rollout.vllm_inputs import know_architectures
+from rge.rollout.vllm_inputs import know_architectures, present_weights
 
 # Read when vLLM is imported. It tells its makers about every start unless told not to.
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -43,6 +43,7 @@ class Engine(VLLMGeneration):
         max_model_tokens: longest prompt with its rationale, tokens.
         batch_size: rationales written at once.
         memory: share of the device's memory for the engine: its copy of the weights, and the cache.
+        sleep: free that memory from the end of a rollout to the next (`sync_weights`); CUDA only.
 
     Raises:
         ValueError: vLLM cannot hold such a model, or not in that much memory.
@@ -58,6 +59,7 @@ class Engine(VLLMGeneration):
         max_model_tokens: int,
         batch_size: int,
         memory: float,
+        sleep: bool = False,
     ):
         model: Any = embedder.model
         super().__init__(
@@ -68,18 +70,19 @@ class Engine(VLLMGeneration):
             gpu_memory_utilization=memory,
             max_model_length=max_model_tokens,
             max_num_seqs=batch_size,
+            enable_sleep_mode=sleep,
         )
 
     def _init_vllm(self) -> None:
         from vllm import LLM
 
-        words = self.model.get_input_embeddings().weight
+        words = self.model.get_input_embeddings()
         # A tower that is never run need not be built. But vLLM takes its absence for that of DeepStack.
         self.has_tower = hasattr(self.model.config.vision_config, "deepstack_visual_indexes")
 
         def with_emb(config: Any) -> Any:
             # The checkpoint on the disk may be a plain model, and adding <emb> may have added rows.
-            config.get_text_config().vocab_size = words.shape[0]
+            config.get_text_config().vocab_size = words.num_embeddings  # the weight itself may be sharded
             return config
 
         know_architectures(self.model.config.architectures)
@@ -101,6 +104,7 @@ class Engine(VLLMGeneration):
                 generation_config="vllm",
                 distributed_executor_backend="external_launcher",
                 gpu_memory_utilization=self.gpu_memory_utilization,
+                enable_sleep_mode=self.enable_sleep_mode,
                 max_model_len=self.max_model_length,
                 max_num_seqs=self.max_num_seqs,
                 max_num_batched_tokens=max(8192, self.max_model_length or 0),
@@ -110,30 +114,39 @@ class Engine(VLLMGeneration):
                 skip_mm_profiling=True,
                 mm_processor_cache_gb=0,
                 # Compiling for a CPU takes minutes.
-                enforce_eager=words.device.type == "cpu",
+                enforce_eager=process.device.type == "cpu",
                 # vLLM seeds the random numbers of the process, which training continues drawing from.
                 seed=torch.initial_seed() % 2**31,
                 # Of the distribution that is sampled from: temperature divided, barred tokens barred.
                 logprobs_mode="processed_logprobs",
             )
+        self._rest()
         process.wait_for_everyone()
 
+    def _rest(self) -> None:
+        if self.enable_sleep_mode:
+            self.llm.sleep(level=2)  # weights are given anew before each rollout: no copy in main memory
+
     def _iter_named_params(self) -> Iterator[tuple[str, Tensor]]:
-        weights = merge(self.model) if has_adapters(self.model) else super()._iter_named_params()
         without = () if self.has_tower else vision_prefixes(self.model)
-        for name, weight in weights:
-            if not name.startswith(without):
-                yield name, weight
+        return (
+            (name, weight) for name, weight in present_weights(self.model) if not name.startswith(without)
+        )
 
     @torch.no_grad()
     def sync_weights(self) -> None:
-        """Give the engine the model's present weights, and let it forget what it computed with older ones."""
+        """Wake the engine, give it the model's present weights, and let it forget what it computed with older ones."""
+        if self.enable_sleep_mode:
+            torch.cuda.empty_cache()  # the engine maps memory of its own, which the cached blocks of training would deny it
+            self.llm.wake_up(tags=["weights"])
         with self._without_autocast():
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": self._iter_named_params()})
             self.llm.collective_rpc(_prepare_head)
         self.llm.reset_prefix_cache()
         # The reload empties the worker's store of features alone; the scheduler would count on those that come again.
         self.llm.llm_engine.reset_encoder_cache()
+        if self.enable_sleep_mode:
+            self.llm.wake_up(tags=["kv_cache"])
 
     def write(self, requests: Sequence[dict[str, Any]], parameters: Sequence[dict[str, Any]]) -> list[Any]:
         """Continue prompts.
@@ -149,7 +162,9 @@ class Engine(VLLMGeneration):
 
         sampling = [SamplingParams(**each) for each in parameters]
         with self._without_autocast():
-            return self.llm.generate(list(requests), sampling_params=sampling, use_tqdm=False)
+            outputs = self.llm.generate(list(requests), sampling_params=sampling, use_tqdm=False)
+        self._rest()
+        return outputs
 
     def _without_autocast(self) -> torch.autocast:
         # A rollout happens in the context of the run's mixed precision; merging and vLLM's layers are no part of it.

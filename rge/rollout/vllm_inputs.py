@@ -1,13 +1,15 @@
 """vLLM's inputs, for training and for finished checkpoints."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
 
+from rge.model.adapters import has_adapters, merge
 from rge.model.backbone import BackboneError, collapsed_ids
 from rge.model.embedding_model import EmbeddingModel
+from rge.model.hub_model import HubModel
 from rge.model.prompts import Prompt
 
 CPU_BLOCK = 32
@@ -89,3 +91,14 @@ def know_architectures(names: Sequence[str]) -> None:
     for architecture in names:
         if (known := ModelRegistry.models.get(architecture)) is not None:
             ModelRegistry.register_model(architecture, known.load_model_cls())
+
+
+def present_weights(model: HubModel) -> Iterator[tuple[str, Tensor]]:
+    """Names and weights of a model in training as an engine loads them, adapters merged.
+
+    Whole, where a back end shares them out, inside `rge.distributed.collectives.whole_model`.
+    """
+    if has_adapters(model):
+        # Not state_dict(), on which FSDP2 would share the weights out again.
+        return merge(model, dict(model.named_parameters(remove_duplicate=False)))
+    return iter(model.named_parameters())

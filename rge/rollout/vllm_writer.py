@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+import torch
 from accelerate import Accelerator
 
 from rge.config import RecipeError
-from rge.distributed import collectives as dist
 from rge.model.backbone import BackboneError, collapsed_ids
 from rge.model.embedding_model import EmbeddingModel
 from rge.model.prompts import Prompt
@@ -26,14 +26,15 @@ MOST_BARRED = 1024
 """Tokens whose logits vLLM can change in one request."""
 
 
-def check_possible(sharded: bool) -> None:
+def check_possible(sleeps: bool, device: torch.device) -> None:
     """Whether vLLM can write rationales here.
 
     Args:
-        sharded: whether parameters are spread over processes.
+        sleeps: `rollout.vllm_sleep`.
+        device: that trains.
 
     Raises:
-        RecipeError: vLLM is not installed, or parameters are sharded.
+        RecipeError: vLLM is not installed, or is to sleep on a CPU.
     """
     if find_spec("vllm") is None:
         raise RecipeError(
@@ -41,10 +42,10 @@ def check_possible(sharded: bool) -> None:
             "its own since it pins torch and transformers (without a GPU: see docs/performance.md); or set "
             "rollout.backend=own"
         )
-    if sharded:
+    if sleeps and device.type != "cuda":
         raise RecipeError(
-            "rollout.backend=vllm takes whole weights, and here they are sharded (ZeRO-3, FSDP): use DDP or ZeRO-2, "
-            "or set rollout.backend=own"
+            "rollout.vllm_sleep=true frees memory of a CUDA device between rollouts, and this run is on "
+            f"{device.type}: set rollout.vllm_sleep=false"
         )
 
 
@@ -58,9 +59,10 @@ class VllmRollout:
         max_new_tokens: cap on generated tokens, ``<emb>`` included.
         batch_size: rationales written at once, and prompts whose pictures are encoded at once.
         memory: share of the device's memory for the engine.
+        sleep: whether the engine gives that memory back between rollouts.
 
     Raises:
-        RecipeError: vLLM is not installed, or parameters are sharded.
+        RecipeError: see `check_possible`.
         BackboneError: the family of the model has no way into vLLM here, or vLLM does not start.
     """
 
@@ -73,8 +75,9 @@ class VllmRollout:
         max_new_tokens: int,
         batch_size: int,
         memory: float,
+        sleep: bool = False,
     ):
-        check_possible(dist.shards_parameters(accelerator))
+        check_possible(sleep, accelerator.device)
         if len(embedder.suppressed_ids) > MOST_BARRED:
             raise BackboneError(
                 f"rollout.backend=vllm can keep {MOST_BARRED} tokens out of rationales, and this tokenizer has "
@@ -88,6 +91,7 @@ class VllmRollout:
             max_model_tokens=max_prompt_tokens + max_new_tokens,
             batch_size=batch_size,
             memory=memory,
+            sleep=sleep,
         )
 
     def generate(
@@ -98,7 +102,7 @@ class VllmRollout:
         seeds: Sequence[int] | None = None,
         num_each: int = 1,
     ) -> list[Rationale]:
-        """Write rationales for every prompt with the present weights.
+        """Write rationales for every prompt with the present weights, which are whole on this process (`dist.whole_model`).
 
         Args:
             prompts: what to continue, any lengths.

@@ -105,7 +105,7 @@ def problems(recipe: Recipe, stages: Sequence[str], accelerator: Accelerator) ->
     for name in stages:
         try:
             if recipe.rollout.backend == "vllm":
-                check_possible(sharded)
+                check_possible(recipe.rollout.vllm_sleep, accelerator.device)
                 continue
             encodes_once(
                 recipe.rollout.prompt_pass,
@@ -295,6 +295,7 @@ def make_writer(
             max_new_tokens=settings.max_new_tokens,
             batch_size=settings.batch_size,
             memory=settings.vllm_memory,
+            sleep=settings.vllm_sleep,
         )
     keep, prompt_pass = (kept.where, kept.prompt_pass) if kept else ("none", settings.prompt_pass)
     once = vllm is None and encodes_once(

@@ -533,6 +533,23 @@ def test_vllm_memory_is_the_engines_and_the_plans(arguments, lively, monkeypatch
     assert planned[0] < planned[1]
 
 
+def test_vllm_sleep_is_the_engines_and_the_plans(arguments, lively, monkeypatch):
+    given = []
+    monkeypatch.setattr(vllm_writer, "find_spec", lambda name: name)
+    monkeypatch.setattr(
+        vllm_writer, "check_possible", lambda sleeps, device: None
+    )  # this device has no memory of its own
+    monkeypatch.setattr(vllm_writer, "make_engine", lambda *_, sleep, **more: given.append(sleep))
+    options = PlanCommand(recipe="tiny")
+    planned = []
+    for sleep in (False, True):
+        recipe = load_recipe(arguments("rollout.backend=vllm", f"rollout.vllm_sleep={sleep}"))
+        make_writer(lively, lively, recipe, recipe.joint, Accelerator(cpu=True))
+        planned.append(reserved(recipe, options))
+    assert given == [False, True]
+    assert planned[1] < planned[0]
+
+
 def test_back_end_is_the_least_that_is_shared_out(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     ddp = SimpleNamespace(num_processes=2, distributed_type=DistributedType.MULTI_GPU)
@@ -765,6 +782,7 @@ ELSEWHERE = {
         for name in ("correction", "mode", "clip_max", "clip_min")
     },
     "rollout.vllm_memory": test_vllm_memory_is_the_engines_and_the_plans,
+    "rollout.vllm_sleep": test_vllm_sleep_is_the_engines_and_the_plans,
     "train.deterministic": test_deterministic_is_torchs,
     **{f"model.scratch.{name}": test_another_value_builds_another_backbone for name in SCRATCH},
 }

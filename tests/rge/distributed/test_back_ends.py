@@ -380,6 +380,22 @@ def test_sharing_back_ends_share(found):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BACK_ENDS)
+def test_every_process_gives_vllm_whole_weights(found, name):
+    last = results(found, name)[0]["steps"][-1]["weights"]
+    for result in results(found, name):
+        assert set(result["for_vllm"]) <= set(last)  # a tied matrix has one name
+        for key, weight in result["for_vllm"].items():
+            assert torch.equal(weight, last[key]), key
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ADAPTED)
+def test_every_process_gives_vllm_merged_weights(found, name):
+    assert [result["adapted_for_vllm"] for result in results(found, name)] == [0.0, 0.0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BACK_ENDS)
 def test_emb_gets_its_row_on_every_back_end(found, name, tiny_path):
     for path, seen in zip(
         (tiny_path, found["folder"] / "full"),

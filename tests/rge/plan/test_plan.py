@@ -569,6 +569,21 @@ def test_an_engine_of_vllm_takes_its_share():
     assert totals["cold_start", "vllm"] == totals["cold_start", "own"]
 
 
+def test_an_engine_that_sleeps_is_not_beside_the_backward():
+    def memory(*arguments: str) -> dict[str, float]:
+        recipe = load_recipe(["recipe=qwen25vl_3b", *arguments])
+        return plan.plan(recipe, outline(recipe.model)[0], PlanOptions(gpu_gib=80, for_="joint"))["memory"]
+
+    own, asleep = (
+        memory(),
+        memory("rollout.backend=vllm", "rollout.vllm_memory=0.1", "rollout.vllm_sleep=true"),
+    )
+    assert asleep["activations"] == own["activations"] > 8 * 2**30  # the fullest moment is still the backward
+    larger = memory("rollout.backend=vllm", "rollout.vllm_memory=0.9", "rollout.vllm_sleep=true")
+    assert larger["activations"] == 0
+    assert larger["rollout"] > 72 * 2**30
+
+
 def test_a_plan_that_does_not_fit_says_what_would(capsys):
     code = main(
         ["recipe=qwen25vl_3b", "num_gpus=1", "gpu_gib=80", "back_end=zero2", "train.micro_batch_size=64"]

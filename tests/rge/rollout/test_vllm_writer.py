@@ -18,9 +18,9 @@ import torch
 import yaml
 from accelerate import Accelerator
 from family_models import build
+from paths import ROOT
 
 from rge.config import DataConfig, Recipe, RecipeError, RolloutConfig, StageConfig, TrainConfig
-from rge.distributed import collectives as dist
 from rge.model.adapters import add_adapters, has_adapters, merge, merged_weights
 from rge.model.backbone import BackboneError, load_backbone, vision_parameters, vision_prefixes
 from rge.model.embedding_model import EmbeddingModel
@@ -248,9 +248,39 @@ def test_errors_come_before_an_engine_is_made(lively, monkeypatch):
         BackboneError, match="can keep 1024 tokens out of rationales, and this tokenizer has 1025"
     ):
         make_writer(lively, lively, recipe, recipe.joint, accelerator)
-    monkeypatch.setattr(dist, "shards_parameters", lambda accelerator: True)
-    with pytest.raises(RecipeError, match=r"takes whole weights, and here they are sharded \(ZeRO-3, FSDP\)"):
+    recipe = recipe_of(RolloutConfig(backend="vllm", vllm_sleep=True))
+    with pytest.raises(
+        RecipeError, match=r"vllm_sleep=true frees memory of a CUDA device .*, and this run is on cpu"
+    ):
         make_writer(lively, lively, recipe, recipe.joint, accelerator)
+
+
+@pytest.mark.slow  # importing TRL
+@pytest.mark.parametrize("sleeps", [False, True])
+def test_an_engine_sleeps_from_a_rollout_to_the_next(lively, monkeypatch, sleeps):
+    """By a stand-in that remembers its calls, since vLLM sleeps on CUDA devices alone."""
+    from rge.rollout.vllm_engine import Engine
+
+    class Llm:
+        def __init__(self):
+            self.calls, self.llm_engine = [], self
+
+        def __getattr__(self, name):
+            return lambda *args, **more: self.calls.append(" ".join([name, *more.get("tags", [])]))
+
+        def collective_rpc(self, method, kwargs=None):
+            self.calls.append(method if isinstance(method, str) else "prepare")
+
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=dict))
+    engine = Engine.__new__(Engine)
+    engine.llm, engine.model, engine.enable_sleep_mode = Llm(), lively.model, sleeps
+    engine.accelerator, engine.has_tower = Accelerator(cpu=True), False
+    engine.sync_weights()
+    engine.write([{}], [{}])
+    given = ["reload_weights", "prepare", "reset_prefix_cache", "reset_encoder_cache"]
+    awake = [*given, "generate"]
+    asleep = ["wake_up weights", *given, "wake_up kv_cache", "generate", "sleep"]
+    assert engine.llm.calls == (asleep if sleeps else awake)
 
 
 def test_why_vllm_does_not_start_is_said(lively, monkeypatch):
@@ -430,8 +460,8 @@ def train(tmp_path, picture, fitting_path):
     }  # fmt: skip
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(recipe))
 
-    def run(stage: str, backend: str) -> list[dict]:
-        out = tmp_path / backend
+    def run(stage: str, backend: str, *, sharded: bool = False) -> list[dict]:
+        out = tmp_path / f"{backend}_{sharded}"
         settings = [
             f"recipe={tmp_path / 'tiny.yaml'}",
             f"out={out}",
@@ -444,8 +474,21 @@ def train(tmp_path, picture, fitting_path):
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "PYTHONPATH": str(script.parents[1]),
         }
+        launch = []
+        if sharded:
+            settings += ["train.back_end=zero3", "train.num_processes=2"]
+            launch = [
+                "-m",
+                "accelerate.commands.launch",
+                "--config_file",
+                str(ROOT / "recipes/accelerate/cpu_zero3.yaml"),
+            ]
         done = subprocess.run(
-            [sys.executable, script, *settings], env=environment, capture_output=True, text=True, timeout=300
+            [sys.executable, *launch, script, *settings],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
         )
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
         return [json.loads(line) for line in (out / stage / "metrics.jsonl").read_text().splitlines()]
@@ -465,6 +508,16 @@ def test_training_with_vllm_takes_the_steps_of_our_own_rollout(train):
             assert vllm[name] == pytest.approx(own[name], rel=1e-4), (name, own, vllm)
     # What is written moves with the weights.
     assert len({line["rationale_tokens_mean"] for line in found["own"]}) > 3
+
+
+@with_vllm
+@pytest.mark.vllm
+@pytest.mark.parametrize("fitting_path", ["qwen2_5_vl"], indirect=True)
+def test_training_with_vllm_on_shared_out_weights_takes_the_same_steps(train):
+    found = [train("joint", "own"), train("joint", "vllm", sharded=True)]
+    for own, vllm in zip(*found, strict=True):
+        for name in ("loss", "loss_lm", "loss_contrastive", "forced_rate", "rationale_tokens_mean"):
+            assert vllm[name] == pytest.approx(own[name], rel=1e-3), (name, own, vllm)
 
 
 @with_vllm

@@ -23,10 +23,12 @@ from rge.checkpoints.export import export
 from rge.config import TrainConfig
 from rge.distributed import collectives as dist
 from rge.distributed import launch
+from rge.model.adapters import add_adapters, merge
 from rge.model.backbone import load_backbone
 from rge.model.embedding_model import EmbeddingModel, encode_prompts
 from rge.rl.credit import Reinforcement
 from rge.rollout.generate import generate
+from rge.rollout.vllm_inputs import present_weights
 from rge.rollout.writer import Rollout
 from rge.step import TrainingStep
 
@@ -113,6 +115,42 @@ def held(model) -> int:
     )
 
 
+def given_to_vllm(accelerator, embedder, model) -> dict[str, torch.Tensor]:
+    """The weights that every process gives its own engine, read as often as it likes."""
+    with dist.whole_model(accelerator, model):
+        found = {}
+        for _ in range(1 + dist.rank()):
+            found = {name: weight.detach().clone() for name, weight in present_weights(embedder.model)}
+        return found
+
+
+def adapted_for_vllm(accelerator, checkpoint: str) -> float:
+    """Largest difference of merged weights, as they are given to vLLM after being shared out, from those before."""
+    embedder = EmbeddingModel(load_backbone(checkpoint)).eval()
+    add_adapters(
+        embedder.model,
+        embedder.emb_id,
+        rank=2,
+        alpha=4.0,
+        dropout=0.0,
+        targets=[],
+        dora=False,
+        rslora=False,
+        vision=False,
+    )
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad(), dist.whole(list(embedder.parameters())):
+        for parameter in embedder.parameters():
+            if parameter.requires_grad:
+                parameter += 0.1 * torch.randn(parameter.shape, generator=draw)
+        before = {name: weight.clone() for name, weight in merge(embedder.model)}
+    optimizer = torch.optim.SGD((p for p in embedder.parameters() if p.requires_grad), lr=LR)
+    model, _ = dist.prepare(accelerator, embedder, optimizer, 1.0)
+    after = given_to_vllm(accelerator, embedder, model)
+    assert after.keys() == before.keys()
+    return max(float((after[name] - weight).abs().max()) for name, weight in before.items())
+
+
 def run(name: str, environment: dict[str, str], checkpoint: str, folder: Path, task: dict) -> None:
     began = time.perf_counter()
     pretend(environment)
@@ -129,6 +167,7 @@ def run(name: str, environment: dict[str, str], checkpoint: str, folder: Path, t
         if number + 1 == STATE_AFTER:
             accelerator.save_state(str(folder / f"{name}_state"))
             saved = launch.describe(accelerator)
+    found["for_vllm"] = given_to_vllm(accelerator, embedder, model)
     weights = dist.full_weights(accelerator, model, embedder)
     if accelerator.is_main_process:
         export(embedder, folder / name, task["settings"], weights)
@@ -149,6 +188,10 @@ def run(name: str, environment: dict[str, str], checkpoint: str, folder: Path, t
         with dist.whole([module.weight for module in modules]):
             rows = [module.weight.detach().clone() for module in modules]
         found["grown"].append((backbone.emb_id, rows))
+
+    if name in task["adapted"]:
+        accelerator.free_memory()
+        found["adapted_for_vllm"] = adapted_for_vllm(accelerator, checkpoint)
 
     # rge/train.py as a whole; then again from its last state, as after a kill. The process group is kept for the next.
     accelerator.free_memory()

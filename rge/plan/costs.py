@@ -65,6 +65,8 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 UTILISATION = (0.2, 0.5)
 """Shares of a GPU's peak between which training of large models usually runs; a plan's hours are as uncertain as that."""
+CPU_UTILISATION = (0.5, 0.9)
+"""The same of a CPU's, which is measured."""
 
 
 @dataclass(frozen=True)
@@ -359,6 +361,25 @@ def flops(shapes: Shapes, load: Load, setup: Setup) -> dict[str, float]:
         recomputed += n.pictures * seen
     found["backward"] = backward + (recomputed if setup.checkpointing else 0.0)
     return found
+
+
+def naming_flops(
+    shapes: Shapes, *, pictures: int, name_tokens: int, train_text: bool
+) -> tuple[float, float]:
+    """FLOPs of one step of ``model.scratch.naming`` (`rge.scratch.pretrain_vision.teach`): choosing alone, and saying too.
+
+    Args:
+        shapes: of the model.
+        pictures: of a step.
+        name_tokens: of the longest name; rows are padded to it.
+        train_text: whether the text model gets gradients of its weights.
+    """
+    s, picture = shapes, shapes.picture
+    seeing = pictures * (picture.fixed + 3 * picture.products + 3.5 * picture.attention)
+    row = picture.placeholders + 2 + name_tokens
+    products = 2.0 * pictures * (s.layers * s.layer * row + s.hidden * s.vocabulary * name_tokens)
+    looks = 4.0 * pictures * s.heads * s.head_size * s.layers * row**2
+    return seeing, seeing + (3 if train_text else 2) * products + 3.5 * looks
 
 
 def memory(shapes: Shapes, load: Load, setup: Setup) -> dict[str, float]:

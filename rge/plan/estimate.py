@@ -134,7 +134,7 @@ def banner(plans: Plans) -> Iterator[str]:
         room = f" of {gib:,.1f}" if gib is not None else ""
         time = (
             f"{_duration(figures['hours'])} ({_duration(figures['hours_from'])} to {_duration(figures['hours_to'])}) "
-            f"at {options.utilisation:.0%} of what its maker gives for {name}"
+            f"at {options.reached:.0%} of what its maker gives for {name}"
             if speed is not None
             else f"no time estimate: unknown throughput of {name} in {recipe.model.dtype} (`rge plan` takes peak_tflops=)"
         )

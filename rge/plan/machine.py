@@ -3,10 +3,12 @@
 import os
 import resource
 import shutil
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+import torch
 from accelerate import Accelerator
 
 from rge.config import Recipe
@@ -104,6 +106,28 @@ def main_memory() -> float:
         limit, used = (int((_CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
         free = min(free, limit - used)
     return float(free)
+
+
+def cpu_speed(dtype: str) -> tuple[float, float]:
+    """TFLOP/s of a matrix product and TB/s of a copy with as many threads as torch has; of many short tries the best.
+
+    Short, so that some of them are not interrupted by what else runs on the machine.
+    """
+    side = 512
+    one, product = (torch.ones(side, side, dtype=getattr(torch, dtype)) for _ in range(2))
+    words, copy = (torch.ones(1 << 24) for _ in range(2))  # 64 MiB, which caches do not hold
+
+    def fewest_seconds(work: Callable[[], object]) -> float:
+        took, end = [], time.perf_counter() + 1.0
+        while not took or time.perf_counter() < end:
+            began = time.perf_counter()
+            work()
+            took.append(time.perf_counter() - began)
+        return min(took)
+
+    product_s = fewest_seconds(lambda: torch.mm(one, one, out=product))
+    copy_s = fewest_seconds(lambda: copy.copy_(words))
+    return 2 * side**3 / product_s / 1e12, 2 * words.nbytes / copy_s / 1e12
 
 
 def _open_files() -> int:

@@ -16,6 +16,9 @@ NotNegative = Annotated[int, Field(ge=0)]
 class PlanOptions:
     """Estimate what a recipe takes on a machine, without loading weights."""
 
+    cpu: bool = False
+    """Plan for one process on this machine's CPU: its free memory, and its speed as measured in two seconds with as many threads
+    as torch has here. num_gpus, gpu_gib, peak_tflops, bandwidth_tbs and back_end are then not asked for."""
     num_gpus: AtLeastOne = 8
     """GPUs, one process each."""
     gpu_gib: Annotated[float, Field(ge=1)] = 80.0
@@ -28,8 +31,8 @@ class PlanOptions:
     """TFLOP/s of a GPU in the computing dtype; an H100's in bfloat16."""
     bandwidth_tbs: Annotated[float, Field(gt=0)] = 3.35
     """TB/s of its memory; an H100's."""
-    utilisation: Annotated[float, Field(gt=0, le=1)] = 0.35
-    """Share of both that is reached."""
+    utilisation: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Share of both that is reached; null: 0.35 of what a GPU's maker gives, 0.7 of what a CPU is measured at (docs/smol.md)."""
     steps: NotNegative = 0
     """Steps of the stage, for the hours; 0: as many as the recipe says, else 1000."""
     back_end: BackEndName | None = None
@@ -46,6 +49,13 @@ class PlanOptions:
     """Tokens of the chat template."""
     rationale_tokens: NotNegative = 0
     """Tokens of a rationale; 0: rollout.max_new_tokens."""
+    name_tokens: AtLeastOne = 8
+    """Tokens of the longest name that model.scratch.naming teaches."""
+
+    @property
+    def reached(self) -> float:
+        """`utilisation`, also where it is not given."""
+        return self.utilisation or (0.7 if self.cpu else 0.35)
 
 
 @dataclass

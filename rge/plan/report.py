@@ -19,6 +19,7 @@ from rge.plan.costs import (
     DTYPE_BYTES,
     GIB,
     OPTIMIZER_STATES,
+    CPU_UTILISATION,
     RESERVED_GIB,
     UTILISATION,
     Load,
@@ -27,30 +28,65 @@ from rge.plan.costs import (
     communication,
     flops,
     host,
+    naming_flops,
     num_parameters,
     pixel_bytes,
     shapes_of,
     step_seconds,
 )
 from rge.plan.known_models import outline
+from rge.plan.machine import cpu_speed, main_memory
 from rge.plan.options import PlanCommand, PlanOptions
 from rge.plan.search import Room, decided, fastest, overrides
+from rge.towers.smollm2 import is_smollm2
 
 
 def show(recipe: PlanCommand) -> int:
     """Print the plan, of every stage if so asked; 1 if it does not fit."""
+    if recipe.cpu:
+        tflops, tbs = cpu_speed(recipe.model.dtype)
+        recipe = replace(
+            recipe,
+            num_gpus=1,
+            gpu_gib=main_memory() / GIB,
+            peak_tflops=tflops,
+            bandwidth_tbs=tbs,
+            back_end="ddp",
+        )
     model, origin = outline(recipe.model, recipe.init)
     stages = recipe.stages() if recipe.for_ == "all" else [recipe.for_]
     plans = {}
+    reserved_gib = 0.0 if recipe.cpu else RESERVED_GIB  # context and buffers are a GPU's
     for name in stages:
         options = replace(recipe, for_=name)  # type: ignore[arg-type]  # one of them
-        plans[name] = plan(recipe, model, options)
+        plans[name] = plan(recipe, model, options, None, reserved_gib, on_gpu=not recipe.cpu)
         print(report(recipe, plans[name], origin, options), end="\n\n" * (len(stages) > 1) or "\n")  # noqa: T201 - a command
     if recipe.for_ == "all":
-        hours = sum(found["hours"] for found in plans.values())
-        print(f"{', '.join(stages)}: {hours:,.1f} hours at a utilisation of {recipe.utilisation:g}")  # noqa: T201
+        each = {name: plans[name]["hours"] for name in stages}
+        if (naming := plan_naming(recipe, model, recipe)) is not None:
+            plans["naming"] = naming
+            each = {"naming": naming["hours"]} | each
+        parts = ", ".join(f"{name} {hours:,.2f}" for name, hours in each.items())
+        print(f"hours at a utilisation of {recipe.reached:g}: {parts}; all {sum(each.values()):,.1f}")  # noqa: T201
     print(json.dumps(plans if recipe.for_ == "all" else plans[stages[0]]))  # noqa: T201
-    return 0 if all(found["fits"] for found in plans.values()) else 1
+    return 0 if all(plans[name]["fits"] for name in stages) else 1
+
+
+def plan_naming(recipe: Recipe, model: HubModel, options: PlanOptions) -> dict[str, float] | None:
+    """FLOPs of all steps of ``model.scratch.naming``, and their hours; None for a recipe without it."""
+    scratch = recipe.model.scratch
+    if recipe.init is not None or scratch is None or scratch.naming is None:
+        return None
+    choosing, saying = naming_flops(
+        shapes_of(model, recipe.model.max_pixels),
+        pictures=scratch.naming_batch_size,
+        name_tokens=options.name_tokens,
+        train_text=not is_smollm2(scratch.text),
+    )
+    only_chosen = round(scratch.naming_say_from * scratch.naming_steps)
+    count = only_chosen * choosing + (scratch.naming_steps - only_chosen) * saying
+    speed = options.peak_tflops * options.reached * 1e12 * options.num_gpus
+    return {"steps": scratch.naming_steps, "flops": count, "hours": count / speed / 3600}
 
 
 def plan(
@@ -92,8 +128,8 @@ def plan(
         options.gpu_gib * GIB if on_gpu else None,
         reserved(recipe, options, reserved_gib),
         max(options.host_gib * GIB - machine["memory"], 0.0) / processes if options.host_gib else None,
-        options.peak_tflops * options.utilisation * 1e12,
-        options.bandwidth_tbs * options.utilisation * 1e12,
+        options.peak_tflops * options.reached * 1e12,
+        options.bandwidth_tbs * options.reached * 1e12,
     )
     base = setup_of(recipe, model, options)
     way, why = decided(recipe, shapes, load, base, room)
@@ -110,6 +146,7 @@ def plan(
         seconds = step_seconds(shapes, load, setup, num_flops=num_flops, peak=peak, bandwidth=bandwidth)
         return steps * seconds / 3600
 
+    least, most = _utilisations(options)
     fits = total <= options.gpu_gib * GIB
     faster = fastest(recipe, shapes, load, base, options, room) if on_gpu else []
     return {
@@ -147,12 +184,18 @@ def plan(
             for one in faster
         ],
         "steps": steps,
-        "hours": hours(options.utilisation),
-        "hours_from": hours(max(UTILISATION[1], options.utilisation)),
-        "hours_to": hours(min(UTILISATION[0], options.utilisation)),
+        "hours": hours(options.reached),
+        "hours_from": hours(most),
+        "hours_to": hours(least),
         "fits": fits,
         "advice": [] if fits else advice(recipe, model, options, shapes, longest, room),
     }
+
+
+def _utilisations(options: PlanOptions) -> tuple[float, float]:
+    """The least and the largest share of the peak that hours are given for."""
+    least, most = CPU_UTILISATION if options.cpu else UTILISATION
+    return min(least, options.reached), max(most, options.reached)
 
 
 def load_of(
@@ -314,7 +357,7 @@ def _changes(recipe: Recipe, options: PlanOptions) -> Iterator[list[Change]]:
         )
         for rows in halves(recipe.rollout.batch_size)
     ]
-    yield [
+    yield [] if options.cpu else [
         (
             f"back_end={name} (recipes/accelerate has launch configs)",
             recipe,
@@ -325,7 +368,7 @@ def _changes(recipe: Recipe, options: PlanOptions) -> Iterator[list[Change]]:
     ]
     batch_size, more = getattr(recipe, options.for_).batch_size, options.num_gpus * 2
     sizes: list[Change] = []
-    while more <= min(1024, batch_size) and batch_size % more == 0:
+    while not options.cpu and more <= min(1024, batch_size) and batch_size % more == 0:
         sizes.append((f"num_gpus={more}", recipe, replace(options, num_gpus=more)))
         more *= 2
     yield sizes
@@ -359,8 +402,11 @@ def report(recipe: Recipe, found: dict[str, Any], origin: str, options: PlanOpti
     def gib(size: float, digits: int = 2) -> str:
         return f"{size / GIB:,.{digits}f} GiB"
 
-    def petaflop(count: float) -> str:
-        return f"{count / 1e15:,.3f} PFLOP"
+    def counted(count: float) -> str:
+        return f"{count / 1e12:,.3f} TFLOP" if options.cpu else f"{count / 1e15:,.3f} PFLOP"
+
+    least, most = _utilisations(options)
+    of_all, one = ("", "the CPU") if options.cpu else (", all GPUs", "a GPU")
 
     host_gib = {"memory": 0, "of that, batches": 1, "of that, kept": 0, "shared memory": 0}
     sections: dict[str, dict[str, str]] = {
@@ -369,46 +415,52 @@ def report(recipe: Recipe, found: dict[str, Any], origin: str, options: PlanOpti
             "of the vision tower": billions("vision_parameters"),
             "trained": billions("trained_parameters"),
         },
-        "tokens of a step, all GPUs": {name: f"{count:,}" for name, count in found["tokens"].items()}
+        f"tokens of a step{of_all}": {name: f"{count:,}" for name, count in found["tokens"].items()}
         | {"a query's prompt": f"{load['prompt']:,}"},
-        "FLOPs of a step, all GPUs": {
-            phase: petaflop(count * options.num_gpus) for phase, count in found["flops_per_gpu"].items()
+        f"FLOPs of a step{of_all}": {
+            phase: counted(count * options.num_gpus) for phase, count in found["flops_per_gpu"].items()
         }
-        | {"all": petaflop(found["flops"])},
-        "memory of a GPU at its fullest (estimate)": {
+        | {"all": counted(found["flops"])},
+        f"memory of {one} at its fullest (estimate)": {
             kind: gib(size) for kind, size in found["memory"].items() if size
         }
         | {
-            "all": f"{found['memory_total'] / GIB:,.2f} of {options.gpu_gib:g} GiB",
+            "all": f"{found['memory_total'] / GIB:,.2f} of {options.gpu_gib:.4g} GiB",
             "by what activations may be off": f"{found['memory_from'] / GIB:,.1f} to {gib(found['memory_to'], 1)}",
         },
-        "sent by a GPU in a step (estimate)": {
-            name + " (planned)" * (name == back_end): gib(size) for name, size in found["bytes_sent"].items()
-        },
-        f"a machine of {processes} processes (estimate)": {
-            name: gib(found["host"][name], digits) for name, digits in host_gib.items()
+    }
+    if not options.cpu:
+        sections |= {
+            "sent by a GPU in a step (estimate)": {
+                name + " (planned)" * (name == back_end): gib(size) for name, size in found["bytes_sent"].items()
+            },
+            f"a machine of {processes} processes (estimate)": {
+                name: gib(found["host"][name], digits) for name, digits in host_gib.items()
+            }
+            | {"descriptors of a process": f"{found['host']['descriptors of a process']:,.0f}"},
         }
-        | {"descriptors of a process": f"{found['host']['descriptors of a process']:,.0f}"},
-        f"time of {found['steps']:,} steps at {options.peak_tflops:g} TFLOP/s and {options.bandwidth_tbs:g} TB/s (estimate)": {
-            f"hours at a utilisation of {options.utilisation:g}": f"{found['hours']:,.1f}",
-            f"from {max(UTILISATION[1], options.utilisation):g} to {min(UTILISATION[0], options.utilisation):g}": (
-                f"{found['hours_from']:,.1f} to {found['hours_to']:,.1f}"
-            ),
+    digits = 2 if options.cpu else 1
+    sections |= {
+        f"time of {found['steps']:,} steps at {options.peak_tflops:.3g} TFLOP/s and {options.bandwidth_tbs:.3g} TB/s (estimate)": {
+            f"hours at a utilisation of {options.reached:g}": f"{found['hours']:,.{digits}f}",
+            f"from {most:g} to {least:g}": f"{found['hours_from']:,.{digits}f} to {found['hours_to']:,.{digits}f}",
         },
     }
     lines = [
         f"{recipe.recipe}, {options.for_}: {origin}",
-        f"{options.num_gpus} GPUs of {options.gpu_gib:g} GiB, {back_end}, {recipe.model.dtype}, "
-        f"batch {stage.batch_size}: {load['queries']} queries and {load['candidates']} candidates a GPU, "
+        f"{'this CPU, ' + f'{options.gpu_gib:.3g} GiB free' if options.cpu else f'{options.num_gpus} GPUs of {options.gpu_gib:g} GiB'}, "
+        f"{back_end}, {recipe.model.dtype}, "
+        f"batch {stage.batch_size}: {load['queries']} queries and {load['candidates']} candidates{' a GPU' * (not options.cpu)}, "
         f"{load['chunks']} micro batches of {recipe.train.micro_batch_size}",
         f"kept between them: {found['keep']} ({found['why']}); prompts encoded {found['prompt_pass']}",
         "",
     ]
     for title, rows in sections.items():
         lines += [title, *(f"  {name:<34}{value:>22}" for name, value in rows.items()), ""]
-    lines += [*_fastest(found, options), ""]
+    if not options.cpu:
+        lines += [*_fastest(found, options), ""]
     if found["fits"]:
         return "\n".join([*lines, "It fits."])
-    lines.append(f"It does not fit: {found['memory_total'] / GIB:,.1f} GiB of {options.gpu_gib:g}.")
+    lines.append(f"It does not fit: {found['memory_total'] / GIB:,.1f} GiB of {options.gpu_gib:.4g}.")
     advised = found["advice"] or ["adapters (model.lora), which train a hundredth of the parameters"]
     return "\n".join([*lines, *(f"  would do: {line}" for line in advised)])

@@ -92,6 +92,9 @@ class LoraConfig:
     """Scale by alpha / sqrt(rank) instead, which keeps large ranks stable (arXiv:2312.03732)."""
     vision: bool = False
     """Whether the vision tower gets adapters too; without, it stays as it is."""
+    modules_to_save: list[str] = field(default_factory=list)
+    """Last parts of the names of modules that are trained whole beside the adapters and stored with them, such as merger; PEFT's
+    own key."""
 
 
 @dataclass

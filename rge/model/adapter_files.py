@@ -1,6 +1,7 @@
 """Adapters as a checkpoint of their own: PEFT's files, and the base that they belong to.
 
-``export.adapters_only`` writes them: the adapters, the rows of ``<emb>`` and think tokens, and in ``rge.json`` what the base is.
+``export.adapters_only`` writes them: the adapters, modules that were trained whole beside them (``modules_to_save``), the rows of
+``<emb>`` and think tokens, and in ``rge.json`` what the base is.
 Whatever loads a checkpoint loads them merged into the base, which is found where ``rge.json`` says, or named (``base=``). PEFT loads
 them too: ``PeftModel.from_pretrained(base, folder)``.
 """
@@ -19,7 +20,7 @@ from torch import Tensor
 from rge.common.files import read_json
 from rge.distributed import collectives as dist
 from rge.identity.run_identity import content_of
-from rge.model.adapters import ADAPTER, AdapterError, trained_rows
+from rge.model.adapters import ADAPTER, AdapterError, modules_to_save, trained_rows
 from rge.model.hub_model import HubModel
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -36,6 +37,7 @@ FORM = {
     "use_dora": "dora",
     "use_rslora": "rslora",
     "target_modules": "targets",
+    "modules_to_save": "modules_to_save",
 }
 """PEFT's keys that adapters must have in common to go on from one another, and ours for them."""
 
@@ -56,7 +58,8 @@ def adapter_weights(
         weights: the model's state dict where the back end had to gather it; None takes the model's own.
     """
     found = model.state_dict() if weights is None else weights
-    saved = {_in_peft(name): weight for name, weight in found.items() if ".lora_" in name}
+    whole = tuple(f"{name}." for name in modules_to_save(model))
+    saved = {_in_peft(name): it for name, it in found.items() if ".lora_" in name or name.startswith(whole)}
     for matrix, rows in trained_rows(model).items():
         trained = torch.stack([found[f"{name}.weight"] for name in rows])
         others = found[matrix][_token_ids(model, rows_of_base)[len(rows) :]]
@@ -99,15 +102,16 @@ def go_on_from(model: HubModel, folder: Path) -> None:
     """
     then = json.loads((folder / CONFIG).read_text())
     now = model.peft_config[ADAPTER].to_dict() | {"target_modules": _targets(model)}
-    if apart := [ours for theirs, ours in FORM.items() if then[theirs] != now[theirs]]:
+    if apart := [ours for theirs, ours in FORM.items() if then.get(theirs) != now[theirs]]:
         raise AdapterError(
             f"with export.adapters_only=true training goes on from the adapters in {folder}, and model.lora asks for other "
             f"ones ({', '.join(apart)}): give model.lora as it was, or export.adapters_only=false, which merges those and "
             "begins new ones"
         )
     saved = load_file(folder / WEIGHTS)
+    whole = tuple(f"{name}." for name in modules_to_save(model))
     for name, parameter in model.named_parameters():
-        if ".lora_" in name:
+        if ".lora_" in name or name.startswith(whole):
             with dist.whole([parameter]):
                 parameter.copy_(saved[_in_peft(name)])
     for matrix, rows in trained_rows(model).items():

@@ -69,6 +69,7 @@ def add_adapters(
     dora: bool,
     rslora: bool,
     vision: bool,
+    modules_to_save: Sequence[str] = (),
 ) -> None:
     """Freeze a model and put adapters and trainable rows of its new tokens into it.
 
@@ -83,19 +84,27 @@ def add_adapters(
         dora: learn magnitude and direction apart (DoRA).
         rslora: the other scaling, for large ranks.
         vision: whether layers of the vision tower get one too; otherwise it stays as it is.
+        modules_to_save: last parts of the names of modules that are trained whole; their layers get no adapter.
 
     Raises:
-        AdapterError: no layer has such a name.
+        AdapterError: no layer, or no module, has such a name; or one to train whole has the embeddings.
     """
     from peft import LoraConfig, inject_adapter_in_model  # here, since few runs need it and it takes seconds
     from peft.tuners.tuners_utils import cast_adapter_dtype
 
     tower = {module for part in family_of(model).vision(model) for module in part.modules()}
-    head = model.get_output_embeddings()
+    words, head = model.get_input_embeddings(), model.get_output_embeddings()
+    whole = _named_modules(model, modules_to_save)
+    inside = {module for each in whole.values() for module in each.modules()}
+    if inside & {words, head}:
+        raise AdapterError("model.lora.modules_to_save: the embedding matrix is not trained beside adapters")
     linear = {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module is not head and (vision or module not in tower)
+        if isinstance(module, nn.Linear)
+        and module is not head
+        and module not in inside
+        and (vision or module not in tower)
     }
     chosen = [name for name in linear if not targets or name.rsplit(".", 1)[-1] in targets]
     known = sorted({name.rsplit(".", 1)[-1] for name in linear})
@@ -111,12 +120,37 @@ def add_adapters(
         use_dora=dora,
         use_rslora=rslora,
     )
-    tied = model.get_input_embeddings().weight is head.weight
+    tied = words.weight is head.weight
     model.requires_grad_(False)
     inject_adapter_in_model(config, model, ADAPTER)
     cast_adapter_dtype(model, ADAPTER)
+    # Not before: PEFT would wrap them, and the model should stay the model that it was.
+    config.modules_to_save = sorted(whole) or None
+    for module in whole.values():
+        module.requires_grad_(True)
     for number, token_id in enumerate([emb_id, *think_ids]):
         _train_row(model, f"think_{number}" if number else "emb", token_id, tied)
+
+
+def _named_modules(model: HubModel, last_parts: Sequence[str]) -> dict[str, nn.Module]:
+    found = {name: module for name, module in model.named_modules() if name.rsplit(".", 1)[-1] in last_parts}
+    if unknown := sorted(set(last_parts) - {name.rsplit(".", 1)[-1] for name in found}):
+        above = sorted(
+            {
+                name.rsplit(".", 1)[-1]
+                for part in family_of(model).vision(model)
+                for name, _ in part.named_children()
+            }
+        )
+        raise AdapterError(
+            f"model.lora.modules_to_save: no module is named {', '.join(unknown)}; the vision tower has {', '.join(above)}"
+        )
+    return found
+
+
+def modules_to_save(model: HubModel) -> list[str]:
+    """Names of the modules that are trained whole beside adapters."""
+    return model.peft_config[ADAPTER].modules_to_save or []
 
 
 def _train_row(model: HubModel, name: str, token_id: int, tied: bool) -> None:

@@ -363,9 +363,7 @@ def flops(shapes: Shapes, load: Load, setup: Setup) -> dict[str, float]:
     return found
 
 
-def naming_flops(
-    shapes: Shapes, *, pictures: int, name_tokens: int, train_text: bool
-) -> tuple[float, float]:
+def naming_flops(shapes: Shapes, *, pictures: int, name_tokens: int, train_text: bool) -> tuple[float, float]:
     """FLOPs of one step of ``model.scratch.naming`` (`rge.scratch.pretrain_vision.teach`): choosing alone, and saying too.
 
     Args:
@@ -565,7 +563,7 @@ def communication(shapes: Shapes, load: Load, setup: Setup) -> float:
 
 
 def num_parameters(model: HubModel, recipe_model: Any) -> tuple[int, int]:
-    """Parameters, and those that get a gradient: all, all but the vision tower's, or the adapters' and the `<emb>` row's."""
+    """Parameters, and those that get a gradient: with adapters theirs, the `<emb>` row's and those of modules trained whole."""
     family = family_of(model)
     tower, text = family.vision(model), family.decoder(model)
     total = sum(parameter.numel() for parameter in model.parameters())
@@ -574,10 +572,15 @@ def num_parameters(model: HubModel, recipe_model: Any) -> tuple[int, int]:
         frozen = tower if recipe_model.freeze_vision else []
         return total, total - sum(parameter.numel() for part in frozen for parameter in part.parameters())
     count = model.config.get_text_config().hidden_size
+    whole = [it for name, it in model.named_modules() if name.rsplit(".", 1)[-1] in lora.modules_to_save]
+    inside = {module for each in whole for module in each.modules()}
+    count += sum(parameter.numel() for each in whole for parameter in each.parameters())
     for part in (text, *(tower if lora.vision else [])):
         for name, module in part.named_modules():
-            if isinstance(module, nn.Linear) and (
-                not lora.targets or name.rsplit(".", 1)[-1] in lora.targets
+            if (
+                isinstance(module, nn.Linear)
+                and module not in inside
+                and (not lora.targets or name.rsplit(".", 1)[-1] in lora.targets)
             ):
                 count += lora.rank * sum(module.weight.shape) + (module.weight.shape[0] if lora.dora else 0)
     return total, count

@@ -16,10 +16,10 @@ from rge.config import BACK_ENDS, Recipe, RecipeError, StageConfig
 from rge.model.hub_model import HubModel
 from rge.objective import Objective
 from rge.plan.costs import (
+    CPU_UTILISATION,
     DTYPE_BYTES,
     GIB,
     OPTIMIZER_STATES,
-    CPU_UTILISATION,
     RESERVED_GIB,
     UTILISATION,
     Load,
@@ -273,7 +273,8 @@ def setup_of(recipe: Recipe, model: HubModel, options: PlanOptions) -> Setup:
         trained=num_parameters(model, recipe.model)[1],
         checkpointing=recipe.model.gradient_checkpointing,
         adapters=lora is not None,
-        train_vision=lora.vision if lora is not None else not recipe.model.freeze_vision,
+        # What is trained whole is the tower's merger, or there is little reason to.
+        train_vision=lora.vision or bool(lora.modules_to_save) if lora else not recipe.model.freeze_vision,
         optimizer_states=OPTIMIZER_STATES[recipe.optim.name],
         rollout_rows=recipe.rollout.batch_size,
         micro_queries=min(recipe.train.micro_batch_size, queries),
@@ -357,15 +358,19 @@ def _changes(recipe: Recipe, options: PlanOptions) -> Iterator[list[Change]]:
         )
         for rows in halves(recipe.rollout.batch_size)
     ]
-    yield [] if options.cpu else [
-        (
-            f"back_end={name} (recipes/accelerate has launch configs)",
-            recipe,
-            replace(options, back_end=name),
-        )
-        for name in ("zero2", "zero3", "fsdp2")
-        if name != (options.back_end or recipe.train.back_end)
-    ]
+    yield (
+        []
+        if options.cpu
+        else [
+            (
+                f"back_end={name} (recipes/accelerate has launch configs)",
+                recipe,
+                replace(options, back_end=name),
+            )
+            for name in ("zero2", "zero3", "fsdp2")
+            if name != (options.back_end or recipe.train.back_end)
+        ]
+    )
     batch_size, more = getattr(recipe, options.for_).batch_size, options.num_gpus * 2
     sizes: list[Change] = []
     while not options.cpu and more <= min(1024, batch_size) and batch_size % more == 0:
@@ -432,7 +437,8 @@ def report(recipe: Recipe, found: dict[str, Any], origin: str, options: PlanOpti
     if not options.cpu:
         sections |= {
             "sent by a GPU in a step (estimate)": {
-                name + " (planned)" * (name == back_end): gib(size) for name, size in found["bytes_sent"].items()
+                name + " (planned)" * (name == back_end): gib(size)
+                for name, size in found["bytes_sent"].items()
             },
             f"a machine of {processes} processes (estimate)": {
                 name: gib(found["host"][name], digits) for name, digits in host_gib.items()

@@ -79,8 +79,13 @@ def make_reference(recipe: Recipe, embedder: EmbeddingModel, accelerator: Accele
 
 
 def problems(recipe: Recipe, zero3: bool) -> Iterator[str]:
-    """Why no reference can be kept: ZeRO-3 has no process that holds the whole weights."""
+    """Why no reference can be kept."""
     needed = "rl" in recipe.stages() and recipe.rl.beta and recipe.rl.alpha_rl
+    if needed and recipe.model.lora is not None and recipe.model.lora.modules_to_save:
+        yield (
+            "rl.beta's reference is the model without adapters, and model.lora.modules_to_save trains modules that would change "
+            "it: leave out one of them"
+        )
     if needed and recipe.model.lora is None and zero3:
         yield (
             "rl.beta needs the weights that the stage starts from, and under ZeRO-3 no process holds them whole: use "

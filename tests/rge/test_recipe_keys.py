@@ -121,6 +121,7 @@ ENTRIES: dict[str, Changes | Refused] = {
     "model.lora.dora": Changes("model.lora.dora=true", "weights", LORA),
     "model.lora.rslora": Changes("model.lora.rslora=true", "weights", LORA),
     "model.lora.vision": Changes("model.lora.vision=true", "weights", LORA),
+    "model.lora.modules_to_save": Changes("model.lora.modules_to_save=[merger]", "weights", LORA),
     "model.min_pixels": Changes("model.min_pixels=3136", "metrics"),
     "model.max_pixels": Changes("model.max_pixels=784", "metrics"),
     "data.profile": Changes("data.profile=rge", "metrics"),

@@ -17,10 +17,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from rge import train
-from rge.checkpoints.export import export, settings_of
+from rge.checkpoints.export import export, read_settings, settings_of
 from rge.checkpoints.manifest import DONE
 from rge.config import LossConfig, Recipe, RewardConfig, RLConfig, RolloutConfig, load_recipe, to_dict
 from rge.data.collate import Batch
+from rge.model.adapter_files import CONFIG, WEIGHTS
 from rge.model.backbone import load_backbone
 from rge.model.embedding_model import EmbeddingModel
 from rge.model.prompts import PromptBuilder
@@ -76,6 +77,12 @@ LORA = [
     "joint.lr=0.05",
     "model.lora={rank: 2, alpha: 4, targets: [q_proj, v_proj]}",
 ]
+ADAPTERS_ONLY = [
+    *LORA[:-1],
+    "model.lora={rank: 2, alpha: 4, targets: [q_proj, v_proj], modules_to_save: [merger]}",
+    "export.adapters_only=true",
+]
+WRITING_ADAPTERS = ["DDP", "ZeRO-2", "ZeRO-3", "FSDP2"]
 
 
 RL = [
@@ -231,8 +238,8 @@ def found(
         "steps": steps,
         "settings": SETTINGS,
         "recipe": recipe,
-        "adapted": ADAPTED,
-        "lora": LORA,
+        "adapted": {f"{name}_lora": (name, LORA) for name in ADAPTED}
+        | {f"{name}_adapters": (name, ADAPTERS_ONLY) for name in WRITING_ADAPTERS},
         "kl": KL,
         "plain": [str(tiny_path), str(full)],
     }
@@ -473,6 +480,25 @@ def test_adapters_train_on_weights_that_are_shared_out(found, one_run, recipe, n
     assert merged.keys() == expected.keys() == load_file(one_run / "joint/final/model.safetensors").keys()
     for key, value in expected.items():
         torch.testing.assert_close(merged[key], value, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WRITING_ADAPTERS)
+def test_adapters_alone_are_those_of_one_process(found, recipe, name):
+    out = found["folder"] / "one_adapters"
+    if not out.exists():
+        train.main([*recipe, *ADAPTERS_ONLY, f"out={out}"])
+    one, two = out / "joint/final", found["folder"] / f"{name}_adapters/joint/final"
+    assert {path.name for path in two.iterdir()} == {path.name for path in one.iterdir()}
+    for file in (CONFIG, "config.json"):
+        assert (two / file).read_text() == (one / file).read_text()
+    bases = [read_settings(folder)["base"] for folder in (one, two)]
+    assert bases[0] | {"beside": None} == bases[1] | {"beside": None}
+    expected, written = load_file(one / WEIGHTS), load_file(two / WEIGHTS)
+    assert written.keys() == expected.keys()
+    assert sum(".merger." in key for key in written) > 2
+    for key, value in expected.items():
+        torch.testing.assert_close(written[key], value, atol=1e-4, rtol=1e-3)
 
 
 @pytest.mark.slow

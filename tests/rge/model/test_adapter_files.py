@@ -1,5 +1,6 @@
 """Adapters as a checkpoint: the merged model to rounding, PEFT's own files, and never on another base."""
 
+import dataclasses
 import json
 import shutil
 
@@ -113,6 +114,43 @@ def test_every_kind_of_adapter_and_untied_matrices(untied, tmp_path, changes):
     untied.processor.save_pretrained(path)
     merged, adapters = write(adapt(EmbeddingModel(load_backbone(path)).eval(), **changes), path, tmp_path)
     assert_equal_models(load_backbone(merged).model, load_backbone(adapters).model)
+
+
+def test_a_merger_that_is_trained_whole_is_beside_them(lively, lively_path, picture, tmp_path):
+    merged, adapters = write(adapt(lively, modules_to_save=["merger"]), lively_path, tmp_path)
+    stored = {name for name in load_file(adapters / WEIGHTS) if ".merger." in name}
+    merger = lively.model.model.visual.merger
+    assert len(stored) == len(list(merger.parameters())) > 2
+    assert not any("lora" in name for name in stored)
+    picture(50, 80).save(tmp_path / "egg.png")
+    items = [Item("0", "what is this", (str(tmp_path / "egg.png"),)), ITEMS[0]]
+    ours, expected = (Embedder.from_pretrained(path) for path in (adapters, merged))
+    assert_equal_models(expected.model.model, ours.model.model)
+    found, wanted = (one.encode(items, side="query", mode="direct").embeddings for one in (ours, expected))
+    np.testing.assert_allclose(found, wanted, atol=2e-6, rtol=0)
+    own = Embedder.from_pretrained(
+        write(adapt(EmbeddingModel(load_backbone(lively_path)).eval()), lively_path, tmp_path / "without")[1]
+    )
+    assert np.abs(own.encode(items[:1], side="query", mode="direct").embeddings - wanted[:1]).max() > 1e-3
+    theirs = PeftModel.from_pretrained(AutoModelForImageTextToText.from_pretrained(lively_path), adapters)
+    assert_equal_models(expected.model.model, theirs.merge_and_unload())
+    # Training goes on from it, and from no adapters of another form.
+    lora = LoraConfig(**LORA | {"modules_to_save": ["merger"]})
+    model = ModelConfig(path=str(lively_path), lora=lora, dtype="float32")
+    again = embedder_to_train(str(adapters), model, adapters_only=True).model
+    torch.testing.assert_close(again.model.visual.merger.state_dict(), merger.state_dict(), atol=0, rtol=0)
+    assert all(parameter.requires_grad for parameter in again.model.visual.merger.parameters())
+    with pytest.raises(AdapterError, match=r"other ones \(modules_to_save\)"):
+        embedder_to_train(
+            str(adapters), dataclasses.replace(model, lora=LoraConfig(**LORA)), adapters_only=True
+        )
+
+
+def test_modules_to_save_that_cannot_be(lively):
+    with pytest.raises(AdapterError, match="no module is named bridge; the vision tower has .*merger"):
+        adapt(lively, modules_to_save=["bridge"])
+    with pytest.raises(AdapterError, match="the embedding matrix is not trained beside adapters"):
+        adapt(lively, modules_to_save=["language_model"])
 
 
 def test_rows_that_the_base_has_not_are_beside_them(lively_path, tmp_path):

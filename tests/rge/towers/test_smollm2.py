@@ -2,16 +2,25 @@
 
 import hashlib
 import importlib.util
+import re
 from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rge.checkpoints.export import export, settings_of
 from rge.common.errors import UserError
+from rge.common.schema import Item
 from rge.config import load_recipe
+from rge.model.adapter_files import Base
+from rge.model.adapters import add_adapters
 from rge.model.backbone import load_backbone
+from rge.model.embedding_model import EmbeddingModel
+from rge.model.packing import Branch
+from rge.model.prompts import PromptBuilder
 from rge.plan.known_models import outline
+from rge.rollout.generate import generate
 from rge.scratch import build
 from rge.towers import smollm2
 
@@ -19,6 +28,20 @@ TEXT = {"model_type": "smollm2"}
 INSTALLED = all(importlib.util.find_spec(name) for name in ("gguf", smollm2.PACKAGE))
 needs_weights = pytest.mark.skipif(not INSTALLED, reason=smollm2.INSTALL)
 QUESTION = "What is used together with a hammer? Answer in 12 words, or 345."
+FACTS = [
+    "A hammer drives nails into wood.",
+    "Nails are driven into planks with a hammer.",
+    "A padlock is opened with its key.",
+    "You turn a key to open a lock.",
+    "Bread is cut with a bread knife.",
+    "A knife slices a loaf of bread.",
+    "Rain falls from dark clouds.",
+    "An umbrella keeps the rain off.",
+    "A hen sits on her eggs until they hatch.",
+    "A chick comes out of an egg.",
+    "A train runs on rails from station to station.",
+    "Passengers wait at the station for a train.",
+]
 
 
 def test_other_sizes_are_refused():
@@ -58,31 +81,49 @@ def test_the_plan_knows_its_size_without_the_package():
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def theirs():
+    """The package's model as transformers reads it."""
+    return AutoModelForCausalLM.from_pretrained(
+        smollm2.folder(), gguf_file=smollm2.FILE, dtype=torch.float32
+    ).eval()
+
+
+@pytest.fixture(scope="module")
+def folder(theirs, tmp_path_factory):
     out = tmp_path_factory.mktemp("smol") / "base"
-    build.build(
-        out, [], seed=0, vocab_size=2048, text=TEXT, min_pixels=3136, max_pixels=3136,
-        vision={"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 1, "window_size": 56},
-    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        # Undoing the quantization takes longer than all of these tests.
+        patch.setattr(smollm2.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: theirs)
+        build.build(
+            out, [], seed=0, vocab_size=2048, text=TEXT, min_pixels=3136, max_pixels=3136,
+            vision={"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 1, "window_size": 56},
+        )  # fmt: skip
     return out
+
+
+@pytest.fixture(scope="module")
+def embedder(folder):
+    return EmbeddingModel(load_backbone(folder, dtype="float32", add_emb=True)).eval()
+
+
+@pytest.fixture(scope="module")
+def prompts(embedder):
+    builder = PromptBuilder(embedder.processor)
+    return [builder.build(Item(str(number), text), "query") for number, text in enumerate([QUESTION, *FACTS])]
 
 
 @needs_weights
 @pytest.mark.slow
-def test_it_is_the_package_s_model(folder):
-    ours = AutoModelForImageTextToText.from_pretrained(folder).eval()
-    processor = AutoProcessor.from_pretrained(folder)
-    theirs = AutoModelForCausalLM.from_pretrained(
-        smollm2.folder(), gguf_file=smollm2.FILE, dtype=torch.float32
-    )
+def test_it_is_the_package_s_model(embedder, prompts, theirs):
+    """Template, token ids, states, logits, and what is written: as transformers' Llama has them."""
     tokenizer = AutoTokenizer.from_pretrained(smollm2.folder(), gguf_file=smollm2.FILE)
     talk = [{"role": "user", "content": QUESTION}]
-    text = processor.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
-    assert text == tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
-    ids = processor.tokenizer(text, return_tensors="pt").input_ids
-    assert torch.equal(ids, tokenizer(text, return_tensors="pt").input_ids)
+    text = tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
+    assert embedder.processor.apply_chat_template(talk, tokenize=False, add_generation_prompt=True) == text
+    ids = tokenizer(text, return_tensors="pt").input_ids
+    assert torch.equal(embedder.processor.tokenizer(text, return_tensors="pt").input_ids, ids)
     with torch.no_grad():
-        mine = ours(input_ids=ids, output_hidden_states=True)
+        mine = embedder.model(input_ids=ids, output_hidden_states=True)
         stock = theirs(ids, output_hidden_states=True)
     torch.testing.assert_close(mine.hidden_states[-1], stock.hidden_states[-1], atol=1e-4, rtol=1e-5)
     torch.testing.assert_close(mine.logits[..., :49_152], stock.logits, atol=1e-4, rtol=1e-5)
@@ -91,12 +132,113 @@ def test_it_is_the_package_s_model(folder):
 
 @needs_weights
 @pytest.mark.slow
-def test_emb_and_special_tokens_of_a_real_tokenizer(folder):
-    backbone = load_backbone(folder, dtype="float32", add_emb=True)
-    tokenizer, model = backbone.processor.tokenizer, backbone.model
-    assert backbone.emb_id == 49_163 < model.get_input_embeddings().num_embeddings
+def test_greedy_rationales_are_words(embedder, prompts, theirs):
+    """What the backbone writes before any training: its source's own words, again and in any batch."""
+    found = [one.ids for one in generate(embedder, prompts, max_new_tokens=12, batch_size=8)]
+    for prompt, ids in zip(prompts[:2], found[:2], strict=True):
+        own = theirs.generate(prompt.input_ids[None], do_sample=False, max_new_tokens=12, pad_token_id=0)
+        assert list(ids) == own[0, len(prompt) :].tolist()[: len(ids)]
+        (again,) = generate(embedder, [prompt], max_new_tokens=12, batch_size=1)
+        assert again.ids == ids
+    words = re.findall(r"[^\s]+", " ".join(embedder.processor.tokenizer.decode(ids) for ids in found))
+    assert len(words) > 4 * len(found)
+    assert sum(bool(re.fullmatch(r"[A-Za-z'’-]+[.,:;!?]?", word)) for word in words) > 0.8 * len(words)
+
+
+@needs_weights
+@pytest.mark.slow
+def test_states_are_equal_across_padding_and_batch_at_real_norms(embedder, prompts):
+    emb = embedder.emb_id
+    branches = [
+        [Branch([*prompt.input_ids[3 : 3 + row].tolist(), emb], read_state=True)]
+        for row, prompt in enumerate(prompts)
+    ]
+    states = together(embedder, prompts, branches)
+    alone = torch.cat(
+        [together(embedder, [one], [branch]) for one, branch in zip(prompts, branches, strict=True)]
+    )
+    assert (states - alone).norm(dim=1).max() < 1e-5  # of 1
+    assert (together(embedder, prompts[::-1], branches[::-1]).flip(0) - alone).norm(dim=1).max() < 1e-5
+
+
+def together(embedder, prompts, branches):
+    with torch.no_grad():
+        return embedder(embedder.pack(prompts, branches))[0].state_ND
+
+
+@needs_weights
+@pytest.mark.slow
+def test_bfloat16_ranks_texts_nearly_as_float32_does(folder, embedder, prompts):
+    """Each fact among all by its state at ``<emb>``, itself left out; measured: the same twelve, cosines above 0.9998."""
+    branches = [[Branch([embedder.emb_id], read_state=True)]] * len(FACTS)
+    half = EmbeddingModel(load_backbone(folder, dtype="bfloat16", add_emb=True)).eval()
+    best, moved = [], []
+    for model in (embedder, half):
+        states = torch.nn.functional.normalize(together(model, prompts[1:], branches).float(), dim=1)
+        moved.append(states)
+        best.append((states @ states.T).fill_diagonal_(-1).argmax(dim=1))
+    assert (moved[0] * moved[1]).sum(dim=1).min() > 0.999
+    assert (best[0] == best[1]).sum() >= 10
+
+
+@needs_weights
+@pytest.mark.slow
+def test_emb_and_special_tokens_of_a_real_tokenizer(folder, embedder):
+    tokenizer, model = embedder.processor.tokenizer, embedder.model
+    assert embedder.emb_id == 49_163 < model.get_input_embeddings().num_embeddings
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
     assert tokenizer.pad_token_id != tokenizer.eos_token_id
     assert tokenizer.padding_side == "left"
-    assert tokenizer("<emb>", add_special_tokens=False).input_ids == [backbone.emb_id]
+    assert tokenizer("<emb>", add_special_tokens=False).input_ids == [embedder.emb_id]
     assert {tokenizer.convert_tokens_to_ids(token) for token in build.SPECIAL_TOKENS} <= set(range(49_163))
+    assert tokenizer.decode(tokenizer(FACTS[0]).input_ids) == FACTS[0]
+
+
+@needs_weights
+@pytest.mark.slow
+def test_heads_stay_tied_where_the_matrix_grows(folder, tmp_path):
+    """64 think tokens do not fit into the rows that are free; training moves one matrix, and a checkpoint has one."""
+    backbone = load_backbone(folder, dtype="float32", add_emb=True, think_tokens=64)
+    model, words = backbone.model, backbone.model.get_input_embeddings()
+    assert words.num_embeddings >= 49_163 + 65
+    assert model.get_output_embeddings().weight is words.weight
+    model.model.language_model.layers = model.model.language_model.layers[:1]
+    ids = torch.tensor([[5, 6, backbone.emb_id]])
+    model(input_ids=ids).logits[0, -1, backbone.emb_id].backward()
+    with torch.no_grad():
+        words.weight -= 0.1 * words.weight.grad
+    assert words.weight.grad[backbone.emb_id].norm() > 0
+    model.config.text_config.num_hidden_layers = 1
+    model.config.text_config.layer_types = model.config.text_config.layer_types[:1]
+    model.save_pretrained(tmp_path)
+    backbone.processor.save_pretrained(tmp_path)
+    again = load_backbone(tmp_path).model
+    assert again.get_output_embeddings().weight is again.get_input_embeddings().weight
+    assert torch.equal(again.get_input_embeddings().weight, words.weight)
+
+
+@needs_weights
+@pytest.mark.slow
+def test_adapters_on_the_real_base_come_back(folder, prompts, tmp_path):
+    trained = EmbeddingModel(load_backbone(folder, dtype="float32", add_emb=True)).eval()
+    add_adapters(
+        trained.model, trained.emb_id, rank=2, alpha=4.0, dropout=0.0, targets=["q_proj", "down_proj"], dora=False,
+        rslora=False, vision=False, modules_to_save=["merger"],
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            if parameter.requires_grad:
+                parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+    settings = settings_of(
+        emb_id=trained.emb_id, profile="rge", max_prompt_tokens=2048, min_pixels=784, max_pixels=7056, max_new_tokens=12,
+        reasons="query", recipe={"model": {"dtype": "float32"}}, stage="joint", step=7,
+    )  # fmt: skip
+    base = Base.of(str(folder), None, trained.rows_of_base).seen_from(tmp_path / "adapters")
+    export(trained, tmp_path / "adapters", settings | {"base": base})
+    size = sum(path.stat().st_size for path in (tmp_path / "adapters").glob("*.safetensors"))
+    assert size < 4e6
+    again = EmbeddingModel(load_backbone(tmp_path / "adapters", dtype="float32")).eval()
+    branches = [[Branch([trained.emb_id], read_state=True)]] * 3
+    states, expected = (together(one, prompts[:3], branches) for one in (again, trained))
+    assert (states - expected).norm(dim=1).max() < 1e-4

@@ -4,8 +4,8 @@
 
 ``FOLDER/task.pt`` holds ``environments`` (what `accelerate launch --config_file` would set, by name of the back end),
 ``steps`` (each with ``batches``, one a rank, ``objective``, ``micro_batch_size`` and ``rollout_batch_sizes``, with
-``once`` where prompts are to be encoded once, if the back end can, and with ``rl``, a recipe, and ``sampling``, one a rank, where it is a step of that stage), ``recipe`` (arguments of rge/train.py), ``lora``
-(further ones, for the back ends in ``adapted``), ``kl`` (further ones, by back end) and ``plain`` (checkpoints without ``<emb>``). Rank r writes ``FOLDER/NAME_r.pt``, the main process exports to
+``once`` where prompts are to be encoded once, if the back end can, and with ``rl``, a recipe, and ``sampling``, one a rank, where it is a step of that stage), ``recipe`` (arguments of rge/train.py), ``adapted``
+(by folder, a back end and further ones), ``kl`` (further ones, by back end) and ``plain`` (checkpoints without ``<emb>``). Rank r writes ``FOLDER/NAME_r.pt``, the main process exports to
 ``FOLDER/NAME``.
 """
 
@@ -214,9 +214,9 @@ if __name__ == "__main__":
     task = torch.load(folder / "task.pt", weights_only=False)
     for name, environment in task["environments"].items():
         run(name, environment, sys.argv[1], folder, task)
-    for name in task["adapted"]:
+    for out, (name, words) in task["adapted"].items():
         pretend(task["environments"][name])
-        train.main([*task["recipe"], *task["lora"], f"out={folder / name}_lora"])
+        train.main([*task["recipe"], *words, f"out={folder / out}"])
     for name, words in task["kl"].items():
         pretend(task["environments"][name])
         train.main([*task["recipe"], *words, f"out={folder / name}_kl"])

@@ -188,7 +188,9 @@ def test_flops_of_naming_against_the_counter(deep, count_flops, train_text):
     counted = count_flops(lambda: sum(namer(values, grid.repeat(4, 1), label_B, True)[:2]).backward())
     shapes = shapes_of(model, 84 * 84)
     choosing, saying = naming_flops(shapes, pictures=4, name_tokens=longest, train_text=train_text)
-    of_pixels = 2 * values.numel() * model.config.vision_config.hidden_size  # planned, and nothing asks for it
+    of_pixels = (
+        2 * values.numel() * model.config.vision_config.hidden_size
+    )  # planned, and nothing asks for it
     assert saying - of_pixels == pytest.approx(counted, rel=0.05)
     counted = count_flops(lambda: namer(values, grid.repeat(4, 1), label_B, False)[0].backward())
     assert choosing - of_pixels == pytest.approx(counted, rel=0.05)

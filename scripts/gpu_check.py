@@ -55,6 +55,7 @@ from rge.model import varlen, vision_tower  # noqa: E402
 from rge.model.backbone import Backbone, load_backbone  # noqa: E402
 from rge.model.embedding_model import EmbeddingModel, encode_prompts  # noqa: E402
 from rge.model.prompts import PromptBuilder  # noqa: E402
+from rge.model.transfer import moved  # noqa: E402
 from rge.objective import Objective  # noqa: E402
 from rge.plan.costs import GIB, RESERVED_GIB, Setup, Shapes, flops, memory, shapes_of  # noqa: E402
 from rge.plan.known_models import TABLE  # noqa: E402
@@ -259,7 +260,7 @@ def check_kernels(machine: Machine) -> tuple[str, dict[str, Any]]:
             torch.randn(sum(lengths), count, size, generator=generator).to(machine.device, torch.bfloat16)
             for lengths, count in ((q_lengths, heads), (k_lengths, key_heads), (k_lengths, key_heads))
         ]
-        runs = varlen.make_runs(q_lengths, k_lengths, machine.device)
+        runs = moved(varlen.make_runs(q_lengths, k_lengths), machine.device)
         settings = {"scale": size**-0.5, "causal": causal, "window": None}
         figures[name] = varlen.verify(varlen._flash, states, runs, settings, f"check of {name}")
     return "relative differences of outputs and gradients, the greatest of each", figures
@@ -298,7 +299,11 @@ def check_form(machine: Machine) -> tuple[str, dict[str, Any]]:
 
 
 def check_rollout(machine: Machine) -> tuple[str, dict[str, Any]]:
-    """Captured steps against plain ones; the first use in a process checks itself besides."""
+    """Captured steps against plain ones; the first use in a process checks itself besides.
+
+    Again after the weights have changed in place, which replays what was captured, and after they were put elsewhere, which
+    captures anew.
+    """
     dtype = torch.bfloat16 if machine.on_gpu else torch.float32
     written, seconds = [], []
     for graphs in (False, True):
@@ -312,6 +317,14 @@ def check_rollout(machine: Machine) -> tuple[str, dict[str, Any]]:
         machine.wait()
         seconds.append(time.perf_counter() - began)
         written.append([rationale.ids for rationale in rationales])
+        weight = embedder.model.get_output_embeddings().weight
+        noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)).to(weight)
+        for there in (False, True):
+            with torch.no_grad():
+                weight.add_(noise, alpha=0.5 * float(weight.std()))
+            if there:
+                weight.data = weight.data.clone()
+            written[-1] += [one.ids for one in generate(embedder, batch.queries, **settings)]
     equal = sum(one == other for one, other in zip(*written, strict=True))
     figures = {
         "rows": len(written[0]),

@@ -16,7 +16,7 @@ Shape suffixes: B = rows, T = tokens of all rows, P = tokens of the longest prom
 longest tail, U = tokens looked at, C = capacity of a cache, H = heads, K = key heads, G = heads a key head, d = head size.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +33,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from rge.common.errors import UserError
 from rge.model.hub_model import HubModel
 from rge.model.packing import PromptPart, TailPart, tail_mask
+from rge.model.transfer import moved
 from rge.model.varlen import Runs, attend_last, attend_runs, make_runs, wanted
 
 NAMES = {"sdpa": "rge_sdpa", "eager": "rge_eager"}
@@ -62,7 +63,7 @@ class EncodedPrompts:
         return self.keys[0].dim() == 3
 
     def buffers(
-        self, places: Sequence[int], capacity: int, *, heads_first: bool
+        self, places: Sequence[int], capacity: int, *, heads_first: bool, room_of: "Room"
     ) -> list[tuple[Tensor, Tensor]]:
         """Each layer's keys and values of some rows, without gradient, with room behind: (rows, capacity, K, d).
 
@@ -70,20 +71,32 @@ class EncodedPrompts:
         is zeros, since the plain kernel multiplies what stands behind a row by a weight of zero.
         """
         longest = max(self.part.lengths[place] for place in places)
-        rows = torch.tensor(places).to(self.values[0].device, non_blocking=True)
+        rows = moved(torch.tensor(places), self.values[0].device)
 
-        def buffer(states: Tensor) -> Tensor:
+        def buffer(name: str, states: Tensor) -> Tensor:
             known = self.side_by_side(states, rows, longest)
-            room = known.new_zeros(len(places), capacity, *known.shape[2:], dtype=self.values[0].dtype)
+            room = room_of(name, (len(places), capacity, *known.shape[2:]), self.values[0])
             room[:, :longest] = known
             return room.transpose(1, 2).contiguous() if heads_first else room
 
-        return [(buffer(keys), buffer(values)) for keys, values in zip(self.keys, self.values, strict=True)]
+        return [
+            (buffer(f"keys {layer}", keys), buffer(f"values {layer}", values))
+            for layer, (keys, values) in enumerate(zip(self.keys, self.values, strict=True))
+        ]
 
     def side_by_side(self, states: Tensor, rows: Tensor, longest: int) -> Tensor:
         """A layer's keys or values of some rows, without gradient: (rows, longest, K, d)."""
         known = states.detach()
         return known[self.part.index_BP[rows, :longest]] if self.is_flat else known[rows, :longest]
+
+
+Room = Callable[[str, tuple[int, ...], Tensor], Tensor]
+"""Zeros of a name and shape, of the dtype and on the device of another tensor."""
+
+
+def fresh(name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """Zeros in new memory, which nothing else has under any name."""
+    return like.new_zeros(shape)
 
 
 class _Ends(NamedTuple):
@@ -113,7 +126,7 @@ class EncodedParts:
         self.values, self.is_flat = self.parts[0].values, self.parts[0].is_flat
 
     def buffers(
-        self, places: Sequence[int], capacity: int, *, heads_first: bool
+        self, places: Sequence[int], capacity: int, *, heads_first: bool, room_of: "Room"
     ) -> list[tuple[Tensor, Tensor]]:
         """As those of `EncodedPrompts`; places are counted through all parts."""
         device, dtype = self.values[0].device, self.values[0].dtype
@@ -124,13 +137,13 @@ class EncodedParts:
             if here:
                 inside = [places[number] - start for number in here]
                 longest = max(one.part.lengths[place] for place in inside)
-                rows, into = (torch.tensor(it).to(device, non_blocking=True) for it in (inside, here))
+                rows, into = moved((torch.tensor(inside), torch.tensor(here)), device)
                 found.append((one, rows, into, longest))
             start = end
 
         def buffer(layer: int, name: str) -> Tensor:
             heads = self.values[layer].shape[-2:]
-            room = torch.zeros(len(places), capacity, *heads, dtype=dtype, device=device)
+            room = room_of(f"{name} {layer}", (len(places), capacity, *heads), self.values[0])
             for one, rows, into, longest in found:
                 states = getattr(one, name)[layer]
                 room[into, :longest] = one.side_by_side(states, rows, longest).to(dtype)
@@ -210,11 +223,16 @@ class _Flat:
 
     def __init__(self, part: PromptPart, tails: TailPart | None, device: torch.device, whole_pictures: bool):
         # The masked picture before the first row is a sequence of its own.
-        self.prompt_runs = make_runs((part.start, *part.lengths), (part.start, *part.lengths), device)
+        lengths = (part.start, *part.lengths)
         has_pictures = whole_pictures and any(part.spans)
-        self.segments = _segments(part, device) if has_pictures else []
+        segments = _segments(part) if has_pictures else []
+        found = make_runs(lengths, lengths), segments, *self._tails(part, tails)
+        self.prompt_runs, self.segments, self.tail_runs, self.index_U = moved(found, device)
+
+    def _tails(self, part: PromptPart, tails: TailPart | None) -> tuple[Runs, Tensor] | tuple[None, None]:
+        """Sequences of the branches, and the places of the keys that they look at."""
         if tails is None:
-            return
+            return None, None
         q_lengths, k_lengths, places = [], [], []
         prompt, tail = part.start, part.start + sum(part.lengths)
         for length, branches in zip(part.lengths, tails.branch_lengths, strict=True):
@@ -229,8 +247,7 @@ class _Flat:
                 ]
                 own += branch
             prompt, tail = prompt + length, own
-        self.tail_runs = make_runs(q_lengths, k_lengths, device)
-        self.index_U = torch.cat(places).to(device, non_blocking=True)
+        return make_runs(q_lengths, k_lengths), torch.cat(places)
 
     def known(self, states_TKd: Tensor, dtype: torch.dtype) -> Tensor:
         # Under autocast keys are rotated in float32; they are kept in the dtype that they are used in.
@@ -265,7 +282,7 @@ class _Segment:
     runs: Runs
 
 
-def _segments(part: PromptPart, device: torch.device) -> list[_Segment]:
+def _segments(part: PromptPart) -> list[_Segment]:
     """Prompts cut at their pictures: each piece sees its prompt up to its own end."""
     pieces: dict[bool, list[tuple[int, int, int]]] = {True: [], False: []}
     row = part.start
@@ -278,14 +295,9 @@ def _segments(part: PromptPart, device: torch.device) -> list[_Segment]:
     found = []
     for causal, places in pieces.items():
         look, seen = (
-            torch.cat([torch.arange(piece[first], piece[2]) for piece in places]).to(
-                device, non_blocking=True
-            )
-            for first in (1, 0)
+            torch.cat([torch.arange(piece[first], piece[2]) for piece in places]) for first in (1, 0)
         )
-        runs = make_runs(
-            [end - begin for _, begin, end in places], [end - row for row, _, end in places], device
-        )
+        runs = make_runs([end - begin for _, begin, end in places], [end - row for row, _, end in places])
         found.append(_Segment(causal, look, seen, runs))
     return found
 
@@ -340,7 +352,7 @@ class _Rows:
             back += [
                 torch.arange(row * longest, row * longest + length) for row, length in enumerate(lengths)
             ]
-            self.back = torch.cat(back).to(index_BT.device, non_blocking=True)
+            self.back = moved(torch.cat(back), index_BT.device)
 
     def side_by_side(self, flat: Tensor) -> Tensor:
         """(T, heads, d) as (B, longest, heads, d)."""
@@ -369,14 +381,14 @@ class Cache:
         lengths = [encoded.part.lengths[place] for place in places]
         self.length = longest = max(lengths)
         # Heads come before tokens, as the kernel reads them.
-        self.buffers = encoded.buffers(places, longest + num_new_tokens, heads_first=True)
+        self.buffers = encoded.buffers(places, longest + num_new_tokens, heads_first=True, room_of=fresh)
         dtype, device = encoded.values[0].dtype, encoded.values[0].device
         self.bias: Tensor | None = None
         if min(lengths) < longest:
             seen = torch.arange(longest + num_new_tokens) < torch.tensor(lengths)[:, None]
             seen[:, longest:] = True
             bias = torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, float("-inf"))
-            self.bias = bias[:, None, None].to(device, non_blocking=True)
+            self.bias = moved(bias[:, None, None], device)
 
     def attend(self, layer: int, q_BHd: Tensor, k_BKd: Tensor, v_BKd: Tensor, kernel: "_Kernel") -> Tensor:
         """Outputs (B, H, d) of one new token a row, whose key and value are kept."""
@@ -402,6 +414,17 @@ class Cache:
             self.bias = self.bias[rows]
 
 
+def bucket(number: int) -> int:
+    """The number of rows, or of tokens a row has room for, that a step is captured for: few sizes, so that few are captured."""
+    size = 4
+    while number > 2:
+        for rounded in (size, size * 3 // 2):
+            if rounded >= number:
+                return rounded
+        size *= 2
+    return number
+
+
 class RunningCache:
     """Plan of generation in which nothing depends on the host: every step is the same kernels on the same memory.
 
@@ -411,7 +434,8 @@ class RunningCache:
     Args:
         encoded: of the prompts, read without gradient.
         places: which of them, each as often as it is continued.
-        num_new_tokens: greatest number of tokens put after a prompt.
+        capacity: tokens that each row has room for.
+        room_of: gives the memory of everything that a step reads or writes.
 
     Attributes:
         length_B: int32 tokens of each row.
@@ -419,20 +443,28 @@ class RunningCache:
 
     read_R = None
 
-    def __init__(self, encoded: EncodedPrompts | EncodedParts, places: Sequence[int], num_new_tokens: int):
-        lengths = [encoded.part.lengths[place] for place in places]
-        self.whole = encoded.buffers(places, max(lengths) + num_new_tokens, heads_first=False)
-        device = encoded.values[0].device
-        self.whole_length = torch.tensor(lengths, dtype=torch.int32).to(device, non_blocking=True)
+    def __init__(
+        self, encoded: EncodedPrompts | EncodedParts, places: Sequence[int], capacity: int, room_of: Room
+    ):
+        self.whole = encoded.buffers(places, capacity, heads_first=False, room_of=room_of)
+        rows = torch.arange(len(places) + 1)
+        numbers = [
+            torch.tensor([encoded.part.lengths[place] for place in places], dtype=torch.int32),
+            rows[:-1],
+            rows.int(),
+            rows.int() * capacity,
+        ]
+        found = moved(numbers, encoded.values[0].device)
+        self.numbers = [
+            room_of(f"cache {place}", tuple(one.shape), one).copy_(one) for place, one in enumerate(found)
+        ]
         self._take(len(places))
 
     def _take(self, num_rows: int) -> None:
         self.buffers = [(keys[:num_rows], values[:num_rows]) for keys, values in self.whole]
-        self.length_B = self.whole_length[:num_rows]
-        device = self.length_B.device
-        self.row_B = torch.arange(num_rows, device=device)
-        self.q_start_N = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
-        self.k_start_N = self.q_start_N * self.whole[0][0].shape[1]
+        length, row, q_start, k_start = self.numbers
+        self.length_B, self.row_B = length[:num_rows], row[:num_rows]
+        self.q_start_N, self.k_start_N = q_start[: num_rows + 1], k_start[: num_rows + 1]
 
     def attend(self, layer: int, q_BHd: Tensor, k_BKd: Tensor, v_BKd: Tensor, kernel: "_Kernel") -> Tensor:
         """Outputs (B, H, d) of one new token a row, whose key and value are kept."""

@@ -16,7 +16,7 @@ from rge.model.adapters import add_adapters
 from rge.model.attention import EncodedParts, EncodedPrompts, Pass, install
 from rge.model.backbone import Backbone, load_backbone, vision_parameters
 from rge.model.families import normalised
-from rge.model.packing import Branch, PromptPart, TailPart, pack_prompts, pack_tails
+from rge.model.packing import Branch, PromptPart, TailPart, pack_prompts, pack_tails, together
 from rge.model.prompts import Prompt
 
 
@@ -138,17 +138,13 @@ class EmbeddingModel(nn.Module):
         self, prompts: Sequence[Prompt], branches: Sequence[Sequence[Branch]], temperature: float = 1.0
     ) -> Packed:
         """Lay prompts and their branches out for `forward`; see `rge.model.packing`."""
-        part = self.pack_prompts(prompts).prompts
-        return Packed(part, self._tails(prompts, branches), owners=prompts, temperature=temperature)
+        parts = together(self._prompts(prompts), pack_tails(prompts, branches), device=self.device)
+        return Packed(*parts, owners=prompts, temperature=temperature)
 
     def pack_prompts(self, prompts: Sequence[Prompt]) -> Packed:
         """Lay prompts alone out, to be continued later."""
-        part = pack_prompts(
-            prompts,
-            picture_ids=self.picture_ids,
-            empty_picture=self.family.square_picture(self.model.config),
-        )
-        return Packed(part.to(self.device), None, owners=prompts)
+        (part,) = together(self._prompts(prompts), device=self.device)
+        return Packed(part, None, owners=prompts)
 
     def pack_branches(
         self,
@@ -158,10 +154,12 @@ class EmbeddingModel(nn.Module):
         temperature: float = 1.0,
     ) -> Packed:
         """Lay branches of prompts out that have been encoded already, in this order."""
-        return Packed(None, self._tails(prompts, branches), encoded, temperature=temperature)
+        (tails,) = together(pack_tails(prompts, branches), device=self.device)
+        return Packed(None, tails, encoded, temperature=temperature)
 
-    def _tails(self, prompts: Sequence[Prompt], branches: Sequence[Sequence[Branch]]) -> TailPart:
-        return pack_tails(prompts, branches).to(self.device)
+    def _prompts(self, prompts: Sequence[Prompt]) -> PromptPart:
+        empty = self.family.square_picture(self.model.config)
+        return pack_prompts(prompts, picture_ids=self.picture_ids, empty_picture=empty)
 
     def forward(self, *packs: Packed | Readout) -> list[Readout]:
         """Run every pack through the backbone, all in one call, so that a wrapper sees few forwards a step.
@@ -179,8 +177,8 @@ class EmbeddingModel(nn.Module):
         """The state (B, D), not normalised, that predicts the first token after each prompt."""
         # Without branches a tail is the prompt's last token.
         tails = pack_tails(prompts, [[]] * len(prompts), read_prompts=True)
-        packed = Packed(self.pack_prompts(prompts).prompts, tails.to(self.device), owners=prompts)
-        hidden_TD, plan = self._run(packed)
+        parts = together(self._prompts(prompts), tails, device=self.device)
+        hidden_TD, plan = self._run(Packed(*parts, owners=prompts))
         return hidden_TD[plan.num_prompt_tokens :]
 
     def _run(self, packed: Packed) -> tuple[Tensor, Pass]:

@@ -18,20 +18,19 @@ longest tail, N = read-out states, M = predicted tokens, L = sampled tokens.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rge.model.prompts import Prompt
+from rge.model.transfer import moved
 
 PROMPT, PADDING = 0, -1
 """Segments of a tail; branches are 1, 2, ..."""
 
-_ON_HOST = ("lengths", "start", "spans", "image_grid", "branch_lengths", "label_lengths")
-"""What no kernel reads, but what sizes are taken from: reading it back from a device would be a wait."""
-
-_Part = TypeVar("_Part", "PromptPart", "TailPart")
+_ALONE = ("image_grid", "pixels")
+"""Left out when a part is moved. Of the grid sizes are taken: reading it back from a device would be a wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +86,6 @@ class PromptPart:
     pixels: Tensor
     image_grid: Tensor
 
-    def to(self, device: torch.device | str) -> "PromptPart":
-        """The same on another device."""
-        return _moved(self, device)
-
 
 @dataclass(frozen=True, slots=True)
 class TailPart:
@@ -124,14 +119,23 @@ class TailPart:
     sampled_L: Tensor
     read_index_R: Tensor
 
-    def to(self, device: torch.device | str) -> "TailPart":
-        """The same on another device."""
-        return _moved(self, device)
 
+def together(*parts: Any, device: torch.device | str) -> list[Any]:
+    """Prompt and tail parts on a device, by one copy; pixels by one of their own where they are not there yet.
 
-def _moved(part: _Part, device: torch.device | str) -> _Part:
-    found = {item.name: getattr(part, item.name) for item in fields(part) if item.name not in _ON_HOST}
-    return replace(part, **{name: value.to(device, non_blocking=True) for name, value in found.items()})
+    Data workers' are: `rge.data.loader.Loader` has copied them.
+    """
+    found = [
+        {item.name: getattr(part, item.name) for item in fields(part) if item.name not in _ALONE}
+        for part in parts
+    ]
+    there = [replace(part, **values) for part, values in zip(parts, moved(found, device), strict=True)]
+    return [
+        replace(part, pixels=part.pixels.to(device, non_blocking=True))
+        if isinstance(part, PromptPart)
+        else part
+        for part in there
+    ]
 
 
 def pack_prompts(

@@ -32,7 +32,7 @@ class KernelError(UserError):
 
 @dataclass(frozen=True)
 class Runs:
-    """Where sequences begin, on the device, and their lengths, on the host.
+    """Where sequences begin, and their lengths, which stay on the host.
 
     Attributes:
         q_lengths: tokens of each sequence that look.
@@ -47,11 +47,11 @@ class Runs:
     k_start_N: Tensor
 
 
-def make_runs(q_lengths: Sequence[int], k_lengths: Sequence[int], device: torch.device) -> Runs:
-    """Runs of these lengths; sequences without a token are left out."""
+def make_runs(q_lengths: Sequence[int], k_lengths: Sequence[int]) -> Runs:
+    """Runs of these lengths, on the host; sequences without a token are left out."""
     pairs = [(q, k) for q, k in zip(q_lengths, k_lengths, strict=True) if q]
     starts = torch.tensor([(0, 0), *pairs], dtype=torch.int32).cumsum(dim=0, dtype=torch.int32)
-    q_start_N, k_start_N = starts.T.contiguous().to(device, non_blocking=True).unbind()
+    q_start_N, k_start_N = starts.T.contiguous().unbind()
     return Runs(tuple(q for q, _ in pairs), tuple(k for _, k in pairs), q_start_N, k_start_N)
 
 

@@ -23,6 +23,7 @@ from transformers.vision_utils import (
 )
 
 from rge.model.hub_model import HubModel
+from rge.model.transfer import moved
 from rge.model.varlen import Runs, attend_runs, make_runs, wanted
 
 KEY = "model.vision_attn_implementation"
@@ -57,21 +58,16 @@ class Spans:
     runs: Runs
 
 
-def make_spans(lengths: Sequence[int], device: torch.device) -> Spans:
-    """Spans of these lengths, one after the other."""
-    runs, sizes = make_runs(lengths, lengths, device), sorted(set(lengths))
+def make_spans(lengths: Sequence[int]) -> Spans:
+    """Spans of these lengths, one after the other, on the host."""
+    runs, sizes = make_runs(lengths, lengths), sorted(set(lengths))
     if len(sizes) == 1:
         return Spans(sizes, [], None, runs)
     length = torch.tensor(lengths)
     start = length.cumsum(dim=0) - length
     places = [start[length == size][:, None] + torch.arange(size) for size in sizes]
     back = torch.cat([place.flatten() for place in places]).argsort()
-    return Spans(
-        sizes,
-        [place.to(device, non_blocking=True) for place in places],
-        back.to(device, non_blocking=True),
-        runs,
-    )
+    return Spans(sizes, places, back, runs)
 
 
 def sizes_of(tower: HubModel, grid: Tensor, device: torch.device) -> dict[str, Any]:
@@ -106,8 +102,8 @@ def sizes_of(tower: HubModel, grid: Tensor, device: torch.device) -> dict[str, A
             align_corners=tower.interpolation_align_corners,
             spatial_merge_size=merge,
         )
-    found = {name: value.to(device, non_blocking=True) for name, value in found.items()}
-    return found | {"spans": {len(ends) - 1: make_spans(ends.diff().tolist(), device) for ends in boundaries}}
+    found["spans"] = {len(ends) - 1: make_spans(ends.diff().tolist()) for ends in boundaries}
+    return moved(found, device)
 
 
 if TYPE_CHECKING:
@@ -133,7 +129,9 @@ class _InGroups(_Stock):
         family = sys.modules[type(self).__mro__[2].__module__]
         P, count = hidden_states.shape[0], len(cu_seqlens) - 1
         found = (
-            spans[count] if spans is not None else make_spans(cu_seqlens.diff().tolist(), cu_seqlens.device)
+            spans[count]
+            if spans is not None
+            else moved(make_spans(cu_seqlens.diff().tolist()), cu_seqlens.device)
         )
         q_PHD, k_PHD, v_PHD = self.qkv(hidden_states).reshape(P, 3, self.num_heads, -1).unbind(1)
         q_PHD, k_PHD = family.apply_rotary_pos_emb_vision(q_PHD, k_PHD, *position_embeddings)

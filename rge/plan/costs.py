@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from rge.losses import CHUNK_TOKENS
+from rge.model.attention import bucket
 from rge.model.backbone import skeleton
 from rge.model.families import family_of
 from rge.model.hub_model import HubModel
@@ -276,6 +277,7 @@ class Setup:
         train_vision: whether the backward goes through the vision tower.
         optimizer_states: numbers the optimizer keeps a parameter.
         rollout_rows: rationales written at once.
+        captures: whether steps of writing are captured as CUDA graphs, whose buffers stay for the run.
         micro_queries: queries of a forward.
         keep: where what several micro batches' backwards need is kept, ``device`` or ``host``; ``none``.
         once: whether prompts are encoded once; None: where there is a single micro batch.
@@ -291,6 +293,7 @@ class Setup:
     train_vision: bool = True
     optimizer_states: int = 2
     rollout_rows: int = 1
+    captures: bool = False
     micro_queries: int = 1
     keep: str = "none"
     once: bool | None = None
@@ -397,7 +400,10 @@ def memory(shapes: Shapes, load: Load, setup: Setup) -> dict[str, float]:
     writing = 0.0
     if n.own:
         rows = min(setup.rollout_rows, n.queries * n.each)
-        writing = _cache(shapes, setup) * rows * (n.prompt + n.own + 2) + setup.engine
+        room = n.prompt + n.own + 2
+        if setup.captures:
+            rows, room = bucket(rows), bucket(math.ceil(room))
+        writing = _cache(shapes, setup) * rows * room + setup.engine
         if setup.shares_weights:  # gathered, in the computing dtype, while rationales are written
             writing += 2.0 * s.parameters
     stays = setup.remembers(load)
@@ -407,8 +413,8 @@ def memory(shapes: Shapes, load: Load, setup: Setup) -> dict[str, float]:
         "gradients": gradients,
         "optimizer": states,
         "pictures": pixel_bytes(shapes, load) + stays * float(made),
-        "activations": training if training >= writing else 0.0,
-        "rollout": writing if writing > training else 0.0,
+        "activations": training if setup.captures or training >= writing else 0.0,
+        "rollout": writing if setup.captures or writing > training else 0.0,
         "kept until the backward": kept_bytes(shapes, load, setup)[0],
     }
 

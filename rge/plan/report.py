@@ -277,6 +277,10 @@ def setup_of(recipe: Recipe, model: HubModel, options: PlanOptions) -> Setup:
         train_vision=lora.vision or bool(lora.modules_to_save) if lora else not recipe.model.freeze_vision,
         optimizer_states=OPTIMIZER_STATES[recipe.optim.name],
         rollout_rows=recipe.rollout.batch_size,
+        captures=recipe.model.cuda_graphs
+        and recipe.model.dtype == "bfloat16"
+        and recipe.model.attn_implementation in ("auto", "varlen")
+        and recipe.rollout.backend == "own",
         micro_queries=min(recipe.train.micro_batch_size, queries),
         engine=engine_bytes(recipe, options) if recipe.rollout.vllm_sleep else 0.0,
     )

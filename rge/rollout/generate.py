@@ -5,43 +5,118 @@ are carried as token ids; decoding and tokenising them again may give other ids,
 
 A step of generation costs one call of every layer and, on a CPU, one look at who is done; positions, masks and buffers
 are made before the first. Rows that are done leave the batch. On a GPU a step is thousands of small kernels that take
-longer to launch than to run; they are captured as a CUDA graph for each number of rows, and then launched as one.
+longer to launch than to run; they are captured as a CUDA graph for each number of rows and length of their buffers, and then
+launched as one. Capturing waits for the device and empties its caches, so graphs stay for the run, and with them the memory
+that they read and write (`_Captured`).
 
 Shape suffixes: B = rows still being written, R = all rows, L = steps, V = vocabulary, D = hidden size.
 """
 
 import logging
+import math
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rge.model.attention import Cache, EncodedParts, EncodedPrompts, RunningCache
+from rge.model.attention import Cache, EncodedParts, EncodedPrompts, RunningCache, bucket, fresh
 from rge.model.embedding_model import EmbeddingModel, normalise
 from rge.model.families import Rotations, family_of
 from rge.model.hub_model import HubModel
 from rge.model.prompts import Prompt
+from rge.model.transfer import moved
 from rge.model.varlen import KernelError
 
 _log = logging.getLogger(__name__)
 
 
-def _cuda_graph(work: Callable[[], None]) -> Callable[[], None]:
-    graph = torch.cuda.CUDAGraph()
-    # Only this thread's calls are looked at: the loader's thread pins memory meanwhile.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        work()
-    return graph.replay
+Capture = Callable[[Callable[[], None]], Callable[[], None]]
+"""Captures work without running it; it runs as often as what comes back is called."""
 
 
-CAPTURES: dict[str, Callable[[Callable[[], None]], Callable[[], None]]] = {"cuda": _cuda_graph}
-"""How work is captured, by kind of device: without running it, to be run as often as what comes back is called."""
+class _CudaGraphs:
+    """Captures CUDA graphs that share one pool for what a step makes and no later one reads: no two run at once."""
+
+    def __init__(self) -> None:
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
+        graph = torch.cuda.CUDAGraph()
+        # Only this thread's calls are looked at: the loader's thread pins memory meanwhile.
+        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+            work()
+        return graph.replay
+
+
+CAPTURES: dict[str, Callable[[], Capture]] = {"cuda": _CudaGraphs}
+"""What captures, by kind of device."""
 
 _checked: set[str] = set()
 """Kinds of device on which a captured step has been compared with a plain one in this process."""
+
+
+class _Captured:
+    """Steps captured for one embedder, by size, and the memory that they read and write; both stay for the run.
+
+    Memory is a run of bytes a name, as long as the longest that was asked for. Rows come first in every tensor, so that the first
+    rows of a large rollout lie where a small one's do, and what was captured on the one runs on the other.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.in_use = threading.Lock()
+        self.weights: tuple[int, ...] = ()
+        self.memory: dict[str, Tensor] = {}
+        self.forget()
+
+    def forget(self) -> None:
+        """Let go of every captured step; a pool of memory ends with its last graph, so the next ones get another."""
+        self.steps: dict[tuple, Callable[[], None]] = {}
+        self.capture = CAPTURES[self.device.type]()
+
+    def begin(self, embedder: EmbeddingModel) -> None:
+        """A rollout begins: keep what was captured if it reads the weights where they still are.
+
+        Optimizers change weights in place. Loading, gathering (ZeRO-3, FSDP2) and autocast put them elsewhere: autocast keeps
+        copies of float32 weights, and frees them at its end.
+        """
+        tensors = [*embedder.parameters(), *embedder.buffers()]
+        copied = any(map(torch.is_autocast_enabled, (self.device.type, "cpu"))) and any(
+            tensor.dtype == torch.float32 for tensor in tensors
+        )
+        now = () if copied else tuple(tensor.data_ptr() for tensor in tensors)
+        if copied or now != self.weights:
+            self.forget()
+        self.weights = now
+
+    def room(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """Zeros in the memory of that name; as long as it is long enough, that is where it was before."""
+        size, known = math.prod(shape), self.memory.get(name)
+        if known is None or known.dtype != like.dtype or len(known) < size:
+            self.forget()  # these steps read what is let go here
+            del known
+            self.memory.pop(name, None)
+            self.memory[name] = like.new_empty(size)
+        return self.memory[name][:size].view(shape).zero_()
+
+
+_CAPTURED: "weakref.WeakKeyDictionary[EmbeddingModel, _Captured]" = weakref.WeakKeyDictionary()
+
+
+def _captured_of(embedder: EmbeddingModel) -> _Captured | None:
+    """What an embedder's rollouts share; None where nothing is captured, or while another rollout uses it."""
+    device = embedder.device
+    if device.type not in CAPTURES or not embedder.cuda_graphs:
+        return None
+    captured = _CAPTURED.get(embedder)
+    if captured is None or captured.device != device:
+        captured = _CAPTURED[embedder] = _Captured(device)
+    return captured if captured.in_use.acquire(blocking=False) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,10 +210,12 @@ def generate(
     num_rows = num_each + len(given)
     at_once = max(1, batch_size // num_each)
     results: dict[int, Rationale] = {}
-    was_training = embedder.training
+    was_training, captured = embedder.training, _captured_of(embedder)
     # Also switches gradient checkpointing off, which in training mode would compute every layer twice.
     embedder.eval()
     try:
+        if captured is not None:
+            captured.begin(embedder)
         for start in range(0, len(order), at_once):
             chosen = order[start : start + at_once]
             members = [(index, number) for index in chosen for number in range(num_rows)]
@@ -157,7 +234,9 @@ def generate(
             else:
                 known, known_at = encoded, [index if places is None else places[index] for index in chosen]
             repeated = [place for place in known_at for _ in range(num_rows)]
-            writing = _Writing(embedder, known, repeated, choice, own_seeds, read if given else None)
+            writing = _Writing(
+                embedder, known, repeated, choice, own_seeds, read if given else None, captured
+            )
             if on_token is not None:
                 writing.on_token = lambda place, token, rows=rows: on_token(rows[place], token)
             found = writing.run()
@@ -167,9 +246,12 @@ def generate(
                 results[row] = Rationale(
                     ids, forced, state_D, seconds, direct=added and not ids, given=added, margin=margin
                 )
+            del writing  # its memory, before the next one's is made
             if on_progress is not None:
                 on_progress(len(chosen))
     finally:
+        if captured is not None:
+            captured.in_use.release()
         embedder.train(was_training)
     return [results[row] for row in range(len(results))]
 
@@ -205,7 +287,11 @@ def _encode(embedder: EmbeddingModel, prompts: Sequence[Prompt]) -> EncodedPromp
 
 
 class _Writing:
-    """A batch being written. While rows stay, every tensor keeps its place, and a step changes them where they are."""
+    """A batch being written. Every tensor keeps its place, and a step changes them where they are.
+
+    For captured steps that place is the same in every rollout, and rows are filled up to a size that steps are captured
+    for: with rows that have ended before they begin.
+    """
 
     on_token: Callable[[int, int], object] | None = None
 
@@ -218,50 +304,80 @@ class _Writing:
         choice: _Choice,
         seeds: Sequence[int | None] | None,
         given: Sequence[Sequence[int] | None] | None,
+        captured: _Captured | None,
     ):
         self.embedder, self.choice = embedder, choice
         max_new_tokens = choice.max_new_tokens
         model, device = embedder.model, embedder.device
         self.words, self.head = model.get_input_embeddings(), model.get_output_embeddings()
+        self.captured = captured = captured if encoded.is_flat else None
+        room_of = fresh if captured is None else captured.room
+        self.num_rows = len(places)
+        if captured is not None:
+            places = [*places, *[places[0]] * (bucket(len(places)) - len(places))]
         part, R = encoded.part, len(places)
-        rows = torch.tensor(places).to(device, non_blocking=True)
         # Step 0 reads the prompt's last token, step n the n-th token of the rationale, and one more a forced `<emb>`.
         self.num_steps = max_new_tokens + 2
-        self.cache = (RunningCache if encoded.is_flat else Cache)(encoded, places, self.num_steps)
-        self.rotations = _rotations(model, part.last_position_3B[:, rows], part.after_B[rows], self.num_steps)
-        self.uniform_RL = self.given_RL = None
+        self.cache: Cache | RunningCache
+        self.capacity = max(encoded.part.lengths[place] for place in places) + self.num_steps
+        if encoded.is_flat:
+            self.capacity = self.capacity if captured is None else bucket(self.capacity)
+            self.cache = RunningCache(encoded, places, self.capacity, room_of)
+        else:
+            self.cache = Cache(encoded, places, self.num_steps)
+        uniform_RL = given_RL = None
         if seeds is not None:
             uniform_RL = torch.zeros(R, max_new_tokens, dtype=torch.float64)
             for row, seed in enumerate(seeds):
                 if seed is not None:
                     stream = np.random.Generator(np.random.Philox(key=seed))
                     uniform_RL[row] = torch.from_numpy(stream.random(max_new_tokens))
-            self.uniform_RL = uniform_RL.to(device, non_blocking=True)
         if given is not None:
             given_RL = torch.full((R, max_new_tokens), -1)
             for row, ids in enumerate(given):
                 if ids is not None:
                     given_RL[row, : len(ids) + 1] = torch.tensor([*ids, embedder.emb_id])
-            self.given_RL = given_RL.to(device, non_blocking=True)
-        self.barred_V: Tensor | None = None
-        self.written_RL = torch.full((R, max_new_tokens + 1), embedder.emb_id, device=device)
-        self.state_RD = torch.empty(0)
-        self.margin_R = torch.full((R,), float("inf"), device=device) if choice.margins else None
-        self.row_B = torch.arange(R, device=device)
-        self.token_B = part.last_id_B[rows]
-        self.done_B = torch.zeros(R, dtype=torch.bool, device=device)
-        self.step_1 = torch.zeros(1, dtype=torch.long, device=device)
-        can = isinstance(self.cache, RunningCache) and embedder.cuda_graphs
-        self.capture = CAPTURES.get(device.type) if can else None
+        barred = torch.tensor(embedder.suppressed_ids, dtype=torch.long)
+        rows, uniform_RL, given_RL, self.barred = moved(
+            (torch.tensor(places), uniform_RL, given_RL, barred), device
+        )
+
+        def put(name: str, value: Tensor) -> Tensor:
+            return value if captured is None else room_of(name, tuple(value.shape), value).copy_(value)
+
+        self.uniform_RL = None if uniform_RL is None else put("uniform", uniform_RL)
+        self.given_RL = None if given_RL is None else put("given", given_RL)
+        self.rotations = {
+            kind: (put(f"cosines {kind}", cos_BLd), put(f"sines {kind}", sin_BLd))
+            for kind, (cos_BLd, sin_BLd) in _rotations(
+                model, part.last_position_3B[:, rows], part.after_B[rows], self.num_steps
+            ).items()
+        }
+        # What a step writes; `hidden_BD` and, on a plain step's way, the logits are its own.
+        row_R = torch.arange(R, device=device)
+        self.row_B = put("row", row_R)
+        self.done_B = put("done", row_R >= self.num_rows)
+        self.token_B = put("token", part.last_id_B[rows])
+        self.step_1 = put("step", torch.zeros(1, dtype=torch.long, device=device))
+        self.written_RL = put("written", torch.full((R, max_new_tokens + 1), embedder.emb_id, device=device))
+        self.margin_R = (
+            put("margin", torch.full((R,), float("inf"), device=device)) if choice.margins else None
+        )
+        words, hidden = self.words.weight, family_of(model).decoder(model).config.hidden_size
+        state_dtype = torch.promote_types(words.dtype, torch.float32)
+        self.state_RD = put("state", torch.zeros(R, hidden, dtype=state_dtype, device=device))
+        self.barred_V = None if captured is None else captured.memory.get("barred")
         self.replay: Callable[[], None] | None = None
 
     @torch.no_grad()
     def run(self) -> list[tuple[tuple[int, ...], bool, Tensor, float]]:
         """Write: of each row the ids, whether ``<emb>`` was forced, the state at it, and the smallest margin."""
         self._write()
-        found = []
-        least = [float("inf")] * len(self.written_RL) if self.margin_R is None else self.margin_R.tolist()
-        for ids, state_D, margin in zip(self.written_RL.tolist(), self.state_RD, least, strict=True):
+        found, real = [], slice(self.num_rows)
+        least = [float("inf")] * self.num_rows if self.margin_R is None else self.margin_R[real].tolist()
+        # The next rollout writes where this one did.
+        state_RD = self.state_RD if self.captured is None else self.state_RD[real].clone()
+        for ids, state_D, margin in zip(self.written_RL[real].tolist(), state_RD, least, strict=True):
             length = ids.index(self.embedder.emb_id)
             found.append((tuple(ids[:length]), length == self.choice.max_new_tokens, state_D, margin))
         return found
@@ -270,29 +386,31 @@ class _Writing:
         """Write until every row has ended."""
         device = self.row_B.device
         # A look at the device costs a wait on a GPU, and running a row on that is done costs little: look rarely there.
-        look_every = 1 if device.type == "cpu" and self.capture is None else 8
+        look_every = 1 if device.type == "cpu" and self.captured is None else 8
         warm = False
         for step in range(self.num_steps):
             chooses = step < self.choice.max_new_tokens
-            # The first step of a number of rows runs plainly: libraries choose their kernels then.
-            captured = self.capture is not None and warm and chooses
+            # The first step of a size runs plainly: libraries choose their kernels then.
+            captured = chooses and self.captured is not None and (warm or self._size() in self.captured.steps)
             if captured:
                 self._run_captured()
             else:
                 self._read()
             if step == self.num_steps - 1:
                 return
-            if step % look_every == 0 or step == self.choice.max_new_tokens:
+            if (step and step % look_every == 0) or step == self.choice.max_new_tokens:
                 num_rows = len(self.row_B)
                 num_alive = num_rows - int(self.done_B.sum())
                 if num_alive == 0:
                     return
                 # Copying the cache costs about as much as a step with it; worth it once a quarter of the rows is done.
-                num_kept = num_alive if self.capture is None else _bucket(num_alive)
+                num_kept = num_alive if self.captured is None else bucket(num_alive)
                 if num_kept <= 0.75 * num_rows:
-                    self._keep(self.done_B.to(torch.uint8).argsort(stable=True)[:num_kept])
+                    kept = self.done_B.to(torch.uint8).argsort(stable=True)[:num_kept]
+                    self._keep(kept)
                     warm = False
                     if not captured:
+                        self.hidden_BD = self.hidden_BD[kept]
                         self._choose(chooses)
                     self._tell()
                     continue
@@ -305,14 +423,12 @@ class _Writing:
         """Run the layers over each row's newest token, and take the states of rows that end in it."""
         hidden_BTD = self.words(self.token_B[None])
         now = {
-            kind: (cos_LBd.index_select(0, self.step_1), sin_LBd.index_select(0, self.step_1))
-            for kind, (cos_LBd, sin_LBd) in self.rotations.items()
+            kind: tuple(part_BLd.index_select(1, self.step_1).transpose(0, 1) for part_BLd in parts)
+            for kind, parts in self.rotations.items()
         }
         model = self.embedder.model
         self.hidden_BD = family_of(model).run_layers(model, hidden_BTD, now, self.cache)[0]
         state_BD = normalise(self.hidden_BD)
-        if not len(self.state_RD):
-            self.state_RD = torch.zeros_like(state_BD)
         ends_B = (self.token_B == self.embedder.emb_id) & ~self.done_B & (self.step_1 > 0)
         # Without a branch on what the device knows: rows that do not end write back what was there.
         kept_BD = torch.where(ends_B[:, None], state_BD, self.state_RD[self.row_B])
@@ -327,9 +443,9 @@ class _Writing:
         else:
             logit_BV = self.head(self.hidden_BD).float()
             if self.barred_V is None:
-                self.barred_V = torch.zeros_like(logit_BV[0])
-                barred = torch.tensor(self.embedder.suppressed_ids)
-                self.barred_V.index_fill_(0, barred.to(logit_BV.device, non_blocking=True), float("-inf"))
+                self.barred_V = torch.zeros_like(logit_BV[0]).index_fill_(0, self.barred, float("-inf"))
+                if self.captured is not None:
+                    self.captured.memory["barred"] = self.barred_V
             logit_BV = logit_BV + self.barred_V
             if self.choice.min_new_tokens:
                 early_1 = self.step_1 < self.choice.min_new_tokens
@@ -365,17 +481,25 @@ class _Writing:
         self._choose()
 
     def _keep(self, rows: Tensor) -> None:
+        def kept(tensor: Tensor) -> Tensor:
+            return tensor[rows] if self.captured is None else tensor[: len(rows)].copy_(tensor[rows])
+
         self.cache.keep_rows(rows)
-        self.hidden_BD, self.row_B, self.done_B = self.hidden_BD[rows], self.row_B[rows], self.done_B[rows]
-        self.rotations = {
-            kind: (cos_LBd[:, rows], sin_LBd[:, rows]) for kind, (cos_LBd, sin_LBd) in self.rotations.items()
-        }
-        self.token_B, self.replay = self.token_B[rows], None
+        self.row_B, self.done_B, self.token_B = kept(self.row_B), kept(self.done_B), kept(self.token_B)
+        self.rotations = {kind: (kept(cos), kept(sin)) for kind, (cos, sin) in self.rotations.items()}
+        self.replay = None
+
+    def _size(self) -> tuple:
+        """What a captured step depends on beside the memory that it reads."""
+        how = self.choice, self.uniform_RL is None, self.given_RL is None
+        return len(self.row_B), self.capacity, *how
 
     def _run_captured(self) -> None:
-        assert self.capture is not None
+        assert self.captured is not None
         if self.replay is None:
-            self.replay = self.capture(self._whole_step)
+            self.replay = self.captured.steps.get(self._size())
+        if self.replay is None:
+            self.replay = self.captured.steps[self._size()] = self.captured.capture(self._whole_step)
             if (kind := self.row_B.device.type) not in _checked:
                 self._check()
                 _checked.add(kind)
@@ -411,25 +535,13 @@ class _Writing:
         )
 
 
-def _bucket(num_rows: int) -> int:
-    """The number of rows that a step is captured for: a few sizes, so that few steps are spent on capturing."""
-    return num_rows if num_rows <= 2 else next(size for size in _sizes() if size >= num_rows)
-
-
-def _sizes() -> Iterator[int]:
-    size = 4
-    while True:
-        yield from (size, size * 3 // 2)
-        size *= 2
-
-
 def _rotations(model: HubModel, last_position_3B: Tensor, after_B: Tensor, num_steps: int) -> Rotations:
-    """Cosines and sines (L, B, head size) of every step's token: the prompt's last, then what follows the prompt."""
-    follow_LB = after_B + torch.arange(num_steps - 1, device=after_B.device)[:, None]
-    position_3LB = torch.cat([last_position_3B[:, None], follow_LB.expand(3, -1, -1)], dim=1)
+    """Cosines and sines (B, L, head size) of every step's token: the prompt's last, then what follows the prompt."""
+    follow_BL = after_B[:, None] + torch.arange(num_steps - 1, device=after_B.device)
+    position_3BL = torch.cat([last_position_3B[..., None], follow_BL.expand(3, -1, -1)], dim=2)
     words = model.get_input_embeddings().weight
-    found = family_of(model).rotations(model, words, position_3LB.flatten(1)[:, None])
-    shape = position_3LB.shape[1:]
+    found = family_of(model).rotations(model, words, position_3BL.flatten(1)[:, None])
+    shape = position_3BL.shape[1:]
     return {
         kind: (cos[0].unflatten(0, shape), sin[0].unflatten(0, shape)) for kind, (cos, sin) in found.items()
     }

@@ -6,7 +6,8 @@ that what happens once in a process is not counted. A kernel is an operation tha
 higher for some, lower where libraries fuse. A launch is a single kernel, or a captured step of any number of them. A wait
 is the host standing still until the device has done all it was given; capturing a graph is one too, and has a column of its
 own. A copy is one from host to device that is not waited for; unpinned ones come from pageable memory, which the driver copies
-once more. Below the table: how often positions of prompts were computed, with the prompts and in a step.
+once more. Below the table: how often positions of prompts were computed, with the prompts and in a step; and what consecutive
+rollouts capture whose rows end one after the other, so that the batch shrinks.
 
 ``places=true`` lists the lines that wait.
 """
@@ -58,9 +59,9 @@ def count(options: Options) -> dict[str, dict[str, dict[str, int]]]:
         with FakeGpu() as gpu:
             gpu.move(embedder)
             run = _three_passes if form == "three passes" else _ours
+            inside = _kernels_of_graphs(gpu)
             run(setting, gpu)
             embedder.zero_grad()
-            inside = _kernels_of_graphs(gpu)
             for counts in (gpu.kernels, gpu.waits, gpu.graphs, gpu.copies, gpu.unpinned):
                 counts.clear()
             inside.clear()
@@ -78,18 +79,37 @@ def count(options: Options) -> dict[str, dict[str, dict[str, int]]]:
                 "copies": gpu.copies[phase],
                 "unpinned": gpu.unpinned[phase],
             }
-        num_prompts = len(setting.batch.queries) + len(setting.batch.candidates)
-        found[form]["positions"] = {
-            "prompts": num_prompts,
-            "with them": with_prompts,
-            "in a step": positions.calls,
-        }
+        found[form]["positions"] = {"with prompts": with_prompts, "in a step": positions.calls}
         positions.calls = 0
         found[form]["places"] = {
             f"{phase}: {kind} at {place}": number
             for (phase, kind, place), number in gpu.waits.most_common()
             if phase != "-"
         }
+    return found
+
+
+def count_captures(options: Options, rollouts: int = 3) -> list[dict[str, int]]:
+    """Captures and waits of consecutive rollouts; an eighth of the rows ends after every eighth of the tokens.
+
+    Each prompt is continued by what the model writes, which does not end, and by seven given rationales, each longer than
+    the one before.
+    """
+    sizes = {"layers": options.layers, "batch": options.batch, "prompt_tokens": options.prompt_tokens}
+    setting = forms.long_setting(forms.Sizes(**sizes, hidden=64, candidate_side_px=56))
+    embedder, cap, found = setting.embedder.bfloat16(), options.rationale_tokens, []
+    with torch.no_grad():
+        embedder.model.get_input_embeddings().weight[embedder.emb_id] = 0
+    given = [[7] * (cap * number // 8) for number in range(1, 8)]
+    with FakeGpu() as gpu:
+        gpu.move(embedder)
+        for number in range(rollouts):
+            gpu.phase = f"rollout {number}"
+            generate(
+                embedder, setting.batch.queries, max_new_tokens=cap, batch_size=options.batch, given=given
+            )
+            found.append({"captures": gpu.graphs[gpu.phase], "waits": gpu.of(gpu.waits, gpu.phase)})
+        gpu.phase = "-"
     return found
 
 
@@ -173,9 +193,17 @@ def measure(options: Options) -> dict:
     )
     for form, phases in found.items():
         print(f"positions computed, {form}: {phases['positions']}")
+    captures = count_captures(options)
+    print(f"rollouts of {8 * options.batch} rows that end one after the other: {captures}")
     if options.places:
         for form, phases in found.items():
             print(f"\n{form} waits")
             for place, number in phases["places"].items():
                 print(f"{number:6} {place}")
-    return {"counts": found, "all": totals, "kernels a layer and token": a_layer, "options": vars(options)}
+    return {
+        "counts": found,
+        "captures": captures,
+        "all": totals,
+        "kernels a layer and token": a_layer,
+        "options": vars(options),
+    }

@@ -91,6 +91,10 @@ class OnGpu(Tensor):
         _gpu()._wait("tolist")
         return self.inner.tolist()
 
+    def data_ptr(self) -> int:
+        """Of the numbers."""
+        return self.inner.data_ptr()
+
     def numpy(self, *args: object, **kwargs: object) -> Any:
         """As on a device."""
         raise TypeError("can't convert cuda:0 device type tensor to numpy; use Tensor.cpu() first")
@@ -178,6 +182,7 @@ class FakeGpu(TorchDispatchMode):
         self.attention: collections.Counter = collections.Counter()
         self.last_captured = 0
         self._recording: _Recording | None = None
+        self._captures_by: Callable[[Callable[[], None]], Callable[[], None]] = self.capture
         self._undo: list[Callable[[], None]] = []
 
     def __enter__(self) -> "FakeGpu":
@@ -194,7 +199,7 @@ class FakeGpu(TorchDispatchMode):
         checked, verified = set(generate._checked), set(varlen._verified)
         torch.cuda._lazy_init = lambda: None
         torch._C._set_only_lift_cpu_tensors(True)
-        generate.CAPTURES["cuda"] = self.capture
+        generate.CAPTURES["cuda"] = lambda: lambda work: self._captures_by(work)
         if self.flash_in_float32:
             varlen.TOLERANCE[torch.float32] = 1e-5
         generate._checked.clear()
@@ -248,7 +253,8 @@ class FakeGpu(TorchDispatchMode):
         return module
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """As a CUDA graph: `work` leaves no trace, and is run by calling what comes back."""
+        """As a CUDA graph: `work` leaves no trace, and is run by calling what comes back. A device is waited for first."""
+        self._wait("capture")
         self._recording = recording = _Recording()
         self.graphs[self.phase] += 1
         self.last_captured = 0
@@ -268,7 +274,7 @@ class FakeGpu(TorchDispatchMode):
 
     def use_capture(self, capture: Callable[[Callable[[], None]], Callable[[], None]]) -> None:
         """Another way to capture until this context ends, e.g. one that counts."""
-        generate.CAPTURES["cuda"] = capture
+        self._captures_by = capture
 
     def _wait(self, kind: str) -> None:
         if self._recording is not None:

@@ -447,15 +447,8 @@ def test_shared_memory_too_small_for_nccl_is_said(monkeypatch):
 Card = namedtuple("Card", "name total_memory")
 
 
-@pytest.mark.parametrize(
-    ("card", "dtype", "said"),
-    [
-        ("NVIDIA H100 80GB HBM3", "bfloat16", r"; \d+ min \(\d+ min to \d+ min\) at 35% of what its maker gives for NVIDIA H100"),
-        ("NVIDIA H100 80GB HBM3", "float32", "no time estimate: unknown throughput of NVIDIA H100 80GB HBM3 in float32"),
-        ("Other 3000", "bfloat16", "no time estimate: unknown throughput of Other 3000 in bfloat16 .`rge plan` takes"),
-    ],
-)  # fmt: skip
-def test_the_banner_says_time_and_memory_with_their_uncertainty(home, monkeypatch, card, dtype, said):
+def plans_on(card: str, dtype: str, home, monkeypatch) -> estimate.Plans:
+    """Of a joint stage on two such cards of 80 GiB."""
     recipe = recipe_of(home, f"model.dtype={dtype}", "joint.steps=200000", "cold_start.steps=200000")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Card(card, 80 * 2**30))
     monkeypatch.setattr(launch, "back_end", lambda accelerator: launch.BackEnd("DDP", 2))
@@ -465,11 +458,41 @@ def test_the_banner_says_time_and_memory_with_their_uncertainty(home, monkeypatc
         size = 3
 
     records = {str(home / "records.jsonl"): File([None] * 3)}
-    lines = list(
-        estimate.banner(
-            estimate.Plans(recipe, {"joint": 200_000}, records, {}, check._outline(recipe), Gpus())
-        )
-    )
+    return estimate.Plans(recipe, {"joint": 200_000}, records, {}, check._outline(recipe), Gpus())
+
+
+def test_the_banner_names_a_faster_way_that_fits_and_its_overrides(home, monkeypatch):
+    """Where it saves enough to be worth saying, and only there."""
+    plans = plans_on("NVIDIA H100 80GB HBM3", "bfloat16", home, monkeypatch)
+    figures = plans.found["joint"]
+    way = {"memory_total": 7e9, "memory_to": 9e9, "overrides": ["train.micro_batch_size=7", "a=b"]}
+    said = {}
+    for share in (0.5, 0.9, 0.99):
+        figures["fastest"] = [{**way, "seconds": share * figures["seconds"]}, {"seconds": 0.0}]
+        said[share] = [line for line in estimate.banner(plans) if "faster way" in line]
+    figures["fastest"] = []
+    assert not any("faster way" in line for line in estimate.banner(plans))
+    assert said == {
+        0.5: [
+            "  a faster way to take the same step fits by the plan, 2.00 x, in 6.5 (to 8.4) GiB: train.micro_batch_size=7 a=b"
+        ],
+        0.9: [
+            "  a faster way to take the same step fits by the plan, 1.11 x, in 6.5 (to 8.4) GiB: train.micro_batch_size=7 a=b"
+        ],
+        0.99: [],
+    }
+
+
+@pytest.mark.parametrize(
+    ("card", "dtype", "said"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bfloat16", r"; \d+ min \(\d+ min to \d+ min\) at 35% of what its maker gives for NVIDIA H100"),
+        ("NVIDIA H100 80GB HBM3", "float32", "no time estimate: unknown throughput of NVIDIA H100 80GB HBM3 in float32"),
+        ("Other 3000", "bfloat16", "no time estimate: unknown throughput of Other 3000 in bfloat16 .`rge plan` takes"),
+    ],
+)  # fmt: skip
+def test_the_banner_says_time_and_memory_with_their_uncertainty(home, monkeypatch, card, dtype, said):
+    lines = list(estimate.banner(plans_on(card, dtype, home, monkeypatch)))
     assert re.search(said, lines[-1])
     total, least, most = map(
         float, re.search(r"([\d.]+) of 80.0 GiB a process \(([\d.]+) to ([\d.]+)\)", lines[-1]).groups()

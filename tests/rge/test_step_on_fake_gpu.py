@@ -9,7 +9,7 @@ from family_models import PHOTOS  # its network has no kernel of ours, and hundr
 
 from rge.model import embedding_model
 from rge.model.embedding_model import EmbeddingModel, encode_prompts
-from rge.model.families import FAMILIES
+from rge.model.families import FAMILIES, family_of
 from rge.model.prompts import PromptBuilder
 from rge.model.varlen import KernelError
 from rge.objective import Objective
@@ -19,6 +19,8 @@ from rge.step import TrainingStep
 
 CAP = 24
 KERNELS_A_LAYER, KERNELS_A_TOKEN = 45, 40
+MOVES = {"one chunk": 2, "checkpointing": 12}
+"""Forwards of a step, each of which gets its indices, layout and pictures' sizes by one copy each."""
 
 
 def test_it_is_as_strict_as_a_gpu():
@@ -118,7 +120,7 @@ def test_two_steps_on_a_gpu(lively_path, backbone_of, make_batch, options, caplo
         assert (
             sum("a captured step checked against the plain one: tokens equal" in line for line in said) == 1
         )
-        counts = (gpu.waits, gpu.kernels, gpu.graphs, gpu.attention)
+        counts = (gpu.waits, gpu.kernels, gpu.graphs, gpu.copies, gpu.attention)
         for count in counts:
             count.clear()
         found.append(run_step(there, batch, optimizer, gpu, size))
@@ -139,9 +141,74 @@ def test_two_steps_on_a_gpu(lively_path, backbone_of, make_batch, options, caplo
     own = {"_varlen_attn", "_varlen_attn_backward"}
     assert own <= kinds
     assert kinds == own or (kinds - own and here.model.config.model_type in STOCK_TOWERS), gpu.attention
-    # All steps of writing but one a number of rows are launched as one graph.
-    replays = gpu.kernels["rollout", "graph"]
-    assert replays >= CAP - 1 - 2 * gpu.graphs["rollout"]
+    # Every step of writing is launched as one graph, and all of these were captured in the first step.
+    assert gpu.graphs["rollout"] == 0
+    assert gpu.kernels["rollout", "graph"] >= CAP
+    assert gpu.copies["step"] <= 3 * MOVES[options] + 6, gpu.copies
+
+
+def test_captured_steps_stay_for_the_run(lively_path, backbone_of, make_prompts, caplog):
+    """While the weights change in place, and until they are elsewhere; each rollout writes what plain steps write."""
+    here = EmbeddingModel(backbone_of(lively_path, dtype="bfloat16"))
+    builder = PromptBuilder(here.processor)
+    prompts, longer = make_prompts(builder, 5), make_prompts(builder, 5, side="candidate")
+    given = {"given": [[7] * length for length in (0, 2, 4, 9, 13)]}  # rows end one after the other
+    rollouts = [
+        (prompts[:3], {"num_each": 2, "temperature": 0.8, "seeds": range(6), **given}),
+        (prompts[:2], {"num_each": 2, "temperature": 0.8, "seeds": range(4), **given}),
+        (prompts[1:4], {"num_each": 2, "temperature": 0.8, "seeds": range(6, 12), **given}),
+        (longer, {"batch_size": 3}),
+        (prompts, {"batch_size": 3}),
+        (longer, {"batch_size": 3}),
+    ]
+
+    def write(embedder, number):
+        rows, settings = rollouts[number]
+        settings = {"batch_size": 6, **settings}
+        found = generate(embedder, rows, max_new_tokens=CAP, **settings)
+        return [one.ids for one in found], torch.stack([one.state_D for one in found])
+
+    with FakeGpu() as gpu:
+        gpu.move(here)
+        here.eval()
+        plain = copy.copy(here)
+        plain.cuda_graphs = False
+        kept, captures = [], []
+        for number in (0, 1, 2, 0, 3, 4, 5, 3):
+            gpu.graphs.clear()
+            tokens, states = write(here, number)
+            captures.append(gpu.graphs["-"])
+            expected_tokens, expected = write(plain, number)
+            assert tokens == expected_tokens
+            torch.testing.assert_close(states.cpu(), expected.cpu(), rtol=0, atol=1e-2)
+            kept.append((states, states.cpu()))
+            with torch.no_grad():
+                here.model.get_output_embeddings().weight.mul_(1.01)
+                here.model.get_input_embeddings().weight.mul_(0.99)
+        # What a rollout gave is not written over by the next one.
+        assert all(torch.equal(states.cpu(), before) for states, before in kept)
+        assert captures[0] > 1
+        assert captures[4] > 0
+        assert [captures[number] for number in (2, 3, 6, 7)] == [0, 0, 0, 0], captures
+        # A weight that is elsewhere now: every step is captured again.
+        part = family_of(here.model).decoder(here.model).norm
+        part.weight = torch.nn.Parameter(part.weight.detach() * 2)
+        gpu.graphs.clear()
+        assert write(here, 3)[0] == write(plain, 3)[0]
+        assert gpu.graphs["-"] > 0
+        gpu.graphs.clear()
+        write(here, 3)
+        assert gpu.graphs["-"] == 0
+        # Two rollouts at once do not share memory: one of them is written plainly.
+        inside = []
+        generate(
+            here,
+            prompts,
+            max_new_tokens=CAP,
+            batch_size=6,
+            on_token=lambda *_: inside or inside.append(write(here, 3)[0]),
+        )
+        assert inside == [write(plain, 3)[0]]
 
 
 def test_kernels_a_layer_and_a_token(lively_path, backbone_of, make_batch):

@@ -207,12 +207,14 @@ def found(
             "batches": batches(1, (True, False), 3),
             "micro_batch_size": 2,
             "rollout_batch_sizes": (100, 1),
+            "keep": "device",
             **common,
         },
         {
             "batches": batches(2, (False, True), 2),
             "micro_batch_size": 1,
             "rollout_batch_sizes": (3, 3),
+            "keep": "host",
             **common,
         },
         # The stage rl, undivided with all losses, and in parts without a gradient for the candidates.

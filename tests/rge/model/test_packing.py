@@ -1,5 +1,7 @@
 """The flat layout of prompts and tails: order, positions, masks, indices; and that rows do not matter to one another."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from family_models import PHOTOS, every_family
@@ -63,11 +65,10 @@ def test_tails_by_hand():
 
 
 def test_a_wide_picture_reaches_further_than_the_prompts_last_token():
-    prompt = text_prompt(7, 8)
-    wide = [torch.tensor([[0, 1], [0, 1], [6, 1]])]
-    assert pack_tails([prompt], wide, [[Branch([EMB])]]).position_ids_3T.tolist()[0] == [1, 7]
+    prompt = replace(text_prompt(7, 8), position_3T=torch.tensor([[0, 1], [0, 1], [6, 1]]))
+    assert pack_tails([prompt], [[Branch([EMB])]]).position_ids_3T.tolist()[0] == [1, 7]
     picture = {"picture_ids": (START, PLACEHOLDER, END), "empty_picture": EMPTY}
-    assert pack_prompts([prompt], wide, **picture).after_B.tolist() == [7]
+    assert pack_prompts([prompt], **picture).after_B.tolist() == [7]
 
 
 def test_tail_mask_by_hand():

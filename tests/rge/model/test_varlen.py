@@ -33,7 +33,7 @@ def test_attention_of_runs_by_hand(causal, window):
     q_lengths, k_lengths = [5, 1, 3, 0, 4], [5, 6, 9, 0, 4]
     q, k, v = random_states(q_lengths, k_lengths)
     found = attend_runs(
-        q, k, v, make_runs(q_lengths, k_lengths, CPU), scale=0.3, causal=causal, window=window, key="k"
+        q, k, v, make_runs(q_lengths, k_lengths), scale=0.3, causal=causal, window=window, key="k"
     )
     first_q = first_k = 0
     for num_q, num_k in zip(q_lengths, k_lengths, strict=True):
@@ -54,7 +54,7 @@ def test_attention_of_runs_by_hand(causal, window):
 def test_a_kernel_that_aligns_its_mask_at_the_other_end_is_refused():
     """As a library may read "causal" for unequal lengths: the error says by how much, and how to do without."""
     lengths = [3, 2], [7, 5]
-    states, runs = random_states(*lengths, dtype=torch.bfloat16), make_runs(*lengths, CPU)
+    states, runs = random_states(*lengths, dtype=torch.bfloat16), make_runs(*lengths)
     settings = {"scale": 0.3, "causal": True, "window": None}
     assert verify(one_by_one, states, runs, settings, "model.x") < 0.02
 
@@ -186,7 +186,7 @@ def test_layers_that_see_a_window(lively_path, backbone_of, make_prompts):
 
 
 def test_attention_dropout_is_refused():
-    runs = make_runs([2], [2], CPU)
+    runs = make_runs([2], [2])
     with pytest.raises(ValueError, match="varlen has no attention dropout"):
         _Kernel(1.0, 0.1, False).runs(*random_states([2], [2]), runs)
 
@@ -203,7 +203,7 @@ def test_on_a_gpu_the_first_call_of_a_kind_is_checked(monkeypatch, caplog):
     states = random_states([4, 2], [4, 2], dtype=torch.bfloat16)
     states[0] = states[0].as_subclass(OnGpu)
     settings = {"scale": 0.3, "key": "model.x"}
-    runs = make_runs([4, 2], [4, 2], CPU)
+    runs = make_runs([4, 2], [4, 2])
     for causal in (True, True, False):
         attend_runs(*states, runs, causal=causal, **settings)
     assert calls == [True, True, True, False, False]  # each kind once more, to be compared

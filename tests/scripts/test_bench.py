@@ -99,6 +99,7 @@ def test_a_step_is_measured_and_its_json_comes_last(words, figures):
         ["search", "candidates=2000", "queries=50", "dim=32", "depth=100", "others=true", "repeats=1"],
         ["kernels", "layers=1", "batch=2"],
         ["data_prep", "pictures=400", "out={folder}/400"],
+        ["modes", "limit=4", "repeats=1"],
     ],
     ids=lambda words: words[0],
 )

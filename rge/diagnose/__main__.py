@@ -73,8 +73,9 @@ def _with_pairs(asked: Diagnosis) -> tuple[dict[str, Any], str]:
     encoder = Embedder.from_pretrained(asked.checkpoint, base=asked.base, dtype="float32")
     pairs = read_pairs(asked.data, asked.limit, asked.seed)
     if isinstance(asked, SensitivityOptions):
-        how = {"batch_size": asked.batch_size, "mode": asked.mode, "seed": asked.seed}
-        found = sensitivity.sensitivity(encoder, pairs, **how)
+        found = sensitivity.sensitivity(
+            encoder, pairs, batch_size=asked.batch_size, mode=asked.mode, seed=asked.seed
+        )
         return found, sensitivity.table(found)
     found = invariance.invariance(encoder, pairs, backend=asked.backend)
     return found, invariance.table(found)

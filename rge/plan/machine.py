@@ -118,7 +118,8 @@ def cpu_speed(dtype: str) -> tuple[float, float]:
     words, copy = (torch.ones(1 << 24) for _ in range(2))  # 64 MiB, which caches do not hold
 
     def fewest_seconds(work: Callable[[], object]) -> float:
-        took, end = [], time.perf_counter() + 1.0
+        took: list[float] = []
+        end = time.perf_counter() + 1.0
         while not took or time.perf_counter() < end:
             began = time.perf_counter()
             work()

@@ -17,8 +17,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from rge import train
-from rge.checkpoints.export import export, read_settings, settings_of
+from rge.checkpoints.export import export, settings_of
 from rge.checkpoints.manifest import DONE
+from rge.checkpoints.settings import read_settings
 from rge.config import LossConfig, Recipe, RewardConfig, RLConfig, RolloutConfig, load_recipe, to_dict
 from rge.data.collate import Batch
 from rge.model.adapter_files import CONFIG, WEIGHTS
@@ -494,7 +495,7 @@ def test_adapters_alone_are_those_of_one_process(found, recipe, name):
     assert {path.name for path in two.iterdir()} == {path.name for path in one.iterdir()}
     for file in (CONFIG, "config.json"):
         assert (two / file).read_text() == (one / file).read_text()
-    bases = [read_settings(folder)["base"] for folder in (one, two)]
+    bases = [read_settings(folder).base.content() for folder in (one, two)]
     assert bases[0] | {"beside": None} == bases[1] | {"beside": None}
     expected, written = load_file(one / WEIGHTS), load_file(two / WEIGHTS)
     assert written.keys() == expected.keys()

@@ -674,24 +674,22 @@ def _rows(texts: Any, images: Any) -> tuple[bool, list[tuple[str | None, tuple[A
     """Whether one item was given, and each item's text and pictures."""
     if texts is None and images is None:
         raise ValueError("give texts, images, or both")
-    if isinstance(texts, str):
+    if isinstance(texts, str) or (texts is None and _is_picture(images)):
         return True, [(texts, _pictures(images))]
-    if texts is None and _is_picture(images):
-        return True, [(None, _pictures(images))]
-    texts = None if texts is None else list(texts)
-    images = None if images is None else list(images)
-    for name, values in (("texts", texts), ("images", images)):
-        if values is not None and (texts is not None and len(values) != len(texts)):
-            raise ValueError(
-                f"{len(texts)} texts and {len(values)} {name}: one entry an item, None where there is none"
-            )
-    count = len(texts) if texts is not None else len(images or [])
-    for text in texts or ():
-        if text is not None and not isinstance(text, str):
-            raise ValueError(f"a text must be a string, got {type(text).__name__}")
-    return False, [
-        (texts[row] if texts else None, _pictures(images[row] if images else None)) for row in range(count)
-    ]
+    columns = [None if given is None else list(given) for given in (texts, images)]
+    lengths = [len(column) for column in columns if column is not None]
+    if len(set(lengths)) > 1:
+        raise ValueError(
+            f"{lengths[0]} texts and {lengths[1]} images: one entry an item, None where there is none"
+        )
+    pairs = zip(*(column or [None] * lengths[0] for column in columns), strict=True)
+    return False, [(_text(text), _pictures(shown)) for text, shown in pairs]
+
+
+def _text(value: Any) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise ValueError(f"a text must be a string, got {type(value).__name__}")
+    return value
 
 
 class _Items(Sequence[Item]):

@@ -243,10 +243,10 @@ class Inference:
     def _rationales(
         self, prompts: Sequence[Prompt], asked: Asked, settings: Settings, on_progress: OnProgress
     ) -> list[Rationale]:
-        cap, temperature = settings.generation.max_new_tokens, settings.generation.temperature
-        least, above = settings.generation.min_new_tokens, None
+        generation = settings.generation
+        least, above = generation.min_new_tokens, None
         if asked.mode == "auto":
-            above = settings.generation.direct_above
+            above = generation.direct_above
         elif settings.decides_itself:
             least = max(least, 1)  # mode=reasoning is asked for words
         if self.engine is not None:
@@ -255,7 +255,10 @@ class Inference:
                     "engine=vllm can be kept neither from writing nothing nor to a threshold: use engine=own"
                 )
             rationales = self.engine.generate(
-                prompts, max_new_tokens=cap, temperature=temperature, seeds=asked.seeds
+                prompts,
+                max_new_tokens=generation.max_new_tokens,
+                temperature=generation.temperature,
+                seeds=asked.seeds,
             )
             on_progress(len(prompts))
             return rationales
@@ -264,8 +267,8 @@ class Inference:
             return generate(
                 self.model,
                 [prompts[row] for row in rows],
-                max_new_tokens=cap,
-                temperature=temperature,
+                max_new_tokens=generation.max_new_tokens,
+                temperature=generation.temperature,
                 min_new_tokens=least,
                 direct_above=above,
                 batch_size=batch_size,
@@ -273,16 +276,16 @@ class Inference:
                 **options,
             )
 
-        together = asked.batch_size if not settings.exact or settings.dtype == "float32" else 1
-        rationales = write(
-            range(len(prompts)), together, on_progress=on_progress, margins=settings.exact and together > 1
-        )
-        if settings.exact:
-            close = CLOSE["drawn" if temperature > 0 else "greedy"]
-            for row, rationale in enumerate(rationales):
-                if rationale.margin < close:
-                    rationales[row] = write([row], 1)[0]
-        return rationales
+        every = range(len(prompts))
+        if not settings.exact:
+            return write(every, asked.batch_size, on_progress=on_progress)
+        together = asked.batch_size if settings.dtype == "float32" else 1
+        rationales = write(every, together, on_progress=on_progress, margins=together > 1)
+        close = CLOSE["drawn" if generation.temperature > 0 else "greedy"]
+        return [
+            write([row], 1)[0] if rationale.margin < close else rationale
+            for row, rationale in enumerate(rationales)
+        ]
 
 
 def _start_vllm(

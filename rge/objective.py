@@ -3,10 +3,10 @@
 Shape suffixes: B = queries of this rank, C = candidates of all ranks, D = hidden size.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -252,14 +252,10 @@ class Objective:
             num_added: states at the end of each query's that `Contrast.hits` leaves out.
         """
         num_each = q_ND.shape[0] // positive_BC.shape[0]
-        first = num_each - len(self.states)
-        parts = [("", slice(0, first), 1 - sum(self.states.values()))]
-        for place, (name, share) in enumerate(self.states.items(), start=first):
-            parts.append((f"_{name}", slice(place, place + 1), share))
         q_BSD = q_ND.unflatten(0, (-1, num_each))
-        total: dict[str, Tensor] = {}
+        total: dict[str, Any] = {}
         figures: dict[str, tuple[Tensor, int]] = {}
-        for suffix, columns, weight in parts:
+        for suffix, columns, weight in self._parts(num_each):
             size = columns.stop - columns.start
             q = q_ND if size == num_each else q_BSD[:, columns].flatten(0, 1)
             # Several states of one query are compared with the same candidates.
@@ -268,15 +264,14 @@ class Objective:
                 q, c_CD, *masks, terms=self.terms, temperature=self.temperature, sizes=self.matryoshka_dims
             )
             for name, loss in losses.items():
-                scaled = loss * (weight * num_each / size)
-                total[name] = total[name] + scaled if name in total else scaled
+                total[name] = total.get(name, 0) + loss * (weight * num_each / size)
             counted = size - num_added
             rows = torch.arange(len(q)) % size < counted if num_added else slice(None)
             hits = hit_at_1(q.detach()[rows], c_CD.detach(), *(mask[rows] for mask in masks))
             figures[f"hit_at_1{suffix}"] = hits, counted
             if suffix:
                 figures[f"loss_contrastive{suffix}"] = losses["contrastive_loss"].detach(), size
-        state_BD = {name: q_BSD[:, first + place] for place, name in enumerate(self.states)}
+        state_BD = {name: q_BSD[:, place - len(self.states)] for place, name in enumerate(self.states)}
         lead_B = None
         if "direct" in state_BD:
             lead_B = right_by(state_BD["direct"].detach(), c_CD.detach(), positive_BC, ignored_BC)
@@ -291,3 +286,10 @@ class Objective:
             figures |= {f"loss_{name}": (total[name].detach(), num_each) for name in self.terms}
         figures["loss_contrastive"] = total["contrastive_loss"].detach(), num_each
         return Contrast(total["contrastive_loss"], figures, lead_B)
+
+    def _parts(self, num_each: int) -> Iterator[tuple[str, slice, float]]:
+        """Of a query's states those after rationales, and each further one: ending of its figures, places and weight."""
+        first = num_each - len(self.states)
+        yield "", slice(0, first), 1 - sum(self.states.values())
+        for place, (name, share) in enumerate(self.states.items(), start=first):
+            yield f"_{name}", slice(place, place + 1), share

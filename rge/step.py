@@ -123,32 +123,19 @@ class TrainingStep:
         objective, forward = self.objective, _Forward(self.embedder, self.objective, batch, rollout)
         share = _Share.of(batch, forward, self.micro_batch_size)
         forward.lay_out(share.chunks)
-        cache, compared = None, None
-        if objective.compares and len(share.chunks) > 1:
-            cache = _GradientCache(forward, share, extra, self.keep)
-            compared = cache.compared
+        cached = objective.compares and len(share.chunks) > 1
+        comparing: _AtOnce = (_GradientCache if cached else _AtOnce)(forward, share, extra, self.keep)
         sums = _Sums()
         for number, chunk in enumerate(share.chunks):
             with nullcontext() if number == len(share.chunks) - 1 else self.no_sync():
-                kept = None
-                if cache is not None:
-                    cache.restore_random_state(number)
-                    kept = cache.take(number)
-                q, t = forward(self.model, chunk, kept)
                 rows = share.states_of(chunk)
-                if cache is None and objective.compares:
-                    t_ND = t.state_ND if objective.trains_candidates else forward.candidate_states()
-                    compared = Comparison(forward, share.chunks, q.state_ND, t_ND, extra)
-                easy_B = None
+                q, t = comparing.readouts(self.model, number)
+                compared, easy_B = comparing.compare(q, t), None
                 if compared is not None and compared.easy_B is not None:
                     easy_B = compared.easy_B[chunk[0]]
                     share = share.with_lm_tokens(compared.lm_tokens, objective)
                 q_nll = objective.query_nll(q, easy_B)
-                total = (q_nll + t.nll) * share.lm_scale
-                if cache is not None:
-                    total = total + cache.surrogate(q, t, rows, chunk[1])
-                elif compared is not None and objective.alpha_con > 0:
-                    total = total + compared.found.loss * share.con_scale
+                total = (q_nll + t.nll) * share.lm_scale + comparing.loss(q, t, rows, chunk[1])
                 if extra is not None and objective.alpha_rl > 0:
                     total = total + extra.loss(q, rows) * (objective.alpha_rl * dist.world_size())
                 sums.add(total, q_nll, t.nll)
@@ -398,10 +385,36 @@ class _Forward:
         return torch.stack(states)  # type: ignore[arg-type]
 
 
-class _GradientCache:
+class _AtOnce:
+    """A step whose states are compared with their gradient, since they are all of one chunk, or not compared at all."""
+
+    def __init__(self, forward: _Forward, share: _Share, extra: RolloutLoss | None, keep: str):
+        self.forward, self.share, self.extra = forward, share, extra
+        self.compared: Comparison | None = None
+
+    def readouts(self, model: nn.Module, number: int) -> tuple[Readout, Readout]:
+        """Of a chunk's queries and candidates, with gradient."""
+        return self.forward(model, self.share.chunks[number])
+
+    def compare(self, q: Readout, t: Readout) -> "Comparison | None":
+        """What InfoNCE sees in this step, once; None where it sees nothing."""
+        if self.forward.objective.compares:
+            t_ND = t.state_ND if self.forward.objective.trains_candidates else self.forward.candidate_states()
+            self.compared = Comparison(self.forward, self.share.chunks, q.state_ND, t_ND, self.extra)
+        return self.compared
+
+    def loss(self, q: Readout, t: Readout, rows: slice, candidates: slice) -> Tensor:
+        """What the comparison adds to a chunk's loss."""
+        if self.compared is None or self.forward.objective.alpha_con == 0:
+            return q.nll.new_zeros(())
+        return self.compared.found.loss * self.share.con_scale
+
+
+class _GradientCache(_AtOnce):
     """dL/dstate of a step in several chunks: all states without gradient, then one backward of the comparison."""
 
     def __init__(self, forward: _Forward, share: _Share, extra: RolloutLoss | None, keep: str):
+        super().__init__(forward, share, extra, keep)
         self.draws: list[RandomState] | None = None
         self.kept: list[_Kept] = []
         if keep != "none":
@@ -413,24 +426,25 @@ class _GradientCache:
         trains = forward.objective.alpha_con > 0
         if trains:
             q_ND, t_ND = q_ND.requires_grad_(), t_ND.requires_grad_()
-        self.compared = Comparison(forward, share.chunks, q_ND, t_ND, extra)
+        self.compared = compared = Comparison(forward, share.chunks, q_ND, t_ND, extra)
         if trains:
-            (self.compared.found.loss * share.con_scale).backward()
+            (compared.found.loss * share.con_scale).backward()
         self.grad_q_ND, self.grad_t_ND = q_ND.grad, t_ND.grad
 
-    def restore_random_state(self, number: int) -> None:
-        """Let dropout of a chunk's second forward draw what its first one drew."""
+    def readouts(self, model: nn.Module, number: int) -> tuple[Readout, Readout]:
+        """Dropout of a chunk's second forward draws what its first one drew; what was kept of that is not computed again."""
         if self.draws is not None:
             self.draws[number].set()
+        kept = None
+        if self.kept:
+            kept, self.kept[number] = self.kept[number], (None, None)
+        return self.forward(model, self.share.chunks[number], kept)
 
-    def take(self, number: int) -> _Kept | None:
-        """What a chunk's backward still has of its first forward, which is forgotten here."""
-        if not self.kept:
-            return None
-        kept, self.kept[number] = self.kept[number], (None, None)
-        return kept
+    def compare(self, q: Readout, t: Readout) -> "Comparison | None":
+        """Of all chunks, made before the first."""
+        return self.compared
 
-    def surrogate(self, q: Readout, t: Readout, rows: slice, candidates: slice) -> Tensor:
+    def loss(self, q: Readout, t: Readout, rows: slice, candidates: slice) -> Tensor:
         """<state, dL/dstate>, whose gradient is that of the comparison; 0 where nothing is trained by it."""
         if self.grad_q_ND is None or self.grad_t_ND is None:
             return q.nll.new_zeros(())

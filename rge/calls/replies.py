@@ -262,22 +262,17 @@ def _usage(body: dict[str, Any]) -> Usage:
         return Usage(None, None)
     details = found.get("prompt_tokens_details")
     numbers = {**found, "cached_tokens": details.get("cached_tokens") if isinstance(details, dict) else None}
-
-    def count(name: str) -> int | None:
-        value = numbers.get(name)
-        return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
-
+    count = {name: value for name, value in numbers.items() if type(value) is int and value >= 0}
     if "promptTokenCount" in found:
         # Gemini counts thoughts apart, and nothing where an answer has none.
-        written = (count("candidatesTokenCount") or 0) + (count("thoughtsTokenCount") or 0)
-        return Usage(count("promptTokenCount"), written, count("cachedContentTokenCount") or 0)
-    read, to_cache = count("cache_read_input_tokens") or 0, count("cache_creation_input_tokens") or 0
-    given, answered = count("prompt_tokens"), count("completion_tokens")
-    if given is None and (fresh := count("input_tokens")) is not None:
-        given = fresh + read + to_cache  # Anthropic counts what its cache is about apart
-    if answered is None:
-        answered = count("output_tokens")
-    return Usage(given, answered, count("cached_tokens") or read, to_cache)
+        written = count.get("candidatesTokenCount", 0) + count.get("thoughtsTokenCount", 0)
+        return Usage(count.get("promptTokenCount"), written, count.get("cachedContentTokenCount", 0))
+    read, to_cache = count.get("cache_read_input_tokens", 0), count.get("cache_creation_input_tokens", 0)
+    given = count.get("prompt_tokens")
+    if given is None and "input_tokens" in count:
+        given = count["input_tokens"] + read + to_cache  # Anthropic counts what its cache is about apart
+    answered = count.get("completion_tokens", count.get("output_tokens"))
+    return Usage(given, answered, count.get("cached_tokens") or read, to_cache)
 
 
 def check_complete(reply: Reply, last_tag: str) -> None:

@@ -60,9 +60,9 @@ def export(
     if loaded is not None and {parameter.dtype for parameter in model.parameters()} != {loaded}:
         state_dict = model.state_dict(keep_vars=True) if state_dict is None else state_dict
     if adapters_only := "base" in settings:
-        state_dict = adapter_weights(model, embedder.rows_of_base, state_dict)
-    weights = dict(model.state_dict() if state_dict is None else state_dict)
-    if not adapters_only:
+        weights = state_dict = adapter_weights(model, embedder.rows_of_base, state_dict)
+    else:
+        weights = dict(model.state_dict() if state_dict is None else state_dict)
         _check_names(model, weights, folder)
     if state_dict is not None and loaded is not None:
         state_dict = weights = _cast(state_dict, loaded)
@@ -80,18 +80,13 @@ def export(
             model.config.dtype = loaded
             model.config.save_pretrained(temporary)
         embedder.processor.save_pretrained(temporary)
-        (temporary / RGE_JSON).write_text(json.dumps(settings, indent=2) + "\n")
-        card = model_card(CheckpointSettings.model_validate(settings), _shown_name(folder))
-        (temporary / "README.md").write_text(card, encoding="utf-8")
-        for name, content in SENTENCE_TRANSFORMERS.items():
-            (temporary / name).write_text(json.dumps(content, indent=2) + "\n")
+        _describe(temporary, settings, _shown_name(folder))
         same_mode(temporary, temporary / RGE_JSON)
-        for path in temporary.iterdir():
+        files = [*temporary.iterdir()]
+        for path in files:
             flush(path, evict=True)  # what is compared next comes from the disk
         _check_weights(weights, temporary)
-        write_manifest(
-            temporary, {}, files=[path for path in temporary.iterdir() if path.suffix in IDENTIFYING]
-        )
+        write_manifest(temporary, {}, files=[path for path in files if path.suffix in IDENTIFYING])
     except WRITE_ERRORS as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(
@@ -100,6 +95,15 @@ def export(
     if folder.exists():
         shutil.rmtree(folder)
     temporary.rename(folder)
+
+
+def _describe(folder: Path, settings: dict[str, Any], name: str) -> None:
+    """``rge.json``, the model card, and what sentence-transformers reads."""
+    (folder / RGE_JSON).write_text(json.dumps(settings, indent=2) + "\n")
+    card = model_card(CheckpointSettings.model_validate(settings), name)
+    (folder / "README.md").write_text(card, encoding="utf-8")
+    for file, content in SENTENCE_TRANSFORMERS.items():
+        (folder / file).write_text(json.dumps(content, indent=2) + "\n")
 
 
 def _check_names(model: HubModel, weights: dict[str, Tensor], folder: Path) -> None:

@@ -111,7 +111,7 @@ class Verdicts:
         named = list(_named_pictures(files))
         pictures: Iterator[tuple[ImageRef, str, str]] = chain(named, _embedded_pictures(files))
         entries = {file.name: self._entry(Path(file.name), "pictures") for file in files}
-        good: dict[str, list[int]] = {name: [] for name in entries}
+        good: dict[str, list[Any]] = {name: [] for name in entries}
         faults: list[str] = []
         workers = len(os.sched_getaffinity(0))
         known = np.unique(np.concatenate([_numbers(entry) for entry in entries.values()]))
@@ -127,7 +127,7 @@ class Verdicts:
                         bar.update(1)
                         if fault is not None:
                             faults.append(f"{source}: record {record_id!r}: {fault}")
-                        elif number is not None:
+                        else:
                             good[source].append(number)
             except BrokenProcessPool:
                 after = named[bar.n][0] if bar.n < len(named) else f"number {bar.n}"
@@ -135,9 +135,10 @@ class Verdicts:
                     f"one of the {32 * workers} pictures after {after} ends the process that decodes it"
                 )
         for name, numbers in good.items():
-            _write_array(entries[name], np.array(sorted(numbers), dtype=np.int64))
-        more = len(faults) - MAX_REPORTED
-        return [*faults[:MAX_REPORTED], *([f"... and {more} more pictures"] if more > 0 else [])]
+            _write_array(entries[name], np.array(sorted({*numbers} - {None}), dtype=np.int64))
+        if (more := len(faults) - MAX_REPORTED) > 0:
+            faults[MAX_REPORTED:] = [f"... and {more} more pictures"]
+        return faults
 
     def _entry(self, path: Path, *settings: object) -> Path:
         """Where a file's verdict is kept, by its name and the settings; a later state of the file replaces an earlier one."""

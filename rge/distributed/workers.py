@@ -96,8 +96,8 @@ class Workers:
         on_progress: Callable[[int], object],
     ) -> None:
         job = next(jobs, None)
-        if job is not None and not self._workers:
-            self._workers.extend(_Worker(self.make, device) for device in self.devices)
+        if job is not None:
+            self._start()
         waited_for = 0
         while job is not None or waited_for:
             for worker in self._workers:
@@ -107,20 +107,26 @@ class Workers:
                     job = next(jobs, None)
             if job is None and not waited_for:
                 return
-            for worker in self._heard():
-                kind, round_, *said = worker.receive()
-                if kind == "cannot start":
-                    _end(self._workers)
-                    raise said[0]
-                if round_ != self._round:  # it was busy with what an error had ended
-                    continue
-                if kind == "error":
-                    raise said[0]
+            for kind, said in filter(None, map(self._message, self._heard())):
                 if kind == "progress":
                     on_progress(*said)
                 if kind == "result":
                     waited_for -= 1
                     on_result(*said)
+
+    def _start(self) -> None:
+        if not self._workers:
+            self._workers.extend(_Worker(self.make, device) for device in self.devices)
+
+    def _message(self, worker: "_Worker") -> tuple[str, list[Any]] | None:
+        """What a worker says of this round; None where it was busy with what an error had ended."""
+        kind, round_, *said = worker.receive()
+        if kind == "cannot start":
+            _end(self._workers)
+            raise said[0]
+        if round_ == self._round and kind == "error":
+            raise said[0]
+        return (kind, said) if round_ == self._round else None
 
     def _heard(self) -> list["_Worker"]:
         """Workers that have something to say, at least one."""

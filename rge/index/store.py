@@ -252,6 +252,23 @@ class Index:
         """
         if not rows:
             return 0
+        schema = self._table.schema.remove_metadata()
+        metadata = [_finite(json.dumps(row.metadata or {}, default=str)) for row in rows]
+        columns: dict[str, Any] = {name: [getattr(row, name) for row in rows] for name in _COLUMNS}
+        columns |= {
+            "metadata": [json.dumps(one, ensure_ascii=False) if one else None for one in metadata],
+            "vector": self._vector_column(rows),
+            "words": [_words(row) for row in rows],
+        }
+        own = [field for field in schema if field.name not in columns]
+        filters, unfit = _filters(metadata, own)
+        table = pa.table({name: (columns | filters)[name] for name in schema.names}, schema=schema)
+        with _in_words(self.uri):
+            merge = self._table.merge_insert(["source", "id"])
+            merge.when_matched_update_all().when_not_matched_insert_all().execute(table)
+        return unfit
+
+    def _vector_column(self, rows: Sequence[Row]) -> pa.FixedSizeListArray:
         vector_ND = np.stack([row.vector for row in rows]).astype(np.float32)
         if vector_ND.shape[1] != self.about["dimensions"]:
             raise ValueError(
@@ -259,26 +276,7 @@ class Index:
             )
         if not np.isfinite(vector_ND).all():
             raise ValueError("a vector is not finite")
-        metadata = [_finite(json.dumps(row.metadata or {}, default=str)) for row in rows]
-        columns = {name: [getattr(row, name) for row in rows] for name in _COLUMNS}
-        columns |= {
-            "metadata": [json.dumps(one, ensure_ascii=False) if one else None for one in metadata],
-            "vector": pa.FixedSizeListArray.from_arrays(pa.array(vector_ND.ravel()), vector_ND.shape[1]),
-            "words": [_words(row) for row in rows],
-        }
-        unfit = 0
-        by_column = [{column_name(name): value for name, value in one.items()} for one in metadata]
-        for field in self._table.schema:
-            if field.name not in columns:
-                given = [one.get(field.name) for one in by_column]
-                columns[field.name] = fitting = [_fitting(value, field.type) for value in given]
-                unfit += fitting.count(None) - given.count(None)
-        schema = self._table.schema.remove_metadata()
-        table = pa.table({name: columns[name] for name in schema.names}, schema=schema)
-        with _in_words(self.uri):
-            merge = self._table.merge_insert(["source", "id"])
-            merge.when_matched_update_all().when_not_matched_insert_all().execute(table)
-        return unfit
+        return pa.FixedSizeListArray.from_arrays(pa.array(vector_ND.ravel()), vector_ND.shape[1])
 
     def digests(self) -> set[str]:
         """Digests of all that is embedded here."""
@@ -635,6 +633,19 @@ def _common(kinds: set[pa.DataType]) -> pa.DataType:
     if len(kinds) == 1:
         return next(iter(kinds))
     return pa.float64() if kinds == {pa.int64(), pa.float64()} else pa.string()
+
+
+def _filters(
+    metadata: Sequence[dict[str, Any]], fields: Sequence[pa.Field]
+) -> tuple[dict[str, list[Any]], int]:
+    """Columns that `where` filters by, and how many values do not fit theirs."""
+    by_column = [{column_name(name): value for name, value in one.items()} for one in metadata]
+    columns, unfit = {}, 0
+    for field in fields:
+        given = [one.get(field.name) for one in by_column]
+        columns[field.name] = fitting = [_fitting(value, field.type) for value in given]
+        unfit += fitting.count(None) - given.count(None)
+    return columns, unfit
 
 
 def _fitting(value: Any, kind: pa.DataType) -> Any:

@@ -175,29 +175,32 @@ def load_backbone(
         if merge:
             model = merge_saved(model, Path(path))
     vision.speed_up(model, vision_attn_implementation)
-    tokenizer = processor.tokenizer
+    tokenizer, thinks = processor.tokenizer, think_names(think_tokens)
     if add_emb:
-        emb_id = add_emb_token(model, tokenizer)
-    elif emb_token in tokenizer.get_vocab():
-        emb_id = tokenizer.convert_tokens_to_ids(emb_token)
-    else:
-        raise BackboneError(
-            f"{path} has no {emb_token} token, so it is not a reasoning-guided embedder; train one from it with rge/train.py"
-        )
-    thinks = think_names(think_tokens)
-    if add_emb and thinks:
-        # A line break: models have read many in a row, and none of them means anything.
-        add_tokens(model, tokenizer, thinks, tokenizer("\n", add_special_tokens=False).input_ids[-1])
-    if lacking := [name for name in thinks if name not in tokenizer.get_vocab()]:
-        raise BackboneError(
-            f"{path} has no {lacking[0]} token, so it was not trained with {think_tokens} think tokens"
-        )
+        add_emb_token(model, tokenizer)
+        if thinks:
+            # A line break: models have read many in a row, and none of them means anything.
+            add_tokens(model, tokenizer, thinks, tokenizer("\n", add_special_tokens=False).input_ids[-1])
+    _check_tokens(path, tokenizer, emb_token, thinks)
+    emb_id = tokenizer.convert_tokens_to_ids(emb_token)
     num_rows = model.get_input_embeddings().num_embeddings  # a weight that ZeRO-3 has shared out has no shape
     special = set(tokenizer.all_special_ids) | set(range(len(tokenizer), num_rows))
     special |= {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     think_ids = tuple(tokenizer.convert_tokens_to_ids(thinks))
     barred = sorted(special - {emb_id})
     return Backbone(model, processor, emb_id, barred, attn_implementation, think_ids, before)
+
+
+def _check_tokens(path: str | Path, tokenizer: Any, emb_token: str, thinks: Sequence[str]) -> None:
+    known = tokenizer.get_vocab()
+    if emb_token not in known:
+        raise BackboneError(
+            f"{path} has no {emb_token} token, so it is not a reasoning-guided embedder; train one from it with rge/train.py"
+        )
+    if lacking := [name for name in thinks if name not in known]:
+        raise BackboneError(
+            f"{path} has no {lacking[0]} token, so it was not trained with {len(thinks)} think tokens"
+        )
 
 
 def load_processor(

@@ -11,6 +11,7 @@ their backward needs is kept (`train.keep_activations`). A frozen vision tower s
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -172,30 +173,24 @@ def _count(model: HubModel, num_pixels: int) -> PictureCost:
     frames = getattr(model.config.vision_config, "temporal_patch_size", None)
     shape = pixels.shape if frames is None else (len(pixels), frames * pixels[0].numel())
     parts = [module for part in family.vision(model) for module in part.modules()]
-    stacks = (part for part in parts if isinstance(part, nn.ModuleList) and hasattr(part[0], "mlp"))
-    blocks: Any = next(stacks, ())
+    stacks = (part for part in parts if isinstance(part, nn.ModuleList))
+    blocks: Any = next((stack for stack in stacks if hasattr(stack[0], "mlp")), ())
     given: list[Tensor] = []
 
     def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given.append(next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)))
 
-    hooks = [block.register_forward_pre_hook(note, with_kwargs=True) for block in blocks[:1]]
+    first = blocks[0] if blocks else nn.Identity()
+    hook = first.register_forward_pre_hook(note, with_kwargs=True)
     speed_up(model, "sdpa")  # else a tower of Qwen's reads the pictures' sizes back from the device
     values = torch.zeros(shape, dtype=model.dtype, device="meta")
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         features = family.features(model, values, grid)
-    for hook in hooks:
-        hook.remove()
+    hook.remove()
     flops = {str(operation): count for operation, count in counter.get_flop_counts()["Global"].items()}
     attention = sum(count for name, count in flops.items() if "bmm" in name or "attention" in name)
-    # A tower that came with a package has its convolutions' weights as buffers.
-    is_fixed = not any(isinstance(part.weight, nn.Parameter) for part in parts if isinstance(part, nn.Conv2d))
-    fixed = sum(count for name, count in flops.items() if "convolution" in name) if is_fixed else 0
-    states, inside = 0, 0
-    if given:
-        states, hidden = given[0].numel(), given[0].shape[-1]
-        inner = max(max(it.weight.shape) for it in blocks[0].mlp.modules() if isinstance(it, nn.Linear))
-        inside = states // hidden * (12 * hidden + 4 * inner)
+    fixed = sum(count for name, count in flops.items() if "convolution" in name) if _is_fixed(parts) else 0
+    states, inside = _numbers_of(first, given[0]) if given else (0, 0)
     return PictureCost(
         placeholders=features.shape[0],
         feature=features.shape[1],
@@ -207,6 +202,18 @@ def _count(model: HubModel, num_pixels: int) -> PictureCost:
         states=states,
         inside=inside,
     )
+
+
+def _is_fixed(parts: Sequence[nn.Module]) -> bool:
+    """Whether convolutions' weights are buffers, as in a tower that came with a package."""
+    return not any(isinstance(part.weight, nn.Parameter) for part in parts if isinstance(part, nn.Conv2d))
+
+
+def _numbers_of(block: Any, states: Tensor) -> tuple[int, int]:
+    """Numbers that go into a block of a tower, and that are made inside it."""
+    hidden = states.shape[-1]
+    inner = max(max(it.weight.shape) for it in block.mlp.modules() if isinstance(it, nn.Linear))
+    return states.numel(), states.numel() // hidden * (12 * hidden + 4 * inner)
 
 
 @dataclass(frozen=True)

@@ -102,62 +102,64 @@ class Plans:
 
 def banner(plans: Plans) -> Iterator[str]:
     """Back end, processes, device, dtypes, and for each open stage what is trained on what, with the plan's figures."""
-    recipe, records, options, gib, speed = (
-        plans.recipe,
-        plans.records,
-        plans.options,
-        plans.gib,
-        plans.speed,
+    recipe, back_end = plans.recipe, launch.back_end(plans.accelerator)
+    yield (
+        f"{back_end}, {plans.device_name}; float32 weights trained, computed in {recipe.model.dtype}; into {recipe.out}"
     )
-    name, back_end = plans.device_name, launch.back_end(plans.accelerator)
-    yield f"{back_end}, {name}; float32 weights trained, computed in {recipe.model.dtype}; into {recipe.out}"
-    for stage_name, steps in plans.num_steps.items():
-        stage: StageConfig = getattr(recipe, stage_name)
-        files = [records[source.key] for source in stage.sources if source.key]
-        streams = sum(file.size is None for file in files)
-        left_out = sum(len(file.bad) for file in files)
-        yield (
-            f"{stage_name}: {steps:,} steps of {stage.batch_size} queries, from "
-            f"{sum(file.size or 0 for file in files):,} records in {len(files)} source{'s' * (len(files) > 1)}"
-            + (f", {streams} of them a stream" if streams else "")
-            + (f"; {left_out:,} more are bad and left out" if left_out else "")
-        )
-        if steps < stage.warmup_steps:
-            yield (
-                f"  warning: {stage_name}.warmup_steps={stage.warmup_steps} is more than the stage's {steps} steps, so the "
-                f"learning rate never reaches {stage_name}.lr={stage.lr:g}: lower it, or train longer"
-            )
-        figures = plans.found[stage_name]
+    for name, steps in plans.num_steps.items():
+        stage: StageConfig = getattr(recipe, name)
+        yield from _trained_on(name, stage, steps, [plans.records[it.key] for it in stage.sources if it.key])
+        figures = plans.found[name]
         if isinstance(figures, str):
             yield f"  warning: memory and time are not estimated: {figures}"
-            continue
-        room = f" of {gib:,.1f}" if gib is not None else ""
-        time = (
-            f"{_duration(figures['hours'])} ({_duration(figures['hours_from'])} to {_duration(figures['hours_to'])}) "
-            f"at {options.reached:.0%} of what its maker gives for {name}"
-            if speed is not None
-            else f"no time estimate: unknown throughput of {name} in {recipe.model.dtype} (`rge plan` takes peak_tflops=)"
-        )
+        else:
+            yield from _estimated(plans, figures)
+
+
+def _trained_on(name: str, stage: StageConfig, steps: int, files: Sequence[Records]) -> Iterator[str]:
+    streams = sum(file.size is None for file in files)
+    left_out = sum(len(file.bad) for file in files)
+    yield (
+        f"{name}: {steps:,} steps of {stage.batch_size} queries, from "
+        f"{sum(file.size or 0 for file in files):,} records in {len(files)} source{'s' * (len(files) > 1)}"
+        + (f", {streams} of them a stream" if streams else "")
+        + (f"; {left_out:,} more are bad and left out" if left_out else "")
+    )
+    if steps < stage.warmup_steps:
         yield (
-            f"  {figures['trained_parameters']:,} of {figures['parameters']:,} parameters trained; at most "
-            f"{sum(figures['tokens'].values()):,} tokens and {figures['flops'] / 1e12:,.3g} TFLOP a step"
+            f"  warning: {name}.warmup_steps={stage.warmup_steps} is more than the stage's {steps} steps, so the "
+            f"learning rate never reaches {name}.lr={stage.lr:g}: lower it, or train longer"
         )
+
+
+def _estimated(plans: Plans, figures: dict[str, Any]) -> Iterator[str]:
+    load, room = figures["load"], f" of {plans.gib:,.1f}" if plans.gib is not None else ""
+    dtype, device = plans.recipe.model.dtype, plans.device_name
+    time = (
+        f"{_duration(figures['hours'])} ({_duration(figures['hours_from'])} to {_duration(figures['hours_to'])}) "
+        f"at {plans.options.reached:.0%} of what its maker gives for {device}"
+        if plans.speed is not None
+        else f"no time estimate: unknown throughput of {device} in {dtype} (`rge plan` takes peak_tflops=)"
+    )
+    yield (
+        f"  {figures['trained_parameters']:,} of {figures['parameters']:,} parameters trained; at most "
+        f"{sum(figures['tokens'].values()):,} tokens and {figures['flops'] / 1e12:,.3g} TFLOP a step"
+    )
+    yield (
+        f"  estimated by rge.plan: {figures['memory_total'] / GIB:,.1f}{room} GiB a process "
+        f"({figures['memory_from'] / GIB:,.1f} to {figures['memory_to'] / GIB:,.1f}); {time}"
+    )
+    if load["chunks"] > 1 and load["contrastive"]:
         yield (
-            f"  estimated by rge.plan: {figures['memory_total'] / GIB:,.1f}{room} GiB a process "
-            f"({figures['memory_from'] / GIB:,.1f} to {figures['memory_to'] / GIB:,.1f}); {time}"
+            f"  kept between the {load['chunks']} micro batches' first forward and their backward: "
+            f"{figures['keep']} ({figures['why']})"
         )
-        if figures["load"]["chunks"] > 1 and figures["load"]["contrastive"]:
-            yield (
-                f"  kept between the {figures['load']['chunks']} micro batches' first forward and their backward: "
-                f"{figures['keep']} ({figures['why']})"
-            )
-        if gib is None:
-            continue
-        if not figures["fits"]:
-            yield "  warning: by the plan this does not fit: " + "; or ".join(figures["advice"])
-        faster = figures["fastest"][:1]
-        if faster and faster[0]["seconds"] < WORTH_SAYING * figures["seconds"]:
-            (one,) = faster
+    if plans.gib is None:
+        return
+    if not figures["fits"]:
+        yield "  warning: by the plan this does not fit: " + "; or ".join(figures["advice"])
+    for one in figures["fastest"][:1]:
+        if one["seconds"] < WORTH_SAYING * figures["seconds"]:
             yield (
                 f"  a faster way to take the same step fits by the plan, {figures['seconds'] / one['seconds']:.2f} x, in "
                 f"{one['memory_total'] / GIB:,.1f} (to {one['memory_to'] / GIB:,.1f}) GiB: {' '.join(one['overrides'])}"

@@ -112,22 +112,20 @@ def ways(recipe: Recipe, load: Load, setup: Setup) -> Iterator[Setup]:
             f"train.keep_activations={asked} is not possible under {setup.back_end}: a layer's weights are gathered for one "
             "forward and the backward that follows it. Set train.keep_activations=auto, or train.back_end=zero2"
         )
-    if not several or setup.shares_weights:
-        places = ["none"]
-    else:
+    places = ["none"]
+    if several and not setup.shares_weights:
         places = ["none", "device", "host"] if asked == "auto" else [asked]
-    lora = recipe.model.lora
-    may_encode_once = (
-        load.own
-        and not setup.shares_weights
-        and recipe.rollout.backend == "own"
-        and not (lora and lora.dropout)
-    )
     for keep in places:
-        can = bool(may_encode_once) and (load.chunks == 1 or keep != "none")
+        can = _may_encode_once(recipe, load, setup) and (load.chunks == 1 or keep != "none")
         wanted = {"once": [True], "twice": [False], "auto": [False, True] if several else [True]}[prompt_pass]
         for once in dict.fromkeys(one and can for one in wanted):
             yield replace(setup, keep=keep, once=once)
+
+
+def _may_encode_once(recipe: Recipe, load: Load, setup: Setup) -> bool:
+    lora = recipe.model.lora
+    drops_out = lora is not None and lora.dropout > 0
+    return load.own > 0 and recipe.rollout.backend == "own" and not (setup.shares_weights or drops_out)
 
 
 def decided(recipe: Recipe, shapes: Shapes, load: Load, setup: Setup, room: Room) -> tuple[Way, str]:
@@ -143,9 +141,7 @@ def decided(recipe: Recipe, shapes: Shapes, load: Load, setup: Setup, room: Room
         return best, f"train.keep_activations={asked}"
     none = min((way for way in found if way.setup.keep == "none"), key=lambda way: way.seconds)
     if len({way.setup.keep for way in found}) == 1:
-        if not load.contrastive:
-            return none, "nothing is compared"
-        return none, "one micro batch" if load.chunks == 1 else f"not possible under {setup.back_end}"
+        return none, _why_nothing(load, setup)
     if room.gpu is None:
         return none, "no GPU"
     best = min(
@@ -163,6 +159,13 @@ def decided(recipe: Recipe, shapes: Shapes, load: Load, setup: Setup, room: Room
     most = (best.total + best.uncertain) / GIB
     place = f", {best.host / GIB:,.0f} GiB of main memory" if best.host else ""
     return best, f"up to {most:,.0f} of {room.gpu / GIB:,.0f} GiB{place}"
+
+
+def _why_nothing(load: Load, setup: Setup) -> str:
+    """Why there is nothing that could be kept."""
+    if not load.contrastive:
+        return "nothing is compared"
+    return "one micro batch" if load.chunks == 1 else f"not possible under {setup.back_end}"
 
 
 def fastest(

@@ -195,7 +195,6 @@ class Writer:
             step: number of the step; with the batch it decides everything that is random here.
             batch: this rank's share of it.
         """
-        num_each = self.settings.num_rationales
         if self.embedder.pictures is not None:
             self.embedder.pictures.open()
         encoded = self._encode(batch) if self.once else None
@@ -203,18 +202,33 @@ class Writer:
             f"{name}:{_checksum(prompt.input_ids)}"
             for name, prompt in zip(batch.record_ids, batch.queries, strict=True)
         ]
-        found: dict[int, list[Rationale]] = {}
-        for row, (key, seed) in enumerate(zip(keys, batch.seeds, strict=True)):
-            if is_direct(seed, self.settings.direct_share):
-                found[row] = [Rationale((), False, None, 0.0, direct=True)] * num_each
-            elif is_oracle(seed, oracle_share(self.loss, step)):
-                given = tuple(batch.oracle_ids[row][:-1])  # without <emb>
-                found[row] = [Rationale(given, False, None, 0.0, oracle=True)] * num_each
-            elif self.store is not None and (known := self.store.find(key, step)):
-                age, written = known
-                found[row] = [Rationale(ids, forced, None, 0.0, age) for ids, forced in written]
-        rows = [row for row in range(len(keys)) if row not in found]
-        prompts = [batch.queries[row] for row in rows]
+        known = [self._unwritten(step, batch, row, key) for row, key in enumerate(keys)]
+        rows = [row for row, group in enumerate(known) if group is None]
+        written = self._write(batch, rows, encoded)
+        if self.store is not None:
+            num_each = self.settings.num_rationales
+            new = [[(one.ids, one.forced) for one in group[:num_each]] for group in written]
+            self.store.add(step, [(keys[row], group) for row, group in zip(rows, new, strict=True)])
+        groups = iter(written)
+        rationales = [one for group in known for one in self._whole(next(groups) if group is None else group)]
+        return Rollout(rationales, encoded, easy_share(self.loss, step))
+
+    def _unwritten(self, step: int, batch: Batch, row: int, key: str) -> list[Rationale] | None:
+        """A query's rationales where none is written for it in this step."""
+        num_each, seed = self.settings.num_rationales, batch.seeds[row]
+        if is_direct(seed, self.settings.direct_share):
+            return [Rationale((), False, None, 0.0, direct=True)] * num_each
+        if is_oracle(seed, oracle_share(self.loss, step)):
+            given = tuple(batch.oracle_ids[row][:-1])  # without <emb>
+            return [Rationale(given, False, None, 0.0, oracle=True)] * num_each
+        known = None if self.store is None else self.store.find(key, step)
+        return known and [Rationale(ids, forced, None, 0.0, known[0]) for ids, forced in known[1]]
+
+    def _write(
+        self, batch: Batch, rows: Sequence[int], encoded: EncodedPrompts | EncodedParts | None
+    ) -> list[list[Rationale]]:
+        """The rationales of the queries in some rows, written now."""
+        num_each, prompts = self.settings.num_rationales, [batch.queries[row] for row in rows]
         draw: dict[str, Any] = {
             "temperature": self.settings.temperature,
             "seeds": [seed for row in rows for seed in sample_seeds(batch.seeds[row], num_each)],
@@ -234,19 +248,12 @@ class Writer:
                 **draw,
             )
         num_new = len(new) // max(len(rows), 1)
-        for number, row in enumerate(rows):
-            found[row] = new[number * num_new : (number + 1) * num_new]
-        for group in found.values():  # of what was not written here and now, the step computes the states
-            group += [
-                Rationale(ids, False, None, 0.0, direct=not ids, given=True)
-                for ids in self.given[len(group) - num_each :]
-            ]
-        if self.store is not None:
-            self.store.add(
-                step, [(keys[row], [(one.ids, one.forced) for one in found[row][:num_each]]) for row in rows]
-            )
-        rationales = [rationale for row in range(len(keys)) for rationale in found[row]]
-        return Rollout(rationales, encoded, easy_share(self.loss, step))
+        return [new[number * num_new : (number + 1) * num_new] for number in range(len(rows))]
+
+    def _whole(self, group: Sequence[Rationale]) -> list[Rationale]:
+        """A query's rationales with the given ones last, whose states the step computes where writing has not."""
+        given = self.given[len(group) - self.settings.num_rationales :]
+        return [*group, *(Rationale(ids, False, None, 0.0, direct=not ids, given=True) for ids in given)]
 
     def _encode(self, batch: Batch) -> EncodedPrompts | EncodedParts:
         """The queries' prompts, with gradient."""

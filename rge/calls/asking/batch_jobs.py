@@ -6,6 +6,7 @@ creation may or may not have been accepted is looked for at the provider before 
 """
 
 import asyncio
+import re
 import secrets
 import time
 from collections import deque
@@ -334,19 +335,16 @@ class BatchJobs:
 
         # A file may be cut short on its way: it is fetched again before what it lacks counts as lost.
         for _ in range(LOOKS):
-            left, ours, foreign = self.store.batch_calls(one.row.label), 0, 0
+            left = self.store.batch_calls(one.row.label)
             try:
                 lines = await self._poll(f"the results of batch {one.id}", fetched)
             except (Rejected, NotThere) as error:
                 self.say(f"{self.model.name}: no results of batch {one.id}: {self.mask(str(error))}")
                 return True
-            for line in lines:
-                label, _, number = line.id.rpartition("-")
-                if label != one.row.label or not number.isdigit():
-                    foreign += 1
-                    continue
-                ours += 1
-                if (call := left.pop(int(number), None)) is not None:
+            ours = [line for line in lines if re.fullmatch(rf"{re.escape(one.row.label)}-\d+", line.id)]
+            foreign = len(lines) - len(ours)
+            for line in ours:
+                if (call := left.pop(int(line.id.rpartition("-")[2]), None)) is not None:
                     self._take(one, line, *call, stop)
             if one.guess and foreign and not ours:
                 return False

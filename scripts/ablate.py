@@ -41,7 +41,7 @@ from rge.common.commands import start
 from rge.common.errors import UserError
 from rge.common.files import write_text
 from rge.common.options import names_of, offer_help, parse_options, split_word
-from rge.config import load_recipe
+from rge.config import AtLeastOne, load_recipe
 from rge.stats.intervals import OF_DIFFERENCES, figures, in_words, index_of, over_seeds
 
 BEFORE = {"joint": "cold_start", "rl": "joint"}
@@ -56,7 +56,7 @@ class Options:
     """Of the runs: a name, or a YAML file."""
     sweep: str
     """KEY=[VALUE,VALUE,...]: the key of the recipe and the values it takes."""
-    seeds: int = 3
+    seeds: AtLeastOne = 3
     """Runs an arm, with train.seed 0, 1, ..."""
     stage: Literal["joint", "rl"] = "joint"
     """Stage that every run is."""
@@ -143,10 +143,7 @@ def read_options(arguments: list[str]) -> tuple[Options, dict[str, list[str]], l
             arms[name.removeprefix("with.")] = shlex.split(value)
         else:
             extra.append(argument)
-    options = parse_options(Options, own)
-    if options.seeds < 1:
-        raise SweepError(f"seeds must be at least 1, got {options.seeds}")
-    return options, arms, extra
+    return parse_options(Options, own), arms, extra
 
 
 def parse_sweep(sweep: str) -> tuple[str, list[str]]:

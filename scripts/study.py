@@ -43,8 +43,8 @@ from data_prep.study.build import build
 from rge.common.commands import start
 from rge.common.errors import UserError
 from rge.common.files import write_text
-from rge.common.options import HELP, parse_options
-from rge.config import load_recipe
+from rge.common.options import HELP, one_of, parse_options
+from rge.config import AtLeastOne, load_recipe
 from rge.stats.intervals import in_words, index_of
 
 
@@ -54,7 +54,7 @@ class Options:
 
     out: Path = Path("runs/study")
     """Folder of the studies; the study set is made in its folder data."""
-    seeds: int = 3
+    seeds: AtLeastOne = 3
     """Runs an arm, seeds 0, 1, ...; cold starts are shared, but for finding f."""
     arms: tuple[str, ...] = ()
     """Only these, with what they start from and all ways in which they are asked; empty: all of the finding."""
@@ -127,32 +127,40 @@ def main(words: list[str]) -> None:
     """Run what is missing, then write the tables."""
     if any(word in HELP for word in words):
         print("findings:\n" + "\n".join(f"  {name:5} {title}" for name, title in TITLES.items()) + "\n")
-    chosen = [word for word in words if "=" not in word and word not in (*HELP, "all")]
     given = [word for word in words if "=" in word or word in HELP]
     options = parse_options(Options, given, f"python scripts/study.py {'|'.join(TITLES)}|all")
     refuse_launcher("scripts/study.py")
-    if options.seeds < 1:
-        raise UserError(f"seeds must be at least 1, got {options.seeds}")
-    if unknown := [word for word in chosen if word not in TITLES]:
-        raise UserError(f"there is no finding {unknown[0]!r}: {', '.join(TITLES)}, or all")
-    if not chosen and "all" not in words:
-        raise UserError(f"say which finding: {', '.join(TITLES)}, or all")
+    names = named([word for word in words if word not in given])
     os.chdir(ROOT)
-    findings = {name: DECLARED[name](options) for name in chosen or TITLES}
-    known = {arm for finding in findings.values() for arm in finding.arms}
-    if unknown := [name for name in options.arms if name not in known]:
-        raise UserError(f"arms: no {unknown[0]} among {', '.join(sorted(known))}")
+    findings = {name: DECLARED[name](options) for name in names}
+    if options.arms:
+        one_of("arms", options.arms, sorted({arm for one in findings.values() for arm in one.arms}))
     if not options.collect:
-        for finding in findings.values():
-            finding.prepare()
-        for seed in range(options.seeds):
-            for name, finding in findings.items():
-                arms = [finding.study.by_name[arm] for arm in finding.arms]
-                run_all(finding.study, [(arm, seed) for arm in arms if is_wanted(arm, options.arms)])
-                if not seed:
-                    diagnose(finding, options.arms)
-                write_page(name, finding, options)
+        train(findings, options)
     print("\n".join(write_page(name, finding, options) for name, finding in findings.items()))
+
+
+def named(words: list[str]) -> list[str]:
+    """The findings that are asked for.
+
+    Raises:
+        UserError: none is named, or an unknown one.
+    """
+    one_of("finding", words, [*TITLES, "all"])
+    return [*TITLES] if "all" in words else words
+
+
+def train(findings: Mapping[str, Finding], options: Options) -> None:
+    """Run what is missing, seed by seed."""
+    for finding in findings.values():
+        finding.prepare()
+    for seed in range(options.seeds):
+        for name, finding in findings.items():
+            arms = [finding.study.by_name[arm] for arm in finding.arms]
+            run_all(finding.study, [(arm, seed) for arm in arms if is_wanted(arm, options.arms)])
+            if not seed:
+                diagnose(finding, options.arms)
+            write_page(name, finding, options)
 
 
 def is_wanted(arm: Arm, only: Sequence[str]) -> bool:

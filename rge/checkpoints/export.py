@@ -66,8 +66,6 @@ def export(
         _check_names(model, weights, folder)
     if state_dict is not None and loaded is not None:
         state_dict = weights = _cast(state_dict, loaded)
-    if parts := getattr(model.config, "origins", None):
-        settings = settings | {"origins": parts}
     try:
         temporary.mkdir(parents=True)
         if adapters_only:
@@ -80,7 +78,8 @@ def export(
             model.config.dtype = loaded
             model.config.save_pretrained(temporary)
         embedder.processor.save_pretrained(temporary)
-        _describe(temporary, settings, _shown_name(folder))
+        parts = getattr(model.config, "origins", None)
+        _describe(temporary, settings | ({"origins": parts} if parts else {}), _shown_name(folder))
         same_mode(temporary, temporary / RGE_JSON)
         files = [*temporary.iterdir()]
         for path in files:

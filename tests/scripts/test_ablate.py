@@ -274,7 +274,7 @@ def test_runs_of_different_queries_make_no_table(ablate, tmp_path):
         ),
         (["with.nothing=loss.ratio=none"], "with.nothing names no value of the sweep: self, oracle, none"),
         (["with.none=loss.ratoi=none"], "did you mean loss.ratio"),
-        (["seeds=0"], "seeds must be at least 1, got 0"),
+        (["seeds=0"], "seeds must be >= 1, got 0"),
         (
             ["index=6"],
             r"index must be 0 to 5, since the sweep has 6 runs \(a Slurm array: --array=0-5\); got 6",

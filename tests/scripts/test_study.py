@@ -354,12 +354,12 @@ def test_values_come_back_from_their_packed_form(study, values):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "say which finding: eyes, a, b, c, d, e, f, rl, or all"),
-        (["g"], "there is no finding 'g'"),
-        (["a", "seeds=0"], "seeds must be at least 1, got 0"),
+        ([], "finding must list at least one value"),
+        (["g"], "finding must be one of eyes, a, b, c, d, e, f, rl, all, got 'g'"),
+        (["a", "seeds=0"], "seeds must be >= 1, got 0"),
         (["a", "seed=1"], r"unknown key seed; did you mean seeds\?"),
         (["rl", "on=valid"], "finding rl is asked its test sets alone"),
-        (["a", "arms=selfish"], "arms: no selfish among"),
+        (["a", "arms=selfish"], "arms must be one of"),
     ],
 )
 def test_wrong_words_end_before_anything_runs(study, words, message):

@@ -262,7 +262,7 @@ class Preflight:
         self.found.summary += machine.warnings(self.accelerator)
 
     def lay_out_sources(self) -> None:
-        """Find the lengths of everything in the open sources, as far as they are known before it is read."""
+        """Find the lengths of everything in the open sources, where it is known before anything is read."""
         try:
             builder = collate.prompt_builder(processor_of(self.recipe, self.found.records), self.recipe)
             for key, file in self.found.records.items():

@@ -372,7 +372,7 @@ class RewardConfig:
     """One term of the reward, and its price."""
 
     name: str
-    """A registered reward (docs/rl.md has the table), or one's own as module:function."""
+    """A registered reward (docs/rl.md has the table), or your own as module:function."""
     weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0
     """The reward is the sum of the terms times their weights."""
     options: dict[str, Any] = field(default_factory=dict)

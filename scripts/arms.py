@@ -183,7 +183,7 @@ def run_all(study: Study, wanted: Sequence[tuple[Arm, int]]) -> None:
 
 
 def run_arm(study: Study, arm: Arm, seed: int, *, wait: bool = True) -> bool:
-    """Train and evaluate one run, and before it what it starts from, as far as that is missing; False: another process does."""
+    """Train and evaluate one run, and before it what it starts from, where that is missing; False: another process does."""
     if arm.after and not study.is_finished(arm, seed):
         run_arm(study, study.by_name[arm.after], seed)
     folder = study.folder(study.by_name[arm.after] if arm.point else arm, seed)

@@ -1,4 +1,4 @@
-"""Photographs in the place of the demo's test drawings: are they named right, and is the answer found?
+"""Photographs in place of the demo's test drawings: are they named right, and is the answer found?
 
     apt-get download tuxpaint-stamps-default
     dpkg-deb -x tuxpaint-stamps-default_*.deb stamps
@@ -6,7 +6,7 @@
 
 The Debian package has stamps for children to paint with, and some are photographs, cut out. ``scripts/photos.tsv`` lists those
 whose text names a concept of the demo; nothing of them is in this repository. Each stands, on a white square as drawings
-do, in the place of the drawing in every question of the demo's test set about that thing (its first phrasing); gallery and right
+do, in place of the drawing in every question of the demo's test set about that thing (its first phrasing); gallery and right
 answers stay. Every checkpoint answers both sets, ``drawings`` and ``photographs``, under ``out``.
 
 A rationale names the thing right if its first clause is that of the set's own rationales. Intervals are 95 %, resampled by

@@ -840,7 +840,7 @@ def reinforcement(options: Options) -> Finding:
 
 
 def what_was_written(frame: pd.DataFrame, path: Path) -> pd.DataFrame:
-    """Whether one of the set's rationales was written to the letter, and whether the first hit is right although none was."""
+    """Whether one of the set's rationales was written verbatim, and whether the first hit is right although none was."""
     if not (path / "rationales.parquet").is_file() or "rationale" not in frame:
         return frame
     right = judge_words(frame["query_id"], frame["rationale"], path)["answered"].astype(float)

@@ -25,7 +25,7 @@ def gains(
     Args:
         without_D: the query's embedding without a rationale, unit norm.
         with_KD: after each of K rationales.
-        target_CD: the targets it is told apart from, the right one among them.
+        target_CD: the targets to choose among, the right one included.
         right: row of the right one.
         temperature: divides the cosines.
 

@@ -171,7 +171,7 @@ def _choose_runner(runner: str) -> None:
     try:
         daft.set_runner_ray() if runner == "ray" else daft.set_runner_native()
     except daft.exceptions.DaftCoreException as error:
-        # Daft allows this once a process; who uses it from a program of their own may have chosen before.
+        # Daft allows this once a process; a program that uses Daft itself may have chosen before.
         if "more than once" not in str(error):
             raise
         if (chosen := daft.get_or_infer_runner_type()) != runner:

@@ -214,7 +214,7 @@ def estimate(config: RmirConfig) -> str:
     """Calls, tokens and money of every stage, before anything is asked.
 
     Numbers of finished stages replace the guesses, so that a run over a few inputs (``generate.max_inputs``) and the
-    same command with all of them give an estimate that rests on one's own pictures and prompts.
+    same command with all of them give an estimate from your own pictures and prompts.
     """
     encoders = identities(config)
     stages = stages_of(config)

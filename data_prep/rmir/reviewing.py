@@ -26,7 +26,7 @@ class ReviewOptions:
     out: Path | None = None
     """The HTML file to write."""
     sample: Annotated[int, Field(ge=2)] = 200
-    """Triplets on the page: half accepted by the panel, half rejected, as far as there are."""
+    """Triplets on the page: half accepted by the panel, half rejected, where there are enough."""
     split: Literal["test", "train", "all"] = "test"
     """Queries that they are drawn from."""
     seed: int = 0

@@ -174,7 +174,7 @@ class ModelConfig:
         return f"{self.endpoint} {self.api} {self.token_limit} {self.send_seed}"
 
     def answers_by(self) -> dict[str, Any]:
-        """The settings that change what the model answers, as far as they are given: part of the key of its answers."""
+        """The settings that change what the model answers, those that are set: part of the key of its answers."""
         found: dict[str, Any] = {}
         if self.extra_body:
             found["extra_body"] = self.extra_body

@@ -172,7 +172,7 @@ class AnswerStore:
             return self._db.execute("SELECT count(*) FROM replies").fetchone()[0]
 
     def get_values(self, keys: Sequence[str]) -> dict[str, Any]:
-        """What was kept by `put_values`, by key, as far as it is there."""
+        """What was kept by `put_values`, by key, where there is any."""
         found = {}
         with self._lock:
             for start in range(0, len(keys), _AT_ONCE):
@@ -183,7 +183,7 @@ class AnswerStore:
         return found
 
     def put_values(self, values: Mapping[str, Any]) -> None:
-        """Keep JSON values that cost nothing here, such as scores by a model of one's own; see `put`."""
+        """Keep JSON values that cost nothing here, such as scores of a local model; see `put`."""
         rows = [(key, json.dumps(value).encode()) for key, value in values.items()]
         with self._writing("answers"):
             self._db.executemany(

@@ -156,7 +156,7 @@ def _check_same_records(now: Mapping[str, Any], found: Mapping[str, Any], path: 
 
 
 def _files_now(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Content of the files that a finished stage was trained on, as far as they are still there."""
+    """Content of the files that a finished stage was trained on, those that still exist."""
     found = {}
     for key, then in ((settings.get("identity") or {}).get("records") or {}).items():
         path = find_shipped(key)

@@ -46,7 +46,7 @@ def held(folder: Path) -> Iterator[None]:
                     f"{folder} is in use by {_holder(path)}: wait for it, end it, or give another out= (if its machine "
                     f"is gone for good, delete {path})"
                 ) from None
-            # Some network file systems are mounted without locks, and there is no other disk to be had.
+            # Some network file systems are mounted without locks, and no other disk is available.
             message = f"the file system of {folder} has no locks ({error.strerror}): a second run in it will not be noticed"
             print(f"warning: {message}", file=sys.stderr)  # noqa: T201
         now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

@@ -119,7 +119,7 @@ class Item:
         text: the user's text, or None.
         images: zero or more pictures, in the order in which the prompt shows them.
         instruction: task instruction, put before a query's text; None where there is none.
-        parts: the text in pieces, with None in the place of each picture, where a text comes before a picture. Empty: all
+        parts: the text in pieces, with None in place of each picture, where a text comes before a picture. Empty: all
             pictures, then the text, which is the order that models are trained with.
     """
 

@@ -200,7 +200,7 @@ class Collator:
     def _row_or_another(
         self, draw: Draw, taken: Collection[tuple[int, int]], bad: list[BadRecord]
     ) -> tuple[Record, _Row]:
-        """The draw's record, or another of its source in the place of one that cannot be used.
+        """The draw's record, or another of its source in place of one that cannot be used.
 
         Which one it is follows from the draw alone, so that it is the same on any number of processes and after a resume.
         """

@@ -135,7 +135,7 @@ def _open_dataset(config: RecordsConfig) -> tuple[Rows, Columns, Path]:
 
 
 class _First:
-    """The first rows of a stream, kept; on demand with `PRESENT` in the place of pictures' bytes."""
+    """The first rows of a stream, kept; on demand with `PRESENT` in place of pictures' bytes."""
 
     def __init__(self, count: int, without_pictures: bool = False):
         self.count, self.without_pictures = count, without_pictures

@@ -71,12 +71,12 @@ class ArrowRows:
         return row
 
     def without_pictures(self, start: int, stop: int) -> list[dict[str, Any]]:
-        """Rows with `PRESENT` in the place of pictures' bytes."""
+        """Rows with `PRESENT` in place of pictures' bytes."""
         return drop_image_bytes(self._dataset[start:stop]).to_pylist()
 
 
 def drop_image_bytes(table: pa.Table) -> pa.Table:
-    """The table with `PRESENT` in the place of pictures' bytes, which are not read."""
+    """The table with `PRESENT` in place of pictures' bytes, which are not read."""
     return pa.table(
         {name: pa.chunked_array([_array_without_bytes(chunk) for chunk in column.chunks], _type_without_bytes(column.type))
          for name, column in zip(table.column_names, table.columns, strict=True)}

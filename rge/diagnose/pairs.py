@@ -134,7 +134,7 @@ def interval(
 
 
 def elsewhere(groups: Sequence[str], seed: int = 0) -> np.ndarray:
-    """A permutation that gives every query another group's, as far as there are any, (Q,) int64."""
+    """A permutation that gives every query another group's, where there is another group, (Q,) int64."""
     rng = np.random.default_rng(seed)
     names = np.asarray(groups, dtype=object)
     order = rng.permutation(len(names))

@@ -29,7 +29,7 @@ GALLERY = "data_prep/demo/data/test"
 """The demo's retrieval set: drawings and questions that its training never saw."""
 NUM_EXAMPLES = 24
 WAIT_S, TELL_S = 300.0, 0.5
-"""How long a question waits for those before it (there is one model), and how often it is told how many are left."""
+"""How long a question waits for those before it (there is one model), and how often it reports how many are left."""
 COMPARED = 100
 """Ranks of the search without a rationale that hits are compared with."""
 TRIED = 8

@@ -168,7 +168,7 @@ def _first_frame(data: bytes) -> tuple[bytes, dict[str, Any]]:
 
 
 def exif_facts(image: Image.Image) -> dict[str, Any]:
-    """When and where a picture was taken, as far as its EXIF says so."""
+    """When and where a picture was taken, from its EXIF."""
     exif = image.getexif()
     facts: dict[str, Any] = {}
     original = exif.get_ifd(ExifTags.IFD.Exif).get(ExifTags.Base.DateTimeOriginal)

@@ -112,7 +112,7 @@ class Family:
         return [config.vision_start_token_id, config.image_token_id, config.vision_end_token_id]
 
     def square_picture(self, config: Any, num_pixels: int = 0) -> tuple[Tensor, Tensor]:
-        """A black square of at most that many pixels, or the smallest that there is: pixels and grid, see `pictures_of`.
+        """A black square of at most that many pixels, or the smallest possible: pixels and grid, see `pictures_of`.
 
         A batch without pictures gets the smallest behind a mask, so that every rank runs the vision tower in every step.
         Otherwise DDP waits for gradients that never come and ZeRO-2 averages different parameters with one another. Of the

@@ -151,7 +151,7 @@ def attend_last(
         1,
         k_BCKd.shape[1],
         scale=scale,
-        # Without a window one token sees all that there is, and need not be told that it is causal.
+        # Without a window one token sees everything, and need not be told that it is causal.
         window_size=(-1, -1) if window is None else (window - 1, 0),
         enable_gqa=q_BHd.shape[1] != k_BCKd.shape[2],
         seqused_k=seen_B,

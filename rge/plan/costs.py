@@ -76,7 +76,7 @@ class PictureCost:
     """What one picture costs in the vision tower.
 
     Attributes:
-        placeholders: tokens that stand for it; `feature` numbers are put in the place of each.
+        placeholders: tokens that stand for it; `feature` numbers are put in place of each.
         num_bytes: of its pixels as they are handed on, 8 bits a channel.
         products: FLOPs of a pass in matrix products, `attention` in attention, `fixed` in what is never trained.
         layers: of the tower.

@@ -91,7 +91,7 @@ class Plans:
                 self.found[name] = f"{type(error).__name__}: {error}"
 
     def kept(self, name: str) -> Kept:
-        """What a stage keeps between its micro batches; nothing where no plan says that there is room."""
+        """What a stage keeps between its micro batches; nothing unless a plan finds room."""
         found, recipe = self.found[name], self.recipe
         if isinstance(found, str):
             asked = recipe.train.keep_activations

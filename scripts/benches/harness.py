@@ -75,7 +75,7 @@ def in_new_process(work: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def count_flops(work: Callable[[], object]) -> float:
-    """FLOPs of a call; torch's counter does not know the CPU's fused attention, so it is told."""
+    """FLOPs of a call; torch's counter does not know the CPU's fused attention, so it is registered here."""
     import torch  # here, so that benches of other things do not carry its memory
     from torch.utils import flop_counter
 

@@ -1,4 +1,4 @@
-"""scripts/photos.py: the demo's test questions with photographs in the place of drawings."""
+"""scripts/photos.py: the demo's test questions with photographs in place of drawings."""
 
 import csv
 import importlib

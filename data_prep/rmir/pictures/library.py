@@ -25,7 +25,7 @@ from rge.tables.rows import TableError
 DUPLICATE, NEAR_DUPLICATE, TOO_SMALL = "same bytes as another picture", "near-duplicate", "too small"
 NOT_UTF8 = "its name is not UTF-8"
 ORIGINS = {"source": "source_column", "author": "author_column", "licence": "licence_column"}
-"""What is told of where a picture is from, and the setting that names its column."""
+"""Provenance fields of a picture, and the setting that names the column of each."""
 ENCODED_BY = {
     "id": "backslashreplace", "ref": "backslashreplace", "caption": "replace", "stamp": "backslashreplace",
 }  # fmt: skip
@@ -159,7 +159,7 @@ class Library:
         return self.files.address(f"{self.files.root}/{value}")
 
     def origins(self, wanted: Collection[str]) -> dict[str, dict[str, str]]:
-        """Source, author and licence of some pictures, by id, as far as the library says so."""
+        """Source, author and licence of some pictures, by id, where the library gives them."""
         config = self.config
         column_of = {key: getattr(config, setting) for key, setting in ORIGINS.items()}
         columns = [*column_of.values(), *([config.id_column] if config.id_column else [])]

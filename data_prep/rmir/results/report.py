@@ -97,7 +97,7 @@ def funnel(stages: dict[str, dict[str, Any]]) -> list[tuple[str, int, str]]:
 
 
 def ratios(stages: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """The ratios of `PAPER` for this run, as far as it got."""
+    """The ratios of `PAPER` for this run, up to the stage that it reached."""
     counts = {stage: found["counts"] for stage, found in stages.items()}
     found = {}
     if "filter" in counts and counts["filter"]["queries"]:

@@ -58,7 +58,7 @@ class AgreementOptions:
 
 
 def draw(run: Path, size: int, split: str, seed: int) -> list[dict[str, Any]]:
-    """Draw triplets: half accepted, half rejected, as far as there are; in random order.
+    """Draw triplets: half accepted, half rejected where there are enough, in random order.
 
     Returns:
         Rows with query_id, candidate_id, state, category, query and image_id.
@@ -183,7 +183,7 @@ Said = dict[str, dict[str, str]]
 def compare(run: Path, people: Mapping[str, Said]) -> dict[str, Any]:
     """Agreement of people with the panel.
 
-    Verdicts on one query hang together: what a person thinks of a question decides several of its answers. So intervals
+    Verdicts on one query are correlated: what a person thinks of a question decides several of its answers. So intervals
     resample queries, not verdicts (`clustered_share`).
 
     Args:

@@ -141,7 +141,7 @@ class BatchJobs:
         return taken < len(some)
 
     async def _pack(self, queue: deque[Call]) -> list[tuple[Call, bytes]]:
-        """Take calls, with their bodies, as far as a batch has room."""
+        """Take calls, with their bodies, up to what a batch may hold."""
         some, num_bytes = list[tuple[Call, bytes]](), 0
         while queue and len(some) < MOST_CALLS:
             call = queue.popleft()

@@ -126,7 +126,7 @@ class Grouping:
         return calls
 
     def settled(self, call: Call, found: Kept | ReplyError) -> list[Call]:
-        """Hand out what came of a call; what cannot be read is to be asked for by the calls that are returned."""
+        """Hand out the results of a call; returns calls that ask again for what cannot be read."""
         del self._open[call.key]
         for one in call.pending:
             one.cached = False

@@ -542,23 +542,13 @@ class Embedder:
         return self._inference.prompt(item, side, images)
 
     def encode_prompts(self, prompts: Sequence["Prompt"], *, mode: Mode, batch_size: int = 64) -> Encoded:
-        """Embed prompts that `prompt` has made before, as a server does, which makes them where they come in.
-
-        Args:
-            prompts: at least one.
-            mode: as of `encode`.
-            batch_size: rows a forward.
-        """
+        """Embed prompts that `prompt` has made before, as a server does, which makes them where they come in."""
         from rge.inference import Asked
 
         return self._inference.embed(prompts, Asked(mode, batch_size), self.settings)
 
     def direct_probabilities(self, items: Iterable[Item], *, batch_size: int = 64) -> np.ndarray:
         """(N,) the probability of ``<emb>`` as the first token of each query, by which ``mode=auto`` decides.
-
-        Args:
-            items: queries.
-            batch_size: rows a forward.
 
         Raises:
             UserError: the checkpoint was not trained to decide.

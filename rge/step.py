@@ -293,12 +293,7 @@ class _Forward:
 
     @torch.no_grad()
     def read(self, chunks: Sequence[Chunk], branches: Callable[[int], list[Branch]]) -> Tensor:
-        """States (N, D) of other branches of the queries, without gradient and without dropout.
-
-        Args:
-            chunks: of the step.
-            branches: of the query in a row.
-        """
+        """States (N, D) of other branches of the queries, without gradient and without dropout."""
         was_training, parts = self.embedder.training, []
         self.embedder.eval()
         try:
@@ -497,13 +492,7 @@ class Comparison:
 
 
 def easy_queries(lead_B: Tensor, adaptive: AdaptiveConfig, most: float) -> Tensor:
-    """(B,) bool: the queries whose direct state leads by the margin, those that lead most first, within the shares.
-
-    Args:
-        lead_B: see `rge.losses.right_by`.
-        adaptive: margin and least share.
-        most: greatest share.
-    """
+    """(B,) bool: the queries whose direct state leads by the margin, those that lead most first, within the shares."""
     count = len(lead_B)
     wanted = int((lead_B > adaptive.margin).sum())
     wanted = min(max(wanted, math.ceil(min(adaptive.floor, most) * count)), int(most * count))

@@ -292,12 +292,7 @@ def children_cpu() -> float:
 
 
 class Progress:
-    """progress.html while the demo runs: which step it is at, and the minutes left.
-
-    Args:
-        run: folder of the demo.
-        todo: its steps.
-    """
+    """progress.html while the demo runs: which step it is at, and the minutes left."""
 
     def __init__(self, run: str, todo: Sequence[Step]):
         self.run, self.todo, self.began = run, todo, time.monotonic()
@@ -440,10 +435,6 @@ def table(rows: dict[str, dict[str, dict[str, Any]]]) -> str:
 
 def chain(eval_folder: Path, set_folder: Path) -> dict[str, dict[str, float]]:
     """Where answers are lost: is the thing named right, is the answer, is its picture found?
-
-    Args:
-        eval_folder: evaluation with rationales.
-        set_folder: the set that was evaluated.
 
     Returns:
         For seen and held-out pairs per cent of queries: ``named``; of these ``answered``; of those ``found``, the first

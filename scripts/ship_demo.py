@@ -41,10 +41,6 @@ class Options:
 def ship(trained: Path, folder: Path) -> int:
     """Write a model in bfloat16; its size in bytes.
 
-    Args:
-        trained: a finished checkpoint, or a backbone.
-        folder: where the copy goes; replaced.
-
     Raises:
         UserError: it would be too large for the repository.
     """

@@ -44,10 +44,6 @@ GALLERY = FAMILIES[6]
 def load_icons(family: Family, folder: Path) -> dict:
     """Icons of a family, as iconify stores them; the package is fetched with ``npm pack`` when the folder lacks it.
 
-    Args:
-        family: whose icons to load.
-        folder: laid out like ``node_modules``: ``folder/@iconify-json/noto/icons.json``.
-
     Returns:
         Content of ``icons.json``: ``icons`` and ``aliases`` by name, default ``width`` and ``height``.
 

@@ -68,14 +68,7 @@ def adapter_weights(
 
 
 def write_adapters(model: HubModel, folder: Path, base: dict[str, Any], weights: dict[str, Tensor]) -> None:
-    """Write PEFT's two files.
-
-    Args:
-        model: with adapters.
-        folder: where there is one.
-        base: see `Base.seen_from`.
-        weights: see `adapter_weights`.
-    """
+    """Write PEFT's two files."""
     ids = _token_ids(model, base["rows"])
     config = model.peft_config[ADAPTER].to_dict() | {
         "base_model_name_or_path": base["path"],

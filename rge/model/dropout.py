@@ -16,11 +16,7 @@ def drops_out(module: nn.Module) -> bool:
 
 
 class RandomState:
-    """The random numbers that come next, on the CPU and on the model's device.
-
-    Args:
-        device: the model's.
-    """
+    """The random numbers that come next, on the CPU and on the model's device."""
 
     def __init__(self, device: torch.device):
         self.cpu = torch.get_rng_state()

@@ -407,12 +407,7 @@ FAMILIES: Registry[Family] = Registry("family of models", "rge.families", ["rge.
 
 
 def register_family(model_type: str, family: Family) -> Family:
-    """Let backbones of a type be trained and used.
-
-    Args:
-        model_type: of the model's config.
-        family: what differs from Qwen2-VL.
-    """
+    """Let backbones of a type be trained and used."""
     return FAMILIES.add(model_type, family)
 
 

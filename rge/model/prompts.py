@@ -78,13 +78,7 @@ P = TypeVar("P", Prompt, Measured)
 
 
 def user_text(item: Item, side: str, profile: Profile) -> str:
-    """Wording of the text part: what the user turn says after the pictures, without the newlines around it.
-
-    Args:
-        item: what to embed.
-        side: ``query`` or ``candidate``.
-        profile: one of `PROFILES`.
-    """
+    """Wording of the text part: what the user turn says after the pictures, without the newlines around it."""
     text = (item.text or "").strip()
     if side == "query":
         if item.instruction:

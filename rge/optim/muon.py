@@ -59,11 +59,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal_on_all_ranks(matrices: list[Tensor]) -> list[Tensor]:
-    """`orthogonal` of every matrix, each computed by one process and known to all.
-
-    Args:
-        matrices: 2-D, the same on all processes.
-    """
+    """`orthogonal` of every matrix, each computed by one process and known to all."""
     if not matrices:
         return []
     shares: list[list[int]] = [[] for _ in range(dist.world_size())]

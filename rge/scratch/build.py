@@ -99,11 +99,6 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Qwen2Tokenizer:
 def make_tokenizer(texts: Iterable[str], vocab_size: int, text: dict[str, Any]) -> PreTrainedTokenizerBase:
     """The tokenizer of a backbone: learned from texts, or that of the pretrained text model that ``text`` names.
 
-    Args:
-        texts: see `train_tokenizer`.
-        vocab_size: see `train_tokenizer`.
-        text: see `make_model`.
-
     Raises:
         SmolError: its package is not installed.
     """

@@ -117,11 +117,7 @@ def write_library(folder: Path, num: int) -> None:
 
 
 class World:
-    """Answers as an OpenAI-compatible model would that knows everything.
-
-    Args:
-        num_concepts: of the library.
-    """
+    """Answers as an OpenAI-compatible model would that knows everything."""
 
     def __init__(self, num_concepts: int):
         self.num = num_concepts

@@ -16,13 +16,7 @@ GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131
 def in_turns(
     work: Mapping[str, Callable[[], object]], repeats: int, before: Callable[[], object] = lambda: None
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Seconds of each piece of work, by the clock and by the processor; repetitions go through them back and forth.
-
-    Args:
-        work: by name.
-        repeats: of each.
-        before: called before each, outside the measurement.
-    """
+    """Seconds of each piece of work, by the clock and by the processor; repetitions go through them back and forth."""
     wall: dict[str, list[float]] = {name: [] for name in work}
     cpu: dict[str, list[float]] = {name: [] for name in work}
     for repeat in range(repeats):

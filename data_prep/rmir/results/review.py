@@ -186,10 +186,6 @@ def compare(run: Path, people: Mapping[str, Said]) -> dict[str, Any]:
     Verdicts on one query are correlated: what a person thinks of a question decides several of its answers. So intervals
     resample queries, not verdicts (`clustered_share`).
 
-    Args:
-        run: folder of the run.
-        people: of `read_verdicts`.
-
     Returns:
         ``rows``: agree, of, queries, share and its 95 % interval, and how many are unsure (left out of the others) over
         all, by person, by what the panel decided and by category; ``kappa`` of verdicts and decisions; ``between``:

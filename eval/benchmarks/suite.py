@@ -26,6 +26,7 @@ from eval.scoring.output_files import (
     PER_QUERY,
     check_out,
     invalidate,
+    rationale_figures,
     read_results,
     statistics_settings,
     write_tables,
@@ -198,48 +199,32 @@ def aggregate(
     results = {name: read_results(path) for name, path in dirs.items()}
     first = next(iter(results.values()))
     _check_alike(dirs, results)
-    fingerprint = hashlib.sha256(
-        json.dumps(sorted((name, one["set"]["fingerprint"]) for name, one in results.items())).encode()
-    ).hexdigest()
-    limit = first["set"].get("limit")
+    table = _joint_table(suite, dirs)
+    about_set = _joint_set(suite, results, table)
     identity = {
-        "set.fingerprint": fingerprint,
-        "set.limit": limit,
+        "set.fingerprint": about_set["fingerprint"],
+        "set.limit": about_set["limit"],
         "checkpoint_hash": first.get("checkpoint_hash"),
     }
     check_out(out, identity | {key: first[key] for key in DECIDES if key in first}, overwrite=overwrite)
 
-    table = _joint_table(suite, dirs)
     columns = list(dict.fromkeys(column for more in suite.members.values() for column in more))
-    # a metric that one member lacks has no mean over members
-    names = [name for name in _in_all([one["micro"] for one in results.values()]) if name in table]
+    names = _metrics(results, table)
     protocol = protocol_for(suite.benchmark, first["profile"])
     content: dict[str, Any] = {
         "format": FORMAT,
-        "set": {
-            "name": suite.name,
-            "fingerprint": fingerprint,
-            "content": _joint_content(results),
-            "made_with": first["set"].get("made_with"),
-            "num_queries": len(table),
-            "num_candidates": sum(one["set"]["num_candidates"] for one in results.values()),
-            "num_groups": int(table["group"].nunique()),
-            "num_members": len(dirs),
-            "members": {name: one["set"]["fingerprint"] for name, one in results.items()},
-            "path": str(suite.path.resolve()),
-            "limit": limit,
-        },
+        "set": about_set,
         **{key: first[key] for key in SHARED if key in first},
         "suite": suite.column,
         "member_dirs": {name: os.path.relpath(path, out) for name, path in dirs.items()},
         **suite_figures(table, names, columns, seed=seed),
         **_by_query(table, names, _reported(results, columns), seed=seed),
-        "by_category": {name: one["micro"] for name, one in results.items()},
-        "ties": _member_means([one["ties"] for one in results.values()]),
-        "random": _member_means([one["random"] for one in results.values()]),
-        "rationale": _rationales(table),
+        "by_category": _of_all(results, "micro"),
+        "ties": _member_means(_of_all(results, "ties")),
+        "random": _member_means(_of_all(results, "random")),
+        "rationale": rationale_figures(table),
         "coverage": float(np.mean([one.get("coverage", 1.0) for one in results.values()])),
-        "warnings": sorted({warning for one in results.values() for warning in one.get("warnings", [])}),
+        "warnings": sorted(set().union(*(one.get("warnings", []) for one in results.values()))),
         "statistics": statistics_settings(seed, NUM_RESAMPLES) | {"resampled": "group within member"},
         "versions": versions(),
     }
@@ -279,15 +264,42 @@ def _joint_table(suite: Suite, dirs: Mapping[str, Path]) -> pd.DataFrame:
     return pd.concat(frames, ignore_index=True)
 
 
+def _joint_set(suite: Suite, results: Mapping[str, Mapping[str, Any]], table: pd.DataFrame) -> dict[str, Any]:
+    """What results.json says of the set: of all members."""
+    sets = {name: one["set"] for name, one in results.items()}
+    first = next(iter(sets.values()))
+    members = {name: one["fingerprint"] for name, one in sets.items()}
+    contents = {name: one.get("content") for name, one in sets.items()}
+    return {
+        "name": suite.name,
+        "fingerprint": _digest(members),
+        "content": None if None in contents.values() else _digest(contents),
+        "made_with": first.get("made_with"),
+        "num_queries": len(table),
+        "num_candidates": sum(one["num_candidates"] for one in sets.values()),
+        "num_groups": int(table["group"].nunique()),
+        "num_members": len(sets),
+        "members": members,
+        "path": str(suite.path.resolve()),
+        "limit": first.get("limit"),
+    }
+
+
+def _digest(of_member: Mapping[str, str]) -> str:
+    return hashlib.sha256(json.dumps(sorted(of_member.items())).encode()).hexdigest()
+
+
+def _of_all(results: Mapping[str, Mapping[str, Any]], block: str) -> dict[str, Any]:
+    return {name: one[block] for name, one in results.items()}
+
+
+def _metrics(results: Mapping[str, Mapping[str, Any]], table: pd.DataFrame) -> list[str]:
+    """Metrics that all members have: one that a member lacks has no mean over members."""
+    return [name for name in _in_all(list(_of_all(results, "micro").values())) if name in table]
+
+
 def _in_all(blocks: Sequence[Mapping[str, Any]]) -> list[str]:
     return [key for key in blocks[0] if all(key in one for one in blocks)]
-
-
-def _joint_content(results: Mapping[str, Mapping[str, Any]]) -> str | None:
-    contents = [(name, one["set"].get("content")) for name, one in sorted(results.items())]
-    if any(content is None for _, content in contents):
-        return None
-    return hashlib.sha256(json.dumps(contents).encode()).hexdigest()
 
 
 def suite_figures(
@@ -425,22 +437,11 @@ def member_options(options: Any, path: Path, out: Path) -> Any:
     return replace(options, set=path, out=out, cache=options.cache or options.out / ".cache", report=False)
 
 
-def _member_means(blocks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _member_means(blocks: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """The mean over members of every figure that all have: a number, or numbers by name."""
     out: dict[str, Any] = {}
-    for metric in _in_all(blocks):
-        cells = [block[metric] for block in blocks]
-        out[metric] = _member_means(cells) if isinstance(cells[0], Mapping) else float(np.mean(cells))
+    for metric in _in_all(list(blocks.values())):
+        cells = {name: block[metric] for name, block in blocks.items()}
+        nested = any(isinstance(cell, Mapping) for cell in cells.values())
+        out[metric] = _member_means(cells) if nested else float(np.mean(list(cells.values())))
     return out
-
-
-def _rationales(table: pd.DataFrame) -> dict[str, float | None]:
-    keys = ("forced_rate", "tokens_mean", "tokens_p50", "tokens_p95")
-    written = table[table["stop_reason"].isin(["emb", "forced"])]
-    if not len(written):
-        return dict.fromkeys(keys)
-    tokens = written["rationale_tokens"].to_numpy(np.float64)
-    forced = float((written["stop_reason"] == "forced").mean())
-    return dict(
-        zip(keys, (forced, float(tokens.mean()), *np.quantile(tokens, [0.5, 0.95]).tolist()), strict=True)
-    )

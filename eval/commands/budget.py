@@ -240,7 +240,7 @@ def _measure(
         raise UserError(
             "temperature= makes the one rationale a drawn one: draw_temperature= is for those of k="
         )
-    drawn = _drawing(session, options.draw_temperature)
+    drawn = _generating(session, temperature=options.draw_temperature)
     sides = [session.candidate_mode, *(["reasoning"] if options.both_sides else [])]
     for side in dict.fromkeys(sides):
         session.embeddings.fill_candidates(side)  # type: ignore[arg-type]
@@ -358,12 +358,9 @@ def _numbers(key: str, words: Sequence[str], low: float, high: float) -> list[fl
     return sorted(set(found))
 
 
-def _drawing(session: Session, temperature: float) -> Session:
-    """The same session with an encoder that draws its rationales."""
-    return _asking(session, session.encoder.with_(temperature=temperature))
-
-
-def _asking(session: Session, encoder: Embeds) -> Session:
+def _generating(session: Session, **generation: Any) -> Session:
+    """The same session with an encoder that generates in another way."""
+    encoder = session.encoder.with_(**generation)
     embeddings = replace(session.embeddings, encoder=encoder, _filled={})
     return replace(session, encoder=encoder, embeddings=embeddings)
 
@@ -380,7 +377,7 @@ def _kept_writing(session: Session) -> Session | None:
             "WARNING: engine=vllm cannot be kept from writing nothing: no point `adaptive`", file=sys.stderr
         )
         return None
-    return _asking(session, session.encoder.with_(min_new_tokens=1))
+    return _generating(session, min_new_tokens=1)
 
 
 @dataclass(frozen=True)
@@ -390,6 +387,13 @@ class _Base:
     candidate_CD: np.ndarray
     encoded: dict[str, Encoded]
     ranked: dict[str, Ranking]
+
+    def gated(self, name: str, curve: str, reason_Q: np.ndarray, about: Mapping[str, Any]) -> Point:
+        """The point where some queries reason and the others do not."""
+        share = float(reason_Q.mean())
+        ranking = choose(reason_Q, self.ranked["reasoning"], self.ranked["direct"])
+        chosen = gated(reason_Q, self.encoded["reasoning"], self.encoded["direct"])
+        return Point(name, curve, share, ranking, chosen, {"gate": {**about, "share": share}})
 
 
 def _base(session: Session) -> _Base:
@@ -408,69 +412,75 @@ def _points(
     base: _Base,
     always: Session | None,
 ) -> Iterator[Point]:
-    embeddings = session.embeddings
-    candidate_CD, encoded, ranked = base.candidate_CD, base.encoded, base.ranked
+    encoded, ranked = base.encoded, base.ranked
     for mode in BASES:
         yield Point(mode, mode, 1, ranked[mode], encoded[mode])
-
-    about: dict[str, Any]
-    samples: list[Encoded] = []
-    rankings: list[Ranking] = []
-    for number in range(options.k):
-        samples.append(drawn.embeddings.queries("reasoning", "both", options.seed + number))
-        about = {"k": number + 1, "draw_temperature": options.draw_temperature}
-        if "mean" in options.fuse:
-            fused = together(samples, mean_embedding([one.embeddings for one in samples]))
-            ranking = session.rank(fused.embeddings, candidate_CD)
-            yield Point(f"mean-{number + 1}", "mean of k", number + 1, ranking, fused, about=about)
-        if "max" in options.fuse:
-            rankings.append(session.rank(samples[-1].embeddings, candidate_CD))
-            fused = together(samples, mean_embedding([one.embeddings for one in samples]))
-            yield Point(f"max-{number + 1}", "max of k", number + 1, max_score(rankings), fused, about=about)
-
+    yield from _fused(options, session, drawn, base.candidate_CD)
     margin_Q = margin(ranked["direct"])
-    learned = {share: gate_for(margin_Q, share) for share in plan.shares}
-    if options.gate_from is not None:
-        learned = _learned(options.gate_from, session, plan)
-    gates = [(f"gate-{100 * share:g}", gate) for share, gate in learned.items()]
-    gates += [(f"gate-below-{value:g}", Gate(value)) for value in plan.margins]
-    for name, gate in gates:
-        reason_Q = gate.opens(margin_Q)
-        about = {"gate": gate.about() | {"share": float(reason_Q.mean())}}
-        if options.gate_from is not None and name.removeprefix("gate-")[0].isdigit():
-            about["gate"]["learned_from"] = str(options.gate_from)
-        ranking = choose(reason_Q, ranked["reasoning"], ranked["direct"])
-        chosen = gated(reason_Q, encoded["reasoning"], encoded["direct"])
-        yield Point(name, GATED, about["gate"]["share"], ranking, chosen, about=about)
-
+    for name, gate, learned in _gates(options, session, plan, margin_Q):
+        yield base.gated(name, GATED, gate.opens(margin_Q), gate.about() | learned)
     if always is not None:
         written = always.embeddings.queries("reasoning", "both")
-        yield Point("always", DECIDED, 1, session.rank(written.embeddings, candidate_CD), written)
+        yield Point("always", DECIDED, 1, session.rank(written.embeddings, base.candidate_CD), written)
         share = float((encoded["reasoning"].num_rationale_tokens > 0).mean())
         about = {"gate": {"decided_by": "the model", "share": share}}
-        yield Point("adaptive", DECIDED, share, ranked["reasoning"], encoded["reasoning"], about=about)
-
+        yield Point("adaptive", DECIDED, share, ranked["reasoning"], encoded["reasoning"], about)
     if plan.above and session.encoder.settings.decides_itself:
-        probability_Q = session.encoder.direct_probabilities(session.wanted.query_items("both"))  # type: ignore[attr-defined]
-        for threshold in plan.above:
-            reason_Q = probability_Q < threshold
-            ranking = choose(reason_Q, ranked["reasoning"], ranked["direct"])
-            chosen = gated(reason_Q, encoded["reasoning"], encoded["direct"])
-            # the prompt is encoded once: what reasons has no direct answer beside it
-            spent = np.where(reason_Q, encoded["reasoning"].embed_ms, encoded["direct"].embed_ms)
-            share = float(reason_Q.mean())
-            about = {"gate": {"decided_by": "the model", "direct_above": threshold, "share": share}}
-            yield Point(
-                f"auto-{threshold:g}", DECIDED, share, ranking, replace(chosen, embed_ms=spent), about=about
-            )
-
+        yield from _thresholds(session, plan, base)
     if options.both_sides:
-        reasoned_CD = embeddings.candidates("reasoning")
-        costs = embeddings.candidate_costs("reasoning")
+        reasoned_CD = session.embeddings.candidates("reasoning")
+        costs = session.embeddings.candidate_costs("reasoning")
         for mode in BASES:
-            about = {"candidate_mode": "reasoning", "a_candidate_costs": costs}
+            both = {"candidate_mode": "reasoning", "a_candidate_costs": costs}
             ranking = session.rank(encoded[mode].embeddings, reasoned_CD)
-            yield Point(f"{mode}-both", "candidates reason too", 1, ranking, encoded[mode], about=about)
+            yield Point(f"{mode}-both", "candidates reason too", 1, ranking, encoded[mode], both)
+
+
+def _fused(
+    options: BudgetOptions, session: Session, drawn: Session, candidate_CD: np.ndarray
+) -> Iterator[Point]:
+    """One to k drawn rationales as one ranking."""
+    samples: list[Encoded] = []
+    rankings: list[Ranking] = []
+    for number in range(1, options.k + 1):
+        samples.append(drawn.embeddings.queries("reasoning", "both", options.seed + number - 1))
+        fused = together(samples, mean_embedding([one.embeddings for one in samples]))
+        about = {"k": number, "draw_temperature": options.draw_temperature}
+        if "mean" in options.fuse:
+            ranking = session.rank(fused.embeddings, candidate_CD)
+            yield Point(f"mean-{number}", "mean of k", number, ranking, fused, about)
+        if "max" in options.fuse:
+            rankings.append(session.rank(samples[-1].embeddings, candidate_CD))
+            yield Point(f"max-{number}", "max of k", number, max_score(rankings), fused, about)
+
+
+def _gates(
+    options: BudgetOptions, session: Session, plan: _Plan, margin_Q: np.ndarray
+) -> Iterator[tuple[str, Gate, dict[str, str]]]:
+    """Names, gates, and what is said of where they were learned."""
+    if options.gate_from is None:
+        shares, learned = {share: gate_for(margin_Q, share) for share in plan.shares}, {}
+    else:
+        shares, learned = (
+            _learned(options.gate_from, session, plan),
+            {"learned_from": str(options.gate_from)},
+        )
+    for share, gate in shares.items():
+        yield f"gate-{100 * share:g}", gate, learned
+    for value in plan.margins:
+        yield f"gate-below-{value:g}", Gate(value), {}
+
+
+def _thresholds(session: Session, plan: _Plan, base: _Base) -> Iterator[Point]:
+    """A model that decides by the probability of writing nothing, at several thresholds."""
+    probability_Q = session.encoder.direct_probabilities(session.wanted.query_items("both"))  # type: ignore[attr-defined]
+    for threshold in plan.above:
+        reason_Q = probability_Q < threshold
+        about = {"decided_by": "the model", "direct_above": threshold}
+        point = base.gated(f"auto-{threshold:g}", DECIDED, reason_Q, about)
+        # the prompt is encoded once: what reasons has no direct answer beside it
+        spent = np.where(reason_Q, base.encoded["reasoning"].embed_ms, base.encoded["direct"].embed_ms)
+        yield replace(point, encoded=replace(point.encoded, embed_ms=spent))
 
 
 def _write(options: BudgetOptions, session: Session, point: Point, metric: str) -> dict[str, Any]:
@@ -558,17 +568,8 @@ def _curve(row: Mapping[str, Any]) -> str:
 
 def _content(options: BudgetOptions, metric: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     keys = (
-        "k",
-        "draw_temperature",
-        "fuse",
-        "gate",
-        "gate_from",
-        "margin",
-        "auto",
-        "both_sides",
-        "batch_size",
-        "seed",
-    )
+        "k", "draw_temperature", "fuse", "gate", "gate_from", "margin", "auto", "both_sides", "batch_size", "seed",
+    )  # fmt: skip
     return {
         "format": FORMAT,
         "metric": metric,

@@ -43,6 +43,11 @@ HELD_CANDIDATES = 4096
 MAX_UNANSWERED = 0.01
 """Share of pairs that an endpoint may answer with neither word, or not at all, before its scores are held to be worthless;
 one pair is always allowed."""
+KEPT = (
+    "query_mode", "query_modality", "candidate_mode", "checkpoint", "checkpoint_hash", "model", "rewrite", "prompts",
+    "settings", "decoding", "dtype", "exact", "embedding_dims", "asked_as_released", "run_hash", "coverage",
+)  # fmt: skip
+"""What results.json says of the first ranking, and repeats of the reordered one."""
 VERSION = 1
 """Of the wording; part of every key."""
 
@@ -223,41 +228,24 @@ def _one(
         question=question,
         mix=options.mix,
     )
-    about = {
+    about = {key: getattr(options, key) for key in ("top_n", "ask", "mix")} | {
         "of": str(options.of),
-        "top_n": options.top_n,
         "judge": asked.name,
         "question": question,
-        "ask": options.ask,
-        "mix": options.mix,
         "num_pairs": found.num_pairs,
         "num_unanswered": found.num_unanswered,
         "ms_mean": float(found.ms_Q.mean()),
     }
     if not team.is_first:
         return about
-    kept = (
-        "query_mode",
-        "query_modality",
-        "candidate_mode",
-        "checkpoint",
-        "checkpoint_hash",
-        "model",
-        "rewrite",
-        "prompts",
-        "settings",
-        "decoding",
-        "dtype",
-        "exact",
-        "embedding_dims",
-        "asked_as_released",
-        "run_hash",
-    )
     tag = f"{read.tag}-judged"
-    made = {key: old[key] for key in (*kept, "warnings", "coverage") if key in old}
-    made["ranked_with"] = ranked_with(old)
-    made |= {"rerank": about, "tag": tag, "warnings": [*old.get("warnings", []), *unread]}
-    made["again"] = again("rerank", options)
+    made = {key: old[key] for key in KEPT if key in old} | {
+        "ranked_with": ranked_with(old),
+        "rerank": about,
+        "tag": tag,
+        "warnings": [*old.get("warnings", []), *unread],
+        "again": again("rerank", options),
+    }
     results = write_evaluation(
         options.out,
         wanted,
@@ -346,27 +334,24 @@ def rerank(
     order = sorted(todo, key=lambda key: int(wanted.file_rows_C[todo[key][1]]))
     chunk = max(min(chunk, -(-len(order) // team.size)), 1)  # no process is idle where there are few pairs
     parts = [order[start : start + chunk] for start in range(0, len(order), chunk)]
-    scored = _scored(
-        wanted, asked, judge, answers if team.is_first else None, todo, parts[team.rank :: team.size]
-    )
-    with (progress if team.is_first else NO_BAR)(
-        total=len(unique), initial=len(known), desc="reranking", unit="pair"
-    ) as bar:
+    kept, shown = (_opened(answers), progress) if team.is_first else (None, NO_BAR)
+    scored = _scored(wanted, asked, judge, kept, todo, parts[team.rank :: team.size])
+    with shown(total=len(unique), initial=len(known), desc="reranking", unit="pair") as bar:
         for _ in range(-(-len(parts) // team.size)):  # every process takes part in every round
             for found in team.gather(next(scored, {})):
-                if team.is_first and found:
-                    _opened(answers).put_values(found)
+                if kept is not None and found:
+                    kept.put_values(found)
                 known |= found
                 bar.update(len(found))
-    unanswered = sum(known[key][0] is None for key in keys)
+    score_P = np.array([known[key][0] for key in keys], np.float64)  # None becomes NaN
+    unanswered = int(np.isnan(score_P).sum())
     if unanswered > max(1, MAX_UNANSWERED * len(keys)):
         raise UserError(
             f"{unanswered} of {len(keys)} pairs were answered with neither {' nor '.join(judge.name['words'])}: name the "
             "words that the judge uses (yes=, no=), or take another judge; one that refuses so many is none"
         )
-    score_QN = np.full(head_QN.shape, -np.inf)
-    ms_QN = np.zeros(head_QN.shape)
-    score_QN[query_P, place_P] = [-1.0 if known[key][0] is None else known[key][0] for key in keys]
+    score_QN, ms_QN = np.full(head_QN.shape, -np.inf), np.zeros(head_QN.shape)
+    score_QN[query_P, place_P] = np.nan_to_num(score_P, nan=-1.0)
     ms_QN[query_P, place_P] = [known[key][1] for key in keys]
     return Judged(reorder(ranking, score_QN, mix), len(keys), unanswered, ms_QN.sum(axis=1))
 

@@ -149,24 +149,24 @@ def run(options: RunOptions, load: Callable[..., Embeds] | None = None) -> list[
     Raises:
         UserError: something given is wrong; see the modules named above.
     """
+    conditions = _conditions(options)
     if is_suite(options.set):
-        _conditions(options)
         dirs = run_members(options, run, load or default_loader(options))
         if options.report and join().is_first:
             from eval.pages.boards.leaderboard import write_leaderboard
 
             print(f"\n{write_leaderboard([str(path) for path in dirs], options.out / 'report.html')}")
         return dirs
-    conditions = _conditions(options)
     session = start(options, conditions, load)
     embeddings, seed = session.embeddings, session.seed
+    dirs = [one.out for one in conditions]
     embeddings.fill_candidates(session.candidate_mode, seed)
     if session.team.is_first:
         candidate_CD = embeddings.candidates(session.candidate_mode, seed)  # refuses what cannot be ranked
     for one in conditions:
         embeddings.fill_queries(one.mode, one.modality, seed)
     if not session.team.is_first:
-        return [one.out for one in conditions]
+        return dirs
     for one in conditions:
         encoded = embeddings.queries(one.mode, one.modality, seed)
         ranking = session.rank(encoded.embeddings, candidate_CD)
@@ -182,15 +182,11 @@ def run(options: RunOptions, load: Callable[..., Embeds] | None = None) -> list[
             f"{summary(results, (*session.protocol.headline, *options.metrics))}",
             flush=True,
         )
-    dirs = [one.out for one in conditions]
     if options.report:
         from eval.pages.report import write_report
 
-        page = options.out / "report.html"
-        if options.benchmark == "generic":
-            print(f"\n{write_report(dirs, page)}")
-        else:
-            print(f"\n{write_report(dirs, page, metric=session.protocol.headline[0])}")
+        metric = "recall@1" if options.benchmark == "generic" else session.protocol.headline[0]
+        print(f"\n{write_report(dirs, options.out / 'report.html', metric=metric)}")
     return dirs
 
 

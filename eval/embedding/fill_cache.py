@@ -116,11 +116,11 @@ def fill(
         for number, (start, batch) in enumerate(_missing(items, done, SHARD_BATCHES * batch_size)):
             if number % team.size != team.rank:
                 continue
-            seeds = None if seed is None else [_item_seed(seed, item.id) for item in batch]
+            ids = [item.id for item in batch]
             encoded = encoder.encode(
-                batch, side=side, mode=mode, batch_size=batch_size, seeds=seeds, on_progress=count
+                batch, side=side, mode=mode, batch_size=batch_size, seeds=_seeds(seed, ids), on_progress=count
             )
-            check_embeddings(encoded.embeddings, [item.id for item in batch], side)
+            check_embeddings(encoded.embeddings, ids, side)
             write_shard(cache, start, encoded)
             count_all()
         while team.size > 1 and team.is_first and not covered(cache).all():
@@ -222,5 +222,7 @@ def _missing(items: Iterable[Item], done: np.ndarray, most: int) -> Iterator[tup
         yield row + 1 - len(stretch), stretch
 
 
-def _item_seed(seed: int, name: str) -> int:
-    return int.from_bytes(hashlib.sha256(f"{seed}\n{name}".encode()).digest()[:4])
+def _seeds(seed: int | None, ids: Sequence[str]) -> list[int] | None:
+    if seed is None:
+        return None
+    return [int.from_bytes(hashlib.sha256(f"{seed}\n{name}".encode()).digest()[:4]) for name in ids]

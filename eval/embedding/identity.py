@@ -71,11 +71,9 @@ def asked_of(results: Mapping[str, Any]) -> Identity:
         files that were loaded, the hub's commit), ``settings`` (its pixels, generation, dtype and whatever else it has), ``asked``
         and ``prompts``. None where the results do not say.
     """
-    wanted, prompts, model = (results.get(part) or {} for part in ("set", "prompts", "model"))
-    rewrite, judged, way = (results.get(part) or {} for part in ("rewrite", "rerank", "budget"))
-    settings = results.get("settings") or {}
-    sampled = (results.get("decoding") or {}).get("temperature") or way.get("k")
-    asked = ("query_mode", "query_modality", "candidate_mode", "embedding_dims", "ranked_with")
+    wanted, prompts, model, settings = (
+        results.get(part) or {} for part in ("set", "prompts", "model", "settings")
+    )
     return {
         "set": {key: wanted.get(key) for key in ("fingerprint", "content", "limit", "made_with")},
         "protocol": {key: results.get(key) for key in ("benchmark", "profile")},
@@ -87,20 +85,29 @@ def asked_of(results: Mapping[str, Any]) -> Identity:
             "release": results.get("asked_as_released"),
         },
         "settings": {key: value for key, value in settings.items() if key not in NOT_MEASURED},
-        "asked": {key: results.get(key) for key in asked}
-        | {
-            "rewrite": rewrite.get("kind"),
-            "rewriter": rewrite.get("model"),
-            "rewriter_at": {key: rewrite.get(key) for key in ("at", "served", "rge")}
-            if "at" in rewrite
-            else None,
-            "judge": judged.get("judge"),
-            "judged": judged.get("top_n"),
-            "way": way.get("name"),
-            "seed": results.get("seed") if sampled else None,
-        }
-        | {key: judged[key] for key in ("ask", "mix") if judged.get(key) not in (None, "yes_no")},
+        "asked": _way(results),
         "prompts": {key: prompts.get(key) for key in ("profile", "templates")},
+    }
+
+
+def _way(results: Mapping[str, Any]) -> dict[str, Any]:
+    """How an embedder was asked, and what was done to its ranking."""
+    rewrite, judged, way, decoding = (
+        results.get(part) or {} for part in ("rewrite", "rerank", "budget", "decoding")
+    )
+    sampled = decoding.get("temperature") or way.get("k")
+    asked = ("query_mode", "query_modality", "candidate_mode", "embedding_dims", "ranked_with")
+    at = {key: rewrite.get(key) for key in ("at", "served", "rge")}
+    return {
+        **{key: results.get(key) for key in asked},
+        "rewrite": rewrite.get("kind"),
+        "rewriter": rewrite.get("model"),
+        "rewriter_at": at if "at" in rewrite else None,
+        "judge": judged.get("judge"),
+        "judged": judged.get("top_n"),
+        "way": way.get("name"),
+        "seed": results.get("seed") if sampled else None,
+        **{key: judged[key] for key in ("ask", "mix") if judged.get(key) not in (None, "yes_no")},
     }
 
 

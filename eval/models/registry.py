@@ -225,18 +225,7 @@ def load_model(
     # looked up first: an unknown name is an error before anything is fetched
     asked = None if adapter is None else EMBEDDERS[adapter]
     facts = facts_of(model, revision, base)
-    chosen = asked or _recognised(facts)
-    if facts.model_type in NOT_HERE and chosen in (None, *OURS):
-        raise UserError(
-            f"{model} is a {facts.model_type}: {NOT_HERE[facts.model_type]}. A ranking made by the model's own code goes "
-            "through `rge eval score`; docs/extending.md shows how to add an embedder"
-        )
-    if chosen is None:
-        kinds = "\n".join(f"  {one.name}: {one.about}" for one in adapters())
-        raise UserError(
-            f"{model} ({facts.model_type or 'no model_type in config.json'}) is none of the known embedders, which are\n"
-            f"{kinds}\nadapter=NAME chooses one; a ranking made by any other program goes through `rge eval score`"
-        )
+    chosen = _chosen(facts, asked)
     options = {"device": device, "dtype": dtype, "max_new_tokens": max_new_tokens, "temperature": temperature}
     if engine != "own":
         if chosen.name != "rge":
@@ -256,6 +245,27 @@ def load_model(
         notes.append(GUESSED[chosen.name].format(name=facts.name, model_type=facts.model_type))
     encoder.settings = encoder.settings.but(device=_device(device), notes=notes)
     return encoder
+
+
+def _chosen(facts: Facts, asked: Adapter | None) -> Adapter:
+    """The family that was asked for, else the first that a model's files fit.
+
+    Raises:
+        UserError: there is none, or its model code is not here.
+    """
+    chosen = asked or _recognised(facts)
+    if facts.model_type in NOT_HERE and chosen in (None, *OURS):
+        raise UserError(
+            f"{facts.name} is a {facts.model_type}: {NOT_HERE[facts.model_type]}. A ranking made by the model's own code goes "
+            "through `rge eval score`; docs/extending.md shows how to add an embedder"
+        )
+    if chosen is None:
+        kinds = "\n".join(f"  {one.name}: {one.about}" for one in adapters())
+        raise UserError(
+            f"{facts.name} ({facts.model_type or 'no model_type in config.json'}) is none of the known embedders, which are\n"
+            f"{kinds}\nadapter=NAME chooses one; a ranking made by any other program goes through `rge eval score`"
+        )
+    return chosen
 
 
 def _recognised(facts: Facts) -> Adapter | None:

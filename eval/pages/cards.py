@@ -1,7 +1,7 @@
 """Example cards of a report: a query, what the model wrote, what it found, and what was wanted."""
 
+import math
 import re
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,27 +42,27 @@ def cards_of(
     success_rank = min(int(k.group(1)), NUM_SHOWN) if k else 1
     strata = [name for name in ("category", *loaded.report_by) if main.per_query[name].nunique() > 1]
     chosen = choose_examples(main.per_query, success_rank=success_rank, num=num, strata=strata, seed=seed)
-    tops = {one: [str(name) for name in main.per_query.at[one, TOP_COLUMN]][:NUM_SHOWN] for one in chosen}
+    tops = {one: list(map(str, main.per_query.at[one, TOP_COLUMN][:NUM_SHOWN])) for one in chosen}
     view = SetView(loaded, {one: [names] for one, names in tops.items()}, gallery)
-    given: dict[str, set[str]] = defaultdict(set)
-    for (query_id, _), text in given_rationales(loaded).items():
-        given[query_id].add(text)
-    sayings = set().union(*given.values())
+    given = given_rationales(loaded)
+    sayings = set(given.values())
+    right = pd.Series(given, dtype=object).groupby(level=0).agg(set).to_dict() if given else {}
     cards = []
     for one in chosen:
         card = _card(one, main.per_query.loc[one], tops[one], view, strata)
-        card["success"] = card["rank"] is not None and card["rank"] <= success_rank
-        card["says"] = _says(card["rationale"], given.get(one, set()), sayings)
+        card["success"] = (card["rank"] or math.inf) <= success_rank
+        card["says"] = _says(card["rationale"], right.get(one, set()), sayings)
         card["ranks"] = [(e.label, as_rank(e.per_query.at[one, RANK_COLUMN]), e is main) for e in evaluations]
         cards.append(card)
+    found, missed = ([card for card in cards if card["success"] is success] for success in (True, False))
     return {
         "cards": cards,
-        "found": _opening([card for card in cards if card["success"]], given="right"),
-        "missed": _opening([card for card in cards if not card["success"]], given="another"),
+        "found": _opening(found, given="right"),
+        "missed": _opening(missed, given="another"),
         "opens_with_given": bool(sayings),
         "reasons": main.mode[0] == "reasoning",
         "success_rank": success_rank,
-        "num_successes": sum(card["success"] for card in cards),
+        "num_successes": len(found),
         **_num_by_rank(main.per_query[RANK_COLUMN]),
         "num_negatives": sum(result["negative"] for card in cards for result in card["results"]),
         "num_forced": sum(card["forced"] for card in cards),

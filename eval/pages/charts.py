@@ -319,8 +319,7 @@ def _interval_panel(
     rows = [
         {"arm": m.arm, "group": m.group, "mean": scale * m.mean,
          "low": scale * (m.mean if m.low is None else m.low), "high": scale * (m.mean if m.high is None else m.high),
-         "words": f"{m.arm}, {m.group}, {panel}: {scale * m.mean:.1f}{unit} "
-                  + ("–" if m.low is None or m.high is None else f"[{scale * m.low:.1f}, {scale * m.high:.1f}]")}
+         "words": f"{m.arm}, {m.group}, {panel}: {scale * m.mean:.1f}{unit}{_interval(m, scale) or ' –'}"}
         for m in marks
     ]  # fmt: skip
     seeds = [{"arm": m.arm, "group": m.group, "seed": scale * seed} for m in marks for seed in m.seeds]
@@ -392,6 +391,10 @@ def palette() -> tuple[dict[str, str], dict[str, str]]:
     return light, light | dark
 
 
+def _interval(one: Mark | Point, scale: float) -> str:
+    return "" if one.low is None or one.high is None else f" [{scale * one.low:.1f}, {scale * one.high:.1f}]"
+
+
 def _over_cost(
     curves: Sequence[Curve], x_label: str, *, log: bool = False, zero: bool = False, legend: bool = False
 ) -> dict[str, Any]:
@@ -399,10 +402,7 @@ def _over_cost(
         {"curve": curve.name, "number": str(point.number or place), "x": point.x, "y": 100 * point.y,
          "low": None if point.low is None else 100 * point.low,
          "high": None if point.high is None else 100 * point.high,
-         "words": f"{point.label}: {100 * point.y:.1f} %"
-                  + ("" if point.low is None or point.high is None
-                     else f" [{100 * point.low:.1f}, {100 * point.high:.1f}]")
-                  + f" at {number(point.x)}"}
+         "words": f"{point.label}: {100 * point.y:.1f} %{_interval(point, 100.0)} at {number(point.x)}"}
         for place, curve in enumerate(curves, start=1) for point in curve.points
     ]  # fmt: skip
     x_scale = {"type": "log"} if log else {"zero": True}

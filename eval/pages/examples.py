@@ -167,18 +167,17 @@ class SetView:
         self._queries = {query_id: loaded.queries[place[query_id]] for query_id in rankings}
         self.right: dict[str, list[str]] = {}
         self._wrong: dict[str, set[str]] = {}
-        for query_id in rankings:
+        needed: set[str] = set()
+        for query_id, lists in rankings.items():
             rows, gains = loaded.positives[place[query_id]]
             best_first = rows[np.lexsort((rows, -gains))]
-            self.right[query_id] = [loaded.corpus_ids[row] for row in best_first]
+            right = self.right[query_id] = [loaded.corpus_ids[row] for row in best_first]
             listed = () if loaded.negatives is None else loaded.negatives[place[query_id]].tolist()
             # an explicit negative that is also a positive counts as a positive, as in the metrics
-            self._wrong[query_id] = {loaded.corpus_ids[row] for row in listed} - set(self.right[query_id])
-        needed = {name for lists in rankings.values() for names in lists for name in names}
-        needed |= {name for names in self.right.values() for name in names[:MAX_WANTED]}
-        self._corpus = (
-            {item.id: item for item in loaded.corpus_items() if item.id in needed} if needed else {}
-        )
+            self._wrong[query_id] = {loaded.corpus_ids[row] for row in listed} - set(right)
+            needed.update(*lists, right[:MAX_WANTED])
+        items = loaded.corpus_items() if needed else ()
+        self._corpus = {item.id: item for item in items if item.id in needed}
         if lost := sorted(needed - self._corpus.keys()):
             raise UserError(f"candidate {lost[0]!r} was ranked, but {loaded.path} does not have it")
         self._names = _names(loaded.path / "corpus.parquet")

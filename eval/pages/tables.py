@@ -1,5 +1,6 @@
 """The tables of a report: figures with intervals, slices, paired gains, all metrics, cost and ties."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -72,11 +73,9 @@ def _table(
         (one.label, one.note, [one.figure(block, metric, name) for _, block, name in columns], one is main)
         for one in evaluations
     ]
-    scales = [figures for _, _, figures, _ in grid]
-    chance = None if floor is None else _chance(main, metric, columns, floor)
-    if chance is not None:
-        scales.append(chance)
-    known = [f for figures in scales for f in figures if f is not None]
+    chance = _chance(main, metric, columns, floor)
+    shown = [*(figures for _, _, figures, _ in grid), chance]
+    known = [f for figures in shown for f in figures if f is not None]
     scale = Scale.around([value for f in known for value in (f.value, f.low, f.high)])
 
     def cells(
@@ -88,7 +87,7 @@ def _table(
         ]
 
     rows = [Row(label, note, cells(label, figures), featured) for label, note, figures, featured in grid]
-    if chance is not None:
+    if chance:
         label = "Random floor"
         rows.insert(
             0, Row(label, "a shuffled ranking", cells(label, chance, lambda _: "random"), is_random=True)
@@ -99,10 +98,12 @@ def _table(
 
 
 def _chance(
-    main: Evaluation, metric: str, columns: Sequence[tuple[str, str, str | None]], floor: np.ndarray
+    main: Evaluation, metric: str, columns: Sequence[tuple[str, str, str | None]], floor: np.ndarray | None
 ) -> list[Figure | None]:
-    """What a shuffled ranking has in each column."""
+    """What a shuffled ranking has in each column; empty where that is not known."""
     figures: list[Figure | None] = []
+    if floor is None:
+        return figures
     for _, block, name in columns:
         rows_Q = _members(main, block, name)
         figures.append(None if rows_Q is None else Figure(float(np.nanmean(floor[rows_Q]))))
@@ -292,26 +293,30 @@ def cost_and_ties(evaluations: Sequence[Evaluation], metric: str) -> dict[str, A
 
 
 def _cost_cells(one: Evaluation, metric: str) -> dict[str, str | None]:
-    def told(*path: str) -> float | None:
-        found = one.figure_at(path)
-        return None if found is None else found.value
+    def told(words: Callable[..., str], *paths: tuple[str, ...]) -> str | None:
+        found = [one.figure_at(path) for path in paths]
+        return None if None in found else words(*(figure.value for figure in found if figure))
 
-    def spent(key: str) -> float | None:
-        column = one.per_query.get(key)
-        return None if column is None or column.isna().all() else float(column.mean())
+    def spent(key: str, least: float) -> str | None:
+        mean = one.per_query[key].mean() if key in one.per_query else math.nan
+        return f"{mean:.1f}" if mean > least else None
 
-    keys = ("forced_rate", "tokens_mean", "tokens_p95")
-    reasons = one.mode[0] == "reasoning"
-    forced, mean, most = (told("rationale", key) if reasons else None for key in keys)
-    worst, best = (told("ties", metric, key) for key in ("worst", "best"))
-    own = told("self_retrieval", "rate@1")
-    generate, embed = spent("generate_ms"), spent("embed_ms")
-    tokens = [f"{mean:.1f}" if mean is not None else "", f"{most:.0f}" if most is not None else ""]
-    return {
-        "Forced stops": None if forced is None else f"{percent(forced)} %",
-        "Tokens, mean / p95": " / ".join(filter(None, tokens)) if tokens[0] else None,
-        "Generate, ms a query": f"{generate:.1f}" if generate else None,
-        "Embed, ms a query": None if embed is None else f"{embed:.1f}",
-        "Ties, worst–best": None if worst is None or best is None else f"{percent(worst)}–{percent(best)} %",
-        "Own picture first": None if own is None else f"{percent(own)} %",
+    def share(value: float) -> str:
+        return f"{percent(value)} %"
+
+    written = {
+        "Forced stops": told(share, ("rationale", "forced_rate")),
+        "Tokens, mean / p95": told(
+            "{:.1f} / {:.0f}".format, ("rationale", "tokens_mean"), ("rationale", "tokens_p95")
+        ),
+    }
+    return (written if one.mode[0] == "reasoning" else dict.fromkeys(written)) | {
+        "Generate, ms a query": spent("generate_ms", 0.0),
+        "Embed, ms a query": spent("embed_ms", -1.0),
+        "Ties, worst–best": told(
+            lambda worst, best: f"{percent(worst)}–{share(best)}",
+            ("ties", metric, "worst"),
+            ("ties", metric, "best"),
+        ),
+        "Own picture first": told(share, ("self_retrieval", "rate@1")),
     }

@@ -57,6 +57,7 @@ def write_evaluation(
         Content of results.json.
     """
     scored = protocol.score(wanted, ranking, missing)
+    table = per_query_table(wanted, ranking, scored, encoded)
     results: dict[str, Any] = {
         "format": FORMAT,
         "set": set_figures(wanted) | {"limit": limit},
@@ -68,7 +69,7 @@ def write_evaluation(
         "query_modality": None,
         **all_figures(wanted, scored, protocol, seed=seed),
         "warnings": list(wanted.meta.get("notes", [])),
-        "rationale": rationale_figures(encoded),
+        "rationale": rationale_figures(table.select(["stop_reason", "rationale_tokens"]).to_pandas()),
         "coverage": 1.0 - len(missing) / len(wanted.queries),
         "depth": ranking.depth,
         "seed": seed,
@@ -79,5 +80,5 @@ def write_evaluation(
     results["plugins"] = results["identity"]["plugins"]
     invalidate(out)
     write_run(out / RUN, ranking, wanted.query_ids, wanted.corpus_ids, tag)
-    write_tables(out, per_query_table(wanted, ranking, scored, encoded), results)
+    write_tables(out, table, results)
     return results

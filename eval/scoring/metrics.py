@@ -146,7 +146,7 @@ def judge(
         ValueError: the numbers of queries differ, a row lies outside the pool, or a query has no positive.
     """
     num_queries = len(rows_QK)
-    if len(positives) != num_queries or (negatives is not None and len(negatives) != num_queries):
+    if {len(one) for one in (positives, negatives) if one is not None} != {num_queries}:
         raise ValueError(f"rankings of {num_queries} queries need as many judgements, got {len(positives)}")
     if rows_QK.size and (rows_QK.min() < -1 or rows_QK.max() >= num_candidates):
         raise ValueError(f"rows must lie in [-1, {num_candidates}), got [{rows_QK.min()}, {rows_QK.max()}]")

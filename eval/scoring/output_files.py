@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -186,15 +187,18 @@ def figures(
     return out
 
 
-def rationale_figures(encoded: Encoded | None) -> dict[str, float | None]:
-    """Share of rationales cut at the cap, and their length in tokens; null where no rationale was written."""
+def rationale_figures(table: pd.DataFrame) -> dict[str, float | None]:
+    """Share of rationales cut at the cap, and their length in tokens; null where no rationale was written.
+
+    ``table``: ``stop_reason`` and ``rationale_tokens`` of each query, as in per_query.parquet.
+    """
     keys = ("forced_rate", "tokens_mean", "tokens_p50", "tokens_p95")
-    if encoded is None or all(reason == "prefilled" for reason in encoded.stop_reasons):
+    asked = table.dropna(subset="stop_reason")
+    if (asked["stop_reason"] == "prefilled").all():
         return dict.fromkeys(keys)
-    tokens = encoded.num_rationale_tokens
-    forced = sum(reason == "forced" for reason in encoded.stop_reasons) / len(tokens)
+    forced, tokens = (asked["stop_reason"] == "forced").mean(), asked["rationale_tokens"].to_numpy(np.float64)
     return dict(
-        zip(keys, (forced, float(tokens.mean()), *np.quantile(tokens, [0.5, 0.95]).tolist()), strict=True)
+        zip(keys, map(float, (forced, tokens.mean(), *np.quantile(tokens, [0.5, 0.95]))), strict=True)
     )
 
 

@@ -154,10 +154,7 @@ class _Rows:
             ours: (self.table.address(number, theirs), row.get(theirs, ""))
             for ours, theirs in self.columns.items()
         }
-        name = safe_id(self._text(cells, "id")) or f"q{len(self.queries) + 1:05d}"
-        where = cells["id"][0] if "id" in cells else f"row {number}"
-        if (first := self.places.setdefault(name, where)) != where:
-            self.problems.append(f"{where}: id {name!r} is already that of {first}")
+        name = self._name(number, cells)
         text, instruction = self._text(cells, "text"), self._text(cells, "instruction")
         shown, good, bad = (self._pictures(cells, ours) for ours in ("image", "right", "wrong"))
         self._check(number, row, cells, set(good) & set(bad))
@@ -175,6 +172,14 @@ class _Rows:
         self.right += [(name, one, 1) for one in good]
         self.wrong += [(name, one) for one in bad]
         self.own += [(name, one) for one in shown if one not in good]
+
+    def _name(self, number: int, cells: dict[str, _Cell]) -> str:
+        """The query's id, which no other may have."""
+        name = safe_id(self._text(cells, "id")) or f"q{len(self.queries) + 1:05d}"
+        where = cells["id"][0] if "id" in cells else f"row {number}"
+        if (first := self.places.setdefault(name, where)) != where:
+            self.problems.append(f"{where}: id {name!r} is already that of {first}")
+        return name
 
     def _check(self, number: int, row: dict[str, Any], cells: dict[str, _Cell], both: set[str]) -> None:
         """What a row lacks, and ``both``, its pictures that are right and wrong."""

@@ -101,8 +101,7 @@ def _read_objects(table: Table) -> None:
 
 def _read_grid(table: Table, grid: Iterator[tuple[int, Sequence[Any]]], hint: str) -> None:
     """Headings from the first row that is not empty, and the rows below it."""
-    lines = [(n, [_plain(value) for value in cells]) for n, cells in grid]
-    lines = [(n, cells) for n, cells in lines if any(cell != "" for cell in cells)]
+    lines = [(n, cells) for n, values in grid if set(cells := list(map(_plain, values))) - {""}]
     if not lines:
         return
     (head, names), *rows = lines

@@ -127,15 +127,11 @@ def _write(title: str, tasks: Iterable[str], pool: str, options: MbeirOptions, m
         for row, where in placed_rows([_there(options.src / query_file(task))]):
             queries.append(_query(row, where, task, prompts, picture(row.get("query_img_path"), where)))
             judged[queries[-1].id] = right.get(queries[-1].id, [])
-    wanted = {one for found in judged.values() for one in found}
+    pairs = [(query, one) for query, found in judged.items() for one in found]
+    wanted = {one for _, one in pairs}
     rows = partial(placed_rows, [_there(options.src / pool)])
-    held = {one for row, where in rows() if (one := str(cell(row, where, "did"))) in wanted}
-    own = {
-        one
-        for query, found in judged.items()
-        for one in found
-        if options.pool == "global" or _dataset(one) == _dataset(query)
-    }
+    held = wanted & {str(cell(row, where, "did")) for row, where in rows()}
+    own = {one for query, one in pairs if options.pool == "global" or _dataset(one) == _dataset(query)}
     if lost := sorted(own - held):
         raise ReleaseError(f"{options.src / pool} lacks {len(lost)} right candidates: {some(lost)}")
 
@@ -156,7 +152,7 @@ def _write(title: str, tasks: Iterable[str], pool: str, options: MbeirOptions, m
         },
         queries=queries,
         corpus=corpus(),
-        qrels=[(query, one, 1) for query, found in judged.items() for one in found if one in held],
+        qrels=[(query, one, 1) for query, one in pairs if one in held],
     )
 
 

@@ -148,6 +148,16 @@ def _target(name: str, instruction: str, caption: str, path: str, *, captioned: 
     return content_id(known_as), caption if caption.strip() else "", ""
 
 
+def _targets(name: str, row: dict[str, Any], where: str) -> list[tuple[str, str, str]]:
+    """The candidates of a row, the right one first."""
+    texts = [one or "" for one in as_list(row["tgt_text"]) or [""]]
+    paths = [one or "" for one in as_list(row["tgt_img_path"])] or [""] * len(texts)
+    if len(paths) != len(texts):
+        raise ReleaseError(f"{where}: {len(texts)} texts and {len(paths)} pictures for the candidates")
+    target = partial(_target, name, row["tgt_inst"] or "", captioned=bool(texts[0].strip()))
+    return list(map(target, texts, paths))
+
+
 def _import_images(name: str, options: Mmeb2Options, about: dict[str, str]) -> None:
     pictures = Pictures([root for root in (options.images, options.src / "image-tasks", options.src) if root])
     find = partial(pictures.need, hint="unpack image-tasks of TIGER-Lab/MMEB-V2 and give images=DIR")
@@ -155,17 +165,9 @@ def _import_images(name: str, options: Mmeb2Options, about: dict[str, str]) -> N
     draft = OwnCandidates(name, find, word_query=clean, word_candidate=clean)
     for row, where in placed_rows(files_of_split(options.src / name, "test")):
         need_columns(where, row, COLUMNS, ". Files of MMEB-eval (V1) go through import mmeb")
-        texts = [one or "" for one in as_list(row["tgt_text"]) or [""]]
-        paths = [one or "" for one in as_list(row["tgt_img_path"])] or [""] * len(texts)
-        if len(paths) != len(texts):
-            raise ReleaseError(f"{where}: {len(texts)} texts and {len(paths)} pictures for the candidates")
-        target = partial(_target, name, row["tgt_inst"] or "", captioned=bool(texts[0].strip()))
-        draft.add(
-            query_text(name, row["qry_inst"] or "", row["qry_text"] or ""),
-            "" if name in _TEXT_TO_IMAGE else row["qry_img_path"] or "",
-            [target(caption, path) for caption, path in zip(texts, paths, strict=True)],
-            where,
-        )
+        asked = query_text(name, row["qry_inst"] or "", row["qry_text"] or "")
+        image = "" if name in _TEXT_TO_IMAGE else row["qry_img_path"] or ""
+        draft.add(asked, image, _targets(name, row, where), where)
     meta = _meta(name, options) | {"candidates_never_seen": draft.num_hidden} | about
     options.write(name, meta=meta, **draft.parts())
 

@@ -159,6 +159,25 @@ class _Pool:
         """Each query with those of its names that are in the pool, once each."""
         return [(row.id, name) for row in rows for name in dict.fromkeys(names_of(row)) if name in self.ids]
 
+    def judgements(self, rows: Iterable[_Row]) -> list[tuple[str, str, int]]:
+        """Positives that are in the pool, with their gains."""
+        positives = {row.id: row.positives for row in rows}
+        return [
+            (query, name, positives[query][name])
+            for query, name in self.pairs(rows, lambda row: row.positives)
+        ]
+
+    def num_missing(self, rows: Sequence[_Row], *, allowed: bool) -> dict[str, int]:
+        """How many positives of each query the pool lacks; an error where that is not ``allowed``."""
+        missing = {row.id: [name for name in row.positives if name not in self.ids] for row in rows}
+        lost = [f"{query}: {name}" for query, names in missing.items() for name in names]
+        if lost and not allowed:
+            raise ReleaseError(
+                f"{len(lost)} positives are not among the {len(self.ids)} pictures of the pool {self.path}: {some(lost)}. A "
+                "pool without them would make the task easier; allow_missing=true keeps them in every denominator"
+            )
+        return {query: len(names) for query, names in missing.items()}
+
     def candidates(self, pictures: Pictures) -> Iterator[Candidate]:
         for record in iter_rows(self.path):
             name = self._name(record)
@@ -181,13 +200,7 @@ def import_rmir(options: RmirOptions) -> RetrievalSet:
     roots = [root for root in (options.images, options.src / "images", options.src) if root]
     pictures, pool = Pictures(roots, options.manifest), _Pool(pool_file)
 
-    missing = {row.id: [name for name in row.positives if name not in pool.ids] for row in rows}
-    lost = [f"{query}: {name}" for query, names in missing.items() for name in names]
-    if lost and not options.allow_missing:
-        raise ReleaseError(
-            f"{len(lost)} positives are not among the {len(pool.ids)} pictures of the pool {pool_file}: {some(lost)}. A "
-            "pool without them would make the task easier; allow_missing=true keeps them in every denominator"
-        )
+    num_missing = pool.num_missing(rows, allowed=options.allow_missing)
     notes = _check_counts(rows, len(pool.ids), options)
     excluded = pool.pairs(rows, lambda row: [one for one in row.picture_ids if one not in row.positives])
     shown = [*pool.ids, *(one for row in rows for one in row.picture_ids)]
@@ -199,16 +212,12 @@ def import_rmir(options: RmirOptions) -> RetrievalSet:
             "source": "RMIR release, imported by eval.benchmarks.rmir.importer",
             "layout": layout,
             "notes": notes,
-            "num_missing_positives": len(lost),
+            "num_missing_positives": sum(num_missing.values()),
             "exclude_query_image": options.exclude_query_image,
         },
-        queries=[_query(row, pictures, len(missing[row.id]), options.instruction) for row in rows],
+        queries=[_query(row, pictures, num_missing[row.id], options.instruction) for row in rows],
         corpus=pool.candidates(pictures),
-        qrels=[
-            (row.id, name, row.positives[name])
-            for row in rows
-            for _, name in pool.pairs([row], lambda row: row.positives)
-        ],
+        qrels=pool.judgements(rows),
         negatives=pool.pairs(rows, lambda row: sorted(row.negatives)) or None,
         excluded=excluded if options.exclude_query_image else None,
         names=_coco_names(shown, pictures.coco),

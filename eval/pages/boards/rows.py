@@ -114,15 +114,13 @@ def _labels(results: Mapping[str, Any], warnings: Sequence[str], known: bool) ->
     """What sets a row apart; one that ends with `NO_PLACE` takes none."""
     if (results.get("benchmark") or "generic") != "generic":
         yield f"{results.get('profile')} protocol"
-    for key, value in (results["set"].get("made_with") or {}).items():
-        if key != "task":
-            yield f"{key}={value}"
-    if any(TRAINED in warning for warning in warnings):
+    made = results["set"].get("made_with") or {}
+    yield from (f"{key}={value}" for key, value in made.items() if key != "task")
+    if TRAINED in "\n".join(warnings):
         yield f"trained on the test{NO_PLACE}"
     if (coverage := results.get("coverage", 1.0)) < 1.0:
         yield f"{100 * coverage:.1f} % of the queries"
-    for name in results.get("plugins") or {}:
-        yield f"plugin {name}"
+    yield from (f"plugin {name}" for name in results.get("plugins") or {})
     if results.get("asked_as_released"):
         code = (results.get("settings") or {}).get("release_code")
         yield f"as released, {code}" if code else "as released"

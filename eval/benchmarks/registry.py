@@ -17,7 +17,7 @@ from eval.scoring.protocol import PROFILES, Protocol
 from eval.sets.retrieval_set import RetrievalSet
 from rge.common.errors import UserError
 from rge.common.options import one_of
-from rge.common.registry import Registry
+from rge.common.registry import PluginOptions, Registry
 
 GENERIC = "generic"
 """A set without a benchmark of its own."""
@@ -61,6 +61,33 @@ class Benchmark:
                 f"the importer of {self.name!r} must take its options, annotated, and nothing else"
             )
         return kinds[0], function
+
+
+@dataclass(kw_only=True)
+class MeasureOptions(PluginOptions):
+    """What every command that measures a set is told."""
+
+    set: Path
+    """Retrieval set directory, see `eval.sets.retrieval_set`, or a suite of them, see `eval.benchmarks.suite`."""
+    out: Path
+    """Output directory."""
+    by: tuple[str, ...] = ()
+    """Further query columns to report by, besides the set's ``report_by``."""
+    metrics: tuple[str, ...] = ()
+    """Further metrics, at any cutoff: recall@100, ndcg@5."""
+    benchmark: str = "generic"
+    """Protocol of a benchmark: rmir, mmeb, mmeb2, mmbright, pinpoint, mrmr, mbeir, one that plugins=
+    adds, or generic."""
+    profile: str = "clean"
+    """clean is the defensible protocol, official what the benchmark's released code computes."""
+    seed: int = 0
+    """Seed of the resampling."""
+    overwrite: bool = False
+    """Replace the output of another checkpoint, run or set, or of the same asked in another way."""
+
+    def protocol(self, wanted: RetrievalSet | None = None) -> Protocol:
+        """See `protocol_for`."""
+        return protocol_for(self.benchmark, self.profile, wanted, self.metrics)
 
 
 BENCHMARKS: Registry[Benchmark] = Registry(

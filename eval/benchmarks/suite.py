@@ -24,6 +24,7 @@ from eval.embedding.processes import join
 from eval.scoring.output_files import (
     FORMAT,
     PER_QUERY,
+    by_name,
     check_out,
     invalidate,
     rationale_figures,
@@ -34,7 +35,7 @@ from eval.scoring.output_files import (
 from eval.scoring.tables import summary
 from rge.common.errors import UserError
 from rge.common.files import find_shipped, write_bytes
-from rge.stats.intervals import NUM_RESAMPLES, Bootstrap, cluster_bootstrap, figures, index_of
+from rge.stats.intervals import NUM_RESAMPLES, Bootstrap, cluster_bootstrap, index_of
 
 SUITE = "suite.json"
 SHARED = (
@@ -315,15 +316,13 @@ def suite_figures(
     """
     of_member = member_bootstraps(table, names, seed=seed)
 
-    def block(found: Bootstrap) -> dict[str, dict[str, float | None]]:
-        return _figures(names, found)
-
     everything = index_of(table["group"].tolist())
     micro = cluster_bootstrap(table[list(names)].to_numpy(np.float64), everything, seed=seed)
-    out: dict[str, Any] = {"micro": block(micro), "macro": block(mean_of(list(of_member.values())))}
+    whole = mean_of(list(of_member.values()))
+    out: dict[str, Any] = {"micro": by_name(names, micro), "macro": by_name(names, whole)}
     for column in columns:
         out[f"by_{column}"] = {
-            str(value): block(mean_of([of_member[name] for name in sorted(set(rows["category"]))]))
+            str(value): by_name(names, mean_of([of_member[name] for name in sorted(set(rows["category"]))]))
             for value, rows in table.groupby(column)
         }
     return out
@@ -350,11 +349,6 @@ def member_bootstraps(
     return found
 
 
-def _figures(names: Sequence[str], found: Bootstrap) -> dict[str, dict[str, float | None]]:
-    figures_M = figures(found, (0.0, 1.0))
-    return {name: one for name, one in zip(names, figures_M, strict=True) if one["value"] is not None}
-
-
 def _reported(results: Mapping[str, Mapping[str, Any]], columns: Sequence[str]) -> list[str]:
     """Columns of queries that members are reported by, such as how essential a picture is."""
     blocks = dict.fromkeys(block for one in results.values() for block in one if block.startswith("by_"))
@@ -374,7 +368,7 @@ def _by_query(
         out[f"by_{column}"] = {}
         for value, rows in table.dropna(subset=[column]).groupby(column):
             parts = member_bootstraps(rows, names, seed=seed)
-            out[f"by_{column}"][str(value)] = _figures(names, mean_of(list(parts.values())))
+            out[f"by_{column}"][str(value)] = by_name(names, mean_of(list(parts.values())))
     return out
 
 

@@ -22,7 +22,8 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from eval.benchmarks.suite import is_suite, load_suite
-from eval.scoring.output_files import RESULTS, read_results
+from eval.pages.evaluations import expand
+from eval.scoring.output_files import read_results
 from eval.scoring.rationale_quality import rationale_quality, shortcut_rates
 from eval.sets.retrieval_set import RetrievalSet, further_names, load_set, picture_ids
 from rge.common.errors import UserError
@@ -130,7 +131,7 @@ def _say(content: dict[str, Any], warnings: Sequence[str]) -> None:
 
 
 def _evaluations(options: AuditOptions) -> dict[str, Any]:
-    dirs = [path for word in options.evals for path in _inner(Path(word))]
+    dirs = [path for word in options.evals for path in expand(Path(word))]
     content: dict[str, Any] = {"rationales": {}, "shortcuts": {}}
     by_mode: dict[str, list[Path]] = {}
     for path in dirs:
@@ -147,15 +148,6 @@ def _evaluations(options: AuditOptions) -> dict[str, Any]:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         write_bytes(options.out, text.encode() + b"\n")
     return content
-
-
-def _inner(path: Path) -> list[Path]:
-    if (path / RESULTS).is_file():
-        return [path]
-    inner = sorted(child.parent for child in path.glob(f"*/{RESULTS}"))
-    if not inner:
-        raise UserError(f"{path} holds no evaluation: give what `rge eval run` wrote")
-    return inner
 
 
 def _questions(folder: Path) -> dict[str, str]:

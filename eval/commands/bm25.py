@@ -12,29 +12,24 @@ from typing import Any
 
 import numpy as np
 
-from eval.benchmarks.registry import protocol_for
+from eval.benchmarks.registry import MeasureOptions
 from eval.benchmarks.suite import each_member, is_suite, join_members, load_suite
-from eval.judging.rewrite import load_rewriter, rewritten
-from eval.scoring.evaluation import write_evaluation
+from eval.judging.rewrite import RewriteOptions, rewritten
+from eval.scoring.evaluation import decides, write_evaluation
 from eval.scoring.output_files import again, check_out
 from eval.scoring.search import DEPTH, Ranking, stack_rankings
 from eval.scoring.tables import summary
 from eval.sets.retrieval_set import RetrievalSet, load_set, with_readable_content
 from rge.common.errors import UserError
 from rge.common.options import one_of
-from rge.common.registry import PluginOptions
 
 METHODS = ("lucene", "robertson", "atire", "bm25l", "bm25+")
 
 
-@dataclass
-class Bm25Options(PluginOptions):
+@dataclass(kw_only=True)
+class Bm25Options(RewriteOptions, MeasureOptions):
     """Rank a set's texts by BM25, the text baseline, and score the ranking."""
 
-    set: Path
-    """Retrieval set directory, see `eval.sets.retrieval_set`, or a suite of them, see `eval.benchmarks.suite`."""
-    out: Path
-    """Output directory."""
     method: str = "lucene"
     """Variant: lucene, robertson, atire, bm25l or bm25+."""
     k1: float = 0.9
@@ -43,29 +38,10 @@ class Bm25Options(PluginOptions):
     """How much a document's length counts."""
     stopwords: str = "en"
     """Language whose frequent words are dropped; null: none."""
-    rewrite: str | None = None
-    """caption or reformulate: words that a vision-language model adds to each query, see `eval.judging.rewrite`."""
-    rewriter: str | None = None
-    """Address of its OpenAI-compatible endpoint."""
-    rewriter_model: str | None = None
-    """Name of the model at that address."""
-    rewriter_key_env: str | None = None
-    """Environment variable with the key; null: it needs none."""
     cache: Path | None = None
     """Where what was written is kept; null: ``out/.cache``."""
     depth: int = DEPTH
     """Length of a ranking."""
-    by: tuple[str, ...] = ()
-    """Further query columns to report by, besides the set's ``report_by``."""
-    benchmark: str = "generic"
-    """Protocol of a benchmark: rmir, mmeb, mmeb2, mmbright, pinpoint, mrmr, mbeir, one that plugins=
-    adds, or generic."""
-    profile: str = "clean"
-    """clean is the defensible protocol, official what the benchmark's released code computes."""
-    seed: int = 0
-    """Seed of the resampling."""
-    overwrite: bool = False
-    """Replace the output of another run or set."""
 
 
 def bm25(options: Bm25Options) -> Path:
@@ -75,29 +51,20 @@ def bm25(options: Bm25Options) -> Path:
         UserError: bm25s is not installed, no candidate has text, or an option is wrong.
     """
     one_of("method", [options.method], METHODS)
-    if options.depth < 1:
-        raise UserError(f"depth must be at least 1, got {options.depth}")
     if is_suite(options.set):
-        protocol_for(options.benchmark, options.profile)
+        options.protocol()
         return _members(options)
     wanted = load_set(options.set, by=options.by)
-    protocol = protocol_for(options.benchmark, options.profile, wanted)
+    protocol = options.protocol(wanted)
+    protocol.check_depth(wanted, options.depth)
     wanted, unread = with_readable_content(protocol.prepare(wanted))
     tag = f"bm25-{options.method}" + (f"-{options.rewrite}" if options.rewrite else "")
     settings = {key: getattr(options, key) for key in ("method", "k1", "b", "stopwords")}
-    identity: dict[str, Any] = {
-        "set.fingerprint": wanted.fingerprint,
-        "set.content": wanted.content,
-        "tag": tag,
-    }
-    identity |= {"benchmark": protocol.benchmark, "profile": protocol.profile}
+    identity = decides(wanted, protocol, options.seed) | {"tag": tag, "depth": options.depth}
     identity |= {f"settings.{key}": value for key, value in settings.items()}
-    identity |= {"rewrite.model": options.rewriter_model, "depth": options.depth, "seed": options.seed}
+    identity |= {"rewrite.model": options.rewriter_model}
     check_out(options.out, identity, overwrite=options.overwrite)
-    cache = options.cache or options.out / ".cache"
-    rewriter = load_rewriter(
-        options.rewrite, options.rewriter, options.rewriter_model, options.rewriter_key_env, cache
-    )
+    rewriter = options.load_rewriter(options.cache or options.out / ".cache")
     if rewriter is not None:
         wanted = rewritten(wanted, rewriter)
     ranking = rank(wanted, options)
@@ -111,7 +78,9 @@ def bm25(options: Bm25Options) -> Path:
         "warnings": [*wanted.meta.get("notes", []), *unread],
     }
     results = write_evaluation(options.out, wanted, ranking, protocol, about, tag=tag, seed=options.seed)
-    print(f"{wanted.name}: {tag} -> {options.out}\n{summary(results, protocol.headline)}")
+    print(
+        f"{wanted.name}: {tag} -> {options.out}\n{summary(results, (*protocol.headline, *options.metrics))}"
+    )
     return options.out
 
 

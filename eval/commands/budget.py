@@ -31,7 +31,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from eval.benchmarks.registry import protocol_for
 from eval.benchmarks.suite import (
     aggregate,
     each_member,
@@ -341,7 +340,7 @@ def _check(options: BudgetOptions) -> _Plan:
     shares = _numbers("gate", options.gate, 0.0, 1.0)
     margins = _numbers("margin", options.margin, 0.0, float("inf"))
     above = _numbers("auto", options.auto, 0.0, 1.0)
-    headline = protocol_for(options.benchmark, options.profile).headline
+    headline = options.protocol().headline
     return _Plan(shares, margins, above, options.metric or headline[0])
 
 

@@ -20,10 +20,11 @@ import numpy as np
 import pandas as pd
 
 from eval.benchmarks.suite import mean_of, member_bootstraps
-from eval.embedding.identity import OLD, differences, old_results, set_mismatch, versions
+from eval.embedding.identity import OLD, differences, old_results, versions
 from eval.pages.boards.comparison import write_comparison
 from eval.pages.charts import Mark, interval_chart
-from eval.scoring.output_files import FORMAT, PER_QUERY, read_results, statistics_settings
+from eval.pages.evaluations import check_one_set, read_evaluation
+from eval.scoring.output_files import FORMAT, statistics_settings
 from eval.scoring.stats import POWER, effect_size, holm, minimum_detectable, sign_flip_p
 from eval.scoring.tables import write_tables
 from rge.common.errors import UserError
@@ -96,10 +97,10 @@ def compare(options: CompareOptions) -> list[Row]:
     Raises:
         UserError: the evaluations are of different sets or queries, or a metric is in neither.
     """
-    results_a, frame_a = _read(options.a)
-    results_b, frame_b = _read(options.b)
-    _check_pair(options, results_a, results_b, frame_a, frame_b)
-    frame_b = frame_b.loc[frame_a.index]
+    a, b = read_evaluation(options.a), read_evaluation(options.b)
+    check_one_set([a, b])
+    results_a, frame_a, results_b = dict(a.results), a.per_query, dict(b.results)
+    frame_b = b.per_query.loc[frame_a.index]
     names = _metrics(options, results_a, frame_a, frame_b)
     columns = [key.removeprefix("by_") for key in results_a if key.startswith("by_") and key in results_b]
     suite = bool(results_a.get("suite"))
@@ -130,8 +131,8 @@ def compare(options: CompareOptions) -> list[Row]:
         tables = write_tables(options.out / TABLE, pd.DataFrame([vars(row) for row in rows]), _shown(rows))
         print("\n" + "\n".join(map(str, (options.out / COMPARE, options.out / PLOT, *tables))))
         page = write_comparison(
-            options.a,
-            options.b,
+            a,
+            b,
             options.out / PAGE,
             content["rows"],
             differs=content["differs"],
@@ -250,41 +251,6 @@ def plot(rows: list[Row], metric: str) -> str:
         for row in rows
     ]
     return interval_chart(marks, title=f"{metric}, a - b, points of 100, 95 % intervals")
-
-
-def _read(directory: Path) -> tuple[dict[str, Any], pd.DataFrame]:
-    results = read_results(directory)
-    try:
-        frame = pd.read_parquet(directory / PER_QUERY)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{directory / PER_QUERY} cannot be read: {error}") from None
-    return results, frame.set_index("query_id")
-
-
-def _check_pair(
-    options: CompareOptions,
-    results_a: dict[str, Any],
-    results_b: dict[str, Any],
-    frame_a: pd.DataFrame,
-    frame_b: pd.DataFrame,
-) -> None:
-    if why := set_mismatch(results_a, results_b):
-        raise UserError(
-            f"{options.a} was measured on {results_a['set']['name']}, {options.b} on {results_b['set']['name']}, {why}: only "
-            "evaluations of one set can be paired"
-        )
-    for key in ("benchmark", "profile"):
-        if results_a.get(key) != results_b.get(key):
-            raise UserError(
-                f"{options.a} has {key} {results_a.get(key)!r}, {options.b} {results_b.get(key)!r}: their metrics mean "
-                "different things"
-            )
-    only = frame_a.index.symmetric_difference(frame_b.index)
-    if len(only):
-        raise UserError(
-            f"{options.a} has {len(frame_a)} queries, {options.b} {len(frame_b)}; {only[0]!r} is in one only. "
-            "Was one of them run with limit=?"
-        )
 
 
 def _notes(options: CompareOptions, results_a: dict[str, Any], results_b: dict[str, Any]) -> list[str]:

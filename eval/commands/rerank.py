@@ -26,7 +26,7 @@ from eval.embedding.identity import ranked_with, set_mismatch
 from eval.embedding.processes import ALONE, Team, join
 from eval.judging.endpoint import is_address
 from eval.judging.judges import QUESTION, Judge, RemoteJudge, load_judge, local_software
-from eval.scoring.evaluation import write_evaluation
+from eval.scoring.evaluation import decides, write_evaluation
 from eval.scoring.output_files import PER_QUERY, RUN, again, check_out, read_results, set_figures
 from eval.scoring.search import Ranking
 from eval.scoring.tables import summary
@@ -197,17 +197,12 @@ def _one(
     if limit is not None:
         wanted = wanted.first(limit)
     read = read_run(options.of / RUN, wanted)
-    identity = {
-        "set.fingerprint": wanted.fingerprint,
-        "set.content": wanted.content,
+    identity = decides(wanted, protocol, options.seed) | {
         "set.limit": limit,
-        "benchmark": protocol.benchmark,
-        "profile": protocol.profile,
         "rerank.of": str(options.of),
         "rerank.top_n": options.top_n,
         "rerank.ask": options.ask,
         "rerank.mix": options.mix,
-        "seed": options.seed,
         # the ranking at of= may have been made anew
         **{key: old.get(key) for key in ("checkpoint_hash", "run_hash", "query_mode", "query_modality")},
         "depth": read.ranking.depth,

@@ -18,15 +18,14 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from eval.benchmarks.registry import protocol_for
+from eval.benchmarks.registry import MeasureOptions
 from eval.benchmarks.suite import is_suite, run_members
 from eval.commands.audit import Audit, audit_training, training_files
 from eval.embedding.fill_cache import Embeds, Mode, mean_cosine
 from eval.embedding.processes import Team, join
 from eval.embedding.set_embeddings import Embeddings, contents_of, is_sampled
-from eval.judging.rewrite import PROMPTS, load_rewriter, rewritten
-from eval.scoring.evaluation import write_evaluation
-from eval.scoring.metrics import deepest
+from eval.judging.rewrite import PROMPTS, RewriteOptions, rewritten
+from eval.scoring.evaluation import decides, write_evaluation
 from eval.scoring.output_files import RESULTS, again, check_out, self_retrieval
 from eval.scoring.protocol import Protocol
 from eval.scoring.search import DEPTH, Ranking, rows_within, search
@@ -36,7 +35,6 @@ from rge.common.errors import UserError
 from rge.common.files import checkpoint_folder
 from rge.common.options import one_of
 from rge.common.prompt_profiles import PROFILES
-from rge.common.registry import PluginOptions
 from rge.common.schema import Encoded
 
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -45,7 +43,7 @@ MAX_INSTRUCTIONS = 20
 
 
 @dataclass(kw_only=True)
-class RunOptions(PluginOptions):
+class RunOptions(RewriteOptions, MeasureOptions):
     """Embed a retrieval set, search it, score the ranking and write a page."""
 
     checkpoint: Path | None = None
@@ -61,10 +59,6 @@ class RunOptions(PluginOptions):
     """Commit, tag or branch of an id on the hub."""
     base: str | None = None
     """Directory or hub id of the model that adapters (a checkpoint of rge, or a LoRA) belong to; null: where their files say."""
-    set: Path
-    """Retrieval set directory, see `eval.sets.retrieval_set`, or a suite of them, see `eval.benchmarks.suite`."""
-    out: Path
-    """Output directory."""
     query_mode: tuple[str, ...] = ("reasoning",)
     """reasoning and/or direct: whether a query writes a rationale before it is embedded."""
     query_modality: tuple[str, ...] = ("both",)
@@ -78,15 +72,11 @@ class RunOptions(PluginOptions):
     """Only the first so many queries, for a quick look; the pool stays whole."""
     cache: Path | None = None
     """Where embeddings are kept; null: ``out/.cache``. May be shared by any number of runs."""
-    by: tuple[str, ...] = ()
-    """Further query columns to report by, besides the set's ``report_by``."""
     embedding_dims: int | None = None
     """Only the first so many components of every embedding, normalised again: for checkpoints trained with
     loss.matryoshka_dims. null: all. The cache holds whole embeddings, so that another size costs nothing."""
     candidate_mode: str = "direct"
     """direct or reasoning: whether a candidate writes a rationale too."""
-    metrics: tuple[str, ...] = ()
-    """Further metrics, at any cutoff: recall@100, ndcg@5."""
     depth: int = DEPTH
     """Length of a ranking; at least the deepest metric's."""
     memory_mb: float = 2048.0
@@ -107,27 +97,12 @@ class RunOptions(PluginOptions):
     """Sampling temperature of rationales; null: the checkpoint's, which is greedy."""
     seed: int = 0
     """Seed of the resampling and of sampled rationales."""
-    benchmark: str = "generic"
-    """Protocol of a benchmark: rmir, mmeb, mmeb2, mmbright, pinpoint, mrmr, mbeir, one that plugins=
-    adds, or generic."""
-    profile: str = "clean"
-    """clean is the defensible protocol, official what the benchmark's released code computes."""
     prompts: str | None = None
     """Prompt profile instead of the checkpoint's; null: the set's where it says one, else the checkpoint's."""
-    rewrite: str | None = None
-    """caption or reformulate: words that a vision-language model adds to each query first, see `eval.judging.rewrite`."""
-    rewriter: str | None = None
-    """Address of its OpenAI-compatible endpoint."""
-    rewriter_model: str | None = None
-    """Name of the model at that address."""
-    rewriter_key_env: str | None = None
-    """Environment variable with the key; null: it needs none."""
     train: tuple[str, ...] = ("auto",)
     """Training files (JSON lines) to look for the set's pictures in; auto: those that rge.json names; null: none."""
     report: bool = True
     """Whether to write report.html."""
-    overwrite: bool = False
-    """Replace the output of another checkpoint or set, or of the same asked in another way."""
 
 
 @dataclass(frozen=True)
@@ -283,16 +258,13 @@ def start(
     """
     team = join()
     wanted = load_set(options.set, by=options.by)
-    protocol = protocol_for(options.benchmark, options.profile, wanted, options.metrics)
+    protocol = options.protocol(wanted)
     whole = wanted = protocol.prepare(wanted)
     if options.limit is not None:
         wanted = wanted.first(options.limit)
-    if options.depth < min(needed := deepest(protocol.names(wanted)), len(wanted.corpus_ids)):
-        raise UserError(f"depth must be at least {needed}, the deepest metric, got {options.depth}")
+    protocol.check_depth(wanted, options.depth)
     root = options.cache or options.out / ".cache"
-    rewriter = load_rewriter(
-        options.rewrite, options.rewriter, options.rewriter_model, options.rewriter_key_env, root
-    )
+    rewriter = options.load_rewriter(root)
     if rewriter is not None:
         wanted = team.once(lambda: rewritten(wanted, rewriter))
     # One pass over all pictures before the model is loaded: it names what the embeddings depend on, and a missing
@@ -310,8 +282,8 @@ def start(
         print(f"WARNING: {warning}", file=sys.stderr, flush=True)
     for one in conditions:
         measured = _measured_with(options, wanted, encoder, one)
-        decides = _decides(options, wanted, protocol, measured)
-        check_out(one.out, decides, overwrite=options.overwrite, measured=measured)
+        identity = _decides(options, wanted, protocol, measured)
+        check_out(one.out, identity, overwrite=options.overwrite, measured=measured)
     embeddings = Embeddings(
         encoder, wanted, contents, root, options.batch_size, options.memory_mb, team, options.embedding_dims
     )
@@ -328,7 +300,7 @@ def _conditions(options: RunOptions) -> list[Condition]:
         one_of("as", [options.as_], ("release",))
     if options.memory_mb <= 0:
         raise UserError(f"memory_mb must be above 0, got {options.memory_mb:g}")
-    protocol_for(options.benchmark, options.profile, metrics=options.metrics)
+    options.protocol()
     if options.prompts is not None:
         one_of("prompts", [options.prompts], tuple(PROFILES))
     if options.batch_size < 1:
@@ -462,17 +434,12 @@ def _decides(
         "checkpoint_hash", "decoding", "query_mode", "query_modality", "embedding_dims", "candidate_mode", "depth", "dtype", "exact",
     )  # fmt: skip
     return {
-        "set.fingerprint": wanted.fingerprint,
-        "set.content": wanted.content,
+        **decides(wanted, protocol, options.seed),
         "set.limit": options.limit,
-        "benchmark": protocol.benchmark,
-        "profile": protocol.profile,
         **{key: measured[key] for key in told},
         "prompts.profile": measured["prompts"]["profile"],
         "rewrite.kind": options.rewrite,
         "rewrite.model": options.rewriter_model,
-        "seed": options.seed,
-        "metrics": list(options.metrics),
     }
 
 

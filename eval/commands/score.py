@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from eval.benchmarks.registry import protocol_for
+from eval.benchmarks.registry import MeasureOptions
 from eval.benchmarks.suite import each_member, is_suite, join_members, load_suite
-from eval.scoring.evaluation import write_evaluation
+from eval.scoring.evaluation import decides, write_evaluation
 from eval.scoring.fuse import added
 from eval.scoring.metrics import deepest
 from eval.scoring.output_files import RUN, again, check_out
@@ -23,11 +23,10 @@ from eval.scoring.tables import summary
 from eval.scoring.trec import ReadRun, read_run
 from eval.sets.retrieval_set import RetrievalSet, load_set, with_readable_content
 from rge.common.errors import UserError
-from rge.common.registry import PluginOptions
 
 
 @dataclass(kw_only=True)
-class ScoreOptions(PluginOptions):
+class ScoreOptions(MeasureOptions):
     """Score a ranking that any program made."""
 
     run: Path
@@ -39,27 +38,10 @@ class ScoreOptions(PluginOptions):
     """rrf adds up 1 / (60 + rank), score the scores, each run's from 0 to 1 within a query."""
     weights: tuple[float, ...] = ()
     """Of run and of those of fuse, in this order; none: all count alike."""
-    set: Path
-    """Retrieval set directory, see `eval.sets.retrieval_set`, or a suite of them, see `eval.benchmarks.suite`."""
-    out: Path
-    """Output directory."""
     allow_missing: bool = False
     """Score queries without a line 0 instead of refusing the run."""
     allow_ties: bool = False
     """Order equal scores by candidate id instead of refusing the run."""
-    by: tuple[str, ...] = ()
-    """Further query columns to report by, besides the set's ``report_by``."""
-    metrics: tuple[str, ...] = ()
-    """Further metrics, at any cutoff: recall@100, ndcg@5."""
-    seed: int = 0
-    """Seed of the resampling."""
-    benchmark: str = "generic"
-    """Protocol of a benchmark: rmir, mmeb, mmeb2, mmbright, pinpoint, mrmr, mbeir, one that plugins=
-    adds, or generic."""
-    profile: str = "clean"
-    """clean is the defensible protocol, official what the benchmark's released code computes."""
-    overwrite: bool = False
-    """Replace the output of another run or set."""
 
 
 def score(options: ScoreOptions) -> Path:
@@ -68,7 +50,7 @@ def score(options: ScoreOptions) -> Path:
     Raises:
         UserError: the run or the set is wrong, or queries are missing and ``allow_missing`` is not given.
     """
-    protocol = protocol_for(options.benchmark, options.profile, metrics=options.metrics)
+    options.protocol()  # its errors first
     if len(options.weights) not in (0, 1 + len(options.fuse)):
         raise UserError(
             f"weights must be {1 + len(options.fuse)} numbers, one a run, got {len(options.weights)}"
@@ -76,7 +58,7 @@ def score(options: ScoreOptions) -> Path:
     if is_suite(options.set):
         return score_members(options)
     wanted = load_set(options.set, by=options.by)
-    protocol = protocol_for(options.benchmark, options.profile, wanted, options.metrics)
+    protocol = options.protocol(wanted)
     wanted, unread = with_readable_content(protocol.prepare(wanted))
     paths = [path / RUN if path.is_dir() else path for path in (options.run, *options.fuse)]
     read = _read_runs(options, paths, wanted)
@@ -89,18 +71,8 @@ def score(options: ScoreOptions) -> Path:
         )
     run_hash = hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
     fusion = {"runs": list(map(str, paths)), "by": options.fuse_by, "weights": list(options.weights)}
-    identity = {
-        "set.fingerprint": wanted.fingerprint,
-        "set.content": wanted.content,
-        "query_mode": None,
-        "benchmark": protocol.benchmark,
-        "profile": protocol.profile,
-        "tag": read.tag,
-        "run_hash": run_hash,
-        "seed": options.seed,
-        "metrics": list(options.metrics),
-        "fusion": fusion if options.fuse else None,
-    }
+    apart = {"tag": read.tag, "run_hash": run_hash, "fusion": fusion if options.fuse else None}
+    identity = decides(wanted, protocol, options.seed) | {"query_mode": None} | apart
     check_out(options.out, identity, overwrite=options.overwrite)
     needed = deepest(protocol.names(wanted))
     short = int((wanted.pool_sizes().clip(max=needed) > (read.ranking.rows_QW >= 0).sum(axis=1)).sum())
@@ -109,12 +81,9 @@ def score(options: ScoreOptions) -> Path:
         "num_short": short,
         "num_excluded_lines": read.num_excluded,
         "run": str(options.run),
-        "run_hash": run_hash,
-        "tag": read.tag,
-        "fusion": identity["fusion"],
         "again": again("score", options),
         "warnings": [*wanted.meta.get("notes", []), *unread],
-    }
+    } | apart
     results = write_evaluation(
         options.out,
         wanted,

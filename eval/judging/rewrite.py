@@ -58,24 +58,37 @@ class Rewriter:
         return about | self.endpoint.served
 
 
-def load_rewriter(
-    kind: str | None, url: str | None, model: str | None, key_env: str | None, cache: Path
-) -> Rewriter | None:
-    """A rewriter as options name it; None where they name none.
+@dataclass(kw_only=True)
+class RewriteOptions:
+    """What a command that rewrites queries is told."""
 
-    Raises:
-        UserError: an unknown kind, or only half of what is needed.
-    """
-    if kind is None:
-        if url is not None or model is not None:
-            raise UserError(f"rewriter= and rewriter_model= need rewrite={' or rewrite='.join(PROMPTS)}")
-        return None
-    one_of("rewrite", [kind], tuple(PROMPTS))
-    if url is None or model is None:
-        raise UserError(
-            f"rewrite={kind} needs rewriter=ADDRESS of an OpenAI-compatible endpoint and rewriter_model=NAME"
-        )
-    return Rewriter(kind, Endpoint(url, model, key_env), AnswerStore(cache / "rewrites.sqlite"))
+    rewrite: str | None = None
+    """caption or reformulate: words that a vision-language model adds to each query first, see `eval.judging.rewrite`."""
+    rewriter: str | None = None
+    """Address of its OpenAI-compatible endpoint."""
+    rewriter_model: str | None = None
+    """Name of the model at that address."""
+    rewriter_key_env: str | None = None
+    """Environment variable with the key; null: it needs none."""
+
+    def load_rewriter(self, cache: Path) -> Rewriter | None:
+        """The rewriter, None where none is named.
+
+        Raises:
+            UserError: an unknown kind, or only half of what is needed.
+        """
+        kind, url, model = self.rewrite, self.rewriter, self.rewriter_model
+        if kind is None:
+            if url is not None or model is not None:
+                raise UserError(f"rewriter= and rewriter_model= need rewrite={' or rewrite='.join(PROMPTS)}")
+            return None
+        one_of("rewrite", [kind], tuple(PROMPTS))
+        if url is None or model is None:
+            raise UserError(
+                f"rewrite={kind} needs rewriter=ADDRESS of an OpenAI-compatible endpoint and rewriter_model=NAME"
+            )
+        endpoint = Endpoint(url, model, self.rewriter_key_env)
+        return Rewriter(kind, endpoint, AnswerStore(cache / "rewrites.sqlite"))
 
 
 def rewritten(wanted: RetrievalSet, rewriter: Rewriter) -> RetrievalSet:

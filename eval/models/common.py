@@ -159,30 +159,19 @@ class DirectEncoder(Asked, Generic[T]):
         )
 
 
-def no_rationales(facts: Facts, max_new_tokens: int | None, temperature: float | None) -> None:
-    """Refuse options of generation, which a model that writes nothing would ignore.
-
-    Raises:
-        UserError: one of them was given.
-    """
-    for key, value in {"max_new_tokens": max_new_tokens, "temperature": temperature}.items():
-        if value is not None:
-            raise UserError(f"{key}={value}: {facts.name} writes no rationale")
-
-
 def direct(load: Callable[[Facts, str, str], T]) -> Callable[..., T]:
-    """Makes a function of facts, device and dtype the loader of a family that writes no rationale."""
+    """Makes a function of facts, device and dtype the loader of a family that writes no rationale.
+
+    The loader raises a UserError for options of generation, which such a model would ignore.
+    """
 
     @wraps(load)
     def loader(
-        facts: Facts,
-        *,
-        device: str | None = None,
-        dtype: str | None = None,
-        max_new_tokens: int | None = None,
-        temperature: float | None = None,
+        facts: Facts, *, device: str | None = None, dtype: str | None = None, **generation: float | None
     ) -> T:
-        no_rationales(facts, max_new_tokens, temperature)
+        for key, value in generation.items():
+            if value is not None:
+                raise UserError(f"{key}={value}: {facts.name} writes no rationale")
         return load(facts, *place(device, dtype))
 
     return loader

@@ -10,7 +10,6 @@ is imported before it is used. `register_embedder` adds one, also from a module 
 """
 
 import importlib
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any, TypeVar
 
 from eval.embedding.fill_cache import Embeds
 from rge.common.errors import UserError
+from rge.common.files import read_json
 from rge.common.registry import Registry
 
 RELEASED = "qwen2_5_vl"
@@ -336,12 +336,7 @@ def _fetch(model: str, revision: str | None) -> tuple[Path, str, str | None]:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON: {error}") from None
+    content = read_json(path)
     return content if isinstance(content, dict) else {}
 
 

@@ -1,6 +1,5 @@
 """Finished evaluation directories, read and checked: what the pages are made from."""
 
-import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -11,6 +10,7 @@ from typing import Any
 import pandas as pd
 
 from eval.embedding.identity import OLD, old_results, set_mismatch
+from eval.scoring.output_files import PER_QUERY, RESULTS, RUN, read_results
 from eval.sets.retrieval_set import RetrievalSet, load_set, with_readable_content
 from rge.common.errors import UserError
 
@@ -150,12 +150,12 @@ def expand(directory: Path, *, single: bool = False) -> list[Path]:
     """
     if not directory.is_dir():
         raise UserError(f"{directory} is not a directory: name the output of `rge eval run`")
-    if (directory / "results.json").exists() or (directory / "per_query.parquet").exists():
+    if (directory / RESULTS).exists() or (directory / PER_QUERY).exists():
         return [directory]
     inner = sorted(
         child
         for child in directory.iterdir()
-        if any((child / name).exists() for name in ("results.json", "per_query.parquet", "run.trec"))
+        if any((child / name).exists() for name in (RESULTS, PER_QUERY, RUN))
     )
     if not inner:
         raise UserError(
@@ -173,37 +173,26 @@ def read_evaluation(directory: Path) -> Evaluation:
     Raises:
         UserError: it is incomplete, or its files do not fit together.
     """
-    for name in ("results.json", "per_query.parquet"):
-        if not (directory / name).is_file():
-            raise UserError(f"{directory} has no {name}: the evaluation is incomplete, run it again")
-    results = _results(directory / "results.json")
+    results = read_results(directory)
+    missing = [key for key in ("set", "micro") if not results.get(key)]
+    missing += [f"set.{key}" for key in ("name", "fingerprint") if not (results.get("set") or {}).get(key)]
+    if missing:
+        raise UserError(f"{directory / RESULTS} lacks {', '.join(missing)}")
     mode = results.get("query_mode")
     order, label, note = _FOREIGN_ORDER, str(results.get("tag") or directory.name), "a ranking made elsewhere"
     if mode is not None:
         asked = (str(mode), str(results.get("query_modality") or "both"))
         unnamed = (_FOREIGN_ORDER, " · ".join(asked), "see the foot of the page")
         order, label, note = _NAMES.get(asked, unnamed)
-    per_query = _per_query(directory / "per_query.parquet")
+    per_query = _per_query(directory / PER_QUERY)
     return Evaluation(directory, label, note, order, False, results, per_query)
-
-
-def _results(path: Path) -> dict[str, Any]:
-    try:
-        results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON: {error}") from error
-    missing = [key for key in ("set", "micro") if not results.get(key)]
-    missing += [f"set.{key}" for key in ("name", "fingerprint") if not (results.get("set") or {}).get(key)]
-    if missing:
-        raise UserError(f"{path} lacks {', '.join(missing)}")
-    return results
 
 
 def _per_query(path: Path) -> pd.DataFrame:
     try:
         table = pd.read_parquet(path)
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
+        raise UserError(f"{path} cannot be read: {error}; run the evaluation again") from error
     absent = [name for name in (QUERY_COLUMN, RANK_COLUMN, TOP_COLUMN) if name not in table]
     if absent:
         raise UserError(f"{path} has no column {absent[0]!r}; it has {', '.join(table.columns)}")
@@ -223,8 +212,8 @@ def check_one_set(evaluations: Sequence[Evaluation]) -> None:
     for other in evaluations[1:]:
         if why := set_mismatch(first.results, other.results):
             raise UserError(
-                f"{first.directory} and {other.directory} are evaluations of different retrieval sets ({why}): write one "
-                "report for each set"
+                f"{first.directory} was measured on {first.results['set']['name']}, {other.directory} on "
+                f"{other.results['set']['name']}: different retrieval sets ({why}), whose figures cannot be set side by side"
             )
         for key in ("benchmark", "profile"):
             mine, theirs = (one.results.get(key) for one in (first, other))
@@ -236,7 +225,8 @@ def check_one_set(evaluations: Sequence[Evaluation]) -> None:
         missing = first.per_query.index.symmetric_difference(other.per_query.index)
         if len(missing):
             raise UserError(
-                f"{first.directory} and {other.directory} hold different queries: {missing[0]!r} is in one only"
+                f"{first.directory} has {len(first.per_query)} queries, {other.directory} {len(other.per_query)}; "
+                f"{missing[0]!r} is in one only. Was one of them run with limit=?"
             )
 
 

@@ -24,6 +24,18 @@ from rge.identity.run_identity import Identity
 from rge.stats.intervals import NUM_RESAMPLES
 
 
+def decides(wanted: RetrievalSet, protocol: Protocol, seed: int) -> dict[str, Any]:
+    """What decides the figures of any ranking of a set, by the keys of results.json; see `check_out`."""
+    return {
+        "set.fingerprint": wanted.fingerprint,
+        "set.content": wanted.content,
+        "benchmark": protocol.benchmark,
+        "profile": protocol.profile,
+        "seed": seed,
+        "metrics": list(protocol.metrics),
+    }
+
+
 def write_evaluation(
     out: Path,
     wanted: RetrievalSet,

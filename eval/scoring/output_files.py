@@ -9,6 +9,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from rge.common.options import given
 from rge.common.schema import Encoded
 from rge.identity.run_identity import Identity, differences
 from rge.stats import intervals
-from rge.stats.intervals import LEVEL, NUM_RESAMPLES, cluster_bootstrap, index_of
+from rge.stats.intervals import LEVEL, NUM_RESAMPLES, Bootstrap, cluster_bootstrap, index_of
 
 RESULTS, PER_QUERY, RUN = "results.json", "per_query.parquet", "run.trec"
 FORMAT = 1
@@ -160,21 +161,11 @@ def figures(
     """
     group_Q = index_of(wanted.columns["group"])
     category_Q = index_of(wanted.columns["category"])
+    resampled = partial(cluster_bootstrap, num_resamples=num_resamples, seed=seed)
 
     def block(chosen: np.ndarray, stratum_Q: np.ndarray | None = None) -> dict[str, dict[str, float | None]]:
-        found = cluster_bootstrap(
-            scored.value_QM[chosen],
-            group_Q[chosen],
-            stratum_Q=stratum_Q,
-            num_resamples=num_resamples,
-            seed=seed,
-        )
-        figures_M = intervals.figures(found, (0.0, 1.0))
-        return {
-            name: figure
-            for name, figure in zip(scored.names, figures_M, strict=True)
-            if figure["value"] is not None
-        }
+        found = resampled(scored.value_QM[chosen], group_Q[chosen], stratum_Q=stratum_Q)
+        return by_name(scored.names, found)
 
     everything = np.arange(len(wanted.queries))
     out: dict[str, Any] = {"micro": block(everything), "macro": block(everything, category_Q)}
@@ -185,6 +176,12 @@ def figures(
     out["ties"] = {name: {"best": best[name], "worst": worst[name]} for name in best}
     out["random"] = means(scored.names, scored.random_QM)
     return out
+
+
+def by_name(names: Sequence[str], found: Bootstrap) -> dict[str, dict[str, float | None]]:
+    """The figures of metrics, without those that are defined for no query."""
+    figures_M = intervals.figures(found, (0.0, 1.0))
+    return {name: one for name, one in zip(names, figures_M, strict=True) if one["value"] is not None}
 
 
 def rationale_figures(table: pd.DataFrame) -> dict[str, float | None]:

@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from eval.scoring.metrics import names_of
+from eval.scoring.metrics import deepest, names_of
 from eval.scoring.output_files import Scored, figures, score_ranking
 from eval.scoring.search import Ranking
 from eval.sets.retrieval_set import RetrievalSet
+from rge.common.errors import UserError
 
 PROFILES = ("clean", "official")
 
@@ -50,6 +51,15 @@ class Protocol:
         """Metrics to compute: those of every evaluation, a protocol's own ``more``, and what the user asked for."""
         everywhere = names_of(negatives=negatives and wanted.negatives is not None)
         return tuple(dict.fromkeys((*everywhere, *more, *self.metrics)))
+
+    def check_depth(self, wanted: RetrievalSet, depth: int) -> None:
+        """Refuse rankings that are shorter than a metric needs.
+
+        Raises:
+            UserError: they are.
+        """
+        if depth < min(needed := deepest(self.names(wanted)), len(wanted.corpus_ids)):
+            raise UserError(f"depth must be at least {needed}, the deepest metric, got {depth}")
 
     def prepare(self, wanted: RetrievalSet) -> RetrievalSet:
         """The set with this protocol's exclusions and judgements."""

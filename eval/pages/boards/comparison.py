@@ -9,7 +9,7 @@ import pandas as pd
 from eval.benchmarks.suite import mean_of, member_bootstraps
 from eval.pages.boards.rows import name_of, note_of
 from eval.pages.boards.side_by_side import side_by_side
-from eval.pages.evaluations import Evaluation, read_evaluation
+from eval.pages.evaluations import Evaluation
 from eval.pages.examples import Gallery
 from eval.pages.single_file import write_page
 from eval.pages.wording import Scale
@@ -23,8 +23,8 @@ MAX_SLICES = 12
 
 
 def write_comparison(
-    a: Path,
-    b: Path,
+    a: Evaluation,
+    b: Evaluation,
     out: Path,
     rows: Sequence[Mapping[str, Any]],
     *,
@@ -37,8 +37,8 @@ def write_comparison(
     """Write the page of a comparison; the same input gives the same bytes.
 
     Args:
-        a: evaluation directory.
-        b: evaluation directory of the same set.
+        a: an evaluation.
+        b: another one of the same set.
         out: the HTML file.
         rows: tests, see `eval.commands.compare.Row`; the first metric decides who wins a query.
         differs: what else differs, from a to b.
@@ -50,7 +50,7 @@ def write_comparison(
     Raises:
         UserError: the set is not there, or a picture is missing.
     """
-    sides = {"A": read_evaluation(a), "B": read_evaluation(b)}
+    sides = {"A": a, "B": b}
     labels = [f"{name_of(one)}, {note_of(one)}" for one in sides.values()]
     if labels[0] == labels[1]:
         labels = [

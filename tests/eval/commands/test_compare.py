@@ -171,7 +171,7 @@ def test_queries_that_one_side_does_not_define_are_left_out_of_both():
             "a/direct-both",
             "b",
             {},
-            r"measured on fake, .* on fake, fingerprints \w+ and \w+: only evaluations of one set",
+            r"measured on fake, .* on fake: different retrieval sets \(fingerprints \w+ and \w+\)",
         ),
         (
             "a/direct-both",
@@ -200,7 +200,7 @@ def test_profiles_must_agree(dirs, tmp_path):
     results = json.loads((tmp_path / "results.json").read_text()) | {"profile": "official"}
     (tmp_path / "results.json").write_text(json.dumps(results))
     with pytest.raises(
-        UserError, match="has profile 'clean', .* 'official': their metrics mean different things"
+        UserError, match="has profile 'clean', .* 'official': their figures mean different things"
     ):
         compare(CompareOptions(dirs / "b", tmp_path))
     (tmp_path / "results.json").write_text("{")

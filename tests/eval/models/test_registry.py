@@ -82,7 +82,7 @@ def test_a_name_that_is_nothing(tmp_path):
     with pytest.raises(UserError, match="revision=main is for models on the hub"):
         load_model(tmp_path, revision="main")
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(UserError, match="config.json is not valid JSON"):
+    with pytest.raises(UserError, match="config.json cannot be read"):
         load_model(tmp_path)
 
 

@@ -7,10 +7,14 @@ from eval_fakes import FakeEncoder, loader, tables, write_tables
 
 from eval.commands.bm25 import Bm25Options, bm25, rank
 from eval.commands.run import RunOptions, run
-from eval.judging.rewrite import PROMPTS, load_rewriter, rewritten
+from eval.judging.rewrite import PROMPTS, RewriteOptions, rewritten
 from eval.sets.retrieval_set import load_set
 from rge.calls.local_server import Answer, LocalServer, chat
 from rge.common.errors import UserError
+
+
+def load_rewriter(kind, url, model, cache):
+    return RewriteOptions(rewrite=kind, rewriter=url, rewriter_model=model).load_rewriter(cache)
 
 
 @pytest.fixture
@@ -41,7 +45,7 @@ def server():
 def test_a_caption_is_of_the_pictures_alone_and_asked_for_once(content, server, tmp_path):
     wanted = load_set(write_tables(tmp_path / "set", content))
     for _ in range(2):
-        rewriter = load_rewriter("caption", server.url, "m", None, tmp_path / "cache")
+        rewriter = load_rewriter("caption", server.url, "m", tmp_path / "cache")
         found = rewritten(wanted, rewriter)
         rewriter.answers.close()
     assert len(server.asked) == 3  # q00 shows nothing, and two others show what has been described
@@ -60,9 +64,9 @@ def test_a_model_of_the_same_name_at_another_address_writes_anew(content, server
     async def answer(path, body):
         return chat("from elsewhere")
 
-    rewritten(wanted, load_rewriter("caption", server.url, "m", None, tmp_path / "cache"))
+    rewritten(wanted, load_rewriter("caption", server.url, "m", tmp_path / "cache"))
     with LocalServer(answer) as other:
-        found = rewritten(wanted, load_rewriter("caption", other.url, "m", None, tmp_path / "cache"))
+        found = rewritten(wanted, load_rewriter("caption", other.url, "m", tmp_path / "cache"))
         assert other.num_answered == 3
     assert found.queries[1].text == "question 1\nfrom elsewhere"
     assert found.meta["rewriter"]["at"] == other.url
@@ -70,7 +74,7 @@ def test_a_model_of_the_same_name_at_another_address_writes_anew(content, server
 
 def test_a_reformulation_sees_question_and_pictures(content, server, tmp_path):
     wanted = load_set(write_tables(tmp_path / "set", content))
-    found = rewritten(wanted, load_rewriter("reformulate", server.url, "m", None, tmp_path / "cache"))
+    found = rewritten(wanted, load_rewriter("reformulate", server.url, "m", tmp_path / "cache"))
     assert len(server.asked) == 6
     assert all(query.text.split("\n")[1].startswith("word") for query in found.queries)
     kinds = {tuple(part["type"] for part in user["content"]) for _, user in server.asked}
@@ -104,7 +108,7 @@ def test_a_query_that_gets_nothing_stays_as_it_was_and_is_counted(content, tmp_p
         ]
         only[0] = False
         for _ in range(2):  # nothing at all is no answer to keep
-            rewriter = load_rewriter("reformulate", server.url, "m", None, tmp_path / "other")
+            rewriter = load_rewriter("reformulate", server.url, "m", tmp_path / "other")
             with pytest.raises(UserError, match="m at .* wrote nothing for any of 6 queries"):
                 rewritten(load_set(data), rewriter)
             rewriter.answers.close()
@@ -158,7 +162,7 @@ def test_the_key_of_a_rewriter_is_read_from_the_variable_that_is_named(
 )
 def test_half_of_what_is_needed_is_named(tmp_path, given, message):
     with pytest.raises(UserError, match=message):
-        load_rewriter(*given, None, tmp_path)
+        load_rewriter(*given, tmp_path)
 
 
 def test_bm25_without_its_library_says_what_to_install(content, tmp_path, monkeypatch):

@@ -620,7 +620,7 @@ def test_a_page_says_the_command_that_makes_its_figures_again(tmp_path, monkeypa
 def test_the_report_is_written_last(set_dir, tmp_path, monkeypatch, capsys):
     report = pytest.importorskip("eval.pages.report")
     asked = []
-    monkeypatch.setattr(report, "write_report", lambda dirs, out: asked.append((dirs, out)) or out)
+    monkeypatch.setattr(report, "write_report", lambda dirs, out, metric: asked.append((dirs, out)) or out)
     run(options(set_dir, tmp_path, report=True, query_mode=("reasoning", "direct")), loader(FakeEncoder()))
     assert asked == [([tmp_path / "reasoning-both", tmp_path / "direct-both"], tmp_path / "report.html")]
     assert str(tmp_path / "report.html") in capsys.readouterr().out

@@ -138,8 +138,8 @@ class EmbeddingModel(nn.Module):
         self, prompts: Sequence[Prompt], branches: Sequence[Sequence[Branch]], temperature: float = 1.0
     ) -> Packed:
         """Lay prompts and their branches out for `forward`; see `rge.model.packing`."""
-        parts = together(self._prompts(prompts), pack_tails(prompts, branches), device=self.device)
-        return Packed(*parts, owners=prompts, temperature=temperature)
+        part, tails = together(self._prompts(prompts), pack_tails(prompts, branches), device=self.device)
+        return Packed(part, tails, owners=prompts, temperature=temperature)
 
     def pack_prompts(self, prompts: Sequence[Prompt]) -> Packed:
         """Lay prompts alone out, to be continued later."""
@@ -177,8 +177,8 @@ class EmbeddingModel(nn.Module):
         """The state (B, D), not normalised, that predicts the first token after each prompt."""
         # Without branches a tail is the prompt's last token.
         tails = pack_tails(prompts, [[]] * len(prompts), read_prompts=True)
-        parts = together(self._prompts(prompts), tails, device=self.device)
-        hidden_TD, plan = self._run(Packed(*parts, owners=prompts))
+        part, tails = together(self._prompts(prompts), tails, device=self.device)
+        hidden_TD, plan = self._run(Packed(part, tails, owners=prompts))
         return hidden_TD[plan.num_prompt_tokens :]
 
     def _run(self, packed: Packed) -> tuple[Tensor, Pass]:

@@ -294,6 +294,7 @@ class _Writing:
     """
 
     on_token: Callable[[int, int], object] | None = None
+    hidden_BD: Tensor
 
     @torch.no_grad()
     def __init__(
@@ -423,8 +424,11 @@ class _Writing:
         """Run the layers over each row's newest token, and take the states of rows that end in it."""
         hidden_BTD = self.words(self.token_B[None])
         now = {
-            kind: tuple(part_BLd.index_select(1, self.step_1).transpose(0, 1) for part_BLd in parts)
-            for kind, parts in self.rotations.items()
+            kind: (
+                cos_BLd.index_select(1, self.step_1).transpose(0, 1),
+                sin_BLd.index_select(1, self.step_1).transpose(0, 1),
+            )
+            for kind, (cos_BLd, sin_BLd) in self.rotations.items()
         }
         model = self.embedder.model
         self.hidden_BD = family_of(model).run_layers(model, hidden_BTD, now, self.cache)[0]

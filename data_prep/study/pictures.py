@@ -16,7 +16,7 @@ from data_prep.demo.splits import SEED
 from data_prep.demo.tables import Tables
 from data_prep.study.design import GROUNDS, Shown
 
-BAR_PX = 10
+BAR_PX = 13
 """Thickness of a bar, over the whole width: the tower's augmentation moves pictures by up to 8 pixels."""
 SMALLEST_PX, LARGEST_PX = 58, 64
 """Sides of the drawing between the bars."""

@@ -16,9 +16,9 @@ from data_prep.demo.splits import SEED
 from data_prep.demo.tables import Tables
 from data_prep.study.design import GROUNDS, Shown
 
-BAR_PX = 13
+BAR_PX = 12
 """Thickness of a bar, over the whole width: the tower's augmentation moves pictures by up to 8 pixels."""
-SMALLEST_PX, LARGEST_PX = 58, 64
+SMALLEST_PX, LARGEST_PX = 54, 60
 """Sides of the drawing between the bars."""
 GROUND_COLOURS = [colorsys.hsv_to_rgb(number / len(GROUNDS), 0.4, 1.0) for number in range(len(GROUNDS))]
 BAR_COLOURS = np.array(

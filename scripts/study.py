@@ -198,7 +198,7 @@ VARIANTS = (
 LONGER = (2, 4)
 """Multiples of the joint stage's steps: does the harm shrink?"""
 WARM_STEPS = 300
-"""Of InfoNCE without rationales before any cold start: what a pretrained embedder or backbone brings."""
+"""Of InfoNCE without rationales before any cold start, on targets that any ground is right for: what a pretrained embedder brings."""
 COLD_STARTS = {"quarter": 0.25, "double": 2.0, "fourfold": 4.0}
 MODES = {
     "no reasoning": ("direct", "direct"),
@@ -269,7 +269,11 @@ def study_set(options: Options) -> Study:
         "cold_start.steps=1", records("cold_start", "hidden_100"), records("joint", "hidden_100"),
         f"model.scratch.naming={data}/train/naming.jsonl", *naming,
     )  # fmt: skip
-    warm = (records("joint", "hidden_100"), *steps_words("joint", options, WARM_STEPS), *ANCHORS["none"])
+    warm = (
+        f"joint.sources=[{{path: {data}/train/warm.jsonl}}]",
+        *steps_words("joint", options, WARM_STEPS),
+        *ANCHORS["none"],
+    )
     arms = [
         Arm("eyes", "cold_start", overrides=first, shared=True, query_mode="", ends_with="backbone"),
         Arm("warm", "joint", "eyes", warm, shared=True, sets=sets("hidden_100")),

@@ -103,17 +103,33 @@ def records(tables: Tables, chosen: list[Fact], arm: str, dose: int) -> list[tup
     for plain in design.train_queries(tables, chosen):
         target = design.train_target(tables, plain, dose)
         query = design.as_asked(plain, [target], arm)
-        record = Record(
-            id=query.id,
-            group=query.fact.source,
-            source="study",
-            split="train",
-            category=tables.questions[query.fact.question].category,
-            instruction=INSTRUCTION,
-            query=QueryPart(text=query.text(tables), images=[_reference(query.picture)]),
-            positives=[Positive(**_target(target), rationale=design.oracle_text(query, target, arm))],
-        )
-        found.append((record, query, target))
+        positive = _target(target) | {"rationale": design.oracle_text(query, target, arm)}
+        found.append((_record(tables, query, positive), query, target))
+    return found
+
+
+def _record(tables: Tables, query: Query, positive: dict[str, str]) -> Record:
+    return Record(
+        id=query.id,
+        group=query.fact.source,
+        source="study",
+        split="train",
+        category=tables.questions[query.fact.question].category,
+        instruction=INSTRUCTION,
+        query=QueryPart(text=query.text(tables), images=[_reference(query.picture)]),
+        positives=[Positive(**positive)],
+    )
+
+
+def warm_records(tables: Tables, chosen: list[Fact]) -> list[tuple[Record, Query, Shown]]:
+    """Queries of the facts that are embedded in training, each with the right thing on any ground."""
+    found = []
+    for query in design.train_queries(tables, chosen):
+        if design.embedded(query.fact):
+            target = design.warm_target(tables, query)
+            found.append(
+                (_record(tables, query, _target(target) | {"identity": target.concept}), query, target)
+            )
     return found
 
 
@@ -138,6 +154,9 @@ def _write_training(
     naming = naming_pictures(tables, chosen)
     write_jsonl(folder / "naming.jsonl", [_naming_record(one, text) for one, text in naming])
     shown = {one.id: one for one, _ in naming}
+    warm = warm_records(tables, chosen)
+    write_jsonl(folder / "warm.jsonl", [record for record, _, _ in warm])
+    shown |= {one.id: one for _, query, target in warm for one in (query.picture, target)}
     for arm, dose in variants(doses):
         found = records(tables, chosen, arm, dose)
         write_jsonl(folder / f"{arm}_{dose}_cold.jsonl", [record for record, _, _ in found])

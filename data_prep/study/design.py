@@ -175,6 +175,13 @@ def _query(fact: Fact, family: Family, ground: int, name: str, number: int) -> Q
     return Query(fact, Shown(fact.source, family, ground % len(GROUNDS), serial, name), number)
 
 
+def warm_target(tables: Tables, query: Query) -> Shown:
+    """A picture of the right thing on any ground: what teaches to find things before the stages that are compared, and not the rule."""
+    family = choose(tables.families(query.answer), "warm target", query.id)
+    ground, serial = stable_hash("warm ground", query.id), stable_hash("warm serial", query.id)
+    return Shown(query.answer, family, ground % len(GROUNDS), serial % NUM_SERIALS, f"warm-{family.name}")
+
+
 def train_target(tables: Tables, query: Query, dose: int) -> Shown:
     """The target of a training query: of its arms alike."""
     serial = values(dose)[stable_hash("target serial", query.id) % dose]

@@ -57,6 +57,19 @@ def test_a_target_shows_the_answer_on_the_querys_ground(made, tables):
             assert design.code(target.serial) == serial
 
 
+def test_what_comes_before_the_stages_that_are_compared_tells_nothing_of_their_rule(tables, chosen):
+    """Right is the thing on whatever ground; a sixth stand on the query's by chance."""
+    rows = study.warm_records(tables, chosen)
+    known = {fact.pair: fact.answers for fact in tables.facts}
+    assert all(design.embedded(query.fact) for _, query, _ in rows)
+    for record, query, target in rows:
+        (answer,) = known[query.fact.pair]
+        assert record.positives[0].identity == target.concept == answer
+        assert record.positives[0].rationale is None
+    same = np.mean([query.picture.ground == target.ground for _, query, target in rows])
+    assert same == pytest.approx(1 / 6, abs=0.02)
+
+
 def test_arms_and_doses_differ_in_serials_and_in_nothing_else(made):
     def without_serials(rows, *, with_targets):
         return [
@@ -161,7 +174,8 @@ BARS = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, chosen):
     out = tmp_path_factory.mktemp("study set") / "data"
-    study.build(out, [3], chosen[:6])
+    by_kind = sorted(chosen, key=design.embedded)  # those that are only written first
+    study.build(out, [3], by_kind[:2] + by_kind[-4:])
     return out
 
 
@@ -188,9 +202,9 @@ def test_pictures_show_what_the_columns_say(folder):
 def test_files_are_what_the_loaders_read(folder):
     names = {path.stem for path in (folder / "train").glob("*.jsonl")}
     arms = {"hidden_3", "known_3", "silent_3"}
-    assert names == arms | {f"{arm}_cold" for arm in arms} | {"naming"}
+    assert names == arms | {f"{arm}_cold" for arm in arms} | {"naming", "warm"}
     for name in names:
-        found = RecordFile(folder / "train" / f"{name}.jsonl", need_rationale=True)
+        found = RecordFile(folder / "train" / f"{name}.jsonl", need_rationale=name != "warm")
         assert load_image(found[len(found) - 1].query.images[0]).size == (84, 84)
     embedded, written = (
         {json.loads(line)["id"] for line in (folder / "train" / f"hidden_3{part}.jsonl").open()}

@@ -32,8 +32,7 @@ from rge.config import AdaptiveConfig
 from rge.data.collate import Batch, Chunk, chunks_of
 from rge.distributed import collectives as dist
 from rge.model.attention import EncodedParts, EncodedPrompts
-from rge.model.dropout import RandomState, drops_out
-from rge.model.embedding_model import EmbeddingModel, Packed, Readout, keeping
+from rge.model.embedding_model import EmbeddingModel, Packed, RandomState, Readout, drops_out, keeping
 from rge.model.packing import Branch
 from rge.objective import Objective
 from rge.rollout.generate import Rationale

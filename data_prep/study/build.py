@@ -34,8 +34,10 @@ from rge.common.errors import UserError
 from rge.common.options import parse_options
 from rge.common.schema import Positive, QueryPart, Record
 
-NAMING_RENDERINGS = 4
+NAMING_RENDERINGS = 8
 """Pictures of each drawing that the tower is taught on."""
+IN_FULL = 4
+"""One in so many is called by its ground and serial too."""
 SLICE_NOTES = {
     "fact": {
         "embedded": "training embeds queries of this fact",
@@ -143,7 +145,9 @@ def naming_pictures(tables: Tables, chosen: list[Fact]) -> list[tuple[Shown, str
                 first = stable_hash("naming", concept, name)
                 ground, serial = first % len(GROUNDS), first // 7 % design.NUM_SERIALS
                 one = Shown(concept, family, ground, serial, name)
-                found.append((one, design.naming_text(tables.concepts[concept], one, in_full=not number)))
+                found.append(
+                    (one, design.naming_text(tables.concepts[concept], one, in_full=number % IN_FULL == 0))
+                )
     return found
 
 

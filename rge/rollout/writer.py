@@ -19,8 +19,14 @@ from rge.data.collate import Batch, chunks_of
 from rge.distributed import collectives as dist
 from rge.model.attention import EncodedParts, EncodedPrompts
 from rge.model.backbone import vision_parameters
-from rge.model.dropout import drops_out
-from rge.model.embedding_model import EmbeddingModel, Kept, PictureMemory, encode_in_parts, encode_prompts
+from rge.model.embedding_model import (
+    EmbeddingModel,
+    Kept,
+    PictureMemory,
+    drops_out,
+    encode_in_parts,
+    encode_prompts,
+)
 from rge.rollout.generate import Rationale, generate
 from rge.rollout.vllm_writer import VllmRollout, check_possible
 

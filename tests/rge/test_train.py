@@ -573,14 +573,13 @@ def test_adapters_alone_go_from_stage_to_stage_on_one_base(home, tmp_path):
     options = ("model.lora={rank: 2}", "export.adapters_only=true", "cold_start.steps=2", "joint.steps=2")
     trained(run(home, tmp_path, *options))
     cold, joint = (tmp_path / stage / "final" for stage in ("cold_start", "joint"))
-    one, other = read_settings(cold)["base"], read_settings(joint)["base"]
+    one, other = read_settings(cold).base, read_settings(joint).base
     assert one == other
-    assert (one["path"], one["beside"]) == (str(tmp_path / "backbone"), "../../backbone")
+    assert (one.path, one.beside) == (str(tmp_path / "backbone"), "../../backbone")
     weights = [load_file(path / "adapter_model.safetensors") for path in (cold, joint)]
     assert weights[0].keys() == weights[1].keys()
     assert not any(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-    start = read_settings(joint)["identity"]["start"]
-    assert start["base"] == one["sha256"]
+    assert read_settings(joint).identity["start"]["base"] == one.sha256
     found = Embedder.from_pretrained(joint).encode(
         [Item("1", "what opens this")], side="query", mode="reasoning"
     )

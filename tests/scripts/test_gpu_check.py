@@ -36,7 +36,7 @@ def test_a_rehearsal(gpu_check, tmp_path, monkeypatch):
     assert found["machine"]["rehearsal"]
     figures = {result["name"]: result["figures"] for result in found["results"]}
     assert figures["form"]["cosine of the gradients"] > 1 - 1e-6
-    assert figures["rollout"]["equal"] == figures["rollout"]["rows"] == 12
+    assert figures["rollout"]["equal"] == figures["rollout"]["rows"] == 3 * 12
     training = figures["training"]
     assert training["steps"] == 2
     assert training["TFLOP/s"] == pytest.approx(

@@ -13,8 +13,7 @@ from rge.data.collate import chunks_of
 from rge.embedder import Embedder
 from rge.model.adapters import AdapterError, add_adapters, has_adapters, merged_weights
 from rge.model.backbone import load_backbone
-from rge.model.dropout import drops_out
-from rge.model.embedding_model import EmbeddingModel
+from rge.model.embedding_model import EmbeddingModel, drops_out
 from rge.model.prompts import PromptBuilder
 from rge.objective import Objective
 from rge.rollout.generate import generate

@@ -7,7 +7,7 @@ import torch
 
 from rge.config import LossConfig, Recipe, RecipeError, RolloutConfig, StageConfig, TrainConfig
 from rge.distributed import launch
-from rge.model.dropout import drops_out
+from rge.model.embedding_model import drops_out
 from rge.model.packing import Branch
 from rge.model.prompts import PromptBuilder
 from rge.objective import Objective

@@ -190,7 +190,7 @@ def run(name: str, environment: dict[str, str], checkpoint: str, folder: Path, t
             rows = [module.weight.detach().clone() for module in modules]
         found["grown"].append((backbone.emb_id, rows))
 
-    if name in task["adapted"]:
+    if any(name == adapted for adapted, _ in task["adapted"].values()):
         accelerator.free_memory()
         found["adapted_for_vllm"] = adapted_for_vllm(accelerator, checkpoint)
 

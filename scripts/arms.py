@@ -1,11 +1,11 @@
-"""Arms: named trainings with several seeds, each from the checkpoint of another, and what is said of their differences.
+"""The study runner: train and evaluate named arms over several seeds, and compare them query by query.
 
-A `Study` names its arms, sets and seeds; `run_all` trains and evaluates what is missing; `Results` pairs arms query by query. A training
-or evaluation that is finished is not repeated and an interrupted one resumes, so a command can be stopped and given again. Given
-twice at once, it makes one run beside another: each waits only for what it starts from.
+An `Arm` is one training, started from another arm's checkpoint. A `Study` lists arms, retrieval sets and seeds; `run_all` makes the
+runs that are missing; `Results` reads them; `in_table` puts 95 % intervals on any weighted sum of arms. Finished runs are skipped and
+interrupted ones resume. The same command started twice makes two runs at a time: each waits only for the run that it starts from.
 
-Every evaluation's per-query values are kept in ``kept.json`` in the study's folder, hits as bits: small enough to commit, and all
-that intervals need. scripts/study.py and scripts/ablate.py are commands over this.
+Per-query results are kept in the study's ``kept.json``, small enough to commit and enough to recompute every interval.
+scripts/study.py and scripts/ablate.py are declarations over this.
 """
 
 import base64
@@ -13,12 +13,13 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -28,9 +29,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from eval.benchmarks.suite import mean_of, member_bootstraps
 from rge.common.errors import SIGNALLED, UserError
 from rge.common.files import write_text
-from rge.stats.intervals import cluster_bootstrap, figures, index_of, over_seeds
+from rge.config import load_recipe
+from rge.stats.intervals import Bootstrap, cluster_bootstrap, figures, in_words, index_of, over_seeds
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO_SET = Path("data_prep/demo/data/test")
@@ -42,21 +45,21 @@ COUNTED_STEPS = 3
 
 @dataclass(frozen=True)
 class Arm:
-    """One training, or as many as there are seeds.
+    """One training for each seed, and its evaluation.
 
     Attributes:
-        name: its folder.
-        stage: the one stage that it trains; empty: none, what `after` ends with is asked in another way.
-        after: arm whose checkpoint it starts from; empty: as `overrides` say.
+        name: also its folder.
+        stage: stage that it trains; empty: it trains nothing and evaluates the checkpoint of `after` in another mode.
+        after: arm whose checkpoint it starts from; empty: the start that `overrides` give.
         overrides: arguments of ``rge/train.py``.
-        shared: trained once, whatever the number of seeds.
-        flops_of: its steps are as many as cost no more counted FLOPs than this arm's; empty: as the recipe says.
-        query_mode: how it is asked; empty: it is not evaluated.
+        shared: trained once for all seeds.
+        flops_of: arm whose counted FLOPs limit the number of steps; empty: the recipe's steps.
+        query_mode: query mode of the evaluation; empty: it is not evaluated.
         ask: further arguments of ``rge eval run``.
-        sets: retrieval sets by name, where they are not the study's.
-        ends_with: what arms after it start from, in its folder; empty: its stage's last checkpoint.
-        point: it is asked as this point of `rge eval budget`, such as ``auto-0.5``; the points of one checkpoint come from one
-            run of it, so they are asked with the same `ask`.
+        sets: retrieval sets by name, instead of the study's.
+        ends_with: path in its folder that later arms start from; empty: the stage's last checkpoint.
+        point: point of `rge eval budget`, such as ``auto-0.5``; all points of one checkpoint come from one run of that command and
+            therefore have the same `ask`.
     """
 
     name: str
@@ -74,19 +77,19 @@ class Arm:
 
 @dataclass(frozen=True)
 class Study:
-    """Where a study is made, and of what.
+    """Arms, and where their runs are written.
 
     Attributes:
-        out: its folder.
-        arms: all of them.
-        recipe: arguments that every training gets.
-        sets: retrieval sets by name; the evaluation on one is in the run's folder on_NAME, or eval where the name is empty.
-        seeds: runs an arm.
-        launcher: what stands before ``rge/train.py``; empty: `default_launcher`.
+        out: folder.
+        arms: all arms.
+        recipe: arguments of every training.
+        sets: retrieval sets by name; an evaluation is in the run's folder on_NAME, or eval for the empty name.
+        seeds: runs per arm.
+        launcher: command before ``rge/train.py``; empty: `default_launcher`.
         ask: further arguments of every ``rge eval run``.
-        metrics: numeric columns of per_query.parquet, or made by `derive`, that are kept.
-        columns: further columns that are kept, for slices.
-        derive: adds columns to the per-query values of a run on a set.
+        metrics: numeric columns of per_query.parquet, or of `derive`, that are kept.
+        columns: columns to slice by, also kept.
+        derive: adds columns to a run's per-query results on a set.
     """
 
     out: Path
@@ -102,29 +105,29 @@ class Study:
 
     @cached_property
     def by_name(self) -> dict[str, Arm]:
-        """Arms by their names."""
+        """Arms by name."""
         return {arm.name: arm for arm in self.arms}
 
     def run_name(self, arm: Arm, seed: int) -> str:
-        """What a run is called, and its folder below the study's."""
+        """Name of a run: its folder, relative to the study's."""
         return f"{arm.name}/" + ("shared" if arm.shared else f"seed_{seed}")
 
     def folder(self, arm: Arm, seed: int) -> Path:
-        """Where a run is written."""
+        """Folder of a run."""
         return self.out / self.run_name(arm, seed)
 
     def checkpoint(self, arm: Arm, seed: int) -> Path:
-        """What a run ends with."""
+        """Checkpoint of a run."""
         if not arm.stage:
             return self.checkpoint(self.by_name[arm.after], seed)
         return self.folder(arm, seed) / (arm.ends_with or f"{arm.stage}/final")
 
     def sets_of(self, arm: Arm) -> Mapping[str, Path]:
-        """What an arm is evaluated on."""
+        """Sets that an arm is evaluated on."""
         return (arm.sets or self.sets) if arm.query_mode else {}
 
     def evaluation(self, arm: Arm, seed: int, name: str) -> Path:
-        """Where a run's evaluation on a set is written."""
+        """Folder of a run's evaluation on a set."""
         if arm.point:
             return self.folder(self.by_name[arm.after], seed) / f"budget_{name}" / arm.point
         return self.folder(arm, seed) / (f"on_{name}" if name else "eval")
@@ -137,7 +140,7 @@ class Study:
         return all(path.is_file() for path in made)
 
     def words(self, arm: Arm, seed: int) -> list[str]:
-        """Arguments of ``rge/train.py``, without its steps and folder."""
+        """Arguments of ``rge/train.py``, without output folder and matched steps."""
         seed = 0 if arm.shared else seed
         words = [*self.recipe, f"stage={arm.stage}", f"train.seed={seed}", *arm.overrides]
         if arm.after:
@@ -149,7 +152,7 @@ class Study:
 
 
 def refuse_launcher(script: str) -> None:
-    """Every process of a launch would make all runs."""
+    """Fail under a launcher, where every process would make all runs."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError(
             f"start {script} with python, not with a launcher; put that into launcher='accelerate launch ...'"
@@ -165,7 +168,7 @@ def default_launcher() -> str:
 
 
 def run(command: list[str]) -> None:
-    """Run a command; stop with its exit code if it fails, so that giving the study again continues there."""
+    """Run a command; exit with its code if it fails."""
     code = subprocess.run(command, check=False).returncode
     if code:
         print(
@@ -176,14 +179,14 @@ def run(command: list[str]) -> None:
 
 
 def run_all(study: Study, wanted: Sequence[tuple[Arm, int]]) -> None:
-    """Make these runs; those that another process is making come last."""
+    """Make these runs; those that another process is making are left for last."""
     busy = [one for one in wanted if not run_arm(study, *one, wait=False)]
     for arm, seed in busy:
         run_arm(study, arm, seed)
 
 
 def run_arm(study: Study, arm: Arm, seed: int, *, wait: bool = True) -> bool:
-    """Train and evaluate one run, and before it what it starts from, where that is missing; False: another process does."""
+    """Train and evaluate one run, after the run that it starts from; False: another process is making it."""
     if arm.after and not study.is_finished(arm, seed):
         run_arm(study, study.by_name[arm.after], seed)
     folder = study.folder(study.by_name[arm.after] if arm.point else arm, seed)
@@ -214,7 +217,7 @@ def _train(study: Study, arm: Arm, seed: int, folder: Path) -> None:
     note, asked = folder / "arm.json", json.dumps(train, indent=1)
     if not note.is_file() or note.read_text() != asked:
         print(f"{study.run_name(arm, seed)}: {shlex.join(train)}", flush=True)
-        # Whether a checkpoint that is there belongs to these settings is rge/train.py's to say.
+        # rge/train.py refuses a checkpoint of other settings.
         run([*shlex.split(study.launcher or default_launcher()), "rge/train.py", *train])
         write_text(note, asked)
 
@@ -228,22 +231,20 @@ def _evaluate(study: Study, arm: Arm, seed: int, name: str, path: Path) -> None:
                 f"{out} is an evaluation on {note.read_text()}, now set={path}: use another out=, or delete it"
             )
         return
-    if arm.point:
-        command = [sys.executable, "-m", "rge", "eval", "budget", f"checkpoint={checkpoint}", f"set={path}"]
-        run([*command, f"out={out.parent}", *study.ask, *arm.ask, "report=false"])
-        write_text(note, str(path))
-        return
-    mode = arm.query_mode
-    if mode == TRAINED:
-        reasons = json.loads((checkpoint / "rge.json").read_text())["reasons"]
-        mode = "direct" if reasons == "none" else "reasoning"
-    command = [sys.executable, "-m", "rge", "eval", "run", f"checkpoint={checkpoint}", f"set={path}"]
-    run([*command, f"out={out}", f"query_mode={mode}", *study.ask, *arm.ask, "report=false"])
+    words = [f"checkpoint={checkpoint}", f"set={path}", f"out={out.parent if arm.point else out}"]
+    if not arm.point:
+        mode = arm.query_mode
+        if mode == TRAINED:
+            reasons = json.loads((checkpoint / "rge.json").read_text())["reasons"]
+            mode = "direct" if reasons == "none" else "reasoning"
+        words.append(f"query_mode={mode}")
+    command = [sys.executable, "-m", "rge", "eval", "budget" if arm.point else "run", *words]
+    run([*command, *study.ask, *arm.ask, "report=false"])
     write_text(note, str(path))
 
 
 def flops_per_step(study: Study, arm: Arm) -> float:
-    """Counted FLOPs of one step at its start, by seed 0."""
+    """FLOPs of one step, counted over the first `COUNTED_STEPS` of seed 0."""
     place, words = study.folder(arm, 0) / "flops.json", study.words(arm, 0)
     command = [sys.executable, "scripts/bench.py", "flops", f"steps={COUNTED_STEPS}", *words]
     found = json.loads(place.read_text()) if place.is_file() else {}
@@ -257,15 +258,13 @@ def flops_per_step(study: Study, arm: Arm) -> float:
 
 
 def equal_steps(study: Study, arm: Arm) -> int:
-    """As many steps as cost no more than those of the arm that it is set beside."""
+    """Most steps that cost no more FLOPs than those of the arm named by `Arm.flops_of`."""
     model = study.by_name[arm.flops_of]
     return max(1, int(steps_of(study, model) * flops_per_step(study, model) // flops_per_step(study, arm)))
 
 
 def steps_of(study: Study, arm: Arm) -> int:
     """Steps of an arm's stage."""
-    from rge.config import load_recipe
-
     if arm.flops_of:
         return equal_steps(study, arm)
     steps = getattr(load_recipe(study.words(arm, 0)), arm.stage).steps
@@ -274,17 +273,17 @@ def steps_of(study: Study, arm: Arm) -> int:
     return steps
 
 
-# --- what came out
+# --- results
 
 
 class Results:
-    """Per-query values of a study's runs, from finished evaluations or as they were kept.
+    """Per-query results of a study's runs, from finished evaluations or from a ``kept.json``.
 
-    Rows are in the order of the query ids; runs whose ids are the same have one name of queries, and can be paired.
+    Rows are ordered by query id. Runs with the same ids share a hash of them and can be paired.
     """
 
     def __init__(self, study: Study, kept: Path | None = None):
-        """``kept``: a committed file that `keep` wrote; its runs stand in where the study's folder has none."""
+        """``kept``: a committed ``kept.json``, used for runs that the study's folder lacks."""
         self.study = study
         self.kept: dict[str, dict[str, Any]] = {"queries": {}, "runs": {}}
         for file in (kept, study.out / KEPT):
@@ -294,7 +293,7 @@ class Results:
         self.read: dict[tuple[str, int, str], tuple[str, pd.DataFrame] | None] = {}
 
     def of(self, name: str, seed: int, set_name: str) -> tuple[str, pd.DataFrame] | None:
-        """Name of the queries, and a row for each: ``group``, metrics and slices; None of a run that is not there."""
+        """Hash of the query ids, and a row per query (``group``, metrics, slices); None if the run is missing."""
         key = (name, seed, set_name)
         if key not in self.read:
             self.read[key] = self._evaluated(*key) or self._as_kept(*key)
@@ -310,7 +309,7 @@ class Results:
         return hashlib.sha256("\n".join(frame["query_id"]).encode()).hexdigest()[:16], frame
 
     def _as_kept(self, name: str, seed: int, set_name: str) -> tuple[str, pd.DataFrame] | None:
-        found = self.kept["runs"].get(self._run_name(name, seed, set_name))
+        found = self.kept["runs"].get(f"{self.study.run_name(self.study.by_name[name], seed)}/{set_name}")
         if found is None:
             return None
         about = self.kept["queries"][found["queries"]]
@@ -320,22 +319,66 @@ class Results:
         columns |= {metric: unpack(text, about["number"]) for metric, text in found["metrics"].items()}
         return found["queries"], pd.DataFrame(columns)
 
-    def _run_name(self, name: str, seed: int, set_name: str) -> str:
-        return f"{self.study.run_name(self.study.by_name[name], seed)}/{set_name}"
-
     def keep(self) -> None:
-        """Write all there is to ``kept.json``, with queries by a hash of their ids, groups by number, and hits as bits."""
+        """Write ``kept.json``: queries by a hash of their ids, groups by number, hits as bits."""
         for arm in self.study.arms:
             for seed in range(self.study.seeds):
                 for set_name in self.study.sets_of(arm):
-                    if (self.study.evaluation(arm, seed, set_name) / "results.json").is_file():
-                        key, frame = self.of(arm.name, seed, set_name)  # type: ignore[misc]  # it is there
-                        self.kept["queries"][key] = _packed_queries(frame, self.study.columns)
-                        metrics = {name: pack(frame[name]) for name in self.study.metrics if name in frame}
-                        run = {"queries": key, "metrics": metrics}
-                        self.kept["runs"][self._run_name(arm.name, seed, set_name)] = run
+                    if not (self.study.evaluation(arm, seed, set_name) / "results.json").is_file():
+                        continue
+                    key, frame = self.of(arm.name, seed, set_name)  # type: ignore[misc]  # it is finished
+                    self.kept["queries"][key] = _packed_queries(frame, self.study.columns)
+                    metrics = {name: pack(frame[name]) for name in self.study.metrics if name in frame}
+                    run = f"{self.study.run_name(arm, seed)}/{set_name}"
+                    self.kept["runs"][run] = {"queries": key, "metrics": metrics}
         if self.kept["runs"]:
             write_text(self.study.out / KEPT, json.dumps(self.kept, indent=0))
+
+    def measure(
+        self, weights: Mapping[str, float], set_name: str, metric: str, where: "Slice"
+    ) -> dict[str, Any] | None:
+        """The mean of a weighted sum of arms over queries, with its 95 % interval; None without a complete seed.
+
+        Args:
+            weights: by arm; weights that sum to 0 make a difference.
+            set_name: retrieval set.
+            metric: column.
+            where: queries that count.
+
+        Returns:
+            ``mean``, ``low`` and ``high`` over seeds and groups of queries together; ``of_groups``, the interval over groups alone, with
+            the seeds given; ``seeds``, each seed's mean; ``queries``, their number.
+
+        Raises:
+            UserError: arms were evaluated on different queries.
+        """
+        values, first, chosen = [], "", pd.DataFrame()
+        for seed in self.seeds(list(weights), set_name, metric):
+            total: Any = 0.0
+            for name, weight in weights.items():
+                key, frame = self.of(name, seed, set_name)  # type: ignore[misc]  # complete seeds only
+                if first not in ("", key):
+                    raise UserError(
+                        f"{name}, seed {seed}, was evaluated on other queries than the runs before it"
+                    )
+                first = key
+                chosen = frame[frame[where.column].astype(str) == where.value] if where.column else frame
+                total = total + weight * chosen[metric].to_numpy(dtype=float)
+            values.append(total)
+        if not len(chosen):
+            return None
+        value_QS = np.stack(values, axis=1)
+        bounds = (sum(w for w in weights.values() if w < 0), sum(w for w in weights.values() if w > 0))
+        member_Q = chosen["category"].to_numpy() if where.of_members else None
+        joint, given = mean_over_seeds(
+            value_QS[:, :, None], index_of(chosen["group"].tolist()), bounds, member_Q
+        )[0]
+        members = [member_Q == name for name in np.unique(member_Q)] if where.of_members else [slice(None)]
+        by_seed = np.mean([np.nanmean(value_QS[rows], axis=0) for rows in members], axis=0)
+        return {
+            "mean": joint["value"], "low": joint["low"], "high": joint["high"], "of_groups": [given["low"], given["high"]],
+            "seeds": by_seed.round(4).tolist(), "queries": len(chosen),
+        }  # fmt: skip
 
     def seeds(self, names: Sequence[str], set_name: str, metric: str) -> list[int]:
         """Seeds for which all these arms have the metric."""
@@ -345,49 +388,6 @@ class Results:
             return found is not None and metric in found[1]
 
         return [seed for seed in range(self.study.seeds) if all(has(name, seed) for name in names)]
-
-    def measure(
-        self, weights: Mapping[str, float], set_name: str, metric: str, where: tuple[str, str] | None = None
-    ) -> dict[str, Any] | None:
-        """A weighted sum of arms on the same queries, its mean with its 95 % interval; None without a complete seed.
-
-        Args:
-            weights: by name of arm; those that sum to 0 make a difference.
-            set_name: on which set.
-            metric: column.
-            where: column and value of the queries that count.
-
-        Returns:
-            ``mean``, ``low`` and ``high`` over seeds and groups of queries together, ``of_groups``, the interval over groups alone
-            with the seeds given, ``seeds``, the mean of each, and ``queries``, how many.
-
-        Raises:
-            UserError: arms were evaluated on different queries.
-        """
-        values, queries, groups = [], "", None
-        for seed in self.seeds(list(weights), set_name, metric):
-            total = 0.0
-            for name, weight in weights.items():
-                key, frame = self.of(name, seed, set_name)  # type: ignore[misc]  # complete seeds alone
-                if queries not in ("", key):
-                    raise UserError(f"{name}, seed {seed}, was evaluated on other queries than the rest")
-                queries = key
-                chosen = frame if where is None else frame[frame[where[0]].astype(str) == where[1]]
-                groups = index_of(chosen["group"].tolist())
-                total = total + weight * chosen[metric].to_numpy(dtype=float)
-            values.append(total)
-        if groups is None or not len(groups):
-            return None
-        value_QS = np.stack(values, axis=1)  # type: ignore[arg-type]
-        bounds = (sum(w for w in weights.values() if w < 0), sum(w for w in weights.values() if w > 0))
-        joint, given = mean_over_seeds(value_QS[:, :, None], groups, bounds)[0]
-        found = {"mean": joint["value"], "low": joint["low"], "high": joint["high"]}
-        of_groups = [given["low"], given["high"]]
-        return found | {
-            "of_groups": of_groups,
-            "seeds": value_QS.mean(axis=0).round(4).tolist(),
-            "queries": len(groups),
-        }
 
 
 def _packed_queries(frame: pd.DataFrame, columns: Sequence[str]) -> dict[str, Any]:
@@ -403,17 +403,31 @@ Figures = dict[str, float | None]
 
 
 def mean_over_seeds(
-    value_QSM: np.ndarray, group_Q: np.ndarray, bounds: tuple[float, float] | None
+    value_QSM: np.ndarray,
+    group_Q: np.ndarray,
+    bounds: tuple[float, float] | None,
+    member_Q: np.ndarray | None = None,
 ) -> list[tuple[Figures, Figures]]:
-    """Of each metric the mean with its interval over seeds and groups together, and over groups alone."""
+    """Each metric's mean with its interval over seeds and groups together, and over groups alone.
+
+    With ``member_Q``, the member of a suite that each query belongs to, means are over members, and groups are resampled within them.
+    """
     Q, S, M = value_QSM.shape
-    joint = over_seeds(cluster_bootstrap(value_QSM.reshape(Q, S * M), group_Q), S)
-    given = cluster_bootstrap(value_QSM.mean(axis=1), group_Q)
+
+    def bootstrap(value_QC: np.ndarray) -> Bootstrap:
+        if member_Q is None:
+            return cluster_bootstrap(value_QC, group_Q)
+        columns = [str(number) for number in range(value_QC.shape[1])]
+        table = pd.DataFrame(value_QC, columns=columns).assign(category=member_Q, group=group_Q)
+        return mean_of(list(member_bootstraps(table, columns, seed=0).values()))
+
+    joint = over_seeds(bootstrap(value_QSM.reshape(Q, S * M)), S)
+    given = bootstrap(value_QSM.mean(axis=1))
     return list(zip(figures(joint, bounds), figures(given, bounds), strict=True))
 
 
 def pack(values: Sequence[float] | np.ndarray) -> str:
-    """Numbers as a short text: bits where all are 0 or 1, else float32, compressed."""
+    """Numbers as short text: bits if all are 0 or 1, else compressed float32."""
     array = np.asarray(values, dtype=np.float32)
     if np.isin(array, (0, 1)).all():
         return "bits " + base64.b64encode(np.packbits(array.astype(bool)).tobytes()).decode()
@@ -421,9 +435,124 @@ def pack(values: Sequence[float] | np.ndarray) -> str:
 
 
 def unpack(text: str, number: int) -> np.ndarray:
-    """What `pack` packed, float64; ``number``: how many."""
+    """The ``number`` values that `pack` packed, float64."""
     kind, _, code = text.partition(" ")
     data = base64.b64decode(code)
     if kind == "bits":
         return np.unpackbits(np.frombuffer(data, np.uint8), count=number).astype(float)
     return np.frombuffer(zlib.decompress(data), np.float32).astype(float)
+
+
+# --- tables
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of a table: a weighted sum of arms.
+
+    Attributes:
+        says: label.
+        weights: by arm.
+        paper: the paper's figure, as text.
+        sign: side of zero on which the paper's difference lies; 0: no verdict.
+    """
+
+    says: str
+    weights: Mapping[str, float]
+    paper: str = ""
+    sign: int = 0
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Queries that a column of a table is about.
+
+    Attributes:
+        set_name: retrieval set; empty: the one that the table is asked on.
+        column: column and value that select queries; empty: all of them.
+        value: see ``column``.
+        of_members: whether the mean is over a suite's members instead of over queries.
+    """
+
+    set_name: str = ""
+    column: str = ""
+    value: str = ""
+    of_members: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows by slices, for one metric."""
+
+    title: str
+    rows: Sequence[Row]
+    slices: Mapping[str, Slice]
+    metric: str = "hit@1"
+
+
+def rows_of(text: str) -> list[Row]:
+    """Parse rows, one a line: ``[label =] SUM [| the paper's figure [| +]]``.
+
+    SUM is arms joined by " - " or " + ", each with an optional weight, as in ``0.5*joint_0``. The last ``+`` or ``-`` is `Row.sign`.
+    """
+    found = []
+    for line in filter(None, map(str.strip, text.splitlines())):
+        told, paper, side = (*(part.strip() for part in line.split("|")), "", "")[:3]
+        says, _, total = told.rpartition(" = ")
+        weights, sign = {}, 1.0
+        for part in re.split(r"\s([-+])\s", total):
+            if part in "+-":
+                sign = 1.0 if part == "+" else -1.0
+                continue
+            weight, _, name = part.rpartition("*")
+            weights[name] = weights.get(name, 0.0) + sign * float(weight or 1)
+        found.append(Row(says or total, weights, paper, {"+": 1, "-": -1, "": 0}[side]))
+    return found
+
+
+def in_table(results: Results, table: Table, on: str) -> tuple[pd.DataFrame, list[dict[str, Any]], list[str]]:
+    """A table's cells in per cent, its rows as data, and the labels of rows without a run; ``on``: set of unnamed slices."""
+    shown, data, missing = [], [], []
+    for row in table.rows:
+        cells, seeds, said = {}, 0, ""
+        sign = "+" if abs(sum(row.weights.values())) < 1e-9 else ""
+        for title, where in table.slices.items():
+            found = results.measure(row.weights, where.set_name or on, table.metric, where)
+            if found is None:
+                cells[title] = ""
+                continue
+            cells[title] = percent(found["mean"], found["low"], found["high"], sign)
+            said, seeds = said or verdict(found, row.sign), len(found["seeds"])
+            data.append({"row": row.says, "slice": title, "metric": table.metric, "verdict": said, **found})
+        if seeds:
+            shown.append(
+                {"arm": row.says, "the paper": row.paper, **cells, "seeds": str(seeds), "verdict": said}
+            )
+        else:
+            missing.append(row.says)
+    frame = pd.DataFrame(shown, columns=["arm", "the paper", *table.slices, "seeds", "verdict"])
+    unused = [name for name in ("the paper", "verdict") if (frame[name] == "").all()]
+    return frame.drop(columns=unused), data, missing
+
+
+def percent(mean: float, low: float | None, high: float | None, sign: str = "") -> str:
+    """A mean in per cent with its interval; ``sign``: "+" for a difference."""
+    return f"{100 * mean:{sign}.1f} {in_words(low, high)}"
+
+
+def verdict(found: Mapping[str, Any], sign: int) -> str:
+    """Whether a difference confirms the paper's; empty if the row asks for no verdict."""
+    if not sign:
+        return ""
+    if found["low"] is None or found["low"] <= 0 <= found["high"]:
+        return "undecided"
+    return "found again" if (found["mean"] > 0) == (sign > 0) else "the opposite"
+
+
+def markdown(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Lines of a Markdown table."""
+    return [
+        f"| {' | '.join(titles)} |",
+        "|---" * len(titles) + "|",
+        *(f"| {' | '.join(row)} |" for row in rows),
+    ]

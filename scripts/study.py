@@ -1,19 +1,18 @@
-"""The paper's findings again, at small scale, and what reinforcement learning adds: training for docs/evidence.md and docs/rl.md.
+"""Retrain the paper's findings at small scale, and test reinforcement learning: docs/evidence.md, docs/modes.md and docs/rl.md.
 
-    python scripts/study.py a                  # one finding, seed by seed; resumes; given twice at once, two runs at a time
-    python scripts/study.py all seeds=5        # all of them
-    python scripts/study.py a on=valid seeds=1 # a pilot: the same on validation queries, for every choice
-    python scripts/study.py all collect=true   # trains nothing: every table again, from runs and from docs/kept
+    python scripts/study.py a                  # one finding, seed by seed; resumes; started twice, makes two runs at a time
+    python scripts/study.py all seeds=5        # every finding
+    python scripts/study.py a on=valid seeds=1 # a pilot on validation queries, for making choices
+    python scripts/study.py all collect=true   # no training: all tables again, from finished runs and docs/kept
 
-Arms, contrasts, doses and seeds are declared below; how they are trained, evaluated and paired is scripts/arms.py's. A claim is a
-paired contrast on the same queries of a test set that nothing was chosen on, with a 95 % interval over seeds and groups of
-queries together. Its verdict: *found again* where the interval lies on the paper's side of zero, *the opposite* where it lies on the other,
-*undecided* where it holds zero. Each finding's tables are ``page.md`` in its study's folder, per-query results ``kept.json``.
+This file declares arms, contrasts, doses and seeds; scripts/arms.py trains, evaluates and compares them. A claim is a paired contrast
+on the same test queries, which no choice was made on, with a 95 % interval over seeds and groups of queries together. The verdict is
+*found again* if the interval lies on the paper's side of zero, *the opposite* if it lies on the other side, and *undecided* if it
+contains zero. Tables are written to ``page_NAME.md`` in the study's folder, per-query results to ``kept.json``.
 """
 
 import json
 import os
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,10 +26,16 @@ from arms import (
     ROOT,
     Arm,
     Results,
+    Slice,
     Study,
+    Table,
     flops_per_step,
+    in_table,
+    markdown,
     mean_over_seeds,
+    percent,
     refuse_launcher,
+    rows_of,
     run,
     run_all,
     steps_of,
@@ -45,61 +50,41 @@ from rge.common.errors import UserError
 from rge.common.files import write_text
 from rge.common.options import HELP, one_of, parse_options
 from rge.config import AtLeastOne, load_recipe
-from rge.stats.intervals import in_words, index_of
+from rge.stats.intervals import index_of
 
 
 @dataclass
 class Options:
-    """What is run; nothing that is finished is run again."""
+    """What to run; finished runs are skipped."""
 
     out: Path = Path("runs/study")
-    """Folder of the studies; the study set is made in its folder data."""
+    """Folder of the studies; the study set is written to its folder data."""
     seeds: AtLeastOne = 3
-    """Runs an arm, seeds 0, 1, ...; cold starts are shared, but for finding f."""
+    """Runs per arm, seeds 0, 1, ...; cold starts are shared, except in finding f."""
     arms: tuple[str, ...] = ()
-    """Only these, with what they start from and all ways in which they are asked; empty: all of the finding."""
+    """Only these arms, with the arms that they start from and all modes that they are asked in; empty: all."""
     on: Literal["test", "valid"] = "test"
-    """Queries that runs are asked: test for figures, valid for every choice."""
+    """Queries that are asked: test for results, valid for choices."""
     collect: bool = False
-    """Train nothing, write the tables from finished runs and from those that were kept."""
+    """Train nothing; write the tables from finished and kept runs."""
     kept: Path = Path("docs/kept")
-    """Folder of kept results, NAME.json by study."""
+    """Folder of kept results, one file per study."""
     steps: int | None = None
-    """Steps of every stage instead of the recipes' own, to try the machinery; such figures mean nothing."""
+    """Steps of every stage instead of the recipes', to try the machinery; the results mean nothing."""
     launcher: str = ""
-    """What stands before rge/train.py; empty: accelerate as configured, or two processes where there is no GPU."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """A line of a table: a weighted sum of arms; ``sign``: on which side of zero the paper is, 0 for no verdict."""
-
-    says: str
-    weights: Mapping[str, float]
-    paper: str = ""
-    sign: int = 0
-
-
-@dataclass(frozen=True)
-class Table:
-    """Rows by slices: title -> set (empty: the one that is asked), column and value of its queries (empty: all)."""
-
-    title: str
-    rows: Sequence[Row]
-    slices: Mapping[str, tuple[str, str, str]]
-    metric: str = "hit@1"
+    """Command before rge/train.py; empty: accelerate as configured, or two processes if there is no GPU."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What one word of the command line asks.
+    """What one word of the command line stands for.
 
     Attributes:
-        study: where its arms are trained.
-        arms: that it needs, the most telling first.
-        tables: what is said of them.
-        diagnoses: name -> words of ``python -m rge.diagnose`` and the arm whose checkpoint is diagnosed.
-        prepare: makes its data where they are not there.
+        study: arms, and where they are trained.
+        arms: names of the arms that it needs, the most telling first.
+        tables: tables of its page.
+        diagnoses: name -> words of ``python -m rge.diagnose``, and the arm that is diagnosed.
+        prepare: makes the data if it is missing.
         extra: further lines of its page.
     """
 
@@ -124,7 +109,7 @@ TITLES = {
 
 
 def main(words: list[str]) -> None:
-    """Run what is missing, then write the tables."""
+    """Make the missing runs, then write the tables."""
     if any(word in HELP for word in words):
         print("findings:\n" + "\n".join(f"  {name:5} {title}" for name, title in TITLES.items()) + "\n")
     given = [word for word in words if "=" in word or word in HELP]
@@ -141,7 +126,7 @@ def main(words: list[str]) -> None:
 
 
 def named(words: list[str]) -> list[str]:
-    """The findings that are asked for.
+    """The findings that the words name.
 
     Raises:
         UserError: none is named, or an unknown one.
@@ -151,7 +136,7 @@ def named(words: list[str]) -> list[str]:
 
 
 def train(findings: Mapping[str, Finding], options: Options) -> None:
-    """Run what is missing, seed by seed."""
+    """Make the missing runs, seed by seed."""
     for finding in findings.values():
         finding.prepare()
     for seed in range(options.seeds):
@@ -164,12 +149,12 @@ def train(findings: Mapping[str, Finding], options: Options) -> None:
 
 
 def is_wanted(arm: Arm, only: Sequence[str]) -> bool:
-    """Whether an arm is among those named, or asks the checkpoint of one; all are, where none is named."""
+    """Whether an arm is named, or asks the checkpoint of a named arm in another mode; with no names, every arm is."""
     return not only or arm.name in only or (not arm.stage and arm.after in only)
 
 
 def diagnose(finding: Finding, only: Sequence[str] = ()) -> None:
-    """Diagnose checkpoints of seed 0, of all arms or only of these."""
+    """Diagnose seed 0 of all arms, or only of these."""
     for name, (words, arm) in finding.diagnoses.items():
         if only and arm not in only:
             continue
@@ -184,11 +169,11 @@ def diagnose(finding: Finding, only: Sequence[str] = ()) -> None:
 ANCHORS = {
     "self": (),
     "oracle": ("loss.anchor=oracle",),
-    # Its own learning rate, chosen for the demo on training families, so that it is given a fair chance.
+    # Its own learning rate, chosen for the demo on training families.
     "none": ("loss.anchor=none", "loss.ratio=none", "joint.lr=2e-3"),
 }
 DOSES = (1, 3, 10, 30, 100)
-"""Numbers of values that the serial takes."""
+"""Number of values that the serial can take."""
 VARIANTS = (
     "hidden_100",
     "known_100",
@@ -196,53 +181,31 @@ VARIANTS = (
     *(f"{arm}_{dose}" for dose in DOSES[:-1] for arm in ("hidden", "known")),
 )
 LONGER = (2, 4)
-"""Multiples of the joint stage's steps: does the harm shrink?"""
+"""Multiples of the joint stage's steps, to see whether the harm shrinks."""
 WARM_STEPS = 300
-"""Of InfoNCE without rationales before any cold start, on targets that any ground is right for: what a pretrained embedder brings."""
+"""InfoNCE without rationales before any cold start, on targets of any ground: stands for pretraining."""
 COLD_STARTS = {"quarter": 0.25, "double": 2.0, "fourfold": 4.0}
 MODES = {
     "no reasoning": ("direct", "direct"),
     "candidates only": ("direct", "reasoning"),
     "both sides": ("reasoning", "reasoning"),
 }
-"""How a checkpoint is asked besides reasoning on queries: modes of queries and of candidates."""
-STUDY_SLICES = {
-    "all": ("", "", ""),
-    "facts embedded in training": ("", "fact", "embedded"),
-    "facts only written": ("", "fact", "written"),
+"""Modes of queries and candidates, beside reasoning on queries only."""
+ALL = {"all": Slice()}
+STUDY_SLICES = ALL | {
+    "facts embedded in training": Slice("", "fact", "embedded"),
+    "facts only written": Slice("", "fact", "written"),
 }
-ALL = {"all": ("", "", "")}
-
-
-def rows_of(text: str) -> list[Row]:
-    """Rows as they are declared, one a line: ``[what it says =] SUM [| the paper's figure [| +]]``.
-
-    SUM is arms with " - " or " + " between them, each with a weight where it is not 1, as in ``0.5*joint_0``; the last ``+`` or ``-`` is
-    the side of zero on which the paper is.
-    """
-    found = []
-    for line in filter(None, map(str.strip, text.splitlines())):
-        told, paper, side = (*(part.strip() for part in line.split("|")), "", "")[:3]
-        says, _, total = told.rpartition(" = ")
-        weights, sign = {}, 1.0
-        for part in re.split(r"\s([-+])\s", total):
-            if part in "+-":
-                sign = 1.0 if part == "+" else -1.0
-                continue
-            weight, _, name = part.rpartition("*")
-            weights[name] = weights.get(name, 0.0) + sign * float(weight or 1)
-        found.append(Row(says or total, weights, paper, {"+": 1, "-": -1, "": 0}[side]))
-    return found
 
 
 def steps_words(stage: str, options: Options, steps: int | None = None) -> tuple[str, ...]:
-    """The override that gives a stage its steps, where the recipe does not."""
+    """The override of a stage's steps; empty: the recipe's own."""
     steps = options.steps or steps
     return () if steps is None else (f"{stage}.steps={steps}",)
 
 
 def study_set(options: Options) -> Study:
-    """Everything that is trained on the study set."""
+    """All arms on the study set."""
     data, recipe = options.out / "data", load_recipe(["recipe=study"])
 
     def records(stage: str, variant: str) -> str:
@@ -263,7 +226,7 @@ def study_set(options: Options) -> Study:
     def sets(variant: str) -> dict[str, Path]:
         return {options.on: data / options.on / variant.replace("silent", "hidden")}
 
-    # The tokenizer is learned from the records of both stages; the step is there because a stage has to be named.
+    # The tokenizer is learned from the records of both stages. One step, since some stage must be named.
     naming = () if options.steps is None else (f"model.scratch.naming_steps={options.steps}",)
     first = (
         "cold_start.steps=1", records("cold_start", "hidden_100"), records("joint", "hidden_100"),
@@ -325,7 +288,7 @@ def what_was_hit(frame: pd.DataFrame, path: Path) -> pd.DataFrame:
 
 
 def on_study_set(options: Options, arms: Sequence[str], tables: Sequence[Table], **more: Any) -> Finding:
-    """A finding of the study set, which is made on the first call."""
+    """A finding on the study set, which is built on first use."""
     data = options.out / "data"
     return Finding(
         study_set(options),
@@ -337,29 +300,26 @@ def on_study_set(options: Options, arms: Sequence[str], tables: Sequence[Table],
 
 
 def eyes(options: Options) -> Finding:
-    """The mechanism's first link."""
-    place = options.out / "reading.json"
+    """Whether the vision tower reads what the study set asks about."""
+    place, backbone = options.out / "reading.json", options.out / "eyes" / "shared" / "backbone"
 
     def reading() -> list[str]:
-        backbone = options.out / "eyes" / "shared" / "backbone"
         if not place.is_file() and backbone.is_dir() and not options.collect:
-            write_text(
-                place,
-                json.dumps(read_pictures(backbone, options.out / "data" / "valid" / "hidden_100"), indent=1),
-            )
+            found = read_pictures(backbone, options.out / "data" / "valid" / "hidden_100")
+            write_text(place, json.dumps(found, indent=1))
         if not place.is_file():
             return ["Not run yet."]
-        found = json.loads(place.read_text())
-        lines = ["| of validation pictures | values | read right, % |", "|---|---|---|"]
-        return lines + [
-            f"| {name} | {number} | {100 * share:.1f} |" for name, (number, share) in found.items()
+        rows = [
+            (name, str(number), f"{100 * share:.1f}")
+            for name, (number, share) in json.loads(place.read_text()).items()
         ]
+        return markdown(["of validation pictures", "values", "read right, %"], rows)
 
     return on_study_set(options, ["eyes"], [], extra=reading)
 
 
 def read_pictures(backbone: Path, path: Path) -> dict[str, tuple[int, float]]:
-    """How surely a tower tells apart what pictures show, each kind of thing among its own values: their number, and the share right."""
+    """How many values the things, grounds and serials of pictures have, and the share that a tower names right."""
     import torch
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -377,7 +337,7 @@ def read_pictures(backbone: Path, path: Path) -> dict[str, tuple[int, float]]:
     )
     vision_tower.speed_up(model)
     found = {}
-    # The name of a picture is chosen by the sum of its tokens' products, so that parts of it can be asked alone.
+    # A name's score is a sum over its tokens, so each part of a picture's name can be asked on its own.
     for name, texts in {
         "thing": [concepts[key].sentence for key in rows["concept"]],
         "ground": [f" {ground}" for ground in rows["ground"]],
@@ -390,7 +350,7 @@ def read_pictures(backbone: Path, path: Path) -> dict[str, tuple[int, float]]:
 
 
 def table_4(options: Options) -> Finding:
-    """Which query state the contrastive loss should see."""
+    """Finding a."""
     shown = [f"{anchor}_{variant}" for variant in VARIANTS[:3] for anchor in ANCHORS]
     text = """
         self_hidden_100 | 67.4
@@ -429,7 +389,7 @@ def table_4(options: Options) -> Finding:
 
 
 def tables_6_and_7(options: Options) -> Finding:
-    """Reasoning at test."""
+    """Finding c."""
     text = """
         self_hidden_100 | 67.4
         self, no reasoning | 65.7
@@ -455,7 +415,7 @@ def tables_6_and_7(options: Options) -> Finding:
 
 
 def figure_4(options: Options) -> Finding:
-    """What the oracle's text alone teaches."""
+    """Finding d."""
     diagnoses, arms = {}, []
     for variant in VARIANTS[:3]:
         data = f"data={options.out}/data/train/{variant}.jsonl"
@@ -466,32 +426,27 @@ def figure_4(options: Options) -> Finding:
             diagnoses[f"sensitivity_{arms[-1]}"] = (("sensitivity", data, "limit=400"), arms[-1])
 
     def figures() -> list[str]:
-        lines = [
-            "| | right triplets; wrong query, oracle's text; wrong query, own text: nats below chance |",
-            "|---|---|",
-        ]
-        texts = ["| trained | hit@1 after own text; oracle's; another query's oracle's, % |", "|---|---|"]
+        gains, hits = [], []
         for name, (words, _) in diagnoses.items():
             place = options.out / "diagnoses" / name / f"{words[0]}.json"
             if not place.is_file():
                 continue
             found, label = json.loads(place.read_text()), name.partition("_")[2]
             if words[0] == "leakage":
-                gains = "; ".join(
-                    f"{found['gain'][kind]:.2f}" for kind in ("right", "wrong query", "own rationale")
-                )
-                lines.append(f"| {label} | {gains} |")
+                kinds = ("right", "wrong query", "own rationale")
+                gains.append((label, "; ".join(f"{found['gain'][kind]:.2f}" for kind in kinds)))
             else:
                 cells = [found["conditions"][kind]["hit@1"] for kind in ("own", "oracle", "oracle, swapped")]
-                told = "; ".join(f"{100 * mean:.1f} {in_words(low, high)}" for mean, low, high in cells)
-                texts.append(f"| {label} | {told} |")
-        return [*lines, "", *texts]
+                hits.append((label, "; ".join(percent(*cell) for cell in cells)))
+        told = "right triplets; wrong query, oracle's text; wrong query, own text: nats below chance"
+        tested = "hit@1 after own text; oracle's; another query's oracle's, %"
+        return [*markdown(["records", told], gains), "", *markdown(["trained", tested], hits)]
 
     return on_study_set(options, arms, [], diagnoses=diagnoses, extra=figures)
 
 
 def cold_starts(options: Options) -> Finding:
-    """How well the model has to write before it embeds."""
+    """Finding e."""
     text = "\n".join(
         f"cold start {name}, over the recipe's = self_{name} - self_hidden_100" for name in COLD_STARTS
     )
@@ -557,29 +512,18 @@ AUTO = (0.02, 0.1, 0.25, 0.5, 0.75, 0.9, 0.98)
 """Thresholds of `mode=auto`."""
 
 
-def on_demo(
-    options: Options, folder: str, arms: Sequence[Arm], names: Sequence[str], rows: Sequence[Row]
-) -> Finding:
+def on_demo(options: Options, folder: str, arms: Sequence[Arm], names: Sequence[str], rows: str) -> Finding:
     """A finding of the demo's queries."""
-    sets = {options.on: DEMO_SET.with_name(options.on)}
     study = Study(
-        options.out / folder,
-        arms,
-        ("recipe=demo",),
-        sets,
-        options.seeds,
-        options.launcher,
-        metrics=("hit@1", "rationale_tokens"),
-        columns=("pair", "kind"),
-    )
-    slices = ALL | {
-        f"{pair} pairs": ("", "pair", value) for pair, value in (("seen", "seen"), ("held-out", "held_out"))
-    }
-    return Finding(study, names, [Table("hit@1, % and points", rows, slices)])
+        options.out / folder, arms, ("recipe=demo",), {options.on: DEMO_SET.with_name(options.on)}, options.seeds, options.launcher,
+        metrics=("hit@1", "rationale_tokens"), columns=("pair", "kind"),
+    )  # fmt: skip
+    slices = ALL | {"seen pairs": Slice("", "pair", "seen"), "held-out pairs": Slice("", "pair", "held_out")}
+    return Finding(study, names, [Table("hit@1, % and points", rows_of(rows), slices)])
 
 
 def table_3(options: Options) -> Finding:
-    """The ratio of LM to contrastive loss."""
+    """Finding b."""
     quick = () if options.steps is None else (f"model.scratch.naming_steps={options.steps}",)
     cold = (*steps_words("cold_start", options), *quick)
     arms = [Arm("cold", "cold_start", "", cold, shared=True, query_mode="")]
@@ -591,11 +535,11 @@ def table_3(options: Options) -> Finding:
     text = "\n".join(f"{name} | {TABLE_3[ratio]}" for ratio, name in names.items())
     for ratio in ("100:1", "10:1", "1:100", "none"):
         text += f"\n1:10 over {ratio} = 1_10 - {names[ratio]} | {TABLE_3['1:10'] - TABLE_3[ratio]:+.1f} | +"
-    return on_demo(options, "demo", arms, list(names.values()), rows_of(text))
+    return on_demo(options, "demo", arms, list(names.values()), text)
 
 
 def modes(options: Options) -> Finding:
-    """One checkpoint asked in several ways, against checkpoints trained for one."""
+    """Finding f: one checkpoint in several modes, against checkpoints trained for one mode."""
     cold = ("init=rge/demo_base", *steps_words("cold_start", options))
     arms = [Arm("cold", "cold_start", "", cold, query_mode="")]
     for name, ((first, *others), settings) in STATES.items():
@@ -625,7 +569,7 @@ def modes(options: Options) -> Finding:
     """
     for name in LATENTS[:-1]:
         text += f"{name}, latent - {name}\n{name}, latent - {name}, direct\n"
-    finding = on_demo(options, "modes", arms, names, rows_of("\n".join(names) + text))
+    finding = on_demo(options, "modes", arms, names, "\n".join(names) + text)
     data, on = finding.study.out / "data", f"mixed_{options.on}"
     mixed = mixed_arms(options, data, on)
     study = replace(finding.study, arms=[*arms, *mixed])
@@ -634,8 +578,7 @@ def modes(options: Options) -> Finding:
     for name in MIXED:
         over += f"{name}, words - mixed_words, words\n" if name != "mixed_words" else ""
         over += f"{name}, direct - {name}, words\n"
-    slices = {title: (on, "kind", kind) for title, kind in (("easy", "easy"), ("relations", "relation"))}
-    slices = {"all": (on, "", "")} | slices
+    slices = {"all": Slice(on), "easy": Slice(on, "kind", "easy"), "relations": Slice(on, "kind", "relation")}
     demo = f"data={DEMO_SET.with_name(options.on)}"
     ablate = ("sensitivity", demo, "mode=latent", "limit=2000")
     return Finding(
@@ -675,19 +618,13 @@ def mixed_arms(options: Options, data: Path, set_name: str) -> list[Arm]:
 
 
 def decided(study: Study, options: Options, set_name: str) -> list[str]:
-    """What deciding gains over as many queries chosen at random to be written for, threshold by threshold, seeds together."""
-    results = Results(study, options.kept / "study_modes.json")
-    lines = [
-        "Who is written for; over random: over as many queries of the same checkpoint chosen at random",
-        "",
-    ]
-    lines += ["| | writes, % | hit@1, % | tokens | over random | over always |", "|---|---|---|---|---|---|"]
+    """What deciding gains over writing for as many queries chosen at random, by threshold, over all seeds."""
+    results, rows = Results(study, options.kept / "study_modes.json"), []
     for trained in (name for name in MIXED if name != "mixed_words"):
         always, never = f"{trained}, words", f"{trained}, direct"
         for name in (arm.name for arm in study.arms if arm.after == trained):
-            seeds = results.seeds([name, always, never], set_name, "hit@1")
             shares, columns = [], []
-            for seed in seeds:
+            for seed in results.seeds([name, always, never], set_name, "hit@1"):
                 own, written, silent = (results.of(one, seed, set_name)[1] for one in (name, always, never))  # type: ignore[index]
                 groups = index_of(own["group"].tolist())
                 hit, words, direct = (frame["hit@1"].to_numpy() for frame in (own, written, silent))
@@ -695,34 +632,29 @@ def decided(study: Study, options: Options, set_name: str) -> list[str]:
                 shares.append(share := (tokens > 0).mean())
                 random = share * words + (1 - share) * direct
                 columns.append(np.stack([hit, tokens, hit - random, hit - words], axis=1))
-            if not seeds:
+            if not shares:
                 continue
-            figures = [joint for joint, _ in mean_over_seeds(np.stack(columns, axis=1), groups, None)]
-            hits, tokens, *gains = ((one["value"], one["low"], one["high"]) for one in figures)
-            cells = [
-                f"{100 * np.mean(shares):.0f}",
-                f"{100 * hits[0]:.1f} {in_words(*hits[1:])}",
-                f"{tokens[0]:.1f}",
-            ]
-            cells += [f"{100 * mean:+.1f} {in_words(low, high)}" for mean, low, high in gains]
-            lines.append(f"| {name} | {' | '.join(cells)} |")
-    return [*lines, ""]
+            hits, spent, *gains = (
+                tuple(joint.values()) for joint, _ in mean_over_seeds(np.stack(columns, axis=1), groups, None)
+            )
+            writes, over = f"{100 * np.mean(shares):.0f}", [percent(*gain, "+") for gain in gains]
+            rows.append([name, writes, percent(*hits), f"{spent[0]:.1f}", *over])
+    titles = ["arm", "writes, %", "hit@1, %", "tokens", "over random", "over always"]
+    head = "Who is written for; over random: over as many queries of the same checkpoint chosen at random"
+    return [head, "", *markdown(titles, rows), ""]
 
 
 def ablated(study: Study, options: Options) -> list[str]:
-    """What it costs to swap, zero, average and shuffle what think tokens hold, seed 0."""
-    lines = []
+    """What it costs to swap, zero, average or shuffle the think tokens' states, seed 0."""
+    rows = []
     for name in LATENTS:
         place = study.out / "diagnoses" / f"{name}_{options.on}" / "sensitivity.json"
         if place.is_file():
-            rows = json.loads(place.read_text())["conditions"]
-            lines += [
-                f"| {name}, {kind} | {100 * row['hit@1'][0]:.1f} | {100 * row['difference'][0]:+.1f} "
-                f"{in_words(*row['difference'][1:])} | {row['cosine']:.3f} |"
-                for kind, row in rows.items()
-            ]
+            for kind, row in json.loads(place.read_text())["conditions"].items():
+                difference, cosine = percent(*row["difference"], "+"), f"{row['cosine']:.3f}"
+                rows.append((f"{name}, {kind}", f"{100 * row['hit@1'][0]:.1f}", difference, cosine))
     head = ["Think tokens replaced, seed 0 (`rge diagnose sensitivity mode=latent`)", ""]
-    return [*head, "| | hit@1, % | over own | cosine to own |", "|---|---|---|---|", *lines] if lines else []
+    return [*head, *markdown(["arm", "hit@1, %", "over own", "cosine to own"], rows)] if rows else []
 
 
 # --- reinforcement learning: rl
@@ -750,9 +682,9 @@ SECOND = {
 }  # fmt: skip
 """What follows the joint stage, at no more counted FLOPs than joint training for as long again: its stage and its settings."""
 RL_SLICES = {
-    "unseen drawings of training families": ("unseen", "", ""),
-    "test families, seen pairs": ("test", "pair", "seen"),
-    "test families, held-out pairs": ("test", "pair", "held_out"),
+    "unseen drawings of training families": Slice("unseen"),
+    "test families, seen pairs": Slice("test", "pair", "seen"),
+    "test families, held-out pairs": Slice("test", "pair", "held_out"),
 }
 
 
@@ -761,18 +693,9 @@ def reinforcement(options: Options) -> Finding:
     if options.on != "test":
         raise UserError("finding rl is asked its test sets alone: give on=test, or other findings")
     out = options.out / "rl"
-    # Tower and tokens are the same at every dose; the step of the cold start is there because a stage has to be named.
-    arms = [
-        Arm(
-            "eyes",
-            "cold_start",
-            "",
-            ("cold_start.steps=1",),
-            shared=True,
-            query_mode="",
-            ends_with="backbone",
-        )
-    ]
+    once: dict[str, Any] = {"shared": True, "query_mode": ""}
+    # Tower and tokens are the same at every dose. One step, since some stage must be named.
+    arms = [Arm("eyes", "cold_start", "", ("cold_start.steps=1",), **once, ends_with="backbone")]
     text = ""
     for dose, halves in SPOILED.items():
 
@@ -785,16 +708,8 @@ def reinforcement(options: Options) -> Finding:
 
         cold, joint, again = f"cold_{dose}", f"joint_{dose}", f"again_{dose}"
         steps = steps_words("joint", options)
-        arms.append(
-            Arm(
-                cold,
-                "cold_start",
-                "eyes",
-                (data("cold_start"), *steps_words("cold_start", options)),
-                shared=True,
-                query_mode="",
-            )
-        )
+        warmup = (data("cold_start"), *steps_words("cold_start", options))
+        arms.append(Arm(cold, "cold_start", "eyes", warmup, **once))
         arms.append(Arm(joint, "joint", cold, (data("joint"), *steps)))
         for name in halves:
             stage, settings = SECOND[name]
@@ -828,17 +743,13 @@ def reinforcement(options: Options) -> Finding:
                 spoil.write(out / f"data_{dose}", dose / 100, seed=0)
 
     def costs() -> list[str]:
-        lines = [
-            "Counted FLOPs, seed 0",
-            "",
-            "| arm | steps | GFLOP a step at its start | TFLOP |",
-            "|---|---|---|---|",
-        ]
+        rows = []
         for arm in arms:
             if (study.folder(arm, 0) / "flops.json").is_file():
                 steps, flops = steps_of(study, arm), flops_per_step(study, arm)
-                lines.append(f"| {arm.name} | {steps} | {flops / 1e9:.1f} | {steps * flops / 1e12:.2f} |")
-        return lines
+                rows.append((arm.name, str(steps), f"{flops / 1e9:.1f}", f"{steps * flops / 1e12:.2f}"))
+        titles = ["arm", "steps", "GFLOP a step at its start", "TFLOP"]
+        return ["Counted FLOPs, seed 0", "", *markdown(titles, rows)]
 
     return Finding(study, names, tables, prepare=prepare, extra=costs)
 
@@ -857,21 +768,23 @@ DECLARED: dict[str, Callable[[Options], Finding]] = {
 }  # fmt: skip
 
 
-# --- what came out
+# --- pages
 
 
 def write_page(name: str, finding: Finding, options: Options) -> str:
-    """``page_NAME.md`` and ``page_NAME.json`` in the study's folder, and what was kept."""
+    """Write ``page_NAME.md`` and ``page_NAME.json`` in the study's folder, and its ``kept.json``."""
     study = finding.study
     folders = study.out.relative_to(options.out).parts if study.out.is_relative_to(options.out) else ()
     results = Results(study, options.kept / f"{'_'.join(('study', *folders))}.json")
     results.keep()
     lines, data = [f"## {TITLES[name]}", "", f"`python scripts/study.py {name}`", ""], []
     if options.steps is not None:
-        lines += [f"Every stage had {options.steps} steps: a trial of the machinery, no figures.", ""]
+        lines += [f"Every stage had {options.steps} steps: a trial of the machinery, not a result.", ""]
     for table in finding.tables:
-        shown, rows = in_table(results, table, options.on)
-        lines += [f"{table.title}; 95 % intervals over seeds and groups of queries", "", *shown, ""]
+        shown, rows, missing = in_table(results, table, options.on)
+        lines += [f"{table.title}; 95 % intervals over seeds and groups of queries", ""]
+        lines += [*markdown(shown.columns, shown.to_numpy().tolist()), ""]
+        lines += [f"Not run yet: {'; '.join(missing)}.", ""] if missing else []
         data += rows
     lines += finding.extra()
     text = "\n".join(lines) + "\n"
@@ -879,38 +792,6 @@ def write_page(name: str, finding: Finding, options: Options) -> str:
     write_text(study.out / f"{page}.md", text)
     write_text(study.out / f"{page}.json", json.dumps(data, indent=1))
     return text
-
-
-def in_table(results: Results, table: Table, on: str) -> tuple[list[str], list[dict[str, Any]]]:
-    """A table's lines in Markdown, and its rows as data; rows that are not run are named below it."""
-    titles = ["", "the paper", *table.slices, "seeds", "verdict"]
-    lines, data, missing = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"], [], []
-    for row in table.rows:
-        cells, seeds, said = [], 0, ""
-        sign = "+" if abs(sum(row.weights.values())) < 1e-9 else ""
-        for title, (set_name, column, value) in table.slices.items():
-            where = (column, value) if column else None
-            found = results.measure(row.weights, set_name or on, table.metric, where)
-            if found is None:
-                cells.append("")
-                continue
-            cells.append(f"{100 * found['mean']:{sign}.1f} {in_words(found['low'], found['high'])}")
-            said, seeds = said or verdict(found, row.sign), len(found["seeds"])
-            data.append({"row": row.says, "slice": title, "metric": table.metric, "verdict": said, **found})
-        if seeds:
-            lines.append(f"| {' | '.join([row.says, row.paper, *cells, str(seeds), said])} |")
-        else:
-            missing.append(row.says)
-    return lines + (["", f"Not run yet: {'; '.join(missing)}."] if missing else []), data
-
-
-def verdict(found: Mapping[str, Any], sign: int) -> str:
-    """What a difference says about the paper's; nothing, where it is asked for none."""
-    if not sign:
-        return ""
-    if found["low"] is None or found["low"] <= 0 <= found["high"]:
-        return "undecided"
-    return "found again" if (found["mean"] > 0) == (sign > 0) else "the opposite"
 
 
 if __name__ == "__main__":

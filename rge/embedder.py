@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from rge.inference import Asked, Inference, OnProgress, Side
     from rge.model.embedding_model import EmbeddingModel
     from rge.model.prompts import Prompt, PromptBuilder
-    from rge.rollout.vllm_states import VllmStates
+    from rge.rollout.vllm_writer import VllmWriter
 
 Picture = ImageRef | Path | Image.Image
 """A path, ``library.parquet#row``, a web address, a data URL, encoded bytes, or a decoded picture."""
@@ -66,7 +66,7 @@ class Embedder:
         builder: makes prompts.
         checkpoint: directory it was loaded from.
         settings: how it asks; `with_` makes an embedder that asks otherwise.
-        engine: writes rationales and computes states in the model's place; None: the model does.
+        engine: writes rationales in the model's place; None: the model does.
 
     Attributes:
         base: directory that the base of a checkpoint of adapters was found in.
@@ -80,7 +80,7 @@ class Embedder:
         builder: "PromptBuilder",
         checkpoint: Path,
         settings: Settings,
-        engine: "VllmStates | None" = None,
+        engine: "VllmWriter | None" = None,
     ):
         from rge.inference import Inference
 
@@ -110,7 +110,7 @@ class Embedder:
         max_new_tokens: int | None = None,
         temperature: float | None = None,
         engine: Literal["own", "vllm"] = "own",
-        vllm_memory: float = 0.8,
+        vllm_memory: float = 0.5,
         vllm_rows: int = 64,
     ) -> "Embedder":
         """Load a finished checkpoint.
@@ -128,7 +128,7 @@ class Embedder:
                 Embeddings differ from the checkpoint's own then.
             max_new_tokens: overrides the checkpoint's cap on a rationale.
             temperature: overrides the checkpoint's greedy decoding.
-            engine: ``vllm`` lets vLLM write rationales and compute states (docs/serving.md); on one device.
+            engine: ``vllm`` lets vLLM write the rationales (docs/serving.md); on one device, beside the model.
             vllm_memory: share of a GPU's memory for it.
             vllm_rows: rows that it works on at once.
 
@@ -205,8 +205,8 @@ class Embedder:
         self._inference = type(self._inference)(self.model, builder, self.engine)
 
     @property
-    def engine(self) -> "VllmStates | None":
-        """vLLM, where it computes."""
+    def engine(self) -> "VllmWriter | None":
+        """vLLM, where it writes."""
         return self._inference.engine
 
     @property

@@ -1,4 +1,4 @@
-"""Turn prompts into embeddings with a finished checkpoint, by this project's code or by vLLM.
+"""Turn prompts into embeddings with a finished checkpoint.
 
 Safe for threads: what a call computes is its own, and calls take turns, since two at once would take twice the memory and, on
 a CPU, each other's cores.
@@ -6,11 +6,10 @@ a CPU, each other's cores.
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -23,14 +22,12 @@ from rge.common.images import load_image
 from rge.common.modes import SILENT, Mode
 from rge.common.schema import Encoded, Item
 from rge.cpu_threads import limit_threads
-from rge.model.backbone import BackboneError, collapsed_ids, load_backbone
+from rge.model.backbone import BackboneError, load_backbone
 from rge.model.embedding_model import EmbeddingModel
 from rge.model.packing import Branch, by_length
 from rge.model.prompts import Prompt, PromptBuilder
 from rge.rollout.generate import Rationale, generate
-
-if TYPE_CHECKING:
-    from rge.rollout.vllm_states import VllmStates  # imports vLLM
+from rge.rollout.vllm_writer import VllmWriter
 
 CLOSE = {"greedy": 2e-3, "drawn": 1e-4}
 """`Rationale.margin` below which float32 in another batch might choose another token; rounding moves it by some 1e-5."""
@@ -69,10 +66,10 @@ class Inference:
     Args:
         model: the model; put into evaluation mode.
         builder: makes prompts.
-        engine: writes rationales and computes states in the model's place; None: the model does.
+        engine: writes rationales in the model's place; None: the model does.
     """
 
-    def __init__(self, model: EmbeddingModel, builder: PromptBuilder, engine: "VllmStates | None" = None):
+    def __init__(self, model: EmbeddingModel, builder: PromptBuilder, engine: VllmWriter | None = None):
         self.model, self.builder, self.engine = model.eval(), builder, engine
         self._computing = threading.RLock()
         self._tokenizing = threading.Lock()  # a tokenizer serves one thread at a time
@@ -92,7 +89,7 @@ class Inference:
             folder: with weights and processor.
             settings: of the checkpoint, as it is to be loaded.
             device: one.
-            vllm: let vLLM compute.
+            vllm: let vLLM write the rationales.
             base: of a checkpoint of adapters.
 
         Raises:
@@ -119,7 +116,17 @@ class Inference:
         model = EmbeddingModel(backbone)
         if vllm is None:
             return cls(model.to(device), builder)
-        return cls(model, builder, _start_vllm(model.eval(), folder, device, settings, vllm))
+        engine = VllmWriter.of_checkpoint(
+            model.eval(),
+            folder,
+            device,
+            max_prompt_tokens=settings.max_prompt_tokens,
+            max_new_tokens=settings.generation.max_new_tokens,
+            batch_size=vllm.rows,
+            memory=vllm.memory,
+        )
+        # Only now, since vLLM measures how much of the device is free.
+        return cls(model.to(device), builder, engine)
 
     @property
     def size(self) -> int:
@@ -189,14 +196,7 @@ class Inference:
     ) -> np.ndarray:
         """Embeddings (N, D) of prompts after given rationales; see `rge.embedder.Embedder.encode_after`."""
         with self._computing:
-            if self.engine is not None:
-                return torch.stack(self.engine.states(prompts, rationales)).numpy()
-            found = np.empty((len(prompts), self.size), np.float32)
-            lengths = [len(prompt) + len(ids) for prompt, ids in zip(prompts, rationales, strict=True)]
-            for rows in by_length(lengths, batch_size):
-                states = self._states([prompts[row] for row in rows], [rationales[row] for row in rows])
-                found[rows] = states.float().cpu().numpy()
-            return found
+            return self._in_batches(prompts, rationales, batch_size)
 
     @torch.no_grad()
     def direct_probabilities(self, prompts: Sequence[Prompt], batch_size: int) -> np.ndarray:
@@ -215,30 +215,30 @@ class Inference:
         branches = [[Branch([*ids, self.model.emb_id], read_state=True)] for ids in rationales]
         return self.model(self.model.pack(prompts, branches))[0].state_ND
 
+    def _in_batches(
+        self, prompts: Sequence[Prompt], rationales: Sequence[Sequence[int]], batch_size: int
+    ) -> np.ndarray:
+        """States (N, D) after rationales, batches of similar lengths."""
+        found = np.empty((len(prompts), self.size), np.float32)
+        lengths = [len(prompt) + len(ids) for prompt, ids in zip(prompts, rationales, strict=True)]
+        for rows in by_length(lengths, batch_size):
+            states = self._states([prompts[row] for row in rows], [rationales[row] for row in rows])
+            found[rows] = states.float().cpu().numpy()
+        return found
+
     def _prefilled(
         self, prompts: Sequence[Prompt], mode: Mode, together: int, on_progress: OnProgress
     ) -> tuple[np.ndarray, np.ndarray]:
         """Embeddings (N, D) at an ``<emb>`` before which nothing is written, and milliseconds (N,)."""
         given = self.model.given[mode]
         found, embed_ms = np.empty((len(prompts), self.size), np.float32), np.empty(len(prompts))
-        for rows in self._batches(prompts, together):
+        for rows in by_length([*map(len, prompts)], together):
             began = time.perf_counter()
             shown = [prompts[row] for row in rows]
-            if self.engine is None:
-                found[rows] = self._states(shown, [given] * len(rows)).float().cpu().numpy()
-            else:
-                found[rows] = torch.stack(self.engine.states(shown, [given] * len(rows))).numpy()
+            found[rows] = self._states(shown, [given] * len(rows)).float().cpu().numpy()
             embed_ms[rows] = (time.perf_counter() - began) * 1000 / len(rows)
             on_progress(len(rows))
         return found, embed_ms
-
-    def _batches(self, prompts: Sequence[Prompt], together: int) -> Iterator[list[int]]:
-        if self.engine is not None:  # vLLM batches by itself
-            yield list(range(len(prompts)))
-            return
-        order = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))
-        for start in range(0, len(order), together):
-            yield order[start : start + together]
 
     def _rationales(
         self, prompts: Sequence[Prompt], asked: Asked, settings: Settings, on_progress: OnProgress
@@ -254,12 +254,12 @@ class Inference:
                 raise UserError(
                     "engine=vllm can be kept neither from writing nothing nor to a threshold: use engine=own"
                 )
-            rationales = self.engine.generate(
-                prompts,
-                max_new_tokens=generation.max_new_tokens,
-                temperature=generation.temperature,
-                seeds=asked.seeds,
-            )
+            rationales = self.engine.generate(prompts, temperature=generation.temperature, seeds=asked.seeds)
+            states = self._in_batches(prompts, [one.ids for one in rationales], asked.batch_size)
+            rationales = [
+                replace(one, state_D=torch.from_numpy(state))
+                for one, state in zip(rationales, states, strict=True)
+            ]
             on_progress(len(prompts))
             return rationales
 
@@ -286,36 +286,3 @@ class Inference:
             write([row], 1)[0] if rationale.margin < close else rationale
             for row, rationale in enumerate(rationales)
         ]
-
-
-def _start_vllm(
-    model: EmbeddingModel, folder: Path, device: str, settings: CheckpointSettings, options: VllmOptions
-) -> "VllmStates":
-    """The checkpoint in vLLM; of `model`, what vLLM does not hold moves to the device.
-
-    Raises:
-        BackboneError: vLLM is not installed, does not know the family's pictures, or does not start.
-    """
-    if find_spec("vllm") is None:
-        raise BackboneError(
-            "engine=vllm needs vLLM, which is not installed: pip install -e '.[vllm]', in an environment of its own since it "
-            "pins torch and transformers (without a GPU: see docs/serving.md); or use engine=own"
-        )
-    collapsed_ids(model.model, [])  # an unsupported family is an error before anything is started
-    from rge.rollout.vllm_states import VllmStates
-
-    try:
-        return VllmStates(
-            model,
-            folder,
-            device=device,
-            dtype=settings.dtype,
-            max_prompt_tokens=settings.max_prompt_tokens,
-            max_new_tokens=settings.generation.max_new_tokens,
-            batch_size=options.rows,
-            memory=options.memory,
-        )
-    except (ValueError, RuntimeError) as error:
-        raise BackboneError(
-            f"engine=vllm: vLLM does not start with vllm_memory={options.memory:g}: {error}"
-        ) from error

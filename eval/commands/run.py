@@ -88,9 +88,9 @@ class RunOptions(RewriteOptions, MeasureOptions):
     dtype: str | None = None
     """Weights' dtype; null: float32 on CPU, the recipe's on GPU."""
     engine: Literal["own", "vllm"] = "own"
-    """What writes rationales and computes states of a checkpoint of rge: this project's code, or vLLM (docs/serving.md)."""
-    vllm_memory: float = 0.8
-    """Share of a GPU's memory for vLLM: weights and cache."""
+    """What writes the rationales of a checkpoint of rge: the model itself, or vLLM beside it (docs/serving.md)."""
+    vllm_memory: float = 0.5
+    """Share of a GPU's memory for vLLM: the language model once more, and its cache."""
     max_new_tokens: int | None = None
     """Cap on a rationale in tokens; null: the checkpoint's."""
     temperature: float | None = None

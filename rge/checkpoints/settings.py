@@ -81,7 +81,7 @@ class Settings(_Frozen):
         reasons: the side that writes a rationale; ``none`` for a model trained without.
         dtype: of its weights.
         exact: every row is computed alone.
-        engine: set where vLLM computes.
+        engine: set where vLLM writes the rationales.
         modes: that queries may be asked in; None: all that its training allows.
         notes: warnings about how it was found and loaded.
         differs_from_release: of a released model: what is known to differ from its authors' own evaluation.

@@ -20,7 +20,7 @@ from rge.embedder import Embedder
 from rge.model.backbone import load_plain
 from rge.model.families import family_of, normalised
 from rge.model.prompts import Prompt
-from rge.rollout.vllm_writer import VllmRollout
+from rge.rollout.vllm_writer import VllmWriter
 
 TOLERANCE = 1e-4
 """Greatest difference of an embedding's component that rounding explains, float32."""
@@ -104,7 +104,7 @@ def compare(ours: np.ndarray, theirs: np.ndarray) -> dict[str, float | None]:
 def _by_vllm(encoder: Embedder, items: Sequence[Item], batch_size: int) -> Encoded:
     """Rationales of vLLM, greedy, and the states after them."""
     cap = encoder.settings.generation.max_new_tokens
-    vllm = VllmRollout(
+    vllm = VllmWriter.in_training(
         encoder.model,
         Accelerator(),
         max_prompt_tokens=encoder.builder.max_tokens,

@@ -1,17 +1,11 @@
-"""A vLLM engine inside the training process, synchronised with the trained weights (TRL's generation class).
+"""vLLM in this process, beside a model of ours that it writes rationales for.
 
-From `trl.generation.vllm_generation.VLLMGeneration` come the colocated set-up and the walk over the parameters. Three things
-are done here in another way:
+* Pictures: features of our model's own vision tower are passed, so that both see the same, and nothing that vLLM remembers
+  about a picture can be older than the weights.
+* Weights: vLLM reads those of a finished checkpoint itself. Those in training are given to it before each rollout by its own
+  reload, which lets every layer repack what it was given.
 
-* Pictures. TRL passes them as files, which vLLM processes and runs through a vision tower of its own. Here features of the
-  training model's tower are passed: they are computed by the present weights, and nothing that vLLM remembers about a picture
-  can be older than these.
-* Weights. TRL writes them into the engine's tensors one by one. Layers that repack theirs, which all linear layers do on a
-  CPU, would not notice; vLLM's own reload lets every layer prepare what it was given. Adapters are not a PeftModel here, and
-  sharded weights are whole while rationales are written (`rge.distributed.collectives.whole_model`), so none are gathered.
-* Sampling. Every request has its own seed; TRL's `generate` takes one set of parameters for all.
-
-Importing this module needs vLLM; see `rge.rollout.vllm_writer`.
+vLLM is imported when an engine is made; see `rge.rollout.vllm_writer`.
 """
 
 import os
@@ -22,131 +16,83 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import patch_environment
 from torch import Tensor
-from trl.generation.vllm_generation import VLLMGeneration
 
 from rge.distributed import collectives as dist
+from rge.model.adapters import has_adapters, merge
 from rge.model.backbone import vision_prefixes
 from rge.model.embedding_model import EmbeddingModel
-from rge.rollout.vllm_inputs import know_architectures, present_weights
+from rge.model.hub_model import HubModel
 
-# Read when vLLM is imported. It tells its makers about every start unless told not to.
-os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in this process, where its weights can be reached
+    "VLLM_NO_USAGE_STATS": "1",  # it tells its makers about every start unless told not to
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else this thread, and all that it starts, would be bound to one core
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+}
+"""What vLLM reads when it is imported, where it is not set already."""
 
 
-class Engine(VLLMGeneration):
-    """vLLM beside the training model, on the same device.
+class Engine:
+    """vLLM on the device of a model of ours.
 
     Args:
-        embedder: the model in training, unwrapped.
-        accelerator: of the run.
+        embedder: the model, unwrapped.
+        model: checkpoint that vLLM reads.
+        device: of both.
         max_model_tokens: longest prompt with its rationale, tokens.
         batch_size: rationales written at once.
         memory: share of the device's memory for the engine: its copy of the weights, and the cache.
-        sleep: free that memory from the end of a rollout to the next (`sync_weights`); CUDA only.
+        more: further arguments of vLLM's `LLM`.
 
     Raises:
         ValueError: vLLM cannot hold such a model, or not in that much memory.
+        RuntimeError: likewise.
     """
-
-    model: Any  # ours; trl names classes of which it is none
 
     def __init__(
         self,
         embedder: EmbeddingModel,
-        accelerator: Accelerator,
+        model: str,
+        device: torch.device,
         *,
         max_model_tokens: int,
         batch_size: int,
         memory: float,
-        sleep: bool = False,
+        **more: Any,
     ):
-        model: Any = embedder.model
-        super().__init__(
-            model,
-            accelerator,
-            embedder.processor,
-            mode="colocate",
-            gpu_memory_utilization=memory,
-            max_model_length=max_model_tokens,
-            max_num_seqs=batch_size,
-            enable_sleep_mode=sleep,
-        )
-
-    def _init_vllm(self) -> None:
+        for name, value in ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
         from vllm import LLM
 
-        words = self.model.get_input_embeddings()
+        self.model, self.device = embedder.model, device
+        config: Any = self.model.config
         # A tower that is never run need not be built. But vLLM takes its absence for that of DeepStack.
-        self.has_tower = hasattr(self.model.config.vision_config, "deepstack_visual_indexes")
-
-        def with_emb(config: Any) -> Any:
-            # The checkpoint on the disk may be a plain model, and adding <emb> may have added rows.
-            config.get_text_config().vocab_size = words.num_embeddings  # the weight itself may be sharded
-            return config
-
-        know_architectures(self.model.config.architectures)
-        dist.ensure_group()
-        # vLLM reads who it is from the environment; a single process was started without.
-        process = self.accelerator
-        with patch_environment(
-            rank=process.process_index,
-            local_rank=process.local_process_index,
-            world_size=process.num_processes,
-        ):
-            self.llm = LLM(
-                model=self.model.name_or_path,
-                revision=getattr(self.model.config, "_commit_hash", None),
-                hf_overrides=with_emb,
-                # Config and processor are read from there; weights come from the training model before each rollout.
-                load_format="dummy",
-                dtype=self.model.config.dtype,  # float32 weights may be trained
-                generation_config="vllm",
-                distributed_executor_backend="external_launcher",
-                gpu_memory_utilization=self.gpu_memory_utilization,
-                enable_sleep_mode=self.enable_sleep_mode,
-                max_model_len=self.max_model_length,
-                max_num_seqs=self.max_num_seqs,
-                max_num_batched_tokens=max(8192, self.max_model_length or 0),
-                # Features are passed. They change with the weights: nothing to remember.
-                enable_mm_embeds=True,
-                limit_mm_per_prompt={"video": 0} if self.has_tower else {"image": 0, "video": 0},
-                skip_mm_profiling=True,
-                mm_processor_cache_gb=0,
-                # Compiling for a CPU takes minutes.
-                enforce_eager=process.device.type == "cpu",
-                # vLLM seeds the random numbers of the process, which training continues drawing from.
-                seed=torch.initial_seed() % 2**31,
-                # Of the distribution that is sampled from: temperature divided, barred tokens barred.
-                logprobs_mode="processed_logprobs",
-            )
-        self._rest()
-        process.wait_for_everyone()
-
-    def _rest(self) -> None:
-        if self.enable_sleep_mode:
-            self.llm.sleep(level=2)  # weights are given anew before each rollout: no copy in main memory
-
-    def _iter_named_params(self) -> Iterator[tuple[str, Tensor]]:
-        without = () if self.has_tower else vision_prefixes(self.model)
-        return (
-            (name, weight) for name, weight in present_weights(self.model) if not name.startswith(without)
+        self.has_tower = hasattr(config.vision_config, "deepstack_visual_indexes")
+        _know_architectures(config.architectures)
+        self.llm = LLM(
+            model=model,
+            dtype=config.dtype,
+            generation_config="vllm",
+            gpu_memory_utilization=memory,
+            max_model_len=max_model_tokens,
+            max_num_seqs=batch_size,
+            max_num_batched_tokens=max(8192, max_model_tokens),
+            # Features are passed. They change with the weights: nothing to remember.
+            enable_mm_embeds=True,
+            limit_mm_per_prompt={"video": 0} if self.has_tower else {"image": 0, "video": 0},
+            skip_mm_profiling=True,
+            mm_processor_cache_gb=0,
+            enforce_eager=device.type == "cpu",  # compiling for a CPU takes minutes
+            # vLLM seeds the random numbers of the process, which training continues drawing from.
+            seed=torch.initial_seed() % 2**31,
+            # Of the distribution that is sampled from: temperature divided, barred tokens barred.
+            logprobs_mode="processed_logprobs",
+            **more,
         )
 
-    @torch.no_grad()
     def sync_weights(self) -> None:
-        """Wake the engine, give it the model's present weights, and let it forget what it computed with older ones."""
-        if self.enable_sleep_mode:
-            torch.cuda.empty_cache()  # the engine maps memory of its own, which the cached blocks of training would deny it
-            self.llm.wake_up(tags=["weights"])
-        with self._without_autocast():
-            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": self._iter_named_params()})
-            self.llm.collective_rpc(_prepare_head)
-        self.llm.reset_prefix_cache()
-        # The reload empties the worker's store of features alone; the scheduler would count on those that come again.
-        self.llm.llm_engine.reset_encoder_cache()
-        if self.enable_sleep_mode:
-            self.llm.wake_up(tags=["kv_cache"])
+        """Nothing to do: a finished checkpoint's weights stay what they are."""
 
     def write(self, requests: Sequence[dict[str, Any]], parameters: Sequence[dict[str, Any]]) -> list[Any]:
         """Continue prompts.
@@ -162,13 +108,114 @@ class Engine(VLLMGeneration):
 
         sampling = [SamplingParams(**each) for each in parameters]
         with self._without_autocast():
-            outputs = self.llm.generate(list(requests), sampling_params=sampling, use_tqdm=False)
-        self._rest()
-        return outputs
+            return self.llm.generate(list(requests), sampling_params=sampling, use_tqdm=False)
+
+    def close(self) -> None:
+        """Give the memory back; another engine may be made then."""
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        self.llm.llm_engine.engine_core.shutdown()
+        cleanup_dist_env_and_memory()
+        del self.llm
 
     def _without_autocast(self) -> torch.autocast:
         # A rollout happens in the context of the run's mixed precision; merging and vLLM's layers are no part of it.
-        return torch.autocast(self.accelerator.device.type, enabled=False)
+        return torch.autocast(self.device.type, enabled=False)
+
+
+class TrainingEngine(Engine):
+    """An engine that is given the weights in training before each rollout (`sync_weights`).
+
+    Args:
+        embedder: the model in training, unwrapped.
+        accelerator: of the run.
+        sleep: free the engine's memory from the end of a rollout to the next; CUDA only.
+        settings: see `Engine`.
+    """
+
+    def __init__(
+        self, embedder: EmbeddingModel, accelerator: Accelerator, *, sleep: bool = False, **settings: Any
+    ):
+        model: Any = embedder.model
+        num_rows = model.get_input_embeddings().num_embeddings  # the weight itself may be sharded
+
+        def with_emb(config: Any) -> Any:
+            # The checkpoint on the disk may be a plain model, and adding <emb> may have added rows.
+            config.get_text_config().vocab_size = num_rows
+            return config
+
+        self.sleeps = sleep
+        dist.ensure_group()
+        # vLLM reads who it is from the environment; a single process was started without.
+        with patch_environment(
+            rank=accelerator.process_index,
+            local_rank=accelerator.local_process_index,
+            world_size=accelerator.num_processes,
+        ):
+            super().__init__(
+                embedder,
+                model.name_or_path,
+                accelerator.device,
+                revision=getattr(model.config, "_commit_hash", None),
+                hf_overrides=with_emb,
+                load_format="dummy",
+                distributed_executor_backend="external_launcher",
+                enable_sleep_mode=sleep,
+                **settings,
+            )
+        self._rest()
+        accelerator.wait_for_everyone()
+
+    def write(self, requests: Sequence[dict[str, Any]], parameters: Sequence[dict[str, Any]]) -> list[Any]:
+        """Continue prompts, see `Engine.write`; then sleep, if so set."""
+        outputs = super().write(requests, parameters)
+        self._rest()
+        return outputs
+
+    def _rest(self) -> None:
+        if self.sleeps:
+            self.llm.sleep(level=2)  # weights are given anew before each rollout: no copy in main memory
+
+    @torch.no_grad()
+    def sync_weights(self) -> None:
+        """Wake the engine, give it the model's present weights, and let it forget what it computed with older ones."""
+        if self.sleeps:
+            torch.cuda.empty_cache()  # the engine maps memory of its own, which the cached blocks of training would deny it
+            self.llm.wake_up(tags=["weights"])
+        without = () if self.has_tower else vision_prefixes(self.model)
+        weights = (named for named in present_weights(self.model) if not named[0].startswith(without))
+        with self._without_autocast():
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+            self.llm.collective_rpc(_prepare_head)
+        self.llm.reset_prefix_cache()
+        # The reload empties the worker's store of features alone; the scheduler would count on those that come again.
+        self.llm.llm_engine.reset_encoder_cache()
+        if self.sleeps:
+            self.llm.wake_up(tags=["kv_cache"])
+
+
+def present_weights(model: HubModel) -> Iterator[tuple[str, Tensor]]:
+    """Names and weights of a model in training as an engine loads them, adapters merged.
+
+    Whole, where a back end shares them out, inside `rge.distributed.collectives.whole_model`.
+    """
+    if has_adapters(model):
+        # Not state_dict(), on which FSDP2 would share the weights out again.
+        return merge(model, dict(model.named_parameters(remove_duplicate=False)))
+    return iter(model.named_parameters())
+
+
+def _know_architectures(names: Sequence[str]) -> None:
+    """Let vLLM know models' classes without looking at them in a process of its own.
+
+    It would, lest CUDA starts in this one, where it has long started. That takes ten seconds, and the process would not know
+    of `rge.common.torchvision_cpu`.
+    """
+    from vllm import ModelRegistry
+
+    for architecture in names:
+        if (known := ModelRegistry.models.get(architecture)) is not None:
+            ModelRegistry.register_model(architecture, known.load_model_cls())
 
 
 def _prepare_head(worker: Any) -> None:

@@ -28,7 +28,7 @@ from rge.model.embedding_model import (
     encode_prompts,
 )
 from rge.rollout.generate import Rationale, generate
-from rge.rollout.vllm_writer import VllmRollout, check_possible
+from rge.rollout.vllm_writer import VllmWriter, check_possible
 
 Written = list[tuple[tuple[int, ...], bool]]
 """Ids and forcedness of a query's rationales."""
@@ -111,7 +111,7 @@ def problems(recipe: Recipe, stages: Sequence[str], accelerator: Accelerator) ->
     for name in stages:
         try:
             if recipe.rollout.backend == "vllm":
-                check_possible(recipe.rollout.vllm_sleep, accelerator.device)
+                check_possible("rollout.backend", recipe.rollout.vllm_sleep, accelerator.device)
                 continue
             encodes_once(
                 recipe.rollout.prompt_pass,
@@ -183,7 +183,7 @@ class Writer:
         embedder: EmbeddingModel,
         settings: RolloutConfig,
         once: bool,
-        vllm: VllmRollout | None = None,
+        vllm: VllmWriter | None = None,
         loss: LossConfig = LossConfig(),  # noqa: B008 - never changed
         *,
         micro_batch_size: int = 0,
@@ -291,8 +291,8 @@ def make_writer(
         kept: what the stage's micro batches keep; None: nothing.
 
     Raises:
-        RecipeError: `rollout.prompt_pass=once` or `rollout.backend=vllm` was asked for and cannot be.
-        BackboneError: `rollout.backend=vllm` was asked for and does not know the model's family.
+        RecipeError: `rollout.prompt_pass=once` was asked for and cannot be.
+        BackboneError: `rollout.backend=vllm` was asked for and cannot be.
     """
     settings = recipe.rollout_of(stage)
     sharded = dist.shards_parameters(accelerator)
@@ -301,7 +301,7 @@ def make_writer(
         embedder.pictures = PictureMemory()
     vllm = None
     if settings.backend == "vllm":
-        vllm = VllmRollout(
+        vllm = VllmWriter.in_training(
             embedder,
             accelerator,
             max_prompt_tokens=recipe.data.max_prompt_tokens,

@@ -39,9 +39,9 @@ class ServeOptions(PluginOptions):
     access_log: bool = True
     """Write a line a request to stderr, with its X-Request-ID."""
     engine: Literal["own", "vllm"] = "own"
-    """What writes rationales and computes states: this project's code, or vLLM."""
-    vllm_memory: Annotated[float, Field(gt=0, lt=1)] = 0.8
-    """Share of a GPU's memory for vLLM: weights and cache."""
+    """What writes rationales: the model itself, or vLLM beside it."""
+    vllm_memory: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """Share of a GPU's memory for vLLM: the language model once more, and its cache."""
     device: str | None = None
     """Such as cuda:0; null: a GPU if there is one."""
     dtype: str | None = None

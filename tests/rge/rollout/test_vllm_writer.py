@@ -18,19 +18,20 @@ import torch
 import yaml
 from accelerate import Accelerator
 from family_models import build
+from own_engine import OwnEngine
 from paths import ROOT
 
-from rge.config import DataConfig, Recipe, RecipeError, RolloutConfig, StageConfig, TrainConfig
+from rge.config import DataConfig, Recipe, RolloutConfig, StageConfig, TrainConfig
 from rge.model.adapters import add_adapters, has_adapters, merge, merged_weights
 from rge.model.backbone import BackboneError, load_backbone, vision_parameters, vision_prefixes
 from rge.model.embedding_model import EmbeddingModel
-from rge.model.packing import Branch
 from rge.model.prompts import Prompt, PromptBuilder
 from rge.objective import Objective
 from rge.rl.reference import Reference
+from rge.rollout import vllm_engine
 from rge.rollout import vllm_writer as vllm_rollout
 from rge.rollout.generate import generate
-from rge.rollout.vllm_writer import VllmRollout, request
+from rge.rollout.vllm_writer import VllmWriter
 from rge.rollout.writer import Rollout, Writer, make_writer, sample_seeds
 from rge.step import TrainingStep
 
@@ -80,66 +81,6 @@ def move(embedder: EmbeddingModel, parameters=None) -> None:
 # ------------------------------------------------------------------------------------------- without vLLM
 
 
-class OwnEngine:
-    """Answers as vLLM does, by our own generation: pictures expanded by their grids, and ids that end with `<emb>` or not.
-
-    Args:
-        embedder: writes.
-        prompts: every prompt that it may be asked to continue.
-        extra: placeholders a picture that the processor did not make.
-    """
-
-    def __init__(self, embedder: EmbeddingModel, prompts: list[Prompt], extra: int = 0):
-        self.embedder, self.extra, self.num_synced = embedder, extra, 0
-        self.prompts = {tuple(prompt.input_ids.tolist()): prompt for prompt in prompts}
-
-    def sync_weights(self) -> None:
-        self.num_synced += 1
-
-    def write(self, requests, parameters):
-        return [self._one(*both) for both in zip(requests, parameters, strict=True)]
-
-    def _one(self, asked, sampling):
-        config = self.embedder.model.config
-        ids = asked["prompt_token_ids"]
-        if pictures := asked.get("multi_modal_data", {}).get("image"):
-            sizes = pictures["image_grid_thw"].prod(-1) // config.vision_config.spatial_merge_size**2
-            assert len(pictures["image_embeds"]) == sizes.sum()
-            assert ids.count(config.image_token_id) == len(sizes)
-            size = iter((sizes + self.extra).tolist())
-            ids = [
-                one for each in ids for one in [each] * (next(size) if each == config.image_token_id else 1)
-            ]
-        if tuple(ids) not in self.prompts:
-            return SimpleNamespace(
-                prompt_token_ids=ids, outputs=[SimpleNamespace(token_ids=[], logprobs=None)]
-            )
-        emb_id = self.embedder.emb_id
-        assert sampling["stop_token_ids"] == [emb_id]
-        assert sampling["logit_bias"] == dict.fromkeys(self.embedder.suppressed_ids, float("-inf"))
-        (rationale,) = generate(
-            self.embedder,
-            [self.prompts[tuple(ids)]],
-            max_new_tokens=sampling["max_tokens"],
-            batch_size=1,
-            temperature=sampling["temperature"],
-            seeds=[sampling["seed"]] if "seed" in sampling else None,
-        )
-        token_ids = [*rationale.ids] if rationale.forced else [*rationale.ids, emb_id]
-        said = None
-        if sampling.get("logprobs") is not None:
-            branch = Branch(token_ids, sampled=True)
-            prompt = self.prompts[tuple(ids)]
-            with torch.no_grad():
-                found = self.embedder(self.embedder.pack([prompt], [[branch]], sampling["temperature"]))[0]
-            said = [
-                {token: SimpleNamespace(logprob=value)}
-                for token, value in zip(token_ids, found.log_prob_L.tolist(), strict=True)
-            ]
-        output = SimpleNamespace(token_ids=token_ids, logprobs=said)
-        return SimpleNamespace(prompt_token_ids=ids, outputs=[output])
-
-
 @pytest.fixture
 def prompts(lively, make_prompts):
     return make_prompts(PromptBuilder(lively.processor), 12)
@@ -149,11 +90,11 @@ def prompts(lively, make_prompts):
 def behind(monkeypatch):
     """A rollout with `OwnEngine` where vLLM would be."""
 
-    def make(embedder: EmbeddingModel, prompts: list[Prompt], extra: int = 0, **changes) -> VllmRollout:
+    def make(embedder: EmbeddingModel, prompts: list[Prompt], extra: int = 0, **changes) -> VllmWriter:
         engine = OwnEngine(embedder, prompts, extra)
         monkeypatch.setattr(vllm_rollout, "find_spec", lambda name: name)
-        monkeypatch.setattr(vllm_rollout, "make_engine", lambda *args, **settings: engine)
-        return VllmRollout(embedder, Accelerator(cpu=True), **{**SETTINGS, **changes})
+        monkeypatch.setattr(vllm_engine, "TrainingEngine", lambda *args, **settings: engine)
+        return VllmWriter.in_training(embedder, Accelerator(cpu=True), **{**SETTINGS, **changes})
 
     return make
 
@@ -239,10 +180,14 @@ def test_errors_come_before_an_engine_is_made(lively, monkeypatch):
     accelerator = Accelerator(cpu=True)
     recipe = recipe_of(RolloutConfig(backend="vllm"))
     monkeypatch.setattr(vllm_rollout, "find_spec", lambda name: None)
-    with pytest.raises(RecipeError, match=r"needs vLLM, which is not installed: pip install -e '\.\[vllm\]'"):
+    with pytest.raises(
+        BackboneError, match=r"needs vLLM, which is not installed: pip install -e '\.\[vllm\]'"
+    ):
         make_writer(lively, lively, recipe, recipe.joint, accelerator)
     monkeypatch.setattr(vllm_rollout, "find_spec", lambda name: name)
-    monkeypatch.setattr(vllm_rollout, "make_engine", lambda *args, **settings: pytest.fail("made an engine"))
+    monkeypatch.setattr(
+        vllm_engine, "TrainingEngine", lambda *args, **settings: pytest.fail("made an engine")
+    )
     lively.suppressed_ids = list(range(1025))
     with pytest.raises(
         BackboneError, match="can keep 1024 tokens out of rationales, and this tokenizer has 1025"
@@ -250,16 +195,14 @@ def test_errors_come_before_an_engine_is_made(lively, monkeypatch):
         make_writer(lively, lively, recipe, recipe.joint, accelerator)
     recipe = recipe_of(RolloutConfig(backend="vllm", vllm_sleep=True))
     with pytest.raises(
-        RecipeError, match=r"vllm_sleep=true frees memory of a CUDA device .*, and this run is on cpu"
+        BackboneError, match=r"vllm_sleep=true frees memory of a CUDA device .*, and this run is on cpu"
     ):
         make_writer(lively, lively, recipe, recipe.joint, accelerator)
 
 
-@pytest.mark.slow  # importing TRL
 @pytest.mark.parametrize("sleeps", [False, True])
 def test_an_engine_sleeps_from_a_rollout_to_the_next(lively, monkeypatch, sleeps):
     """By a stand-in that remembers its calls, since vLLM sleeps on CUDA devices alone."""
-    from rge.rollout.vllm_engine import Engine
 
     class Llm:
         def __init__(self):
@@ -272,9 +215,9 @@ def test_an_engine_sleeps_from_a_rollout_to_the_next(lively, monkeypatch, sleeps
             self.calls.append(method if isinstance(method, str) else "prepare")
 
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=dict))
-    engine = Engine.__new__(Engine)
-    engine.llm, engine.model, engine.enable_sleep_mode = Llm(), lively.model, sleeps
-    engine.accelerator, engine.has_tower = Accelerator(cpu=True), False
+    engine = vllm_engine.TrainingEngine.__new__(vllm_engine.TrainingEngine)
+    engine.llm, engine.model, engine.sleeps = Llm(), lively.model, sleeps
+    engine.device, engine.has_tower = torch.device("cpu"), False
     engine.sync_weights()
     engine.write([{}], [{}])
     given = ["reload_weights", "prepare", "reset_prefix_cache", "reset_encoder_cache"]
@@ -288,25 +231,25 @@ def test_why_vllm_does_not_start_is_said(lively, monkeypatch):
         raise ValueError("Free memory is less than desired")
 
     monkeypatch.setattr(vllm_rollout, "find_spec", lambda name: name)
-    monkeypatch.setitem(sys.modules, "rge.rollout.vllm_engine", SimpleNamespace(Engine=fail))
+    monkeypatch.setattr(vllm_engine, "TrainingEngine", fail)
     with pytest.raises(
         BackboneError, match=r"does not start with rollout.vllm_memory=0.15: Free memory is less"
     ):
-        VllmRollout(lively, Accelerator(cpu=True), **SETTINGS)
+        VllmWriter.in_training(lively, Accelerator(cpu=True), **SETTINGS)
 
 
 @pytest.mark.parametrize("lively_path", ["idefics3"], indirect=True)
 def test_a_family_whose_pictures_vllm_lays_out_itself_is_refused(lively, monkeypatch):
     monkeypatch.setattr(vllm_rollout, "find_spec", lambda name: name)
     with pytest.raises(BackboneError, match="does not know how vLLM takes the pictures of a idefics3"):
-        VllmRollout(lively, Accelerator(cpu=True), **SETTINGS)
+        VllmWriter.in_training(lively, Accelerator(cpu=True), **SETTINGS)
 
 
 @pytest.mark.parametrize("lively_path", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"], indirect=True)
 def test_features_are_those_of_each_prompt(lively, prompts):
     alone = [lively.picture_features([prompt])[0] for prompt in prompts]
     for prompt, one, among in zip(prompts, alone, lively.picture_features(prompts), strict=True):
-        asked = request(lively, prompt, one)
+        asked = VllmWriter(lively, None, CAP, 3)._request(prompt, one)
         if prompt.pixels is None:
             assert one is among is None
             assert asked == {"prompt_token_ids": prompt.input_ids.tolist()}
@@ -354,7 +297,9 @@ def engine(fitting_path):
     """Some ten seconds to start, so one a family; it takes the weights of whatever model is put into it."""
     # On a CPU, the share of the memory is of all that the process has, other tests' and other engines' included.
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
-    return VllmRollout(EmbeddingModel(load_backbone(fitting_path)).eval(), Accelerator(cpu=True), **SETTINGS)
+    return VllmWriter.in_training(
+        EmbeddingModel(load_backbone(fitting_path)).eval(), Accelerator(cpu=True), **SETTINGS
+    )
 
 
 @pytest.fixture
@@ -370,7 +315,7 @@ def its_prompts(vllm, make_prompts):
     return make_prompts(PromptBuilder(vllm.embedder.processor), 12)
 
 
-def assert_same_as_ours(vllm: VllmRollout, prompts: list[Prompt]) -> list:
+def assert_same_as_ours(vllm: VllmWriter, prompts: list[Prompt]) -> list:
     """Greedy tokens and how they end; returns them."""
     ours = generate(vllm.embedder, prompts, max_new_tokens=CAP, batch_size=len(prompts))
     assert written(vllm.generate(prompts)) == written(ours)

@@ -28,7 +28,7 @@ from rge.model.backbone import load_backbone
 from rge.model.embedding_model import EmbeddingModel, encode_prompts
 from rge.rl.credit import Reinforcement
 from rge.rollout.generate import generate
-from rge.rollout.vllm_inputs import present_weights
+from rge.rollout.vllm_engine import present_weights
 from rge.rollout.writer import Rollout
 from rge.step import TrainingStep
 

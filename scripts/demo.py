@@ -2,8 +2,9 @@
 
     python scripts/demo.py [baseline=true] [from_nothing=true]
 
-Training starts from rge/demo_base, a backbone whose vision tower is already trained. ``from_nothing=true`` trains that stage too, and
-writes to runs/demo_from_nothing instead of runs/demo. Each step is a command that is printed before it runs:
+Training starts from rge/demo_base, a backbone that has learned to see, as a pretrained one has; with
+``from_nothing=true`` that first stage is trained too, and everything is in runs/demo_from_nothing instead of runs/demo.
+The steps, in order; each is a command that can be given by hand (printed before it runs):
 
     1 train       rge/train.py recipe=demo init=...      runs/demo: cold start, joint stage
     2 eval        rge eval run ...                       runs/demo/eval: with rationale and direct; shortcuts
@@ -12,9 +13,11 @@ writes to runs/demo_from_nothing instead of runs/demo. Each step is a command th
     5 compare     rge eval compare a=... b=...           paired tests: the rationale against each rival
     6 report      rge eval report ...                    runs/demo/report.html
 
-Steps 3 and 4 train the baseline without rationales and run only with ``baseline=true`` (`make demo-baseline`). A finished step is
-skipped as long as its command and inputs are unchanged; an interrupted one resumes. ``steps.json`` records finished steps,
-``summary.json`` minutes, CPU time and figures.
+Steps 3 and 4 train the baseline, a model without rationales; they run with ``baseline=true`` (`make demo-baseline`), and
+the page then shows it beside the others. A finished step is skipped as long as its command and its inputs stay the
+same; an interrupted one continues where it stopped, since training and encoding keep their state. Until the page is
+written, report.html shows how far the demo is. ``steps.json`` holds what has finished, ``summary.json`` minutes, CPU
+seconds and figures at the end.
 """
 
 import contextlib
@@ -22,13 +25,13 @@ import hashlib
 import json
 import os
 import resource
-import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,23 +40,35 @@ import pandas as pd
 
 from rge.common.commands import start
 from rge.common.errors import SIGNALLED
-from rge.common.files import write_json
+from rge.common.files import write_json, write_text
 from rge.common.options import parse_options
+from rge.config import load_recipe
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = "data_prep/demo/data"
 RUN = "runs/demo"
 BASE = "rge/demo_base"
-BASELINE = ("stage=joint", "loss.anchor=none", "loss.ratio=none", "joint.lr=2e-3", "loss.temperature=0.05")
-"""Overrides of the model without rationales: no LM loss, InfoNCE on the state directly after the prompt."""
+BASELINE = (
+    "stage=joint",
+    "loss.anchor=none",
+    "loss.ratio=none",
+    "joint.lr=2e-3",
+    "loss.temperature=0.05",
+)
+"""What the model without rationales changes: no LM loss, InfoNCE on the state directly after the prompt."""
 
 PAIRS = {"seen": "seen pairs, %", "held_out": "held-out pairs, %"}
 SHOWN = ("hit@1", "recall@1", "recall@10", "mrr")
 
 
-CONDITIONS = tuple(f"{mode}-{shown}" for mode, shown in (
-    ("reasoning", "both"), ("direct", "both"), ("reasoning", "text"), ("reasoning", "image"), ("direct", "text"), ("direct", "image"),
-))  # fmt: skip
+CONDITIONS = (
+    "reasoning-both",
+    "direct-both",
+    "reasoning-text",
+    "reasoning-image",
+    "direct-text",
+    "direct-image",
+)
 """Folders that the evaluation writes: query mode and what of the query is shown."""
 
 
@@ -74,14 +89,16 @@ class Step:
     Attributes:
         name: key in steps.json.
         command: arguments after the interpreter.
-        inputs: files whose change, like that of the command, repeats a finished step.
-        output: file that a finished step has written.
+        inputs: files whose content decides, with the command, whether a finished step still counts.
+        output: file that is there once the step has finished.
+        share: of the demo's time, roughly; relative to the other steps.
     """
 
     name: str
     command: tuple[str, ...]
     inputs: tuple[str, ...]
     output: str
+    share: float = 1.0
 
 
 def steps(baseline: bool, run: str = RUN) -> list[Step]:
@@ -115,15 +132,26 @@ def steps(baseline: bool, run: str = RUN) -> list[Step]:
     conditions = tuple(f"{run}/eval/{name}/results.json" for name in CONDITIONS)
     rivals = {"question_only": "reasoning-text", "picture_only": "reasoning-image", "direct": "direct-both"}
     pairs = {name: f"{run}/eval/{folder}" for name, folder in rivals.items()}
-    base = (f"{BASE}/model.safetensors",) if from_base else ()
-    modes = ("query_mode=reasoning,direct", "query_modality=both,text,image")
     found = [
-        Step("train", (*train, *start, f"out={run}"), (*recipe, *base), f"{run}/joint/final/rge.json"),
+        Step(
+            "train",
+            (*train, *start, f"out={run}"),
+            (*recipe, *((f"{BASE}/model.safetensors",) if from_base else ())),
+            f"{run}/joint/final/rge.json",
+            share=10 if from_base else 25,
+        ),
         Step(
             "eval",
-            (*evaluate, f"checkpoint={run}/joint/final", f"out={run}/eval", *modes),
+            (
+                *evaluate,
+                f"checkpoint={run}/joint/final",
+                f"out={run}/eval",
+                "query_mode=reasoning,direct",
+                "query_modality=both,text,image",
+            ),
             (*test_set, weights),
             conditions[0],
+            share=3,
         ),
     ]
     report: tuple[str, ...] = (
@@ -141,6 +169,7 @@ def steps(baseline: bool, run: str = RUN) -> list[Step]:
                 (*train, *BASELINE, f"init={run}/cold_start/final", f"out={none}"),
                 (*recipe, f"{run}/cold_start/final/model.safetensors"),
                 f"{none}/joint/final/rge.json",
+                share=4,
             ),
             Step(
                 "eval_none",
@@ -160,7 +189,9 @@ def steps(baseline: bool, run: str = RUN) -> list[Step]:
             "metric=hit@1",
         )
         out = f"{run}/compare/{name}"
-        found.append(Step(f"compare_{name}", (*command, f"out={out}"), figures, f"{out}/compare.json"))
+        found.append(
+            Step(f"compare_{name}", (*command, f"out={out}"), figures, f"{out}/compare.json", share=0.3)
+        )
     found.append(Step("report", report, (*figures, f"{run}/joint/metrics.jsonl"), f"{run}/report.html"))
     return found
 
@@ -168,7 +199,8 @@ def steps(baseline: bool, run: str = RUN) -> list[Step]:
 def launcher() -> tuple[str, ...]:
     """`accelerate launch`: one process on a GPU or a single core, else two on CPU.
 
-    Two processes of one thread are faster here than one process of two threads, and do not slow down as much on a busy machine.
+    Two processes of one thread each are faster here than one of two threads, and far steadier: threads that wait for
+    one another spin when anything else wants a core.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     command = ("-m", "accelerate.commands.launch")
@@ -180,12 +212,21 @@ def launcher() -> tuple[str, ...]:
             "--num_cpu_threads_per_process",
             "1",
         )
-    single = "--num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no"
-    return (*command, *single.split())
+    return (
+        *command,
+        "--num_processes",
+        "1",
+        "--num_machines",
+        "1",
+        "--mixed_precision",
+        "no",
+        "--dynamo_backend",
+        "no",
+    )
 
 
 def main(arguments: list[str]) -> int:
-    """Run the unfinished steps, then print the table and the page's path."""
+    """Run what is not finished, then print the table and the page's path."""
     options = parse_options(Options, arguments, "python scripts/demo.py")
     run = f"{RUN}_from_nothing" if options.from_nothing else RUN
     os.chdir(ROOT)
@@ -194,6 +235,11 @@ def main(arguments: list[str]) -> int:
     record: dict[str, dict[str, Any]] = json.loads(record_path.read_text()) if record_path.exists() else {}
     todo = steps(options.baseline, run)
     page = ROOT / run / "report.html"
+    progress = Progress(run, todo)
+    print(
+        f"demo: open {ROOT / run / 'progress.html'} to watch it; it leads to the report at the end",
+        flush=True,
+    )
     for number, step in enumerate(todo, start=1):
         title = f"demo [{number}/{len(todo)}] {step.name}"
         entry = record.get(step.name, {})
@@ -201,9 +247,10 @@ def main(arguments: list[str]) -> int:
         if entry.get("key") == key and (ROOT / step.output).exists():
             print(f"{title}: finished before ({entry['seconds'] / 60:.1f} min)", flush=True)
             continue
-        print(f"{title}: python {shlex.join(step.command)}", flush=True)
+        print(f"{title}: python {' '.join(map(quoted, step.command))}", flush=True)
         began, cpu = time.monotonic(), children_cpu()
-        code = call(step.command)
+        with progress.during(number):
+            code = call(step.command)
         seconds = entry.get("seconds_so_far", 0.0) + time.monotonic() - began
         cpu = entry.get("cpu_so_far", 0.0) + children_cpu() - cpu
         if code == 0:
@@ -216,6 +263,7 @@ def main(arguments: list[str]) -> int:
             print(f"{title}: stopped (exit code {code}); the same command continues", file=sys.stderr)
             return code if code > 0 else SIGNALLED - code
         print(f"{title}: {seconds / 60:.1f} min", flush=True)
+    progress.lead_to(page)
     minutes = {step.name: round(record[step.name]["seconds"] / 60, 2) for step in todo}
     cpu_minutes = sum(record[step.name].get("cpu_seconds", 0.0) for step in todo) / 60
     rows = figures(options.baseline, run)
@@ -238,17 +286,89 @@ def main(arguments: list[str]) -> int:
 
 
 def children_cpu() -> float:
-    """CPU seconds of all child processes that have ended."""
+    """CPU seconds of all processes that this one started and that have ended."""
     spent = resource.getrusage(resource.RUSAGE_CHILDREN)
     return spent.ru_utime + spent.ru_stime
 
 
-def call(command: Sequence[str]) -> int:
-    """Run a step and return its exit code.
+class Progress:
+    """progress.html while the demo runs: which step it is at, and the minutes left."""
 
-    Ctrl-C reaches the step too, and training then saves a state: wait for that, unless Ctrl-C comes again.
+    def __init__(self, run: str, todo: Sequence[Step]):
+        self.run, self.todo, self.began = run, todo, time.monotonic()
+        self.path = ROOT / run / "progress.html"
+        self.skipped: float | None = None
+
+    @contextlib.contextmanager
+    def during(self, number: int) -> Iterator[None]:
+        """While the step of this number (from 1) runs, write the page every two seconds."""
+        done = sum(step.share for step in self.todo[: number - 1])
+        if self.skipped is None:
+            self.skipped = done + self._trained() * self.todo[number - 1].share
+        ended = threading.Event()
+
+        def watch() -> None:
+            while True:
+                part = self._trained() if self.todo[number - 1].name == "train" else 0.0
+                self._write(number, done + part * self.todo[number - 1].share)
+                if ended.wait(2):
+                    return
+
+        thread = threading.Thread(target=watch, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join(timeout=5)
+
+    def lead_to(self, page: Path) -> None:
+        """Let a browser that shows the progress go on to the report."""
+        write_text(
+            self.path, f'<meta charset="utf-8"><meta http-equiv="refresh" content="0; url={page.name}">'
+        )
+
+    def _trained(self) -> float:
+        """Share of the training that is done, by the last steps that were logged."""
+        recipe = load_recipe(["recipe=demo"])
+        stages = {name: getattr(recipe, name).steps for name in recipe.stages()}
+        seen = 0
+        for name in stages:
+            path = ROOT / self.run / name / "metrics.jsonl"
+            with contextlib.suppress(OSError, IndexError, ValueError):
+                seen += json.loads(path.read_text(encoding="utf-8").splitlines()[-1])["step"]
+        return min(seen / sum(stages.values()), 1.0)
+
+    def _write(self, number: int, done: float) -> None:
+        whole = sum(step.share for step in self.todo)
+        elapsed = time.monotonic() - self.began
+        in_this_run = (done - (self.skipped or 0.0)) / whole
+        left = "estimating the time left"
+        if in_this_run > 0.03:
+            left = f"about {max(elapsed / in_this_run * (1 - done / whole) / 60, 0.1):.0f} min left"
+        rows = "".join(
+            f"<li>{'<b>' if place == number else ''}{step.name}{': running</b>' if place == number else ''}"
+            f"{': done' if place < number else ''}</li>"
+            for place, step in enumerate(self.todo, start=1)
+        )
+        write_text(
+            self.path,
+            '<!doctype html><html lang="en"><meta charset="utf-8"><meta http-equiv="refresh" content="2">'
+            '<meta name="viewport" content="width=device-width"><title>rge demo</title>'
+            "<style>body{font:16px/1.5 system-ui;max-width:40rem;margin:3rem auto;padding:0 1rem;color-scheme:light dark}"
+            "progress{width:100%;height:1.2rem}</style><h1>The demo is running</h1>"
+            f'<p><progress max="1" value="{done / whole:.3f}"></progress></p><p>{done / whole:.0%}, {left}</p><ol>{rows}</ol>'
+            "<p>A small model learns to say what a picture shows, to reason to what is needed, and to find it. "
+            "This page reloads itself and leads to the report.</p></html>",
+        )
+
+
+def call(command: Sequence[str]) -> int:
+    """Run a step to its end and give its exit code.
+
+    Ctrl-C reaches it as well, and training then saves a state: it is waited for, unless Ctrl-C comes again.
     """
-    # One thread per process: threads that wait for one another spin when anything else wants a core.
+    # One thread a process: two that wait for one another spin as soon as anything else wants a core.
     process = subprocess.Popen([sys.executable, *command], env={"OMP_NUM_THREADS": "1", **os.environ})
     try:
         return process.wait()
@@ -369,6 +489,11 @@ def chain_lines(figures: dict[str, dict[str, float]]) -> str:
         f"(thing named wrong: {it['found_otherwise']:.1f} %)"
         for pair, it in figures.items()
     )
+
+
+def quoted(word: str) -> str:
+    """The word as a shell needs it, for the printed command."""
+    return word if all(letter.isalnum() or letter in "-_=./,:@" for letter in word) else f"'{word}'"
 
 
 if __name__ == "__main__":

@@ -53,8 +53,8 @@ class RunOptions(RewriteOptions, MeasureOptions):
     adapter: str | None = None
     """How that embedder is asked; null: what its files say it is."""
     as_: str | None = None
-    """release: ask a released model (RGE, VLM2Vec, UME-R1) as its authors' own evaluation does (`eval.models.released`), MMEB
-    imported with verbatim=true; null: as this program asks every model of its kind."""
+    """release: ask the released RGE checkpoint as its authors' own evaluation does (`eval.models.released`), MMEB imported with
+    verbatim=true; null: as this program asks every model of its kind."""
     revision: str | None = None
     """Commit, tag or branch of an id on the hub."""
     base: str | None = None

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from eval.models.common import VLM2VEC, DirectEncoder, direct, loading, whole
 from eval.models.registry import Facts
@@ -107,11 +107,8 @@ def load_vlm2vec(facts: Facts, device: str, dtype: str) -> LastToken:
     return LastToken(facts, "vlm2vec", device, dtype)
 
 
-def load_qwen(facts: Facts, adapter: str, dtype: str, *, backend: str | None = None) -> tuple[Any, Any]:
+def load_qwen(facts: Facts, adapter: str, dtype: str) -> tuple[Any, Any]:
     """A model of Qwen's families and its processor; a LoRA is added to its base.
-
-    ``adapter``: for the message where it is of another family. ``backend``: of the image processor; None: transformers'
-    choice.
 
     Raises:
         UserError: another family, a LoRA without its base, or files that cannot be loaded.
@@ -131,8 +128,6 @@ def load_qwen(facts: Facts, adapter: str, dtype: str, *, backend: str | None = N
     with loading(facts):
         of_processor = facts.path if _has_processor(facts) else base.path
         processor = AutoProcessor.from_pretrained(of_processor)
-        if backend is not None:
-            processor.image_processor = AutoImageProcessor.from_pretrained(of_processor, backend=backend)
         model = whole(base, AutoModelForImageTextToText.from_pretrained, dtype)
     return (merge_saved(model, facts.path, _name_now) if is_lora else model), processor
 

@@ -122,7 +122,6 @@ OURS = (
         "UME-R1: Qwen2-VL with <gen_emb> and <disc_emb>; reasoning is its generative mode, direct its discriminative one",
         lambda facts: facts.model_type in QWEN and {"<gen_emb>", "<disc_emb>"} <= facts.tokens,
         "eval.models.ume:load_ume",
-        "eval.models.released_ume:load_ume_as_released",
     ),
     Adapter(
         "vlm2vec",
@@ -131,7 +130,6 @@ OURS = (
             facts.model_type in QWEN and ("config.json" not in facts.files or "vlm2vec" in facts.name.lower())
         ),
         "eval.models.qwen:load_vlm2vec",
-        "eval.models.released_vlm2vec:load_vlm2vec_as_released",
     ),
     Adapter(
         "qwen-vl",

@@ -1,20 +1,19 @@
-"""Reorder the top of a ranking by a vision-language model that sees one query with one candidate at a time.
+"""Reorder the top of a ranking by a vision-language model that describes the right answer.
 
-    rge eval rerank of=DIR out=DIR judge=DIR_OR_ADDRESS [top_n=20]
+    rge eval rerank of=DIR out=DIR judge=DIR [top_n=20] [mix=0.05]
 
-The score of a pair is sigmoid(logit of "yes" - logit of "no") for the first token of the answer; with ``ask=description``, the
-log likelihood, after the candidate, of what the judge says the right answer shows (`eval.judging.description`). Equal scores keep
-the order of the first ranking; what is below the top n stays as it is. The judge is a directory with a Qwen vision-language
-model, trained by us or not, or a model behind an OpenAI-compatible endpoint. Its scores are kept by content
+The judge describes, once a query, what the right answer shows, and the score of a candidate is the log likelihood of that
+description after it (`eval.judging.description`). Equal scores keep the order of the first ranking; what is below the top n stays as
+it is. The judge is a directory with a vision-language model, trained by us or not. Its scores are kept by content
 (`rge.calls.store`), so a deeper or a repeated run asks for what is new.
 """
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -24,8 +23,7 @@ from eval.benchmarks.suite import each_member, is_suite, join_members, load_suit
 from eval.embedding.fill_cache import NO_BAR
 from eval.embedding.identity import ranked_with, set_mismatch
 from eval.embedding.processes import ALONE, Team, join
-from eval.judging.endpoint import is_address
-from eval.judging.judges import QUESTION, Judge, RemoteJudge, load_judge, local_software
+from eval.judging.description import QUESTION, DescriptionJudge, local_software
 from eval.scoring.evaluation import decides, write_evaluation
 from eval.scoring.output_files import PER_QUERY, RUN, again, check_out, read_results, set_figures
 from eval.scoring.search import Ranking
@@ -40,9 +38,6 @@ from rge.common.schema import Item
 
 HELD_CANDIDATES = 4096
 """Candidates whose pictures are in memory while their contents are hashed."""
-MAX_UNANSWERED = 0.01
-"""Share of pairs that an endpoint may answer with neither word, or not at all, before its scores are held to be worthless;
-one pair is always allowed."""
 KEPT = (
     "query_mode", "query_modality", "candidate_mode", "checkpoint", "checkpoint_hash", "model", "rewrite", "prompts",
     "settings", "decoding", "dtype", "exact", "embedding_dims", "asked_as_released", "run_hash", "coverage",
@@ -61,29 +56,17 @@ class RerankOptions(PluginOptions):
     out: Path
     """Output directory."""
     judge: str
-    """Vision-language model: a directory, an id on the hub, or the address of an OpenAI-compatible endpoint."""
-    judge_model: str | None = None
-    """Name of the judge at that address."""
-    judge_key_env: str | None = None
-    """Environment variable with the key of that address; null: it needs none."""
+    """Vision-language model: a directory, or an id on the hub."""
     top_n: int = 20
     """Candidates of each query that it sees."""
-    ask: Literal["yes_no", "description"] = "yes_no"
-    """What the judge is asked: yes or no to a pair; or to describe, from the query's rationale (its text, where the ranking was made
-    without), what the right answer shows, and how likely that description is after the candidate. The second needs a model
-    that runs here."""
     mix: float | None = None
     """Add the judge's score, times this, to the ranking's own instead of putting it in its place; to be chosen on other data."""
-    yes: str = "yes"
-    """The judge's word for a match; one token."""
-    no: str = "no"
-    """The judge's word for no match; one token."""
     set: Path | None = None
     """Where the retrieval set, or the suite, is now; null: where results.json says it was."""
     cache: Path | None = None
     """File of scores; null: ``out/judge.sqlite``. May be shared."""
     batch_size: int = 16
-    """Pairs per forward pass, or concurrent calls."""
+    """Pairs per forward pass."""
     device: str | None = None
     """Such as cuda:0; null: a GPU if there is one."""
     dtype: str | None = None
@@ -101,13 +84,11 @@ class Judged:
     Attributes:
         ranking: the top reordered; scores float64, see `reorder`.
         num_pairs: pairs scored in all.
-        num_unanswered: of these, how many got no answer and went below the others.
         ms_Q: milliseconds a query: its pairs times the mean time of a pair, measured when it was scored.
     """
 
     ranking: Ranking
     num_pairs: int
-    num_unanswered: int
     ms_Q: np.ndarray
 
 
@@ -121,15 +102,9 @@ def rerank_command(options: RerankOptions) -> Path:
     team = join()
 
     @cache
-    def judge() -> Judge:  # loaded once for all members, and only after what is cheap has been checked
-        if options.ask == "yes_no":
-            return load_judge(options)
-        if is_address(options.judge):
-            raise UserError(
-                "ask=description needs a judge that runs here: an endpoint does not say how likely a prompt is"
-            )
-        from eval.judging.description import DescriptionJudge
-
+    def judge() -> (
+        DescriptionJudge
+    ):  # loaded once for all members, and only after what is cheap has been checked
         return DescriptionJudge(
             options.judge, batch_size=options.batch_size, device=options.device, dtype=options.dtype
         )
@@ -147,7 +122,7 @@ def rerank_command(options: RerankOptions) -> Path:
 def _members(
     options: RerankOptions,
     old: dict[str, Any],
-    judge: Callable[[], "Judge"],
+    judge: Callable[[], DescriptionJudge],
     answers: AnswerStore | None,
     team: Team,
 ) -> None:
@@ -172,7 +147,6 @@ def _members(
     about = found[0] | {
         "of": str(options.of),
         "num_pairs": pairs,
-        "num_unanswered": sum(one["num_unanswered"] for one in found),
         "ms_mean": float(np.mean([one["ms_mean"] for one in found])),
     }
     said = f"top {options.top_n} of {options.of}"
@@ -181,7 +155,7 @@ def _members(
 
 
 def _one(
-    options: RerankOptions, judge: Callable[[], "Judge"], answers: AnswerStore | None, team: Team
+    options: RerankOptions, judge: Callable[[], DescriptionJudge], answers: AnswerStore | None, team: Team
 ) -> dict[str, Any]:
     """Rerank the evaluation of one set; what results.json says of it."""
     old = read_results(options.of)
@@ -201,7 +175,6 @@ def _one(
         "set.limit": limit,
         "rerank.of": str(options.of),
         "rerank.top_n": options.top_n,
-        "rerank.ask": options.ask,
         "rerank.mix": options.mix,
         # the ranking at of= may have been made anew
         **{key: old.get(key) for key in ("checkpoint_hash", "run_hash", "query_mode", "query_modality")},
@@ -210,25 +183,22 @@ def _one(
     check_out(options.out, identity, overwrite=options.overwrite)
     asked = judge()
     check_out(options.out, {"rerank.judge": asked.name}, overwrite=options.overwrite)
-    queries, question = _asked_with(options, asked, wanted, answers, team)
     found = rerank(
         wanted,
+        _descriptions(options, asked, wanted, answers, team),
         read.ranking,
         asked,
         answers,
         top_n=options.top_n,
         chunk=8 * options.batch_size,
         team=team,
-        queries=queries,
-        question=question,
         mix=options.mix,
     )
-    about = {key: getattr(options, key) for key in ("top_n", "ask", "mix")} | {
+    about = {key: getattr(options, key) for key in ("top_n", "mix")} | {
         "of": str(options.of),
         "judge": asked.name,
-        "question": question,
+        "question": QUESTION,
         "num_pairs": found.num_pairs,
-        "num_unanswered": found.num_unanswered,
         "ms_mean": float(found.ms_Q.mean()),
     }
     if not team.is_first:
@@ -258,43 +228,40 @@ def _one(
     return about
 
 
-def _asked_with(
-    options: RerankOptions, judge: Judge, wanted: RetrievalSet, answers: AnswerStore | None, team: Team
-) -> tuple[Sequence[Item], str]:
-    """What the judge is shown for each query, and what it is asked."""
-    if options.ask == "yes_no":
-        return wanted.queries, QUESTION
-    from eval.judging import description
-
+def _descriptions(
+    options: RerankOptions,
+    judge: DescriptionJudge,
+    wanted: RetrievalSet,
+    answers: AnswerStore | None,
+    team: Team,
+) -> list[Item]:
+    """What the right answer of each query shows, after its rationale, or its text where the ranking was made without."""
     written = pd.read_parquet(options.of / PER_QUERY).set_index("query_id")["rationale"].dropna()
     texts = [Item(one.id, text=written.get(one.id) or one.text) for one in wanted.queries]
-    assert isinstance(judge, description.DescriptionJudge)
-    describe = judge.describe
-    return team.once(lambda: describe(texts, _opened(answers))), description.QUESTION
+    return team.once(lambda: judge.describe(texts, _opened(answers)))
 
 
 def rerank(
     wanted: RetrievalSet,
+    descriptions: Sequence[Item],
     ranking: Ranking,
-    judge: Judge,
+    judge: DescriptionJudge,
     answers: AnswerStore | None,
     *,
     top_n: int,
     chunk: int,
     progress: Callable[..., Any] = progress_bar,
     team: Team = ALONE,
-    queries: Sequence[Item] | None = None,
-    question: str = QUESTION,
     mix: float | None = None,
 ) -> Judged:
     """Score the best ``top_n`` candidates of every query and reorder them.
 
     The pairs that have no score yet are shared out in chunks, in the order in which candidates lie in their file. After
-    every round of one chunk a process the first process keeps what all have scored, so a kill costs a round; what it asked an
-    endpoint itself it keeps as it comes.
+    every round of one chunk a process the first process keeps what all have scored, so a kill costs a round.
 
     Args:
         wanted: the retrieval set.
+        descriptions: what is scored after each candidate, one a query.
         ranking: of its queries; the same in all processes.
         judge: scores pairs.
         answers: where scores are kept; only the first process needs it.
@@ -302,26 +269,22 @@ def rerank(
         chunk: pairs scored before they are kept.
         progress: like `rge.common.commands.progress_bar`; the first process counts what all have done.
         team: the processes that share the work.
-        queries: what the judge is shown for each query; None: the query itself.
-        question: what it is asked; part of the key under which a score is kept.
         mix: see `reorder`.
 
     Returns:
         The same in every process.
 
     Raises:
-        UserError: the judge gives no answer, or too often neither word.
+        UserError: ``top_n`` is below 1.
     """
     if top_n < 1:
         raise UserError(f"top_n must be at least 1, got {top_n}")
     head_QN = ranking.rows_QW[:, : min(top_n, ranking.depth)]
     query_P, place_P = np.nonzero(head_QN >= 0)
     row_P = head_QN[query_P, place_P].astype(np.int64)
-    asked = wanted.queries if queries is None else queries
-    about = {"version": VERSION, "question": question} | judge.name
-    if not isinstance(judge, RemoteJudge):
-        about["software"] = team.once(lambda: local_software(_opened(answers)))
-    keys = team.once(lambda: _keys(wanted, asked, query_P, row_P, about))
+    software = team.once(lambda: local_software(_opened(answers)))
+    about = {"version": VERSION, "question": QUESTION} | judge.name | {"software": software}
+    keys = team.once(lambda: _keys(wanted, descriptions, query_P, row_P, about))
     unique = list(dict.fromkeys(keys))
     known: dict[str, Any] = team.once(lambda: _opened(answers).get_values(unique))
     pairs = zip(query_P.tolist(), row_P.tolist(), strict=True)
@@ -329,54 +292,36 @@ def rerank(
     order = sorted(todo, key=lambda key: int(wanted.file_rows_C[todo[key][1]]))
     chunk = max(min(chunk, -(-len(order) // team.size)), 1)  # no process is idle where there are few pairs
     parts = [order[start : start + chunk] for start in range(0, len(order), chunk)]
-    kept, shown = (_opened(answers), progress) if team.is_first else (None, NO_BAR)
-    scored = _scored(wanted, asked, judge, kept, todo, parts[team.rank :: team.size])
+    shown = progress if team.is_first else NO_BAR
+    scored = _scored(wanted, descriptions, judge, todo, parts[team.rank :: team.size])
     with shown(total=len(unique), initial=len(known), desc="reranking", unit="pair") as bar:
         for _ in range(-(-len(parts) // team.size)):  # every process takes part in every round
             for found in team.gather(next(scored, {})):
-                if kept is not None and found:
-                    kept.put_values(found)
+                if team.is_first and found:
+                    _opened(answers).put_values(found)
                 known |= found
                 bar.update(len(found))
-    score_P = np.array([known[key][0] for key in keys], np.float64)  # None becomes NaN
-    unanswered = int(np.isnan(score_P).sum())
-    if unanswered > max(1, MAX_UNANSWERED * len(keys)):
-        raise UserError(
-            f"{unanswered} of {len(keys)} pairs were answered with neither {' nor '.join(judge.name['words'])}: name the "
-            "words that the judge uses (yes=, no=), or take another judge; one that refuses so many is none"
-        )
     score_QN, ms_QN = np.full(head_QN.shape, -np.inf), np.zeros(head_QN.shape)
-    score_QN[query_P, place_P] = np.nan_to_num(score_P, nan=-1.0)
+    score_QN[query_P, place_P] = [known[key][0] for key in keys]
     ms_QN[query_P, place_P] = [known[key][1] for key in keys]
-    return Judged(reorder(ranking, score_QN, mix), len(keys), unanswered, ms_QN.sum(axis=1))
+    return Judged(reorder(ranking, score_QN, mix), len(keys), ms_QN.sum(axis=1))
 
 
 def _scored(
     wanted: RetrievalSet,
-    asked: Sequence[Item],
-    judge: Judge,
-    answers: AnswerStore | None,
+    descriptions: Sequence[Item],
+    judge: DescriptionJudge,
     todo: Mapping[str, tuple[int, int]],
     parts: Sequence[Sequence[str]],
-) -> Iterator[dict[str, list[Any]]]:
-    """Score and mean milliseconds by key, part by part; ``answers``: where an endpoint's scores are kept as they come."""
+) -> Iterator[dict[str, list[float]]]:
+    """Score and mean milliseconds by key, part by part."""
     shown = _candidates(wanted, [[todo[key][1] for key in part] for part in parts])
     for part, items in zip(parts, shown, strict=True):
-        pairs = [(asked[todo[key][0]], items[todo[key][1]]) for key in part]
+        pairs = [(descriptions[todo[key][0]], items[todo[key][1]]) for key in part]
         began = time.perf_counter()
-        if isinstance(judge, RemoteJudge) and answers is not None:
-            scores = judge.score(pairs, partial(_keep_paid, answers, part, began))
-        else:
-            scores = judge.score(pairs)
+        scores = judge.score(pairs)
         ms = (time.perf_counter() - began) * 1000 / len(pairs)
         yield {key: [score, ms] for key, score in zip(part, scores, strict=True)}
-
-
-def _keep_paid(
-    answers: AnswerStore, keys: Sequence[str], began: float, place: int, score: float | None
-) -> None:
-    """Keep a score before its chunk is done; the chunk's mean time takes the place of this one."""
-    answers.put_values({keys[place]: [score, (time.perf_counter() - began) * 1000]})
 
 
 def reorder(ranking: Ranking, score_QN: np.ndarray, mix: float | None = None) -> Ranking:

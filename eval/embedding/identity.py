@@ -107,7 +107,7 @@ def _way(results: Mapping[str, Any]) -> dict[str, Any]:
         "judged": judged.get("top_n"),
         "way": way.get("name"),
         "seed": results.get("seed") if sampled else None,
-        **{key: judged[key] for key in ("ask", "mix") if judged.get(key) not in (None, "yes_no")},
+        **({"mix": judged["mix"]} if judged.get("mix") is not None else {}),
     }
 
 

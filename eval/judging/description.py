@@ -15,34 +15,67 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from eval.judging.judges import LocalModel, local_software
 from rge.calls.store import AnswerStore, key_of
 from rge.common.commands import progress_bar
 from rge.common.errors import UserError
+from rge.common.files import read_json
 from rge.common.registry import PluginOptions
 from rge.common.schema import Item, Positive, QueryPart, Record, Target
 from rge.data.sources import RecordFile
 from rge.data.sources import write_records as records_to_file
+from rge.identity.run_identity import digest, still_valid
 
 QUESTION = "What does this show?"
 """What is asked about a candidate."""
 ANSWER_SHOWS = "What does the answer show?"
 """What is asked about a rationale."""
 DESCRIPTION_TOKENS = 64
+MAX_PROMPT_TOKENS = 8192
+SOFTWARE, MOST_SOFTWARE = "software of local models", 1000
+"""Where a store keeps the software that its scores and texts were made with, and how many kinds of it."""
 
 
 def _with(text: str | None, question: str) -> str:
     return "\n".join(filter(None, (text, question)))
 
 
-class DescriptionJudge(LocalModel):
-    """Describes right answers; scores are the log likelihood, summed over the tokens, of a description after a candidate."""
+class DescriptionJudge:
+    """Describes right answers; scores are the log likelihood, summed over the tokens, of a description after a candidate.
 
-    def __init__(self, path: str, **options: Any):
-        super().__init__(path, **options)
-        self.name["asks"] = "description"
+    Args:
+        path: directory, or id on the hub, of a model that `rge.model.backbone` loads.
+        dtype: of the weights; None: float32 on CPU, bfloat16 on a GPU.
 
-    def score(self, pairs: Sequence[tuple[Item, Item]]) -> list[float | None]:
+    Attributes:
+        name: what decides its scores, except for the software; part of the keys under which they are kept.
+
+    Raises:
+        rge.model.backbone.BackboneError: it cannot be loaded.
+    """
+
+    def __init__(self, path: str, *, batch_size: int, device: str | None = None, dtype: str | None = None):
+        from eval.models.common import place
+        from rge.checkpoints.export import checkpoint_hash
+        from rge.model.backbone import load_backbone
+        from rge.model.embedding_model import EmbeddingModel
+        from rge.model.prompts import PromptBuilder
+
+        device, dtype = place(device, dtype)
+        pixels = (read_json(Path(path) / "rge.json") or {"pixels": {"min": None, "max": None}})["pixels"]
+        backbone = load_backbone(
+            path, dtype=dtype, min_pixels=pixels["min"], max_pixels=pixels["max"], add_emb=True
+        )
+        self._embedder = EmbeddingModel(backbone).to(device).eval()
+        self._builder = PromptBuilder(backbone.processor, "plain", MAX_PROMPT_TOKENS)
+        self._batch_size = batch_size
+        self.name: dict[str, Any] = {
+            "judge": checkpoint_hash(Path(path)) if Path(path).is_dir() else path,
+            "dtype": dtype,
+            "max_tokens": MAX_PROMPT_TOKENS,
+            "asks": "description",
+        }
+
+    def score(self, pairs: Sequence[tuple[Item, Item]]) -> list[float]:
         """Log likelihoods of (description, candidate) pairs, in nats; a candidate's prompt is encoded once for all of its texts."""
         import torch
 
@@ -53,7 +86,7 @@ class DescriptionJudge(LocalModel):
         of_candidate: dict[str, list[int]] = defaultdict(list)
         for place, (_, candidate) in enumerate(pairs):
             of_candidate[candidate.id].append(place)
-        found: list[float | None] = [None] * len(pairs)
+        found = [0.0] * len(pairs)
         for places in of_candidate.values():
             candidate = pairs[places[0]][1]
             shown = replace(candidate, text=_with(candidate.text, QUESTION), instruction=None)
@@ -101,15 +134,25 @@ class DescriptionJudge(LocalModel):
         known |= new
         if texts and all(known[key][1] or not known[key][0] for key in keys):
             raise UserError(
-                f"the judge wrote {known[keys[0]][0]!r} and never ended with <emb>: ask=description needs one that was "
+                f"the judge wrote {known[keys[0]][0]!r} and never ended with <emb>: a judge has to be "
                 "trained to describe the right answer (rge eval records descriptions=FILE)"
             )
         return [Item(one.id, text=known[key][0] or one.text) for key, one in zip(keys, texts, strict=True)]
 
 
+def local_software(store: AnswerStore) -> str:
+    """Hash of the software that scores and texts of models in this process are kept under, see `still_valid`."""
+    keys = [key_of(SOFTWARE, number) for number in range(MOST_SOFTWARE)]
+    known = store.get_values(keys)
+    found = still_valid(list(known.values()), ("rge", "eval.judging"))
+    if found not in known.values():
+        store.put_values({keys[len(known) % MOST_SOFTWARE]: found})
+    return digest(found)
+
+
 @dataclass
 class JudgeRecordsOptions(PluginOptions):
-    """Make records that teach a judge what pictures show, and what the right answer of a rationale shows (rerank ask=description)."""
+    """Make records that teach a judge what pictures show, and what the right answer of a rationale shows (eval rerank)."""
 
     src: tuple[Path, ...]
     """Files of training records with rationales."""

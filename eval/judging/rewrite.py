@@ -6,17 +6,22 @@ together with ``query_modality=text`` a text model thus hears of pictures. The p
 reformulations; the words here are ours, and results.json has them.
 """
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from eval.judging.endpoint import Endpoint, picture
 from eval.sets.retrieval_set import RetrievalSet, content_digest
-from rge.calls.request import Part
+from rge.calls.asking.grouping import Outcome
+from rge.calls.caller import Caller
+from rge.calls.model_config import ModelConfig
+from rge.calls.providers.listing import served_as
+from rge.calls.request import Picture, Request
 from rge.calls.store import AnswerStore, key_of
 from rge.common.commands import progress_bar
 from rge.common.errors import UserError
+from rge.common.images import picture_bytes
 from rge.common.options import one_of
 from rge.common.schema import Item
 
@@ -35,27 +40,101 @@ PROMPTS = {
 }
 """Kind -> (system prompt, request after question and pictures)."""
 MAX_TOKENS = 512
+CONCURRENCY = 8
 
 
-@dataclass(frozen=True)
 class Rewriter:
-    """How queries are rewritten.
+    """A vision-language model behind an OpenAI-compatible endpoint that rewrites queries.
+
+    Args:
+        kind: key of `PROMPTS`.
+        url: address of the endpoint.
+        model: its name there.
+        key_env: environment variable that holds the key; None: it needs none.
+        answers: where texts are kept.
 
     Attributes:
-        kind: key of `PROMPTS`.
-        endpoint: writes.
-        answers: where texts are kept.
+        served: see `rge.calls.providers.listing.served_as`; part of the keys under which texts are kept.
+
+    Raises:
+        UserError: the variable is not set, or the endpoint cannot be reached.
     """
 
-    kind: str
-    endpoint: Endpoint
-    answers: AnswerStore
+    def __init__(self, kind: str, url: str, model: str, key_env: str | None, answers: AnswerStore):
+        self.kind, self.model, self.answers = kind, model, answers
+        config = ModelConfig(
+            name=model, base_url=url, key_env=key_env, concurrency=CONCURRENCY, send_seed=False, reasks=0
+        )
+        self.served = served_as(config)
+        self._shown = f"{model} at {url}"
+        self._caller = Caller({model: config}, AnswerStore(None))  # only texts are kept, in `answers`
 
     def about(self) -> dict[str, Any]:
         """For results.json."""
         system, request = PROMPTS[self.kind]
-        about = {"kind": self.kind, "model": self.endpoint.model, "system": system, "request": request}
-        return about | self.endpoint.served
+        return {"kind": self.kind, "model": self.model, "system": system, "request": request} | self.served
+
+    def additions(self, queries: Sequence[Item]) -> list[str | None]:
+        """What is appended to each query, asked for once and then kept; None where nothing was asked, "" where nothing came.
+
+        Raises:
+            UserError: a call has no answer, after all others; or nothing at all was written.
+        """
+        keys = [
+            key_of("rewrite", MAX_TOKENS, self.about(), content_digest(query)[0])
+            if query.images or self.kind != "caption"
+            else None
+            for query in queries
+        ]
+        known = self.answers.get_values([key for key in dict.fromkeys(keys) if key is not None])
+        todo = {
+            key: query
+            for key, query in zip(keys, queries, strict=True)
+            if key is not None and key not in known
+        }
+        with progress_bar(total=len(todo), desc=self.kind, disable=not todo) as bar:
+
+            def keep(key: str, text: str) -> None:
+                self.answers.put_values({key: text})
+                known[key] = text
+                bar.update()
+
+            empty = self._write(todo, keep)
+        if empty and not any(known.values()):
+            raise UserError(
+                f"{self._shown} wrote nothing for any of {sum(key is not None for key in keys)} queries"
+            )
+        self.answers.put_values(dict.fromkeys(empty, ""))
+        known |= dict.fromkeys(empty, "")
+        return [None if key is None else known[key] for key in keys]
+
+    def _write(self, todo: Mapping[str, Item], keep: Callable[[str, str], None]) -> list[str]:
+        """Ask about each query; returns the keys of those that the model refused or answered with nothing."""
+        system, request = PROMPTS[self.kind]
+        requests, keys = [], list(todo)
+        for query in todo.values():
+            # A caption is of the pictures alone: it must not repeat or answer the question.
+            asked = [] if self.kind == "caption" or not query.text else [query.text]
+            pictures = [Picture(ref, hashlib.sha256(picture_bytes(ref)).hexdigest()) for ref in query.images]
+            requests.append(Request(self.model, (*asked, *pictures, request), system, max_tokens=MAX_TOKENS))
+        unanswered: list[Outcome] = []
+        empty: list[str] = []
+
+        def take(place: int, outcome: Outcome) -> None:
+            if outcome.unanswered:
+                unanswered.append(outcome)
+            elif outcome.reply is not None and (text := outcome.reply.text.strip()):
+                keep(keys[place], text)
+            else:
+                empty.append(keys[place])
+
+        self._caller.run(requests, take)
+        if unanswered:
+            raise UserError(
+                f"{len(unanswered)} of {len(requests)} calls of {self._shown} have no answer, the first: "
+                f"{unanswered[0].error}; what was answered is kept, the same command continues"
+            )
+        return empty
 
 
 @dataclass(kw_only=True)
@@ -87,8 +166,7 @@ class RewriteOptions:
             raise UserError(
                 f"rewrite={kind} needs rewriter=ADDRESS of an OpenAI-compatible endpoint and rewriter_model=NAME"
             )
-        endpoint = Endpoint(url, model, self.rewriter_key_env)
-        return Rewriter(kind, endpoint, AnswerStore(cache / "rewrites.sqlite"))
+        return Rewriter(kind, url, model, self.rewriter_key_env, AnswerStore(cache / "rewrites.sqlite"))
 
 
 def rewritten(wanted: RetrievalSet, rewriter: Rewriter) -> RetrievalSet:
@@ -99,48 +177,13 @@ def rewritten(wanted: RetrievalSet, rewriter: Rewriter) -> RetrievalSet:
     Raises:
         UserError: a call was lost, or the endpoint writes nothing at all.
     """
-    added = additions(wanted.queries, rewriter)
+    added = rewriter.additions(wanted.queries)
     queries = [
         replace(query, text="\n".join(part for part in (query.text, more) if part))
         for query, more in zip(wanted.queries, added, strict=True)
     ]
-    meta = {**wanted.meta, "rewriter": rewriter.endpoint.served}
+    meta = {**wanted.meta, "rewriter": rewriter.served}
     if empty := sum(more == "" for more in added):
         note = f"rewrite={rewriter.kind} added nothing to {empty} of {len(queries)} queries (refused, rejected or empty)"
         meta = {**meta, "notes": [*meta.get("notes", []), note]}
     return replace(wanted, queries=queries, meta=meta)
-
-
-def additions(queries: Sequence[Item], rewriter: Rewriter) -> list[str | None]:
-    """What is appended to each query, asked for once and then kept; None where nothing was asked, "" where nothing came."""
-    system, request = PROMPTS[rewriter.kind]
-    about = rewriter.about()
-    keys = {
-        row: key_of("rewrite", MAX_TOKENS, about, content_digest(query)[0])
-        for row, query in enumerate(queries)
-        if query.images or rewriter.kind != "caption"
-    }
-    known = rewriter.answers.get_values(list(dict.fromkeys(keys.values())))
-    todo = {key: queries[row] for row, key in keys.items() if key not in known}
-    keys_todo = list(todo)
-    prompts: list[list[Part]] = []
-    for query in todo.values():
-        # A caption is of the pictures alone: it must not repeat or answer the question.
-        asked = [] if rewriter.kind == "caption" or not query.text else [query.text]
-        prompts.append([*asked, *(picture(ref) for ref in query.images), request])
-    with progress_bar(total=len(todo), desc=rewriter.kind, disable=not todo) as bar:
-
-        def keep(place: int, text: str) -> None:
-            rewriter.answers.put_values({keys_todo[place]: text})
-            known[keys_todo[place]] = text
-            bar.update()
-
-        texts = rewriter.endpoint.write(prompts, system=system, max_tokens=MAX_TOKENS, on_text=keep)
-        empty = {key: "" for key, text in zip(keys_todo, texts, strict=True) if not text}
-        if empty and not any(known.values()):
-            raise UserError(
-                f"{rewriter.endpoint.model} at {rewriter.endpoint.url} wrote nothing for any of {len(keys)} queries"
-            )
-        rewriter.answers.put_values(empty)
-        known |= empty
-    return [known[keys[row]] if row in keys else None for row in range(len(queries))]

@@ -46,7 +46,7 @@ SELF_RANKS = (1, 20)
 PLACES = ("out", "cache", "overwrite", "report")
 """Options of a command that decide nothing about its figures."""
 UNSAID = {
-    "benchmark": "generic", "profile": "clean", "seed": 0, "depth": DEPTH, "rerank.ask": "yes_no", "metrics": [],
+    "benchmark": "generic", "profile": "clean", "seed": 0, "depth": DEPTH, "metrics": [],
 }  # fmt: skip
 """What results stand for that were written before they named it; null for other keys."""
 NOT_ALWAYS_SAID = ("dtype", "exact", "set.content")

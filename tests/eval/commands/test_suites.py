@@ -24,11 +24,14 @@ SIZES = {"north": (8, 30), "south": (12, 24)}
 class Judge:
     """Prefers high ids; counts how often one is loaded."""
 
-    name = {"judge": "fake", "words": ["yes", "no"]}
+    name = {"judge": "fake"}
     loaded = 0
 
     def __init__(self, *_, **__):
         Judge.loaded += 1
+
+    def describe(self, texts, answers):
+        return list(texts)
 
     def score(self, pairs):
         return [int(candidate.id[1:]) / 100 for _, candidate in pairs]
@@ -167,11 +170,9 @@ def test_a_judge_reorders_every_member(suite, tmp_path, monkeypatch):
         checkpoint="fake", set=suite, out=tmp_path / "run", query_mode=("reasoning", "direct"), report=False
     )
     before, _ = run(options, loader(FakeEncoder()))
-    monkeypatch.setattr(rerank_module, "load_judge", Judge)
-    Judge.loaded = 0
+    monkeypatch.setattr(rerank_module, "DescriptionJudge", Judge)
     Judge.loaded = 0
     judged = rerank_command(RerankOptions(of=before, out=tmp_path / "judged", judge="x", top_n=4))
-    assert Judge.loaded == 1
     assert Judge.loaded == 1
     old, new = (pd.read_parquet(path / "per_query.parquet") for path in (before, judged))
     for first, second in zip(old["top10"], new["top10"], strict=True):

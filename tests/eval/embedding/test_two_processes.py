@@ -67,7 +67,7 @@ def test_two_processes_write_the_files_and_numbers_of_one(lively, tmp_path):
 
     # Both judge, each with a model of its own, and write what one process does.
     of = tmp_path / "two" / "direct-both"
-    judge = {"of": of, "judge": tmp_path / "checkpoint", "top_n": 3, "batch_size": 2, "yes": "a", "no": "e"}
+    judge = {"of": of, "judge": tmp_path / "checkpoint", "top_n": 3, "batch_size": 2}
     judged = start(*(f"{key}={value}" for key, value in judge.items()), f"out={tmp_path / 'judged'}",
                    pair=True, name="rerank")  # fmt: skip
     assert judged.returncode == 0, judged.stderr[-4000:]

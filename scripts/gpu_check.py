@@ -1,23 +1,20 @@
-"""One command for a machine with GPUs: is every fast path right, and what does a step of the 3B take?
+"""One command for a machine with GPUs: check every fast path, and time a step of the 3B model.
 
     python scripts/gpu_check.py [out=gpu_check] [steps=20] [queries=64] [micro_batch=8] [checks=all] [rehearse=false]
 
-Attach ``gpu_check.html`` and ``gpu_check.json`` of ``out`` to an issue, whatever they say. Checks are independent; one that
-fails ends no other:
+Please attach ``gpu_check.md`` and ``gpu_check.json`` from ``out`` to an issue, whatever they say. The checks are independent of each
+other:
 
     kernels     flash attention of prompts, branches, pictures and single tokens against ordinary attention, with gradients
-    form        a step of a small model: as a GPU computes it against rows side by side in float32
-    rollout     rationales written by captured steps against the same ones launched kernel by kernel
-    training    the recipe's model with random weights at the recipe's sizes: seconds, memory and FLOP/s against the plan
-    back_ends   a few steps of the demo under DDP, ZeRO and FSDP2, on as many GPUs as there are
-    vllm        the tests of rollout.backend=vllm, where vLLM is installed
+    form        a step of a small model: the GPU's form against padded rows in float32
+    rollout     rationales written by captured CUDA graphs against the same kernels launched one by one
+    training    the recipe's model with random weights, at the recipe's sizes: seconds, memory and FLOP/s against the plan
+    back_ends   a few steps of the demo under DDP, ZeRO and FSDP2, on all GPUs
 
-``queries`` is the share of a batch that one GPU has, 512 / 8 in the 3B's recipe. ``rehearse=true`` goes through all of it on a
-CPU with a tiny model: it shows that the command works, and names what could not run. The exit code is 1 if a check failed.
+``queries`` is one GPU's share of a batch, 512 / 8 in the 3B's recipe. ``rehearse=true`` runs everything that can run on a CPU, with a
+tiny model. The exit code is 1 if a check failed.
 """
 
-import html
-import importlib.util
 import json
 import math
 import os
@@ -28,8 +25,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -41,12 +37,12 @@ sys.path.insert(0, str(ROOT))
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
-from PIL import Image  # noqa: E402
+from benches.harness import make_batch, random_picture  # noqa: E402
 from transformers import AutoModelForImageTextToText  # noqa: E402
 
 from rge.common.commands import start  # noqa: E402
 from rge.common.errors import UserError  # noqa: E402
-from rge.common.files import write_bytes  # noqa: E402
+from rge.common.files import write_text  # noqa: E402
 from rge.common.options import one_of, parse_options  # noqa: E402
 from rge.common.schema import Item  # noqa: E402
 from rge.config import Recipe, load_recipe  # noqa: E402
@@ -66,20 +62,13 @@ from rge.rollout.writer import Rollout  # noqa: E402
 from rge.scratch import build as scratch  # noqa: E402
 from rge.step import TrainingStep  # noqa: E402
 
-CHECKS = ("kernels", "form", "rollout", "training", "back_ends", "vllm")
 LIMIT_S = 3600.0
-"""How long a command of its own may take before it is ended and its check has failed."""
+"""Time limit of a command that a check starts."""
 
 PEAK_TFLOPS = {
-    "H100": 989.0,
-    "H200": 989.0,
-    "GH200": 989.0,
-    "B200": 2250.0,
-    "A100": 312.0,
-    "L40S": 362.0,
-    "4090": 165.0,
-}
-"""Dense bfloat16, as published by the maker, by a part of the device's name."""
+    "H100": 989.0, "H200": 989.0, "GH200": 989.0, "B200": 2250.0, "A100": 312.0, "L40S": 362.0, "4090": 165.0,
+}  # fmt: skip
+"""Published dense bfloat16 peak, by a part of the device's name."""
 
 KERNEL_SHAPES: dict[str, tuple[int, int, int, list[int], list[int] | None, bool]] = {
     "prompts": (16, 2, 128, [1150, 900, 31, 1], None, True),
@@ -101,7 +90,7 @@ SMALL_VISION = {
 
 @dataclass
 class Options:
-    """What is checked, and how large."""
+    """Checks to run, and their sizes."""
 
     out: Path = Path("gpu_check")
     recipe: str = "qwen25vl_3b"
@@ -113,20 +102,12 @@ class Options:
 
 
 class NotRun(Exception):
-    """A check needs something that this machine lacks; the message says what."""
+    """A check needs something that this machine lacks."""
 
 
 @dataclass
 class Result:
-    """What a check found.
-
-    Attributes:
-        name: of the check.
-        state: ``passed``, ``failed`` or ``not run``.
-        seconds: that it took.
-        says: what failed or is missing, or what was shown.
-        figures: numbers by name.
-    """
+    """Result of a check; ``state`` is ``passed``, ``failed`` or ``not run``."""
 
     name: str
     state: str
@@ -136,7 +117,7 @@ class Result:
 
 
 class Machine:
-    """What the checks run on: the first GPU, or in a rehearsal the CPU."""
+    """The device of the checks: the first GPU, or the CPU in a rehearsal."""
 
     def __init__(self, options: Options):
         self.options, self.gpus = options, torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -145,11 +126,11 @@ class Machine:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether this is the real thing."""
+        """Whether the checks run on a GPU."""
         return self.device.type == "cuda"
 
     def wait(self) -> None:
-        """Until the device has done all that it was given."""
+        """Wait for the device."""
         if self.on_gpu:
             torch.cuda.synchronize(self.device)
 
@@ -174,7 +155,7 @@ class Machine:
         return found
 
     def peak_tflops(self) -> float | None:
-        """Of the device, or None where it is not known."""
+        """Peak of the device, or None if unknown."""
         name = torch.cuda.get_device_name(0) if self.gpus else ""
         return next((peak for part, peak in PEAK_TFLOPS.items() if part in name), None)
 
@@ -223,28 +204,24 @@ def _embedder(
     )
 
 
-def make_batch(embedder: EmbeddingModel, recipe: Recipe, queries: int, side_px: int, rationale: int) -> Batch:
-    """Queries with a picture and a labelled negative each; oracle rationales of that many tokens."""
-    chance = np.random.default_rng(0)
-    builder = PromptBuilder(embedder.processor, recipe.data.profile, recipe.data.max_prompt_tokens)
-    batch = Batch([], [], [], [], [], [], [], [], [])
+def random_batch(
+    machine: Machine, embedder: EmbeddingModel, queries: int, side_px: int = 112, rationale: int = 12
+) -> Batch:
+    """Queries with a picture and a labelled negative each; oracle rationales of ``rationale`` tokens."""
+    chance, data = np.random.default_rng(0), machine.recipe.data
+    builder = PromptBuilder(embedder.processor, data.profile, data.max_prompt_tokens)
 
     def prompt(side: str, name: str) -> Any:
-        image = Image.fromarray(chance.integers(0, 255, (side_px, side_px, 3), dtype=np.uint8))
-        return builder.build(Item(name, "what opens this " * int(chance.integers(2, 12))), side, [image])
+        text = "what opens this " * int(chance.integers(2, 12))
+        return builder.build(Item(name, text), side, [random_picture(chance, side_px)])
 
-    for number in range(queries):
-        batch.record_ids.append(str(number))
-        batch.seeds.append(number)
-        batch.queries.append(prompt("query", f"q{number}"))
-        ids = chance.integers(0, min(embedder.suppressed_ids), rationale - 1)
-        batch.oracle_ids.append([*ids.tolist(), embedder.emb_id])
-        batch.positive.append(len(batch.candidates))
-        batch.negatives.append([len(batch.candidates) + 1])
-        batch.right_answers.append([2 * number])
-        batch.candidates.extend(prompt("candidate", f"c{number}{kind}") for kind in "pn")
-        batch.candidate_identity.extend([2 * number, 2 * number + 1])
-    return batch
+    rows = range(queries)
+    oracles = chance.integers(0, min(embedder.suppressed_ids), (queries, rationale - 1)).tolist()
+    return make_batch(
+        [prompt("query", f"q{row}") for row in rows],
+        [[prompt("candidate", f"c{row}{kind}") for kind in "pn"] for row in rows],
+        [[*ids, embedder.emb_id] for ids in oracles],
+    )
 
 
 def check_kernels(machine: Machine) -> tuple[str, dict[str, Any]]:
@@ -281,7 +258,7 @@ def check_form(machine: Machine) -> tuple[str, dict[str, Any]]:
     """The form of a GPU against rows side by side in float32."""
     dtype = torch.bfloat16 if machine.on_gpu else torch.float32
     plain = small_embedder(machine, torch.float32, "sdpa")
-    batch = make_batch(plain, machine.recipe, 5, 112, 12)
+    batch = random_batch(machine, plain, 5)
     report, expected = _one_step(machine, plain, batch, 2)
     report_fast, found = _one_step(machine, small_embedder(machine, dtype, "varlen"), batch, 2)
     flat = [torch.cat([gradients[name].flatten() for name in expected]) for gradients in (expected, found)]
@@ -308,7 +285,7 @@ def check_rollout(machine: Machine) -> tuple[str, dict[str, Any]]:
     written, seconds = [], []
     for graphs in (False, True):
         embedder = small_embedder(machine, dtype, "varlen", cuda_graphs=graphs).eval()
-        batch = make_batch(embedder, machine.recipe, 12, 112, 12)
+        batch = random_batch(machine, embedder, 12)
         settings = {"max_new_tokens": 48, "batch_size": 12}
         generate(embedder, batch.queries, **settings)
         machine.wait()
@@ -369,7 +346,7 @@ def check_training(machine: Machine) -> tuple[str, dict[str, Any]]:
     if recipe.model.gradient_checkpointing:
         embedder.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     embedder.train()
-    batch = make_batch(embedder, recipe, queries, side, rationale)
+    batch = random_batch(machine, embedder, queries, side, rationale)
     optimizer = torch.optim.AdamW(embedder.parameters(), lr=1e-6, weight_decay=0.0)
     objective = Objective(recipe.loss.alpha_lm, recipe.loss.alpha_con, recipe.loss.temperature)  # type: ignore[arg-type]
     if machine.on_gpu:
@@ -492,26 +469,6 @@ def launch_command(config: str, processes: int, out: Path) -> list[str]:
     ]  # fmt: skip
 
 
-def check_vllm(machine: Machine) -> tuple[str, dict[str, Any]]:
-    """The tests of vLLM's rollout."""
-    if importlib.util.find_spec("vllm") is None:
-        raise NotRun("vLLM is not installed: pip install -e '.[vllm]' in an environment of its own")
-    failed = _run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-m",
-            "vllm",
-            str(ROOT / "tests/rge/rollout/test_vllm_writer.py"),
-        ]
-    )
-    if failed is not None:
-        raise AssertionError(failed)
-    return "tests/rge/rollout/test_vllm_writer.py", {}
-
-
 def _run(command: list[str]) -> str | None:
     """Run a command; the end of what it wrote if it fails."""
     try:
@@ -529,78 +486,59 @@ def _run(command: list[str]) -> str | None:
     return "\n".join([*reasons[:20], "...", *lines[-40:]])
 
 
-def run_checks(machine: Machine) -> list[Result]:
-    """Every check that was asked for, in order; none ends another."""
-    asked = CHECKS if "all" in machine.options.checks else machine.options.checks
-    results = []
-    for name in CHECKS:
-        if name not in asked:
-            continue
-        print(f"{name} ...", flush=True)
-        began = time.perf_counter()
-        with _memory_given_back(machine):
-            try:
-                says, figures = FUNCTIONS[name](machine)
-                state = "passed"
-            except NotRun as missing:
-                state, says, figures = "not run", str(missing), {}
-            except Exception as problem:  # noqa: BLE001 - whatever it is, it belongs into the report
-                state, figures = "failed", {"trace": traceback.format_exc()[-4000:]}
-                says = f"{type(problem).__name__}: {problem}"
-        results.append(Result(name, state, time.perf_counter() - began, says, figures))
-        print(f"{name}: {state}: {says}", flush=True)
-    return results
-
-
-FUNCTIONS: dict[str, Callable[[Machine], tuple[str, dict[str, Any]]]] = {
+CHECKS: dict[str, Callable[[Machine], tuple[str, dict[str, Any]]]] = {
     "kernels": check_kernels,
     "form": check_form,
     "rollout": check_rollout,
     "training": check_training,
     "back_ends": check_back_ends,
-    "vllm": check_vllm,
 }
 
 
-@contextmanager
-def _memory_given_back(machine: Machine) -> Iterator[None]:
-    yield
-    if machine.on_gpu:
-        torch.cuda.empty_cache()
+def run_checks(machine: Machine) -> list[Result]:
+    """Every requested check, in order."""
+    asked, results = machine.options.checks, []
+    for name, check in CHECKS.items():
+        if name not in asked and "all" not in asked:
+            continue
+        print(f"{name} ...", flush=True)
+        began, figures = time.perf_counter(), {}
+        try:
+            says, figures = check(machine)
+            state = "passed"
+        except NotRun as missing:
+            state, says = "not run", str(missing)
+        except Exception as problem:  # noqa: BLE001 - the report shows it, and the other checks still run
+            state, says = "failed", f"{type(problem).__name__}: {problem}"
+            figures = {"trace": traceback.format_exc()[-4000:]}
+        if machine.on_gpu:
+            torch.cuda.empty_cache()
+        results.append(Result(name, state, time.perf_counter() - began, says, figures))
+        print(f"{name}: {state}: {says}", flush=True)
+    return results
 
 
 def page(machine: dict[str, Any], results: list[Result]) -> str:
-    """One file, no script, nothing from elsewhere."""
+    """The report in Markdown, as an issue shows it."""
 
-    def table(values: dict[str, Any]) -> str:
-        rows = (
-            f"<tr><th>{html.escape(str(name))}</th><td><pre>{html.escape(_shown(value))}</pre></td></tr>"
-            for name, value in values.items()
-        )
-        return f"<table>{''.join(rows)}</table>"
+    def listed(values: dict[str, Any]) -> list[str]:
+        shown = {name: f"{v:,.4g}" if isinstance(v, float) else str(v) for name, v in values.items()}
+        blocks = [
+            f"```\n{text}\n```" if "\n" in text else f"- {name}: {text}" for name, text in shown.items()
+        ]
+        return [*blocks, ""]
 
-    parts = [
-        f'<section class="{result.state.replace(" ", "-")}"><h2>{html.escape(result.name)}: {result.state}</h2>'
-        f"<p>{html.escape(result.says)} ({result.seconds:.0f} s)</p>{table(result.figures)}</section>"
-        for result in results
-    ]
-    note = "<p><strong>A rehearsal on a CPU with a tiny model. No figure here is a GPU's.</strong></p>"
-    return (
-        '<!doctype html><html lang="en"><meta charset="utf-8"><title>gpu_check</title><style>'
-        "body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}"
-        "th{text-align:left;padding-right:2rem;font-weight:normal;vertical-align:top}pre{margin:0;white-space:pre-wrap}"
-        "section{border-left:.4rem solid #888;padding-left:1rem;margin:1.5rem 0}"
-        ".passed{border-color:#2a7}.failed{border-color:#c33}</style>"
-        f"<h1>gpu_check</h1>{note * bool(machine['rehearsal'])}{table(machine)}{''.join(parts)}</html>\n"
-    )
-
-
-def _shown(value: Any) -> str:
-    return f"{value:,.4g}" if isinstance(value, float) else str(value)
+    lines = ["# gpu_check", "", *listed(machine)]
+    if machine["rehearsal"]:
+        lines += ["**A rehearsal on a CPU with a tiny model. No figure here is a GPU's.**", ""]
+    for result in results:
+        lines += [f"## {result.name}: {result.state}", "", f"{result.says} ({result.seconds:.0f} s)", ""]
+        lines += listed(result.figures)
+    return "\n".join(lines)
 
 
 def main(argv: list[str]) -> int:
-    """Run, write both files, say where they are."""
+    """Run the checks and write both files."""
     options = parse_options(Options, argv)
     one_of("checks", options.checks, [*CHECKS, "all"])
     for name in ("steps", "queries", "micro_batch"):
@@ -619,9 +557,9 @@ def main(argv: list[str]) -> int:
         "options": asdict(options),
         "results": [asdict(result) for result in results],
     }
-    write_bytes(options.out / "gpu_check.json", json.dumps(found, indent=1, default=str).encode())
-    write_bytes(options.out / "gpu_check.html", page(described, results).encode())
-    print(f"attach to an issue: {options.out / 'gpu_check.html'} and {options.out / 'gpu_check.json'}")
+    write_text(options.out / "gpu_check.json", json.dumps(found, indent=1, default=str))
+    write_text(options.out / "gpu_check.md", page(described, results))
+    print(f"attach to an issue: {options.out / 'gpu_check.md'} and {options.out / 'gpu_check.json'}")
     return int(any(result.state == "failed" for result in results))
 
 

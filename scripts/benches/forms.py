@@ -20,13 +20,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationConfig
 
-from benches.harness import count_flops
+from benches.harness import count_flops, make_batch, random_picture
 from rge.common.errors import UserError
 from rge.common.schema import Item
 from rge.config import load_recipe
@@ -140,13 +139,10 @@ def long_setting(options: Sizes, sizes: dict | None = None) -> Setting:
         embedder = EmbeddingModel(load_backbone(path, add_emb=True, **pixels)).eval()
     builder = PromptBuilder(embedder.processor, "plain", max_tokens=10**6)
 
-    def picture(side_px: int) -> Image.Image:
-        return Image.fromarray(rng.integers(0, 255, (side_px, side_px, 3), dtype=np.uint8))
-
     side_px = 28 * math.isqrt(max(1, int(0.94 * (options.prompt_tokens - 64))))  # the template takes about 60
     queries, candidates = [], []
     for row in range(options.batch):
-        image = picture(side_px)
+        image = random_picture(rng, side_px)
         base = len(builder.build(Item(f"q{row}", " key", ()), "query", [image]))
         # Ragged, as real prompts are: the longest has `prompt_tokens`, the others up to 4 % less.
         wanted = options.prompt_tokens - (row % 4) * options.prompt_tokens // 100
@@ -157,7 +153,9 @@ def long_setting(options: Sizes, sizes: dict | None = None) -> Setting:
         text_ = " key" * (wanted - base + 1)
         queries.append(builder.build(Item(f"q{row}", text_, ()), "query", [image]))
         candidates.append(
-            builder.build(Item(f"c{row}", None, ()), "candidate", [picture(options.candidate_side_px)])
+            builder.build(
+                Item(f"c{row}", None, ()), "candidate", [random_picture(rng, options.candidate_side_px)]
+            )
         )
 
     def lengths() -> list[int]:
@@ -166,17 +164,8 @@ def long_setting(options: Sizes, sizes: dict | None = None) -> Setting:
         return np.clip(drawn.astype(int), low, options.rationale_tokens - 1).tolist()
 
     high = min(embedder.suppressed_ids)
-    batch = Batch(
-        record_ids=[prompt.id for prompt in queries],
-        queries=queries,
-        oracle_ids=[[*rng.integers(0, high, length).tolist(), embedder.emb_id] for length in lengths()],
-        candidates=candidates,
-        candidate_identity=list(range(options.batch)),
-        positive=list(range(options.batch)),
-        negatives=[[] for _ in queries],
-        right_answers=[[row] for row in range(options.batch)],
-        seeds=[0] * options.batch,
-    )
+    oracle_ids = [[*rng.integers(0, high, length).tolist(), embedder.emb_id] for length in lengths()]
+    batch = make_batch(queries, [[candidate] for candidate in candidates], oracle_ids)
     stop_B = lengths()
     objective = Objective(1 / 11, 10 / 11)
     return Setting(

@@ -1,13 +1,20 @@
-"""What the benches share: turns of timing, peaks of memory, counted FLOPs, parts in processes of their own."""
+"""Helpers of the benches: alternating timings, peak memory, counted FLOPs, batches from random pictures."""
 
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from PIL import Image
+
+if TYPE_CHECKING:
+    from rge.data.collate import Batch
+    from rge.model.prompts import Prompt
 
 GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
 """glibc returns freed tensors immediately; otherwise resident memory includes what earlier work needed."""
@@ -85,3 +92,28 @@ def count_flops(work: Callable[[], object]) -> float:
     with flop_counter.FlopCounterMode(display=False, custom_mapping=counts) as counter:
         work()
     return counter.get_total_flops()
+
+
+def random_picture(chance: np.random.Generator, side_px: int) -> Image.Image:
+    """A square picture of random pixels."""
+    return Image.fromarray(chance.integers(0, 255, (side_px, side_px, 3), dtype=np.uint8))
+
+
+def make_batch(
+    queries: "list[Prompt]", candidates: "Sequence[Sequence[Prompt]]", oracle_ids: list[list[int]]
+) -> "Batch":
+    """A batch in which every query has its own candidates: a positive, then negatives, equally many for each query."""
+    from rge.data.collate import Batch
+
+    rows, each = range(len(queries)), len(candidates[0])
+    return Batch(
+        record_ids=[prompt.id for prompt in queries],
+        queries=queries,
+        oracle_ids=oracle_ids,
+        candidates=[prompt for own in candidates for prompt in own],
+        candidate_identity=list(range(each * len(queries))),
+        positive=[each * row for row in rows],
+        negatives=[list(range(each * row + 1, each * row + each)) for row in rows],
+        right_answers=[[each * row] for row in rows],
+        seeds=list(rows),
+    )

@@ -14,14 +14,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 
-from benches.harness import in_new_process, peak_growth
+from benches.harness import in_new_process, make_batch, peak_growth, random_picture
 from rge.common.schema import Item
 from rge.data.collate import Batch
 from rge.model.backbone import load_backbone
 from rge.model.embedding_model import EmbeddingModel
-from rge.model.prompts import PromptBuilder
+from rge.model.prompts import Prompt, PromptBuilder
 from rge.objective import Objective
 from rge.rollout.generate import generate
 from rge.rollout.writer import Rollout
@@ -50,27 +49,16 @@ class Options:
 RATIONALE_TOKENS = 24
 
 
-def make_batch(builder: PromptBuilder, size: int) -> tuple[Batch, int]:
-    """A batch of random pictures and words, and its bytes of pixels."""
+def random_batch(builder: PromptBuilder, size: int) -> Batch:
+    """A batch of random pictures, each query with one candidate."""
     chance = np.random.default_rng(0)
-    batch = Batch([], [], [], [], [], [], [], [], [])
 
-    def prompt(side: str, number: int):
-        image = Image.fromarray(chance.integers(0, 255, (SIDE_PX, SIDE_PX, 3), dtype=np.uint8))
-        return builder.build(Item(str(number), "what opens this " * 4), side, [image])
+    def prompts(side: str) -> list[Prompt]:
+        items = [Item(f"{side} {row}", "what opens this " * 4) for row in range(size)]
+        return [builder.build(item, side, [random_picture(chance, SIDE_PX)]) for item in items]
 
-    for number in range(size):
-        batch.record_ids.append(str(number))
-        batch.queries.append(prompt("query", number))
-        batch.oracle_ids.append(builder.rationale_ids("a key opens it " * 6, ""))
-        batch.candidates.append(prompt("candidate", number))
-        batch.candidate_identity.append(number)
-        batch.positive.append(number)
-        batch.negatives.append([])
-        batch.right_answers.append([number])
-        batch.seeds.append(number)
-    pixels = sum(one.pixels.nbytes for one in (*batch.queries, *batch.candidates))
-    return batch, pixels
+    oracles = [builder.rationale_ids("a key opens it " * 6, "")] * size
+    return make_batch(prompts("query"), [[one] for one in prompts("candidate")], oracles)
 
 
 def point(folder: str, size: int, micro_batch: int, first: int) -> dict[str, float]:
@@ -88,8 +76,9 @@ def point(folder: str, size: int, micro_batch: int, first: int) -> dict[str, flo
         TrainingStep(embedder, embedder, objective, micro_batch)(batch, Rollout(rationales))
         embedder.zero_grad(set_to_none=True)
 
-    step(make_batch(builder, first)[0])
-    batch, pixels = make_batch(builder, size)
+    step(random_batch(builder, first))
+    batch = random_batch(builder, size)
+    pixels = sum(one.pixels.nbytes for one in (*batch.queries, *batch.candidates))  # type: ignore[union-attr]
     began = time.perf_counter()
     growth = peak_growth(lambda: step(batch))
     return {"growth": growth, "inputs": pixels, "seconds": time.perf_counter() - began}

@@ -38,9 +38,7 @@ def caption_request(
 ) -> Request:
     """Ask for a caption; see `generate_request`."""
     text = (texts or wording()).caption
-    return Request(
-        model, (text, picture), shared_parts=1, form=_form(text), fields=(("caption", None),), **settings
-    )
+    return Request(model, (text, picture), form=_form(text), fields=(("caption", None),), **settings)
 
 
 def generate_request(
@@ -57,7 +55,7 @@ def generate_request(
     codes = [texts.codes[category] for category in categories]
     text = texts.asked(list(categories), content_policy=content_policy)
     fields = (("input_desc", None), *((f"Example_{code}_1", _GENERATED) for code in codes))
-    return Request(model, (text, picture), shared_parts=1, form=_form(text), fields=fields, **settings)
+    return Request(model, (text, picture), form=_form(text), fields=fields, **settings)
 
 
 def filter_request(
@@ -67,7 +65,7 @@ def filter_request(
     text = (texts or wording()).filter
     fields = (("input_desc", None), ("reasoning", None), ("is_valid", ("yes", "no")))
     parts = (text, picture, f"<query>{query}</query>\n<target_desc>{target}</target_desc>")
-    return Request(model, parts, shared_parts=2, form=_form(text), fields=fields, **settings)
+    return Request(model, parts, form=_form(text), fields=fields, **settings)
 
 
 def judge_request(
@@ -89,7 +87,7 @@ def judge_request(
     )
     # What all candidates of a query share comes first, its picture included, so that a provider's prompt cache holds it.
     parts = (f"{text}\n\nINPUT:", picture, f"<query>{query}</query>\nTARGET:", target)
-    return Request(model, parts, shared_parts=3, form=_form(text), fields=fields, **settings)
+    return Request(model, parts, form=_form(text), fields=fields, **settings)
 
 
 def _form(prompt: str) -> str:

@@ -16,7 +16,7 @@ from rge.calls.failures import BudgetReached, Rejected, StopCalls
 from rge.calls.keys import Mask, read_key
 from rge.calls.model_config import ModelConfig, check_model
 from rge.calls.pictures import Pictures
-from rge.calls.providers.batches import PROVIDERS
+from rge.calls.providers.batches import BatchApi
 from rge.calls.providers.bodies import Shown
 from rge.calls.providers.transport import Connections, Send
 from rge.calls.replies import ReplyError
@@ -202,8 +202,8 @@ class Caller:
         async def show(request: Request) -> Shown:
             return await _shown(request, pictures)
 
-        async with PROVIDERS[model.api](model, self._mask) as provider:
-            jobs = BatchJobs(sending, provider, show=show, settle=settle, say=self._say)
+        async with BatchApi(model, self._mask) as api:
+            jobs = BatchJobs(sending, api, show=show, settle=settle, say=self._say)
             try:
                 reasons = await jobs.run(dict(left))
             except StopCalls as error:

@@ -6,7 +6,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal
 
 import httpx
-from pydantic import Field
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
 
 from rge.calls.replies import is_refused, usage
 from rge.calls.request import Request
@@ -18,8 +19,9 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
 CHARACTERS_A_TOKEN = 3
 """Of a prompt, for estimates; low, so that estimates are rather too high."""
-ANTHROPIC_WRITES = 1.25
-"""What Anthropic bills for input that it writes to its five-minute cache, as a multiple of the price of input."""
+ANTHROPIC = "https://api.anthropic.com/v1"
+GEMINI = "https://generativelanguage.googleapis.com/v1beta/openai"
+"""Addresses of providers, besides OpenAI's, that take OpenAI's format."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,17 @@ class Learnt:
     most_output: float = 1.0  # likewise of output, whose estimate is ``max_tokens``
 
 
+def _one_format(api: object) -> object:
+    address = {"anthropic": ANTHROPIC, "gemini": GEMINI}.get(str(api))
+    if address is not None:
+        raise PydanticCustomError(
+            "one_format",
+            "every model is asked in OpenAI's format now; leave api out and set base_url={address}",
+            {"address": address},
+        )
+    return api
+
+
 @dataclass
 class ModelConfig:
     """A model behind an endpoint."""
@@ -50,12 +63,13 @@ class ModelConfig:
     name: str
     """Name the endpoint knows it by, and its answers are kept by."""
     base_url: str | None = None
-    """Such as http://HOST:8000/v1 of vLLM; null: the provider's own."""
-    api: Literal["openai", "anthropic", "gemini"] = "openai"
-    """openai (any compatible endpoint, such as `vllm serve`), anthropic or gemini."""
+    """Address of an OpenAI-compatible endpoint: https://api.anthropic.com/v1,
+    https://generativelanguage.googleapis.com/v1beta/openai, or http://HOST:8000/v1 of `vllm serve`; null: OpenAI's own."""
+    api: Annotated[Literal["openai"], BeforeValidator(_one_format)] = "openai"
+    """The format of requests; there is one."""
     mode: Literal["calls", "batch"] = "calls"
-    """calls, or batch: by the provider's batch mode, at a part of the price and within a day; what a batch does not answer is
-    asked by calls."""
+    """calls, or batch: by OpenAI's batch API (or a compatible one), at a part of the price and within a day; what a batch does
+    not answer is asked by calls."""
     key_env: str | None = None
     """Environment variable that holds the key; null: the endpoint needs none."""
     concurrency: PositiveInt = 32
@@ -77,9 +91,6 @@ class ModelConfig:
     """Per million tokens; null, with no output_price either: as in the price table, or 0."""
     cached_price: float | None = None
     """Per million input tokens that the provider had in its prompt cache; null: as ``input_price``."""
-    cache_write_price: float | None = None
-    """Per million input tokens that the provider wrote to its prompt cache; null: 1.25 times ``input_price`` with
-    api=anthropic, else as ``input_price``."""
     output_price: float | None = None
     """Per million tokens."""
     budget: float | None = None
@@ -114,7 +125,7 @@ class ModelConfig:
     @property
     def endpoint(self) -> str:
         """Name and address: what budgets, rates and the ledger go by."""
-        return f"{self.name} at {self.base_url or self.api}"
+        return f"{self.name} at {self.base_url or 'openai'}"
 
     def unpriced(self) -> bool:
         """Whether no price is given, so that a table may."""
@@ -125,23 +136,13 @@ class ModelConfig:
         return bool(self.input_price or self.output_price)
 
     def cost(
-        self,
-        input_tokens: int,
-        output_tokens: int,
-        cached_tokens: int = 0,
-        cache_written: int = 0,
-        *,
-        batch: bool = False,
+        self, input_tokens: int, output_tokens: int, cached_tokens: int = 0, *, batch: bool = False
     ) -> float:
-        """Price of a call, or of one in a batch; tokens read from a cache or written to it are a part of the input tokens."""
+        """Price of a call, or of one in a batch; tokens read from a cache are a part of the input tokens."""
         input_price = self.input_price or 0.0
         cached_price = input_price if self.cached_price is None else self.cached_price
-        write_price = self.cache_write_price
-        if write_price is None:
-            write_price = input_price * (ANTHROPIC_WRITES if self.api == "anthropic" else 1.0)
-        fresh = (input_tokens - cached_tokens - cache_written) * input_price
-        price = fresh + cached_tokens * cached_price + output_tokens * (self.output_price or 0.0)
-        price += cache_written * write_price
+        price = (input_tokens - cached_tokens) * input_price + cached_tokens * cached_price
+        price += output_tokens * (self.output_price or 0.0)
         return price * (self.batch_price if batch else 1.0) / 1e6
 
     def bill(self, body: bytes, expected: tuple[int, int], *, batch: bool = False) -> Bill:
@@ -152,8 +153,7 @@ class ModelConfig:
         given = guesses[0] if said.input_tokens is None else said.input_tokens
         written = guesses[1] if said.output_tokens is None else said.output_tokens
         cached = min(said.cached, given)
-        cost = self.cost(given, written, cached, min(said.cache_written, given - cached), batch=batch)
-        return Bill(given, written, cached, cost, refused)
+        return Bill(given, written, cached, self.cost(given, written, cached, batch=batch), refused)
 
     def estimate(self, request: Request, learnt: Learnt | None = None) -> tuple[int, int]:
         """Input tokens, and output tokens at most."""
@@ -164,14 +164,12 @@ class ModelConfig:
         return int(prompt * learnt.most_input), int(answer * learnt.most_output)
 
     def greatest_cost(self, request: Request, learnt: Learnt | None = None, *, batch: bool = False) -> float:
-        """What a call costs at most: a prompt that later ones share may all be written to the provider's cache."""
-        given, answered = self.estimate(request, learnt)
-        written = given if request.shared_parts else 0
-        return max(self.cost(given, answered, cache_written=number, batch=batch) for number in (0, written))
+        """What a call costs at most."""
+        return self.cost(*self.estimate(request, learnt), batch=batch)
 
     def sent_by(self) -> str:
         """Where and how requests go, of what is no part of their keys: another one may take what this one rejects."""
-        return f"{self.endpoint} {self.api} {self.token_limit} {self.send_seed}"
+        return f"{self.endpoint} {self.token_limit} {self.send_seed}"
 
     def answers_by(self) -> dict[str, Any]:
         """The settings that change what the model answers, those that are set: part of the key of its answers."""
@@ -201,10 +199,6 @@ def check_model(where: str, model: ModelConfig) -> None:
         raise UserError(
             f"{where}.budget needs input_price and output_price: without prices nothing is ever spent"
         )
-    unknown = {"anthropic": ("draws_a_call", "token_limit"), "gemini": ("token_limit",)}
-    for setting in unknown.get(model.api, ()):
-        if getattr(model, setting) != getattr(ModelConfig, setting):
-            raise UserError(f"{where}.{setting} means nothing to api={model.api}")
     if set(model.extra_body) & {"model", "messages", "n", "seed"}:
         raise UserError(
             f"{where}.extra_body must leave model, messages, n and seed alone: answers are kept by them"

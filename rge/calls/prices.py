@@ -5,7 +5,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from rge.calls.model_config import ModelConfig
+from rge.calls.model_config import ANTHROPIC, GEMINI, ModelConfig
 from rge.common.errors import UserError
 from rge.common.options import build, read_yaml
 
@@ -19,7 +19,6 @@ class Prices:
     input_price: float
     output_price: float
     cached_price: float | None = None
-    cache_write_price: float | None = None
     batch_price: float | None = None
 
 
@@ -37,7 +36,8 @@ def priced(models: Mapping[str, ModelConfig], table: Path | None = None) -> dict
     rows = read_yaml(path)
     found = dict(models)
     for label, model in models.items():
-        if model.name not in rows or not model.unpriced() or (table is None and model.base_url is not None):
+        own = model.base_url is None or model.base_url.rstrip("/") in (ANTHROPIC, GEMINI)
+        if model.name not in rows or not model.unpriced() or not (own or table):
             continue
         row = build(Prices, [(f"{path}: {model.name}: ", rows[model.name])])
         given = {key: value for key, value in dataclasses.asdict(row).items() if value is not None}

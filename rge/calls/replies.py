@@ -86,21 +86,8 @@ class Usage:
     input_tokens: int | None  # those of the prompt cache among them
     output_tokens: int | None  # thoughts among them
     cached: int = 0  # of the input tokens, those that the provider had in its prompt cache
-    cache_written: int = 0  # of the input tokens, those that it wrote there
 
 
-_STOPS = {
-    "end_turn": "stop",
-    "stop_sequence": "stop",
-    "max_tokens": "length",
-    "content_filter": "refusal",
-    # Gemini's
-    "STOP": "stop",
-    "MAX_TOKENS": "length",
-    **dict.fromkeys(
-        ("SAFETY", "RECITATION", "BLOCKLIST", "PROHIBITED_CONTENT", "SPII", "IMAGE_SAFETY"), "refusal"
-    ),
-}
 _REFUSAL = re.compile(
     r"^\W*(i'?m sorry|i am sorry|sorry,|i apologi[sz]e|my apologies|i can(?:no|')t|i can not|i won't|i will not|"
     r"i(?:'?m| am) (?:unable|not able)|as an ai)\b",
@@ -124,7 +111,7 @@ def parse(raw: bytes) -> Any:
 
 
 def read_replies(raw: bytes) -> list[Reply | ReplyError]:
-    """Read the body of an answer: of chat completions, of Anthropic's messages, or of Gemini's ``generateContent``.
+    """Read the body of an answer of chat completions.
 
     Returns:
         One draw after the other; an error where a draw has nothing in it.
@@ -140,24 +127,13 @@ def read_replies(raw: bytes) -> list[Reply | ReplyError]:
     if error := body.get("error"):
         # Of all errors only refusals are kept (`rge.calls.providers.errors`).
         raise Refused(_shown(str(error.get("message") if isinstance(error, dict) else error)))
+    choices = body.get("choices")
+    if not isinstance(choices, list):
+        raise NotAChat(f"JSON of another schema: {_shown(json.dumps(body))}")
+    if not choices:
+        raise EmptyChoices("the answer has no choices")
     tokens = _usage(body)
-    if isinstance(body.get("choices"), list):
-        if not body["choices"]:
-            raise EmptyChoices("the answer has no choices")
-        return [_choice(choice, tokens) for choice in body["choices"]]
-    if body.get("type") == "message" and isinstance(body.get("content"), list):
-        return [_reply(_text(body["content"]), body.get("stop_reason"), tokens)]
-    return _gemini(body, tokens)
-
-
-def _gemini(body: dict[str, Any], tokens: Usage) -> list[Reply | ReplyError]:
-    if isinstance(body.get("candidates"), list) and body["candidates"]:
-        return [_candidate(one, tokens) for one in body["candidates"]]
-    if isinstance(body.get("promptFeedback"), dict):
-        raise Refused(_shown(f"blocked: {body['promptFeedback'].get('blockReason')}"))
-    if isinstance(body.get("usageMetadata"), dict):
-        raise EmptyChoices("the answer has no candidates")
-    raise NotAChat(f"JSON of another schema: {_shown(json.dumps(body))}")
+    return [_choice(choice, tokens) for choice in choices]
 
 
 def is_refused(raw: bytes) -> bool:
@@ -186,15 +162,6 @@ def _choice(choice: Any, tokens: Usage) -> Reply | ReplyError:
     return _reply(_text(message.get("content")), choice.get("finish_reason"), tokens, top, first)
 
 
-def _candidate(candidate: Any, tokens: Usage) -> Reply | ReplyError:
-    if not isinstance(candidate, dict):
-        return EmptyChoices("a candidate that is none")
-    content = candidate.get("content")
-    parts = content.get("parts") if isinstance(content, dict) else None
-    said = [part for part in parts or () if isinstance(part, dict) and not part.get("thought")]
-    return _reply(_text(said), candidate.get("finishReason"), tokens)
-
-
 def _reply(
     text: str,
     reason: Any,
@@ -202,7 +169,7 @@ def _reply(
     top: tuple[tuple[str, float], ...] = (),
     first: str = "",
 ) -> Reply | ReplyError:
-    stop = _STOPS.get(str(reason), str(reason or "stop"))
+    stop = "refusal" if reason == "content_filter" else str(reason or "stop")
     if not text.strip() and stop not in ("length", "refusal"):
         return EmptyChoices("the message is empty")
     text = _as_tags(text, whole=stop != "length")
@@ -257,22 +224,14 @@ def usage(raw: bytes) -> Usage:
 
 
 def _usage(body: dict[str, Any]) -> Usage:
-    found = body.get("usage", body.get("usageMetadata"))
+    found = body.get("usage")
     if not isinstance(found, dict):
         return Usage(None, None)
     details = found.get("prompt_tokens_details")
-    numbers = {**found, "cached_tokens": details.get("cached_tokens") if isinstance(details, dict) else None}
-    count = {name: value for name, value in numbers.items() if type(value) is int and value >= 0}
-    if "promptTokenCount" in found:
-        # Gemini counts thoughts apart, and nothing where an answer has none.
-        written = count.get("candidatesTokenCount", 0) + count.get("thoughtsTokenCount", 0)
-        return Usage(count.get("promptTokenCount"), written, count.get("cachedContentTokenCount", 0))
-    read, to_cache = count.get("cache_read_input_tokens", 0), count.get("cache_creation_input_tokens", 0)
-    given = count.get("prompt_tokens")
-    if given is None and "input_tokens" in count:
-        given = count["input_tokens"] + read + to_cache  # Anthropic counts what its cache is about apart
-    answered = count.get("completion_tokens", count.get("output_tokens"))
-    return Usage(given, answered, count.get("cached_tokens") or read, to_cache)
+    cached = details.get("cached_tokens") if isinstance(details, dict) else None
+    numbers = (found.get("prompt_tokens"), found.get("completion_tokens"), cached)
+    given, written, cached = (one if type(one) is int and one >= 0 else None for one in numbers)
+    return Usage(given, written, cached or 0)
 
 
 def check_complete(reply: Reply, last_tag: str) -> None:

@@ -32,8 +32,6 @@ class Request:
     # Number of the draw, sent as the ``seed``: keeps the answers of two judges apart that are the same model.
     sample: int = 0
     n: int = 1  # draws by this one call; the first is number ``sample``
-    # How many of the first parts later requests begin with as well: a provider that caches prompts needs it marked.
-    shared_parts: int = 0
     form: str | None = None  # what the answer must look like, for an answer that is asked for again
     # Tags of the answer, with the words that each may hold (None: any text) or the tags inside it, for an endpoint that holds
     # answers to a JSON schema. None: the answer has no such form.

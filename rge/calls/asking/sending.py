@@ -270,4 +270,4 @@ def _grey() -> tuple[Picture, tuple[str, str]]:
 def _canary(request: Request) -> tuple[Request, Shown]:
     picture, shown = _grey()
     parts: tuple[Part, ...] = ("Answer with the word ok.", *[picture] * request.num_pictures())
-    return replace(request, parts=parts, system=None, shared_parts=0), {picture: shown}
+    return replace(request, parts=parts, system=None), {picture: shown}

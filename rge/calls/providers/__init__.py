@@ -1,8 +1,8 @@
-"""What differs between providers: what they are sent, how their errors read, and their batch modes.
+"""The wire format, OpenAI's chat completions and batches, and how providers' errors and limits read.
 
-``bodies``      a request as each of them takes it
-``errors``      what their errors mean, by their documented codes
-``headers``     what their headers say about limits
-``transport``   connections to them
-``batches``     the batch modes of OpenAI, Anthropic and Gemini
+``bodies``      a request as it is sent
+``errors``      what errors mean, by their documented codes
+``headers``     what headers say about limits
+``transport``   connections
+``batches``     the batch API
 """

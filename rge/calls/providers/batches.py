@@ -1,22 +1,14 @@
-"""The batch APIs of OpenAI, Anthropic and Gemini: answered within a day, at half the price.
+"""OpenAI's batch API, which compatible servers offer too: answered within a day, at half the price.
 
-Sources: developers.openai.com (Batch API), platform.claude.com (Message Batches), ai.google.dev (Batch API), autumn 2026. No
-creation is idempotent, so one whose answer was lost is looked for in the provider's list: at OpenAI by its file, at Gemini by
-its display name, at Anthropic by size and time until its results show the ids of its requests.
+Creating a batch is not idempotent, so one whose creation got no answer is looked for in the provider's list by its file.
 """
 
-# ruff: noqa: D102 - what the methods of a provider do is said by `Provider`
 import json
-from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Any
-from urllib.parse import quote
 
-import httpx
-
-from rge.calls.failures import EndpointDown, Lost
+from rge.calls.failures import Lost
 from rge.calls.keys import Mask
 from rge.calls.model_config import ModelConfig
 from rge.calls.providers.transport import connected, encoded, fetch
@@ -24,11 +16,12 @@ from rge.calls.store import BatchRow
 
 Json = dict[str, Any]
 MOST_CALLS, MOST_BYTES = 50_000, 100_000_000
-"""Of one batch: what all three take (OpenAI 50,000 and 200 MB, Anthropic 100,000 and 256 MB, Gemini 2 GB)."""
+"""Of one batch; OpenAI takes 50,000 calls and 200 MB."""
 SEND_S = 900.0
-"""For sending a batch up, or its results down: more bytes than a call has."""
+"""For uploading a batch or downloading its results: more bytes than a call has."""
 CLOCKS_S = 300.0
 """By which a provider's clock may be behind ours."""
+URL = "/v1/chat/completions"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +29,19 @@ class State:
     """How far a batch is."""
 
     word: str  # the provider's own, such as ``in_progress``
-    ended: bool  # nothing more will come
-    raw: Json  # what the provider said, for `Provider.results`
+    files: tuple[str, ...]  # of answers and of errors
     queue_full: bool = False  # it was turned away because too much is waiting already
     reason: str | None = None  # why it failed as a whole; None: it did not
+
+    @property
+    def ended(self) -> bool:
+        """Nothing more will come."""
+        return self.reason is not None or self.word == "completed" or self.partial
+
+    @property
+    def partial(self) -> bool:
+        """It ended early: calls without a result were not made, and are not billed."""
+        return self.word in ("expired", "cancelled")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,71 +54,75 @@ class Line:
     error: bytes = b""  # the body of that failure, or why there is no answer
 
 
-class Provider(ABC):
+class BatchApi:
     """The batches of one endpoint, as an asynchronous context manager that is connected to it."""
 
     def __init__(self, model: ModelConfig, mask: Mask):
         self.model, self.mask = model, mask
 
-    async def __aenter__(self) -> "Provider":
-        # Files may lie elsewhere. Of all keys httpx keeps only OpenAI's from another host.
-        follow = self.model.api == "openai"
-        self.client = connected(self.model, timeout=self.model.timeout_s, follow_redirects=follow)
+    async def __aenter__(self) -> "BatchApi":
+        # Files may be on another host, to which httpx does not pass the key on.
+        self.client = connected(self.model, timeout=self.model.timeout_s, follow_redirects=True)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.client.aclose()
 
-    LINE: str
-    """A call as it stands in what is sent up; ids are of letters, digits and hyphens."""
+    async def send_file(self, label: str, bodies: Sequence[bytes]) -> str:
+        """Upload requests, which costs nothing. Returns the provider's id of the file."""
+        lines = b"".join(
+            b'{"custom_id": "%s-%d", "method": "POST", "url": "%s", "body": %s}\n'
+            % (label.encode(), number, URL.encode(), body)
+            for number, body in enumerate(bodies)
+        )
+        files = {"file": (f"{label}.jsonl", lines, "application/jsonl")}
+        return _id(await self._json("POST", "/files", files=files, data={"purpose": "batch"}, timeout=SEND_S))
 
-    def line(self, id: str, body: bytes) -> bytes:
-        """A call of a batch."""
-        return self.LINE.replace("ID", id).encode() + body + b"}"
+    async def create(self, label: str, file: str) -> str:
+        """Create the batch, and return the provider's id of it. The one step that must not be done twice."""
+        how = {"endpoint": URL, "completion_window": "24h", "metadata": {"label": label}}
+        return _id(await self._json("POST", "/batches", content=encoded({"input_file_id": file, **how})))
 
-    async def send_file(self, label: str, lines: Sequence[bytes]) -> str | None:
-        """Send requests up, where that is a step of its own; costs nothing. Returns the provider's name of them."""
+    async def find(self, row: BatchRow) -> str | None:
+        """The batch of a file, whose creation got no answer."""
+        params: Json = {"limit": 100}
+        while row.file is not None:
+            page = await self._json("GET", "/batches", params=params)
+            rows = _rows(page)
+            for found in rows:
+                if found.get("input_file_id") == row.file and isinstance(found.get("id"), str):
+                    return found["id"]
+                at = found.get("created_at")  # newest first
+                if isinstance(at, (int, float)) and at < row.began - CLOCKS_S:
+                    return None
+            if not rows or not page.get("has_more"):
+                return None
+            params["after"] = rows[-1].get("id")
         return None
 
-    @abstractmethod
-    async def create(self, label: str, file: str | None, lines: Sequence[bytes]) -> str:
-        """Begin the batch, and return the provider's name of it. The one step that must not be done twice."""
-
-    LIST: tuple[str, str]
-    """Address of the list of batches, and its parameter that says how many a page has."""
-
-    @abstractmethod
-    def is_the_one(self, found: Json, row: BatchRow) -> bool:
-        """Whether a batch of the provider's list may be ours, whose creation got no answer."""
-
-    @abstractmethod
-    def next_page(self, page: Json, rows: list[Json]) -> Json | None:
-        """The parameters of the next page of the list; None at its end."""
-
-    async def find(self, row: BatchRow, known: set[str]) -> str | None:
-        """The batch whose creation got no answer, if it is not among those that are known already."""
-        url, size = self.LIST
-        params: Json = {size: 100}
-        while True:
-            page = await self._json("GET", url, params=params)
-            rows = _rows(page, "operations" if "operations" in page else "data")
-            for found in rows:
-                if _before(found.get("created_at"), row.began):
-                    return None
-                name = found.get("id", found.get("name"))
-                if isinstance(name, str) and name not in known and self.is_the_one(found, row):
-                    return name
-            if not rows or (further := self.next_page(page, rows)) is None:
-                return None
-            params |= further
-
-    @abstractmethod
     async def state(self, id: str) -> State:
-        """How far it is."""
+        """How far a batch is."""
+        raw = await self._json("GET", f"/batches/{id}")
+        word = str(raw.get("status"))
+        files = tuple(str(raw[name]) for name in ("output_file_id", "error_file_id") if raw.get(name))
+        if word != "failed":
+            return State(word, files)
+        errors = _rows(_dict(raw.get("errors")))
+        said = "; ".join(str(one.get("message")) for one in errors[:3]) or "no reason given"
+        return State(word, files, any(one.get("code") == "token_limit_exceeded" for one in errors), said)
 
-    @abstractmethod
-    def results(self, id: str, state: State) -> AsyncIterator[Line]:
-        """The lines of one that has ended; lines that cannot be read are left out."""
+    async def results(self, state: State) -> list[Line]:
+        """The lines of a batch that has ended; what is cut short or cannot be read is left out."""
+        found = []
+        for file in state.files:
+            url = f"/files/{file}/content"
+            response = await fetch(self.client, "GET", url, self.model, self.mask, timeout=SEND_S)
+            for line in response.content.split(b"\n"):
+                try:
+                    found.append(_line(_dict(json.loads(line))))
+                except ValueError:
+                    continue
+        return found
 
     async def _json(self, method: str, url: str, **how: Any) -> Json:
         response = await fetch(self.client, method, url, self.model, self.mask, **how)
@@ -129,195 +135,25 @@ class Provider(ABC):
             raise Lost(said, billed=True, raw=response.content)
         return found
 
-    async def _lines(self, url: str) -> AsyncIterator[Json]:
-        """Objects of a JSON-lines file; what is cut short or is none is left out."""
-        response = await fetch(self.client, "GET", url, self.model, self.mask, timeout=SEND_S)
-        for line in response.content.split(b"\n"):
-            try:
-                found = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(found, dict):
-                yield found
+
+def _line(found: Json) -> Line:
+    response, id = _dict(found.get("response")), str(found.get("custom_id"))
+    status, body = response.get("status_code"), response.get("body")
+    if status == 200 and isinstance(body, dict):
+        return Line(id, encoded(body))
+    return Line(id, None, status, encoded(body if body else found.get("error")))
 
 
-class OpenAI(Provider):
-    """A file of requests, a batch of it, and files of answers and errors."""
-
-    LINE = '{"custom_id": "ID", "method": "POST", "url": "/v1/chat/completions", "body": '
-    _DONE = ("completed", "failed", "expired", "cancelled")
-
-    async def send_file(self, label: str, lines: Sequence[bytes]) -> str:
-        files = {"file": (f"{label}.jsonl", b"\n".join(lines) + b"\n", "application/jsonl")}
-        found = await self._json("POST", "/files", files=files, data={"purpose": "batch"}, timeout=SEND_S)
-        return _name(found, "id")
-
-    async def create(self, label: str, file: str | None, lines: Sequence[bytes]) -> str:
-        how = {"endpoint": "/v1/chat/completions", "completion_window": "24h", "metadata": {"label": label}}
-        content = encoded({"input_file_id": file, **how})
-        return _name(await self._json("POST", "/batches", content=content), "id")
-
-    LIST = ("/batches", "limit")
-
-    def is_the_one(self, found: Json, row: BatchRow) -> bool:
-        return row.file is not None and found.get("input_file_id") == row.file
-
-    def next_page(self, page: Json, rows: list[Json]) -> Json | None:
-        return {"after": rows[-1].get("id")} if page.get("has_more") else None
-
-    async def state(self, id: str) -> State:
-        raw = await self._json("GET", f"/batches/{id}")
-        word = str(raw.get("status"))
-        listed = raw.get("errors")
-        errors = _rows(listed, "data") if isinstance(listed, dict) else []
-        said = "; ".join(str(one.get("message")) for one in errors[:3]) or "no reason given"
-        full = any(one.get("code") == "token_limit_exceeded" for one in errors)
-        failed = word == "failed"
-        return State(word, word in self._DONE, raw, failed and full, said if failed else None)
-
-    async def results(self, id: str, state: State) -> AsyncIterator[Line]:
-        for file in (state.raw.get("output_file_id"), state.raw.get("error_file_id")):
-            if not file:
-                continue
-            async for found in self._lines(f"/files/{file}/content"):
-                response = _dict(found.get("response"))
-                status, body = response.get("status_code"), response.get("body")
-                if status == 200 and isinstance(body, dict):
-                    yield Line(str(found.get("custom_id")), encoded(body))
-                else:
-                    error = body if body else found.get("error")
-                    yield Line(str(found.get("custom_id")), None, status, encoded(error))
-
-
-class Anthropic(Provider):
-    """Requests and batch in one step, and one stream of results."""
-
-    LINE = '{"custom_id": "ID", "params": '
-    _MAYBE = {"rate_limit_error": 429, "api_error": 500, "overloaded_error": 529}
-
-    async def create(self, label: str, file: str | None, lines: Sequence[bytes]) -> str:
-        body = b'{"requests": [' + b",".join(lines) + b"]}"
-        return _name(await self._json("POST", "/v1/messages/batches", content=body, timeout=SEND_S), "id")
-
-    LIST = ("/v1/messages/batches", "limit")
-
-    def is_the_one(self, found: Json, row: BatchRow) -> bool:
-        return sum(_dict(found.get("request_counts")).values()) == len(row.calls)
-
-    def next_page(self, page: Json, rows: list[Json]) -> Json | None:
-        return {"after_id": rows[-1].get("id")} if page.get("has_more") else None
-
-    async def state(self, id: str) -> State:
-        raw = await self._json("GET", f"/v1/messages/batches/{id}")
-        word = str(raw.get("processing_status"))
-        return State(word, word == "ended", raw)
-
-    async def results(self, id: str, state: State) -> AsyncIterator[Line]:
-        # Not at the address that it names: a key is sent to the configured endpoint only.
-        async for found in self._lines(f"/v1/messages/batches/{id}/results"):
-            result = _dict(found.get("result"))
-            name, kind = str(found.get("custom_id")), result.get("type")
-            if kind == "succeeded" and isinstance(result.get("message"), dict):
-                yield Line(name, encoded(result["message"]))
-            elif kind == "errored":
-                error = result.get("error")
-                said = _dict(_dict(error).get("error")).get("type")
-                yield Line(name, None, self._MAYBE.get(str(said), 400), encoded(error))
-            else:
-                yield Line(name, None, None, encoded(kind))
-
-
-class Gemini(Provider):
-    """A file of requests by the Files API, a long-running operation, and a file of answers."""
-
-    LINE = '{"key": "ID", "request": '
-    _DONE = ("SUCCEEDED", "FAILED", "CANCELLED", "EXPIRED")
-    _STATUS = {3: 400, 8: 429, 13: 500, 14: 503}
-    """Of codes of google.rpc: a request that cannot be taken, quota, faults of theirs."""
-
-    async def send_file(self, label: str, lines: Sequence[bytes]) -> str:
-        data = b"\n".join(lines) + b"\n"
-        about = {
-            "x-goog-upload-protocol": "resumable",
-            "x-goog-upload-command": "start",
-            "x-goog-upload-header-content-length": str(len(data)),
-            "x-goog-upload-header-content-type": "application/jsonl",
-        }
-        content = encoded({"file": {"display_name": label}})
-        url = "/upload/v1beta/files"
-        begun = await fetch(self.client, "POST", url, self.model, self.mask, content=content, headers=about)
-        url = begun.headers.get("x-goog-upload-url", "")
-        if not url or httpx.URL(url).host != self.client.base_url.host:
-            raise EndpointDown(
-                f"{self.model.name}: requests are to be sent to another host, {self.mask(url)}"
-            )
-        about = {
-            "content-type": "application/jsonl",
-            "x-goog-upload-offset": "0",
-            "x-goog-upload-command": "upload, finalize",
-        }
-        found = await self._json("POST", url, content=data, headers=about, timeout=SEND_S)
-        return _name(_dict(found.get("file")), "name")
-
-    async def create(self, label: str, file: str | None, lines: Sequence[bytes]) -> str:
-        body = {"batch": {"display_name": label, "input_config": {"file_name": file}}}
-        url = f"/v1beta/models/{quote(self.model.name, safe='')}:batchGenerateContent"
-        return _name(await self._json("POST", url, content=encoded(body)), "name")
-
-    LIST = ("/v1beta/batches", "pageSize")
-
-    def is_the_one(self, found: Json, row: BatchRow) -> bool:
-        return _dict(found.get("metadata")).get("displayName") == row.label
-
-    def next_page(self, page: Json, rows: list[Json]) -> Json | None:
-        return {"pageToken": page["nextPageToken"]} if page.get("nextPageToken") else None
-
-    async def state(self, id: str) -> State:
-        raw = await self._json("GET", f"/v1beta/{id}")
-        # JOB_STATE_ in the guide, BATCH_STATE_ in the reference.
-        word = str(_dict(raw.get("metadata")).get("state")).rpartition("STATE_")[2]
-        reason = None
-        if word == "FAILED":
-            reason = str(_dict(raw.get("error")).get("message") or "no reason given")
-        return State(word, word in self._DONE or raw.get("done") is True, raw, reason=reason)
-
-    async def results(self, id: str, state: State) -> AsyncIterator[Line]:
-        file = _dict(state.raw.get("response")).get("responsesFile")
-        if not file:
-            return
-        async for found in self._lines(f"/download/v1beta/{file}:download?alt=media"):
-            name, body, error = str(found.get("key")), found.get("response"), found.get("error")
-            if isinstance(body, dict):
-                yield Line(name, encoded(body))
-            else:
-                code = _dict(error).get("code")
-                status = self._STATUS.get(code, code) if isinstance(code, int) else None
-                yield Line(name, None, status, encoded({"error": error}))
-
-
-PROVIDERS: dict[str, type[Provider]] = {"openai": OpenAI, "anthropic": Anthropic, "gemini": Gemini}
-
-
-def _name(found: Json, field: str) -> str:
-    if not isinstance(found.get(field), str):
-        raise Lost(f"an answer without {field}: {str(found)[:200]}", billed=True)
-    return found[field]
+def _id(found: Json) -> str:
+    if not isinstance(found.get("id"), str):
+        raise Lost(f"an answer without id: {str(found)[:200]}", billed=True)
+    return found["id"]
 
 
 def _dict(found: Any) -> Json:
     return found if isinstance(found, dict) else {}
 
 
-def _rows(found: Json, field: str) -> list[Json]:
-    rows = found.get(field)
+def _rows(found: Json) -> list[Json]:
+    rows = found.get("data")
     return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
-
-
-def _before(at: Any, began: float) -> bool:
-    """Whether a time, in seconds or as ISO 8601, is clearly before another; False where it cannot be read."""
-    if isinstance(at, str):
-        try:
-            at = datetime.fromisoformat(at).timestamp()
-        except ValueError:
-            return False
-    return isinstance(at, (int, float)) and at < began - CLOCKS_S

@@ -10,15 +10,11 @@ def remaining(headers: Mapping[str, str], kind: str) -> tuple[int | None, float 
     """What is left of an allowance, and in how many seconds it is whole again; None where headers do not say.
 
     Args:
-        headers: of an answer; OpenAI's names (``x-ratelimit-remaining-requests``, reset as "6m0s") or Anthropic's
-            (``anthropic-ratelimit-requests-remaining``, reset as a time of day).
+        headers: of an answer, such as ``x-ratelimit-remaining-requests: 0`` and ``x-ratelimit-reset-requests: 6m0s``.
         kind: requests or tokens.
     """
-    left = headers.get(f"x-ratelimit-remaining-{kind}") or headers.get(
-        f"anthropic-ratelimit-{kind}-remaining"
-    )
-    reset = headers.get(f"x-ratelimit-reset-{kind}") or headers.get(f"anthropic-ratelimit-{kind}-reset")
-    return (int(left) if left and left.isdigit() else None), seconds(reset)
+    left = headers.get(f"x-ratelimit-remaining-{kind}", "")
+    return (int(left) if left.isdigit() else None), seconds(headers.get(f"x-ratelimit-reset-{kind}"))
 
 
 def seconds(text: str | None) -> float | None:

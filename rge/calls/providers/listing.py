@@ -7,7 +7,7 @@ import httpx
 import rge
 from rge.calls.keys import Mask, read_key
 from rge.calls.model_config import ModelConfig
-from rge.calls.providers.bodies import APIS, headers
+from rge.calls.providers.bodies import OPENAI, headers
 from rge.common.errors import UserError
 
 TIMEOUT_S = 20.0
@@ -24,16 +24,15 @@ def served_as(model: ModelConfig) -> dict[str, Any]:
     Raises:
         UserError: the server cannot be reached.
     """
-    address = model.base_url or APIS[model.api].address
-    served = _listed(model, address) if model.api == "openai" else None
-    return {"at": address, "served": served, "rge": rge.__version__}
+    address = model.base_url or OPENAI
+    return {"at": address, "served": _listed(model, address), "rge": rge.__version__}
 
 
 def _listed(model: ModelConfig, address: str) -> dict[str, Any] | None:
     key = read_key(model.name, model.key_env) if model.key_env else None
     try:
         url = f"{address.rstrip('/')}/models"
-        response = httpx.get(url, headers=headers(model.api, key), timeout=TIMEOUT_S)
+        response = httpx.get(url, headers=headers(key), timeout=TIMEOUT_S)
     except httpx.HTTPError as error:
         said = Mask([key] if key else [])(str(error) or type(error).__name__)
         raise UserError(f"{model.name} at {address} cannot be asked which model it serves: {said}") from None

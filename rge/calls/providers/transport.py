@@ -15,7 +15,7 @@ import httpx
 from rge.calls.failures import AccountRejected, EndpointDown, KeyRejected, Lost, NotThere, Rejected
 from rge.calls.keys import Mask, read_key
 from rge.calls.model_config import ModelConfig
-from rge.calls.providers.bodies import APIS, Shown, body, headers, path
+from rge.calls.providers.bodies import OPENAI, PATH, Shown, body, headers
 from rge.calls.providers.errors import KEY_CODES, Meaning, codes, error_of, meaning
 from rge.calls.providers.headers import seconds
 from rge.calls.replies import ReplyError, parse
@@ -63,9 +63,8 @@ class Connections:
 
     async def _send(self, client: httpx.AsyncClient, request: Request, shown: Shown) -> Answer:
         model = self.model
-        response = await fetch(
-            client, "POST", path(model), model, self.mask, content=encoded(body(model, request, shown))
-        )
+        content = encoded(body(model, request, shown))
+        response = await fetch(client, "POST", PATH, model, self.mask, content=content)
         if _is_error(response.content):
             raise failure(response.status_code, response.content, response.headers, model, self.mask)
         return Answer(response.content, response.headers)
@@ -74,8 +73,7 @@ class Connections:
 def connected(model: ModelConfig, **how: Any) -> httpx.AsyncClient:
     """A client of an endpoint, with its key."""
     key = read_key(model.name, model.key_env) if model.key_env else None
-    address = model.base_url or APIS[model.api].address
-    return httpx.AsyncClient(base_url=address, headers=headers(model.api, key), **how)
+    return httpx.AsyncClient(base_url=model.base_url or OPENAI, headers=headers(key), **how)
 
 
 def encoded(value: Any) -> bytes:
@@ -156,11 +154,7 @@ def _is_error(raw: bytes) -> bool:
         body = json.loads(raw) if b'"error"' in raw[:200] else None
     except ValueError:
         return False
-    return (
-        isinstance(body, dict)
-        and bool(error_of(body))
-        and not {"choices", "content", "candidates"} & body.keys()
-    )
+    return isinstance(body, dict) and bool(error_of(body)) and "choices" not in body
 
 
 @dataclass

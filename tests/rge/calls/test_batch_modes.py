@@ -1,4 +1,4 @@
-"""The batch modes of OpenAI, Anthropic and Gemini, each against a server on this machine that speaks its protocol, badly too."""
+"""The batch mode, against a server on this machine that speaks OpenAI's protocol, badly too."""
 
 import json
 import sqlite3
@@ -24,7 +24,6 @@ KEY = "sk-batch-0123456789"
 class OpenAI(Batches):
     """`local_server.Batches`, with a key that is asked for."""
 
-    api, base = "openai", "/v1"
     filtered = ({"error": {"code": "content_filter", "message": "filtered"}}, 400)
     cannot = ({"error": {"message": "Could not process image"}}, 400)
     busy = ({"error": {"message": "busy"}}, 503)
@@ -94,176 +93,18 @@ class OpenAI(Batches):
         return shown
 
 
-class Anthropic(OpenAI):
-    """Message Batches: no file, no name, results in one stream."""
-
-    api, base = "anthropic", ""
-    filtered = (
-        {
-            "type": "error",
-            "error": {
-                "type": "invalid_request_error",
-                "message": "Output blocked by content filtering policy",
-            },
-        },
-        400,
-    )
-    cannot = (
-        {"type": "error", "error": {"type": "invalid_request_error", "message": "Could not process image"}},
-        400,
-    )
-    busy = ({"type": "error", "error": {"type": "overloaded_error", "message": "busy"}}, 529)
-
-    def message(self, body) -> Answer:
-        text = body["messages"][-1]["content"][0]["text"]
-        self.asked.append(text)
-        if text in self.special:
-            return Answer(*self.special[text])
-        return Answer(
-            {
-                "type": "message",
-                "content": [{"type": "text", "text": f"<x>{text}</x>"}],
-                "stop_reason": "end_turn",
-                "usage": {"input_tokens": 100, "output_tokens": 20},
-            }
-        )
-
-    async def __call__(self, method, path, headers, data):
-        if headers.get("x-api-key") != KEY or headers.get("anthropic-version") != "2023-06-01":
-            return Answer({"type": "error", "error": {"type": "authentication_error", "message": "no"}}, 401)
-        place = path.partition("?")[0].removeprefix("/v1/messages")
-        if place == "":
-            self.by_calls.append(json.loads(data)["messages"][-1]["content"][0]["text"])
-            return self.message(json.loads(data))
-        if place == "/batches" and method == "GET":
-            return self.fault("list") or Answer(
-                {"data": list(self.batches.values())[::-1], "has_more": False}
-            )
-        if place == "/batches":
-            if (fault := self.fault("create before")) is not None:
-                return fault
-            self.created += 1
-            begun = self.begin(json.loads(data)["requests"])
-            return self.fault("create after") or Answer(begun)
-        name = place.split("/")[2]
-        if place.endswith("/results"):
-            self.results += 1
-            return Answer(self.spoilt(self.files[name]), content_type="application/x-jsonl")
-        return self.fault("look") or Answer(self.looked(name))
-
-    def begin(self, rows, ended=False):
-        name = f"msgbatch_{len(self.batches)}"
-        counts = {"processing": len(rows), "succeeded": 0, "errored": 0, "canceled": 0, "expired": 0}
-        at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        self.batches[name] = {
-            "id": name, "processing_status": "in_progress", "request_counts": counts, "created_at": at, "results_url": None,
-        }  # fmt: skip
-        self.files[name] = rows
-        return self.batches[name]
-
-    def looked(self, name):
-        shown = self.batches[name]
-        self._looked[name] = self._looked.get(name, 0) + 1
-        if self._looked[name] == self.looks:
-            lines = []
-            for number, row in enumerate(self.files[name]):
-                answer = self.message(row["params"])
-                result = {"type": "succeeded", "message": answer.body}
-                if answer.status != 200:
-                    result = {"type": "errored", "error": answer.body}
-                if number >= len(self.files[name]) - self.expires:
-                    result = {"type": "expired"}
-                lines.append(json.dumps({"custom_id": row["custom_id"], "result": result}).encode() + b"\n")
-            self.files[name] = b"".join(lines)
-            shown["processing_status"], shown["results_url"] = "ended", "https://elsewhere.example/results"
-        return shown
-
-
-class Gemini(OpenAI):
-    """A file that is sent in two steps, and a long-running operation."""
-
-    api, base = "gemini", ""
-    filtered = ({"promptFeedback": {"blockReason": "SAFETY"}, "usageMetadata": {"promptTokenCount": 0}}, 200)
-    cannot = (
-        {"error": {"code": 400, "status": "INVALID_ARGUMENT", "message": "Unable to process input image"}},
-        400,
-    )
-    busy = ({"error": {"code": 503, "status": "UNAVAILABLE", "message": "busy"}}, 503)
-
-    def generate(self, body) -> Answer:
-        text = body["contents"][0]["parts"][0]["text"]
-        self.asked.append(text)
-        if text in self.special:
-            return Answer(*self.special[text])
-        parts = [{"text": "let me think", "thought": True}, {"text": f"<x>{text}</x>"}]
-        usage = {"promptTokenCount": 100, "candidatesTokenCount": 15, "thoughtsTokenCount": 5}
-        return Answer(
-            {"candidates": [{"content": {"parts": parts}, "finishReason": "STOP"}], "usageMetadata": usage}
-        )
-
-    async def __call__(self, method, path, headers, data):
-        if headers.get("x-goog-api-key") != KEY:
-            about = {"code": 400, "message": "API key not valid", "details": [{"reason": "API_KEY_INVALID"}]}
-            return Answer({"error": about}, 400)
-        place = path.partition("?")[0]
-        if place == "/upload/v1beta/files" and headers["x-goog-upload-command"] == "start":
-            self.num_bytes = int(headers["x-goog-upload-header-content-length"])
-            return Answer({}, headers={"x-goog-upload-url": f"http://{headers['host']}/upload/there"})
-        if place == "/upload/there":
-            assert headers["x-goog-upload-command"] == "upload, finalize"
-            assert len(data) == self.num_bytes
-            name = f"files/{len(self.files)}"
-            self.files[name] = data
-            return Answer({"file": {"name": name}})
-        if place == "/v1beta/models/m:generateContent":
-            self.by_calls.append(json.loads(data)["contents"][0]["parts"][0]["text"])
-            return self.generate(json.loads(data))
-        if place == "/v1beta/models/m:batchGenerateContent":
-            if (fault := self.fault("create before")) is not None:
-                return fault
-            self.created += 1
-            about = json.loads(data)["batch"]
-            name = f"batches/{len(self.batches)}"
-            shown = {"displayName": about["display_name"], "state": "BATCH_STATE_RUNNING"}
-            self.batches[name] = {"name": name, "metadata": shown, "file": about["input_config"]["file_name"]}
-            return self.fault("create after") or Answer(self.batches[name])
-        if place == "/v1beta/batches":
-            return self.fault("list") or Answer({"operations": list(self.batches.values())})
-        if place.startswith("/download/v1beta/"):
-            self.results += 1
-            name = place.removeprefix("/download/v1beta/").removesuffix(":download")
-            return Answer(self.spoilt(self.files[name]), content_type="application/jsonl")
-        return self.fault("look") or Answer(self.looked(place.removeprefix("/v1beta/")))
-
-    def looked(self, name):
-        operation = self.batches[name]
-        self._looked[name] = self._looked.get(name, 0) + 1
-        if self._looked[name] == self.looks:
-            rows = [json.loads(line) for line in self.files[operation["file"]].splitlines()]
-            operation["done"], lines = True, []
-            if self.expires:  # Gemini's have no results at all then
-                operation["metadata"]["state"] = "BATCH_STATE_EXPIRED"
-                return operation
-            for row in rows:
-                answer = self.generate(row["request"])
-                field = (
-                    {"response": answer.body}
-                    if answer.status == 200
-                    else {"error": {"code": 3, **answer.body["error"]}}
-                )
-                lines.append(json.dumps({"key": row["key"], **field}).encode() + b"\n")
-            self.files["files/out"] = b"".join(lines)
-            operation["metadata"]["state"] = "BATCH_STATE_SUCCEEDED"
-            operation["response"] = {"responsesFile": "files/out"}
-        return operation
-
-
-@pytest.fixture(params=[OpenAI, Anthropic, Gemini], ids=["openai", "anthropic", "gemini"])
-def provider(request, monkeypatch):
+@contextmanager
+def openai_server(monkeypatch, provider=None):
     monkeypatch.setenv("A_KEY", KEY)
-    made = request.param()
-    with LocalServer(raw=made) as server:
-        made.address = server.url.removesuffix("/v1") + made.base
+    provider = provider or OpenAI()
+    with LocalServer(raw=provider) as server:
+        provider.address = server.url
+        yield provider
+
+
+@pytest.fixture
+def provider(monkeypatch):
+    with openai_server(monkeypatch) as made:
         yield made
 
 
@@ -278,7 +119,6 @@ def model(provider, **settings) -> dict[str, ModelConfig]:
     fixed = {
         "name": "m",
         "base_url": provider.address,
-        "api": provider.api,
         "key_env": "A_KEY",
         "mode": "batch",
     }
@@ -359,12 +199,10 @@ def test_an_expired_batch_is_finished_by_calls(provider, store):
     provider.expires = 2
     found = Caller(model(provider), store).run(ask(*TEXTS))
     assert [read(one.reply) for one in found] == TEXTS
-    by_calls = TEXTS if provider.api == "gemini" else TEXTS[-2:]
-    assert sorted(provider.by_calls) == by_calls
+    assert sorted(provider.by_calls) == TEXTS[-2:]
     (spent,) = store.ledger()
-    num_batched = 6 - len(by_calls)
-    assert (spent.calls, spent.batch_calls, spent.lost_calls) == (6, num_batched, 0)
-    assert spent.cost == pytest.approx((num_batched + 2 * len(by_calls)) * PRICE)
+    assert (spent.calls, spent.batch_calls, spent.lost_calls) == (6, 4, 0)
+    assert spent.cost == pytest.approx((4 + 2 * 2) * PRICE)
 
 
 @pytest.mark.parametrize(
@@ -391,25 +229,6 @@ def test_a_batch_that_was_not_accepted_is_created_again(provider, store, fault):
     assert provider.created == 1
     (spent,) = store.ledger()
     assert (spent.cost, spent.lost_calls) == (pytest.approx(6 * PRICE), 0)
-
-
-def test_somebody_elses_batch_is_not_taken_for_ours(store, monkeypatch):
-    """Anthropic's have no names: one of the same size is waited for, seen to be another's, and ours is created."""
-    monkeypatch.setenv("A_KEY", KEY)
-    provider = Anthropic()
-    theirs = [
-        {"custom_id": f"theirs-{number}", "params": {"messages": [{"content": [{"text": "t"}]}]}}
-        for number in range(6)
-    ]
-    provider.begin(theirs)
-    provider.faults = {"create before": [Answer({"type": "error"}, 500)]}
-    with LocalServer(raw=provider) as server:
-        provider.address = server.url.removesuffix("/v1")
-        found = Caller(model(provider), store).run(ask(*TEXTS))
-    assert [read(one.reply) for one in found] == TEXTS
-    assert provider.created == 1
-    assert asked_twice(provider) == ["t"]
-    assert store.ledger()[0].cost == pytest.approx(6 * PRICE)
 
 
 def test_results_that_are_cut_short_are_fetched_again(provider, store):
@@ -476,9 +295,7 @@ def test_a_queue_that_is_full_is_waited_for(provider, store):
 
 def test_waiting_has_an_end_and_says_for_what(provider, store):
     provider.looks = 10**9
-    with pytest.raises(
-        EndpointDown, match=r"waited 0.1 s \(batch_wait_s\) for batches \S+ \((in_progress|RUNNING)\)"
-    ):
+    with pytest.raises(EndpointDown, match=r"waited 0.1 s \(batch_wait_s\) for batches \S+ \(in_progress\)"):
         Caller(model(provider, batch_wait_s=0.1), store).run(ask(*TEXTS))
     provider.looks = 3 + max(provider._looked.values())
     found = Caller(model(provider), store).run(ask(*TEXTS))
@@ -503,21 +320,19 @@ from rge.calls.caller import Caller
 from rge.calls.model_config import ModelConfig
 from rge.calls.request import Request
 from rge.calls.store import AnswerStore
-models = {{'m': ModelConfig(name='m', base_url=sys.argv[1], api=sys.argv[2], key_env='A_KEY', mode='batch', batch_poll_s=0.05)}}
-Caller(models, AnswerStore(sys.argv[3])).run([Request('m', (f'question {{n}}',)) for n in range(6)])
+models = {{'m': ModelConfig(name='m', base_url=sys.argv[1], key_env='A_KEY', mode='batch', batch_poll_s=0.05)}}
+Caller(models, AnswerStore(sys.argv[2])).run([Request('m', (f'question {{n}}',)) for n in range(6)])
 """
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["creating", "waiting"])
 def test_killed_and_resumed_no_batch_is_created_twice(provider, store, tmp_path, when):
-    if when == "waiting" and provider.api != "openai":
-        pytest.skip("the same for all of them")
     (tmp_path / "ask.py").write_text(KILLED)
     provider.looks = 10**9
     if when == "creating":  # the answer to the creation never comes, nor the list
         provider.faults = {"create after": [Answer("", 0)] * 99, "list": [Answer("", 0)] * 10**4}
-    with Program(tmp_path / "ask.py", provider.address, provider.api, store.path) as program:
+    with Program(tmp_path / "ask.py", provider.address, store.path) as program:
         program.wait_until(lambda: provider.created if when == "creating" else provider._looked)
         time.sleep(0.3)
         program.kill()
@@ -529,15 +344,6 @@ def test_killed_and_resumed_no_batch_is_created_twice(provider, store, tmp_path,
     assert provider.created == 1
     assert asked_twice(provider) == []
     assert store.open_batches(model(provider)["m"].endpoint) == []
-
-
-@contextmanager
-def openai_server(monkeypatch, provider=None):
-    monkeypatch.setenv("A_KEY", KEY)
-    provider = provider or OpenAI()
-    with LocalServer(raw=provider) as server:
-        provider.address = server.url
-        yield provider
 
 
 def test_batches_are_kept_below_what_providers_take(store, monkeypatch):

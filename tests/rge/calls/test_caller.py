@@ -265,20 +265,6 @@ def test_a_malformed_answer_is_kept_with_its_raw_text_and_paid_once(store):
     assert echo.seen == {"a": 1}
 
 
-def test_anthropic(store):
-    async def handler(path, body):
-        assert path.endswith("/messages")
-        usage = {"input_tokens": 7, "output_tokens": 3}
-        text = {"type": "text", "text": f"{body['system']}: {body['messages'][0]['content'][0]['text']}"}
-        return Answer({"type": "message", "content": [text], "stop_reason": "end_turn", "usage": usage})
-
-    with LocalServer(handler) as server:
-        models = model(server, api="anthropic")
-        models["m"].base_url = server.url.removesuffix("/v1")
-        outcome = Caller(models, store).run([ask("a", system="s")])[0]
-    assert outcome.reply == Reply("s: a", "stop", 7, 3)
-
-
 # ---------------------------------------------------------------------------------------------------------- the store
 
 
@@ -461,7 +447,7 @@ def reply(text: str, stop: str = "stop") -> Reply:
         ('{"choices": [1]}', EmptyChoices),
         ('{"choices": []}', EmptyChoices),
         ('{"choices": [{"message": {"content": null}, "finish_reason": "stop"}]}', EmptyChoices),
-        ('{"type": "message", "content": []}', EmptyChoices),
+        ('{"type": "message", "content": []}', NotAChat),
     ],
 )
 def test_bodies_that_are_no_answers(raw, error):

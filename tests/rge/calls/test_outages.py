@@ -323,7 +323,7 @@ def test_prices_come_from_a_table_where_none_are_given(tmp_path, monkeypatch):
         f"{known}: {{input_price: 7, output_price: 8}}\nlocal: {{input_price: 1, output_price: 2, batch_price: 0.4}}\n"
     )
     models = {
-        "known": ModelConfig(name=known),
+        "known": ModelConfig(name=known, base_url="https://api.anthropic.com/v1/"),
         "served": ModelConfig(name=known, base_url="http://host/v1"),
         "own": ModelConfig(name=known, input_price=0.5),
         "local": ModelConfig(name="local", base_url="http://host/v1"),

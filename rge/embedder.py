@@ -30,7 +30,7 @@ from rge.checkpoints.settings import CheckpointError, CheckpointSettings, Settin
 from rge.common.commands import progress_bar
 from rge.common.errors import UserError
 from rge.common.files import checkpoint_folder
-from rge.common.images import fetch_picture
+from rge.common.images import fetch_picture, load_image
 from rge.common.modes import Mode
 from rge.common.prompt_profiles import PROFILES
 from rge.common.schema import Encoded, ImageRef, Item
@@ -59,20 +59,10 @@ class Job:
 
 
 class Embedder:
-    """A trained model with its prompts and its pinned generation settings.
-
-    Args:
-        model: the model; put into evaluation mode.
-        builder: makes prompts.
-        checkpoint: directory it was loaded from.
-        settings: how it asks; `with_` makes an embedder that asks otherwise.
-        engine: writes rationales in the model's place; None: the model does.
-
-    Attributes:
-        base: directory that the base of a checkpoint of adapters was found in.
-    """
+    """A trained model with its prompts and its pinned generation settings; `with_` makes one that asks otherwise."""
 
     base: Path | None = None
+    """Directory that the base of a checkpoint of adapters was found in."""
 
     def __init__(
         self,
@@ -283,14 +273,13 @@ class Embedder:
             ValueError: wrong arguments, or an item that cannot be embedded.
             ImageError: a picture cannot be read.
         """
-        single, rows = _rows(texts, images)
         wanted, warning = self.instruction_for(instruction, task)
+        single, items = _items(texts, images, wanted)
         if warning:
             warnings.warn(warning, stacklevel=2)
         self.check_dimensions(dimensions)
         found = self.encode(
-            _Items(rows, wanted), side="query", mode=mode or self.query_mode, batch_size=batch_size, seeds=seeds,
-            progress=progress,
+            items, side="query", mode=mode or self.query_mode, batch_size=batch_size, seeds=seeds, progress=progress
         )  # fmt: skip
         return self._shaped(found, single, dimensions, return_rationales, as_tensor)
 
@@ -309,21 +298,12 @@ class Embedder:
     ) -> Any:
         """Embed candidates: texts, pictures, or both; arguments and results as of `encode_query`.
 
-        Args:
-            texts: a text, or N of them; None for pictures alone.
-            images: with one text, its picture or pictures; without texts, one picture or N entries.
-            mode: candidates are trained without a rationale.
-            dimensions: so many leading components.
-            return_rationales: the rationales too.
-            as_tensor: torch instead of numpy.
-            batch_size: rows a forward.
-            seeds: one a text or picture.
-            progress: show a bar.
+        Candidates are trained without a rationale, hence the default mode.
         """
-        single, rows = _rows(texts, images)
+        single, items = _items(texts, images)
         self.check_dimensions(dimensions)
         found = self.encode(
-            _Items(rows), side="candidate", mode=mode, batch_size=batch_size, seeds=seeds, progress=progress
+            items, side="candidate", mode=mode, batch_size=batch_size, seeds=seeds, progress=progress
         )
         return self._shaped(found, single, dimensions, return_rationales, as_tensor)
 
@@ -333,12 +313,7 @@ class Embedder:
         return queries @ documents.T
 
     def push_to_hub(self, repo_id: str, *, private: bool = False, token: str | None = None) -> str:
-        """Upload the checkpoint with its model card.
-
-        Args:
-            repo_id: ``user/name``; made if it does not exist.
-            private: for a new one.
-            token: of the hub; None takes the one that ``hf auth login`` stored.
+        """Upload the checkpoint with its model card to ``user/name``, which is made if it does not exist.
 
         Returns:
             The commit's address.
@@ -361,14 +336,9 @@ class Embedder:
             return str(api.upload_folder(repo_id=repo_id, folder_path=folder))
 
     def instruction_for(self, given: str | None, task: str | None = None) -> tuple[str | None, str | None]:
-        """The instruction that a query gets, and a warning about it.
+        """The instruction that a query gets, and a warning where training did not know it.
 
-        Args:
-            given: by the caller; an empty one is none.
-            task: name of a task of training, where nothing is given.
-
-        Returns:
-            The instruction, and a warning where training did not know it.
+        What is given goes before the one of `task`, a task of training; an empty one is none.
 
         Raises:
             ValueError: an unknown task.
@@ -519,27 +489,29 @@ class Embedder:
     def _prepare(self, items: Sequence[Item], side: "Side") -> tuple[list["Prompt"], float]:
         """The prompts of a window, and the milliseconds that each took."""
         began = time.perf_counter()
-        prompts = [self._inference.prompt(item, side) for item in items]
-        if num_cut := sum(prompt.num_cut_tokens > 0 for prompt in prompts):
-            warnings.warn(
-                f"{num_cut} of {len(prompts)} prompts had more than {self.builder.max_tokens} tokens and lost the end of their text",
-                stacklevel=2,
-            )
+        prompts = [
+            self._inference.prompt(item, side, [load_image(_fetched(ref)) for ref in item.images])
+            for item in items
+        ]
+        self.warn_of_cut(prompts)
         return prompts, (time.perf_counter() - began) * 1000 / len(prompts)
 
     def prompt(self, item: Item, side: "Side", images: Sequence[Image.Image] | None = None) -> "Prompt":
-        """The prompt of an item, for `encode_prompts`.
-
-        Args:
-            item: what to embed.
-            side: decides the wording.
-            images: decoded pictures to use instead of loading ``item.images``.
+        """The prompt of an item, for `encode_prompts`; decoded `images` are used in place of ``item.images``.
 
         Raises:
             ValueError: an empty item, or one whose pictures alone are too long.
             ImageError: a picture cannot be read.
         """
         return self._inference.prompt(item, side, images)
+
+    def warn_of_cut(self, prompts: Sequence["Prompt"]) -> None:
+        """Warn where texts were too long for the checkpoint's prompts."""
+        if num_cut := sum(prompt.num_cut_tokens > 0 for prompt in prompts):
+            warnings.warn(
+                f"{num_cut} of {len(prompts)} prompts had more than {self.builder.max_tokens} tokens and lost the end of their text",
+                stacklevel=3,
+            )
 
     def encode_prompts(self, prompts: Sequence["Prompt"], *, mode: Mode, batch_size: int = 64) -> Encoded:
         """Embed prompts that `prompt` has made before, as a server does, which makes them where they come in."""
@@ -563,13 +535,7 @@ class Embedder:
     def encode_after(
         self, prompts: Sequence["Prompt"], rationales: Sequence[Sequence[int]], *, batch_size: int = 64
     ) -> np.ndarray:
-        """Embeddings (N, D) of prompts after given rationales, from any source.
-
-        Args:
-            prompts: of `prompt`.
-            rationales: token ids, without ``<emb>``; empty ones are what direct mode reads.
-            batch_size: rows a forward.
-        """
+        """Embeddings (N, D) of prompts after given rationales: token ids without ``<emb>``; none at all is direct mode."""
         return self._inference.embed_after(prompts, rationales, batch_size)
 
 
@@ -660,43 +626,26 @@ def local_folder(checkpoint: str | Path, revision: str | None) -> Path:
         ) from error
 
 
-def _rows(texts: Any, images: Any) -> tuple[bool, list[tuple[str | None, tuple[Any, ...]]]]:
-    """Whether one item was given, and each item's text and pictures."""
+def _items(texts: Any, images: Any, instruction: str | None = None) -> tuple[bool, list[Item]]:
+    """Whether one item was given, and the items."""
     if texts is None and images is None:
         raise ValueError("give texts, images, or both")
-    if isinstance(texts, str) or (texts is None and _is_picture(images)):
-        return True, [(texts, _pictures(images))]
-    columns = [None if given is None else list(given) for given in (texts, images)]
+    single = isinstance(texts, str) or (texts is None and _is_picture(images))
+    columns = (
+        [[texts], [images]] if single else [None if one is None else list(one) for one in (texts, images)]
+    )
     lengths = [len(column) for column in columns if column is not None]
     if len(set(lengths)) > 1:
         raise ValueError(
             f"{lengths[0]} texts and {lengths[1]} images: one entry an item, None where there is none"
         )
-    pairs = zip(*(column or [None] * lengths[0] for column in columns), strict=True)
-    return False, [(_text(text), _pictures(shown)) for text, shown in pairs]
-
-
-def _text(value: Any) -> str | None:
-    if value is not None and not isinstance(value, str):
-        raise ValueError(f"a text must be a string, got {type(value).__name__}")
-    return value
-
-
-class _Items(Sequence[Item]):
-    """Items of a caller. A picture on the web is fetched when its items' turn comes."""
-
-    def __init__(self, rows: Sequence[tuple[str | None, tuple[Any, ...]]], instruction: str | None = None):
-        self.rows, self.instruction = rows, instruction
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, at: Any) -> Any:
-        """One item, or a list of them."""
-        if isinstance(at, slice):
-            return [self[number] for number in range(*at.indices(len(self)))]
-        text, pictures = self.rows[at]
-        return Item(str(at), text, tuple(map(_fetched, pictures)), self.instruction)
+    items = []
+    for row in range(lengths[0]):
+        text, shown = (None if column is None else column[row] for column in columns)
+        if text is not None and not isinstance(text, str):
+            raise ValueError(f"a text must be a string, got {type(text).__name__}")
+        items.append(Item(str(row), text, _pictures(shown), instruction))
+    return single, items
 
 
 def _fetched(picture: Any) -> Any:

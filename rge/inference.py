@@ -38,14 +38,7 @@ OnProgress = Callable[[int], object]
 
 @dataclass(frozen=True)
 class Asked:
-    """How to embed prompts.
-
-    Attributes:
-        mode: ``reasoning`` lets the model write a rationale first; ``direct`` prefills ``<emb>``; ``auto`` lets the
-            probability of ``<emb>`` as the first token decide; ``latent`` prefills think tokens and ``<emb>``.
-        batch_size: rows a forward.
-        seeds: one a prompt, needed for sampling.
-    """
+    """How to embed prompts: see `rge.embedder.Embedder.encode`."""
 
     mode: Mode
     batch_size: int = 64
@@ -61,13 +54,7 @@ class VllmOptions:
 
 
 class Inference:
-    """A model with its prompts.
-
-    Args:
-        model: the model; put into evaluation mode.
-        builder: makes prompts.
-        engine: writes rationales in the model's place; None: the model does.
-    """
+    """A model, put into evaluation mode, with its prompts; an `engine` writes rationales in its place."""
 
     def __init__(self, model: EmbeddingModel, builder: PromptBuilder, engine: VllmWriter | None = None):
         self.model, self.builder, self.engine = model.eval(), builder, engine
@@ -83,14 +70,7 @@ class Inference:
         vllm: VllmOptions | None = None,
         base: Path | None = None,
     ) -> "Inference":
-        """Load a checkpoint.
-
-        Args:
-            folder: with weights and processor.
-            settings: of the checkpoint, as it is to be loaded.
-            device: one.
-            vllm: let vLLM write the rationales.
-            base: of a checkpoint of adapters.
+        """Load a checkpoint as the settings say; `base` belongs to one of adapters.
 
         Raises:
             BackboneError: weights or processor cannot be loaded, have no ``<emb>``, or vLLM does not start.
@@ -149,14 +129,9 @@ class Inference:
         on_progress: OnProgress = lambda count: None,
         prepare_ms: float = 0.0,
     ) -> Encoded:
-        """Embed prompts.
+        """Embed prompts, at least one; `on_progress` is called with the number just finished.
 
-        Args:
-            prompts: at least one.
-            asked: how.
-            settings: of the embedder.
-            on_progress: called with the number of prompts just finished.
-            prepare_ms: what each prompt took to make, to be counted.
+        What each prompt took to make, `prepare_ms`, is counted into its ``embed_ms``.
 
         Raises:
             UserError: the checkpoint was not trained for the mode.

@@ -21,8 +21,6 @@ from rge.common.schema import ImageRef
 WEB = ("http://", "https://")
 FETCH_S, FETCH_BYTES = 30, 64 << 20
 """What a picture on the web may take."""
-
-
 UNKNOWN_RANGE = ("I", "F")
 """Modes of 32-bit pixels."""
 
@@ -46,10 +44,7 @@ def _library(path: str) -> dict[str, bytes | None]:
 
 
 def picture_bytes(ref: ImageRef) -> bytes:
-    """Encoded bytes of a picture.
-
-    Args:
-        ref: bytes, the path of a picture file, or ``library.parquet#row-id``.
+    """Encoded bytes of a picture: of bytes, the path of a picture file, or ``library.parquet#row-id``.
 
     Raises:
         ImageError: the file, the library or the row does not exist.
@@ -67,14 +62,15 @@ def picture_bytes(ref: ImageRef) -> bytes:
     file = Path(ref)
     try:
         # A pipe or a device would be waited for, or read without end.
-        waits = file.exists() and not file.is_file() and not file.is_dir()
-        read = None if waits else file.read_bytes()
+        if file.exists() and not file.is_file() and not file.is_dir():
+            raise ImageError(f"picture {ref} cannot be read: it is a pipe or a device, not a file")
+        return file.read_bytes()
     except (OSError, ValueError) as error:  # ValueError: a path with a zero byte
-        reason = getattr(error, "strerror", None) or error
-        raise ImageError(f"picture {ref} cannot be read: {reason}") from None
-    if read is None:
-        raise ImageError(f"picture {ref} cannot be read: it is a pipe or a device, not a file")
-    return read
+        if isinstance(error, ImageError):
+            raise
+        raise ImageError(
+            f"picture {ref} cannot be read: {getattr(error, 'strerror', None) or error}"
+        ) from None
 
 
 class PictureIndex:
@@ -198,9 +194,6 @@ def load_image(
         ref: see `picture_bytes`; or a picture that is decoded already, which is treated alike.
         near_px: for small copies: a JPEG may be decoded smaller than it is, as long as both sides keep so many pixels.
         first_frame: of an animation take the first frame; without it an animation is an error.
-
-    Returns:
-        An RGB image, fully decoded.
 
     Raises:
         ImageError: missing, not an image, truncated, animated, of pixels without a known range, or so large that

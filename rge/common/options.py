@@ -33,59 +33,41 @@ T = TypeVar("T")
 HELP = ("--help", "-h", "help")
 
 MEANS = {
-    "batch": "batch_size",
-    "train_batch_size": "batch_size",
-    "global_batch_size": "batch_size",
-    "gradient_accumulation_steps": "micro_batch_size",
-    "per_device_train_batch_size": "micro_batch_size",
-    "checkpoint_every": "save_every",
-    "save_steps": "save_every",
-    "save_total_limit": "keep_last",
-    "logging_steps": "log_every",
-    "eval_steps": "every",
-    "eval_every": "every",
-    "clip": "max_grad_norm",
-    "grad_clip": "max_grad_norm",
-    "gradient_clipping": "max_grad_norm",
-    "dataloader_num_workers": "num_workers",
-    "workers": "num_workers",
-    "dataset": "sources",
-    "data_path": "sources",
-    "train_files": "sources",
-    "epoch": "epochs",
-    "num_train_epochs": "epochs",
-    "num_epochs": "epochs",
-    "learning_rate": "lr",
-    "lr_scheduler_type": "schedule",
-    "scheduler": "schedule",
-    "max_length": "max_prompt_tokens",
-    "max_seq_length": "max_prompt_tokens",
-    "max_steps": "steps",
-    "num_steps": "steps",
-    "train_steps": "steps",
-    "model_name_or_path": "path",
-    "model_name": "path",
-    "optimizer": "name",
-    "output": "out",
-    "output_dir": "out",
-    "out_dir": "out",
-    "precision": "dtype",
-    "torch_dtype": "dtype",
-    "num_generations": "num_rationales",
-    "r": "rank",
-    "lora_r": "rank",
-    "lora_alpha": "alpha",
-    "lora_dropout": "dropout",
-    "target_modules": "targets",
-    "report_to": "trackers",
-    "tau": "temperature",
-    "wd": "weight_decay",
-    "warmup": "warmup_steps",
-    "gpus": "num_gpus",
-    "nproc": "num_processes",
-    "model": "checkpoint",
-    "data": "set",
-    "output_file": "out",
+    theirs: ours
+    for ours, names in {
+        "alpha": "lora_alpha",
+        "batch_size": "batch train_batch_size global_batch_size",
+        "checkpoint": "model",
+        "dropout": "lora_dropout",
+        "dtype": "precision torch_dtype",
+        "epochs": "epoch num_train_epochs num_epochs",
+        "every": "eval_steps eval_every",
+        "keep_last": "save_total_limit",
+        "log_every": "logging_steps",
+        "lr": "learning_rate",
+        "max_grad_norm": "clip grad_clip gradient_clipping",
+        "max_prompt_tokens": "max_length max_seq_length",
+        "micro_batch_size": "gradient_accumulation_steps per_device_train_batch_size",
+        "name": "optimizer",
+        "num_gpus": "gpus",
+        "num_processes": "nproc",
+        "num_rationales": "num_generations",
+        "num_workers": "dataloader_num_workers workers",
+        "out": "output output_dir out_dir output_file",
+        "path": "model_name_or_path model_name",
+        "rank": "r lora_r",
+        "save_every": "checkpoint_every save_steps",
+        "schedule": "lr_scheduler_type scheduler",
+        "set": "data",
+        "sources": "dataset data_path train_files",
+        "steps": "max_steps num_steps train_steps",
+        "targets": "target_modules",
+        "temperature": "tau",
+        "trackers": "report_to",
+        "warmup_steps": "warmup",
+        "weight_decay": "wd",
+    }.items()
+    for theirs in names.split()
 }
 """Names of keys in other projects and here, for hints: the last part of a dotted key."""
 
@@ -177,30 +159,28 @@ def parse_file(
     return build(schema, layers)
 
 
-def _layers(path: Path, folder: Path, key: str) -> list[tuple[str, dict[str, Any]]]:
+def _layers(
+    path: Path, folder: Path, key: str, above: tuple[Path, ...] = ()
+) -> list[tuple[str, dict[str, Any]]]:
     """A file's keys over those of the file that its ``base:`` names, and so on.
 
     Raises:
         UserError: a base that does not exist, or that has itself for one.
     """
-    layers: list[tuple[str, dict[str, Any]]] = []
-    seen = [path.resolve()]
-    while True:
-        tree = read_yaml(path)
-        base = tree.pop("base", None)
-        layers.insert(0, (f"{path}: ", tree))
-        if base is None:
-            return layers
-        beside = path.parent / f"{base}.yaml"
-        found = beside if beside.is_file() else folder / f"{base}.yaml"
-        if not isinstance(base, str) or not found.is_file():
-            raise UserError(
-                f"{path}: base must name another {key}, got {base!r}{nearest(str(base), available(folder))}"
-            )
-        if found.resolve() in seen:
-            raise UserError(f"{path}: base {base} leads back to itself")
-        seen.append(found.resolve())
-        path = found
+    tree, below = read_yaml(path), (*above, path.resolve())
+    base = tree.pop("base", None)
+    own = (f"{path}: ", tree)
+    if base is None:
+        return [own]
+    beside = path.parent / f"{base}.yaml"
+    found = beside if beside.is_file() else folder / f"{base}.yaml"
+    if not isinstance(base, str) or not found.is_file():
+        raise UserError(
+            f"{path}: base must name another {key}, got {base!r}{nearest(str(base), available(folder))}"
+        )
+    if found.resolve() in below:
+        raise UserError(f"{path}: base {base} leads back to itself")
+    return [*_layers(found, folder, key, below), own]
 
 
 def available(folder: Path) -> list[str]:
@@ -228,11 +208,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def split_word(word: str) -> tuple[str, str]:
-    """Split ``key=value``; leading dashes are forgiven.
-
-    Raises:
-        UserError: there is no ``=``, or nothing before or after it.
-    """
+    """Split ``key=value``; leading dashes are forgiven, anything else raises a `UserError`."""
     key, mark, value = word.partition("=")
     key = key.lstrip("-")
     if not mark or not key:

@@ -14,64 +14,39 @@ site-packages that does it where torchvision is imported, and nowhere else. It w
 itself; delete the two files to be rid of it.
 """
 
-import logging
-import subprocess
+import importlib.machinery
 import sys
-import sysconfig
-from importlib.abc import MetaPathFinder
-from pathlib import Path
 from typing import Any
 
 HOOK = "rge_torchvision_hook"
-_SOURCE = '''"""Written by `python -m rge.common.torchvision_cpu`: PyPI's torchvision beside a CPU build of torch."""
-
-import importlib.machinery
-import sys
-
-
-class Finder:
-    """Finds torchvision as ever; where it is executed, rge declares before what it looks up."""
-
-    @staticmethod
-    def find_spec(name, path=None, target=None):
-        if name != "torchvision":
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
-        if spec is None or spec.loader is None:
-            return spec
-        execute = spec.loader.exec_module
-
-        def after_rge(module):
-            try:
-                from rge.common.torchvision_cpu import make_importable
-            except ImportError:
-                pass  # rge was removed: torchvision then says itself what is wrong
-            else:
-                make_importable()
-            execute(module)
-
-        spec.loader.exec_module = after_rge
-        return spec
-
-
-sys.meta_path.insert(0, Finder)
-'''
 
 _library: Any = None
 
 
-class _BeforeTorchvision(MetaPathFinder):
-    def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
-        """Called by Python for every module that is not loaded yet; finds none itself."""
-        if fullname == "torchvision" and self in sys.meta_path:
-            sys.meta_path.remove(self)
+class _Finder:
+    """Finds torchvision as ever, and calls `make_importable` before it is executed."""
+
+    @staticmethod
+    def find_spec(fullname: str, path: Any = None, target: Any = None) -> Any:
+        if fullname != "torchvision":
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def after_schemas(module: Any) -> None:
             make_importable()
+            execute(module)
+
+        spec.loader.exec_module = after_schemas  # type: ignore[method-assign]
+        return spec
 
 
 def before_torchvision() -> None:
-    """Have `make_importable` called just before torchvision is imported or looked for."""
+    """Have `make_importable` called just before torchvision is executed."""
     if "torchvision" not in sys.modules:
-        sys.meta_path.insert(0, _BeforeTorchvision())
+        sys.meta_path.insert(0, _Finder())
 
 
 def make_importable() -> bool:
@@ -96,14 +71,20 @@ def make_importable() -> bool:
     return False
 
 
-def write_hook(folder: Path) -> None:
-    """Put the hook into a site-packages folder, which Python reads at its next start."""
-    (folder / f"{HOOK}.py").write_text(_SOURCE, encoding="utf-8")
-    (folder / f"{HOOK}.pth").write_text(f"import {HOOK}\n", encoding="utf-8")
+def write_hook(folder: Any) -> None:
+    """Put the hook, which is this module, into a site-packages folder, which Python reads at its next start."""
+    with open(__file__, encoding="utf-8") as source:
+        (folder / f"{HOOK}.py").write_text(source.read(), encoding="utf-8")
+    (folder / f"{HOOK}.pth").write_text(f"import {HOOK}; {HOOK}.before_torchvision()\n", encoding="utf-8")
 
 
 def main() -> int:
     """Write the hook where a fresh interpreter cannot import torchvision; 0 if it can in the end."""
+    import logging  # of the command alone: the hook runs whenever Python starts
+    import subprocess
+    import sysconfig
+    from pathlib import Path
+
     plain = [sys.executable, "-c", "import torchvision"]
     if subprocess.run(plain, capture_output=True, check=False).returncode == 0:
         return 0

@@ -49,9 +49,7 @@ def main(words: list[str]) -> int:
     else:
         index = Index.open(asked.index)
         checkpoint = asked.checkpoint or index.about["checkpoint"]
-        embedder = Embedder.from_pretrained(checkpoint, base=asked.base)
-        index.check(checkpoint, embedder.checkpoint_hash)
-        explorer = Explorer(embedder, index, [])
+        explorer = Explorer(index.embedder(asked.checkpoint, asked.base), index, [])
     _announce(asked, checkpoint, len(explorer.index), address)
     config = uvicorn.Config(
         application(explorer, asked.host), log_level="warning", timeout_graceful_shutdown=5

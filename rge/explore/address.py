@@ -7,12 +7,7 @@ from rge.common.errors import UserError
 
 
 def bound(host: str, port: int, *, listens: bool = False) -> socket.socket:
-    """A socket on an address.
-
-    Args:
-        host: name or address.
-        port: 0 for a free one.
-        listens: accept connections already; without it clients are refused until the server does.
+    """A socket on an address; unless it `listens` already, clients are refused until its server does.
 
     Raises:
         UserError: the host is not this machine's, or the port is taken.

@@ -3,13 +3,13 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from importlib.resources import files
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.staticfiles import StaticFiles
 
 from rge.common.errors import UserError
 from rge.common.files import DEMO_CHECKPOINT
@@ -23,13 +23,15 @@ MOST_BYTES = 32 << 20
 SHOWN_PX, LARGE_PX = 384, 1600
 STRIP = 60
 """Pictures of an index that are offered to begin with."""
-KINDS = {"index.html": "text/html", "explore.js": "text/javascript", "explore.css": "text/css"}
 HEADERS = {
     "Content-Security-Policy": "default-src 'self'; img-src 'self' data: blob:; object-src 'none'; base-uri 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
 }
+
+
+Text = Annotated[str, Field(max_length=20_000)]
 
 
 class _Body(BaseModel):
@@ -48,10 +50,10 @@ class Picture(_Body):
 class Question(_Body):
     """A query."""
 
-    question: str = Field(default="", max_length=20_000)
+    question: Text = ""
     picture: Picture | None = None
-    rationale: str | None = Field(default=None, max_length=20_000)
-    instruction: str | None = Field(default=None, max_length=20_000)
+    rationale: Text | None = None
+    instruction: Text | None = None
     where: str | None = Field(default=None, max_length=1000)
     hybrid: bool = False
     k: int = Field(default=8, ge=1, le=100)
@@ -60,7 +62,7 @@ class Question(_Body):
 class Other(_Body):
     """The question that another one is wanted for."""
 
-    question: str = Field(default="", max_length=20_000)
+    question: Text = ""
 
 
 def application(explorer: Explorer, host: str) -> FastAPI:
@@ -81,18 +83,6 @@ def application(explorer: Explorer, host: str) -> FastAPI:
     @app.exception_handler(ValueError)
     async def wrong(_: Request, error: ValueError) -> Response:
         return JSONResponse({"error": _words(error)}, status_code=400)
-
-    @app.get("/")
-    async def page() -> Response:
-        return _file("index.html")
-
-    @app.get("/{name}")
-    async def file(name: str) -> Response:
-        return (
-            _file(name)
-            if name in KINDS
-            else JSONResponse({"error": "there is no such page"}, status_code=404)
-        )
 
     @app.get("/api/about")
     def about() -> dict[str, Any]:
@@ -139,6 +129,7 @@ def application(explorer: Explorer, host: str) -> FastAPI:
         data = None if asked.picture is None else await asyncio.to_thread(_picture, explorer, asked.picture)
         return StreamingResponse(_answers(explorer, asked, data), media_type="application/x-ndjson")
 
+    app.mount("/", StaticFiles(packages=[("rge.explore", "page")], html=True))
     return app
 
 
@@ -154,10 +145,7 @@ async def _answers(explorer: Explorer, asked: Question, data: bytes | None) -> A
 
     def work() -> None:
         try:
-            query = Query(
-                asked.question, data, asked.rationale, asked.instruction, asked.k, asked.where, asked.hybrid
-            )
-            explorer.ask(query, tell)
+            explorer.ask(Query(**asked.model_dump(exclude={"picture"}), picture=data), tell)
         except StoppedError:
             return
         except ValueError as error:
@@ -202,8 +190,3 @@ def _words(error: ValueError) -> str:
     if isinstance(error, ValidationError):
         return "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
     return str(error)
-
-
-def _file(name: str) -> Response:
-    content = files("rge.explore").joinpath("page", name).read_bytes()
-    return Response(content, media_type=KINDS[name])

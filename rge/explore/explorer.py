@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,9 @@ from rge.common.files import find_shipped
 from rge.common.images import WEB, load_image, picture_bytes
 from rge.common.schema import Item
 from rge.embedder import Embedder
-from rge.index.reading import Reader, Unreadable
+from rge.index.reading import Reader, Unreadable, row_of
 from rge.index.sources import read_source
-from rge.index.store import Hit, Index, Row, SearchIndexError
+from rge.index.store import Hit, Index, SearchIndexError
 from rge.model.prompts import Prompt
 from rge.rollout.generate import generate
 
@@ -47,13 +47,7 @@ class StoppedError(UserError):
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A query to begin with.
-
-    Attributes:
-        question: its text.
-        picture: encoded bytes.
-        right: ids of the right answers.
-    """
+    """A query to begin with, its encoded picture, and the ids of the right answers."""
 
     question: str
     picture: bytes
@@ -185,10 +179,9 @@ class Explorer:
         try:
             while True:
                 with self._turn:
-                    before = self._tickets.index(mine)
-                    if before:
+                    if self._tickets[0] is not mine:
                         self._turn.wait(TELL_S)
-                        before = self._tickets.index(mine)
+                    before = self._tickets.index(mine)
                 if not before:
                     break
                 if time.monotonic() > end:
@@ -247,19 +240,11 @@ def demo_gallery(embedder: Embedder) -> Index:
         checkpoint_hash=embedder.checkpoint_hash,
         dimensions=embedder.size,
     )
-    unreadable = Unreadable(len(source.entries), 0.0)
+    entries = [replace(one, text=one.metadata["concept"], metadata={}) for one in source.entries]
     reader = Reader(embedder, thumbnail_px=256, captions=False)
-    for window in reader.embed(source.entries, unreadable):
-        index.put(
-            [
-                Row(
-                    source.name, one.entry.id, one.entry.stamp, one.content.digest, one.vector, one.entry.metadata["concept"],
-                    one.entry.image, None, one.content.thumbnail,
-                )
-                for one in window
-            ]
-        )  # fmt: skip
-    index.refresh(ann_from=len(source.entries) + 1)
+    for window in reader.embed(entries, Unreadable(len(entries), 0.0)):
+        index.put([row_of(source, one.entry, one.content, one.vector) for one in window])
+    index.refresh(ann_from=len(entries) + 1)
     return index
 
 

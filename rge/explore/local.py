@@ -3,7 +3,6 @@
 Only the user can connect, since the folder is private; nothing of this is reachable over the network.
 """
 
-import base64
 import os
 import socket
 import sys
@@ -92,11 +91,7 @@ class _Local:
         self._check_version(body)
         asked = SearchOptions(**body)
         rationale, hits = answer(self._embedder, self._index(asked.index), asked)
-        shown = [asdict(hit) for hit in hits]
-        for hit in shown:
-            if hit["thumbnail"] is not None:
-                hit["thumbnail"] = base64.b64encode(hit["thumbnail"]).decode()
-        return {"name": self._name, "rationale": rationale, "hits": shown}
+        return {"name": self._name, "rationale": rationale, "hits": [asdict(hit) for hit in hits]}
 
     def explore(self, body: dict[str, Any] = Body()) -> dict[str, Any]:  # noqa: B008
         """Make the page of `rge explore` reachable at a socket of its own."""

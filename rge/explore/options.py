@@ -6,6 +6,7 @@ from typing import Annotated
 from pydantic import Field
 
 from rge.common.registry import PluginOptions
+from rge.index.options import Server
 
 
 @dataclass(kw_only=True)
@@ -18,8 +19,8 @@ class ExploreOptions(PluginOptions):
     """Checkpoint directory, the id of one on the hub, or ``demo``; null: the one that the index was made with, else ``demo``."""
     base: str | None = None
     """Directory or hub id of the model that a checkpoint of adapters belongs to; null: where its ``rge.json`` says."""
-    server: str = "auto"
-    """A running ``rge serve`` of this user that has the checkpoint answers; ``none``: load it here; a socket's path: that server."""
+    server: Server = "auto"
+    """A running ``rge serve`` of this user that has the checkpoint answers; ``none``: load it here."""
     host: str = "127.0.0.1"
     """Address to listen on; another than this machine's own lets others in, without a password."""
     port: Annotated[int, Field(ge=0, le=65535)] = 7860

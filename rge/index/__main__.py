@@ -14,7 +14,6 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-import numpy as np
 from tqdm import tqdm
 
 from rge.common.commands import start
@@ -22,11 +21,11 @@ from rge.common.errors import UserError
 from rge.common.options import parse_options, positional
 from rge.index.options import IndexOptions
 from rge.index.sources import Source, read_source
-from rge.index.store import DEPTH, Index, Row, SearchIndexError, writing
+from rge.index.store import DEPTH, Index, SearchIndexError, writing
 
 if TYPE_CHECKING:
     from rge.embedder import Embedder
-    from rge.index.reading import Prepared, Reader, Unreadable
+    from rge.index.reading import Reader, Unreadable
 
 WATCH_S = 2.0
 """Between two listings of a watched source; a file that is being written is left alone until two listings agree."""
@@ -150,8 +149,6 @@ def _create(asked: IndexOptions) -> "tuple[Index, Embedder]":
 
 
 def _open(asked: IndexOptions) -> "tuple[Index, Embedder]":
-    from rge.embedder import Embedder
-
     index = Index.open(asked.out)
     for key in ("captions", "dimensions"):
         wanted, has = getattr(asked, key), index.about[key]
@@ -159,10 +156,7 @@ def _open(asked: IndexOptions) -> "tuple[Index, Embedder]":
             raise SearchIndexError(
                 f"{asked.out} was made with {key}={has}, not {wanted}: leave it out, or make another index"
             )
-    checkpoint = asked.checkpoint or index.about["checkpoint"]
-    embedder = Embedder.from_pretrained(checkpoint, base=asked.base)
-    index.check(checkpoint, embedder.checkpoint_hash)
-    return index, embedder
+    return index, index.embedder(asked.checkpoint, asked.base)
 
 
 def bring_up_to_date(index: Index, source: Source, reader: "Reader", unreadable: "Unreadable") -> str:
@@ -198,6 +192,8 @@ def _embed(
     known: dict[str, tuple[str, str]],
 ) -> Counter[str]:
     """Put new and changed entries into the index; contents that it has already are not embedded again."""
+    from rge.index.reading import row_of
+
     counts = Counter[str]()
     todo = [entry for entry in source.entries if known.get(entry.id, ("",))[0] != entry.stamp]
     if not todo:
@@ -217,25 +213,13 @@ def _embed(
             fresh = reader.vectors([one for digest, one in by_digest.items() if digest not in vectors])
             vectors |= {one.content.digest: one.vector for one in fresh}
             held |= by_digest.keys()
-            rows = [_row(source, one, vectors[one.content.digest]) for one in readable.values()]
+            rows = [
+                row_of(source, one.entry, one.content, vectors[one.content.digest])
+                for one in readable.values()
+            ]
             counts["unfit"] += index.put(rows)
             bar.update(len(window))
     return counts
-
-
-def _row(source: Source, one: "Prepared", vector: np.ndarray) -> Row:
-    entry, content = one.entry, one.content
-    return Row(
-        source.name,
-        entry.id,
-        entry.stamp,
-        content.digest,
-        vector,
-        text=content.text,
-        image=entry.image,
-        metadata=content.facts | entry.metadata,
-        thumbnail=content.thumbnail,
-    )
 
 
 if __name__ == "__main__":

@@ -8,8 +8,7 @@ Finished rows are kept in ``OUT.parts``; the last step puts them together and re
 import json
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
-from rge.checkpoints.run_lock import InUseError, held
+from rge.checkpoints.run_lock import held
 from rge.common.commands import start
 from rge.common.errors import UserError
 from rge.common.files import replacing, write_json
@@ -34,26 +33,18 @@ PART_ROWS = 4096
 ABOUT = "about.json"
 
 
-class EmbedError(UserError):
-    """Vectors cannot be written as asked; the message says what to do."""
-
-
 def main(words: list[str]) -> int:
     """Run the command."""
     asked = parse_options(EmbedOptions, words, "rge embed")
     if asked.out.suffix != ".parquet":
-        raise EmbedError(f"out={asked.out} must end in .parquet")
+        raise UserError(f"out={asked.out} must end in .parquet")
     if asked.out.exists():
-        raise EmbedError(f"{asked.out} is there already: delete it, or give another out=")
+        raise UserError(f"{asked.out} is there already: delete it, or give another out=")
     if asked.side == "document" and asked.instruction is not None:
-        raise EmbedError("instruction= goes before queries: side=query")
+        raise UserError("instruction= goes before queries: side=query")
     source = read_source(asked.src, id=asked.id, text=asked.text, image=asked.image)
     parts = asked.out.with_name(asked.out.name + ".parts")
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(held(parts))
-        except InUseError as error:
-            raise EmbedError(str(error)) from None
+    with held(parts):
         return embed(asked, source, parts)
 
 
@@ -65,12 +56,8 @@ def embed(asked: EmbedOptions, source: Source, parts: Path) -> int:
     embedder = Embedder.from_pretrained(asked.checkpoint, base=asked.base)
     embedder.check_dimensions(asked.dimensions)
     settings = {key: getattr(asked, key) for key in ("side", "mode", "instruction", "dimensions")}
-    about = {
-        "checkpoint": asked.checkpoint,
-        "checkpoint_hash": embedder.checkpoint_hash,
-        **settings,
-        "src": source.name,
-    }
+    hashed = {"checkpoint": asked.checkpoint, "checkpoint_hash": embedder.checkpoint_hash}
+    about = hashed | settings | {"src": source.name}
     _check_begun(parts, about)
     unreadable = Unreadable.of(source, asked)
     unreadable.check()
@@ -90,7 +77,10 @@ def embed(asked: EmbedOptions, source: Source, parts: Path) -> int:
 def _embed_missing(
     reader: "Reader", source: Source, parts: Path, current: dict[str, str], unreadable: "Unreadable"
 ) -> None:
-    done = {name for name, _, stamp in _finished(parts) if current.get(name) == stamp}
+    finished = (pq.read_table(path, columns=["id", "stamp"]) for path in parts.glob("*.parquet"))
+    done = {
+        row["id"] for part in finished for row in part.to_pylist() if current.get(row["id"]) == row["stamp"]
+    }
     if done:
         print(f"{len(done)} of {unreadable.total} items were embedded before", file=sys.stderr)  # noqa: T201
     todo = [entry for entry in source.entries if entry.id not in done]
@@ -124,17 +114,9 @@ def _check_begun(parts: Path, about: dict[str, Any]) -> None:
     differs = [key for key, value in about.items() if begun.get(key) != value and key != "checkpoint"]
     if differs:
         shown = ", ".join(f"{key}: {begun.get(key)!r}, now {about[key]!r}" for key in differs)
-        raise EmbedError(
+        raise UserError(
             f"{parts} was begun otherwise ({shown}): continue with the same settings, delete it, or give another out="
         )
-
-
-def _finished(parts: Path) -> Iterator[tuple[str, Path, str]]:
-    """Name, part and stamp of every row that is embedded."""
-    for path in sorted(parts.glob("*.parquet")):
-        table = pq.read_table(path, columns=["id", "stamp"])
-        for name, stamp in zip(table["id"].to_pylist(), table["stamp"].to_pylist(), strict=True):
-            yield name, path, stamp
 
 
 def _write(path: Path, rows: "Sequence[Embedded]") -> None:
@@ -153,10 +135,10 @@ def _write(path: Path, rows: "Sequence[Embedded]") -> None:
 
 def _together(out: Path, parts: Path, current: dict[str, str], about: dict[str, Any]) -> int:
     """One file of all parts, without rows whose item has changed or gone since."""
-    last = {name: path for name, path, stamp in _finished(parts) if current.get(name) == stamp}
-    if not last:
-        raise EmbedError("nothing was embedded: no item of the source is readable")
     paths = sorted(parts.glob("*.parquet"))
+    nothing = UserError("nothing was embedded: no item of the source is readable")
+    if not paths:
+        raise nothing
     rationales = (pq.read_table(path, columns=["rationale"])["rationale"] for path in paths)
     reasons = any(column.null_count < len(column) for column in rationales)
     columns = ["id", "vector", *(["rationale"] if reasons else [])]
@@ -167,12 +149,13 @@ def _together(out: Path, parts: Path, current: dict[str, str], about: dict[str, 
         for path in paths:
             table = pq.read_table(path)
             keep = [
-                last.get(name) == path and current[name] == stamp
-                for name, stamp in zip(table["id"].to_pylist(), table["stamp"].to_pylist(), strict=True)
+                current.get(row["id"]) == row["stamp"] for row in table.select(["id", "stamp"]).to_pylist()
             ]
             kept = table.filter(pa.array(keep)).select(columns).cast(schema)
             writer.write_table(kept)
             rows += len(kept)
+        if not rows:
+            raise nothing
     return rows
 
 

@@ -10,6 +10,7 @@ from rge.common.modes import Mode
 from rge.common.registry import PluginOptions
 
 AtLeastOne = Annotated[int, Field(ge=1)]
+Server = Literal["auto", "none"]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -112,10 +113,5 @@ class SearchOptions(PluginOptions):
     """Look the question's words up in captions, file names and metadata too, and fuse both rankings by rank."""
     exact: bool = False
     """Compare with every vector, even if there is an approximate index."""
-    server: str = "auto"
-    """A running ``rge serve`` of this user that has the index's checkpoint answers at once; ``none``: load the checkpoint here;
-    a socket's path: that server."""
-    page: Path | None = None
-    """HTML file to write, with thumbnails."""
-    open: bool = False
-    """Write the page (to a temporary file, where ``page`` names none) and show it in the browser."""
+    server: Server = "auto"
+    """A running ``rge serve`` of this user that has the index's checkpoint answers at once; ``none``: load the checkpoint here."""

@@ -20,6 +20,7 @@ from rge.common.schema import Item
 from rge.embedder import Embedder
 from rge.index.options import Reading
 from rge.index.sources import Content, Entry, Source, load
+from rge.index.store import Row
 from rge.model.prompts import Prompt
 
 SHOWN = 20
@@ -28,19 +29,9 @@ WINDOW = 4
 """Batches that are read, sorted by length and embedded together."""
 
 
-class UnreadableError(UserError):
-    """More of a source is unreadable than may be."""
-
-
 @dataclass
 class Unreadable:
-    """What could not be read of `total` items, and why, by name.
-
-    Args:
-        total: number of items, unreadable ones included.
-        most: share that may be unreadable.
-        faults: those that are known before anything is opened.
-    """
+    """What could not be read of `total` items, and why, by name; `most` is the share that may be."""
 
     total: int
     most: float
@@ -57,9 +48,9 @@ class Unreadable:
         self.check()
 
     def check(self) -> None:
-        """Raise `UnreadableError` where there are more than may be."""
+        """Raise `UserError` where there are more than may be."""
         if len(self.faults) > self.most * self.total:
-            raise UnreadableError(
+            raise UserError(
                 f"{len(self.faults)} of {self.total} items are unreadable so far, more than max_unreadable={self.most:g}:\n"
                 + self.listed()
             )
@@ -85,13 +76,7 @@ class Unreadable:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """An entry that has been read.
-
-    Attributes:
-        entry: as it was listed.
-        content: as it was read, without the picture's bytes.
-        prompt: what is embedded; None where its content is known.
-    """
+    """An entry that has been read: its content without the picture's bytes, and what is embedded; None where that is known."""
 
     entry: Entry
     content: Content
@@ -100,14 +85,7 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Embedded:
-    """An entry with its embedding.
-
-    Attributes:
-        entry: as it was listed.
-        content: as it was read.
-        vector: (D,) float32, unit norm.
-        rationale: what was written, empty in direct mode.
-    """
+    """An entry with its embedding (D,), unit norm, and what was written, empty in direct mode."""
 
     entry: Entry
     content: Content
@@ -155,10 +133,8 @@ class Reader:
     ) -> Iterator[list[Prepared | None]]:
         """Read entries and make their prompts, a window at a time and one window ahead.
 
-        Args:
-            entries: to read.
-            unreadable: what cannot be read or embedded (a picture a pixel high) is noted there and is None.
-            known: digests of contents that need no prompt.
+        What cannot be read or embedded (a picture a pixel high) is noted in `unreadable` and is None. Contents whose digest is
+        `known` get no prompt.
         """
         windows = _windows(entries, WINDOW * self.batch_size)
         with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
@@ -167,7 +143,7 @@ class Reader:
                 for window in chain(windows, [()]):
                     coming = [(entry, pool.submit(self._prepare, entry, known)) for entry in window]
                     if waiting:
-                        yield [_result(entry, future, unreadable) for entry, future in waiting]
+                        yield [_result(*one, unreadable) for one in waiting]
                     waiting = coming
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
@@ -184,12 +160,7 @@ class Reader:
         assert len(prompts) == len(prepared)
         if not prompts:
             return []
-        if num_cut := sum(prompt.num_cut_tokens > 0 for prompt in prompts):
-            warnings.warn(
-                f"{num_cut} of {len(prompts)} prompts had more than {self.embedder.builder.max_tokens} tokens and lost the "
-                "end of their text",
-                stacklevel=2,
-            )
+        self.embedder.warn_of_cut(prompts)
         found = self.embedder.encode_prompts(prompts, mode=self.mode, batch_size=self.batch_size)
         if not np.isfinite(found.embeddings).all():
             raise UserError(f"{self.embedder.checkpoint} gives embeddings that are not finite: it is damaged")
@@ -211,8 +182,23 @@ class Reader:
             prompt = self.embedder.prompt(item, "query" if self.side == "query" else "candidate", images)
         except ValueError as error:
             message = str(error).replace(f"<{len(content.data or b'')} bytes>", str(entry.image))
-            raise UnreadableError(message) from error
+            raise UserError(message) from error
         return Prepared(entry, without_bytes, prompt)
+
+
+def row_of(source: Source, entry: Entry, content: Content, vector: np.ndarray) -> Row:
+    """An entry as an index keeps it."""
+    return Row(
+        source.name,
+        entry.id,
+        entry.stamp,
+        content.digest,
+        vector,
+        text=content.text,
+        image=entry.image,
+        metadata=content.facts | entry.metadata,
+        thumbnail=content.thumbnail,
+    )
 
 
 def _windows(entries: Iterable[Entry], size: int) -> Iterator[tuple[Entry, ...]]:
@@ -221,7 +207,7 @@ def _windows(entries: Iterable[Entry], size: int) -> Iterator[tuple[Entry, ...]]
         yield window
 
 
-def _result(entry: Entry, future: "Future[Prepared]", unreadable: Unreadable) -> Prepared | None:
+def _result(entry: Entry, future: Future[Prepared], unreadable: Unreadable) -> Prepared | None:
     try:
         return future.result()
     except UserError as error:

@@ -22,8 +22,8 @@ from PIL import ExifTags, Image
 
 from rge.common.errors import UserError
 from rge.common.images import WEB, ImageError, fetch_picture, load_image, open_picture, picture_bytes
-from rge.tables.pictures import SUFFIXES
-from rge.tables.rows import TABLES, TableError, reading, table_rows
+from rge.tables.pictures import SUFFIXES, file_stamp
+from rge.tables.rows import TABLES, reading, table_rows
 
 MAX_TEXT_BYTES = 1 << 20
 """A larger text file is no item: a prompt holds some thousand tokens."""
@@ -102,16 +102,11 @@ class Content:
 
 
 def read_source(path: Path, *, id: str = "id", text: str = "text", image: str = "image") -> Source:  # noqa: A002
-    """List a folder or a table.
-
-    Args:
-        path: of the folder or the table.
-        id: column of a table that names its rows.
-        text: column with texts.
-        image: column with pictures.
+    """List a folder or a table; `id`, `text` and `image` are a table's columns with names, texts and pictures.
 
     Raises:
-        SourceError: it is neither, cannot be read, or holds nothing that could be an item.
+        SourceError: it is neither, or holds nothing that could be an item.
+        TableError: it cannot be read.
     """
     path = path.expanduser()
     if path.is_dir():
@@ -223,13 +218,13 @@ class _Walk:
     """The picture and text files below a folder. Links to folders are followed, each folder once; hidden files are left out.
 
     Attributes:
-        files: by name, relative to the folder.
+        files: stamps by name, relative to the folder.
         faults: as of `Source`, as are `unseen` and `passed_over`.
     """
 
     def __init__(self, root: Path):
         self.root = root
-        self.files: dict[str, os.stat_result] = {}
+        self.files: dict[str, str] = {}
         self.faults: dict[str, str] = {}
         self.unseen: set[str] = set()
         self.passed_over = 0
@@ -252,7 +247,7 @@ class _Walk:
         if _printable(name) != name:
             self.faults[_printable(name)] = "its name is not UTF-8"
         elif (stat := self._stat(path)) is not None:
-            self.files[name] = stat
+            self.files[name] = f"{stat.st_size}:{stat.st_mtime_ns}"
 
     def _name(self, path: str) -> str:
         return Path(os.path.relpath(path, self.root)).as_posix()
@@ -280,7 +275,7 @@ def _folder(root: Path) -> Source:
     described = pictures | set(map(_stem, pictures))
     entries = [_picture(walk, name) for name in pictures]
     entries += [
-        Entry(name, _stamp(walk.files[name]), text_file=str(root / name))
+        Entry(name, walk.files[name], text_file=str(root / name))
         for name in texts
         if _stem(name) not in described
     ]
@@ -289,10 +284,10 @@ def _folder(root: Path) -> Source:
 
 
 def _picture(walk: _Walk, name: str) -> Entry:
-    root, stamp, text_file = walk.root, _stamp(walk.files[name]), None
+    root, stamp, text_file = walk.root, walk.files[name], None
     caption = next((one for one in (f"{name}.txt", f"{_stem(name)}.txt") if one in walk.files), None)
     if caption is not None:
-        stamp += f" {_stamp(walk.files[caption])}"
+        stamp += f" {walk.files[caption]}"
         text_file = str(root / caption)
     album = Path(name).parent.as_posix() if "/" in name else Path(os.path.abspath(root)).name
     image = os.path.abspath(root / name)
@@ -307,11 +302,6 @@ def _stem(name: str) -> str:
     return os.path.splitext(name)[0]
 
 
-def _stamp(stat: os.stat_result) -> str:
-    # The leading number changes with what is read of a file, so that older indices read it again.
-    return f"2:{stat.st_size}:{stat.st_mtime_ns}"
-
-
 def _printable(name: str) -> str:
     return name.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
@@ -322,31 +312,26 @@ def _printable(name: str) -> str:
 def _table(path: Path, id_column: str, text_column: str, image_column: str) -> Source:
     entries: dict[str, Entry] = {}
     faults: dict[str, str] = {}
-    try:
-        with reading(str(path)):
-            columns, rows = _rows(path, id_column, image_column)
-            if columns and not {text_column, image_column} & set(columns):
-                raise SourceError(
-                    f"{path} has neither a column {text_column!r} nor {image_column!r}; it has "
-                    f"{', '.join(map(repr, columns))}: name them, such as text=caption image=file"
-                )
-            for number, row in enumerate(rows, start=1):
-                text, image = row.pop(text_column, None), row.pop(image_column, None)
-                name = row.pop(id_column, None)
-                if name is None:
-                    is_path = isinstance(image, str) and image and id_column not in columns
-                    name = image if is_path else number
-                name = str(name)
-                if name in entries or name in faults:
-                    raise SourceError(
-                        f"{path}: two rows are named {name!r}; names ({id_column}=) must differ"
-                    )
-                if fault := _fault(text, image):
-                    faults[name] = fault
-                else:
-                    entries[name] = _entry(name, text, image, row, path)
-    except TableError as error:
-        raise SourceError(str(error)) from None
+    with reading(str(path)):
+        columns, rows = _rows(path, id_column, image_column)
+        if columns and not {text_column, image_column} & set(columns):
+            raise SourceError(
+                f"{path} has neither a column {text_column!r} nor {image_column!r}; it has "
+                f"{', '.join(map(repr, columns))}: name them, such as text=caption image=file"
+            )
+        for number, row in enumerate(rows, start=1):
+            text, image = row.pop(text_column, None), row.pop(image_column, None)
+            name = row.pop(id_column, None)
+            if name is None:
+                is_path = isinstance(image, str) and image and id_column not in columns
+                name = image if is_path else number
+            name = str(name)
+            if name in entries or name in faults:
+                raise SourceError(f"{path}: two rows are named {name!r}; names ({id_column}=) must differ")
+            if fault := _fault(text, image):
+                faults[name] = fault
+            else:
+                entries[name] = _entry(name, text, image, row, path)
     if path.suffix.lower() in (".csv", ".tsv"):
         _as_numbers([entry.metadata for entry in entries.values()])
     return Source(os.path.abspath(path), list(entries.values()), faults)
@@ -374,7 +359,7 @@ def _fault(text: Any, image: Any) -> str | None:
 
 def _entry(name: str, text: str | None, image: str | bytes | None, row: dict[str, Any], path: Path) -> Entry:
     text = (text or "").strip() or None
-    known = json.dumps([2, text, row], ensure_ascii=False, default=str, sort_keys=True)
+    known = json.dumps([text, row], ensure_ascii=False, default=str, sort_keys=True)
     stamp = hashlib.sha256(known.encode())
     ref: str | None = None
     if isinstance(image, bytes):
@@ -385,17 +370,9 @@ def _entry(name: str, text: str | None, image: str | bytes | None, row: dict[str
         ref = image
         if not image.startswith(WEB):
             ref = os.path.abspath(path.parent / image)
-            stamp.update(_file_stamp(ref).encode())
+            library, mark, _ = ref.partition(".parquet#")
+            stamp.update(file_stamp(f"{library}.parquet" if mark else ref).encode())
     return Entry(name, stamp.hexdigest(), text=text, image=ref, metadata=row)
-
-
-def _file_stamp(ref: str) -> str:
-    """Of a picture file; a row of a library changes with the library's file."""
-    library, mark, _ = ref.partition(".parquet#")
-    try:
-        return _stamp(os.stat(f"{library}.parquet" if mark else ref))
-    except (OSError, ValueError):
-        return "gone"  # found unreadable when it is opened
 
 
 def _rows(path: Path, id_column: str, image_column: str) -> tuple[list[str], Iterable[dict[str, Any]]]:
@@ -404,9 +381,7 @@ def _rows(path: Path, id_column: str, image_column: str) -> tuple[list[str], Ite
         names = pq.read_schema(path).names
         return names, _parquet(path, names, id_column, image_column)
     rows = list(table_rows(path))
-    return list(
-        dict.fromkeys(key for row in rows for key in row)
-    ), rows  # JSON lines may each have other keys
+    return list({key: None for row in rows for key in row}), rows  # JSON lines may each have other keys
 
 
 def _parquet(path: Path, names: list[str], id_column: str, image_column: str) -> Iterator[dict[str, Any]]:

@@ -16,7 +16,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import pyarrow as pa
 
-from rge.checkpoints.run_lock import InUseError, held
+from rge.checkpoints.run_lock import held
 from rge.common.errors import UserError
 from rge.common.images import WEB, is_there
 
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from lancedb.db import DBConnection
     from lancedb.query import LanceVectorQueryBuilder
     from lancedb.table import Table
+
+    from rge.embedder import Embedder
 
 TABLE = "items"
 KEPT_FOR = timedelta(minutes=10)
@@ -101,15 +103,7 @@ class Hit:
 
 @dataclass(frozen=True, slots=True)
 class Recall:
-    """Measured recall of an ANN index.
-
-    Attributes:
-        rows: in the index.
-        recall: share of the exact `DEPTH` nearest neighbours that it finds, over `queries` rows.
-        queries: rows asked for their neighbours, themselves not counted.
-        ann_ms: a search, median.
-        exact_ms: the same without it.
-    """
+    """Share of the exact `DEPTH` nearest neighbours that an ANN index of `rows` finds, over `queries` of them; median times."""
 
     rows: int
     recall: float
@@ -166,12 +160,7 @@ class Index:
     ) -> "Index":
         """Make an empty one; what a killed maker left is replaced.
 
-        Args:
-            uri: a folder, or an address that LanceDB takes.
-            checkpoint: where the checkpoint was loaded from.
-            checkpoint_hash: of `rge.checkpoints.export.checkpoint_hash`.
-            dimensions: components of a vector.
-            captions: whether pictures were embedded with their texts (``embed``) or without (``show``).
+        `captions` says whether pictures are embedded with their texts (``embed``) or without (``show``).
 
         Raises:
             SearchIndexError: there is one already, or it cannot be written.
@@ -203,6 +192,19 @@ class Index:
                 f"not {checkpoint} ({checkpoint_hash[:12]}); use that one, or index into another folder"
             )
 
+    def embedder(self, checkpoint: str | None = None, base: str | None = None) -> "Embedder":
+        """The checkpoint that made the index, from where it is now if it was moved.
+
+        Raises:
+            SearchIndexError: `checkpoint` is another one.
+        """
+        from rge.embedder import Embedder
+
+        found = checkpoint or self.about["checkpoint"]
+        embedder = Embedder.from_pretrained(found, base=base)
+        self.check(found, embedder.checkpoint_hash)
+        return embedder
+
     def __len__(self) -> int:
         """Rows."""
         return int(self._table.count_rows())
@@ -229,11 +231,11 @@ class Index:
 
         Takes the metadata of all rows to come, so that a column's type fits all of them.
         """
-        found = {name: {kind} for name, kind in _EXIF.items()} | {"words": {pa.string()}}
+        found: dict[str, set[type]] = {}
         for row in metadata:
             for name, value in row.items():
-                if (kind := _kind(value)) is not None:
-                    found.setdefault(column_name(name), set()).add(kind)
+                if value is not None and not isinstance(value, list | dict | tuple | bytes):
+                    found.setdefault(column_name(name), set()).add(type(value))
         held = set(self._table.schema.names)
         new = [pa.field(name, _common(kinds)) for name, kinds in found.items() if name not in held]
         if new:
@@ -244,7 +246,7 @@ class Index:
         """Add rows, or replace those of the same source and id; one commit.
 
         Returns:
-            How many values of the rows' metadata do not fit the type of their column, and so are not seen by `where`.
+            How many values of their metadata do not fit the type of their column, and so are not seen by `where`.
 
         Raises:
             ValueError: a vector of another size, or one that is not finite.
@@ -260,9 +262,14 @@ class Index:
             "vector": self._vector_column(rows),
             "words": [_words(row) for row in rows],
         }
-        own = [field for field in schema if field.name not in columns]
-        filters, unfit = _filters(metadata, own)
-        table = pa.table({name: (columns | filters)[name] for name in schema.names}, schema=schema)
+        unfit = 0
+        by_column = [{column_name(name): value for name, value in one.items()} for one in metadata]
+        for field in schema:
+            if field.name not in columns:
+                given = [one.get(field.name) for one in by_column]
+                columns[field.name] = fitting = [_fitting(value, field.type) for value in given]
+                unfit += fitting.count(None) - given.count(None)
+        table = pa.table(columns, schema=schema)
         with _in_words(self.uri):
             merge = self._table.merge_insert(["source", "id"])
             merge.when_matched_update_all().when_not_matched_insert_all().execute(table)
@@ -284,29 +291,17 @@ class Index:
 
     def vectors_of(self, digests: Iterable[str]) -> dict[str, np.ndarray]:
         """Vectors (D,) of contents, by digest, whatever the rows are called."""
-        return self._vectors("digest", "TRUE", digests)
-
-    def vectors(self, source: str, ids: Iterable[str]) -> dict[str, np.ndarray]:
-        """Vectors (D,) of rows, by id."""
-        return self._vectors("id", f"source = {_quoted(source)}", ids)
-
-    def _vectors(self, column: str, where: str, values: Iterable[str]) -> dict[str, np.ndarray]:
         found: dict[str, np.ndarray] = {}
-        for some in _chunks(list(values), 1000):
-            rows = self._select(
-                [column, "vector"], f"{where} AND {column} IN ({', '.join(map(_quoted, some))})"
-            )
-            found |= zip(rows[column].to_pylist(), rows["vector"].to_numpy(zero_copy_only=False), strict=True)
+        for condition in _one_of("digest", digests):
+            rows = self._select(["digest", "vector"], condition)
+            found |= zip(rows["digest"].to_pylist(), _matrix(rows), strict=True)
         return found
 
     def remove(self, source: str, ids: Iterable[str] | None = None) -> None:
-        """Take rows out."""
+        """Take rows of a source out; None: all of them."""
         with _in_words(self.uri):
-            if ids is None:
-                self._table.delete(f"source = {_quoted(source)}")
-                return
-            for names in _chunks(list(ids), 1000):
-                self._table.delete(f"source = {_quoted(source)} AND id IN ({', '.join(map(_quoted, names))})")
+            for condition in ["TRUE"] if ids is None else _one_of("id", ids):
+                self._table.delete(f"source = {_quoted(source)} AND {condition}")
 
     def refresh(self, ann_from: int) -> Recall | None:
         """After writing: merge small files, forget old versions, index words, and keep, make or drop the ANN index.
@@ -318,7 +313,7 @@ class Index:
 
         with _in_words(self.uri):
             self._table.optimize(cleanup_older_than=KEPT_FOR)
-            if "words" in self._table.schema.names and not self._indices("words"):
+            if not self._indices("words"):
                 self._table.create_index("words", config=FTS())
             has = self._indices("vector")
             if len(self) < ann_from:
@@ -363,7 +358,8 @@ class Index:
             )
         if k < 1:
             raise ValueError(f"k must be >= 1, got {k}")
-        self._check(where)
+        if where is not None:
+            self._check(where)
         shown = [name for name in _SHOWN if thumbnails or name != "thumbnail"]
         with _in_words(self.uri, where):
             if words is not None:
@@ -401,9 +397,7 @@ class Index:
             asked = self._table.search().select(columns).limit(limit)
             return (asked if where is None else asked.where(where)).to_arrow()
 
-    def _check(self, where: str | None) -> None:
-        if where is None:
-            return
+    def _check(self, where: str) -> None:
         outside = re.sub(r"'(?:[^']|'')*'", "", where)
         named = {word.lower() for word in re.findall(r"\w+", outside)}
         if len(where) > MAX_WHERE or named & PRIVATE:
@@ -454,24 +448,14 @@ class Index:
         for id_N, vector_ND in at.blocks(where):
             for one, score_N in zip(best, query_QD @ vector_ND.T, strict=True):
                 one.add(id_N, score_N)
-        found = [one.rows() for one in best]
+        found = [one.id_N for one in best]
         if not any(map(len, found)):
             return [[] for _ in query_QD]
         chosen = np.unique(np.concatenate(found))
-        # Equal vectors tie at the k-th place: names decide before anything larger is read.
-        names = at.table.take_row_ids(chosen.tolist()).select(["source", "id", "vector"]).to_arrow()
-        vector_ND = _matrix(names)
-        keys = list(zip(names["source"].to_pylist(), names["id"].to_pylist(), strict=True))
-        ordered: list[list[int]] = []
-        for query_D, id_N in zip(query_QD, found, strict=True):
-            rows = np.searchsorted(chosen, id_N).tolist()
-            score_R = {row: float(query_D @ vector_ND[row]) for row in rows}
-            ordered.append(sorted(rows, key=lambda row: (-score_R[row], keys[row]))[:k])
-        kept = np.unique(np.concatenate(ordered)).astype(int)
-        table = at.table.take_row_ids(chosen[kept].tolist()).select([*columns, "vector"]).to_arrow()
+        table = at.table.take_row_ids(chosen.tolist()).select([*columns, "vector"]).to_arrow()
         return [
-            _hits(table.take(np.searchsorted(kept, rows)), query_D, k)
-            for query_D, rows in zip(query_QD, ordered, strict=True)
+            _hits(table.take(np.searchsorted(chosen, id_N)), query_D, k)
+            for query_D, id_N in zip(query_QD, found, strict=True)
         ]
 
     def _snapshot(self) -> "_Snapshot":
@@ -496,49 +480,36 @@ class Index:
         self._table.create_index("vector", config=config)
 
     def _measure(self) -> Recall:
-        """Ask some rows for their nearest others. One pass over all vectors gives the exact answers, by their scores."""
+        """Ask some rows for their nearest others; an exact search of all of them is one pass over the vectors."""
         count = len(self)
         drawn = np.random.default_rng(0).choice(count, size=min(MEASURED, count), replace=False).tolist()
         best = min(DEPTH + 1, count)  # a row is its own nearest
-        with _in_words(self.uri):
-            query_QD = _matrix(self._table.take_offsets(drawn).select(["vector"]).to_arrow())
-            top_QK = np.full((len(query_QD), best), -np.inf, np.float32)
-            for batch in self._table.search().select(["vector"]).limit(None).to_batches():
-                seen = np.hstack([top_QK, query_QD @ _matrix(pa.Table.from_batches([batch])).T])
-                top_QK = -np.partition(-seen, best - 1, axis=1)[:, :best]
+        query_QD = _matrix(self._table.take_offsets(drawn).select(["vector"]).to_arrow())
+        nearest = self._exact(query_QD, best, None, _SHOWN[:-1])
         found = 0
         times: dict[bool, list[float]] = {True: [], False: []}
-        for place, (query_D, top_K) in enumerate(zip(query_QD, top_QK, strict=True)):
+        for place, (query_D, hits) in enumerate(zip(query_QD, nearest, strict=True)):
             for exact in (False, True)[: 1 if place >= TIMED else 2]:
                 began = time.perf_counter()
                 rows = self._nearest(query_D, best, ["id"], exact=exact)
                 times[exact].append((time.perf_counter() - began) * 1000)
                 if not exact:
                     # As good as the last of the exact ones, to rounding: of equal pictures any will do.
-                    found += int((_matrix(rows) @ query_D >= top_K.min() - 1e-5).sum()) - 1
+                    found += int((_matrix(rows) @ query_D >= hits[-1].score - 1e-5).sum()) - 1
         recall = found / ((best - 1) * len(drawn)) if best > 1 else 1.0
         return Recall(
             count, recall, len(drawn), float(np.median(times[False])), float(np.median(times[True]))
         )
 
 
-@contextmanager
-def writing(uri: str | Path) -> Iterator[None]:
+def writing(uri: str | Path) -> AbstractContextManager[None]:
     """Keep other writers of an index out while inside; those of an object store meet in LanceDB's commits.
 
     Raises:
-        SearchIndexError: another process of this machine, or of one that shares the folder, writes.
+        rge.checkpoints.run_lock.InUseError: another process of this machine, or of one that shares the folder, writes.
     """
     folder = _folder(uri)
-    if folder is None:
-        yield
-        return
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(held(folder))
-        except InUseError as error:
-            raise SearchIndexError(str(error).replace("give another out=", "make another index")) from None
-        yield
+    return nullcontext() if folder is None else held(folder)
 
 
 def _folder(uri: str | Path) -> Path | None:
@@ -611,6 +582,7 @@ _EXIF = {
     "taken": pa.string(), "year": pa.int64(), "month": pa.int64(), "latitude": pa.float64(), "longitude": pa.float64(),
     "album": pa.string(),
 }  # fmt: skip
+_ARROW = {bool: pa.bool_(), int: pa.int64(), float: pa.float64()}
 _SHOWN = ("source", "id", "text", "image", "metadata", "thumbnail")
 
 
@@ -622,30 +594,11 @@ def column_name(name: str) -> str:
     )
 
 
-def _kind(value: Any) -> pa.DataType | None:
-    for kind, arrow in ((bool, pa.bool_()), (int, pa.int64()), (float, pa.float64()), (str, pa.string())):
-        if isinstance(value, kind):
-            return arrow
-    return None if value is None or isinstance(value, list | dict | tuple | bytes) else pa.string()
-
-
-def _common(kinds: set[pa.DataType]) -> pa.DataType:
-    if len(kinds) == 1:
-        return next(iter(kinds))
-    return pa.float64() if kinds == {pa.int64(), pa.float64()} else pa.string()
-
-
-def _filters(
-    metadata: Sequence[dict[str, Any]], fields: Sequence[pa.Field]
-) -> tuple[dict[str, list[Any]], int]:
-    """Columns that `where` filters by, and how many values do not fit theirs."""
-    by_column = [{column_name(name): value for name, value in one.items()} for one in metadata]
-    columns, unfit = {}, 0
-    for field in fields:
-        given = [one.get(field.name) for one in by_column]
-        columns[field.name] = fitting = [_fitting(value, field.type) for value in given]
-        unfit += fitting.count(None) - given.count(None)
-    return columns, unfit
+def _common(kinds: set[type]) -> pa.DataType:
+    """The type of a column that holds values of these types."""
+    if kinds == {int, float}:
+        return pa.float64()
+    return _ARROW.get(kinds.pop(), pa.string()) if len(kinds) == 1 else pa.string()
 
 
 def _fitting(value: Any, kind: pa.DataType) -> Any:
@@ -654,12 +607,10 @@ def _fitting(value: Any, kind: pa.DataType) -> Any:
         return None
     if kind == pa.string():
         return value if isinstance(value, str) else json.dumps(value)
-    if kind == pa.bool_():
-        return value if isinstance(value, bool) else None
-    if isinstance(value, bool | str):
+    if isinstance(value, str) or isinstance(value, bool) != (kind == pa.bool_()):
         return None
-    if kind == pa.float64():
-        return float(value)
+    if kind in (pa.bool_(), pa.float64()):
+        return value if kind == pa.bool_() else float(value)
     return int(value) if value == int(value) and abs(value) < 1 << 63 else None
 
 
@@ -671,30 +622,31 @@ def _words(row: Row) -> str:
     )
 
 
+Block = tuple[np.ndarray, np.ndarray]
+"""Row ids (N,) and vectors (N, D)."""
+
+
 class _Snapshot:
     """One version of a table, and its vectors, where they may stay in memory."""
 
     def __init__(self, table: "Table", version: int, keeps: bool):
         self.table, self.version, self._keeps = table, version, keeps
-        self._held: tuple[np.ndarray, np.ndarray] | None = None
+        self._held: list[Block] | None = None
 
-    def blocks(self, where: str | None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Row ids (N,) and vectors (N, D), block by block."""
+    def blocks(self, where: str | None) -> Iterable[Block]:
+        """The rows that fulfil a condition."""
         if self._keeps and self._held is None:
-            read = list(self._read(None))
-            if not read:
-                return
-            self._held = np.concatenate([ids for ids, _ in read]), np.concatenate([some for _, some in read])
+            self._held = list(self._read(None))
         if self._held is None:
-            yield from self._read(where)
-        elif where is None:
-            yield self._held
-        else:
-            asked = self.table.search().where(where).select(["id"]).with_row_id(True).limit(None)
-            is_in = np.isin(self._held[0], asked.to_arrow()["_rowid"].to_numpy())
-            yield self._held[0][is_in], self._held[1][is_in]
+            return self._read(where)
+        if where is None:
+            return self._held
+        asked = self.table.search().where(where).select(["id"]).with_row_id(True).limit(None)
+        wanted = asked.to_arrow()["_rowid"].to_numpy()
+        masks = (np.isin(id_N, wanted) for id_N, _ in self._held)
+        return [(id_N[is_in], some[is_in]) for (id_N, some), is_in in zip(self._held, masks, strict=True)]
 
-    def _read(self, where: str | None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    def _read(self, where: str | None) -> Iterator[Block]:
         asked = self.table.search().select(["vector"]).with_row_id(True).limit(None)
         for batch in (asked if where is None else asked.where(where)).to_batches(BLOCK_ROWS):
             rows = pa.Table.from_batches([batch])
@@ -706,29 +658,14 @@ class _Best:
     """The k best rows of one query so far, and all that tie with the last of them."""
 
     def __init__(self, k: int):
-        self._k, self._least = k, -np.inf
-        self._ids: list[np.ndarray] = []
-        self._scores: list[np.ndarray] = []
-        self._held = 0
+        self._k, self.id_N, self._score_N = k, np.empty(0, np.uint64), np.empty(0, np.float32)
 
     def add(self, id_N: np.ndarray, score_N: np.ndarray) -> None:
-        good = score_N >= self._least
-        self._ids.append(id_N[good])
-        self._scores.append(score_N[good])
-        self._held += int(good.sum())
-        if self._held > 4 * self._k + 4096:
-            self.rows()
-
-    def rows(self) -> np.ndarray:
-        if not self._ids:
-            return np.empty(0, np.int64)
-        id_N, score_N = np.concatenate(self._ids), np.concatenate(self._scores)
-        if len(score_N) > self._k:
+        self.id_N, self._score_N = np.append(self.id_N, id_N), np.append(self._score_N, score_N)
+        if len(self.id_N) > self._k:
             # One product rounds equal vectors differently from place to place, by less than this.
-            self._least = np.partition(score_N, -self._k)[-self._k] - 1e-5
-            id_N, score_N = id_N[score_N >= self._least], score_N[score_N >= self._least]
-        self._ids, self._scores, self._held = [id_N], [score_N], len(id_N)
-        return id_N
+            good = self._score_N >= np.partition(self._score_N, -self._k)[-self._k] - 1e-5
+            self.id_N, self._score_N = self.id_N[good], self._score_N[good]
 
 
 def _schema(about: dict[str, Any]) -> pa.Schema:
@@ -747,13 +684,14 @@ def _matrix(rows: pa.Table) -> np.ndarray:
 
 def _hits(rows: pa.Table, query_D: np.ndarray, k: int, is_ranked: bool = False) -> list[Hit]:
     """Rows as hits. Lance's distance is rounded differently by each kernel: scores are of the stored vectors."""
-    score_N = [float(query_D @ vector_D) for vector_D in _matrix(rows)]
-    shown = rows.drop_columns(["vector"]).to_pylist()
-    hits = [_hit(row, score) for row, score in zip(shown, score_N, strict=True)]
-    return hits[:k] if is_ranked else sorted(hits, key=lambda hit: (-hit.score, hit.source, hit.id))[:k]
+    scores = [float(query_D @ vector_D) for vector_D in _matrix(rows)]
+    found = list(zip(scores, rows.drop_columns(["vector"]).to_pylist(), strict=True))
+    if not is_ranked:
+        found.sort(key=lambda one: (-one[0], one[1]["source"], one[1]["id"]))
+    return [_hit(score, row) for score, row in found[:k]]
 
 
-def _hit(row: dict[str, Any], score: float) -> Hit:
+def _hit(score: float, row: dict[str, Any]) -> Hit:
     image = row["image"]
     gone = bool(image) and not image.startswith(WEB) and not is_there(image)
     metadata = _finite(row["metadata"]) if row["metadata"] else {}
@@ -771,5 +709,8 @@ def _quoted(text: str) -> str:
     return "'" + text.replace("'", "''") + "'"
 
 
-def _chunks(names: list[str], size: int) -> Iterator[list[str]]:
-    return (names[start : start + size] for start in range(0, len(names), size))
+def _one_of(column: str, values: Iterable[str]) -> Iterator[str]:
+    """Conditions that a column is one of the values, a thousand of them each."""
+    left = list(values)
+    for start in range(0, len(left), 1000):
+        yield f"{column} IN ({', '.join(map(_quoted, left[start : start + 1000]))})"

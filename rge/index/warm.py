@@ -14,15 +14,12 @@ from typing import Any
 
 from rge import __version__
 from rge.common.errors import UserError
+from rge.index.options import Server
 
 WAIT_S = 300
 """How long an answer may take; the model may have to write for others first."""
 NOT_MINE = 409
 """Status of a server with another checkpoint or version; the next one is asked."""
-
-
-class WarmError(UserError):
-    """A running server could not answer; the message says why."""
 
 
 def run_folder() -> Path:
@@ -44,26 +41,17 @@ def is_private(folder: Path) -> bool:
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
 
 
-def asked(server: str, path: str, body: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
-    """Send JSON to a running server: ``auto`` (the newest first), ``none``, or the socket of one.
+def asked(server: Server, path: str, body: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
+    """Send JSON to the newest running server that takes it.
 
     Returns:
-        The socket of the server that answered, and its answer; None where none was asked or has the right checkpoint.
+        The socket of the server that answered, and its answer; None where `server` is ``none`` or none has the right checkpoint.
 
     Raises:
-        WarmError: what was asked is wrong, or the server named does not answer.
+        UserError: what was asked is wrong, or the server does not answer.
     """
-    if server == "none":
-        return None
-    if server != "auto":
-        found = _answer(Path(server), path, body)
-        if found is None:
-            raise WarmError(
-                f"server={server} does not answer, has another checkpoint, or is of another version; server=none asks none"
-            )
-        return server, found
     folder = run_folder()
-    if not is_private(folder):
+    if server == "none" or not is_private(folder):
         return None
     for place in sorted(folder.glob("*.sock"), key=_age, reverse=True):
         if (found := _answer(place, path, body)) is not None:
@@ -94,11 +82,11 @@ def _answer(place: Path, path: str, body: dict[str, Any]) -> dict[str, Any] | No
         answer = connection.getresponse()
         found = json.loads(answer.read())
     except TimeoutError:
-        raise WarmError(
+        raise UserError(
             f"the server at {place} did not answer within {WAIT_S} s; server=none does without it"
         ) from None
     except (OSError, http.client.HTTPException, ValueError) as error:
-        raise WarmError(
+        raise UserError(
             f"the server at {place} ended while it was asked ({error or type(error).__name__}); ask again"
         ) from None
     finally:
@@ -106,7 +94,7 @@ def _answer(place: Path, path: str, body: dict[str, Any]) -> dict[str, Any] | No
     if answer.status == NOT_MINE:
         return None
     if answer.status != 200:
-        raise WarmError(found.get("error", f"the server at {place} answered {answer.status}"))
+        raise UserError(found.get("error", f"the server at {place} answered {answer.status}"))
     return dict(found)
 
 

@@ -73,11 +73,7 @@ class ReasoningEncoder(AbsEncoder):
         batch_size: int = 32,
         **_: Any,
     ) -> np.ndarray:
-        """Embed what a loader gives; only queries of retrieval reason.
-
-        Returns:
-            (N, D) float32, unit norm.
-        """
+        """Embed what a loader gives, (N, D) float32, unit norm; only queries of retrieval reason."""
         is_query = prompt_type == PromptType.query
         fallback = self._instruction(task_metadata) if is_query else None
         parts, waiting = [], list[Item]()

@@ -23,7 +23,6 @@ from torch import Tensor
 from rge.checkpoints.export import export
 from rge.checkpoints.settings import RGE_JSON
 from rge.common.errors import UserError
-from rge.common.images import fetch_picture
 from rge.common.schema import Item
 from rge.embedder import Embedder
 
@@ -67,7 +66,6 @@ class ReasoningEmbedder(InputModule):
             raise UserError(f"backend={backend!r}: a checkpoint of rge runs in torch")
         options = dict(model_kwargs or {})
         dtype, base = options.pop("dtype", options.pop("torch_dtype", None)), options.pop("base", None)
-        options.pop("torch_dtype", None)
         if dtype is not None:
             dtype = str(dtype).removeprefix("torch.")
             if dtype not in DTYPES:
@@ -211,8 +209,4 @@ def _parts_of_chat(messages: list[dict[str, Any]]) -> list[tuple[str, Any]]:
 
 
 def _picture(value: Any) -> Any:
-    if isinstance(value, Path):
-        return str(value)
-    if isinstance(value, str) and value.startswith(("http://", "https://", "data:")):
-        return fetch_picture(value)
-    return value
+    return str(value) if isinstance(value, Path) else value

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from fastapi import FastAPI, Request
@@ -139,9 +139,7 @@ class Service:
         longest = self.embedder.builder.max_tokens
         self._check_model(asked.model)
         if max_tokens is not None and max_tokens < longest:
-            raise Refusal(
-                400, f"inputs are cut to {longest} tokens and no fewer, got {max_tokens}", "invalid_value"
-            )
+            raise _wrong(f"inputs are cut to {longest} tokens and no fewer, got {max_tokens}")
         mode = self._mode(asked, side)
         notes: list[str] = []
         instruction, pixels = None, 0
@@ -180,7 +178,7 @@ class Service:
         try:
             self.embedder.settings.check_mode(mode)
         except UserError as wrong:
-            raise Refusal(400, str(wrong), "invalid_value", param="mode") from None
+            raise _wrong(str(wrong), "mode") from None
         return mode
 
     async def _prepare(self, raw: Raw, side: Side, instruction: str | None) -> Any:
@@ -204,16 +202,14 @@ class Service:
     def _check_dimensions(self, dimensions: int | None, param: str) -> None:
         sizes = self.embedder.sizes
         if dimensions is not None and dimensions not in sizes:
-            raise Refusal(
-                400, f"{param} must be one of {', '.join(map(str, sizes))}, got {dimensions}", "invalid_value", param=param
-            )  # fmt: skip
+            raise _wrong(f"{param} must be one of {', '.join(map(str, sizes))}, got {dimensions}", param)
 
     # ---------------------------------------------------------------------------------------------------------- routes
 
     async def _embeddings(self, body: EmbeddingsAsked) -> JSONResponse:
         self._check_dimensions(body.dimensions, "dimensions")
         if body.side == "document" and body.instruction is not None:
-            raise Refusal(400, "a document has no instruction", "invalid_value", param="instruction")
+            raise _wrong("a document has no instruction", "instruction")
         answered = await self._answer(body, body.inputs(), body.side)
         vectors = in_type(self.embedder.cut(answered.embeddings, body.dimensions), body.encoding_format)
         data = []
@@ -229,9 +225,7 @@ class Service:
     async def _cohere(self, body: CohereAsked) -> JSONResponse:
         self._check_dimensions(body.output_dimension, "output_dimension")
         if body.side == "document" and body.instruction is not None:
-            raise Refusal(
-                400, "only input_type=search_query has an instruction", "invalid_value", param="instruction"
-            )
+            raise _wrong("only input_type=search_query has an instruction", "instruction")
         answered = await self._answer(
             body, body.inputs(), body.side, may_cut=body.truncate == "END", max_tokens=body.max_tokens
         )
@@ -239,7 +233,7 @@ class Service:
         try:
             embeddings = {kind: in_type(vectors, kind) for kind in body.embedding_types}
         except ValueError as error:
-            raise Refusal(400, str(error), "invalid_value", param="embedding_types") from None
+            raise _wrong(str(error), "embedding_types") from None
         meta: dict[str, Any] = {
             "api_version": {"version": "2"},
             "billed_units": {"input_tokens": answered.num_prompt_tokens},
@@ -272,9 +266,7 @@ class Service:
     async def _search(self, body: SearchAsked) -> JSONResponse:
         inputs = body.inputs()
         if len(inputs) != 1 or isinstance(body.input, list):
-            raise Refusal(
-                400, "a search has one query: a text, or one message", "invalid_value", param="input"
-            )
+            raise _wrong("a search has one query: a text, or one message", "input")
         answered = await self._answer(body, inputs, "query")
         index = self.index
         assert index is not None
@@ -292,9 +284,7 @@ class Service:
         except UserError as error:
             if body.where is None:
                 raise
-            raise Refusal(
-                400, str(error).replace(index.uri, "the index"), "invalid_value", param="where"
-            ) from None
+            raise _wrong(str(error).replace(index.uri, "the index"), "where") from None
         # Paths of this machine are not shown; a picture's name in the folder that was indexed is `id`.
         data = [
             {
@@ -305,12 +295,7 @@ class Service:
             }
             for rank, hit in enumerate(hits)
         ]  # fmt: skip
-        shown: dict[str, Any] = {
-            "object": "list",
-            "data": data,
-            "model": self.name,
-            "usage": answered.usage,
-        }
+        shown = {"object": "list", "data": data, "model": self.name, "usage": answered.usage}
         if body.return_rationale:
             shown |= {"rationale": one.rationale, "stop_reason": one.stop_reason}
         return _json(shown, answered.warnings)
@@ -331,12 +316,12 @@ class Service:
     def _model(self) -> dict[str, Any]:
         return {"id": self.name, "object": "model", "created": self._began, "owned_by": "rge"}
 
-    async def _models(self) -> JSONResponse:
-        return JSONResponse({"object": "list", "data": [self._model()]})
+    async def _models(self) -> dict[str, Any]:
+        return {"object": "list", "data": [self._model()]}
 
-    async def _one_model(self, name: str) -> JSONResponse:
+    async def _one_model(self, name: str) -> dict[str, Any]:
         self._check_model(name)
-        return JSONResponse(self._model())
+        return self._model()
 
     async def _metrics(self) -> Response:
         return Response(self.metrics.text(), media_type=CONTENT_TYPE_LATEST)
@@ -373,12 +358,16 @@ def _refusals() -> Iterator[None]:
     try:
         yield
     except BadInput as bad:
-        raise Refusal(400, str(bad), "invalid_value", param=bad.param) from None
+        raise _wrong(str(bad), bad.param) from None
     except QueueFull as full:
         busy = "too many inputs are waiting; try again later"
         raise Refusal(429, busy, "queue_full", retry_after_s=full.retry_after_s) from None
     except Stopped:
         raise Refusal(503, "the server is shutting down", "shutting_down", retry_after_s=5) from None
+
+
+def _wrong(message: str, param: str | None = None) -> Refusal:
+    return Refusal(400, message, "invalid_value", param=param)
 
 
 def _cut_notes(raw: Raw, num_cut: int, longest: int, may_cut: bool) -> list[str]:
@@ -398,8 +387,7 @@ def _json(content: dict[str, Any], notes: Sequence[str]) -> JSONResponse:
 
 
 async def _refused(_: Request, refusal: Exception) -> Response:
-    assert isinstance(refusal, Refusal)
-    return answer_of(refusal)
+    return answer_of(cast(Refusal, refusal))
 
 
 async def _invalid(_: Request, error: Exception) -> Response:
@@ -412,13 +400,8 @@ async def _invalid(_: Request, error: Exception) -> Response:
     if not loc and first["type"] in ("value_error", "string_unicode"):
         return answer_of(Refusal(400, message, first["type"]))
     if not loc:
-        return answer_of(
-            Refusal(
-                400,
-                "the body must be a JSON object, sent with Content-Type: application/json",
-                "invalid_body",
-            )
-        )
+        said = "the body must be a JSON object, sent with Content-Type: application/json"
+        return answer_of(Refusal(400, said, "invalid_body"))
     param = ".".join(loc)
     return answer_of(Refusal(400, f"{param}: {message}", first["type"], param=param))
 

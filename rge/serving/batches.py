@@ -8,8 +8,9 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,11 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 class QueueFull(Exception):
-    """The queue is full.
-
-    Attributes:
-        retry_after_s: when there will probably be room.
-    """
+    """The queue is full, probably for so many seconds."""
 
     def __init__(self, retry_after_s: int):
         super().__init__("too many inputs are waiting")
@@ -39,14 +36,7 @@ class Stopped(Exception):
 
 @dataclass(frozen=True)
 class Found:
-    """What the model made of an input.
-
-    Attributes:
-        embedding_D: unit-norm float32.
-        rationale: without ``<emb>``; empty in direct mode.
-        num_tokens: of the rationale.
-        stop_reason: as of `rge.common.schema.Encoded`.
-    """
+    """What the model made of an input: a row of `rge.common.schema.Encoded`."""
 
     embedding_D: np.ndarray
     rationale: str
@@ -110,17 +100,28 @@ class Batches:
         """Inputs that were let in and whose batch has not begun."""
         return self._num_reserved + len(self._waiting)
 
-    def reserve(self, count: int) -> "Place":
-        """Room for the inputs of a request, taken before they are prepared.
+    @contextmanager
+    def reserve(self, count: int) -> Iterator["Place"]:
+        """Room for the inputs of a request, taken before they are prepared and given back whatever happens.
 
         Raises:
             QueueFull: there is no room for so many.
         """
         with self._changed:
             if self.num_waiting + count > self.max_queue:
-                raise QueueFull(self._retry_after_s())
+                seconds = self.num_waiting / self._rows_per_s if self._rows_per_s else 1
+                raise QueueFull(min(max(round(seconds), 1), 60))
             self._num_reserved += count
-        return Place(self, count)
+        place = Place(count)
+        try:
+            yield place
+        finally:
+            with self._changed:
+                self._release(place)
+
+    def _release(self, place: "Place") -> None:
+        self._num_reserved -= place.count
+        place.count = 0
 
     async def answers(self, place: "Place", prompts: Sequence[Prompt], mode: Mode) -> list[Found]:
         """Embed a request's prompts, all of one mode, when their turn comes; cancelling takes them out of the queue.
@@ -133,7 +134,7 @@ class Batches:
         with self._changed:
             self._num_requests += 1
             rows = [_Waiting(prompt, mode, now, self._num_requests) for prompt in prompts]
-            place.release()
+            self._release(place)
             if self._stopping:
                 raise Stopped
             self._waiting += rows
@@ -159,9 +160,6 @@ class Batches:
         """Wait for the thread to end."""
         self._thread.join(timeout_s)
 
-    def _retry_after_s(self) -> int:
-        return min(max(round(self.num_waiting / self._rows_per_s), 1), 60) if self._rows_per_s else 1
-
     def _run(self) -> None:
         ended = 0.0
         while True:
@@ -171,7 +169,8 @@ class Batches:
                 if self._stopping:
                     return
                 # A client that was just answered may ask again at once, and would miss the batch of those that came meanwhile.
-                until = max(self._waiting[0].since, ended) + self.wait_s * self._expects_more()
+                expects_more = self._has_company or self._num_reserved > 0
+                until = max(self._waiting[0].since, ended) + self.wait_s * expects_more
                 while len(self._waiting) < self.batch_size and not self._stopping:
                     left = until - time.monotonic()
                     if left <= 0 or not self._changed.wait(left):
@@ -185,9 +184,6 @@ class Batches:
                     self._has_company = len(requests) > 1
             ended = time.monotonic()
             self.is_busy = False
-
-    def _expects_more(self) -> bool:
-        return self._has_company or self._num_reserved > 0
 
     def _next(self) -> list[_Waiting]:
         """The oldest input and those nearest to it in length, of those whose askers still wait."""
@@ -224,23 +220,11 @@ class Batches:
                 _settle(row, ArithmeticError("the model's state is not finite"))
 
 
+@dataclass
 class Place:
-    """Room in the queue for a request; a context manager, so that it is given back whatever happens."""
+    """Room in the queue for so many inputs of a request."""
 
-    def __init__(self, batches: Batches, count: int):
-        self._batches, self._count = batches, count
-
-    def release(self) -> None:
-        """Give the room back; a second time does nothing. The caller holds the queue's lock or is alone."""
-        self._batches._num_reserved -= self._count
-        self._count = 0
-
-    def __enter__(self) -> "Place":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with self._batches._changed:
-            self.release()
+    count: int
 
 
 def _settle(row: _Waiting, outcome: Found | Exception) -> None:

@@ -79,11 +79,7 @@ class Held:
 
 
 class Guard:
-    """ASGI middleware: the application gets whole bodies, and is cancelled when its client disconnects.
-
-    Attributes:
-        is_draining: whether new requests are refused.
-    """
+    """ASGI middleware: the application gets whole bodies, and is cancelled when its client disconnects."""
 
     def __init__(
         self,
@@ -99,6 +95,7 @@ class Guard:
         self._key = None if key is None else key.encode()
         self._held, self._metrics = held, metrics
         self.is_draining = False
+        """Whether new requests are refused."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
@@ -149,14 +146,9 @@ class Guard:
         try:
             if self.is_draining:
                 raise Refusal(503, "the server is shutting down", "shutting_down", retry_after_s=5)
-            if self._key is not None and scope["path"] not in OPEN:
-                kind, _, given = headers.get("authorization", "").partition(" ")
-                if kind.lower() != "bearer" or not hmac.compare_digest(
-                    given.strip().encode("latin-1"), self._key
-                ):
-                    raise Refusal(
-                        401, "no key, or a wrong one: send Authorization: Bearer KEY", "invalid_api_key"
-                    )
+            if scope["path"] not in OPEN and not self._has_key(headers):
+                wrong = "no key, or a wrong one: send Authorization: Bearer KEY"
+                raise Refusal(401, wrong, "invalid_api_key")
             if said.isdigit() and int(said) > most:
                 raise too_large
             while not body.is_over:
@@ -169,6 +161,12 @@ class Guard:
             if headers.get("expect", "").lower() != "100-continue":  # else nothing is sent before we ask
                 await _discard(body)
             raise
+
+    def _has_key(self, headers: Mapping[str, str]) -> bool:
+        if self._key is None:
+            return True
+        kind, _, given = headers.get("authorization", "").partition(" ")
+        return kind.lower() == "bearer" and hmac.compare_digest(given.strip().encode("latin-1"), self._key)
 
     async def _run(self, scope: Scope, body: "_Body", receive: Receive, send: Send) -> None:
         is_read = False
@@ -201,12 +199,7 @@ class _Gone(Exception):
 
 
 class _Body:
-    """A body as it comes.
-
-    Attributes:
-        data: what was kept of it.
-        is_over: whether all of it has come.
-    """
+    """A body as it comes: what was kept of it, and whether all of it has come."""
 
     def __init__(self, receive: Receive):
         self._receive, self.data, self.is_over = receive, bytearray(), False

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import resource
 import signal
 import socket
 import sys
@@ -20,6 +19,7 @@ from rge.common.errors import UserError
 from rge.embedder import Embedder
 from rge.explore.address import cannot_listen, is_local, url_of
 from rge.explore.local import found_by_commands
+from rge.plan.machine import raise_descriptor_limit
 from rge.serving.app import Service
 from rge.serving.options import ServeOptions
 
@@ -43,7 +43,7 @@ def serve(options: ServeOptions, listener: socket.socket) -> int:
         )
     key = None if options.key_env is None else read_key("rge serve", options.key_env)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
-    _more_files()
+    raise_descriptor_limit()
     service = load(options, key)
     with found_by_commands(service.embedder, service.name):
         return Server(service, options, listener).run()
@@ -73,14 +73,6 @@ def load(options: ServeOptions, key: str | None = None) -> Service:
     service = Service(embedder, options, key=key, index=index)
     service.start()
     return service
-
-
-def _more_files() -> None:
-    """A connection is a file, and many systems begin with 1,024 of them though they allow more."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _log_config() -> dict[str, Any]:

@@ -200,7 +200,6 @@ def test_a_wheel_without_the_checkout_trains_the_demo_from_an_empty_folder(tmp_p
     for shipped in (
         "demo_checkpoint/model.safetensors",
         "explore/page/explore.js",
-        "index/templates/hits.html.jinja",
     ):
         assert (target / "rge" / shipped).is_file()
 

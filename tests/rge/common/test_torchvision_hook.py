@@ -3,12 +3,12 @@
 import subprocess
 import sys
 
-from rge.common.torchvision_cpu import HOOK, write_hook
+from rge.common.torchvision_cpu import write_hook
 
 PLAIN = """
 import site, sys
 site.addsitedir(sys.argv[1])
-assert "torch" not in sys.modules, "the hook must cost a program nothing that does not import torchvision"
+assert not {"torch", "rge"} & set(sys.modules), "the hook must cost a program nothing that does not import torchvision"
 import importlib.util
 assert importlib.util.find_spec("torchvision").origin
 assert "torch" not in sys.modules, "looking for torchvision must not import it"
@@ -24,7 +24,6 @@ def test_plain_transformers_loads_a_checkpoint(lively_path, tmp_path):
     folder = tmp_path / "site packages"
     folder.mkdir()
     write_hook(folder)
-    assert (folder / f"{HOOK}.pth").read_text() == f"import {HOOK}\n"
     words = [sys.executable, "-W", "ignore", "-c", PLAIN, str(folder), str(lively_path)]
     done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, timeout=300, check=False)
     assert done.returncode == 0, done.stderr

@@ -24,7 +24,7 @@ from rge.checkpoints import resume
 from rge.checkpoints.run_lock import held
 from rge.common.commands import start
 from rge.common.errors import USER, UserError
-from rge.common.files import checkpoint_folder, find_shipped
+from rge.common.files import checkpoint_folder, find_shipped, raise_descriptor_limit
 from rge.config import CheckOptions, Recipe, RecipeError, RecordsConfig, StageConfig, load_options
 from rge.data import collate, layout
 from rge.data.layout import Layout
@@ -74,7 +74,7 @@ def main(arguments: list[str]) -> int:
     accelerator = launch.make_accelerator(recipe.train, recipe.model.dtype)
     if not accelerator.is_main_process:
         return 0  # without waiting for the main process, which may take long
-    machine.raise_descriptor_limit()
+    raise_descriptor_limit()
     launched = "WORLD_SIZE" in os.environ
     with ExitStack() as kept:
         problems, found = _examined(kept, recipe, accelerator, with_launch=launched, decode=recipe.pictures)
@@ -96,7 +96,7 @@ def checked(recipe: Recipe, accelerator: Accelerator) -> Iterator[Checked]:
     Raises:
         SystemExit: there are problems.
     """
-    machine.raise_descriptor_limit()
+    raise_descriptor_limit()
     with ExitStack() as kept:
         problems: list[str] = []
         found = None

@@ -1,9 +1,10 @@
-"""Atomic writes, and files that ship with the package."""
+"""Atomic writes, files that ship with the package, and how many may be open."""
 
 import glob
 import json
 import os
 import re
+import resource
 import shutil
 import socket
 import time
@@ -26,6 +27,8 @@ DEMO_CHECKPOINT = HOME / "rge" / "demo_checkpoint"
 SUFFIX = ".tmp"
 """Of a file that is being written; what a killed process leaves behind has it too."""
 _HOST = re.sub(r"[^\w-]", "-", socket.gethostname())[:40]
+DESCRIPTORS = 1 << 16
+"""Open files and connections that a process asks for, where the machine's hard limit lets it have so many."""
 LEFT_OVER_S = 86_400
 """A temporary file that was not written to for this long is left over, whichever machine wrote it."""
 
@@ -33,6 +36,14 @@ LEFT_OVER_S = 86_400
 def checkpoint_folder(named: Path) -> Path:
     """The directory that ``checkpoint=`` names: ``demo`` is the shipped one, unless a folder of that name is there."""
     return DEMO_CHECKPOINT if named == Path("demo") and not named.exists() else named
+
+
+def raise_descriptor_limit() -> None:
+    """Ask for more open files than the usual 1,024, of which data workers, connections and trackers want many."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(DESCRIPTORS, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 class FileError(UserError, OSError):

@@ -16,19 +16,8 @@ from rge.distributed import collectives as dist
 from rge.model.hub_model import HubModel
 from rge.plan.costs import DTYPE_BYTES, GIB, NCCL_GIB, OPTIMIZER_STATES, descriptors, num_parameters
 
-DESCRIPTORS = 1 << 16
-"""Open files and connections that a process asks for, where the machine's hard limit lets it have so many."""
-
 SHARED_MEMORY = "/dev/shm"
 _CGROUP = Path("/sys/fs/cgroup")
-
-
-def raise_descriptor_limit() -> None:
-    """Ask for more open files than the usual 1,024, of which data workers, sockets and trackers want many."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(DESCRIPTORS, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def problems(recipe: Recipe) -> Iterator[str]:

@@ -16,10 +16,10 @@ import uvicorn
 
 from rge.calls.keys import read_key
 from rge.common.errors import UserError
+from rge.common.files import raise_descriptor_limit
 from rge.embedder import Embedder
 from rge.explore.address import cannot_listen, is_local, url_of
 from rge.explore.local import found_by_commands
-from rge.plan.machine import raise_descriptor_limit
 from rge.serving.app import Service
 from rge.serving.options import ServeOptions
 

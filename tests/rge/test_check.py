@@ -21,7 +21,7 @@ from rge import check
 from rge.checkpoints.export import settings_of
 from rge.checkpoints.manifest import DONE
 from rge.checkpoints.settings import RGE_JSON
-from rge.common.files import DEMO_CHECKPOINT
+from rge.common.files import DEMO_CHECKPOINT, raise_descriptor_limit
 from rge.config import Recipe, load_recipe, to_dict
 from rge.data import collate, layout
 from rge.data.collate import Collator, query_item, target_item
@@ -411,7 +411,7 @@ def test_a_finished_run_says_so_whatever_has_gone_since(home, accelerator):
 
 def limits(hard: int, results) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
-    machine.raise_descriptor_limit()
+    raise_descriptor_limit()
     results.send((resource.getrlimit(resource.RLIMIT_NOFILE)[0], list(machine.problems(Recipe("r")))))
 
 

@@ -25,6 +25,7 @@ import hashlib
 import json
 import os
 import resource
+import shlex
 import shutil
 import signal
 import subprocess
@@ -48,27 +49,16 @@ ROOT = Path(__file__).resolve().parent.parent
 DATA = "data_prep/demo/data"
 RUN = "runs/demo"
 BASE = "rge/demo_base"
-BASELINE = (
-    "stage=joint",
-    "loss.anchor=none",
-    "loss.ratio=none",
-    "joint.lr=2e-3",
-    "loss.temperature=0.05",
-)
-"""What the model without rationales changes: no LM loss, InfoNCE on the state directly after the prompt."""
+BASELINE = ("stage=joint", "loss.anchor=none", "loss.ratio=none", "joint.lr=2e-3", "loss.temperature=0.05")
+"""Overrides of the model without rationales: no LM loss, InfoNCE on the state directly after the prompt."""
 
 PAIRS = {"seen": "seen pairs, %", "held_out": "held-out pairs, %"}
 SHOWN = ("hit@1", "recall@1", "recall@10", "mrr")
 
 
 CONDITIONS = (
-    "reasoning-both",
-    "direct-both",
-    "reasoning-text",
-    "reasoning-image",
-    "direct-text",
-    "direct-image",
-)
+    "reasoning-both", "direct-both", "reasoning-text", "reasoning-image", "direct-text", "direct-image",
+)  # fmt: skip
 """Folders that the evaluation writes: query mode and what of the query is shown."""
 
 
@@ -89,9 +79,9 @@ class Step:
     Attributes:
         name: key in steps.json.
         command: arguments after the interpreter.
-        inputs: files whose content decides, with the command, whether a finished step still counts.
-        output: file that is there once the step has finished.
-        share: of the demo's time, roughly; relative to the other steps.
+        inputs: files whose change, like that of the command, repeats a finished step.
+        output: file that a finished step has written.
+        share: rough share of the demo's time, relative to the other steps.
     """
 
     name: str
@@ -132,27 +122,13 @@ def steps(baseline: bool, run: str = RUN) -> list[Step]:
     conditions = tuple(f"{run}/eval/{name}/results.json" for name in CONDITIONS)
     rivals = {"question_only": "reasoning-text", "picture_only": "reasoning-image", "direct": "direct-both"}
     pairs = {name: f"{run}/eval/{folder}" for name, folder in rivals.items()}
+    base = (f"{BASE}/model.safetensors",) if from_base else ()
+    trained, modes = f"{run}/joint/final", ("query_mode=reasoning,direct", "query_modality=both,text,image")
+    train_own, share = (*train, *start, f"out={run}"), 10 if from_base else 25
+    eval_own = (*evaluate, f"checkpoint={trained}", f"out={run}/eval", *modes)
     found = [
-        Step(
-            "train",
-            (*train, *start, f"out={run}"),
-            (*recipe, *((f"{BASE}/model.safetensors",) if from_base else ())),
-            f"{run}/joint/final/rge.json",
-            share=10 if from_base else 25,
-        ),
-        Step(
-            "eval",
-            (
-                *evaluate,
-                f"checkpoint={run}/joint/final",
-                f"out={run}/eval",
-                "query_mode=reasoning,direct",
-                "query_modality=both,text,image",
-            ),
-            (*test_set, weights),
-            conditions[0],
-            share=3,
-        ),
+        Step("train", train_own, (*recipe, *base), f"{trained}/rge.json", share),
+        Step("eval", eval_own, (*test_set, weights), conditions[0], share=3),
     ]
     report: tuple[str, ...] = (
         *("-m", "rge", "eval", "report", f"runs={run}/eval", f"out={run}/report.html", "metric=hit@1"),
@@ -189,9 +165,8 @@ def steps(baseline: bool, run: str = RUN) -> list[Step]:
             "metric=hit@1",
         )
         out = f"{run}/compare/{name}"
-        found.append(
-            Step(f"compare_{name}", (*command, f"out={out}"), figures, f"{out}/compare.json", share=0.3)
-        )
+        files = (figures, f"{out}/compare.json")
+        found.append(Step(f"compare_{name}", (*command, f"out={out}"), *files, share=0.3))
     found.append(Step("report", report, (*figures, f"{run}/joint/metrics.jsonl"), f"{run}/report.html"))
     return found
 
@@ -199,8 +174,7 @@ def steps(baseline: bool, run: str = RUN) -> list[Step]:
 def launcher() -> tuple[str, ...]:
     """`accelerate launch`: one process on a GPU or a single core, else two on CPU.
 
-    Two processes of one thread each are faster here than one of two threads, and far steadier: threads that wait for
-    one another spin when anything else wants a core.
+    Two processes of one thread are faster here than one process of two threads, and slow down less on a busy machine.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     command = ("-m", "accelerate.commands.launch")
@@ -212,21 +186,12 @@ def launcher() -> tuple[str, ...]:
             "--num_cpu_threads_per_process",
             "1",
         )
-    return (
-        *command,
-        "--num_processes",
-        "1",
-        "--num_machines",
-        "1",
-        "--mixed_precision",
-        "no",
-        "--dynamo_backend",
-        "no",
-    )
+    single = "--num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no"
+    return (*command, *single.split())
 
 
 def main(arguments: list[str]) -> int:
-    """Run what is not finished, then print the table and the page's path."""
+    """Run the unfinished steps, then print the table and the page's path."""
     options = parse_options(Options, arguments, "python scripts/demo.py")
     run = f"{RUN}_from_nothing" if options.from_nothing else RUN
     os.chdir(ROOT)
@@ -247,7 +212,7 @@ def main(arguments: list[str]) -> int:
         if entry.get("key") == key and (ROOT / step.output).exists():
             print(f"{title}: finished before ({entry['seconds'] / 60:.1f} min)", flush=True)
             continue
-        print(f"{title}: python {' '.join(map(quoted, step.command))}", flush=True)
+        print(f"{title}: python {shlex.join(step.command)}", flush=True)
         began, cpu = time.monotonic(), children_cpu()
         with progress.during(number):
             code = call(step.command)
@@ -286,7 +251,7 @@ def main(arguments: list[str]) -> int:
 
 
 def children_cpu() -> float:
-    """CPU seconds of all processes that this one started and that have ended."""
+    """CPU seconds of all child processes that have ended."""
     spent = resource.getrusage(resource.RUSAGE_CHILDREN)
     return spent.ru_utime + spent.ru_stime
 
@@ -364,11 +329,11 @@ class Progress:
 
 
 def call(command: Sequence[str]) -> int:
-    """Run a step to its end and give its exit code.
+    """Run a step and return its exit code.
 
-    Ctrl-C reaches it as well, and training then saves a state: it is waited for, unless Ctrl-C comes again.
+    Ctrl-C reaches the step too, and training then saves a state: wait for that, unless Ctrl-C comes again.
     """
-    # One thread a process: two that wait for one another spin as soon as anything else wants a core.
+    # One thread per process: threads that wait for one another spin when anything else wants a core.
     process = subprocess.Popen([sys.executable, *command], env={"OMP_NUM_THREADS": "1", **os.environ})
     try:
         return process.wait()
@@ -489,11 +454,6 @@ def chain_lines(figures: dict[str, dict[str, float]]) -> str:
         f"(thing named wrong: {it['found_otherwise']:.1f} %)"
         for pair, it in figures.items()
     )
-
-
-def quoted(word: str) -> str:
-    """The word as a shell needs it, for the printed command."""
-    return word if all(letter.isalnum() or letter in "-_=./,:@" for letter in word) else f"'{word}'"
 
 
 if __name__ == "__main__":

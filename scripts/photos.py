@@ -15,26 +15,23 @@ the thing shown; differences are paired by question and thing.
 
 import csv
 import io
-import os
-import subprocess
 import sys
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
+from arms import run
 from demo import judge_words
 from PIL import Image
 
+from eval.sets.write_set import Candidate, Query, write_set
+from rge.common.commands import start
+from rge.common.errors import UserError
+from rge.common.options import parse_options
+from rge.stats import intervals
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from eval.sets.write_set import Candidate, Query, write_set  # noqa: E402
-from rge.common.commands import start  # noqa: E402
-from rge.common.errors import UserError  # noqa: E402
-from rge.common.options import parse_options  # noqa: E402
-from rge.stats import intervals  # noqa: E402
-
 TEST = ROOT / "data_prep" / "demo" / "data" / "test"
 LIST = ROOT / "scripts" / "photos.tsv"
 INSIDE = Path("usr/share/tuxpaint/stamps")
@@ -139,23 +136,18 @@ def write(sets: dict[str, Path], photographs: dict[str, list[Path]]) -> None:
 
 
 def evaluate(checkpoint: str, folder: Path, out: Path) -> None:
-    """Run `rge eval run`.
-
-    Raises:
-        UserError: it failed, and has said why.
-    """
-    command = ["-m", "rge", "eval", "run", f"checkpoint={checkpoint}", f"set={folder}", f"out={out}"]
-    environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *paths()])}
-    code = subprocess.call(
-        [sys.executable, *command, "overwrite=true", "report=false", "exact=false"], env=environment
-    )
-    if code:
-        raise UserError(f"python {' '.join(command)} ended with {code}")
-
-
-def paths() -> list[str]:
-    """What PYTHONPATH already holds."""
-    return [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    """Run `rge eval run`; exit with its code if it fails."""
+    command = [
+        sys.executable,
+        "-m",
+        "rge",
+        "eval",
+        "run",
+        f"checkpoint={checkpoint}",
+        f"set={folder}",
+        f"out={out}",
+    ]
+    run([*command, "overwrite=true", "report=false", "exact=false"])
 
 
 def values(out: Path) -> pd.DataFrame:

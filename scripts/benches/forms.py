@@ -315,29 +315,42 @@ def our_step(
 def three_pass_step(setting: Setting, own_ids: Sequence[Sequence[int]]) -> dict[str, float]:
     """Gradients of one step, in three passes: LM, contrastive, candidates."""
     embedder, batch, objective = setting.embedder, setting.batch, setting.objective
-    emb_id = embedder.emb_id
-    labelled = objective.lm_on_candidates and objective.alpha_lm > 0
-    num_tokens = sum(map(len, batch.oracle_ids)) + (len(batch.candidates) if labelled else 0)
-    nll = _stock_nll(embedder, batch.queries, batch.oracle_ids)
-    lm = float(nll.detach())
-    total = objective.alpha_lm * nll / num_tokens
-    hidden_BTD = _stock_states(embedder, batch.queries, [[*ids, emb_id] for ids in own_ids])
-    ends = [len(prompt) + len(ids) for prompt, ids in zip(batch.queries, own_ids, strict=True)]
-    q_BD = normalise(hidden_BTD[range(len(ends)), ends])
-    branch = Branch([emb_id], read_state=True, predict=labelled)
-    candidates = embedder(embedder.pack(batch.candidates, [[branch]] * len(batch.candidates)))[0]
+    nll = stock_nll(embedder, batch.queries, batch.oracle_ids)
+    q_BD = stock_embeddings(embedder, batch.queries, own_ids)
+    candidates = candidate_readout(setting, batch.candidates)
+    con = contrastive(setting, q_BD, candidates.state_ND)
+    lm = (nll + candidates.nll) / _num_tokens(setting)
+    (objective.alpha_lm * lm + objective.alpha_con * con).backward()
+    return _losses(objective, float(lm.detach()), float(con.detach()))
+
+
+def _losses(objective: Objective, lm: float, con: float) -> dict[str, float]:
+    total = objective.alpha_lm * lm + objective.alpha_con * con
+    return {"loss_lm": lm, "loss_contrastive": con, "loss": total}
+
+
+def _num_tokens(setting: Setting) -> int:
+    """Tokens that the LM loss is a mean over."""
+    batch = setting.batch
+    return sum(map(len, batch.oracle_ids)) + (len(batch.candidates) if _labelled(setting.objective) else 0)
+
+
+def _labelled(objective: Objective) -> bool:
+    return objective.lm_on_candidates and objective.alpha_lm > 0
+
+
+def candidate_readout(setting: Setting, prompts: Sequence[Prompt]) -> Readout:
+    """States of candidates, and their part of the LM loss, by rge in both forms."""
+    branch = Branch([setting.embedder.emb_id], read_state=True, predict=_labelled(setting.objective))
+    return setting.embedder(setting.embedder.pack(prompts, [[branch]] * len(prompts)))[0]
+
+
+def contrastive(setting: Setting, q_BD: Tensor, c_CD: Tensor) -> Tensor:
+    """InfoNCE, a mean over queries; with several states a query, all of one query come together."""
+    batch, each = setting.batch, len(q_BD) // len(setting.batch.queries)
     positive_BC, ignored_BC, _ = candidate_masks(batch, torch.tensor(batch.candidate_identity), 0)
-    con = info_nce(q_BD, candidates.state_ND, positive_BC, ignored_BC, temperature=objective.temperature)
-    con = con / len(batch.queries)
-    total = total + objective.alpha_lm * candidates.nll / num_tokens + objective.alpha_con * con
-    total.backward()  # type: ignore[union-attr]
-    lm = (lm + float(candidates.nll.detach())) / num_tokens
-    con_value = float(con.detach())
-    return {
-        "loss_lm": lm,
-        "loss_contrastive": con_value,
-        "loss": objective.alpha_lm * lm + objective.alpha_con * con_value,
-    }
+    masks = (mask.repeat_interleave(each, dim=0) for mask in (positive_BC, ignored_BC))
+    return info_nce(q_BD, c_CD, *masks, temperature=setting.objective.temperature) / len(q_BD)
 
 
 def our_step_in_chunks(setting: Setting, micro_batch_size: int, keep: str) -> dict[str, float]:
@@ -358,74 +371,67 @@ def grad_cache_step(
     All states without gradient, then micro batch by micro batch with it: contrastive, candidates, LM.
     """
     embedder, batch, objective = setting.embedder, setting.batch, setting.objective
-    labelled = objective.lm_on_candidates and objective.alpha_lm > 0
     chunks = chunks_of(batch, [len(batch.queries)], micro_batch_size)
-    num_tokens = sum(map(len, batch.oracle_ids)) + (len(batch.candidates) if labelled else 0)
+    num_tokens = _num_tokens(setting)
 
-    def query_states(rows: slice) -> Tensor:
-        prompts = batch.queries[rows]
-        suffixes = [[*ids, embedder.emb_id] for ids in own_ids[rows]]
-        hidden_BTD = _stock_states(embedder, prompts, suffixes)
-        ends = [len(prompt) + len(ids) - 1 for prompt, ids in zip(prompts, suffixes, strict=True)]
-        return normalise(hidden_BTD[range(len(ends)), ends])
-
-    def candidates(rows: slice) -> Readout:
-        branch, prompts = Branch([embedder.emb_id], read_state=True, predict=labelled), batch.candidates[rows]
-        return embedder(embedder.pack(prompts, [[branch]] * len(prompts)))[0]
+    def queries(rows: slice) -> Tensor:
+        return stock_embeddings(embedder, batch.queries[rows], own_ids[rows])
 
     with torch.no_grad():
-        q_BD = torch.cat([query_states(rows) for rows, _ in chunks])
-        c_CD = torch.cat([candidates(columns).state_ND for _, columns in chunks])
-    q_BD, c_CD = q_BD.requires_grad_(), c_CD.requires_grad_()
-    positive_BC, ignored_BC, _ = candidate_masks(batch, torch.tensor(batch.candidate_identity), 0)
-    con = info_nce(q_BD, c_CD, positive_BC, ignored_BC, temperature=objective.temperature) / len(
-        batch.queries
-    )
+        q_BD = torch.cat([queries(rows) for rows, _ in chunks])
+        c_CD = torch.cat([candidate_readout(setting, batch.candidates[rows]).state_ND for _, rows in chunks])
+    con = contrastive(setting, q_BD.requires_grad_(), c_CD.requires_grad_())
     (objective.alpha_con * con).backward()
     assert q_BD.grad is not None
     assert c_CD.grad is not None
     lm = 0.0
     for rows, columns in chunks:
-        (query_states(rows) * q_BD.grad[rows]).sum().backward()
-        found = candidates(columns)
+        (queries(rows) * q_BD.grad[rows]).sum().backward()
+        found = candidate_readout(setting, batch.candidates[columns])
         total = (found.state_ND * c_CD.grad[columns]).sum() + objective.alpha_lm * found.nll / num_tokens
         total.backward()
-        nll = _stock_nll(embedder, batch.queries[rows], batch.oracle_ids[rows])
+        nll = stock_nll(embedder, batch.queries[rows], batch.oracle_ids[rows])
         (objective.alpha_lm * nll / num_tokens).backward()
         lm += float((nll + found.nll).detach()) / num_tokens
-    con_value = float(con.detach())
-    return {
-        "loss_lm": lm,
-        "loss_contrastive": con_value,
-        "loss": objective.alpha_lm * lm + objective.alpha_con * con_value,
-    }
+    return _losses(objective, lm, float(con.detach()))
 
 
-def _stock_states(
+def stock_states(
     embedder: EmbeddingModel, prompts: Sequence[Prompt], suffixes: Sequence[Sequence[int]]
 ) -> Tensor:
+    """Last hidden states of padded rows, (rows, tokens, D)."""
     inputs = stock_inputs(embedder, prompts, suffixes, padding_side="right")
     return text_model(embedder.model)(**inputs, use_cache=False).last_hidden_state
 
 
-def _stock_nll(
-    embedder: EmbeddingModel, prompts: Sequence[Prompt], oracle_ids: Sequence[list[int]]
+def stock_embeddings(
+    embedder: EmbeddingModel, prompts: Sequence[Prompt], own_ids: Sequence[Sequence[int]]
 ) -> Tensor:
-    hidden_BTD = _stock_states(embedder, prompts, oracle_ids)
-    rows, columns, labels = [], [], []
-    for row, (prompt, ids) in enumerate(zip(prompts, oracle_ids, strict=True)):
-        rows += [row] * len(ids)
-        columns += range(len(prompt) - 1, len(prompt) - 1 + len(ids))
-        labels += ids
-    label_N = torch.tensor(labels).to(embedder.device)
-    return rationale_nll(hidden_BTD[rows, columns], embedder.model.get_output_embeddings(), label_N)
+    """Embeddings after these rationales, (rows, D)."""
+    hidden_BTD = stock_states(embedder, prompts, [[*ids, embedder.emb_id] for ids in own_ids])
+    ends = [len(prompt) + len(ids) for prompt, ids in zip(prompts, own_ids, strict=True)]
+    return normalise(hidden_BTD[range(len(ends)), ends])
+
+
+def predicting(
+    prompts: Sequence[Prompt], suffixes: Sequence[Sequence[int]]
+) -> tuple[list[int], list[int], Tensor]:
+    """Row and column of the state before each token of the suffixes, and the tokens."""
+    rows = [row for row, ids in enumerate(suffixes) for _ in ids]
+    columns = [len(prompts[row]) - 1 + place for row, ids in enumerate(suffixes) for place in range(len(ids))]
+    return rows, columns, torch.tensor([token for ids in suffixes for token in ids])
+
+
+def stock_nll(embedder: EmbeddingModel, prompts: Sequence[Prompt], oracle_ids: Sequence[list[int]]) -> Tensor:
+    """Negative log likelihood of these rationales, a sum over tokens."""
+    rows, columns, label_N = predicting(prompts, oracle_ids)
+    hidden_ND = stock_states(embedder, prompts, oracle_ids)[rows, columns]
+    return rationale_nll(hidden_ND, embedder.model.get_output_embeddings(), label_N.to(embedder.device))
 
 
 def candidates_alone(setting: Setting) -> None:
     """Forward and backward of the candidates, which both forms share."""
-    embedder, prompts = setting.embedder, setting.batch.candidates
-    branch = Branch([embedder.emb_id], read_state=True, predict=setting.objective.lm_on_candidates)
-    readout = embedder(embedder.pack(prompts, [[branch]] * len(prompts)))[0]
+    readout = candidate_readout(setting, setting.batch.candidates)
     (readout.state_ND.sum() + readout.nll).backward()
 
 

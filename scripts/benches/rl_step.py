@@ -19,28 +19,29 @@ from typing import Annotated
 import numpy as np
 import torch
 from pydantic import Field
-from torch import Tensor
 
 from benches.forms import (
     SETTINGS,
     Setting,
     Sizes,
+    candidate_readout,
     check_equal,
+    contrastive,
     count_3b,
     flops_of,
-    stock_inputs,
+    predicting,
+    stock_embeddings,
+    stock_nll,
+    stock_states,
     stopping,
     their_rollout,
 )
 from benches.harness import in_turns, medians
 from rge.common.options import one_of
 from rge.config import LossConfig, Recipe, RLConfig, RolloutConfig
-from rge.losses import info_nce, rationale_log_probs, rationale_nll
+from rge.losses import rationale_log_probs
 from rge.model.attention import EncodedPrompts
-from rge.model.backbone import text_model
-from rge.model.embedding_model import Readout, encode_prompts, normalise
-from rge.model.packing import Branch
-from rge.model.prompts import Prompt
+from rge.model.embedding_model import encode_prompts, normalise
 from rge.objective import Objective
 from rge.rl.credit import Reinforcement
 from rge.rl.policy import advantages
@@ -167,60 +168,33 @@ def plain_rl_step(
         lean: log probabilities and states are read from one forward.
     """
     embedder, batch, rl = setting.embedder, setting.batch, recipe.rl
-    model, emb_id, K = embedder.model, embedder.emb_id, rl.num_rationales
-    head = model.get_output_embeddings()
+    K, head = rl.num_rationales, embedder.model.get_output_embeddings()
     repeated = [prompt for prompt in batch.queries for _ in range(K)]
-    suffixes = [[*ids, emb_id] for ids in own_ids]
-    ends = [len(prompt) + len(ids) - 1 for prompt, ids in zip(repeated, suffixes, strict=True)]
-
-    def hidden(prompts: Sequence[Prompt], continuations: Sequence[Sequence[int]]) -> Tensor:
-        inputs = stock_inputs(embedder, prompts, continuations, padding_side="right")
-        return text_model(model)(**inputs, use_cache=False).last_hidden_state
-
-    def predicting(
-        prompts: Sequence[Prompt], continuations: Sequence[Sequence[int]]
-    ) -> tuple[list[int], list[int]]:
-        rows = [row for row, ids in enumerate(continuations) for _ in ids]
-        columns = [
-            len(prompts[row]) - 1 + place
-            for row, ids in enumerate(continuations)
-            for place in range(len(ids))
-        ]
-        return rows, columns
-
-    def candidates() -> Readout:
-        labelled = recipe.loss.lm_on_candidates
-        branch = Branch([emb_id], read_state=True, predict=labelled)
-        return embedder(embedder.pack(batch.candidates, [[branch]] * len(batch.candidates)))[0]
-
+    suffixes = [[*ids, embedder.emb_id] for ids in own_ids]
     positive_BC, ignored_BC, _ = candidate_masks(batch, torch.tensor(batch.candidate_identity), 0)
     with torch.no_grad():
-        state_ND = normalise(hidden(repeated, suffixes)[range(len(ends)), ends])
-        logit = state_ND.view(-1, K, state_ND.shape[1]) @ candidates().state_ND.T / recipe.loss.temperature
+        state_ND = stock_embeddings(embedder, repeated, own_ids)
+        found = candidate_readout(setting, batch.candidates)
+        logit = state_ND.view(-1, K, state_ND.shape[1]) @ found.state_ND.T / recipe.loss.temperature
         right = (positive_BC | ignored_BC)[:, None].expand_as(logit)
         reward_BK = logit.masked_fill(~right, float("-inf")).logsumexp(2) - logit.logsumexp(2)
         advantage_BK = advantages(reward_BK, scale="group", std_floor=rl.std_floor)
-    written = hidden(repeated, suffixes)
-    labels = torch.tensor([token for ids in suffixes for token in ids])
+    written = stock_states(embedder, repeated, suffixes)
+    rows, columns, label_L = predicting(repeated, suffixes)
     log_prob_L, _ = rationale_log_probs(
-        written[predicting(repeated, suffixes)],
-        head,
-        labels,
-        barred_ids=embedder.suppressed_ids,
-        temperature=1.0,
+        written[rows, columns], head, label_L, barred_ids=embedder.suppressed_ids, temperature=1.0
     )
-    owner_L = torch.arange(len(suffixes)).repeat_interleave(torch.tensor([len(ids) for ids in suffixes]))
+    owner_L = torch.tensor(rows)
     policy = -(advantage_BK.flatten()[owner_L] * (log_prob_L - log_prob_L.detach()).exp()).mean()
     total = rl.alpha_rl * policy
     if not lean:
         total.backward()
-        total, written = 0.0, hidden(repeated, suffixes)
-    q_ND, found = normalise(written[range(len(ends)), ends]), candidates()
-    masks = (mask.repeat_interleave(K, dim=0) for mask in (positive_BC, ignored_BC))
-    con = info_nce(q_ND, found.state_ND, *masks, temperature=recipe.loss.temperature) / len(suffixes)
-    oracle = hidden(batch.queries, batch.oracle_ids)[predicting(batch.queries, batch.oracle_ids)]
-    label_N = torch.tensor([token for ids in batch.oracle_ids for token in ids])
-    lm = (rationale_nll(oracle, head, label_N) + found.nll) / (len(label_N) + found.num_tokens)
+        total, written = 0.0, stock_states(embedder, repeated, suffixes)
+    ends = [len(prompt) + len(ids) for prompt, ids in zip(repeated, own_ids, strict=True)]
+    found = candidate_readout(setting, batch.candidates)
+    con = contrastive(setting, normalise(written[range(len(ends)), ends]), found.state_ND)
+    num_tokens = sum(map(len, batch.oracle_ids)) + found.num_tokens
+    lm = (stock_nll(embedder, batch.queries, batch.oracle_ids) + found.nll) / num_tokens
     total = total + rl.alpha_con * con + rl.alpha_lm * lm
     total.backward()  # type: ignore[union-attr]
     parts = {"loss_rl": policy, "loss_contrastive": con, "loss_lm": lm}

@@ -148,10 +148,10 @@ class Objective:
         """Whether a loss has a gradient for the candidates; rewards alone have none."""
         return self.alpha_con > 0 or (self.alpha_lm > 0 and self.lm_on_candidates)
 
-    def num_states(self, batch: Batch, rationales: Sequence[Rationale] | None) -> int:
+    def num_states(self, batch: Batch, rationales: Sequence[Rationale]) -> int:
         """States a query that are compared with the candidates."""
         if self.needs_rollout:
-            return len(rationales) // len(batch.queries)  # type: ignore[arg-type]
+            return len(rationales) // len(batch.queries)
         return 1 + len(self.states)
 
     def num_lm_tokens(self, batch: Batch, easy_B: Sequence[bool] | None = None) -> float:
@@ -200,7 +200,7 @@ class Objective:
     def query_branches(
         self,
         batch: Batch,
-        rationales: Sequence[Rationale] | None,
+        rationales: Sequence[Rationale],
         embedder: EmbeddingModel,
         row: int,
         *,
@@ -219,7 +219,7 @@ class Objective:
         branches = []
         if self.needs_rollout:
             num_each = self.num_states(batch, rationales)
-            own = rationales[row * num_each : (row + 1) * num_each]  # type: ignore[index]
+            own = rationales[row * num_each : (row + 1) * num_each]
             branches = [Branch([*one.ids, emb_id], read_state=True, sampled=sampled) for one in own]
         elif self.alpha_con > 0:
             anchor = {"none": "direct"}.get(self.anchor, self.anchor)

@@ -22,27 +22,23 @@ D = hidden size.
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from rge.config import AdaptiveConfig
-from rge.data.collate import Batch, Chunk, chunks_of
+from rge.data.collate import Batch, chunks_of
 from rge.distributed import collectives as dist
 from rge.model.attention import EncodedParts, EncodedPrompts
 from rge.model.embedding_model import EmbeddingModel, Packed, RandomState, Readout, drops_out, keeping
 from rge.model.packing import Branch
-from rge.objective import Objective
-from rge.rollout.generate import Rationale
+from rge.objective import Contrast, Objective
 from rge.rollout.writer import Rollout
 
 Masks = tuple[Tensor, Tensor, Tensor]
 """Positive, ignored and labelled negative candidates, see `candidate_masks`."""
-
-_Kept = tuple[Readout | None, Readout | None]
-"""Queries and candidates of a chunk, as far as they have been computed with gradient."""
 
 Read = Callable[[Callable[[int], list[Branch]]], Tensor]
 """From the branches of each row to their states (N, D), without gradient."""
@@ -119,334 +115,241 @@ class TrainingStep:
             FloatingPointError: the loss is not finite; names the records of this rank.
             ValueError: prompts are encoded in other parts than the step's chunks.
         """
-        objective, forward = self.objective, _Forward(self.embedder, self.objective, batch, rollout)
-        share = _Share.of(batch, forward, self.micro_batch_size)
-        forward.lay_out(share.chunks)
-        cached = objective.compares and len(share.chunks) > 1
-        comparing: _AtOnce = (_GradientCache if cached else _AtOnce)(forward, share, extra, self.keep)
-        sums = _Sums()
-        for number, chunk in enumerate(share.chunks):
-            with nullcontext() if number == len(share.chunks) - 1 else self.no_sync():
-                rows = share.states_of(chunk)
+        objective = self.objective
+        forward = _Forward(self.embedder, objective, batch, rollout, self.micro_batch_size)
+        share = _Share.of(forward)
+        several = objective.compares and len(forward.chunks) > 1
+        comparing = (
+            _GradientCache(forward, share.con_scale, extra, self.keep)
+            if several
+            else _AtOnce(forward, share.con_scale, extra)
+        )
+        for number, (queries, _) in enumerate(forward.chunks):
+            with nullcontext() if number == len(forward.chunks) - 1 else self.no_sync():
                 q, t = comparing.readouts(self.model, number)
                 compared, easy_B = comparing.compare(q, t), None
                 if compared is not None and compared.easy_B is not None:
-                    easy_B = compared.easy_B[chunk[0]]
-                    share = share.with_lm_tokens(compared.lm_tokens, objective)
+                    easy_B = compared.easy_B[queries]
+                    share.lm_tokens = compared.lm_tokens
                 q_nll = objective.query_nll(q, easy_B)
-                total = (q_nll + t.nll) * share.lm_scale + comparing.loss(q, t, rows, chunk[1])
+                total = (q_nll + t.nll) * share.lm_scale + comparing.loss(q, t, number)
                 if extra is not None and objective.alpha_rl > 0:
-                    total = total + extra.loss(q, rows) * (objective.alpha_rl * dist.world_size())
-                sums.add(total, q_nll, t.nll)
+                    rl = extra.loss(q, forward.states_of(number))
+                    total = total + rl * (objective.alpha_rl * dist.world_size())
+                share.add(total, q_nll, t.nll)
                 self.backward(total)
         if self.embedder.pictures is not None:
             self.embedder.pictures.clear()
-        report = sums.report(batch, objective, share, compared)
+        report = share.report(batch.record_ids, compared)
         if extra is not None:
             report |= extra.report()
             report["loss"] += objective.alpha_rl * report.get("loss_rl", 0.0)
         return report
 
 
-@dataclass(frozen=True)
-class _Share:
-    """This rank's share of a step, and the factors that make sums over it means over the global batch.
-
-    DDP averages gradients over ranks, the losses are means over all ranks' rows: sums / global count * world size.
+@dataclass
+class _First:
+    """What a chunk's first forward leaves for its second.
 
     Attributes:
-        micro_batch_size: queries per forward at most.
-        chunks: of one forward each; equally many on every rank.
-        num_each: states a query that InfoNCE sees.
-        queries: of all ranks.
-        lm_tokens: labels of all ranks.
-        cut_prompts: of all ranks.
-        lm_scale: factor of summed LM losses.
-        con_scale: factor of summed contrastive losses.
+        q: queries that were computed with gradient, so that they are not computed again.
+        t: likewise candidates.
+        draw: the random numbers that the second forward has to draw again.
     """
 
-    micro_batch_size: int
-    chunks: list[Chunk]
-    num_each: int
-    queries: int
-    lm_tokens: float
-    cut_prompts: float
-    lm_scale: float
-    con_scale: float
-
-    @classmethod
-    def of(cls, batch: Batch, forward: "_Forward", micro_batch_size: int) -> "_Share":
-        objective, device = forward.objective, forward.embedder.device
-        shares = dist.gather_sizes(len(batch.queries), device)
-        num_cut = sum(prompt.num_cut_tokens > 0 for prompt in (*batch.queries, *batch.candidates))
-        lm_tokens, cut = dist.sum_over_ranks([objective.num_lm_tokens(batch), num_cut], device)
-        num_each = objective.num_states(batch, forward.rationales)
-        return cls(
-            micro_batch_size,
-            chunks_of(batch, shares, micro_batch_size),
-            num_each,
-            sum(shares),
-            lm_tokens,
-            cut,
-            lm_scale=objective.alpha_lm * dist.world_size() / max(lm_tokens, 1),
-            con_scale=objective.alpha_con * dist.world_size() / (sum(shares) * num_each),
-        )
-
-    def with_lm_tokens(self, lm_tokens: float, objective: Objective) -> "_Share":
-        """The same with other labels than the oracle rationales'."""
-        scale = objective.alpha_lm * dist.world_size() / max(lm_tokens, 1)
-        return replace(self, lm_tokens=lm_tokens, lm_scale=scale)
-
-    def states_of(self, chunk: Chunk) -> slice:
-        """Which of this rank's query states a chunk holds."""
-        return slice(chunk[0].start * self.num_each, chunk[0].stop * self.num_each)
+    q: Readout | None = None
+    t: Readout | None = None
+    draw: RandomState | None = None
 
 
 class _Forward:
-    """A batch under an objective: its prompts with the branches that are needed, packed and read chunk by chunk."""
+    """A batch under an objective: its prompts with the branches that are needed, packed and read chunk by chunk.
 
-    def __init__(self, embedder: EmbeddingModel, objective: Objective, batch: Batch, rollout: Rollout | None):
-        self.embedder, self.objective, self.batch = embedder, objective, batch
-        self.rationales: Sequence[Rationale] | None = None if rollout is None else rollout.rationales
-        self.encoded = None if rollout is None else rollout.encoded
-        self.parts: dict[int, EncodedPrompts] = {}
-        given = sum(one.given for one in self.rationales or ())
-        self.num_given = 0 if objective.states else given // len(batch.queries)
-        self.easy_share = 0.0 if rollout is None else rollout.easy_share
+    Attributes:
+        chunks: of one forward each; equally many on every rank.
+        num_queries: of all ranks.
+        num_each: states a query that InfoNCE sees.
 
-    def lay_out(self, chunks: Sequence[Chunk]) -> None:
-        """Say in which chunks the step is taken.
+    Raises:
+        ValueError: prompts are encoded in other parts than these chunks.
+    """
 
-        Raises:
-            ValueError: prompts are encoded in other parts.
-        """
-        if self.encoded is None:
-            return
-        parts = self.encoded.parts if isinstance(self.encoded, EncodedParts) else [self.encoded]
-        if [len(part.part.lengths) for part in parts] != [rows.stop - rows.start for rows, _ in chunks]:
-            raise ValueError(
-                f"prompts encoded once belong to one backward, but {len(parts)} parts are encoded, and micro batches cut "
-                f"{len(self.batch.queries)} queries into {len(chunks)}: set rollout.prompt_pass=twice"
-            )
-        self.parts = {rows.start: part for (rows, _), part in zip(chunks, parts, strict=True)}
+    def __init__(
+        self,
+        embedder: EmbeddingModel,
+        objective: Objective,
+        batch: Batch,
+        rollout: Rollout | None,
+        micro_batch_size: int,
+    ):
+        rollout = rollout or Rollout(())
+        self.embedder, self.objective, self.batch, self.rollout = embedder, objective, batch, rollout
+        self.rationales = rollout.rationales or ()
+        self.micro_batch_size = micro_batch_size
+        shares = dist.gather_sizes(len(batch.queries), embedder.device)
+        self.num_queries = sum(shares)
+        self.chunks = chunks_of(batch, shares, micro_batch_size)
+        self.num_each = objective.num_states(batch, self.rationales)
+        self._encoded: list[EncodedPrompts] = []
+        if rollout.encoded is not None:
+            encoded = rollout.encoded
+            self._encoded = encoded.parts if isinstance(encoded, EncodedParts) else [encoded]
+            sizes = [rows.stop - rows.start for rows, _ in self.chunks]
+            if [len(part.part.lengths) for part in self._encoded] != sizes:
+                raise ValueError(
+                    f"prompts encoded once belong to one backward, but {len(self._encoded)} parts are encoded, and micro "
+                    f"batches cut {len(batch.queries)} queries into {len(sizes)}: set rollout.prompt_pass=twice"
+                )
 
-    def __call__(self, model: nn.Module, chunk: Chunk, kept: _Kept | None = None) -> tuple[Readout, Readout]:
-        """Queries with all their branches and candidates, through `model`; what is kept is not computed again."""
-        objective = self.objective
-        known_q, known_t = kept or (None, None)
-        packs: list[Packed | Readout] = [known_q or self._queries(chunk[0])]
-        if self.batch.candidates and objective.trains_candidates:
-            packs.append(known_t or self._trained_candidates(chunk[1]))
+    def states_of(self, number: int) -> slice:
+        """Which of this rank's query states a chunk holds."""
+        queries, _ = self.chunks[number]
+        return slice(queries.start * self.num_each, queries.stop * self.num_each)
+
+    def __call__(self, model: nn.Module, number: int, first: _First | None = None) -> tuple[Readout, Readout]:
+        """A chunk's queries with all their branches, and its candidates, through `model`."""
+        first = first or _First()
+        if first.draw is not None:
+            first.draw.set()
+        packs: list[Packed | Readout] = [first.q or self._queries(number)]
+        if self.batch.candidates and self.objective.trains_candidates:
+            packs.append(first.t or self._candidates(number))
         readouts = model(*packs)
         if len(readouts) == 1:
             q = readouts[0]
             return q, Readout(q.state_ND[:0], q.nll.new_zeros(()), 0)
         return readouts[0], readouts[1]
 
-    @torch.no_grad()
-    def states(self, chunks: Sequence[Chunk], micro_batch_size: int) -> tuple[Tensor, Tensor]:
-        """What InfoNCE compares, without gradient: query states (N, D) and candidates (N, D) of this rank."""
-        objective, embedder, batch = self.objective, self.embedder, self.batch
-        direct = Branch([embedder.emb_id], read_state=True)
-        q_parts, t_parts = [], []
-        for queries, candidates in chunks:
-            packs = []
-            if not objective.needs_rollout:
-                read = [
-                    [
-                        branch
-                        for branch in objective.query_branches(batch, None, embedder, row)
-                        if branch.read_state
-                    ]
-                    for row in self._rows(queries)
-                ]
-                packs.append(embedder.pack(batch.queries[queries], read))
-            packs.append(self._candidates(candidates, direct))
-            *q, t = embedder(*packs)
-            q_parts += [readout.state_ND for readout in q]
-            t_parts.append(t.state_ND)
-        if objective.needs_rollout:
-            q_parts = [self._own_states(micro_batch_size)]
-        return torch.cat(q_parts), torch.cat(t_parts)
+    def first_pass(self, keep: str) -> tuple[Tensor, Tensor, list[_First]]:
+        """What InfoNCE compares, query states (N, D) and candidates (N, D) of this rank, and what the second pass takes over.
 
-    @torch.no_grad()
-    def states_with_dropout(self, chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor, list[RandomState]]:
-        """States of every chunk as its forward with gradient will compute them, and the random state each needs.
+        Where nothing is kept, only branches whose state is read are computed, without gradient. With dropout the masks decide
+        the states, so everything is computed that the second pass will compute, from the same random numbers. Queries whose
+        states a rollout ended in need no forward here.
 
-        Dropout's masks decide the states that the loss sees, so the second forward has to draw the first one's.
+        Args:
+            keep: see `TrainingStep`.
         """
-        q_parts, t_parts, draws = [], [], []
-        for chunk in chunks:
-            draws.append(RandomState(self.embedder.device))
-            q, t = self(self.embedder, chunk)
-            q_parts.append(q.state_ND)
-            trained = self.objective.trains_candidates
-            t_parts.append(t.state_ND if trained else self.candidate_states(chunk[1]))
-        return torch.cat(q_parts), torch.cat(t_parts), draws
+        objective, is_random = self.objective, drops_out(self.embedder)
+        as_second = is_random or keep != "none"
+        with_queries = is_random or not objective.needs_rollout
+        with_candidates = objective.trains_candidates or not as_second
+        q_parts, t_parts, found = [], [], []
+        for number in range(len(self.chunks)):
+            first = _First(draw=RandomState(self.embedder.device) if is_random and keep == "none" else None)
+            packs = [self._queries(number, states_only=not as_second)] if with_queries else []
+            packs += [self._candidates(number, states_only=not as_second)] if with_candidates else []
+            with torch.no_grad() if keep == "none" else keeping(keep):
+                readouts = self.embedder(*packs) if packs else []
+            q_parts += [q.state_ND.detach() for q in readouts[: int(with_queries)]]
+            t_parts.append(
+                readouts[-1].state_ND.detach() if with_candidates else self.candidate_states([number])
+            )
+            if keep != "none":
+                first.q = readouts[0] if with_queries else None
+                first.t = readouts[-1] if with_candidates else None
+            found.append(first)
+        if not with_queries:
+            q_parts = [self._own_states()]
+        return torch.cat(q_parts), torch.cat(t_parts), found
 
     @torch.no_grad()
-    def candidate_states(self, rows: slice = slice(None)) -> Tensor:
-        """States of candidates, without gradient."""
-        packed = self._candidates(rows, Branch([self.embedder.emb_id], read_state=True))
-        return self.embedder(packed)[0].state_ND
+    def candidate_states(self, numbers: Sequence[int]) -> Tensor:
+        """States of the candidates of some chunks, without gradient."""
+        packs = [self._candidates(number, states_only=True) for number in numbers]
+        return torch.cat([self.embedder(packed)[0].state_ND for packed in packs])
 
     @torch.no_grad()
-    def read(self, chunks: Sequence[Chunk], branches: Callable[[int], list[Branch]]) -> Tensor:
+    def read(self, branches: Callable[[int], list[Branch]]) -> Tensor:
         """States (N, D) of other branches of the queries, without gradient and without dropout."""
         was_training, parts = self.embedder.training, []
         self.embedder.eval()
         try:
-            for queries, _ in chunks:
-                packed = self._pack(queries, [branches(row) for row in self._rows(queries)])
+            for number, (queries, _) in enumerate(self.chunks):
+                packed = self._pack(number, [branches(row) for row in self._rows(queries)])
                 parts.append(self.embedder(packed)[0].state_ND)
         finally:
             self.embedder.train(was_training)
         return torch.cat(parts)
 
-    def keep(
-        self, chunks: Sequence[Chunk], where: str, micro_batch_size: int
-    ) -> tuple[Tensor, Tensor, list[_Kept]]:
-        """`states`, or `states_with_dropout`, and the readouts that they are of, with gradient.
-
-        Queries whose states a rollout ended in have had no forward of their own yet: nothing of them is kept.
-        """
-        objective = self.objective
-        kept: list[_Kept] = []
-        q_parts: list[Tensor] = []
-        t_parts: list[Tensor] = []
-        with_queries = not objective.needs_rollout or drops_out(self.embedder)
-        for chunk in chunks:
-            packs = [self._queries(chunk[0])] if with_queries else []
-            if objective.trains_candidates:
-                packs.append(self._trained_candidates(chunk[1]))
-            with keeping(where):
-                readouts = self.embedder(*packs) if packs else []
-            t = readouts.pop() if objective.trains_candidates else None
-            kept.append((readouts[0] if with_queries else None, t))
-            t_parts.append(self.candidate_states(chunk[1]) if t is None else t.state_ND.detach())
-            q_parts += [q.state_ND.detach() for q in readouts]
-        if not with_queries:
-            q_parts = [self._own_states(micro_batch_size)]
-        return torch.cat(q_parts), torch.cat(t_parts), kept
-
-    def _queries(self, queries: slice) -> Packed:
-        """Queries with all their branches."""
-        objective = self.objective
-        sampled = objective.alpha_rl > 0
-        branches = [
-            objective.query_branches(self.batch, self.rationales, self.embedder, row, sampled=sampled)
-            for row in self._rows(queries)
-        ]
-        return self._pack(queries, branches)
-
-    def _trained_candidates(self, rows: slice) -> Packed:
-        return self._candidates(rows, self.objective.candidate_branch(self.embedder.emb_id))
+    def compare(self, q_ND: Tensor, t_ND: Tensor, extra: RolloutLoss | None = None) -> "Comparison":
+        """This rank's query states against the candidates of all ranks."""
+        batch, objective, device = self.batch, self.objective, q_ND.device
+        sizes = dist.gather_sizes(t_ND.shape[0], device)
+        c_CD = dist.gather_rows(t_ND, sizes)
+        identity_C = torch.tensor(batch.candidate_identity)
+        if dist.world_size() > 1:
+            identity_C = dist.gather_rows(identity_C.to(device), sizes).cpu()
+        masks = positive_BC, ignored_BC, labelled_BC = candidate_masks(
+            batch, identity_C, sum(sizes[: dist.rank()])
+        )
+        negative_BC = ~(positive_BC | ignored_BC)
+        if extra is not None:
+            extra.judge(q_ND.detach(), c_CD.detach(), masks, self.read)
+        if objective.alpha_con == 0:
+            q_ND, c_CD = q_ND.detach(), c_CD.detach()
+        given = 0 if objective.states else sum(one.given for one in self.rationales)
+        found = objective.contrastive(q_ND, c_CD, positive_BC, ignored_BC, given // len(batch.queries))
+        compared = Comparison(found, int(negative_BC.sum()), int((negative_BC & labelled_BC).sum()))
+        if objective.adaptive is not None:
+            assert found.lead_B is not None
+            easy_B = easy_queries(found.lead_B, objective.adaptive, self.rollout.easy_share)
+            labels = objective.num_lm_tokens(batch, easy_B.tolist())
+            (compared.lm_tokens,) = dist.sum_over_ranks([labels], device)
+            found.figures["easy_rate"] = easy_B.sum(), 1
+            compared.easy_B = easy_B
+        return compared
 
     def _rows(self, queries: slice) -> range:
         return range(len(self.batch.queries))[queries]
 
-    def _pack(self, queries: slice, branches: Sequence[Sequence[Branch]]) -> Packed:
-        prompts, temperature = self.batch.queries[queries], self.objective.sampled_at
-        if self.encoded is None:
-            packed = self.embedder.pack(prompts, branches, temperature)
-        else:
-            packed = self.embedder.pack_branches(prompts, branches, self.parts[queries.start], temperature)
-        return replace(packed, by_branch=len(self.objective.lm_targets) > 1)
+    def _queries(self, number: int, *, states_only: bool = False) -> Packed:
+        """A chunk's queries with all their branches; with `states_only`, those whose state is read."""
+        objective, rationales = self.objective, self.rationales
+        sampled = objective.alpha_rl > 0
+        rows = [
+            objective.query_branches(self.batch, rationales, self.embedder, row, sampled=sampled)
+            for row in self._rows(self.chunks[number][0])
+        ]
+        if states_only:
+            rows = [[branch for branch in branches if branch.read_state] for branches in rows]
+            return self._pack(number, rows)
+        return replace(self._pack(number, rows), by_branch=len(objective.lm_targets) > 1)
 
-    def _candidates(self, rows: slice, branch: Branch) -> Packed:
-        prompts = self.batch.candidates[rows]
+    def _pack(self, number: int, branches: Sequence[Sequence[Branch]]) -> Packed:
+        prompts, temperature = self.batch.queries[self.chunks[number][0]], self.objective.sampled_at
+        if self._encoded:
+            return self.embedder.pack_branches(prompts, branches, self._encoded[number], temperature)
+        return self.embedder.pack(prompts, branches, temperature)
+
+    def _candidates(self, number: int, *, states_only: bool = False) -> Packed:
+        emb_id, prompts = self.embedder.emb_id, self.batch.candidates[self.chunks[number][1]]
+        branch = Branch([emb_id], read_state=True) if states_only else self.objective.candidate_branch(emb_id)
         return self.embedder.pack(prompts, [[branch]] * len(prompts))
 
     @torch.no_grad()
-    def _own_states(self, micro_batch_size: int) -> Tensor:
+    def _own_states(self) -> Tensor:
         """The rollout's own final states; those that it did not compute with these weights are computed now."""
         embedder, batch, rationales = self.embedder, self.batch, self.rationales
-        assert rationales is not None
         states = [rationale.state_D for rationale in rationales]
         missing = [number for number, state in enumerate(states) if state is None]
         # Where parameters are sharded, a forward of one rank is a forward of all: equally many on each.
         most = max(dist.gather_sizes(len(missing), embedder.device))
-        num_each = len(rationales) // len(batch.queries)
-        for start in range(0, most, micro_batch_size):
-            numbers = missing[start : start + micro_batch_size] or [0]
+        for start in range(0, most, self.micro_batch_size):
+            numbers = missing[start : start + self.micro_batch_size] or [0]
             branches = [
                 [Branch([*rationales[number].ids, embedder.emb_id], read_state=True)] for number in numbers
             ]
-            packed = embedder.pack([batch.queries[number // num_each] for number in numbers], branches)
+            packed = embedder.pack([batch.queries[number // self.num_each] for number in numbers], branches)
             for number, state in zip(numbers, embedder(packed)[0].state_ND, strict=True):
                 if states[number] is None:
                     states[number] = state
         return torch.stack(states)  # type: ignore[arg-type]
 
 
-class _AtOnce:
-    """A step whose states are compared with their gradient, since they are all of one chunk, or not compared at all."""
-
-    def __init__(self, forward: _Forward, share: _Share, extra: RolloutLoss | None, keep: str):
-        self.forward, self.share, self.extra = forward, share, extra
-        self.compared: Comparison | None = None
-
-    def readouts(self, model: nn.Module, number: int) -> tuple[Readout, Readout]:
-        """Of a chunk's queries and candidates, with gradient."""
-        return self.forward(model, self.share.chunks[number])
-
-    def compare(self, q: Readout, t: Readout) -> "Comparison | None":
-        """What InfoNCE sees in this step, once; None where it sees nothing."""
-        if self.forward.objective.compares:
-            t_ND = t.state_ND if self.forward.objective.trains_candidates else self.forward.candidate_states()
-            self.compared = Comparison(self.forward, self.share.chunks, q.state_ND, t_ND, self.extra)
-        return self.compared
-
-    def loss(self, q: Readout, t: Readout, rows: slice, candidates: slice) -> Tensor:
-        """What the comparison adds to a chunk's loss."""
-        if self.compared is None or self.forward.objective.alpha_con == 0:
-            return q.nll.new_zeros(())
-        return self.compared.found.loss * self.share.con_scale
-
-
-class _GradientCache(_AtOnce):
-    """dL/dstate of a step in several chunks: all states without gradient, then one backward of the comparison."""
-
-    def __init__(self, forward: _Forward, share: _Share, extra: RolloutLoss | None, keep: str):
-        super().__init__(forward, share, extra, keep)
-        self.draws: list[RandomState] | None = None
-        self.kept: list[_Kept] = []
-        if keep != "none":
-            q_ND, t_ND, self.kept = forward.keep(share.chunks, keep, share.micro_batch_size)
-        elif drops_out(forward.embedder):
-            q_ND, t_ND, self.draws = forward.states_with_dropout(share.chunks)
-        else:
-            q_ND, t_ND = forward.states(share.chunks, share.micro_batch_size)
-        trains = forward.objective.alpha_con > 0
-        if trains:
-            q_ND, t_ND = q_ND.requires_grad_(), t_ND.requires_grad_()
-        self.compared = compared = Comparison(forward, share.chunks, q_ND, t_ND, extra)
-        if trains:
-            (compared.found.loss * share.con_scale).backward()
-        self.grad_q_ND, self.grad_t_ND = q_ND.grad, t_ND.grad
-
-    def readouts(self, model: nn.Module, number: int) -> tuple[Readout, Readout]:
-        """Dropout of a chunk's second forward draws what its first one drew; what was kept of that is not computed again."""
-        if self.draws is not None:
-            self.draws[number].set()
-        kept = None
-        if self.kept:
-            kept, self.kept[number] = self.kept[number], (None, None)
-        return self.forward(model, self.share.chunks[number], kept)
-
-    def compare(self, q: Readout, t: Readout) -> "Comparison | None":
-        """Of all chunks, made before the first."""
-        return self.compared
-
-    def loss(self, q: Readout, t: Readout, rows: slice, candidates: slice) -> Tensor:
-        """<state, dL/dstate>, whose gradient is that of the comparison; 0 where nothing is trained by it."""
-        if self.grad_q_ND is None or self.grad_t_ND is None:
-            return q.nll.new_zeros(())
-        return (q.state_ND * self.grad_q_ND[rows]).sum() + (t.state_ND * self.grad_t_ND[candidates]).sum()
-
-
+@dataclass
 class Comparison:
-    """This rank's query states against the candidates of all ranks.
+    """What the comparison of this rank's query states with the candidates of all ranks gives.
 
     Attributes:
         found: losses and hits, see `Objective.contrastive`.
@@ -457,37 +360,142 @@ class Comparison:
         lm_tokens: labels of all ranks then.
     """
 
-    def __init__(
-        self,
-        forward: _Forward,
-        chunks: Sequence[Chunk],
-        q_ND: Tensor,
-        t_ND: Tensor,
-        extra: RolloutLoss | None = None,
-    ):
-        batch, objective, device = forward.batch, forward.objective, q_ND.device
-        sizes = dist.gather_sizes(t_ND.shape[0], device)
-        offset = sum(sizes[: dist.rank()])
-        c_CD = dist.gather_rows(t_ND, sizes)
-        identity_C = torch.tensor(batch.candidate_identity)
-        if dist.world_size() > 1:
-            identity_C = dist.gather_rows(identity_C.to(device), sizes).cpu()
-        masks = positive_BC, ignored_BC, labelled_BC = candidate_masks(batch, identity_C, offset)
-        negative_BC = ~(positive_BC | ignored_BC)
-        self.num_negatives = int(negative_BC.sum())
-        self.num_labelled = int((negative_BC & labelled_BC).sum())
-        if extra is not None:
-            extra.judge(q_ND.detach(), c_CD.detach(), masks, lambda branches: forward.read(chunks, branches))
-        if objective.alpha_con == 0:
-            q_ND, c_CD = q_ND.detach(), c_CD.detach()
-        self.found = objective.contrastive(q_ND, c_CD, positive_BC, ignored_BC, forward.num_given)
-        self.easy_B, self.lm_tokens = None, 0.0
-        if objective.adaptive is not None:
-            assert self.found.lead_B is not None
-            self.easy_B = easy_queries(self.found.lead_B, objective.adaptive, forward.easy_share)
-            labels = objective.num_lm_tokens(batch, self.easy_B.tolist())
-            (self.lm_tokens,) = dist.sum_over_ranks([labels], device)
-            self.found.figures["easy_rate"] = self.easy_B.sum(), 1
+    found: Contrast
+    num_negatives: int
+    num_labelled: int
+    easy_B: Tensor | None = None
+    lm_tokens: float = 0.0
+
+
+class _AtOnce:
+    """A step whose states are compared with their gradient, since they are all of one chunk, or not compared at all."""
+
+    def __init__(self, forward: _Forward, scale: float, extra: RolloutLoss | None):
+        self.forward, self.scale, self.extra = forward, scale, extra
+        self.compared: Comparison | None = None
+
+    def readouts(self, model: nn.Module, number: int) -> tuple[Readout, Readout]:
+        """Of a chunk's queries and candidates, with gradient."""
+        return self.forward(model, number)
+
+    def compare(self, q: Readout, t: Readout) -> Comparison | None:
+        """What InfoNCE sees in this step, once; None where it sees nothing."""
+        objective = self.forward.objective
+        if objective.compares:
+            t_ND = t.state_ND if objective.trains_candidates else self.forward.candidate_states([0])
+            self.compared = self.forward.compare(q.state_ND, t_ND, self.extra)
+        return self.compared
+
+    def loss(self, q: Readout, t: Readout, number: int) -> Tensor:
+        """What the comparison adds to a chunk's loss."""
+        if self.compared is None or self.forward.objective.alpha_con == 0:
+            return q.nll.new_zeros(())
+        return self.compared.found.loss * self.scale
+
+
+class _GradientCache(_AtOnce):
+    """dL/dstate of a step in several chunks: all states without gradient, then one backward of the comparison."""
+
+    def __init__(self, forward: _Forward, scale: float, extra: RolloutLoss | None, keep: str):
+        super().__init__(forward, scale, extra)
+        q_ND, t_ND, self.firsts = forward.first_pass(keep)
+        trains = forward.objective.alpha_con > 0
+        if trains:
+            q_ND, t_ND = q_ND.requires_grad_(), t_ND.requires_grad_()
+        self.compared = forward.compare(q_ND, t_ND, extra)
+        if trains:
+            (self.compared.found.loss * scale).backward()
+        self.grad_q_ND, self.grad_t_ND = q_ND.grad, t_ND.grad
+
+    def readouts(self, model: nn.Module, number: int) -> tuple[Readout, Readout]:
+        """Of a chunk's queries and candidates, with gradient; what was kept of the first pass is let go."""
+        first, self.firsts[number] = self.firsts[number], _First()
+        return self.forward(model, number, first)
+
+    def compare(self, q: Readout, t: Readout) -> Comparison | None:
+        """Of all chunks, made before the first."""
+        return self.compared
+
+    def loss(self, q: Readout, t: Readout, number: int) -> Tensor:
+        """<state, dL/dstate>, whose gradient is that of the comparison; 0 where nothing is trained by it."""
+        if self.grad_q_ND is None or self.grad_t_ND is None:
+            return q.nll.new_zeros(())
+        rows, (_, candidates) = self.forward.states_of(number), self.forward.chunks[number]
+        return (q.state_ND * self.grad_q_ND[rows]).sum() + (t.state_ND * self.grad_t_ND[candidates]).sum()
+
+
+@dataclass
+class _Share:
+    """This rank's share of a step: the factors that make sums over it means over the global batch, and the sums.
+
+    DDP averages gradients over ranks, the losses are means over all ranks' rows: sums / global count * world size.
+
+    Attributes:
+        objective: has the weights.
+        num_queries: of all ranks.
+        num_each: states a query.
+        lm_tokens: labels of all ranks; other ones where easy queries have another target.
+        cut_prompts: of all ranks.
+        totals: losses of the chunks, and `nlls` the LM losses in them, on their device until one look at it makes the report.
+    """
+
+    objective: Objective
+    num_queries: int
+    num_each: int
+    lm_tokens: float
+    cut_prompts: float
+    totals: list[Tensor] = field(default_factory=list)
+    nlls: list[Tensor] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, forward: _Forward) -> "_Share":
+        objective, batch = forward.objective, forward.batch
+        num_cut = sum(prompt.num_cut_tokens > 0 for prompt in (*batch.queries, *batch.candidates))
+        lm_tokens, cut = dist.sum_over_ranks(
+            [objective.num_lm_tokens(batch), num_cut], forward.embedder.device
+        )
+        return cls(objective, forward.num_queries, forward.num_each, lm_tokens, cut)
+
+    @property
+    def lm_scale(self) -> float:
+        """Factor of summed LM losses."""
+        return self.objective.alpha_lm * dist.world_size() / max(self.lm_tokens, 1)
+
+    @property
+    def con_scale(self) -> float:
+        """Factor of summed contrastive losses."""
+        return self.objective.alpha_con * dist.world_size() / (self.num_queries * self.num_each)
+
+    def add(self, total: Tensor, *nlls: Tensor) -> None:
+        """A chunk's loss, and the LM losses in it."""
+        self.totals.append(total.detach())
+        self.nlls += [nll.detach() for nll in nlls]
+
+    def report(self, record_ids: Sequence[str], compared: Comparison | None) -> dict[str, float]:
+        """Means over the global batch, see `TrainingStep.__call__`."""
+        figures = {} if compared is None else compared.found.figures
+        counts = [0, 0] if compared is None else [compared.num_negatives, compared.num_labelled]
+        # One wait for the device, and not one for each value.
+        scalars = [*self.totals, *self.nlls, *(value for value, _ in figures.values())]
+        values = torch.stack([scalar.double() for scalar in scalars]).tolist()
+        for value in values[: len(self.totals)]:
+            if not math.isfinite(value):
+                raise FloatingPointError(f"the loss is {value}; records of this batch: {record_ids}")
+        values = values[len(self.totals) :]
+        local = [sum(values[: len(self.nlls)]), *counts, *values[len(self.nlls) :]]
+        nll, negatives, labelled, *sums = dist.sum_over_ranks(local, self.totals[0].device)
+        report = {"cut_prompts": self.cut_prompts}
+        if self.lm_tokens:
+            report["loss_lm"] = nll / self.lm_tokens
+        if compared is not None:
+            for (name, (_, num_each)), total in zip(figures.items(), sums, strict=True):
+                report[name] = total / (self.num_queries * num_each)
+            report["negatives_mean"] = negatives / self.num_queries
+            report["labelled_negatives_mean"] = labelled / self.num_queries
+        report["loss"] = self.objective.alpha_lm * report.get(
+            "loss_lm", 0.0
+        ) + self.objective.alpha_con * report.get("loss_contrastive", 0.0)
+        return report
 
 
 def easy_queries(lead_B: Tensor, adaptive: AdaptiveConfig, most: float) -> Tensor:
@@ -498,50 +506,6 @@ def easy_queries(lead_B: Tensor, adaptive: AdaptiveConfig, most: float) -> Tenso
     easy_B = torch.zeros_like(lead_B, dtype=torch.bool)
     easy_B[lead_B.topk(wanted).indices] = True
     return easy_B
-
-
-class _Sums:
-    """What a step adds up on its device until one look at it makes the report."""
-
-    def __init__(self) -> None:
-        self.totals: list[Tensor] = []
-        self.nlls: list[Tensor] = []
-
-    def add(self, total: Tensor, *nlls: Tensor) -> None:
-        """A chunk's loss, and the LM losses in it."""
-        self.totals.append(total.detach())
-        self.nlls += [nll.detach() for nll in nlls]
-
-    def report(
-        self, batch: Batch, objective: Objective, share: _Share, compared: Comparison | None
-    ) -> dict[str, float]:
-        """Means over the global batch, see `TrainingStep.__call__`."""
-        figures: dict[str, tuple[Tensor, int]] = {}
-        counts = [0, 0]
-        if compared is not None:
-            figures = compared.found.figures
-            counts = [compared.num_negatives, compared.num_labelled]
-        # One wait for the device, and not one for each value.
-        scalars = [*self.totals, *self.nlls, *(value for value, _ in figures.values())]
-        values = torch.stack([scalar.double() for scalar in scalars]).tolist()
-        for value in values[: len(self.totals)]:
-            if not math.isfinite(value):
-                raise FloatingPointError(f"the loss is {value}; records of this batch: {batch.record_ids}")
-        values = values[len(self.totals) :]
-        local = [sum(values[: len(self.nlls)]), *counts, *values[len(self.nlls) :]]
-        nll, negatives, labelled, *sums = dist.sum_over_ranks(local, self.totals[0].device)
-        report: dict[str, float] = {"cut_prompts": share.cut_prompts}
-        if share.lm_tokens:
-            report["loss_lm"] = nll / share.lm_tokens
-        if compared is not None:
-            for (name, (_, num_each)), total in zip(figures.items(), sums, strict=True):
-                report[name] = total / (share.queries * num_each)
-            report["negatives_mean"] = negatives / share.queries
-            report["labelled_negatives_mean"] = labelled / share.queries
-        report["loss"] = objective.alpha_lm * report.get("loss_lm", 0.0) + objective.alpha_con * report.get(
-            "loss_contrastive", 0.0
-        )
-        return report
 
 
 def candidate_masks(batch: Batch, identity_C: Tensor, offset: int) -> tuple[Tensor, Tensor, Tensor]:

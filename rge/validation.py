@@ -112,7 +112,7 @@ class Validation:
             if objective.compares:
                 q_parts.append(q.state_ND)
                 t_parts.append(t[0].state_ND)
-                forced += sum(rationale.forced for rationale in rationales or [])
+                forced += sum(rationale.forced for rationale in rationales)
         figures: dict[str, float] = {}
         if objective.compares:
             # In the states' own float32, as in training: in bfloat16 close scores are equal, and ties are misses.
@@ -133,11 +133,11 @@ class Validation:
 
     def _forward(
         self, embedder: EmbeddingModel, rows: Sequence[int]
-    ) -> tuple[Batch, list[Rationale] | None, list[Readout]]:
+    ) -> tuple[Batch, list[Rationale], list[Readout]]:
         """The batch of these records, its rationales, and what was read off queries and candidates."""
         objective = self.objective
         batch = self.collator.collate([Draw(0, row, seed=row) for row in rows])
-        rationales = None
+        rationales: list[Rationale] = []
         if objective.needs_rollout:
             rationales = generate(
                 embedder,

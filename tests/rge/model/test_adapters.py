@@ -9,7 +9,6 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 from rge.checkpoints.export import export, settings_of
 from rge.checkpoints.training_state import States
 from rge.common.schema import Item
-from rge.data.collate import chunks_of
 from rge.embedder import Embedder
 from rge.model.adapters import AdapterError, add_adapters, has_adapters, merged_weights
 from rge.model.backbone import load_backbone
@@ -18,7 +17,7 @@ from rge.model.prompts import PromptBuilder
 from rge.objective import Objective
 from rge.rollout.generate import generate
 from rge.rollout.writer import Rollout
-from rge.step import Comparison, TrainingStep, _Forward
+from rge.step import TrainingStep, _Forward
 
 OBJECTIVE = Objective(0.3, 0.7, 0.07)
 
@@ -176,11 +175,10 @@ def test_chunks_draw_the_dropout_of_their_first_forward(lively, make_batch, roll
     assert drops_out(lively)
     rationales = roll_out(lively, batch) if anchor == "self" else None
     torch.manual_seed(5)
-    chunks = chunks_of(batch, [len(batch.queries)], 2)
-    forward = _Forward(lively, objective, batch, Rollout(rationales))
-    readouts = [forward(lively, chunk) for chunk in chunks]
+    forward = _Forward(lively, objective, batch, rationales and Rollout(rationales), 2)
+    readouts = [forward(lively, number) for number in range(len(forward.chunks))]
     q_ND, t_ND = (torch.cat([readout.state_ND for readout in side]) for side in zip(*readouts, strict=True))
-    con = Comparison(forward, chunks, q_ND, t_ND).found.loss
+    con = forward.compare(q_ND, t_ND).found.loss
     nll = sum(q.nll + t.nll for q, t in readouts)
     tokens = sum(q.num_tokens + t.num_tokens for q, t in readouts)
     total = 0.3 * nll / tokens + 0.7 * con / len(batch.queries)

@@ -180,8 +180,8 @@ VARIANTS = (
     "silent_100",
     *(f"{arm}_{dose}" for dose in DOSES[:-1] for arm in ("hidden", "known")),
 )
-LONGER = (2, 4)
-"""Multiples of the joint stage's steps, to see whether the harm shrinks."""
+LENGTHS = {"short": 0.5, "long": 2.0}
+"""Multiples of the joint stage's steps: does the harm shrink?"""
 WARM_STEPS = 300
 """InfoNCE without rationales before any cold start, on targets of any ground: stands for pretraining."""
 COLD_STARTS = {"quarter": 0.25, "double": 2.0, "fourfold": 4.0}
@@ -218,8 +218,8 @@ def study_set(options: Options) -> Study:
             name, "cold_start", "warm", (records("cold_start", variant), *steps), shared=True, query_mode=""
         )
 
-    def joint(name: str, variant: str, *settings: str, after: str = "", multiple: int = 1) -> Arm:
-        steps = steps_words("joint", options, multiple * (recipe.joint.steps or 0))
+    def joint(name: str, variant: str, *settings: str, after: str = "", multiple: float = 1.0) -> Arm:
+        steps = steps_words("joint", options, round(multiple * (recipe.joint.steps or 0)))
         words = (records("joint", variant), *steps, *settings)
         return Arm(name, "joint", after or f"cold_{variant}", words, sets=sets(variant))
 
@@ -244,9 +244,9 @@ def study_set(options: Options) -> Study:
     for variant in VARIANTS:
         arms.append(cold(f"cold_{variant}", variant))
         arms += [joint(f"{anchor}_{variant}", variant, *words) for anchor, words in ANCHORS.items()]
-    for times in LONGER:
+    for length, times in LENGTHS.items():
         arms += [
-            joint(f"{anchor}_x{times}", "hidden_100", *words, multiple=times)
+            joint(f"{anchor}_{length}", "hidden_100", *words, multiple=times)
             for anchor, words in ANCHORS.items()
         ]
     for mode, (query, candidate) in MODES.items():
@@ -373,7 +373,9 @@ def table_4(options: Options) -> Finding:
         terms = zip(DOSES, place / (place**2).sum(), strict=True)
         total = " + ".join(f"{w}*self_{arm}_{dose} - {w}*oracle_{arm}_{dose}" for dose, w in terms)
         text += f"\npoints for ten times as many values, {arm} = {total} | | {side}\n"
-    text += "\n".join(f"{times} times the steps = self_x{times} - oracle_x{times}" for times in LONGER)
+    text += "\n".join(
+        f"{times:g} times the steps = self_{length} - oracle_{length}" for length, times in LENGTHS.items()
+    )
     links = {
         "thing": "The first hit shows the right thing, %",
         "ground": "The first hit has the query's ground, % (chance: 16.7)",
@@ -384,7 +386,7 @@ def table_4(options: Options) -> Finding:
     # Order and controls first, then doses, then length.
     arms = [*shown, *(f"{anchor}_{variant}" for variant in VARIANTS[3:] for anchor in ("self", "oracle"))]
     return on_study_set(
-        options, [*arms, *(f"{anchor}_x{times}" for times in LONGER for anchor in ANCHORS)], tables
+        options, [*arms, *(f"{anchor}_{length}" for length in LENGTHS for anchor in ANCHORS)], tables
     )
 
 

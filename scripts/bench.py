@@ -1,7 +1,7 @@
 """Measure one part of the project: ``python scripts/bench.py NAME key=value ...``; NAME alone or ``--help`` lists the options.
 
-Every bench prints a table and, last, one JSON object. Times are taken in turns, so that what is compared meets the same load; on
-a busy machine CPU time is the one to trust. Threads: OMP_NUM_THREADS.
+Every bench prints a table and, last, one JSON object. What is compared is timed in turns, under the same load; on a busy machine,
+trust CPU time. Threads: OMP_NUM_THREADS.
 """
 
 import ast

@@ -2,9 +2,8 @@
 
     python scripts/demo.py [baseline=true] [from_nothing=true]
 
-Training starts from rge/demo_base, a backbone that has learned to see, as a pretrained one has; with
-``from_nothing=true`` that first stage is trained too, and everything is in runs/demo_from_nothing instead of runs/demo.
-The steps, in order; each is a command that can be given by hand (printed before it runs):
+Training starts from rge/demo_base, a backbone whose vision tower is already trained. ``from_nothing=true`` trains that stage too, and
+writes to runs/demo_from_nothing instead of runs/demo. Each step is a command that is printed before it runs:
 
     1 train       rge/train.py recipe=demo init=...      runs/demo: cold start, joint stage
     2 eval        rge eval run ...                       runs/demo/eval: with rationale and direct; shortcuts
@@ -13,11 +12,9 @@ The steps, in order; each is a command that can be given by hand (printed before
     5 compare     rge eval compare a=... b=...           paired tests: the rationale against each rival
     6 report      rge eval report ...                    runs/demo/report.html
 
-Steps 3 and 4 train the baseline, a model without rationales; they run with ``baseline=true`` (`make demo-baseline`), and
-the page then shows it beside the others. A finished step is skipped as long as its command and its inputs stay the
-same; an interrupted one continues where it stopped, since training and encoding keep their state. Until the page is
-written, report.html shows how far the demo is. ``steps.json`` holds what has finished, ``summary.json`` minutes, CPU
-seconds and figures at the end.
+Steps 3 and 4 train the baseline without rationales and run only with ``baseline=true`` (`make demo-baseline`). A finished step is
+skipped as long as its command and inputs are unchanged; an interrupted one resumes. ``progress.html`` shows the progress and leads to the
+report at the end. ``steps.json`` records finished steps, ``summary.json`` minutes, CPU time and figures.
 """
 
 import contextlib

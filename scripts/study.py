@@ -498,16 +498,16 @@ STATES = {
     "none": (("direct",), ANCHORS["none"]),
     "none_lm": (("direct",), ("loss.anchor=none", "joint.lr=2e-3")),
 }
-"""How each checkpoint is asked, and what trains it."""
+"""By arm: the query modes that it is asked in, and the settings that it is trained with."""
 MIXED = {
     "mixed_words": (),
     "mixed_both": ("loss.states.direct=1",),
     "mixed_adaptive": ("loss.states.direct=1", *ADAPTIVE),
     "mixed_quarter": ("loss.states.direct=0.25", *ADAPTIVE),
 }
-"""What trains checkpoints on records of which a share is easy; they are asked a set of which half is."""
+"""Settings trained on records with a share of easy pairs, and tested on a set that is half easy."""
 MIXED_WEIGHTS = {"relations": 0.4, "text": 0.2, "naming": 0.4}
-"""Of their records; the recipe's own are 0.6, 0.3 and 0.1."""
+"""Weights of their records; the recipe's own are 0.6, 0.3 and 0.1."""
 LATENTS = ("latent_1", "latent_2", "latent", "latent_8", "taught", "silent")
 """Arms with think tokens; the last writes nothing itself."""
 AUTO = (0.02, 0.1, 0.25, 0.5, 0.75, 0.9, 0.98)
@@ -598,7 +598,7 @@ def modes(options: Options) -> Finding:
 
 
 def mixed_arms(options: Options, data: Path, set_name: str) -> list[Arm]:
-    """Arms on records with a share of easy pairs, and every way in which their checkpoints are asked."""
+    """Arms on records with a share of easy pairs, and all modes that their checkpoints are asked in."""
     shipped = DEMO_SET.parent / "train"
     files = {"relations": shipped, "text": shipped, "naming": data / "train"}
     sources = [
@@ -662,13 +662,13 @@ def ablated(study: Study, options: Options) -> list[str]:
 # --- reinforcement learning: rl
 
 WEIGHTS = {"cold_start": (0.5, 0.4, 0.1), "joint": (0.6, 0.3, 0.1), "rl": (0.6, 0.3, 0.1)}
-"""Of relations, text and naming."""
+"""Weights of relations, text and naming."""
 SPOILED = {
     50: ("again", "rl_con", "rl", "ume", "rl_lm", "length", "adaptive"),
     0: ("again", "rl_con", "rl_lm"),
     25: ("again", "rl_con"),
 }
-"""Second halves by the share of oracles that are spoiled, in per cent; the most telling first."""
+"""Second halves by percentage of spoiled oracles, the most informative first."""
 SECOND = {
     "again": ("joint", ("joint.lr=3e-4", "joint.min_lr_ratio=0.1")),
     "rl_con": ("rl", ()),
@@ -682,7 +682,7 @@ SECOND = {
     "length": ("rl", ("rl.rewards=[{name: margin}, {name: length, weight: 0.1}]",)),
     "adaptive": ("rl", ("rl.rewards=[{name: gain_over_direct}, {name: length, weight: 0.03}]",)),
 }  # fmt: skip
-"""What follows the joint stage, at no more counted FLOPs than joint training for as long again: its stage and its settings."""
+"""Stage and settings of each second half; none costs more counted FLOPs than repeating the joint stage."""
 RL_SLICES = {
     "unseen drawings of training families": Slice("unseen"),
     "test families, seen pairs": Slice("test", "pair", "seen"),
@@ -757,7 +757,7 @@ def reinforcement(options: Options) -> Finding:
 
 
 def what_was_written(frame: pd.DataFrame, path: Path) -> pd.DataFrame:
-    """Whether one of the set's rationales was written verbatim, and whether the first hit is right although none was."""
+    """Whether the rationale equals one of the set's, and whether the first hit is right although it does not."""
     if not (path / "rationales.parquet").is_file() or "rationale" not in frame:
         return frame
     right = judge_words(frame["query_id"], frame["rationale"], path)["answered"].astype(float)

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from rge.model.prompts import Prompt
 
 GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
-"""glibc returns freed tensors immediately; otherwise resident memory includes what earlier work needed."""
+"""Makes glibc return freed tensors at once; otherwise resident memory includes earlier work."""
 
 
 def in_turns(
     work: Mapping[str, Callable[[], object]], repeats: int, before: Callable[[], object] = lambda: None
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Seconds of each piece of work, by the clock and by the processor; repetitions go through them back and forth."""
+    """Wall and CPU seconds of each piece of work; every second repetition goes through them backwards."""
     wall: dict[str, list[float]] = {name: [] for name in work}
     cpu: dict[str, list[float]] = {name: [] for name in work}
     for repeat in range(repeats):
@@ -48,12 +48,12 @@ def resident(field: str) -> int:
 
 
 def reset_peak() -> None:
-    """Let the peak start again from what is resident now."""
+    """Reset the peak to the current resident memory."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def peak_growth(work: Callable[[], object]) -> int:
-    """Bytes by which the resident set grows at most while `work` runs."""
+    """Largest growth of resident memory in bytes while `work` runs."""
     reset_peak()
     before = resident("VmRSS")
     work()
@@ -61,7 +61,7 @@ def peak_growth(work: Callable[[], object]) -> int:
 
 
 def in_new_process(work: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a module's function in a fresh process whose allocator gives memory back."""
+    """Call a module's function in a fresh process, with `GIVES_BACK`."""
     kept = {name: os.environ.get(name) for name in GIVES_BACK}
     os.environ.update(GIVES_BACK)
     try:

@@ -13,8 +13,7 @@ COMMANDS = {
     "review": ("data_prep.rmir.reviewing:review", "a page on which people accept or reject a sample of the result; apply= acts on it"),
     "agreement": ("data_prep.rmir.results.review:agreement", "how far these verdicts agree with the judges, with a 95 % interval"),
     "rationales": ("data_prep.rationales.main:main", "oracle rationales for training records"),
-    "publish": ("data_prep.rmir.results.publish:main", "send a finished data set to the Hugging Face hub"),
-    "mmeb": ("data_prep.mmeb:main", "MMEB's files as training records or retrieval sets"),
+    "mmeb": ("data_prep.mmeb:main", "MMEB's training files as training records"),
 }  # fmt: skip
 """Function of each command, and what it is for; it takes the words after the command. Loaded only when asked for."""
 

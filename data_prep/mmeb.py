@@ -4,16 +4,11 @@ Reads MMEB's training files (``TIGER-Lab/MMEB-train``) and writes training recor
 with ``original-*.parquet``, ``diverse_instruction-*.parquet`` or ``train-*.parquet`` (or .jsonl) and the columns ``qry``,
 ``qry_image_path``, ``pos_text``, ``pos_image_path``, ``neg_text``, ``neg_image_path``; "" stands for a missing part,
 ``<|image_1|>`` in a text for the picture; pictures below one folder.
-
-``part=eval`` reads MMEB's evaluation files instead and writes retrieval sets with each query's own candidates. That is
-the importer of ``rge eval import mmeb``, started as a process of its own: the two packages never import each other.
 """
 
 import hashlib
 import json
 import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,7 +24,7 @@ from rge.common.errors import UserError
 from rge.common.files import write_text
 from rge.common.images import ImageError, load_image
 from rge.common.mmeb_prompts import SETS, SOURCE, canonical, plain, reword, split_instruction
-from rge.common.options import nearest, one_of, parse_options, split_word
+from rge.common.options import one_of, parse_options
 from rge.common.schema import Positive, QueryPart, Record, Target
 from rge.tables.rows import num_rows, table_rows
 
@@ -42,14 +37,12 @@ TRAINED = tuple(name for name, about in SETS.items() if about["distribution"] ==
 
 @dataclass
 class MmebOptions:
-    """Read MMEB's files: training records, one file a set, or retrieval sets of its evaluation files."""
+    """Read MMEB's training files: training records, one file a set. Its evaluation files: `rge eval import mmeb`."""
 
     src: Path
     """The release's files."""
     out: Path
     """Folder to write to; pictures are referred to where they are."""
-    part: Literal["train", "eval"] = "train"
-    """train, or eval: the importer of `rge eval import mmeb`, which takes only src, out, images, sets, instructions, decode."""
     images: Path | None = None
     """Folder that picture paths start from; null: src, src/images, src/MMEB-images."""
     split: Literal["original", "diverse_instruction", "train"] = "original"
@@ -88,18 +81,6 @@ def main(words: Sequence[str]) -> None:
         UserError: a word is wrong, a set or a picture is missing, a row is not what the layout says.
     """
     options = parse_options(MmebOptions, words, "rge data mmeb")
-    if options.part == "eval":
-        passed = ("src", "out", "images", "sets", "instructions", "decode")
-        given = dict(split_word(word) for word in words)
-        if wrong := [key for key in given if key not in (*passed, "part")]:
-            raise UserError(f"{wrong[0]} has no meaning with part=eval{nearest(wrong[0], passed)}")
-        command = [sys.executable, "-m", "rge", "eval", "import", "mmeb"]
-        done = subprocess.run(
-            [*command, *(f"{key}={value}" for key, value in given.items() if key != "part")], check=False
-        )
-        if done.returncode:
-            raise UserError("MMEB's evaluation files were not imported; the reason stands above")
-        return
     report = convert(options)
     for name, counts in report["sets"].items():
         print(f"{name}: {', '.join(f'{key} {value:,}' for key, value in counts.items())}")

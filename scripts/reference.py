@@ -16,7 +16,6 @@ from data_prep.demo.spoil import SpoilOptions  # noqa: E402
 from data_prep.mmeb import MmebOptions  # noqa: E402
 from data_prep.rationales.main import RationaleOptions  # noqa: E402
 from data_prep.rmir.main import RmirCommand  # noqa: E402
-from data_prep.rmir.results.publish import PublishOptions  # noqa: E402
 from data_prep.rmir.results.review import AgreementOptions  # noqa: E402
 from data_prep.rmir.reviewing import ReviewOptions  # noqa: E402
 from data_prep.study.build import StudyOptions  # noqa: E402
@@ -33,7 +32,7 @@ from rge.serving.options import ServeOptions  # noqa: E402
 
 PAGE = ROOT / "docs" / "reference.md"
 DATA = {
-    "demo": DemoOptions, "spoiled": SpoilOptions, "study": StudyOptions, "rmir": RmirCommand, "review": ReviewOptions, "agreement": AgreementOptions, "publish": PublishOptions,
+    "demo": DemoOptions, "spoiled": SpoilOptions, "study": StudyOptions, "rmir": RmirCommand, "review": ReviewOptions, "agreement": AgreementOptions,
     "rationales": RationaleOptions, "mmeb": MmebOptions,
 }  # fmt: skip
 

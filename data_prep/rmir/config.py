@@ -18,7 +18,7 @@ CONFIGS = RECIPES / "data_prep"
 AtLeastOne = Annotated[int, Field(ge=1)]
 C = TypeVar("C", bound="RmirConfig")
 IMAGE_ENCODERS = ("siglip", "checkpoint", "pixels")
-CAPTION_ENCODERS = ("text", "minilm", "checkpoint", "hashing")
+CAPTION_ENCODERS = ("text", "checkpoint", "hashing")
 CATEGORIES = ("functional", "temporal", "causal")
 """Kinds of reasoning of the paper."""
 
@@ -53,8 +53,8 @@ class LibraryConfig:
     min_side_px: AtLeastOne = 32
     """Smaller pictures are left out and counted."""
     filters: list[str] = field(default_factory=list)
-    """Pictures to leave out for what they show: faces (needs OpenCV), text (needs the program tesseract), or module:function
-    of your own, which takes a Pillow image and returns why, or None. The data set's card says which ran."""
+    """Pictures to leave out for what they show: functions of your own as module:function, each of which takes a Pillow image and
+    returns why, or None. The data set's card names them."""
     shard_size: AtLeastOne = 5000
     """Pictures inspected and embedded at once; what is lost when the run is stopped."""
     memory_mb: AtLeastOne = 768
@@ -88,14 +88,11 @@ class EncoderConfig:
     """What turns pictures or texts into vectors."""
 
     kind: str = "siglip"
-    """Pictures: siglip, checkpoint (of this project, direct mode) or pixels. Captions: text, minilm (the extra of that
-    name), checkpoint or hashing."""
+    """Pictures: siglip, checkpoint (of this project, direct mode) or pixels. Captions: text, checkpoint or hashing."""
     path: str | None = None
     """Hub name or folder of siglip, text and checkpoint."""
     batch_size: int = 64
     """Pictures or texts embedded at once."""
-    fallback: str | None = None
-    """Kind to use where this one is not there (no such folder, extra not installed); the report names it. null: an error."""
 
 
 @dataclass
@@ -285,9 +282,6 @@ class OracleConfig:
     """Share of wrong verdicts of the filter."""
     judge_errors: float = 0.005
     """Share of wrong verdicts of a judge."""
-    library: str | None = None
-    """Further pictures that it knows, in any form that ``library.path`` takes: those whose caption is the name of a thing in
-    the tables. Of all others it abstains then. null: it knows the shipped ones and rejects requests about others."""
     seed: int = 0
     """Seed of its errors."""
 
@@ -334,8 +328,6 @@ class RmirConfig:
     generate.md, filter.md, judge.md, caption.md; null: none."""
     queries_per_shard: int = 500
     """Queries judged at once; what is lost when the run is stopped."""
-    runner: Literal["native", "ray"] = "native"
-    """Where Daft runs: native (this machine), or ray for a cluster (RAY_ADDRESS)."""
 
 
 def load_config(words: Sequence[str], folder: Path = CONFIGS) -> RmirConfig:
@@ -392,7 +384,6 @@ def _check_encoders(config: RmirConfig) -> None:
         encoders[f"retrieve.more.{number}.encoder"] = spec.encoder, kinds
     for key, (encoder, kinds) in encoders.items():
         _one_of(f"{key}.kind", encoder.kind, kinds)
-        _one_of(f"{key}.fallback", encoder.fallback, (None, *kinds))
     names = ["image", "caption", *(spec.name for spec in config.retrieve.more)]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ConfigError(f"retrieve.more: each index needs a name of its own; got {twice[0]!r}")
@@ -410,6 +401,6 @@ def models_used(config: RmirConfig) -> list[tuple[str, str]]:
     ]
 
 
-def _one_of(key: str, value: str | None, allowed: Sequence[str | None]) -> None:
+def _one_of(key: str, value: str, allowed: Sequence[str]) -> None:
     if value not in allowed:
-        raise ConfigError(f"{key} must be one of {', '.join(filter(None, allowed))}; got {value!r}")
+        raise ConfigError(f"{key} must be one of {', '.join(allowed)}; got {value!r}")

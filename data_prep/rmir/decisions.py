@@ -1,6 +1,7 @@
 """The decision on each triplet: the panel's, unless human reviewers agreed on another."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,21 @@ REVIEWED = "reviewed.json"
 def triplet_name(row: dict[str, Any]) -> str:
     """Name of a triplet in files of verdicts."""
     return f"{row['query_id']} -> {row['candidate_id']}"
+
+
+def panels(folder: Path) -> Iterator[dict[tuple[str, str], list[tuple[str, int, str]]]]:
+    """Judge, number of the draw and verdict of every judgement by (query, candidate), a part of the table at a time.
+
+    A triplet's judgements are all in one part, so that those of a large run are never in memory together.
+    """
+    for part in frames.parts(folder, "judgements"):
+        found: dict[tuple[str, str], list[tuple[str, int, str]]] = {}
+        columns = (
+            part[name].to_pylist() for name in ("query_id", "candidate_id", "judge", "sample", "verdict")
+        )
+        for query, candidate, *vote in zip(*columns, strict=True):
+            found.setdefault((query, candidate), []).append(tuple(vote))
+        yield found
 
 
 def overruled(out: Path) -> dict[str, str]:

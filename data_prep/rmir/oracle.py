@@ -1,8 +1,7 @@
 """The demo's oracle: an OpenAI-compatible server that answers from the hand-written relation tables.
 
 It replaces a multimodal model, so that the whole pipeline runs on any machine over real HTTP, by calls and by batches. It
-identifies a picture by its bytes (or, with ``oracle.library``, by a caption that is a name of its tables), and is wrong on
-purpose at set rates.
+identifies a picture by its bytes, and is wrong on purpose at set rates.
 
     python -m data_prep.rmir.oracle '{"judge_errors": 0.005}'    # prints its address; ends with standard input
 """
@@ -11,12 +10,11 @@ import base64
 import csv
 import hashlib
 import json
-import os
 import random
 import re
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypedDict
@@ -25,13 +23,9 @@ import pyarrow.parquet as pq
 
 from data_prep.demo.tables import HERE, Fact, Question, Tables, read_tables
 from data_prep.rmir import prompts
-from data_prep.rmir.config import CATEGORIES, LibraryConfig, OracleConfig
-from data_prep.rmir.pictures.library import Library
+from data_prep.rmir.config import CATEGORIES, OracleConfig
 from data_prep.rmir.wording import wording
 from rge.calls.local_server import Answer, Batches, LocalServer, chat
-from rge.calls.model_config import ModelConfig
-from rge.calls.pictures import sendable
-from rge.common.images import ImageError
 
 LIBRARY = HERE / "data" / "train" / "pictures.parquet"
 WITHOUT_CAPTION = 7
@@ -54,30 +48,6 @@ def write_library(path: Path) -> None:
             rows.writerow([name, f"{LIBRARY}#{name}", caption])
 
 
-def shown_by_name(path: str, tables: Tables) -> dict[str, str]:
-    """What the pictures of a library show whose captions are names of concepts, such as "A key." or "This is a key".
-
-    Returns:
-        Concept by the digest of what is sent of a picture.
-    """
-    named = {_name(concept.name): key for key, concept in tables.concepts.items()}
-    found = {}
-    for row in Library(LibraryConfig(path=path)).rows():
-        if (concept := named.get(_name(row["caption"] or ""))) is not None:
-            try:
-                _, data = sendable(row["data"] or row["ref"], ModelConfig.max_side_px)
-            except ImageError:
-                continue  # the seed stage counts it
-            found[hashlib.sha256(data).hexdigest()] = concept
-    return found
-
-
-def _name(text: str) -> str:
-    return re.sub(
-        r"^((this is|these are) )?((a|an|the|some) )?", "", " ".join(text.lower().strip(" .!").split())
-    )
-
-
 class Tokens(TypedDict):
     """What an answer is said to have taken."""
 
@@ -96,8 +66,6 @@ class Oracle:
             hashlib.sha256(image["bytes"]).hexdigest(): concept
             for image, concept in zip(table["image"].to_pylist(), table["concept"].to_pylist(), strict=True)
         }
-        if config.library is not None:
-            self.shown |= shown_by_name(config.library, self.tables)
         self.facts: dict[str, list[Fact]] = {}
         for fact in self.tables.facts:
             self.facts.setdefault(fact.source, []).append(fact)
@@ -145,10 +113,9 @@ class Oracle:
         texts, concepts = self._read(body)
         answer = next((work for task, work in self._tasks.items() if texts.startswith(task)), None)
         known = [concept for concept in concepts if concept is not None]
-        is_strange = len(known) < len(concepts)
-        if answer is None or (is_strange and self.config.library is None):
-            return Answer({"error": {"message": "the oracle knows neither this task nor this picture"}}, 400)
-        text = "ABSTAIN" if is_strange else answer(rng, texts, known)
+        if answer is None or len(known) < len(concepts):
+            return Answer({"error": {"message": "the oracle does not know this task or this picture"}}, 400)
+        text = answer(rng, texts, known)
         tokens: Tokens = {
             "input_tokens": len(texts) // 4 + 80 * len(concepts),
             "output_tokens": len(text) // 4,
@@ -258,10 +225,7 @@ class OracleProcess:
         self.config = config
 
     def __enter__(self) -> str:
-        config = self.config
-        if config.library is not None and "://" not in config.library:
-            config = replace(config, library=os.path.abspath(config.library))  # it works in another folder
-        command = [sys.executable, "-m", "data_prep.rmir.oracle", json.dumps(asdict(config))]
+        command = [sys.executable, "-m", "data_prep.rmir.oracle", json.dumps(asdict(self.config))]
         folder = Path(__file__).resolve().parents[2]
         self._process = subprocess.Popen(
             command, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

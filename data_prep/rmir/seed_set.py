@@ -15,9 +15,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from data_prep.rmir import frames
-from data_prep.rmir.config import ConfigError, EncoderConfig
+from data_prep.rmir.config import ConfigError
 from data_prep.rmir.pictures.changes import Changes, LibraryState, compare, files_of, rows_of
-from data_prep.rmir.pictures.cluster import embed_on_ray
 from data_prep.rmir.pictures.download import resolve
 from data_prep.rmir.pictures.encoders import ImageEncoder, TextEncoder, image_encoder, text_encoder
 from data_prep.rmir.pictures.library import (
@@ -298,7 +297,7 @@ def look_through(
         if (rows := next(todo, None)) is None:
             return None
         there, failed = resolve(rows, run.out / "downloads", config.download, progress=run.progress)
-        found = inspect(there, config.library, config.runner)
+        found = inspect(there, config.library)
         reason = [
             failed.get(row["id"]) or why for row, why in zip(rows, found["reason"].to_pylist(), strict=True)
         ]
@@ -311,7 +310,7 @@ def look_through(
         finish(number)
     if not tables:
         LibraryState(files=files_of(library)).write(run.path("seed"))
-    # Two blocks at once, each as it was read, as a table and as the engine's copy.
+    # Two blocks at once, and what decoding takes.
     most_bytes = max(1, int(config.library.memory_mb * 2**20 / 6))
     left = _unread(library, state, sum(map(len, tables)), frozenset(seen))
     todo = blocks(fetched(left), config.library.shard_size, most_bytes)
@@ -320,10 +319,7 @@ def look_through(
         while (refs := waiting.result()) is not None:
             number = len(tables)
             waiting = beside.submit(prepare, number + 1)
-            save_vectors(
-                _part(run, number).with_suffix(".npy"),
-                embed_pictures(encoder, config.image_encoder, refs, config.runner),
-            )
+            save_vectors(_part(run, number).with_suffix(".npy"), embed_pictures(encoder, refs))
             finish(number)
     return tables, vectors
 
@@ -364,15 +360,9 @@ def keep_pictures(run: Run, library: Library, images: Rows) -> None:
         image["ref"] = str(path(image))
 
 
-def embed_pictures(
-    encoder: ImageEncoder, config: EncoderConfig, refs: list[ImageRef], runner: str
-) -> np.ndarray:
-    """(number of pictures, D) float32, by `encoder`; on a Ray cluster every worker loads the one of `config` itself."""
-    if not refs:
-        return np.empty((0, 0), np.float32)
-    if runner == "native":
-        return encoder.pictures(refs)
-    return embed_on_ray(config, refs)
+def embed_pictures(encoder: ImageEncoder, refs: list[ImageRef]) -> np.ndarray:
+    """(number of pictures, D) float32; no pictures give no rows."""
+    return encoder.pictures(refs) if refs else np.empty((0, 0), np.float32)
 
 
 def gather(parts: list[np.ndarray], rows: np.ndarray) -> np.ndarray:

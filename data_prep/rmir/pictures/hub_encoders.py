@@ -1,4 +1,4 @@
-"""Encoders of the Hugging Face format: SigLIP 2 for pictures; Qwen3-Embedding and MiniLM for captions."""
+"""Encoders of the Hugging Face format: SigLIP 2 for pictures, Qwen3-Embedding for captions."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -23,8 +23,8 @@ TASK = "Instruct: Given the description of a picture, find captions of pictures 
 class _OnHub:
     """A model of the hub, by name or folder, on the device that is there."""
 
-    def __init__(self, path: str, batch_size: int, name: str | None = None):
-        self.name, self.batch_size = name or path, batch_size
+    def __init__(self, path: str, batch_size: int):
+        self.name, self.batch_size = path, batch_size
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.model: Any = AutoModel.from_pretrained(path).to(self.device).eval()
 
@@ -72,46 +72,21 @@ class SiglipEncoder(_OnHub):
         return getattr(found, "pooler_output", found)
 
 
-class _TextEncoder(_OnHub):
-    """A text encoder that reads captions."""
-
-    def __init__(
-        self, path: str, batch_size: int, name: str | None = None, *, padding_side: str | None = None
-    ):
-        super().__init__(path, batch_size, name)
-        side = {} if padding_side is None else {"padding_side": padding_side}
-        self.tokenizer = AutoTokenizer.from_pretrained(path, **side)
-
-    def read(self, batch: list[str]) -> tuple[Tensor, Tensor]:
-        """Last hidden states (B, T, D) and mask (B, T)."""
-        tokens = self.tokenizer(
-            batch, padding=True, truncation=True, max_length=MAX_CAPTION_TOKENS, return_tensors="pt"
-        ).to(self.device)
-        return self.model(**tokens).last_hidden_state, tokens["attention_mask"]
-
-
-class HubTextEncoder(_TextEncoder):
+class HubTextEncoder(_OnHub):
     """A text encoder that is read at its last token, as Qwen3-Embedding is."""
 
     def __init__(self, path: str, batch_size: int):
+        super().__init__(path, batch_size)
         # With padding on the left the last token is at the end of every row.
-        super().__init__(path, batch_size, padding_side="left")
+        self.tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
 
     def texts(self, texts: Sequence[str], *, query: bool) -> np.ndarray:
         """(N, D) float32, unit norm."""
-        asked = [f"{TASK}{text}" if query else text for text in texts]
-        return self.in_batches(asked, lambda batch: self.read(batch)[0][:, -1])
 
+        def forward(batch: list[str]) -> Tensor:
+            tokens = self.tokenizer(
+                batch, padding=True, truncation=True, max_length=MAX_CAPTION_TOKENS, return_tensors="pt"
+            )
+            return self.model(**tokens.to(self.device)).last_hidden_state[:, -1]
 
-class MeanTextEncoder(_TextEncoder):
-    """A text encoder whose embedding is the mean of its tokens, as MiniLM's is."""
-
-    def texts(self, texts: Sequence[str], *, query: bool) -> np.ndarray:
-        """(N, D) float32, unit norm; ``query`` makes no difference."""
-
-        def mean(batch: list[str]) -> Tensor:
-            hidden, mask = self.read(batch)
-            mask = mask[..., None].float()
-            return (hidden.float() * mask).sum(1) / mask.sum(1)
-
-        return self.in_batches(texts, mean)
+        return self.in_batches([f"{TASK}{text}" if query else text for text in texts], forward)

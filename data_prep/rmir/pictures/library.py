@@ -12,7 +12,7 @@ import fsspec
 import pyarrow as pa
 
 from data_prep.rmir.config import LibraryConfig
-from data_prep.rmir.frames import absolute, daft_frame, from_daft, unpacked
+from data_prep.rmir.frames import SCHEMAS
 from data_prep.rmir.pictures.download import is_address, without_secrets
 from data_prep.rmir.pictures.filters import load_filter, unwanted
 from data_prep.rmir.pictures.near_duplicates import phash
@@ -230,40 +230,24 @@ def fetched(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def inspect(rows: list[dict[str, Any]], config: LibraryConfig, runner: str = "native") -> pa.Table:
-    """Decode each picture once (on all cores, by Daft) and note its hash and size, or why it is left out.
+def inspect(rows: list[dict[str, Any]], config: LibraryConfig) -> pa.Table:
+    """Decode each picture once, on all cores, and note its hash and size, or why it is left out.
 
     Returns:
         The table ``inspected``; ``reason`` is null for a good picture.
     """
-    import daft
-    from daft import DataType, col
+    for name in config.filters:
+        load_filter(name)  # what is missing is reported before a picture is opened
 
-    text, number = DataType.string(), DataType.int32()
-    fields = {"sha256": text, "width": number, "height": number, "phash": text, "reason": text}
-    written = [encodable(row) for row in rows]
-    pairs = list(zip(rows, written, strict=True))
-    named = [row["id"] == one["id"] and row["ref"] == one["ref"] for row, one in pairs]
-    refs = [row["ref"] if is_named else None for row, is_named in zip(rows, named, strict=True)]
-    given = {name: pa.array([one[name] for one in written], pa.string()) for name in ENCODED_BY}
-    given |= {
-        "row": pa.array(range(len(rows)), pa.int64()),
-        "file": pa.array([ref and absolute([ref])[0] for ref in refs], pa.string()),
-        "data": pa.array([row.get("data") for row in rows], pa.large_binary()),
-        "named": pa.array(named, pa.bool_()),
-    }
-    smallest, filters = config.min_side_px, tuple(config.filters)
-    for name in filters:
-        load_filter(name)  # what is missing is said before a picture is opened
+    def looked(row: dict[str, Any]) -> dict[str, Any]:
+        written = encodable(row)
+        named = {name: written[name] for name in ENCODED_BY}
+        if row["id"] == written["id"] and row["ref"] == written["ref"]:
+            return named | look(row["data"] or row["ref"] or "", config.min_side_px, config.filters)
+        return named | look(row["data"] or "", config.min_side_px, config.filters) | {"reason": NOT_UTF8}
 
-    @daft.func(return_dtype=DataType.struct(fields))
-    def looked(file: str | None, data: bytes | None, named: bool) -> dict[str, Any]:
-        found = look(data or file or "", smallest, filters)
-        return found if named else {**found, "reason": NOT_UTF8}
-
-    frame = daft_frame(pa.table(given), runner)
-    frame = frame.with_column("found", looked(col("file"), col("data"), col("named")))
-    return from_daft(unpacked(frame, fields), "inspected", order="row")
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return pa.Table.from_pylist(list(pool.map(looked, rows)), schema=SCHEMAS["inspected"])
 
 
 def encodable(row: dict[str, Any]) -> dict[str, Any]:

@@ -42,47 +42,6 @@ def fleiss_kappa(counts_NK: np.ndarray, weight_N: np.ndarray | None = None) -> f
     return math.nan if expected >= 1 else float((observed - expected) / (1 - expected))
 
 
-def clustered_share(hits: Sequence[bool], clusters: Sequence[str]) -> tuple[float, float, float]:
-    """A share and its 95 % interval where observations come in clusters, such as the verdicts on one query.
-
-    `wilson` of the effective sample size: the number of observations divided by the design effect, which is the variance of
-    the share between clusters (of a ratio, linearised) over that of as many independent observations (Kish, 1965). Where all
-    hit or none does there is no variance to see, and each cluster counts once.
-
-    Returns:
-        Share, low, high; the share of no observation is nan.
-    """
-    total = len(hits)
-    if not total:
-        return math.nan, 0.0, 1.0
-    _, cluster_N = np.unique(np.asarray(clusters, dtype=object).astype(str), return_inverse=True)
-    sum_C = np.bincount(cluster_N, np.asarray(hits, dtype=np.float64))
-    size_C = np.bincount(cluster_N)
-    number, share = len(size_C), float(sum_C.sum() / total)
-    effective = float(number)
-    if 0 < share < 1 and number > 1:
-        between = number / (number - 1) * ((sum_C - share * size_C) ** 2).sum() / total**2
-        alone = share * (1 - share) / total
-        effective = total / max(1.0, between / alone)
-    return share, *wilson(share * effective, effective)
-
-
-def wilson(successes: float, total: float, z: float = 1.959964) -> tuple[float, float]:
-    """95 % interval of a share (Wilson, 1927): also right for small samples and for shares near 0 and 1.
-
-    Args:
-        successes: how many of `total`; need not be whole.
-        total: size of the sample; 0 gives (0, 1).
-        z: quantile of the normal distribution.
-    """
-    if total == 0:
-        return 0.0, 1.0
-    share = successes / total
-    middle = (share + z * z / (2 * total)) / (1 + z * z / total)
-    half = z * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total)) / (1 + z * z / total)
-    return max(0.0, middle - half), min(1.0, middle + half)
-
-
 def panel_statistics(
     votes: Mapping[str, Sequence[str]], families: Mapping[str, str], weight_N: np.ndarray | None = None
 ) -> dict[str, Any]:

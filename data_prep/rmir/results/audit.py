@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from data_prep.rmir import arithmetic as maths
-from data_prep.rmir import frames
+from data_prep.rmir import decisions, frames
 from data_prep.rmir.decisions import candidates_by_query
 from data_prep.rmir.pictures.encoders import bridged, text_encoder
 from data_prep.rmir.pictures.near_duplicates import near_duplicates
@@ -51,29 +51,22 @@ def audit(run: Run) -> dict[str, Any]:
 def judges(run: Run) -> dict[str, Any]:
     """`panel_statistics` of all triplets.
 
-    Daft counts how often each pattern of the panel's votes occurs: five judges have at most 1,024, however many triplets
-    there are.
+    Patterns of the panel's votes are counted: five judges have at most 1,024, however many triplets there are.
     """
-    folder = run.path("judge", "judgements")
-    if not any(folder.glob("part-*.parquet")):
-        return panel_statistics({}, {})
-    from daft import col, lit
-
-    columns = ["query_id", "candidate_id", "judge", "sample", "verdict"]
-    frame = frames.scan(folder, "judgements", columns, run.config.runner)
-    number = col("sample").cast("string")
-    frame = frame.with_column("vote", col("judge") + lit("\t") + number + lit("\t") + col("verdict"))
-    frame = frame.groupby("query_id", "candidate_id").agg(col("vote").agg_list())
-    frame = frame.with_column("vote", col("vote").list_sort().list_join("\n")).with_column("one", lit(1))
-    found = frame.groupby("vote").agg(col("one").count()).sort("vote").to_pydict()
-    votes: dict[str, list[str]] = {}
+    patterns = Counter(
+        tuple(sorted(votes))
+        for panels in decisions.panels(run.path("judge", "judgements"))
+        for votes in panels.values()
+    )
+    said: dict[str, list[str]] = {}
     families: dict[str, str] = {}
-    for pattern in found["vote"]:
-        for judge, sample, verdict in (vote.split("\t") for vote in pattern.split("\n")):
-            name = f"{judge} {int(sample) + 1}"
-            votes.setdefault(name, []).append(verdict)
+    for pattern in sorted(patterns):
+        for judge, sample, verdict in pattern:
+            name = f"{judge} {sample + 1}"
+            said.setdefault(name, []).append(verdict)
             families[name] = run.config.models[judge].family or judge
-    return panel_statistics(dict(sorted(votes.items())), families, np.array(found["one"]))
+    weight_N = np.array([patterns[pattern] for pattern in sorted(patterns)])
+    return panel_statistics(dict(sorted(said.items())), families, weight_N)
 
 
 def indices(run: Run) -> dict[str, dict[str, float]]:

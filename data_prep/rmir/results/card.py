@@ -1,22 +1,17 @@
-"""The data set card (``README.md``) and ``croissant.json``.
+"""The data set card (``README.md``)."""
 
-Croissant is MLCommons' description of data sets in JSON-LD (version 1.0 of its specification).
-"""
-
-import hashlib
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 from huggingface_hub import DatasetCardData
 from jinja2 import Environment, FileSystemLoader, Template
 
 from data_prep.rmir.decisions import REVIEWED
-from data_prep.rmir.pictures.filters import described
-from rge.common.files import read_json, write_json, write_text
+from rge.common.files import read_json, write_text
+from rge.stats.intervals import in_words
 
 TEMPLATES = Path(__file__).parent / "templates"
 HUB_LICENCES = (
@@ -24,11 +19,10 @@ HUB_LICENCES = (
     "cc0-1.0", "gpl-2.0", "gpl-3.0", "mit", "odc-by", "pddl",
 )  # fmt: skip
 """Names that the hub knows; other licences stand in the table of pictures, one by one."""
-CROISSANT = "http://mlcommons.org/croissant/1.0"
 
 
 def write(run: Path) -> Path:
-    """Write card and metadata of a run's data set anew, from all reports so far; returns the card."""
+    """Write the card of a run's data set anew, from all reports so far, and return it."""
     report, people, reviewed = (
         read_json(run / name) or {} for name in ("report.json", "agreement.json", REVIEWED)
     )
@@ -38,7 +32,7 @@ def write(run: Path) -> Path:
 def write_into(
     folder: Path, report: dict[str, Any], people: dict[str, Any], reviewed: dict[str, Any], name: str = ""
 ) -> Path:
-    """Write ``README.md`` and ``croissant.json`` into the folder of a data set.
+    """Write ``README.md`` into the folder of a data set.
 
     Args:
         folder: with the tables.
@@ -70,11 +64,12 @@ def write_into(
         licences=licences,
         known={key: len(pictures) - pictures[key].null_count for key in ("source", "author")},
         captions_by=captions_by if captions_by.keys() - {"library", "none"} else None,
-        filters=described(settings.get("library", {}).get("filters", ())) if report else None,
+        filters=settings.get("library", {}).get("filters"),
         settings=yaml.safe_dump(settings, sort_keys=False, allow_unicode=True).rstrip() if settings else None,
         audit=audit,
         ks=cut_offs(audit),
         accepted=accepted if accepted and accepted["share"] is not None else None,
+        in_words=in_words,
         verdicts=[
             (group, row)
             for group, row in rows.items()
@@ -84,7 +79,6 @@ def write_into(
         reviewed=reviewed,
     )
     write_text(folder / "README.md", text)
-    write_json(folder / "croissant.json", croissant(folder, name, licences))
     return folder / "README.md"
 
 
@@ -146,69 +140,3 @@ def _composition(folder: Path) -> list[tuple[str, int, int]]:
     )
     rows = [(name, train[name], test[name]) for name in sorted({*train, *test})]
     return [*rows, ("all", train.total(), test.total())]
-
-
-# ------------------------------------------------------------------------------------------------------------- Croissant
-
-
-def croissant(folder: Path, name: str, licences: Counter[str]) -> dict[str, Any]:
-    """The data set in Croissant's words: its files with their hashes, and the columns of each table."""
-    files, records = [], []
-    for table, (split, path) in tables(folder).items():
-        data = folder / path
-        with data.open("rb") as content:
-            digest = hashlib.file_digest(content, "sha256").hexdigest()
-        files.append({
-            "@type": "cr:FileObject", "@id": path, "name": path, "contentUrl": path,
-            "encodingFormat": "application/x-parquet", "sha256": digest,
-        })  # fmt: skip
-        records.append({
-            "@type": "cr:RecordSet", "@id": table, "name": table, "description": f"{_ABOUT.get(table, table)} (split {split})",
-            "field": [
-                {
-                    "@type": "cr:Field", "@id": f"{table}/{column}", "name": column, "description": column,
-                    "dataType": kind, **({"repeated": True} if repeated else {}),
-                    "source": {
-                        "fileObject": {"@id": path}, "extract": {"column": column},
-                        **({"transform": {"jsonPath": "bytes"}} if kind == "sc:ImageObject" else {}),
-                    },
-                }
-                for column, kind, repeated in _columns(data)
-            ],
-        })  # fmt: skip
-    return {
-        "@context": read_json(TEMPLATES / "croissant_context.json"),
-        "@type": "sc:Dataset",
-        "conformsTo": CROISSANT,
-        "name": name,
-        "description": "Questions about pictures whose answers are other pictures, written and judged by models.",
-        "license": sorted(licences),
-        "version": "1.0.0",
-        "distribution": files,
-        "recordSet": records,
-    }
-
-
-_ABOUT = {
-    "train": "training records: query, positives, negatives",
-    "pictures": "caption, source, author and licence of each picture; who wrote the caption, where models did",
-    "corpus": "the pictures that every test query is ranked against",
-    "queries": "test queries",
-    "qrels": "right answers of the test queries",
-    "negatives": "candidates that the panel rejected",
-    "excluded": "candidates on which the panel abstained; they count neither way",
-}
-
-
-def _columns(path: Path) -> list[tuple[str, str, bool]]:
-    """Name, type in Croissant's words, and whether there are several in a row; what is nested deeper is left out."""
-    found = []
-    for field in pq.read_schema(path):
-        repeated = pa.types.is_list(field.type)
-        kind = field.type.value_type if repeated else field.type
-        if pa.types.is_struct(kind) and {one.name for one in kind} != {"bytes", "path"}:
-            continue  # the records' schema is rge.common.schema.Record
-        is_picture, is_number = pa.types.is_struct(kind), pa.types.is_integer(kind)
-        named = "sc:ImageObject" if is_picture else "sc:Integer" if is_number else "sc:Text"
-        found.append((field.name, named, repeated))
-    return found

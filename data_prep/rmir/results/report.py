@@ -134,35 +134,14 @@ def markdown(report: dict[str, Any]) -> str:
     )
 
 
-def svg(rows: list[tuple[str, int, str]]) -> str:
-    """The funnel as bars, as wide as the share of the largest number of their unit."""
-    most = {unit: max(number for _, number, found in rows if found == unit) for _, _, unit in rows}
-    colours = {"images": "#4c78a8", "queries": "#f58518", "triplets": "#54a24b", "calls": "#9d9d9d"}
-    height = 24 * len(rows) + 8
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="720" height="{height}" font-family="sans-serif" font-size="13">',
-        '<rect width="100%" height="100%" fill="white"/>',
-    ]
-    for place, (what, number, unit) in enumerate(rows):
-        width = 300 * number / most[unit] if most[unit] else 0
-        y = 24 * place + 6
-        lines.append(f'<text x="210" y="{y + 13}" text-anchor="end">{what}</text>')
-        lines.append(
-            f'<rect x="220" y="{y}" width="{max(width, 1):.1f}" height="18" fill="{colours[unit]}"/>'
-        )
-        lines.append(f'<text x="{226 + width:.1f}" y="{y + 13}">{number:,} {unit}</text>')
-    return "\n".join([*lines, "</svg>"]) + "\n"
-
-
 def write(run: Run) -> Path:
-    """Write ``report.json``, ``report.md``, ``funnel.svg``, and where there is a data set its card.
+    """Write ``report.json``, ``report.md``, and where there is a data set its card.
 
     Returns:
         The Markdown file.
     """
     report = collect(run)
     write_text(run.out / "report.json", json.dumps(report, indent=1) + "\n")
-    write_text(run.out / "funnel.svg", svg(report["funnel"]))
     write_text(run.out / "report.md", markdown(report))
     if (run.out / "dataset").is_dir():
         card.write(run.out)

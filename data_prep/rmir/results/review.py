@@ -1,6 +1,6 @@
 """Human review of a sample of the panel's decisions: the page, and its verdicts.
 
-    rge data agreement run=DIR verdicts=FILE.json[,FILE.json] [merged=FILE.json]
+    rge data agreement run=DIR verdicts=FILE.json[,FILE.json]
 
 As in the RMIR paper (appendix B.1: 200 triplets, 81 % agreement) half of the sample are answers that the panel accepted, half
 ones that it rejected. The page does not say which, in no part of it.
@@ -28,11 +28,12 @@ from data_prep.rmir import arithmetic as maths
 from data_prep.rmir import frames
 from data_prep.rmir.decisions import triplet_name
 from data_prep.rmir.results import card
-from data_prep.rmir.results.agreement import clustered_share, defined, fleiss_kappa
+from data_prep.rmir.results.agreement import defined, fleiss_kappa
 from rge.common.errors import UserError
 from rge.common.files import write_json
 from rge.common.images import load_image
 from rge.common.options import parse_options
+from rge.stats.intervals import cluster_bootstrap, figures, in_words, index_of
 
 TEMPLATES = Path(__file__).parent / "templates"
 ACCEPT, REJECT, UNSURE = "accept", "reject", "unsure"
@@ -52,9 +53,6 @@ class AgreementOptions:
     """Folder of the run."""
     verdicts: tuple[Path, ...]
     """Files saved by the page, one a person."""
-    merged: Path | None = None
-    """Write what all of them say into one file that the page imports: verdicts on which they agree, and the others as
-    unsure, with who said what; for the one who decides."""
 
 
 def draw(run: Path, size: int, split: str, seed: int) -> list[dict[str, Any]]:
@@ -138,13 +136,7 @@ def agreement(words: Sequence[str]) -> None:
         UserError: a word is wrong, a file cannot be read, or a verdict is about no triplet of the run.
     """
     options = parse_options(AgreementOptions, words, "rge data agreement")
-    people = read_verdicts(options.run, options.verdicts)
-    print(agreement_of(options.run, people))
-    if options.merged is not None:
-        found = merge(people)
-        write_json(options.merged, {"by": "merged", "verdicts": found})
-        open_ones = sum(row["verdict"] == UNSURE for row in found.values())
-        print(f"{options.merged}: {len(found)} triplets, {open_ones} of them to be decided")
+    print(agreement_of(options.run, read_verdicts(options.run, options.verdicts)))
     if (options.run / "dataset").is_dir():
         print(f"written into {card.write(options.run)}")
 
@@ -154,16 +146,12 @@ def agreement_of(run: Path, people: "Mapping[str, Said]") -> str:
     report = compare(run, people)
     write_json(run / "agreement.json", report)
     lines = [
-        "| verdicts | agree with the panel | of | queries | share | 95 % interval | unsure |",
+        "| verdicts | agree with the panel | of | queries | share | 95 % interval, % | unsure |",
         "|---|---:|---:|---:|---:|---|---:|",
     ]
     for name, row in report["rows"].items():
-        share = (
-            "| |" if row["share"] is None else f"| {row['share']:.3f} | {row['low']:.3f} to {row['high']:.3f}"
-        )
-        lines.append(
-            f"| {name} | {row['agree']} | {row['of']} | {row['queries']} {share} | {row['unsure']} |"
-        )
+        counts = f"{row['agree']} | {row['of']} | {row['queries']} | {_figure(row['share'])}"
+        lines.append(f"| {name} | {counts} | {in_words(row['low'], row['high'])} | {row['unsure']} |")
     lines.append(f"\nKappa of person and panel {_figure(report['kappa'])} (Fleiss). For comparison, {PAPER}.")
     for pair, row in report["between"].items():
         lines.append(
@@ -184,7 +172,7 @@ def compare(run: Path, people: Mapping[str, Said]) -> dict[str, Any]:
     """Agreement of people with the panel.
 
     Verdicts on one query are correlated: what a person thinks of a question decides several of its answers. So intervals
-    resample queries, not verdicts (`clustered_share`).
+    resample queries, not verdicts.
 
     Returns:
         ``rows``: agree, of, queries, share and its 95 % interval, and how many are unsure (left out of the others) over
@@ -226,9 +214,13 @@ def _row(found: Sequence[tuple[bool | None, str]]) -> dict[str, Any]:
     """A row of the report of (agrees or None, query)."""
     sure = [(agrees, query) for agrees, query in found if agrees is not None]
     hits, queries = [agrees for agrees, _ in sure], [query for _, query in sure]
-    share, low, high = clustered_share(hits, queries)
-    numbers = {"agree": sum(hits), "of": len(sure), "queries": len(set(queries))}
-    return {**numbers, "share": share, "low": low, "high": high, "unsure": len(found) - len(sure)}
+    share: dict[str, float | None] = {"value": None, "low": None, "high": None}
+    if sure:
+        [share] = figures(cluster_bootstrap(np.array(hits, float)[:, None], index_of(queries)), (0.0, 1.0))
+    return {
+        "agree": sum(hits), "of": len(sure), "queries": len(set(queries)),
+        "share": share["value"], "low": share["low"], "high": share["high"], "unsure": len(found) - len(sure),
+    }  # fmt: skip
 
 
 def _said_by_both(one: Said, other: Said) -> list[list[str]]:
@@ -269,22 +261,6 @@ def settle(run: Path, people: Mapping[str, Said], agree: int) -> dict[str, Any]:
         "agree": agree, "people": len(people), "checked": checked, "settled": settled, "open": checked - settled,
         "removed": removed, "added": len(states) - removed, "states": states,
     }  # fmt: skip
-
-
-def merge(people: Mapping[str, Said]) -> Said:
-    """One verdict on each triplet: the one that all who are sure have; else unsure, with who said what as a comment."""
-    merged: Said = {}
-    for key in dict.fromkeys(key for said in people.values() for key in said):
-        rows = {name: said[key] for name, said in people.items() if key in said}
-        sure = {row["verdict"] for row in rows.values()} & {ACCEPT, REJECT}
-        notes = [f"{name}: {row['comment']}" for name, row in rows.items() if row["comment"]]
-        if len(sure) > 1:
-            notes.insert(
-                0, ", ".join(f"{name} {row['verdict']}" for name, row in rows.items() if row["verdict"])
-            )
-        verdict = sure.pop() if len(sure) == 1 else UNSURE
-        merged[key] = {"verdict": verdict, "comment": "; ".join(notes)}
-    return merged
 
 
 def read_verdicts(run: Path, files: Sequence[Path]) -> dict[str, Said]:

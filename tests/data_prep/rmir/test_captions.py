@@ -1,17 +1,13 @@
 """The stage `caption`: captions by a model where the library has none, and what the stages after it make of them."""
 
-import asyncio
-import base64
 import csv
 import hashlib
-import json
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from PIL import Image
 from small_runs import config_of, one_family
 
 from data_prep.rationales.main import read_captions
@@ -21,9 +17,8 @@ from data_prep.rmir.main import estimate, run_stages, status
 from data_prep.rmir.pictures.encoders import HashingEncoder
 from data_prep.rmir.results import audit, report
 from data_prep.rmir.run import STAGES, Run, RunError, fingerprint, stages_of
-from data_prep.rmir.wording import SHIPPED, wording
+from data_prep.rmir.wording import SHIPPED
 from rge.calls.local_server import Answer, LocalServer, chat
-from rge.calls.pictures import sendable
 from rge.calls.replies import Abstained, BadValue, MissingTag, Refused, Reply
 
 
@@ -122,12 +117,6 @@ def test_a_library_without_captions_gets_them_from_the_model(tmp_path):
     card = (dataset / "README.md").read_text()
     assert f"`caption_by` in `pictures` says whose each is: writer {len(written)}." in card
     assert "caption:\n  model: writer" in card
-    fields = {
-        field["@id"]
-        for records in json.loads((dataset / "croissant.json").read_text())["recordSet"]
-        for field in records["field"]
-    }
-    assert "pictures/caption_by" in fields
     run.close()
 
 
@@ -269,41 +258,3 @@ def test_guesses_of_some_stages_leave_the_others(tmp_path):
     rows = [line.strip("| ").replace(",", "").split(" | ") for line in estimate(config).splitlines()[2:]]
     per_call = {row[0]: int(row[4]) / int(row[2]) for row in rows if row[1:2] in (["writer"], ["judge"])}
     assert per_call == {"generate": 600, "filter": 200, "judge": 7}
-
-
-def test_the_oracle_knows_own_pictures_by_the_names_that_their_captions_are(tmp_path):
-    """One that is sent as it is, one that is scaled down first, one that no table has; and what cannot be opened."""
-    (tmp_path / "my own").mkdir()
-    rows = {
-        "key": ("A key.", 40),
-        "lock": ("this is a  Key", 1500),
-        "odd": ("A key of a piano", 40),
-        "bad": ("a key", 0),
-    }
-    for number, (name, (_, side_px)) in enumerate(rows.items()):
-        file = tmp_path / "my own" / f"{name}.png"
-        if side_px:
-            Image.new("RGBA", (side_px, side_px), (number * 40, 9, 9, 200)).save(file)
-        else:
-            file.write_bytes(b"nothing")
-    lines = ["id,image,caption", *(f"{name},my own/{name}.png,{told}" for name, (told, _) in rows.items())]
-    (tmp_path / "mine.csv").write_text("\n".join(lines))
-
-    def answers(knows: str | None, name: str, text: str) -> Answer:
-        url = base64.b64encode(sendable(str(tmp_path / "my own" / f"{name}.png"), 1024)[1]).decode()
-        parts = [
-            {"type": "text", "text": text},
-            {"type": "image_url", "image_url": {"url": f"data:x;base64,{url}"}},
-        ]
-        asked = oracle.Oracle(OracleConfig(transient=0, malformed=0, library=knows))
-        return asyncio.run(asked("/v1/chat/completions", {"messages": [{"role": "user", "content": parts}]}))
-
-    def said(name: str, text: str) -> str:
-        return answers(str(tmp_path / "mine.csv"), name, text).body["choices"][0]["message"]["content"]
-
-    ask = wording().asked(["functional"], content_policy=False)
-    for name in ("key", "lock"):
-        assert "<Example_FUNC_1>" in said(name, ask)
-        assert said(name, wording().caption) == "<caption>This is a key.</caption>"
-    assert said("odd", ask) == said("odd", wording().caption) == "ABSTAIN"
-    assert answers(None, "key", ask).status == 400

@@ -1,4 +1,4 @@
-"""Encoders: a checkpoint of this project, the hub's architectures with tiny random weights, and fallbacks by name."""
+"""Encoders: a checkpoint of this project, and the hub's architectures with tiny random weights."""
 
 from pathlib import Path
 
@@ -7,8 +7,6 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
-    BertConfig,
-    BertModel,
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3Model,
@@ -21,10 +19,9 @@ from transformers import (
 from data_prep.rmir import stages
 from data_prep.rmir.config import EncoderConfig, load_config
 from data_prep.rmir.frames import SCHEMAS, write_rows
-from data_prep.rmir.pictures import encoders
 from data_prep.rmir.pictures import hub_encoders as hub
 from data_prep.rmir.pictures.encoders import NotThere, image_encoder, text_encoder
-from data_prep.rmir.run import Run, fingerprint
+from data_prep.rmir.run import Run
 from rge.checkpoints.export import export
 from rge.checkpoints.settings import read_settings
 
@@ -113,37 +110,8 @@ def test_qwen3_embedding(tmp_path):
     assert asked[1] == pytest.approx((last / last.norm()).numpy(), abs=1e-5)
 
 
-def test_minilm(tmp_path, monkeypatch):
-    torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=len(WORDS), hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-        max_position_embeddings=64, pad_token_id=0,
-    )  # fmt: skip
-    model = BertModel(config).eval()
-    model.save_pretrained(tmp_path / "model")
-    tokenizer().save_pretrained(tmp_path / "model")
-    monkeypatch.setattr(encoders, "_package_folder", lambda name: tmp_path)
-    encoder = text_encoder(EncoderConfig("minilm", fallback="hashing"))
-    assert encoder.name == "all-MiniLM-L6-v2"
-    found = encoder.texts(TEXTS, query=False)
-    check_unit(found, 4)
-    with torch.no_grad():
-        mean = model(**tokenizer()(TEXTS[1], return_tensors="pt")).last_hidden_state[0].mean(0)
-    assert found[1] == pytest.approx((mean / mean.norm()).numpy(), abs=1e-5), (
-        "padding is not part of the mean"
-    )
-
-
-def test_the_real_minilm_knows_what_is_alike():
-    pytest.importorskip(encoders.MINILM, reason="the extra minilm")
-    encoder = text_encoder(EncoderConfig("minilm"))
-    found = encoder.texts(["a kitten", "a young cat", "a lorry"], query=False)
-    assert found.shape == (3, 384)
-    assert found[0] @ found[1] > found[0] @ found[2] + 0.2
-
-
 def test_a_checkpoint_in_direct_mode(checkpoint, pictures):
-    encoder = image_encoder(EncoderConfig("checkpoint", checkpoint, batch_size=2, fallback="pixels"))
+    encoder = image_encoder(EncoderConfig("checkpoint", checkpoint, batch_size=2))
     assert encoder.name.startswith("checkpoint ")
     assert encoder.name.endswith("in direct mode")
     found = encoder.pictures(pictures)
@@ -157,43 +125,10 @@ def test_a_checkpoint_in_direct_mode(checkpoint, pictures):
     assert captions.texts(TEXTS, query=True) == pytest.approx(texts, abs=1e-5)
 
 
-def test_a_fallback_is_named_and_never_silent(tmp_path, monkeypatch):
-    monkeypatch.setattr(encoders, "_package_folder", lambda name: None)
-    missing = EncoderConfig("checkpoint", str(tmp_path))
-    with pytest.raises(NotThere, match=f"there is no checkpoint {tmp_path}"):
-        image_encoder(missing)
-    with pytest.raises(NotThere, match=r"pip install -e '.\[minilm\]'"):
-        text_encoder(EncoderConfig("minilm"))
-    named = image_encoder(EncoderConfig("checkpoint", str(tmp_path), fallback="pixels")).name
-    assert named.startswith("pixels (no model")
-    assert named.endswith(f"fallback because there is no checkpoint {tmp_path}")
-    assert (
-        "fallback because the extra minilm" in text_encoder(EncoderConfig("minilm", fallback="hashing")).name
-    )
-
-
-def test_the_package_with_weights_is_looked_up_without_being_imported():
-    assert encoders._package_folder("numpy").name == "numpy"
-    assert encoders._package_folder("no_such_package_here") is None
-
-
-def test_a_run_does_not_mix_the_fallback_with_what_it_stands_for(tmp_path):
-    """Thumbnails of yesterday and a checkpoint that is there today: the stage must start anew."""
-    words = ["config=demo", f"out={tmp_path}", "library.path=x", f"image_encoder.path={tmp_path / 'final'}"]
-    config = load_config(words)
-    before = {stage: fingerprint(config, stage) for stage in ("seed", "retrieve")}
-    (tmp_path / "final").mkdir()
-    assert fingerprint(config, "seed") == before["seed"]
-    (tmp_path / "final" / "rge.json").write_text("{}")
-    assert all(fingerprint(config, stage) != old for stage, old in before.items())
-    more = [
-        f"retrieve.more=[{{name: x, encoder: {{kind: checkpoint, path: {tmp_path / 'y'}, fallback: pixels}}}}]"
-    ]
-    before = {stage: fingerprint(load_config([*words, *more]), stage) for stage in ("seed", "retrieve")}
-    (tmp_path / "y").mkdir()
-    (tmp_path / "y" / "rge.json").write_text("{}")
-    after = {stage: fingerprint(load_config([*words, *more]), stage) for stage in before}
-    assert (after["seed"] == before["seed"], after["retrieve"] == before["retrieve"]) == (True, False)
+def test_a_checkpoint_that_is_missing_is_an_error(tmp_path):
+    for build in (image_encoder, text_encoder):
+        with pytest.raises(NotThere, match=f"there is no checkpoint {tmp_path}"):
+            build(EncoderConfig("checkpoint", str(tmp_path)))
 
 
 def library_run(tmp_path, pictures, *words: str) -> Run:

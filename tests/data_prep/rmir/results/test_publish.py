@@ -4,10 +4,8 @@ import json
 from contextlib import closing
 
 import datasets
-import huggingface_hub
 import pyarrow.parquet as pq
 import pytest
-from hub import hub
 from huggingface_hub import DatasetCard
 from small_runs import NO, YES, config_of, made, one_family
 
@@ -81,27 +79,6 @@ def test_the_published_records_are_those_of_the_file(run):
         assert [one.model_dump(exclude={"image"}) for one in mine] == [
             one.model_dump(exclude={"image"}) for one in theirs
         ]
-
-
-def test_a_finished_set_goes_to_the_hub_and_loads_from_there(run, monkeypatch, capsys):
-    stages.split(run)
-    words = ["publish", f"run={run.out}", "repo=me/mine"]
-    with pytest.raises(UserError, match="has no finished data set"):
-        main(words)
-    (run.out / "report.json").write_text("{}")
-    with hub(monkeypatch) as held:
-        monkeypatch.setattr("huggingface_hub.utils._headers.get_token", lambda: "hf_test")
-        monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", False)
-        monkeypatch.setattr("datasets.config.HF_ENDPOINT", huggingface_hub.constants.ENDPOINT)
-        main(words)
-        assert "datasets.load_dataset('me/mine', 'train')" in capsys.readouterr().out
-        assert not [name for name in held.files if name.startswith("images/") or name == "train.jsonl"]
-        for table in TABLES:
-            part = "train" if table in ("train", "pictures") else "test"
-            assert len(datasets.load_dataset("me/mine", table, split=part)) > 0
-        held.token = "hf_another"
-        with pytest.raises(UserError, match="repo=me/mine: the hub did not take the data set"):
-            main(words)
 
 
 @pytest.mark.parametrize("disjoint", ["inputs", "all"])

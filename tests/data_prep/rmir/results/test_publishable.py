@@ -3,7 +3,6 @@
 import asyncio
 import csv
 import hashlib
-import importlib.util
 import json
 from pathlib import Path
 
@@ -25,7 +24,6 @@ from data_prep.rmir.config import (
     OracleConfig,
 )
 from data_prep.rmir.main import run_stages
-from data_prep.rmir.pictures.encoders import MINILM
 from data_prep.rmir.pictures.library import Library, LibraryError
 from data_prep.rmir.results import report
 from data_prep.rmir.run import STAGES, Run, fingerprint
@@ -36,6 +34,7 @@ from rge.calls.replies import Declined, Reply
 from rge.calls.request import Picture
 from rge.common.images import load_image, picture_bytes
 from rge.common.picture_metadata import without_metadata
+from rge.stats.intervals import in_words
 
 
 def test_two_pictures_that_differ_in_their_ending_are_two(tmp_path):
@@ -261,11 +260,9 @@ KINDS = ("ball", "cube", "kettle")
 GROUNDS = {"red": (200, 0, 0), "green": (0, 160, 0), "blue": (0, 0, 200), "yellow": (220, 200, 0), "black": (0, 0, 0), "white": (250, 250, 250)}  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["pixels", "hashing", "minilm"])
+@pytest.mark.parametrize("kind", ["pixels", "hashing"])
 def test_the_leak_by_embedding_separates_naming_from_describing(tmp_path, kind):
     """Three things, each on six grounds: what is needed is the thing, the ground is what only the target shows."""
-    if kind == "minilm":
-        pytest.importorskip(MINILM)
     shown = {}
     for row, thing in enumerate(KINDS):
         for ground, colour in GROUNDS.items():
@@ -346,7 +343,6 @@ def test_the_data_set_says_where_each_picture_is_from_and_nothing_of_its_camera(
             assert found["author"] == (expected[name]["author"] or None)
             assert found["licence"] == (expected[name]["licence"] or "see LICENSES")
             assert found["path"] is None or (tmp_path / "out/dataset" / found["path"]).is_file()
-        check_croissant(tmp_path / "out/dataset")
     before = (tmp_path / "out/dataset/pictures.parquet").read_bytes()
     (tmp_path / "library.csv").rename(tmp_path / "gone.csv")  # with it would go whom to credit
     config.split.tsr_threshold = 0.5
@@ -399,45 +395,9 @@ def check_card(out, tmp_path):
     (tmp_path / "ada.json").write_text(json.dumps({"verdicts": verdicts}))
     main(["agreement", f"run={out}", f"verdicts={tmp_path / 'ada.json'}"])
     row = json.loads((out / "agreement.json").read_text())["rows"]["panel accepted"]
-    shown = f"people accepted 66.7 % [{100 * row['low']:.1f}, {100 * row['high']:.1f}] (95 %, {row['queries']} queries as"
+    shown = f"people accepted 66.7 % {in_words(row['low'], row['high'])} (95 %, {row['queries']} queries as"
     assert shown in card.read_text()
     assert "1 more were left unsure" in card.read_text()
-
-
-def check_croissant(folder):
-    """By hand: files, hashes, columns, references. And MLCommons' own library, where it is installed, reads the tables by it."""
-    whole = json.loads((folder / "croissant.json").read_text())
-    assert (whole["@type"], whole["conformsTo"]) == ("sc:Dataset", "http://mlcommons.org/croissant/1.0")
-    assert whole["name"] == "rmir"
-    assert whole["license"] == ["CC0", "see LICENSES"]
-    files = {one["@id"]: folder / one["contentUrl"] for one in whole["distribution"]}
-    assert {path.name for path in files.values()} >= {"pictures.parquet"}
-    for one in whole["distribution"]:
-        assert hashlib.sha256(files[one["@id"]].read_bytes()).hexdigest() == one["sha256"]
-    for table in whole["recordSet"]:
-        for field in table["field"]:
-            source = field["source"]
-            column, path = source["extract"]["column"], files[source["fileObject"]["@id"]]
-            assert field["@id"] == f"{table['@id']}/{column}"
-            assert column in pq.read_schema(path).names
-    if importlib.util.find_spec("mlcroissant") is None:
-        return
-    import mlcroissant
-
-    data = mlcroissant.Dataset(jsonld=str(folder / "croissant.json"))
-    assert not data.metadata.ctx.issues.errors
-    there = {one.id for one in data.metadata.record_sets}
-    assert there >= {"pictures", "train"} or there >= {"pictures", "corpus", "queries", "qrels"}
-    rows = list(data.records("pictures"))
-    told = pq.read_table(folder / "pictures.parquet").to_pylist()
-    assert [row["pictures/id"].decode() for row in rows] == [row["id"] for row in told]
-    if "train" in there:
-        lines = (folder / "train.jsonl").read_text().splitlines()
-        assert [row["train/id"].decode() for row in data.records("train")] == [
-            json.loads(line)["id"] for line in lines
-        ]
-    else:
-        assert next(iter(data.records("corpus")))["corpus/image"].size
 
 
 def test_doubted_images_may_leave_the_list_before_tsr(tmp_path):

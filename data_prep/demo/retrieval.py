@@ -133,15 +133,7 @@ def write_set(
 ) -> None:
     """Write facts as a retrieval set.
 
-    Args:
-        folder: to be written.
-        name: of the set.
-        rows: what is asked and what is right.
-        family: of the gallery.
-        query_cell: how a query's picture is stored.
-        corpus_cell: how a candidate's picture is stored.
-        licence: of the pictures, for the record.
-        notes: columns of the queries that figures are reported by, and what their values mean.
+    ``family`` draws the gallery. ``notes``: the columns of the queries that figures are reported by, and what their values mean.
     """
     corpus = {
         "id": [concept.picture(family) for concept in rows.corpus],
@@ -180,18 +172,9 @@ def write_tables(
     slice_notes: dict[str, dict[str, str]],
     counts: dict[str, int] | None = None,
 ) -> None:
-    """Write a retrieval set: the layout that `eval.sets.retrieval_set` reads.
+    """Write a retrieval set in the layout that `eval.sets.retrieval_set` reads; ``meta.json`` holds what is named by keyword.
 
-    Args:
-        folder: to be written.
-        corpus: columns of the candidates.
-        queries: columns of the queries.
-        judged: what is right and wrong.
-        name: of the set, for ``meta.json``, as everything below.
-        licence: of the pictures.
-        source: where the set is from.
-        slice_notes: columns of the queries that figures are reported by, and what their values mean.
-        counts: further numbers.
+    ``slice_notes``: the columns of the queries that figures are reported by, and what their values mean.
     """
     write_table(folder / "corpus.parquet", pa.table(corpus))
     write_table(folder / "queries.parquet", pa.table(queries))

@@ -15,7 +15,7 @@ from data_prep.rmir.oracle import OracleProcess, write_library
 from data_prep.rmir.pictures.download import is_address
 from data_prep.rmir.pictures.library import Library
 from data_prep.rmir.results import report
-from data_prep.rmir.run import REPLIES, STAGES, Run, RunError, done, identities, stages_of
+from data_prep.rmir.run import STAGES, Run, RunError, stages_of
 from data_prep.rmir.seed_set import settle_library
 from data_prep.rmir.stages import WORK
 from data_prep.rmir.wording import wording
@@ -216,22 +216,20 @@ def estimate(config: RmirConfig) -> str:
     Numbers of finished stages replace the guesses, so that a run over a few inputs (``generate.max_inputs``) and the
     same command with all of them give an estimate from your own pictures and prompts.
     """
-    encoders = identities(config)
-    stages = stages_of(config)
-    finished = {stage: found["counts"] for stage in stages if (found := done(config, stage, encoders))}
-    funnel = _Funnel(config, finished)
-    asked = funnel.asked()
     lines = [
         "| stage | model | calls | input tokens | output tokens | cost |",
         "|---|---|---:|---:|---:|---:|",
     ]
     total = left = most_left = 0.0
-    replies = Path(config.out) / REPLIES
-    with closing(AnswerStore(replies if replies.is_file() else None)) as store:
+    with closing(Run(config, read_only=True)) as run:
+        stages = stages_of(config)
+        finished = {stage: found["counts"] for stage in stages if (found := run.done(stage))}
+        funnel = _Funnel(config, finished)
+        asked = funnel.asked()
         for stage in stages:
             mark = f"{stage} (done)" if stage in finished else stage
             for one in asked.get(stage, ()):
-                row, cost, most = _costs(config, store, stage, one)
+                row, cost, most = _costs(config, run.store, stage, one)
                 total += cost
                 if stage not in finished:
                     left, most_left = left + cost, most_left + most

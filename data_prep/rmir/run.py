@@ -11,8 +11,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
-
 from data_prep.rmir import frames
 from data_prep.rmir.config import RmirConfig
 from data_prep.rmir.decisions import overruled
@@ -25,7 +23,6 @@ from rge.calls.request import Picture, Request
 from rge.calls.store import AnswerStore, locked
 from rge.common.errors import UserError
 from rge.common.files import read_json, write_text
-from rge.common.schema import safe_id
 
 Row = dict[str, Any]
 EXPORTED = ("licence", "source_column", "author_column", "licence_column")
@@ -155,28 +152,6 @@ def _settings(config: RmirConfig, stage: str, encoders: Sequence[dict[str, Any]]
     return rules[stage]()
 
 
-def done(
-    config: RmirConfig, stage: str, encoders: Sequence[dict[str, Any]] | None = None
-) -> dict[str, Any] | None:
-    """What a finished stage reported; None where it is not finished, or was finished with other settings."""
-    try:
-        found = json.loads((Path(config.out) / stage / "done.json").read_text())
-    except (OSError, ValueError):
-        return None
-    if stage == "split" and _has_blanks(Path(config.out) / "dataset" / "test"):
-        return None
-    if found.get("unanswered") and config.on_unanswered == "wait":
-        return None
-    return found if found["fingerprint"] == fingerprint(config, stage, encoders) else None
-
-
-def _has_blanks(test: Path) -> bool:
-    """Whether a test set was written before ids lost their white space: it cannot be read, and is written again."""
-    tables = [test / f"{name}.parquet" for name in ("corpus", "queries")]
-    read = (pq.read_table(path, columns=["id"])["id"].to_pylist() for path in tables if path.is_file())
-    return any(name != safe_id(name) for ids in read for name in ids)
-
-
 class Run:
     """The folder of a run.
 
@@ -244,7 +219,13 @@ class Run:
 
     def done(self, stage: str) -> dict[str, Any] | None:
         """What a finished stage reported; None where it is not finished, or was finished with other settings."""
-        return done(self.config, stage, self.encoders)
+        try:
+            found = json.loads(self.path(stage, "done.json").read_text())
+        except (OSError, ValueError):
+            return None
+        if found.get("unanswered") and self.config.on_unanswered == "wait":
+            return None
+        return found if found["fingerprint"] == self.fingerprint(stage) else None
 
     def fingerprint(self, stage: str) -> str:
         """`fingerprint` with the encoders as they were when the run began."""

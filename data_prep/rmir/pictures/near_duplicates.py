@@ -12,7 +12,6 @@ NUM_BITS = NUM_LOW * NUM_LOW
 _COSINES = 2 * np.cos(
     np.pi * np.arange(NUM_LOW)[:, None] * (2 * np.arange(SIDE_PX)[None] + 1) / (2 * SIDE_PX)
 )
-_PAIRS_AT_ONCE = 1 << 22
 
 
 def phash(image: Image.Image) -> str:
@@ -58,20 +57,13 @@ def near_duplicates(hashes: list[str], max_distance: int) -> list[int | None]:
 
 
 def _near_pairs(bits_NB: np.ndarray, max_distance: int) -> set[tuple[int, int]]:
-    # Pigeonhole: of max_distance + 1 bands of the hash, two near ones share at least one band whole.
-    pairs: set[tuple[int, int]] = set()
-    planes = np.unpackbits(bits_NB, axis=1)
-    words = bits_NB.copy().view(np.uint64)[:, 0]
-    for band in np.array_split(np.arange(NUM_BITS), min(max_distance + 1, NUM_BITS)):
-        keys = planes[:, band].astype(np.uint64) @ (np.uint64(1) << np.arange(len(band), dtype=np.uint64))
-        order = np.argsort(keys, kind="stable")
-        starts = np.flatnonzero(np.r_[True, keys[order][1:] != keys[order][:-1]])
-        for group in np.split(order, starts[1:]):
-            step = max(1, _PAIRS_AT_ONCE // len(group))
-            for at in range(0, len(group) if len(group) > 1 else 0, step):
-                part = group[at : at + step]
-                distance = np.bitwise_count(words[part][:, None] ^ words[group][None])
-                left, right = np.nonzero(distance <= max_distance)
-                close = part[left] < group[right]
-                pairs.update(zip(part[left][close].tolist(), group[right][close].tolist(), strict=True))
-    return pairs
+    """Rows that differ in so few bits, the earlier first."""
+    import faiss
+
+    # Pigeonhole: two near ones share one of max_distance + 1 bands of the hash, so each band is looked up as it is.
+    num_bands = max_distance + 1
+    index = faiss.IndexBinaryMultiHash(NUM_BITS, num_bands, NUM_BITS // num_bands)
+    index.add(bits_NB)
+    limits, _, found = index.range_search(bits_NB, max_distance + 1)
+    rows = np.repeat(np.arange(len(bits_NB)), np.diff(limits.astype(np.int64)))
+    return {(row, other) for row, other in zip(rows.tolist(), found.tolist(), strict=True) if row < other}

@@ -481,20 +481,6 @@ def test_names_with_blanks_are_written_without(tmp_path):
                 assert Path(target.image).is_file()
 
 
-def test_an_export_of_before_with_blanks_is_written_again(tmp_path, monkeypatch):
-    """Nothing else is: what was paid for stays as it is."""
-    with closing(made(tmp_path, "my {}".format)) as run:
-        stages.keep(run)
-        stages.pool(run)
-        with monkeypatch.context() as before:
-            before.setattr("data_prep.rmir.results.export.safe_id", str)
-            run.run("split", stages.split)
-        assert run.done("split") is None
-        run.run("split", stages.split)
-        assert run.done("split") is not None
-        assert load_set(run.out / "dataset" / "test").corpus_ids == ["my%20a", "my%20d"]
-
-
 def test_names_that_are_one_without_blanks_are_refused(tmp_path):
     """By the first stage; and by the export, for runs of before it looked."""
     for number, name in enumerate(("a b.png", "a%20b.png")):

@@ -330,19 +330,18 @@ class RmirConfig:
     """Queries judged at once; what is lost when the run is stopped."""
 
 
-def load_config(words: Sequence[str], folder: Path = CONFIGS) -> RmirConfig:
-    """Read ``config=NAME`` (a file of `folder` without its ending, or a path) and apply ``key=value`` overrides."""
-    return load_options(RmirConfig, words, folder)
+def load_config(words: Sequence[str], schema: type[C] = RmirConfig) -> C:  # type: ignore[assignment]
+    """Read ``config=NAME`` (a file of `CONFIGS` without its ending, or a path) and apply ``key=value`` overrides.
 
-
-def load_options(schema: type[C], words: Sequence[str], folder: Path = CONFIGS) -> C:
-    """Read a config, or a config and the further options of a command.
+    Args:
+        words: of the command line.
+        schema: the config alone, or with the further options of a command.
 
     Raises:
         ConfigError: no or an unknown config, an unknown key (the nearest is named), a value that cannot be right.
     """
     try:
-        found = parse_file(schema, words, key="config", folder=folder, command="rge data rmir config=NAME")
+        found = parse_file(schema, words, key="config", folder=CONFIGS, command="rge data rmir config=NAME")
     except UserError as error:
         raise ConfigError(str(error)) from None
     found.models = priced(found.models, found.prices)

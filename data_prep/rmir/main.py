@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import yaml
 
-from data_prep.rmir.config import ExpectConfig, RmirConfig, load_options, models_used
+from data_prep.rmir.config import ExpectConfig, RmirConfig, load_config, models_used
 from data_prep.rmir.oracle import OracleProcess, write_library
 from data_prep.rmir.pictures.download import is_address
 from data_prep.rmir.pictures.library import Library
@@ -53,7 +53,7 @@ def main(words: Sequence[str]) -> None:
     Raises:
         UserError: a word is wrong, or the run cannot go on.
     """
-    config = load_options(RmirCommand, ["status=true" if word == "status" else word for word in words])
+    config = load_config(["status=true" if word == "status" else word for word in words], RmirCommand)
     if config.oracle is not None and config.library.path is None:
         config.library.path = str(Path(config.out) / "library.csv")
         if not config.status:

@@ -65,5 +65,5 @@ def _near_pairs(bits_NB: np.ndarray, max_distance: int) -> set[tuple[int, int]]:
     index = faiss.IndexBinaryMultiHash(NUM_BITS, num_bands, NUM_BITS // num_bands)
     index.add(bits_NB)
     limits, _, found = index.range_search(bits_NB, max_distance + 1)
-    rows = np.repeat(np.arange(len(bits_NB)), np.diff(limits.astype(np.int64)))
+    rows = np.repeat(np.arange(len(bits_NB)), (limits[1:] - limits[:-1]).astype(np.int64))
     return {(row, other) for row, other in zip(rows.tolist(), found.tolist(), strict=True) if row < other}

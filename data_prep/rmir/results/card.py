@@ -88,8 +88,8 @@ def cut_offs(audit: dict[str, Any] | None) -> list[str]:
     return [key.partition("@")[2] for key in solved if key.startswith("solved@")]
 
 
-def _share(value: float | None, form: str = ".3f") -> str:
-    return "undefined" if value is None else format(value, form)
+def _share(value: float | None) -> str:
+    return "undefined" if value is None else f"{value:.3f}"
 
 
 def template(name: str) -> Template:

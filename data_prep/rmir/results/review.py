@@ -81,10 +81,9 @@ def draw(run: Path, size: int, split: str, seed: int) -> list[dict[str, Any]]:
     if not any(found.values()):
         raise ReviewError(f"{run} has no decided triplet in split={split}")
     rng = random.Random(seed)
-    half = {state: min(len(rows), size // 2) for state, rows in found.items()}
-    for state, other in ((maths.KEPT, maths.REJECTED), (maths.REJECTED, maths.KEPT)):
-        half[state] = min(len(found[state]), size - half[other])
-    chosen = [row for state, rows in found.items() for row in rng.sample(rows, half[state])]
+    kept, rejected = found[maths.KEPT], found[maths.REJECTED]
+    num_kept = min(len(kept), size - min(len(rejected), size // 2))
+    chosen = rng.sample(kept, num_kept) + rng.sample(rejected, min(len(rejected), size - num_kept))
     rng.shuffle(chosen)
     return chosen
 

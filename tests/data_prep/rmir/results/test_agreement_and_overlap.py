@@ -56,23 +56,19 @@ def test_kappa_is_undefined_where_nothing_is_left_to_correct():
         fleiss_kappa(np.array([[2, 0], [1, 0]]))
 
 
-def test_bias_and_families():
+def test_judges_and_families():
     """`lenient` says true where the others say false, in one of four; the others always agree."""
     votes = {
         "a 1": [T, T, F, F],
         "a 2": [T, T, F, F],
         "lenient": [T, T, T, E],
     }
-    found = panel_statistics(votes, {"a 1": "a", "a 2": "a", "lenient": "b"})
+    found = panel_statistics(votes, {"a 1": "a", "a 2": "a", "lenient": "b"}, np.ones(4))
     judge = found["judges"]["lenient"]
     assert (judge["true"], judge["false"], judge["abstain"], judge["error"]) == (0.75, 0.0, 0.0, 0.25)
-    assert judge["bias"] == pytest.approx(0.25)
     assert judge["agrees"] == 0.5
-    assert found["judges"]["a 1"]["bias"] == pytest.approx(0.5 - 0.625)
     assert found["judges"]["a 1"]["agrees"] == 1.0, "where the other two differ there is no majority"
     assert found["families"] == {"a": 1.0}
-    assert found["between"]["a and b"]["triplets"] == 4
-    assert found["between"]["a and b"]["same"] == 0.5
     # all three: 3 0 0, 3 0 0, 1 2 0, 0 2 1; observed (1 + 1 + 1/3 + 1/3) / 4, chance (7^2 + 4^2 + 1) / 144
     assert found["kappa"] == pytest.approx((2 / 3 - 66 / 144) / (1 - 66 / 144))
 
@@ -283,8 +279,12 @@ def test_what_each_index_adds(finished):
 def test_judges_by_family(finished):
     finished.config.models["writer"].family = "one house"
     found = audit.judges(finished)
-    assert found["between"]["judge and one house"]["same"] == 0.8
-    assert found["judges"]["judge 1"]["bias"] == pytest.approx(0.6 - 0.8)
+    assert {name: judge["family"] for name, judge in found["judges"].items()} == {
+        "judge 1": "judge",
+        "writer 1": "one house",
+    }
+    assert found["judges"]["judge 1"]["true"] == pytest.approx(0.6)
+    assert found["judges"]["judge 1"]["agrees"] == pytest.approx(0.8)
 
 
 def test_probes_rank_the_pool(finished):

@@ -74,9 +74,6 @@ class Reply:
     stop: str  # why it stopped: ``stop``, ``length``, ``refusal`` or the provider's own word
     input_tokens: int | None  # as billed; None where the server does not say
     output_tokens: int | None  # likewise
-    # (token, log probability) of the likeliest first tokens, where they were asked for
-    top_logprobs: tuple[tuple[str, float], ...] = ()
-    first_token: str = ""  # the one that was written
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,27 +150,15 @@ def _choice(choice: Any, tokens: Usage) -> Reply | ReplyError:
         return EmptyChoices("a choice without a message")
     if isinstance(message.get("refusal"), str) and message["refusal"]:
         return _reply(message["refusal"], "refusal", tokens)
-    listed = ((choice.get("logprobs") or {}).get("content") or [{}])[0]
-    try:
-        top = tuple((str(one["token"]), float(one["logprob"])) for one in listed.get("top_logprobs") or ())
-    except (KeyError, TypeError, ValueError, AttributeError):
-        top = ()
-    first = str(listed.get("token", "")) if top else ""
-    return _reply(_text(message.get("content")), choice.get("finish_reason"), tokens, top, first)
+    return _reply(_text(message.get("content")), choice.get("finish_reason"), tokens)
 
 
-def _reply(
-    text: str,
-    reason: Any,
-    tokens: Usage,
-    top: tuple[tuple[str, float], ...] = (),
-    first: str = "",
-) -> Reply | ReplyError:
+def _reply(text: str, reason: Any, tokens: Usage) -> Reply | ReplyError:
     stop = "refusal" if reason == "content_filter" else str(reason or "stop")
     if not text.strip() and stop not in ("length", "refusal"):
         return EmptyChoices("the message is empty")
     text = _as_tags(text, whole=stop != "length")
-    return Reply(text, stop, tokens.input_tokens, tokens.output_tokens, top, first)
+    return Reply(text, stop, tokens.input_tokens, tokens.output_tokens)
 
 
 def _text(content: Any) -> str:

@@ -36,7 +36,6 @@ class Request:
     # Tags of the answer, with the words that each may hold (None: any text) or the tags inside it, for an endpoint that holds
     # answers to a JSON schema. None: the answer has no such form.
     fields: tuple[tuple[str, Any], ...] | None = None
-    top_logprobs: int = 0  # likeliest tokens whose log probabilities are wanted
 
     def key(self, known_as: str | None = None, answers_by: dict[str, Any] | None = None) -> str:
         """Sha256 over model (or the name it is known as), texts, picture contents and settings; no path, address or secret."""
@@ -57,8 +56,6 @@ class Request:
             more["structured"] = self.fields
         if self.n > 1:
             more["n"] = self.n
-        if self.top_logprobs:
-            more["top_logprobs"] = self.top_logprobs
         if more:
             body["more"] = more
         text = json.dumps(body, ensure_ascii=False, sort_keys=True)

@@ -35,8 +35,6 @@ def body(model: ModelConfig, request: Request, shown: Shown) -> Json:
         "seed": request.sample if model.send_seed else None,
         "n": request.n if request.n > 1 else None,
         "reasoning_effort": model.reasoning_effort,
-        "logprobs": bool(request.top_logprobs) or None,
-        "top_logprobs": request.top_logprobs or None,
         "response_format": schema,
     }
     return {

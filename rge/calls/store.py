@@ -163,8 +163,7 @@ class AnswerStore:
             row = self._db.execute(
                 "SELECT raw, input_tokens, output_tokens, cost, seconds FROM replies WHERE key = ?", (key,)
             ).fetchone()
-        # A file of before raw answers were kept as bytes has texts.
-        return Kept(row[0].encode() if isinstance(row[0], str) else row[0], *row[1:]) if row else None
+        return Kept(*row) if row else None
 
     def num_replies(self) -> int:
         """How many answers are kept."""

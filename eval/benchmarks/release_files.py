@@ -8,8 +8,8 @@ import io
 import json
 import re
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,12 @@ from PIL import Image
 
 from eval.benchmarks.suite import refuse_old_suite, write_suite
 from eval.sets.retrieval_set import RetrievalSet
-from eval.sets.write_set import write_set
+from eval.sets.write_set import Query, write_set
 from rge.common.errors import UserError
 from rge.common.images import ImageError, load_image
 from rge.common.options import one_of
 from rge.common.registry import PluginOptions
+from rge.common.schema import safe_id
 from rge.tables.rows import table_rows
 
 TABLES = (".parquet", ".jsonl", ".json", ".csv", ".tsv")
@@ -78,6 +79,55 @@ class PictureOptions(ReleaseOptions):
         return super().write(member, **{"embed": self.pictures == "embed"} | parts)
 
 
+@dataclass
+class Draft:
+    """Queries and judgements while a release is read; ``lost`` are right candidates that the ``pool`` lacks."""
+
+    pool: Container[str]
+    queries: list[Query] = field(default_factory=list)
+    qrels: list[tuple[str, str, int]] = field(default_factory=list)
+    negatives: list[tuple[str, str]] = field(default_factory=list)
+    excluded: list[tuple[str, str]] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+
+    def judge(
+        self, query: str, gains: Mapping[str, int], wrong: Iterable[str] = (), own: Iterable[str] = ()
+    ) -> int:
+        """Keep the judgements of candidates that the pool has.
+
+        Args:
+            query: its id, as the release writes it.
+            gains: by candidate; 0 was judged and is not right.
+            wrong: explicit negatives.
+            own: the query's own pictures; a right one is not excluded.
+
+        Returns:
+            How many right candidates the pool lacks.
+        """
+        absent = [one for one, gain in gains.items() if gain and one not in self.pool]
+        self.lost += [f"{query}: {one}" for one in absent]
+        name = safe_id(query)
+        self.qrels += [(name, safe_id(one), gain) for one, gain in gains.items() if one in self.pool]
+        for table, ones in (
+            (self.negatives, wrong),
+            (self.excluded, (one for one in own if one not in gains)),
+        ):
+            table += [(name, safe_id(one)) for one in dict.fromkeys(ones) if one in self.pool]
+        return len(absent)
+
+    def refuse_lost(self, where: object, *, allowed: bool) -> None:
+        """Refuse a pool that lacks right candidates, unless that is ``allowed``.
+
+        Raises:
+            UserError: naming some of them.
+        """
+        if self.lost and not allowed:
+            raise ReleaseError(
+                f"{len(self.lost)} right candidates are not in {where}: {some(self.lost)}. A pool without them would make the "
+                "task easier; allow_missing=true keeps them in every denominator"
+            )
+
+
 def chosen(option: str, wanted: Sequence[str], known: Iterable[str]) -> tuple[str, ...]:
     """Members that an option names; ``all`` are all that are known."""
     known = tuple(known)
@@ -92,7 +142,7 @@ def content_id(*parts: str) -> str:
 
 
 def iter_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
-    """Rows of a Parquet, JSON lines, JSON (a list, or an object of lists or objects), CSV or TSV file.
+    """Rows of a Parquet, JSON lines, JSON (a list of objects), CSV or TSV file.
 
     Args:
         path: the file.
@@ -123,6 +173,22 @@ def cell(row: Mapping[str, Any], where: str, *names: str) -> Any:
     raise ReleaseError(
         f"{where}: column {' or '.join(map(repr, names))} is missing or empty; there are {', '.join(row)}"
     )
+
+
+def read_qrels(files: Iterable[Path]) -> dict[str, dict[str, int]]:
+    """Gains by query and candidate; of two judgements of one pair the higher one counts.
+
+    Raises:
+        UserError: a row lacks an id or its score.
+    """
+    judged: dict[str, dict[str, int]] = {}
+    for row, where in placed_rows(files):
+        query, one = (
+            safe_id(str(cell(row, where, f"{side}-id", f"{side}_id"))) for side in ("query", "corpus")
+        )
+        gains = judged.setdefault(query, {})
+        gains[one] = max(gains.get(one, 0), int(cell(row, where, "score")))
+    return judged
 
 
 def need_columns(where: object, there: Iterable[str], needed: Iterable[str], hint: str = "") -> None:
@@ -216,32 +282,36 @@ class Fields:
         found: dict[str, str] = {}
         unknown = []
         for name in names:
-            ours = self.given.get(name) or next(
-                (ours for ours, known in self.aliases.items() if _plain(name) in map(_plain, known)), None
-            )
+            ours = self._meaning(name)
             if ours == "ignore" or (ours is None and name.lower() in ignored):
                 continue
             if ours is None:
                 unknown.append(name)
-            elif ours in found and name not in self.given:
-                known = list(map(_plain, self.aliases[ours]))
-                if found[ours] in self.given:
-                    continue
-                if ours in self.prefer:
-                    found[ours] = min(found[ours], name, key=lambda one: known.index(_plain(one)))
-                    continue
-                raise ReleaseError(
-                    f"{path}: columns {found[ours]!r} and {name!r} could both be {ours!r}: say which, "
-                    f"field_map={name}=ignore"
-                )
             else:
-                found[ours] = name
+                found[ours] = self._chosen(path, ours, found.get(ours), name)
         if unknown:
             raise ReleaseError(
                 f"{path}: unknown columns {', '.join(unknown)}. Known fields are {', '.join(self.aliases)}; give "
                 f"field_map={unknown[0]}=FIELD, or field_map={unknown[0]}=ignore"
             )
         return found
+
+    def _meaning(self, name: str) -> str | None:
+        known = (ours for ours, names in self.aliases.items() if _plain(name) in map(_plain, names))
+        return self.given.get(name) or next(known, None)
+
+    def _chosen(self, path: Path, ours: str, first: str | None, name: str) -> str:
+        """Which of two columns that could both be ``ours``."""
+        if first is None or name in self.given:
+            return name
+        if first in self.given:
+            return first
+        if ours in self.prefer:
+            known = list(map(_plain, self.aliases[ours]))
+            return min(first, name, key=lambda one: known.index(_plain(one)))
+        raise ReleaseError(
+            f"{path}: columns {first!r} and {name!r} could both be {ours!r}: say which, field_map={name}=ignore"
+        )
 
 
 def _plain(name: str) -> str:
@@ -333,32 +403,26 @@ class Pictures:
     def _by_stem(self) -> dict[str, list[Path]]:
         if self._stems is None:
             self._stems = {}
-            seen = set()
-            for root in self.roots:
-                for path in sorted(root.rglob("*")):
-                    if path.suffix.lower() in PICTURES and path.resolve() not in seen:
-                        seen.add(path.resolve())
-                        self._stems.setdefault(path.stem, []).append(path.resolve())
+            paths = {path.resolve(): None for root in self.roots for path in sorted(root.rglob("*"))}
+            for path in paths:
+                if path.suffix.lower() in PICTURES:
+                    self._stems.setdefault(path.stem, []).append(path)
         return self._stems
 
     def _read_manifest(self, path: Path) -> None:
         self.roots.append(path.parent)
-        for number, row in enumerate(iter_rows(path), 1):
-            name = next((row[key] for key in ("id", "image_id", "ImageID") if row.get(key) is not None), None)
-            where = next((row[key] for key in ("path", "file", "image", "url") if row.get(key)), None)
-            if isinstance(where, Mapping):
-                where = where.get("bytes") or where.get("path")
-            if name is None or where is None:
-                raise ReleaseError(
-                    f"{path}, row {number}: a manifest needs id and path; there are {', '.join(row)}"
-                )
-            if isinstance(where, str) and "://" in where:
-                where = "/".join(where.split("/")[-2:])  # Visual Genome: .../VG_100K_2/1.jpg
-            if str(name) in self.manifest:
-                raise ReleaseError(f"{path}, row {number}: id {name!r} is listed twice")
-            self.manifest[str(name)] = where
+        for row, where in placed_rows([path]):
+            name = str(cell(row, where, "id", "image_id", "ImageID"))
+            found = cell(row, where, "path", "file", "image", "url")
+            if isinstance(found, Mapping):
+                found = found.get("bytes") or found.get("path")
+            if isinstance(found, str) and "://" in found:
+                found = "/".join(found.split("/")[-2:])  # Visual Genome: .../VG_100K_2/1.jpg
+            if name in self.manifest:
+                raise ReleaseError(f"{where}: id {name!r} is listed twice")
+            self.manifest[name] = found
             if row.get("coco_id") not in (None, ""):
-                self.coco[str(name)] = int(float(row["coco_id"]))
+                self.coco[name] = int(float(row["coco_id"]))
 
 
 def still(data: bytes) -> bytes:
@@ -370,16 +434,7 @@ def still(data: bytes) -> bytes:
     try:
         load_image(data)
     except ImageError:
-        try:
-            with Image.open(io.BytesIO(data)) as image:
-                if getattr(image, "n_frames", 1) < 2:
-                    raise
-                image.seek(0)
-                sink = io.BytesIO()
-                image.convert("RGB").save(sink, "PNG")
-                return sink.getvalue()
-        except (OSError, ValueError) as error:
-            raise ImageError(f"picture of {len(data)} bytes cannot be opened: {error}") from None
+        return _png(load_image(data, first_frame=True))
     return data
 
 
@@ -390,15 +445,17 @@ def stack(pictures: Sequence[bytes]) -> bytes:
         ImageError: one cannot be opened.
     """
     images = [load_image(data) for data in pictures]
-    whole = Image.new(
-        "RGB", (max(image.width for image in images), sum(image.height for image in images)), "white"
-    )
-    top = 0
+    size = max(image.width for image in images), sum(image.height for image in images)
+    whole, top = Image.new("RGB", size, "white"), 0
     for image in images:
         whole.paste(image, (0, top))
         top += image.height
+    return _png(whole)
+
+
+def _png(image: Image.Image) -> bytes:
     sink = io.BytesIO()
-    whole.save(sink, "PNG")
+    image.save(sink, "PNG")
     return sink.getvalue()
 
 
@@ -412,19 +469,6 @@ def _json_rows(path: Path) -> Iterator[dict[str, Any]]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ReleaseError(f"{path} cannot be read: {error}") from None
-    if isinstance(content, dict):
-        content = _unwrapped(content)
     if not isinstance(content, list) or not all(isinstance(row, dict) for row in content):
         raise ReleaseError(f"{path}: a list of objects is expected")
     yield from content
-
-
-def _unwrapped(content: dict[str, Any]) -> Any:
-    """The rows of an object: of rows or paths by id, or with a single list in it."""
-    kinds = {type(value) for value in content.values()}
-    if kinds == {dict}:
-        return [{"id": key} | value for key, value in content.items()]
-    if kinds == {str}:
-        return [{"id": key, "path": value} for key, value in content.items()]
-    lists = [value for value in content.values() if isinstance(value, list)]
-    return lists[0] if len(lists) == 1 else content

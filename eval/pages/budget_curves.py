@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from eval.pages.charts import Curve, Point, curves_chart, curves_file
+from eval.pages.charts import Curves, Point, curves_chart, curves_file
 
 BUDGET = "budget.json"
 BASES = ("direct", "reasoning")
@@ -11,15 +11,16 @@ BASES = ("direct", "reasoning")
 X_LABELS = {"tokens": "generated tokens a query", "ms": "milliseconds a query"}
 
 
-def curves_of(content: Mapping[str, Any]) -> dict[str, list[Curve]]:
+def curves_of(content: Mapping[str, Any]) -> dict[str, Curves]:
     """The points of budget.json as curves, against each cost by its words."""
-    out: dict[str, list[Curve]] = {}
+    out: dict[str, Curves] = {}
     for cost, words in X_LABELS.items():
         points: dict[str, list[Point]] = {}
-        for row in content["points"]:
+        for row in sorted(content["points"], key=lambda row: row[cost]):
             point = Point(row["name"], row[cost], row["value"], row["low"], row["high"])
             points.setdefault(row["curve"], []).append(point)
-        out[words] = [Curve(name, sorted(found, key=lambda p: p.x)) for name, found in points.items()]
+        names = dict.fromkeys(row["curve"] for row in content["points"])
+        out[words] = {name: points[name] for name in names}
     return out
 
 
@@ -30,7 +31,7 @@ def on_page(budget: Mapping[str, Any]) -> dict[str, Any]:
         "charts": [
             curves_chart(curves, metric=budget["metric"], x_label=words) for words, curves in found.items()
         ],
-        "labels": [curve.name for curve in next(iter(found.values()))],
+        "labels": list(next(iter(found.values()))),
         "rows": budget["points"],
         "metric": budget["metric"],
         "costs": budget["costs"],

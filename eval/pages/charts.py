@@ -91,12 +91,8 @@ class Point:
     number: int | None = None
 
 
-@dataclass(frozen=True)
-class Curve:
-    """Points that are joined, by ascending cost."""
-
-    name: str
-    points: Sequence[Point]
+Curves = Mapping[str, Sequence[Point]]
+"""Points that are joined, by the name of the curve; each by ascending cost."""
 
 
 @dataclass(frozen=True)
@@ -154,42 +150,35 @@ def line_chart(
                 f"chart {name!r}: series {one.label!r} has {len(one.x)} x and {len(one.y)} y values"
             )
     scale, unit = (100.0, "%") if percent else (1.0, "")
-    table = pd.concat([smoothed(one, bands) for one in series], ignore_index=True)
+    tables = [smoothed(one, bands) for one in series]
+    table = pd.concat(tables, ignore_index=True)
     table[["y", "mean"]] *= scale
     low, high = min(0.0, table["y"].min()), max(table["y"].max(), 0.0)
     y_domain = [low, high + 0.04 * ((high - low) or 1.0)]
     x_domain = [float(table["x"].min()), float(table["x"].max())]
     if x_domain[0] == x_domain[1]:
         x_domain = [x_domain[0] - 0.5, x_domain[0] + 0.5]
-    x = {"field": "x", "type": "quantitative", "title": x_label, "scale": {"domain": x_domain, "nice": False}}
-    colour = {"field": "series", "type": "nominal", "sort": None, "legend": None, "scale": {"range": COLOURS}}
-    dash = {"field": "series", "type": "nominal", "sort": None, "legend": None, "scale": {"range": DASHES}}
-
-    def y(field: str) -> dict[str, Any]:
-        axis = {"labelExpr": f"datum.label + '{unit}'"}
-        scale = {"domain": y_domain, "nice": False}
-        return {"field": field, "type": "quantitative", "axis": axis, "scale": scale}
-
+    y: dict[str, Any] = {"axis": {"labelExpr": f"datum.label + '{unit}'"}, "scale": _fixed(y_domain)}
     line = {"type": "line", "strokeJoin": "round", "strokeCap": "round"}
-    part = {"field": "part", "type": "nominal"}
+    x = _of("x", title=x_label, scale=_fixed(x_domain))
+    colour = _by("series", sort=None, legend=None, scale={"range": COLOURS})
+    dashes = _by("series", sort=None, legend=None, scale={"range": DASHES})
+
+    def along(field: str, **channels: Any) -> dict[str, Any]:
+        return {"x": x, "y": _of(field, **y), "color": colour, **channels}
+
     layers = [
+        {"mark": line | {"opacity": 0.3, "strokeWidth": 1}, "encoding": along("y", detail=_by("part"))},
+        {"mark": line | {"strokeWidth": 2}, "encoding": along("mean", detail=_by("part"), strokeDash=dashes)},
         {
-            "mark": line | {"opacity": 0.3, "strokeWidth": 1},
-            "encoding": {"x": x, "y": y("y"), "color": colour, "detail": part},
-        },
-        {
-            "mark": line | {"strokeWidth": 2},
-            "encoding": {"x": x, "y": y("mean"), "color": colour, "strokeDash": dash, "detail": part},
-        },
-        {
-            "mark": {"type": "circle", "size": 34, "opacity": 1, "aria": False},
+            "mark": _dot(34) | {"aria": False},
             "transform": [{"filter": "datum.last"}],
-            "encoding": {"x": x, "y": y("mean"), "color": colour},
+            "encoding": along("mean"),
         },
     ]
     lines = [
-        (one.label, found)
-        for one, (_, found) in zip(series, table.groupby("series", sort=False), strict=True)
+        (one.label, found.assign(mean=scale * found["mean"]))
+        for one, found in zip(series, tables, strict=True)
     ]
     hover = {
         "plot": [LEFT, TOP, PLOT_WIDTH, PLOT_HEIGHT],
@@ -202,15 +191,12 @@ def line_chart(
         ],
     }
     ends = [
-        f"{label + ': ' if label else ''}{number(found['mean'].iloc[0])}{unit} at {x_label} {number(found['x'].iloc[0])}, "
-        f"{number(found['mean'].iloc[-1])}{unit} at {x_label} {number(found['x'].iloc[-1])}"
+        f"{label + ': ' if label else ''}"
+        + ", ".join(f"{number(found['mean'].iloc[at])}{unit} at {x_label} {number(found['x'].iloc[at])}" for at in (0, -1))
         for label, found in lines
-    ]
-    return _on_page(
-        {"data": {"values": table.to_dict("records")}, "layer": _bands(bands, x_domain) + layers},
-        f"{name}. {'; '.join(ends)}",
-        hover,
-    )
+    ]  # fmt: skip
+    spec = {"data": {"values": table.to_dict("records")}, "layer": _bands(bands, x_domain) + layers}
+    return _on_page(spec, f"{name}. {'; '.join(ends)}", hover)
 
 
 def smoothed(series: Series, bands: Sequence[Band] = ()) -> pd.DataFrame:
@@ -230,9 +216,8 @@ def smoothed(series: Series, bands: Sequence[Band] = ()) -> pd.DataFrame:
             found = found[["x", "y"]].groupby(stretch).mean()
         # a window as wide as a 16th of the line calms the noise of single steps and keeps every bend that can be seen
         width = len(found) // 16 // 2 * 2 + 1
-        parts.append(
-            found.assign(part=part, mean=found["y"].rolling(width, center=True, min_periods=1).mean())
-        )
+        mean = found["y"].rolling(width, center=True, min_periods=1).mean()
+        parts.append(found.assign(part=part, mean=mean))
     out = pd.concat(parts, ignore_index=True).assign(series=series.label)
     return out.assign(last=out.index == len(out) - 1)
 
@@ -252,11 +237,7 @@ def scatter(points: Sequence[Point], *, name: str, x_label: str) -> Markup:
         raise ValueError(f"plot {name!r} must have points with costs from 0 up")
     costs = [point.x for point in points]
     log = min(costs) > 0 and max(costs) >= 10 * min(costs)
-    numbered = [
-        Curve(f"{point.number or place} {point.label}", [point])
-        for place, point in enumerate(points, start=1)
-    ]
-    spoken = "; ".join(f"{p.label} {100 * p.y:.1f} % at {number(p.x)}" for p in points)
+    numbered = {f"{p.number or place} {p.label}": [p] for place, p in enumerate(points, start=1)}
     spec = _over_cost(numbered, x_label, log=log, zero=True)
     spec["layer"].append(
         {
@@ -264,25 +245,25 @@ def scatter(points: Sequence[Point], *, name: str, x_label: str) -> Markup:
             "encoding": {"text": {"field": "number"}},
         }
     )
+    spoken = "; ".join(f"{p.label} {100 * p.y:.1f} % at {number(p.x)}" for p in points)
     return _on_page(spec, f"{name} over {x_label}: {spoken}")
 
 
-def curves_chart(curves: Sequence[Curve], *, metric: str, x_label: str) -> Markup:
+def curves_chart(curves: Curves, *, metric: str, x_label: str) -> Markup:
     """Curves of accuracy over a cost, each point with its interval; the same order gives the same colours."""
     ends = [
-        f"{curve.name}: {100 * curve.points[-1].y:.1f} % at {number(curve.points[-1].x)}" for curve in curves
+        f"{name}: {100 * points[-1].y:.1f} % at {number(points[-1].x)}" for name, points in curves.items()
     ]
     return _on_page(_over_cost(curves, x_label), f"{metric} against {x_label}. {'; '.join(ends)}")
 
 
-def curves_file(charts: Mapping[str, Sequence[Curve]], metric: str) -> str:
+def curves_file(charts: Mapping[str, Curves], metric: str) -> str:
     """Charts of the same curves over several costs (by the words for each), with a legend, as a file."""
-    title = f"{metric} against cost, 95 % intervals"
     panels = [
-        _over_cost(curves, x_label, legend=True) | {"width": 400, "height": 220}
+        _over_cost(curves, x_label, legend={}) | {"width": 400, "height": 220}
         for x_label, curves in charts.items()
     ]
-    return as_file({"vconcat": panels}, title)
+    return as_file({"vconcat": panels}, f"{metric} against cost, 95 % intervals")
 
 
 def interval_chart(marks: Sequence[Mark], *, title: str, percent: bool = True) -> str:
@@ -299,22 +280,27 @@ def interval_chart(marks: Sequence[Mark], *, title: str, percent: bool = True) -
     """
     if not marks:
         raise ValueError(f"plot {title!r} has nothing to show")
-    scale, unit = (100.0, "%") if percent else (1.0, "")
     groups = list(dict.fromkeys(mark.group for mark in marks))
     if len(groups) > STYLES:
         raise ValueError(f"plot {title!r} has {len(groups)} slices, there are {STYLES} colours")
+    y_axis = {"domain": False, "ticks": False, "title": None, "labelFontSize": 13, "labelColor": "var(--ink)",
+              "labelLimit": 200}  # fmt: skip
     arms = list(dict.fromkeys(mark.arm for mark in marks))
+    place = {
+        "y": _by("arm", sort=arms, axis=y_axis, scale={"padding": 0.25}),
+        "yOffset": _by("group", sort=groups),
+        "color": _by("group", scale={"domain": groups, "range": COLOURS}, legend={} if len(groups) > 1 else None),
+    }  # fmt: skip
     panels = [
-        _interval_panel([mark for mark in marks if mark.panel == panel], arms, groups, scale, unit)
+        _interval_panel([mark for mark in marks if mark.panel == panel], place, percent)
         for panel in dict.fromkeys(mark.panel for mark in marks)
     ]
     return as_file({"vconcat": panels}, title)
 
 
-def _interval_panel(
-    marks: Sequence[Mark], arms: Sequence[str], groups: Sequence[str], scale: float, unit: str
-) -> dict[str, Any]:
+def _interval_panel(marks: Sequence[Mark], place: Mapping[str, Any], percent: bool) -> dict[str, Any]:
     """The marks of one panel: a rule for each interval, a ring for each seed, a dot for each mean."""
+    scale, unit = (100.0, "%") if percent else (1.0, "")
     panel = marks[0].panel
     rows = [
         {"arm": m.arm, "group": m.group, "mean": scale * m.mean,
@@ -323,22 +309,8 @@ def _interval_panel(
         for m in marks
     ]  # fmt: skip
     seeds = [{"arm": m.arm, "group": m.group, "seed": scale * seed} for m in marks for seed in m.seeds]
-    x_axis = {"grid": True, "domain": False, "labelExpr": f"datum.label + '{unit}'"}
-    y_axis = {"domain": False, "ticks": False, "title": None, "labelFontSize": 13, "labelColor": "var(--ink)",
-              "labelLimit": 200}  # fmt: skip
-
-    def x(field: str) -> dict[str, Any]:
-        zero = {"zero": False, "padding": 8}
-        return {"field": field, "type": "quantitative", "title": None, "axis": x_axis, "scale": zero}
-
-    place = {
-        "y": {"field": "arm", "type": "nominal", "sort": arms, "axis": y_axis, "scale": {"padding": 0.25}},
-        "yOffset": {"field": "group", "type": "nominal", "sort": groups},
-        "color": {
-            "field": "group", "type": "nominal", "scale": {"domain": groups, "range": COLOURS},
-            "legend": {} if len(groups) > 1 else None,
-        },
-    }  # fmt: skip
+    axis = {"grid": True, "domain": False, "labelExpr": f"datum.label + '{unit}'"}
+    x = {"title": None, "axis": axis, "scale": {"zero": False, "padding": 8}}
     words = {"description": {"field": "words"}}
     return {
         "title": {"text": panel, "fontSize": 13, "offset": 4},
@@ -348,17 +320,14 @@ def _interval_panel(
         "layer": [
             {
                 "mark": {"type": "rule", "strokeWidth": 2},
-                "encoding": place | {"x": x("low"), "x2": {"field": "high"}},
+                "encoding": {**place, "x": _of("low", **x), "x2": {"field": "high"}},
             },
             {
                 "data": {"values": seeds},
                 "mark": {"type": "point", "size": 28, "opacity": 0.6},
-                "encoding": place | {"x": x("seed")},
+                "encoding": {**place, "x": _of("seed", **x)},
             },
-            {
-                "mark": {"type": "circle", "size": 60, "opacity": 1},
-                "encoding": place | words | {"x": x("mean")},
-            },
+            {"mark": _dot(60), "encoding": {**place, **words, "x": _of("mean", **x)}},
         ],
     }
 
@@ -391,86 +360,89 @@ def palette() -> tuple[dict[str, str], dict[str, str]]:
     return light, light | dark
 
 
+def _of(field: str, **more: Any) -> dict[str, Any]:
+    return {"field": field, "type": "quantitative", **more}
+
+
+def _by(field: str, **more: Any) -> dict[str, Any]:
+    return {"field": field, "type": "nominal", **more}
+
+
+def _dot(size: int) -> dict[str, Any]:
+    return {"type": "circle", "size": size, "opacity": 1}
+
+
+def _fixed(domain: Sequence[float]) -> dict[str, Any]:
+    return {"domain": list(domain), "nice": False}
+
+
 def _interval(one: Mark | Point, scale: float) -> str:
     return "" if one.low is None or one.high is None else f" [{scale * one.low:.1f}, {scale * one.high:.1f}]"
 
 
 def _over_cost(
-    curves: Sequence[Curve], x_label: str, *, log: bool = False, zero: bool = False, legend: bool = False
+    curves: Curves,
+    x_label: str,
+    *,
+    log: bool = False,
+    zero: bool = False,
+    legend: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
+    points = [(place, name, point) for place, (name, own) in enumerate(curves.items(), 1) for point in own]
     rows = [
-        {"curve": curve.name, "number": str(point.number or place), "x": point.x, "y": 100 * point.y,
-         "low": None if point.low is None else 100 * point.low,
-         "high": None if point.high is None else 100 * point.high,
+        {"curve": name, "number": str(point.number or place), "x": point.x, "y": 100 * point.y,
+         "low": point.low and 100 * point.low, "high": point.high and 100 * point.high,
          "words": f"{point.label}: {100 * point.y:.1f} %{_interval(point, 100.0)} at {number(point.x)}"}
-        for place, curve in enumerate(curves, start=1) for point in curve.points
+        for place, name, point in points
     ]  # fmt: skip
-    x_scale = {"type": "log"} if log else {"zero": True}
     y_scale: dict[str, Any] = {"zero": zero}
-    if max(p.y if p.high is None else p.high for curve in curves for p in curve.points) <= 0:
+    if max(point.y if point.high is None else point.high for _, _, point in points) <= 0:
         y_scale["domain"] = [0, 1]
-    y_axis = {"labelExpr": "datum.label + '%'"}
+    names = list(curves)
     return {
         "data": {"values": rows},
         "encoding": {
-            "x": {"field": "x", "type": "quantitative", "title": x_label, "scale": x_scale},
-            "color": {
-                "field": "curve", "type": "nominal", "sort": None, "legend": {} if legend else None,
-                "scale": {"domain": [curve.name for curve in curves], "range": COLOURS},
-            },
-            "y": {"field": "y", "type": "quantitative", "title": None, "axis": y_axis, "scale": y_scale},
+            "x": _of("x", title=x_label, scale={"type": "log"} if log else {"zero": True}),
+            "color": _by("curve", sort=None, legend=legend, scale={"domain": names, "range": COLOURS}),
+            "y": _of("y", title=None, axis={"labelExpr": "datum.label + '%'"}, scale=y_scale),
         },
         "layer": [
             {
                 "mark": {"type": "line", "strokeWidth": 2},
                 "encoding": {
-                    "strokeDash": {
-                        "field": "curve", "type": "nominal", "legend": None,
-                        "scale": {"domain": [curve.name for curve in curves], "range": DASHES},
-                    }
+                    "strokeDash": _by("curve", legend=None, scale={"domain": names, "range": DASHES})
                 },
             },
             {
                 "transform": [{"filter": "isValid(datum.low) && isValid(datum.high)"}],
                 "mark": {"type": "rule", "opacity": 0.6, "strokeWidth": 1.5},
-                "encoding": {"y": {"field": "low", "type": "quantitative"}, "y2": {"field": "high"}},
+                "encoding": {"y": _of("low"), "y2": {"field": "high"}},
             },
-            {
-                "mark": {"type": "circle", "size": 60, "opacity": 1},
-                "encoding": {"description": {"field": "words"}},
-            },
+            {"mark": _dot(60), "encoding": {"description": {"field": "words"}}},
         ],
-    }  # fmt: skip
+    }
 
 
 def _bands(bands: Sequence[Band], x_domain: Sequence[float]) -> list[dict[str, Any]]:
+    if len(bands) < 2:
+        return []
     low, high = x_domain
     visible = [
         (max(b.start, low), min(b.end, high), b.label) for b in bands if b.end > low and b.start < high
     ]
-    if len(bands) < 2:
-        return []
     rows = [
         # a name that would run into the next one is left out
         {"start": start, "end": end, "odd": place % 2,
          "label": label if (end - start) / (high - low) * PLOT_WIDTH > 6.6 * len(label) else ""}
         for place, (start, end, label) in enumerate(visible)
     ]  # fmt: skip
-    x = {"field": "start", "type": "quantitative", "scale": {"domain": list(x_domain), "nice": False}}
+    x = _of("start", scale=_fixed(x_domain))
+    shades = _of("odd", legend=None, scale={"domain": [0, 1], "range": [0.35, 0.95]})
     return [
         {
             "data": {"values": rows},
             "mark": {"type": "rect", "color": "var(--sunken)"},
-            "encoding": {
-                "x": x,
-                "x2": {"field": "end"},
-                "opacity": {
-                    "field": "odd",
-                    "type": "quantitative",
-                    "legend": None,
-                    "scale": {"domain": [0, 1], "range": [0.35, 0.95]},
-                },
-            },
+            "encoding": {"x": x, "x2": {"field": "end"}, "opacity": shades},
         },
         {
             "data": {"values": rows},

@@ -114,30 +114,26 @@ def sentence(text: str | None) -> str:
 
 def _write(title: str, tasks: Iterable[str], pool: str, options: MbeirOptions, member: str) -> RetrievalSet:
     """One set: the queries of some tasks and a pool."""
-    pictures = Pictures([options.images or options.src])
-    prompts = _prompts(options)
-
-    def picture(path: str | None, where: str) -> bytes | Path | None:
-        return pictures.need(path, where, "unpack mbeir_images.tar.gz and give images=DIR") if path else None
-
+    pictures, prompts = Pictures([options.images or options.src]), _prompts(options)
     queries: list[Query] = []
-    judged: dict[str, list[str]] = {}
+    pairs: list[tuple[str, str]] = []
     for task in tasks:
         right = _right(options.src / f"qrels/test/mbeir_{task}_test_qrels.txt")
         for row, where in placed_rows([_there(options.src / query_file(task))]):
-            queries.append(_query(row, where, task, prompts, picture(row.get("query_img_path"), where)))
-            judged[queries[-1].id] = right.get(queries[-1].id, [])
-    pairs = [(query, one) for query, found in judged.items() for one in found]
-    wanted = {one for _, one in pairs}
+            queries.append(_query(row, where, task, prompts, pictures))
+            pairs += [(queries[-1].id, one) for one in right.get(queries[-1].id, [])]
     rows = partial(placed_rows, [_there(options.src / pool)])
+    wanted = {one for _, one in pairs}
     held = wanted & {str(cell(row, where, "did")) for row, where in rows()}
-    own = {one for query, one in pairs if options.pool == "global" or _dataset(one) == _dataset(query)}
-    if lost := sorted(own - held):
+    if options.pool == "local":
+        wanted = {one for query, one in pairs if _dataset(one) == _dataset(query)}
+    if lost := sorted(wanted - held):
         raise ReleaseError(f"{options.src / pool} lacks {len(lost)} right candidates: {some(lost)}")
+    num_elsewhere = len({one for _, one in pairs} - held)
 
     def corpus() -> Iterator[Candidate]:
         for row, where in rows():
-            image = picture(row.get("img_path"), where)
+            image = _picture(pictures, row.get("img_path"), where)
             yield Candidate(str(cell(row, where, "did")), sentence(row.get("txt")) or None, image)
 
     return options.write(
@@ -148,7 +144,7 @@ def _write(title: str, tasks: Iterable[str], pool: str, options: MbeirOptions, m
             "source": "TIGER-Lab/M-BEIR, imported by eval.benchmarks.mbeir.importer",
             "pool": options.pool,
             "instructions": options.instructions,
-            "right_candidates_of_another_pool": len(wanted - held),
+            "right_candidates_of_another_pool": num_elsewhere,
         },
         queries=queries,
         corpus=corpus(),
@@ -156,12 +152,12 @@ def _write(title: str, tasks: Iterable[str], pool: str, options: MbeirOptions, m
     )
 
 
+def _picture(pictures: Pictures, path: str | None, where: str) -> bytes | Path | None:
+    return pictures.need(path, where, "unpack mbeir_images.tar.gz and give images=DIR") if path else None
+
+
 def _query(
-    row: dict[str, Any],
-    where: str,
-    task: str,
-    prompts: dict[tuple[str, ...], str],
-    image: bytes | Path | None,
+    row: dict[str, Any], where: str, task: str, prompts: dict[tuple[str, ...], str], pictures: Pictures
 ) -> Query:
     name, modality = str(cell(row, where, "qid")), str(cell(row, where, "query_modality"))
     prompt = None
@@ -174,6 +170,7 @@ def _query(
         prompt = sentence(prompts[key])
     # the released text is one sentence of both: instruction, blank, text
     text = sentence(f"{prompt or ''} {row.get('query_txt') or ''}").removeprefix(prompt or "").strip()
+    image = _picture(pictures, row.get("query_img_path"), where)
     return Query(
         name,
         text or None,

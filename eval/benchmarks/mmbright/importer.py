@@ -21,13 +21,13 @@ first released finds it only in ``KEY_N.txt``; documents in several chunks (``KE
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from eval.benchmarks.release_files import (
+    Draft,
     ReleaseError,
     ReleaseOptions,
     as_list,
@@ -36,7 +36,6 @@ from eval.benchmarks.release_files import (
     content_id,
     iter_rows,
     need_columns,
-    some,
     stack,
     still,
 )
@@ -48,9 +47,6 @@ from rge.common.schema import safe_id
 TASKS = ("1", "2", "3", "4")
 POLICIES = ("first", "vconcat", "all")
 KEYS = ("chunked", "legacy")
-GAINS = ("graded", "binary")
-ESSENTIALITY = ("essentiality", "image_essentiality")
-GRADES = ("essential", "helpful", "redundant")
 NO_IMAGE = "__NO_IMAGE__"
 
 
@@ -67,12 +63,6 @@ class MmbrightOptions(ReleaseOptions):
     for models of one picture), all (the paper, for others)."""
     keys: str = "chunked"
     """Task 4: legacy joins by the pattern first released, which the published table used."""
-    gains: str = "graded"
-    """Task 4: graded (2 with a positive picture, 1 without picture: the paper), or binary (1 for every pair of a gold
-    document, whatever its picture: the code first released)."""
-    essentiality: Path | None = None
-    """Table (csv, tsv, parquet, json, jsonl) with domain, id and essentiality (essential, helpful, redundant), for a
-    release whose queries have no such column themselves."""
     allow_missing: bool = False
     """Accept gold documents or pictures that are not in the corpus; they stay in every denominator."""
 
@@ -86,11 +76,8 @@ def import_mmbright(options: MmbrightOptions) -> list[str]:
     one_of("task", [options.task], TASKS)
     one_of("image_policy", [options.image_policy], POLICIES)
     one_of("keys", [options.keys], KEYS)
-    one_of("gains", [options.gains], GAINS)
-    if options.task != "4" and (options.keys, options.gains) != ("chunked", "graded"):
-        raise ReleaseError(
-            f"keys= and gains= are of task 4 and have no effect on task {options.task}: leave them out"
-        )
+    if options.task != "4" and options.keys != "chunked":
+        raise ReleaseError(f"keys= is of task 4 and has no effect on task {options.task}: leave it out")
     config = "examples" if options.task == "1" else "examples_multimodal"
     there = sorted(
         {re.sub(r"-\d{5}-of-\d{5}$", "", path.stem) for path in (options.src / config).glob("*.parquet")}
@@ -100,17 +87,15 @@ def import_mmbright(options: MmbrightOptions) -> list[str]:
             f"{options.src / config} has no DOMAIN.parquet: src must be a snapshot of mm-bright/MM-BRIGHT"
         )
     names = chosen("domains", options.domains, there)
-    grades = _grades(options.essentiality) if options.essentiality is not None else {}
-    of_task_4 = {"keys": options.keys, "gains": options.gains} if options.task == "4" else {}
     return options.write_members(
         {name: {} for name in names},
-        lambda name: _Domain(name, options, grades).write(),
+        lambda name: _Domain(name, options).write(),
         name=f"MM-BRIGHT task {options.task}",
         benchmark="mmbright",
         column="domain",
         task=int(options.task),
         image_policy=options.image_policy,
-        **{"keys": None, "gains": None} | of_task_4,
+        keys=options.keys if options.task == "4" else None,
     )
 
 
@@ -132,17 +117,11 @@ class _Domain:
 
     name: str
     options: MmbrightOptions
-    grades: Mapping[tuple[str, str], str]
-    queries: list[Query] = field(default_factory=list)
-    qrels: list[tuple[str, str, int]] = field(default_factory=list)
-    negatives: list[tuple[str, str]] = field(default_factory=list)
-    lost: list[str] = field(default_factory=list)
     unscored: list[str] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)
 
-    @property
-    def task(self) -> str:
-        return self.options.task
+    def __post_init__(self) -> None:
+        self.task = self.options.task
 
     @cached_property
     def doc_ids(self) -> dict[str, None]:
@@ -182,25 +161,21 @@ class _Domain:
 
     def write(self) -> None:
         """Read the domain and write its set."""
-        known = self._candidates()
-        asked = self._asked()
-        graded = any(row["essentiality"] for row in asked)
+        draft = Draft(self._candidates())
+        columns = ["id", "query", "gold_ids", "negative_ids"]
+        columns += ["image_paths"] if self.task != "1" else []
+        columns += ["positive_images", "negative_images"] if self.task in ("3", "4") else []
         shown: dict[str, bytes] = {}
         if self.task != "1":
             rows = self._rows("examples_images", ("path", "bytes"))
             shown = {_path(row["path"]): row["bytes"] for row in rows}
-        for row in asked:
-            self._add(row, known, shown, graded=graded)
-        if self.lost and not self.options.allow_missing:
+        for row in self._rows("examples" if self.task == "1" else "examples_multimodal", columns):
+            self._add(row, draft, shown)
+        draft.refuse_lost(f"the corpus of {self.name}", allowed=self.options.allow_missing)
+        if not draft.queries:
             raise ReleaseError(
-                f"{self.name}: {len(self.lost)} gold candidates are not in the corpus: {some(self.lost)}. "
-                "allow_missing=true keeps them in every denominator"
+                f"{self.name}: none of {len(self.unscored)} queries has a positive in task {self.task}"
             )
-        if not self.queries:
-            raise ReleaseError(
-                f"{self.name}: none of {len(asked)} queries has a positive in task {self.task}"
-            )
-        of_task_4 = self.task == "4"
         self.options.write(
             self.name,
             meta={
@@ -210,17 +185,15 @@ class _Domain:
                 "task": int(self.task),
                 "domain": self.name,
                 "image_policy": None if self.task == "1" else self.options.image_policy,
-                "keys": self.options.keys if of_task_4 else None,
-                "gains": self.options.gains if of_task_4 else None,
+                "keys": self.options.keys if self.task == "4" else None,
                 "queries_without_positives": self.unscored,
                 "undecodable_pictures": self.broken,
-                "num_missing_positives": len(self.lost),
-                **({"report_by": ["essentiality"]} if graded else {}),
+                "num_missing_positives": len(draft.lost),
             },
-            queries=self.queries,
+            queries=draft.queries,
             corpus=self._corpus(),
-            qrels=self.qrels,
-            negatives=self.negatives,
+            qrels=draft.qrels,
+            negatives=draft.negatives,
         )
 
     def _candidates(self) -> set[str]:
@@ -244,40 +217,22 @@ class _Domain:
                 path = pair.partition("|||")[2]
                 yield Candidate(safe_id(pair), row["content"], self.images.get(path))
 
-    def _asked(self) -> list[dict[str, Any]]:
-        """The queries, each with its ``essentiality``."""
-        columns = ["id", "query", "gold_ids", "negative_ids"]
-        columns += ["image_paths"] if self.task != "1" else []
-        columns += ["positive_images", "negative_images"] if self.task in ("3", "4") else []
-        config = "examples" if self.task == "1" else "examples_multimodal"
-        rows = list(self._rows(config, columns, ESSENTIALITY))
-        for row in rows:
-            given = next((row[key] for key in ESSENTIALITY if row.get(key)), None)
-            grade = self.grades.get((self.name, str(row["id"])))
-            row["essentiality"] = grade or _grade(given, f"{self.name}: query {row['id']!r}")
-        return rows
-
-    def _add(self, row: dict[str, Any], known: set[str], shown: dict[str, bytes], *, graded: bool) -> None:
+    def _add(self, row: dict[str, Any], draft: Draft, shown: dict[str, bytes]) -> None:
         name = str(row["id"])
         gains, wrong = self._judgements(row)
         if not any(gains.values()):
             self.unscored.append(name)
             return
-        absent = [one for one, gain in gains.items() if gain and one not in known]
-        self.lost += [f"{name}: {one}" for one in absent]
         paths = [] if self.task == "1" else [_path(one) for one in as_list(row["image_paths"])]
-        self.queries.append(
+        draft.queries.append(
             Query(
                 id=safe_id(name),
                 text=row["query"],
                 images=tuple(self._shown(name, paths, shown)),
                 group=content_id(*paths) if paths else safe_id(name),
-                columns={"num_missing_positives": len(absent)}
-                | ({"essentiality": row["essentiality"] or "not said"} if graded else {}),
+                columns={"num_missing_positives": draft.judge(name, gains, wrong)},
             )
         )
-        self.qrels += [(safe_id(name), safe_id(one), gain) for one, gain in gains.items() if one in known]
-        self.negatives += [(safe_id(name), safe_id(one)) for one in dict.fromkeys(wrong) if one in known]
 
     def _judgements(self, row: dict[str, Any]) -> tuple[dict[str, int], list[str]]:
         """Gains by candidate, 0 for what was judged and is not right; and candidates that are wrong."""
@@ -285,22 +240,21 @@ class _Domain:
         if self.task in ("1", "2"):
             return dict.fromkeys(gold, 1), [str(one) for one in as_list(row["negative_ids"])]
         right = _images(row["positive_images"])
-        wrong_images = [path for path in _images(row["negative_images"]) if path not in right]
-        if self.task == "3":
-            return dict.fromkeys(right, 1), wrong_images
+        wrong = [path for path in _images(row["negative_images"]) if path not in right]
+        return (
+            (dict.fromkeys(right, 1), wrong) if self.task == "3" else self._of_pairs(gold, right, set(wrong))
+        )
+
+    def _of_pairs(
+        self, gold: Sequence[str], right: Sequence[str], wrong: set[str]
+    ) -> tuple[dict[str, int], list[str]]:
+        """The same for task 4, of gold documents and of pictures that are right and wrong."""
         golds = set(gold)
-        of_gold = [pair for doc, pairs in self.pairs.items() if doc in golds for pair in pairs]
-        gains = {f"{doc}|||{NO_IMAGE}": 1 for doc in gold}
-        gains |= dict.fromkeys(of_gold, 1) if self.options.gains == "binary" else self._graded(gold, right)
-        bad = set(wrong_images)
-        wrong = [
-            pair
-            for pairs in self.pairs.values()
-            for pair in pairs
-            if pair.partition("|||")[2] in bad and pair not in gains
-        ]
         # the rest of a gold document's pairs were judged, and are not right
-        return gains | {pair: 0 for pair in of_gold if pair not in gains}, wrong
+        gains = {pair: 0 for doc, pairs in self.pairs.items() if doc in golds for pair in pairs}
+        gains |= {f"{doc}|||{NO_IMAGE}": 1 for doc in gold} | self._graded(gold, right)
+        every = (pair for pairs in self.pairs.values() for pair in pairs)
+        return gains, [one for one in every if one.partition("|||")[2] in wrong and not gains.get(one)]
 
     def _graded(self, gold: Sequence[str], right: Sequence[str]) -> dict[str, int]:
         """2 for a gold document with a positive picture of its page."""
@@ -328,9 +282,7 @@ class _Domain:
             return [stack(pictures)]
         return pictures[:1] if self.options.image_policy == "first" else pictures
 
-    def _rows(
-        self, config: str, columns: Sequence[str], optional: Sequence[str] = ()
-    ) -> Iterator[dict[str, Any]]:
+    def _rows(self, config: str, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
         """Rows of the domain's files in a configuration."""
         folder, name = self.options.src / config, self.name
         whole = folder / f"{name}.parquet"
@@ -339,30 +291,7 @@ class _Domain:
             raise ReleaseError(f"{whole} is not there: src must be a snapshot of mm-bright/MM-BRIGHT")
         for path in files:
             need_columns(path, column_names(path), columns)
-            yield from iter_rows(path, [*columns, *optional])
-
-
-def _grades(path: Path) -> dict[tuple[str, str], str]:
-    """(domain, query id) -> essentiality, of a table made by others."""
-    found = {}
-    for row in iter_rows(path):
-        if lacking := {"domain", "id", "essentiality"} - row.keys():
-            raise ReleaseError(
-                f"{path}: column {min(lacking)!r} is missing; it needs domain, id and essentiality"
-            )
-        key = (str(row["domain"]), str(row["id"]))
-        if grade := _grade(row["essentiality"], f"{path}: {key[0]}, query {key[1]!r}"):
-            found[key] = grade
-    return found
-
-
-def _grade(value: Any, where: str) -> str | None:
-    if value is None or value != value or value == "":  # NaN is no grade either
-        return None
-    word = str(value).strip().lower()
-    if word not in GRADES:
-        raise ReleaseError(f"{where}: essentiality must be {', '.join(GRADES)}, got {value!r}")
-    return word
+            yield from iter_rows(path, columns)
 
 
 def _images(value: Any) -> list[str]:

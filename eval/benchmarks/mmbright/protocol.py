@@ -20,15 +20,8 @@ class Mmbright(Protocol):
     """MM-BRIGHT: the mean over domains of nDCG@10."""
 
     def prepare(self, wanted: RetrievalSet) -> RetrievalSet:
-        """Official: hard negatives of tasks 1 and 2, and task 4's pairs with a negative picture, leave the ranking.
-
-        A set imported with ``gains=binary`` is scored as the code first released did, which removed nothing in task 4.
-        """
-        if self.profile == "clean":
-            return wanted
-        task = wanted.meta.get("task")
-        # the code that gave every pair of a gold document 1 meant to remove documents from pairs, which removed nothing
-        removes = task in (1, 2) or (task == 4 and wanted.meta.get("gains") != "binary")
+        """Official: hard negatives of tasks 1 and 2, and task 4's pairs with a negative picture, leave the ranking."""
+        removes = self.profile == "official" and wanted.meta.get("task") in (1, 2, 4)
         return replace(wanted, excluded=wanted.negatives) if removes else wanted
 
     def score(self, wanted: RetrievalSet, ranking: Ranking, missing: Sequence[str] = ()) -> Scored:
@@ -77,8 +70,7 @@ PROTOCOLS = (
         (
             "nDCG@10 with linear gains, mean over domains",
             "hard negatives stay in the ranking",
-            "task 4 is graded as in the paper: 2 for a gold document with a positive picture, 1 for it without picture; "
-            "a set imported with gains=binary gives every pair of a gold document 1",
+            "task 4 is graded as in the paper: 2 for a gold document with a positive picture, 1 for it without picture",
             "queries without any positive are not part of the set",
         ),
     ),
@@ -92,8 +84,7 @@ PROTOCOLS = (
             "over domains",
             "tasks 1 and 2: the query's hard negatives are removed from its ranking",
             "task 4: graded 2 and 1; pairs with a picture judged wrong are removed. With keys=legacy at import this is what "
-            "the code calls the protocol of Table 6; its first release (2d37a4d) gave every pair of a gold document 1 and "
-            "removed none: gains=binary at import",
+            "the code calls the protocol of Table 6",
             "equal scores are in trec_eval's order, the larger id first",
         ),
         skips_missing=True,

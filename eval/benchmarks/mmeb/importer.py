@@ -22,6 +22,7 @@ from eval.benchmarks.release_files import (
     as_list,
     chosen,
     content_id,
+    files_of_split,
     need_columns,
     placed_rows,
 )
@@ -56,7 +57,7 @@ def import_mmeb(options: MmebOptions) -> list[str]:
     """
     one_of("instructions", [options.instructions], INSTRUCTIONS)
     names = chosen("sets", options.sets, SETS)
-    files = {name: file for name in names if (file := _file(options.src, name)) is not None}
+    files = {name: found for name in names if (found := _files(options.src, name))}
     refuse_lacking(options.src, [name for name in names if name not in files], len(names), "36 is no MMEB")
     roots = (options.images, options.src / "images", options.src / "MMEB-images", options.src)
     pictures = Pictures([root for root in roots if root])
@@ -83,14 +84,10 @@ def refuse_lacking(src: Path, missing: Sequence[str], num: int, average_of_fewer
         )
 
 
-def _file(src: Path, name: str) -> Path | None:
-    endings = (".parquet", ".jsonl")
-    found = [path for ending in endings for path in (src / name).glob(f"*{ending}")]
-    found = [path for path in (*found, *(src / f"{name}{ending}" for ending in endings)) if path.is_file()]
-    tests = [path for path in found if "test" in path.name]
-    if len(tests or found) > 1:
-        raise ReleaseError(f"{src}: {', '.join(map(str, tests or found))} could all be {name}: leave one")
-    return next(iter(tests or found), None)
+def _files(src: Path, name: str) -> list[Path]:
+    if (src / name).is_dir():
+        return files_of_split(src / name, "test")
+    return [path for path in (src / f"{name}.parquet", src / f"{name}.jsonl") if path.is_file()]
 
 
 @dataclass
@@ -146,17 +143,17 @@ class OwnCandidates:
         }  # fmt: skip
 
 
-def _import_one(name: str, file: Path, pictures: Pictures, options: MmebOptions) -> None:
-    clean = _verbatim if options.verbatim else plain
+def _import_one(name: str, files: Sequence[Path], pictures: Pictures, options: MmebOptions) -> None:
+    clean = (lambda text: text or "") if options.verbatim else plain
     draft = OwnCandidates(name, partial(pictures.need, hint="unpack images.zip and give images=DIR"))
     if options.instructions == "rge":
         draft.word_query = lambda text: reword(name, text, "query")
         draft.word_candidate = lambda text: text and reword(name, text, "candidate")
-    for row, where in placed_rows([file]):
-        need_columns(file, row, COLUMNS)
+    for row, where in placed_rows(files):
+        need_columns(where, row, COLUMNS)
         if apart := [column for column in APART if row.get(column)]:
             raise ReleaseError(
-                f"{file}: column {apart[0]!r} holds the instruction apart from the text, as the files of MMEB-V2 "
+                f"{where}: column {apart[0]!r} holds the instruction apart from the text, as the files of MMEB-V2 "
                 "(MMEB_Test_Instruct) do; without it other texts would be embedded: give the files of MMEB-eval"
             )
         targets = [(clean(text), path) for text, path in _targets(row, where)]
@@ -167,7 +164,7 @@ def _import_one(name: str, file: Path, pictures: Pictures, options: MmebOptions)
             where,
         )
     if not draft.queries:
-        raise ReleaseError(f"{file} has no rows")
+        raise ReleaseError(f"{files[0]} has no rows")
     options.write(
         name,
         meta={
@@ -183,10 +180,6 @@ def _import_one(name: str, file: Path, pictures: Pictures, options: MmebOptions)
         },
         **draft.parts(),
     )
-
-
-def _verbatim(text: str | None) -> str:
-    return text or ""
 
 
 def _targets(row: dict[str, Any], where: str) -> list[tuple[str, str]]:

@@ -30,6 +30,7 @@ from eval.benchmarks.release_files import (
     files_of_split,
     need_columns,
     placed_rows,
+    read_qrels,
 )
 from eval.sets.write_set import Candidate, Query
 from rge.common.mmeb_prompts import PLACEHOLDER, SETS, plain
@@ -176,16 +177,16 @@ def _import_documents(name: str, options: Mmeb2Options, about: dict[str, str]) -
     def rows(part: str) -> Iterator[tuple[dict[str, Any], str]]:
         return placed_rows(files_of_split(options.src / name / part, DOCUMENTS[name][1]))
 
-    judged: dict[str, dict[str, int]] = {}
-    for row, where in rows("qrels"):
-        query, document, gain = (cell(row, where, key) for key in ("query-id", "corpus-id", "score"))
-        if gain > 0:
-            of_query, one = judged.setdefault(safe_id(str(query)), {}), safe_id(str(document))
-            of_query[one] = max(of_query.get(one, 0), int(gain))
+    judged = {
+        query: {one: gain for one, gain in gains.items() if gain > 0}
+        for query, gains in read_qrels(
+            files_of_split(options.src / name / "qrels", DOCUMENTS[name][1])
+        ).items()
+    }
     queries = []
     for row, where in rows("queries"):
         query = safe_id(str(cell(row, where, "query-id")))
-        if query not in judged:
+        if not judged.get(query):
             raise ReleaseError(
                 f"{where}: query {query!r} has no judgement above 0, at which the released code ends too"
             )

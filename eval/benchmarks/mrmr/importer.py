@@ -22,6 +22,7 @@ from eval.benchmarks.release_files import (
     chosen,
     files_of_split,
     placed_rows,
+    read_qrels,
 )
 from eval.sets.write_set import Candidate, Query
 from rge.common.options import one_of
@@ -89,12 +90,7 @@ def _import_one(task: str, options: MrmrOptions) -> None:
     def rows(part: str) -> Iterator[tuple[dict[str, Any], str]]:
         return placed_rows(files_of_split(options.src / task / part, "test"))
 
-    judged: dict[str, dict[str, int]] = {}
-    for row, where in rows("qrels"):
-        query, document = (
-            safe_id(str(cell(row, where, f"{side}_id", f"{side}-id"))) for side in ("query", "corpus")
-        )
-        judged.setdefault(query, {})[document] = int(cell(row, where, "score"))
+    judged = read_qrels(files_of_split(options.src / task / "qrels", "test"))
     asked, queries = [], []
     for row, where in rows("query"):
         asked.append(safe_id(str(cell(row, where, "id"))))

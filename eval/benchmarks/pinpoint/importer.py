@@ -15,12 +15,14 @@ The set holds each judgement once. The lengths of the lists as shipped, by which
 beside them (``num_listed_positives``, ``num_listed_negatives``).
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from eval.benchmarks.release_files import (
+    Draft,
     PictureOptions,
     Pictures,
     ReleaseError,
@@ -29,7 +31,6 @@ from eval.benchmarks.release_files import (
     content_id,
     iter_rows,
     need_columns,
-    some,
 )
 from eval.sets.retrieval_set import RetrievalSet
 from eval.sets.write_set import Candidate, Query
@@ -68,31 +69,30 @@ def import_pinpoint(options: PinpointOptions) -> RetrievalSet:
     need_columns(table, column_names(table), COLUMNS)
     index = dict.fromkeys(line.strip() for line in index_file.read_text("utf-8").splitlines() if line.strip())
     pictures = Pictures([options.images or options.src / "images", options.src], options.manifest)
-    draft = _Draft(index, lambda name: _picture(pictures, name, options), options.instruction)
+    draft, count = Draft(index), Counter[str]()
     seen: set[str] = set()
     for row in iter_rows(table):
         one = _Row.read(row, table)
         if one.name in seen:
             raise ReleaseError(f"{table}: query {one.name!r} occurs twice")
         seen.add(one.name)
-        draft.add(one)
-    if draft.lost and not options.allow_missing:
-        raise ReleaseError(
-            f"{len(draft.lost)} positives are not in {index_file} ({len(index)} pictures): {some(draft.lost)}. "
-            "allow_missing=true keeps them in every denominator"
-        )
+        count.update(one.oddities(index))
+        if one.right:
+            num_missing = draft.judge(one.name, dict.fromkeys(one.right, 1), one.wrong, one.own)
+            draft.queries.append(_query(one, num_missing, pictures, options))
+    draft.refuse_lost(f"{index_file} ({len(index)} pictures)", allowed=options.allow_missing)
     return options.write(
         meta={
             "name": "PinPoint",
             "benchmark": "pinpoint",
             "source": "pinterest/pinpoint-dataset, imported by eval.benchmarks.pinpoint.importer",
             "report_by": ["images"],
-            "as_shipped": draft.count,
+            "as_shipped": count,
             "num_missing_positives": len(draft.lost),
             "exclude_query_image": options.exclude_query_image,
         },
         queries=draft.queries,
-        corpus=(Candidate(id=one, image=draft.picture(one)) for one in index),
+        corpus=(Candidate(id=one, image=_picture(pictures, one, options)) for one in index),
         qrels=draft.qrels,
         negatives=draft.negatives,
         excluded=draft.excluded if options.exclude_query_image else None,
@@ -122,7 +122,7 @@ class _Row:
         text, single = row["instruction"], row.get("is_single")
         return cls(name, text, own, _distinct(right), _distinct(wrong), right, wrong, single)
 
-    def oddities(self) -> dict[str, bool]:
+    def oddities(self, index: Mapping[str, None]) -> dict[str, int]:
         """What a plain reading of this row would get wrong."""
         own, right, wrong = set(self.own), set(self.right), set(self.wrong)
         return {
@@ -130,58 +130,29 @@ class _Row:
             "duplicate_positives": len(right) < len(self.listed_right),
             "rows_with_none_negatives": any(map(_is_none, self.listed_wrong)),
             "rows_with_both": bool(right & wrong),
-            "negatives_outside_index": False,  # counted by the draft
+            "negatives_outside_index": len(wrong - index.keys()) if right else 0,
             "own_image_negative": bool(own & wrong),
             "own_image_positive": bool(own & right),
             "is_single_disagrees": self.is_single is not None and bool(self.is_single) != (len(own) == 1),
         }
 
 
-@dataclass
-class _Draft:
-    """The set, row by row; ``lost`` are positives that the index lacks."""
-
-    index: Mapping[str, None]
-    picture: Callable[[str], bytes | Path]
-    instruction: str | None
-    queries: list[Query] = field(default_factory=list)
-    qrels: list[tuple[str, str, int]] = field(default_factory=list)
-    negatives: list[tuple[str, str]] = field(default_factory=list)
-    excluded: list[tuple[str, str]] = field(default_factory=list)
-    lost: list[str] = field(default_factory=list)
-    count: dict[str, int] = field(default_factory=dict)
-
-    def add(self, row: _Row) -> None:
-        for key, yes in row.oddities().items():
-            self.count[key] = self.count.get(key, 0) + yes
-        if not row.right:
-            return
-        absent, outside = self._absent(row.right), self._absent(row.wrong)
-        self.lost += [f"{row.name}: {one}" for one in absent]
-        self.count["negatives_outside_index"] += len(outside)
-        self.queries.append(
-            Query(
-                id=row.name,
-                text=row.text,
-                images=tuple(map(self.picture, row.own)),
-                group="+".join(row.own),
-                instruction=self.instruction,
-                columns={
-                    "images": SINGLE if len(row.own) == 1 else MULTI,
-                    "picture_ids": "+".join(row.own),
-                    "paraphrase": content_id(*row.own, *sorted(row.right)),
-                    "num_listed_positives": len(row.listed_right),
-                    "num_listed_negatives": len(row.listed_wrong),
-                    "num_missing_positives": len(absent),
-                },
-            )
-        )
-        self.qrels += [(row.name, one, 1) for one in row.right if one in self.index]
-        self.negatives += [(row.name, one) for one in row.wrong if one in self.index]
-        self.excluded += [(row.name, one) for one in row.own if one in self.index and one not in row.right]
-
-    def _absent(self, names: Sequence[str]) -> list[str]:
-        return [one for one in names if one not in self.index]
+def _query(row: _Row, num_missing: int, pictures: Pictures, options: PinpointOptions) -> Query:
+    return Query(
+        id=row.name,
+        text=row.text,
+        images=tuple(_picture(pictures, one, options) for one in row.own),
+        group="+".join(row.own),
+        instruction=options.instruction,
+        columns={
+            "images": SINGLE if len(row.own) == 1 else MULTI,
+            "picture_ids": "+".join(row.own),
+            "paraphrase": content_id(*row.own, *sorted(row.right)),
+            "num_listed_positives": len(row.listed_right),
+            "num_listed_negatives": len(row.listed_wrong),
+            "num_missing_positives": num_missing,
+        },
+    )
 
 
 def normalised_id(value: Any) -> str:

@@ -1,18 +1,16 @@
 """RMIR (reasoning-intensive multimodal image retrieval): a picture and a question in, pictures out of one pool.
 
-The release's own schema could not be seen when this was written, so four layouts are accepted, with aliases:
-
-``set``       ``corpus``, ``queries`` and ``qrels`` as Parquet, as the retrieval-set format and MTEB have them
-``list``      one row a query with a list of positives (JSON, JSON lines, Parquet, CSV), and a file with the pool
-``triplets``  one row a query-target pair, with or without a label or judges' votes, and a file with the pool
-``beir``      ``queries.jsonl``, ``corpus.jsonl`` and ``qrels/*.tsv``
+The release could not be seen when this was written, so columns may have several names (`ALIASES`), and right answers stand
+either beside each query, as a list, or in a table ``qrels`` (query-id, corpus-id, score), as BEIR and the retrieval-set format
+have it. The pool is a table of its own. Tables are Parquet, JSON lines, JSON, CSV or TSV.
 
 Pictures are bytes, paths, or ids of Open Images (16 hexadecimal digits, looked up by file name in any split's folder)
 and Visual Genome (integers, which are not file names: only a manifest resolves them).
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +18,7 @@ from typing import Any
 
 from eval.benchmarks.release_files import (
     TABLES,
+    Draft,
     Fields,
     PictureOptions,
     Pictures,
@@ -29,17 +28,16 @@ from eval.benchmarks.release_files import (
     content_id,
     iter_rows,
     placed_rows,
+    read_qrels,
     some,
 )
 from eval.sets.retrieval_set import RetrievalSet
 from eval.sets.write_set import Candidate, Query
-from rge.common.options import one_of
 from rge.common.schema import safe_id
 
 NUM_QUERIES, NUM_CANDIDATES, MAX_POSITIVES = 1634, 35_803, 20
 CATEGORY_COUNTS = {"functional": 546, "temporal": 656, "causal": 432}
 """As in the text of the paper, section 3.3; its Table 2 averages as if temporal and causal were swapped."""
-LAYOUTS = ("auto", "set", "list", "triplets", "beir")
 INSTRUCTION = "Given an image and a question about it, find the image that answers the question."
 SWAPPED = (
     "temporal has 656 queries, as in the paper's text; the Average column of its Table 2 holds only if 432 queries are "
@@ -48,9 +46,6 @@ SWAPPED = (
 CODES = {
     "func": "functional", "functional": "functional", "affordance": "functional", "temp": "temporal",
     "temporal": "temporal", "caus": "causal", "causal": "causal",
-}  # fmt: skip
-LABELS = {
-    "true": 1, "yes": 1, "positive": 1, "relevant": 1, "false": 0, "no": 0, "negative": 0, "irrelevant": 0,
 }  # fmt: skip
 ALIASES: dict[str, tuple[str, ...]] = {
     "id": ("query_id", "qid", "query-id", "_id", "id"),
@@ -63,10 +58,6 @@ ALIASES: dict[str, tuple[str, ...]] = {
         "positives", "target_images", "positive_candidates", "gt_img_ids", "gold_ids", "targets", "positive_images",
         "target_image_ids",
     ),
-    "target": (
-        "target_image", "target", "target_id", "positive", "target_image_id", "candidate", "candidate_id",
-    ),
-    "label": ("label", "relevance", "score", "judges", "votes", "judgements", "judgments"),
     "negatives": ("negatives", "negative_candidates", "negative_images", "negative_ids", "hard_negatives"),
     "category": ("category", "reasoning_type", "type", "reasoning_category"),
     "group": ("group",),
@@ -74,7 +65,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 IGNORED = (
     "source", "input_desc", "input_description", "target_desc", "target_description", "reasoning", "tsr", "confidence", "title", "metadata", "language",
-    "modality", "num_positives", "licence", "license",
+    "modality", "num_positives", "num_missing_positives", "licence", "license",
 )  # fmt: skip
 POOL_ALIASES: dict[str, tuple[str, ...]] = {
     "id": ("id", "_id", "image_id", "corpus-id", "corpus_id", "candidate_id", "imageid"),
@@ -87,8 +78,6 @@ POOL = ("corpus", "pool", "candidates", "candidate_pool", "image_pool", "index")
 class RmirOptions(PictureOptions):
     """Make a retrieval set from the release of RMIR."""
 
-    layout: str = "auto"
-    """set, list, triplets or beir, see `eval.benchmarks.rmir.importer`; auto looks at the files."""
     split: str = "test"
     """Which split: a column, or part of a file's name."""
     pool: Path | None = None
@@ -111,7 +100,7 @@ class RmirOptions(PictureOptions):
 
 @dataclass
 class _Row:
-    """A query before its pictures are looked up."""
+    """A query before its pictures are looked up; positives have gains."""
 
     id: str
     text: str
@@ -124,13 +113,6 @@ class _Row:
     @cached_property
     def picture_ids(self) -> list[str]:
         return list(map(_name, self.images))
-
-    def judge(self, target: str, gain: int | None) -> None:
-        """A gain above 0 makes it positive, 0 negative; None is undecided."""
-        if gain is not None and gain > 0:
-            self.positives[target] = max(gain, self.positives.get(target, 0))
-        elif gain == 0:
-            self.negatives.add(target)
 
 
 class _Pool:
@@ -155,29 +137,6 @@ class _Pool:
             return safe_id(str(record[self.columns["id"]]))
         return _name(record[self.columns["image"]])
 
-    def pairs(self, rows: Iterable[_Row], names_of: Callable[[_Row], Iterable[str]]) -> list[tuple[str, str]]:
-        """Each query with those of its names that are in the pool, once each."""
-        return [(row.id, name) for row in rows for name in dict.fromkeys(names_of(row)) if name in self.ids]
-
-    def judgements(self, rows: Iterable[_Row]) -> list[tuple[str, str, int]]:
-        """Positives that are in the pool, with their gains."""
-        positives = {row.id: row.positives for row in rows}
-        return [
-            (query, name, positives[query][name])
-            for query, name in self.pairs(rows, lambda row: row.positives)
-        ]
-
-    def num_missing(self, rows: Sequence[_Row], *, allowed: bool) -> dict[str, int]:
-        """How many positives of each query the pool lacks; an error where that is not ``allowed``."""
-        missing = {row.id: [name for name in row.positives if name not in self.ids] for row in rows}
-        lost = [f"{query}: {name}" for query, names in missing.items() for name in names]
-        if lost and not allowed:
-            raise ReleaseError(
-                f"{len(lost)} positives are not among the {len(self.ids)} pictures of the pool {self.path}: {some(lost)}. A "
-                "pool without them would make the task easier; allow_missing=true keeps them in every denominator"
-            )
-        return {query: len(names) for query, names in missing.items()}
-
     def candidates(self, pictures: Pictures) -> Iterator[Candidate]:
         for record in iter_rows(self.path):
             name = self._name(record)
@@ -186,23 +145,28 @@ class _Pool:
 
 
 def import_rmir(options: RmirOptions) -> RetrievalSet:
-    """Read a release of RMIR in any of the layouts and write a retrieval set.
+    """Read a release of RMIR and write a retrieval set.
 
     Raises:
         UserError: files, columns, counts or pictures that do not fit; the message says what to give.
     """
-    one_of("layout", [options.layout], LAYOUTS)
     if not options.src.is_dir():
         raise ReleaseError(f"src {options.src} is not a directory")
-    fields = Fields(ALIASES, options.field_map, prefer=("id", "text"))
-    layout = _layout(options, fields) if options.layout == "auto" else options.layout
-    rows, pool_file = (_read_set if layout in ("set", "beir") else _read_rows)(options, fields)
+    pool_file = options.pool or _one_file(options, *POOL)
+    rows = _read_queries(options, pool_file)
+    if pool_file is None:
+        raise ReleaseError(
+            f"{options.src} has no file that lists the pool ({', '.join(POOL)}): the positives alone are no pool, they "
+            "would be far too easy to find; give pool=FILE with an id a row"
+        )
     roots = [root for root in (options.images, options.src / "images", options.src) if root]
     pictures, pool = Pictures(roots, options.manifest), _Pool(pool_file)
-
-    num_missing = pool.num_missing(rows, allowed=options.allow_missing)
+    draft = Draft(pool.ids)
+    for row in rows:
+        num_missing = draft.judge(row.id, row.positives, sorted(row.negatives), row.picture_ids)
+        draft.queries.append(_query(row, pictures, num_missing, options.instruction))
+    draft.refuse_lost(f"the {len(pool.ids)} pictures of the pool {pool_file}", allowed=options.allow_missing)
     notes = _check_counts(rows, len(pool.ids), options)
-    excluded = pool.pairs(rows, lambda row: [one for one in row.picture_ids if one not in row.positives])
     shown = [*pool.ids, *(one for row in rows for one in row.picture_ids)]
     return options.write(
         meta={
@@ -210,16 +174,15 @@ def import_rmir(options: RmirOptions) -> RetrievalSet:
             "benchmark": "rmir",
             "split": options.split,
             "source": "RMIR release, imported by eval.benchmarks.rmir.importer",
-            "layout": layout,
             "notes": notes,
-            "num_missing_positives": sum(num_missing.values()),
+            "num_missing_positives": len(draft.lost),
             "exclude_query_image": options.exclude_query_image,
         },
-        queries=[_query(row, pictures, num_missing[row.id], options.instruction) for row in rows],
+        queries=draft.queries,
         corpus=pool.candidates(pictures),
-        qrels=pool.judgements(rows),
-        negatives=pool.pairs(rows, lambda row: sorted(row.negatives)) or None,
-        excluded=excluded if options.exclude_query_image else None,
+        qrels=draft.qrels,
+        negatives=draft.negatives or None,
+        excluded=draft.excluded if options.exclude_query_image else None,
         names=_coco_names(shown, pictures.coco),
     )
 
@@ -239,59 +202,29 @@ def _query(row: _Row, pictures: Pictures, num_missing: int, instruction: str) ->
 
 def _coco_names(ids: Sequence[str], coco: Mapping[str, int]) -> list[tuple[str, str]]:
     """Half of Visual Genome is of COCO, whose pictures other training sets have under COCO's own numbers."""
-    found = []
-    for one in dict.fromkeys(ids):
-        number = coco.get(re.sub(r"^(vg|visual_?genome)[_:/-]", "", one, flags=re.IGNORECASE))
-        if number is not None:
-            found.append((one, f"coco:{number}"))
-    return found
+    return [(one, f"coco:{coco[one]}") for one in dict.fromkeys(ids) if one in coco]
 
 
-def _layout(options: RmirOptions, fields: Fields) -> str:
-    if _one_file(options.src, ("queries",), (".parquet",), options.split):
-        return "set"
-    if (options.src / "queries.jsonl").exists() and (options.src / "qrels").is_dir():
-        return "beir"
-    files = _query_files(options)
-    columns = fields.columns(files[0], column_names(files[0]), IGNORED)
-    if "positives" in columns:
-        return "list"
-    if "target" in columns:
-        return "triplets"
-    raise ReleaseError(
-        f"{files[0]} has neither a list of positives ({', '.join(ALIASES['positives'])}) nor a target a row "
-        f"({', '.join(ALIASES['target'])}); it has {', '.join(columns.values())}: give field_map=THEIRS=positives"
-    )
-
-
-def _one_file(src: Path, stems: Sequence[str], suffixes: Sequence[str], split: str) -> Path | None:
+def _one_file(options: RmirOptions, *stems: str) -> Path | None:
     """``queries.parquet``, ``queries/test-00000-of-00001.parquet`` or ``queries/test.parquet``, and the like."""
     for stem in stems:
-        for suffix in suffixes:
-            found = [src / f"{stem}{suffix}", *sorted((src / stem).glob(f"*{suffix}"))]
-            found = [path for path in found if path.is_file()]
-            named = [path for path in found if split in path.stem]
-            if len(named or found) > 1:
-                raise ReleaseError(f"{src}: {named or found} could all be {stem}: join them into one file")
-            if found:
-                return (named or found)[0]
+        places = [options.src / f"{stem}{suffix}" for suffix in TABLES]
+        found = [path for path in (*places, *sorted((options.src / stem).glob("*"))) if path.suffix in TABLES]
+        found = [path for path in found if path.is_file()]
+        named = [path for path in found if options.split in path.stem] or found
+        if len(named) > 1:
+            raise ReleaseError(f"{options.src}: {named} could all be {stem}: join them into one file")
+        if named:
+            return named[0]
     return None
 
 
-def _needed_file(options: RmirOptions, stems: Sequence[str], suffixes: Sequence[str]) -> Path:
-    found = _one_file(options.src, stems, suffixes, options.split)
-    if found is None:
-        raise ReleaseError(f"{options.src} has no {' or '.join(stems)} with {', '.join(suffixes)}")
-    return found
-
-
-def _query_files(options: RmirOptions) -> list[Path]:
-    pool = options.pool or _one_file(options.src, POOL, TABLES, options.split)
-    files = [
-        path
-        for path in sorted(options.src.iterdir())
-        if path.suffix in TABLES and path != pool and path != options.manifest and path.name != "meta.json"
-    ]
+def _query_files(options: RmirOptions, others: Sequence[Path | None]) -> list[Path]:
+    """The table ``queries``, or the tables of the split in ``src``; ``others`` are known to be something else."""
+    if found := _one_file(options, "queries"):
+        return [found]
+    passed = {*others, options.src / "meta.json"}
+    files = [path for path in sorted(options.src.iterdir()) if path.suffix in TABLES and path not in passed]
     named = [path for path in files if options.split in path.stem]
     if not files:
         raise ReleaseError(f"{options.src} has no table ({', '.join(TABLES)}) with queries")
@@ -303,136 +236,65 @@ def _query_files(options: RmirOptions) -> list[Path]:
     return named or files
 
 
-def _read_rows(options: RmirOptions, fields: Fields) -> tuple[list[_Row], Path]:
-    """Layouts ``list`` and ``triplets``."""
-    pool_file = options.pool or _one_file(options.src, POOL, TABLES, options.split)
-    if pool_file is None:
-        raise ReleaseError(
-            f"{options.src} has no file that lists the pool ({', '.join(POOL)}): the positives alone are no pool, they "
-            "would be far too easy to find; give pool=FILE with an id a row"
-        )
+def _read_queries(options: RmirOptions, pool: Path | None) -> list[_Row]:
+    """Queries with their judgements."""
+    fields = Fields(ALIASES, options.field_map, prefer=("id", "text"))
+    judged, wrong = _one_file(options, "qrels"), _one_file(options, "negatives")
+    needed = ("id", "text", "image", "category") + (() if judged else ("positives",))
     rows: dict[str, _Row] = {}
-    for path in _query_files(options):
+    for path in _query_files(options, [pool, options.manifest, judged, wrong]):
         columns = fields.columns(path, column_names(path), IGNORED)
-        for ours in ("text", "image", "category"):
+        for ours in needed:
             if ours not in columns:
                 raise ReleaseError(
                     f"{path}: no column is the query's {ours} ({', '.join(ALIASES[ours])}); there are "
                     f"{', '.join(columns.values())}: give field_map=THEIRS={ours}"
                 )
         for record, where in placed_rows([path]):
-            found = {ours: record.get(theirs) for ours, theirs in columns.items()}
-            if found.get("split") in (None, "", options.split):
-                _add(rows, found, where)
-    return list(rows.values()), pool_file
+            row = {ours: record.get(theirs) for ours, theirs in columns.items()}
+            if row.get("split") in (None, "", options.split):
+                _add(rows, row, where)
+    if judged is None:
+        return list(rows.values())
+    _judge(rows, judged, wrong)
+    # a file of queries may hold every split's, qrels one split's, or the reverse
+    return [row for row in rows.values() if row.positives or row.negatives]
 
 
-def _add(rows: dict[str, _Row], found: Mapping[str, Any], where: str) -> None:
-    """One record of ``list`` (with positives) or ``triplets``, by our names of its columns."""
-    text, images = found["text"], as_list(found["image"])
-    if not images or not text:
+def _add(rows: dict[str, _Row], row: Mapping[str, Any], where: str) -> None:
+    """One query, by our names of its columns."""
+    images, name = as_list(row["image"]), safe_id(str(row["id"]))
+    if not images or not row["text"]:
         raise ReleaseError(f"{where}: a query needs a picture and a text")
-    category = _category(found["category"], where)
-    # rows of one query are those of one picture, text and category: an id may name the row instead
-    name = f"{'+'.join(map(_name, images))}-{content_id(text, category)[:8]}"
-    if "positives" in found:
-        name = str(found["id"]) if found.get("id") is not None else name
-        if name in rows:
-            raise ReleaseError(f"{where}: query {name!r} occurs twice")
-        group = found.get("group")
-        row = rows[name] = _Row(name, text, images, category, str(group) if group else None)
-        for ref in as_list(found["positives"]):
-            row.judge(_name(ref), 1)
-    else:
-        row = rows.setdefault(name, _Row(name, text, images, category))
-        row.judge(_name(found.get("target")), _gain(found["label"], where) if "label" in found else 1)
-    row.negatives |= {_name(ref) for ref in as_list(found.get("negatives"))}
+    if row["id"] is None or name in rows:
+        raise ReleaseError(f"{where}: query {name!r} occurs twice, or has no id")
+    right, wrong = (list(map(_name, as_list(row.get(key)))) for key in ("positives", "negatives"))
+    group, category = row.get("group"), _category(row["category"], where)
+    rows[name] = _Row(
+        name, str(row["text"]), images, category, str(group) if group else None, dict.fromkeys(right, 1), set(wrong)
+    )  # fmt: skip
 
 
-def _gain(label: Any, where: str) -> int | None:
-    """Gain of a label: a number, a word, or the judges' votes, of which only unanimous ones count; None: undecided."""
-    gains = set()
-    for vote in as_list(label):
-        if isinstance(vote, Mapping):
-            vote = vote.get("label", vote.get("vote", vote.get("relevant")))
-        if isinstance(vote, str):
-            vote = LABELS.get(vote.strip().lower(), vote)
-        try:
-            gains.add(int(vote))
-        except (TypeError, ValueError):
-            raise ReleaseError(
-                f"{where}: label {vote!r} is neither a number nor one of {', '.join(LABELS)}"
-            ) from None
-    if not gains:
-        raise ReleaseError(f"{where}: the label is empty")
-    return gains.pop() if len(gains) == 1 else None
-
-
-def _read_set(options: RmirOptions, fields: Fields) -> tuple[list[_Row], Path]:
-    """Layouts ``set`` and ``beir``."""
-    suffixes = (".parquet", ".jsonl")
-    pool_file = options.pool or _needed_file(options, POOL, suffixes)
-    path = _needed_file(options, ("queries",), suffixes)
-    judged = _needed_file(options, ("qrels",), (".parquet", ".tsv"))
-    rows = _asked(path, fields)
-    # BEIR's files hold every split's queries, its qrels one split's, or the reverse
-    for record in iter_rows(judged):
-        if row := rows.get(str(record["query-id"])):
-            target, gain = str(record["corpus-id"]), int(record.get("score", 1))
-            if gain > 0:
-                row.positives[target] = gain
-            else:
-                row.negatives.add(target)
-    hard = _one_file(options.src, ("negatives",), (".parquet", ".tsv"), options.split)
-    for record in iter_rows(hard) if hard else ():
-        if row := rows.get(str(record["query-id"])):
-            row.negatives.add(str(record["corpus-id"]))
-    return [row for row in rows.values() if row.positives or row.negatives], pool_file
-
-
-def _asked(path: Path, fields: Fields) -> dict[str, _Row]:
-    """Queries of the layouts ``set`` and ``beir``, by id; columns may stand in an object ``metadata``."""
-    ignored = (*IGNORED, "num_missing_positives")
-    columns = fields.columns(path, column_names(path), ignored)
-    rows: dict[str, _Row] = {}
-    for record, where in placed_rows([path]):
-        if isinstance(inner := record.get("metadata"), dict):
-            record = inner | record
-        found = columns | fields.columns(path, list(record), ignored)
-        get = {ours: record.get(theirs) for ours, theirs in found.items()}
-        images, name = as_list(get.get("image")), str(get.get("id"))
-        if get.get("id") is None or not get.get("text") or not images:
-            raise ReleaseError(
-                f"{where}: a query needs an id, a text and a picture; there are {', '.join(record)}"
-            )
-        if name in rows:
-            raise ReleaseError(f"{where}: query {name!r} occurs twice")
-        category = _category(get.get("category"), where)
-        rows[name] = _Row(name, str(get["text"]), images, category, get.get("group"))
-    return rows
-
-
-def _listed(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{number} {name}" for name, number in counts.items())
+def _judge(rows: Mapping[str, _Row], judged: Path, wrong: Path | None) -> None:
+    """Judgements that stand in tables of their own; a gain of 0 makes a candidate negative."""
+    for query, gains in read_qrels([judged]).items():
+        if row := rows.get(query):
+            row.positives |= {one: gain for one, gain in gains.items() if gain > 0}
+            row.negatives |= gains.keys() - row.positives.keys()
+    for record in iter_rows(wrong) if wrong else ():
+        if row := rows.get(safe_id(str(record["query-id"]))):
+            row.negatives.add(safe_id(str(record["corpus-id"])))
 
 
 def _check_counts(rows: Sequence[_Row], num_candidates: int, options: RmirOptions) -> list[str]:
     """Compare with what is published; what differs is an error, or a note with ``counts=false``."""
     if without := [row.id for row in rows if not row.positives]:
         raise ReleaseError(f"{len(without)} of {len(rows)} queries have no positive: {some(without)}")
-    found = {name: sum(row.category == name for row in rows) for name in CATEGORY_COUNTS}
-    many = [row.id for row in rows if len(row.positives) > MAX_POSITIVES]
-    of_test = options.split == "test"
-    swapped = CATEGORY_COUNTS | {"temporal": CATEGORY_COUNTS["causal"], "causal": CATEGORY_COUNTS["temporal"]}
-    unlike = {
-        f"{len(rows):,} queries instead of {NUM_QUERIES:,}": of_test and len(rows) != NUM_QUERIES,
-        f"{num_candidates:,} pictures in the pool instead of {NUM_CANDIDATES:,}": of_test
-        and num_candidates != NUM_CANDIDATES,
-        f"{_listed(found)} queries instead of {_listed(CATEGORY_COUNTS)} (or with temporal and causal swapped)": of_test
-        and found not in (CATEGORY_COUNTS, swapped),
-        f"more than {MAX_POSITIVES} positives in {len(many)} queries ({some(many)})": bool(many),
-    }
-    wrong = [words for words, is_so in unlike.items() if is_so]
+    found = Counter({name: 0 for name in CATEGORY_COUNTS})
+    found.update(row.category for row in rows)
+    wrong = _unlike_published(found, num_candidates) if options.split == "test" else []
+    if many := [row.id for row in rows if len(row.positives) > MAX_POSITIVES]:
+        wrong.append(f"more than {MAX_POSITIVES} positives in {len(many)} queries ({some(many)})")
     if wrong and options.counts:
         raise ReleaseError(
             f"{options.src} is not RMIR as published: {'; '.join(wrong)}. A subset or a new version is imported with "
@@ -440,6 +302,22 @@ def _check_counts(rows: Sequence[_Row], num_candidates: int, options: RmirOption
         )
     notes = [f"not as published: {one}" for one in wrong]
     return notes + ([SWAPPED] if found["temporal"] == CATEGORY_COUNTS["temporal"] else [])
+
+
+def _unlike_published(found: Mapping[str, int], num_candidates: int) -> list[str]:
+    """Counts of the test set that are not the published ones."""
+    swapped = CATEGORY_COUNTS | {"temporal": CATEGORY_COUNTS["causal"], "causal": CATEGORY_COUNTS["temporal"]}
+    wrong = []
+    if (num := sum(found.values())) != NUM_QUERIES:
+        wrong.append(f"{num:,} queries instead of {NUM_QUERIES:,}")
+    if num_candidates != NUM_CANDIDATES:
+        wrong.append(f"{num_candidates:,} pictures in the pool instead of {NUM_CANDIDATES:,}")
+    if found not in (CATEGORY_COUNTS, swapped):
+        here, there = (
+            ", ".join(f"{n} {name}" for name, n in counts.items()) for counts in (found, CATEGORY_COUNTS)
+        )
+        wrong.append(f"{here} queries instead of {there} (or with temporal and causal swapped)")
+    return wrong
 
 
 def _category(value: Any, where: str) -> str:
@@ -469,20 +347,13 @@ def _picture(pictures: Pictures, ref: Any) -> bytes | Path:
     name = "" if isinstance(ref, bytes | Mapping) else str(ref)
     if "://" in name and name not in pictures.manifest:
         raise ReleaseError(f"picture {name!r} is a URL: download it and give manifest=FILE with id and path")
-    stem = re.sub(r"^(vg|oi|open_?images|visual_?genome)[_:/-]", "", name, flags=re.IGNORECASE)
-    last = Path(stem).stem if Path(stem).suffix else Path(stem).name
-    tries = [ref] if stem == name else [ref, stem]
-    for one in tries:
-        found = pictures.find(one, by_stem=bool(re.fullmatch(r"[0-9a-f]{16}", last)))
-        if found is not None:
-            return found
-    if stem != name or "/" in stem:  # the manifest may list the bare id
-        found = pictures.find(last, by_stem=False)
-        if found is not None:
-            return found
+    stem = Path(name).stem
+    found = pictures.find(ref, by_stem=bool(re.fullmatch(r"[0-9a-f]{16}", stem)))
+    if found is not None:
+        return found
     hint = (
         "an integer is a Visual Genome id, and those are not file names: give manifest=image_data.json"
-        if last.isdigit()
+        if stem.isdigit()
         else "give images=DIR, or manifest=FILE with id and path"
     )
     raise ReleaseError(

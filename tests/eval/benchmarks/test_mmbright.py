@@ -131,22 +131,12 @@ def test_task_4_grades(src, tmp_path):
     assert pairs(wanted, official.excluded) == [[f"{DOCS[0]}|||{wrong}"], []]
     assert [sorted(gains) for _, gains in official.positives] == [[1, 2], [1, 1]]
     assert [len(rows) for rows, _ in wanted.positives] == [2, 2]
-    # the code first released: every pair of a gold document is right, and nothing is removed
-    binary = imported(src, tmp_path / "b", task="4", gains="binary")
-    assert [gains.tolist() for _, gains in binary.positives] == [[1, 1], [1, 1, 1, 1]]
-    assert pairs(binary, [rows for rows, _ in binary.positives])[1] == [
-        f"{doc}|||{end}"
-        for doc, name in ((DOCS[0], "aa11"), (DOCS[3], "cc33"))
-        for end in ("__NO_IMAGE__", PAGES[name].replace(" ", "%20"))
-    ]
-    assert protocol_for("mmbright", "official").prepare(binary).excluded is None
     # the pattern first released finds no page for a document in chunks
     legacy = imported(src, tmp_path / "l", task="4", keys="legacy")
     assert len(legacy.corpus_ids) == 4 + 2
     assert [len(rows) for rows, _ in legacy.positives] == [1, 2]
-    for one in ({"keys": "legacy"}, {"gains": "binary"}):
-        with pytest.raises(UserError, match="are of task 4 and have no effect on task 2"):
-            imported(src, tmp_path / "n", task="2", **one)
+    with pytest.raises(UserError, match="keys= is of task 4 and has no effect on task 2"):
+        imported(src, tmp_path / "n", task="2", keys="legacy")
 
 
 def test_documents_are_streamed_part_by_part_and_count_once(src, tmp_path):
@@ -261,7 +251,7 @@ def test_refusals(src, tmp_path):
         rows = rows[rows["id"] != DOCS[1]] if config == "documents" else rows
         rows.to_parquet(other / config / "biology.parquet")
     with pytest.raises(
-        UserError, match="1 gold candidates are not in the corpus: 'q1: biology/bb22_2_0.txt'"
+        UserError, match="1 right candidates are not in the corpus of biology: 'q1: biology/bb22_2_0.txt'"
     ):
         imported(other, tmp_path / "o")
     assert imported(other, tmp_path / "o", allow_missing=True, overwrite=True).num_missing_Q.tolist() == [
@@ -280,44 +270,3 @@ def test_published_averages_are_means_of_domains(task, models):
     values = 100 * np.array([values for _, _, values in rows])
     assert values.shape == (models, 30)
     np.testing.assert_allclose(values[:, 1:].mean(axis=1), values[:, 0], atol=0.0501)
-
-
-def test_essentiality_of_the_release_or_of_a_table_is_reported(src, tmp_path, capsys):
-    grades = tmp_path / "grades.csv"
-    grades.write_text("domain,id,essentiality\nbiology,q1,Essential\nbiology,q2,helpful\nlaw,q1,essential\n")
-    options = MmbrightOptions(src=src, out=tmp_path / "s", essentiality=grades, allow_missing=True)
-    import_mmbright(options)
-    assert load_set(tmp_path / "s" / "biology").columns["essentiality"] == ["essential", "helpful"]
-    assert load_set(tmp_path / "s" / "law").columns["essentiality"] == ["essential", "not said"]
-    given = RunOptions(
-        checkpoint="x", set=tmp_path / "s", out=tmp_path / "e", benchmark="mmbright", query_mode=("direct",), report=False
-    )  # fmt: skip
-    (out,) = run(given, loader(FakeEncoder()))
-    results = json.loads((out / "results.json").read_text())
-    table = pd.read_parquet(out / "per_query.parquet").set_index(["category", "essentiality"])["ndcg@10"]
-    found = {name: one["ndcg@10"]["value"] for name, one in results["by_essentiality"].items()}
-    both = (table["biology", "essential"].mean() + table["law", "essential"].mean()) / 2
-    assert found["essential"] == pytest.approx(both)
-    assert found["helpful"] == pytest.approx(table["biology", "helpful"].mean())
-    assert set(found) == {"essential", "helpful", "not said"}
-
-    grades.write_text("domain,id,essentiality\nbiology,q1,vital\n")
-    with pytest.raises(
-        UserError, match="biology, query 'q1': essentiality must be essential, helpful, redundant"
-    ):
-        import_mmbright(MmbrightOptions(src=src, out=tmp_path / "t", essentiality=grades, allow_missing=True))
-    grades.write_text("domain,essentiality\nbiology,helpful\n")
-    with pytest.raises(UserError, match="column 'id' is missing; it needs domain, id and essentiality"):
-        import_mmbright(MmbrightOptions(src=src, out=tmp_path / "t", essentiality=grades, allow_missing=True))
-    own = tmp_path / "own"
-    for config in ("documents", "examples", "examples_multimodal", "examples_images"):
-        rows = pd.read_parquet(src / config / "biology.parquet")
-        if config == "examples_multimodal":
-            rows["image_essentiality"] = ["redundant", None]
-        (own / config).mkdir(parents=True)
-        rows.to_parquet(own / config / "biology.parquet")
-    assert imported(own, tmp_path / "u", allow_missing=True).columns["essentiality"] == [
-        "redundant",
-        "not said",
-    ]
-    assert "essentiality" not in imported(src, tmp_path / "v", allow_missing=True).columns

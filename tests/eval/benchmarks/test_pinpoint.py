@@ -276,7 +276,7 @@ def test_options_and_refusals(release, tmp_path, capsys):
     assert "index_signatures.txt is not there" in capsys.readouterr().err
     (release / "index_signatures.txt").write_text("\n".join(INDEX[1:]))
     assert main(["import", "pinpoint", *words, "overwrite=true"]) == 2
-    assert "2 positives are not in" in capsys.readouterr().err
+    assert "2 right candidates are not in" in capsys.readouterr().err
     (tmp_path / "index").rename(release / "index_signatures.txt")
 
 

@@ -82,10 +82,7 @@ class SetTask(AbsTaskRetrieval):
 def tasks(path: str | Path, *, benchmark: str = GENERIC, profile: str = "clean") -> list[Any]:
     """The task of a retrieval set, or those of a suite's members.
 
-    Args:
-        path: directory of the set or the suite.
-        benchmark: see `eval.benchmarks.registry`; its protocol says what is excluded.
-        profile: clean or official.
+    The protocol of benchmark and profile says what is excluded.
 
     Raises:
         UserError: the set is broken, or of another benchmark.

@@ -116,11 +116,7 @@ def protocol_for(
 ) -> Protocol:
     """The protocol of a benchmark and profile.
 
-    Args:
-        benchmark: name of a benchmark, or ``generic``.
-        profile: one of `PROFILES`.
-        wanted: the set it is to be used on, if it is known already.
-        metrics: further ones to report, such as recall@100.
+    Where the set is known already, it has to be of that benchmark.
 
     Raises:
         UserError: there is none, the set is of another benchmark, or there is no such metric.

@@ -144,9 +144,7 @@ def content_id(*parts: str) -> str:
 def iter_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
     """Rows of a Parquet, JSON lines, JSON (a list of objects), CSV or TSV file.
 
-    Args:
-        path: the file.
-        columns: only these, where the file has them and its format can skip others.
+    Only the given columns, where the format can skip others.
 
     Raises:
         UserError: the file cannot be read.

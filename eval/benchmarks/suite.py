@@ -120,11 +120,6 @@ def load_suite(path: Path) -> Suite:
 def each_member(suite: Suite, out: Path, evaluate: Callable[[str, Path, Path], object]) -> dict[str, Path]:
     """Evaluate each member on its own.
 
-    Args:
-        suite: the benchmark.
-        out: output directory of the whole.
-        evaluate: called with a member's name, its retrieval set and its output directory.
-
     Returns:
         Member -> its output directory.
     """
@@ -154,10 +149,6 @@ def join_members(
 def member_dirs(directory: Path, results: Mapping[str, Any]) -> dict[str, Path]:
     """Evaluation directories of a suite's members.
 
-    Args:
-        directory: of the whole.
-        results: its results.json.
-
     Raises:
         UserError: it does not say where they are, or one is not there.
     """
@@ -182,14 +173,7 @@ def aggregate(
 ) -> dict[str, Any]:
     """Join the evaluations of all members and write the joint output directory.
 
-    Args:
-        suite: the benchmark.
-        dirs: member -> its evaluation directory.
-        out: where per_query.parquet and results.json go.
-        seed: of the resampling.
-        overwrite: replace another evaluation.
-        more: further keys of results.json.
-        headline: metrics that it is known by; None: the protocol's.
+    It is known by `headline`; None: the protocol's.
 
     Returns:
         Content of results.json.
@@ -306,14 +290,7 @@ def _in_all(blocks: Sequence[Mapping[str, Any]]) -> list[str]:
 def suite_figures(
     table: pd.DataFrame, names: Sequence[str], columns: Sequence[str], *, seed: int
 ) -> dict[str, Any]:
-    """Micro and macro figures of all members, and the macro mean of every value of a member's column.
-
-    Args:
-        table: per-query values with ``category`` (the member), ``group`` and the columns.
-        names: metrics.
-        columns: further properties of members.
-        seed: of the resampling.
-    """
+    """Micro and macro figures of all members, and the macro mean of every value of a member's column."""
     of_member = member_bootstraps(table, names, seed=seed)
 
     everything = index_of(table["group"].tolist())
@@ -402,13 +379,7 @@ def loaded_once(load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def run_members(options: Any, run: Callable[..., list[Path]], load: Callable[..., Any]) -> list[Path]:
-    """Evaluate every member with one loaded checkpoint, then join them, condition by condition.
-
-    Args:
-        options: `eval.commands.run.RunOptions` whose ``set`` is a suite.
-        run: `eval.commands.run.run`.
-        load: makes the encoder.
-    """
+    """Evaluate every member with one loaded checkpoint, then join them, condition by condition."""
     suite = load_suite(options.set)
     once = loaded_once(load)
     found: dict[str, dict[str, Path]] = {}

@@ -225,11 +225,6 @@ def smoothed(series: Series, bands: Sequence[Band] = ()) -> pd.DataFrame:
 def scatter(points: Sequence[Point], *, name: str, x_label: str) -> Markup:
     """Numbered points with vertical intervals, in per cent over a cost; logarithmic where costs differ tenfold.
 
-    Args:
-        points: at least one; the first six have distinct colours, all have numbers.
-        name: what the y axis shows; part of the chart's accessible name.
-        x_label: text under the x axis.
-
     Raises:
         ValueError: no points, or a negative cost.
     """
@@ -269,11 +264,7 @@ def curves_file(charts: Mapping[str, Curves], metric: str) -> str:
 def interval_chart(marks: Sequence[Mark], *, title: str, percent: bool = True) -> str:
     """Means with intervals as a file: a row an arm, a panel a metric, a colour a slice, a ring a seed.
 
-    Args:
-        marks: finite numbers, in the order in which arms, slices and panels shall stand; not every combination has
-            to be there.
-        title: what is compared; the first line and the accessible name.
-        percent: values are fractions of 1, shown as per cent.
+    `percent` means that values are fractions of 1. Arms, slices and panels stand in the order of the marks.
 
     Raises:
         ValueError: nothing to show, or more slices than there are colours.

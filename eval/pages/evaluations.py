@@ -49,14 +49,7 @@ class Figure:
 class Evaluation:
     """A finished evaluation directory.
 
-    Attributes:
-        directory: where it was read.
-        label: row name in the tables.
-        note: a few words under the label.
-        order: position among the rows; ascending.
-        is_baseline: another checkpoint, named by the caller.
-        results: results.json.
-        per_query: per_query.parquet, indexed by query id.
+    Its `per_query` is per_query.parquet indexed by query id; a baseline is another checkpoint, named by the caller.
     """
 
     directory: Path
@@ -74,11 +67,6 @@ class Evaluation:
 
     def figure(self, block: str, metric: str, slice_name: str | None = None) -> Figure | None:
         """A figure of results.json, None where that slice or metric was not computed.
-
-        Args:
-            block: ``micro``, ``macro``, ``by_category`` or ``by_pair``.
-            metric: metric name, such as ``recall@1``.
-            slice_name: category or pair; None for the blocks without slices.
 
         Raises:
             UserError: the value or a bound is not a finite number.
@@ -297,10 +285,6 @@ def warnings_of(evaluations: Sequence[Evaluation]) -> list[str]:
 
 def check_finite(value: object, where: str) -> None:
     """Refuse what cannot be shown as a number.
-
-    Args:
-        value: as read from JSON.
-        where: file and key, for the message.
 
     Raises:
         UserError: it is no number, not a number, or infinite.

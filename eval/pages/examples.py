@@ -109,10 +109,6 @@ class Gallery:
     def add(self, ref: ImageRef, owner: str) -> str:
         """Embed a picture unless it is there already.
 
-        Args:
-            ref: see `rge.common.images.picture_bytes`.
-            owner: the query or candidate it belongs to, for the error message.
-
         Returns:
             Its name on the page.
 

@@ -52,17 +52,8 @@ def write_report(
     The same input gives the same bytes: examples are drawn by a seeded hash of the query id, and nothing on the page
     is a date.
 
-    Args:
-        dirs: evaluation directories, or directories that hold them (``out`` of ``rge eval run``).
-        out: the HTML file; its directory is created.
-        training_logs: ``metrics.jsonl`` files: stages of one run, or runs to be compared (see `read_training_logs`).
-        title: heading of the page.
-        metric: the metric of the main table.
-        num_examples: how many queries are shown with pictures; half of them successes while there are enough.
-        baselines: label -> evaluation directory of another checkpoint on the same set.
-        set_dir: where the retrieval set is now; default: where results.json says it was.
-        seed: draws other examples.
-        budget: content of ``budget.json``: accuracy against tokens and milliseconds.
+    Baselines are evaluation directories of other checkpoints by label; logs are stages of one run, or runs to be
+    compared.
 
     Returns:
         ``out``.

@@ -23,11 +23,8 @@ def write_page(
 ) -> Path:
     """Render a template and replace the file in one go.
 
-    Args:
-        out: the HTML file; its directory is created.
-        template: in ``eval/pages/templates``; it gets ``style``, ``script`` and ``script_hash`` for its security policy.
-        styles: style sheets there, later ones override earlier ones.
-        content: what it shows.
+    The template gets ``style``, ``script`` and ``script_hash`` for its security policy; later style sheets override
+    earlier ones.
 
     Returns:
         ``out``.

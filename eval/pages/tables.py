@@ -38,19 +38,13 @@ class Row:
     note: str
     cells: list[Cell]
     featured: bool = False
-    is_random: bool = False
 
 
 @dataclass(frozen=True)
 class Table:
     """Figures of one metric.
 
-    Attributes:
-        by: what its slices are; empty without slices.
-        columns: heading and number of queries of each.
-        rows: evaluations, and the random floor first.
-        scale: left and right end of every track.
-        gains: paired differences between the featured row and its rivals.
+    Gains are paired differences between the featured row and its rivals.
     """
 
     by: str
@@ -60,56 +54,66 @@ class Table:
     gains: list[Row] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class _Column:
+    """A figure of results.json, and the queries of per_query.parquet that it is about (None: that file does not say)."""
+
+    heading: str
+    block: str
+    name: str | None
+    rows_Q: np.ndarray | None
+
+    @classmethod
+    def of(cls, main: Evaluation, heading: str, block: str, name: str | None = None) -> "_Column":
+        column = block.removeprefix("by_")
+        if name is None:
+            return cls(heading, block, name, np.ones(len(main.per_query), bool))
+        known = column in main.per_query
+        return cls(heading, block, name, (main.per_query[column] == name).to_numpy() if known else None)
+
+
 def _table(
     evaluations: Sequence[Evaluation],
     main: Evaluation,
     metric: str,
-    columns: Sequence[tuple[str, str, str | None]],
-    counts: Mapping[str | None, int],
-    block_name: str | None,
+    columns: Sequence[_Column],
     floor: np.ndarray | None,
 ) -> Table:
-    grid = [
-        (one.label, one.note, [one.figure(block, metric, name) for _, block, name in columns], one is main)
-        for one in evaluations
-    ]
     chance = _chance(main, metric, columns, floor)
-    shown = [*(figures for _, _, figures, _ in grid), chance]
-    known = [f for figures in shown for f in figures if f is not None]
+    grid = [[one.figure(c.block, metric, c.name) for c in columns] for one in evaluations]
+    known = [figure for shown in (*grid, chance) for figure in shown if figure is not None]
     scale = Scale.around([value for f in known for value in (f.value, f.low, f.high)])
 
-    def cells(
-        label: str, figures: Sequence[Figure | None], block_of: Callable[[str], str] = str
-    ) -> list[Cell]:
-        return [
-            _cell(figure, scale, f"{label}|{block_of(block)}|{name or ''}|{metric}")
-            for (_, block, name), figure in zip(columns, figures, strict=True)
+    def row(label: str, note: str, shown: Sequence[Figure | None], block: str = "", **more: bool) -> Row:
+        cells = [
+            _cell(figure, scale, f"{label}|{block or c.block}|{c.name or ''}|{metric}")
+            for c, figure in zip(columns, shown, strict=True)
         ]
+        return Row(label, note, cells, **more)
 
-    rows = [Row(label, note, cells(label, figures), featured) for label, note, figures, featured in grid]
-    if chance:
-        label = "Random floor"
-        rows.insert(
-            0, Row(label, "a shuffled ranking", cells(label, chance, lambda _: "random"), is_random=True)
-        )
-    heads = [(heading, counts.get(name)) for heading, _, name in columns]
-    name = (block_name or "").removeprefix("by_").replace("_", " ")
-    return Table(name, heads, rows, scale)
+    rows = [row("Random floor", "a shuffled ranking", chance, "random")] if chance else []
+    rows += [
+        row(one.label, one.note, shown, featured=one is main)
+        for one, shown in zip(evaluations, grid, strict=True)
+    ]
+    by = columns[-1].block.removeprefix("by_").replace("_", " ") if columns[-1].name else ""
+    heads = [(c.heading, None if c.rows_Q is None else int(c.rows_Q.sum()) or None) for c in columns]
+    return Table(by, heads, rows, scale)
 
 
 def _chance(
-    main: Evaluation, metric: str, columns: Sequence[tuple[str, str, str | None]], floor: np.ndarray | None
+    main: Evaluation, metric: str, columns: Sequence[_Column], floor: np.ndarray | None
 ) -> list[Figure | None]:
     """What a shuffled ranking has in each column; empty where that is not known."""
-    figures: list[Figure | None] = []
     if floor is None:
-        return figures
-    for _, block, name in columns:
-        rows_Q = _members(main, block, name)
-        figures.append(None if rows_Q is None else Figure(float(np.nanmean(floor[rows_Q]))))
-    if columns[0][2] is None:  # as it was measured; the slices are not in results.json
-        figures[0] = Figure(main.results["random"][metric])
-    return figures
+        return []
+    shown = [
+        None if column.rows_Q is None else Figure(float(np.nanmean(floor[column.rows_Q])))
+        for column in columns
+    ]
+    if columns[0].name is None:  # as it was measured; the slices are not in results.json
+        shown[0] = Figure(main.results["random"][metric])
+    return shown
 
 
 def _cell(figure: Figure | None, scale: Scale, where: str) -> Cell:
@@ -123,28 +127,17 @@ def main_table(
     evaluations: Sequence[Evaluation], main: Evaluation, metric: str, floor: np.ndarray | None
 ) -> tuple[Table, list[Table]]:
     """The main table (all queries, then pairs, or the categories of a set without pairs) and one for each other slice."""
-    blocks = [block for one in evaluations for block in one.results if block.startswith("by_")]
-    blocks = sorted(set(blocks), key=lambda b: (b != "by_pair", b != "by_category", b))
-    everything: list[tuple[str, str, str | None]] = [("All queries", "micro", None)]
+    blocks = {block for one in evaluations for block in one.results if block.startswith("by_")}
     sliced = {}
-    for block in blocks:
+    for block in sorted(blocks, key=lambda b: (b != "by_pair", b != "by_category", b)):
         names = sorted({n for one in evaluations for n in one.results.get(block) or {}}, key=slice_order)
         if len(names) > 1:
-            sliced[block] = [(slice_label(n), block, n) for n in names]
-    lead = next((block for block in sliced if len(sliced[block]) <= MAX_MAIN_SLICES), None)
-    columns = everything + (sliced.pop(lead) if lead else [])
-    counts = _counts(main, lead)
-    others = [_table(evaluations, main, metric, sliced[b], _counts(main, b), b, floor) for b in sliced]
-    table = _table(evaluations, main, metric, columns, counts, lead, floor)
+            sliced[block] = [_Column.of(main, slice_label(n), block, n) for n in names]
+    lead = next((block for block in sliced if len(sliced[block]) <= MAX_MAIN_SLICES), "")
+    columns = [_Column.of(main, "All queries", "micro"), *sliced.pop(lead, [])]
+    others = [_table(evaluations, main, metric, own, floor) for own in sliced.values()]
+    table = _table(evaluations, main, metric, columns, floor)
     return replace(table, gains=_gains(evaluations, main, metric, columns)), others
-
-
-def _members(main: Evaluation, block: str, name: str | None) -> np.ndarray | None:
-    """Which queries of per_query.parquet a column of a table is about; None if it does not say."""
-    if name is None:
-        return np.ones(len(main.per_query), bool)
-    column = block.removeprefix("by_")
-    return (main.per_query[column] == name).to_numpy() if column in main.per_query else None
 
 
 def random_floors(main: Evaluation, loaded: RetrievalSet, metric: str) -> np.ndarray | None:
@@ -167,32 +160,38 @@ def random_floors(main: Evaluation, loaded: RetrievalSet, metric: str) -> np.nda
 
 
 def _gains(
-    evaluations: Sequence[Evaluation],
-    main: Evaluation,
-    metric: str,
-    columns: Sequence[tuple[str, str, str | None]],
+    evaluations: Sequence[Evaluation], main: Evaluation, metric: str, columns: Sequence[_Column]
 ) -> list[Row]:
     """What the featured row has over each rival: per-query differences, groups resampled as in `eval.scoring.stats`."""
-    rivals = [one for one in evaluations if one is not main and _is_rival(one, main)]
     rows = []
-    for one in rivals:
-        if metric not in main.per_query or metric not in one.per_query:
+    for one in evaluations:
+        if (
+            one is main
+            or not _is_rival(one, main)
+            or metric not in main.per_query
+            or metric not in one.per_query
+        ):
             continue
-        difference = main.per_query[metric] - one.per_query.loc[main.per_query.index, metric]
-        cells = []
-        for _, block, name in columns:
-            rows_Q = _members(main, block, name)
-            where = f"{one.label}|gain {block}|{name or ''}|{metric}"
-            if rows_Q is None:
-                cells.append(Cell(None, where=where))
-                continue
-            chosen = difference[rows_Q]
-            groups = main.per_query.loc[chosen.index, "group"]
-            found = cluster_bootstrap(chosen.to_numpy(np.float64)[:, None], index_of(groups.tolist()))
-            value, low, high = figures(found, OF_DIFFERENCES)[0].values()
-            cells.append(Cell(None if value is None else Figure(value, low, high), where=where))
+        difference_Q = main.per_query[metric] - one.per_query.loc[main.per_query.index, metric]
+        cells = [
+            Cell(
+                _gain(main, difference_Q, c.rows_Q),
+                where=f"{one.label}|gain {c.block}|{c.name or ''}|{metric}",
+            )
+            for c in columns
+        ]
         rows.append(Row(f"Gain over {one.label}", "", cells))
     return rows
+
+
+def _gain(main: Evaluation, difference_Q: pd.Series, rows_Q: np.ndarray | None) -> Figure | None:
+    """The mean difference of some queries, with its interval."""
+    if rows_Q is None:
+        return None
+    group_Q = index_of(main.per_query["group"][rows_Q].tolist())
+    found = cluster_bootstrap(difference_Q[rows_Q].to_numpy(np.float64)[:, None], group_Q)
+    value, low, high = figures(found, OF_DIFFERENCES)[0].values()
+    return None if value is None else Figure(value, low, high)
 
 
 def _is_rival(one: Evaluation, main: Evaluation) -> bool:
@@ -200,26 +199,23 @@ def _is_rival(one: Evaluation, main: Evaluation) -> bool:
     return one.is_baseline or (main.mode[0] == "reasoning" and one.mode == ("direct", main.mode[1]))
 
 
-def _counts(main: Evaluation, block: str | None) -> dict[str | None, int]:
-    counts: dict[str | None, int] = {None: len(main.per_query)}
-    column = (block or "").removeprefix("by_")
-    if column in main.per_query:
-        counts |= {str(k): int(v) for k, v in main.per_query[column].value_counts().items()}
-    return counts
-
-
 def metrics_table(evaluations: Sequence[Evaluation], main: Evaluation) -> dict[str, Any]:
     """Every metric of every evaluation: mean over queries, and mean over categories."""
     blocks = []
     for block, heading in (("micro", "Mean over queries"), ("macro", "Mean over categories")):
-        metrics = list(dict.fromkeys(m for one in evaluations for m in (one.results.get(block) or {})))
-        rows = []
-        for metric in metrics:
-            cells = [
-                Cell(one.figure(block, metric), where=f"{one.label}|{block}||{metric}") for one in evaluations
-            ]
-            floor = (main.results.get("random") or {}).get(metric) if block == "micro" else None
-            rows.append({"metric": metric, "words": metric_words(metric), "floor": floor, "cells": cells})
+        chance = (main.results.get("random") or {}) if block == "micro" else {}
+        rows = [
+            {
+                "metric": metric,
+                "words": metric_words(metric),
+                "floor": chance.get(metric),
+                "cells": [
+                    Cell(one.figure(block, metric), where=f"{one.label}|{block}||{metric}")
+                    for one in evaluations
+                ],
+            }
+            for metric in dict.fromkeys(m for one in evaluations for m in (one.results.get(block) or {}))
+        ]
         if rows:
             has_floor = any(row["floor"] is not None for row in rows)
             blocks.append({"heading": heading, "rows": rows, "has_floor": has_floor})
@@ -238,15 +234,8 @@ def ceiling_of(main: Evaluation, metric: str) -> float | None:
 
 def verdict_of(evaluations: Sequence[Evaluation], main: Evaluation, metric: str) -> list[tuple[str, Figure]]:
     """The figures of the opening sentence: the featured row, its rivals, chance; each with its words."""
-    reasons = main.mode[0] == "reasoning"
-    words = (
-        "with its own rationale"
-        if reasons
-        else "without a rationale"
-        if main.mode[0] == "direct"
-        else "in this ranking"
-    )
-    found = [(words, main.figure("micro", metric))]
+    words = {"reasoning": "with its own rationale", "direct": "without a rationale"}
+    found = [(words.get(main.mode[0], "in this ranking"), main.figure("micro", metric))]
     for one in evaluations:
         if one.is_baseline:
             found.append((f"for “{one.label}”", one.figure("micro", metric)))

@@ -51,12 +51,7 @@ def tag(column: str, value: str) -> str:
 
 
 def number(value: float, *, digits: int = 3) -> str:
-    """A number for people: ``digits`` significant digits, no exponent between 0.001 and a million.
-
-    Args:
-        value: finite.
-        digits: significant digits of small numbers; whole numbers keep all of theirs.
-    """
+    """A number for people: ``digits`` significant digits, no exponent between 0.001 and a million."""
     if value == 0:
         return "0"
     if abs(value) >= 10 ** (digits - 1) or value == int(value):

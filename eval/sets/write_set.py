@@ -72,19 +72,8 @@ def write_set(
 ) -> RetrievalSet:
     """Write a retrieval set and load it again.
 
-    Args:
-        out: the directory; must not exist, or be one that this function wrote if ``overwrite``.
-        meta: content of ``meta.json`` besides fingerprint and counts; ``name`` is needed.
-        queries: in the order of the file.
-        corpus: read once, in the order of the file.
-        qrels: (query id, candidate id, gain).
-        negatives: explicit negatives.
-        excluded: pairs removed from a query's ranking.
-        candidates: per-query candidates.
-        names: (picture id, another name that it goes by in training files), see `eval.commands.audit`.
-        embed: copy pictures into the Parquet files; else the folder gets hard links to them.
-        decode: open every picture, so that a broken one shows now.
-        overwrite: replace a set that is already there.
+    Pictures are opened (`decode`), so that a broken one shows now, and copied into the tables (`embed`) or linked
+    to in the folder. The pool is read once, in the order of the file.
 
     Raises:
         UserError: ``out`` is taken, a picture cannot be opened, or the set breaks the format.

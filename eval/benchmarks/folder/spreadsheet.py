@@ -63,10 +63,6 @@ class Table:
 def read_table(path: Path, sheet: str | None = None) -> Table:
     """Read a table.
 
-    Args:
-        path: the file.
-        sheet: of a workbook; None: the only one that holds anything.
-
     Raises:
         UserError: the file cannot be read as a table, or the sheet is not clear.
     """

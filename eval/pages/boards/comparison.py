@@ -36,16 +36,8 @@ def write_comparison(
 ) -> Path:
     """Write the page of a comparison; the same input gives the same bytes.
 
-    Args:
-        a: an evaluation.
-        b: another one of the same set.
-        out: the HTML file.
-        rows: tests, see `eval.commands.compare.Row`; the first metric decides who wins a query.
-        differs: what else differs, from a to b.
-        warnings: what a reader has to know first.
-        num_examples: queries shown with pictures; with 0 the set is not needed.
-        set_dir: where the set is now, if not where results.json says.
-        seed: draws other queries.
+    The first metric of the rows (`eval.commands.compare.Row`) decides who wins a query; with no examples the set is
+    not needed.
 
     Raises:
         UserError: the set is not there, or a picture is missing.
@@ -79,13 +71,7 @@ def write_comparison(
 
 
 def against(runs: Mapping[str, Evaluation], metric: str, seed: int) -> list[dict[str, Any]]:
-    """The first run against each of the next few: paired differences over all queries and in every slice.
-
-    Args:
-        runs: evaluations of one set by name, the best first.
-        metric: what is compared; none of those that lack it are.
-        seed: of the resampling.
-    """
+    """The first run against each of the next few: paired differences over all queries and in every slice."""
     known = [(name, one) for name, one in runs.items() if metric in one.per_query]
     if len(known) < 2:
         return []

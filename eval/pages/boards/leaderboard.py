@@ -82,14 +82,7 @@ def write_leaderboard(
 ) -> Path:
     """Write the page, and each board's rows beside it as .csv and .tex; the same input gives the same bytes.
 
-    Args:
-        runs: evaluation directories, or directories that hold them, each with ``LABEL:`` before it if wanted.
-        out: the HTML file.
-        title: heading of the page.
-        which: published tables: ``auto`` those of the benchmarks at hand, ``all``, or ``none``.
-        num_examples: queries shown with pictures on each board.
-        set_dir: where the retrieval set is now, if there is one board and the set was moved.
-        seed: draws other examples.
+    Published tables are those of the benchmarks at hand (``auto``), ``all``, or ``none``.
 
     Returns:
         ``out``.

@@ -92,13 +92,7 @@ def measured_row(
 ) -> Row:
     """A row of ours.
 
-    Args:
-        label: its name.
-        note: how it was asked.
-        one: its evaluation.
-        columns: of the board.
-        metric: whose slices it has.
-        known: whether the board knows the content of its set, so that a row which does not say takes no place.
+    `known` says that the board knows the content of its set, so that a row which does not say takes no place.
     """
     official = one.results.get("profile") == "official"
     figures = [_official(one, column) if official else one.figure_at(column.path) for column in columns]

@@ -40,13 +40,7 @@ def side_by_side(
 ) -> dict[str, Any]:
     """Cards of queries with the first candidates of every run, and what they can be filtered by.
 
-    Args:
-        runs: evaluations of one set, by name.
-        gallery: where pictures go.
-        num: cards.
-        set_dir: where the set is now, if not where results.json says.
-        seed: draws other queries.
-        metric: whose value decides who wins; None: the rank of the first right candidate.
+    The metric decides who wins; without one, the rank of the first right candidate.
 
     Raises:
         UserError: the set is not there, or is another one.

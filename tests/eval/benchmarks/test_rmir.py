@@ -210,7 +210,7 @@ def test_missing_positives(release):
     listed(release)
     jsonl(release / "src" / "corpus.jsonl", [{"id": name} for name in POOL[1:]])
     with pytest.raises(
-        UserError, match="1 positives are not among the 7 pictures .* allow_missing=true keeps them"
+        UserError, match="1 right candidates are not in the 7 pictures .* allow_missing=true keeps them"
     ):
         import_rmir(options(release))
     wanted = import_rmir(options(release, allow_missing=True))

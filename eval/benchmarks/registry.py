@@ -94,7 +94,7 @@ BENCHMARKS: Registry[Benchmark] = Registry(
     "benchmark",
     "rge.benchmarks",
     [
-        f"eval.benchmarks.{name}"
+        f"eval.benchmarks.{name}.protocol"
         for name in ("rmir", "mmeb", "mmeb2", "mmbright", "pinpoint", "mrmr", "mbeir")
     ],
 )

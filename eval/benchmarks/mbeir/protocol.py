@@ -5,10 +5,12 @@ Shape suffixes: Q = queries, M = metrics.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from eval.benchmarks.registry import Benchmark, register_benchmark
 from eval.scoring.output_files import Scored, score_ranking
 from eval.scoring.protocol import Protocol
 from eval.scoring.search import Ranking
@@ -94,3 +96,11 @@ PROTOCOLS = (
         (*_SAID, "official has the figures by the released names, rounded to four digits a task"),
     ),
 )  # fmt: skip
+register_benchmark(
+    Benchmark(
+        "mbeir",
+        "eval.benchmarks.mbeir.importer:import_mbeir",
+        PROTOCOLS,
+        Path(__file__).with_name("published"),
+    )
+)

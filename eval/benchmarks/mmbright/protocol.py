@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from eval.benchmarks.registry import Benchmark, register_benchmark
 from eval.scoring.output_files import Scored, means, score_ranking
 from eval.scoring.protocol import Protocol
 from eval.scoring.search import Ranking
@@ -90,3 +92,11 @@ PROTOCOLS = (
         skips_missing=True,
     ),
 )  # fmt: skip
+register_benchmark(
+    Benchmark(
+        "mmbright",
+        "eval.benchmarks.mmbright.importer:import_mmbright",
+        PROTOCOLS,
+        Path(__file__).with_name("published"),
+    )
+)

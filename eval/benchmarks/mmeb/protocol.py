@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+from eval.benchmarks.registry import Benchmark, register_benchmark
 from eval.scoring.output_files import Scored, score_ranking
 from eval.scoring.protocol import Protocol
 from eval.scoring.search import Ranking
@@ -42,3 +44,8 @@ PROTOCOLS = (
         ),
     ),
 )  # fmt: skip
+register_benchmark(
+    Benchmark(
+        "mmeb", "eval.benchmarks.mmeb.importer:import_mmeb", PROTOCOLS, Path(__file__).with_name("published")
+    )
+)

@@ -76,8 +76,6 @@ class Mmeb2Options(PictureOptions):
     """Which sets, by the release's names; all 36 or 24 by default."""
     images: Path | None = None
     """Folder that the image part's paths start from (image-tasks of TIGER-Lab/MMEB-V2); null: src/image-tasks, src."""
-    verbatim: bool = False
-    """Keep every blank, line break and picture's place of the texts, as released code reads them: for `eval run as=release`."""
 
 
 def import_mmeb2(options: Mmeb2Options) -> list[str]:
@@ -162,8 +160,7 @@ def _targets(name: str, row: dict[str, Any], where: str) -> list[tuple[str, str,
 def _import_images(name: str, options: Mmeb2Options, about: dict[str, str]) -> None:
     pictures = Pictures([root for root in (options.images, options.src / "image-tasks", options.src) if root])
     find = partial(pictures.need, hint="unpack image-tasks of TIGER-Lab/MMEB-V2 and give images=DIR")
-    clean = str if options.verbatim else plain
-    draft = OwnCandidates(name, find, word_query=clean, word_candidate=clean)
+    draft = OwnCandidates(name, find, word_query=plain, word_candidate=plain)
     for row, where in placed_rows(files_of_split(options.src / name, "test")):
         need_columns(where, row, COLUMNS, ". Files of MMEB-eval (V1) go through import mmeb")
         asked = query_text(name, row["qry_inst"] or "", row["qry_text"] or "")
@@ -192,14 +189,12 @@ def _import_documents(name: str, options: Mmeb2Options, about: dict[str, str]) -
             )
         queries.append(Query(query, f"{ASKED} {cell(row, where, 'query')}", group=query))
     ids = {query.id for query in queries}
-    shown = f"{PLACEHOLDER} {SHOWN}"
-    text = shown if options.verbatim else plain(shown)
 
     def corpus() -> Iterator[Candidate]:
         for row, where in rows("corpus"):
             image = cell(row, where, "image")
             image = image["bytes"] if isinstance(image, dict) else image
-            yield Candidate(safe_id(str(cell(row, where, "corpus-id"))), text, image)
+            yield Candidate(safe_id(str(cell(row, where, "corpus-id"))), SHOWN, image)
 
     qrels = [(query, *pair) for query, found in judged.items() if query in ids for pair in found.items()]
     options.write(name, meta=_meta(name, options) | about, queries=queries, corpus=corpus(), qrels=qrels)
@@ -213,6 +208,5 @@ def _meta(name: str, options: Mmeb2Options) -> dict[str, Any]:
         "part": options.part,
         "instructions": "vlm2vec",
         # the texts carry their instructions already: the checkpoint's own wording must not be put around them
-        "prompts": "verbatim" if options.verbatim else "plain",
-        "verbatim": options.verbatim or None,
+        "prompts": "plain",
     }

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from eval.benchmarks.registry import Benchmark, register_benchmark
 from eval.scoring.output_files import Scored, means, score_ranking
 from eval.scoring.protocol import Protocol
 from eval.scoring.search import Ranking
@@ -58,3 +59,4 @@ PROTOCOLS = (
         ),
     ),
 )  # fmt: skip
+register_benchmark(Benchmark("mmeb2", "eval.benchmarks.mmeb2.importer:import_mmeb2", PROTOCOLS))

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from eval.benchmarks.mmbright.protocol import trec_ties
+from eval.benchmarks.registry import Benchmark, register_benchmark
 from eval.scoring.output_files import Scored, means
 from eval.scoring.protocol import Protocol
 from eval.scoring.search import Ranking
@@ -64,3 +65,4 @@ PROTOCOLS = (
         skips_missing=True,
     ),
 )  # fmt: skip
+register_benchmark(Benchmark("mrmr", "eval.benchmarks.mrmr.importer:import_mrmr", PROTOCOLS))

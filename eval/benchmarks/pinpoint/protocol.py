@@ -5,10 +5,12 @@ Shape suffixes: Q = queries, K = ranks, M = metrics, G = groups.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from eval.benchmarks.registry import Benchmark, register_benchmark
 from eval.scoring.metrics import (
     Judged,
     average_precision_capped,
@@ -232,3 +234,11 @@ PROTOCOLS = (
         skips_missing=True,
     ),
 )  # fmt: skip
+register_benchmark(
+    Benchmark(
+        "pinpoint",
+        "eval.benchmarks.pinpoint.importer:import_pinpoint",
+        PROTOCOLS,
+        Path(__file__).with_name("published"),
+    )
+)

@@ -1,5 +1,8 @@
 """The protocol of RMIR: the paper's definition, since no scorer was released."""
 
+from pathlib import Path
+
+from eval.benchmarks.registry import Benchmark, register_benchmark
 from eval.scoring.protocol import Protocol
 
 _RMIR = (
@@ -20,3 +23,8 @@ PROTOCOLS = (
         (*_RMIR, "no released scorer could be seen: this is the paper's definition, and no evaluation prompt is published"),
     ),
 )  # fmt: skip
+register_benchmark(
+    Benchmark(
+        "rmir", "eval.benchmarks.rmir.importer:import_rmir", PROTOCOLS, Path(__file__).with_name("published")
+    )
+)

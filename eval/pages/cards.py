@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import pandas as pd
@@ -45,29 +45,35 @@ def cards_of(
     tops = {one: list(map(str, main.per_query.at[one, TOP_COLUMN][:NUM_SHOWN])) for one in chosen}
     view = SetView(loaded, {one: [names] for one, names in tops.items()}, gallery)
     given = given_rationales(loaded)
-    sayings = set(given.values())
     right = pd.Series(given, dtype=object).groupby(level=0).agg(set).to_dict() if given else {}
     cards = []
     for one in chosen:
         card = _card(one, main.per_query.loc[one], tops[one], view, strata)
         card["success"] = (card["rank"] or math.inf) <= success_rank
-        card["says"] = _says(card["rationale"], right.get(one, set()), sayings)
+        card["says"] = _says(card["rationale"], right.get(one, set()), given.values())
         card["ranks"] = [(e.label, as_rank(e.per_query.at[one, RANK_COLUMN]), e is main) for e in evaluations]
         cards.append(card)
-    found, missed = ([card for card in cards if card["success"] is success] for success in (True, False))
     return {
         "cards": cards,
-        "found": _opening(found, given="right"),
-        "missed": _opening(missed, given="another"),
-        "opens_with_given": bool(sayings),
+        **_openings(cards),
+        "opens_with_given": bool(given),
         "reasons": main.mode[0] == "reasoning",
         "success_rank": success_rank,
-        "num_successes": len(found),
         **_num_by_rank(main.per_query[RANK_COLUMN]),
         "num_negatives": sum(result["negative"] for card in cards for result in card["results"]),
         "num_forced": sum(card["forced"] for card in cards),
         "filters": [*facets(main.per_query, strata), _FOUND],
         "strata": [name.replace("_", " ") for name in strata],
+    }
+
+
+def _openings(cards: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The success and the failure that the page opens with, and the number of successes."""
+    found, missed = ([card for card in cards if card["success"] is success] for success in (True, False))
+    return {
+        "found": _opening(found, given="right"),
+        "missed": _opening(missed, given="another"),
+        "num_successes": len(found),
     }
 
 
@@ -97,7 +103,7 @@ def _card(
     }
 
 
-def _says(written: str | None, right: set[str], sayings: set[str]) -> str:
+def _says(written: str | None, right: set[str], sayings: Collection[str]) -> str:
     """Whether the set gives these words as a reason of this query, of another one, or not at all."""
     return "right" if written in right else "another" if written in sayings else "own"
 

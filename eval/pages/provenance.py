@@ -11,16 +11,14 @@ from eval.pages.evaluations import Evaluation
 
 def provenance_of(evaluations: Sequence[Evaluation]) -> dict[str, Any]:
     """What produced the evaluations: facts that all share, those that differ, and everything recorded but figures."""
+    labels = [one.label for one in evaluations]
     told = [_without_paths(_recorded(one.results)) for one in evaluations]
     blocks = [_facts(rest, one) for rest, one in zip(told, evaluations, strict=True)]
-    common = {}
-    if len(blocks) > 1:
-        common = {k: v for k, v in blocks[0].items() if all(facts.get(k) == v for facts in blocks[1:])}
-    labels = [one.label for one in evaluations]
+    common = dict(set.intersection(*(set(facts.items()) for facts in blocks))) if len(blocks) > 1 else {}
     own = [{k: v for k, v in facts.items() if k not in common} for facts in blocks]
     recorded = [json.dumps(rest, indent=1, ensure_ascii=False, default=str) for rest in told]
     return {
-        "common": common,
+        "common": {k: v for k, v in blocks[0].items() if k in common},
         "own": list(zip(labels, own, strict=True)),
         "recorded": list(zip(labels, recorded, strict=True)),
     }

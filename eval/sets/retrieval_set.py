@@ -43,6 +43,7 @@ from rge.common.files import find_shipped
 from rge.common.images import ImageError, picture_bytes
 from rge.common.schema import ImageRef, Item
 from rge.identity.set_fingerprint import set_fingerprint
+from rge.tables.rows import is_text
 
 Modality = Literal["both", "text", "image"]
 MODALITIES: tuple[Modality, ...] = ("both", "text", "image")
@@ -183,18 +184,15 @@ def load_set(path: str | Path, *, by: Sequence[str] = ()) -> RetrievalSet:
     qrels = _pairs(root / "qrels.parquet", query_of, row_of, with_gain=True)
     tables = {
         name: _pairs(root / f"{name}.parquet", query_of, row_of)
-        if (root / f"{name}.parquet").exists()
-        else None
         for name in ("negatives", "excluded", "candidates")
+        if (root / f"{name}.parquet").exists()
     }
-    rows = {
-        name: None if table is None else _by_query(table, query_of, row_of) for name, table in tables.items()
-    }
+    rows = {name: _rows_of(table, query_of, row_of) for name, table in tables.items()}
     num_missing_Q = _num_missing(root / "queries.parquet")
     positives = _positives(root / "qrels.parquet", qrels, query_of, row_of, num_missing_Q)
     _check_reachable(root, [item.id for item in queries], corpus_ids, order_C, positives, rows)
     # last, since a message about the fingerprint says less than any of the above
-    fingerprint = set_fingerprint(query_of, corpus_ids, qrels, **{k: v or () for k, v in tables.items()})
+    fingerprint = set_fingerprint(query_of, corpus_ids, qrels, **tables)
     if meta.get("fingerprint", fingerprint) != fingerprint:
         raise SetError(
             f"{root / 'meta.json'}: fingerprint is {meta['fingerprint']!r}, but the tables beside it have "
@@ -212,8 +210,10 @@ def load_set(path: str | Path, *, by: Sequence[str] = ()) -> RetrievalSet:
         corpus_ids=[corpus_ids[row] for row in order_C.tolist()],
         file_rows_C=order_C,
         positives=positives,
+        negatives=rows.get("negatives"),
+        excluded=rows.get("excluded"),
+        candidates=rows.get("candidates"),
         num_missing_Q=num_missing_Q,
-        **rows,
     )
 
 
@@ -223,11 +223,8 @@ def integer_column(wanted: RetrievalSet, name: str) -> np.ndarray:
     Raises:
         SetError: it is not there, or holds something else.
     """
-    path = wanted.path / "queries.parquet"
-    file = _open(path, [name])
-    if not pa.types.is_integer(file.schema_arrow.field(name).type):
-        raise SetError(f"{path}: column {name!r} must hold integers")
-    return file.read(columns=[name]).column(0).to_numpy().astype(np.int64)[: len(wanted.queries)]
+    values = _integers(wanted.path / "queries.parquet", name)
+    return np.array(values[: len(wanted.queries)], np.int64)
 
 
 def string_column(wanted: RetrievalSet, name: str) -> list[str]:
@@ -236,8 +233,7 @@ def string_column(wanted: RetrievalSet, name: str) -> list[str]:
     Raises:
         SetError: it is not there, holds something else, or has gaps.
     """
-    path = wanted.path / "queries.parquet"
-    return _strings(path, _open(path, [name]), name)[: len(wanted.queries)]
+    return _strings(wanted.path / "queries.parquet", name)[: len(wanted.queries)]
 
 
 def picture_ids(wanted: RetrievalSet) -> list[list[str]]:
@@ -258,8 +254,7 @@ def further_names(wanted: RetrievalSet) -> dict[str, set[str]]:
     if not path.exists():
         return {}
     found: dict[str, set[str]] = {}
-    file = _open(path, ["picture-id", "name"])
-    for one, name in zip(_strings(path, file, "picture-id"), _strings(path, file, "name"), strict=True):
+    for one, name in zip(_strings(path, "picture-id"), _strings(path, "name"), strict=True):
         found.setdefault(one, set()).add(name)
     return found
 
@@ -273,9 +268,7 @@ def given_rationales(wanted: RetrievalSet) -> dict[tuple[str, str], str]:
     path = wanted.path / RATIONALES
     if not path.exists():
         return {}
-    names = ["query-id", "corpus-id", "rationale"]
-    file = _open(path, names)
-    queries, candidates, texts = (_strings(path, file, name) for name in names)
+    queries, candidates, texts = (_strings(path, name) for name in ("query-id", "corpus-id", "rationale"))
     return dict(zip(zip(queries, candidates, strict=True), texts, strict=True))
 
 
@@ -368,12 +361,15 @@ def _open(path: Path, columns: Sequence[str]) -> pq.ParquetFile:
     return file
 
 
-def _strings(path: Path, file: pq.ParquetFile, column: str, *, nulls: bool = False) -> list[Any]:
+def _kind(file: pq.ParquetFile, column: str) -> pa.DataType:
     kind = file.schema_arrow.field(column).type
-    plain = kind.value_type if pa.types.is_dictionary(kind) else kind
-    if not (
-        pa.types.is_string(plain) or pa.types.is_large_string(plain) or (nulls and pa.types.is_null(plain))
-    ):
+    return kind.value_type if pa.types.is_dictionary(kind) else kind
+
+
+def _strings(path: Path, column: str, *, nulls: bool = False) -> list[Any]:
+    file = _open(path, [column])
+    kind = _kind(file, column)
+    if not (is_text(kind) or (nulls and pa.types.is_null(kind))):
         raise SetError(f"{path}: column {column!r} must hold strings, it holds {kind}")
     values = file.read(columns=[column]).column(0).to_pylist()
     if not nulls and None in values:
@@ -381,8 +377,15 @@ def _strings(path: Path, file: pq.ParquetFile, column: str, *, nulls: bool = Fal
     return values
 
 
+def _integers(path: Path, column: str) -> list[Any]:
+    file = _open(path, [column])
+    if not pa.types.is_integer(_kind(file, column)):
+        raise SetError(f"{path}: column {column!r} must hold integers, it holds {_kind(file, column)}")
+    return file.read(columns=[column]).column(0).to_pylist()
+
+
 def _ids(path: Path) -> list[str]:
-    ids = _strings(path, _open(path, ["id"]), "id")
+    ids = _strings(path, "id")
     if not ids:
         raise SetError(f"{path} has no rows")
     seen: set[str] = set()
@@ -400,17 +403,16 @@ def _queries(
     path: Path, meta: dict[str, Any], by: Sequence[str]
 ) -> tuple[list[Item], dict[str, list[str]], tuple[str, ...]]:
     _ids(path)  # for its checks; the ids themselves come with the items
-    file = _open(path, ["id", "category", "group"])
+    _open(path, ["id", "category", "group"])
     columns = {
-        "category": [value or UNCATEGORISED for value in _strings(path, file, "category", nulls=True)],
-        "group": _strings(path, file, "group"),
+        "category": [value or UNCATEGORISED for value in _strings(path, "category", nulls=True)],
+        "group": _strings(path, "group"),
     }
     report_by = tuple(dict.fromkeys([*meta.get("report_by", []), *by]))
     for name in report_by:
         if name in ("id", "text", "image", "instruction", "category", "group"):
             raise SetError(f"{path}: cannot report by {name!r}, which has a meaning of its own")
-        _open(path, [name])
-        columns[name] = _strings(path, file, name)
+        columns[name] = _strings(path, name)
         if len(set(columns[name])) > MAX_REPORT_VALUES:
             raise SetError(
                 f"{path}: report_by column {name!r} has {len(set(columns[name]))} values, "
@@ -426,19 +428,9 @@ def _queries(
 def _items(path: Path, root: Path) -> Iterator[Item]:
     file = _open(path, ["id"])
     wanted = [name for name in ("id", "text", "image", "instruction") if name in file.schema_arrow.names]
-    for name in ("text", "instruction"):
-        if name in wanted and not any(
-            test(file.schema_arrow.field(name).type)
-            for test in (
-                pa.types.is_string,
-                pa.types.is_large_string,
-                pa.types.is_null,
-                pa.types.is_dictionary,
-            )
-        ):
-            raise SetError(
-                f"{path}: column {name!r} must hold strings, it holds {file.schema_arrow.field(name).type}"
-            )
+    for name in {"text", "instruction"}.intersection(wanted):
+        if not (is_text(_kind(file, name)) or pa.types.is_null(_kind(file, name))):
+            raise SetError(f"{path}: column {name!r} must hold strings, it holds {_kind(file, name)}")
     for batch in file.iter_batches(batch_size=READ_ROWS, columns=wanted):
         for row in batch.to_pylist():
             item = Item(
@@ -493,13 +485,9 @@ def _real(folder: str) -> Path:
 def _pairs(
     path: Path, query_of: dict[str, int], row_of: dict[str, int], *, with_gain: bool = False
 ) -> list[tuple[Any, ...]]:
-    file = _open(path, ["query-id", "corpus-id", *(["score"] if with_gain else [])])
-    columns = [_strings(path, file, "query-id"), _strings(path, file, "corpus-id")]
-    if with_gain:
-        kind = file.schema_arrow.field("score").type
-        if not pa.types.is_integer(kind):
-            raise SetError(f"{path}: column 'score' must hold integers (gains), it holds {kind}")
-        columns.append(file.read(columns=["score"]).column(0).to_pylist())
+    names = ["query-id", "corpus-id", "score"] if with_gain else ["query-id", "corpus-id"]
+    _open(path, names)
+    columns = [_integers(path, name) if name == "score" else _strings(path, name) for name in names]
     pairs = list(zip(*columns, strict=True))
     seen: set[tuple[str, str]] = set()
     for query, name, *gain in pairs:
@@ -519,11 +507,18 @@ def _pairs(
 
 def _by_query(
     pairs: Sequence[tuple[Any, ...]], query_of: dict[str, int], row_of: dict[str, int]
+) -> list[list[tuple[int, ...]]]:
+    """For each query (row, gain) or (row,), by rows."""
+    lists: list[list[tuple[int, ...]]] = [[] for _ in query_of]
+    for query, name, *gain in pairs:
+        lists[query_of[query]].append((row_of[name], *gain))
+    return [sorted(found) for found in lists]
+
+
+def _rows_of(
+    pairs: Sequence[tuple[Any, ...]], query_of: dict[str, int], row_of: dict[str, int]
 ) -> list[np.ndarray]:
-    lists: list[list[int]] = [[] for _ in query_of]
-    for query, name in pairs:
-        lists[query_of[query]].append(row_of[name])
-    return [np.array(sorted(rows), np.int32) for rows in lists]
+    return [np.array([row for (row,) in own], np.int32) for own in _by_query(pairs, query_of, row_of)]
 
 
 def _positives(
@@ -533,34 +528,23 @@ def _positives(
     row_of: dict[str, int],
     num_missing_Q: np.ndarray | None,
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    lists: list[list[tuple[int, int]]] = [[] for _ in query_of]
-    for query, name, gain in qrels:
-        if gain > 0:  # gain 0 is a judgement too: judged, and not right
-            lists[query_of[query]].append((row_of[name], gain))
-    without = [
-        query
-        for number, (query, found) in enumerate(zip(query_of, lists, strict=True))
-        if not found and (num_missing_Q is None or not num_missing_Q[number])
-    ]
+    # gain 0 is a judgement too: judged, and not right
+    lists = _by_query([pair for pair in qrels if pair[2] > 0], query_of, row_of)
+    missing_Q = np.zeros(len(lists)) if num_missing_Q is None else num_missing_Q
+    without = [one for one, own, num in zip(query_of, lists, missing_Q, strict=True) if not own and not num]
     if without:
         raise SetError(f"{path}: {len(without)} of {len(lists)} queries have no positive: {_some(without)}")
-    positives = []
-    for found in lists:
-        found.sort()
-        positives.append(
-            (np.array([r for r, _ in found], np.int32), np.array([g for _, g in found], np.float64))
-        )
-    return positives
+    return [
+        (np.array([row for row, _ in own], np.int32), np.array([gain for _, gain in own], np.float64))
+        for own in lists
+    ]
 
 
 def _num_missing(path: Path) -> np.ndarray | None:
-    file = _open(path, ["id"])
     name = "num_missing_positives"
-    if name not in file.schema_arrow.names:
+    if name not in _open(path, ["id"]).schema_arrow.names:
         return None
-    if not pa.types.is_integer(file.schema_arrow.field(name).type):
-        raise SetError(f"{path}: column {name!r} must hold integers")
-    missing_Q = file.read(columns=[name]).column(0).to_numpy().astype(np.int64)
+    missing_Q = np.array(_integers(path, name), np.int64)
     if missing_Q.min(initial=0) < 0:
         raise SetError(f"{path}: column {name!r} must not be negative")
     return missing_Q if missing_Q.any() else None
@@ -572,7 +556,7 @@ def _check_reachable(
     corpus_ids: Sequence[str],
     order_C: np.ndarray,
     positives: Sequence[tuple[np.ndarray, np.ndarray]],
-    rows: dict[str, list[np.ndarray] | None],
+    rows: dict[str, list[np.ndarray]],
 ) -> None:
     """No query may be impossible to answer because of the optional tables."""
 
@@ -581,14 +565,14 @@ def _check_reachable(
 
     for number, query in enumerate(query_ids):
         right = positives[number][0]
-        if (lists := rows["candidates"]) is not None:
+        if (lists := rows.get("candidates")) is not None:
             if not len(lists[number]):
                 raise SetError(f"{root / 'candidates.parquet'}: query {query!r} has no candidates")
             if len(lost := np.setdiff1d(right, lists[number])):
                 raise SetError(
                     f"{root / 'candidates.parquet'}: positive {name(lost[0])!r} of query {query!r} is not among them"
                 )
-        if (lists := rows["excluded"]) is not None and len(lost := np.intersect1d(right, lists[number])):
+        if (lists := rows.get("excluded")) is not None and len(lost := np.intersect1d(right, lists[number])):
             raise SetError(f"{root / 'excluded.parquet'}: {name(lost[0])!r} is a positive of query {query!r}")
 
 

@@ -95,14 +95,17 @@ def write_leaderboard(
     groups, budgets = _groups(runs)
     if set_dir is not None and len(groups) > 1:
         raise UserError(f"set=DIR is for evaluations of one set, these are of {len(groups)}")
-    gallery = Gallery()
-    boards = [
-        replace(
-            _board(number, members, which, gallery, num_examples, set_dir, seed),
-            budgets=budgets[key],
+    gallery, boards = Gallery(), []
+    for number, (key, members) in enumerate(groups.items()):
+        board = _board(number, members, which)
+        runs_of = {
+            f"{row.label}, {row.note}": row.evaluation for row in board.rows if row.evaluation is not None
+        }
+        metric = board.columns[board.main].path[-1]
+        examples = side_by_side(runs_of, gallery, num_examples, set_dir, seed) if num_examples else None
+        boards.append(
+            replace(board, examples=examples, against=against(runs_of, metric, seed), budgets=budgets[key])
         )
-        for number, (key, members) in enumerate(groups.items())
-    ]
     used = {board.source.key for board in boards if board.source}
     if which == "all":
         rest = [table for key, table in published().items() if key not in used]
@@ -203,35 +206,22 @@ def _join_old(*tables: dict[_Key, list[Any]]) -> None:
                 groups[same[0]] = [*groups.get(same[0], []), *groups.pop(key)]
 
 
-def _board(
-    number: int,
-    members: Sequence[tuple[str, str, Evaluation]],
-    which: str,
-    gallery: Gallery,
-    num_examples: int,
-    set_dir: Path | None,
-    seed: int,
-) -> Board:
+def _board(number: int, members: Sequence[tuple[str, str, Evaluation]], which: str) -> Board:
     first = members[0][2].results
     table = table_of(first.get("benchmark"), str(first["set"]["name"])) if which != "none" else None
     columns, main = (table.columns, table.main) if table else generic_columns(first)
-    metric = columns[main].path[-1]
     known = any(one.results["set"].get("content") for _, _, one in members)
-    rows = [measured_row(*member, columns, metric, known) for member in members]
-    theirs = published_rows(table) if table else []
-    why = [] if table is None else why_apart(first, table)
-    foreign = _best_first([row for row in theirs if why or not row.comparable], main)
-    rows = numbered([*rows, *(row for row in theirs if row not in foreign)], main)
-    measured = [row for row in rows if not row.published]
-    runs = {f"{row.label}, {row.note}": row.evaluation for row in measured if row.evaluation is not None}
-    costs = _cost_rows(measured, main)
+    ours = [measured_row(*member, columns, columns[main].path[-1], known) for member in members]
+    apart = [] if table is None else why_apart(first, table)
+    rows, foreign = _placed(ours, table, main, apart)
+    costs = _cost_rows([row for row in rows if not row.published], main)
     return Board(
         id=f"board{number}",
         title=str(first["set"]["name"]),
         facts=_facts(first),
         protocol=first.get("protocol") or [],
         source=table,
-        apart=why,
+        apart=apart,
         columns=columns,
         main=main,
         rows=rows,
@@ -241,9 +231,17 @@ def _board(
         differs=what_differs(members),
         cost=_cost(costs, columns[main].name),
         cost_rows=costs,
-        examples=side_by_side(runs, gallery, num_examples, set_dir, seed) if num_examples else None,
-        against=against(runs, metric, seed),
     )
+
+
+def _placed(
+    ours: Sequence[Row], table: Published | None, main: int, apart: Sequence[str] = ()
+) -> tuple[list[Row], list[Row]]:
+    """Our rows among those of a table that can be compared, numbered; and the table's other rows, the best first."""
+    theirs = published_rows(table) if table else []
+    fit = [row for row in theirs if row.comparable and not apart]
+    rest = [row for row in theirs if apart or not row.comparable]
+    return numbered([*ours, *fit], main), sorted(rest, key=lambda row: order(row.figures[main]))
 
 
 def _facts(results: Mapping[str, Any]) -> str:
@@ -260,17 +258,11 @@ def _facts(results: Mapping[str, Any]) -> str:
 
 
 def _published_only(number: int, table: Published) -> Board:
-    rows = published_rows(table)
-    foreign = _best_first([row for row in rows if not row.comparable], table.main)
-    rows = numbered([row for row in rows if row.comparable], table.main)
+    rows, foreign = _placed([], table, table.main)
     return Board(
         f"board{number}", table.title, "published figures only", [], table, [], table.columns, table.main, rows,
         foreign, [], heat_map(rows, foreign), [], None, [],
     )  # fmt: skip
-
-
-def _best_first(rows: Sequence[Row], main: int) -> list[Row]:
-    return sorted(rows, key=lambda row: order(row.figures[main]))
 
 
 def what_differs(members: Sequence[tuple[str, str, Evaluation]]) -> list[tuple[str, dict[str, str]]]:

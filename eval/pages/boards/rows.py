@@ -202,9 +202,10 @@ def _slices(one: Evaluation, metric: str) -> dict[str, Figure]:
 
 def heat_map(rows: Sequence[Row], foreign: Sequence[Row]) -> HeatMap | None:
     """Categories by models; every cell has its number, so nothing hangs on colour. None for fewer than two categories."""
-    with_slices = [row for row in [*rows, *foreign] if row.slices]
-    chosen = [row for row in with_slices if not row.published]
-    chosen = [*chosen, *(row for row in with_slices if row.published)][:MAX_MODELS]
+    # all measured rows, then the first published ones
+    chosen = sorted((row for row in [*rows, *foreign] if row.slices), key=lambda row: row.published)[
+        :MAX_MODELS
+    ]
     names = list(dict.fromkeys(name for row in chosen for name in row.slices))
     if len(names) < 2:
         return None

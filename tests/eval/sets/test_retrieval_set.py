@@ -235,7 +235,7 @@ def test_what_breaks_the_format_is_named(tmp_path, change, message):
         ("corpus", "id", [1, 2, 3], "column 'id' must hold strings, it holds int64"),
         ("queries", "category", [1.0, 2.0], "column 'category' must hold strings, it holds double"),
         ("queries", "text", [1, 2], "column 'text' must hold strings, it holds int64"),
-        ("qrels", "score", [1.0, 2.0, 1.0], r"column 'score' must hold integers \(gains\), it holds double"),
+        ("qrels", "score", [1.0, 2.0, 1.0], r"column 'score' must hold integers, it holds double"),
         ("queries", "image", [[1], [2]], "image of 'q1' must be bytes, a path or {bytes, path}, got int"),
         ("queries", "image", [[], []], "'q2' has neither text nor image"),
     ],

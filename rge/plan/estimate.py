@@ -3,7 +3,6 @@
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -17,7 +16,7 @@ from rge.model.hub_model import HubModel
 from rge.plan.costs import GIB, RESERVED_GIB, speed_of
 from rge.plan.machine import main_memory
 from rge.plan.options import PlanOptions
-from rge.plan.report import plan
+from rge.plan.report import Plan, plan
 from rge.plan.search import ImpossibleKeeping
 
 WORTH_SAYING = 0.95
@@ -71,7 +70,7 @@ class Plans:
         if self.speed is not None:
             options = replace(options, peak_tflops=self.speed[0], bandwidth_tbs=self.speed[1])
         self.options = options
-        self.found: dict[str, dict[str, Any] | str] = {}
+        self.found: dict[str, Plan | str] = {}
         for name, steps in num_steps.items():
             stage: StageConfig = getattr(recipe, name)
             files = [source.key for source in stage.sources if source.key]
@@ -96,8 +95,8 @@ class Plans:
         if isinstance(found, str):
             asked = recipe.train.keep_activations
             return Kept("none" if asked == "auto" else asked, recipe.rollout.prompt_pass)
-        twice = found["keep"] != "none" and found["prompt_pass"] == "twice"
-        return Kept(found["keep"], "twice" if twice else recipe.rollout.prompt_pass)
+        twice = found.keep != "none" and found.prompt_pass == "twice"
+        return Kept(found.keep, "twice" if twice else recipe.rollout.prompt_pass)
 
 
 def banner(plans: Plans) -> Iterator[str]:
@@ -132,37 +131,37 @@ def _trained_on(name: str, stage: StageConfig, steps: int, files: Sequence[Recor
         )
 
 
-def _estimated(plans: Plans, figures: dict[str, Any]) -> Iterator[str]:
-    load, room = figures["load"], f" of {plans.gib:,.1f}" if plans.gib is not None else ""
+def _estimated(plans: Plans, figures: Plan) -> Iterator[str]:
+    load, room = figures.load, f" of {plans.gib:,.1f}" if plans.gib is not None else ""
     dtype, device = plans.recipe.model.dtype, plans.device_name
     time = (
-        f"{_duration(figures['hours'])} ({_duration(figures['hours_from'])} to {_duration(figures['hours_to'])}) "
+        f"{_duration(figures.hours)} ({_duration(figures.hours_from)} to {_duration(figures.hours_to)}) "
         f"at {plans.options.reached:.0%} of what its maker gives for {device}"
         if plans.speed is not None
         else f"no time estimate: unknown throughput of {device} in {dtype} (`rge plan` takes peak_tflops=)"
     )
     yield (
-        f"  {figures['trained_parameters']:,} of {figures['parameters']:,} parameters trained; at most "
-        f"{sum(figures['tokens'].values()):,} tokens and {figures['flops'] / 1e12:,.3g} TFLOP a step"
+        f"  {figures.trained_parameters:,} of {figures.parameters:,} parameters trained; at most "
+        f"{sum(figures.tokens.values()):,} tokens and {figures.flops / 1e12:,.3g} TFLOP a step"
     )
     yield (
-        f"  estimated by rge.plan: {figures['memory_total'] / GIB:,.1f}{room} GiB a process "
-        f"({figures['memory_from'] / GIB:,.1f} to {figures['memory_to'] / GIB:,.1f}); {time}"
+        f"  estimated by rge.plan: {figures.memory_total / GIB:,.1f}{room} GiB a process "
+        f"({figures.memory_from / GIB:,.1f} to {figures.memory_to / GIB:,.1f}); {time}"
     )
-    if load["chunks"] > 1 and load["contrastive"]:
+    if load.chunks > 1 and load.contrastive:
         yield (
-            f"  kept between the {load['chunks']} micro batches' first forward and their backward: "
-            f"{figures['keep']} ({figures['why']})"
+            f"  kept between the {load.chunks} micro batches' first forward and their backward: "
+            f"{figures.keep} ({figures.why})"
         )
     if plans.gib is None:
         return
-    if not figures["fits"]:
-        yield "  warning: by the plan this does not fit: " + "; or ".join(figures["advice"])
-    for one in figures["fastest"][:1]:
-        if one["seconds"] < WORTH_SAYING * figures["seconds"]:
+    if not figures.fits:
+        yield "  warning: by the plan this does not fit: " + "; or ".join(figures.advice)
+    for one in figures.fastest[:1]:
+        if one.seconds < WORTH_SAYING * figures.seconds:
             yield (
-                f"  a faster way to take the same step fits by the plan, {figures['seconds'] / one['seconds']:.2f} x, in "
-                f"{one['memory_total'] / GIB:,.1f} (to {one['memory_to'] / GIB:,.1f}) GiB: {' '.join(one['overrides'])}"
+                f"  a faster way to take the same step fits by the plan, {figures.seconds / one.seconds:.2f} x, in "
+                f"{one.memory_total / GIB:,.1f} (to {one.memory_to / GIB:,.1f}) GiB: {' '.join(one.overrides)}"
             )
 
 

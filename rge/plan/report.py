@@ -9,8 +9,7 @@ does not fit, and then the report says what would.
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
 
 from rge.config import BACK_ENDS, Recipe, RecipeError, StageConfig
 from rge.model.hub_model import HubModel
@@ -41,6 +40,73 @@ from rge.plan.search import Room, decided, fastest, overrides
 from rge.towers.smollm2 import is_smollm2
 
 
+@dataclass(frozen=True)
+class FasterWay:
+    """Another way to take the same step, with the words of the command line that take it; see `Plan`."""
+
+    overrides: list[str]
+    seconds: float
+    flops: float
+    memory_total: float
+    memory_to: float
+    host: float
+    sent: float
+
+
+@dataclass
+class Plan:
+    """All numbers of a plan, for one stage; its last line is this as JSON.
+
+    Attributes:
+        tokens: of a step over all GPUs, by kind.
+        flops_per_gpu: of a step, by phase; `flops` over all GPUs.
+        memory: bytes on a GPU, by kind; `memory_from` and `memory_to` bound `memory_total`.
+        bytes_sent: by a GPU in a step, by back end.
+        batch_bytes: pictures of a rank's batch.
+        host: of one machine, see `rge.plan.costs.host`.
+        keep: `train.keep_activations` with ``auto`` decided, and `why`.
+        seconds: of a step.
+        hours: of all steps at the utilisation asked for; `hours_from` and `hours_to` at the largest and the least.
+        advice: changes that would make it fit; empty where it does.
+    """
+
+    parameters: int
+    vision_parameters: int
+    trained_parameters: int
+    shapes: Shapes
+    load: Load
+    tokens: dict[str, int]
+    flops_per_gpu: dict[str, float]
+    flops: float
+    memory: dict[str, float]
+    memory_total: float
+    memory_from: float
+    memory_to: float
+    bytes_sent: dict[str, float]
+    batch_bytes: float
+    host: dict[str, float]
+    keep: str
+    prompt_pass: str
+    why: str
+    seconds: float
+    fastest: list[FasterWay]
+    steps: int
+    hours: float
+    hours_from: float
+    hours_to: float
+    fits: bool
+    advice: list[str]
+
+
+@dataclass(frozen=True)
+class NamingPlan:
+    """FLOPs of all steps of ``model.scratch.naming``, and their hours."""
+
+    steps: int
+    flops: float
+    hours: float
+
+
 def show(recipe: PlanCommand) -> int:
     """Print the plan, of every stage if so asked; 1 if it does not fit."""
     if recipe.cpu:
@@ -55,25 +121,27 @@ def show(recipe: PlanCommand) -> int:
         )
     model, origin = outline(recipe.model, recipe.init)
     stages = recipe.stages() if recipe.for_ == "all" else [recipe.for_]
-    plans = {}
+    plans: dict[str, Plan | NamingPlan] = {}
     reserved_gib = 0.0 if recipe.cpu else RESERVED_GIB  # context and buffers are a GPU's
+    if recipe.for_ == "all" and (naming := plan_naming(recipe, model, recipe)) is not None:
+        plans["naming"] = naming
+    fit = True
     for name in stages:
         options = replace(recipe, for_=name)  # type: ignore[arg-type]  # one of them
-        plans[name] = plan(recipe, model, options, None, reserved_gib, on_gpu=not recipe.cpu)
-        print(report(recipe, plans[name], origin, options), end="\n\n" * (len(stages) > 1) or "\n")  # noqa: T201 - a command
+        found = plans[name] = plan(recipe, model, options, None, reserved_gib, on_gpu=not recipe.cpu)
+        fit &= found.fits
+        print(report(recipe, found, origin, options), end="\n\n" * (len(stages) > 1) or "\n")  # noqa: T201 - a command
     if recipe.for_ == "all":
-        each = {name: plans[name]["hours"] for name in stages}
-        if (naming := plan_naming(recipe, model, recipe)) is not None:
-            plans["naming"] = naming
-            each = {"naming": naming["hours"]} | each
-        parts = ", ".join(f"{name} {hours:,.2f}" for name, hours in each.items())
-        print(f"hours at a utilisation of {recipe.reached:g}: {parts}; all {sum(each.values()):,.1f}")  # noqa: T201
-    print(json.dumps(plans if recipe.for_ == "all" else plans[stages[0]]))  # noqa: T201
-    return 0 if all(plans[name]["fits"] for name in stages) else 1
+        parts = ", ".join(f"{name} {one.hours:,.2f}" for name, one in plans.items())
+        total = sum(one.hours for one in plans.values())
+        print(f"hours at a utilisation of {recipe.reached:g}: {parts}; all {total:,.1f}")  # noqa: T201
+    whole = {name: asdict(one) for name, one in plans.items()}
+    print(json.dumps(whole if recipe.for_ == "all" else whole[stages[0]]))  # noqa: T201
+    return 0 if fit else 1
 
 
-def plan_naming(recipe: Recipe, model: HubModel, options: PlanOptions) -> dict[str, float] | None:
-    """FLOPs of all steps of ``model.scratch.naming``, and their hours; None for a recipe without it."""
+def plan_naming(recipe: Recipe, model: HubModel, options: PlanOptions) -> NamingPlan | None:
+    """The plan of ``model.scratch.naming``; None for a recipe without it."""
     scratch = recipe.model.scratch
     if recipe.init is not None or scratch is None or scratch.naming is None:
         return None
@@ -86,7 +154,7 @@ def plan_naming(recipe: Recipe, model: HubModel, options: PlanOptions) -> dict[s
     only_chosen = round(scratch.naming_say_from * scratch.naming_steps)
     count = only_chosen * choosing + (scratch.naming_steps - only_chosen) * saying
     speed = options.peak_tflops * options.reached * 1e12 * options.num_gpus
-    return {"steps": scratch.naming_steps, "flops": count, "hours": count / speed / 3600}
+    return NamingPlan(scratch.naming_steps, count, count / speed / 3600)
 
 
 def plan(
@@ -97,8 +165,8 @@ def plan(
     reserved_gib: float = RESERVED_GIB,
     *,
     on_gpu: bool = True,
-) -> dict[str, Any]:
-    """All numbers of a plan.
+) -> Plan:
+    """The plan of a stage.
 
     Args:
         recipe: of the run.
@@ -149,47 +217,45 @@ def plan(
     least, most = _utilisations(options)
     fits = total <= options.gpu_gib * GIB
     faster = fastest(recipe, shapes, load, base, options, room) if on_gpu else []
-    return {
-        "parameters": shapes.parameters,
-        "vision_parameters": shapes.vision_parameters,
-        "trained_parameters": setup.trained,
-        "shapes": asdict(shapes),
-        "load": asdict(load),
-        "tokens": tokens_of(load, options.num_gpus),
-        "flops_per_gpu": per_gpu,
-        "flops": num_flops * options.num_gpus,
-        "memory": kinds,
-        "memory_total": total,
-        "memory_from": total - uncertain,
-        "memory_to": total + uncertain,
-        "bytes_sent": {
-            name: communication(shapes, load, replace(setup, back_end=name)) for name in BACK_ENDS
-        },
-        "batch_bytes": batch_bytes,
-        "host": machine,
-        "keep": setup.keep,
-        "prompt_pass": "once" if setup.once else "twice",
-        "why": why,
-        "seconds": way.seconds,
-        "fastest": [
-            {
-                "overrides": overrides(recipe, one, base),
-                "seconds": one.seconds,
-                "flops": one.num_flops * options.num_gpus,
-                "memory_total": one.total,
-                "memory_to": one.total + one.uncertain,
-                "host": processes * one.host,
-                "sent": one.sent,
-            }
+    return Plan(
+        parameters=shapes.parameters,
+        vision_parameters=shapes.vision_parameters,
+        trained_parameters=setup.trained,
+        shapes=shapes,
+        load=load,
+        tokens=tokens_of(load, options.num_gpus),
+        flops_per_gpu=per_gpu,
+        flops=num_flops * options.num_gpus,
+        memory=kinds,
+        memory_total=total,
+        memory_from=total - uncertain,
+        memory_to=total + uncertain,
+        bytes_sent={name: communication(shapes, load, replace(setup, back_end=name)) for name in BACK_ENDS},
+        batch_bytes=batch_bytes,
+        host=machine,
+        keep=setup.keep,
+        prompt_pass="once" if setup.once else "twice",
+        why=why,
+        seconds=way.seconds,
+        fastest=[
+            FasterWay(
+                overrides=overrides(recipe, one, base),
+                seconds=one.seconds,
+                flops=one.num_flops * options.num_gpus,
+                memory_total=one.total,
+                memory_to=one.total + one.uncertain,
+                host=processes * one.host,
+                sent=one.sent,
+            )
             for one in faster
         ],
-        "steps": steps,
-        "hours": hours(options.reached),
-        "hours_from": hours(most),
-        "hours_to": hours(least),
-        "fits": fits,
-        "advice": [] if fits else advice(recipe, model, options, shapes, longest, room),
-    }
+        steps=steps,
+        hours=hours(options.reached),
+        hours_from=hours(most),
+        hours_to=hours(least),
+        fits=fits,
+        advice=[] if fits else advice(recipe, model, options, shapes, longest, room),
+    )
 
 
 def _utilisations(options: PlanOptions) -> tuple[float, float]:
@@ -386,27 +452,27 @@ def _changes(recipe: Recipe, options: PlanOptions) -> Iterator[list[Change]]:
         yield [(line, changed("model", "freeze_vision", True), options)]
 
 
-def _fastest(found: dict[str, Any], options: PlanOptions) -> list[str]:
+def _fastest(found: Plan, options: PlanOptions) -> list[str]:
     """The fastest ways to take the same step that fit."""
     lines = ["the fastest that fit, by these FLOPs: the same gradients to rounding"]
-    for number, one in enumerate(found["fastest"], start=1):
-        place = f", {one['host'] / GIB:,.0f} GiB of a machine's memory" if one["host"] else ""
+    for number, one in enumerate(found.fastest, start=1):
+        place = f", {one.host / GIB:,.0f} GiB of a machine's memory" if one.host else ""
         lines.append(
-            f"  {number}. {one['flops'] / 1e15:,.1f} PFLOP, {one['seconds']:,.2f} s a step "
-            f"({found['seconds'] / one['seconds']:.2f} x), {one['memory_total'] / GIB:,.1f} (to {one['memory_to'] / GIB:,.1f}) of {options.gpu_gib:g} GiB{place}: "
-            + (" ".join(one["overrides"]) or "as planned above")
+            f"  {number}. {one.flops / 1e15:,.1f} PFLOP, {one.seconds:,.2f} s a step "
+            f"({found.seconds / one.seconds:.2f} x), {one.memory_total / GIB:,.1f} (to {one.memory_to / GIB:,.1f}) of {options.gpu_gib:g} GiB{place}: "
+            + (" ".join(one.overrides) or "as planned above")
         )
-    return lines if found["fastest"] else ["no other way to take the same step fits either"]
+    return lines if found.fastest else ["no other way to take the same step fits either"]
 
 
-def report(recipe: Recipe, found: dict[str, Any], origin: str, options: PlanOptions) -> str:
+def report(recipe: Recipe, found: Plan, origin: str, options: PlanOptions) -> str:
     """The plan for people."""
-    load, back_end = found["load"], options.back_end or recipe.train.back_end
+    load, back_end = found.load, options.back_end or recipe.train.back_end
     stage: StageConfig = getattr(recipe, options.for_)
     processes = min(options.num_gpus, options.gpus_per_machine)
 
-    def billions(name: str) -> str:
-        return f"{found[name] / 1e9:.3f} G"
+    def billions(count: int) -> str:
+        return f"{count / 1e9:.3f} G"
 
     def gib(size: float, digits: int = 2) -> str:
         return f"{size / GIB:,.{digits}f} GiB"
@@ -420,57 +486,56 @@ def report(recipe: Recipe, found: dict[str, Any], origin: str, options: PlanOpti
     host_gib = {"memory": 0, "of that, batches": 1, "of that, kept": 0, "shared memory": 0}
     sections: dict[str, dict[str, str]] = {
         "parameters": {
-            "all": billions("parameters"),
-            "of the vision tower": billions("vision_parameters"),
-            "trained": billions("trained_parameters"),
+            "all": billions(found.parameters),
+            "of the vision tower": billions(found.vision_parameters),
+            "trained": billions(found.trained_parameters),
         },
-        f"tokens of a step{of_all}": {name: f"{count:,}" for name, count in found["tokens"].items()}
-        | {"a query's prompt": f"{load['prompt']:,}"},
+        f"tokens of a step{of_all}": {name: f"{count:,}" for name, count in found.tokens.items()}
+        | {"a query's prompt": f"{load.prompt:,}"},
         f"FLOPs of a step{of_all}": {
-            phase: counted(count * options.num_gpus) for phase, count in found["flops_per_gpu"].items()
+            phase: counted(count * options.num_gpus) for phase, count in found.flops_per_gpu.items()
         }
-        | {"all": counted(found["flops"])},
+        | {"all": counted(found.flops)},
         f"memory of {one} at its fullest (estimate)": {
-            kind: gib(size) for kind, size in found["memory"].items() if size
+            kind: gib(size) for kind, size in found.memory.items() if size
         }
         | {
-            "all": f"{found['memory_total'] / GIB:,.2f} of {options.gpu_gib:.4g} GiB",
-            "by what activations may be off": f"{found['memory_from'] / GIB:,.1f} to {gib(found['memory_to'], 1)}",
+            "all": f"{found.memory_total / GIB:,.2f} of {options.gpu_gib:.4g} GiB",
+            "by what activations may be off": f"{found.memory_from / GIB:,.1f} to {gib(found.memory_to, 1)}",
         },
     }
     if not options.cpu:
         sections |= {
             "sent by a GPU in a step (estimate)": {
-                name + " (planned)" * (name == back_end): gib(size)
-                for name, size in found["bytes_sent"].items()
+                name + " (planned)" * (name == back_end): gib(size) for name, size in found.bytes_sent.items()
             },
             f"a machine of {processes} processes (estimate)": {
-                name: gib(found["host"][name], digits) for name, digits in host_gib.items()
+                name: gib(found.host[name], digits) for name, digits in host_gib.items()
             }
-            | {"descriptors of a process": f"{found['host']['descriptors of a process']:,.0f}"},
+            | {"descriptors of a process": f"{found.host['descriptors of a process']:,.0f}"},
         }
     digits = 2 if options.cpu else 1
     sections |= {
-        f"time of {found['steps']:,} steps at {options.peak_tflops:.3g} TFLOP/s and {options.bandwidth_tbs:.3g} TB/s (estimate)": {
-            f"hours at a utilisation of {options.reached:g}": f"{found['hours']:,.{digits}f}",
-            f"from {most:g} to {least:g}": f"{found['hours_from']:,.{digits}f} to {found['hours_to']:,.{digits}f}",
+        f"time of {found.steps:,} steps at {options.peak_tflops:.3g} TFLOP/s and {options.bandwidth_tbs:.3g} TB/s (estimate)": {
+            f"hours at a utilisation of {options.reached:g}": f"{found.hours:,.{digits}f}",
+            f"from {most:g} to {least:g}": f"{found.hours_from:,.{digits}f} to {found.hours_to:,.{digits}f}",
         },
     }
     lines = [
         f"{recipe.recipe}, {options.for_}: {origin}",
         f"{'this CPU, ' + f'{options.gpu_gib:.3g} GiB free' if options.cpu else f'{options.num_gpus} GPUs of {options.gpu_gib:g} GiB'}, "
         f"{back_end}, {recipe.model.dtype}, "
-        f"batch {stage.batch_size}: {load['queries']} queries and {load['candidates']} candidates{' a GPU' * (not options.cpu)}, "
-        f"{load['chunks']} micro batches of {recipe.train.micro_batch_size}",
-        f"kept between them: {found['keep']} ({found['why']}); prompts encoded {found['prompt_pass']}",
+        f"batch {stage.batch_size}: {load.queries} queries and {load.candidates} candidates{' a GPU' * (not options.cpu)}, "
+        f"{load.chunks} micro batches of {recipe.train.micro_batch_size}",
+        f"kept between them: {found.keep} ({found.why}); prompts encoded {found.prompt_pass}",
         "",
     ]
     for title, rows in sections.items():
         lines += [title, *(f"  {name:<34}{value:>22}" for name, value in rows.items()), ""]
     if not options.cpu:
         lines += [*_fastest(found, options), ""]
-    if found["fits"]:
+    if found.fits:
         return "\n".join([*lines, "It fits."])
-    lines.append(f"It does not fit: {found['memory_total'] / GIB:,.1f} GiB of {options.gpu_gib:.4g}.")
-    advised = found["advice"] or ["adapters (model.lora), which train a hundredth of the parameters"]
+    lines.append(f"It does not fit: {found.memory_total / GIB:,.1f} GiB of {options.gpu_gib:.4g}.")
+    advised = found.advice or ["adapters (model.lora), which train a hundredth of the parameters"]
     return "\n".join([*lines, *(f"  would do: {line}" for line in advised)])

@@ -1,5 +1,6 @@
 """The pre-flight: one report of everything that is wrong, before anything is loaded, and nothing where all is well."""
 
+import dataclasses
 import json
 import multiprocessing
 import os
@@ -28,6 +29,7 @@ from rge.data.collate import Collator, query_item, target_item
 from rge.data.sources import Draw, RecordFile
 from rge.distributed import launch
 from rge.plan import estimate, machine
+from rge.plan.report import FasterWay
 from rge.scratch.starting_point import processor_of, starting_point
 
 SIZES = (
@@ -465,12 +467,12 @@ def test_the_banner_names_a_faster_way_that_fits_and_its_overrides(home, monkeyp
     """Where it saves enough to be worth saying, and only there."""
     plans = plans_on("NVIDIA H100 80GB HBM3", "bfloat16", home, monkeypatch)
     figures = plans.found["joint"]
-    way = {"memory_total": 7e9, "memory_to": 9e9, "overrides": ["train.micro_batch_size=7", "a=b"]}
+    way = FasterWay(["train.micro_batch_size=7", "a=b"], 0.0, 0.0, 7e9, 9e9, 0.0, 0.0)
     said = {}
     for share in (0.5, 0.9, 0.99):
-        figures["fastest"] = [{**way, "seconds": share * figures["seconds"]}, {"seconds": 0.0}]
+        figures.fastest = [dataclasses.replace(way, seconds=share * figures.seconds), way]
         said[share] = [line for line in estimate.banner(plans) if "faster way" in line]
-    figures["fastest"] = []
+    figures.fastest = []
     assert not any("faster way" in line for line in estimate.banner(plans))
     assert said == {
         0.5: [

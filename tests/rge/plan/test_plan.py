@@ -129,9 +129,9 @@ def test_launch_configs_say_truly_which_recipes_fit(name):
         (fitting,) = re.findall(r"^# Recipes that fit GPUs of 80 GiB, by rge.plan: (.*)$", text, re.MULTILINE)
         num_gpus = yaml.safe_load(text)["num_processes"]
         options = PlanOptions(back_end=path.stem.split("_")[0], num_gpus=num_gpus)
-        assert plan.plan(recipe, model, options)["fits"] == (name in fitting.split(", ")), path.stem
+        assert plan.plan(recipe, model, options).fits == (name in fitting.split(", ")), path.stem
     # So does what a launch without a config sets up.
-    assert plan.plan(recipe, model, PlanOptions(num_gpus=8))["fits"]
+    assert plan.plan(recipe, model, PlanOptions(num_gpus=8)).fits
 
 
 PIXELS = 84 * 84
@@ -386,7 +386,7 @@ def test_flops_of_a_policy_gradient_against_the_counter(deep, batch, count_flops
     assert sum(size for name, size in found.items() if name != "rollout") == pytest.approx(counted, rel=0.1)
     of_a_recipe = load_recipe(["recipe=qwen25vl_3b", "stage=rl", "rl.batch_size=64", "rl.num_rationales=8"])
     planned = plan.plan(of_a_recipe, outline(of_a_recipe.model)[0], PlanOptions(for_="rl"))
-    assert planned["tokens"]["own rationales"] == 64 * 8 * 129
+    assert planned.tokens["own rationales"] == 64 * 8 * 129
 
 
 @pytest.mark.parametrize("how", ["float32", "bfloat16", "autocast"])
@@ -573,27 +573,27 @@ def test_more_queries_cost_memory_only_by_the_micro_batch():
         recipe = load_recipe(["recipe=qwen25vl_3b", f"joint.batch_size={size}"])
         found.append(plan.plan(recipe, outline(recipe.model)[0], PlanOptions()))
     small, large = found
-    assert large["flops"] == pytest.approx(8 * small["flops"], rel=0.01)
-    pictures = large["memory"]["pictures"] - small["memory"]["pictures"]
-    assert pictures == large["batch_bytes"] - small["batch_bytes"] > 0
-    assert large["memory_total"] - pictures == pytest.approx(small["memory_total"], rel=0.01)
-    assert large["tokens"]["own rationales"] == 4096 * 129
+    assert large.flops == pytest.approx(8 * small.flops, rel=0.01)
+    pictures = large.memory["pictures"] - small.memory["pictures"]
+    assert pictures == large.batch_bytes - small.batch_bytes > 0
+    assert large.memory_total - pictures == pytest.approx(small.memory_total, rel=0.01)
+    assert large.tokens["own rationales"] == 4096 * 129
 
 
 def test_what_a_frozen_tower_makes_stays_on_the_gpu():
     """Features of a rank's whole batch, where the writer keeps them (`make_writer`); the pixels in any case."""
 
-    def of(name: str, back_end: str, *overrides: str) -> tuple[float, dict]:
+    def of(name: str, back_end: str, *overrides: str) -> tuple[float, plan.Plan]:
         recipe = load_recipe([f"recipe={name}", *overrides])
         options = PlanOptions(num_gpus=8, back_end=back_end)
         found = plan.plan(recipe, outline(recipe.model)[0], options)
-        assert found["memory_total"] == sum(found["memory"].values())
-        return found["memory"]["pictures"] - found["batch_bytes"], found
+        assert found.memory_total == sum(found.memory.values())
+        return found.memory["pictures"] - found.batch_bytes, found
 
     for name, size in {"qwen25vl_7b_lora": 3584, "qwen3vl_2b": 2048 * 4, "smolvlm": 2048}.items():
         kept, found = of(name, "zero2", "model.freeze_vision=true")
-        pictures = found["load"]["queries"] + found["load"]["candidates"]
-        assert kept == 2 * pictures * found["shapes"]["picture"]["placeholders"] * size > 0
+        pictures = found.load.queries + found.load.candidates
+        assert kept == 2 * pictures * found.shapes.picture.placeholders * size > 0
     frozen = "model.freeze_vision=true"
     assert of("qwen3vl_2b", "zero2")[0] == 0
     assert of("qwen25vl_7b_lora", "ddp", "model.lora.vision=true")[0] == 0
@@ -616,7 +616,7 @@ def test_an_engine_of_vllm_takes_its_share():
             arguments = [f"rollout.backend={backend}", "rollout.vllm_memory=0.25", "model.cuda_graphs=false"]
             recipe = load_recipe(["recipe=qwen25vl_3b", *arguments])
             options = PlanOptions(gpu_gib=40, for_=stage)
-            totals[stage, backend] = plan.plan(recipe, outline(recipe.model)[0], options)["memory_total"]
+            totals[stage, backend] = plan.plan(recipe, outline(recipe.model)[0], options).memory_total
     assert totals["joint", "vllm"] == totals["joint", "own"] + 10 * 2**30
     assert totals["cold_start", "vllm"] == totals["cold_start", "own"]
 
@@ -624,7 +624,7 @@ def test_an_engine_of_vllm_takes_its_share():
 def test_an_engine_that_sleeps_is_not_beside_the_backward():
     def memory(*arguments: str) -> dict[str, float]:
         recipe = load_recipe(["recipe=qwen25vl_3b", *arguments])
-        return plan.plan(recipe, outline(recipe.model)[0], PlanOptions(gpu_gib=80, for_="joint"))["memory"]
+        return plan.plan(recipe, outline(recipe.model)[0], PlanOptions(gpu_gib=80, for_="joint")).memory
 
     own, asleep = (
         memory(),

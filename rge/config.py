@@ -10,9 +10,9 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import Field
 
@@ -640,27 +640,6 @@ def to_dict(recipe: Recipe) -> dict[str, Any]:
             for source in whole[stage]["sources"]
         ]
     return {item.name: whole[item.name] for item in fields(Recipe)}
-
-
-def completed(saved: dict[str, Any]) -> dict[str, Any]:
-    """A recipe that `to_dict` once gave, with the defaults of the keys that there are only since."""
-    return _completed(saved, Recipe)
-
-
-def _completed(value: Any, kind: Any) -> Any:
-    section = next((one for one in (kind, *get_args(kind)) if is_dataclass(one)), None)
-    if section is not None and isinstance(value, list):
-        return [_completed(entry, section) for entry in value]
-    if section is None or not isinstance(value, dict):
-        return value
-    hints, found = get_type_hints(section), dict(value)
-    for item in fields(section):
-        default = item.default_factory() if item.default_factory is not MISSING else item.default
-        if item.name in value:
-            found[item.name] = _completed(value[item.name], hints[item.name])
-        elif default is not MISSING:
-            found[item.name] = json.loads(json.dumps(default, default=asdict))
-    return found
 
 
 def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

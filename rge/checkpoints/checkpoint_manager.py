@@ -142,16 +142,11 @@ class CheckpointManager:
             return 0
         path, done = found  # the newest intact one, which need not be the one checked in pre-flight
         rounding = check_same_recipe(done["recipe"], self.recipe, self.name, path)
-        launch.check_resume(done.get("launch"), self.accelerator, path)
+        launch.check_resume(done["launch"], self.accelerator, path)
         rounding += check_same_run(done, self.identity, path)
         self.states.load(path)
-        self._saved, self._validated = done["step"], done.get("validated")
+        self._saved, self._validated = done["step"], done["validated"]
         self.accelerator.print(f"{self.name}: resuming after step {done['step']} from {path}")
-        if "identity" not in done:
-            self.accelerator.print(
-                f"{self.name}: this state does not record its records, start and code (an older version wrote it), so whether they "
-                "have changed is unknown"
-            )
         if rounding:
             self.accelerator.print(
                 f"{self.name}: the result is no longer that of an undisturbed run bit for bit, since these were changed: "

@@ -7,12 +7,12 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from rge.checkpoints.manifest import DONE, damage, read_done
+from rge.checkpoints.manifest import damage, read_done
 from rge.checkpoints.settings import RGE_JSON, CheckpointError, read_settings
 from rge.checkpoints.training_state import complete_states
 from rge.common.errors import UserError
 from rge.common.files import find_shipped
-from rge.config import Recipe, completed, flat, to_dict
+from rge.config import Recipe, flat, to_dict
 from rge.data.sources import Records
 from rge.distributed import collectives as dist
 from rge.distributed import launch
@@ -49,9 +49,7 @@ def finished(folder: Path, recipe: Recipe, name: str) -> bool:
     final = folder / "final"
     if not (final / RGE_JSON).is_file():
         return False
-    if (final / DONE).is_file() and (
-        problem := damage(final, contents=False)
-    ):  # older checkpoints have no list
+    if problem := damage(final, contents=False):
         raise CheckpointError(
             f"{final} is damaged: {problem}. Delete it and start again: the stage continues from its last state"
         )
@@ -176,7 +174,7 @@ def check_state(folder: Path, recipe: Recipe, name: str, accelerator: Accelerato
     for path in complete_states(folder / "state")[-1:]:
         if (done := read_done(path)) is not None:
             check_same_recipe(done["recipe"], recipe, name, path)
-            launch.check_resume(done.get("launch"), accelerator, path)
+            launch.check_resume(done["launch"], accelerator, path)
             _check_streams(done, recipe, name, accelerator, path)
 
 
@@ -185,7 +183,7 @@ def _check_streams(
 ) -> None:
     """What each reader of a stream reads depends on how many there are: data workers of all processes."""
     streams = [source.label for source in getattr(recipe, name).sources if source.streaming]
-    if not streams or done.get("launch") is None:
+    if not streams:
         return
     then = done["launch"]["num_processes"], done["recipe"]["data"]["num_workers"]
     now = accelerator.num_processes, recipe.data.num_workers
@@ -220,8 +218,7 @@ def check_start(recipe: Recipe) -> None:
 def check_same_recipe(found: dict[str, Any], recipe: Recipe, name: str, path: Path) -> list[str]:
     """Refuse to continue or reuse what another recipe made.
 
-    Only keys that matter to the stage are compared: see `NOT_OF`. A key that is newer than what was made has its default
-    there.
+    Only keys that matter to the stage are compared: see `NOT_OF`.
 
     Returns:
         The differing keys that change no more than rounding, with both values: see `ROUNDING`.
@@ -230,18 +227,16 @@ def check_same_recipe(found: dict[str, Any], recipe: Recipe, name: str, path: Pa
         CheckpointError: names the differing keys.
     """
     ignored = MAY_DIFFER + NOT_OF[name]
-    recipes = to_dict(recipe), found
-    ours, theirs = (flat(completed(each)) for each in recipes)
-    our_words, their_words = (flat(each) for each in recipes)  # sources without what they do not use
+    ours, theirs = flat(to_dict(recipe)), flat(found)
     if name == "cold_start":
         # The one loss setting that the cold start uses.
         for keys in (ours, theirs):
             keys["cold_start loss.lm_on_candidates"] = keys["loss.lm_on_candidates"]
     if not ours["stage"] == theirs["stage"] == "all":
-        for keys, words in ((ours, our_words), (theirs, their_words)):
-            keys["init"] = words["init"] = _start(keys, name, recipe.out)
+        for keys in (ours, theirs):
+            keys["init"] = _start(keys, name, recipe.out)
     different = {
-        key: f"{key} (there {their_words.get(key, theirs.get(key))!r}, now {our_words.get(key, ours.get(key))!r})"
+        key: f"{key} (there {theirs.get(key)!r}, now {ours.get(key)!r})"
         for key in sorted(ours.keys() | theirs.keys())
         if ours.get(key) != theirs.get(key) and not key.startswith(ignored)
     }

@@ -187,7 +187,7 @@ def describe(accelerator: Accelerator) -> dict[str, Any]:
     return asdict(back_end(accelerator))
 
 
-def check_resume(saved: dict[str, Any] | None, accelerator: Accelerator, path: object) -> None:
+def check_resume(saved: dict[str, Any], accelerator: Accelerator, path: object) -> None:
     """Whether a state saved by one launch can be loaded by another.
 
     One process and DDP write the same files, which any number of processes loads; FSDP2's shards are dealt out anew
@@ -196,8 +196,6 @@ def check_resume(saved: dict[str, Any] | None, accelerator: Accelerator, path: o
     Raises:
         LaunchError: names both launches and the fix.
     """
-    if saved is None:
-        return
     then, now = BackEnd(**saved), back_end(accelerator)
     if (then.is_ddp and now.is_ddp) or (then.name == now.name == "FSDP2") or then == now:
         return

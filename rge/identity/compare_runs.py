@@ -7,7 +7,6 @@ from rge.common.commands import start
 from rge.common.errors import UserError
 from rge.common.files import read_json
 from rge.common.options import parse_options, positional
-from rge.config import completed
 from rge.identity.run_identity import IDENTITY, Identity, differences, in_words, unknown
 
 
@@ -32,7 +31,7 @@ def main(words: list[str]) -> int:
     lines = in_words(differences(a, b))
     for part in unknown(a, b):
         silent = places[0] if a.get(part) is None else places[1]
-        lines.append(f"unknown: {part}, which {silent} does not record (an older version wrote it)")
+        lines.append(f"unknown: {part}, which {silent} does not record")
     print("\n".join([f"a = {places[0]}", f"b = {places[1]}", *(lines or ["they differ in nothing"])]))  # noqa: T201
     return 1 if lines else 0
 
@@ -43,7 +42,7 @@ def read_identity(path: Path) -> Identity:
     found: Identity = dict(content if path.name == IDENTITY else content.get("identity") or {})
     found.pop("key", None)  # of an evaluation: the hash of the rest
     if "recipe" in content and path.name != IDENTITY:
-        found = {"recipe": completed(content["recipe"]), "progress": {"step": content.get("step")}, **found}
+        found = {"recipe": content["recipe"], "progress": {"step": content.get("step")}, **found}
     return found
 
 

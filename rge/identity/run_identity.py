@@ -2,7 +2,7 @@
 
 `run_identity` is kept in ``backbone/identity.json``, in the ``done.json`` of a training state, in the ``rge.json`` of a checkpoint
 and in the ``results.json`` of an evaluation. `differences` says what two of them differ in: resuming, reusing a backbone, reading
-cached embeddings, comparing evaluations and ``rge compare-runs A B`` all ask it. What an older version did not record is reported as unknown (`unknown`).
+cached embeddings, comparing evaluations and ``rge compare-runs A B`` all ask it. What one of them does not record is reported as unknown (`unknown`).
 """
 
 import ast
@@ -189,7 +189,7 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[A
 
 
 def unknown(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    """Parts that the one identity has and the other, written by an older version, lacks."""
+    """Parts that the one identity has and the other lacks, such as an evaluation's and a state's."""
     return [
         part
         for part in dict.fromkeys([*a, *b, MODULES.rstrip("."), PACKAGES.rstrip(".")])

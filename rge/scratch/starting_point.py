@@ -87,7 +87,7 @@ def check_backbone(recipe: Recipe, records: Mapping[str, Records]) -> str | None
     """Whether the backbone in the run's folder, if there is one, is the one that this run would build.
 
     Returns:
-        A warning, where that is not known: an older version built it, or files have gone since.
+        A warning, where that is not known, since files have gone.
 
     Raises:
         CheckpointError: it was built from something else; says what.
@@ -97,7 +97,7 @@ def check_backbone(recipe: Recipe, records: Mapping[str, Records]) -> str | None
         return None
     found = read_json(folder / IDENTITY)
     if found is None:
-        return f"{folder} does not record what it was built from (an older version wrote it); it is used as it is"
+        raise CheckpointError(f"{folder} does not record what it was built from: delete {recipe.out}")
     now = plan.identity()
     gone = [key for key, content in now["records"].items() if content is None]
     then = {

@@ -73,15 +73,15 @@ class BudgetOptions(RunOptions):
     """Temperature of these draws."""
     fuse: tuple[str, ...] = FUSIONS
     """mean of embeddings and/or max of scores."""
-    gate: tuple[str, ...] = ()
+    gate: tuple[float, ...] = ()
     """Shares of the queries that reason, those with the smallest margins, such as 0.25,0.5."""
     gate_from: Path | None = None
     """Evaluations in both modes of this checkpoint on another set, of `run query_mode=reasoning,direct` or of `budget`: there the
     gate learns whether small or large margins should reason, and the thresholds; where it learns nothing there is no gate.
     null: small ones, with thresholds of this set, which describes it and is no rule."""
-    margin: tuple[str, ...] = ()
+    margin: tuple[float, ...] = ()
     """Margins below which a query reasons, where a threshold is known, as from another set."""
-    auto: tuple[str, ...] = ("0.02", "0.1", "0.25", "0.5", "0.75", "0.9", "0.98")
+    auto: tuple[float, ...] = (0.02, 0.1, 0.25, 0.5, 0.75, 0.9, 0.98)
     """Of a checkpoint that decides for itself (docs/modes.md): probabilities of `<emb>` as the first token from which on it writes
     nothing, each a point of a curve."""
     both_sides: bool = False
@@ -95,11 +95,7 @@ class Point:
     """One way of asking.
 
     Attributes:
-        name: its directory.
-        curve: what it is a point of.
-        at: k, share or n; where it stands on its curve.
-        ranking: of all queries.
-        encoded: rationales and costs of the embedder.
+        at: k or share; where it stands on its curve.
         about: for results.json.
     """
 
@@ -109,16 +105,6 @@ class Point:
     ranking: Ranking
     encoded: Encoded
     about: Mapping[str, Any] | None = None
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """What `BudgetOptions` list, as numbers."""
-
-    shares: list[float]
-    margins: list[float]
-    above: list[float]
-    metric: str
 
 
 def budget(options: BudgetOptions, load: Callable[..., Embeds] | None = None) -> Path:
@@ -134,15 +120,17 @@ def budget(options: BudgetOptions, load: Callable[..., Embeds] | None = None) ->
     Raises:
         UserError: something given is wrong.
     """
-    plan = _check(options)
+    _check(options)
+    metric = options.metric or options.protocol().headline[0]
     measure = _of_suite if is_suite(options.set) else _of_set
-    found = measure(options, plan, loaded_once(load or default_loader(options)))
+    found = measure(options, metric, loaded_once(load or default_loader(options)))
     if found is None:
         return options.out
     about, rows = found
     for row in rows:
-        row["curve"] = _curve(row)
-    content = about | _content(options, plan.metric, rows)
+        if row["name"] in BASES:  # where no query reasons, and where all do
+            row["curve"] = GATED
+    content = about | _content(options, metric, rows)
     shown = table(content)
     print(f"\n{shown.to_string(index=False)}")
     text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False, default=str)
@@ -167,18 +155,20 @@ def _page(options: BudgetOptions, content: Mapping[str, Any]) -> Path:
 
 
 def _of_set(
-    options: BudgetOptions, plan: _Plan, load: Callable[..., Embeds]
+    options: BudgetOptions, metric: str, load: Callable[..., Embeds]
 ) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
     """One set: what budget.json says of it, and the points; None in all processes but the first."""
-    found = _measure(options, plan, load)
+    found = _measure(options, metric, load)
     if found is None:
         return None
     session, rows = found
 
     def mean(frame: pd.DataFrame) -> Bootstrap:
-        return cluster_bootstrap(frame[["value"]].to_numpy(np.float64), _groups(frame), seed=options.seed)
+        return cluster_bootstrap(
+            frame[["value"]].to_numpy(np.float64), index_of(frame["group"].tolist()), seed=options.seed
+        )
 
-    _add_gains(rows, {row["name"]: _values(options.out / row["name"], plan.metric) for row in rows}, mean)
+    _add_gains(rows, {row["name"]: _values(options.out / row["name"], metric) for row in rows}, mean)
     about = {
         "set": {key: getattr(session.wanted, key) for key in ("name", "fingerprint", "content")},
         "num_queries": len(session.wanted.queries),
@@ -188,14 +178,14 @@ def _of_set(
 
 
 def _of_suite(
-    options: BudgetOptions, plan: _Plan, load: Callable[..., Embeds]
+    options: BudgetOptions, metric: str, load: Callable[..., Embeds]
 ) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
     """The same for all members of a suite, joined point by point."""
     suite = load_suite(options.set)
     of_member: dict[str, list[dict[str, Any]]] = {}
 
     def one(name: str, path: Path, out: Path) -> None:
-        found = _measure(member_options(options, path, out), plan, load)
+        found = _measure(member_options(options, path, out), metric, load)
         if found is not None:
             of_member[name] = found[1]
 
@@ -211,10 +201,10 @@ def _of_suite(
         inner = {member: path / name for member, path in dirs.items()}
         more = {"budget": row}
         content = aggregate(suite, inner, out, seed=options.seed, overwrite=options.overwrite, more=more)
-        if plan.metric not in content["macro"]:
-            raise UserError(f"metric {plan.metric} has no mean over members: not every member has it")
-        rows.append(row | {"metric": plan.metric, **content["macro"][plan.metric]})
-        values[name] = _values(out, plan.metric)
+        if metric not in content["macro"]:
+            raise UserError(f"metric {metric} has no mean over members: not every member has it")
+        rows.append(row | {"metric": metric, **content["macro"][metric]})
+        values[name] = _values(out, metric)
 
     def mean(frame: pd.DataFrame) -> Bootstrap:
         return mean_of(list(member_bootstraps(frame, ["value"], seed=options.seed).values()))
@@ -230,7 +220,7 @@ def _of_suite(
 
 
 def _measure(
-    options: BudgetOptions, plan: _Plan, load: Callable[..., Embeds]
+    options: BudgetOptions, metric: str, load: Callable[..., Embeds]
 ) -> tuple[Session, list[dict[str, Any]]] | None:
     """Ask one set in every way and write an evaluation for each; None in all processes but the first."""
     condition = Condition("reasoning", "both", options.out / "reasoning")
@@ -240,7 +230,7 @@ def _measure(
             "temperature= makes the one rationale a drawn one: draw_temperature= is for those of k="
         )
     drawn = _generating(session, temperature=options.draw_temperature)
-    sides = [session.candidate_mode, *(["reasoning"] if options.both_sides else [])]
+    sides = [options.candidate_mode, *(["reasoning"] if options.both_sides else [])]
     for side in dict.fromkeys(sides):
         session.embeddings.fill_candidates(side)  # type: ignore[arg-type]
     for mode in BASES:
@@ -255,17 +245,17 @@ def _measure(
     if base is None:
         return None
     rows = []
-    for point in _points(options, session, drawn, plan, base, always):
-        row = _write(options, session, point, plan.metric)
+    for point in _points(options, session, drawn, metric, base, always):
+        row = _write(options, session, point, metric)
         rows.append(row)
         print(
-            f"{point.name:24} {plan.metric} {100 * row['value']:6.2f}  {row['tokens']:7.1f} tokens",
+            f"{point.name:24} {metric} {100 * row['value']:6.2f}  {row['tokens']:7.1f} tokens",
             flush=True,
         )
     return session, rows
 
 
-def _learned(directory: Path, session: Session, plan: _Plan) -> dict[float, Gate]:
+def _learned(directory: Path, session: Session, metric: str, shares: Sequence[float]) -> dict[float, Gate]:
     """A gate for each share, from evaluations in both modes on another set; none where that does not tell the direction.
 
     Raises:
@@ -287,19 +277,17 @@ def _learned(directory: Path, session: Session, plan: _Plan) -> dict[float, Gate
                 f"gate_from: {path} is of the set that is measured here: a gate learned on it would only describe it"
             )
     direct, reasoned = (pd.read_parquet(path / PER_QUERY).set_index("query_id") for path in paths)
-    if plan.metric not in direct or set(direct.index) != set(reasoned.index):
-        raise UserError(
-            f"gate_from: {paths[0]} and {paths[1]} need the metric {plan.metric} of the same queries"
-        )
+    if metric not in direct or set(direct.index) != set(reasoned.index):
+        raise UserError(f"gate_from: {paths[0]} and {paths[1]} need the metric {metric} of the same queries")
     margin_Q = np.array([one[0] - one[1] if len(one) > 1 else np.inf for one in direct["top10_scores"]])
-    gain_Q = (reasoned[plan.metric].loc[direct.index] - direct[plan.metric]).to_numpy(np.float64)
-    found = large_minus_small(margin_Q, gain_Q, _groups(direct), seed=session.options.seed)
+    gain_Q = (reasoned[metric].loc[direct.index] - direct[metric]).to_numpy(np.float64)
+    found = large_minus_small(margin_Q, gain_Q, index_of(direct["group"].tolist()), seed=session.options.seed)
     said = f"in {directory} queries with large margins gain {_signed(found)} points more than those with small ones"
     if found["low"] is None or found["low"] <= 0 <= found["high"]:
         print(f"WARNING: no gate: {said}, which does not tell the direction", file=sys.stderr, flush=True)
         return {}
     print(f"gate: {said}")
-    return {share: gate_for(margin_Q, share, above=found["value"] > 0) for share in plan.shares}
+    return {share: gate_for(margin_Q, share, above=found["value"] > 0) for share in shares}
 
 
 def table(content: Mapping[str, Any]) -> pd.DataFrame:
@@ -325,7 +313,7 @@ def _signed(figure: Mapping[str, Any] | None) -> str:
     return f"{100 * figure['value']:+.1f} {in_words(figure['low'], figure['high'], '+.1f')}"
 
 
-def _check(options: BudgetOptions) -> _Plan:
+def _check(options: BudgetOptions) -> None:
     if options.query_mode != ("reasoning",) or options.query_modality != ("both",):
         raise UserError(
             "budget asks with and without a rationale and shows everything: leave out query_mode=, query_modality="
@@ -337,24 +325,10 @@ def _check(options: BudgetOptions) -> _Plan:
             f"draw_temperature must be above 0, got {options.draw_temperature:g}: greedy rationales are all the same"
         )
     one_of("fuse", options.fuse, FUSIONS)
-    shares = _numbers("gate", options.gate, 0.0, 1.0)
-    margins = _numbers("margin", options.margin, 0.0, float("inf"))
-    above = _numbers("auto", options.auto, 0.0, 1.0)
-    headline = options.protocol().headline
-    return _Plan(shares, margins, above, options.metric or headline[0])
-
-
-def _numbers(key: str, words: Sequence[str], low: float, high: float) -> list[float]:
-    found = []
-    for word in words:
-        try:
-            value = float(word)
-        except ValueError:
-            raise UserError(f"{key} must list numbers, got {word!r}") from None
-        if not low < value < high:
-            raise UserError(f"{key}={word} must be between {low:g} and {high:g}")
-        found.append(value)
-    return sorted(set(found))
+    for key, most in (("gate", 1.0), ("margin", np.inf), ("auto", 1.0)):
+        for value in getattr(options, key):
+            if not 0 < value < most:
+                raise UserError(f"{key}={value:g} must be between 0 and {most:g}")
 
 
 def _generating(session: Session, **generation: Any) -> Session:
@@ -397,7 +371,7 @@ class _Base:
 
 def _base(session: Session) -> _Base:
     embeddings = session.embeddings
-    candidate_CD = embeddings.candidates(session.candidate_mode)
+    candidate_CD = embeddings.candidates(session.options.candidate_mode)
     encoded = {mode: embeddings.queries(mode, "both") for mode in BASES}  # type: ignore[arg-type]
     ranked = {mode: session.rank(one.embeddings, candidate_CD) for mode, one in encoded.items()}
     return _Base(candidate_CD, encoded, ranked)
@@ -407,7 +381,7 @@ def _points(
     options: BudgetOptions,
     session: Session,
     drawn: Session,
-    plan: _Plan,
+    metric: str,
     base: _Base,
     always: Session | None,
 ) -> Iterator[Point]:
@@ -416,7 +390,7 @@ def _points(
         yield Point(mode, mode, 1, ranked[mode], encoded[mode])
     yield from _fused(options, session, drawn, base.candidate_CD)
     margin_Q = margin(ranked["direct"])
-    for name, gate, learned in _gates(options, session, plan, margin_Q):
+    for name, gate, learned in _gates(options, session, metric, margin_Q):
         yield base.gated(name, GATED, gate.opens(margin_Q), gate.about() | learned)
     if always is not None:
         written = always.embeddings.queries("reasoning", "both")
@@ -424,8 +398,8 @@ def _points(
         share = float((encoded["reasoning"].num_rationale_tokens > 0).mean())
         about = {"gate": {"decided_by": "the model", "share": share}}
         yield Point("adaptive", DECIDED, share, ranked["reasoning"], encoded["reasoning"], about)
-    if plan.above and session.encoder.settings.decides_itself:
-        yield from _thresholds(session, plan, base)
+    if session.encoder.settings.decides_itself:
+        yield from _thresholds(session, sorted(set(options.auto)), base)
     if options.both_sides:
         reasoned_CD = session.embeddings.candidates("reasoning")
         costs = session.embeddings.candidate_costs("reasoning")
@@ -454,26 +428,27 @@ def _fused(
 
 
 def _gates(
-    options: BudgetOptions, session: Session, plan: _Plan, margin_Q: np.ndarray
+    options: BudgetOptions, session: Session, metric: str, margin_Q: np.ndarray
 ) -> Iterator[tuple[str, Gate, dict[str, str]]]:
     """Names, gates, and what is said of where they were learned."""
+    asked, learned = sorted(set(options.gate)), dict[str, str]()
     if options.gate_from is None:
-        shares, learned = {share: gate_for(margin_Q, share) for share in plan.shares}, {}
+        gates = {share: gate_for(margin_Q, share) for share in asked}
     else:
-        shares, learned = (
-            _learned(options.gate_from, session, plan),
-            {"learned_from": str(options.gate_from)},
-        )
-    for share, gate in shares.items():
+        gates = _learned(options.gate_from, session, metric, asked)
+        learned = {"learned_from": str(options.gate_from)}
+    for share, gate in gates.items():
         yield f"gate-{100 * share:g}", gate, learned
-    for value in plan.margins:
+    for value in sorted(set(options.margin)):
         yield f"gate-below-{value:g}", Gate(value), {}
 
 
-def _thresholds(session: Session, plan: _Plan, base: _Base) -> Iterator[Point]:
+def _thresholds(session: Session, above: Sequence[float], base: _Base) -> Iterator[Point]:
     """A model that decides by the probability of writing nothing, at several thresholds."""
+    if not above:
+        return
     probability_Q = session.encoder.direct_probabilities(session.wanted.query_items("both"))  # type: ignore[attr-defined]
-    for threshold in plan.above:
+    for threshold in above:
         reason_Q = probability_Q < threshold
         about = {"decided_by": "the model", "direct_above": threshold}
         point = base.gated(f"auto-{threshold:g}", DECIDED, reason_Q, about)
@@ -511,10 +486,6 @@ def _values(directory: Path, metric: str) -> pd.DataFrame:
     return frame.rename(columns={metric: "value"})
 
 
-def _groups(frame: pd.DataFrame) -> np.ndarray:
-    return index_of(frame["group"].tolist())
-
-
 def _add_gains(
     rows: Sequence[dict[str, Any]],
     values: Mapping[str, pd.DataFrame],
@@ -544,7 +515,7 @@ def _joined(of_member: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     parts = list(of_member.values())
     own = ("metric", "value", "low", "high")
     row = {key: value for key, value in parts[0].items() if key not in own}
-    row |= {key: _mean(parts, key) for key in ("at", "tokens", "ms") if key in row}
+    row |= {key: _mean(parts, key) for key in ("at", "tokens", "ms")}
     if "gate" in row:
         gates = {name: part["gate"] for name, part in of_member.items()}
         apart = {"shares": "share"} | {key: key for key in row["gate"] if key.startswith("margin_")}
@@ -558,11 +529,6 @@ def _joined(of_member: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 def _mean(parts: Sequence[Mapping[str, Any]], key: str) -> float:
     return float(np.mean([part[key] for part in parts]))
-
-
-def _curve(row: Mapping[str, Any]) -> str:
-    """A gate leads from direct mode, where no query reasons, to reasoning, where all do."""
-    return GATED if row["name"] in ("direct", "reasoning") else row["curve"]
 
 
 def _content(options: BudgetOptions, metric: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -225,7 +225,8 @@ def with_evaluation(card: str, results: dict[str, Any]) -> str:
     ]
     notes = [f"* {name}, {way}: {warning}" for warning in results.get("warnings", [])]
     before, _, rest = card.partition(f"\n{EVALUATION}\n")
-    lines, after = rest.partition("\n## ")[0].splitlines(), rest.partition("\n## ")[2]
+    own, _, after = rest.partition("\n## ")
+    lines = own.splitlines()
     mine = (f"| {name} | {way} |", f"* {name}, {way}: ")
     kept = [
         line for line in lines if line.startswith(("| ", "* ")) and not line.startswith((*mine, _HEAD[0]))

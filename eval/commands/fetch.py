@@ -103,7 +103,13 @@ def fetch(options: FetchOptions) -> Path:
         )
     for words in lacking:
         print(f"WARNING: partial: {words}", file=sys.stderr)
-    said = "the import counts it" if found is None else "; ".join(_said(one) for one in found.values())
+    said = (
+        "the import counts it"
+        if found is None
+        else "; ".join(
+            ", ".join(f"{number:,} {COUNTED[key]}" for key, number in one.items()) for one in found.values()
+        )
+    )
     print(f"{options.out}: {said}\nrge eval import {options.benchmark} src={options.out}{part} out=DIR")
     return options.out
 
@@ -254,12 +260,12 @@ class _Joined(io.RawIOBase):
 
 
 def _count_mmeb(src: Path) -> dict[str, dict[str, int]]:
-    rows = {name: _rows_of(src / name) for name in SETS if (src / name).is_dir()}
+    rows = {
+        name: sum(map(_num_rows, files_of_split(src / name, "test")))
+        for name in SETS
+        if (src / name).is_dir()
+    }
     return {"mmeb": {"num_members": sum(num > 0 for num in rows.values()), "num_queries": sum(rows.values())}}
-
-
-def _rows_of(folder: Path) -> int:
-    return sum(_num_rows(path) for path in files_of_split(folder, "test"))
 
 
 def _count_documents(src: Path) -> dict[str, dict[str, int]]:
@@ -317,7 +323,3 @@ def _lacking(found: Mapping[str, Mapping[str, int]]) -> list[str]:
         for key in counts
         if counts[key] < wanted[name].get(key, 0)
     ]
-
-
-def _said(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{number:,} {COUNTED[key]}" for key, number in counts.items())

@@ -143,15 +143,15 @@ def _members(
     dirs = each_member(suite, options.out, one)
     if not team.is_first:
         return
-    pairs = sum(one["num_pairs"] for one in found)
     about = found[0] | {
         "of": str(options.of),
-        "num_pairs": pairs,
+        "num_pairs": sum(one["num_pairs"] for one in found),
         "ms_mean": float(np.mean([one["ms_mean"] for one in found])),
     }
     said = f"top {options.top_n} of {options.of}"
-    more = {"rerank": about}
-    join_members(suite, dirs, options.out, said, seed=options.seed, overwrite=options.overwrite, more=more)
+    join_members(
+        suite, dirs, options.out, said, seed=options.seed, overwrite=options.overwrite, more={"rerank": about}
+    )
 
 
 def _one(
@@ -379,9 +379,7 @@ def _keys(
 def _candidates(wanted: RetrievalSet, parts: Sequence[Sequence[int]]) -> Iterator[dict[int, Item]]:
     """The candidates of each part by row, read from the file once and held no longer than a part needs them.
 
-    Args:
-        wanted: the set.
-        parts: candidate rows, in the order of the file over all parts.
+    ``parts``: candidate rows, in the order of the file over all parts.
     """
     items = enumerate(wanted.corpus_items())
     at, held = -1, dict[int, Item]()

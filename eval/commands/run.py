@@ -52,7 +52,7 @@ class RunOptions(RewriteOptions, MeasureOptions):
     """Any embedder of `eval.models.registry`: a directory, or an id on the Hugging Face hub."""
     adapter: str | None = None
     """How that embedder is asked; null: what its files say it is."""
-    as_: str | None = None
+    as_: Literal["release"] | None = None
     """release: ask the released RGE checkpoint as its authors' own evaluation does (`eval.models.released`), MMEB imported with
     verbatim=true; null: as this program asks every model of its kind."""
     revision: str | None = None
@@ -75,14 +75,12 @@ class RunOptions(RewriteOptions, MeasureOptions):
     embedding_dims: int | None = None
     """Only the first so many components of every embedding, normalised again: for checkpoints trained with
     loss.matryoshka_dims. null: all. The cache holds whole embeddings, so that another size costs nothing."""
-    candidate_mode: str = "direct"
+    candidate_mode: Literal["reasoning", "direct"] = "direct"
     """direct or reasoning: whether a candidate writes a rationale too."""
     depth: int = DEPTH
     """Length of a ranking; at least the deepest metric's."""
     memory_mb: float = 2048.0
     """Memory for the pool's embeddings, MB; a larger pool is searched in blocks of this size out of a file in the cache."""
-    search_on: str = "cpu"
-    """cpu or gpu (needs a faiss that was built for it)."""
     device: str | None = None
     """Such as cuda:0; null: a GPU if there is one."""
     dtype: str | None = None
@@ -117,9 +115,7 @@ class Condition:
 def run(options: RunOptions, load: Callable[..., Embeds] | None = None) -> list[Path]:
     """Evaluate, write the outputs, and return their directories.
 
-    Args:
-        options: see `RunOptions`.
-        load: makes the encoder; `eval.models.registry.load_model` by default.
+    ``load``: makes the encoder; `eval.models.registry.load_model` by default.
 
     Raises:
         UserError: something given is wrong; see the modules named above.
@@ -135,9 +131,9 @@ def run(options: RunOptions, load: Callable[..., Embeds] | None = None) -> list[
     session = start(options, conditions, load)
     embeddings, seed = session.embeddings, session.seed
     dirs = [one.out for one in conditions]
-    embeddings.fill_candidates(session.candidate_mode, seed)
+    embeddings.fill_candidates(options.candidate_mode, seed)
     if session.team.is_first:
-        candidate_CD = embeddings.candidates(session.candidate_mode, seed)  # refuses what cannot be ranked
+        candidate_CD = embeddings.candidates(options.candidate_mode, seed)  # refuses what cannot be ranked
     for one in conditions:
         embeddings.fill_queries(one.mode, one.modality, seed)
     if not session.team.is_first:
@@ -170,14 +166,9 @@ class Session:
     """An encoder, loaded, in front of a checked set.
 
     Attributes:
-        options: what was asked for.
         wanted: the set, as the protocol wants it.
-        protocol: what figures mean.
-        encoder: see `eval.embedding.fill_cache.Embeds`.
-        embeddings: its embeddings of the set.
         warnings: what a reader of the figures has to know.
         audit: what training saw of the set; None if there is nothing to look into.
-        team: the processes that encode.
         seed: of drawn rationales; None where the encoder decodes greedily.
     """
 
@@ -191,11 +182,6 @@ class Session:
     team: Team
     seed: int | None
 
-    @property
-    def candidate_mode(self) -> Mode:
-        """Whether candidates write a rationale."""
-        return "reasoning" if self.options.candidate_mode == "reasoning" else "direct"
-
     def rank(self, query_QD: np.ndarray, candidate_CD: np.ndarray) -> Ranking:
         """Exact search with the set's exclusions and candidate lists."""
         return search(
@@ -205,7 +191,6 @@ class Session:
             excluded=self.wanted.excluded,
             candidates=self.wanted.candidates,
             block_rows=rows_within(self.options.memory_mb, candidate_CD.shape[1]),
-            on_gpu=self.options.search_on == "gpu",
         )
 
     def write(
@@ -213,12 +198,7 @@ class Session:
     ) -> dict[str, Any]:
         """Score a ranking and write its output directory.
 
-        Args:
-            condition: how it was asked, and where the output goes.
-            ranking: of all queries.
-            encoded: rationales and costs.
-            more: further keys of results.json.
-            tag: of the run file, after the checkpoint's hash; default: mode and modality.
+        ``more``: further keys of results.json. ``tag``: of the run file, after the checkpoint's hash; default: mode and modality.
 
         Returns:
             Content of results.json.
@@ -273,9 +253,17 @@ def start(
     contents = team.once(lambda: contents_of(wanted, modalities))
     content = team.once(lambda: with_content(whole, contents.candidates).content)
     wanted = replace(wanted, content=content)
-    _check_verbatim(options, wanted)
+    verbatim = wanted.meta.get("prompts") == "verbatim"
+    if verbatim and options.as_ != "release":
+        raise UserError(
+            f"{wanted.path} was imported with verbatim=true: its texts hold places for pictures, which only as=release reads"
+        )
     encoder = _load(options, load, wanted.meta.get("prompts"))
-    _check_wording(encoder, wanted)
+    needs, given = encoder.settings.mmeb_instructions, wanted.meta.get("instructions")
+    if verbatim and given != needs:
+        raise UserError(
+            f"{wanted.path} was imported with instructions={given}; as=release needs instructions={needs}"
+        )
     audit = team.once(lambda: _audit(options, encoder, wanted))
     warnings = _warnings(conditions, encoder, wanted, audit)
     for warning in warnings if team.is_first else ():
@@ -294,10 +282,6 @@ def start(
 def _conditions(options: RunOptions) -> list[Condition]:
     one_of("query_mode", options.query_mode, MODES)
     one_of("query_modality", options.query_modality, MODALITIES)
-    one_of("candidate_mode", [options.candidate_mode], ("reasoning", "direct"))
-    one_of("search_on", [options.search_on], ("cpu", "gpu"))
-    if options.as_ is not None:
-        one_of("as", [options.as_], ("release",))
     if options.memory_mb <= 0:
         raise UserError(f"memory_mb must be above 0, got {options.memory_mb:g}")
     options.protocol()
@@ -314,25 +298,6 @@ def _conditions(options: RunOptions) -> list[Condition]:
             f"{options.out} holds a single evaluation, these would be {len(pairs)}: give another out="
         )
     return [Condition(mode, modality, options.out / f"{mode}-{modality}") for mode, modality in pairs]
-
-
-def _check_verbatim(options: RunOptions, wanted: RetrievalSet) -> None:
-    """Texts as a release has them are for ``as=release``."""
-    if wanted.meta.get("prompts") != "verbatim":
-        return
-    if options.as_ != "release":
-        raise UserError(
-            f"{wanted.path} was imported with verbatim=true: its texts hold places for pictures, which only as=release reads"
-        )
-
-
-def _check_wording(encoder: Embeds, wanted: RetrievalSet) -> None:
-    """Texts as a release has them are in that release's words."""
-    needs, given = encoder.settings.mmeb_instructions, wanted.meta.get("instructions")
-    if wanted.meta.get("prompts") == "verbatim" and given != needs:
-        raise UserError(
-            f"{wanted.path} was imported with instructions={given}; as=release needs instructions={needs}"
-        )
 
 
 def _audit(options: RunOptions, encoder: Embeds, wanted: RetrievalSet) -> Audit | None:
@@ -359,7 +324,10 @@ def _load(options: RunOptions, load: Callable[..., Embeds] | None, of_set: str |
     """The embedder, set to ask as the options and the set want."""
     if options.exact and options.engine != "own":
         raise UserError("exact=true embeds every item alone, which vLLM does not do: use engine=own")
-    name = _model(options)
+    if (options.checkpoint is None) == (options.model is None):
+        given = "neither" if options.model is None else f"{options.checkpoint} and {options.model}"
+        raise UserError(f"give checkpoint=DIR or model=NAME, got {given}")
+    name = str(options.model)
     if options.checkpoint is not None:
         checkpoint = checkpoint_folder(options.checkpoint)
         name = str(checkpoint)
@@ -374,10 +342,13 @@ def _load(options: RunOptions, load: Callable[..., Embeds] | None, of_set: str |
     )
     for mode in options.query_mode:
         encoder.settings.check_mode(mode)
-    profile = options.prompts or of_set
+    profile, told = options.prompts or of_set, encoder.settings
+    exact = options.exact
+    if exact is None:
+        exact = options.engine == "own" and (told.dtype, told.device) == ("float32", "cpu")
     return encoder.with_(
-        exact=_is_exact(options, encoder) or None,
-        profile=None if profile == encoder.settings.profile else profile,
+        exact=exact or None,
+        profile=None if profile == told.profile else profile,
     )
 
 
@@ -391,13 +362,6 @@ def _check_checkpoint(checkpoint: Path, adapter: str | None) -> None:
             f"checkpoint {checkpoint} has no rge.json, which says how it is asked: it is not finished, or lost it on the "
             "way. An embedder of others is named by model="
         )
-
-
-def _is_exact(options: RunOptions, encoder: Embeds) -> bool:
-    if options.exact is not None:
-        return options.exact
-    told = encoder.settings
-    return options.engine == "own" and (told.dtype, told.device) == ("float32", "cpu")
 
 
 def default_loader(options: RunOptions) -> Callable[..., Embeds]:
@@ -417,13 +381,6 @@ def default_loader(options: RunOptions) -> Callable[..., Embeds]:
             "vllm_rows": options.batch_size,
         }
     return partial(load_model, **asked)
-
-
-def _model(options: RunOptions) -> str:
-    given = [str(one) for one in (options.checkpoint, options.model) if one is not None]
-    if len(given) != 1:
-        raise UserError(f"give checkpoint=DIR or model=NAME, got {' and '.join(given) or 'neither'}")
-    return given[0]
 
 
 def _decides(
@@ -447,12 +404,17 @@ def _measured_with(
     options: RunOptions, wanted: RetrievalSet, encoder: Embeds, condition: Condition
 ) -> dict[str, Any]:
     """What results.json says of how it was measured."""
+    known = encoder.settings
     return {
         "query_mode": condition.mode,
         "query_modality": condition.modality,
         "embedding_dims": options.embedding_dims,
         "candidate_mode": options.candidate_mode,
-        "model": _named(options, encoder),
+        "model": {
+            "name": known.model or str(options.checkpoint or options.model),
+            "adapter": known.adapter,
+            "revision": known.revision,
+        },
         "checkpoint": str(encoder.checkpoint),
         "checkpoint_hash": encoder.checkpoint_hash,
         "prompts": _prompts(wanted, encoder),
@@ -465,29 +427,15 @@ def _measured_with(
             **wanted.meta["rewriter"],
         },
         "settings": {
-            key: value
-            for key, value in encoder.settings.content().items()
-            if key not in ("recipe", "identity")
+            key: value for key, value in known.content().items() if key not in ("recipe", "identity")
         },
-        "decoding": encoder.settings.generation.content(),
-        "dtype": encoder.settings.dtype,
-        "exact": encoder.settings.exact,
+        "decoding": known.generation.content(),
+        "dtype": known.dtype,
+        "exact": known.exact,
         # for an adapter of a released model: whether it is asked as the release's own code asks it; else None
-        "asked_as_released": None
-        if (differs := encoder.settings.differs_from_release) is None
-        else not differs,
+        "asked_as_released": None if (differs := known.differs_from_release) is None else not differs,
         "batch_size": options.batch_size,
         "depth": options.depth,
-    }
-
-
-def _named(options: RunOptions, encoder: Embeds) -> dict[str, Any]:
-    """Which embedder it was, for tables of several."""
-    known = encoder.settings
-    return {
-        "name": known.model or _model(options),
-        "adapter": known.adapter,
-        "revision": known.revision,
     }
 
 

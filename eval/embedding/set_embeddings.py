@@ -86,13 +86,8 @@ class Embeddings:
     """The embeddings of one encoder on one set.
 
     Attributes:
-        encoder: see `eval.embedding.fill_cache.Embeds`.
-        wanted: the set.
-        contents: see `contents_of`.
         root: directory of all caches.
-        batch_size: items embedded at once.
         memory_mb: of a pool's embeddings; a larger one is a memory map.
-        team: the processes that share the work.
         dims: components of an embedding that are used; None: all. Caches hold them whole.
         made_with: software and plugins that the embeddings so far depend on, in the first process.
     """

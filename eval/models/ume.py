@@ -55,10 +55,8 @@ class UmeEncoder(Asked):
 
     def __init__(self, by_mode: dict[str, Embedder], settings: Settings):
         self.by_mode, self.settings = by_mode, settings
-        self.checkpoint, self.checkpoint_hash = (
-            by_mode["direct"].checkpoint,
-            by_mode["direct"].checkpoint_hash,
-        )
+        one = by_mode["direct"]
+        self.checkpoint, self.checkpoint_hash = one.checkpoint, one.checkpoint_hash
 
     def with_(self, **asked: Any) -> Self:
         """See `rge.embedder.Embedder.with_`."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from eval.scoring.search import Ranking
+from eval.scoring.search import Ranking, stack_rankings
 from rge.common.schema import Encoded
 from rge.stats.intervals import cluster_bootstrap, figures
 
@@ -77,17 +77,11 @@ def margin(ranking: Ranking) -> np.ndarray:
 
 def choose(reason_Q: np.ndarray, reasoned: Ranking, direct: Ranking) -> Ranking:
     """Each query's ranking from the one or the other."""
-    width = max(reasoned.rows_QW.shape[1], direct.rows_QW.shape[1])
-
-    def widened(one: Ranking) -> tuple[np.ndarray, np.ndarray]:
-        more = ((0, 0), (0, width - one.rows_QW.shape[1]))
-        return np.pad(one.rows_QW, more, constant_values=-1), np.pad(
-            one.score_QW, more, constant_values=-np.inf
-        )
-
-    (rows, scores), (direct_rows, direct_scores) = widened(reasoned), widened(direct)
-    pick = reason_Q[:, None]
-    return Ranking(np.where(pick, rows, direct_rows), np.where(pick, scores, direct_scores), direct.depth)
+    found = [
+        (chosen, one.rows_QW[chosen], one.score_QW[chosen])
+        for chosen, one in ((reason_Q, reasoned), (~reason_Q, direct))
+    ]
+    return Ranking(*stack_rankings(len(reason_Q), found), direct.depth)
 
 
 def gated(reason_Q: np.ndarray, reasoned: Encoded, direct: Encoded) -> Encoded:

@@ -82,15 +82,9 @@ class Protocol:
             return scored
         rows = np.isin(wanted.query_ids, list(missing))
 
-        def without(value_QM: np.ndarray) -> np.ndarray:
-            return np.where(rows[:, None], np.nan, value_QM)
-
+        values = ("value_QM", "best_QM", "worst_QM", "random_QM")
         return replace(
-            scored,
-            value_QM=without(scored.value_QM),
-            best_QM=without(scored.best_QM),
-            worst_QM=without(scored.worst_QM),
-            random_QM=without(scored.random_QM),
+            scored, **{name: np.where(rows[:, None], np.nan, getattr(scored, name)) for name in values}
         )
 
 

@@ -11,24 +11,17 @@ ids (`eval.sets.retrieval_set`). Two things make that exact, where a bare top-k 
   embeddings are therefore searched once and then stand for each other, so that they always tie.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import faiss
 import numpy as np
-
-from rge.common.errors import UserError
 
 DEPTH = 1000
 BLOCK_ROWS = 1 << 18
 """Candidates searched at once: 2 GB of float32 at D = 2048."""
 SPARE = 8
 """Candidates fetched beyond the depth, to see whether the last one that counts is tied."""
-GPU_DEPTH = 2048
-"""Most candidates that faiss finds on a GPU."""
-
-Knn = Callable[[np.ndarray, np.ndarray, int], tuple[np.ndarray, np.ndarray]]
-"""(queries, block of candidates, k) -> best k scores and rows of the block, best first."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +47,6 @@ def search(
     excluded: Sequence[np.ndarray] | None = None,
     candidates: Sequence[np.ndarray] | None = None,
     block_rows: int = BLOCK_ROWS,
-    on_gpu: bool = False,
 ) -> Ranking:
     """Rank candidates by inner product: highest score first, then lowest row.
 
@@ -65,11 +57,9 @@ def search(
         excluded: per query rows that may not appear.
         candidates: per query rows that may appear; None: all.
         block_rows: candidates searched at once; bounds the memory.
-        on_gpu: let faiss use the GPU; per-query lists are short and stay on the CPU.
 
     Raises:
         ValueError: wrong dtype or shape, values that are not finite, or a depth below 1.
-        UserError: the installed faiss has no GPU, or it cannot rank as deep.
     """
     if depth < 1:
         raise ValueError(f"depth must be >= 1, got {depth}")
@@ -84,8 +74,7 @@ def search(
     _row_sums("query_QD", query_QD, block_rows)
     same_C = _first_equal(candidate_CD, _row_sums("candidate_CD", candidate_CD, block_rows))
     if candidates is None:
-        knn = _gpu_knn() if on_gpu else _cpu_knn
-        row_QW, score_QW = _search_pool(query_QD, candidate_CD, same_C, depth, excluded, block_rows, knn)
+        row_QW, score_QW = _search_pool(query_QD, candidate_CD, same_C, depth, excluded, block_rows)
     else:
         row_QW, score_QW = _search_lists(query_QD, candidate_CD, same_C, candidates, excluded)
     return cut_ranking(row_QW, score_QW, depth)
@@ -139,7 +128,6 @@ def _search_pool(
     depth: int,
     excluded: Sequence[np.ndarray] | None,
     block_rows: int,
-    knn: Knn,
 ) -> tuple[np.ndarray, np.ndarray]:
     """At least the best ``depth`` of a shared pool and all that tie with the last of them, in final order."""
     kept = None if same_C is None else np.flatnonzero(same_C == np.arange(len(same_C)))
@@ -150,7 +138,7 @@ def _search_pool(
     fetch = depth + most_excluded + SPARE
     while len(open_Q):
         fetch = min(fetch, num_kept)
-        row_QW, score_QW, unseen_Q = _fetch(query_QD[open_Q], candidate_CD, kept, fetch, block_rows, knn)
+        row_QW, score_QW, unseen_Q = _fetch(query_QD[open_Q], candidate_CD, kept, fetch, block_rows)
         if same_C is not None:
             row_QW, score_QW = _expand(row_QW, score_QW, same_C)
         if excluded is not None:
@@ -168,36 +156,12 @@ def _search_pool(
     return stack_rankings(len(query_QD), found)
 
 
-def _cpu_knn(query_QD: np.ndarray, block_ND: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-    return faiss.knn(query_QD, block_ND, k, metric=faiss.METRIC_INNER_PRODUCT)
-
-
-def _gpu_knn() -> Knn:
-    if not hasattr(faiss, "StandardGpuResources") or not faiss.get_num_gpus():
-        raise UserError(
-            "search_on=gpu, but the installed faiss sees no GPU: install faiss-gpu-cu12 instead of faiss-cpu, or "
-            "search_on=cpu"
-        )
-    resources = faiss.StandardGpuResources()
-
-    def knn(query_QD: np.ndarray, block_ND: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-        if k > GPU_DEPTH:
-            raise UserError(
-                f"on a GPU faiss finds at most {GPU_DEPTH} candidates, {k} are needed (depth, what is excluded, ties): "
-                "lower depth=, or search_on=cpu"
-            )
-        return faiss.knn_gpu(resources, query_QD, block_ND, k, metric=faiss.METRIC_INNER_PRODUCT)
-
-    return knn
-
-
 def _fetch(
     query_QD: np.ndarray,
     candidate_CD: np.ndarray,
     kept: np.ndarray | None,
     k: int,
     block_rows: int,
-    knn: Knn,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Best k by faiss: rows (Q, k), scores (Q, k), and the highest score that anything left out can have (Q,)."""
     num_rows = len(candidate_CD) if kept is None else len(kept)
@@ -208,7 +172,9 @@ def _fetch(
         stop = min(start + block_rows, num_rows)
         block = candidate_CD[start:stop] if kept is None else candidate_CD[kept[start:stop]]
         take = min(k, len(block))
-        score, index = knn(query_QD, np.ascontiguousarray(block), take)
+        score, index = faiss.knn(
+            query_QD, np.ascontiguousarray(block), take, metric=faiss.METRIC_INNER_PRODUCT
+        )
         row = (index + start).astype(np.int32) if kept is None else kept[index + start].astype(np.int32)
         if take < len(block):
             unseen_Q = np.maximum(unseen_Q, score[:, -1])

@@ -70,7 +70,7 @@ def curves(suite, tmp_path_factory):
         return loader(encoder)(*args, **keys)
 
     options = BudgetOptions(
-        checkpoint="fake", set=suite, out=out, k=2, gate=("0.5",), both_sides=True, metric="mrr"
+        checkpoint="fake", set=suite, out=out, k=2, gate=(0.5,), both_sides=True, metric="mrr"
     )
     assert budget(options, load) == out
     assert len(loads) == 1

@@ -5,7 +5,6 @@ import pytest
 
 from eval.scoring import search as search_module
 from eval.scoring.search import from_ordered_integers, ordered_integers, search
-from rge.common.errors import UserError
 
 
 def integers(rng, rows, dim=6, high=2):
@@ -145,36 +144,6 @@ def test_a_memory_map_is_searched_in_blocks(tmp_path):
     queries = integers(rng, 3)
     mapped = np.load(tmp_path / "c.npy", mmap_mode="r")
     check(search(queries, mapped, depth=10, block_rows=32), full_sort(queries, candidates, 10))
-
-
-def test_a_gpu_search_blocks_and_bounds_as_the_cpu_does(monkeypatch):
-    """No GPU here: its entry points stand in front of the CPU's, which shows what they are asked."""
-    faiss, asked = search_module.faiss, []
-    monkeypatch.setattr(faiss, "StandardGpuResources", lambda: "resources", raising=False)
-    monkeypatch.setattr(faiss, "get_num_gpus", lambda: 1, raising=False)
-    knn = faiss.knn
-    monkeypatch.setattr(
-        faiss,
-        "knn_gpu",
-        lambda held, q, c, k, metric: asked.append((held, len(c), k)) or knn(q, c, k, metric=metric),
-        raising=False,
-    )
-    rng = np.random.default_rng(11)
-    queries, candidates = integers(rng, 5), integers(rng, 3000)
-    found = search(queries, candidates, depth=20, on_gpu=True, block_rows=1000)
-    check(found, full_sort(queries, candidates, 20))
-    assert asked[0][0] == "resources"
-    assert max(size for _, size, _ in asked) <= 1000
-    with pytest.raises(UserError, match="at most 2048 candidates, 2508 are needed"):
-        search(
-            queries,
-            np.unique(rng.standard_normal((3000, 6)).astype(np.float32), axis=0),
-            depth=2500,
-            on_gpu=True,
-        )
-    monkeypatch.setattr(faiss, "get_num_gpus", lambda: 0)
-    with pytest.raises(UserError, match="search_on=gpu, but the installed faiss sees no GPU"):
-        search(queries, candidates, on_gpu=True)
 
 
 def test_ordered_integers_keep_order_and_come_back():

@@ -80,12 +80,12 @@ class Protocol:
     def _skip(self, wanted: RetrievalSet, scored: Scored, missing: Sequence[str]) -> Scored:
         if not self.skips_missing or not missing:
             return scored
-        rows = np.isin(wanted.query_ids, list(missing))
-
-        values = ("value_QM", "best_QM", "worst_QM", "random_QM")
-        return replace(
-            scored, **{name: np.where(rows[:, None], np.nan, getattr(scored, name)) for name in values}
+        rows_Q1 = np.isin(wanted.query_ids, list(missing))[:, None]
+        value, best, worst, random = (
+            np.where(rows_Q1, np.nan, values_QM)
+            for values_QM in (scored.value_QM, scored.best_QM, scored.worst_QM, scored.random_QM)
         )
+        return replace(scored, value_QM=value, best_QM=best, worst_QM=worst, random_QM=random)
 
 
 def all_figures(wanted: RetrievalSet, scored: Scored, protocol: Protocol, *, seed: int) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from PIL import Image
 
 from rge import check
 from rge.checkpoints.export import settings_of
-from rge.checkpoints.manifest import DONE
+from rge.checkpoints.manifest import DONE, write_manifest
 from rge.checkpoints.settings import RGE_JSON
 from rge.common.files import DEMO_CHECKPOINT, raise_descriptor_limit
 from rge.config import Recipe, load_recipe, to_dict
@@ -28,9 +28,10 @@ from rge.data import collate, layout
 from rge.data.collate import Collator, query_item, target_item
 from rge.data.sources import Draw, RecordFile
 from rge.distributed import launch
+from rge.identity.run_identity import IDENTITY
 from rge.plan import estimate, machine
 from rge.plan.report import FasterWay
-from rge.scratch.starting_point import processor_of, starting_point
+from rge.scratch.starting_point import blueprint, processor_of, starting_point
 
 SIZES = (
     "text: {hidden_size: 32, intermediate_size: 64, num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 1},"
@@ -190,6 +191,9 @@ def test_texts_for_a_tokenizer_and_pictures_to_name_are_checked_too(home, accele
     )
     assert "nowhere.jsonl do not exist" in found
     shutil.copytree(tiny_path, home / "out/backbone")  # built before: they are not read again
+    recipe = recipe_of(home, *scratch, cold)
+    plan = blueprint(recipe, check.examine(recipe, accelerator)[1].records)
+    (home / "out/backbone" / IDENTITY).write_text(json.dumps(plan.identity()))
     assert problems_of(home, accelerator, *scratch, cold) == []
 
 
@@ -393,6 +397,7 @@ def test_a_cold_start_that_the_joint_stage_alone_would_pass_by_is_found(home, ac
     final = home / "out/cold_start/final"
     final.mkdir(parents=True)
     (final / RGE_JSON).write_text(json.dumps(settings(recipe_of(home), "cold_start")))
+    write_manifest(final, {})
     [problem] = problems_of(home, accelerator, "stage=joint")
     assert f"{final} is there, but stage=joint without init= starts from" in problem
     assert problems_of(home, accelerator) == []
@@ -402,6 +407,7 @@ def test_a_finished_run_says_so_whatever_has_gone_since(home, accelerator):
     for stage in ("cold_start", "joint"):
         (home / "out" / stage / "final").mkdir(parents=True)
         (home / "out" / stage / "final" / RGE_JSON).write_text(json.dumps(settings(recipe_of(home), stage)))
+        write_manifest(home / "out" / stage / "final", {})
         (home / "records.jsonl").unlink(missing_ok=True)
     problems, found = check.examine(recipe_of(home), accelerator)
     assert (problems, found.stages) == ([], [])

@@ -297,10 +297,14 @@ def test_invariance_sees_an_embedding_that_depends_on_the_batch(checkpoint, reco
 
 @pytest.mark.parametrize("stale", [False, True])
 def test_invariance_compares_the_rationales_of_vllm(checkpoint, records, monkeypatch, stale):
-    """What vLLM itself writes is in test_vllm_rollout.py; here, another model's rationales are the wrong ones."""
+    """What vLLM itself writes is in tests/rge/rollout/test_vllm_writer.py; here, another model's rationales are the wrong ones."""
 
     class Double:
-        def __init__(self, embedder, accelerator, *, max_new_tokens, batch_size, **settings):
+        @classmethod
+        def in_training(cls, embedder, accelerator, **settings):
+            return cls(**settings)
+
+        def __init__(self, *, max_new_tokens, batch_size, **settings):
             self.embedder = Embedder.from_pretrained(checkpoint).model
             self.cap, self.batch_size = max_new_tokens, batch_size
             if stale:
@@ -310,7 +314,7 @@ def test_invariance_compares_the_rationales_of_vllm(checkpoint, records, monkeyp
         def generate(self, prompts):
             return generate(self.embedder, prompts, max_new_tokens=self.cap, batch_size=self.batch_size)
 
-    monkeypatch.setattr("rge.diagnose.invariance.VllmRollout", Double)
+    monkeypatch.setattr("rge.diagnose.invariance.VllmWriter", Double)
     found = invariance(
         Embedder.from_pretrained(checkpoint), read_pairs(records, 6), batch_sizes=(5,), backend="vllm"
     )

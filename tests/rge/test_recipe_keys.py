@@ -523,7 +523,9 @@ def test_deterministic_is_torchs(arguments):
 def test_vllm_memory_is_the_engines_and_the_plans(arguments, lively, monkeypatch):
     given = []
     monkeypatch.setattr(vllm_writer, "find_spec", lambda name: name)
-    monkeypatch.setattr(vllm_writer, "make_engine", lambda *_, memory, **more: given.append(memory))
+    monkeypatch.setattr(
+        vllm_writer.VllmWriter, "in_training", lambda *_, memory, **more: given.append(memory)
+    )
     options = PlanCommand(recipe="tiny")
     planned = []
     for share in (0.2, 0.4):
@@ -540,7 +542,7 @@ def test_vllm_sleep_is_the_engines_and_the_plans(arguments, lively, monkeypatch)
     monkeypatch.setattr(
         vllm_writer, "check_possible", lambda sleeps, device: None
     )  # this device has no memory of its own
-    monkeypatch.setattr(vllm_writer, "make_engine", lambda *_, sleep, **more: given.append(sleep))
+    monkeypatch.setattr(vllm_writer.VllmWriter, "in_training", lambda *_, sleep, **more: given.append(sleep))
     options = PlanCommand(recipe="tiny")
     planned = []
     for sleep in (False, True):

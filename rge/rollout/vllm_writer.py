@@ -6,7 +6,6 @@ ids that it wrote, exactly as for a rationale that is used again.
 
 import time
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -136,7 +135,9 @@ class VllmWriter:
     @property
     def name(self) -> str:
         """With vLLM's version, for what is computed with it."""
-        return f"vllm {version('vllm')}"
+        from vllm import __version__  # its distribution has another name where it is built for a CPU
+
+        return f"vllm {__version__}"
 
     def generate(
         self,

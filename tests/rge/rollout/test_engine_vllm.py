@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -64,7 +65,7 @@ def test_states_are_the_models_own_after_what_the_engine_wrote(lively_path, tmp_
     items = [Item(str(row), f"what opens {row}?", (picture(40, 60, row),) * (row % 3)) for row in range(9)]
     prompts = [ours.builder.build(item, "query") for item in items]
     monkeypatch.setattr(vllm_writer, "find_spec", lambda name: name)
-    monkeypatch.setattr(vllm_writer, "version", lambda name: "0.32")
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.32"))
     monkeypatch.setattr(vllm_engine, "Engine", lambda *args, **settings: OwnEngine(args[0], prompts))
     vllm = Embedder.from_pretrained(checkpoint, engine="vllm")
     assert vllm.settings.engine == "vllm 0.32"

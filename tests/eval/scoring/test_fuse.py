@@ -83,7 +83,7 @@ def test_margin_and_choice():
     assert np.isposinf(margin(single)).all()
     found = choose(np.array([True, False]), wide, narrow)
     assert found.rows_QW.tolist() == [[0, 1, 2], [0, 1, -1]]
-    assert found.score_QW.tolist() == [[0.9, 0.5, 0.5], [0.6, 0.3, -np.inf]]
+    np.testing.assert_array_equal(found.score_QW, np.float32([[0.9, 0.5, 0.5], [0.6, 0.3, -np.inf]]))
 
 
 def test_costs_add_up():

@@ -17,6 +17,7 @@ from rge.checkpoints.settings import CheckpointError
 from rge.checkpoints.training_state import States, trained_tensors
 from rge.common.errors import UserError
 from rge.config import load_recipe, to_dict
+from rge.distributed import launch
 
 
 class Trained:
@@ -240,7 +241,8 @@ def test_what_fails_in_the_background_stops_the_next_step(tmp_path, files_of_at_
 def test_a_resume_with_a_key_that_changes_rounding_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(checkpoint_manager, "stop_after_this_step_at_signals", lambda: None)
     trained = Trained(tmp_path / "joint/state")
-    trained.save(3, recipe=to_dict(load_recipe(["recipe=demo"])))
+    started = launch.describe(trained.states.accelerator)
+    trained.save(3, recipe=to_dict(load_recipe(["recipe=demo"])), launch=started)
 
     def resume(*overrides):
         again = Trained(tmp_path / "unused")

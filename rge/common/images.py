@@ -4,7 +4,6 @@ import base64
 import io
 import os
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache
@@ -207,6 +206,7 @@ def load_image(
         if near_px is not None:
             image.draft(None, (near_px, near_px))  # several times faster; other formats ignore it
         image.load()
+        _check_pixels(image, name)  # an ICO says its true size only now
         return _decoded(image, name)
 
 
@@ -239,14 +239,25 @@ def _opened(
 ) -> Iterator[tuple[Image.Image, str]]:
     """A picture before it is decoded, with its name for messages; what goes wrong inside becomes an `ImageError`."""
     name = f"<{len(ref)} bytes>" if isinstance(ref, bytes) else ref
-    with _explained(name, source), warnings.catch_warnings():
-        warnings.simplefilter("error", Image.DecompressionBombWarning)
+    with _explained(name, source):
         image = open_picture(source)
+        _check_pixels(image, name)
         # Counting the frames would decode them all. Of a phone's MPO (a JPEG with previews after it) and HEIC, what
         # opens is the picture.
         if not first_frame and image.format not in ("MPO", "HEIF") and getattr(image, "is_animated", False):
             raise ImageError(f"picture {name} has several frames: extract the one that is meant")
         yield image, name
+
+
+def _check_pixels(image: Image.Image, name: str) -> None:
+    # Up to twice its limit Pillow only warns. Turning the warning into an error is no way out: filters of warnings are
+    # global, and threads that change them undo each other's changes.
+    limit, pixels = Image.MAX_IMAGE_PIXELS, image.width * image.height
+    if limit is not None and pixels > limit:
+        raise ImageError(
+            f"picture {name} cannot be decoded: {pixels:,} pixels exceed Pillow's limit of {limit:,}, could be a decompression "
+            "bomb; scale it down"
+        )
 
 
 @contextmanager

@@ -3,7 +3,9 @@
 import io
 import struct
 import sys
+import threading
 import time
+import warnings
 import zlib
 
 import numpy as np
@@ -12,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import ExifTags, Image
 
+from rge.common import images
 from rge.common.images import ImageError, load_image, picture_bytes, picture_size
 
 
@@ -149,22 +152,61 @@ def test_pixels_without_a_known_range_are_refused():
         load_image(encode(Image.new("F", (2, 2), 0.5), "TIFF"))
 
 
-@pytest.mark.parametrize("side", [10_000, 20_000])
-def test_a_decompression_bomb_is_refused_before_it_is_unpacked(side):
-    """Pillow warns above 89 million pixels and raises above twice as many; both are an error here."""
+def bomb(side: int) -> bytes:
+    """A PNG whose header claims side x side pixels, and that has none."""
 
     def chunk(kind: bytes, body: bytes) -> bytes:
         return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
 
     header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
-    data = (
-        b"\x89PNG\r\n\x1a\n"
-        + chunk(b"IHDR", header)
-        + chunk(b"IDAT", zlib.compress(b""))
-        + chunk(b"IEND", b"")
-    )
-    with pytest.raises(ImageError, match="decompression bomb"):
-        load_image(data)
+    data = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + data
+
+
+@pytest.mark.parametrize("side", [10_000, 20_000])
+@pytest.mark.parametrize("look", [load_image, picture_size])
+@pytest.mark.parametrize("action", ["error", "ignore"])
+def test_a_decompression_bomb_is_refused_before_it_is_unpacked(side, look, action):
+    """Pillow warns above 89 million pixels and raises above twice as many; both are an error here, whatever the filters."""
+    with warnings.catch_warnings(), pytest.raises(ImageError, match="decompression bomb"):
+        warnings.simplefilter(action)
+        look(bomb(side))
+
+
+def test_a_decompression_bomb_is_refused_while_another_thread_opens_a_picture(png, monkeypatch):
+    first_entered, second_entered, first_left = (threading.Event() for _ in range(3))
+    original = images.open_picture
+
+    def slow(source):
+        if threading.current_thread().name == "first":
+            first_entered.set()
+            assert second_entered.wait(10)
+        else:
+            second_entered.set()
+            assert first_left.wait(10)
+        return original(source)
+
+    monkeypatch.setattr(images, "open_picture", slow)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        before = list(warnings.filters)
+        first = threading.Thread(target=lambda: (picture_size(png), first_left.set()), name="first")
+        first.start()
+        assert first_entered.wait(10)
+        with pytest.raises(ImageError, match="decompression bomb"):
+            picture_size(bomb(10_000))
+        first.join()
+        assert warnings.filters == before, "the filters of the process are not touched"
+
+
+def test_an_icon_whose_picture_is_larger_than_it_says_is_refused(monkeypatch):
+    icon = encode(Image.new("RGB", (48, 48)), "ICO", sizes=[(48, 48)])
+    at = icon.index(b"\x89PNG")
+    icon = icon[:6] + bytes([16, 16]) + icon[8:at] + icon[at:]
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 40 * 40)
+    with warnings.catch_warnings(), pytest.raises(ImageError, match="decompression bomb"):
+        warnings.simplefilter("ignore")
+        load_image(icon)
 
 
 def test_what_is_missing_is_named(tmp_path, png):

@@ -168,9 +168,10 @@ def bomb(side: int) -> bytes:
 @pytest.mark.parametrize("action", ["error", "ignore"])
 def test_a_decompression_bomb_is_refused_before_it_is_unpacked(side, look, action):
     """Pillow warns above 89 million pixels and raises above twice as many; both are an error here, whatever the filters."""
-    with warnings.catch_warnings(), pytest.raises(ImageError, match="decompression bomb"):
+    with warnings.catch_warnings():
         warnings.simplefilter(action)
-        look(bomb(side))
+        with pytest.raises(ImageError, match="decompression bomb"):
+            look(bomb(side))
 
 
 def test_a_decompression_bomb_is_refused_while_another_thread_opens_a_picture(png, monkeypatch):
@@ -204,9 +205,10 @@ def test_an_icon_whose_picture_is_larger_than_it_says_is_refused(monkeypatch):
     at = icon.index(b"\x89PNG")
     icon = icon[:6] + bytes([16, 16]) + icon[8:at] + icon[at:]
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 40 * 40)
-    with warnings.catch_warnings(), pytest.raises(ImageError, match="decompression bomb"):
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        load_image(icon)
+        with pytest.raises(ImageError, match="decompression bomb"):
+            load_image(icon)
 
 
 def test_what_is_missing_is_named(tmp_path, png):

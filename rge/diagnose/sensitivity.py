@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from rge.diagnose.knowability import measure_knowability
 from rge.diagnose.pairs import Pairs, elsewhere, hits, interval
 from rge.embedder import Embedder
 from rge.model.packing import Branch, by_length
@@ -48,7 +49,8 @@ def sensitivity(
     Returns:
         ``conditions`` by name, each with ``hit@1`` (mean, low, high), the paired ``difference`` from own, ``cosine`` to the
         own embedding, and ``moved``, the share of queries with another best candidate; ``cosine_of_others``, how alike
-        the own embeddings of different queries are; and a ``verdict``.
+        the own embeddings of different queries are; a ``verdict``; and, of records with oracle rationales, ``knowability``, see
+        `rge.diagnose.knowability.measure_knowability`.
 
     Raises:
         UserError: ``latent`` of a checkpoint without think tokens.
@@ -110,10 +112,15 @@ def _written(
     states = {
         name: encoder.encode_after(prompts, rows, batch_size=batch_size) for name, rows in conditions.items()
     }
-    return states, {
+    about: dict[str, Any] = {
         "rationale_tokens": float(np.mean([len(row) for row in ids])),
         "distinct_rationales": len({tuple(row) for row in ids}),
     }
+    if all(pairs.oracle):
+        known = [f"{item.instruction or ''} {item.text or ''}" for item in pairs.queries]
+        written = [embedder.processor.tokenizer.decode(row) for row in ids]
+        about["knowability"] = measure_knowability(pairs.oracle, written, known, pairs.groups)  # type: ignore[arg-type]
+    return states, about
 
 
 def _latent(
@@ -233,4 +240,11 @@ def table(found: dict[str, Any]) -> str:
         f"own embeddings of different queries: cosine {found['cosine_of_others']:.3f}",
         found["verdict"],
     ]
+    knowable = found.get("knowability") or {"queries": 0}
+    if knowable["queries"]:
+        share, low, high = knowable["knowability"]
+        lines.append(
+            f"of the words in oracle rationales that the query does not say, the model writes {100 * share:.1f} % {in_words(low, high)} "
+            f"itself; by chance {100 * knowable['chance']:.1f} %"
+        )
     return "\n".join(lines)

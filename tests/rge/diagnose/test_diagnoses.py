@@ -3,6 +3,7 @@
 import json
 import math
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -18,6 +19,7 @@ from rge.data.sources import RecordError
 from rge.diagnose import __main__ as command
 from rge.diagnose import leakage, sensitivity
 from rge.diagnose.invariance import invariance
+from rge.diagnose.knowability import measure_knowability
 from rge.diagnose.pairs import Pairs, elsewhere, hits, interval, read_pairs
 from rge.embedder import Embedder
 from rge.model.embedding_model import EmbeddingModel
@@ -136,6 +138,7 @@ def test_hits_and_interval_by_hand():
 def test_sensitivity_sees_that_a_rationale_matters(checkpoint, records):
     encoder = Embedder.from_pretrained(checkpoint)
     pairs = read_pairs(records, 24)
+    pairs = replace(pairs, oracle=[f"{text} Certainly." for text in pairs.oracle])
     prompts = [encoder.builder.build(item, "query") for item in pairs.queries]
     written = generate(encoder.model, prompts, max_new_tokens=8, batch_size=7)
     # As sensitivity batches them, to the last bit: candidates of a random model are close to one another.
@@ -169,7 +172,13 @@ def test_sensitivity_sees_that_a_rationale_matters(checkpoint, records):
         float((own * exchanged).sum(axis=1).mean()), abs=1e-5
     )
     assert found["verdict"].startswith("the rationale matters: another query's costs -")
+    written_texts = [encoder.model.processor.tokenizer.decode(list(row.ids)) for row in written]
+    known = [f"{item.instruction or ''} {item.text or ''}" for item in pairs.queries]
+    knowable = measure_knowability(pairs.oracle, written_texts, known, pairs.groups)
+    assert found["knowability"] == knowable
+    assert knowable["queries"] > 0
     shown = sensitivity.table(found)
+    assert f"the model writes {100 * knowable['knowability'][0]:.1f} %" in shown
     assert "  100.0 [" in shown
     assert found["verdict"] in shown
 

@@ -51,26 +51,27 @@ class ScratchConfig:
     """
 
     vocab_size: AtLeastOne = 2048
-    """BPE vocabulary learned from the training records' texts, special tokens not counted."""
+    """Size of the BPE vocabulary learned from the training records' texts, not counting special tokens."""
     text: dict[str, Any] = field(default_factory=dict)
     """Sizes of the language model, as its Hugging Face config calls them."""
     vision: dict[str, Any] = field(default_factory=dict)
-    """Sizes of the vision tower, as its Hugging Face config calls them; or, with the model_type efficientnet_lite0, a pretrained
-    tower that a package brings (extra photos, docs/photos.md), of which only the merger is trained."""
+    """Sizes of the vision tower, as its Hugging Face config calls them; or, with the model_type efficientnet_lite0, a
+    pretrained tower from a package (extra photos, docs/photos.md), of which only the merger is trained."""
     naming: str | None = None
-    """Records whose query pictures teach the vision tower to name things before anything else; null skips it."""
+    """Records for pretraining the vision tower, which learns to name what their query pictures show; null: no such
+    pretraining."""
     naming_steps: AtLeastOne = 1000
-    """Optimizer steps of that naming."""
+    """Optimizer steps of that pretraining."""
     naming_batch_size: AtLeastOne = 64
-    """Pictures a step of that naming."""
+    """Pictures per step of that pretraining."""
     naming_lr: Positive = 3e-3
-    """Learning rate of that naming."""
+    """Learning rate of that pretraining."""
     naming_style: Share = 0.0
-    """How much the drawings' style is changed in that naming, from 0 (not at all) to 1: palette, tone, line width,
-    sharpness, ground. What distinguishes families of drawings is then no clue to the object."""
+    """Strength of the style augmentation in that pretraining, from 0 (none) to 1: palette, tone, line width, sharpness,
+    background. It keeps the tower from recognising objects by the style of a drawing."""
     naming_say_from: Share = 0.0
-    """Share of the naming's steps that only choose among the names; after them the text model also writes the name. A
-    step without writing costs half as much."""
+    """Share of that pretraining's steps that only choose among the names; in the remaining steps the text model also
+    writes the name. A step without writing costs half as much."""
 
 
 @dataclass
@@ -82,19 +83,19 @@ class LoraConfig:
     alpha: Positive = 32.0
     """Adapters are scaled by alpha / rank."""
     dropout: Annotated[float, Field(ge=0, le=0.99)] = 0.0
-    """Share of an adapter's inputs dropped. Above zero, gradient caching encodes queries once more: the states that
-    the rollout ends in were made without dropout."""
+    """Dropout on an adapter's inputs. Above zero, gradient caching encodes queries once more, since the rollout
+    computes its states without dropout."""
     targets: list[str] = field(default_factory=list)
-    """Last parts of the names of the linear layers that get an adapter, such as q_proj; empty: all of them."""
+    """Linear layers that get an adapter, by the last part of their name, such as q_proj; empty: all of them."""
     dora: bool = False
     """DoRA: magnitude and direction learned separately (arXiv:2402.09353)."""
     rslora: bool = False
     """Scale by alpha / sqrt(rank) instead, which keeps large ranks stable (arXiv:2312.03732)."""
     vision: bool = False
-    """Whether the vision tower gets adapters too; without, it stays as it is."""
+    """Whether the vision tower gets adapters too; otherwise it is frozen."""
     modules_to_save: list[str] = field(default_factory=list)
-    """Last parts of the names of modules that are trained whole beside the adapters and stored with them, such as merger; PEFT's
-    own key."""
+    """Modules that are trained in full and stored with the adapters, by the last part of their name, such as merger;
+    PEFT's own key."""
 
 
 @dataclass
@@ -108,26 +109,27 @@ class ModelConfig:
     scratch: ScratchConfig | None = None
     """Build a new model of these sizes instead of loading one; null with `path`."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Dtype of forward and backward: float32 or bfloat16. Weights that are trained, their gradients summed over micro
-    batches and the optimizer's state are float32 in any case and on every back end; so are embeddings and losses.
-    Weights that are not trained are held in this dtype."""
+    """Dtype of forward and backward: float32 or bfloat16. Trained weights, their gradients summed over micro batches
+    and the optimizer's state are always float32, on every back end; so are embeddings and losses. Frozen weights are
+    held in this dtype."""
     attn_implementation: Attention = "auto"
-    """Attention of the text model. varlen: sequences one after the other, without mask or padding, by torch's flash attention on
-    a GPU (bfloat16); sdpa: rows side by side under a mask; eager: the same in plain operations; auto: varlen on a GPU
-    where it can, else sdpa."""
+    """Attention of the text model. varlen: concatenated sequences without mask or padding, with torch's flash attention
+    on a GPU (bfloat16); sdpa: padded rows with a mask; eager: the same in plain operations; auto: varlen on a GPU if
+    possible, else sdpa."""
     vision_attn_implementation: Attention = "auto"
-    """Attention of the vision tower: varlen, sdpa (all pictures or windows of a size at once), eager, or auto."""
+    """Attention of the vision tower: varlen, sdpa (all pictures or windows of one size at once), eager, or auto."""
     cuda_graphs: bool = True
-    """Capture a GPU's steps of writing rationales as CUDA graphs, where attention is varlen; false launches every kernel
-    separately. The first captured step of a run is checked against the plain one."""
+    """On a GPU, capture the decoding steps of rationales as CUDA graphs, if attention is varlen; false launches every
+    kernel separately. The first captured step of a run is checked against the plain one."""
     gradient_checkpointing: bool = True
     """Recompute activations in the backward pass: about a third more compute, memory per layer instead of per op."""
     freeze_vision: bool = False
-    """Leave the vision tower as it is."""
+    """Do not train the vision tower."""
     lora: LoraConfig | None = None
     """Train adapters only; null trains all weights."""
     think_tokens: Count = 0
-    """Tokens of the latent state's branch, each with a row of its own beside `<emb>`'s; 0: none. docs/modes.md."""
+    """Number of think tokens in the latent branch, each with its own embedding row like `<emb>`; 0: none.
+    docs/modes.md."""
     min_pixels: AtLeastOne = 200_704
     """Smallest picture, in pixels: 256 patches of 28x28, as released with RGE."""
     max_pixels: AtLeastOne = 802_816
@@ -139,10 +141,10 @@ class RecordsConfig:
     """Where records come from: exactly one of `path`, `dataset` and `type`."""
 
     path: str | None = None
-    """A file of training records: JSON lines, see `rge.common.schema`; pictures stand beside the file."""
+    """A file of training records: JSON lines, see docs/record.md; picture paths are relative to the file."""
     dataset: str | None = None
-    """A data set as the library `datasets` reads it: a folder saved by save_to_disk, a folder of Parquet or JSON lines,
-    or a name on the hub."""
+    """A data set for the library `datasets`: a folder saved by save_to_disk, a folder of Parquet or JSON lines, or a
+    name on the hub."""
     name: str | None = None
     """With `dataset`: its subset, if it has several."""
     split: str = "train"
@@ -150,11 +152,11 @@ class RecordsConfig:
     revision: str | None = None
     """With `dataset`: commit or tag on the hub; null: the newest."""
     streaming: bool = False
-    """With `dataset`: read it while training, without downloading or checking it first. The number of records is then
-    unknown, and what needs it is refused."""
+    """With `dataset`: read it during training, without downloading or checking it first. The number of records is then
+    unknown, and settings that need it are refused."""
     columns: dict[str, str] = field(default_factory=dict)
-    """Our fields to the columns that hold them: {query.text: question, query.images: image, positives.text: answer}. Parts of
-    a column have dots too. A column with the name of one of our fields needs no entry; what has neither is not read."""
+    """Maps our fields to columns: {query.text: question, query.images: image, positives.text: answer}. A dot selects a
+    part of a column. A column with the name of one of our fields needs no entry; all other columns are ignored."""
     type: str | None = None
     """A registered data source (docs/extending.md)."""
     options: dict[str, Any] = field(default_factory=dict)
@@ -196,8 +198,7 @@ class SourceConfig(RecordsConfig):
     weight: Positive = 1.0
     """Share of the batch relative to the other sources' weights."""
     shuffle_buffer: AtLeastOne = 1000
-    """With `streaming`: so many records, of each data worker, are read at a time and put in random order; 1 keeps the
-    stream's own."""
+    """With `streaming`: number of records that each data worker shuffles at a time; 1 keeps the stream's order."""
 
 
 @dataclass
@@ -207,32 +208,36 @@ class DataConfig:
     profile: str = "rge"
     """Instruction profile, see `rge.common.prompt_profiles.PROFILES`."""
     max_prompt_tokens: AtLeastOne = 2048
-    """Longer prompts lose the end of the user's text, never image tokens or the template. Tokens."""
+    """Maximum length of a prompt in tokens. Longer prompts lose the end of the user's text, never image tokens or the
+    template."""
     max_rationale_tokens: AtLeastOne | None = None
-    """A record with a longer oracle rationale is bad (`on_bad`): it would take memory that nothing else does, and teach the
-    model to write what it may not. null: four times rollout.max_new_tokens, at least 512. Tokens."""
+    """Maximum length of an oracle rationale in tokens. A record with a longer one is bad (`on_bad`): it would need more
+    memory than any other, and teach the model to write more than it may. null: four times rollout.max_new_tokens, at
+    least 512."""
     max_negatives: Count = 1
     """Labelled negatives drawn per query and step, as further candidates."""
     positives: Literal["draw", "all"] = "draw"
-    """draw: one of a record's positives, another each time, is the step's; all: every one is a candidate and counts."""
+    """draw: each step uses one of a record's positives, a different one each time; all: all of them are candidates and
+    count as right."""
     batches: Literal["mixed", "homogeneous"] = "mixed"
-    """mixed: every batch holds all sources by their weights; homogeneous: a batch is of one source, weights are shares
-    of the steps, and in-batch negatives are of the query's own kind."""
+    """mixed: every batch contains all sources in proportion to their weights; homogeneous: each batch has one source,
+    weights are shares of the steps, and in-batch negatives are of the query's own kind."""
     sort_by_length: bool = True
-    """Cut micro batches from queries, and candidates, sorted by length, so that little of a forward is padding. The
-    step's batch and its loss stay the same."""
+    """Sort queries and candidates by length before dividing them into micro batches, which reduces padding. The step's
+    batch and its loss stay the same."""
     num_workers: Count = 4
     """Processes that decode pictures and tokenise, per rank; 0 does it in the training process."""
     prefetch_mb: AtLeastOne = 1024
-    """Memory of a rank for batches that wait for training, MiB; one may always wait. Each worker also holds the batch that
-    it is making. No shared memory is used."""
+    """Memory per rank for batches waiting for training, MiB; one batch may always wait. Each worker also holds the
+    batch that it is making. No shared memory is used."""
     on_bad: Literal["stop", "skip"] = "stop"
-    """A record that cannot be used, such as one whose picture is missing: stop ends the run and names it; skip trains on
-    another one of its source instead, counts it (bad_records in the metrics) and lists it in bad_records.jsonl."""
+    """What to do with an unusable record, such as one whose picture is missing: stop ends the run and names the record;
+    skip replaces it by another record of the same source, counts it (bad_records in the metrics) and lists it in
+    bad_records.jsonl."""
     max_bad_share: Share = 0.01
-    """With on_bad=skip: the run ends once more than this share of the stage's records has been found bad."""
+    """With on_bad=skip: the run ends when more than this share of the stage's records is bad."""
     augment: str = "none"
-    """Picture augmentation while training: none, or drawing (shift, scale, mirror, colour)."""
+    """Picture augmentation in training: none, or drawing (shift, scale, mirror, colour)."""
 
 
 @dataclass
@@ -240,11 +245,11 @@ class StatesConfig:
     """Which states of a query InfoNCE is computed on, by their weights; it is their weighted mean. docs/modes.md."""
 
     reasoned: Positive = 1.0
-    """The state after a rationale: the anchor that `loss.anchor` names."""
+    """Weight of the state after a rationale: the anchor that `loss.anchor` names."""
     direct: NotNegative = 0.0
-    """The state directly after the prompt, from the same pass, so that one checkpoint answers both ways."""
+    """Weight of the state directly after the prompt, from the same pass, so that one checkpoint works in both modes."""
     latent: NotNegative = 0.0
-    """The state after the prompt and `model.think_tokens` tokens, which are read and not written."""
+    """Weight of the state after the prompt and `model.think_tokens` think tokens, which are read, not generated."""
 
     @property
     def further(self) -> list[str]:
@@ -261,13 +266,14 @@ class AdaptiveConfig:
     """
 
     share: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Greatest share of a batch's queries with that target; 0: none. The others keep their rationale."""
+    """Largest share of a batch's queries with that target; 0: none. The others keep their rationale."""
     margin: float = 0.0
-    """By how much the right candidate has to lead every wrong one, as a difference of cosines."""
+    """Margin by which the right candidate has to lead every wrong one, as a difference of cosines."""
     floor: Share = 0.0
-    """Least share of a batch's queries with that target, those that lead most, so that the answer does not die out."""
+    """Smallest share of a batch's queries with that target (those with the largest margins), so that the model does not
+    unlearn it."""
     warmup_steps: Count = 0
-    """Steps over which the greatest share rises from 0."""
+    """Steps over which the largest share rises from 0."""
 
 
 @dataclass
@@ -275,7 +281,8 @@ class LossConfig:
     """The two losses. Users ablate these, so each can be given on its own."""
 
     ratio: str = "1:10"
-    """LM to contrastive weight, normalised to sum to one (paper eq. 10: 1/11 and 10/11); `none` is no LM loss."""
+    """Weight of the LM loss to that of the contrastive loss, normalised to sum to one (paper eq. 10: 1/11 and 10/11);
+    `none`: no LM loss."""
     alpha_lm: float | None = None
     """Weight of the LM loss; overrides `ratio`. The other weight is 1 minus this one."""
     alpha_con: float | None = None
@@ -283,13 +290,14 @@ class LossConfig:
     temperature: Positive = 0.03
     """InfoNCE tau; cosine similarities are divided by it. No unit, > 0."""
     anchor: Literal["self", "oracle", "none", "mix", "latent"] = "self"
-    """Query state that the contrastive loss sees, the paper's Table 4: `self` after the model's own rationale,
-    `oracle` after the oracle's (leaks the target), `none` directly after the prompt; `mix` after the oracle's for
-    a share of the queries, after their own for the others. `latent`: after `model.think_tokens`, without a rollout."""
+    """Query state that the contrastive loss uses (the paper's Table 4): `self` after the model's own rationale,
+    `oracle` after the oracle rationale (leaks the target), `none` directly after the prompt; `mix`: `oracle` for a
+    share of the queries, `self` for the others; `latent`: after `model.think_tokens`, without a rollout."""
     oracle_share: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """With `anchor=mix`: share of the queries, drawn anew in each step, that are embedded after the oracle's rationale."""
+    """With `anchor=mix`: share of the queries, drawn anew in each step, that are embedded after the oracle rationale."""
     oracle_decay_steps: AtLeastOne | None = None
-    """With `anchor=mix`: the share falls linearly from `oracle_share` to 0 over so many steps; null: it stays."""
+    """With `anchor=mix`: number of steps over which the share falls linearly from `oracle_share` to 0; null: it stays
+    constant."""
     states: StatesConfig = field(default_factory=StatesConfig)
     align: NotNegative = 0.0
     """Weight, within the contrastive part, of the KL divergence from the anchor's ranking of the candidates to that of
@@ -299,12 +307,13 @@ class LossConfig:
     adaptive: AdaptiveConfig = field(default_factory=AdaptiveConfig)
     think_lm: Share = 0.0
     """Share of the LM loss on oracle rationales that is computed after the think tokens instead of directly after the
-    prompt, so that they hold what the words would say (after TTE-Flash, arXiv:2605.16638); 1: all of it."""
+    prompt, so that the think tokens learn to hold what the words would say (after TTE-Flash, arXiv:2605.16638); 1: all
+    of it."""
     terms: dict[str, NotNegative | None] = field(default_factory=lambda: {"info_nce": 1.0})
-    """Contrastive losses and their weights within the contrastive part: registered ones by name (docs/extending.md). null
-    takes one out that a recipe below (`base`) names."""
+    """Contrastive losses, by registered name, and their weights within the contrastive part (docs/extending.md). null
+    removes one that the `base` recipe has."""
     matryoshka_dims: list[AtLeastOne] = field(default_factory=list)
-    """Further sizes to which embeddings may be cut: InfoNCE becomes its mean over them and the full size."""
+    """Further sizes to which embeddings can be truncated: InfoNCE becomes the mean over them and the full size."""
     lm_on_candidates: bool = True
     """Whether the LM loss also trains `<emb>` after the candidate's prompt, the second term of eq. 8."""
 
@@ -318,27 +327,28 @@ class RolloutConfig:
     temperature: NotNegative = 0.0
     """Sampling temperature in training; 0 is greedy. Evaluation is greedy unless asked otherwise."""
     batch_size: AtLeastOne = 64
-    """Rationales written at once per rank."""
+    """Rationales generated at once per rank."""
     backend: Literal["own", "vllm"] = "own"
-    """own: the training model writes; vllm: an engine beside it, which is given its weights before each rollout. The
-    states that are trained on are the training model's either way."""
+    """What writes rationales. own: the training model; vllm: a vLLM engine, which gets the model's weights before each
+    rollout. In both cases the states that are trained on are the training model's."""
     vllm_memory: Annotated[float, Field(ge=0.01, le=0.95)] = 0.3
-    """Share of a device's memory for the engine of `backend=vllm`: the language model once more, and its cache."""
+    """Share of a device's memory for the engine of `backend=vllm`, which holds a second copy of the language model and
+    its cache."""
     vllm_sleep: bool = False
-    """Between rollouts the engine of `backend=vllm` gives its memory back to training (vLLM's sleep mode). CUDA only."""
+    """Free the memory of the engine of `backend=vllm` between rollouts (vLLM's sleep mode). CUDA only."""
     prompt_pass: Literal["auto", "once", "twice"] = "auto"
-    """How often a step encodes a query's prompt. `once`: with gradient, and the rollout continues from it; needs a rank's
-    share of the batch to fit into one micro batch. `twice`: for the rollout, and with gradient in its chunk. `auto`: once
-    where that can be. The result is the same."""
+    """How often a step encodes a query's prompt. `once`: with gradient, and the rollout continues from it; needs a
+    rank's share of the batch to fit into one micro batch. `twice`: for the rollout, and again with gradient in its
+    chunk. `auto`: once if possible. The result is the same."""
     num_rationales: AtLeastOne = 1
     """Rationales sampled per query and step from one encoding of its prompt; needs a temperature. Each is an anchor of
     the contrastive loss, which is the mean over them."""
     reuse_steps: Count = 0
-    """For how many steps a query's rationale is used again instead of writing one anew; 0: never. Its `<emb>` state is
-    always computed with the present weights. In the joint stage alone: the stage rl always writes anew."""
+    """Number of steps for which a query's rationale is reused; 0: none. Its `<emb>` state is always computed with the
+    current weights. Only in the joint stage: the stage rl always writes new ones."""
     direct_share: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the queries, drawn anew in each step, that are embedded without a rationale, so that one model is
-    trained for both modes. Below 1: for all of them, set loss.anchor=none."""
+    trained for both modes. Must be below 1: to embed all of them without, set loss.anchor=none."""
 
 
 @dataclass
@@ -348,15 +358,15 @@ class StageConfig:
     steps: AtLeastOne | None = None
     """Optimizer steps; null: as many as `epochs` needs."""
     epochs: Positive = 1.0
-    """Passes over the sources' records, used where `steps` is null."""
+    """Passes over the sources' records, used if `steps` is null."""
     batch_size: AtLeastOne = 512
-    """Queries per optimizer step over all ranks; for the contrastive loss also the in-batch negatives' number."""
+    """Queries per optimizer step, over all ranks; also determines the number of in-batch negatives."""
     lr: Positive = 2e-5
-    """Highest learning rate."""
+    """Peak learning rate."""
     warmup_steps: Count = 0
     """Steps over which the learning rate rises to `lr`."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """How the learning rate goes on after the warm-up."""
+    """Learning-rate schedule after the warm-up."""
     min_lr_ratio: Share = 0.0
     """The schedule ends at this share of `lr`."""
     sources: list[SourceConfig] = field(default_factory=list)
@@ -390,54 +400,57 @@ class RLConfig(StageConfig):
     batch_size: AtLeastOne = 64
     """Queries per optimizer step over all ranks, each with `num_rationales` rationales; their candidates are ranked."""
     lr: Positive = 1e-6
-    """Highest learning rate."""
+    """Peak learning rate."""
     alpha_rl: NotNegative = 1.0
     """Weight of the policy gradient."""
     alpha_con: NotNegative = 0.5
-    """Weight of InfoNCE over the rationales' states; in place of loss.alpha_con."""
+    """Weight of InfoNCE over the rationales' states; replaces loss.alpha_con."""
     alpha_lm: NotNegative = 0.05
-    """Weight of the LM loss on oracle rationales; in place of loss.alpha_lm."""
+    """Weight of the LM loss on oracle rationales; replaces loss.alpha_lm."""
     num_rationales: AtLeastOne = 8
-    """Rationales sampled per query and step, a group; in place of rollout.num_rationales."""
+    """Rationales sampled per query and step (a group); replaces rollout.num_rationales."""
     temperature: NotNegative = 1.0
-    """Sampling temperature; in place of rollout.temperature. Log probabilities are those of this distribution."""
+    """Sampling temperature; replaces rollout.temperature. Log probabilities are those of this distribution."""
     rewards: list[RewardConfig] = field(default_factory=lambda: [RewardConfig("margin")])
     """Terms of the reward, each with name, weight and options."""
     candidates: str = "batch"
-    """What rewards rank: batch, the step's candidates on all processes; or pool:PATH, a fixed pool that is harder: a folder with a
-    retrieval set's corpus.parquet, or a file of training records, whose positives and negatives are the pool."""
+    """What rewards rank: batch, the step's candidates on all processes; or pool:PATH, a fixed, harder pool: a folder
+    with a retrieval set's corpus.parquet, or a file of training records, whose positives and negatives form the pool."""
     pool_every: AtLeastOne = 50
-    """Steps after which the pool is embedded anew; without a pool it has no effect."""
+    """Steps between embeddings of the pool; without a pool it has no effect."""
     loss_type: Literal["grpo", "dr_grpo", "dapo"] = "dapo"
     """Normalisation of the policy gradient, see docs/rl.md."""
     scale_rewards: Literal["group", "batch", "none"] | None = None
-    """Advantages are divided by the standard deviation of the group, of the batch, or by none; null: group, as in TRL."""
+    """Standard deviation that advantages are divided by: of the group, of the batch, or none; null: group, as in TRL."""
     std_floor: NotNegative = 1e-4
     """Added to that standard deviation: equal rationales differ in reward by rounding."""
     epsilon: Share = 0.2
-    """Ratios of a token's probability to that at its writing are clipped at 1 - epsilon, from a rollout's second update on:
-    in the first, ratios are 1 (`num_iterations`)."""
+    """Lower clipping: ratios of a token's probability to its probability when written are clipped at 1 - epsilon. Acts
+    from a rollout's second update on, since the ratios are 1 in the first (`num_iterations`)."""
     epsilon_high: NotNegative | None = None
-    """And at 1 + epsilon_high, likewise; null: epsilon. DAPO has 0.28."""
+    """Upper clipping, at 1 + epsilon_high; null: epsilon. DAPO uses 0.28."""
     beta: NotNegative = 0.0
-    """Weight, within the policy gradient, of the KL divergence (k3) from the checkpoint that the stage starts from; 0 needs
-    no reference. With adapters the reference is the model without them; else a frozen copy is kept in memory."""
+    """Weight, within the policy gradient, of the KL divergence (k3) from the checkpoint that the stage starts from; 0
+    needs no reference model. With adapters the reference is the model without them; otherwise a frozen copy is kept in
+    memory."""
     use_bias_correction_kl: bool = True
-    """Multiply the KL estimate by the ratio, so that its gradient is right for rationales of earlier weights too."""
+    """Multiply the KL estimate by the ratio, so that its gradient is also correct for rationales written with earlier
+    weights."""
     mask_truncated_completions: bool = False
-    """Leave rationales that were cut off at the cap out of the policy gradient. The <emb> put there never counts."""
+    """Exclude rationales that were cut off at the cap from the policy gradient. The <emb> appended there never counts."""
     num_iterations: AtLeastOne = 1
-    """Optimizer updates a rollout; after the first, ratios are not 1 and clipping begins."""
+    """Optimizer updates per rollout; after the first, ratios differ from 1 and clipping begins."""
     vllm_importance_sampling_correction: bool = True
-    """Weigh what vLLM sampled by our probability over its own."""
+    """Weight samples from vLLM by our probability divided by vLLM's."""
     vllm_importance_sampling_mode: Literal["sequence_truncate", "sequence_mask"] = "sequence_mask"
-    """A rationale's ratio is clamped to the bounds, or the rationale is left out beyond them."""
+    """Whether a rationale's ratio is clamped to the bounds (sequence_truncate), or the rationale left out if it is
+    beyond them (sequence_mask)."""
     vllm_importance_sampling_clip_max: NotNegative | None = 3.0
     """Upper bound of the ratio; null: none."""
     vllm_importance_sampling_clip_min: NotNegative | None = None
     """Lower bound of the ratio; null: none."""
     patience: Count = 50
-    """The stage ends with a message after so many steps in a row in which no group's rewards differed; 0: never."""
+    """The stage ends with a message if no group's rewards differ for this many consecutive steps; 0: never."""
 
 
 @dataclass
@@ -447,18 +460,18 @@ class OptimConfig:
     name: Literal["adamw", "muon"] = "adamw"
     """Muon for matrices with AdamW for the rest learns much faster from scratch; not under ZeRO."""
     muon_kernels: bool = True
-    """Whether Muon takes kernels of convolutions too, as matrices of (out channels, all the rest), as its author does.
-    Qwen's patch embedding is one. False: AdamW takes them."""
+    """Whether Muon also updates convolution kernels, as matrices of (out channels, everything else), as its author
+    does; Qwen's patch embedding is one. false: AdamW updates them."""
     vision_lr_ratio: NotNegative = 1.0
     """Learning rate of the vision tower and its merger as a share of the stage's."""
     betas: tuple[float, float] = (0.9, 0.999)
-    """Decay of AdamW's running means of the gradient and of its square."""
+    """Decay rates of AdamW's running means of the gradient and its square."""
     eps: float = 1e-8
-    """Added to the root of the mean square, so that nothing is divided by zero."""
+    """Added to the root of the mean square, to avoid division by zero."""
     weight_decay: NotNegative = 0.0
-    """Decoupled weight decay: each step takes this share, times the learning rate, off every weight."""
+    """Decoupled weight decay: each step shrinks every weight by this share times the learning rate."""
     max_grad_norm: NotNegative = 1.0
-    """Gradient clipping by global norm; the same on every back end. 0 switches it off."""
+    """Maximum global norm of the gradient (clipping), the same on every back end; 0: no clipping."""
 
 
 @dataclass
@@ -466,32 +479,31 @@ class TrainConfig:
     """The loop."""
 
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
-    """Seed of everything random: order of the records, augmentation, dropout, sampled rationales."""
+    """Seed of all randomness: order of the records, augmentation, dropout, sampled rationales."""
     micro_batch_size: AtLeastOne = 8
-    """Queries per forward and backward on one rank. Memory depends on this, the result does not."""
+    """Queries per forward and backward on one rank. Affects memory, not the result."""
     keep_activations: Literal["auto", "device", "host", "none"] = "auto"
-    """Where a step of several micro batches keeps what their backwards need of the pass that makes the states (of each layer
-    its input, with model.gradient_checkpointing) instead of computing it a second time: in the device's memory, in pinned
-    main memory, nowhere. auto: on a GPU, where by the plan's estimate there is room, else nowhere."""
+    """Where a step of several micro batches keeps the activations of its first pass for their backward (with
+    model.gradient_checkpointing, each layer's input), instead of computing them a second time: in the device's memory,
+    in pinned main memory, or nowhere. auto: on a GPU, wherever they fit by the plan's estimate; otherwise nowhere."""
     save_every: AtLeastOne = 500
     """Steps between resumable checkpoints."""
     keep_last: AtLeastOne = 2
-    """Resumable checkpoints kept on disk; with two, a damaged newest one still leaves a good one."""
+    """Resumable checkpoints kept on disk; with two, one is left if the newest is damaged."""
     background_save: bool = True
-    """Resumable checkpoints are copied into main memory and written while training continues; false waits for the disk.
+    """Copy resumable checkpoints to main memory and write them while training continues; false: wait for the disk.
     Sharded back ends (DeepSpeed, FSDP) always wait."""
     log_every: AtLeastOne = 10
     """Steps between lines of metrics.jsonl and of trackers."""
     back_end: BackEndName = "ddp"
-    """The least that several processes must share out: ddp (nothing), zero1 (the optimizer's state and float32
-    weights), zero2 (gradients too), zero3 or fsdp2 (everything). A launch that names no back end gets this one; a launch
-    config that shares out as much or more is left as it is, one that shares out less is refused. With one process it has
-    no effect."""
+    """The minimum that is sharded across processes: ddp (nothing), zero1 (the optimizer's state and float32 weights),
+    zero2 (gradients too), zero3 or fsdp2 (everything). A launch that names no back end gets this one. A launch config
+    that shards as much or more is used unchanged; one that shards less is refused. No effect with one process."""
     num_processes: AtLeastOne | None = None
-    """Processes this run must have; any other number is an error. null: as many as the launcher starts."""
+    """Number of processes that this run must have; any other number is an error. null: as many as the launcher starts."""
     silence_s: Positive = 45.0
-    """With several processes: one that has given no sign of life for so many seconds counts as dead, and ends the run. Raise
-    it where processes may freeze for longer and live on: in a debugger, or in a container that is paused."""
+    """With several processes: a process without a heartbeat for this many seconds counts as dead, and ends the run.
+    Raise it if processes may freeze for longer and then continue, in a debugger or a paused container for example."""
     deterministic: bool = False
     """torch.use_deterministic_algorithms: bit-exact repeats on GPU, slower."""
 
@@ -506,12 +518,12 @@ class ValidationConfig(RecordsConfig):
     every: AtLeastOne = 500
     """Steps between measurements; the last step is always measured."""
     max_records: AtLeastOne = 512
-    """Only the first so many records are used; each query is ranked against the targets of all of them."""
+    """Number of records used, from the beginning; each query is ranked against the targets of all of them."""
     metric: Literal["hit_at_1", "loss", "loss_contrastive", "loss_lm"] = "hit_at_1"
-    """What the best checkpoints are chosen by: hit_at_1 (higher is better), loss, loss_contrastive or loss_lm (lower).
-    A stage that compares nothing, such as the cold start, uses loss_lm; one without an LM loss has none."""
+    """Metric for choosing the best checkpoints: hit_at_1 (higher is better), loss, loss_contrastive or loss_lm (lower).
+    A stage without a contrastive loss, such as the cold start, uses loss_lm; one without an LM loss has none."""
     keep_best: Count = 1
-    """Checkpoints kept in ``<out>/<stage>/best``, ready for evaluation; 0 measures only."""
+    """Best checkpoints kept in ``<out>/<stage>/best``, ready for evaluation; 0: only measure."""
 
 
 @dataclass
@@ -519,8 +531,9 @@ class ExportConfig:
     """What a checkpoint holds."""
 
     adapters_only: bool = False
-    """With `model.lora`: the adapters and the rows of new tokens alone, as PEFT's own files of a few MB, and in ``rge.json`` which base
-    they belong to (docs/training.md). A stage then goes on from the adapters of the one before. false: merged weights."""
+    """With `model.lora`: export only the adapters and the rows of new tokens, as PEFT's own files of a few MB;
+    ``rge.json`` names their base (docs/training.md). The next stage then continues these adapters. false: export merged
+    weights."""
 
 
 @dataclass
@@ -530,7 +543,7 @@ class LogConfig:
     trackers: list[str] = field(default_factory=list)
     """Accelerate's trackers by name, e.g. wandb, tensorboard."""
     project: str = "rge"
-    """Project that trackers file the run under."""
+    """Project name for trackers."""
 
 
 @dataclass
@@ -540,16 +553,16 @@ class Recipe:
     recipe: str
     """Name of the recipe's file."""
     out: str = "runs/{recipe}"
-    """Folder of the run; ``{recipe}`` is the recipe's name."""
+    """Output folder of the run; ``{recipe}`` stands for the recipe's name."""
     stage: Literal["all", "cold_start", "joint", "rl"] = "all"
-    """Stages to run; `all`: one after the other, each from the checkpoint of the one before, and rl only if the recipe
-    has sources for it."""
+    """Stages to run; `all`: one after the other, each starting from the previous stage's checkpoint, and rl only if the
+    recipe has sources for it."""
     plugins: list[str] = field(default_factory=list)
     """Modules of your own that register losses, rewards, families, prompt profiles, augmentations or data
     sources (docs/extending.md)."""
     init: str | None = None
-    """Checkpoint to start from instead of `model.path` or `model.scratch`, e.g. another run's cold start; for a stage
-    that is run alone, such as `stage=joint`, the checkpoint of the stage before."""
+    """Checkpoint to start from instead of `model.path` or `model.scratch`, e.g. another run's cold start; if a stage is
+    run alone, such as `stage=joint`, the checkpoint of the previous stage."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     loss: LossConfig = field(default_factory=LossConfig)
@@ -588,7 +601,7 @@ class CheckOptions(Recipe):
     """Report every problem of a run that can be found before it starts."""
 
     pictures: bool = False
-    """Decode every picture once, on all cores; without, each is only looked up where it should be."""
+    """Decode every picture once, on all cores; false: only check that each exists."""
 
 
 def load_recipe(arguments: Sequence[str], recipes: Path = RECIPES) -> Recipe:

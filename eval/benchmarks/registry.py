@@ -72,18 +72,17 @@ class MeasureOptions(PluginOptions):
     out: Path
     """Output directory."""
     by: tuple[str, ...] = ()
-    """Further query columns to report by, besides the set's ``report_by``."""
+    """Further query columns to report figures by, besides the set's ``report_by``."""
     metrics: tuple[str, ...] = ()
     """Further metrics, at any cutoff: recall@100, ndcg@5."""
     benchmark: str = "generic"
-    """Protocol of a benchmark: rmir, mmeb, mmeb2, mmbright, pinpoint, mrmr, mbeir, one that plugins=
-    adds, or generic."""
+    """Protocol to use: rmir, mmeb, mmeb2, mmbright, pinpoint, mrmr, mbeir, one that plugins= adds, or generic."""
     profile: str = "clean"
-    """clean is the defensible protocol, official what the benchmark's released code computes."""
+    """clean: the protocol that we consider sound; official: what the benchmark's released code computes."""
     seed: int = 0
     """Seed of the resampling."""
     overwrite: bool = False
-    """Replace the output of another checkpoint, run or set, or of the same asked in another way."""
+    """Replace existing output of another checkpoint, run or set, or with other settings."""
 
     def protocol(self, wanted: RetrievalSet | None = None) -> Protocol:
         """See `protocol_for`."""

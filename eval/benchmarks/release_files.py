@@ -39,13 +39,13 @@ class ReleaseOptions(PluginOptions):
     """What every importer of a release is told."""
 
     src: Path
-    """Folder of the release, laid out as it was downloaded."""
+    """Folder of the release, in the layout of the download."""
     out: Path
-    """Retrieval set to write, or suite of them."""
+    """Retrieval set or suite to write."""
     decode: bool = True
     """Open every picture once."""
     overwrite: bool = False
-    """Replace what an import has already written to out."""
+    """Replace what an earlier import wrote to out."""
 
     def write(self, member: str = "", *, embed: bool = True, **parts: Any) -> RetrievalSet:
         """`write_set` to ``out``, or to a suite's member there, as the options say."""

@@ -39,18 +39,18 @@ LEAST = 8
 
 @dataclass
 class AuditOptions(PluginOptions):
-    """Look for a set's pictures in training files, or for shortcuts in finished evaluations."""
+    """Search training files for a set's pictures, or finished evaluations for shortcuts."""
 
     set: Path | None = None
-    """Retrieval set directory or suite; with evals= only where it was moved."""
+    """Retrieval set directory or suite; with evals=, only needed if it was moved."""
     train: tuple[str, ...] = ()
-    """Training files, JSON lines, to look for the set's pictures in."""
+    """Training files, JSON lines, to search for the set's pictures."""
     evals: tuple[str, ...] = ()
-    """Evaluations: what their rationales have to do with results, and shortcuts where all three modalities are there."""
+    """Evaluations to analyse: how rationales relate to results, and shortcuts if all three modalities are present."""
     metric: str = "hit@1"
-    """evals: whose mean is broken down."""
+    """With evals=: metric whose mean is broken down."""
     out: Path | None = None
-    """evals: JSON file to write as well."""
+    """With evals=: JSON file to write as well."""
 
 
 @dataclass(frozen=True)

@@ -28,18 +28,18 @@ METHODS = ("lucene", "robertson", "atire", "bm25l", "bm25+")
 
 @dataclass(kw_only=True)
 class Bm25Options(RewriteOptions, MeasureOptions):
-    """Rank a set's texts by BM25, the text baseline, and score the ranking."""
+    """Rank a set's texts with BM25, the text baseline, and score the ranking."""
 
     method: str = "lucene"
     """Variant: lucene, robertson, atire, bm25l or bm25+."""
     k1: float = 0.9
-    """Saturation of a term's count."""
+    """Saturation of term counts."""
     b: float = 0.4
-    """How much a document's length counts."""
+    """Strength of document-length normalisation."""
     stopwords: str = "en"
-    """Language whose frequent words are dropped; null: none."""
+    """Language whose stop words are dropped; null: none."""
     cache: Path | None = None
-    """Where what was written is kept; null: ``out/.cache``."""
+    """Cache of rewritten queries; null: ``out/.cache``."""
     depth: int = DEPTH
     """Length of a ranking."""
 

@@ -65,29 +65,29 @@ DECIDED = "direct to reasoning, decided by the model"
 
 @dataclass(kw_only=True)
 class BudgetOptions(RunOptions):
-    """Ask in every way, and set accuracy against tokens and time."""
+    """Evaluate every way of asking a checkpoint: accuracy against tokens and time."""
 
     k: int = 8
-    """Rationales drawn for a query; 0: none, so neither fusion."""
+    """Rationales sampled per query, for fusion; 0: none."""
     draw_temperature: float = 0.7
-    """Temperature of these draws."""
+    """Temperature of these samples."""
     fuse: tuple[str, ...] = FUSIONS
-    """mean of embeddings and/or max of scores."""
+    """How to fuse: mean of embeddings and/or max of scores."""
     gate: tuple[float, ...] = ()
-    """Shares of the queries that reason, those with the smallest margins, such as 0.25,0.5."""
+    """Shares of queries that reason (those with the smallest margins), such as 0.25,0.5."""
     gate_from: Path | None = None
-    """Evaluations in both modes of this checkpoint on another set, of `run query_mode=reasoning,direct` or of `budget`: there the
-    gate learns whether small or large margins should reason, and the thresholds; where it learns nothing there is no gate.
-    null: small ones, with thresholds of this set, which describes it and is no rule."""
+    """Evaluations of this checkpoint in both modes on another set, by `run query_mode=reasoning,direct` or `budget`.
+    From these the gate learns whether queries with small or with large margins should reason, and the thresholds; if it
+    learns nothing, there is no gate. null: small margins, with thresholds from this set, which only describes it."""
     margin: tuple[float, ...] = ()
-    """Margins below which a query reasons, where a threshold is known, as from another set."""
+    """Margins below which a query reasons, if a threshold is known, from another set for example."""
     auto: tuple[float, ...] = (0.02, 0.1, 0.25, 0.5, 0.75, 0.9, 0.98)
-    """Of a checkpoint that decides for itself (docs/modes.md): probabilities of `<emb>` as the first token from which on it writes
-    nothing, each a point of a curve."""
+    """For a checkpoint that decides for itself (docs/modes.md): thresholds on the probability of `<emb>` as the first
+    token, from which on it writes no rationale; each is a point of a curve."""
     both_sides: bool = False
-    """Also with candidates that reason."""
+    """Evaluate with candidates that reason, too."""
     metric: str | None = None
-    """Metric of table and plot; null: the benchmark's first."""
+    """Metric of the table and the plot; null: the benchmark's first."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ SMALL_CATEGORY = 10
 
 @dataclass
 class CheckOptions(PluginOptions):
-    """Open every picture of a set, count, and say what may distort its figures."""
+    """Open every picture of a set, count its items, and warn about what may distort its figures."""
 
     set: Path
     """Retrieval set directory, or a suite of them."""

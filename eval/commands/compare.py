@@ -49,20 +49,20 @@ DEFAULT_METRICS = ("recall@1", "recall@5", "recall@10", "mrr", "ndcg@10")
 
 @dataclass
 class CompareOptions(PluginOptions):
-    """Compare two evaluations of one set by a paired test."""
+    """Compare two evaluations of one set with a paired test."""
 
     a: Path
     """Evaluation directory."""
     b: Path
     """Evaluation directory of the same set; differences are a - b."""
     metric: tuple[str, ...] = DEFAULT_METRICS
-    """Metrics to test; `all` for every one that both have."""
+    """Metrics to test; `all`: every metric that both have."""
     out: Path | None = None
-    """Where compare.json, compare.svg, the table as compare.csv and compare.tex, and the page go; null: print only."""
+    """Folder for compare.json, compare.svg, the table (compare.csv, compare.tex) and the page; null: print only."""
     examples: int = 60
-    """Queries that the page shows with pictures, rationales and rankings; 0: none."""
+    """Number of queries that the page shows with pictures, rationales and rankings; 0: none."""
     set: Path | None = None
-    """Where the retrieval set is now, for the page; null: where results.json says it was."""
+    """Current location of the retrieval set, for the page; null: as in results.json."""
     seed: int = 0
     """Seed of the resampling."""
 

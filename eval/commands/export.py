@@ -50,20 +50,20 @@ _MTEB = {
 
 @dataclass
 class ExportOptions(PluginOptions):
-    """Write an evaluation in a format that others read."""
+    """Export an evaluation to another program's format."""
 
     format: str
     """pinpoint, top50, mmeb, mteb, csv, latex or card."""
     eval: Path
     """Evaluation directory."""
     out: Path
-    """File to write; card: the card to add to, README.md of the checkpoint."""
+    """File to write; with format=card, the model card to extend (the checkpoint's README.md)."""
     model: str = "unnamed"
     """Name of the model in the file."""
     main: str = "ndcg@10"
-    """mteb: the main score."""
+    """With format=mteb: the main score."""
     metric: tuple[str, ...] = ()
-    """latex: its columns; none: the headline and what metrics= added."""
+    """With format=latex: columns; empty: the headline and the metrics added by metrics=."""
 
 
 def export(options: ExportOptions) -> Path:

@@ -49,17 +49,17 @@ class FetchOptions:
     """Download the release of a benchmark from the Hugging Face hub, and check its counts."""
 
     benchmark: str
-    """mmeb, mmeb2, rmir, mmbright, pinpoint or mbeir; `rge eval fetch mmeb` says the same."""
+    """mmeb, mmeb2, rmir, mmbright, pinpoint or mbeir; short form: `rge eval fetch mmeb`."""
     out: Path
     """Folder for the release; `rge eval import` takes it as src=."""
     part: str = "image"
     """mmeb2: image or visdoc."""
     repo: str | None = None
-    """Another repository of the same layout; null: the published one."""
+    """Another repository with the same layout; null: the published one."""
     revision: str | None = None
-    """Commit, tag or branch; null: what an earlier call fetched, else the newest. Of releases in one repository."""
+    """Commit, tag or branch, for releases in one repository; null: the commit of an earlier call, else the newest."""
     partial: bool = False
-    """Accept fewer queries or candidates than were published; fetch.json is marked, and boards give no place."""
+    """Accept fewer queries or candidates than were published; fetch.json is marked, and boards do not rank the results."""
     workers: int = 4
     """Files downloaded in parallel."""
 

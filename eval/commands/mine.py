@@ -18,14 +18,14 @@ from eval.embedding.fill_cache import Embeds
 
 @dataclass(kw_only=True)
 class MineOptions(TableOptions):
-    """Make a set of your photos and a table of queries, evaluate a checkpoint on it, and write a page: `mine PHOTOS TABLE`."""
+    """Make a set from your photos and a table of queries, evaluate a checkpoint, write a report: `mine PHOTOS TABLE`."""
 
     src: Path
-    """Folder with the pictures, at any depth; the first word."""
+    """Folder with the pictures, at any depth; may be given as the first word."""
     out: Path | None = None
-    """Folder for the set, the figures and the page; null: the name of src with _eval, beside it."""
+    """Folder for the set, the figures and the report; null: beside src, with its name and _eval."""
     checkpoint: Path | None = None
-    """Checkpoint directory; null: demo, the small one that comes with the package, which knows drawings only."""
+    """Checkpoint directory; null: demo, the small one that ships with the package and only knows drawings."""
     model: str | None = None
     """Any other embedder instead, as in `run`."""
     query_mode: tuple[str, ...] = ("reasoning", "direct")
@@ -33,9 +33,9 @@ class MineOptions(TableOptions):
     metrics: tuple[str, ...] = ()
     """Further metrics, such as recall@100 or ndcg@5."""
     device: str | None = None
-    """Such as cuda:0; null: a GPU if there is one."""
+    """Device, such as cuda:0; null: a GPU if there is one."""
     overwrite: bool = False
-    """Replace figures of another version of the table, or of another model."""
+    """Replace existing figures of another version of the table, or of another model."""
 
 
 def mine(options: MineOptions, load: Callable[..., Embeds] | None = None) -> Path:

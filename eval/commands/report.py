@@ -23,27 +23,28 @@ class ReportOptions(PluginOptions):
     """Write one HTML page from finished evaluations."""
 
     runs: tuple[str, ...]
-    """Evaluation directories, or directories that hold them."""
+    """Evaluation directories, or directories that contain them."""
     out: Path
     """The HTML file to write."""
     log: tuple[str, ...] = ()
-    """``metrics.jsonl`` files of training."""
+    """``metrics.jsonl`` files of training runs."""
     baseline: tuple[str, ...] = ()
     """``LABEL:DIR`` of evaluations of other checkpoints."""
     title: str | None = None
-    """Heading of the page; null for the default."""
+    """Heading of the page; null: the default."""
     metric: str = "recall@1"
     """Metric of the main table."""
     examples: int = 48
-    """How many queries are shown with pictures."""
+    """Number of queries shown with pictures."""
     set: Path | None = None
-    """Where the retrieval set is now; null for where results.json says it was."""
+    """Current location of the retrieval set; null: as in results.json."""
     seed: int = 0
-    """Draws other examples."""
+    """Seed for the choice of examples."""
     page: str = "auto"
-    """``set`` for conditions of one set, ``leaderboard`` for many models; ``auto`` takes the second where evaluations are of a suite or of several sets."""
+    """``set`` for conditions of one set, ``leaderboard`` for many models; ``auto``: a leaderboard if the evaluations
+    are for a suite or for several sets."""
     published: str = "auto"
-    """Published tables of a leaderboard: ``auto`` those of the benchmarks at hand, ``all``, ``none``."""
+    """Published tables on a leaderboard: ``auto`` (those of the benchmarks at hand), ``all`` or ``none``."""
 
 
 def _is_for_leaderboard(runs: Sequence[str]) -> bool:

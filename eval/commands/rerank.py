@@ -52,29 +52,30 @@ class RerankOptions(PluginOptions):
     """Let a vision-language model reorder the top of a finished ranking, and score the result."""
 
     of: Path
-    """Evaluation directory whose ranking is reordered, of `run`, `score`, `bm25` or `budget`; a set's or a suite's."""
+    """Evaluation directory whose ranking is reordered (from `run`, `score`, `bm25` or `budget`; a set's or a suite's)."""
     out: Path
     """Output directory."""
     judge: str
-    """Vision-language model: a directory, or an id on the hub."""
+    """Vision-language model: a directory or an id on the hub."""
     top_n: int = 20
-    """Candidates of each query that it sees."""
+    """Number of candidates per query that the judge sees."""
     mix: float | None = None
-    """Add the judge's score, times this, to the ranking's own instead of putting it in its place; to be chosen on other data."""
+    """Add the judge's score times this to the ranking's own score, instead of replacing it; choose the value on other
+    data."""
     set: Path | None = None
-    """Where the retrieval set, or the suite, is now; null: where results.json says it was."""
+    """Current location of the retrieval set or suite; null: as in results.json."""
     cache: Path | None = None
-    """File of scores; null: ``out/judge.sqlite``. May be shared."""
+    """Cache of scores; null: ``out/judge.sqlite``. Several runs can share one."""
     batch_size: int = 16
     """Pairs per forward pass."""
     device: str | None = None
-    """Such as cuda:0; null: a GPU if there is one."""
+    """Device, such as cuda:0; null: a GPU if there is one."""
     dtype: str | None = None
     """Dtype of the judge's weights; null: float32 on CPU, bfloat16 on a GPU."""
     seed: int = 0
     """Seed of the resampling."""
     overwrite: bool = False
-    """Replace the output of another ranking or judge."""
+    """Replace existing output of another ranking or judge."""
 
 
 @dataclass(frozen=True)

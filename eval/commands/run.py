@@ -44,61 +44,61 @@ MAX_INSTRUCTIONS = 20
 
 @dataclass(kw_only=True)
 class RunOptions(RewriteOptions, MeasureOptions):
-    """Embed a retrieval set, search it, score the ranking and write a page."""
+    """Embed a retrieval set, search it, score the ranking and write a report."""
 
     checkpoint: Path | None = None
-    """Checkpoint directory with ``rge.json``, or ``demo``; the same as model=DIR."""
+    """Checkpoint directory with ``rge.json``, or ``demo``; equivalent to model=DIR."""
     model: str | None = None
     """Any embedder of `eval.models.registry`: a directory, or an id on the Hugging Face hub."""
     adapter: str | None = None
-    """How that embedder is asked; null: what its files say it is."""
+    """How that embedder is prompted; null: inferred from its files."""
     as_: Literal["release"] | None = None
-    """release: ask the released RGE checkpoint as its authors' own evaluation does (`eval.models.released`), MMEB imported with
-    verbatim=true; null: as this program asks every model of its kind."""
+    """release: prompt the released RGE checkpoint as its authors' own evaluation does (`eval.models.released`), with
+    MMEB imported with verbatim=true; null: as rge prompts every model of that kind."""
     revision: str | None = None
     """Commit, tag or branch of an id on the hub."""
     base: str | None = None
-    """Directory or hub id of the model that adapters (a checkpoint of rge, or a LoRA) belong to; null: where their files say."""
+    """Directory or hub id of the base model of adapters (a checkpoint of rge, or a LoRA); null: the one in their files."""
     query_mode: tuple[str, ...] = ("reasoning",)
     """reasoning and/or direct: whether a query writes a rationale before it is embedded."""
     query_modality: tuple[str, ...] = ("both",)
-    """both, text and/or image: what a query keeps; the shortcut ablations."""
+    """both, text and/or image: the parts of a query that are used, for the shortcut ablations."""
     batch_size: int = 32
-    """Items embedded at once, and rationales written at once; changes speed and memory, not the embeddings."""
+    """Items embedded, and rationales written, at once; affects speed and memory, not the embeddings."""
     exact: bool | None = None
-    """Embed every item alone, so that run.trec is the same to the last digit whatever batch_size= and however many
-    processes; null: in float32 on a CPU. Without it embeddings differ by rounding (some 1e-6)."""
+    """Embed every item alone, so that run.trec is the same to the last digit for any batch_size= and number of
+    processes; null: only in float32 on a CPU. Without it, embeddings differ by rounding (about 1e-6)."""
     limit: int | None = None
-    """Only the first so many queries, for a quick look; the pool stays whole."""
+    """Use only this many queries, for a quick look; the pool stays complete."""
     cache: Path | None = None
-    """Where embeddings are kept; null: ``out/.cache``. May be shared by any number of runs."""
+    """Cache of embeddings; null: ``out/.cache``. Any number of runs can share one."""
     embedding_dims: int | None = None
-    """Only the first so many components of every embedding, normalised again: for checkpoints trained with
-    loss.matryoshka_dims. null: all. The cache holds whole embeddings, so that another size costs nothing."""
+    """Truncate every embedding to this many components and normalise it again, for checkpoints trained with
+    loss.matryoshka_dims; null: all. The cache holds whole embeddings, so further sizes cost nothing."""
     candidate_mode: Literal["reasoning", "direct"] = "direct"
-    """direct or reasoning: whether a candidate writes a rationale too."""
+    """direct or reasoning: whether candidates get rationales too."""
     depth: int = DEPTH
-    """Length of a ranking; at least the deepest metric's."""
+    """Length of a ranking; extended to the largest cutoff of the metrics."""
     memory_mb: float = 2048.0
-    """Memory for the pool's embeddings, MB; a larger pool is searched in blocks of this size out of a file in the cache."""
+    """Memory for the pool's embeddings, MB; a larger pool is searched in blocks of this size from a file in the cache."""
     device: str | None = None
-    """Such as cuda:0; null: a GPU if there is one."""
+    """Device, such as cuda:0; null: a GPU if there is one."""
     dtype: str | None = None
-    """Weights' dtype; null: float32 on CPU, the recipe's on GPU."""
+    """Dtype of the weights; null: float32 on CPU, the recipe's on GPU."""
     engine: Literal["own", "vllm"] = "own"
-    """What writes the rationales of a checkpoint of rge: the model itself, or vLLM beside it (docs/serving.md)."""
+    """What writes the rationales of a checkpoint of rge: the model itself, or vLLM (docs/serving.md)."""
     vllm_memory: float = 0.5
-    """Share of a GPU's memory for vLLM: the language model once more, and its cache."""
+    """Share of a GPU's memory for vLLM, which holds a second copy of the language model and its cache."""
     max_new_tokens: int | None = None
     """Cap on a rationale in tokens; null: the checkpoint's."""
     temperature: float | None = None
-    """Sampling temperature of rationales; null: the checkpoint's, which is greedy."""
+    """Sampling temperature of rationales; null: the checkpoint's setting, which is greedy."""
     seed: int = 0
     """Seed of the resampling and of sampled rationales."""
     prompts: str | None = None
-    """Prompt profile instead of the checkpoint's; null: the set's where it says one, else the checkpoint's."""
+    """Prompt profile; null: the set's if it names one, else the checkpoint's."""
     train: tuple[str, ...] = ("auto",)
-    """Training files (JSON lines) to look for the set's pictures in; auto: those that rge.json names; null: none."""
+    """Training files (JSON lines) to search for the set's pictures; auto: those that rge.json names; null: none."""
     report: bool = True
     """Whether to write report.html."""
 

@@ -27,19 +27,19 @@ from rge.common.errors import UserError
 
 @dataclass(kw_only=True)
 class ScoreOptions(MeasureOptions):
-    """Score a ranking that any program made."""
+    """Score a ranking from any program."""
 
     run: Path
-    """TREC run file (query Q0 candidate rank score tag), gzip too, or an evaluation's directory. For a suite: a directory with
-    MEMBER.trec, or a suite's evaluation."""
+    """TREC run file (query Q0 candidate rank score tag), also gzipped, or an evaluation's directory. For a suite: a
+    directory with MEMBER.trec files, or a suite's evaluation."""
     fuse: tuple[Path, ...] = ()
-    """Further runs of the same set, whose rankings and run's are made one."""
+    """Further runs of the same set to fuse with run."""
     fuse_by: Literal["rrf", "score"] = "rrf"
-    """rrf adds up 1 / (60 + rank), score the scores, each run's from 0 to 1 within a query."""
+    """rrf sums 1 / (60 + rank); score sums scores, scaled to 0 to 1 within each run and query."""
     weights: tuple[float, ...] = ()
-    """Of run and of those of fuse, in this order; none: all count alike."""
+    """Weights of run and of the runs in fuse, in this order; empty: all equal."""
     allow_missing: bool = False
-    """Score queries without a line 0 instead of refusing the run."""
+    """Score queries without a ranking as 0 instead of refusing the run."""
     allow_ties: bool = False
     """Order equal scores by candidate id instead of refusing the run."""
 

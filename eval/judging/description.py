@@ -152,13 +152,13 @@ def local_software(store: AnswerStore) -> str:
 
 @dataclass
 class JudgeRecordsOptions(PluginOptions):
-    """Make records that teach a judge what pictures show, and what the right answer of a rationale shows (eval rerank)."""
+    """Make training records for a judge (eval rerank): what pictures show, and what a rationale's right answer shows."""
 
     src: tuple[Path, ...]
     """Files of training records with rationales."""
     descriptions: tuple[Path, ...]
-    """Files of training records whose rationales say what the positive shows, in words that hold for its identity wherever it is
-    drawn: the demo's naming.jsonl."""
+    """Files of training records whose rationales say what the positive shows, in words that hold for every picture with
+    its identity, such as the demo's naming.jsonl."""
     out: Path
     """File of records to write."""
 

@@ -142,13 +142,13 @@ class RewriteOptions:
     """What a command that rewrites queries is told."""
 
     rewrite: str | None = None
-    """caption or reformulate: words that a vision-language model adds to each query first, see `eval.judging.rewrite`."""
+    """caption or reformulate: text that a vision-language model adds to each query first, see `eval.judging.rewrite`."""
     rewriter: str | None = None
-    """Address of its OpenAI-compatible endpoint."""
+    """Address of that model's OpenAI-compatible endpoint."""
     rewriter_model: str | None = None
     """Name of the model at that address."""
     rewriter_key_env: str | None = None
-    """Environment variable with the key; null: it needs none."""
+    """Environment variable with the key; null: no key."""
 
     def load_rewriter(self, cache: Path) -> Rewriter | None:
         """The rewriter, None where none is named.

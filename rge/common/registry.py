@@ -105,8 +105,8 @@ class PluginOptions:
     """What options derive from where modules of the user's may register something."""
 
     plugins: tuple[str, ...] = ()
-    """Modules that register something, such as a benchmark, a metric or a family of models (docs/extending.md); imported
-    before anything else."""
+    """Modules that register something, such as a benchmark, a metric or a model family (docs/extending.md); imported
+    first."""
 
 
 def load_plugins(modules: Sequence[str]) -> None:

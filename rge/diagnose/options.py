@@ -20,42 +20,42 @@ class Diagnosis(PluginOptions):
     data: Path
     """Training records: a file, or a folder that the library `datasets` reads; or the folder of a retrieval set. Leakage needs records with oracle rationales."""
     out: Path | None = None
-    """Where ``NAME.json`` goes; null: ``diagnose`` beside the checkpoint."""
+    """Folder for ``NAME.json``; null: ``diagnose`` beside the checkpoint."""
     base: str | None = None
-    """Directory or hub id of the model that a checkpoint of adapters belongs to; null: where its ``rge.json`` says."""
+    """Directory or hub id of the base model of a checkpoint of adapters; null: the one in its ``rge.json``."""
     seed: int = 0
-    """Seed of everything drawn at random."""
+    """Seed of all randomness."""
 
 
 @dataclass
 class LeakageOptions(Diagnosis):
-    """How fast the contrastive loss falls when the query's state follows the oracle's rationale, which names the target."""
+    """Measure how much an oracle rationale leaks: how fast the contrastive loss falls on the state after it."""
 
     steps: AtLeastOne = 100
-    """Steps of the short training that shows it."""
+    """Steps of the short training run."""
     batch_size: AtLeastOne = 32
-    """Queries a step."""
+    """Queries per step."""
     lr: Annotated[float, Field(gt=0)] = 1e-3
     """Learning rate of that training."""
 
 
 @dataclass
 class SensitivityOptions(Diagnosis):
-    """Whether the embedding depends on what the rationale says, or on what the think tokens hold."""
+    """Measure whether the embedding depends on what the rationale says, or on what the think tokens hold."""
 
     mode: Literal["reasoning", "latent"] | None = None
-    """Whether words or think tokens are interfered with; null: as the checkpoint's queries were trained."""
+    """Whether to intervene on words or on think tokens; null: according to how the checkpoint's queries were trained."""
     limit: AtLeastOne = 500
-    """Pairs looked at."""
+    """Number of pairs to examine."""
     batch_size: AtLeastOne = 64
     """Items embedded at once."""
 
 
 @dataclass
 class InvarianceOptions(Diagnosis):
-    """Whether an embedding depends on what else is in its batch. The exit code is 1 where something differs that must not."""
+    """Check whether an embedding depends on the rest of its batch; the exit code is 1 if it does."""
 
     limit: AtLeastOne = 32
-    """Pairs looked at."""
+    """Number of pairs to examine."""
     backend: Literal["own", "vllm"] = "own"
     """What writes the rationales: the model itself, or vLLM."""

@@ -11,19 +11,20 @@ from rge.index.options import Server
 
 @dataclass(kw_only=True)
 class ExploreOptions(PluginOptions):
-    """Open a page on this machine: ask a checkpoint, watch it write, change its words, see what it finds."""
+    """Open a local web page for exploring a checkpoint: ask, watch it write, edit its rationale, see what it finds."""
 
     index: str | None = None
-    """What ``rge index`` made; null: the demo's test drawings, embedded at the start and kept in memory."""
+    """An index made by ``rge index``; null: the demo's test drawings, embedded at the start and kept in memory."""
     checkpoint: str | None = None
-    """Checkpoint directory, the id of one on the hub, or ``demo``; null: the one that the index was made with, else ``demo``."""
+    """Checkpoint: a directory, an id on the hub, or ``demo``; null: the one that the index was made with, else
+    ``demo``."""
     base: str | None = None
-    """Directory or hub id of the model that a checkpoint of adapters belongs to; null: where its ``rge.json`` says."""
+    """Directory or hub id of the base model of a checkpoint of adapters; null: the one in its ``rge.json``."""
     server: Server = "auto"
-    """A running ``rge serve`` of this user that has the checkpoint answers; ``none``: load it here."""
+    """Use a running ``rge serve`` of this user with the checkpoint, if there is one; ``none``: always load it here."""
     host: str = "127.0.0.1"
-    """Address to listen on; another than this machine's own lets others in, without a password."""
+    """Address to listen on; any but this machine's loopback address lets others in, without a password."""
     port: Annotated[int, Field(ge=0, le=65535)] = 7860
-    """Port to listen on; 0 takes a free one."""
+    """Port to listen on; 0: any free port."""
     open: bool = False
-    """Show the page in the browser."""
+    """Open the page in the browser."""

@@ -12,12 +12,12 @@ from rge.identity.run_identity import IDENTITY, Identity, differences, in_words,
 
 @dataclass
 class CompareRunsOptions:
-    """Say what two runs, states, checkpoints or evaluations differ in: which file, which key, which module."""
+    """Show the files, keys and modules that two runs, states, checkpoints or evaluations differ in."""
 
     a: Path
     """Folder of a run, one of its stages, a state, a checkpoint, a backbone or an evaluation."""
     b: Path
-    """Another."""
+    """Another one."""
 
 
 RECORDED_IN = ("rge.json", "done.json", "results.json", IDENTITY)

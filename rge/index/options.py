@@ -19,24 +19,26 @@ class Reading(PluginOptions):
     """What is read, and with which checkpoint."""
 
     src: Path
-    """A folder of pictures and texts, or a table (``.csv``, ``.tsv``, ``.jsonl``, ``.parquet``). In a folder, ``x.txt`` or
-    ``x.jpg.txt`` beside ``x.jpg`` is its caption, any other ``.txt`` a text of its own; hidden files are left out."""
+    """A folder of pictures and texts, or a table (``.csv``, ``.tsv``, ``.jsonl``, ``.parquet``). In a folder, ``x.txt``
+    or ``x.jpg.txt`` beside ``x.jpg`` is its caption, and any other ``.txt`` is an item of its own; hidden files are
+    skipped."""
     id: str = "id"
-    """Column of a table: names of the rows. Without it, a row is named by its picture's path, else by its number."""
+    """Column of a table: ids of the rows. Without it, a row's id is its picture's path, else its number."""
     text: str = "text"
     """Column of a table: texts or captions."""
     image: str = "image"
-    """Column of a table: pictures, as paths relative to the table, web addresses, or (Parquet) encoded bytes."""
+    """Column of a table: pictures, as paths relative to the table, web addresses, or (in Parquet) encoded bytes."""
     base: str | None = None
-    """Directory or hub id of the model that a checkpoint of adapters belongs to; null: where its ``rge.json`` says."""
+    """Directory or hub id of the base model of a checkpoint of adapters; null: the one in its ``rge.json``."""
     dimensions: AtLeastOne | None = None
-    """Keep the first so many components, a size that the checkpoint was trained for; null: all, or as the index has it."""
+    """Truncate embeddings to this many components, a size that the checkpoint was trained for; null: all, or the
+    index's size."""
     batch_size: AtLeastOne = 64
     """Items embedded at once."""
     max_unreadable: Share = 0.1
-    """Share of the items that may be unreadable; they are counted and listed. Beyond it, the command ends with an error."""
+    """Share of items that may be unreadable (they are counted and listed); if more are, the command ends with an error."""
     unreadable: Path | None = None
-    """File that all unreadable items are listed in; without it the first twenty are printed."""
+    """File for the list of all unreadable items; null: only print the first twenty."""
 
 
 @dataclass(kw_only=True)
@@ -47,40 +49,39 @@ class EmbedOptions(Reading):
     """
 
     checkpoint: str
-    """Checkpoint directory, the id of one on the hub, or ``demo``."""
+    """Checkpoint: a directory, an id on the hub, or ``demo``."""
     out: Path
     """The Parquet file."""
     side: Literal["document", "query"] = "document"
-    """What the items are; decides the wording of the prompt."""
+    """Whether the items are documents or queries; determines the wording of the prompt."""
     mode: Mode | None = None
-    """Whether a rationale is written first; null: queries as the checkpoint was trained, documents without."""
+    """Whether a rationale is written first; null: for queries as in training, for documents not."""
     instruction: str | None = None
-    """Put before every query; null: the one that most training queries had; '' (quoted) for none."""
+    """Instruction before every query; null: the one that most training queries had; '' (quoted): none."""
 
 
 @dataclass(kw_only=True)
 class IndexOptions(Reading):
-    """Make an index of a folder or a table, or bring one up to date: only what is new or changed is embedded.
+    """Index a folder or a table, or update an index: only new and changed items are embedded.
 
-    A file or a table's row that is gone is removed from the index. One index may hold several folders and tables, one
-    call each.
+    Deleted files and rows are removed from the index. One index may hold several folders and tables, one call each.
     """
 
     out: str
-    """The index: a folder, or an address that LanceDB takes (``s3://``, ``gs://``, ``az://``)."""
+    """The index: a folder, or an address that LanceDB supports (``s3://``, ``gs://``, ``az://``)."""
     checkpoint: str | None = None
-    """Checkpoint directory, the id of one on the hub, or ``demo``; null: the one that the index was made with."""
+    """Checkpoint: a directory, an id on the hub, or ``demo``; null: the one that the index was made with."""
     captions: Literal["show", "embed"] | None = None
-    """Whether a picture's text is only shown with it or embedded together with it, for checkpoints that were trained on such
-    pairs; null: as the index has it, and ``show`` in a new one."""
+    """Whether a picture's caption is only shown with it, or embedded together with it (for checkpoints that were
+    trained on such pairs); null: the index's setting, or ``show`` for a new index."""
     thumbnail_px: Annotated[int, Field(ge=0)] = 256
-    """Longer side of the small pictures that the index keeps for showing hits; 0 keeps none."""
+    """Longer side of the thumbnails that the index keeps for showing hits; 0: no thumbnails."""
     ann_from: AtLeastOne = 50_000
-    """Search is exact below so many rows. From there on an approximate index is kept, and its recall measured."""
+    """Number of rows from which on an approximate index is kept, and its recall measured; below it, search is exact."""
     remove: bool = False
-    """Take everything that came from ``src`` out of the index."""
+    """Remove everything that came from ``src`` from the index."""
     watch: bool = False
-    """After that keep watching ``src``, and bring the index up to date whenever something changes."""
+    """Afterwards, keep watching ``src`` and update the index whenever something changes."""
 
 
 @dataclass(kw_only=True)
@@ -91,27 +92,28 @@ class SearchOptions(PluginOptions):
     """
 
     index: str
-    """What ``rge index`` made: a folder or an address."""
+    """An index made by ``rge index``: a folder or an address."""
     question: str | None = None
-    """The question; may be left out where there is a picture."""
+    """The question; optional if there is a picture."""
     image: str | None = None
-    """Picture that the question is about: a path, ``library.parquet#row`` or a web address."""
+    """The picture that the question is about: a path, ``library.parquet#row`` or a web address."""
     k: AtLeastOne = 10
-    """Hits shown."""
+    """Number of hits to show."""
     mode: Mode | None = None
-    """Whether a rationale is written first; null: as the checkpoint was trained."""
+    """Whether a rationale is written first; null: as in training."""
     instruction: str | None = None
-    """Put before the question; null: the one that most training queries had; '' (quoted) for none."""
+    """Instruction before the question; null: the one that most training queries had; '' (quoted): none."""
     checkpoint: str | None = None
-    """Where the checkpoint that the index was made with is now, if it was moved."""
+    """New location of the checkpoint that the index was made with, if it was moved."""
     base: str | None = None
-    """Directory or hub id of the model that a checkpoint of adapters belongs to; null: where its ``rge.json`` says."""
+    """Directory or hub id of the base model of a checkpoint of adapters; null: the one in its ``rge.json``."""
     where: str | None = None
-    """Condition in SQL on the index's columns: ``"year > 2023 and album = 'Rome'"``. Pictures have ``year``, ``month``, ``taken``,
-    ``latitude``, ``longitude`` (of their EXIF) and ``album`` (their folder); a table has its own columns."""
+    """SQL condition on the index's columns: ``"year > 2023 and album = 'Rome'"``. Pictures have ``year``, ``month``,
+    ``taken``, ``latitude``, ``longitude`` (from EXIF) and ``album`` (their folder); tables have their own columns."""
     hybrid: bool = False
-    """Look the question's words up in captions, file names and metadata too, and fuse both rankings by rank."""
+    """Also search for the question's words in captions, file names and metadata, and fuse the two rankings by rank."""
     exact: bool = False
     """Compare with every vector, even if there is an approximate index."""
     server: Server = "auto"
-    """A running ``rge serve`` of this user that has the index's checkpoint answers at once; ``none``: load the checkpoint here."""
+    """Use a running ``rge serve`` of this user with the index's checkpoint, if there is one; ``none``: always load the
+    checkpoint here."""

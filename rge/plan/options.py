@@ -17,34 +17,35 @@ class PlanOptions:
     """Estimate what a recipe takes on a machine, without loading weights."""
 
     cpu: bool = False
-    """Plan for one process on this machine's CPU: its free memory, and its speed as measured in two seconds with as many threads
-    as torch has here. num_gpus, gpu_gib, peak_tflops, bandwidth_tbs and back_end are then not asked for."""
+    """Plan for one process on this machine's CPU, with its free memory and its speed, measured in two seconds with
+    torch's number of threads. num_gpus, gpu_gib, peak_tflops, bandwidth_tbs and back_end are then ignored."""
     num_gpus: AtLeastOne = 8
-    """GPUs, one process each."""
+    """Number of GPUs, with one process each."""
     gpu_gib: Annotated[float, Field(ge=1)] = 80.0
     """Memory of a GPU, GiB."""
     gpus_per_machine: AtLeastOne = 8
-    """GPUs that share a machine's memory."""
+    """GPUs that share a machine's main memory."""
     host_gib: NotNegative = 0
-    """Main memory of a machine, GiB; 0: not known, so that train.keep_activations=auto keeps nothing in it."""
+    """Main memory of a machine, GiB; 0: unknown, and train.keep_activations=auto keeps nothing in it."""
     peak_tflops: Annotated[float, Field(gt=0)] = 989.0
-    """TFLOP/s of a GPU in the computing dtype; an H100's in bfloat16."""
+    """TFLOP/s of a GPU in the computing dtype; the default is an H100's in bfloat16."""
     bandwidth_tbs: Annotated[float, Field(gt=0)] = 3.35
-    """TB/s of its memory; an H100's."""
+    """Memory bandwidth of a GPU, TB/s; the default is an H100's."""
     utilisation: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Share of both that is reached; null: 0.35 of what a GPU's maker gives, 0.7 of what a CPU is measured at (docs/smol.md)."""
+    """Fraction of both that the run achieves; null: 0.35 of a GPU's vendor figures, 0.7 of a CPU's measured speed
+    (docs/smol.md)."""
     steps: NotNegative = 0
-    """Steps of the stage, for the hours; 0: as many as the recipe says, else 1000."""
+    """Steps of the stage, for the hours; 0: the recipe's number, else 1000."""
     back_end: BackEndName | None = None
-    """How parameters, gradients and optimizer state are spread over the GPUs; null: train.back_end."""
+    """How parameters, gradients and optimizer state are sharded across GPUs; null: train.back_end."""
     for_: Literal["joint", "cold_start", "rl", "all"] = "joint"
-    """Stage that is planned, whether or not this recipe has sources for it; all: each of those that it would run."""
+    """Stage to plan, whether or not the recipe has sources for it; all: every stage that it would run."""
     query_pictures: NotNegative = 1
-    """Pictures a query."""
+    """Pictures per query."""
     candidate_pictures: NotNegative = 1
-    """Pictures a candidate."""
+    """Pictures per candidate."""
     text_tokens: NotNegative = 64
-    """Tokens of a prompt beside pictures and template."""
+    """Tokens of a prompt, besides pictures and template."""
     template_tokens: NotNegative = 24
     """Tokens of the chat template."""
     rationale_tokens: NotNegative = 0

@@ -44,17 +44,17 @@ class TableOptions(PluginOptions):
     """Table of the queries (.xlsx, .csv, .tsv, .jsonl, .json or .parquet); null: queries.xlsx, queries.csv ... in src, or the
     only table there."""
     sheet: str | None = None
-    """Sheet of a workbook; null: the only one that holds anything."""
+    """Sheet of a workbook; null: the only one that is not empty."""
     name: str | None = None
-    """Name of the set; null: that of the folder."""
+    """Name of the set; null: the folder's name."""
     instruction: str | None = None
-    """Task instruction of queries that have none of their own; use the one that the model was trained with."""
+    """Task instruction for queries that have none of their own; use the one that the model was trained with."""
     field_map: tuple[str, ...] = ()
-    """theirs=ours for columns of other names; theirs=ignore drops one."""
+    """theirs=ours maps a column with another name; theirs=ignore drops one."""
     report_by: tuple[str, ...] = ()
     """Further columns to report figures by."""
     exclude_query_image: bool = True
-    """Take a query's own picture out of its ranking, unless it is a right answer."""
+    """Remove a query's own picture from its ranking, unless it is a right answer."""
     pictures: str = "embed"
     """embed copies pictures into the set's tables, link makes hard links to them in its folder."""
 

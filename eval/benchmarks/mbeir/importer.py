@@ -59,13 +59,13 @@ class MbeirOptions(PictureOptions):
     """Make a suite of retrieval sets, or one set with the global pool, from the release of M-BEIR."""
 
     tasks: tuple[str, ...] = ("all",)
-    """Which tasks, such as cirr_task7; all 16 by default."""
+    """Tasks, such as cirr_task7; by default all 16."""
     pool: Literal["local", "global"] = "local"
-    """local: a suite, each task with its own pool; global: one set, all queries with the pool of 5.6 million."""
+    """local: a suite in which each task has its own pool; global: one set with all queries and the pool of 5.6 million."""
     instructions: Literal["1", "2", "3", "4", "none"] = "1"
-    """Which of a task's four instructions its queries have."""
+    """Which of a task's four instructions to use."""
     images: Path | None = None
-    """Folder that the pictures' paths start from; null: src."""
+    """Folder that the picture paths are relative to; null: src."""
 
 
 def import_mbeir(options: MbeirOptions) -> list[str] | RetrievalSet:

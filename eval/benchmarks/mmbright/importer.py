@@ -57,14 +57,14 @@ class MmbrightOptions(ReleaseOptions):
     task: str = "2"
     """1, 2, 3 or 4, see `eval.benchmarks.mmbright.importer`."""
     domains: tuple[str, ...] = ("all",)
-    """Which domains; all that src has by default."""
+    """Domains; by default all that src has."""
     image_policy: str = "all"
-    """Which pictures of a query are kept: first (the released code), vconcat (one below the other: the paper,
-    for models of one picture), all (the paper, for others)."""
+    """Which pictures of a query are used: first (the released code), vconcat (concatenated vertically: the paper, for
+    models that take one picture), all (the paper, for others)."""
     keys: str = "chunked"
-    """Task 4: legacy joins by the pattern first released, which the published table used."""
+    """For task 4: legacy joins with the first released pattern, which the published table used."""
     allow_missing: bool = False
-    """Accept gold documents or pictures that are not in the corpus; they stay in every denominator."""
+    """Accept gold documents or pictures that are not in the corpus; they still count in every denominator."""
 
 
 def import_mmbright(options: MmbrightOptions) -> list[str]:

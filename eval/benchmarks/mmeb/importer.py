@@ -40,13 +40,14 @@ class MmebOptions(PictureOptions):
     """Make a suite of retrieval sets from the release of MMEB."""
 
     sets: tuple[str, ...] = ("all",)
-    """Which sets, by name; all 36 by default."""
+    """Sets by name; by default all 36."""
     images: Path | None = None
-    """Folder that the image paths start from; null: src/images, src/MMEB-images, src."""
+    """Folder that the image paths are relative to; null: src/images, src/MMEB-images, src."""
     instructions: str = "vlm2vec"
     """vlm2vec leaves the texts as released; rge rewords them as the released RGE evaluation does."""
     verbatim: bool = False
-    """Keep every blank, line break and picture's place of the texts, as released code reads them: for `eval run as=release`."""
+    """Keep every blank, line break and picture position in the texts, as the released code reads them; for `eval run
+    as=release`."""
 
 
 def import_mmeb(options: MmebOptions) -> list[str]:

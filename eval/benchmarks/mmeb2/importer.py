@@ -73,9 +73,10 @@ class Mmeb2Options(PictureOptions):
     part: str = "image"
     """image or visdoc."""
     sets: tuple[str, ...] = ("all",)
-    """Which sets, by the release's names; all 36 or 24 by default."""
+    """Sets, by the release's names; by default all 36 or 24."""
     images: Path | None = None
-    """Folder that the image part's paths start from (image-tasks of TIGER-Lab/MMEB-V2); null: src/image-tasks, src."""
+    """Folder that the image part's paths are relative to (image-tasks of TIGER-Lab/MMEB-V2); null: src/image-tasks,
+    src."""
 
 
 def import_mmeb2(options: Mmeb2Options) -> list[str]:

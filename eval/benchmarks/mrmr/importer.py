@@ -57,10 +57,10 @@ class MrmrOptions(ReleaseOptions):
     """Make a suite of retrieval sets from the release of MRMR."""
 
     tasks: tuple[str, ...] = ("all",)
-    """Which tasks: knowledge, theorem, design, traffic, negation; all by default."""
+    """Tasks: knowledge, theorem, design, traffic, negation; by default all."""
     query_images: str = "image"
-    """image shows the query's one picture, as the released evaluation does; numbered shows ``image 1``, ``image 2``, ... where
-    there are such."""
+    """image: the query's one picture, as in the released evaluation; numbered: ``image 1``, ``image 2``, ... if
+    present."""
 
 
 def import_mrmr(options: MrmrOptions) -> list[str]:

@@ -47,13 +47,13 @@ class PinpointOptions(PictureOptions):
     images: Path | None = None
     """Folder of pictures named SIGNATURE.jpg, at any depth; null: src/images."""
     manifest: Path | None = None
-    """Table of id and path, where pictures have other names."""
+    """Table of id and path, if pictures have other names."""
     instruction: str | None = None
     """Task instruction put before each query's own; null: none, as released."""
     allow_missing: bool = False
-    """Accept positives that are not in the index; they stay in every denominator."""
+    """Accept positives that are not in the index; they still count in every denominator."""
     exclude_query_image: bool = False
-    """Take a query's own pictures out of its ranking; the released retrieval does not."""
+    """Remove a query's own pictures from its ranking; the released retrieval does not."""
 
 
 def import_pinpoint(options: PinpointOptions) -> RetrievalSet:

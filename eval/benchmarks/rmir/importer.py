@@ -79,23 +79,23 @@ class RmirOptions(PictureOptions):
     """Make a retrieval set from the release of RMIR."""
 
     split: str = "test"
-    """Which split: a column, or part of a file's name."""
+    """Split to use: a column, or part of a file's name."""
     pool: Path | None = None
     """File that lists the pool; null: corpus, pool or candidates in src."""
     images: Path | None = None
     """Folder of pictures; null: src and src/images."""
     manifest: Path | None = None
-    """Table of id and path; Visual Genome's image_data.json will do."""
+    """Table of id and path, such as Visual Genome's image_data.json."""
     field_map: tuple[str, ...] = ()
     """Columns with other names: theirs=ours, theirs=ignore."""
     instruction: str = INSTRUCTION
-    """Task instruction of every query; the paper publishes none."""
+    """Task instruction for every query; the paper publishes none."""
     counts: bool = True
-    """Insist on the published counts: 1,634 queries (546 / 656 / 432), 35,803 pictures, at most 20 positives."""
+    """Require the published counts: 1,634 queries (546 / 656 / 432), 35,803 pictures, at most 20 positives."""
     allow_missing: bool = False
-    """Accept positives that are not in the pool; they stay in every denominator."""
+    """Accept positives that are not in the pool; they still count in every denominator."""
     exclude_query_image: bool = False
-    """Take a query's own picture out of its ranking; the paper does not say so."""
+    """Remove a query's own picture from its ranking; the paper does not mention this."""
 
 
 @dataclass

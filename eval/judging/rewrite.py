@@ -16,7 +16,7 @@ from eval.sets.retrieval_set import RetrievalSet, content_digest
 from rge.calls.asking.grouping import Outcome
 from rge.calls.caller import Caller
 from rge.calls.model_config import ModelConfig
-from rge.calls.providers.listing import served_as
+from rge.calls.providers.transport import served_as
 from rge.calls.request import Picture, Request
 from rge.calls.store import AnswerStore, key_of
 from rge.common.commands import progress_bar
@@ -54,7 +54,7 @@ class Rewriter:
         answers: where texts are kept.
 
     Attributes:
-        served: see `rge.calls.providers.listing.served_as`; part of the keys under which texts are kept.
+        served: see `rge.calls.providers.transport.served_as`; part of the keys under which texts are kept.
 
     Raises:
         UserError: the variable is not set, or the endpoint cannot be reached.

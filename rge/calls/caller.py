@@ -4,9 +4,11 @@ An answer is stored before it is parsed, so a malformed one is paid for once; th
 """
 
 import asyncio
+import math
 import random
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from rge.calls.asking.batch_jobs import BatchJobs
 from rge.calls.asking.grouping import Call, Counts, Feed, Grouping, Outcome, Read
@@ -126,69 +128,82 @@ class Caller:
 
     async def _ask_model(self, name: str, feed: Feed, pictures: Pictures) -> None:
         model, sending = self.models[name], self._sending[name]
+        asking = _Asking(sending, feed.grouping, pictures, self._say)
         if model.mode == "batch":
             while sending.health.stopped is None and (calls := await feed.take(name)):
-                left = await self._in_batches(sending, calls, feed.grouping, pictures)
-                await self._by_calls(sending, left, feed.grouping, pictures)
+                await asking.by_calls(await asking.by_batches(calls))
         else:
             num = min(model.concurrency, len(feed.waiting[name])) if feed.ended else model.concurrency
-            await self._work(sending, lambda: feed.next(name), num, feed.grouping, pictures)
+            await asking.work(lambda: feed.next(name), num)
         if (error := sending.health.stopped) is not None and name in feed.waiting:
             # Printed right away: other models' calls and batches may take long.
             self._say(f"{error}")
             feed.close(name)
 
-    async def _by_calls(
-        self, sending: Sending, calls: Sequence[Call], grouping: Grouping, pictures: Pictures
-    ) -> None:
+    def _say(self, text: str) -> None:
+        if self.progress:
+            sys.stderr.write(f"{text}\n")
+
+
+@dataclass
+class _Asking:
+    """One model in one run."""
+
+    sending: Sending
+    grouping: Grouping
+    pictures: Pictures
+    say: Callable[[str], None]
+
+    async def by_calls(self, calls: Sequence[Call]) -> None:
+        """Make these calls one by one."""
         queue = iter(calls)
 
         async def next_call() -> Call | None:
             return next(queue, None)
 
-        await self._work(sending, next_call, min(sending.model.concurrency, len(calls)), grouping, pictures)
+        await self.work(next_call, min(self.sending.model.concurrency, len(calls)))
 
-    async def _work(
-        self, sending: Sending, next_call: NextCall, num_workers: int, grouping: Grouping, pictures: Pictures
-    ) -> None:
+    async def work(self, next_call: NextCall, num_workers: int) -> None:
+        """Make calls until there are no more, so many at once."""
+        sending = self.sending
+
         async def worker(send: Send) -> None:
             while sending.health.stopped is None and (call := await next_call()) is not None:
                 again = [call]
                 while again:
-                    found = await self._answer(sending, send, again[0], pictures)
+                    found = await self._answer(send, again[0])
                     if found is None:
                         return
-                    again = grouping.settled(again[0], found) + again[1:]
+                    again = self.grouping.settled(again[0], found) + again[1:]
 
         if not num_workers:
             return
         async with (
-            Connections(sending.model, num_workers, self._mask) as senders,
+            Connections(sending.model, num_workers, sending.mask) as senders,
             asyncio.TaskGroup() as group,
         ):
             for number in range(num_workers):
                 group.create_task(worker(senders[number % len(senders)]))
 
-    async def _answer(
-        self, sending: Sending, send: Send, call: Call, pictures: Pictures
-    ) -> Kept | ReplyError | None:
+    async def _answer(self, send: Send, call: Call) -> Kept | ReplyError | None:
         try:
             # Before an attempt begins: scaling a photograph is no part of the time that the endpoint is given.
-            shown = await _shown(call.request, pictures)
+            shown = await self._show(call.request)
         except ImageError as error:
-            return sending.unsendable(str(error))
-        found = await sending.ask(send, call, shown)
+            return self.sending.unsendable(str(error))
+        found = await self.sending.ask(send, call, shown)
         assert not isinstance(found, Rejected)
         return found
 
-    async def _in_batches(
-        self, sending: Sending, calls: list[Call], grouping: Grouping, pictures: Pictures
-    ) -> list[Call]:
+    async def _show(self, request: Request) -> Shown:
+        return {part: await self.pictures(part) for part in request.parts if isinstance(part, Picture)}
+
+    async def by_batches(self, calls: list[Call]) -> list[Call]:
         """Ask by the provider's batch mode. Returns what is left to be asked by calls."""
-        model, again = sending.model, list[Call]()
+        sending, again = self.sending, list[Call]()
         left = {call.key: call for call in calls}
-        if pilots := self._pilots(sending, calls):
-            await self._by_calls(sending, pilots, grouping, pictures)
+        if pilots := self._pilots(calls):
+            await self.by_calls(pilots)
             if sending.health.stopped is not None:
                 return []
             for call in pilots:
@@ -197,31 +212,28 @@ class Caller:
         def settle(key: str, found: Kept | ReplyError) -> None:
             sending.health.accepted(float("-inf"))
             if (call := left.pop(key, None)) is not None:
-                again.extend(grouping.settled(call, found))
+                again.extend(self.grouping.settled(call, found))
 
-        async def show(request: Request) -> Shown:
-            return await _shown(request, pictures)
-
-        async with BatchApi(model, self._mask) as api:
-            jobs = BatchJobs(sending, api, show=show, settle=settle, say=self._say)
+        async with BatchApi(sending.model, sending.mask) as api:
+            jobs = BatchJobs(sending, api, show=self._show, settle=settle, say=self.say)
             try:
                 reasons = await jobs.run(dict(left))
             except StopCalls as error:
                 sending.health.stop(error)
                 return []
-        if left or again:
-            why = next(iter(reasons.values()), "their answers could not be read")
-            self._say(
-                f"{model.name}: {len(left) + len(again):,} calls are asked one by one, at the whole price: {why[:300]}"
+        again = [*left.values(), *again]
+        if again:
+            why = next(iter(reasons.values()), "their answers could not be read")[:300]
+            self.say(
+                f"{sending.model.name}: {len(again):,} calls are asked one by one, at the whole price: {why}"
             )
-        return [*left.values(), *again]
+        return again
 
-    def _pilots(self, sending: Sending, calls: Sequence[Call]) -> list[Call]:
+    def _pilots(self, calls: Sequence[Call]) -> list[Call]:
         """Calls to make before a batch, so that a budget rests on a bill: one with pictures, one without, if it allows them."""
-        model, store, found = sending.model, self.store, dict[bool, Call]()
-        limits = ((model.endpoint, model.budget), (None, sending.budget))
-        room = min((limit - store.spent(of) for of, limit in limits if limit is not None), default=None)
-        if room is None:
+        model, store, found = self.sending.model, self.sending.store, dict[bool, Call]()
+        room = store.room(model.endpoint, model.budget, self.sending.budget)
+        if room == math.inf:
             return []
         under_way = {key for row in store.open_batches(model.endpoint) for key, _ in row.calls.values()}
         for call in calls:
@@ -231,14 +243,6 @@ class Caller:
             if model.greatest_cost(call.request) <= room:
                 found[kind] = call
         return list(found.values())
-
-    def _say(self, text: str) -> None:
-        if self.progress:
-            sys.stderr.write(f"{text}\n")
-
-
-async def _shown(request: Request, pictures: Pictures) -> Shown:
-    return {part: await pictures(part) for part in request.parts if isinstance(part, Picture)}
 
 
 def _first(errors: BaseExceptionGroup) -> BaseException:

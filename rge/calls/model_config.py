@@ -6,10 +6,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal
 
 import httpx
-from pydantic import BeforeValidator, Field
-from pydantic_core import PydanticCustomError
+from pydantic import Field
 
-from rge.calls.replies import is_refused, usage
 from rge.calls.request import Request
 from rge.common.errors import UserError
 from rge.common.options import build
@@ -19,20 +17,6 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
 CHARACTERS_A_TOKEN = 3
 """Of a prompt, for estimates; low, so that estimates are rather too high."""
-ANTHROPIC = "https://api.anthropic.com/v1"
-GEMINI = "https://generativelanguage.googleapis.com/v1beta/openai"
-"""Addresses of providers, besides OpenAI's, that take OpenAI's format."""
-
-
-@dataclass(frozen=True, slots=True)
-class Bill:
-    """What an answer took and costs."""
-
-    input_tokens: int  # billed
-    output_tokens: int  # billed
-    cached_tokens: int  # of the input tokens, those from the provider's prompt cache
-    cost: float  # in the currency of the prices
-    refused: bool  # the provider's policy declined
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +29,6 @@ class Learnt:
     most_output: float = 1.0  # likewise of output, whose estimate is ``max_tokens``
 
 
-def _one_format(api: object) -> object:
-    address = {"anthropic": ANTHROPIC, "gemini": GEMINI}.get(str(api))
-    if address is not None:
-        raise PydanticCustomError(
-            "one_format",
-            "every model is asked in OpenAI's format now; leave api out and set base_url={address}",
-            {"address": address},
-        )
-    return api
-
-
 @dataclass
 class ModelConfig:
     """A model behind an endpoint."""
@@ -65,8 +38,6 @@ class ModelConfig:
     base_url: str | None = None
     """Address of an OpenAI-compatible endpoint: https://api.anthropic.com/v1,
     https://generativelanguage.googleapis.com/v1beta/openai, or http://HOST:8000/v1 of `vllm serve`; null: OpenAI's own."""
-    api: Annotated[Literal["openai"], BeforeValidator(_one_format)] = "openai"
-    """The format of requests; there is one."""
     mode: Literal["calls", "batch"] = "calls"
     """calls, or batch: by OpenAI's batch API (or a compatible one), at a part of the price and within a day; what a batch does
     not answer is asked by calls."""
@@ -127,10 +98,6 @@ class ModelConfig:
         """Name and address: what budgets, rates and the ledger go by."""
         return f"{self.name} at {self.base_url or 'openai'}"
 
-    def unpriced(self) -> bool:
-        """Whether no price is given, so that a table may."""
-        return self.input_price is None and self.output_price is None
-
     def paid(self) -> bool:
         """Whether a call costs anything."""
         return bool(self.input_price or self.output_price)
@@ -144,16 +111,6 @@ class ModelConfig:
         price = (input_tokens - cached_tokens) * input_price + cached_tokens * cached_price
         price += output_tokens * (self.output_price or 0.0)
         return price * (self.batch_price if batch else 1.0) / 1e6
-
-    def bill(self, body: bytes, expected: tuple[int, int], *, batch: bool = False) -> Bill:
-        """What an answer costs; `expected` are its tokens of input and output, where it does not say."""
-        refused, said = is_refused(body), usage(body)
-        # A provider bills what it answers; what its policy stopped it does not, unless it says so.
-        guesses = (0, 0) if refused else expected
-        given = guesses[0] if said.input_tokens is None else said.input_tokens
-        written = guesses[1] if said.output_tokens is None else said.output_tokens
-        cached = min(said.cached, given)
-        return Bill(given, written, cached, self.cost(given, written, cached, batch=batch), refused)
 
     def estimate(self, request: Request, learnt: Learnt | None = None) -> tuple[int, int]:
         """Input tokens, and output tokens at most."""
@@ -173,16 +130,13 @@ class ModelConfig:
 
     def answers_by(self) -> dict[str, Any]:
         """The settings that change what the model answers, those that are set: part of the key of its answers."""
-        found: dict[str, Any] = {}
-        if self.extra_body:
-            found["extra_body"] = self.extra_body
-        if self.reasoning_effort is not None:
-            found["reasoning_effort"] = self.reasoning_effort
-        if not self.send_temperature:
-            found["send_temperature"] = False
-        if self.structured:
-            found["structured"] = True
-        return found
+        plain: dict[str, Any] = {
+            "extra_body": {},
+            "reasoning_effort": None,
+            "send_temperature": True,
+            "structured": False,
+        }
+        return {key: value for key, usual in plain.items() if (value := getattr(self, key)) != usual}
 
 
 def check_model(where: str, model: ModelConfig) -> None:

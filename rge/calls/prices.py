@@ -5,11 +5,13 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from rge.calls.model_config import ANTHROPIC, GEMINI, ModelConfig
+from rge.calls.model_config import ModelConfig
 from rge.common.errors import UserError
 from rge.common.options import build, read_yaml
 
 TABLE = Path(__file__).with_name("prices.yaml")
+ADDRESSES = (None, "https://api.anthropic.com/v1", "https://generativelanguage.googleapis.com/v1beta/openai")
+"""Of the providers whose prices these are; None is OpenAI's."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,8 +38,9 @@ def priced(models: Mapping[str, ModelConfig], table: Path | None = None) -> dict
     rows = read_yaml(path)
     found = dict(models)
     for label, model in models.items():
-        own = model.base_url is None or model.base_url.rstrip("/") in (ANTHROPIC, GEMINI)
-        if model.name not in rows or not model.unpriced() or not (own or table):
+        own = (model.base_url and model.base_url.rstrip("/")) in ADDRESSES
+        has_prices = (model.input_price, model.output_price) != (None, None)
+        if model.name not in rows or has_prices or not (own or table):
             continue
         row = build(Prices, [(f"{path}: {model.name}: ", rows[model.name])])
         given = {key: value for key, value in dataclasses.asdict(row).items() if value is not None}

@@ -83,6 +83,15 @@ class Usage:
     input_tokens: int | None  # those of the prompt cache among them
     output_tokens: int | None  # thoughts among them
     cached: int = 0  # of the input tokens, those that the provider had in its prompt cache
+    refused: bool = False  # the provider's policy declined the whole request
+
+    def billed(self, expected: tuple[int, int]) -> tuple[int, int, int]:
+        """Tokens of input, output and cached input; `expected` are those of input and output where the answer does not say."""
+        # A provider bills what it answers; what its policy stopped it does not, unless it says so.
+        given, written = (0, 0) if self.refused else expected
+        given = given if self.input_tokens is None else self.input_tokens
+        written = written if self.output_tokens is None else self.output_tokens
+        return given, written, min(self.cached, given)
 
 
 _REFUSAL = re.compile(
@@ -119,41 +128,35 @@ def read_replies(raw: bytes) -> list[Reply | ReplyError]:
         EmptyChoices: there is no choice.
     """
     body = parse(raw)
-    if not isinstance(body, dict):
-        raise NotAChat(f"JSON of another schema: {_shown(raw.decode('utf-8', 'replace'))}")
-    if error := body.get("error"):
+    if error := as_dict(body).get("error"):
         # Of all errors only refusals are kept (`rge.calls.providers.errors`).
         raise Refused(_shown(str(error.get("message") if isinstance(error, dict) else error)))
-    choices = body.get("choices")
+    choices = as_dict(body).get("choices")
     if not isinstance(choices, list):
         raise NotAChat(f"JSON of another schema: {_shown(json.dumps(body))}")
     if not choices:
         raise EmptyChoices("the answer has no choices")
-    tokens = _usage(body)
-    return [_choice(choice, tokens) for choice in choices]
+    tokens = usage(raw)
+    return [_choice(as_dict(choice), tokens) for choice in choices]
 
 
-def is_refused(raw: bytes) -> bool:
-    """Whether the whole request was declined by the provider's policy."""
-    try:
-        read_replies(raw)
-    except Refused:
-        return True
-    except ReplyError:
-        pass
-    return False
+def as_dict(value: Any) -> dict[str, Any]:
+    """A JSON object; an empty one in place of anything else."""
+    return value if isinstance(value, dict) else {}
 
 
-def _choice(choice: Any, tokens: Usage) -> Reply | ReplyError:
-    message = choice.get("message") if isinstance(choice, dict) else None
+def dicts(value: Any) -> list[dict[str, Any]]:
+    """The JSON objects of a list; none in place of anything else."""
+    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
+
+
+def _choice(choice: dict[str, Any], tokens: Usage) -> Reply | ReplyError:
+    message = choice.get("message")
     if not isinstance(message, dict):
         return EmptyChoices("a choice without a message")
+    text, reason = _text(message.get("content")), choice.get("finish_reason")
     if isinstance(message.get("refusal"), str) and message["refusal"]:
-        return _reply(message["refusal"], "refusal", tokens)
-    return _reply(_text(message.get("content")), choice.get("finish_reason"), tokens)
-
-
-def _reply(text: str, reason: Any, tokens: Usage) -> Reply | ReplyError:
+        text, reason = message["refusal"], "refusal"
     stop = "refusal" if reason == "content_filter" else str(reason or "stop")
     if not text.strip() and stop not in ("length", "refusal"):
         return EmptyChoices("the message is empty")
@@ -202,21 +205,14 @@ def _whole_characters(value: Any) -> Any:
 def usage(raw: bytes) -> Usage:
     """Tokens billed for an answer."""
     try:
-        body = json.loads(raw)
+        body = as_dict(json.loads(raw))
     except (ValueError, RecursionError):
-        body = None
-    return _usage(body) if isinstance(body, dict) else Usage(None, None)
-
-
-def _usage(body: dict[str, Any]) -> Usage:
-    found = body.get("usage")
-    if not isinstance(found, dict):
-        return Usage(None, None)
-    details = found.get("prompt_tokens_details")
-    cached = details.get("cached_tokens") if isinstance(details, dict) else None
+        body = {}
+    found = as_dict(body.get("usage"))
+    cached = as_dict(found.get("prompt_tokens_details")).get("cached_tokens")
     numbers = (found.get("prompt_tokens"), found.get("completion_tokens"), cached)
     given, written, cached = (one if type(one) is int and one >= 0 else None for one in numbers)
-    return Usage(given, written, cached or 0)
+    return Usage(given, written, cached or 0, bool(body.get("error")))
 
 
 def check_complete(reply: Reply, last_tag: str) -> None:

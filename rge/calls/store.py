@@ -11,6 +11,7 @@ import json
 import math
 import sqlite3
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +19,6 @@ from pathlib import Path
 from typing import IO, Any
 
 from rge.calls.model_config import Learnt
-from rge.calls.write_ahead_log import open_wal
 from rge.common.errors import UserError
 
 _SCHEMA = """
@@ -62,8 +62,8 @@ INSERT INTO spending SELECT endpoint, state != 'answered', 1, input_tokens, cach
     cost = cost + excluded.cost
 """
 _SPENT = """
-SELECT (SELECT total(cost) FROM spending WHERE :endpoint IS NULL OR endpoint = :endpoint)
-    + (SELECT total(cost) FROM attempts WHERE state = 'under way' AND (:endpoint IS NULL OR endpoint = :endpoint))
+SELECT (SELECT total(cost) FROM spending WHERE ?1 IS NULL OR endpoint = ?1)
+    + (SELECT total(cost) FROM attempts WHERE state = 'under way' AND (?1 IS NULL OR endpoint = ?1))
 """
 _LEDGER = """
 SELECT endpoint, sum(calls * (1 - estimated)), sum(input_tokens * (1 - estimated)), sum(cached_tokens * (1 - estimated)),
@@ -78,6 +78,8 @@ INSERT INTO bills VALUES ((SELECT endpoint FROM attempts WHERE id = ?), ?, 1, ?,
     guessed = guessed + excluded.guessed, billed = billed + excluded.billed,
     most_input = max(most_input, excluded.most_input), most_output = max(most_output, excluded.most_output)
 """
+_WAIT_S = 60.0
+"""How long one process waits for another's lock."""
 _LEAST_GUESS = 100
 """Tokens below which an estimate says nothing: what a chat template adds would count as many times as much."""
 _AT_ONCE = 500
@@ -135,15 +137,14 @@ class AnswerStore:
 
     def __init__(self, path: str | Path | None):
         self.path = Path(path) if path is not None else None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._batches: IO[str] | None = None
         try:
             if self.path is None:
                 self._db = sqlite3.connect("", isolation_level=None, check_same_thread=False)
             else:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                self._db = open_wal(self.path, any_thread=True)
-                self._db.execute("PRAGMA synchronous=NORMAL")
+                self._db = _open(self.path)
             self._db.executescript(_SCHEMA)
         except (OSError, sqlite3.DatabaseError) as error:
             raise StoreError(f"{path} cannot be used as the file of answers: {error}") from None
@@ -159,26 +160,30 @@ class AnswerStore:
 
     def get(self, key: str) -> Kept | None:
         """The answer kept under a key."""
-        with self._lock:
-            row = self._db.execute(
-                "SELECT raw, input_tokens, output_tokens, cost, seconds FROM replies WHERE key = ?", (key,)
-            ).fetchone()
+        row = self._one(
+            "SELECT raw, input_tokens, output_tokens, cost, seconds FROM replies WHERE key = ?", key
+        )
         return Kept(*row) if row else None
 
     def num_replies(self) -> int:
         """How many answers are kept."""
+        return self._one("SELECT count(*) FROM replies")[0]
+
+    def _all(self, query: str, *values: Any) -> list[Any]:
         with self._lock:
-            return self._db.execute("SELECT count(*) FROM replies").fetchone()[0]
+            return self._db.execute(query, values).fetchall()
+
+    def _one(self, query: str, *values: Any) -> Any:
+        return next(iter(self._all(query, *values)), None)
 
     def get_values(self, keys: Sequence[str]) -> dict[str, Any]:
         """What was kept by `put_values`, by key, where there is any."""
         found = {}
-        with self._lock:
-            for start in range(0, len(keys), _AT_ONCE):
-                part = list(keys[start : start + _AT_ONCE])
-                marks = ",".join("?" * len(part))
-                rows = self._db.execute(f"SELECT key, raw FROM replies WHERE key IN ({marks})", part)
-                found.update({key: json.loads(raw) for key, raw in rows})
+        for start in range(0, len(keys), _AT_ONCE):
+            part = keys[start : start + _AT_ONCE]
+            marks = ",".join("?" * len(part))
+            rows = self._all(f"SELECT key, raw FROM replies WHERE key IN ({marks})", *part)
+            found.update({key: json.loads(raw) for key, raw in rows})
         return found
 
     def put_values(self, values: Mapping[str, Any]) -> None:
@@ -203,7 +208,7 @@ class AnswerStore:
     ) -> int | None:
         """Enter an attempt before it is sent, at the most it may cost; None, and nothing is entered, where a budget does not allow it."""
         with self._writing("an attempt"):
-            if worst > self._room(endpoint, budget, total):
+            if worst > self.room(endpoint, budget, total):
                 return None
             return self._begin(endpoint, key, tokens, worst)
 
@@ -241,23 +246,18 @@ class AnswerStore:
 
     def learnt(self, endpoint: str, pictures: bool) -> Learnt:
         """What bills say about estimates of calls with pictures, or without."""
-        with self._lock:
-            row = self._db.execute(
-                "SELECT calls, billed / guessed, max(1, most_input), max(1, most_output) FROM bills"
-                " WHERE endpoint = ? AND pictures = ?",
-                (endpoint, pictures),
-            ).fetchone()
+        row = self._one(
+            "SELECT calls, billed / guessed, max(1, most_input), max(1, most_output) FROM bills"
+            " WHERE endpoint = ? AND pictures = ?",
+            endpoint,
+            pictures,
+        )
         return Learnt(*row) if row else Learnt()
 
-    def lose(self, attempt: int) -> None:
-        """An attempt that gave no answer, and that the provider may have billed: it stays at the most it may cost."""
+    def settle(self, attempt: int, *, billed: bool) -> None:
+        """End an attempt without an answer: it stays at the most it may cost if the provider may have billed it, else it goes."""
         with self._writing("an attempt"):
-            self._lose(attempt)
-
-    def free(self, attempt: int) -> None:
-        """An attempt that the provider refused, which is not billed."""
-        with self._writing("an attempt"):
-            self._free(attempt)
+            self._settle(attempt, billed)
 
     # -------------------------------------------------------------------------------------------------------- batches
 
@@ -292,7 +292,7 @@ class AnswerStore:
             How many of the calls, from the first on, the budgets allow; those are entered.
         """
         with self._writing("a batch"):
-            room, number = self._room(endpoint, budget, total), 0
+            room, number = self.room(endpoint, budget, total), 0
             for key, tokens, worst in calls:
                 if worst > room:
                     break
@@ -316,50 +316,39 @@ class AnswerStore:
 
     def open_batches(self, endpoint: str) -> list[BatchRow]:
         """Batches of an endpoint that are not settled, the oldest first, with the calls that are not."""
-        with self._lock:
-            rows = self._db.execute(
-                "SELECT label, began, file, id FROM batches WHERE endpoint = ? AND state = 'open' ORDER BY began",
-                (endpoint,),
-            ).fetchall()
-            return [
-                BatchRow(label, began, file, id, self._batch_calls(label)) for label, began, file, id in rows
-            ]
+        rows = self._all(
+            "SELECT label, began, file, id FROM batches WHERE endpoint = ? AND state = 'open' ORDER BY began",
+            endpoint,
+        )
+        return [BatchRow(label, began, file, id, self.batch_calls(label)) for label, began, file, id in rows]
 
     def batch_calls(self, label: str) -> dict[int, tuple[str, int]]:
         """Key and attempt of the calls of a batch that are not settled, by their number."""
-        with self._lock:
-            return self._batch_calls(label)
+        rows = self._all(
+            "SELECT number, batch_calls.key, attempt FROM batch_calls JOIN attempts ON attempts.id = attempt"
+            " WHERE label = ? AND state = 'under way'",
+            label,
+        )
+        return {number: (key, attempt) for number, key, attempt in rows}
 
     def expected(self, attempt: int) -> tuple[int, int]:
         """Tokens of input and output at most, of an attempt under way."""
-        with self._lock:
-            return self._db.execute(
-                "SELECT input_tokens, output_tokens FROM attempts WHERE id = ?", (attempt,)
-            ).fetchone()
+        return self._one("SELECT input_tokens, output_tokens FROM attempts WHERE id = ?", attempt)
 
     def settle_batch(self, label: str, *, billed: bool) -> None:
         """A batch from which nothing more comes: calls without an answer are lost, or, if they are not billed, free."""
         with self._writing("a batch"):
-            for _, attempt in self._batch_calls(label).values():
-                (self._lose if billed else self._free)(attempt)
+            for _, attempt in self.batch_calls(label).values():
+                self._settle(attempt, billed)
             self._db.execute("UPDATE batches SET state = 'settled' WHERE label = ?", (label,))
 
-    def _lose(self, attempt: int) -> None:
-        self._db.execute("UPDATE attempts SET state = 'lost' WHERE id = ?", (attempt,))
-        self._db.execute(_SPEND, (attempt,))
-
-    def _free(self, attempt: int) -> None:
-        # Its number may be given to another one.
-        self._db.execute("DELETE FROM attempts WHERE id = ?", (attempt,))
-        self._db.execute("DELETE FROM batch_calls WHERE attempt = ?", (attempt,))
-
-    def _batch_calls(self, label: str) -> dict[int, tuple[str, int]]:
-        rows = self._db.execute(
-            "SELECT number, batch_calls.key, attempt FROM batch_calls JOIN attempts ON attempts.id = attempt"
-            " WHERE label = ? AND state = 'under way'",
-            (label,),
-        )
-        return {number: (key, attempt) for number, key, attempt in rows}
+    def _settle(self, attempt: int, billed: bool) -> None:
+        if billed:
+            self._db.execute("UPDATE attempts SET state = 'lost' WHERE id = ?", (attempt,))
+            self._db.execute(_SPEND, (attempt,))
+        else:  # its number may be given to another one
+            self._db.execute("DELETE FROM attempts WHERE id = ?", (attempt,))
+            self._db.execute("DELETE FROM batch_calls WHERE attempt = ?", (attempt,))
 
     # ------------------------------------------------------------------------------------------------------- failures
 
@@ -381,10 +370,7 @@ class AnswerStore:
 
     def rejection(self, key: str, sent_by: str) -> str | None:
         """Why an endpoint cannot take a request; None where it may."""
-        with self._lock:
-            row = self._db.execute(
-                "SELECT message FROM rejections WHERE key = ? AND sent_by = ?", (key, sent_by)
-            ).fetchone()
+        row = self._one("SELECT message FROM rejections WHERE key = ? AND sent_by = ?", key, sent_by)
         return row[0] if row else None
 
     def forget_rejections(self, keys: Iterable[str]) -> None:
@@ -394,25 +380,20 @@ class AnswerStore:
 
     def spent(self, endpoint: str | None) -> float:
         """What an endpoint, or all of them (None), has cost over all runs and processes; what is under way counts at most."""
-        with self._lock:
-            return self._spent(endpoint)
+        return self._one(_SPENT, endpoint)[0]
 
     def ledger(self) -> list[Spending]:
         """What was paid, by endpoint."""
-        with self._lock:
-            return [Spending(*row) for row in self._db.execute(_LEDGER)]
+        return [Spending(*row) for row in self._all(_LEDGER)]
 
     def total_cost(self) -> float:
         """Of all answered calls so far."""
         return sum(one.cost for one in self.ledger())
 
-    def _spent(self, endpoint: str | None) -> float:
-        return self._db.execute(_SPENT, {"endpoint": endpoint}).fetchone()[0]
-
-    def _room(self, endpoint: str, budget: float | None, total: float | None) -> float:
-        """What the next call may cost."""
+    def room(self, endpoint: str, budget: float | None, total: float | None) -> float:
+        """What the next call may cost at most, by a budget of its endpoint and one of all together; infinity without any."""
         limits = ((endpoint, budget), (None, total))
-        return min((limit - self._spent(of) for of, limit in limits if limit is not None), default=math.inf)
+        return min((limit - self.spent(of) for of, limit in limits if limit is not None), default=math.inf)
 
     def _begin(self, endpoint: str, key: str, tokens: tuple[int, int], worst: float) -> int:
         found = self._db.execute(
@@ -438,6 +419,29 @@ class AnswerStore:
             finally:
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
+
+
+def _open(path: Path) -> sqlite3.Connection:
+    """Open or make a file in write-ahead mode and autocommit.
+
+    Raises:
+        sqlite3.DatabaseError: it is no SQLite file, cannot be opened, or stays locked for `_WAIT_S`.
+    """
+    connection = sqlite3.connect(path, timeout=_WAIT_S, isolation_level=None, check_same_thread=False)
+    deadline = time.monotonic() + _WAIT_S
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode=WAL")
+            connection.execute("PRAGMA synchronous=NORMAL")
+            return connection
+        except sqlite3.DatabaseError as error:
+            # SQLite waits for every other lock on its own. Of two that switch a new file over at once it refuses one on
+            # the spot: each holds a read lock that the other's switch would have to wait for.
+            busy = getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY
+            if not busy or time.monotonic() > deadline:
+                connection.close()
+                raise
+            time.sleep(0.02)
 
 
 def locked(path: Path) -> IO[str]:

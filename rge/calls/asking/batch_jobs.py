@@ -20,7 +20,7 @@ from rge.calls.failures import EndpointDown, Lost, NotThere, Rejected, RequestRe
 from rge.calls.model_config import Learnt
 from rge.calls.providers.batches import MOST_BYTES, MOST_CALLS, BatchApi, Line, State
 from rge.calls.providers.bodies import Shown, body
-from rge.calls.providers.transport import PolicyAnswer, encoded, failure
+from rge.calls.providers.transport import encoded, failure
 from rge.calls.replies import NotAChat, ReplyError, read_replies
 from rge.calls.request import Request
 from rge.calls.store import BatchRow, Kept
@@ -156,10 +156,9 @@ class BatchJobs:
             try:
                 await self._create(row, bodies)
                 return True
-            except (Rejected, PolicyAnswer) as error:
-                said = error if isinstance(error, Rejected) else error.answer.body.decode("utf-8", "replace")
+            except Rejected as error:
                 raise RequestRejected(
-                    f"{model.name}: the endpoint rejects the batch; {self.mask(str(said))}. Change the model's settings, or "
+                    f"{model.name}: the endpoint rejects the batch; {self.mask(str(error))}. Change the model's settings, or "
                     "ask by calls (mode=calls)"
                 ) from None
             except StopCalls as error:
@@ -323,7 +322,7 @@ class BatchJobs:
             try:
                 read_replies(raw)
             except NotAChat as error:
-                self.store.lose(attempt)
+                self.store.settle(attempt, billed=True)
                 self.left[key] = self.mask(str(error))
                 return
             except ReplyError:
@@ -332,7 +331,7 @@ class BatchJobs:
             self.left[key] = self.mask(line.error.decode("utf-8", "replace"))
         else:
             failed = failure(line.status, line.error, {}, self.model, self.mask)
-            if isinstance(failed, PolicyAnswer):
+            if failed is None:
                 raw = line.error
             elif isinstance(failed, Rejected) and failed.certain and wanted is not None:
                 self.settle(key, self.sending.rejected(wanted, failed))
@@ -341,7 +340,7 @@ class BatchJobs:
             else:
                 self.left[key] = self.mask(str(failed))
         if raw is None:
-            self.store.free(attempt)
+            self.store.settle(attempt, billed=False)
             return
         request = wanted.request if wanted is not None else None
         took_s = time.time() - row.began

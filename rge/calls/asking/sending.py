@@ -26,8 +26,8 @@ from rge.calls.keys import Mask
 from rge.calls.model_config import ModelConfig
 from rge.calls.pictures import encoded
 from rge.calls.providers.bodies import Shown
-from rge.calls.providers.transport import Answer, PolicyAnswer, Send
-from rge.calls.replies import NotAChat, ReplyError, read_replies
+from rge.calls.providers.transport import Answer, Send
+from rge.calls.replies import NotAChat, ReplyError, read_replies, usage
 from rge.calls.request import Part, Picture, Request
 from rge.calls.store import AnswerStore, Kept
 
@@ -135,8 +135,6 @@ class Sending:
                 answer = await send(request, shown)
             read_replies(answer.body)
             return answer
-        except PolicyAnswer as refused:
-            return refused.answer
         except NotAChat as error:
             said = f"the endpoint's answer is no chat reply: {error}"
             found = Lost(said, billed=True, raw=answer.body)
@@ -147,9 +145,9 @@ class Sending:
         except (Lost, Rejected, StopCalls) as error:
             found = error
         except asyncio.CancelledError:
-            self.store.lose(number)
+            self.store.settle(number, billed=True)
             raise
-        (self.store.lose if isinstance(found, Lost) and found.billed else self.store.free)(number)
+        self.store.settle(number, billed=isinstance(found, Lost) and found.billed)
         return found
 
     async def _unsure(self, send: Send, call: Call, why: Rejected) -> ReplyError | Literal[True] | None:
@@ -210,15 +208,16 @@ class Sending:
         batch: bool = False,
     ) -> Kept:
         """Keep an answer, enter its price, and learn from the bill what calls like it cost."""
-        bill = self.model.bill(body, self.store.expected(number), batch=batch)
-        kept = Kept(body, bill.input_tokens, bill.output_tokens, bill.cost, took_s)
+        said = usage(body)
+        given, written, cached = said.billed(self.store.expected(number))
+        kept = Kept(body, given, written, self.model.cost(given, written, cached, batch=batch), took_s)
         guess = None
-        if request is not None and not bill.refused:
+        if request is not None and not said.refused:
             guess = (*self.model.estimate(request), bool(request.num_pictures()))
-        self.store.put(number, key, self.model.name, kept, bill.cached_tokens, guess=guess)
+        self.store.put(number, key, self.model.name, kept, cached, guess=guess)
         self.counts.asked += 1
         self.counts.batched += batch
-        self.counts.refused += bill.refused
+        self.counts.refused += said.refused
         return kept
 
     def rejected(self, call: Call, error: Rejected) -> Rejection:

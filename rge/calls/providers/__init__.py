@@ -2,7 +2,6 @@
 
 ``bodies``      a request as it is sent
 ``errors``      what errors mean, by their documented codes
-``headers``     what headers say about limits
-``transport``   connections
+``transport``   connections, limits in headers, the list of models
 ``batches``     the batch API
 """

@@ -8,10 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rge.calls.failures import Lost
+import httpx
+
+from rge.calls.failures import Lost, Rejected
 from rge.calls.keys import Mask
 from rge.calls.model_config import ModelConfig
-from rge.calls.providers.transport import connected, encoded, fetch
+from rge.calls.providers.transport import connected, encoded, exchange, failure
+from rge.calls.replies import as_dict, dicts
 from rge.calls.store import BatchRow
 
 Json = dict[str, Any]
@@ -88,7 +91,7 @@ class BatchApi:
         params: Json = {"limit": 100}
         while row.file is not None:
             page = await self._json("GET", "/batches", params=params)
-            rows = _rows(page)
+            rows = dicts(page.get("data"))
             for found in rows:
                 if found.get("input_file_id") == row.file and isinstance(found.get("id"), str):
                     return found["id"]
@@ -107,7 +110,7 @@ class BatchApi:
         files = tuple(str(raw[name]) for name in ("output_file_id", "error_file_id") if raw.get(name))
         if word != "failed":
             return State(word, files)
-        errors = _rows(_dict(raw.get("errors")))
+        errors = dicts(as_dict(raw.get("errors")).get("data"))
         said = "; ".join(str(one.get("message")) for one in errors[:3]) or "no reason given"
         return State(word, files, any(one.get("code") == "token_limit_exceeded" for one in errors), said)
 
@@ -115,17 +118,31 @@ class BatchApi:
         """The lines of a batch that has ended; what is cut short or cannot be read is left out."""
         found = []
         for file in state.files:
-            url = f"/files/{file}/content"
-            response = await fetch(self.client, "GET", url, self.model, self.mask, timeout=SEND_S)
+            response = await self._fetch("GET", f"/files/{file}/content", timeout=SEND_S)
             for line in response.content.split(b"\n"):
                 try:
-                    found.append(_line(_dict(json.loads(line))))
+                    found.append(_line(as_dict(json.loads(line))))
                 except ValueError:
                     continue
         return found
 
+    async def _fetch(self, method: str, url: str, **how: Any) -> httpx.Response:
+        """One exchange.
+
+        Raises:
+            Lost: no connection, 429, 5xx.
+            Rejected: this request as it stands, also by policy.
+            StopCalls: no request can succeed.
+        """
+        response = await exchange(self.client, method, url, self.mask, **how)
+        if response.is_success:
+            return response
+        raw, given = response.content, response.headers
+        error = failure(response.status_code, raw, given, self.model, self.mask)
+        raise error or Rejected(raw.decode("utf-8", "replace"), certain=True, raw=raw)
+
     async def _json(self, method: str, url: str, **how: Any) -> Json:
-        response = await fetch(self.client, method, url, self.model, self.mask, **how)
+        response = await self._fetch(method, url, **how)
         try:
             found = response.json()
         except ValueError:
@@ -137,7 +154,7 @@ class BatchApi:
 
 
 def _line(found: Json) -> Line:
-    response, id = _dict(found.get("response")), str(found.get("custom_id"))
+    response, id = as_dict(found.get("response")), str(found.get("custom_id"))
     status, body = response.get("status_code"), response.get("body")
     if status == 200 and isinstance(body, dict):
         return Line(id, encoded(body))
@@ -148,12 +165,3 @@ def _id(found: Json) -> str:
     if not isinstance(found.get("id"), str):
         raise Lost(f"an answer without id: {str(found)[:200]}", billed=True)
     return found["id"]
-
-
-def _dict(found: Any) -> Json:
-    return found if isinstance(found, dict) else {}
-
-
-def _rows(found: Json) -> list[Json]:
-    rows = found.get("data")
-    return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []

@@ -7,6 +7,8 @@ of them documents is `UNKNOWN`: a 400 may be about this one request or about all
 from enum import Enum
 from typing import Any
 
+from rge.calls.replies import as_dict, dicts
+
 
 class Meaning(Enum):
     """Whom an error is about, and so what is done."""
@@ -71,8 +73,7 @@ def meaning(status: int, body: Any) -> Meaning:
         if any(CODES.get(code) is one for code in named):
             return one
     error = error_of(body)
-    about = error.get("metadata")
-    if isinstance(about, dict) and "flagged_input" in about:  # OpenRouter's moderation, a 403
+    if "flagged_input" in as_dict(error.get("metadata")):  # OpenRouter's moderation, a 403
         return Meaning.POLICY
     said = str(error.get("message") or "").lower()
     for words, one in WORDS.items():
@@ -86,17 +87,9 @@ def meaning(status: int, body: Any) -> Meaning:
 def codes(body: Any) -> set[str]:
     """The codes that the body of an error names, in lower case: its code, type, status and the reasons of its details."""
     error = error_of(body)
-    inner = error.get("innererror") or error.get("inner_error")
-    details = error.get("details")
-    named = [
-        *(error.get(name) for name in ("code", "type", "status")),
-        *(
-            one.get("reason")
-            for one in (details if isinstance(details, list) else ())
-            if isinstance(one, dict)
-        ),
-        inner.get("code") if isinstance(inner, dict) else None,
-    ]
+    named = [error.get(name) for name in ("code", "type", "status")]
+    named += [one.get("reason") for one in dicts(error.get("details"))]
+    named += [as_dict(error.get(name)).get("code") for name in ("innererror", "inner_error")]
     return {one.lower() for one in named if isinstance(one, str)}
 
 
@@ -104,7 +97,5 @@ def error_of(body: Any) -> dict[str, Any]:
     """The ``error`` of a body; empty where there is none."""
     if isinstance(body, list) and body:  # some of Gemini's come in a list
         body = body[0]
-    error = body.get("error") if isinstance(body, dict) else None
-    if isinstance(error, str):
-        return {"message": error}
-    return error if isinstance(error, dict) else {}
+    error = as_dict(body).get("error")
+    return {"message": error} if isinstance(error, str) else as_dict(error)

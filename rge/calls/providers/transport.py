@@ -1,4 +1,4 @@
-"""HTTP connections to a provider, and the classes of its errors.
+"""HTTP connections to a provider, the classes of its errors, and what its headers say.
 
 Plain HTTP, for the providers' own clients would be used for nothing but the address and the header of the key: retries,
 limits, types and time-outs of theirs are what `rge.calls` does itself, and answers are kept byte for byte.
@@ -6,25 +6,41 @@ limits, types and time-outs of theirs are what `rge.calls` does itself, and answ
 
 import functools
 import json
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from typing import Any
 
 import httpx
 
-from rge.calls.failures import AccountRejected, EndpointDown, KeyRejected, Lost, NotThere, Rejected
+import rge
+from rge.calls.failures import (
+    AccountRejected,
+    EndpointDown,
+    KeyRejected,
+    Lost,
+    NotThere,
+    Rejected,
+    StopCalls,
+)
 from rge.calls.keys import Mask, read_key
 from rge.calls.model_config import ModelConfig
 from rge.calls.providers.bodies import OPENAI, PATH, Shown, body, headers
 from rge.calls.providers.errors import KEY_CODES, Meaning, codes, error_of, meaning
-from rge.calls.providers.headers import seconds
-from rge.calls.replies import ReplyError, parse
+from rge.calls.replies import ReplyError, as_dict, dicts, parse
 from rge.calls.request import Request
+from rge.common.errors import UserError
 
 POOL = 16
 """Connections that one client keeps: it looks through all of them for every call."""
 MAYBE_BILLED = (408, 504)
 """A proxy on the way gave up waiting; the model may have answered."""
+LIST_TIMEOUT_S = 20.0
+"""For a server's list of models."""
+VARYING = ("created", "permission")
+"""Fields of that list which vLLM makes up for every reply."""
 SHOWN_CHARACTERS = 300
 """Of a server's words in a message."""
 NOT_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.UnsupportedProtocol)
@@ -39,7 +55,7 @@ class Answer:
 
 
 Send = Callable[[Request, Shown], Awaitable[Answer]]
-"""Sends a request and returns the answer; raises `Lost`, `Rejected`, `StopCalls` or `PolicyAnswer`."""
+"""Sends a request and returns the answer; raises `Lost`, `Rejected` or `StopCalls`."""
 
 
 class Connections:
@@ -62,12 +78,14 @@ class Connections:
             await client.aclose()
 
     async def _send(self, client: httpx.AsyncClient, request: Request, shown: Shown) -> Answer:
-        model = self.model
-        content = encoded(body(model, request, shown))
-        response = await fetch(client, "POST", PATH, model, self.mask, content=content)
-        if _is_error(response.content):
-            raise failure(response.status_code, response.content, response.headers, model, self.mask)
-        return Answer(response.content, response.headers)
+        content = encoded(body(self.model, request, shown))
+        response = await exchange(client, "POST", PATH, self.mask, content=content)
+        found = Answer(response.content, response.headers)
+        if not response.is_success or _is_error(found.body):
+            error = failure(response.status_code, found.body, found.headers, self.model, self.mask)
+            if error is not None:
+                raise error
+        return found
 
 
 def connected(model: ModelConfig, **how: Any) -> httpx.AsyncClient:
@@ -81,34 +99,27 @@ def encoded(value: Any) -> bytes:
     return json.dumps(value).encode()
 
 
-async def fetch(
-    client: httpx.AsyncClient, method: str, url: str, model: ModelConfig, mask: Mask, **how: Any
+async def exchange(
+    client: httpx.AsyncClient, method: str, url: str, mask: Mask, **how: Any
 ) -> httpx.Response:
-    """One exchange with a provider.
-
-    Returns:
-        A response without an error's status.
+    """One exchange with a provider, whatever the status of its response.
 
     Raises:
-        PolicyAnswer: the provider's policy declines.
-        Lost: no connection, 429, 5xx.
-        Rejected: this request as it stands.
-        StopCalls: no request can succeed.
+        Lost: there is none.
     """
     if "content" in how:
-        how["headers"] = {"content-type": "application/json", **how.get("headers", {})}
+        how["headers"] = {"content-type": "application/json"}
     try:
-        response = await client.request(method, url, **how)
+        return await client.request(method, url, **how)
     except httpx.RequestError as error:
-        said = f": {error}" if str(error) else f": {type(error).__name__}"
-        raise Lost(mask(f"no connection{said}"), billed=not isinstance(error, NOT_SENT)) from None
-    if response.is_success:
-        return response
-    raise failure(response.status_code, response.content, response.headers, model, mask)
+        said = str(error) or type(error).__name__
+        raise Lost(mask(f"no connection: {said}"), billed=not isinstance(error, NOT_SENT)) from None
 
 
-def failure(status: int, raw: bytes, given: Mapping[str, str], model: ModelConfig, mask: Mask) -> Exception:
-    """What an error's status and body mean."""
+def failure(
+    status: int, raw: bytes, given: Mapping[str, str], model: ModelConfig, mask: Mask
+) -> Lost | Rejected | StopCalls | None:
+    """What an error's status and body mean; None: it is an answer, by which the provider's policy declines."""
     shown = mask(" ".join(raw.decode("utf-8", "replace").split()))[:SHOWN_CHARACTERS]
     said, name = f"HTTP {status}: {shown}", model.name
     if 300 <= status < 400:
@@ -122,7 +133,7 @@ def failure(status: int, raw: bytes, given: Mapping[str, str], model: ModelConfi
         content = None
     what = meaning(status, content)
     if what is Meaning.POLICY:
-        return PolicyAnswer(Answer(raw, given))
+        return None
     if what is Meaning.ACCOUNT:
         return _account(status, codes(content), said, model)
     if what is Meaning.OVERLOAD:
@@ -157,17 +168,59 @@ def _is_error(raw: bytes) -> bool:
     return isinstance(body, dict) and bool(error_of(body)) and "choices" not in body
 
 
-@dataclass
-class PolicyAnswer(Exception):
-    """A status of failure whose body is an answer: the provider's policy declines."""
-
-    answer: Answer
-
-
 def _retry_delay(content: Any) -> float | None:
     # Gemini's, which has no header for it.
-    details = error_of(content).get("details")
-    for one in details if isinstance(details, list) else ():
-        if isinstance(one, dict) and isinstance(one.get("retryDelay"), str):
-            return seconds(one["retryDelay"])
-    return None
+    delays = [one["retryDelay"] for one in dicts(error_of(content).get("details")) if "retryDelay" in one]
+    return seconds(str(delays[0])) if delays else None
+
+
+def remaining(given: Mapping[str, str], kind: str) -> tuple[int | None, float | None]:
+    """What is left of an allowance, and in how many seconds it is whole again; None where headers do not say.
+
+    Args:
+        given: headers of an answer, such as ``x-ratelimit-remaining-requests: 0`` and ``x-ratelimit-reset-requests: 6m0s``.
+        kind: requests or tokens.
+    """
+    left = given.get(f"x-ratelimit-remaining-{kind}", "")
+    return (int(left) if left.isdigit() else None), seconds(given.get(f"x-ratelimit-reset-{kind}"))
+
+
+def seconds(text: str | None) -> float | None:
+    """Seconds of a header: "1.5", "6m0s", "20ms", or a time (of HTTP or ISO 8601); None where it is none of them."""
+    if not text:
+        return None
+    if re.fullmatch(r"\d+(\.\d+)?", text):
+        return float(text)
+    if re.fullmatch(r"(\d+(\.\d+)?(ms|h|m|s))+", text):
+        units = {"ms": 0.001, "s": 1, "m": 60, "h": 3600}
+        return sum(float(number) * units[unit] for number, unit in re.findall(r"([\d.]+)(ms|h|m|s)", text))
+    try:
+        at = parsedate_to_datetime(text) if "," in text else datetime.fromisoformat(text)
+    except ValueError:
+        return None
+    return max((at - datetime.now(UTC)).total_seconds(), 0.0) if at.tzinfo else None
+
+
+def served_as(model: ModelConfig) -> dict[str, Any]:
+    """Address and name of a model, what the server itself lists under that name, and our version.
+
+    Returns:
+        ``served`` is None where the server lists no such model or has no list of models.
+
+    Raises:
+        UserError: the server cannot be reached.
+    """
+    address = model.base_url or OPENAI
+    key = read_key(model.name, model.key_env) if model.key_env else None
+    try:
+        response = httpx.get(f"{address.rstrip('/')}/models", headers=headers(key), timeout=LIST_TIMEOUT_S)
+    except httpx.HTTPError as error:
+        said = Mask([key] if key else [])(str(error) or type(error).__name__)
+        raise UserError(f"{model.name} at {address} cannot be asked which model it serves: {said}") from None
+    try:
+        entries = dicts(as_dict(response.json()).get("data")) if response.is_success else []
+    except ValueError:
+        entries = []
+    entry = next((one for one in entries if one.get("id") == model.name), None)
+    served = entry and {name: value for name, value in entry.items() if name not in VARYING}
+    return {"at": address, "served": served, "rge": rge.__version__}

@@ -13,7 +13,7 @@ from rge.calls.local_server import Answer, LocalServer, chat
 from rge.calls.model_config import ModelConfig
 from rge.calls.prices import confirm, priced
 from rge.calls.providers.errors import Meaning, meaning
-from rge.calls.providers.headers import seconds
+from rge.calls.providers.transport import seconds
 from rge.calls.replies import Refused, Reply, check_complete, read_replies, tag
 from rge.calls.request import Request
 from rge.calls.store import AnswerStore

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from rge.calls.asking.pace import Pace
+from rge.calls.asking.health import Pace
 from rge.calls.caller import Caller
 from rge.calls.failures import EndpointDown, RequestRejected
 from rge.calls.keys import Mask
 from rge.calls.local_server import Answer, LocalServer, chat
 from rge.calls.model_config import ModelConfig, check_model, known_as
 from rge.calls.pictures import Pictures
-from rge.calls.providers.headers import remaining, seconds
+from rge.calls.providers.transport import remaining, seconds
 from rge.calls.replies import EmptyChoices, MissingTag, Refused, read_replies, tag
 from rge.calls.request import Picture, Request
 from rge.calls.store import AnswerStore
@@ -309,8 +309,6 @@ def test_settings_of_newer_models_are_sent_and_are_part_of_the_key(store):
         ({"draws_a_call": 0}, "draws_a_call must be > 0"),
         ({"reasks": -1}, "reasks must be >= 0"),
         ({"extra_body": {"messages": []}}, "extra_body must leave model, messages, n and seed alone"),
-        ({"api": "anthropic"}, "leave api out and set base_url=https://api.anthropic.com/v1"),
-        ({"api": "gemini"}, "set base_url=https://generativelanguage.googleapis.com/v1beta/openai"),
         ({"mode": "later"}, "mode must be one of calls, batch"),
         ({"batch_price": 50}, "batch_price must be <= 1"),
     ],

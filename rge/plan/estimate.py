@@ -14,11 +14,13 @@ from rge.distributed import launch
 from rge.model.embedding_model import Kept
 from rge.model.hub_model import HubModel
 from rge.plan.costs import GIB, RESERVED_GIB, speed_of
-from rge.plan.machine import main_memory
+from rge.plan.machine import cpu_speed, main_memory
 from rge.plan.options import PlanOptions
 from rge.plan.report import Plan, plan
 from rge.plan.search import ImpossibleKeeping
 
+WORTH_MEASURING = 2e13
+"""FLOPs of a stage from which on a CPU is measured for its hours: minutes of a core."""
 WORTH_SAYING = 0.95
 """Share of a step's seconds below which a faster way is named."""
 
@@ -51,6 +53,7 @@ class Plans:
         accelerator: Accelerator,
     ):
         self.recipe, self.num_steps, self.records, self.accelerator = recipe, num_steps, records, accelerator
+        self._layouts, self._model = layouts, model
         device, self.gib = accelerator.device, None
         self.device_name = device.type
         if device.type == "cuda":
@@ -71,23 +74,30 @@ class Plans:
             options = replace(options, peak_tflops=self.speed[0], bandwidth_tbs=self.speed[1])
         self.options = options
         self.found: dict[str, Plan | str] = {}
-        for name, steps in num_steps.items():
-            stage: StageConfig = getattr(recipe, name)
-            files = [source.key for source in stage.sources if source.key]
-            laid = [layouts[key] for key in files if key in layouts]
-            # Without all of them, such as a stream's, the largest that the recipe allows.
-            longest = _longest(laid) if len(laid) == len(files) else None
-            # Context, NCCL's buffers and fragments are a GPU's.
-            reserved = RESERVED_GIB if self.gib is not None else 0.0
-            of_stage = replace(options, for_=name, steps=steps)  # type: ignore[arg-type]
+        for name in num_steps:
             try:
-                self.found[name] = plan(
-                    recipe, model, of_stage, longest, reserved, on_gpu=self.gib is not None
-                )
+                self.found[name] = self._plan(name, options)
             except ImpossibleKeeping:
                 raise
             except Exception as error:  # noqa: BLE001 - training does not need an estimate
                 self.found[name] = f"{type(error).__name__}: {error}"
+
+    def _plan(self, name: str, options: PlanOptions) -> Plan:
+        stage: StageConfig = getattr(self.recipe, name)
+        files = [source.key for source in stage.sources if source.key]
+        laid = [self._layouts[key] for key in files if key in self._layouts]
+        # Without all of them, such as a stream's, the largest that the recipe allows.
+        longest = _longest(laid) if len(laid) == len(files) else None
+        # Context, NCCL's buffers and fragments are a GPU's.
+        reserved = RESERVED_GIB if self.gib is not None else 0.0
+        options = replace(options, for_=name, steps=self.num_steps[name])  # type: ignore[arg-type]
+        return plan(self.recipe, self._model, options, longest, reserved, on_gpu=self.gib is not None)
+
+    def on_measured_cpu(self, name: str) -> tuple[Plan, PlanOptions]:
+        """A stage's plan at this CPU's speed. For people: what is decided must not hang on what else runs on the machine."""
+        tflops, tbs = cpu_speed(self.recipe.model.dtype)
+        options = replace(self.options, cpu=True, peak_tflops=tflops, bandwidth_tbs=tbs)
+        return self._plan(name, options), options
 
     def kept(self, name: str) -> Kept:
         """What a stage keeps between its micro batches; nothing unless a plan finds room."""
@@ -112,7 +122,7 @@ def banner(plans: Plans) -> Iterator[str]:
         if isinstance(figures, str):
             yield f"  warning: memory and time are not estimated: {figures}"
         else:
-            yield from _estimated(plans, figures)
+            yield from _estimated(plans, name, figures)
 
 
 def _trained_on(name: str, stage: StageConfig, steps: int, files: Sequence[Records]) -> Iterator[str]:
@@ -131,22 +141,30 @@ def _trained_on(name: str, stage: StageConfig, steps: int, files: Sequence[Recor
         )
 
 
-def _estimated(plans: Plans, figures: Plan) -> Iterator[str]:
+def _time(plans: Plans, name: str, figures: Plan) -> str:
+    """How long a stage takes and on which grounds, or why that is not known."""
+    device, options = plans.device_name, plans.options
+    if plans.speed is not None:
+        grounds = f"what its maker gives for {device}"
+    elif device == "cpu" and figures.steps * figures.flops > WORTH_MEASURING:
+        figures, options = plans.on_measured_cpu(name)
+        grounds = f"the {options.peak_tflops:.2g} TFLOP/s and {options.bandwidth_tbs:.2g} TB/s measured here"
+    else:
+        dtype, way = plans.recipe.model.dtype, "cpu=true" if device == "cpu" else "peak_tflops="
+        return f"no time estimate: unknown throughput of {device} in {dtype} (`rge plan` takes {way})"
+    least, most = _duration(figures.hours_from), _duration(figures.hours_to)
+    return f"{_duration(figures.hours)} ({least} to {most}) at {options.reached:.0%} of {grounds}"
+
+
+def _estimated(plans: Plans, name: str, figures: Plan) -> Iterator[str]:
     load, room = figures.load, f" of {plans.gib:,.1f}" if plans.gib is not None else ""
-    dtype, device = plans.recipe.model.dtype, plans.device_name
-    time = (
-        f"{_duration(figures.hours)} ({_duration(figures.hours_from)} to {_duration(figures.hours_to)}) "
-        f"at {plans.options.reached:.0%} of what its maker gives for {device}"
-        if plans.speed is not None
-        else f"no time estimate: unknown throughput of {device} in {dtype} (`rge plan` takes peak_tflops=)"
-    )
     yield (
         f"  {figures.trained_parameters:,} of {figures.parameters:,} parameters trained; at most "
         f"{sum(figures.tokens.values()):,} tokens and {figures.flops / 1e12:,.3g} TFLOP a step"
     )
     yield (
         f"  estimated by rge.plan: {figures.memory_total / GIB:,.1f}{room} GiB a process "
-        f"({figures.memory_from / GIB:,.1f} to {figures.memory_to / GIB:,.1f}); {time}"
+        f"({figures.memory_from / GIB:,.1f} to {figures.memory_to / GIB:,.1f}); {_time(plans, name, figures)}"
     )
     if load.chunks > 1 and load.contrastive:
         yield (

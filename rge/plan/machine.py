@@ -1,5 +1,7 @@
 """What a run needs of its machine: open files, shared memory, disk."""
 
+import functools
+import math
 import os
 import resource
 import shutil
@@ -97,26 +99,28 @@ def main_memory() -> float:
     return float(free)
 
 
+@functools.cache
 def cpu_speed(dtype: str) -> tuple[float, float]:
-    """TFLOP/s of a matrix product and TB/s of a copy with as many threads as torch has; of many short tries the best.
+    """TFLOP/s of a matrix product and TB/s of a copy with as many threads as torch has; of a second's short tries the best.
 
-    Short, so that some of them are not interrupted by what else runs on the machine.
+    Short, so that some of them are not interrupted by what else runs on the machine; products and copies by turns, so that both
+    have the whole second.
     """
     side = 512
     one, product = (torch.ones(side, side, dtype=getattr(torch, dtype)) for _ in range(2))
     words, copy = (torch.ones(1 << 24) for _ in range(2))  # 64 MiB, which caches do not hold
 
-    def fewest_seconds(work: Callable[[], object]) -> float:
-        took: list[float] = []
-        end = time.perf_counter() + 1.0
-        while not took or time.perf_counter() < end:
-            began = time.perf_counter()
-            work()
-            took.append(time.perf_counter() - began)
-        return min(took)
+    def seconds(work: Callable[[], object]) -> float:
+        began = time.perf_counter()
+        work()
+        return time.perf_counter() - began
 
-    product_s = fewest_seconds(lambda: torch.mm(one, one, out=product))
-    copy_s = fewest_seconds(lambda: copy.copy_(words))
+    product_s = copy_s = math.inf
+    end = time.perf_counter() + 1.0
+    while math.isinf(copy_s) or time.perf_counter() < end:
+        for _ in range(3):  # the first reads its factors from memory again
+            product_s = min(product_s, seconds(lambda: torch.mm(one, one, out=product)))
+        copy_s = min(copy_s, seconds(lambda: copy.copy_(words)))
     return 2 * side**3 / product_s / 1e12, 2 * words.nbytes / copy_s / 1e12
 
 

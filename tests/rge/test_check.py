@@ -508,6 +508,23 @@ def test_the_banner_says_time_and_memory_with_their_uncertainty(home, monkeypatc
     assert least <= total <= most
 
 
+def test_a_stage_of_hours_on_a_cpu_is_given_them_at_its_measured_speed(home, accelerator, monkeypatch):
+    monkeypatch.setattr(estimate, "cpu_speed", lambda dtype: (0.1, 0.01))
+
+    def said(steps):
+        found = check.examine(recipe_of(home, f"joint.steps={steps}", "cold_start.steps=4"), accelerator)[1]
+        assert found.kept["joint"].where == "none"
+        return found.summary[[line.startswith("joint: ") for line in found.summary].index(True) + 1 :][:2]
+
+    assert "no time estimate: unknown throughput of cpu in float32 (`rge plan` takes cpu=true)" in said(4)[1]
+    of_step, estimated = said(2_000_000)
+    least = 2e6 * float(re.search(r"([\d.e-]+) TFLOP a step", of_step)[1]) / (0.7 * 0.1 * 3600)
+    grounds = r"\(.* to .*\) at 70% of the 0.1 TFLOP/s and 0.01 TB/s measured here"
+    number, unit = re.search(rf"; ([\d.,]+) (h|min) {grounds}$", estimated).groups()
+    hours = float(number.replace(",", "")) / {"h": 1, "min": 60}[unit]
+    assert 0.9 * least < hours < 10 * least  # rounded; and writing waits for memory besides
+
+
 @pytest.mark.parametrize(
     ("overrides", "refused"),
     [((), True), (("model.lora={rank: 2}",), False), (("rl.alpha_rl=0", "rl.beta=0"), False)],

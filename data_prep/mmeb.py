@@ -37,26 +37,26 @@ TRAINED = tuple(name for name, about in SETS.items() if about["distribution"] ==
 
 @dataclass
 class MmebOptions:
-    """Read MMEB's training files: training records, one file a set. Its evaluation files: `rge eval import mmeb`."""
+    """Import MMEB's training files, one file of records per set; for evaluation files see `rge eval import mmeb`."""
 
     src: Path
     """The release's files."""
     out: Path
-    """Folder to write to; pictures are referred to where they are."""
+    """Folder to write to; pictures are referenced, not copied."""
     images: Path | None = None
-    """Folder that picture paths start from; null: src, src/images, src/MMEB-images."""
+    """Folder that picture paths are relative to; null: src, src/images, src/MMEB-images."""
     split: Literal["original", "diverse_instruction", "train"] = "original"
-    """Which of a set's training files."""
+    """Which of a set's training files to use."""
     sets: tuple[str, ...] = ("all",)
-    """Sets, by name; all: every set that has this part, and all must be there."""
+    """Sets by name; all: every set that has this part, all of which must be present."""
     instructions: Literal["vlm2vec", "rge"] = "vlm2vec"
     """vlm2vec leaves the texts as released; rge rewords them as the released RGE evaluation does."""
     max_per_set: Annotated[int, Field(ge=1)] | None = None
-    """Rows drawn of each set; null: all."""
+    """Maximum number of rows drawn from each set; null: all."""
     seed: int = 0
-    """Seed of that draw."""
+    """Seed of the sample."""
     missing: Literal["error", "drop"] = "error"
-    """drop leaves out and counts rows whose picture is not there."""
+    """What to do with rows whose picture is missing: error, or drop (leave out and count)."""
     decode: bool = False
     """Open every picture; an unreadable one counts as missing."""
 

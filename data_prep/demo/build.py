@@ -39,8 +39,8 @@ class DemoOptions:
     out: Path | None = None
     """Folder to write to; null: the shipped one."""
     icons: Path | None = None
-    """Icon packages laid out like ``node_modules``; missing ones are fetched with npm into it. null: a cache in the home
-    directory."""
+    """Folder of icon packages, laid out like ``node_modules``; missing ones are downloaded into it with npm. null: a
+    cache in the home directory."""
 
 
 def main(words: Sequence[str]) -> None:

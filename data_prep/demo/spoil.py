@@ -31,9 +31,9 @@ class SpoilOptions:
     out: Path
     """Folder to write to."""
     dose: float = 0.5
-    """Share of records with a right beginning and a wrong inference, 0 to 1."""
+    """Share of records whose rationale begins correctly but draws a wrong conclusion, 0 to 1."""
     seed: int = 0
-    """Decides which records, and which mistake."""
+    """Seed for the choice of records and mistakes."""
 
 
 def main(words: Sequence[str]) -> None:

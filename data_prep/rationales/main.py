@@ -59,52 +59,52 @@ class Settings:
     """How rationales are asked for and chosen."""
 
     task: Literal[("auto", *prompts.TASKS)] = "auto"  # type: ignore[valid-type]
-    """What is asked for; auto: what each record's category calls for."""
+    """Task of the prompt; auto: inferred from each record."""
     leak: Literal["keep", "drop", "rewrite"] = "keep"
-    """What becomes of a rationale that copies more than `max_leak` of its target: keep, drop, or rewrite (asked once more,
-    then dropped)."""
+    """What to do with a rationale that copies more than `max_leak` of its target: keep, drop, or rewrite (request it
+    once more, then drop it)."""
     max_leak: float = 0.5
-    """Highest leak score that passes: the share of the target that the rationale gives away (docs/data_prep.md)."""
+    """Highest leak score that passes: the share of the target that a rationale gives away (docs/data_prep.md)."""
     max_words: AtLeastOne = 50
-    """Words of a rationale, at most; longer ones are left out."""
+    """Maximum words of a rationale; longer ones are left out."""
     temperature: float | None = None
-    """Sampling temperature; null: 0, or 0.7 where several are written, which at 0 would all be the same."""
+    """Sampling temperature; null: 0, or 0.7 if several are written (at 0 they would all be the same)."""
     candidates: AtLeastOne = 1
     """Rationales written for each pair."""
     select: str | None = None
-    """Checkpoint that chooses among them; null takes the first that passes the checks."""
+    """Checkpoint that chooses among the candidates; null: take the first that passes the checks."""
     min_gain: float | None = None
-    """A chosen rationale that gains less (nats) is left out; null keeps every one."""
+    """Minimum gain of a chosen rationale (nats); those with less are left out. null: keep all."""
     min_knowability: float | None = None
-    """Rationales of whose words the checkpoint of `select` writes a smaller share on its own are left out; null keeps every
-    one."""
+    """Minimum share of a rationale's words that the checkpoint of `select` writes on its own; those with less are left
+    out. null: keep all."""
     captions: Path | None = None
-    """Parquet table with id and caption of target pictures, which the leak score compares with; null: ``pictures.parquet``
-    beside the records, if it is there."""
+    """Parquet table with id and caption of target pictures, for the leak score; null: ``pictures.parquet`` beside the
+    records, if it exists."""
     on_unanswered: Literal["wait", "proceed"] = "wait"
-    """What becomes of the result where calls are unanswered (outages): wait until the same command has asked them again, or
-    proceed without these pairs."""
+    """What to do if calls are unanswered (outages): wait until the same command has asked them again, or proceed
+    without these pairs."""
     encoder: EncoderConfig | None = None
-    """Encoder that the leak score sees target pictures by, or their captions (kinds as of ``rge data rmir``); null: the
+    """Encoder of target pictures, or of their captions, for the leak score (kinds as for ``rge data rmir``); null: the
     checkpoint of `select`, if there is one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RationaleOptions(Settings):
-    """Write oracle rationales for training records by a model that sees query and target."""
+    """Have a model that sees query and target write oracle rationales for training records."""
 
     records: Path
     """Training records, JSON lines; or a folder of such files."""
     out: Path
-    """Training records with rationales, a folder where ``records`` is one; pictures are referred to where they are."""
+    """Training records with rationales; a folder if ``records`` is one. Pictures are referenced, not copied."""
     model: ModelConfig
-    """The writer: its settings are those of a model of ``rge data rmir``; its ``budget`` is one for all files."""
+    """The writer, with the same settings as a model of ``rge data rmir``; its ``budget`` covers all files."""
     prices: Path | None = None
-    """Price table (YAML) for a writer whose settings give no prices; null: rge/calls/prices.yaml."""
+    """Price table (YAML) for a writer without prices in its settings; null: rge/calls/prices.yaml."""
     dry_run: bool = False
-    """Ask nothing; print calls, tokens and money."""
+    """Make no calls; print the number of calls, tokens and the cost."""
     yes: bool = False
-    """Do not ask before the first paid call, as a command on a terminal does; the estimate is printed all the same."""
+    """On a terminal, do not ask for confirmation before the first paid call; the estimate is still printed."""
 
 
 @dataclass

@@ -32,39 +32,43 @@ class LibraryConfig:
     """The pictures to start from."""
 
     path: str | None = None
-    """A folder of pictures (searched through); a table (.csv, .tsv, .jsonl); Parquet files or WebDataset tars: one, a folder of
-    them, or a pattern such as "shards/*.parquet"; or a folder that `datasets` saved. Here, or at an address that fsspec knows
-    (s3://, gs://, hf:// ..., each with its package)."""
+    """A folder of pictures, including subfolders; a table (.csv, .tsv, .jsonl); Parquet files or WebDataset tars (one,
+    a folder of them, or a pattern such as "shards/*.parquet"); or a folder saved by `datasets`. On disk, or at an
+    address that fsspec supports (s3://, gs://, hf:// ..., each with its package)."""
     id_column: str | None = "id"
-    """Column of the pictures' ids; in tars the sample's name stands where its JSON has no such key. null: rows are numbered,
-    file by file."""
+    """Column of the pictures' ids; in tars, the sample's name is used if its JSON has no such key. null: rows are
+    numbered, file by file."""
     image_column: str = "image"
     """Column with the encoded pictures, paths relative to the table's folder, or addresses."""
     caption_column: str | None = "caption"
-    """Missing or empty captions are fine: ``caption.model`` writes them, or such pictures are found by the image index alone."""
+    """Column of the captions. Captions may be missing or empty: ``caption.model`` writes them, or such pictures are
+    only found by the image index."""
     licence: str = "unknown"
-    """Licence of the pictures of which ``licence_column`` says nothing; for the record."""
+    """Licence of pictures for which ``licence_column`` has none, to be recorded in the data set."""
     source_column: str = "source"
-    """Where each picture is from, such as its page; written beside the data set where the table has this column."""
+    """Column that says where each picture comes from, such as its web page; recorded in the data set if the table has
+    it."""
     author_column: str = "author"
     """Column with the picture's author."""
     licence_column: str = "licence"
     """Column with the picture's own licence."""
     min_side_px: AtLeastOne = 32
-    """Smaller pictures are left out and counted."""
+    """Minimum side of a picture, px; smaller ones are left out and counted."""
     filters: list[str] = field(default_factory=list)
-    """Pictures to leave out for what they show: functions of your own as module:function, each of which takes a Pillow image and
-    returns why, or None. The data set's card names them."""
+    """Content filters: your own functions as module:function, each of which takes a Pillow image and returns the reason
+    to leave it out, or None. The data set's card names them."""
     shard_size: AtLeastOne = 5000
-    """Pictures inspected and embedded at once; what is lost when the run is stopped."""
+    """Pictures inspected and embedded at once; at most this many have to be redone when a run is stopped."""
     memory_mb: AtLeastOne = 768
-    """Memory for pictures that are no files of their own, MB: fewer than ``shard_size`` are taken at once where they are large."""
+    """Memory for pictures that are not separate files, MB: if they are large, fewer than ``shard_size`` are processed
+    at once."""
     changed: Literal["stop", "extend"] = "stop"
-    """Where pictures were added, removed or changed since the seed stage read the library: stop says so; extend takes new
-    ones in and leaves out those that have gone, and keeps what was made of the others."""
+    """What to do if pictures were added, removed or changed since the seed stage read the library: stop with a message;
+    or extend, which adds new ones, drops removed ones, and keeps everything made from the others."""
     near_duplicates: Annotated[int, Field(ge=0, le=16)] | None = None
-    """Bits in which two perceptual hashes (of 64) may differ for the later picture to be left out as a near-duplicate; 4
-    finds the same picture in another size or compression. null: only equal bytes are left out, as in the paper."""
+    """Largest number of bits (of 64) in which two perceptual hashes may differ for the later picture to be left out as
+    a near-duplicate; 4 finds the same picture in another size or compression. null: only identical files are left out,
+    as in the paper."""
 
 
 @dataclass
@@ -72,15 +76,15 @@ class DownloadConfig:
     """Fetching the pictures of a library that lists web addresses."""
 
     concurrency: AtLeastOne = 32
-    """Pictures under way at once."""
+    """Concurrent downloads."""
     timeout_s: float = 30.0
     """Time limit of one attempt, from start to end."""
     max_retries: int = 3
     """Attempts after the first."""
     backoff_s: float = 1.0
-    """Upper bound of the first wait; doubles with every attempt."""
+    """Upper bound of the first wait, which doubles with every attempt."""
     max_bytes: AtLeastOne = 30_000_000
-    """Larger files are left out and counted."""
+    """Maximum size of a file; larger ones are left out and counted."""
 
 
 @dataclass
@@ -88,9 +92,10 @@ class EncoderConfig:
     """What turns pictures or texts into vectors."""
 
     kind: str = "siglip"
-    """Pictures: siglip, checkpoint (of this project, direct mode) or pixels. Captions: text, checkpoint or hashing."""
+    """For pictures: siglip, checkpoint (of this project, direct mode) or pixels. For captions: text, checkpoint or
+    hashing."""
     path: str | None = None
-    """Hub name or folder of siglip, text and checkpoint."""
+    """Hub name or folder, for siglip, text and checkpoint."""
     batch_size: int = 64
     """Pictures or texts embedded at once."""
 
@@ -102,10 +107,10 @@ class IndexSpec:
     name: str
     """Name of the index in tables and reports."""
     side: Literal["image", "caption"] = "image"
-    """What of a candidate is embedded."""
+    """Whether a candidate's image or caption is embedded."""
     encoder: EncoderConfig = field(default_factory=EncoderConfig)
     count: AtLeastOne = 4
-    """Candidates of each query."""
+    """Candidates per query."""
 
 
 @dataclass
@@ -115,11 +120,11 @@ class SeedConfig:
     clusters: AtLeastOne = 50_000
     """Clusters of the pictures' embeddings."""
     per_cluster: AtLeastOne = 10
-    """Pictures drawn of each cluster."""
+    """Pictures drawn from each cluster."""
     iterations: AtLeastOne = 20
     """Iterations of k-means."""
     seed: int = 0
-    """Seed of the clusters and of every draw."""
+    """Seed of clustering and sampling."""
 
 
 @dataclass
@@ -127,13 +132,13 @@ class CaptionConfig:
     """Captions of seed pictures that have none in the library."""
 
     model: str | None = None
-    """Name, under `models`, of the one that writes them, such as writer; null: such pictures stay without."""
+    """Model that writes missing captions, by its name in `models`, such as writer; null: none."""
     temperature: float = 0.0
     """Sampling temperature."""
     max_tokens: AtLeastOne = 256
-    """Tokens of one answer, at most."""
+    """Maximum tokens of an answer."""
     max_words: AtLeastOne = 40
-    """Longer captions count as malformed."""
+    """Maximum words of a caption; longer ones count as malformed."""
 
 
 @dataclass
@@ -141,21 +146,21 @@ class GenerateConfig:
     """Queries and descriptions of their targets."""
 
     model: str = "writer"
-    """Name, under `models`, of the one that writes queries."""
+    """Model that writes queries, by its name in `models`."""
     temperature: float = 0.25
     """Sampling temperature."""
     max_tokens: AtLeastOne = 2048
-    """Tokens of one answer, at most."""
+    """Maximum tokens of an answer."""
     categories: list[str] = field(default_factory=lambda: list(CATEGORIES))
-    """Kinds of reasoning asked for, of those that ``prompts`` names."""
+    """Kinds of reasoning to ask for, from those that ``prompts`` defines."""
     max_inputs: int | None = None
-    """Seed pictures that are asked about, drawn at random; null: all."""
+    """Number of seed pictures to ask about, drawn at random; null: all."""
     content_policy: bool = True
     """Have the model decline pictures that are politically sensitive or sexually explicit, as the paper's prompt A.1 does."""
     max_query_words: int = 25
-    """Longer queries count as malformed."""
+    """Maximum words of a query; longer ones count as malformed."""
     max_target_words: int = 50
-    """Longer descriptions of targets count as malformed."""
+    """Maximum words of a target's description; longer ones count as malformed."""
 
 
 @dataclass
@@ -163,11 +168,11 @@ class FilterConfig:
     """Check of each query against the three constraints."""
 
     model: str = "writer"
-    """Name, under `models`, of the one that checks queries."""
+    """Model that checks queries, by its name in `models`."""
     temperature: float = 0.0
     """Sampling temperature."""
     max_tokens: AtLeastOne = 1024
-    """Tokens of one answer, at most."""
+    """Maximum tokens of an answer."""
 
 
 @dataclass
@@ -175,15 +180,15 @@ class RetrieveConfig:
     """Candidates of each query, from two indices over the seed set."""
 
     by_image: AtLeastOne = 16
-    """Candidates of each query from the image index."""
+    """Candidates per query from the image index."""
     by_caption: int = 4
-    """Candidates of each query from the caption index."""
+    """Candidates per query from the caption index."""
     exclude_input: bool = True
-    """Do not offer a query its own input picture. The paper does not say."""
+    """Exclude a query's own picture from its candidates; the paper does not say."""
     more: list[IndexSpec] = field(default_factory=list)
-    """Further indices by other encoders, whose candidates are judged too. TSR still reads the first image index only."""
+    """Further indices with other encoders, whose candidates are judged too. TSR still uses the first image index only."""
     memory_mb: AtLeastOne = 512
-    """Memory for what queries are compared with, MB: they are embedded and searched for in blocks of that size."""
+    """Memory for retrieval, MB: queries are embedded and searched in blocks of that size."""
 
 
 @dataclass
@@ -193,7 +198,7 @@ class JudgeSpec:
     model: str = "writer"
     """Name under `models`."""
     count: AtLeastOne = 1
-    """Judges it stands for; each is asked anew."""
+    """Number of judges that it stands for; each is a separate call."""
 
 
 @dataclass
@@ -201,11 +206,11 @@ class JudgeConfig:
     """The panel."""
 
     judges: list[JudgeSpec] = field(default_factory=lambda: [JudgeSpec("writer", 1), JudgeSpec("judge", 4)])
-    """Models of the panel, and how many judges each is."""
+    """Models of the panel, and how many judges each stands for."""
     temperature: float = 0.85
     """Sampling temperature of the judges."""
     max_tokens: AtLeastOne = 1024
-    """Tokens of one answer, at most."""
+    """Maximum tokens of an answer."""
 
 
 @dataclass
@@ -213,9 +218,10 @@ class KeepConfig:
     """Confidence filter."""
 
     min_confidence: Annotated[float, Field(gt=0.5, le=1)] = 1.0
-    """Share of the panel that must agree for a verdict to stand."""
+    """Share of the panel that must agree for a verdict to count."""
     remove_doubted_inputs: bool = False
-    """Also drop the queries asked about a doubted image. A doubted target is no doubt about what is asked of it."""
+    """Also drop queries about a doubted picture. By default they stay, since the doubt is about the picture as a
+    target."""
 
 
 @dataclass
@@ -223,13 +229,13 @@ class SplitConfig:
     """Test and training sets."""
 
     tsr_threshold: Annotated[float, Field(ge=0, le=1)] = 0.9
-    """Greater goes to the test set. The paper prints no value; this one is ours."""
+    """Queries with a greater TSR go to the test set. The paper prints no value; this one is ours."""
     tsr_list: Literal["retrieved", "surviving"] = "retrieved"
-    """What TSR reads of the image index's list: retrieved (all of it, as in "a list of retrieved images for a query"), or
-    surviving: without the doubted images, which the step before removes "from the entire seed dataset"."""
+    """Which part of the image index's list TSR uses: retrieved (all of it, as in "a list of retrieved images for a
+    query"); or surviving (without the doubted images, which the previous step removes "from the entire seed dataset")."""
     disjoint: Literal["none", "inputs", "all"] = "none"
-    """none; inputs: drop training queries about a picture that a test query is about; all: no picture is in both sets, in
-    whatever role (input, answer, negative, member of the test corpus)."""
+    """none; inputs: drop training queries about a picture that a test query is about; all: no picture is in both sets,
+    in any role (input, answer, negative, member of the test corpus)."""
 
 
 @dataclass
@@ -237,9 +243,9 @@ class AuditConfig:
     """Shortcuts: queries that text alone or picture alone already solves."""
 
     ks: list[int] = field(default_factory=lambda: [1, 5, 10])
-    """A query counts as solved at k where one of its right answers is among the first k of the pool."""
+    """Cutoffs; a query counts as solved at k if one of its right answers is among the first k of the pool."""
     memory_mb: AtLeastOne = 512
-    """Memory for scores, MB: queries are compared with the pool in blocks of that size."""
+    """Memory for scores, MB; queries are compared with the pool in blocks of that size."""
 
 
 @dataclass
@@ -251,7 +257,7 @@ class ExportConfig:
     instruction: str = "Find the image that answers the question about the given image."
     """Task instruction of every query."""
     rationale: Literal["generator", "none"] = "generator"
-    """generator: the reasoning written with the query stands as the rationale of its positives; none: no rationale."""
+    """generator: the reasoning written with the query becomes the rationale of its positives; none: no rationale."""
 
 
 @dataclass
@@ -259,9 +265,9 @@ class ExpectConfig:
     """Guesses of the dry run, to be corrected by a small run."""
 
     queries_per_input: float = 2.5
-    """Queries that come of one input picture."""
+    """Queries per input picture."""
     share_valid: float = 0.6
-    """The paper's filter keeps about 60 %."""
+    """Share of queries that pass the filter; about 60 % in the paper."""
     output_tokens: dict[str, int] = field(
         default_factory=lambda: {"caption": 60, "generate": 600, "filter": 200, "judge": 200}
     )
@@ -273,17 +279,17 @@ class OracleConfig:
     """The embedded default: a server on this machine that answers from the shipped relation tables, wrong on purpose."""
 
     bad_queries: float = 0.4
-    """Generated queries that break a constraint; the filter should find them."""
+    """Share of generated queries that break a constraint; the filter should find them."""
     malformed: float = 0.005
-    """Share of answers that cannot be read."""
+    """Share of unreadable answers."""
     transient: float = 0.02
-    """First attempts that get 429, 503 or a web page."""
+    """Share of first attempts that get 429, 503 or a web page."""
     filter_errors: float = 0.05
-    """Share of wrong verdicts of the filter."""
+    """Share of wrong verdicts by the filter."""
     judge_errors: float = 0.005
-    """Share of wrong verdicts of a judge."""
+    """Share of wrong verdicts by a judge."""
     seed: int = 0
-    """Seed of its errors."""
+    """Seed of these errors."""
 
 
 @dataclass
@@ -300,15 +306,15 @@ class RmirConfig:
         default_factory=lambda: EncoderConfig("text", "Qwen/Qwen3-Embedding-0.6B")
     )
     models: dict[str, ModelConfig] = field(default_factory=dict)
-    """Models behind endpoints, by the names that the stages use."""
+    """Models behind endpoints, under the names that the stages use."""
     prices: Path | None = None
-    """Price table (YAML: model name to input_price, output_price ... per million tokens) for models whose settings give none;
-    null: rge/calls/prices.yaml."""
+    """Price table (YAML: model name to input_price, output_price ... per million tokens) for models without prices in
+    their settings; null: rge/calls/prices.yaml."""
     budget: float | None = None
-    """What all models together may cost, over all runs in one ``out``; null: no limit besides those of the models."""
+    """Cap on the total cost of all models, over all runs in one ``out``; null: only the models' own caps."""
     on_unanswered: Literal["wait", "proceed"] = "wait"
-    """What becomes of the stages after one with unanswered calls (outages): wait until the same command has asked them again,
-    or proceed without what they are about, and redo the later stages when they are answered."""
+    """What to do after a stage with unanswered calls (outages): wait until the same command has asked them again; or
+    proceed without the items they are about, and redo the later stages once they are answered."""
     seed: SeedConfig = field(default_factory=SeedConfig)
     caption: CaptionConfig = field(default_factory=CaptionConfig)
     generate: GenerateConfig = field(default_factory=GenerateConfig)
@@ -322,12 +328,12 @@ class RmirConfig:
     export: ExportConfig = field(default_factory=ExportConfig)
     expect: ExpectConfig = field(default_factory=ExpectConfig)
     oracle: OracleConfig | None = None
-    """Answer from the shipped tables instead of asking models; null: ask the models."""
+    """Answer from the shipped tables instead of calling models; null: call the models."""
     prompts: str | None = None
     """Folder whose files replace the shipped prompts of the same name: kinds.md, constraints.md, content_policy.md,
     generate.md, filter.md, judge.md, caption.md; null: none."""
     queries_per_shard: int = 500
-    """Queries judged at once; what is lost when the run is stopped."""
+    """Queries judged at once; at most this many have to be redone when a run is stopped."""
 
 
 def load_config(words: Sequence[str], schema: type[C] = RmirConfig) -> C:  # type: ignore[assignment]

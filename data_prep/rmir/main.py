@@ -30,21 +30,21 @@ SETTINGS = "settings.yaml"
 
 @dataclass
 class RmirCommand(RmirConfig):
-    """Make reasoning-intensive retrieval data from any pictures, by models behind endpoints; what is done is kept.
+    """Make reasoning-intensive retrieval data from any pictures, with models behind endpoints; resumable.
 
-    ``config=NAME``, these options, and every key of the config; ``config=demo`` needs no model, key or network.
+    Takes ``config=NAME``, these options, and every key of the config; ``config=demo`` needs no model, key or network.
     """
 
     stage: Literal[
         "all", "seed", "caption", "generate", "filter", "retrieve", "judge", "keep", "pool", "split", "audit"
     ] = "all"
-    """Stage to run; all of them, in order, where nothing is given."""
+    """Stage to run; by default all, in order."""
     dry_run: bool = False
-    """Ask nothing; print calls, tokens and money."""
+    """Make no calls; print the number of calls, tokens and the cost."""
     yes: bool = False
-    """Do not ask before the first paid call, as a command on a terminal does; the estimate is printed all the same."""
+    """On a terminal, do not ask for confirmation before the first paid call; the estimate is still printed."""
     status: bool = False
-    """Show what is done and what was paid; the word ``status`` alone does the same."""
+    """Show progress and costs; short form: the word ``status``."""
 
 
 def main(words: Sequence[str]) -> None:

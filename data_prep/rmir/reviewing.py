@@ -19,25 +19,25 @@ from rge.common.options import parse_options
 
 @dataclass
 class ReviewOptions:
-    """Write a page on which a person accepts or rejects a sample of a run's triplets; or act on what people said there."""
+    """Write a page on which people review a sample of a run's triplets; or apply their verdicts."""
 
     run: Path
     """Folder of a finished run."""
     out: Path | None = None
     """The HTML file to write."""
     sample: Annotated[int, Field(ge=2)] = 200
-    """Triplets on the page: half accepted by the panel, half rejected, where there are enough."""
+    """Triplets on the page: half accepted by the panel and half rejected, if there are enough."""
     split: Literal["test", "train", "all"] = "test"
-    """Queries that they are drawn from."""
+    """Split whose queries they are drawn from."""
     seed: int = 0
-    """Seed of the draw."""
+    """Seed of the sample."""
     side_px: Annotated[int, Field(ge=64)] = 800
-    """Longest side of the pictures on the page, which holds them: 200 triplets of photos are some 40 MB at 800."""
+    """Maximum side of the pictures embedded in the page, px: 200 triplets of photos take about 40 MB at 800."""
     apply: tuple[Path, ...] = ()
-    """Files saved by the page, one a person, instead of out=: where these people agree against the panel, an answer is removed
-    from the data set or added to it. What an earlier apply= changed and these files do not say is taken back."""
+    """Files saved by the page, one per person, instead of out=: if these people agree against the panel, an answer is
+    removed from the data set or added to it. Changes by an earlier apply= that these files do not support are undone."""
     agree: Annotated[int, Field(ge=1)] = 2
-    """People who must have the same verdict on a triplet, and none the opposite one, for apply= to act on it."""
+    """Number of people who must give the same verdict on a triplet, with none disagreeing, for apply= to act on it."""
 
 
 def review(words: Sequence[str]) -> None:

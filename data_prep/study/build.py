@@ -53,7 +53,7 @@ class StudyOptions:
     out: Path = Path("runs/study/data")
     """Folder to write to; it must not exist."""
     doses: list[int] = field(default_factory=lambda: [1, 3, 10, 30, 100])
-    """Numbers of values that targets' serials take, 1 to 100; files and sets for each."""
+    """Doses: numbers of different serials among targets, 1 to 100; each gets its own files and sets."""
 
 
 def main(words: Sequence[str]) -> None:

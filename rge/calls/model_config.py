@@ -34,64 +34,68 @@ class ModelConfig:
     """A model behind an endpoint."""
 
     name: str
-    """Name the endpoint knows it by, and its answers are kept by."""
+    """The model's name at the endpoint; answers are cached under it."""
     base_url: str | None = None
     """Address of an OpenAI-compatible endpoint: https://api.anthropic.com/v1,
     https://generativelanguage.googleapis.com/v1beta/openai, or http://HOST:8000/v1 of `vllm serve`; null: OpenAI's own."""
     mode: Literal["calls", "batch"] = "calls"
-    """calls, or batch: by OpenAI's batch API (or a compatible one), at a part of the price and within a day; what a batch does
-    not answer is asked by calls."""
+    """calls; or batch: OpenAI's batch API (or a compatible one), cheaper and within a day. Requests that a batch does
+    not answer are repeated as calls."""
     key_env: str | None = None
-    """Environment variable that holds the key; null: the endpoint needs none."""
+    """Environment variable with the key; null: the endpoint needs none."""
     concurrency: PositiveInt = 32
-    """Calls under way at once; fewer where the endpoint asks for it (429, headers)."""
+    """Maximum number of concurrent calls; fewer if the endpoint demands it (429, headers)."""
     timeout_s: PositiveFloat = 120.0
     """Time limit of one attempt, from start to end."""
     max_retries: NotNegative = 6
     """Attempts after the first, on 5xx, time-outs and lost connections."""
     backoff_s: float = 1.0
-    """Upper bound of the first wait; doubles with every attempt, the wait is drawn below it."""
+    """Upper bound of the first wait, which doubles with every attempt; the actual wait is random below it."""
     max_backoff_s: float = 60.0
-    """Longest wait before the next attempt, also where the endpoint asks for a longer one."""
+    """Longest wait before the next attempt, even if the endpoint asks for a longer one."""
     max_limited_s: PositiveFloat = 600.0
-    """How long a call waits for its turn at an endpoint that answers 429; where that answers nothing else, or asks to wait
-    longer, the run stops."""
+    """How long a call waits at an endpoint that returns 429; the run stops if it returns nothing else, or asks to wait
+    longer."""
     reasks: NotNegative = 2
-    """How often an answer that cannot be read is asked for again, with the format named."""
+    """How often an unreadable answer is requested again, with the format stated."""
     input_price: float | None = None
-    """Per million tokens; null, with no output_price either: as in the price table, or 0."""
+    """Price per million input tokens; null (with output_price null too): from the price table, or 0."""
     cached_price: float | None = None
-    """Per million input tokens that the provider had in its prompt cache; null: as ``input_price``."""
+    """Price per million input tokens from the provider's prompt cache; null: ``input_price``."""
     output_price: float | None = None
-    """Per million tokens."""
+    """Price per million output tokens."""
     budget: float | None = None
-    """What the endpoint may cost in all, over all runs on one file of answers; null: no limit."""
+    """Cap on the endpoint's total cost, over all runs that share a cache of answers; null: none."""
     picture_tokens: PositiveInt = 1500
-    """Tokens of one picture, for estimates."""
+    """Tokens per picture, for estimates."""
     send_seed: bool = True
-    """Send the number of the draw as ``seed``, where the endpoint knows the field."""
+    """Send the sample's number as ``seed``; requires that the endpoint supports the field."""
     send_temperature: bool = True
-    """False for models that refuse any temperature but their own."""
+    """Whether to send the temperature; false for models that refuse any but their own."""
     token_limit: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
-    """Field that caps the answer: max_tokens, or max_completion_tokens as newer models of OpenAI want it."""
+    """Field that caps the answer's length: max_tokens, or max_completion_tokens for OpenAI's newer models."""
     reasoning_effort: str | None = None
-    """For models that reason before they answer, such as low; null: not sent. Give ``max_tokens`` room for it."""
+    """For models that reason before they answer, such as low; null: not sent. Raise ``max_tokens`` to leave room for
+    it."""
     structured: bool = False
-    """Have the endpoint hold answers to a JSON schema, verdicts to their words (OpenAI, vLLM)."""
+    """Have the endpoint constrain answers to a JSON schema and verdicts to the allowed words (OpenAI, vLLM)."""
     draws_a_call: PositiveInt = 1
-    """Draws of one prompt by one call (``n``), where the endpoint knows the field: the prompt is paid for once."""
+    """Samples of one prompt per call (``n``), so that the prompt is paid for once; requires that the endpoint supports
+    the field."""
     extra_body: dict[str, Any] = field(default_factory=dict)
-    """Further fields of every request, as they are."""
+    """Further fields for every request, sent unchanged."""
     max_side_px: PositiveInt = 1024
-    """Longer sides of pictures are scaled down to this."""
+    """Maximum side of a picture, px; larger ones are scaled down."""
     batch_price: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """What an answer of a batch costs, as a share of the prices above."""
+    """Price of a batch's answer, as a share of the prices above."""
     batch_poll_s: PositiveFloat = 30.0
-    """Seconds between two looks at the batches under way."""
+    """Seconds between polls of submitted batches."""
     batch_wait_s: PositiveFloat = 180_000.0
-    """How long a run waits for its batches (50 hours; providers end them after 24 or 48); the same command waits on."""
+    """How long a run waits for its batches (50 hours; providers end them after 24 or 48); the same command then
+    continues to wait."""
     family: str | None = None
-    """Models that share blind spots, for the agreement statistics of judges; null: the model is its own family."""
+    """Family of models with shared blind spots, for the agreement statistics of judges; null: the model is its own
+    family."""
 
     @property
     def endpoint(self) -> str:

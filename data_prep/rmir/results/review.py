@@ -47,12 +47,12 @@ class ReviewError(UserError):
 
 @dataclass
 class AgreementOptions:
-    """Compare verdicts of people with the panel's decisions."""
+    """Compare people's verdicts with the panel's decisions."""
 
     run: Path
     """Folder of the run."""
     verdicts: tuple[Path, ...]
-    """Files saved by the page, one a person."""
+    """Files saved by the page, one per person."""
 
 
 def draw(run: Path, size: int, split: str, seed: int) -> list[dict[str, Any]]:

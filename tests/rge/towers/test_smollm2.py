@@ -1,6 +1,7 @@
 """SmolLM2 as the text model of a built backbone; what needs its weights runs where the packages are installed."""
 
 import copy
+import dataclasses
 import hashlib
 import importlib.util
 import json
@@ -19,6 +20,7 @@ from rge.checkpoints.export import export, settings_of
 from rge.common.errors import UserError
 from rge.common.schema import Item
 from rge.config import load_recipe
+from rge.embedder import Embedder
 from rge.model.adapter_files import WEIGHTS, Base
 from rge.model.adapters import add_adapters
 from rge.model.backbone import load_backbone, name_tokens
@@ -29,10 +31,11 @@ from rge.plan.known_models import outline
 from rge.rollout.generate import generate
 from rge.scratch import build
 from rge.scratch.starting_point import processor_of
-from rge.towers import smollm2
+from rge.towers import efficientnet, smollm2
 
 TEXT = {"model_type": "smollm2"}
-INSTALLED = all(importlib.util.find_spec(name) for name in ("gguf", smollm2.PACKAGE))
+NEEDED = "gguf", smollm2.PACKAGE, efficientnet.NETWORK, efficientnet.WEIGHTS
+INSTALLED = all(importlib.util.find_spec(name) for name in NEEDED)
 needs_weights = pytest.mark.skipif(not INSTALLED, reason=smollm2.INSTALL)
 QUESTION = "What is used together with a hammer? Answer in 12 words, or 345."
 FACTS = [
@@ -109,16 +112,17 @@ def theirs():
 
 @pytest.fixture(scope="module")
 def folder(theirs, tmp_path_factory):
+    """The recipe's backbone before naming."""
     out = tmp_path_factory.mktemp("smol") / "base"
-    processor_of(
-        load_recipe(["recipe=smol", f"out={out.parent}"]), {}
-    )  # as the pre-flight of a training does
+    recipe = load_recipe(["recipe=smol", f"out={out.parent}"])
+    processor_of(recipe, {})  # as the pre-flight of a training does
+    model, sizes = recipe.model, recipe.model.scratch
     with pytest.MonkeyPatch.context() as patch:
         # Undoing the quantization takes longer than all of these tests.
         patch.setattr(smollm2.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: theirs)
         build.build(
-            out, [], seed=0, vocab_size=2048, text=TEXT, min_pixels=3136, max_pixels=3136,
-            vision={"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 1, "window_size": 56},
+            out, [], seed=0, vocab_size=sizes.vocab_size, text=sizes.text, vision=sizes.vision,
+            min_pixels=model.min_pixels, max_pixels=model.max_pixels,
         )  # fmt: skip
     return out
 
@@ -169,8 +173,8 @@ def test_greedy_rationales_are_words(embedder, prompts, theirs):
 
 @needs_weights
 @pytest.mark.slow
-def test_states_are_equal_across_padding_and_batch_at_real_norms(embedder, prompts):
-    prompts, emb = prompts[:8], embedder.emb_id
+def test_states_are_equal_across_padding_and_batch_at_real_norms(embedder, prompts, picture):
+    prompts, emb = [*prompts[:6], *pictured(embedder, picture)], embedder.emb_id
     branches = [
         [Branch([*prompt.input_ids[3 : 3 + row].tolist(), emb], read_state=True)]
         for row, prompt in enumerate(prompts)
@@ -181,6 +185,15 @@ def test_states_are_equal_across_padding_and_batch_at_real_norms(embedder, promp
     )
     assert (states - alone).norm(dim=1).max() < 1e-5  # of 1
     assert (together(embedder, prompts[::-1], branches[::-1]).flip(0) - alone).norm(dim=1).max() < 1e-5
+
+
+def pictured(embedder, picture):
+    """Two prompts that a picture stands before."""
+    builder = PromptBuilder(embedder.processor)
+    return [
+        builder.build(Item(fact, fact), "query", [picture(128, 128, number)])
+        for number, fact in enumerate(FACTS[:2])
+    ]
 
 
 def together(embedder, prompts, branches):
@@ -254,7 +267,7 @@ def test_heads_stay_tied_where_the_matrix_grows(folder, tmp_path):
 
 @needs_weights
 @pytest.mark.slow
-def test_adapters_on_the_real_base_come_back(folder, prompts, tmp_path):
+def test_adapters_with_the_merger_and_their_real_base_are_the_model(folder, prompts, picture, tmp_path):
     trained = EmbeddingModel(load_backbone(folder, dtype="float32", add_emb=True)).eval()
     add_adapters(
         trained.model, trained.emb_id, rank=2, alpha=4.0, dropout=0.0, targets=["q_proj", "down_proj"], dora=False,
@@ -269,13 +282,14 @@ def test_adapters_on_the_real_base_come_back(folder, prompts, tmp_path):
         emb_id=trained.emb_id, profile="rge", max_prompt_tokens=2048, min_pixels=784, max_pixels=7056, max_new_tokens=12,
         reasons="query", recipe={"model": {"dtype": "float32"}}, stage="joint", step=7,
     )  # fmt: skip
-    base = Base.of(str(folder), None, trained.rows_of_base).seen_from(tmp_path / "adapters")
-    export(trained, tmp_path / "adapters", settings | {"base": base})
+    base = dataclasses.replace(Base.of(str(folder), None, trained.rows_of_base), path="elsewhere/backbone")
+    export(trained, tmp_path / "adapters", settings | {"base": base.seen_from(tmp_path / "adapters")})
     size = sum(path.stat().st_size for path in (tmp_path / "adapters").glob("*.safetensors"))
-    assert size < 4e6
-    again = EmbeddingModel(load_backbone(tmp_path / "adapters", dtype="float32")).eval()
+    assert size < 7e6
+    again = Embedder.from_pretrained(tmp_path / "adapters", base=folder)
+    prompts = [prompts[0], *pictured(trained, picture)]
     branches = [[Branch([trained.emb_id], read_state=True)]] * 3
-    states, expected = (together(one, prompts[:3], branches) for one in (again, trained))
+    states, expected = (together(one, prompts, branches) for one in (again.model, trained))
     assert (states - expected).norm(dim=1).max() < 1e-4
 
 
@@ -303,7 +317,12 @@ def test_training_goes_on_bit_for_bit(embedder, tmp_path):
     (tmp_path / "records.jsonl").write_text("".join(lines))
     stage = {"batch_size": 2, "lr": 1e-2, "sources": [{"path": str(tmp_path / "records.jsonl")}]}
     recipe = {
-        "model": {"path": str(tmp_path / "base"), "dtype": "float32", "min_pixels": 3136, "max_pixels": 3136}
+        "model": {
+            "path": str(tmp_path / "base"),
+            "dtype": "float32",
+            "min_pixels": 16_384,
+            "max_pixels": 16_384,
+        }
         | {"lora": {"rank": 2, "modules_to_save": ["merger"]}},
         "data": {"profile": "plain", "num_workers": 0},
         "cold_start": {**stage, "steps": 4},

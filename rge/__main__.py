@@ -16,19 +16,22 @@ from rge.common.options import available, offer_help
 
 COMMANDS = {
     "train": ("rge.train", "train a recipe"),
-    "check": ("rge.check", "what is wrong with a run, before it starts"),
-    "plan": ("rge.plan", "what a recipe takes: FLOPs, memory, communication"),
+    "check": ("rge.check", "find a run's problems before it starts"),
+    "plan": ("rge.plan", "estimate a recipe's FLOPs, memory and communication"),
     "embed": ("rge.index.embed", "embed a folder or a table of pictures and texts"),
-    "index": ("rge.index", "make an index of a folder or a table, or bring one up to date"),
+    "index": ("rge.index", "index a folder or a table, or update an index"),
     "search": ("rge.index.search", "ask an index"),
-    "explore": ("rge.explore", "a local page: ask, watch the model write, change its words"),
+    "explore": ("rge.explore", "explore a checkpoint on a local web page"),
     "compare-runs": (
         "rge.identity.compare_runs",
-        "what two runs differ in: which file, which key, which module",
+        "compare two runs: files, keys and modules that differ",
     ),
-    "diagnose": ("rge.diagnose", "whether a checkpoint's rationales matter, leak, or depend on the batch"),
+    "diagnose": (
+        "rge.diagnose",
+        "test whether a checkpoint's rationales matter, leak, or depend on the batch",
+    ),
     "eval": ("eval", "evaluate, compare and report"),
-    "serve": ("rge.serving", "answer requests for embeddings, rationales and search over HTTP"),
+    "serve": ("rge.serving", "serve embeddings, rationales and search over HTTP"),
     "data": ("data_prep", "prepare training data and retrieval sets"),
     "recipes": ("", "list the recipes and launch configs that are installed; with a name, print its path"),
 }

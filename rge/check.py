@@ -356,7 +356,7 @@ def _attempt(problems: list[str], action: Callable[..., T], *arguments: Any) -> 
 def _report(problems: Sequence[str]) -> str:
     if len(problems) == 1:
         return f"error: {problems[0]}"
-    lines = [f"error: {len(problems)} things are wrong, and nothing was started:"]
+    lines = [f"error: {len(problems)} problems; nothing was started:"]
     lines += [
         f"{number}. " + problem.replace("\n", "\n   ") for number, problem in enumerate(problems, start=1)
     ]

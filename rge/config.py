@@ -695,14 +695,14 @@ _RULES: Rules = {
     "loss.terms leaves no contrastive loss: give one of them a weight above 0": lambda r: (
         not any(r.loss.terms.values())
     ),
-    "rollout.prompt_pass=once lets the rollout go on from the training model's keys and values, which "
+    "rollout.prompt_pass=once continues the rollout from the training model's keys and values, which "
     "rollout.backend=vllm does not have: set rollout.prompt_pass=auto": lambda r: (
         r.rollout.backend == "vllm" and r.rollout.prompt_pass == "once"
     ),
-    "rollout.temperature={r.rollout.temperature} is not possible with rollout.backend=vllm: 0, or 0.01 to 2": lambda r: (
+    "rollout.temperature={r.rollout.temperature} is not possible with rollout.backend=vllm: set 0, or 0.01 to 2": lambda r: (
         r.rollout.backend == "vllm" and not _vllm_samples_at(r.rollout.temperature)
     ),
-    "rollout.num_rationales={r.rollout.num_rationales} would write the same rationale as often: greedy decoding has one; "
+    "rollout.num_rationales={r.rollout.num_rationales} would write the same rationale each time, since decoding is greedy; "
     "set rollout.temperature, e.g. 1.0": lambda r: (
         r.rollout.num_rationales > 1 and r.rollout.temperature == 0
     ),
@@ -754,11 +754,11 @@ _RL_RULES: Rules = {
     "rl.beta={r.rl.beta} is a part of the policy gradient, which rl.alpha_rl=0 leaves out: set rl.beta=0 too": lambda r: (
         r.rl.beta and not r.rl.alpha_rl
     ),
-    "rl.beta measures from the model without adapters, and with export.adapters_only=true the stage rl goes on from earlier "
+    "rl.beta's reference is the model without adapters, but with export.adapters_only=true the stage rl continues earlier "
     "ones: set rl.beta=0 or export.adapters_only=false": lambda r: (
         r.rl.beta and r.rl.alpha_rl and r.export.adapters_only
     ),
-    "rl.temperature={r.rl.temperature} is not possible with rollout.backend=vllm: 0, or 0.01 to 2": lambda r: (
+    "rl.temperature={r.rl.temperature} is not possible with rollout.backend=vllm: set 0, or 0.01 to 2": lambda r: (
         r.rollout.backend == "vllm" and not _vllm_samples_at(r.rl.temperature)
     ),
     "rl.candidates must be batch or pool:PATH, got {r.rl.candidates!r}": lambda r: (
@@ -776,7 +776,7 @@ _RL_RULES: Rules = {
     "rl.rewards leaves no reward: name at least one and give it a weight, or set rl.alpha_rl=0": lambda r: (
         r.rl.alpha_rl and not any(reward.weight for reward in r.rl.rewards)
     ),
-    "rl.num_rationales=1 leaves a rationale nothing to be compared with, so no policy gradient: take 2 or more (8 is "
+    "rl.num_rationales=1 leaves nothing to compare a rationale with, so there is no policy gradient: set 2 or more (8 is "
     "usual), or set rl.alpha_rl=0": lambda r: r.rl.alpha_rl and r.rl.num_rationales < 2,
     "rl.temperature=0 writes the same rationale each time, so no group would differ: set it above 0, e.g. 1.0": lambda r: (
         r.rl.num_rationales > 1 and r.rl.temperature == 0
@@ -809,7 +809,7 @@ def _check_stage(recipe: Recipe, name: str, stage: StageConfig) -> Iterator[str]
         yield f"{name}.sources is empty: name at least one file, {name}.sources=[{{path: FILE.jsonl}}]"
     if stage.batch_size == 1 and not recipe.data.max_negatives and _compares_in_batch(recipe, name):
         yield (
-            f"{name}.batch_size=1 with data.max_negatives=0 leaves a query nothing to be compared with, so its contrastive "
+            f"{name}.batch_size=1 with data.max_negatives=0 leaves nothing to compare a query with, so its contrastive "
             "loss is always 0: raise one of them"
         )
     for number, source in enumerate(stage.sources):
@@ -822,8 +822,8 @@ def _check_rewards(rewards: Sequence[RewardConfig]) -> Iterator[str]:
     terms = [(reward.name, reward.options) for reward in rewards]
     if twice := {name for name, options in terms if terms.count((name, options)) > 1}:
         yield (
-            f"rl.rewards names {', '.join(sorted(twice))} twice with the same options; one entry with the sum of the weights "
-            "will do"
+            f"rl.rewards names {', '.join(sorted(twice))} twice with the same options; use one entry with the sum of the "
+            "weights"
         )
 
 
@@ -890,13 +890,13 @@ def _check_metric(
         return
     if metric == "loss_lm":
         yield (
-            f"validation.metric=loss_lm has no value in the stage {stage}, whose alpha_lm is 0: take hit_at_1 or "
+            f"validation.metric=loss_lm has no value in the stage {stage}, whose alpha_lm is 0: use hit_at_1 or "
             "loss_contrastive"
         )
     if metric == "loss" and not alpha_con:
         yield (
             f"validation.metric=loss is always 0 in the stage {stage}, whose policy gradient is not validated and whose "
-            "other losses have weight 0: take hit_at_1 or loss_contrastive"
+            "other losses have weight 0: use hit_at_1 or loss_contrastive"
         )
 
 
@@ -922,7 +922,7 @@ def _check_stream(recipe: Recipe, name: str, stage: StageConfig, source: SourceC
     """Refuse what needs to know how many records there are."""
     if stage.steps is None:
         yield (
-            f"{name}.epochs needs the number of records, which the stream {source.label} does not say: set {name}.steps, "
+            f"{name}.epochs needs the number of records, which is unknown for the stream {source.label}: set {name}.steps, "
             "or streaming: false"
         )
     if recipe.model.scratch is not None and recipe.init is None:

@@ -136,7 +136,7 @@ class Embedder:
         found = _base(folder, base)
         devices = [device] if device is None or isinstance(device, str) else list(device)
         if not devices:
-            raise ValueError("device names no device; None takes a GPU if there is one")
+            raise ValueError("device is empty; None uses a GPU if there is one")
         first = devices[0] or ("cuda" if torch.cuda.is_available() else "cpu")
         settings = settings.asking(**_given(max_new_tokens=max_new_tokens, temperature=temperature)).but(
             dtype=dtype or ("float32" if first == "cpu" else settings.recipe["model"]["dtype"]),
@@ -144,7 +144,7 @@ class Embedder:
         )
         if engine == "vllm":
             if len(devices) > 1 or quantization is not None:
-                raise UserError("engine=vllm is for one device and for weights as the checkpoint has them")
+                raise UserError("engine=vllm needs a single device and unquantized weights")
             inference = Inference.load(folder, settings, first, VllmOptions(vllm_memory, vllm_rows), found)
             assert inference.engine is not None
             return cls._of(inference, folder, settings.but(engine=inference.engine.name))
@@ -622,7 +622,7 @@ def local_folder(checkpoint: str | Path, revision: str | None) -> Path:
     except (OSError, ValueError) as error:  # the hub's own errors are these
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(
-            f"{name} is no directory here, and could not be fetched from the Hugging Face hub: {reason}"
+            f"{name} is not a directory here, and could not be fetched from the Hugging Face hub: {reason}"
         ) from error
 
 
@@ -637,7 +637,7 @@ def _items(texts: Any, images: Any, instruction: str | None = None) -> tuple[boo
     lengths = [len(column) for column in columns if column is not None]
     if len(set(lengths)) > 1:
         raise ValueError(
-            f"{lengths[0]} texts and {lengths[1]} images: one entry an item, None where there is none"
+            f"{lengths[0]} texts and {lengths[1]} images: give one entry per item, None if it has none"
         )
     items = []
     for row in range(lengths[0]):

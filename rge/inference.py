@@ -227,7 +227,7 @@ class Inference:
         if self.engine is not None:
             if least or above is not None:
                 raise UserError(
-                    "engine=vllm can be kept neither from writing nothing nor to a threshold: use engine=own"
+                    "engine=vllm supports neither forced rationales nor a threshold: use engine=own"
                 )
             rationales = self.engine.generate(prompts, temperature=generation.temperature, seeds=asked.seeds)
             states = self._in_batches(prompts, [one.ids for one in rationales], asked.batch_size)

@@ -112,7 +112,7 @@ def contrastive_losses(
     full = q_BD.shape[1]
     if len({full, *sizes}) != len(sizes) + 1 or max(sizes, default=0) > full:
         raise ValueError(
-            f"embeddings have {full} components; sizes to cut to must be smaller, each once: {list(sizes)}"
+            f"embeddings have {full} components; truncated sizes must be smaller, each listed once: {list(sizes)}"
         )
     cuts = [(q_BD, c_CD)]
     cuts += [(F.normalize(q_BD[:, :n], dim=-1), F.normalize(c_CD[:, :n], dim=-1)) for n in sizes]

@@ -154,7 +154,7 @@ def replacing_folder(path: str | Path, *, overwrite: bool) -> Iterator[Path]:
         left[-1].rename(path)
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         if not overwrite:
-            raise FileError(f"{path} already exists: give another, or overwrite=true")
+            raise FileError(f"{path} already exists: choose another, or set overwrite=true")
         _refuse_foreign_files(path)
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)
@@ -185,7 +185,7 @@ def _refuse_foreign_files(path: Path) -> None:
         ) from None
     if strange := sorted(_files_below(path) - owned):
         raise FileError(
-            f"{path} holds {strange[0]!r}, which does not belong to it, so overwrite=true does not replace it: move that away"
+            f"{path} holds {strange[0]!r}, which does not belong to it, so overwrite=true does not replace it: move it away"
         )
 
 

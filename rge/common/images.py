@@ -157,7 +157,7 @@ def fetch_picture(address: str) -> bytes:
         head, comma, data = address.partition(",")
         try:
             if not comma or not head.endswith(";base64"):
-                raise ValueError("only base64 is understood")
+                raise ValueError("only base64 is supported")
             return base64.b64decode(data, validate=True)
         except ValueError as error:
             raise ImageError(f"data URL {shown} cannot be read: {error}") from None
@@ -245,7 +245,7 @@ def _opened(
         # Counting the frames would decode them all. Of a phone's MPO (a JPEG with previews after it) and HEIC, what
         # opens is the picture.
         if not first_frame and image.format not in ("MPO", "HEIF") and getattr(image, "is_animated", False):
-            raise ImageError(f"picture {name} has several frames: extract the one that is meant")
+            raise ImageError(f"picture {name} has several frames: extract the frame that you need")
         yield image, name
 
 
@@ -270,7 +270,7 @@ def _explained(name: str, source: BinaryIO | None = None) -> Iterator[None]:
         reason = (
             "HEIC needs pillow-heif: pip install -e '.[search]'"
             if source is not None and is_heic(_head(source))
-            else "it is no picture that Pillow knows"
+            else "Pillow does not recognise it as a picture"
         )
         raise ImageError(f"picture {name} cannot be decoded: {reason}") from None
     except Exception as error:  # noqa: BLE001 - on damaged files Pillow's readers raise whatever they run into
@@ -317,7 +317,5 @@ def _eight_bits(image: Image.Image, name: str) -> Image.Image:
     if image.mode.startswith("I;16"):
         return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     if image.mode in UNKNOWN_RANGE:
-        raise ImageError(
-            f"picture {name} has 32-bit pixels of no known range: convert it to 8 bits a channel"
-        )
+        raise ImageError(f"picture {name} has 32-bit pixels of unknown range: convert it to 8 bits a channel")
     return image

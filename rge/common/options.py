@@ -212,7 +212,7 @@ def split_word(word: str) -> tuple[str, str]:
     key, mark, value = word.partition("=")
     key = key.lstrip("-")
     if not mark or not key:
-        raise UserError(f"arguments are key=value, got {word!r}")
+        raise UserError(f"arguments must be key=value, got {word!r}")
     if not value:
         raise UserError(f"{key} needs a value: {key}=...")
     return key, value

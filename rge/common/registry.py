@@ -48,7 +48,7 @@ class Registry(Generic[T]):
             UserError: another one has the name.
         """
         if name in self._things and self._things[name] != thing:
-            raise UserError(f"there are two {self.kind}s called {name!r}: give the new one another name")
+            raise UserError(f"there are two {self.kind}s called {name!r}: rename the new one")
         self._things[name] = thing
         _registering_module()[f"{self.kind} {name}"] = not self.figures_only
         return thing

@@ -78,9 +78,7 @@ class BadRecords:
         if len(self.found) > before:
             self._write()
             if before == 0 and dist.rank() == 0:
-                tqdm.write(
-                    f"a record is bad and left out, as all that follow; they are listed in {self.path}"
-                )
+                tqdm.write(f"a bad record was skipped; this and all further ones are listed in {self.path}")
             self._check()
         return {"bad_records": len(self.found)}
 

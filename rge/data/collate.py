@@ -223,7 +223,7 @@ class Collator:
                 raise kind(f"record {named} of {file.name}: {problem}") from problem
             bad.append(file.bad_record(chosen.index, None if record is None else record.id, str(problem)))
         raise RecordError(
-            f"{tries} records of {file.name}, drawn in place of one another, were all bad, so data.on_bad=skip gives up; "
+            f"{tries} records of {file.name}, each drawn to replace the last, were all bad, so data.on_bad=skip gives up; "
             f"the last: record {bad[-1].id!r}: {bad[-1].reason}"
         )
 

@@ -124,7 +124,7 @@ class _Worker:
                 self.process.join(5.0)
                 how = how_it_ended(self.process.exitcode or 0)
                 raise WorkerError(
-                    f"data worker {self.number} {how} while it made the batch of step {step + 1}; where memory ran out, "
+                    f"data worker {self.number} {how} while it made the batch of step {step + 1}; if memory ran out, "
                     "lower data.num_workers or data.prefetch_mb"
                 )
             view = view[count:]
@@ -156,8 +156,8 @@ class _Queue:
             while not self.waiting:
                 if not self.changed.wait(until - time.monotonic()) and time.monotonic() >= until:
                     raise WorkerError(
-                        f"no batch came from the data workers for {PATIENCE_S / 60:.0f} minutes: is the file system that "
-                        "holds the pictures there?"
+                        f"no batch came from the data workers for {PATIENCE_S / 60:.0f} minutes: is the file system with "
+                        "the pictures available?"
                     )
             num_bytes, found = self.waiting.popleft()
             self.num_bytes -= num_bytes

@@ -204,12 +204,12 @@ def _saved(config: RecordsConfig, folder: Path) -> Any:
         found = found[config.split]
     elif found.split is not None and str(found.split) != config.split:
         raise RecordError(
-            f"data set {folder} is the split {str(found.split)!r}, and {config.split!r} is asked for"
+            f"data set {folder} is the split {str(found.split)!r}, but {config.split!r} was requested"
         )
     for name in ("name", "revision"):
         if getattr(config, name) is not None:
             raise RecordError(
-                f"data set {folder} was saved by save_to_disk, which knows no {name}: leave it out"
+                f"data set {folder} was saved by save_to_disk, which does not support {name}: leave it out"
             )
     return (
         found.to_iterable_dataset(num_shards=max(1, min(SHARDS, len(found)))) if config.streaming else found
@@ -234,4 +234,4 @@ def _why_not(config: RecordsConfig, local: bool, error: Exception) -> str:
             f"data set {config.label} is neither a folder nor in this machine's cache, and {offline[0]} keeps it from being "
             f"fetched: unset that, or give a folder that holds it ({type(error).__name__})"
         )
-    return f"{text}; is it a folder that is not there, or a hub's name that needs `hf auth login`?"
+    return f"{text}; is it a missing folder, or a hub name that needs `hf auth login`?"

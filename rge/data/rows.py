@@ -154,7 +154,7 @@ class Columns:
                 )
             if there is not None and theirs.split(".")[0] not in there and theirs not in there:
                 raise RecordError(
-                    f"columns of {config.label}: {ours} is to come from {theirs!r}, which is none of its columns: "
+                    f"columns of {config.label}: {ours} is mapped to {theirs!r}, which is not one of its columns: "
                     f"{', '.join(there)}{_near(theirs, there)}"
                 )
         self.used = None
@@ -167,7 +167,7 @@ class Columns:
             if missing:
                 raise RecordError(
                     f"{config.label} has no column {' and none '.join(missing)}, and `columns` maps none to it: it has "
-                    f"{', '.join(there)}; say which is which, such as columns: {{query.text: question, positives.text: answer}}"
+                    f"{', '.join(there)}; map them, for example columns: {{query.text: question, positives.text: answer}}"
                 )
 
     def record(self, row: Mapping[str, Any], number: int | str) -> dict[str, Any]:
@@ -315,7 +315,7 @@ class RowRecords(Records):
         found, problems = parsed(columns, rows[number], number)
         if found is None:
             raise RecordError(
-                f"{self.name} has changed since this run opened it: row {number} is no record any more: {'; '.join(problems)}"
+                f"{self.name} has changed since this run opened it: row {number} is no longer a record: {'; '.join(problems)}"
             )
         return absolute(found, folder)
 

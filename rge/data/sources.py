@@ -181,7 +181,7 @@ class Records(ABC):
                 continue
             if name in seen:
                 found.append(
-                    _Fault(label, place, name, f"id: {name!r} stands already in {self._UNIT} {seen[name]}")
+                    _Fault(label, place, name, f"id: {name!r} is already used in {self._UNIT} {seen[name]}")
                 )
             seen.setdefault(name, label)
         return found
@@ -301,7 +301,7 @@ class RecordFile(Records):
         record, problems = parsed_line(line, self.path.name, place)
         if record is None:
             raise RecordError(
-                f"{self.path} has changed since this run opened it: at byte {place} there is no record any more: "
+                f"{self.path} has changed since this run opened it: at byte {place} there is no longer a record: "
                 + "; ".join(problems)
             )
         return absolute(record, self.path.parent)
@@ -514,7 +514,7 @@ def _picture_faults(record: Record, folder: Path, pictures: PictureIndex) -> lis
 
 def _rationale_fault(rationale: str) -> str | None:
     if not rationale.strip():
-        return "missing or blank, and the LM loss needs it"
+        return "missing or blank, but the LM loss needs it"
     if EMB_TOKEN in rationale:
         return f"contains {EMB_TOKEN}, which the trainer appends itself"
     return None

@@ -225,8 +225,8 @@ class Reader(_Endless):
             yield from self._dataset.shard(num_shards=self._shards, index=shard).iter(batch_size=BATCH)
         except Exception as error:  # noqa: BLE001 - the library raises what its readers, and the network's, run into
             raise RecordError(
-                f"the stream {self.name} cannot be read on, in shard {shard}: {type(error).__name__}: {error}; start the same "
-                "command again to go on"
+                f"the stream {self.name} cannot be read further, in shard {shard}: {type(error).__name__}: {error}; run the same "
+                "command again to continue"
             ) from error
 
     def _note(self, shard: int, rows: int) -> None:
@@ -235,8 +235,8 @@ class Reader(_Endless):
             return
         if known is not None:
             raise RecordError(
-                f"{self.name} has changed since this run began: its shard {shard} had {known} rows and has {rows}; name a "
-                "revision, and begin again under another out="
+                f"{self.name} has changed since this run began: its shard {shard} had {known} rows and now has {rows}; pin a "
+                "revision, and start again with another out="
             )
         self._lengths[shard] = rows
         if self.stream.notes is not None:

@@ -132,7 +132,7 @@ class Verdicts:
             except BrokenProcessPool:
                 after = named[bar.n][0] if bar.n < len(named) else f"number {bar.n}"
                 faults.append(
-                    f"one of the {32 * workers} pictures after {after} ends the process that decodes it"
+                    f"one of the {32 * workers} pictures after {after} crashes the process that decodes it"
                 )
         for name, numbers in good.items():
             _write_array(entries[name], np.array(sorted({*numbers} - {None}), dtype=np.int64))

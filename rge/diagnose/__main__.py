@@ -39,7 +39,7 @@ def main(arguments: list[str]) -> int:
     torch.set_float32_matmul_precision("highest")
     asked = replace(asked, checkpoint=checkpoint_folder(asked.checkpoint))
     if asked.out is None and asked.checkpoint == DEMO_CHECKPOINT:
-        raise UserError("checkpoint=demo comes with the package: give out=, a folder of your own")
+        raise UserError("checkpoint=demo is part of the package: set out= to a folder of your own")
     out = asked.out or asked.checkpoint.parent / "diagnose"
     options = {key: value for key, value in asdict(asked).items() if key not in ("checkpoint", "data", "out")}
     about = {

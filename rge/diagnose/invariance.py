@@ -58,7 +58,7 @@ def invariance(
         "queries": len(items),
         "variants": variants,
         "agrees": not wrong,
-        "verdict": f"differs: {'; '.join(wrong)}" if wrong else "all that must agree does, to rounding",
+        "verdict": f"differs: {'; '.join(wrong)}" if wrong else "all required results agree, up to rounding",
     }
 
 

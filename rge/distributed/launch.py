@@ -164,8 +164,8 @@ def check_launch(accelerator: Accelerator, train: TrainConfig, optimizer: str = 
         )
     if running > 1 and _shared_out(found.key) < _shared_out(train.back_end):
         raise LaunchError(
-            f"train.back_end={train.back_end}, but the launch config runs {found.name}, which shares out less: leave the "
-            f"config away, or use one that shares out as much: {_command(train.back_end)}. If the GPUs have room for "
+            f"train.back_end={train.back_end}, but the launch config runs {found.name}, which shards less: drop the "
+            f"config, or use one that shards as much: {_command(train.back_end)}. If the GPUs have room for "
             f"{found.name} (python -m rge.plan says), set train.back_end={found.key}"
         )
 
@@ -200,8 +200,8 @@ def check_resume(saved: dict[str, Any], accelerator: Accelerator, path: object) 
     if (then.is_ddp and now.is_ddp) or (then.name == now.name == "FSDP2") or then == now:
         return
     raise LaunchError(
-        f"{path} was saved by {then} and cannot be loaded by {now}. Launch with {then} as before, or begin this stage "
-        "again under another out= from a finished checkpoint (init=...); states of DDP and FSDP2 load on any number of "
+        f"{path} was saved by {then} and cannot be loaded by {now}. Launch with {then} as before, or start this stage "
+        "again with another out= from a finished checkpoint (init=...); states of DDP and FSDP2 load on any number of "
         "processes of their own kind"
     )
 
@@ -227,7 +227,7 @@ def _check_accumulation(found: object, where: str) -> None:
     """Refuse what accelerate and DeepSpeed would divide every gradient by, however a step is cut here."""
     if str(found) not in ("None", "auto", "1"):
         raise LaunchError(
-            f"{where} gradient_accumulation_steps={found}, by which every gradient would be divided; remove it: a step is a "
+            f"{where} gradient_accumulation_steps={found}, which would divide every gradient; remove it: a step is a "
             "stage's whole batch_size already, of which train.micro_batch_size are computed at once"
         )
 
@@ -256,20 +256,20 @@ def _check_deepspeed(settings: dict[str, Any], path: str | None) -> None:
         settings.get("zero_optimization", {}),
     )
     refused = {
-        "optimizer": "the recipe's optim and each stage's lr say how weights are updated",
-        "scheduler": "each stage's schedule and warmup_steps say how the learning rate goes",
-        "amp": "model.dtype says what is computed in",
+        "optimizer": "the recipe's optim and each stage's lr determine how weights are updated",
+        "scheduler": "each stage's schedule and warmup_steps determine the learning rate",
+        "amp": "model.dtype determines the precision",
     }
     for name, reason in refused.items():
         if name in settings:
-            raise LaunchError(f'{where} have "{name}": remove it, for {reason}')
+            raise LaunchError(f'{where} have "{name}": remove it, since {reason}')
     if (size := settings.get("train_batch_size", "auto")) != "auto":
         raise LaunchError(
-            f'{where} have "train_batch_size": {size}; set it to "auto", for a stage\'s batch_size counts the queries of a step'
+            f'{where} have "train_batch_size": {size}; set it to "auto", since a stage\'s batch_size counts the queries of a step'
         )
     if zero.get("stage") not in (1, 2, 3):
         raise LaunchError(
-            f'{where} have "stage": {zero.get("stage")} in zero_optimization, by which nothing is shared out: set it to 1, 2 or '
+            f'{where} have "stage": {zero.get("stage")} in zero_optimization, which shards nothing: set it to 1, 2 or '
             f"3, or launch without DeepSpeed: {_command('ddp')}"
         )
 

@@ -198,7 +198,7 @@ class _Worker:
         how = "stopped in the middle of a message" if code is None else how_it_ended(code)
         return WorkerError(
             f"the worker on {self.device} {how}{'' if self.is_ready else ' before it was ready'}; all workers were ended. "
-            "Where memory ran out, lower batch_size"
+            "If memory ran out, lower batch_size"
         )
 
     def end(self) -> None:

@@ -17,7 +17,7 @@ def bound(host: str, port: int, *, listens: bool = False) -> socket.socket:
         family, kind, protocol, _, address = found[0]
         listener = socket.socket(family, kind, protocol)
     except OSError as error:
-        raise UserError(f"host={host} is no address to listen on: {error.strerror or error}") from None
+        raise UserError(f"host={host} is not an address to listen on: {error.strerror or error}") from None
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(address)

@@ -185,7 +185,7 @@ class Explorer:
                 if not before:
                     break
                 if time.monotonic() > end:
-                    raise BusyError(f"the model was at work on other questions for {WAIT_S:g} s; ask again")
+                    raise BusyError(f"the model was busy with other questions for {WAIT_S:g} s; ask again")
                 tell({"waiting": before})
             with torch.no_grad():
                 yield

@@ -32,7 +32,7 @@ def main(words: list[str]) -> int:
     for part in unknown(a, b):
         silent = places[0] if a.get(part) is None else places[1]
         lines.append(f"unknown: {part}, which {silent} does not record")
-    print("\n".join([f"a = {places[0]}", f"b = {places[1]}", *(lines or ["they differ in nothing"])]))  # noqa: T201
+    print("\n".join([f"a = {places[0]}", f"b = {places[1]}", *(lines or ["no differences"])]))  # noqa: T201
     return 1 if lines else 0
 
 
@@ -56,7 +56,7 @@ def _recorded_in(path: Path) -> Path:
             if (folder / name).is_file():
                 return folder / name
     raise UserError(
-        f"{path} is no run, state, checkpoint or evaluation: it holds none of {', '.join(RECORDED_IN)}"
+        f"{path} is not a run, state, checkpoint or evaluation: it contains none of {', '.join(RECORDED_IN)}"
     )
 
 

@@ -58,7 +58,7 @@ def take_out(asked: IndexOptions) -> int:
     name, held = os.path.abspath(asked.src.expanduser()), index.sources()
     if name not in held:
         raise SearchIndexError(
-            f"{asked.out} holds nothing of {name}; it holds: {', '.join(held) or 'nothing'}"
+            f"{asked.out} contains nothing from {name}; it contains: {', '.join(held) or 'nothing'}"
         )
     index.remove(name)
     index.refresh(asked.ann_from)
@@ -77,9 +77,9 @@ def update(asked: IndexOptions, source: Source, index: Index, reader: "Reader") 
     finally:
         unreadable.write(asked.unreadable)
     measured = index.refresh(asked.ann_from)
-    kept = ", but for what it held of them and of what lies below them" if source.unseen else ""
+    kept = ", except those indexed before and everything below unreadable folders" if source.unseen else ""
     unreadable.report(f" and not in the index{kept}")
-    passed = f", {source.passed_over} other files passed over" if source.passed_over else ""
+    passed = f", {source.passed_over} other files skipped" if source.passed_over else ""
     print(f"{asked.out}: {told}; {len(index)} items{passed}", flush=True)  # noqa: T201
     search = "search is exact"
     if measured is not None:
@@ -176,9 +176,9 @@ def bring_up_to_date(index: Index, source: Source, reader: "Reader", unreadable:
         f"{len(known) - len(gone) - counts['changed']} unchanged"
     )
     for count, what in (
-        (counts["again"], "not embedded again: the index knows their content"),
-        (counts["unfit"], "values of other types than their column's, which where= does not see"),
-        (len(kept), "kept that lie where nothing can be read"),
+        (counts["again"], "not embedded again: their content is already in the index"),
+        (counts["unfit"], "values whose type differs from their column's, which where= ignores"),
+        (len(kept), "kept although their folder cannot be read"),
     ):
         told += f", {count} {what}" if count else ""
     return told

@@ -115,7 +115,7 @@ def _check_begun(parts: Path, about: dict[str, Any]) -> None:
     if differs:
         shown = ", ".join(f"{key}: {begun.get(key)!r}, now {about[key]!r}" for key in differs)
         raise UserError(
-            f"{parts} was begun otherwise ({shown}): continue with the same settings, delete it, or give another out="
+            f"{parts} was started with other settings ({shown}): continue with the same settings, delete it, or give another out="
         )
 
 

@@ -327,7 +327,7 @@ def _table(path: Path, id_column: str, text_column: str, image_column: str) -> S
                 name = image if is_path else number
             name = str(name)
             if name in entries or name in faults:
-                raise SourceError(f"{path}: two rows are named {name!r}; names ({id_column}=) must differ")
+                raise SourceError(f"{path}: two rows have the id {name!r}; ids ({id_column}=) must be unique")
             if fault := _fault(text, image):
                 faults[name] = fault
             else:
@@ -349,7 +349,7 @@ def _as_numbers(rows: Sequence[dict[str, Any]]) -> None:
 
 def _fault(text: Any, image: Any) -> str | None:
     if text is not None and not isinstance(text, str):
-        return f"its text is no text but {type(text).__name__}"
+        return f"its text must be a string, got {type(text).__name__}"
     if image is not None and not isinstance(image, str | bytes):
         return f"its picture is neither a path nor bytes but {type(image).__name__}"
     if not (text or "").strip() and not image:

@@ -560,7 +560,7 @@ def _in_words(uri: str, where: str | None = None) -> Iterator[None]:
         ):
             hidden = "|".join(f"`{name}`" for name in sorted(PRIVATE))
             reason = re.sub(rf"(, )?({hidden})", "", reason).replace("Invalid input, ", "")
-            raise SearchIndexError(f"where={where!r} is no condition on {uri}: {reason}") from error
+            raise SearchIndexError(f"where={where!r} is not a valid condition on {uri}: {reason}") from error
         raise SearchIndexError(f"the index {uri} cannot be used: {reason}") from error
 
 

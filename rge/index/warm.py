@@ -83,7 +83,7 @@ def _answer(place: Path, path: str, body: dict[str, Any]) -> dict[str, Any] | No
         found = json.loads(answer.read())
     except TimeoutError:
         raise UserError(
-            f"the server at {place} did not answer within {WAIT_S} s; server=none does without it"
+            f"the server at {place} did not answer within {WAIT_S} s; server=none loads the model here"
         ) from None
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise UserError(

@@ -76,7 +76,7 @@ class ReasoningEmbedder(InputModule):
         for name, given in unknown.items():
             if given:
                 raise UserError(
-                    f"{name}={given}: a checkpoint of rge takes model_kwargs={{'dtype': ..., 'base': ...}} alone; its rge.json holds the rest"
+                    f"{name}={given}: a checkpoint of rge takes model_kwargs={{'dtype': ..., 'base': ...}} only; its rge.json has the rest"
                 )
         if not Path(model_name_or_path).exists():
             from huggingface_hub import snapshot_download

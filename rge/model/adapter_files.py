@@ -97,9 +97,9 @@ def go_on_from(model: HubModel, folder: Path) -> None:
     now = model.peft_config[ADAPTER].to_dict() | {"target_modules": _targets(model)}
     if apart := [ours for theirs, ours in FORM.items() if then.get(theirs) != now[theirs]]:
         raise AdapterError(
-            f"with export.adapters_only=true training goes on from the adapters in {folder}, and model.lora asks for other "
-            f"ones ({', '.join(apart)}): give model.lora as it was, or export.adapters_only=false, which merges those and "
-            "begins new ones"
+            f"with export.adapters_only=true training continues the adapters in {folder}, but model.lora asks for different "
+            f"ones ({', '.join(apart)}): set model.lora as it was, or export.adapters_only=false, which merges those and "
+            "starts new ones"
         )
     saved = load_file(folder / WEIGHTS)
     whole = tuple(f"{name}." for name in modules_to_save(model))
@@ -134,7 +134,7 @@ def merge_saved(model: HubModel, folder: Path, rename: Callable[[str], str] = la
 
     if hasattr(model.get_input_embeddings().weight, "ds_id"):
         raise AdapterError(
-            f"{folder} holds adapters alone, and ZeRO-3 shares out the base before they are merged into it: go on from them "
+            f"{folder} holds only adapters, and ZeRO-3 shards the base before they can be merged into it: continue them "
             "with export.adapters_only=true, or use another back end"
         )
     config = PeftConfig.from_pretrained(str(folder))
@@ -249,7 +249,7 @@ def _fetched(name: str, revision: str | None) -> Path:
     except (OSError, ValueError) as error:  # the hub's own errors are these
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise AdapterError(
-            f"the base {name} is no directory here, and could not be fetched from the hub: {reason}"
+            f"the base {name} is not a directory here, and could not be fetched from the hub: {reason}"
         ) from error
 
 
@@ -263,7 +263,7 @@ def _recorded(checkpoint: Path) -> dict[str, Any]:
 def _hash_of(base: Path) -> str:
     content = content_of(base, like=BASE_FILES)
     if not content["bytes"]:
-        raise AdapterError(f"{base} is no base of adapters: it has no weights ({BASE_FILES})")
+        raise AdapterError(f"{base} cannot be the base of adapters: it has no weights ({BASE_FILES})")
     return content["sha256"]
 
 

@@ -507,7 +507,7 @@ class _Kernel:
     def refuse_window(self) -> None:
         """Raise ValueError in a layer whose tokens see a window only."""
         if self.window is not None:
-            raise ValueError(f"this model's layers see {self.window} tokens only; set {KEY}=varlen")
+            raise ValueError(f"this model has layers with a window of {self.window} tokens; set {KEY}=varlen")
 
     def runs(self, q_THd: Tensor, k_UKd: Tensor, v_UKd: Tensor, runs: Runs, causal: bool = True) -> Tensor:
         """Attention of sequences one after the other: (T, H, d)."""
@@ -590,7 +590,7 @@ def install(text: HubModel, form: str = "auto", whole_pictures: bool = False) ->
         form = "varlen"
     if whole_pictures and form != "varlen":
         raise UserError(
-            f"{KEY}={form}: the tokens of a picture see one another in this model; set {KEY}=varlen"
+            f"{KEY}={form}: the tokens of a picture attend to each other in this model; set {KEY}=varlen"
         )
     asked = text.config._attn_implementation
     if asked in NAMES.values():

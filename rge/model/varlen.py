@@ -277,7 +277,7 @@ def verify(
 def _judge(worst: float, found: str, dtype: torch.dtype, key: str) -> None:
     if not worst <= TOLERANCE.get(dtype, 1e-5):
         raise KernelError(
-            f"this GPU's flash attention is not ordinary attention (relative differences: {found}); set {key}=sdpa, and "
+            f"this GPU's flash attention differs from ordinary attention (relative differences: {found}); set {key}=sdpa, and "
             "please report it with the output of scripts/gpu_check.py"
         )
     _log.warning("%s: flash attention checked against ordinary attention (relative): %s", key, found)

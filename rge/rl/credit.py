@@ -316,8 +316,8 @@ class Credit:
             chosen = 0 if one.direct else len(one.ids) + (not one.forced)
             if len(given) < chosen:
                 raise UserError(
-                    f"rollout.backend=vllm: vLLM gave log probabilities of {len(given)} of the {chosen} tokens of a "
-                    "rationale, and all of them are needed to weigh what it sampled: use a vLLM that gives them, or set "
+                    f"rollout.backend=vllm: vLLM returned log probabilities for {len(given)} of the {chosen} tokens of a "
+                    "rationale, but all are needed to weight its samples: use a vLLM that returns them, or set "
                     "rl.vllm_importance_sampling_correction=false"
                 )
             parts += [*given, *[float("nan")] * (len(one.ids) + 1 - len(given))]

@@ -102,7 +102,7 @@ class Pool:
         if found is not None and len(found) != len(self.targets):
             raise UserError(
                 f"rl.candidates: the pool has {len(self.targets)} candidates, and had {len(found)} when this run was "
-                "stopped: give it back what was taken away or added, or start with another out="
+                "stopped: restore it, or start with another out="
             )
         self.age = state["age"]
         self.state_PD = None if found is None else found.to(self.embedder.device)

@@ -373,7 +373,7 @@ def _wrong(message: str, param: str | None = None) -> Refusal:
 def _cut_notes(raw: Raw, num_cut: int, longest: int, may_cut: bool) -> list[str]:
     """What to tell about a text that was cut, if it was."""
     if num_cut and not may_cut:
-        raise BadInput(f"{raw.param} has {num_cut} tokens more than fit ({longest})", raw.param)
+        raise BadInput(f"{raw.param} is {num_cut} tokens too long (limit: {longest})", raw.param)
     cut = f"{raw.param}: the last {num_cut} tokens of the text were cut to fit the checkpoint's prompts ({longest} tokens)"
     return [cut] if num_cut else []
 
@@ -395,7 +395,7 @@ async def _invalid(_: Request, error: Exception) -> Response:
     first = error.errors()[0]
     loc = [str(part) for part in first["loc"] if part != "body"]
     if first["type"] == "json_invalid":
-        return answer_of(Refusal(400, f"the body is no JSON: {first['ctx']['error']}", "invalid_json"))
+        return answer_of(Refusal(400, f"the body is not valid JSON: {first['ctx']['error']}", "invalid_json"))
     message = first["msg"].removeprefix("Value error, ")
     if not loc and first["type"] in ("value_error", "string_unicode"):
         return answer_of(Refusal(400, message, first["type"]))

@@ -48,12 +48,14 @@ def check_limits(inputs: Sequence[Raw], instruction: str | None, options: ServeO
     if not inputs:
         raise BadInput("input is an empty list", "input")
     if len(inputs) > most:
-        raise BadInput(f"{len(inputs)} inputs, and a request may have {most}", inputs[0].param.split("[")[0])
+        raise BadInput(
+            f"{len(inputs)} inputs, but a request may have at most {most}", inputs[0].param.split("[")[0]
+        )
     _check_text("instruction", instruction, options)
     num_pictures = sum(len(one.pictures) for one in inputs)
     if num_pictures > options.max_pictures:
         raise BadInput(
-            f"{num_pictures} pictures, and a request may have {options.max_pictures}", inputs[0].param
+            f"{num_pictures} pictures, but a request may have at most {options.max_pictures}", inputs[0].param
         )
     for one in inputs:
         if not (one.text or "").strip() and not one.pictures:
@@ -64,11 +66,13 @@ def check_limits(inputs: Sequence[Raw], instruction: str | None, options: ServeO
 def _check_text(param: str, text: str | None, options: ServeOptions) -> None:
     text = text or ""
     if len(text) > options.max_chars:
-        raise BadInput(f"{param} has {len(text)} characters, and a text may have {options.max_chars}", param)
+        raise BadInput(
+            f"{param} has {len(text)} characters, but a text may have at most {options.max_chars}", param
+        )
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise BadInput(f"{param} holds half a character (a lone surrogate)", param) from None
+        raise BadInput(f"{param} contains half a character (a lone surrogate)", param) from None
 
 
 async def fetch_pictures(raw: Raw, options: ServeOptions) -> list[bytes | str]:
@@ -83,10 +87,12 @@ async def fetch_pictures(raw: Raw, options: ServeOptions) -> list[bytes | str]:
         if _DATA.match(address):
             found.append(address)
         elif not address.startswith(WEB):
-            raise BadInput("a picture comes as data:image/...;base64,... with its bytes in base64", param)
+            raise BadInput(
+                "a picture must be sent as data:image/...;base64,... with its bytes in base64", param
+            )
         elif not options.allow_urls:
             raise BadInput(
-                "this server fetches no pictures from the web: send their bytes as data:image/...;base64,...",
+                "this server does not fetch pictures from the web: send their bytes as data:image/...;base64,...",
                 param,
             )
         else:
@@ -131,7 +137,7 @@ def _image(picture: bytes | str, max_mp: float) -> Image.Image:
     except Exception as error:  # noqa: BLE001 - on damaged files Pillow's readers raise whatever they run into
         raise ImageError(f"picture {name} cannot be decoded: {error}") from None
     if width * height > max_mp * 1e6:
-        raise ImageError(f"picture {name} has {width} x {height} pixels, and one may have {max_mp:g} million")
+        raise ImageError(f"picture {name} has {width} x {height} pixels, the limit is {max_mp:g} million")
     return load_image(data)
 
 

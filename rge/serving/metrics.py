@@ -27,9 +27,11 @@ class Metrics:
             "rge_rationale_tokens", "Tokens of a rationale", buckets=TOKENS, registry=all_
         )
         self.forced = Counter("rge_rationales_forced", "Rationales that reached the cap", registry=all_)
-        Gauge("rge_waiting_inputs", "Inputs that wait for the model", registry=all_).set_function(waiting)
-        Gauge("rge_preparing_inputs", "Inputs that are decoded and tokenised, or wait for it", registry=all_).set_function(preparing)  # fmt: skip
-        Gauge("rge_held_bytes", "Bodies and pictures of requests under way", registry=all_).set_function(held)
+        Gauge("rge_waiting_inputs", "Inputs waiting for the model", registry=all_).set_function(waiting)
+        Gauge("rge_preparing_inputs", "Inputs being decoded and tokenised, or waiting for it", registry=all_).set_function(preparing)  # fmt: skip
+        Gauge("rge_held_bytes", "Bodies and pictures of requests in progress", registry=all_).set_function(
+            held
+        )
 
     def text(self) -> bytes:
         """For a scraper."""

@@ -154,7 +154,7 @@ class Server(uvicorn.Server):
             _leave(128 + number)
         self._first = number
         _say(
-            f"rge serve: {signal.Signals(number).name}: refusing new requests, answering those under way for up to "
+            f"rge serve: {signal.Signals(number).name}: refusing new requests, finishing those in progress for up to "
             f"{self._options.drain_s:g} s"
         )
         self._service.drain()

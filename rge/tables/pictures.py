@@ -132,7 +132,7 @@ def _in_folder(path: str, fs: Any, root: str, is_local: bool) -> Files:
                 files = [os.path.join(root, os.path.relpath(file, root)) for file in files]
             return Files(fs, kind, root, tuple(files), is_local)
     raise TableError(
-        f"{path} holds no picture ({', '.join(SUFFIXES)}), no Parquet file and no tar, and `datasets` did not save it"
+        f"{path} holds no picture ({', '.join(SUFFIXES)}), no Parquet file and no tar, and was not saved by `datasets`"
     )
 
 

@@ -552,7 +552,7 @@ def test_the_command_says_all_and_ends_with_one(home):
         "-m", "rge.check", f"recipe={home / 'tiny.yaml'}", "log.trackers=[nothing]", "joint.sources=[{path: gone}]"
     )  # fmt: skip
     assert done.returncode == 2
-    assert "error: 2 things are wrong, and nothing was started:" in done.stderr
+    assert "error: 2 problems; nothing was started:" in done.stderr
     assert "Traceback" not in done.stderr
     done = forked.run("-m", "rge.check", f"recipe={home / 'tiny.yaml'}", "pictures=perhaps")
     assert (done.returncode, done.stderr) == (2, "error: pictures must be true or false, got 'perhaps'\n")

@@ -320,9 +320,9 @@ def test_arguments(load, tmp_path):
         load_recipe(["recipe=dmo"])
     with pytest.raises(RecipeError, match=r"unknown recipe '.*gone\.yaml'"):
         load_recipe([f"recipe={tmp_path / 'gone.yaml'}"])
-    with pytest.raises(RecipeError, match="arguments are key=value, got 'demo'"):
+    with pytest.raises(RecipeError, match="arguments must be key=value, got 'demo'"):
         load("demo")
-    with pytest.raises(RecipeError, match="arguments are key=value, got '=3'"):
+    with pytest.raises(RecipeError, match="arguments must be key=value, got '=3'"):
         load("=3")
 
 

@@ -237,7 +237,7 @@ def test_a_picture_from_the_web(described, picture, tmp_path):
     with pytest.raises(ImageError, match="cannot be fetched"):
         described.encode_document(images=f"{address}/a.png")
     with pytest.raises(
-        ImageError, match="data URL data:image/png,abc cannot be read: only base64 is understood"
+        ImageError, match="data URL data:image/png,abc cannot be read: only base64 is supported"
     ):
         described.encode_document(images="data:image/png,abc")
 
@@ -290,7 +290,7 @@ def test_wrong_arguments_are_named(described, arguments, message):
 
 def test_the_hub_out_of_reach_is_one_sentence(monkeypatch):
     with pytest.raises(
-        CheckpointError, match="somebody/nothing is no directory here, and could not be fetched"
+        CheckpointError, match="somebody/nothing is not a directory here, and could not be fetched"
     ):
         Embedder.from_pretrained("somebody/nothing")
     with pytest.raises(CheckpointError, match="checkpoint runs/a/b does not exist"):

@@ -558,7 +558,7 @@ def test_back_end_is_the_least_that_is_shared_out(monkeypatch):
     ddp = SimpleNamespace(num_processes=2, distributed_type=DistributedType.MULTI_GPU)
     launch.check_launch(ddp, TrainConfig(back_end="ddp"))
     with pytest.raises(
-        UserError, match="train.back_end=zero2, but the launch config runs DDP, which shares out less"
+        UserError, match="train.back_end=zero2, but the launch config runs DDP, which shards less"
     ):
         launch.check_launch(ddp, TrainConfig(back_end="zero2"))
 

@@ -321,7 +321,7 @@ def test_two_processes_say_once_what_is_wrong_and_both_end(home, tmp_path):
     wrong = ["joint.sources=[{path: gone.jsonl}]", "log.trackers=[nothing]", "validation.path=away.jsonl"]
     done = forked.run_pair(*command(home, tmp_path / "out", *wrong))
     assert done.returncode != 0
-    assert done.stderr.count("error: 3 things are wrong, and nothing was started:") == 1
+    assert done.stderr.count("error: 3 problems; nothing was started:") == 1
     assert done.stderr.count("training records gone.jsonl do not exist") == 1
     assert not (tmp_path / "out").exists()
 

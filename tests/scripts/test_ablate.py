@@ -279,7 +279,7 @@ def test_runs_of_different_queries_make_no_table(ablate, tmp_path):
         (["set=recipes"], "set=recipes is no retrieval set"),
         (["recipe=qwen25vl_3b"], "set= must be given"),
         (["recipe=nothing"], "unknown recipe 'nothing'"),
-        (["nonsense"], "arguments are key=value, got 'nonsense'"),
+        (["nonsense"], "arguments must be key=value, got 'nonsense'"),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_runs(ablate, wrong, message):

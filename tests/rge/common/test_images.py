@@ -96,7 +96,7 @@ def test_an_animation_is_refused(picture, kind, frames):
     data = encode(
         picture(8, 8, 0), kind, save_all=True, append_images=[picture(8, 8, n) for n in range(1, frames)]
     )
-    with pytest.raises(ImageError, match="has several frames: extract the one that is meant"):
+    with pytest.raises(ImageError, match="has several frames: extract the frame that you need"):
         load_image(data)
     assert load_image(encode(picture(8, 8, 0), kind)).size == (8, 8)
     assert load_image(data, first_frame=True).size == (8, 8)
@@ -148,7 +148,7 @@ def test_a_corrupt_picture_is_refused(png):
 
 
 def test_pixels_without_a_known_range_are_refused():
-    with pytest.raises(ImageError, match="has 32-bit pixels of no known range"):
+    with pytest.raises(ImageError, match="has 32-bit pixels of unknown range"):
         load_image(encode(Image.new("F", (2, 2), 0.5), "TIFF"))
 
 

@@ -30,7 +30,7 @@ def test_every_type():
     [
         (["out=o", "limt=3"], "unknown key limt; did you mean limit\\?"),
         (["out=o", "zzz=3"], "unknown key zzz; there are: deep, limit, names, out"),
-        (["out=o", "--limit"], "arguments are key=value, got '--limit'"),
+        (["out=o", "--limit"], "arguments must be key=value, got '--limit'"),
         (["out=o", "out=p"], "out is given twice"),
         (["limit=3"], "missing out=..."),
         (["out=o", "limit=many"], "limit must be an integer, got 'many'"),

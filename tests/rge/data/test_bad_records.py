@@ -101,7 +101,7 @@ BAD_PICTURES = {
     "missing": ("gone.png", "gone.png cannot be read: No such file"),
     "truncated": ("truncated.jpg", "truncated.jpg cannot be decoded"),
     "empty file": ("empty.png", "empty.png cannot be decoded"),
-    "no picture": ("page.png", "page.png cannot be decoded: it is no picture that Pillow knows"),
+    "no picture": ("page.png", "page.png cannot be decoded: Pillow does not recognise it as a picture"),
     "damaged": ("damaged.png", "damaged.png cannot be decoded"),
     "bomb": ("bomb.png", "bomb.png cannot be decoded.*decompression bomb"),
     "folder": ("folder.png", "folder.png cannot be read: Is a directory"),
@@ -137,7 +137,7 @@ AT_OPENING = {
     "no positives": (record("bad", positives=[]), "positives: List should have at least 1 item"),
     "empty query": (record("bad", query={"text": "  "}), "a query needs a text, images, or both"),
     "empty target": (positive(text=" "), "a target needs an image, a text, or both"),
-    "repeated id": (record("r2"), "'r2' stands already in line"),
+    "repeated id": (record("r2"), "'r2' is already used in line"),
     "no rationale": (positive(rationale=None), "missing or blank"),
     "rationale with <emb>": (positive(rationale="a <emb> key"), "contains <emb>"),
 }
@@ -404,7 +404,7 @@ EVERYWHERE = {
     "missing picture": (shows("gone.png"), "kind.jsonl:7: .*gone.png does not exist .record 'bad'."),
     "schema": (record("bad", negatifs=[]), "kind.jsonl:7: negatifs: Extra inputs are not permitted"),
     "cut off": (json.dumps(record("bad")).encode()[:-9], "kind.jsonl:7: record: Invalid JSON"),
-    "repeated id": (record("r2"), "kind.jsonl:7: id: 'r2' stands already in line 3"),
+    "repeated id": (record("r2"), "kind.jsonl:7: id: 'r2' is already used in line 3"),
 }
 
 

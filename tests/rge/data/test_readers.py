@@ -274,7 +274,7 @@ def test_bad_records_are_named_by_their_rows_or_left_out(home, tmp_path):
         ["9", "id"],
         ["11", "query.images.0"],
     ]
-    assert "'r2' stands already in row 2" in said[2]
+    assert "'r2' is already used in row 2" in said[2]
     found = open_records(source, need_rationale=True, pictures=PictureIndex(), on_bad="skip")
     assert (len(found), [bad.place for bad in found.bad]) == (COUNT - 4, [3, 5, 9, 11])
     assert [found[index].id for index in range(4)] == ["r0", "r1", "r2", "r4"]

@@ -80,7 +80,7 @@ def without(key: str) -> dict:
         (b"{not json", "record: Invalid JSON"),
         (b'{"id": "\xff"}', "record: Invalid JSON"),
         (b"[1, 2]", "record: Input should be an object"),
-        (record("first"), "id: 'first' stands already in line 1"),
+        (record("first"), "id: 'first' is already used in line 1"),
     ],
 )
 def test_a_broken_record_is_reported_with_file_line_and_field(write, broken, problem):
@@ -96,8 +96,8 @@ def test_a_broken_record_is_reported_with_file_line_and_field(write, broken, pro
 @pytest.mark.parametrize(
     ("rationale", "problem"),
     [
-        (None, "missing or blank, and the LM loss needs it"),
-        (" \n", "missing or blank, and the LM loss needs it"),
+        (None, "missing or blank, but the LM loss needs it"),
+        (" \n", "missing or blank, but the LM loss needs it"),
         ("a key <emb>", "contains <emb>, which the trainer appends itself"),
     ],
 )
@@ -157,7 +157,7 @@ def test_a_byte_order_mark_is_no_part_of_the_first_record(tmp_path):
     path.write_bytes(codecs.BOM_UTF8 + b"\n" + json.dumps(record("a")).encode())
     assert [one.id for one in map(RecordFile(path).__getitem__, range(1))] == ["a"]
     path.write_bytes(codecs.BOM_UTF8 + 2 * (json.dumps(record("a")).encode() + b"\n"))
-    with pytest.raises(RecordError, match="id: 'a' stands already in line 1"):
+    with pytest.raises(RecordError, match="id: 'a' is already used in line 1"):
         RecordFile(path)
 
 
@@ -347,5 +347,5 @@ def test_a_file_takes_little_memory_and_duplicates_are_found_in_it(tmp_path, mon
     assert peak < 60 * count  # a list of names alone would be 90 bytes each
     with path.open("a") as out:
         out.write(line.replace("NUMBER", "a rather long record name, number 17") + "\n")
-    with pytest.raises(RecordError, match=rf":{count + 1}: id: .*number 17' stands already in line 18"):
+    with pytest.raises(RecordError, match=rf":{count + 1}: id: .*number 17' is already used in line 18"):
         RecordFile(path)

@@ -94,7 +94,7 @@ ONE_OF_TWO = {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1", "M
             TWO,
             Running(2, "DEEPSPEED", 1),
             {"back_end": "zero2"},
-            "train.back_end=zero2, but the launch config runs ZeRO-1, which shares out less: .* accelerate launch "
+            "train.back_end=zero2, but the launch config runs ZeRO-1, which shards less: .* accelerate launch "
             "--config_file recipes/accelerate/cpu_zero2.yaml --num_processes 2 rge/train.py .* set train.back_end=zero1",
         ),
         (
@@ -107,7 +107,7 @@ ONE_OF_TWO = {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1", "M
             TWO,
             Running(2, "DEEPSPEED", 2),
             {"back_end": "fsdp2"},
-            "the launch config runs ZeRO-2, which shares out",
+            "the launch config runs ZeRO-2, which shards",
         ),
     ],
 )

@@ -200,7 +200,7 @@ def test_compare_runs_says_which_file_key_and_module(stopped, trained, capsys):
     settings = json.loads((final / RGE_JSON).read_text())
     assert settings["identity"].keys() >= {"records", "start", "launch", "software", "plugins", "machine"}
     assert compare_runs.main([str(final), str(trained / "out")]) == 0
-    assert "they differ in nothing" in capsys.readouterr().out
+    assert "no differences" in capsys.readouterr().out
     other = shutil.copytree(final, stopped / "other")
     assert settings["recipe"]["cold_start"]["lr"] == RATE
     settings["recipe"]["cold_start"]["lr"] = 0.5

@@ -108,7 +108,7 @@ def test_only_what_changed_is_embedded(photos, capsys, demo, monkeypatch):
         return capsys.readouterr().out.splitlines()[0]
 
     assert run("checkpoint=demo") == (
-        "gallery: 7 added, 0 changed, 0 removed, 0 unchanged; 7 items, 1 other files passed over"
+        "gallery: 7 added, 0 changed, 0 removed, 0 unchanged; 7 items, 1 other files skipped"
     )
     assert names() == EVERYTHING
     assert run().startswith("gallery: 0 added, 0 changed, 0 removed, 7 unchanged")
@@ -144,7 +144,7 @@ def test_what_is_renamed_or_there_twice_is_embedded_once(photos, capsys, monkeyp
     shutil.copytree(photos, "second")
     index(["pho tos", "out=gallery"])
     assert capsys.readouterr().out.startswith(
-        "gallery: 1 added, 0 changed, 1 removed, 7 unchanged, 1 not embedded again: the index knows their content; 8 items"
+        "gallery: 1 added, 0 changed, 1 removed, 7 unchanged, 1 not embedded again: their content is already in the index; 8 items"
     )
     index(["second", "out=gallery"])
     assert "8 added, 0 changed, 0 removed, 0 unchanged, 8 not embedded again" in capsys.readouterr().out
@@ -198,8 +198,8 @@ def test_a_phones_folder(tmp_path, monkeypatch, capsys, demo):
     search(["gallery", "What is this?", "k=20", "mode=direct", "where=year = 2021"])
     assert [line.split()[2] for line in capsys.readouterr().out.splitlines()] == ["Rome/IMG_1.JPG"]
     for wrong, said in (
-        ("yeer > 1", r"where='yeer > 1' is no condition on gallery: .*No field named yeer.*`year`"),
-        ("year > 'a", "is no condition on gallery: .*Unterminated string"),
+        ("yeer > 1", r"where='yeer > 1' is not a valid condition on gallery: .*No field named yeer.*`year`"),
+        ("year > 'a", "is not a valid condition on gallery: .*Unterminated string"),
         (
             "image LIKE '/%'",
             "must be a condition .* on: id, text, taken, year, month, latitude, longitude, album",
@@ -376,7 +376,9 @@ def test_what_lies_below_a_folder_that_cannot_be_read_is_kept(photos, capsys, mo
         return capsys.readouterr()
 
     told = indexed_while("scandir", ("sub",), (13, "Permission denied"))
-    assert "0 added, 0 changed, 1 removed, 3 unchanged, 5 kept that lie where nothing can be read" in told.out
+    assert (
+        "0 added, 0 changed, 1 removed, 3 unchanged, 5 kept although their folder cannot be read" in told.out
+    )
     assert "sub: Permission denied" in told.err
     assert names() == sorted([*EVERYTHING, "sub/deep/teal.png"])
     told = indexed_while("stat", ("deep", "blue.png"), (116, "Stale file handle"))
@@ -407,7 +409,7 @@ def test_an_empty_or_missing_folder_changes_nothing(photos, capsys):
     capsys.readouterr()
     index(["pho tos", "out=gallery", "remove=true"])
     assert "7 items of" in capsys.readouterr().out
-    with pytest.raises(UserError, match=r"holds nothing of .*pho tos; it holds: nothing"):
+    with pytest.raises(UserError, match=r"contains nothing from .*pho tos; it contains: nothing"):
         index(["pho tos", "out=gallery", "remove=true"])
 
 
@@ -513,7 +515,7 @@ def test_a_library_of_encoded_pictures(photos, tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("x.csv", "id,text\na,b\na,c\n", "two rows are named 'a'"),
+        ("x.csv", "id,text\na,b\na,c\n", "two rows have the id 'a'"),
         ("x.csv", "id,name\na,b\n", "neither a column 'text' nor 'image'; it has 'id', 'name'"),
         ("x.csv", "id,text\na\n", "line 2: 2 columns are named"),
         ("x.csv", b"\xff\xfe", "cannot be read"),
@@ -535,7 +537,10 @@ def test_rows_without_an_id_are_named_and_rows_without_content_are_faults(tmp_pa
     (tmp_path / "x.jsonl").write_text('{"text": "a"}\n{"text": " "}\n{"image": "p.png"}\n{"text": 3}\n')
     found = read_source(tmp_path / "x.jsonl")
     assert [entry.id for entry in found.entries] == ["1", "p.png"]
-    assert found.faults == {"2": "it has neither a text nor a picture", "4": "its text is no text but int"}
+    assert found.faults == {
+        "2": "it has neither a text nor a picture",
+        "4": "its text must be a string, got int",
+    }
 
 
 # ------------------------------------------------------------------------------------------------------------- search

@@ -361,11 +361,11 @@ def test_the_cohere_client_gets_our_embeddings(cohere_client, embedder, picture)
         ({"texts": ["a" * 2001], "input_type": "search_query"}, r"texts\[0\] has 2001 characters"),
         ({"texts": ["a"], "input_type": "search_query", "output_dimension": 9}, "output_dimension must be one of 8, 16, 32"),
         ({"texts": ["a"], "input_type": "search_query", "embedding_types": ["int4"]}, "embedding_types"),
-        ({"texts": ["a key " * 300], "input_type": "search_query", "truncate": "NONE"}, "tokens more than fit"),
+        ({"texts": ["a key " * 300], "input_type": "search_query", "truncate": "NONE"}, "tokens too long"),
         ({"texts": ["a"], "input_type": "search_query", "truncate": "START"}, "truncate"),
         ({"texts": ["a"], "input_type": "search_query", "max_tokens": 5}, "cut to 256 tokens and no fewer, got 5"),
         ({"texts": ["a"], "input_type": "search_document", "instruction": "b"}, "instruction"),
-        ({"images": ["/etc/passwd"], "input_type": "image"}, "a picture comes as data:"),
+        ({"images": ["/etc/passwd"], "input_type": "image"}, "a picture must be sent as data:"),
     ],
 )  # fmt: skip
 def test_wrong_requests_of_cohere_s_form(ask, asked, said):
@@ -418,7 +418,7 @@ def test_documents_are_ranked_in_every_form(ask, embedder, picture):
         ({"query": "", "documents": ["b"]}, "query is empty"),
         ({"query": "a", "documents": []}, "empty"),
         ({"query": "a", "documents": [{}]}, r"documents\[0\] is empty"),
-        ({"query": "a", "texts": ["b " * 400], "truncate": False}, "tokens more than fit"),
+        ({"query": "a", "texts": ["b " * 400], "truncate": False}, "tokens too long"),
         ({"query": "a", "documents": ["b"], "max_tokens_per_doc": 3}, "no fewer, got 3"),
     ):
         wrong = ask("/v1/rerank", **body)
@@ -462,7 +462,7 @@ WRONG = {
     "lists of tokens": ({"input": [[1, 2]]}, "must be texts"),
     "number": ({"input": 7}, "input"),
     "null among texts": ({"input": ["a", None]}, "input"),
-    "too many": ({"input": ["a"] * 41}, "41 inputs, and a request may have 40"),
+    "too many": ({"input": ["a"] * 41}, "41 inputs, but a request may have at most 40"),
     "too long": ({"input": "a" * 2001}, "2001 characters"),
     "mode": ({"input": "a", "mode": "deep"}, "mode"),
     "side": ({"input": "a", "side": "left"}, "side"),
@@ -477,15 +477,15 @@ WRONG = {
     "no content": ({"messages": message(None)}, "messages is empty"),
     "unknown part": ({"messages": [{"role": "user", "content": [{"type": "audio", "audio": "x"}]}]}, "messages"),
     "bomb": ({"messages": message("a", bomb())}, "could be decompression bomb|20000 x 20000 pixels"),
-    "large": ({"messages": message("a", bomb(1001, 1000))}, "1001 x 1000 pixels, and one may have 1 million"),
+    "large": ({"messages": message("a", bomb(1001, 1000))}, "1001 x 1000 pixels, the limit is 1 million"),
     "truncated": ({"messages": message("a", truncated())}, "cannot be decoded"),
     "no picture": ({"messages": message("a", "data:image/png;base64,aGVsbG8=")}, "none of JPEG"),
     "a rare format": ({"messages": message("a", postscript())}, "none of JPEG"),
     "bad base64": ({"messages": message("a", "data:image/png;base64,@@@")}, "data URL"),
     "not base64": ({"messages": message("a", "data:image/png,abc")}, "base64"),
     "a web address": ({"messages": message("a", "https://example.com/a.png")}, "fetches no pictures from the web"),
-    "a path": ({"messages": message("a", "/etc/passwd")}, "a picture comes as data:"),
-    "a file's address": ({"messages": message("a", "file:///etc/passwd")}, "a picture comes as data:"),
+    "a path": ({"messages": message("a", "/etc/passwd")}, "a picture must be sent as data:"),
+    "a file's address": ({"messages": message("a", "file:///etc/passwd")}, "a picture must be sent as data:"),
     "a long instruction": ({"input": "a", "instruction": "b" * 2001}, "instruction has 2001 characters"),
     "a long message": ({"messages": message("a" * 2001)}, "messages has 2001 characters"),
     "a long message among others": ({"messages": [message("a"), message("a" * 2001)]}, r"messages\[1\] has 2001 characters"),
@@ -494,9 +494,9 @@ WRONG = {
     "an empty conversation": ({"messages": [[]]}, "messages"),
     "no conversation": ({"messages": []}, "messages"),
     "a conversation of two": ({"messages": [[*message("a"), *message("b")]]}, "messages"),
-    "too many conversations": ({"messages": [message("a")] * 41}, "41 inputs, and a request may have 40"),
-    "too many pictures in all": ({"messages": [message("a", "data:image/png;base64,aGVsbG8=")] * 3}, "3 pictures, and a request may have 2"),
-    "three pictures": ({"messages": message("a", *["data:image/png;base64,aGVsbG8="] * 3)}, "3 pictures, and a request may have 2"),
+    "too many conversations": ({"messages": [message("a")] * 41}, "41 inputs, but a request may have at most 40"),
+    "too many pictures in all": ({"messages": [message("a", "data:image/png;base64,aGVsbG8=")] * 3}, "3 pictures, but a request may have at most 2"),
+    "three pictures": ({"messages": message("a", *["data:image/png;base64,aGVsbG8="] * 3)}, "3 pictures, but a request may have at most 2"),
 }  # fmt: skip
 
 

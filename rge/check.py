@@ -33,9 +33,9 @@ from rge.data.sources import MAX_REPORTED, Mixture, Records, check_wording
 from rge.data.verdicts import Verdicts
 from rge.distributed import collectives as dist
 from rge.distributed import launch
-from rge.distributed.failure_detection import EndOfAll, after_main
+from rge.distributed.failure_detection import CoordinatedExit, after_main
 from rge.losses import CONTRASTIVE_LOSSES
-from rge.model.adapter_files import find_base, holds_adapters
+from rge.model.adapter_files import find_base, is_adapter_checkpoint
 from rge.model.backbone import check_sizes, read_config
 from rge.model.embedding_model import Kept
 from rge.model.hub_model import HubModel
@@ -109,7 +109,7 @@ def checked(recipe: Recipe, accelerator: Accelerator) -> Iterator[Checked]:
         if problems:
             if accelerator.is_local_main_process:
                 print(_report(problems), file=sys.stderr, flush=True)  # noqa: T201
-            raise EndOfAll(USER)
+            raise CoordinatedExit(USER)
         assert found is not None
         yield found
 
@@ -395,7 +395,7 @@ def _outline(recipe: Recipe) -> HubModel:
     """The model without its weights; its config must be readable."""
     if recipe.init is not None:
         read_config(start := checkpoint_folder(Path(recipe.init)))
-        if holds_adapters(start):
+        if is_adapter_checkpoint(start):
             find_base(start, instead=recipe.model.path)
     elif recipe.model.path is not None:
         read_config(recipe.model.path, recipe.model.revision)

@@ -493,7 +493,7 @@ class Embedder:
             self._inference.prompt(item, side, [load_image(_fetched(ref)) for ref in item.images])
             for item in items
         ]
-        self.warn_of_cut(prompts)
+        self.warn_of_truncation(prompts)
         return prompts, (time.perf_counter() - began) * 1000 / len(prompts)
 
     def prompt(self, item: Item, side: "Side", images: Sequence[Image.Image] | None = None) -> "Prompt":
@@ -505,7 +505,7 @@ class Embedder:
         """
         return self._inference.prompt(item, side, images)
 
-    def warn_of_cut(self, prompts: Sequence["Prompt"]) -> None:
+    def warn_of_truncation(self, prompts: Sequence["Prompt"]) -> None:
         """Warn where texts were too long for the checkpoint's prompts."""
         if num_cut := sum(prompt.num_cut_tokens > 0 for prompt in prompts):
             warnings.warn(
@@ -595,9 +595,9 @@ def _worker(folder: Path, settings: CheckpointSettings, base: Path | None, threa
 
 def _base(folder: Path, asked: str | Path | None) -> Path | None:
     """The base of a checkpoint of adapters; None where the checkpoint has all its weights."""
-    from rge.model.adapter_files import find_base, holds_adapters
+    from rge.model.adapter_files import find_base, is_adapter_checkpoint
 
-    if holds_adapters(folder):
+    if is_adapter_checkpoint(folder):
         return find_base(folder, asked)
     if asked is not None:
         raise UserError(f"base={asked} is for checkpoints of adapters, and {folder} has all its weights")

@@ -131,7 +131,7 @@ class Logs:
 
     def step(self, step: int, report: dict[str, float]) -> None:
         """Report a finished step; `step` counts from one. Steps that were validated are always written."""
-        self._tell_of_cuts(step, report.get("cut_prompts", 0))
+        self._warn_of_truncation(step, report.get("cut_prompts", 0))
         self.wait_s += report.get("wait_s", 0.0)
         self.step_s += report.get("step_s", 0.0)
         report = {**report, "wait_share": self.wait_share()}
@@ -154,7 +154,7 @@ class Logs:
             # W&B has one axis for all stages, which has to rise: there it counts logged lines of this process.
             tracker.log(values, step=None if tracker.name == "wandb" else step)
 
-    def _tell_of_cuts(self, step: int, num_cut: float) -> None:
+    def _warn_of_truncation(self, step: int, num_cut: float) -> None:
         """Warn once that prompts were cut."""
         if num_cut and not self._told_of_cuts and self.accelerator.is_main_process:
             self._told_of_cuts = True

@@ -158,7 +158,7 @@ def alignment(
     return F.kl_div(log_probs(q_BD, c_CD), wanted_BC, reduction="sum", log_target=True)
 
 
-def right_by(q_BD: Tensor, c_CD: Tensor, positive_BC: Tensor, ignored_BC: Tensor) -> Tensor:
+def lead_over_negatives(q_BD: Tensor, c_CD: Tensor, positive_BC: Tensor, ignored_BC: Tensor) -> Tensor:
     """(B,) by how much each query's best positive leads its best negative, as a difference of cosines.
 
     Args: as `info_nce`.
@@ -178,7 +178,7 @@ def hit_at_1(q_BD: Tensor, c_CD: Tensor, positive_BC: Tensor, ignored_BC: Tensor
     Returns:
         Scalar int64 count over B.
     """
-    return (right_by(q_BD, c_CD, positive_BC, ignored_BC) > 0).sum()
+    return (lead_over_negatives(q_BD, c_CD, positive_BC, ignored_BC) > 0).sum()
 
 
 def rationale_nll(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rge.config import AdaptiveConfig, Recipe
 from rge.data.collate import Batch
-from rge.losses import alignment, contrastive_losses, hit_at_1, right_by
+from rge.losses import alignment, contrastive_losses, hit_at_1, lead_over_negatives
 from rge.model.embedding_model import EmbeddingModel, Readout
 from rge.model.packing import Branch
 from rge.rl.rewards import find_reward
@@ -26,7 +26,7 @@ class Contrast(NamedTuple):
     Attributes:
         loss: summed over all states of the queries.
         figures: by the name in the report, a sum and how many values of each query it is over.
-        lead_B: by how much the direct state ranks a right candidate first, see `rge.losses.right_by`; None where no
+        lead_B: by how much the direct state ranks a right candidate first, see `rge.losses.lead_over_negatives`; None where no
             direct state is trained.
     """
 
@@ -274,7 +274,7 @@ class Objective:
         state_BD = {name: q_BSD[:, place - len(self.states)] for place, name in enumerate(self.states)}
         lead_B = None
         if "direct" in state_BD:
-            lead_B = right_by(state_BD["direct"].detach(), c_CD.detach(), positive_BC, ignored_BC)
+            lead_B = lead_over_negatives(state_BD["direct"].detach(), c_CD.detach(), positive_BC, ignored_BC)
         if self.align and state_BD:
             pull = partial(alignment, temperature=self.align_temperature)
             pulled = torch.stack(

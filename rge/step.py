@@ -32,7 +32,7 @@ from rge.config import AdaptiveConfig
 from rge.data.collate import Batch, chunks_of
 from rge.distributed import collectives as dist
 from rge.model.attention import EncodedParts, EncodedPrompts
-from rge.model.embedding_model import EmbeddingModel, Packed, RandomState, Readout, drops_out, keeping
+from rge.model.embedding_model import EmbeddingModel, Packed, RandomState, Readout, has_dropout, keeping
 from rge.model.packing import Branch
 from rge.objective import Contrast, Objective
 from rge.rollout.writer import Rollout
@@ -230,7 +230,7 @@ class _Forward:
         Args:
             keep: see `TrainingStep`.
         """
-        objective, is_random = self.objective, drops_out(self.embedder)
+        objective, is_random = self.objective, has_dropout(self.embedder)
         as_second = is_random or keep != "none"
         with_queries = is_random or not objective.needs_rollout
         with_candidates = objective.trains_candidates or not as_second

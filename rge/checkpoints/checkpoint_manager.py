@@ -28,7 +28,7 @@ from rge.common.errors import SIGNALLED, UserError
 from rge.config import Recipe, to_dict
 from rge.distributed import collectives as dist
 from rge.distributed import launch
-from rge.distributed.failure_detection import EndOfAll
+from rge.distributed.failure_detection import CoordinatedExit
 from rge.identity.run_identity import Identity
 from rge.model.adapter_files import Base
 from rge.model.adapters import has_adapters, merged_weights
@@ -198,7 +198,7 @@ class CheckpointManager:
                 file=sys.stderr,
             )
         dist.close()
-        raise EndOfAll(SIGNALLED + stop)
+        raise CoordinatedExit(SIGNALLED + stop)
 
     def finish(self) -> None:
         """Export the trained model as a checkpoint that evaluation and plain transformers load.
@@ -280,7 +280,7 @@ class CheckpointManager:
             settings |= self._training_data
         adapters_only = recipe.export.adapters_only
         if adapters_only and self.accelerator.is_main_process:
-            settings["base"] = self._base.seen_from(path)
+            settings["base"] = self._base.as_recorded_in(path)
         weights = dist.full_weights(self.accelerator, self.model, self.embedder)
         if self.accelerator.is_main_process:
             if has_adapters(self.embedder.model) and not adapters_only:

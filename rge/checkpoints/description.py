@@ -12,7 +12,7 @@ from rge.checkpoints.settings import CheckpointSettings
 from rge.common.files import find_shipped
 from rge.config import SourceConfig
 from rge.data.readers import some_records
-from rge.data.sources import parsed_line, without_mark
+from rge.data.sources import parsed_line, strip_bom
 from rge.model.adapter_files import is_hub_id
 
 RECORDS_READ = 4096
@@ -97,7 +97,7 @@ def _some_records(source: SourceConfig) -> Iterator[dict[str, Any]]:
 
 
 def _parsed(lines: Iterable[bytes], title: str) -> Iterator[dict[str, Any]]:
-    for line in map(without_mark, lines):
+    for line in map(strip_bom, lines):
         record, _ = parsed_line(line, title, 0)
         if record is not None:  # else blank, or left out of training too (data.on_bad=skip)
             yield record.model_dump(include={"source", "category", "instruction"})

@@ -17,7 +17,7 @@ from rge.data.sources import Records
 from rge.distributed import collectives as dist
 from rge.distributed import launch
 from rge.identity.run_identity import Identity, content_of, differences, in_words, run_identity
-from rge.model.adapter_files import holds_adapters
+from rge.model.adapter_files import is_adapter_checkpoint
 from rge.rl.pool import pool_path
 
 MAY_DIFFER = ("out", "stage", "recipe", "log.", "train.save_every", "train.keep_last", "train.log_every", "data.num_workers",
@@ -93,7 +93,7 @@ def stage_identity(
 
 def _content_of_start(folder: Path) -> dict[str, Any]:
     """Of adapters the base too, which their files do not hold."""
-    base = read_settings(folder).base if holds_adapters(folder) else None
+    base = read_settings(folder).base if is_adapter_checkpoint(folder) else None
     return content_of(folder, but=ABOUT) | ({"base": base.sha256} if base else {})
 
 

@@ -189,7 +189,7 @@ def load(config: RecordsConfig) -> tuple[Any, Path]:
     except RecordError:
         raise
     except Exception as error:  # noqa: BLE001 - the library raises what its readers, and the network's, run into
-        raise RecordError(_why_not(config, local, error)) from error
+        raise RecordError(_load_failure(config, local, error)) from error
     return found, folder if local else Path()
 
 
@@ -216,7 +216,7 @@ def _saved(config: RecordsConfig, folder: Path) -> Any:
     )
 
 
-def _why_not(config: RecordsConfig, local: bool, error: Exception) -> str:
+def _load_failure(config: RecordsConfig, local: bool, error: Exception) -> str:
     text = f"data set {config.label} cannot be loaded: {error or type(error).__name__}"
     if local:
         return f"{text} (a folder must hold Parquet or JSON lines, or what save_to_disk wrote)"

@@ -150,12 +150,12 @@ class Columns:
         for ours, theirs in config.columns.items():
             if ours not in FIELDS:
                 raise RecordError(
-                    f"columns of {config.label}: a record has no field {ours!r}{_near(ours, FIELDS)}"
+                    f"columns of {config.label}: a record has no field {ours!r}{_did_you_mean(ours, FIELDS)}"
                 )
             if there is not None and theirs.split(".")[0] not in there and theirs not in there:
                 raise RecordError(
                     f"columns of {config.label}: {ours} is mapped to {theirs!r}, which is not one of its columns: "
-                    f"{', '.join(there)}{_near(theirs, there)}"
+                    f"{', '.join(there)}{_did_you_mean(theirs, there)}"
                 )
         self.used = None
         if there is not None:
@@ -182,7 +182,7 @@ class Columns:
         """
         if self.used is None and (unknown := row.keys() - Record.model_fields.keys() - self._mapped):
             name = sorted(unknown)[0]
-            raise ValueError(f"{name}: a record has no such field{_near(name, Record.model_fields)}")
+            raise ValueError(f"{name}: a record has no such field{_did_you_mean(name, Record.model_fields)}")
         found = {name: without_nulls(row[name]) for name in Record.model_fields if row.get(name) is not None}
         lists: dict[str, dict[str, list[Any]]] = {}
         for ours, theirs in self.config.columns.items():
@@ -197,11 +197,11 @@ class Columns:
             elif value is not None:
                 found[part] = {**found.get(part, {}), leaf: value}
         for part, leaves in lists.items():
-            found[part] = _side_by_side(part, leaves)
+            found[part] = _zip_leaves(part, leaves)
         return with_defaults(found, self.config.title, self.config.split, number)
 
 
-def _near(name: str, known: Any) -> str:
+def _did_you_mean(name: str, known: Any) -> str:
     near = get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f"; did you mean {near[0]!r}?" if near else ""
 
@@ -220,7 +220,7 @@ def _get_path(row: Mapping[str, Any], path: str) -> Any:
     return value
 
 
-def _side_by_side(part: str, leaves: Mapping[str, list[Any]]) -> list[dict[str, Any]]:
+def _zip_leaves(part: str, leaves: Mapping[str, list[Any]]) -> list[dict[str, Any]]:
     """``{text: [a, b], image: [c, d]}`` as ``[{text: a, image: c}, {text: b, image: d}]``, without what is empty."""
     lengths = {f"{part}.{leaf}": len(values) for leaf, values in leaves.items()}
     if len(set(lengths.values())) > 1:
@@ -275,14 +275,16 @@ class RowRecords(Records):
         if pictures is not None:
             pictures = _IgnoreInlineImages(pictures)
         sha256 = hashlib.sha256()
-        for number, record, problems in self._light_records(progress):
+        for number, record, problems in self._records_without_pictures(progress):
             sha256.update(repr(record or problems).encode(errors="backslashreplace"))
             if record is not None:
                 problems = faults_of(record, need_rationale, folder, pictures)
             yield Scanned(number, number, None if record is None else record.id, problems)
         self.content = {"sha256": sha256.hexdigest(), "read": "all but the bytes of pictures"}
 
-    def _light_records(self, progress: bool = False) -> Iterator[tuple[int, Record | None, list[str]]]:
+    def _records_without_pictures(
+        self, progress: bool = False
+    ) -> Iterator[tuple[int, Record | None, list[str]]]:
         """Number, record without its pictures' bytes, or what is wrong with it."""
         rows, columns, _ = self._opened()
         with progress_bar(
@@ -300,7 +302,7 @@ class RowRecords(Records):
                 bar.update(len(numbers))
 
     def _named(self) -> Iterator[tuple[int, int, str]]:
-        for number, record, _ in self._light_records():
+        for number, record, _ in self._records_without_pictures():
             if record is not None:
                 yield number, number, record.id
 
@@ -327,7 +329,9 @@ class RowRecords(Records):
         """Every text of every record that is good, without repeats."""
         kept = set(self._numbers.tolist())
         found = (
-            record for number, record, _ in self._light_records() if record is not None and number in kept
+            record
+            for number, record, _ in self._records_without_pictures()
+            if record is not None and number in kept
         )
         return list(dict.fromkeys(text for record in found for text in texts_of(record)))
 

@@ -297,7 +297,7 @@ class RecordFile(Records):
         place = self.place(index)
         with _open(self.path) as lines:
             lines.seek(place)
-            line = without_mark(lines.readline())
+            line = strip_bom(lines.readline())
         record, problems = parsed_line(line, self.path.name, place)
         if record is None:
             raise RecordError(
@@ -368,11 +368,11 @@ def _numbered(lines: Iterable[bytes]) -> Iterator[tuple[int, int, bytes]]:
     """Number, position in bytes and content of each line; a byte order mark is only where the file begins."""
     start = 0
     for number, line in enumerate(lines, start=1):
-        yield number, start, line if start else without_mark(line)
+        yield number, start, line if start else strip_bom(line)
         start += len(line)
 
 
-def without_mark(line: bytes) -> bytes:
+def strip_bom(line: bytes) -> bytes:
     """The line without the byte order mark that some editors and Windows programs put before a file's first."""
     return line.removeprefix(codecs.BOM_UTF8)
 
@@ -632,10 +632,10 @@ class Mixture:
     def drawn_before(self, step: int) -> list[int]:
         """Records drawn from each source before a step."""
         if self.homogeneous:
-            return [steps * self.batch_size for steps in self._shared_out(step)]
-        return self._shared_out(step * self.batch_size)
+            return [steps * self.batch_size for steps in self._counts_by_source(step)]
+        return self._counts_by_source(step * self.batch_size)
 
-    def _shared_out(self, total: int) -> list[int]:
+    def _counts_by_source(self, total: int) -> list[int]:
         # Whole numbers that sum to the total. A source takes its share of what the sources before it leave. Every
         # count then only ever grows with the total, which differences of rounded cumulative shares do not: they would
         # draw a negative number from a small source now and then.

@@ -162,7 +162,7 @@ class Reader(_Endless):
         size = self.stream.config.shuffle_buffer
         begins, epoch = 0, 0
         while True:
-            mine = self._mine_of_epoch(epoch)
+            mine = self._num_rows_of_epoch(epoch)
             if mine and begins + mine <= index:
                 begins, epoch = begins + mine, epoch + 1
                 continue
@@ -176,7 +176,7 @@ class Reader(_Endless):
                     block, number = [], number + 1
             if block:
                 yield begins + number * size, self._mixed(block, epoch, number)
-            mine = self._mine_of_epoch(epoch)  # all shards are known now
+            mine = self._num_rows_of_epoch(epoch)  # all shards are known now
             assert mine is not None
             if not mine:
                 raise RecordError(
@@ -194,7 +194,7 @@ class Reader(_Endless):
         order = np.random.default_rng([self.stream.seed, _SHARDS, epoch]).permutation(self._shards)
         return order[self._group :: self._groups].tolist()
 
-    def _mine_of_epoch(self, epoch: int) -> int | None:
+    def _num_rows_of_epoch(self, epoch: int) -> int | None:
         """How many rows of an epoch are this reader's; None while a shard's length is unknown."""
         lengths = [self._lengths.get(shard) for shard in self._order(epoch)]
         if None in lengths:

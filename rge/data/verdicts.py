@@ -64,10 +64,10 @@ class Verdicts:
         """A record file with its pictures looked up; see `RecordFile`, also for what it raises."""
         path = find_shipped(path)
         entry = self._entry(path, need_rationale, on_bad)
-        if (known := self._recalled(entry)) is not None and known[0]["stamp"] == _stamp(path):
+        if (known := self._cached(entry)) is not None and known[0]["stamp"] == _stamp(path):
             said, offsets = known
             self._states[str(path)] = {name: said[name] for name in ("stamp", "places")}
-            return RecordFile.known(path, _spilled(offsets), said["bad"], said["content"])
+            return RecordFile.known(path, _spill_if_large(offsets), said["bad"], said["content"])
         before = _stamp(path)
         self.pictures.asked.clear()
         file = RecordFile(
@@ -93,7 +93,7 @@ class Verdicts:
         """
         entry = self._entry(Path(file.name), "numbers", asked)
         state = self._states.get(file.name)
-        if state is not None and (known := self._recalled(entry, state)) is not None:
+        if state is not None and (known := self._cached(entry, state)) is not None:
             return known[1]
         found = find()
         if state is not None and found is not None:
@@ -147,7 +147,7 @@ class Verdicts:
     def _settled(self, stamp: list[int] | None) -> bool:
         return stamp is None or stamp[0] < self.began_ns - RECENT_NS
 
-    def _recalled(
+    def _cached(
         self, entry: Path, state: dict[str, Any] | None = None
     ) -> tuple[dict[str, Any], np.ndarray] | None:
         """The entry and its numbers, if nothing has changed since, and as `state` has it."""
@@ -285,7 +285,7 @@ def _write_array(entry: Path, numbers: np.ndarray) -> bool:
     return True
 
 
-def _spilled(numbers: np.ndarray) -> np.ndarray:
+def _spill_if_large(numbers: np.ndarray) -> np.ndarray:
     """The numbers, on the disk if there are many; see `Column`."""
     if len(numbers) <= Column.SPILL:
         return numbers

@@ -73,13 +73,13 @@ def measure_knowability(
         mean against another group's own rationale: what a model scores that writes alike about everything. Where no
         query counts, the figures are None.
     """
-    from rge.diagnose.pairs import elsewhere, interval
+    from rge.diagnose.pairs import interval, permute_across_groups
 
     own_shares = [knowability(*row) for row in zip(oracle, own, known, strict=True)]
     counts = [row for row, share in enumerate(own_shares) if share is not None]
     if not counts:
         return {"queries": 0, "knowability": None, "chance": None}
-    other = elsewhere(groups, seed)
+    other = permute_across_groups(groups, seed)
     shares = np.array([own_shares[row] for row in counts])
     by_chance = [knowability(oracle[row], own[other[row]], known[row]) or 0.0 for row in counts]
     return {

@@ -133,7 +133,7 @@ def interval(
     return float(values_Q.mean()), found["low"], found["high"]
 
 
-def elsewhere(groups: Sequence[str], seed: int = 0) -> np.ndarray:
+def permute_across_groups(groups: Sequence[str], seed: int = 0) -> np.ndarray:
     """A permutation that gives every query another group's, where there is another group, (Q,) int64."""
     rng = np.random.default_rng(seed)
     names = np.asarray(groups, dtype=object)

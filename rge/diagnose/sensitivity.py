@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from rge.diagnose.knowability import measure_knowability
-from rge.diagnose.pairs import Pairs, elsewhere, hits, interval
+from rge.diagnose.pairs import Pairs, hits, interval, permute_across_groups
 from rge.embedder import Embedder
 from rge.model.packing import Branch, by_length
 from rge.model.prompts import Prompt
@@ -58,7 +58,7 @@ def sensitivity(
     mode = mode or ("latent" if encoder.query_mode == "latent" else "reasoning")
     encoder.settings.check_mode(mode)
     prompts = [encoder.builder.build(item, "query") for item in pairs.queries]
-    moved_Q = elsewhere(pairs.groups, seed)
+    moved_Q = permute_across_groups(pairs.groups, seed)
     if mode == "latent":
         states, about = _latent(encoder, prompts, moved_Q, batch_size, seed)
     else:
@@ -127,7 +127,7 @@ def _latent(
     encoder: Embedder, prompts: Sequence[Prompt], moved_Q: np.ndarray, batch_size: int, seed: int
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Embeddings (Q, D) after think tokens by condition, and how many there are."""
-    after = partial(after_thoughts, encoder, prompts, batch_size=batch_size)
+    after = partial(latent_embeddings, encoder, prompts, batch_size=batch_size)
     own, thought_QLKD = after()
     num = thought_QLKD.shape[2]
     changed = {
@@ -145,7 +145,7 @@ def _latent(
 
 
 @torch.no_grad()
-def after_thoughts(
+def latent_embeddings(
     encoder: Embedder, prompts: Sequence[Prompt], *, batch_size: int, thought_QLKD: Tensor | None = None
 ) -> tuple[np.ndarray, Tensor]:
     """Embeddings after think tokens whose hidden states may be replaced.

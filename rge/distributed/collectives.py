@@ -140,7 +140,7 @@ def connect_to_store() -> torch.distributed.Store:
     return torch.distributed.PrefixStore(f"rge/attempt_{attempt}", store)
 
 
-def is_broken_exchange(error: BaseException) -> bool:
+def is_connection_loss(error: BaseException) -> bool:
     """Whether an error says no more than that another process could not be reached."""
     if isinstance(error, torch.distributed.DistError):
         return True

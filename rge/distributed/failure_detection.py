@@ -37,7 +37,7 @@ class RankError(UserError):
         self.exit_code = failure["code"]
 
 
-class EndOfAll(SystemExit):
+class CoordinatedExit(SystemExit):
     """An end that all processes reach on their own, so that none has to be told of it."""
 
 
@@ -55,10 +55,10 @@ def watch_other_ranks(silence_s: float = SILENCE_S) -> Iterator[None]:
     watch.start()
     try:
         yield
-    except EndOfAll:
+    except CoordinatedExit:
         raise
     except (Exception, KeyboardInterrupt, SystemExit) as error:
-        if dist.is_broken_exchange(error):
+        if dist.is_connection_loss(error):
             # Another process's end, seen from here. Its reason comes, or silence in its place; both end this process.
             watch.join(silence_s + 2 * GRACE_S)
         first = watch.failed(error)

@@ -129,7 +129,7 @@ def check_launch(accelerator: Accelerator, train: TrainConfig, optimizer: str = 
             f"the launcher started {launched} processes, but each sees {running}: the back end was not initialised "
             "(on CPU, set ACCELERATE_USE_CPU=true or use a config file with use_cpu: true)"
         )
-    if _one_for_several():
+    if _started_one_of_several():
         raise LaunchError(
             "the launcher was asked for several processes and started one, as accelerate does with `--cpu`, and with a config "
             "whose distributed_type is NO or MULTI_CPU; on CPU, launch with --multi_gpu and ACCELERATE_USE_CPU=true (see "
@@ -162,7 +162,7 @@ def check_launch(accelerator: Accelerator, train: TrainConfig, optimizer: str = 
             f"optim.name=muon needs whole gradients, which {found.name} does not have; set optim.name=adamw, or "
             f"train.back_end=ddp and this launch: {_command('ddp')}"
         )
-    if running > 1 and _shared_out(found.key) < _shared_out(train.back_end):
+    if running > 1 and _sharding_level(found.key) < _sharding_level(train.back_end):
         raise LaunchError(
             f"train.back_end={train.back_end}, but the launch config runs {found.name}, which shards less: drop the "
             f"config, or use one that shards as much: {_command(train.back_end)}. If the GPUs have room for "
@@ -333,7 +333,7 @@ def _launched() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def _one_for_several() -> bool:
+def _started_one_of_several() -> bool:
     """Whether accelerate was asked for several processes and started one: it says where they meet, not how many there are."""
     here = os.environ.keys()
     by_mpi = any(name.endswith(("COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS")) for name in here)
@@ -342,7 +342,7 @@ def _one_for_several() -> bool:
     )
 
 
-def _shared_out(key: str) -> int:
+def _sharding_level(key: str) -> int:
     """How much a back end shares out, to be compared: ZeRO-3 and FSDP2 everything, DDP and one process nothing."""
     return min(BACK_ENDS.index(key), BACK_ENDS.index("zero3"))
 

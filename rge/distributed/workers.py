@@ -218,7 +218,7 @@ def _end(workers: list[_Worker]) -> None:
 
 def serve(handle: int, parent: int) -> None:
     """Run a worker: call `make`, then do jobs until the process that asks for them is gone."""
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()
     connection = Connection(handle)
     with contextlib.suppress(EOFError, OSError):
         make, device, plugins = connection.recv()
@@ -231,7 +231,7 @@ def serve(handle: int, parent: int) -> None:
         connection.send(("ready", 0))
         while True:
             round_, number, job = connection.recv()
-            say = _Says(connection, round_)
+            say = _ProgressReporter(connection, round_)
             try:
                 result = work(job, say)
             except Exception as error:  # noqa: BLE001 - likewise
@@ -240,7 +240,7 @@ def serve(handle: int, parent: int) -> None:
                 connection.send(("result", round_, number, result))
 
 
-class _Says:
+class _ProgressReporter:
     """Reports progress, which is also the worker's sign of life."""
 
     def __init__(self, connection: Connection, round_: int):
@@ -250,7 +250,7 @@ class _Says:
         self.connection.send(("progress", self.round, num_items))
 
 
-def _end_with(parent: int) -> None:
+def _exit_with_parent(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(PARENT_S)
     os._exit(1)

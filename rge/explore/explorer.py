@@ -86,9 +86,9 @@ class Explorer:
         self.reasons = embedder.settings.reasons != "none"
         self._turn = threading.Condition()
         self._tickets: deque[object] = deque()
-        self._begin_with_a_right_one()
+        self._put_correct_example_first()
 
-    def _begin_with_a_right_one(self) -> None:
+    def _put_correct_example_first(self) -> None:
         """Put an example first that is answered right."""
         for place, example in enumerate(self.examples[:TRIED]):
             news: list[dict[str, Any]] = []
@@ -111,7 +111,7 @@ class Explorer:
             ImageError: the picture cannot be read.
             BusyError: the model was not free in time.
         """
-        with self._my_turn(tell):
+        with self._wait_for_turn(tell):
             prompt = self._prompt(query.question, query.picture, query.instruction)
             direct = self._search(self.embedder.encode_after([prompt], [[]]), query, max(query.k, COMPARED))
             tell({"direct": direct[: query.k]})
@@ -128,7 +128,7 @@ class Explorer:
 
     def another(self, question: str) -> dict[str, Any]:
         """What the model writes for a query other than this one: an example, or another picture of the index."""
-        with self._my_turn(lambda news: None):
+        with self._wait_for_turn(lambda news: None):
             others = [one for one in self.examples if one.question != question]
             if others:
                 chosen = random.choice(others)
@@ -172,7 +172,7 @@ class Explorer:
         }
 
     @contextmanager
-    def _my_turn(self, tell: Tell) -> Iterator[None]:
+    def _wait_for_turn(self, tell: Tell) -> Iterator[None]:
         mine, end = object(), time.monotonic() + WAIT_S
         with self._turn:
             self._tickets.append(mine)

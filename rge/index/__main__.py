@@ -40,7 +40,7 @@ def main(words: list[str]) -> int:
         )
     with writing(asked.out):
         if asked.remove:
-            return take_out(asked)
+            return remove_source(asked)
         from rge.index.reading import Unreadable  # after --help, which needs no torch
 
         source = read_source(asked.src, id=asked.id, text=asked.text, image=asked.image)
@@ -52,7 +52,7 @@ def main(words: list[str]) -> int:
     return 0
 
 
-def take_out(asked: IndexOptions) -> int:
+def remove_source(asked: IndexOptions) -> int:
     """Remove a source, which may be gone."""
     index = Index.open(asked.out)
     name, held = os.path.abspath(asked.src.expanduser()), index.sources()
@@ -73,13 +73,13 @@ def update(asked: IndexOptions, source: Source, index: Index, reader: "Reader") 
     unreadable = Unreadable.of(source, asked)
     try:
         unreadable.check()
-        told = bring_up_to_date(index, source, reader, unreadable)
+        told = update_index(index, source, reader, unreadable)
     finally:
         unreadable.write(asked.unreadable)
     measured = index.refresh(asked.ann_from)
     kept = ", except those indexed before and everything below unreadable folders" if source.unseen else ""
     unreadable.report(f" and not in the index{kept}")
-    passed = f", {source.passed_over} other files skipped" if source.passed_over else ""
+    passed = f", {source.num_skipped} other files skipped" if source.num_skipped else ""
     print(f"{asked.out}: {told}; {len(index)} items{passed}", flush=True)  # noqa: T201
     search = "search is exact"
     if measured is not None:
@@ -159,7 +159,7 @@ def _open(asked: IndexOptions) -> "tuple[Index, Embedder]":
     return index, index.embedder(asked.checkpoint, asked.base)
 
 
-def bring_up_to_date(index: Index, source: Source, reader: "Reader", unreadable: "Unreadable") -> str:
+def update_index(index: Index, source: Source, reader: "Reader", unreadable: "Unreadable") -> str:
     """Make the index hold what the source holds.
 
     Returns:

@@ -58,7 +58,7 @@ def embed(asked: EmbedOptions, source: Source, parts: Path) -> int:
     settings = {key: getattr(asked, key) for key in ("side", "mode", "instruction", "dimensions")}
     hashed = {"checkpoint": asked.checkpoint, "checkpoint_hash": embedder.checkpoint_hash}
     about = hashed | settings | {"src": source.name}
-    _check_begun(parts, about)
+    _check_same_settings(parts, about)
     unreadable = Unreadable.of(source, asked)
     unreadable.check()
     current = {entry.id: entry.stamp for entry in source.entries}
@@ -67,7 +67,7 @@ def embed(asked: EmbedOptions, source: Source, parts: Path) -> int:
         _embed_missing(reader, source, parts, current, unreadable)
     finally:
         unreadable.write(asked.unreadable)
-    rows = _together(asked.out, parts, current, about)
+    rows = _merge_parts(asked.out, parts, current, about)
     shutil.rmtree(parts)
     unreadable.report()
     print(f"written: {asked.out}, {rows} vectors of {asked.dimensions or embedder.size}")  # noqa: T201
@@ -101,7 +101,7 @@ def _embed_missing(
             _write(parts / f"{number:06d}.parquet", waiting)
 
 
-def _check_begun(parts: Path, about: dict[str, Any]) -> None:
+def _check_same_settings(parts: Path, about: dict[str, Any]) -> None:
     """Refuse to continue what was begun with other settings."""
     path = parts / ABOUT
     if not path.exists():
@@ -133,7 +133,7 @@ def _write(path: Path, rows: "Sequence[Embedded]") -> None:
         pq.write_table(table, waiting)
 
 
-def _together(out: Path, parts: Path, current: dict[str, str], about: dict[str, Any]) -> int:
+def _merge_parts(out: Path, parts: Path, current: dict[str, str], about: dict[str, Any]) -> int:
     """One file of all parts, without rows whose item has changed or gone since."""
     paths = sorted(parts.glob("*.parquet"))
     nothing = UserError("nothing was embedded: no item of the source is readable")

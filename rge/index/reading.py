@@ -160,7 +160,7 @@ class Reader:
         assert len(prompts) == len(prepared)
         if not prompts:
             return []
-        self.embedder.warn_of_cut(prompts)
+        self.embedder.warn_of_truncation(prompts)
         found = self.embedder.encode_prompts(prompts, mode=self.mode, batch_size=self.batch_size)
         if not np.isfinite(found.embeddings).all():
             raise UserError(f"{self.embedder.checkpoint} gives embeddings that are not finite: it is damaged")

@@ -28,7 +28,7 @@ def main(words: list[str]) -> int:
     if not (asked.question or "").strip() and asked.image is None:
         raise UserError('give a question, image=..., or both: rge search INDEX "question" image=x.png')
     rationale, hits = _from_server(asked) or _here(asked)
-    print(told(rationale, hits))  # noqa: T201
+    print(format_result(rationale, hits))  # noqa: T201
     return 0
 
 
@@ -74,7 +74,7 @@ def absolute(place: str) -> str:
     return place if "://" in place else os.path.abspath(os.path.expanduser(place))
 
 
-def told(rationale: str, hits: "Sequence[Hit]") -> str:
+def format_result(rationale: str, hits: "Sequence[Hit]") -> str:
     """What was written and found, as it is printed."""
     lines = [rationale, ""] if rationale else []
     for place, hit in enumerate(hits, start=1):

@@ -67,14 +67,14 @@ class Source:
         name: its absolute path.
         entries: in a fixed order.
         faults: what cannot be an item, and why, by name.
-        passed_over: files of a folder that are neither pictures nor texts.
+        num_skipped: files of a folder that are neither pictures nor texts.
         unseen: folders and files that exist but could not be read, so their present content is unknown.
     """
 
     name: str
     entries: list[Entry]
     faults: dict[str, str]
-    passed_over: int = 0
+    num_skipped: int = 0
     unseen: frozenset[str] = frozenset()
 
     def may_hold(self, name: str) -> bool:
@@ -112,8 +112,8 @@ def read_source(path: Path, *, id: str = "id", text: str = "text", image: str = 
     if path.is_dir():
         found = _folder(path)
         empty = f"{path} holds no pictures ({', '.join(SUFFIXES)}) and no texts (.txt)"
-        if found.passed_over:
-            empty += f", only {found.passed_over} other files"
+        if found.num_skipped:
+            empty += f", only {found.num_skipped} other files"
     elif path.suffix.lower() in TABLES and path.is_file():
         found = _table(path, id, text, image)
         empty = f"{path} has no rows"
@@ -219,7 +219,7 @@ class _Walk:
 
     Attributes:
         files: stamps by name, relative to the folder.
-        faults: as of `Source`, as are `unseen` and `passed_over`.
+        faults: as of `Source`, as are `unseen` and `num_skipped`.
     """
 
     def __init__(self, root: Path):
@@ -227,7 +227,7 @@ class _Walk:
         self.files: dict[str, str] = {}
         self.faults: dict[str, str] = {}
         self.unseen: set[str] = set()
-        self.passed_over = 0
+        self.num_skipped = 0
         seen: set[tuple[int, int]] = set()
         for folder, folders, names in os.walk(root, followlinks=True, onerror=self._unreadable):
             here = self._stat(folder)
@@ -240,7 +240,7 @@ class _Walk:
                 if name.lower().endswith((*SUFFIXES, ".txt")):
                     self._add(os.path.join(folder, name))
                 else:
-                    self.passed_over += 1
+                    self.num_skipped += 1
 
     def _add(self, path: str) -> None:
         name = self._name(path)
@@ -280,7 +280,7 @@ def _folder(root: Path) -> Source:
         if _stem(name) not in described
     ]
     entries.sort(key=lambda entry: entry.id)
-    return Source(os.path.abspath(root), entries, walk.faults, walk.passed_over, frozenset(walk.unseen))
+    return Source(os.path.abspath(root), entries, walk.faults, walk.num_skipped, frozenset(walk.unseen))
 
 
 def _picture(walk: _Walk, name: str) -> Entry:

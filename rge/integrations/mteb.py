@@ -22,7 +22,7 @@ from rge.checkpoints.export import checkpoint_hash
 from rge.checkpoints.settings import read_settings
 from rge.common.schema import Item
 from rge.embedder import WINDOW_BATCHES, Embedder, local_folder
-from rge.model.adapter_files import find_base, holds_adapters
+from rge.model.adapter_files import find_base, is_adapter_checkpoint
 
 
 class ReasoningEncoder(AbsEncoder):
@@ -123,7 +123,7 @@ def register(
     folder = local_folder(checkpoint, revision)
     settings = read_settings(folder)
     weights = [*folder.glob("*.safetensors")]
-    if holds_adapters(folder):
+    if is_adapter_checkpoint(folder):
         weights += find_base(folder, options.get("base")).glob("*.safetensors")
     if name is None:
         on_hub = "/" in str(checkpoint) and not Path(checkpoint).expanduser().exists()

@@ -42,7 +42,7 @@ FORM = {
 """PEFT's keys that adapters must have in common to go on from one another, and ours for them."""
 
 
-def holds_adapters(path: str | Path) -> bool:
+def is_adapter_checkpoint(path: str | Path) -> bool:
     """Whether a folder is a checkpoint of ours that holds adapters alone."""
     return (Path(path) / CONFIG).is_file() and (Path(path) / "rge.json").is_file()
 
@@ -83,7 +83,7 @@ def write_adapters(model: HubModel, folder: Path, base: dict[str, Any], weights:
 
 
 @torch.no_grad()
-def go_on_from(model: HubModel, folder: Path) -> None:
+def load_trainable_adapters(model: HubModel, folder: Path) -> None:
     """Give adapters the weights of a checkpoint's.
 
     Args:
@@ -175,13 +175,13 @@ class Base:
         Raises:
             AdapterError: it has no weights.
         """
-        if holds_adapters(start):
+        if is_adapter_checkpoint(start):
             recorded = _recorded(Path(start))
             return cls(**{field.name: recorded[field.name] for field in fields(cls)})
         place = Path(start) if Path(start).is_dir() else _fetched(start, commit)
         return cls(start, commit, _hash_of(place), rows)
 
-    def seen_from(self, folder: Path) -> dict[str, Any]:
+    def as_recorded_in(self, folder: Path) -> dict[str, Any]:
         """What ``rge.json`` in a folder says of it; where both are moved together, it is found by its relative path."""
         beside = os.path.relpath(self.path, folder) if Path(self.path).is_dir() else None
         return asdict(self) | {"beside": beside}

@@ -74,7 +74,7 @@ class EncodedPrompts:
         rows = moved(torch.tensor(places), self.values[0].device)
 
         def buffer(name: str, states: Tensor) -> Tensor:
-            known = self.side_by_side(states, rows, longest)
+            known = self.padded(states, rows, longest)
             room = room_of(name, (len(places), capacity, *known.shape[2:]), self.values[0])
             room[:, :longest] = known
             return room.transpose(1, 2).contiguous() if heads_first else room
@@ -84,7 +84,7 @@ class EncodedPrompts:
             for layer, (keys, values) in enumerate(zip(self.keys, self.values, strict=True))
         ]
 
-    def side_by_side(self, states: Tensor, rows: Tensor, longest: int) -> Tensor:
+    def padded(self, states: Tensor, rows: Tensor, longest: int) -> Tensor:
         """A layer's keys or values of some rows, without gradient: (rows, longest, K, d)."""
         known = states.detach()
         return known[self.part.index_BP[rows, :longest]] if self.is_flat else known[rows, :longest]
@@ -146,7 +146,7 @@ class EncodedParts:
             room = room_of(f"{name} {layer}", (len(places), capacity, *heads), self.values[0])
             for one, rows, into, longest in found:
                 states = getattr(one, name)[layer]
-                room[into, :longest] = one.side_by_side(states, rows, longest).to(dtype)
+                room[into, :longest] = one.padded(states, rows, longest).to(dtype)
             return room.transpose(1, 2).contiguous() if heads_first else room
 
         return [(buffer(layer, "keys"), buffer(layer, "values")) for layer in range(len(self.values))]
@@ -178,7 +178,7 @@ class Pass:
         self.num_prompt_tokens = 0 if prompts is None else prompts.input_ids_T.shape[0]
         self.num_tokens = self.num_prompt_tokens + (0 if tails is None else tails.input_ids_T.shape[0])
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}
-        self._layout: _Flat | _SideBySide | None = None
+        self._layout: _Flat | _Padded | None = None
         self.read_R = torch.empty(0, dtype=torch.long, device=(prompts or tails).input_ids_T.device)  # type: ignore[union-attr]
         if tails is not None:
             self.read_R = tails.read_index_R + self.num_prompt_tokens
@@ -196,7 +196,7 @@ class Pass:
             if flat:
                 self._layout = _Flat(part, self.tails, v_TKd.device, self.whole_pictures)
             else:
-                self._layout = _SideBySide(part, self.tails)
+                self._layout = _Padded(part, self.tails)
         layout, split, outputs = self._layout, self.num_prompt_tokens, []
         if self.encoded is None:
             known = layout.known(k_TKd[:split], v_TKd.dtype), layout.known(v_TKd[:split], v_TKd.dtype)
@@ -302,7 +302,7 @@ def _segments(part: PromptPart) -> list[_Segment]:
     return found
 
 
-class _SideBySide:
+class _Padded:
     """Rows side by side, filled up behind: prompts causally, tails under a mask."""
 
     def __init__(self, part: PromptPart, tails: TailPart | None):
@@ -314,20 +314,20 @@ class _SideBySide:
         self._mask: Tensor | None = None
 
     def known(self, states_TKd: Tensor, dtype: torch.dtype) -> Tensor:
-        return self.prompt_rows.side_by_side(states_TKd)
+        return self.prompt_rows.padded(states_TKd)
 
     def prompts(self, q_THd: Tensor, k_BPKd: Tensor, v_BPKd: Tensor, kernel: "_Kernel") -> Tensor:
         rows = self.prompt_rows
-        return rows.one_after_the_other(kernel(rows.side_by_side(q_THd), k_BPKd, v_BPKd, None))
+        return rows.concatenated(kernel(rows.padded(q_THd), k_BPKd, v_BPKd, None))
 
     def tails(
         self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, keys: Tensor, values: Tensor, kernel: "_Kernel"
     ) -> Tensor:
         rows = self.tail_rows
-        q_BSHd, k_BSKd, v_BSKd = (rows.side_by_side(part) for part in (q_THd, k_TKd, v_TKd))
+        q_BSHd, k_BSKd, v_BSKd = (rows.padded(part) for part in (q_THd, k_TKd, v_TKd))
         k_BUKd = torch.cat([keys.to(k_BSKd.dtype), k_BSKd], dim=1)
         v_BUKd = torch.cat([values.to(v_BSKd.dtype), v_BSKd], dim=1)
-        return rows.one_after_the_other(kernel(q_BSHd, k_BUKd, v_BUKd, self._bias(q_THd.dtype)))
+        return rows.concatenated(kernel(q_BSHd, k_BUKd, v_BUKd, self._bias(q_THd.dtype)))
 
     def _bias(self, dtype: torch.dtype) -> Tensor:
         """The tails' mask as a sum: made once, where a boolean one would be converted, and kept, in every layer."""
@@ -354,11 +354,11 @@ class _Rows:
             ]
             self.back = moved(torch.cat(back), index_BT.device)
 
-    def side_by_side(self, flat: Tensor) -> Tensor:
+    def padded(self, flat: Tensor) -> Tensor:
         """(T, heads, d) as (B, longest, heads, d)."""
         return (flat if self.exact else flat[self.index]).unflatten(0, self.shape)
 
-    def one_after_the_other(self, rows: Tensor) -> Tensor:
+    def concatenated(self, rows: Tensor) -> Tensor:
         """(B, longest, heads, d) as (T, heads, d)."""
         flat = rows.flatten(0, 1)
         return flat if self.exact else flat[self.back]

@@ -28,7 +28,7 @@ from rge.common.prompt_profiles import EMB_TOKEN
 from rge.common.prompt_profiles import think_tokens as think_names
 from rge.distributed import collectives as dist
 from rge.model import vision_tower as vision
-from rge.model.adapter_files import find_base, holds_adapters, merge_saved, rows_of_base
+from rge.model.adapter_files import find_base, is_adapter_checkpoint, merge_saved, rows_of_base
 from rge.model.families import FAMILIES, Family, family_of
 from rge.model.hub_model import HubModel
 
@@ -120,7 +120,7 @@ def load_backbone(
         device: where quantized weights go, which are made there.
         think_tokens: how many there are; with `add_emb`, those that are missing are added.
         base: of adapters, as `find_base` gives it; None asks it.
-        merge: False leaves adapters out, for `rge.model.adapter_files.go_on_from`.
+        merge: False leaves adapters out, for `rge.model.adapter_files.load_trainable_adapters`.
 
     Raises:
         BackboneError: nothing to load there, an unsupported family, no ``<emb>``, or too few think tokens.
@@ -128,7 +128,7 @@ def load_backbone(
     """
     transformers_logging.disable_progress_bar()  # ours are the bars to watch
     config = read_config(path, revision)
-    weights, own, adapted = path, {}, holds_adapters(path)
+    weights, own, adapted = path, {}, is_adapter_checkpoint(path)
     if adapted:
         if quantization is not None:
             raise BackboneError(

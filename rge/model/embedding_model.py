@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from rge.config import ModelConfig
 from rge.losses import rationale_log_probs, rationale_nll
-from rge.model.adapter_files import find_base, go_on_from, holds_adapters
+from rge.model.adapter_files import find_base, is_adapter_checkpoint, load_trainable_adapters
 from rge.model.adapters import add_adapters
 from rge.model.attention import EncodedParts, EncodedPrompts, Pass, install
 from rge.model.backbone import Backbone, load_backbone, vision_parameters
 from rge.model.families import normalised
-from rge.model.packing import Branch, PromptPart, TailPart, pack_prompts, pack_tails, together
+from rge.model.packing import Branch, PromptPart, TailPart, pack_prompts, pack_tails, to_device
 from rge.model.prompts import Prompt
 
 
@@ -138,12 +138,12 @@ class EmbeddingModel(nn.Module):
         self, prompts: Sequence[Prompt], branches: Sequence[Sequence[Branch]], temperature: float = 1.0
     ) -> Packed:
         """Lay prompts and their branches out for `forward`; see `rge.model.packing`."""
-        part, tails = together(self._prompts(prompts), pack_tails(prompts, branches), device=self.device)
+        part, tails = to_device(self._prompts(prompts), pack_tails(prompts, branches), device=self.device)
         return Packed(part, tails, owners=prompts, temperature=temperature)
 
     def pack_prompts(self, prompts: Sequence[Prompt]) -> Packed:
         """Lay prompts alone out, to be continued later."""
-        (part,) = together(self._prompts(prompts), device=self.device)
+        (part,) = to_device(self._prompts(prompts), device=self.device)
         return Packed(part, None, owners=prompts)
 
     def pack_branches(
@@ -154,7 +154,7 @@ class EmbeddingModel(nn.Module):
         temperature: float = 1.0,
     ) -> Packed:
         """Lay branches of prompts out that have been encoded already, in this order."""
-        (tails,) = together(pack_tails(prompts, branches), device=self.device)
+        (tails,) = to_device(pack_tails(prompts, branches), device=self.device)
         return Packed(None, tails, encoded, temperature=temperature)
 
     def _prompts(self, prompts: Sequence[Prompt]) -> PromptPart:
@@ -177,7 +177,7 @@ class EmbeddingModel(nn.Module):
         """The state (B, D), not normalised, that predicts the first token after each prompt."""
         # Without branches a tail is the prompt's last token.
         tails = pack_tails(prompts, [[]] * len(prompts), read_prompts=True)
-        part, tails = together(self._prompts(prompts), tails, device=self.device)
+        part, tails = to_device(self._prompts(prompts), tails, device=self.device)
         hidden_TD, plan = self._run(Packed(part, tails, owners=prompts))
         return hidden_TD[plan.num_prompt_tokens :]
 
@@ -262,7 +262,7 @@ def embedder_to_train(start: str, config: ModelConfig, adapters_only: bool = Fal
         BackboneError: nothing usable is there.
         AdapterError: the adapters fit nowhere; or those of the checkpoint have another form, or no base here.
     """
-    adapted = holds_adapters(start)
+    adapted = is_adapter_checkpoint(start)
     backbone = load_backbone(
         start,
         revision=config.revision if start == config.path else None,
@@ -281,7 +281,7 @@ def embedder_to_train(start: str, config: ModelConfig, adapters_only: bool = Fal
     if config.lora is not None:
         add_adapters(backbone.model, backbone.emb_id, think_ids=backbone.think_ids, **vars(config.lora))
         if adapted and adapters_only:
-            go_on_from(backbone.model, Path(start))
+            load_trainable_adapters(backbone.model, Path(start))
     elif config.freeze_vision:
         for parameter in vision_parameters(backbone.model):
             parameter.requires_grad_(False)
@@ -362,7 +362,7 @@ def encode_in_parts(
         return EncodedParts([encode_prompts(embedder, embedder, prompts[part]) for part in parts])
 
 
-def drops_out(module: nn.Module) -> bool:
+def has_dropout(module: nn.Module) -> bool:
     """Whether a forward of the module, as it is now, is random."""
     if not module.training:
         return False

@@ -120,7 +120,7 @@ class TailPart:
     read_index_R: Tensor
 
 
-def together(*parts: Any, device: torch.device | str) -> list[Any]:
+def to_device(*parts: Any, device: torch.device | str) -> list[Any]:
     """Prompt and tail parts on a device, by one copy; pixels by one of their own where they are not there yet.
 
     Data workers' are: `rge.data.loader.Loader` has copied them.

@@ -140,7 +140,7 @@ def attend_last(
         KernelError: the GPU's kernel gives something else than ordinary attention.
     """
     if not q_BHd.is_cuda:
-        return _last_plainly(q_BHd, k_BCKd, v_BCKd, seen_B, scale, window)
+        return _attend_last_reference(q_BHd, k_BCKd, v_BCKd, seen_B, scale, window)
     from torch.nn.attention.varlen import varlen_attn
 
     out: Tensor = varlen_attn(  # type: ignore[assignment]  # a pair where return_aux asks for it
@@ -158,14 +158,14 @@ def attend_last(
     )
     kind = (key, "last", q_BHd.dtype, window is None)
     if kind not in _verified:
-        plain = _last_plainly(q_BHd.float(), k_BCKd.float(), v_BCKd.float(), seen_B, scale, window)
+        plain = _attend_last_reference(q_BHd.float(), k_BCKd.float(), v_BCKd.float(), seen_B, scale, window)
         apart = float((out.float() - plain).norm() / plain.norm().clamp(min=1e-12))
         _judge(apart, f"output of one new token a row {apart:.1e}", q_BHd.dtype, key)
         _verified.add(kind)
     return out
 
 
-def _last_plainly(
+def _attend_last_reference(
     q_BHd: Tensor, k_BCKd: Tensor, v_BCKd: Tensor, seen_B: Tensor, scale: float, window: int | None
 ) -> Tensor:
     place_C = torch.arange(k_BCKd.shape[1], device=q_BHd.device)

@@ -124,8 +124,8 @@ def ways(recipe: Recipe, load: Load, setup: Setup) -> Iterator[Setup]:
 
 def _may_encode_once(recipe: Recipe, load: Load, setup: Setup) -> bool:
     lora = recipe.model.lora
-    drops_out = lora is not None and lora.dropout > 0
-    return load.own > 0 and recipe.rollout.backend == "own" and not (setup.shares_weights or drops_out)
+    has_dropout = lora is not None and lora.dropout > 0
+    return load.own > 0 and recipe.rollout.backend == "own" and not (setup.shares_weights or has_dropout)
 
 
 def decided(recipe: Recipe, shapes: Shapes, load: Load, setup: Setup, room: Room) -> tuple[Way, str]:

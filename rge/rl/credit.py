@@ -62,7 +62,7 @@ class Reinforcement:
     def begin(self, batch: Batch, rationales: Sequence[Rationale], measure: bool) -> "Credit":
         """The credit of a rollout, whose rationales stand query after query; `measure`: the step is logged."""
         if self.with_direct:
-            rationales = _with_direct(rationales, len(batch.queries))
+            rationales = _add_direct_members(rationales, len(batch.queries))
         if self.pool is not None:
             self.pool.before_step()
         reference_L = None
@@ -412,7 +412,7 @@ def make_reinforcement(
     return reinforcement
 
 
-def _with_direct(rationales: Sequence[Rationale], num_queries: int) -> list[Rationale]:
+def _add_direct_members(rationales: Sequence[Rationale], num_queries: int) -> list[Rationale]:
     """The rationales with one more a query, last of its group, that wrote nothing."""
     num_each = len(rationales) // num_queries
     groups = [rationales[start : start + num_each] for start in range(0, len(rationales), num_each)]

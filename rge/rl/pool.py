@@ -23,7 +23,7 @@ from rge.distributed import collectives as dist
 from rge.model.embedding_model import EmbeddingModel
 from rge.model.packing import Branch
 from rge.model.prompts import PromptBuilder
-from rge.rl.reference import apart_from_training
+from rge.rl.reference import eval_mode
 from rge.tables.rows import table_rows
 
 CORPUS = "corpus.parquet"
@@ -76,7 +76,7 @@ class Pool:
         bounds = [count * number // world_size for number in range(world_size + 1)]
         sizes = [end - start for start, end in zip(bounds, bounds[1:], strict=False)]
         embedder, direct, parts = self.embedder, [Branch([self.embedder.emb_id], read_state=True)], []
-        with apart_from_training(embedder):
+        with eval_mode(embedder):
             # Where parameters are sharded, a forward of one process is a forward of all: equally many on each.
             for start in range(bounds[rank], bounds[rank] + max(sizes), self.micro_batch_size):
                 chosen = self.targets[start : min(start + self.micro_batch_size, bounds[rank + 1])]

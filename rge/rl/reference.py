@@ -39,7 +39,7 @@ class Reference:
         branches = [Branch([*one.ids, embedder.emb_id], sampled=True) for one in rationales]
         rows = [branches[start : start + num_each] for start in range(0, len(branches), num_each)]
         plain = without_adapters(embedder.model) if has_adapters(embedder.model) else nullcontext()
-        with apart_from_training(embedder), plain:
+        with eval_mode(embedder), plain:
             for start in range(0, len(prompts), self.micro_batch_size):
                 chosen = slice(start, start + self.micro_batch_size)
                 packed = embedder.pack(prompts[chosen], rows[chosen], self.temperature)
@@ -48,7 +48,7 @@ class Reference:
 
 
 @contextmanager
-def apart_from_training(embedder: EmbeddingModel) -> Iterator[None]:
+def eval_mode(embedder: EmbeddingModel) -> Iterator[None]:
     """Without dropout, and without the pictures that the tower has encoded for the step under way."""
     pictures, was_training = embedder.pictures, embedder.training
     embedder.pictures = None

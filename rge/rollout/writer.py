@@ -23,9 +23,9 @@ from rge.model.embedding_model import (
     EmbeddingModel,
     Kept,
     PictureMemory,
-    drops_out,
     encode_in_parts,
     encode_prompts,
+    has_dropout,
 )
 from rge.rollout.generate import Rationale, generate
 from rge.rollout.vllm_writer import VllmWriter, check_possible
@@ -45,7 +45,7 @@ def encodes_once(
     queries_a_rank: int,
     micro_batch_size: int,
     sharded: bool,
-    drops_out: bool,
+    has_dropout: bool,
     keep: str = "none",
 ) -> bool:
     """Whether the prompts of a step are encoded once in all: `rollout.prompt_pass`, with ``auto`` decided.
@@ -55,7 +55,7 @@ def encodes_once(
         queries_a_rank: greatest share of a step's batch.
         micro_batch_size: queries per forward.
         sharded: whether parameters are spread over processes (ZeRO-3, FSDP2).
-        drops_out: whether training draws dropout, which a rollout must not see.
+        has_dropout: whether training draws dropout, which a rollout must not see.
         keep: `train.keep_activations`, with ``auto`` decided; several chunks' prompts must be kept to be encoded once.
 
     Raises:
@@ -71,7 +71,7 @@ def encodes_once(
         reasons.append(
             "parameters are sharded, and the rollout cannot stand between a forward and its backward"
         )
-    if drops_out:
+    if has_dropout:
         reasons.append("dropout is on, and the rollout must not see it")
     if asked == "once" and reasons:
         raise RecipeError(
@@ -118,7 +118,7 @@ def problems(recipe: Recipe, stages: Sequence[str], accelerator: Accelerator) ->
                 queries_a_rank=-(-getattr(recipe, name).batch_size // accelerator.num_processes),
                 micro_batch_size=recipe.train.micro_batch_size,
                 sharded=sharded,
-                drops_out=lora is not None and lora.dropout > 0,
+                has_dropout=lora is not None and lora.dropout > 0,
                 keep=keep,
             )
         except UserError as error:
@@ -316,7 +316,7 @@ def make_writer(
         queries_a_rank=-(-stage.batch_size // dist.world_size()),
         micro_batch_size=recipe.train.micro_batch_size,
         sharded=sharded,
-        drops_out=drops_out(embedder),
+        has_dropout=has_dropout(embedder),
         keep=keep,
     )
     size = recipe.train.micro_batch_size

@@ -23,8 +23,8 @@ from rge.common.images import WEB, data_url
 from rge.common.modes import SILENT
 from rge.embedder import Embedder
 from rge.serving.batches import Batches, Found, Mode, QueueFull, Stopped
-from rge.serving.errors import Refusal, answer_of
-from rge.serving.guard import Guard, Held, guarded
+from rge.serving.errors import Refusal, error_response
+from rge.serving.guard import Guard, MemoryBudget, guarded
 from rge.serving.inputs import BadInput, Raw, check_limits, fetch_pictures, make_prompt
 from rge.serving.metrics import Metrics
 from rge.serving.options import ServeOptions
@@ -75,7 +75,7 @@ class Service:
     ):
         self.embedder, self.options, self.index = embedder, options, index
         self.name = options.name or options.checkpoint
-        self.held = Held(options.max_waiting_mb << 20)
+        self.held = MemoryBudget(options.max_waiting_mb << 20)
         self.batches = Batches(
             self._embed,
             batch_size=options.batch_size,
@@ -139,7 +139,7 @@ class Service:
         longest = self.embedder.builder.max_tokens
         self._check_model(asked.model)
         if max_tokens is not None and max_tokens < longest:
-            raise _wrong(f"inputs are cut to {longest} tokens and no fewer, got {max_tokens}")
+            raise _invalid_value(f"inputs are cut to {longest} tokens and no fewer, got {max_tokens}")
         mode = self._mode(asked, side)
         notes: list[str] = []
         instruction, pixels = None, 0
@@ -178,7 +178,7 @@ class Service:
         try:
             self.embedder.settings.check_mode(mode)
         except UserError as wrong:
-            raise _wrong(str(wrong), "mode") from None
+            raise _invalid_value(str(wrong), "mode") from None
         return mode
 
     async def _prepare(self, raw: Raw, side: Side, instruction: str | None) -> Any:
@@ -202,14 +202,16 @@ class Service:
     def _check_dimensions(self, dimensions: int | None, param: str) -> None:
         sizes = self.embedder.sizes
         if dimensions is not None and dimensions not in sizes:
-            raise _wrong(f"{param} must be one of {', '.join(map(str, sizes))}, got {dimensions}", param)
+            raise _invalid_value(
+                f"{param} must be one of {', '.join(map(str, sizes))}, got {dimensions}", param
+            )
 
     # ---------------------------------------------------------------------------------------------------------- routes
 
     async def _embeddings(self, body: EmbeddingsAsked) -> JSONResponse:
         self._check_dimensions(body.dimensions, "dimensions")
         if body.side == "document" and body.instruction is not None:
-            raise _wrong("a document has no instruction", "instruction")
+            raise _invalid_value("a document has no instruction", "instruction")
         answered = await self._answer(body, body.inputs(), body.side)
         vectors = in_type(self.embedder.cut(answered.embeddings, body.dimensions), body.encoding_format)
         data = []
@@ -225,7 +227,7 @@ class Service:
     async def _cohere(self, body: CohereAsked) -> JSONResponse:
         self._check_dimensions(body.output_dimension, "output_dimension")
         if body.side == "document" and body.instruction is not None:
-            raise _wrong("only input_type=search_query has an instruction", "instruction")
+            raise _invalid_value("only input_type=search_query has an instruction", "instruction")
         answered = await self._answer(
             body, body.inputs(), body.side, may_cut=body.truncate == "END", max_tokens=body.max_tokens
         )
@@ -233,7 +235,7 @@ class Service:
         try:
             embeddings = {kind: in_type(vectors, kind) for kind in body.embedding_types}
         except ValueError as error:
-            raise _wrong(str(error), "embedding_types") from None
+            raise _invalid_value(str(error), "embedding_types") from None
         meta: dict[str, Any] = {
             "api_version": {"version": "2"},
             "billed_units": {"input_tokens": answered.num_prompt_tokens},
@@ -266,7 +268,7 @@ class Service:
     async def _search(self, body: SearchAsked) -> JSONResponse:
         inputs = body.inputs()
         if len(inputs) != 1 or isinstance(body.input, list):
-            raise _wrong("a search has one query: a text, or one message", "input")
+            raise _invalid_value("a search has one query: a text, or one message", "input")
         answered = await self._answer(body, inputs, "query")
         index = self.index
         assert index is not None
@@ -284,7 +286,7 @@ class Service:
         except UserError as error:
             if body.where is None:
                 raise
-            raise _wrong(str(error).replace(index.uri, "the index"), "where") from None
+            raise _invalid_value(str(error).replace(index.uri, "the index"), "where") from None
         # Paths of this machine are not shown; a picture's name in the folder that was indexed is `id`.
         data = [
             {
@@ -358,7 +360,7 @@ def _refusals() -> Iterator[None]:
     try:
         yield
     except BadInput as bad:
-        raise _wrong(str(bad), bad.param) from None
+        raise _invalid_value(str(bad), bad.param) from None
     except QueueFull as full:
         busy = "too many inputs are waiting; try again later"
         raise Refusal(429, busy, "queue_full", retry_after_s=full.retry_after_s) from None
@@ -366,7 +368,7 @@ def _refusals() -> Iterator[None]:
         raise Refusal(503, "the server is shutting down", "shutting_down", retry_after_s=5) from None
 
 
-def _wrong(message: str, param: str | None = None) -> Refusal:
+def _invalid_value(message: str, param: str | None = None) -> Refusal:
     return Refusal(400, message, "invalid_value", param=param)
 
 
@@ -387,7 +389,7 @@ def _json(content: dict[str, Any], notes: Sequence[str]) -> JSONResponse:
 
 
 async def _refused(_: Request, refusal: Exception) -> Response:
-    return answer_of(cast(Refusal, refusal))
+    return error_response(cast(Refusal, refusal))
 
 
 async def _invalid(_: Request, error: Exception) -> Response:
@@ -395,24 +397,26 @@ async def _invalid(_: Request, error: Exception) -> Response:
     first = error.errors()[0]
     loc = [str(part) for part in first["loc"] if part != "body"]
     if first["type"] == "json_invalid":
-        return answer_of(Refusal(400, f"the body is not valid JSON: {first['ctx']['error']}", "invalid_json"))
+        return error_response(
+            Refusal(400, f"the body is not valid JSON: {first['ctx']['error']}", "invalid_json")
+        )
     message = first["msg"].removeprefix("Value error, ")
     if not loc and first["type"] in ("value_error", "string_unicode"):
-        return answer_of(Refusal(400, message, first["type"]))
+        return error_response(Refusal(400, message, first["type"]))
     if not loc:
         said = "the body must be a JSON object, sent with Content-Type: application/json"
-        return answer_of(Refusal(400, said, "invalid_body"))
+        return error_response(Refusal(400, said, "invalid_body"))
     param = ".".join(loc)
-    return answer_of(Refusal(400, f"{param}: {message}", first["type"], param=param))
+    return error_response(Refusal(400, f"{param}: {message}", first["type"], param=param))
 
 
 async def _http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}"
-    return answer_of(Refusal(error.status_code, message, "http_error"))
+    return error_response(Refusal(error.status_code, message, "http_error"))
 
 
 async def _failed(_: Request, error: Exception) -> Response:
-    return answer_of(
+    return error_response(
         Refusal(500, f"the server failed ({type(error).__name__}); its log says where", "internal_error")
     )

@@ -22,7 +22,7 @@ class Refusal(Exception):
         self.param, self.retry_after_s = param, retry_after_s
 
 
-def answer_of(refusal: Refusal, *, close: bool = False) -> JSONResponse:
+def error_response(refusal: Refusal, *, close: bool = False) -> JSONResponse:
     """The answer to a refused request."""
     kind = KINDS.get(refusal.status, "invalid_request_error" if refusal.status < 500 else "server_error")
     headers = {}

@@ -13,7 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rge.serving.errors import Refusal, answer_of
+from rge.serving.errors import Refusal, error_response
 from rge.serving.metrics import Metrics
 from rge.serving.options import ServeOptions
 
@@ -56,7 +56,7 @@ class TrustedHosts(TrustedHostMiddleware):
             await self.app(scope, receive, send)
 
 
-class Held:
+class MemoryBudget:
     """Bytes held for requests under way, up to a limit."""
 
     def __init__(self, most: int):
@@ -88,7 +88,7 @@ class Guard:
         *,
         key: str | None,
         paths: Sequence[str],
-        held: Held,
+        held: MemoryBudget,
         metrics: Metrics,
     ):
         self._app, self._options, self._paths = app, options, frozenset(paths)
@@ -120,7 +120,7 @@ class Guard:
         except _Gone:
             pass
         except Refusal as refusal:
-            await answer_of(refusal, close=self.is_draining)(scope, receive, watched)
+            await error_response(refusal, close=self.is_draining)(scope, receive, watched)
         except TimeoutError:
             if code:
                 raise
@@ -128,7 +128,7 @@ class Guard:
             late = Refusal(408, f"the body did not arrive within {shown}", "timeout")
             if body.is_over:
                 late = Refusal(504, f"no answer within {shown}", "timeout", retry_after_s=1)
-            await answer_of(late)(scope, receive, watched)
+            await error_response(late)(scope, receive, watched)
         finally:
             path = scope["path"] if scope["path"] in self._paths else "other"
             self._metrics.requests.labels(path, str(code or 499)).inc()

@@ -125,7 +125,7 @@ class Server(uvicorn.Server):
         self._service.batches.join(5)
         code = 1 if self._gave_up else 130 if self._first == signal.SIGINT else 0
         if self._service.batches.is_alive:  # in the middle of a batch, which cannot be interrupted
-            _leave(code)
+            _exit_now(code)
         return code
 
     @contextlib.contextmanager
@@ -151,7 +151,7 @@ class Server(uvicorn.Server):
     def _end(self, number: int) -> None:
         if self._first is not None:
             _say("rge serve: ended by a second signal")
-            _leave(128 + number)
+            _exit_now(128 + number)
         self._first = number
         _say(
             f"rge serve: {signal.Signals(number).name}: refusing new requests, finishing those in progress for up to "
@@ -172,7 +172,7 @@ def _say(text: str) -> None:
     print(text, flush=True)  # noqa: T201 - a command speaks to people
 
 
-def _leave(code: int) -> NoReturn:
+def _exit_now(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -22,7 +22,7 @@ from rge.common.errors import UserError
 from rge.common.prompt_profiles import think_tokens
 from rge.common.schema import Item
 from rge.config import AdaptiveConfig, LossConfig, RecipeError, RolloutConfig, StatesConfig, load_recipe
-from rge.losses import alignment, right_by
+from rge.losses import alignment, lead_over_negatives
 from rge.model.adapters import add_adapters, merged_weights, without_adapters
 from rge.model.backbone import BackboneError, add_tokens, load_backbone
 from rge.model.embedding_model import EmbeddingModel, encode_prompts
@@ -173,7 +173,7 @@ def test_easy_queries_get_emb_alone_as_their_target(thinking64, make_batch, micr
         q = torch.stack(list(state_at_end(hidden, starts, batch.queries, emb * len(batch.queries))))
         hidden, _, starts = stock_forward(lively64, batch.candidates, emb * len(batch.candidates), "right")
         c = torch.stack(list(state_at_end(hidden, starts, batch.candidates, emb * len(batch.candidates))))
-    lead = right_by(q, c, *candidate_masks(batch, torch.tensor(batch.candidate_identity), 0)[:2])
+    lead = lead_over_negatives(q, c, *candidate_masks(batch, torch.tensor(batch.candidate_identity), 0)[:2])
     easy = [row in lead.topk(2).indices.tolist() for row in range(len(batch.queries))]
     total = by_separate_passes(lively64, batch, rollout, objective, easy)
     total.backward()

@@ -20,7 +20,7 @@ from rge.diagnose import __main__ as command
 from rge.diagnose import leakage, sensitivity
 from rge.diagnose.invariance import invariance
 from rge.diagnose.knowability import measure_knowability
-from rge.diagnose.pairs import Pairs, elsewhere, hits, interval, read_pairs
+from rge.diagnose.pairs import Pairs, hits, interval, permute_across_groups, read_pairs
 from rge.embedder import Embedder
 from rge.model.embedding_model import EmbeddingModel
 from rge.model.prompts import PromptBuilder
@@ -112,7 +112,7 @@ def test_pairs_from_a_retrieval_set(tmp_path):
 def test_partners_come_from_elsewhere():
     groups = ["a"] * 3 + ["b"] * 2 + ["c"] * 4 + ["d"]
     for seed in range(20):
-        other = elsewhere(groups, seed)
+        other = permute_across_groups(groups, seed)
         assert sorted(other) == list(range(10))
         assert all(groups[place] != groups[number] for number, place in enumerate(other))
 
@@ -165,7 +165,7 @@ def test_sensitivity_sees_that_a_rationale_matters(checkpoint, records):
         assert rows[name]["hit@1"][0] == pytest.approx(1 - rows[name]["moved"])
         assert rows[name]["difference"][0] == pytest.approx(rows[name]["hit@1"][0] - 1)
     assert rows["swapped"]["moved"] > 0.2
-    others = [pairs.oracle[other] for other in elsewhere(pairs.groups)]
+    others = [pairs.oracle[other] for other in permute_across_groups(pairs.groups)]
     ids = [encoder.builder.rationale_ids(text, "")[:-1] for text in others]
     exchanged = encoder.encode_after(prompts, ids, batch_size=7)
     assert rows["oracle, swapped"]["cosine"] == pytest.approx(
@@ -219,30 +219,30 @@ def thinking(lively_path, backbone_of, tmp_path):
 def test_hidden_states_of_think_tokens_are_replaced(thinking, records):
     pairs = read_pairs(records, 6)
     prompts = [thinking.builder.build(item, "query") for item in pairs.queries]
-    own, thoughts = sensitivity.after_thoughts(thinking, prompts, batch_size=4)
+    own, thoughts = sensitivity.latent_embeddings(thinking, prompts, batch_size=4)
     encoded = thinking.encode(pairs.queries, side="query", mode="latent").embeddings
     np.testing.assert_allclose(own, encoded, atol=1e-5)
     layers = len(thinking.model.model.model.language_model.layers)
     assert thoughts.shape[:3] == (6, layers, THINKS)
-    again, _ = sensitivity.after_thoughts(thinking, prompts, batch_size=4, thought_QLKD=thoughts)
+    again, _ = sensitivity.latent_embeddings(thinking, prompts, batch_size=4, thought_QLKD=thoughts)
     assert (again == own).all()
     # Whoever else is in the batch, it is this query's state alone that is replaced.
     other = thoughts[[1, 2, 3, 4, 5, 0]]
-    swapped, _ = sensitivity.after_thoughts(thinking, prompts, batch_size=4, thought_QLKD=other)
+    swapped, _ = sensitivity.latent_embeddings(thinking, prompts, batch_size=4, thought_QLKD=other)
     for row in range(6):
-        alone, _ = sensitivity.after_thoughts(
+        alone, _ = sensitivity.latent_embeddings(
             thinking, prompts[row : row + 1], batch_size=1, thought_QLKD=other[row : row + 1]
         )
         np.testing.assert_allclose(alone[0], swapped[row], atol=2e-6)
     assert ((swapped * own).sum(axis=1) < 0.9999).all()
     # Nothing of the think tokens gets past the replacement: with zeros, their rows do not matter.
-    zeros, _ = sensitivity.after_thoughts(
+    zeros, _ = sensitivity.latent_embeddings(
         thinking, prompts, batch_size=4, thought_QLKD=torch.zeros_like(thoughts)
     )
     with torch.no_grad():
         thinking.model.model.get_input_embeddings().weight[list(thinking.model.given["latent"])] += 1.0
-    moved, _ = sensitivity.after_thoughts(thinking, prompts, batch_size=4)
-    still, _ = sensitivity.after_thoughts(
+    moved, _ = sensitivity.latent_embeddings(thinking, prompts, batch_size=4)
+    still, _ = sensitivity.latent_embeddings(
         thinking, prompts, batch_size=4, thought_QLKD=torch.zeros_like(thoughts)
     )
     assert (still == zeros).all()

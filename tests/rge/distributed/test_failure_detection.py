@@ -104,7 +104,7 @@ def test_who_leaves_in_peace_is_not_missed(monkeypatch):
 def test_an_end_of_all_is_nobodys_failure(monkeypatch, code):
     fellows = Fellows(monkeypatch)
     with pytest.raises(SystemExit), watch.watch_other_ranks():
-        raise watch.EndOfAll(code)
+        raise watch.CoordinatedExit(code)
     assert not fellows.store.check(["failed"])
     assert fellows.store.get("alive/0") == b"left"
 

@@ -62,7 +62,7 @@ def stir(embedder, seed=1):
 def write(embedder, base, folder):
     """Checkpoints ``merged`` and ``adapters`` of one model."""
     export(embedder, folder / "merged", settings(embedder), merged_weights(embedder.model))
-    named = Base.of(str(base), None, embedder.rows_of_base).seen_from(folder / "adapters")
+    named = Base.of(str(base), None, embedder.rows_of_base).as_recorded_in(folder / "adapters")
     export(embedder, folder / "adapters", settings(embedder, base=named))
     return folder / "merged", folder / "adapters"
 
@@ -248,7 +248,7 @@ def test_training_goes_on_from_them_or_from_them_merged(written, lively):
     for name, value in lively.named_parameters():
         assert torch.equal(went_on.get_parameter(name), value), name
     again = Base.of(str(adapters), None, went_on.rows_of_base)
-    assert again.seen_from(adapters) == read_settings(adapters).base.content()
+    assert again.as_recorded_in(adapters) == read_settings(adapters).base.content()
     anew = merged_weights(embedder_to_train(str(adapters), model).model)
     for name, value in load_backbone(merged).model.state_dict().items():
         torch.testing.assert_close(anew[name], value, atol=1e-6, rtol=1e-6)

@@ -12,7 +12,7 @@ from rge.common.schema import Item
 from rge.embedder import Embedder
 from rge.model.adapters import AdapterError, add_adapters, has_adapters, merged_weights
 from rge.model.backbone import load_backbone
-from rge.model.embedding_model import EmbeddingModel, drops_out
+from rge.model.embedding_model import EmbeddingModel, has_dropout
 from rge.model.prompts import PromptBuilder
 from rge.objective import Objective
 from rge.rollout.generate import generate
@@ -172,7 +172,7 @@ def test_chunks_draw_the_dropout_of_their_first_forward(lively, make_batch, roll
     objective = Objective(0.3, 0.7, 0.07, anchor)
     batch = make_batch(PromptBuilder(lively.processor))
     adapt(lively, dropout=0.3).train()
-    assert drops_out(lively)
+    assert has_dropout(lively)
     rationales = roll_out(lively, batch) if anchor == "self" else None
     torch.manual_seed(5)
     forward = _Forward(lively, objective, batch, rationales and Rollout(rationales), 2)
@@ -194,7 +194,7 @@ def test_chunks_draw_the_dropout_of_their_first_forward(lively, make_batch, roll
     other, _ = step(lively, batch, rationales, 2, objective)
     assert abs(other["loss"] - report["loss"]) > 1e-4  # the masks do matter
     lively.eval()
-    assert not drops_out(lively)
+    assert not has_dropout(lively)
 
 
 def test_a_resumed_run_goes_on_bit_for_bit(lively, lively_path, make_batch, roll_out, tmp_path):

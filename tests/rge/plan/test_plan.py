@@ -32,7 +32,7 @@ from rge.model.backbone import (
 )
 from rge.model.embedding_model import EmbeddingModel, encode_in_parts
 from rge.model.families import FAMILIES, family_of
-from rge.model.packing import Branch, pack_prompts, pack_tails, together
+from rge.model.packing import Branch, pack_prompts, pack_tails, to_device
 from rge.model.prompts import Prompt, PromptBuilder
 from rge.objective import Objective
 from rge.plan import report as plan
@@ -464,7 +464,7 @@ def test_the_3b_itself_on_meta(monkeypatch, form):
 
     def forward(branches):
         part = pack_prompts([prompt] * rows, picture_ids=[1, image, 3], empty_picture=(None, None))
-        part, tails = together(part, pack_tails([prompt] * rows, [branches] * rows), device="meta")
+        part, tails = to_device(part, pack_tails([prompt] * rows, [branches] * rows), device="meta")
         plan_ = Pass(part, tails, None, len(family_of(model).decoder(model).layers), form)
         patches = torch.empty(rows * 4096, 1176, dtype=torch.bfloat16, device="meta")
         features = family_of(model).features(model, patches, part.image_grid)

@@ -7,7 +7,7 @@ import torch
 
 from rge.config import LossConfig, Recipe, RecipeError, RolloutConfig, StageConfig, TrainConfig
 from rge.distributed import launch
-from rge.model.embedding_model import drops_out
+from rge.model.embedding_model import has_dropout
 from rge.model.packing import Branch
 from rge.model.prompts import PromptBuilder
 from rge.objective import Objective
@@ -86,7 +86,7 @@ def test_one_encoding_belongs_to_one_chunk(lively, batch):
 
 
 def test_when_prompts_are_encoded_once(lively):
-    fits = {"queries_a_rank": 8, "micro_batch_size": 8, "sharded": False, "drops_out": False}
+    fits = {"queries_a_rank": 8, "micro_batch_size": 8, "sharded": False, "has_dropout": False}
     assert encodes_once("auto", **fits)
     assert encodes_once("once", **fits)
     assert not encodes_once("twice", **fits)
@@ -96,16 +96,16 @@ def test_when_prompts_are_encoded_once(lively):
             "a process has 9 queries a step, train.micro_batch_size is 8, and nothing is kept",
         ),
         ({"sharded": True}, "parameters are sharded"),
-        ({"drops_out": True}, "dropout is on"),
+        ({"has_dropout": True}, "dropout is on"),
     ]:
         assert not encodes_once("auto", **{**fits, **change})
         with pytest.raises(RecipeError, match=f"rollout.prompt_pass=once is not possible: {reason}"):
             encodes_once("once", **{**fits, **change})
     assert encodes_once("auto", **{**fits, "queries_a_rank": 9}, keep="host")
     lively.train()
-    assert not drops_out(lively)
+    assert not has_dropout(lively)
     lively.model.model.language_model.layers[0].self_attn.attention_dropout = 0.1
-    assert drops_out(lively)
+    assert has_dropout(lively)
 
 
 def test_several_rationales_a_query_are_branches_of_one_prompt(lively, batch, monkeypatch):

@@ -283,7 +283,7 @@ def test_adapters_with_the_merger_and_their_real_base_are_the_model(folder, prom
         reasons="query", recipe={"model": {"dtype": "float32"}}, stage="joint", step=7,
     )  # fmt: skip
     base = dataclasses.replace(Base.of(str(folder), None, trained.rows_of_base), path="elsewhere/backbone")
-    export(trained, tmp_path / "adapters", settings | {"base": base.seen_from(tmp_path / "adapters")})
+    export(trained, tmp_path / "adapters", settings | {"base": base.as_recorded_in(tmp_path / "adapters")})
     size = sum(path.stat().st_size for path in (tmp_path / "adapters").glob("*.safetensors"))
     assert size < 7e6
     again = Embedder.from_pretrained(tmp_path / "adapters", base=folder)

@@ -169,7 +169,7 @@ def test_a_value_of_the_wrong_type_names_its_key(load, override, message):
         ("rollout.backend=vlm", "rollout.backend must be one of own, vllm, got 'vlm'"),
         ("rollout.vllm_memory=1", "rollout.vllm_memory must be <= 0.95, got 1"),
         ("rollout.num_rationales=0", "rollout.num_rationales must be >= 1"),
-        ("rollout.num_rationales=2", "rollout.num_rationales=2 would write the same rationale as often"),
+        ("rollout.num_rationales=2", "rollout.num_rationales=2 would write the same rationale each time"),
         ("rollout.reuse_steps=-1", "rollout.reuse_steps must be >= 0"),
         ("rollout.direct_share=1.5", "rollout.direct_share must be < 1"),
         ("rollout.direct_share=1", "rollout.direct_share must be < 1"),
@@ -394,7 +394,8 @@ def test_how_to_write_rationales_is_refused_where_none_is_written(load, anchor):
 def test_a_query_without_anything_to_be_compared_with_is_refused(load):
     alone = ("joint.batch_size=1", "data.max_negatives=0")
     with pytest.raises(
-        RecipeError, match="joint.batch_size=1 with data.max_negatives=0 leaves a query nothing"
+        RecipeError,
+        match="joint.batch_size=1 with data.max_negatives=0 leaves nothing to compare a query with",
     ):
         load(*alone)
     load(*alone, "loss.ratio=1:0")  # nothing is compared
@@ -436,7 +437,7 @@ def test_a_stage_has_at_least_one_step():
 def test_what_vllm_cannot_do_is_said_before_anything_is_loaded(load):
     assert load("rollout.backend=vllm", "rollout.temperature=0.7").rollout.backend == "vllm"
     with pytest.raises(
-        RecipeError, match="rollout.prompt_pass=once lets the rollout go on from the training model's"
+        RecipeError, match="rollout.prompt_pass=once continues the rollout from the training model's"
     ):
         load("rollout.backend=vllm", "rollout.prompt_pass=once")
     for temperature in ("0.001", "2.5"):
@@ -448,7 +449,7 @@ def test_what_vllm_cannot_do_is_said_before_anything_is_loaded(load):
     ("overrides", "message"),
     [
         (("rl.temperature=0",), "rl.temperature=0 writes the same rationale each time"),
-        (("rl.num_rationales=1",), "rl.num_rationales=1 leaves a rationale nothing to be compared with"),
+        (("rl.num_rationales=1",), "rl.num_rationales=1 leaves nothing to compare a rationale with"),
         (("rl.alpha_rl=0", "rl.alpha_con=0", "rl.alpha_lm=0"), "are all 0, which leaves nothing to train"),
         (("loss.anchor=none",), "loss.anchor=none embeds queries without the model's own rationale"),
         (("rl.rewards=[]",), "rl.rewards leaves no reward"),

@@ -421,7 +421,7 @@ def test_several_devices_embed_as_one_does(described, items, picture):
     with pytest.raises(AttributeError, match="model"):
         both.model  # noqa: B018 - the workers have it
     both.close()
-    with pytest.raises(ValueError, match="device names no device"):
+    with pytest.raises(ValueError, match="device is empty"):
         Embedder.from_pretrained(described.checkpoint, device=[])
 
 

@@ -202,7 +202,7 @@ def test_nested_losses_are_the_mean_over_the_sizes():
     whole = nested(q, c, positive, ignored, temperature=0.2, sizes=[])
     assert torch.equal(whole, info_nce(q, c, positive, ignored, temperature=0.2))
     for wrong in ([8], [9], [4, 4]):
-        with pytest.raises(ValueError, match="embeddings have 8 components; sizes to cut to must be smaller"):
+        with pytest.raises(ValueError, match="embeddings have 8 components; truncated sizes must be smaller"):
             nested(q, c, positive, ignored, temperature=0.2, sizes=wrong)
 
 

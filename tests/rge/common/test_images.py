@@ -247,8 +247,8 @@ def test_a_size_is_read_without_decoding(tmp_path):
     (tmp_path / "text.png").write_text("no picture")
     Image.new("I", (3, 3)).save(tmp_path / "deep.tiff")
     for name, message in (
-        ("text.png", "no picture that Pillow knows"),
-        ("deep.tiff", "32-bit pixels of no known range"),
+        ("text.png", "Pillow does not recognise it"),
+        ("deep.tiff", "32-bit pixels of unknown range"),
         ("gone.png", "cannot be read: No such file"),
         ("", "cannot be read: Is a directory"),
     ):

@@ -114,7 +114,7 @@ BAD_PICTURES = {
     "no library": ("none.parquet#1", "none.parquet does not exist"),
     "aspect ratio": ("strip.png", "absolute aspect ratio must be smaller than 200"),
     "animation": ("moving.gif", "moving.gif has several frames"),
-    "32-bit pixels": ("floats.tiff", "32-bit pixels of no known range"),
+    "32-bit pixels": ("floats.tiff", "32-bit pixels of unknown range"),
 }
 if os.geteuid():
     BAD_PICTURES["not permitted"] = ("secret.png", "secret.png cannot be read: Permission denied")

@@ -500,7 +500,8 @@ def test_a_stream_refuses_what_needs_its_length(recipe, home):
     given = f"joint.sources=[{{dataset: '{home / 'parquet'}', streaming: true}}]"
     assert loaded(recipe, given).joint.sources[0].streaming
     with pytest.raises(
-        RecipeError, match=r"joint.epochs needs the number of records, which the stream .* set joint.steps"
+        RecipeError,
+        match=r"joint.epochs needs the number of records, which is unknown for the stream .* set joint.steps",
     ):
         loaded(recipe, given, "joint.steps=null")
     with pytest.raises(

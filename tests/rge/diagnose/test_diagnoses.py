@@ -338,7 +338,7 @@ def test_invariance_compares_the_rationales_of_vllm(checkpoint, records, monkeyp
 
 def test_the_shipped_checkpoint_is_diagnosed_by_its_name(records, tmp_path, capsys):
     words = ["sensitivity", "checkpoint=demo", f"data={records}", "limit=4", "batch_size=4"]
-    with pytest.raises(UserError, match="checkpoint=demo comes with the package: give out="):
+    with pytest.raises(UserError, match="checkpoint=demo is part of the package: set out="):
         command.main(words)
     assert command.main([*words, f"out={tmp_path / 'o'}"]) in (0, 1)
     assert json.loads((tmp_path / "o" / "sensitivity.json").read_text())["checkpoint"].endswith(

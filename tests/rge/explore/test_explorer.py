@@ -172,7 +172,7 @@ def test_who_goes_away_ends_the_writing_and_who_comes_too_early_is_told(explorer
     )
     first.start()
     assert held.wait(30)
-    with pytest.raises(UserError, match="was at work on other questions"):
+    with pytest.raises(UserError, match="was busy with other questions"):
         told(explorer, "y")
     go.set()
     first.join()

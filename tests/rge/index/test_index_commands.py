@@ -628,7 +628,7 @@ def test_embed_goes_on_where_it_was_and_says_when_it_was_begun_otherwise(photos,
         embed(words)
     assert not os.path.exists("x.parquet")
     with pytest.raises(
-        UserError, match=r"x\.parquet\.parts was begun otherwise \(side: 'document', now 'query'"
+        UserError, match=r"x\.parquet\.parts was started with other settings \(side: 'document', now 'query'"
     ):
         embed([*words, "side=query"])
     # One of the finished ones changes meanwhile, one goes.

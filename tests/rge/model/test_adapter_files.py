@@ -253,7 +253,7 @@ def test_training_goes_on_from_them_or_from_them_merged(written, lively):
     for name, value in load_backbone(merged).model.state_dict().items():
         torch.testing.assert_close(anew[name], value, atol=1e-6, rtol=1e-6)
     model.lora = LoraConfig(rank=2, alpha=6.0, targets=["q_proj"])
-    with pytest.raises(AdapterError, match=r"model.lora asks for other ones \(rank, targets\)"):
+    with pytest.raises(AdapterError, match=r"model.lora asks for different ones \(rank, targets\)"):
         embedder_to_train(str(adapters), model, adapters_only=True)
 
 

@@ -72,7 +72,7 @@ def test_a_kernel_that_aligns_its_mask_at_the_other_end_is_refused():
         )  # fmt: skip
 
     with pytest.raises(
-        KernelError, match=r"is not ordinary attention \(.*output [0-9.]+e[+-]0[01].*set model.x=sdpa"
+        KernelError, match=r"differs from ordinary attention \(.*output [0-9.]+e[+-]0[01].*set model.x=sdpa"
     ):
         verify(top_left, states, runs, settings, "model.x")
 
@@ -181,7 +181,7 @@ def test_layers_that_see_a_window(lively_path, backbone_of, make_prompts):
         )[0].state_ND
     torch.testing.assert_close(torch.stack([r.state_D for r in rationales]), again, rtol=0, atol=1e-9)
     embedder.attention = "sdpa"
-    with pytest.raises(ValueError, match="see 6 tokens only; set model.attn_implementation=varlen"):
+    with pytest.raises(ValueError, match="with a window of 6 tokens; set model.attn_implementation=varlen"):
         embedder(embedder.pack(prompts, branches))
 
 

@@ -712,7 +712,7 @@ def test_vllm_that_gives_no_probabilities_is_an_error(lively, make_batch, sample
     number = next(number for number, one in enumerate(rationales) if len(one.ids) > 2)
     rationales[number] = dataclasses.replace(rationales[number], log_probs=given and (-1.0,) * given)
     with pytest.raises(
-        UserError, match=r"vLLM gave log probabilities of \d of the \d+ tokens.*correction=false"
+        UserError, match=r"vLLM returned log probabilities for \d of the \d+ tokens.*correction=false"
     ):
         take(lively, batch, rationales, recipe)
     without = dataclasses.replace(

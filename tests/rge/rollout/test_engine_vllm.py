@@ -74,7 +74,7 @@ def test_states_are_the_models_own_after_what_the_engine_wrote(lively_path, tmp_
         assert found.rationales == whole.rationales
         assert found.stop_reasons == whole.stop_reasons
         np.testing.assert_allclose(found.embeddings, whole.embeddings, atol=2e-5)
-    with pytest.raises(UserError, match="engine=vllm can be kept neither"):
+    with pytest.raises(UserError, match="engine=vllm supports neither"):
         vllm.with_(min_new_tokens=1).encode(items, side="query", mode="reasoning")
     with pytest.raises(ValueError, match="use engine=own"):
         vllm.with_(exact=True).encode_query("a")

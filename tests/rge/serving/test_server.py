@@ -483,7 +483,7 @@ WRONG = {
     "a rare format": ({"messages": message("a", postscript())}, "none of JPEG"),
     "bad base64": ({"messages": message("a", "data:image/png;base64,@@@")}, "data URL"),
     "not base64": ({"messages": message("a", "data:image/png,abc")}, "base64"),
-    "a web address": ({"messages": message("a", "https://example.com/a.png")}, "fetches no pictures from the web"),
+    "a web address": ({"messages": message("a", "https://example.com/a.png")}, "does not fetch pictures from the web"),
     "a path": ({"messages": message("a", "/etc/passwd")}, "a picture must be sent as data:"),
     "a file's address": ({"messages": message("a", "file:///etc/passwd")}, "a picture must be sent as data:"),
     "a long instruction": ({"input": "a", "instruction": "b" * 2001}, "instruction has 2001 characters"),

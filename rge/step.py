@@ -45,7 +45,7 @@ Read = Callable[[Callable[[int], list[Branch]]], Tensor]
 
 
 class RolloutLoss(Protocol):
-    """A loss on the rationales of a rollout beside the contrastive one; in the stage rl, `rge.rl.credit.Credit`."""
+    """A loss on the rationales of a rollout in addition to the contrastive one; in the stage rl, `rge.rl.credit.Credit`."""
 
     def judge(self, q_ND: Tensor, c_CD: Tensor, masks: Masks, read: Read) -> None:
         """See the states of the rollout and the candidates, once they are known and before any backward.
@@ -54,11 +54,11 @@ class RolloutLoss(Protocol):
             q_ND: this rank's states, without gradient.
             c_CD: candidates of all ranks, without gradient.
             masks: see `candidate_masks`.
-            read: gives states of other branches of the same queries, row by row, for what is measured and not trained.
+            read: returns states of other branches of the same queries, row by row, for figures that are only measured.
         """
 
     def loss(self, readout: Readout, rows: slice) -> Tensor:
-        """A chunk's share of the loss; `rows` says which of this rank's rationales it holds."""
+        """A chunk's share of the loss; `rows` selects the chunk's rationales among this rank's."""
 
     def report(self) -> dict[str, float]:
         """Figures of the update just computed, equal on all ranks; ``loss_rl`` among them."""
@@ -75,7 +75,7 @@ class TrainingStep:
         keep: where what the backward of several chunks needs of their first forwards is kept, ``device`` or ``host``, see
             `rge.model.embedding_model.keeping`; ``none`` computes these forwards without gradient and again.
         backward: `Accelerator.backward` or `Tensor.backward`.
-        no_sync: context in which gradients of other ranks are not waited for, used for all chunks but the last.
+        no_sync: context without gradient synchronisation, used for all chunks but the last.
     """
 
     def __init__(
@@ -149,12 +149,12 @@ class TrainingStep:
 
 @dataclass
 class _First:
-    """What a chunk's first forward leaves for its second.
+    """What is kept of a chunk's first forward for its second.
 
     Attributes:
-        q: queries that were computed with gradient, so that they are not computed again.
+        q: queries computed with gradient, which are not computed again.
         t: likewise candidates.
-        draw: the random numbers that the second forward has to draw again.
+        draw: random state that the second forward has to restore.
     """
 
     q: Readout | None = None
@@ -163,12 +163,12 @@ class _First:
 
 
 class _Forward:
-    """A batch under an objective: its prompts with the branches that are needed, packed and read chunk by chunk.
+    """Forward passes of a batch under an objective: its prompts with the needed branches, packed and run chunk by chunk.
 
     Attributes:
-        chunks: of one forward each; equally many on every rank.
+        chunks: one forward each; the same number on every rank.
         num_queries: of all ranks.
-        num_each: states a query that InfoNCE sees.
+        num_each: states per query that InfoNCE uses.
 
     Raises:
         ValueError: prompts are encoded in other parts than these chunks.
@@ -202,7 +202,7 @@ class _Forward:
                 )
 
     def states_of(self, number: int) -> slice:
-        """Which of this rank's query states a chunk holds."""
+        """The indices of a chunk's query states among this rank's."""
         queries, _ = self.chunks[number]
         return slice(queries.start * self.num_each, queries.stop * self.num_each)
 
@@ -329,11 +329,11 @@ class _Forward:
 
     @torch.no_grad()
     def _own_states(self) -> Tensor:
-        """The rollout's own final states; those that it did not compute with these weights are computed now."""
+        """The rollout's final states; those not computed with the current weights are computed now."""
         embedder, batch, rationales = self.embedder, self.batch, self.rationales
         states = [rationale.state_D for rationale in rationales]
         missing = [number for number, state in enumerate(states) if state is None]
-        # Where parameters are sharded, a forward of one rank is a forward of all: equally many on each.
+        # With sharded parameters every forward is collective: each rank has to run the same number.
         most = max(dist.gather_sizes(len(missing), embedder.device))
         for start in range(0, most, self.micro_batch_size):
             numbers = missing[start : start + self.micro_batch_size] or [0]
@@ -349,7 +349,7 @@ class _Forward:
 
 @dataclass
 class Comparison:
-    """What the comparison of this rank's query states with the candidates of all ranks gives.
+    """Result of comparing this rank's query states with the candidates of all ranks.
 
     Attributes:
         found: losses and hits, see `Objective.contrastive`.
@@ -357,7 +357,7 @@ class Comparison:
         num_labelled: of these, labelled ones.
         easy_B: which of this rank's queries are to be answered directly: their LM target is ``<emb>`` alone, the others'
             the oracle rationale. None without `Objective.adaptive`.
-        lm_tokens: labels of all ranks then.
+        lm_tokens: labels of all ranks with these targets.
     """
 
     found: Contrast
@@ -368,7 +368,7 @@ class Comparison:
 
 
 class _AtOnce:
-    """A step whose states are compared with their gradient, since they are all of one chunk, or not compared at all."""
+    """A step in one chunk, whose states are compared with gradient; or a step without a comparison."""
 
     def __init__(self, forward: _Forward, scale: float, extra: RolloutLoss | None):
         self.forward, self.scale, self.extra = forward, scale, extra
@@ -379,7 +379,7 @@ class _AtOnce:
         return self.forward(model, number)
 
     def compare(self, q: Readout, t: Readout) -> Comparison | None:
-        """What InfoNCE sees in this step, once; None where it sees nothing."""
+        """The comparison of this step, computed once; None if there is none."""
         objective = self.forward.objective
         if objective.compares:
             t_ND = t.state_ND if objective.trains_candidates else self.forward.candidate_states([0])
@@ -387,7 +387,7 @@ class _AtOnce:
         return self.compared
 
     def loss(self, q: Readout, t: Readout, number: int) -> Tensor:
-        """What the comparison adds to a chunk's loss."""
+        """The comparison's share of a chunk's loss."""
         if self.compared is None or self.forward.objective.alpha_con == 0:
             return q.nll.new_zeros(())
         return self.compared.found.loss * self.scale
@@ -408,16 +408,16 @@ class _GradientCache(_AtOnce):
         self.grad_q_ND, self.grad_t_ND = q_ND.grad, t_ND.grad
 
     def readouts(self, model: nn.Module, number: int) -> tuple[Readout, Readout]:
-        """Of a chunk's queries and candidates, with gradient; what was kept of the first pass is let go."""
+        """Of a chunk's queries and candidates, with gradient; frees what was kept of the first pass."""
         first, self.firsts[number] = self.firsts[number], _First()
         return self.forward(model, number, first)
 
     def compare(self, q: Readout, t: Readout) -> Comparison | None:
-        """Of all chunks, made before the first."""
+        """Of all chunks, computed before the first backward."""
         return self.compared
 
     def loss(self, q: Readout, t: Readout, number: int) -> Tensor:
-        """<state, dL/dstate>, whose gradient is that of the comparison; 0 where nothing is trained by it."""
+        """<state, dL/dstate>, whose gradient is that of the comparison; 0 if there is no comparison."""
         if self.grad_q_ND is None or self.grad_t_ND is None:
             return q.nll.new_zeros(())
         rows, (_, candidates) = self.forward.states_of(number), self.forward.chunks[number]
@@ -431,12 +431,12 @@ class _Share:
     DDP averages gradients over ranks, the losses are means over all ranks' rows: sums / global count * world size.
 
     Attributes:
-        objective: has the weights.
+        objective: losses and weights.
         num_queries: of all ranks.
-        num_each: states a query.
-        lm_tokens: labels of all ranks; other ones where easy queries have another target.
+        num_each: states per query.
+        lm_tokens: labels of all ranks; a different number if easy queries have another target.
         cut_prompts: of all ranks.
-        totals: losses of the chunks, and `nlls` the LM losses in them, on their device until one look at it makes the report.
+        totals: losses of the chunks, and `nlls` the LM losses in them, kept on the device until the report reads them at once.
     """
 
     objective: Objective
@@ -475,7 +475,7 @@ class _Share:
         """Means over the global batch, see `TrainingStep.__call__`."""
         figures = {} if compared is None else compared.found.figures
         counts = [0, 0] if compared is None else [compared.num_negatives, compared.num_labelled]
-        # One wait for the device, and not one for each value.
+        # Wait for the device once instead of for each value.
         scalars = [*self.totals, *self.nlls, *(value for value, _ in figures.values())]
         values = torch.stack([scalar.double() for scalar in scalars]).tolist()
         for value in values[: len(self.totals)]:
@@ -499,7 +499,7 @@ class _Share:
 
 
 def easy_queries(lead_B: Tensor, adaptive: AdaptiveConfig, most: float) -> Tensor:
-    """(B,) bool: the queries whose direct state leads by the margin, those that lead most first, within the shares."""
+    """(B,) bool: the queries whose direct state leads by the margin, largest leads first, within the shares."""
     count = len(lead_B)
     wanted = int((lead_B > adaptive.margin).sum())
     wanted = min(max(wanted, math.ceil(min(adaptive.floor, most) * count)), int(most * count))
@@ -509,7 +509,7 @@ def easy_queries(lead_B: Tensor, adaptive: AdaptiveConfig, most: float) -> Tenso
 
 
 def candidate_masks(batch: Batch, identity_C: Tensor, offset: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Which candidates of the global batch are each query's positive, which must not count as its negatives, which do.
+    """Which candidates of the global batch are each query's positives, which are ignored, and which are labelled negatives.
 
     A candidate of any rank that stands for one of the query's right answers is ignored, unless it is one of the
     query's positives in this batch or one of the query's own labelled negatives: a label is stronger than an equal
@@ -521,7 +521,7 @@ def candidate_masks(batch: Batch, identity_C: Tensor, offset: int) -> tuple[Tens
         offset: column of this rank's first candidate.
 
     Returns:
-        Three (B, C) bool masks, on the host, where they are made from lists: positive, ignored, labelled negative.
+        Three (B, C) bool masks, on the host, where they are built from lists: positive, ignored, labelled negative.
     """
     B, C, identity_C = len(batch.queries), identity_C.shape[0], identity_C.cpu()
     positive_BC = torch.zeros(B, C, dtype=torch.bool)

@@ -59,7 +59,7 @@ class Job:
 
 
 class Embedder:
-    """A trained model with its prompts and its pinned generation settings; `with_` makes one that asks otherwise."""
+    """A trained model with its prompts and its pinned generation settings; `with_` makes one with other settings."""
 
     base: Path | None = None
     """Directory that the base of a checkpoint of adapters was found in."""
@@ -172,13 +172,13 @@ class Embedder:
         temperature: float | None = None,
         min_new_tokens: int | None = None,
     ) -> Self:
-        """An embedder on the same model that asks otherwise.
+        """An embedder on the same model with other settings.
 
         Args:
             exact: compute every state with its row alone, see `encode`.
             profile: of `rge.common.prompt_profiles`, in place of the checkpoint's.
-            temperature: of drawn rationales.
-            min_new_tokens: ``<emb>`` is barred before so many.
+            temperature: of sampled rationales.
+            min_new_tokens: ``<emb>`` is suppressed before this many tokens.
         """
         other = copy(self)
         generation = _given(temperature=temperature, min_new_tokens=min_new_tokens)
@@ -187,7 +187,7 @@ class Embedder:
         return other
 
     def _begin(self, profile: str) -> None:
-        """Ask as the settings, which had another prompt profile before, have it now."""
+        """Rebuild the prompts after a change of settings, such as another prompt profile."""
         if self.settings.profile == profile:
             return
         builder = copy(self.builder)
@@ -196,19 +196,19 @@ class Embedder:
 
     @property
     def engine(self) -> "VllmWriter | None":
-        """vLLM, where it writes."""
+        """The vLLM engine, if it writes rationales."""
         return self._inference.engine
 
     @property
     def size(self) -> int:
-        """Components of an embedding."""
+        """Number of components of an embedding."""
         return self._inference.size
 
     def close(self) -> None:
         """End what holds the model on several devices; it would also end with this object, and starts again when needed."""
 
     def check_dimensions(self, dimensions: int | None) -> None:
-        """Raise `UserError` where embeddings cannot be cut to so many components."""
+        """Raise `UserError` if embeddings cannot be truncated to this many components."""
         if dimensions is not None and dimensions not in self.sizes:
             raise UserError(
                 f"dimensions must be one of {', '.join(map(str, self.sizes))}, the sizes this checkpoint was trained for, "
@@ -217,7 +217,7 @@ class Embedder:
 
     @property
     def sizes(self) -> list[int]:
-        """The sizes that an embedding may be cut to, its own included."""
+        """The sizes that an embedding can be truncated to, including its full size."""
         return sorted({self.size, *self.settings.dimensions})
 
     @property
@@ -336,7 +336,7 @@ class Embedder:
             return str(api.upload_folder(repo_id=repo_id, folder_path=folder))
 
     def instruction_for(self, given: str | None, task: str | None = None) -> tuple[str | None, str | None]:
-        """The instruction that a query gets, and a warning where training did not know it.
+        """The instruction that a query gets; warns about one that training did not use.
 
         What is given goes before the one of `task`, a task of training; an empty one is none.
 
@@ -506,7 +506,7 @@ class Embedder:
         return self._inference.prompt(item, side, images)
 
     def warn_of_truncation(self, prompts: Sequence["Prompt"]) -> None:
-        """Warn where texts were too long for the checkpoint's prompts."""
+        """Warn about texts that were too long for the checkpoint's prompts."""
         if num_cut := sum(prompt.num_cut_tokens > 0 for prompt in prompts):
             warnings.warn(
                 f"{num_cut} of {len(prompts)} prompts had more than {self.builder.max_tokens} tokens and lost the end of their text",
@@ -514,7 +514,7 @@ class Embedder:
             )
 
     def encode_prompts(self, prompts: Sequence["Prompt"], *, mode: Mode, batch_size: int = 64) -> Encoded:
-        """Embed prompts that `prompt` has made before, as a server does, which makes them where they come in."""
+        """Embed prompts made by `prompt`, as a server does, which makes them when requests arrive."""
         from rge.inference import Asked
 
         return self._inference.embed(prompts, Asked(mode, batch_size), self.settings)
@@ -540,7 +540,7 @@ class Embedder:
 
 
 class _SpreadEmbedder(Embedder):
-    """An `Embedder` whose model is in worker processes, one a device; it has neither `model` nor `builder` itself."""
+    """An `Embedder` whose model is in worker processes, one per device; it has neither `model` nor `builder` itself."""
 
     settings: CheckpointSettings
 
@@ -582,7 +582,7 @@ class _SpreadEmbedder(Embedder):
 
 
 def _worker(folder: Path, settings: CheckpointSettings, base: Path | None, threads: int, device: str) -> Work:
-    """What a worker does, see `rge.distributed.workers`."""
+    """A worker's task, see `rge.distributed.workers`."""
     import torch
 
     from rge.inference import Inference
@@ -605,7 +605,7 @@ def _base(folder: Path, asked: str | Path | None) -> Path | None:
 
 
 def _given(**options: Any) -> dict[str, Any]:
-    """Those that are not None."""
+    """The arguments that are not None."""
     return {name: value for name, value in options.items() if value is not None}
 
 

@@ -54,7 +54,7 @@ class VllmOptions:
 
 
 class Inference:
-    """A model, put into evaluation mode, with its prompts; an `engine` writes rationales in its place."""
+    """A model, put into evaluation mode, with its prompts; an `engine` may write its rationales."""
 
     def __init__(self, model: EmbeddingModel, builder: PromptBuilder, engine: VllmWriter | None = None):
         self.model, self.builder, self.engine = model.eval(), builder, engine
@@ -110,11 +110,11 @@ class Inference:
 
     @property
     def size(self) -> int:
-        """Components of an embedding."""
+        """Number of components of an embedding."""
         return self.model.model.config.get_text_config().hidden_size
 
     def prompt(self, item: Item, side: Side, images: Sequence[Image.Image] | None = None) -> Prompt:
-        """The prompt of an item, see `rge.model.prompts.PromptBuilder.build`; pictures are decoded beside other threads."""
+        """The prompt of an item, see `rge.model.prompts.PromptBuilder.build`; safe to call from several threads."""
         if images is None:
             images = [load_image(ref) for ref in item.images]
         with self._tokenizing:
@@ -204,7 +204,7 @@ class Inference:
     def _prefilled(
         self, prompts: Sequence[Prompt], mode: Mode, together: int, on_progress: OnProgress
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Embeddings (N, D) at an ``<emb>`` before which nothing is written, and milliseconds (N,)."""
+        """Embeddings (N, D) at an ``<emb>`` right after the prompt, and milliseconds (N,)."""
         given = self.model.given[mode]
         found, embed_ms = np.empty((len(prompts), self.size), np.float32), np.empty(len(prompts))
         for rows in by_length([*map(len, prompts)], together):

@@ -159,7 +159,7 @@ def alignment(
 
 
 def lead_over_negatives(q_BD: Tensor, c_CD: Tensor, positive_BC: Tensor, ignored_BC: Tensor) -> Tensor:
-    """(B,) by how much each query's best positive leads its best negative, as a difference of cosines.
+    """(B,) the margin by which each query's best positive leads its best negative, as a difference of cosines.
 
     Args: as `info_nce`.
     """

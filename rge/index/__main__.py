@@ -1,7 +1,7 @@
 """`rge index`: build or update an index of a folder or a table.
 
     rge index photos out=gallery checkpoint=demo
-    rge index photos out=gallery                  # later: only what is new, changed or gone
+    rge index photos out=gallery                  # later: embeds only what is new or changed
     rge index photos out=gallery watch=true       # the same whenever something changes, until Ctrl-C
 
 Embeddings are written every few hundred items, so a stopped command continues where it was.
@@ -53,7 +53,7 @@ def main(words: list[str]) -> int:
 
 
 def remove_source(asked: IndexOptions) -> int:
-    """Remove a source, which may be gone."""
+    """Remove a source, even if it no longer exists."""
     index = Index.open(asked.out)
     name, held = os.path.abspath(asked.src.expanduser()), index.sources()
     if name not in held:
@@ -67,7 +67,7 @@ def remove_source(asked: IndexOptions) -> int:
 
 
 def update(asked: IndexOptions, source: Source, index: Index, reader: "Reader") -> None:
-    """Embed what is new or changed, and remove what is gone."""
+    """Embed new and changed items, and remove deleted ones."""
     from rge.index.reading import Unreadable
 
     unreadable = Unreadable.of(source, asked)
@@ -91,7 +91,7 @@ def update(asked: IndexOptions, source: Source, index: Index, reader: "Reader") 
 
 
 def watch(asked: IndexOptions, source: Source, index: Index, reader: "Reader") -> NoReturn:
-    """Update every `WATCH_S` seconds what has changed since and no longer does, until a signal ends it."""
+    """Update every `WATCH_S` seconds once the source has changed and stopped changing, until a signal ends it."""
 
     def stamps(source: Source) -> dict[str, str]:
         return {entry.id: entry.stamp for entry in source.entries} | source.faults
@@ -160,7 +160,7 @@ def _open(asked: IndexOptions) -> "tuple[Index, Embedder]":
 
 
 def update_index(index: Index, source: Source, reader: "Reader", unreadable: "Unreadable") -> str:
-    """Make the index hold what the source holds.
+    """Bring the index up to date with the source.
 
     Returns:
         What was done, in words.
@@ -191,7 +191,7 @@ def _embed(
     unreadable: "Unreadable",
     known: dict[str, tuple[str, str]],
 ) -> Counter[str]:
-    """Put new and changed entries into the index; contents that it has already are not embedded again."""
+    """Put new and changed entries into the index; content that it already has is not embedded again."""
     from rge.index.reading import row_of
 
     counts = Counter[str]()

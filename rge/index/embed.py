@@ -2,7 +2,7 @@
 
     rge embed checkpoint=demo src=photos out=photos.parquet
 
-Finished rows are kept in ``OUT.parts``; the last step puts them together and removes that folder.
+Finished rows are kept in ``OUT.parts``; the last step merges them and removes that folder.
 """
 
 import json
@@ -49,7 +49,7 @@ def main(words: list[str]) -> int:
 
 
 def embed(asked: EmbedOptions, source: Source, parts: Path) -> int:
-    """Embed what no part holds yet, then put the parts together."""
+    """Embed what no part contains yet, then merge the parts."""
     from rge.embedder import Embedder
     from rge.index.reading import Reader, Unreadable
 
@@ -102,7 +102,7 @@ def _embed_missing(
 
 
 def _check_same_settings(parts: Path, about: dict[str, Any]) -> None:
-    """Refuse to continue what was begun with other settings."""
+    """Refuse to continue a command that was started with other settings."""
     path = parts / ABOUT
     if not path.exists():
         write_json(path, about)

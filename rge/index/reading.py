@@ -31,7 +31,7 @@ WINDOW = 4
 
 @dataclass
 class Unreadable:
-    """What could not be read of `total` items, and why, by name; `most` is the share that may be."""
+    """Unreadable items out of `total`, with the reason, by name; `most` is the share allowed."""
 
     total: int
     most: float
@@ -43,12 +43,12 @@ class Unreadable:
         return cls(len(source.entries) + len(source.faults), asked.max_unreadable, dict(source.faults))
 
     def add(self, name: str, reason: object) -> None:
-        """Note one; raises as `check` does."""
+        """Record one; raises as `check` does."""
         self.faults[name] = " ".join(str(reason).split())
         self.check()
 
     def check(self) -> None:
-        """Raise `UserError` where there are more than may be."""
+        """Raise `UserError` if there are more than allowed."""
         if len(self.faults) > self.most * self.total:
             raise UserError(
                 f"{len(self.faults)} of {self.total} items are unreadable so far, more than max_unreadable={self.most:g}:\n"
@@ -56,7 +56,7 @@ class Unreadable:
             )
 
     def listed(self) -> str:
-        """The first of them, a line each."""
+        """The first of them, one line each."""
         lines = [f"  {name}: {reason}" for name, reason in list(self.faults.items())[:SHOWN]]
         if len(self.faults) > SHOWN:
             lines.append(f"  and {len(self.faults) - SHOWN} more; unreadable=FILE lists all")
@@ -94,15 +94,15 @@ class Embedded:
 
 
 class Reader:
-    """Embeds entries with one checkpoint in one way.
+    """Embeds entries with one checkpoint and fixed settings.
 
     Args:
         embedder: the checkpoint.
-        side: what the items are.
+        side: whether the items are documents or queries.
         mode: with a rationale or without; None as the side has it.
         instruction: put before queries.
         dimensions: components kept; None for all.
-        batch_size: rows a forward.
+        batch_size: rows per forward.
         thumbnail_px: of the small copies; 0 for none.
         captions: embed a picture together with its text.
     """

@@ -75,7 +75,7 @@ def absolute(place: str) -> str:
 
 
 def format_result(rationale: str, hits: "Sequence[Hit]") -> str:
-    """What was written and found, as it is printed."""
+    """The rationale and the hits as printed text."""
     lines = [rationale, ""] if rationale else []
     for place, hit in enumerate(hits, start=1):
         text = " ".join((hit.text or "").split())

@@ -28,7 +28,7 @@ from rge.serving.guard import Guard, MemoryBudget, guarded
 from rge.serving.inputs import BadInput, Raw, check_limits, fetch_pictures, make_prompt
 from rge.serving.metrics import Metrics
 from rge.serving.options import ServeOptions
-from rge.serving.protocols import Asked, CohereAsked, EmbeddingsAsked, RerankAsked, SearchAsked, Side, in_type
+from rge.serving.protocols import Asked, CohereAsked, EmbeddingsAsked, RerankAsked, SearchAsked, Side, encode_embeddings
 
 if TYPE_CHECKING:
     from rge.index.store import Hit, Index
@@ -39,7 +39,7 @@ THREADS = 4
 
 @dataclass(frozen=True)
 class _Answered:
-    """What the inputs of a request became, in their order."""
+    """The results for the inputs of a request, in order."""
 
     found: list[Found]
     num_prompt_tokens: int
@@ -97,7 +97,7 @@ class Service:
         self.app = guarded(self._guard, options, key)
 
     def start(self) -> None:
-        """Embed something once, so that a broken set-up fails here and the first client does not wait; then take requests."""
+        """Embed something once, so that a broken set-up fails at startup and the first client does not wait; then accept requests."""
         raw = Raw("start", "a key")
         prompt = make_prompt(self.embedder, raw, [], "query", None, self.options.max_picture_mp)
         for mode in ("direct", "reasoning"):
@@ -213,7 +213,7 @@ class Service:
         if body.side == "document" and body.instruction is not None:
             raise _invalid_value("a document has no instruction", "instruction")
         answered = await self._answer(body, body.inputs(), body.side)
-        vectors = in_type(self.embedder.cut(answered.embeddings, body.dimensions), body.encoding_format)
+        vectors = encode_embeddings(self.embedder.cut(answered.embeddings, body.dimensions), body.encoding_format)
         data = []
         for row, (one, vector) in enumerate(zip(answered.found, vectors, strict=True)):
             shown = {"object": "embedding", "index": row, "embedding": vector}
@@ -233,7 +233,7 @@ class Service:
         )
         vectors = self.embedder.cut(answered.embeddings, body.output_dimension)
         try:
-            embeddings = {kind: in_type(vectors, kind) for kind in body.embedding_types}
+            embeddings = {kind: encode_embeddings(vectors, kind) for kind in body.embedding_types}
         except ValueError as error:
             raise _invalid_value(str(error), "embedding_types") from None
         meta: dict[str, Any] = {
@@ -250,7 +250,7 @@ class Service:
         return JSONResponse(shown)
 
     async def _rerank(self, body: RerankAsked) -> JSONResponse:
-        """By the cosine of the query, after its rationale, with each document."""
+        """Rank by the cosine between the query, after its rationale, and each document."""
         options: dict[str, Any] = {"may_cut": body.truncate, "max_tokens": body.max_tokens_per_doc}
         query = await self._answer(body, [body.asked()], "query", **options)
         plain = Asked(model=body.model)  # documents are embedded as in training
@@ -356,7 +356,7 @@ class Service:
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """Answer what may happen to an input with a `Refusal`."""
+    """Turn the errors of an input into a `Refusal`."""
     try:
         yield
     except BadInput as bad:
@@ -373,7 +373,7 @@ def _invalid_value(message: str, param: str | None = None) -> Refusal:
 
 
 def _cut_notes(raw: Raw, num_cut: int, longest: int, may_cut: bool) -> list[str]:
-    """What to tell about a text that was cut, if it was."""
+    """The warning about a truncated text, if any."""
     if num_cut and not may_cut:
         raise BadInput(f"{raw.param} is {num_cut} tokens too long (limit: {longest})", raw.param)
     cut = f"{raw.param}: the last {num_cut} tokens of the text were cut to fit the checkpoint's prompts ({longest} tokens)"

@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 class QueueFull(Exception):
-    """The queue is full, probably for so many seconds."""
+    """The queue is full, with an estimate of the seconds until there is room."""
 
     def __init__(self, retry_after_s: int):
         super().__init__("too many inputs are waiting")
@@ -36,7 +36,7 @@ class Stopped(Exception):
 
 @dataclass(frozen=True)
 class Found:
-    """What the model made of an input: a row of `rge.common.schema.Encoded`."""
+    """The model's result for an input: a row of `rge.common.schema.Encoded`."""
 
     embedding_D: np.ndarray
     rationale: str
@@ -92,12 +92,12 @@ class Batches:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the thread that works on the queue runs."""
+        """Whether the queue's thread is running."""
         return self._thread.is_alive()
 
     @property
     def num_waiting(self) -> int:
-        """Inputs that were let in and whose batch has not begun."""
+        """Accepted inputs whose batch has not begun."""
         return self._num_reserved + len(self._waiting)
 
     @contextmanager
@@ -148,7 +148,7 @@ class Batches:
                 self._waiting = [row for row in self._waiting if not row.answer.cancelled()]
 
     def stop(self) -> None:
-        """Take nothing more in, and give up what waits; a batch that runs is finished."""
+        """Accept nothing more and give up what waits; a running batch is finished."""
         with self._changed:
             self._stopping = True
             left, self._waiting = self._waiting, []
@@ -186,7 +186,7 @@ class Batches:
             self.is_busy = False
 
     def _next(self) -> list[_Waiting]:
-        """The oldest input and those nearest to it in length, of those whose askers still wait."""
+        """The oldest input and those nearest to it in length, among those whose clients still wait."""
         if not self._waiting:  # all were cancelled, or the server shuts down
             return []
         oldest = self._waiting[0]
@@ -222,7 +222,7 @@ class Batches:
 
 @dataclass
 class Place:
-    """Room in the queue for so many inputs of a request."""
+    """Reserved room in the queue for a number of inputs of a request."""
 
     count: int
 

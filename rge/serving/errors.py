@@ -37,5 +37,5 @@ def error_response(refusal: Refusal, *, close: bool = False) -> JSONResponse:
 
 
 def plain(text: str) -> str:
-    """A text that can be sent: halves of characters, which JSON can name and UTF-8 cannot hold, as question marks."""
+    """A text that UTF-8 can encode: lone surrogates, which JSON allows, become question marks."""
     return text.encode("utf-8", "replace").decode()

@@ -24,7 +24,7 @@ LINGER_BYTES, LINGER_S = 256 << 20, 5.0
 
 
 def guarded(guard: "Guard", options: ServeOptions, key: str | None) -> ASGIApp:
-    """The guarded application behind what other libraries check, the outermost last."""
+    """The guarded application, wrapped in other libraries' middleware, the outermost last."""
     app: ASGIApp = guard
     if options.cors_origins:
         app = CORSMiddleware(
@@ -57,13 +57,13 @@ class TrustedHosts(TrustedHostMiddleware):
 
 
 class MemoryBudget:
-    """Bytes held for requests under way, up to a limit."""
+    """Memory budget for requests in progress, in bytes."""
 
     def __init__(self, most: int):
         self.most, self.now = most, 0
 
     def take(self, count: int) -> None:
-        """Hold more; given back by lowering `now`.
+        """Take more from the budget; given back by lowering `now`.
 
         Raises:
             Refusal: that would be too many.
@@ -199,7 +199,7 @@ class _Gone(Exception):
 
 
 class _Body:
-    """A body as it comes: what was kept of it, and whether all of it has come."""
+    """A body as it arrives: what was kept of it, and whether it is complete."""
 
     def __init__(self, receive: Receive):
         self._receive, self.data, self.is_over = receive, bytearray(), False

@@ -22,7 +22,7 @@ _DATA = re.compile(r"data:image/[\w.+-]{1,40};base64,", re.ASCII | re.IGNORECASE
 
 
 class BadInput(ValueError):
-    """An input that cannot be embedded; the message says which and why, `param` is the request's key that is meant."""
+    """An input that cannot be embedded; the message says which and why; `param` is the request's key at fault."""
 
     def __init__(self, message: str, param: str):
         super().__init__(message)

@@ -10,7 +10,7 @@ TOKENS = (0, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
 class Metrics:
-    """The figures of one server."""
+    """The metrics of one server."""
 
     def __init__(
         self, *, waiting: Callable[[], float], preparing: Callable[[], float], held: Callable[[], float]
@@ -34,5 +34,5 @@ class Metrics:
         )
 
     def text(self) -> bytes:
-        """For a scraper."""
+        """The metrics as Prometheus scrapes them."""
         return generate_latest(self.registry)

@@ -60,7 +60,7 @@ class Message(_Strict):
 
 
 def _raw(param: str, content: str | Sequence[_Text | _Picture]) -> Raw:
-    """Pictures stand before the text, as in training."""
+    """Pictures are placed before the text, as in training."""
     if isinstance(content, str):
         return Raw(param, content)
     texts = [part.text for part in content if isinstance(part, _Text)]
@@ -73,7 +73,7 @@ def _numbered(name: str, texts: Iterable[str]) -> list[Raw]:
 
 
 class Asked(_Strict):
-    """What every request has."""
+    """Fields of every request."""
 
     model: Name | None = None
     mode: Mode | None = None
@@ -171,7 +171,7 @@ class CohereAsked(Asked):
 
     @property
     def side(self) -> Side:
-        """Queries are asked as in training; everything else is embedded as a document."""
+        """Queries are embedded as in training; everything else as a document."""
         return "query" if self.input_type == "search_query" else "document"
 
     def inputs(self) -> list[Raw]:
@@ -183,13 +183,13 @@ class CohereAsked(Asked):
         return [_raw(f"inputs[{row}]", one.content) for row, one in enumerate(self.inputs_ or [])]
 
 
-def in_type(vectors_ND: np.ndarray, kind: EmbeddingType) -> list[Any]:
-    """Embeddings as numbers or texts of a kind.
+def encode_embeddings(vectors_ND: np.ndarray, kind: EmbeddingType) -> list[Any]:
+    """Embeddings in the requested type, as numbers or base64.
 
-    int8 is each vector's own scale, its greatest component being 127: cosine does not see it. binary is the signs, packed.
+    int8 is scaled so that each vector's largest component is 127, which does not change cosines. binary is the signs, packed.
 
     Raises:
-        ValueError: signs of a dimension that is no multiple of 8.
+        ValueError: signs of a dimension that is not a multiple of 8.
     """
     if kind == "float":
         return vectors_ND.tolist()
@@ -254,7 +254,7 @@ class RerankAsked(Asked):
         return _shown("query", self.query)
 
     def ranked(self, scores: np.ndarray) -> list[dict[str, Any]]:
-        """The documents, best first, in the form that was asked in; equal ones in their order."""
+        """The documents, best first, in the request's format; ties keep their order."""
         order = np.argsort(-scores, kind="stable").tolist()
         if self.texts is not None:
             return [

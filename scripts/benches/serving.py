@@ -215,7 +215,7 @@ async def _load(
 
 def _types(embedder: Any) -> dict:
     """Recall of coarser embeddings: of the right documents, and of the ten nearest by float32."""
-    from rge.serving.protocols import in_type
+    from rge.serving.protocols import encode_embeddings
 
     wanted = load_set(find_shipped(SET))
     items = wanted.query_items("both")
@@ -226,9 +226,9 @@ def _types(embedder: Any) -> dict:
 
     def as_float(part: np.ndarray, kind: str) -> np.ndarray:
         if kind == "binary":
-            packed = np.array(in_type(part, "ubinary"), dtype=np.uint8)
+            packed = np.array(encode_embeddings(part, "ubinary"), dtype=np.uint8)
             return np.unpackbits(packed, axis=1).astype(np.float32) * 2 - 1
-        coarse = np.array(in_type(part, kind))  # type: ignore[arg-type]
+        coarse = np.array(encode_embeddings(part, kind))  # type: ignore[arg-type]
         return coarse / np.linalg.norm(coarse, axis=1, keepdims=True)
 
     nearest = np.argsort(-queries @ pool.T, axis=1, kind="stable")[:, :10]

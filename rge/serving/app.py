@@ -28,7 +28,15 @@ from rge.serving.guard import Guard, MemoryBudget, guarded
 from rge.serving.inputs import BadInput, Raw, check_limits, fetch_pictures, make_prompt
 from rge.serving.metrics import Metrics
 from rge.serving.options import ServeOptions
-from rge.serving.protocols import Asked, CohereAsked, EmbeddingsAsked, RerankAsked, SearchAsked, Side, encode_embeddings
+from rge.serving.protocols import (
+    Asked,
+    CohereAsked,
+    EmbeddingsAsked,
+    RerankAsked,
+    SearchAsked,
+    Side,
+    encode_embeddings,
+)
 
 if TYPE_CHECKING:
     from rge.index.store import Hit, Index

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 # Module, options and function by name: a command imports what it needs, so that a comparison of two tables does not
 # wait for the libraries of models.
-FOLDER = ("eval.benchmarks.folder.importer", "FolderOptions", "import_folder")
-"""``import folder``: a set of one's own, which is of no benchmark."""
 COMMANDS = {
     "run": ("eval.commands.run", "RunOptions", "run"),
     "mine": ("eval.commands.mine", "MineOptions", "mine"),
@@ -46,7 +44,9 @@ COMMANDS = {
     "audit": ("eval.commands.audit", "AuditOptions", "audit_command"),
     "report": ("eval.commands.report", "ReportOptions", "report"),
     "export": ("eval.commands.export", "ExportOptions", "export"),
+    "import folder": ("eval.benchmarks.folder.importer", "FolderOptions", "import_folder"),
 }
+"""Beside these there is ``import BENCHMARK`` for every benchmark that is registered."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -57,13 +57,13 @@ def main(argv: Sequence[str]) -> int:
         # first: what they register may be the command (import), and is looked up by name in the others
         plugins = [word for word in words if word.startswith("plugins=")]
         parse_options(PluginOptions, plugins)
-        if name != "import" and command_of(name) is None:
+        if name not in ("import", *COMMANDS, *_importers()):
             importers = f"there are folder, {', '.join(BENCHMARKS)}"
             return _show(importers if name.startswith("import") else str(__doc__), asked)
         if words == plugins or asked:
             print(usage(name))
             return 0 if asked else 2
-        schema, command = known_command(name)
+        schema, command = command_of(name)
         if "plugins" not in names_of(schema):  # the importer of a user's module need not know of modules
             words = [word for word in words if word not in plugins]
         done = command(parse_options(schema, words))
@@ -90,23 +90,16 @@ def _show(text: str, asked: bool) -> int:
     return 0 if asked else 2
 
 
-def command_of(name: str) -> tuple[type, Callable[..., Any]] | None:
-    """Options and function of ``run`` or ``import rmir``; None if there is no such command."""
-    first, _, benchmark = name.partition(" ")
-    if first == "import" and benchmark != "folder":
-        return BENCHMARKS[benchmark].load_importer() if benchmark in BENCHMARKS else None
-    found = FOLDER if first == "import" else COMMANDS.get(first)
-    if found is None:
-        return None
-    module = import_module(found[0])
-    return getattr(module, found[1]), getattr(module, found[2])
+def _importers() -> list[str]:
+    return [f"import {benchmark}" for benchmark in BENCHMARKS]
 
 
-def known_command(name: str) -> tuple[type, Callable[..., Any]]:
-    """`command_of` of a name that is known."""
-    entry = command_of(name)
-    assert entry is not None, name
-    return entry
+def command_of(name: str) -> tuple[type, Callable[..., Any]]:
+    """Options and function of ``run`` or ``import rmir``, which are known."""
+    if name in COMMANDS:
+        module, options, function = COMMANDS[name]
+        return getattr(import_module(module), options), getattr(import_module(module), function)
+    return BENCHMARKS[name.removeprefix("import ")].load_importer()
 
 
 def _imported(done: "RetrievalSet | list[str]") -> str:
@@ -121,8 +114,8 @@ def _imported(done: "RetrievalSet | list[str]") -> str:
 def usage(name: str) -> str:
     """Keys of a command with their defaults and meanings; those with ``...`` have to be given."""
     if name == "import":
-        return "\n\n".join(usage(f"import {benchmark}") for benchmark in ("folder", *BENCHMARKS))
-    return help_text(known_command(name)[0], f"rge eval {name}")
+        return "\n\n".join(map(usage, ("import folder", *_importers())))
+    return help_text(command_of(name)[0], f"rge eval {name}")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from data_prep.rmir.main import RmirCommand  # noqa: E402
 from data_prep.rmir.results.review import AgreementOptions  # noqa: E402
 from data_prep.rmir.reviewing import ReviewOptions  # noqa: E402
 from data_prep.study.build import StudyOptions  # noqa: E402
-from eval.__main__ import COMMANDS, known_command  # noqa: E402
+from eval.__main__ import COMMANDS, command_of  # noqa: E402
 from eval.benchmarks.registry import BENCHMARKS  # noqa: E402
 from rge.common.options import keys  # noqa: E402
 from rge.config import CheckOptions, Recipe  # noqa: E402
@@ -50,9 +50,9 @@ def commands() -> Iterator[tuple[str, type, type | None]]:
     yield "rge compare-runs", CompareRunsOptions, None
     for name, schema in DIAGNOSES.items():
         yield f"rge diagnose {name}", schema, None
-    run = known_command("run")[0]
-    for name in (*COMMANDS, *(f"import {benchmark}" for benchmark in ("folder", *BENCHMARKS))):
-        schema = known_command(name)[0]
+    run = command_of("run")[0]
+    for name in (*COMMANDS, *(f"import {benchmark}" for benchmark in BENCHMARKS)):
+        schema = command_of(name)[0]
         yield f"rge eval {name}", schema, run if schema is not run and issubclass(schema, run) else None
     for name, schema in DATA.items():
         yield f"rge data {name}", schema, None

@@ -14,7 +14,7 @@ from typing import Any, get_type_hints
 
 from eval.scoring.metrics import parse_name
 from eval.scoring.protocol import PROFILES, Protocol
-from eval.sets.retrieval_set import RetrievalSet
+from eval.sets.retrieval_set import RetrievalSet, load_set, with_readable_content
 from rge.common.errors import UserError
 from rge.common.options import one_of
 from rge.common.registry import PluginOptions, Registry
@@ -87,6 +87,13 @@ class MeasureOptions(PluginOptions):
     def protocol(self, wanted: RetrievalSet | None = None) -> Protocol:
         """See `protocol_for`."""
         return protocol_for(self.benchmark, self.profile, wanted, self.metrics)
+
+    def prepared(self) -> tuple[Protocol, RetrievalSet, list[str]]:
+        """For a ranking without an embedder: the protocol, the set as it wants it, and a warning where pictures are missing."""
+        wanted = load_set(self.set, by=self.by)
+        protocol = self.protocol(wanted)
+        wanted, unread = with_readable_content(protocol.prepare(wanted))
+        return protocol, wanted, unread
 
 
 BENCHMARKS: Registry[Benchmark] = Registry(

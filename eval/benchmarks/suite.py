@@ -10,7 +10,8 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
-from eval.benchmarks.registry import protocol_for
+from eval.benchmarks.registry import MeasureOptions, protocol_for
 from eval.embedding.identity import differences, old_results, versions, with_key
 from eval.embedding.processes import join
 from eval.scoring.output_files import (
@@ -117,18 +118,6 @@ def load_suite(path: Path) -> Suite:
     return suite
 
 
-def each_member(suite: Suite, out: Path, evaluate: Callable[[str, Path, Path], object]) -> dict[str, Path]:
-    """Evaluate each member on its own.
-
-    Returns:
-        Member -> its output directory.
-    """
-    dirs = {name: out / "members" / name for name in suite.members}
-    for name, path in dirs.items():
-        evaluate(name, suite.path / name, path)
-    return dirs
-
-
 def join_members(
     suite: Suite,
     dirs: Mapping[str, Path],
@@ -169,11 +158,8 @@ def aggregate(
     seed: int,
     overwrite: bool = False,
     more: Mapping[str, Any] | None = None,
-    headline: Sequence[str] | None = None,
 ) -> dict[str, Any]:
     """Join the evaluations of all members and write the joint output directory.
-
-    It is known by `headline`; None: the protocol's.
 
     Returns:
         Content of results.json.
@@ -191,15 +177,15 @@ def aggregate(
         "set.limit": about_set["limit"],
         "checkpoint_hash": first.get("checkpoint_hash"),
     }
-    check_out(out, identity | {key: first[key] for key in DECIDES if key in first}, overwrite=overwrite)
+    check_out(out, identity | _part(first, DECIDES), overwrite=overwrite)
 
-    columns = list(dict.fromkeys(column for more in suite.members.values() for column in more))
+    columns = list(dict.fromkeys(chain.from_iterable(suite.members.values())))
     names = _metrics(results, table)
     protocol = protocol_for(suite.benchmark, first["profile"])
     content: dict[str, Any] = {
         "format": FORMAT,
         "set": about_set,
-        **{key: first[key] for key in SHARED if key in first},
+        **_part(first, SHARED),
         "suite": suite.column,
         "member_dirs": {name: os.path.relpath(path, out) for name, path in dirs.items()},
         **suite_figures(table, names, columns, seed=seed),
@@ -217,12 +203,16 @@ def aggregate(
     content["identity"] = with_key(content, made=None if old_results(first) else first["identity"])
     content["headline"] = [
         {"metric": metric, "average": "macro", **content["macro"][metric]}
-        for metric in headline or protocol.headline
+        for metric in protocol.headline
         if metric in content["macro"]
     ]
     invalidate(out)
     write_tables(out, pa.Table.from_pandas(table, preserve_index=False), content)
     return content
+
+
+def _part(results: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+    return {key: results[key] for key in keys if key in results}
 
 
 def _check_alike(dirs: Mapping[str, Path], results: Mapping[str, Mapping[str, Any]]) -> None:
@@ -280,10 +270,11 @@ def _of_all(results: Mapping[str, Mapping[str, Any]], block: str) -> dict[str, A
 
 def _metrics(results: Mapping[str, Mapping[str, Any]], table: pd.DataFrame) -> list[str]:
     """Metrics that all members have: one that a member lacks has no mean over members."""
-    return [name for name in _in_all(list(_of_all(results, "micro").values())) if name in table]
+    return [name for name in in_all(list(_of_all(results, "micro").values())) if name in table]
 
 
-def _in_all(blocks: Sequence[Mapping[str, Any]]) -> list[str]:
+def in_all(blocks: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Keys that all have, in the order of the first."""
     return [key for key in blocks[0] if all(key in one for one in blocks)]
 
 
@@ -293,8 +284,7 @@ def suite_figures(
     """Micro and macro figures of all members, and the macro mean of every value of a member's column."""
     of_member = member_bootstraps(table, names, seed=seed)
 
-    everything = index_of(table["group"].tolist())
-    micro = cluster_bootstrap(table[list(names)].to_numpy(np.float64), everything, seed=seed)
+    micro = mean_over(table, names, members=False, seed=seed)
     whole = mean_of(list(of_member.values()))
     out: dict[str, Any] = {"micro": by_name(names, micro), "macro": by_name(names, whole)}
     for column in columns:
@@ -326,6 +316,22 @@ def member_bootstraps(
     return found
 
 
+def mean_over(
+    table: pd.DataFrame,
+    names: Sequence[str],
+    *,
+    members: bool,
+    seed: int,
+    num_resamples: int = NUM_RESAMPLES,
+) -> Bootstrap:
+    """Means of columns over queries, or over the members of a suite of their own means; see `member_bootstraps`."""
+    if members:
+        found = member_bootstraps(table, names, seed=seed, num_resamples=num_resamples)
+        return mean_of(list(found.values()))
+    values, group_Q = table[list(names)].to_numpy(np.float64), index_of(table["group"].tolist())
+    return cluster_bootstrap(values, group_Q, num_resamples=num_resamples, seed=seed)
+
+
 def _reported(results: Mapping[str, Mapping[str, Any]], columns: Sequence[str]) -> list[str]:
     """Columns of queries that members are reported by, such as how essential a picture is."""
     blocks = dict.fromkeys(block for one in results.values() for block in one if block.startswith("by_"))
@@ -344,8 +350,7 @@ def _by_query(
             continue
         out[f"by_{column}"] = {}
         for value, rows in table.dropna(subset=[column]).groupby(column):
-            parts = member_bootstraps(rows, names, seed=seed)
-            out[f"by_{column}"][str(value)] = by_name(names, mean_of(list(parts.values())))
+            out[f"by_{column}"][str(value)] = by_name(names, mean_over(rows, names, members=True, seed=seed))
     return out
 
 
@@ -378,34 +383,38 @@ def loaded_once(load: Callable[..., Any]) -> Callable[..., Any]:
     return once
 
 
-def run_members(options: Any, run: Callable[..., list[Path]], load: Callable[..., Any]) -> list[Path]:
-    """Evaluate every member with one loaded checkpoint, then join them, condition by condition."""
+def measure_members(
+    options: MeasureOptions, measure: Callable[[str, Path, Path], Sequence[Path]], said: str
+) -> list[Path]:
+    """Measure every member by itself and join what was found, condition by condition.
+
+    Args:
+        options: of the command; the set is the suite.
+        measure: called with a member's name, set and output directory; returns the directories of its evaluations, which
+            are that one or folders in it.
+        said: what was measured where there is one condition.
+
+    Returns:
+        The joint output directory of every condition.
+    """
     suite = load_suite(options.set)
-    once = loaded_once(load)
     found: dict[str, dict[str, Path]] = {}
-
-    def one(name: str, path: Path, out: Path) -> None:
-        for done in run(member_options(options, path, out), once):
-            found.setdefault("" if done == out else done.name, {})[name] = done
-
-    each_member(suite, options.out, one)
+    for name in suite.members:
+        own = options.out / "members" / name
+        for done in measure(name, suite.path / name, own):
+            found.setdefault(os.path.relpath(done, own), {})[name] = done
     if join().is_first:
         for condition, dirs in found.items():
-            said = condition or options.query_mode[0]
+            shown = said if condition == os.curdir else condition
             out = options.out / condition
-            join_members(suite, dirs, out, said, seed=options.seed, overwrite=options.overwrite)
+            join_members(suite, dirs, out, shown, seed=options.seed, overwrite=options.overwrite)
     return [options.out / condition for condition in found]
-
-
-def member_options(options: Any, path: Path, out: Path) -> Any:
-    """A suite's options, made those of one member; all members share a cache, and the page is the suite's."""
-    return replace(options, set=path, out=out, cache=options.cache or options.out / ".cache", report=False)
 
 
 def _member_means(blocks: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """The mean over members of every figure that all have: a number, or numbers by name."""
     out: dict[str, Any] = {}
-    for metric in _in_all(list(blocks.values())):
+    for metric in in_all(list(blocks.values())):
         cells = {name: block[metric] for name, block in blocks.items()}
         nested = any(isinstance(cell, Mapping) for cell in cells.values())
         out[metric] = _member_means(cells) if nested else float(np.mean(list(cells.values())))

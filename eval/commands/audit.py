@@ -81,17 +81,6 @@ class _Seen:
         return self.queries | self.targets
 
 
-@dataclass
-class _Count:
-    """How many of a set's pictures or pairs training files have."""
-
-    shared: int = 0
-    of: int = 0
-
-    def add(self, found: bool) -> None:
-        self.shared, self.of = self.shared + found, self.of + 1
-
-
 WORDS = {
     "query_images": "query pictures are in the training files",
     "positive_images": "right answers' pictures are targets in the training files",
@@ -99,6 +88,8 @@ WORDS = {
     "answer_pairs": "queries have a picture and a right answer that training paired",
 }
 """What is warned of."""
+COUNTED = ("query_images", "candidate_images", "positive_images", "query_pairs", "answer_pairs")
+"""What a set may share with training files."""
 
 
 def audit_command(options: AuditOptions) -> Any:
@@ -187,35 +178,31 @@ def audit_training(wanted: RetrievalSet, files: Sequence[Path]) -> Audit:
         UserError: a file cannot be read.
     """
     seen = _seen(tuple((path, path.stat().st_size, path.stat().st_mtime_ns) for path in map(_there, files)))
-    counts = {key: _Count() for key in WORDS | {"candidate_images": ""}}
-    names_of = _candidate_names(wanted, seen, counts)
+    found: dict[str, list[bool]] = {key: [] for key in COUNTED}
+    names_of = _candidate_names(wanted, seen, found)
     further = further_names(wanted)
     for query, ids, (rows, _) in zip(wanted.queries, picture_ids(wanted), wanted.positives, strict=True):
         names = _names(query, own_id=False)
-        if not names:
-            continue
-        names |= {f"id:{one}" for one in ids if len(one) >= LEAST}
-        names = names.union(*(further.get(one, ()) for one in ids))
-        targets = set().union(*(names_of.get(row, set()) for row in rows.tolist()))
-        counts["query_images"].add(not names.isdisjoint(seen.everywhere))
-        counts["query_pairs"].add(any((name, _text(query.text)) in seen.asked for name in names))
-        counts["answer_pairs"].add(any(pair in seen.answered for pair in product(names, targets)))
-    order = ("query_images", "candidate_images", "positive_images", "query_pairs", "answer_pairs")
-    content = {
-        "train": [str(path) for path in files],
-        "num_records": seen.num_records,
-        **{key: vars(counts[key]) for key in order},
-    }
+        if names:
+            names |= {f"id:{one}" for one in ids if len(one) >= LEAST}
+            names = names.union(*(further.get(one, ()) for one in ids))
+            targets = set().union(*(names_of.get(row, ()) for row in rows.tolist()))
+            found["query_images"].append(not names.isdisjoint(seen.everywhere))
+            found["query_pairs"].append(not seen.asked.isdisjoint(product(names, [_text(query.text)])))
+            found["answer_pairs"].append(not seen.answered.isdisjoint(product(names, targets)))
+    counts = {key: {"shared": sum(flags), "of": len(flags)} for key, flags in found.items()}
     warnings = [
-        f"{WARN}: {counts[key].shared} of {counts[key].of} {text}; figures on them measure memory"
+        f"{WARN}: {counts[key]['shared']} of {counts[key]['of']} {text}; figures on them measure memory"
         for key, text in WORDS.items()
-        if counts[key].shared
+        if counts[key]["shared"]
     ]
-    return Audit(content, warnings)
+    return Audit({"train": list(map(str, files)), "num_records": seen.num_records, **counts}, warnings)
 
 
-def _candidate_names(wanted: RetrievalSet, seen: _Seen, counts: Mapping[str, _Count]) -> dict[int, set[str]]:
-    """What the picture of each right candidate goes by, by row; counts all candidates on the way."""
+def _candidate_names(
+    wanted: RetrievalSet, seen: _Seen, found: Mapping[str, list[bool]]
+) -> dict[int, set[str]]:
+    """What the picture of each right candidate goes by, by row; looks for all candidates on the way."""
     positive = {row for rows, _ in wanted.positives for row in rows.tolist()}
     row_of = {int(file_row): row for row, file_row in enumerate(wanted.file_rows_C.tolist())}
     further, names_of = further_names(wanted), dict[int, set[str]]()
@@ -223,9 +210,9 @@ def _candidate_names(wanted: RetrievalSet, seen: _Seen, counts: Mapping[str, _Co
         if not item.images:
             continue
         row, names = row_of[file_row], _names(item) | further.get(item.id, set())
-        counts["candidate_images"].add(not names.isdisjoint(seen.everywhere))
+        found["candidate_images"].append(not names.isdisjoint(seen.everywhere))
         if row in positive:
-            counts["positive_images"].add(not names.isdisjoint(seen.targets))
+            found["positive_images"].append(not names.isdisjoint(seen.targets))
             names_of[row] = names
     return names_of
 
@@ -252,21 +239,20 @@ def _read(path: Path, seen: _Seen, digests: dict[str, str | None]) -> None:
         at = str(path.parent / image)
         if at not in digests:
             digests[at] = _digest(at)
-        found = {digests[at], _name(image), _coco(image), f"id:{own}" if own else None}
-        return {name for name in found if name}
+        return set(filter(None, (digests[at], _name(image), _coco(image), f"id:{own}" if own else None)))
 
     for record in _records(path):
         query, positives = record.get("query"), record.get("positives")
         if not isinstance(query, dict) or not isinstance(positives, list):
             continue
         seen.num_records += 1
-        shown = set().union(*(names(image) for image in query.get("images") or []))
+        shown = set().union(*map(names, query.get("images") or []))
         seen.queries |= shown
-        seen.asked |= {(name, _text(query.get("text"))) for name in shown}
+        seen.asked.update(product(shown, [_text(query.get("text"))]))
         for one in positives:
             target = names(one.get("image"), one.get("id"))
             seen.targets |= target
-            seen.answered |= {(name, other) for name in shown for other in target}
+            seen.answered.update(product(shown, target))
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:
@@ -287,10 +273,8 @@ def _names(item: Item, *, own_id: bool = True) -> set[str]:
     """Everything that an item's pictures may be known by."""
     if not item.images:
         return set()
-    found = {_digest(ref) for ref in item.images} | {
-        _name(ref) for ref in item.images if isinstance(ref, str)
-    }
-    return {name for name in found if name} | ({f"id:{item.id}"} if own_id else set())
+    found = {*map(_digest, item.images), *(_name(ref) for ref in item.images if isinstance(ref, str))}
+    return set(filter(None, found)) | ({f"id:{item.id}"} if own_id else set())
 
 
 def _name(ref: str) -> str | None:

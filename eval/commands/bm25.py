@@ -13,13 +13,12 @@ from typing import Any
 import numpy as np
 
 from eval.benchmarks.registry import MeasureOptions
-from eval.benchmarks.suite import each_member, is_suite, join_members, load_suite
+from eval.benchmarks.suite import is_suite, measure_members
 from eval.judging.rewrite import RewriteOptions, rewritten
 from eval.scoring.evaluation import decides, write_evaluation
 from eval.scoring.output_files import again, check_out
 from eval.scoring.search import DEPTH, Ranking, stack_rankings
-from eval.scoring.tables import summary
-from eval.sets.retrieval_set import RetrievalSet, load_set, with_readable_content
+from eval.sets.retrieval_set import RetrievalSet
 from rge.common.errors import UserError
 from rge.common.options import one_of
 
@@ -53,11 +52,13 @@ def bm25(options: Bm25Options) -> Path:
     one_of("method", [options.method], METHODS)
     if is_suite(options.set):
         options.protocol()
-        return _members(options)
-    wanted = load_set(options.set, by=options.by)
-    protocol = options.protocol(wanted)
+        cache = options.cache or options.out / ".cache"
+        measure_members(
+            options, lambda _, path, out: [bm25(replace(options, set=path, out=out, cache=cache))], "bm25"
+        )
+        return options.out
+    protocol, wanted, unread = options.prepared()
     protocol.check_depth(wanted, options.depth)
-    wanted, unread = with_readable_content(protocol.prepare(wanted))
     tag = f"bm25-{options.method}" + (f"-{options.rewrite}" if options.rewrite else "")
     settings = {key: getattr(options, key) for key in ("method", "k1", "b", "stopwords")}
     identity = decides(wanted, protocol, options.seed) | {"tag": tag, "depth": options.depth}
@@ -67,7 +68,6 @@ def bm25(options: Bm25Options) -> Path:
     rewriter = options.load_rewriter(options.cache or options.out / ".cache")
     if rewriter is not None:
         wanted = rewritten(wanted, rewriter)
-    ranking = rank(wanted, options)
     about = {
         "query_modality": "text",
         "model": {"name": "bm25", "adapter": "bm25s", "revision": None},
@@ -77,23 +77,8 @@ def bm25(options: Bm25Options) -> Path:
         "again": again("bm25", options),
         "warnings": [*wanted.meta.get("notes", []), *unread],
     }
-    results = write_evaluation(options.out, wanted, ranking, protocol, about, tag=tag, seed=options.seed)
-    print(
-        f"{wanted.name}: {tag} -> {options.out}\n{summary(results, (*protocol.headline, *options.metrics))}"
-    )
-    return options.out
-
-
-def _members(options: Bm25Options) -> Path:
-    """Rank each member of a suite, then join them."""
-    suite = load_suite(options.set)
-    cache = options.cache or options.out / ".cache"
-
-    def one(name: str, path: Path, out: Path) -> None:
-        bm25(replace(options, set=path, out=out, cache=cache))
-
-    dirs = each_member(suite, options.out, one)
-    join_members(suite, dirs, options.out, "bm25", seed=options.seed, overwrite=options.overwrite)
+    ranking = rank(wanted, options)
+    write_evaluation(options.out, wanted, ranking, protocol, about, tag=tag, seed=options.seed, said=tag)
     return options.out
 
 

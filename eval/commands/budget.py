@@ -23,39 +23,33 @@ members, and a gate takes its share of every member's queries. `eval.commands.re
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from eval.benchmarks.suite import (
-    aggregate,
-    each_member,
-    is_suite,
-    load_suite,
-    loaded_once,
-    mean_of,
-    member_bootstraps,
-    member_options,
-)
-from eval.commands.run import Condition, RunOptions, Session, default_loader, start
+from eval.benchmarks.suite import aggregate, in_all, is_suite, load_suite, loaded_once, mean_over
+from eval.commands.run import Condition, RunOptions, Session, start
 from eval.embedding.fill_cache import Embeds
 from eval.embedding.identity import versions
-from eval.embedding.processes import join
+from eval.embedding.set_embeddings import Embeddings
 from eval.pages.budget_curves import BASES, BUDGET, as_file
 from eval.scoring.fuse import max_score, mean_embedding, together
-from eval.scoring.gate import Gate, choose, gate_for, gated, large_minus_small, margin
+from eval.scoring.gate import Gate, choose, gate_for, gated, large_minus_small, lead, margin
 from eval.scoring.output_files import FORMAT, PER_QUERY, again, check_out, read_results
 from eval.scoring.search import Ranking
 from eval.scoring.tables import write_tables
 from rge.common.errors import UserError
 from rge.common.files import write_bytes
+from rge.common.modes import Mode
 from rge.common.options import one_of
 from rge.common.schema import Encoded
-from rge.stats.intervals import OF_DIFFERENCES, Bootstrap, cluster_bootstrap, figures, in_words, index_of
+from rge.stats.intervals import OF_DIFFERENCES, Bootstrap, figures, in_words, index_of
 
 PLOT, PAGE, TABLE = "budget.svg", "report.html", "budget"
 FUSIONS = ("mean", "max")
@@ -104,7 +98,16 @@ class Point:
     at: float
     ranking: Ranking
     encoded: Encoded
-    about: Mapping[str, Any] | None = None
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def mode(self) -> Mode:
+        """In which queries are asked."""
+        return "direct" if self.name.startswith("direct") else "reasoning"
+
+
+Way = Callable[["_Asked"], Iterable[Point]]
+"""Makes the points of one kind."""
 
 
 def budget(options: BudgetOptions, load: Callable[..., Embeds] | None = None) -> Path:
@@ -122,15 +125,18 @@ def budget(options: BudgetOptions, load: Callable[..., Embeds] | None = None) ->
     """
     _check(options)
     metric = options.metric or options.protocol().headline[0]
-    measure = _of_suite if is_suite(options.set) else _of_set
-    found = measure(options, metric, loaded_once(load or default_loader(options)))
-    if found is None:
+    suite = is_suite(options.set)
+    measure = _of_suite if suite else _of_set
+    rows = measure(options, metric, loaded_once(load or options.loader()))
+    if rows is None:
         return options.out
-    about, rows = found
+    _add_gains(
+        rows, options.out, metric, partial(mean_over, names=["value"], members=suite, seed=options.seed)
+    )
     for row in rows:
         if row["name"] in BASES:  # where no query reasons, and where all do
             row["curve"] = GATED
-    content = about | _content(options, metric, rows)
+    content = _content(options, metric, rows)
     shown = table(content)
     print(f"\n{shown.to_string(index=False)}")
     text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False, default=str)
@@ -138,121 +144,89 @@ def budget(options: BudgetOptions, load: Callable[..., Embeds] | None = None) ->
     write_bytes(options.out / PLOT, as_file(content).encode())
     write_tables(options.out / TABLE, pd.json_normalize(rows, sep=" "), shown)
     if options.report:
-        print(f"\n{_page(options, content)}")
+        print(f"\n{_page(options.out, content, suite=suite)}")
     return options.out
 
 
-def _page(options: BudgetOptions, content: Mapping[str, Any]) -> Path:
-    page = options.out / PAGE
-    if is_suite(options.set):
+def _page(out: Path, content: Mapping[str, Any], *, suite: bool) -> Path:
+    if suite:
         from eval.pages.boards.leaderboard import write_leaderboard
 
-        return write_leaderboard([str(options.out)], page)
+        return write_leaderboard([str(out)], out / PAGE)
     from eval.pages.report import write_report
 
-    dirs = [options.out / name for name in BASES]
-    return write_report(dirs, page, metric=content["metric"], budget=content)
-
-
-def _of_set(
-    options: BudgetOptions, metric: str, load: Callable[..., Embeds]
-) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
-    """One set: what budget.json says of it, and the points; None in all processes but the first."""
-    found = _measure(options, metric, load)
-    if found is None:
-        return None
-    session, rows = found
-
-    def mean(frame: pd.DataFrame) -> Bootstrap:
-        return cluster_bootstrap(
-            frame[["value"]].to_numpy(np.float64), index_of(frame["group"].tolist()), seed=options.seed
-        )
-
-    _add_gains(rows, {row["name"]: _values(options.out / row["name"], metric) for row in rows}, mean)
-    about = {
-        "set": {key: getattr(session.wanted, key) for key in ("name", "fingerprint", "content")},
-        "num_queries": len(session.wanted.queries),
-        "checkpoint_hash": session.encoder.checkpoint_hash,
-    }
-    return about, rows
+    return write_report([out / name for name in BASES], out / PAGE, metric=content["metric"], budget=content)
 
 
 def _of_suite(
     options: BudgetOptions, metric: str, load: Callable[..., Embeds]
-) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
-    """The same for all members of a suite, joined point by point."""
-    suite = load_suite(options.set)
-    of_member: dict[str, list[dict[str, Any]]] = {}
-
-    def one(name: str, path: Path, out: Path) -> None:
-        found = _measure(member_options(options, path, out), metric, load)
-        if found is not None:
-            of_member[name] = found[1]
-
-    dirs = each_member(suite, options.out, one)
-    if not join().is_first:
-        return None
-    rows, values, content = [], {}, dict[str, Any]()
-    shared = set.intersection(*({row["name"] for row in found} for found in of_member.values()))
-    alike = [[row for row in found if row["name"] in shared] for found in of_member.values()]
-    for parts in zip(*alike, strict=True):  # a model may decide for itself in some members only
-        row = _joined(dict(zip(of_member, parts, strict=True)))
-        name, out = row["name"], options.out / row["name"]
-        inner = {member: path / name for member, path in dirs.items()}
+) -> list[dict[str, Any]] | None:
+    """`_of_set` for every member, joined point by point."""
+    suite, folder = load_suite(options.set), options.out / "members"
+    of_member: dict[str, dict[str, dict[str, Any]]] = {}
+    for member in suite.members:
+        rows = _of_set(options.of_member(suite.path / member, folder / member), metric, load)
+        if rows is not None:
+            of_member[member] = {row["name"]: row for row in rows}
+    joined = []
+    # a model may decide for itself in some members only
+    for name in in_all(list(of_member.values())) if of_member else ():
+        row = _joined({member: rows[name] for member, rows in of_member.items()})
+        dirs, out = {member: folder / member / name for member in of_member}, options.out / name
         more = {"budget": row}
-        content = aggregate(suite, inner, out, seed=options.seed, overwrite=options.overwrite, more=more)
+        content = aggregate(suite, dirs, out, seed=options.seed, overwrite=options.overwrite, more=more)
         if metric not in content["macro"]:
             raise UserError(f"metric {metric} has no mean over members: not every member has it")
-        rows.append(row | {"metric": metric, **content["macro"][metric]})
-        values[name] = _values(out, metric)
-
-    def mean(frame: pd.DataFrame) -> Bootstrap:
-        return mean_of(list(member_bootstraps(frame, ["value"], seed=options.seed).values()))
-
-    _add_gains(rows, values, mean)
-    about = {
-        "set": {key: content["set"][key] for key in ("name", "fingerprint", "content")},
-        "num_queries": content["set"]["num_queries"],
-        "num_members": len(dirs),
-        "checkpoint_hash": content["checkpoint_hash"],
-    }
-    return about, rows
+        joined.append(row | {"metric": metric, **content["macro"][metric]})
+    return joined or None
 
 
-def _measure(
-    options: BudgetOptions, metric: str, load: Callable[..., Embeds]
-) -> tuple[Session, list[dict[str, Any]]] | None:
+def _of_set(options: BudgetOptions, metric: str, load: Callable[..., Embeds]) -> list[dict[str, Any]] | None:
     """Ask one set in every way and write an evaluation for each; None in all processes but the first."""
-    condition = Condition("reasoning", "both", options.out / "reasoning")
+    condition = Condition("reasoning", "both", options.out / "reasoning", again("budget", options))
     session = start(options, [condition], load)
-    if session.seed is not None:
+    if session.draw_seed is not None:
         raise UserError(
             "temperature= makes the one rationale a drawn one: draw_temperature= is for those of k="
         )
-    drawn = _generating(session, temperature=options.draw_temperature)
-    sides = [options.candidate_mode, *(["reasoning"] if options.both_sides else [])]
-    for side in dict.fromkeys(sides):
-        session.embeddings.fill_candidates(side)  # type: ignore[arg-type]
-    for mode in BASES:
-        session.embeddings.fill_queries(mode, "both")  # type: ignore[arg-type]
-    for number in range(options.k):
-        drawn.embeddings.fill_queries("reasoning", "both", options.seed + number)
-    base = _base(session) if session.team.is_first else None
-    decides = session.team.once(lambda: base is not None and _decides(base.encoded["reasoning"]))
-    always = _kept_writing(session) if decides else None
-    if always is not None:
-        always.embeddings.fill_queries("reasoning", "both")
+    drawn = session.embeddings.asking(temperature=options.draw_temperature)
+    seeds = range(options.seed, options.seed + options.k)
+    _embed(options, session.embeddings, drawn, seeds)
+    team, base = session.embeddings.team, None
+    if team.is_first:
+        base = _base(session, options.candidate_mode)
+    decides = team.once(lambda: base is not None and _decides(base.encoded["reasoning"]))
+    always = _kept_writing(session.embeddings) if decides else None
     if base is None:
         return None
+    ways: list[Way] = [
+        _in_both_modes,
+        partial(_fused, drawn=drawn, seeds=seeds, by=options.fuse, temperature=options.draw_temperature),
+        partial(
+            _gated, shares=options.gate, learned_from=options.gate_from, metric=metric, below=options.margin
+        ),
+        partial(_decided, always=always),
+        partial(_thresholds, above=options.auto),
+        partial(_both_sides, wanted=options.both_sides),
+    ]
     rows = []
-    for point in _points(options, session, drawn, metric, base, always):
-        row = _write(options, session, point, metric)
+    for point in chain.from_iterable(way(base) for way in ways):
+        place = replace(condition, mode=point.mode, out=options.out / point.name)
+        row = _write(session, point, place, metric, overwrite=options.overwrite)
+        print(f"{point.name:24} {metric} {100 * row['value']:6.2f}  {row['tokens']:7.1f} tokens", flush=True)
         rows.append(row)
-        print(
-            f"{point.name:24} {metric} {100 * row['value']:6.2f}  {row['tokens']:7.1f} tokens",
-            flush=True,
-        )
-    return session, rows
+    return rows
+
+
+def _embed(options: BudgetOptions, embeddings: Embeddings, drawn: Embeddings, seeds: Sequence[int]) -> None:
+    """Fill every cache that the points need; each process does its share."""
+    embeddings.fill_candidates(options.candidate_mode)
+    if options.both_sides:
+        embeddings.fill_candidates("reasoning")
+    for mode in BASES:
+        embeddings.fill_queries(mode, "both")
+    for seed in seeds:
+        drawn.fill_queries("reasoning", "both", seed)
 
 
 def _learned(directory: Path, session: Session, metric: str, shares: Sequence[float]) -> dict[float, Gate]:
@@ -261,16 +235,10 @@ def _learned(directory: Path, session: Session, metric: str, shares: Sequence[fl
     Raises:
         UserError: they are not there, of another checkpoint, or of the set that is measured.
     """
-    paths = [
-        next(
-            (path for path in (directory / mode, directory / f"{mode}-both") if path.is_dir()),
-            directory / mode,
-        )
-        for mode in BASES
-    ]
+    paths = [path if (path := directory / mode).is_dir() else directory / f"{mode}-both" for mode in BASES]
     for path in paths:
         results = read_results(path)
-        if results.get("checkpoint_hash") != session.encoder.checkpoint_hash:
+        if results.get("checkpoint_hash") != session.told["checkpoint_hash"]:
             raise UserError(f"gate_from: {path} is an evaluation of another checkpoint")
         if results["set"]["fingerprint"] == session.wanted.fingerprint:
             raise UserError(
@@ -279,9 +247,9 @@ def _learned(directory: Path, session: Session, metric: str, shares: Sequence[fl
     direct, reasoned = (pd.read_parquet(path / PER_QUERY).set_index("query_id") for path in paths)
     if metric not in direct or set(direct.index) != set(reasoned.index):
         raise UserError(f"gate_from: {paths[0]} and {paths[1]} need the metric {metric} of the same queries")
-    margin_Q = np.array([one[0] - one[1] if len(one) > 1 else np.inf for one in direct["top10_scores"]])
+    margin_Q = direct["top10_scores"].map(lead).to_numpy(np.float64)
     gain_Q = (reasoned[metric].loc[direct.index] - direct[metric]).to_numpy(np.float64)
-    found = large_minus_small(margin_Q, gain_Q, index_of(direct["group"].tolist()), seed=session.options.seed)
+    found = large_minus_small(margin_Q, gain_Q, index_of(direct["group"].tolist()), seed=session.seed)
     said = f"in {directory} queries with large margins gain {_signed(found)} points more than those with small ones"
     if found["low"] is None or found["low"] <= 0 <= found["high"]:
         print(f"WARNING: no gate: {said}, which does not tell the direction", file=sys.stderr, flush=True)
@@ -292,18 +260,16 @@ def _learned(directory: Path, session: Session, metric: str, shares: Sequence[fl
 
 def table(content: Mapping[str, Any]) -> pd.DataFrame:
     """Accuracy, gain over direct mode and costs of every way of asking, as people read them."""
-    metric = content["metric"]
     return pd.DataFrame(
         {
-            "": [row["name"] for row in content["points"]],
-            f"{metric}, %": [
-                f"{100 * row['value']:.1f} {in_words(row['low'], row['high'])}" for row in content["points"]
-            ],
-            "over direct": [_signed(row["gain"]) for row in content["points"]],
-            "over random": [_signed(row.get("over_random")) for row in content["points"]],
-            "tokens": [f"{row['tokens']:.1f}" for row in content["points"]],
-            "ms": [f"{row['ms']:.1f}" for row in content["points"]],
+            "": row["name"],
+            f"{content['metric']}, %": f"{100 * row['value']:.1f} {in_words(row['low'], row['high'])}",
+            "over direct": _signed(row["gain"]),
+            "over random": _signed(row.get("over_random")),
+            "tokens": f"{row['tokens']:.1f}",
+            "ms": f"{row['ms']:.1f}",
         }
+        for row in content["points"]
     )
 
 
@@ -325,17 +291,11 @@ def _check(options: BudgetOptions) -> None:
             f"draw_temperature must be above 0, got {options.draw_temperature:g}: greedy rationales are all the same"
         )
     one_of("fuse", options.fuse, FUSIONS)
+    options.check_model()
     for key, most in (("gate", 1.0), ("margin", np.inf), ("auto", 1.0)):
         for value in getattr(options, key):
             if not 0 < value < most:
                 raise UserError(f"{key}={value:g} must be between 0 and {most:g}")
-
-
-def _generating(session: Session, **generation: Any) -> Session:
-    """The same session with an encoder that generates in another way."""
-    encoder = session.encoder.with_(**generation)
-    embeddings = replace(session.embeddings, encoder=encoder, _filled={})
-    return replace(session, encoder=encoder, embeddings=embeddings)
 
 
 def _decides(reasoned: Encoded) -> bool:
@@ -343,23 +303,26 @@ def _decides(reasoned: Encoded) -> bool:
     return bool((reasoned.num_rationale_tokens == 0).any() and (reasoned.num_rationale_tokens > 0).any())
 
 
-def _kept_writing(session: Session) -> Session | None:
-    """The same session with an encoder that always writes; None where it cannot be told to, as with vLLM."""
-    if session.encoder.settings.engine is not None:
+def _kept_writing(embeddings: Embeddings) -> Embeddings | None:
+    """The same with an encoder that always writes; None where it cannot be told to, as with vLLM."""
+    if embeddings.encoder.settings.engine is not None:
         print(
             "WARNING: engine=vllm cannot be kept from writing nothing: no point `adaptive`", file=sys.stderr
         )
         return None
-    return _generating(session, min_new_tokens=1)
+    always = embeddings.asking(min_new_tokens=1)
+    always.fill_queries("reasoning", "both")
+    return always
 
 
 @dataclass(frozen=True)
-class _Base:
-    """The pool's embeddings (C, D), and what both modes gave, by mode."""
+class _Asked:
+    """A set asked in both modes: the pool's embeddings (C, D), and what each mode gave."""
 
+    session: Session
     candidate_CD: np.ndarray
-    encoded: dict[str, Encoded]
-    ranked: dict[str, Ranking]
+    encoded: dict[Mode, Encoded]
+    ranked: dict[Mode, Ranking]
 
     def gated(self, name: str, curve: str, reason_Q: np.ndarray, about: Mapping[str, Any]) -> Point:
         """The point where some queries reason and the others do not."""
@@ -369,143 +332,138 @@ class _Base:
         return Point(name, curve, share, ranking, chosen, {"gate": {**about, "share": share}})
 
 
-def _base(session: Session) -> _Base:
-    embeddings = session.embeddings
-    candidate_CD = embeddings.candidates(session.options.candidate_mode)
-    encoded = {mode: embeddings.queries(mode, "both") for mode in BASES}  # type: ignore[arg-type]
+def _base(session: Session, candidate_mode: Mode) -> _Asked:
+    candidate_CD = session.embeddings.candidates(candidate_mode)
+    encoded = {mode: session.embeddings.queries(mode, "both") for mode in BASES}
     ranked = {mode: session.rank(one.embeddings, candidate_CD) for mode, one in encoded.items()}
-    return _Base(candidate_CD, encoded, ranked)
+    return _Asked(session, candidate_CD, encoded, ranked)
 
 
-def _points(
-    options: BudgetOptions,
-    session: Session,
-    drawn: Session,
-    metric: str,
-    base: _Base,
-    always: Session | None,
-) -> Iterator[Point]:
-    encoded, ranked = base.encoded, base.ranked
+def _in_both_modes(asked: _Asked) -> Iterator[Point]:
     for mode in BASES:
-        yield Point(mode, mode, 1, ranked[mode], encoded[mode])
-    yield from _fused(options, session, drawn, base.candidate_CD)
-    margin_Q = margin(ranked["direct"])
-    for name, gate, learned in _gates(options, session, metric, margin_Q):
-        yield base.gated(name, GATED, gate.opens(margin_Q), gate.about() | learned)
-    if always is not None:
-        written = always.embeddings.queries("reasoning", "both")
-        yield Point("always", DECIDED, 1, session.rank(written.embeddings, base.candidate_CD), written)
-        share = float((encoded["reasoning"].num_rationale_tokens > 0).mean())
-        about = {"gate": {"decided_by": "the model", "share": share}}
-        yield Point("adaptive", DECIDED, share, ranked["reasoning"], encoded["reasoning"], about)
-    if session.encoder.settings.decides_itself:
-        yield from _thresholds(session, sorted(set(options.auto)), base)
-    if options.both_sides:
-        reasoned_CD = session.embeddings.candidates("reasoning")
-        costs = session.embeddings.candidate_costs("reasoning")
-        for mode in BASES:
-            both = {"candidate_mode": "reasoning", "a_candidate_costs": costs}
-            ranking = session.rank(encoded[mode].embeddings, reasoned_CD)
-            yield Point(f"{mode}-both", "candidates reason too", 1, ranking, encoded[mode], both)
+        yield Point(mode, mode, 1, asked.ranked[mode], asked.encoded[mode])
 
 
 def _fused(
-    options: BudgetOptions, session: Session, drawn: Session, candidate_CD: np.ndarray
+    asked: _Asked, *, drawn: Embeddings, seeds: Sequence[int], by: Sequence[str], temperature: float
 ) -> Iterator[Point]:
     """One to k drawn rationales as one ranking."""
     samples: list[Encoded] = []
     rankings: list[Ranking] = []
-    for number in range(1, options.k + 1):
-        samples.append(drawn.embeddings.queries("reasoning", "both", options.seed + number - 1))
+    for number, seed in enumerate(seeds, 1):
+        samples.append(drawn.queries("reasoning", "both", seed))
         fused = together(samples, mean_embedding([one.embeddings for one in samples]))
-        about = {"k": number, "draw_temperature": options.draw_temperature}
-        if "mean" in options.fuse:
-            ranking = session.rank(fused.embeddings, candidate_CD)
+        about = {"k": number, "draw_temperature": temperature}
+        if "mean" in by:
+            ranking = asked.session.rank(fused.embeddings, asked.candidate_CD)
             yield Point(f"mean-{number}", "mean of k", number, ranking, fused, about)
-        if "max" in options.fuse:
-            rankings.append(session.rank(samples[-1].embeddings, candidate_CD))
+        if "max" in by:
+            rankings.append(asked.session.rank(samples[-1].embeddings, asked.candidate_CD))
             yield Point(f"max-{number}", "max of k", number, max_score(rankings), fused, about)
 
 
-def _gates(
-    options: BudgetOptions, session: Session, metric: str, margin_Q: np.ndarray
-) -> Iterator[tuple[str, Gate, dict[str, str]]]:
-    """Names, gates, and what is said of where they were learned."""
-    asked, learned = sorted(set(options.gate)), dict[str, str]()
-    if options.gate_from is None:
-        gates = {share: gate_for(margin_Q, share) for share in asked}
+def _gated(
+    asked: _Asked,
+    *,
+    shares: Sequence[float],
+    learned_from: Path | None,
+    metric: str,
+    below: Sequence[float],
+) -> Iterator[Point]:
+    """Some queries reason, by the margin in direct mode: with gates for ``shares``, or ``below`` thresholds."""
+    margin_Q, shares, learned = margin(asked.ranked["direct"]), sorted(set(shares)), dict[str, str]()
+    if learned_from is None:
+        gates = {share: gate_for(margin_Q, share) for share in shares}
     else:
-        gates = _learned(options.gate_from, session, metric, asked)
-        learned = {"learned_from": str(options.gate_from)}
+        gates = _learned(learned_from, asked.session, metric, shares)
+        learned = {"learned_from": str(learned_from)}
     for share, gate in gates.items():
-        yield f"gate-{100 * share:g}", gate, learned
-    for value in sorted(set(options.margin)):
-        yield f"gate-below-{value:g}", Gate(value), {}
+        yield asked.gated(f"gate-{100 * share:g}", GATED, gate.opens(margin_Q), gate.about() | learned)
+    for gate in map(Gate, sorted(set(below))):
+        yield asked.gated(f"gate-below-{gate.threshold:g}", GATED, gate.opens(margin_Q), gate.about())
 
 
-def _thresholds(session: Session, above: Sequence[float], base: _Base) -> Iterator[Point]:
-    """A model that decides by the probability of writing nothing, at several thresholds."""
-    if not above:
+def _decided(asked: _Asked, *, always: Embeddings | None) -> Iterator[Point]:
+    """A model that writes nothing for some queries: as it decides, and kept from deciding."""
+    if always is None:
         return
-    probability_Q = session.encoder.direct_probabilities(session.wanted.query_items("both"))  # type: ignore[attr-defined]
-    for threshold in above:
+    written = always.queries("reasoning", "both")
+    yield Point("always", DECIDED, 1, asked.session.rank(written.embeddings, asked.candidate_CD), written)
+    reasoned = asked.encoded["reasoning"]
+    share = float((reasoned.num_rationale_tokens > 0).mean())
+    about = {"gate": {"decided_by": "the model", "share": share}}
+    yield Point("adaptive", DECIDED, share, asked.ranked["reasoning"], reasoned, about)
+
+
+def _thresholds(asked: _Asked, *, above: Sequence[float]) -> Iterator[Point]:
+    """A model that decides by the probability of writing nothing, at several thresholds."""
+    encoder: Any = asked.session.embeddings.encoder
+    if not above or not encoder.settings.decides_itself:
+        return
+    probability_Q = encoder.direct_probabilities(asked.session.wanted.query_items("both"))
+    for threshold in sorted(set(above)):
         reason_Q = probability_Q < threshold
         about = {"decided_by": "the model", "direct_above": threshold}
-        point = base.gated(f"auto-{threshold:g}", DECIDED, reason_Q, about)
+        point = asked.gated(f"auto-{threshold:g}", DECIDED, reason_Q, about)
         # the prompt is encoded once: what reasons has no direct answer beside it
-        spent = np.where(reason_Q, base.encoded["reasoning"].embed_ms, base.encoded["direct"].embed_ms)
+        spent = np.where(reason_Q, asked.encoded["reasoning"].embed_ms, asked.encoded["direct"].embed_ms)
         yield replace(point, encoded=replace(point.encoded, embed_ms=spent))
 
 
-def _write(options: BudgetOptions, session: Session, point: Point, metric: str) -> dict[str, Any]:
+def _both_sides(asked: _Asked, *, wanted: bool) -> Iterator[Point]:
+    if not wanted:
+        return
+    embeddings = asked.session.embeddings
+    reasoned_CD, costs = embeddings.candidates("reasoning"), embeddings.candidate_costs("reasoning")
+    for mode, encoded in asked.encoded.items():
+        about = {"candidate_mode": "reasoning", "a_candidate_costs": costs}
+        ranking = asked.session.rank(encoded.embeddings, reasoned_CD)
+        yield Point(f"{mode}-both", "candidates reason too", 1, ranking, encoded, about)
+
+
+def _write(
+    session: Session, point: Point, condition: Condition, metric: str, *, overwrite: bool
+) -> dict[str, Any]:
     """Write a point's evaluation; its row of budget.json without what needs other points."""
-    mode = "direct" if point.name.startswith("direct") else "reasoning"
-    condition = Condition(mode, "both", options.out / point.name)  # type: ignore[arg-type]
-    known = point.about or {}
     identity = {
         "set.fingerprint": session.wanted.fingerprint,
         "set.content": session.wanted.content,
-        "checkpoint_hash": session.encoder.checkpoint_hash,
-        "budget.draw_temperature": known.get("draw_temperature"),
+        "checkpoint_hash": session.told["checkpoint_hash"],
+        "budget.draw_temperature": point.about.get("draw_temperature"),
     }
-    check_out(condition.out, identity, overwrite=options.overwrite)
+    check_out(condition.out, identity, overwrite=overwrite)
     ms_Q = point.encoded.generate_ms + point.encoded.embed_ms
     costs = {"tokens": float(point.encoded.num_rationale_tokens.mean()), "ms": float(ms_Q.mean())}
-    about = {"name": point.name, "curve": point.curve, "at": point.at, **costs, **(point.about or {})}
-    more = {"budget": about, "again": again("budget", options)}
-    results = session.write(condition, point.ranking, point.encoded, more, tag=point.name)
+    about = {"name": point.name, "curve": point.curve, "at": point.at, **costs, **point.about}
+    results = session.write(condition, point.ranking, point.encoded, {"budget": about}, tag=point.name)
     figure = results["micro"].get(metric)
     if figure is None:
         raise UserError(f"metric must be one of {', '.join(results['micro'])}, got {metric!r}")
     return about | {"metric": metric, **figure}
 
 
-def _values(directory: Path, metric: str) -> pd.DataFrame:
-    """An evaluation's per-query ``value`` of a metric, with ``category`` and ``group``."""
-    frame = pd.read_parquet(directory / PER_QUERY, columns=["category", "group", metric])
-    return frame.rename(columns={metric: "value"})
-
-
 def _add_gains(
-    rows: Sequence[dict[str, Any]],
-    values: Mapping[str, pd.DataFrame],
-    mean: Callable[[pd.DataFrame], Bootstrap],
+    rows: Sequence[dict[str, Any]], out: Path, metric: str, mean: Callable[[pd.DataFrame], Bootstrap]
 ) -> None:
-    """Add the paired gain over direct mode to each row; ``mean`` takes per-query differences."""
-    direct, reasoned = values["direct"], values["reasoning"]["value"]
+    """Add the paired gain over direct mode to each row; ``mean`` takes per-query differences as ``value``."""
+    values = {
+        row["name"]: pd.read_parquet(out / row["name"] / PER_QUERY, columns=["category", "group", metric])
+        for row in rows
+    }
+    direct = values["direct"]
 
     def figure(difference: pd.Series) -> dict[str, float | None]:
         (found,) = figures(mean(direct.assign(value=difference)), OF_DIFFERENCES)
         return found
 
     for row in rows:
-        own = values[row["name"]]["value"]
-        row["gain"] = None if row["name"] == "direct" else figure(own - direct["value"])
+        own = values[row["name"]][metric]
+        row["gain"] = None if row["name"] == "direct" else figure(own - direct[metric])
         if "gate" in row:  # against as many queries of each member chosen at random
             share = row["gate"]["share"]
             share_Q = direct["category"].map(row["gate"]["shares"]) if "shares" in row["gate"] else share
-            written = values["always"]["value"] if row["name"] == "adaptive" else reasoned
-            expected = (1 - share_Q) * direct["value"] + share_Q * written
+            written = values["always" if row["name"] == "adaptive" else "reasoning"][metric]
+            expected = (1 - share_Q) * direct[metric] + share_Q * written
             row["over_random"] = figure(own - expected)
             row["at_random"] = row["value"] - row["over_random"]["value"]
 
@@ -515,31 +473,39 @@ def _joined(of_member: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     parts = list(of_member.values())
     own = ("metric", "value", "low", "high")
     row = {key: value for key, value in parts[0].items() if key not in own}
-    row |= {key: _mean(parts, key) for key in ("at", "tokens", "ms")}
+    row |= _means(parts, ("at", "tokens", "ms"))
     if "gate" in row:
         gates = {name: part["gate"] for name, part in of_member.items()}
-        apart = {"shares": "share"} | {key: key for key in row["gate"] if key.startswith("margin_")}
-        row["gate"] |= {ours: {name: one[key] for name, one in gates.items()} for ours, key in apart.items()}
-        row["gate"]["share"] = _mean(list(gates.values()), "share")
+        parted = [key for key in row["gate"] if key == "share" or key.startswith("margin_")]
+        apart = {
+            key.replace("share", "shares"): {name: one[key] for name, one in gates.items()} for key in parted
+        }
+        row["gate"] |= apart | _means(list(gates.values()), ("share",))
     if "a_candidate_costs" in row:
-        costs = [part["a_candidate_costs"] for part in parts]
-        row["a_candidate_costs"] = {key: _mean(costs, key) for key in costs[0]}
+        row["a_candidate_costs"] = _means(
+            [part["a_candidate_costs"] for part in parts], row["a_candidate_costs"]
+        )
     return row
 
 
-def _mean(parts: Sequence[Mapping[str, Any]], key: str) -> float:
-    return float(np.mean([part[key] for part in parts]))
+def _means(parts: Sequence[Mapping[str, Any]], keys: Iterable[str]) -> dict[str, float]:
+    return {key: float(np.mean([part[key] for part in parts])) for key in keys}
 
 
 def _content(options: BudgetOptions, metric: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     keys = (
         "k", "draw_temperature", "fuse", "gate", "gate_from", "margin", "auto", "both_sides", "batch_size", "seed",
     )  # fmt: skip
+    results = read_results(options.out / BASES[0])
+    wanted = results["set"]
     return {
+        "set": {key: wanted[key] for key in ("name", "fingerprint", "content")},
+        **{key: wanted[key] for key in ("num_queries", "num_members") if key in wanted},
+        "checkpoint_hash": results["checkpoint_hash"],
         "format": FORMAT,
         "metric": metric,
         "settings": {key: getattr(options, key) for key in keys},
-        "costs": f"means over {'members' if is_suite(options.set) else 'queries'}: tokens generated; milliseconds of a batch divided by its rows, search not counted",
+        "costs": f"means over {'members' if results.get('suite') else 'queries'}: tokens generated; milliseconds of a batch divided by its rows, search not counted",
         "points": list(rows),
         "versions": versions(),
     }

@@ -6,7 +6,7 @@ Prints counts and caveats; a set that cannot be evaluated ends with an error tha
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -95,32 +95,35 @@ def check_set(path: Path) -> Checked:
     wanted = load_set(path)
     bad: list[str] = []
     ids_of: dict[str, list[str]] = defaultdict(list)
-    digests, pictured, worded = [], 0, 0
+    digests, pool = [], Counter[str]()
     for item in progress_bar(
         wanted.corpus_items(), desc="candidates", total=len(wanted.corpus_ids), unit="item", delay=2
     ):
         digests.append(_digest(item, "candidate", bad))
         ids_of[digests[-1]].append(item.id)
-        pictured, worded = pictured + bool(item.images), worded + bool(item.text)
-    asked = [_digest(query, "query", bad) for query in wanted.queries]
+        pool.update(_shows(item))
+    facts = _Facts(wanted, ids_of, [_digest(query, "query", bad) for query in wanted.queries])
     if bad:
         more = f"\nand {len(bad) - MOST} more" if len(bad) > MOST else ""
         raise SetError(f"{path}: {len(bad)} items cannot be read:\n" + "\n".join(bad[:MOST]) + more)
-    facts = _Facts(with_content(wanted, digests), ids_of, asked)
-    shown = sum(bool(query.images) for query in wanted.queries)
-    texts = sum(bool(query.text) for query in wanted.queries)
+    wanted = with_content(wanted, digests)
+    asked = Counter(part for query in wanted.queries for part in _shows(query))
     rights = [len(rows) for rows, _ in wanted.positives]
-    least, most = min(rights), max(rights)
+    each = " to ".join(map(str, sorted({min(rights), max(rights)})))
     lines = [
         f"{wanted.path}: {wanted.name}",
-        f"{len(wanted.queries)} queries ({shown} with pictures, {texts} with text) in {facts.num_groups} groups, "
-        f"{sum(rights)} right answers, {least if least == most else f'{least} to {most}'} a query",
-        f"{len(wanted.corpus_ids)} candidates ({pictured} with pictures, {worded} with text)",
+        f"{len(wanted.queries)} queries ({asked['pictures']} with pictures, {asked['text']} with text) in "
+        f"{facts.num_groups} groups, {sum(rights)} right answers, {each} a query",
+        f"{len(wanted.corpus_ids)} candidates ({pool['pictures']} with pictures, {pool['text']} with text)",
         f"fingerprint {wanted.fingerprint}",
-        f"content     {facts.wanted.content}",
+        f"content     {wanted.content}",
     ]
-    caveats = [line for find in CAVEATS for line in [find(facts)] if line is not None]
-    return Checked(facts.wanted, lines, [*wanted.meta.get("notes", []), *caveats])
+    caveats = [line for find in CAVEATS for line in find(facts)]
+    return Checked(wanted, lines, [*wanted.meta.get("notes", []), *caveats])
+
+
+def _shows(item: Item) -> list[str]:
+    return ["pictures"] * bool(item.images) + ["text"] * bool(item.text)
 
 
 def _digest(item: Item, side: str, bad: list[str]) -> str:
@@ -133,80 +136,70 @@ def _digest(item: Item, side: str, bad: list[str]) -> str:
         return ""
 
 
-def _copies(facts: _Facts) -> str | None:
-    if not facts.copies:
-        return None
-    one, other = facts.copies[0][:2]
-    return (
-        f"{sum(map(len, facts.copies))} candidates show the same as another, e.g. {one!r} and {other!r}: equal scores are "
-        "ordered by id"
-    )
+def _copies(facts: _Facts) -> Iterator[str]:
+    if facts.copies:
+        one, other = facts.copies[0][:2]
+        yield (
+            f"{sum(map(len, facts.copies))} candidates show the same as another, e.g. {one!r} and {other!r}: equal scores "
+            "are ordered by id"
+        )
 
 
-def _copy_of_right(facts: _Facts) -> str | None:
+def _copy_of_right(facts: _Facts) -> Iterator[str]:
     copies_of = {name: ids for ids in facts.copies for name in ids}
     for query, (rows, _) in zip(facts.wanted.query_ids, facts.wanted.positives, strict=True):
         right = {facts.wanted.corpus_ids[row] for row in rows.tolist()}
-        for other in (copy for name in right for copy in copies_of.get(name, [])):
-            if other not in right:
-                return f"query {query!r}: {other!r} shows the same as a right answer and counts as wrong"
-    return None
+        if wrong := [copy for name in right for copy in copies_of.get(name, ()) if copy not in right]:
+            yield f"query {query!r}: {min(wrong)!r} shows the same as a right answer and counts as wrong"
+            return
 
 
-def _right_and_wrong(facts: _Facts) -> str | None:
+def _right_and_wrong(facts: _Facts) -> Iterator[str]:
     wanted = facts.wanted
     judged = zip(wanted.query_ids, wanted.positives, wanted.negatives or [], strict=False)
     both = [query for query, (right, _), wrong in judged if np.intersect1d(right, wrong).size]
-    return (
-        f"{len(both)} queries have a candidate that is right and wrong, first {both[0]!r}" if both else None
-    )
+    if both:
+        yield f"{len(both)} queries have a candidate that is right and wrong, first {both[0]!r}"
 
 
-def _asked_twice(facts: _Facts) -> str | None:
-    twice = len(facts.asked) - len(set(facts.asked))
-    return f"{twice} queries ask exactly what another asks" if twice else None
+def _asked_twice(facts: _Facts) -> Iterator[str]:
+    if twice := len(facts.asked) - len(set(facts.asked)):
+        yield f"{twice} queries ask exactly what another asks"
 
 
-def _shared_pictures(facts: _Facts) -> str | None:
+def _shared_pictures(facts: _Facts) -> Iterator[str]:
     group_of: dict[str, str] = {}
     for item, group in zip(facts.wanted.queries, facts.wanted.columns["group"], strict=True):
         if any(group_of.setdefault(picture, group) != group for picture in content_digest(item)[1]):
-            return (
+            yield (
                 f"query {item.id!r} shares a picture with another group: give both one group, or intervals come out "
                 "too narrow"
             )
-    return None
+            return
 
 
-def _few_groups(facts: _Facts) -> str | None:
-    num = facts.num_groups
-    return (
-        f"{num} groups: intervals will be wide, and below {FEW_GROUPS} not reliable"
-        if num < FEW_GROUPS
-        else None
-    )
+def _few_groups(facts: _Facts) -> Iterator[str]:
+    if facts.num_groups < FEW_GROUPS:
+        yield f"{facts.num_groups} groups: intervals will be wide, and below {FEW_GROUPS} not reliable"
 
 
-def _small_categories(facts: _Facts) -> str | None:
+def _small_categories(facts: _Facts) -> Iterator[str]:
     counts = Counter(facts.wanted.columns["category"])
-    small = [name for name, count in counts.items() if count < SMALL_CATEGORY and len(counts) > 1]
-    return f"fewer than {SMALL_CATEGORY} queries in {', '.join(map(repr, small[:5]))}" if small else None
+    small = [repr(name) for name, count in counts.items() if count < SMALL_CATEGORY and len(counts) > 1]
+    if small:
+        yield f"fewer than {SMALL_CATEGORY} queries in {', '.join(small[:5])}"
 
 
-def _own_in_pool(facts: _Facts) -> str | None:
+def _own_in_pool(facts: _Facts) -> Iterator[str]:
     wanted = facts.wanted
     if wanted.candidates is not None or wanted.excluded is not None:
-        return None
+        return
     pool = {one for item in wanted.corpus_items() for one in content_digest(item)[1]}
-    own = sum(bool(pool & set(content_digest(query)[1])) for query in wanted.queries)
-    return (
-        f"{own} queries have their own picture in the pool, where it is found first; excluded.parquet takes it out"
-        if own
-        else None
-    )
+    if own := sum(bool(pool & set(content_digest(query)[1])) for query in wanted.queries):
+        yield f"{own} queries have their own picture in the pool, where it is found first; excluded.parquet takes it out"
 
 
-CAVEATS: tuple[Callable[[_Facts], str | None], ...] = (
+CAVEATS: tuple[Callable[[_Facts], Iterator[str]], ...] = (
     _copies, _copy_of_right, _right_and_wrong, _asked_twice, _shared_pictures, _few_groups, _small_categories, _own_in_pool,
 )  # fmt: skip
 """What would make figures mean little, in the order in which it is said."""

@@ -16,7 +16,7 @@
 import datetime
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,20 +25,22 @@ import yaml
 
 from eval.benchmarks.published_tables import published
 from eval.embedding.identity import OLD, old_results
-from eval.scoring.metrics import parse_name
 from eval.scoring.output_files import RUN, read_results
 from eval.scoring.protocol import Protocol
 from eval.scoring.tables import in_per_cent, latex, numbers
+from eval.scoring.trec import read_lines
 from rge.common.errors import UserError
 from rge.common.files import write_bytes
 from rge.common.mmeb_prompts import SETS
 from rge.common.options import one_of
 from rge.common.registry import PluginOptions
 
-FORMATS = ("pinpoint", "top50", "mmeb", "mteb", "csv", "latex", "card")
 MOST = 50
 EVALUATION = "## Evaluation"
 _HEAD = ("| set | asked | metric | all queries, with 95 % interval |", "|---|---|---|---|")
+_UNSAID = (
+    "model_backbone", "model_size", "embedding_dimension", "max_length_tokens", "model_release_date",
+)  # fmt: skip
 _MTEB = {
     "ndcg": "ndcg_at_",
     "map": "map_at_",
@@ -72,32 +74,12 @@ def export(options: ExportOptions) -> Path:
     Raises:
         UserError: the evaluation lacks what the format needs.
     """
-    one_of("format", [options.format], FORMATS)
+    one_of("format", [options.format], tuple(FORMATS))
     results = read_results(options.eval)
-    for warning in [
-        *([f"{options.eval} {OLD}"] if old_results(results) else []),
-        *results.get("warnings", []),
-    ]:
+    old = [f"{options.eval} {OLD}"] if old_results(results) else []
+    for warning in [*old, *results.get("warnings", [])]:
         print(f"WARNING: {warning}", file=sys.stderr, flush=True)
-    if options.format in ("pinpoint", "top50"):
-        content: Any = dict(_top(options.eval / RUN, MOST if options.format == "top50" else None))
-        if len(content) < results["set"]["num_queries"]:
-            raise UserError(
-                f"{options.eval / RUN} has {len(content)} of {results['set']['num_queries']} queries; evaluate.py would "
-                "leave the others out without a word"
-            )
-        if options.format == "pinpoint":
-            content = {query: {"retrieved_items": names} for query, names in content.items()}
-    elif options.format == "mmeb":
-        content = _mmeb(options, results)
-    elif options.format == "card":
-        content = with_evaluation(_card(options.out, results), results)
-    elif options.format == "csv":
-        content = numbers(results).to_csv(index=False)
-    elif options.format == "latex":
-        content = latex(in_per_cent(results, options.metric or _headline(results)))
-    else:
-        content = _mteb(options, results)
+    content = FORMATS[options.format](options, results)
     text = content if isinstance(content, str) else json.dumps(content, indent=1, ensure_ascii=False) + "\n"
     write_bytes(options.out, text.encode())
     print(options.out)
@@ -109,24 +91,16 @@ def _headline(results: dict[str, Any]) -> list[str]:
     return [*found, *results.get("metrics", [])]
 
 
-def _top(path: Path, most: int | None) -> Iterator[tuple[str, list[str]]]:
-    """The first candidates of each query; a run of ours lists a query's lines together, best first."""
-    query, names = None, list[str]()
-    try:
-        lines = path.open(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
-    with lines:
-        for line in lines:
-            one, _, candidate, *_ = line.split()
-            if one != query:
-                if query is not None:
-                    yield query, names
-                query, names = one, []
-            if most is None or len(names) < most:
-                names.append(candidate)
-    if query is not None:
-        yield query, names
+def _ranked(options: ExportOptions, results: dict[str, Any]) -> dict[str, list[str]]:
+    """The candidates of each query; a run of ours lists a query's lines together, best first."""
+    lines = read_lines(options.eval / RUN).select(["query", "candidate"]).to_pandas().astype(str)
+    found = lines.groupby("query", sort=False)["candidate"].agg(list).to_dict()
+    if len(found) < results["set"]["num_queries"]:
+        raise UserError(
+            f"{options.eval / RUN} has {len(found)} of {results['set']['num_queries']} queries; evaluate.py would "
+            "leave the others out without a word"
+        )
+    return found
 
 
 def _mmeb(options: ExportOptions, results: dict[str, Any]) -> dict[str, Any]:
@@ -141,11 +115,7 @@ def _mmeb(options: ExportOptions, results: dict[str, Any]) -> dict[str, Any]:
     return {
         "metadata": {
             "model_name": options.model,
-            "model_backbone": None,
-            "model_size": None,
-            "embedding_dimension": None,
-            "max_length_tokens": None,
-            "model_release_date": None,
+            **dict.fromkeys(_UNSAID),
             "data_source": "Self-Reported",
             "url": None,
             "report_generated_date": _now(),
@@ -167,8 +137,9 @@ def _mmeb(options: ExportOptions, results: dict[str, Any]) -> dict[str, Any]:
 def _mteb(options: ExportOptions, results: dict[str, Any]) -> dict[str, Any]:
     scores = {}
     for name, figure in results["micro"].items():
-        kind, k = parse_name(name) if "@" in name and name.split("@")[0] in _MTEB else ("", None)
-        scores[f"{_MTEB[kind]}{k}" if kind else name.replace("@", "_at_")] = round(figure["value"], 5)
+        kind, _, k = name.partition("@")
+        theirs = f"{_MTEB[kind]}{k}" if k and kind in _MTEB else name.replace("@", "_at_")
+        scores[theirs] = round(figure["value"], 5)
     if options.main not in results["micro"]:
         raise UserError(f"main must be one of {', '.join(results['micro'])}, got {options.main!r}")
     scores |= {
@@ -217,32 +188,22 @@ def with_evaluation(card: str, results: dict[str, Any]) -> str:
     found = results.get("headline") or [
         {"metric": metric, **results["micro"][metric]} for metric in Protocol().headline
     ]
-    rows = [
-        f"| {name} | {way} | {one['metric']} | {one['value']:.4f} "
-        + ("–" if one["low"] is None else f"[{one['low']:.4f}, {one['high']:.4f}]")
-        + " |"
-        for one in found
-    ]
-    notes = [f"* {name}, {way}: {warning}" for warning in results.get("warnings", [])]
+    mine = (row := f"| {name} | {way} |", note := f"* {name}, {way}: ", _HEAD[0])
     before, _, rest = card.partition(f"\n{EVALUATION}\n")
     own, _, after = rest.partition("\n## ")
-    lines = own.splitlines()
-    mine = (f"| {name} | {way} |", f"* {name}, {way}: ")
-    kept = [
-        line for line in lines if line.startswith(("| ", "* ")) and not line.startswith((*mine, _HEAD[0]))
-    ]
-    section = [
-        EVALUATION,
-        "",
-        *_HEAD,
-        *(line for line in kept if line.startswith("|")),
-        *rows,
-        "",
-        *(line for line in kept if line.startswith("*")),
-        *notes,
-    ]
-    text = f"{before.rstrip()}\n\n" + "\n".join(section).rstrip() + "\n" + (f"\n## {after}" if after else "")
+
+    def kept(mark: str) -> list[str]:
+        return [line for line in own.splitlines() if line.startswith(mark) and not line.startswith(mine)]
+
+    rows = [f"{row} {one['metric']} | {one['value']:.4f} {_interval(one)} |" for one in found]
+    notes = [note + warning for warning in results.get("warnings", [])]
+    section = "\n".join([EVALUATION, "", *_HEAD, *kept("| "), *rows, "", *kept("* "), *notes])
+    text = f"{before.rstrip()}\n\n{section.rstrip()}\n" + (f"\n## {after}" if after else "")
     return _indexed(text, name, way, found)
+
+
+def _interval(one: dict[str, Any]) -> str:
+    return "–" if one["low"] is None else f"[{one['low']:.4f}, {one['high']:.4f}]"
 
 
 def _indexed(card: str, name: str, way: str, found: list[dict[str, Any]]) -> str:
@@ -272,3 +233,19 @@ def _indexed(card: str, name: str, way: str, found: list[dict[str, Any]]) -> str
 
 def _now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+FORMATS: dict[str, Callable[[ExportOptions, dict[str, Any]], Any]] = {
+    "pinpoint": lambda options, results: {
+        query: {"retrieved_items": names} for query, names in _ranked(options, results).items()
+    },
+    "top50": lambda options, results: {
+        query: names[:MOST] for query, names in _ranked(options, results).items()
+    },
+    "mmeb": _mmeb,
+    "mteb": _mteb,
+    "csv": lambda _, results: numbers(results).to_csv(index=False),
+    "latex": lambda options, results: latex(in_per_cent(results, options.metric or _headline(results))),
+    "card": lambda options, results: with_evaluation(_card(options.out, results), results),
+}
+"""Name -> what is written: a text, or what becomes JSON."""

@@ -6,7 +6,7 @@ rge eval report runs=DIR[,DIR...] out=FILE [log=FILE,...] [baseline=LABEL:DIR,..
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 from eval.pages.boards.leaderboard import write_leaderboard
 from eval.pages.budget_curves import BASES, BUDGET
@@ -14,7 +14,6 @@ from eval.pages.evaluations import expand, read_evaluation
 from eval.pages.report import write_report
 from rge.common.errors import UserError
 from rge.common.files import read_json
-from rge.common.options import one_of
 from rge.common.registry import PluginOptions
 
 
@@ -40,25 +39,11 @@ class ReportOptions(PluginOptions):
     """Current location of the retrieval set; null: as in results.json."""
     seed: int = 0
     """Seed for the choice of examples."""
-    page: str = "auto"
+    page: Literal["auto", "set", "leaderboard"] = "auto"
     """``set`` for conditions of one set, ``leaderboard`` for many models; ``auto``: a leaderboard if the evaluations
     are for a suite or for several sets."""
     published: str = "auto"
     """Published tables on a leaderboard: ``auto`` (those of the benchmarks at hand), ``all`` or ``none``."""
-
-
-def _is_for_leaderboard(runs: Sequence[str]) -> bool:
-    """Whether runs are of a suite or of several sets, or carry labels."""
-    sets = set()
-    for word in runs:
-        if not Path(word).is_dir():
-            return ":" in word
-        for directory in expand(Path(word)):
-            results = read_evaluation(directory).results
-            if results.get("suite"):
-                return True
-            sets.add(results["set"]["fingerprint"])
-    return len(sets) > 1
 
 
 def report(options: ReportOptions) -> Path:
@@ -67,33 +52,51 @@ def report(options: ReportOptions) -> Path:
     Raises:
         UserError: an option is malformed; see `write_report` for the rest.
     """
-    path = _page(options)
+    runs = [word for word in options.runs if word]
+    board = _is_for_leaderboard(runs) if options.page == "auto" else options.page == "leaderboard"
+    path = _leaderboard(options, runs) if board else _page(options, [Path(name) for name in runs])
     print(path)
     return path
 
 
-def _page(options: ReportOptions) -> Path:
-    one_of("page", [options.page], ("auto", "set", "leaderboard"))
-    shared: dict[str, Any] = {"title": options.title, "set_dir": options.set, "seed": options.seed}
-    runs = [word for word in options.runs if word]
-    if options.page == "leaderboard" or (options.page == "auto" and _is_for_leaderboard(runs)):
-        if options.log or options.baseline:
-            raise UserError(
-                "log= and baseline= are for page=set; a leaderboard takes all models by runs=LABEL:DIR,..."
-            )
-        num = options.examples if options.examples != ReportOptions.examples else 24
-        return write_leaderboard(runs, options.out, which=options.published, num_examples=num, **shared)
-    dirs = [Path(name) for name in runs]
+def _is_for_leaderboard(runs: Sequence[str]) -> bool:
+    """Whether runs are of a suite or of several sets, or carry labels."""
+    dirs = [Path(word) for word in runs]
+    if lost := [word for word, path in zip(runs, dirs, strict=True) if not path.is_dir()]:
+        return ":" in lost[0]
+    found = [read_evaluation(one).results for path in dirs for one in expand(path)]
+    return any(one.get("suite") for one in found) or len({one["set"]["fingerprint"] for one in found}) > 1
+
+
+def _leaderboard(options: ReportOptions, runs: Sequence[str]) -> Path:
+    if options.log or options.baseline:
+        raise UserError(
+            "log= and baseline= are for page=set; a leaderboard takes all models by runs=LABEL:DIR,..."
+        )
+    return write_leaderboard(
+        runs,
+        options.out,
+        title=options.title,
+        which=options.published,
+        num_examples=24 if options.examples == ReportOptions.examples else options.examples,
+        set_dir=options.set,
+        seed=options.seed,
+    )
+
+
+def _page(options: ReportOptions, dirs: Sequence[Path]) -> Path:
     curves = read_json(dirs[0] / BUDGET) if len(dirs) == 1 else None  # the output of `budget`
     return write_report(
         dirs if curves is None else [dirs[0] / name for name in BASES],
         options.out,
+        title=options.title,
         training_logs=[Path(name) for name in options.log if name],
         metric=options.metric,
         num_examples=options.examples,
         baselines=_baselines(options.baseline),
+        set_dir=options.set,
+        seed=options.seed,
         budget=curves,
-        **shared,
     )
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import pandas as pd
 
 from eval.benchmarks.registry import protocol_for
-from eval.benchmarks.suite import each_member, is_suite, join_members, load_suite, member_dirs
+from eval.benchmarks.suite import is_suite, join_members, load_suite, member_dirs
 from eval.embedding.fill_cache import NO_BAR
 from eval.embedding.identity import ranked_with, set_mismatch
 from eval.embedding.processes import ALONE, Team, join
@@ -27,7 +27,6 @@ from eval.judging.description import QUESTION, DescriptionJudge, local_software
 from eval.scoring.evaluation import decides, write_evaluation
 from eval.scoring.output_files import PER_QUERY, RUN, again, check_out, read_results, set_figures
 from eval.scoring.search import Ranking
-from eval.scoring.tables import summary
 from eval.scoring.trec import read_run
 from eval.sets.retrieval_set import RetrievalSet, content_digest, load_set, with_readable_content
 from rge.calls.store import AnswerStore, key_of
@@ -136,12 +135,11 @@ def _members(
         raise UserError(
             f"{path} and {options.of} do not have the same members: {lacking[0]!r} is in one only"
         )
-    found: list[dict[str, Any]] = []
-
-    def one(name: str, path: Path, out: Path) -> None:
-        found.append(_one(replace(options, of=of[name], set=path, out=out), judge, answers, team))
-
-    dirs = each_member(suite, options.out, one)
+    dirs = {name: options.out / "members" / name for name in suite.members}
+    found = [
+        _one(replace(options, of=of[name], set=path / name, out=out), judge, answers, team)
+        for name, out in dirs.items()
+    ]
     if not team.is_first:
         return
     about = found[0] | {
@@ -212,7 +210,7 @@ def _one(
         "warnings": [*old.get("warnings", []), *unread],
         "again": again("rerank", options),
     }
-    results = write_evaluation(
+    write_evaluation(
         options.out,
         wanted,
         found.ranking,
@@ -222,9 +220,7 @@ def _one(
         seed=options.seed,
         missing=read.missing,
         limit=limit,
-    )
-    print(
-        f"{wanted.name}: top {options.top_n} of {options.of} -> {options.out}\n{summary(results, protocol.headline)}"
+        said=f"top {options.top_n} of {options.of}",
     )
     return about
 

@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import Literal
 
 from eval.benchmarks.registry import MeasureOptions
-from eval.benchmarks.suite import each_member, is_suite, join_members, load_suite
+from eval.benchmarks.suite import is_suite, load_suite, measure_members
 from eval.scoring.evaluation import decides, write_evaluation
 from eval.scoring.fuse import added
 from eval.scoring.metrics import deepest
 from eval.scoring.output_files import RUN, again, check_out
-from eval.scoring.tables import summary
 from eval.scoring.trec import ReadRun, read_run
-from eval.sets.retrieval_set import RetrievalSet, load_set, with_readable_content
+from eval.sets.retrieval_set import RetrievalSet
 from rge.common.errors import UserError
 
 
@@ -56,17 +55,23 @@ def score(options: ScoreOptions) -> Path:
             f"weights must be {1 + len(options.fuse)} numbers, one a run, got {len(options.weights)}"
         )
     if is_suite(options.set):
-        return score_members(options)
-    wanted = load_set(options.set, by=options.by)
-    protocol = options.protocol(wanted)
-    wanted, unread = with_readable_content(protocol.prepare(wanted))
+        runs = _runs_of_members(options)
+
+        def of_member(name: str, path: Path, out: Path) -> list[Path]:
+            run, *fuse = runs[name]
+            return [score(replace(options, run=run, fuse=tuple(fuse), set=path, out=out))]
+
+        measure_members(options, of_member, str(options.run))
+        return options.out
+    protocol, wanted, unread = options.prepared()
     paths = [path / RUN if path.is_dir() else path for path in (options.run, *options.fuse)]
     read = _read_runs(options, paths, wanted)
+    skips = protocol.skips_missing
     if read.missing and not options.allow_missing:
         raise UserError(
             f"{options.run}: {len(read.missing)} of {len(wanted.queries)} queries have no line, first {read.missing[0]!r}. "
             "Leaving them out would flatter the run; allow_missing=true "
-            + ("leaves them out, as the released code does," if protocol.skips_missing else "scores them 0")
+            + ("leaves them out, as the released code does," if skips else "scores them 0")
             + " and reports the coverage"
         )
     run_hash = hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
@@ -93,12 +98,10 @@ def score(options: ScoreOptions) -> Path:
         tag=read.tag,
         seed=options.seed,
         missing=read.missing,
-    )
-    print(
-        f"{wanted.name}: {options.run} -> {options.out}\n{summary(results, (*protocol.headline, *options.metrics))}"
+        said=str(options.run),
     )
     if read.missing:
-        what = "are left out" if protocol.skips_missing else "count as 0"
+        what = "are left out" if skips else "count as 0"
         print(f"coverage {results['coverage']:.4f}: {len(read.missing)} queries without a line {what}")
     if short:
         print(f"{short} queries list fewer than {needed} candidates; what is not listed counts as not found")
@@ -118,28 +121,16 @@ def _read_runs(options: ScoreOptions, paths: Sequence[Path], wanted: RetrievalSe
     )
 
 
-def score_members(options: ScoreOptions) -> Path:
-    """Score one run file a member of a suite, then join them; returns the joint output directory.
+def _runs_of_members(options: ScoreOptions) -> dict[str, list[Path]]:
+    """The run files of each member of a suite."""
+    members = load_suite(options.set).members
 
-    Raises:
-        UserError: as `score`, or a member has no run file.
-    """
-    suite = load_suite(options.set)
-
-    def of_member(folder: Path, name: str) -> Path:
+    def own(folder: Path, name: str) -> Path:
         places = (folder / f"{name}.trec", folder / f"{name}.trec.gz", folder / "members" / name / RUN)
         if found := next((path for path in places if path.is_file()), None):
             return found
         raise UserError(
-            f"{places[0]} does not exist: a suite needs a run file for each of its {len(suite.members)} members"
+            f"{places[0]} does not exist: a suite needs a run file for each of its {len(members)} members"
         )
 
-    runs = {name: [of_member(one, name) for one in (options.run, *options.fuse)] for name in suite.members}
-
-    def one(name: str, path: Path, out: Path) -> None:
-        run, *more = runs[name]
-        score(replace(options, run=run, fuse=tuple(more), set=path, out=out))
-
-    dirs = each_member(suite, options.out, one)
-    join_members(suite, dirs, options.out, str(options.run), seed=options.seed, overwrite=options.overwrite)
-    return options.out
+    return {name: [own(one, name) for one in (options.run, *options.fuse)] for name in members}

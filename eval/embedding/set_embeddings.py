@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -103,6 +103,10 @@ class Embeddings:
     made_with: Identity | None = None
     _said: set[str] = field(default_factory=set)
     _filled: dict[tuple[Any, ...], Cache] = field(default_factory=dict)
+
+    def asking(self, **generation: Any) -> Self:
+        """The same set embedded by the same model, which writes in another way; see `Embeds.with_`."""
+        return replace(self, encoder=self.encoder.with_(**generation), _filled={})
 
     def fill_queries(self, mode: Mode, modality: Modality, seed: int | None = None) -> Cache:
         """Complete the cache of the queries in a condition."""

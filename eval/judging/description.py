@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from eval.judging.rewrite import known_and_open
 from rge.calls.store import AnswerStore, key_of
 from rge.common.commands import progress_bar
 from rge.common.errors import UserError
@@ -118,8 +119,7 @@ class DescriptionJudge:
         about = self.name | {"after": ANSWER_SHOWS, "tokens": DESCRIPTION_TOKENS}
         about["software"] = local_software(answers)
         keys = [key_of(about, one.text) for one in texts]
-        known = answers.get_values(list(dict.fromkeys(keys)))
-        todo = {key: one for key, one in zip(keys, texts, strict=True) if key not in known}
+        known, todo = known_and_open(answers, keys, texts)
         prompts = [
             self._builder.build(Item(one.id, _with(one.text, ANSWER_SHOWS)), "query") for one in todo.values()
         ]
@@ -191,14 +191,11 @@ def _to_describe(
     Raises:
         UserError: no positive with a rationale is described.
     """
-    said = {
-        _identity(one): one.rationale for record in described for one in record.positives if one.rationale
-    }
+    said = {_identity(one): one.rationale for _, one in _reasoned(described)}
     found = {
-        (record.group, positive.rationale, said[_identity(positive)])
-        for record in records
-        for positive in record.positives
-        if positive.rationale and _identity(positive) in said
+        (group, one.rationale, said[_identity(one)])
+        for group, one in _reasoned(records)
+        if _identity(one) in said
     }
     if not found:
         raise UserError("descriptions= describes no positive of src=: they are found by identity, or by id")
@@ -212,6 +209,12 @@ def _to_describe(
             yield identity, QueryPart(text=QUESTION, images=[ref]), text
     for group, rationale, text in sorted(found):
         yield group, QueryPart(text=_with(rationale, ANSWER_SHOWS)), text
+
+
+def _reasoned(records: Sequence[Record]) -> Iterator[tuple[str, Any]]:
+    """Group and positive, where that has a rationale."""
+    for record in records:
+        yield from ((record.group, one) for one in record.positives if one.rationale)
 
 
 def _read(files: Sequence[Path]) -> list[Record]:

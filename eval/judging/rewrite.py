@@ -43,6 +43,15 @@ MAX_TOKENS = 512
 CONCURRENCY = 8
 
 
+def known_and_open(
+    answers: AnswerStore, keys: Sequence[str | None], items: Sequence[Item]
+) -> tuple[dict[str, Any], dict[str, Item]]:
+    """What is kept by key, and an item for each key that nothing is kept for; a key of None asks for nothing."""
+    asked = {key: item for key, item in zip(keys, items, strict=True) if key is not None}
+    known = answers.get_values(list(asked))
+    return known, {key: item for key, item in asked.items() if key not in known}
+
+
 class Rewriter:
     """A vision-language model behind an OpenAI-compatible endpoint that rewrites queries.
 
@@ -86,12 +95,7 @@ class Rewriter:
             else None
             for query in queries
         ]
-        known = self.answers.get_values([key for key in dict.fromkeys(keys) if key is not None])
-        todo = {
-            key: query
-            for key, query in zip(keys, queries, strict=True)
-            if key is not None and key not in known
-        }
+        known, todo = known_and_open(self.answers, keys, queries)
         with progress_bar(total=len(todo), desc=self.kind, disable=not todo) as bar:
 
             def keep(key: str, text: str) -> None:
@@ -149,6 +153,13 @@ class RewriteOptions:
     """Name of the model at that address."""
     rewriter_key_env: str | None = None
     """Environment variable with the key; null: no key."""
+
+    def rewrite_told(self, meta: Mapping[str, Any]) -> dict[str, Any] | None:
+        """What results.json says of it, for an embedder's ranking; ``meta``: of the set from `rewritten`."""
+        if self.rewrite is None:
+            return None
+        asked = {"kind": self.rewrite, "model": self.rewriter_model, "prompts": PROMPTS[self.rewrite]}
+        return asked | meta["rewriter"]
 
     def load_rewriter(self, cache: Path) -> Rewriter | None:
         """The rewriter, None where none is named.

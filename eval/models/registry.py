@@ -12,12 +12,16 @@ is imported before it is used. `register_embedder` adds one, also from a module 
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from eval.embedding.fill_cache import Embeds
+from eval.sets.retrieval_set import RetrievalSet
 from rge.common.errors import UserError
-from rge.common.files import read_json
+from rge.common.files import checkpoint_folder, read_json
+from rge.common.options import one_of
+from rge.common.prompt_profiles import PROFILES
 from rge.common.registry import Registry
 
 RELEASED = "qwen2_5_vl"
@@ -243,6 +247,121 @@ def load_model(
         notes.append(GUESSED[chosen.name].format(name=facts.name, model_type=facts.model_type))
     encoder.settings = encoder.settings.but(device=_device(device), notes=notes)
     return encoder
+
+
+@dataclass(kw_only=True)
+class ModelOptions:
+    """What a command that embeds is told of the embedder: which one, how it is loaded and how it is asked."""
+
+    checkpoint: Path | None = None
+    """Checkpoint directory with ``rge.json``, or ``demo``; equivalent to model=DIR."""
+    model: str | None = None
+    """Any embedder of `eval.models.registry`: a directory, or an id on the Hugging Face hub."""
+    adapter: str | None = None
+    """How that embedder is prompted; null: inferred from its files."""
+    as_: Literal["release"] | None = None
+    """release: prompt the released RGE checkpoint as its authors' own evaluation does (`eval.models.released`), with
+    MMEB imported with verbatim=true; null: as rge prompts every model of that kind."""
+    revision: str | None = None
+    """Commit, tag or branch of an id on the hub."""
+    base: str | None = None
+    """Directory or hub id of the base model of adapters (a checkpoint of rge, or a LoRA); null: the one in their files."""
+    batch_size: int = 32
+    """Items embedded, and rationales written, at once; affects speed and memory, not the embeddings."""
+    exact: bool | None = None
+    """Embed every item alone, so that run.trec is the same to the last digit for any batch_size= and number of
+    processes; null: only in float32 on a CPU. Without it, embeddings differ by rounding (about 1e-6)."""
+    device: str | None = None
+    """Device, such as cuda:0; null: a GPU if there is one."""
+    dtype: str | None = None
+    """Dtype of the weights; null: float32 on CPU, the recipe's on GPU."""
+    engine: Literal["own", "vllm"] = "own"
+    """What writes the rationales of a checkpoint of rge: the model itself, or vLLM (docs/serving.md)."""
+    vllm_memory: float = 0.5
+    """Share of a GPU's memory for vLLM, which holds a second copy of the language model and its cache."""
+    max_new_tokens: int | None = None
+    """Cap on a rationale in tokens; null: the checkpoint's."""
+    temperature: float | None = None
+    """Sampling temperature of rationales; null: the checkpoint's setting, which is greedy."""
+    prompts: str | None = None
+    """Prompt profile; null: the set's if it names one, else the checkpoint's."""
+
+    def check_model(self) -> None:
+        """Refuse what can be seen to be wrong before anything is read.
+
+        Raises:
+            UserError: naming the option and the fix.
+        """
+        if self.prompts is not None:
+            one_of("prompts", [self.prompts], tuple(PROFILES))
+        if self.batch_size < 1:
+            raise UserError(f"batch_size must be at least 1, got {self.batch_size}")
+        if self.exact and self.engine != "own":
+            raise UserError("exact=true embeds every item alone, which vLLM does not do: use engine=own")
+        if (self.checkpoint is None) == (self.model is None):
+            given = "neither" if self.model is None else f"{self.checkpoint} and {self.model}"
+            raise UserError(f"give checkpoint=DIR or model=NAME, got {given}")
+
+    def loader(self) -> Callable[..., Embeds]:
+        """`load_model` with what only it knows; `load` gives it the rest.
+
+        Raises:
+            UserError: ``checkpoint`` is no finished checkpoint.
+        """
+        if self.checkpoint is not None:
+            _check_checkpoint(checkpoint_folder(self.checkpoint), self.adapter)
+        asked: dict[str, Any] = {"engine": self.engine}
+        if self.engine != "own":
+            asked |= {"vllm_memory": self.vllm_memory, "vllm_rows": self.batch_size}
+        return partial(
+            load_model,
+            adapter=self.adapter,
+            revision=self.revision,
+            base=self.base,
+            as_released=self.as_ == "release",
+            **asked,
+        )
+
+    def load(self, wanted: RetrievalSet, load: Callable[..., Embeds] | None = None) -> Embeds:
+        """The embedder, ready to ask as the options and the set want; ``load`` takes the place of `loader`.
+
+        Raises:
+            UserError: there is no such embedder, or it does not read texts as the set has them.
+        """
+        verbatim = wanted.meta.get("prompts") == "verbatim"
+        if verbatim and self.as_ != "release":
+            raise UserError(
+                f"{wanted.path} was imported with verbatim=true: its texts hold places for pictures, which only as=release reads"
+            )
+        name = self.model if self.checkpoint is None else checkpoint_folder(self.checkpoint)
+        encoder = (load or self.loader())(
+            str(name),
+            device=self.device,
+            dtype=self.dtype,
+            max_new_tokens=self.max_new_tokens,
+            temperature=self.temperature,
+        )
+        told, given = encoder.settings, wanted.meta.get("instructions")
+        if verbatim and given != told.mmeb_instructions:
+            raise UserError(
+                f"{wanted.path} was imported with instructions={given}; as=release needs instructions={told.mmeb_instructions}"
+            )
+        in_full = self.engine == "own" and (told.dtype, told.device) == ("float32", "cpu")
+        exact = in_full if self.exact is None else self.exact
+        profile = self.prompts or wanted.meta.get("prompts")
+        return encoder.with_(exact=exact or None, profile=None if profile == told.profile else profile)
+
+
+def _check_checkpoint(checkpoint: Path, adapter: str | None) -> None:
+    if not checkpoint.is_dir():
+        raise UserError(
+            f"checkpoint {checkpoint} does not exist; model=NAME also takes an id on the Hugging Face hub"
+        )
+    if adapter is None and not (checkpoint / "rge.json").is_file():
+        raise UserError(
+            f"checkpoint {checkpoint} has no rge.json, which says how it is asked: it is not finished, or lost it on the "
+            "way. An embedder of others is named by model="
+        )
 
 
 def _chosen(facts: Facts, asked: Adapter | None) -> Adapter:

@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from eval.pages.charts import Curves, Point, curves_chart, curves_file
+from rge.common.modes import Mode
 
 BUDGET = "budget.json"
-BASES = ("direct", "reasoning")
+BASES: tuple[Mode, ...] = ("direct", "reasoning")
 """The two ways of asking that all others start from."""
 X_LABELS = {"tokens": "generated tokens a query", "ms": "milliseconds a query"}
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from eval.pages.evaluations import RANK_COLUMN, TOP_COLUMN, Evaluation
+from eval.pages.evaluations import RANK_COLUMN, Evaluation
 from eval.pages.examples import (
     NUM_SHOWN,
     Gallery,
@@ -17,6 +17,8 @@ from eval.pages.examples import (
     choose_examples,
     facets,
     outcome_of,
+    top_of,
+    varying,
 )
 from eval.pages.wording import tag
 from eval.sets.retrieval_set import RetrievalSet, given_rationales
@@ -40,9 +42,9 @@ def cards_of(
     """Everything the template needs for the cards."""
     k = re.search(r"@(\d+)", metric)
     success_rank = min(int(k.group(1)), NUM_SHOWN) if k else 1
-    strata = [name for name in ("category", *loaded.report_by) if main.per_query[name].nunique() > 1]
+    strata = varying(main.per_query, ("category", *loaded.report_by))
     chosen = choose_examples(main.per_query, success_rank=success_rank, num=num, strata=strata, seed=seed)
-    tops = {one: list(map(str, main.per_query.at[one, TOP_COLUMN][:NUM_SHOWN])) for one in chosen}
+    tops = {one: top_of(main.per_query, one) for one in chosen}
     view = SetView(loaded, {one: [names] for one, names in tops.items()}, gallery)
     given = given_rationales(loaded)
     right = pd.Series(given, dtype=object).groupby(level=0).agg(set).to_dict() if given else {}
@@ -55,25 +57,25 @@ def cards_of(
         cards.append(card)
     return {
         "cards": cards,
-        **_openings(cards),
+        **_of_cards(cards),
         "opens_with_given": bool(given),
         "reasons": main.mode[0] == "reasoning",
         "success_rank": success_rank,
         **_num_by_rank(main.per_query[RANK_COLUMN]),
-        "num_negatives": sum(result["negative"] for card in cards for result in card["results"]),
-        "num_forced": sum(card["forced"] for card in cards),
         "filters": [*facets(main.per_query, strata), _FOUND],
         "strata": [name.replace("_", " ") for name in strata],
     }
 
 
-def _openings(cards: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The success and the failure that the page opens with, and the number of successes."""
+def _of_cards(cards: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The success and the failure that the page opens with, and counts of successes, negatives and forced stops."""
     found, missed = ([card for card in cards if card["success"] is success] for success in (True, False))
     return {
         "found": _opening(found, given="right"),
         "missed": _opening(missed, given="another"),
         "num_successes": len(found),
+        "num_negatives": sum(result["negative"] for card in cards for result in card["results"]),
+        "num_forced": sum(card["forced"] for card in cards),
     }
 
 

@@ -58,13 +58,20 @@ class Series:
 
     Attributes:
         label: name in the legend and in the hover text; empty for a chart of one line.
-        x: strictly increasing.
+        x: strictly increasing, at least one.
         y: as long as ``x``, finite.
+
+    Raises:
+        ValueError: no points, or x and y of different length.
     """
 
     label: str
     x: Sequence[float]
     y: Sequence[float]
+
+    def __post_init__(self) -> None:
+        if not self.x or len(self.x) != len(self.y):
+            raise ValueError(f"series {self.label!r} has {len(self.x)} x and {len(self.y)} y values")
 
 
 @dataclass(frozen=True)
@@ -129,7 +136,7 @@ def line_chart(
     """Lines over a shared x axis: the values faint, their moving average strong; the y axis includes zero.
 
     Args:
-        series: one or more, each with at least one point; the first six have distinct colours and dashes.
+        series: one or more; the first six have distinct colours and dashes.
         name: what the y axis shows; the chart's accessible name.
         x_label: text under the x axis.
         bands: named stretches of x, drawn behind the lines where there is more than one.
@@ -140,19 +147,15 @@ def line_chart(
         hover; without script the chart is complete but for that.
 
     Raises:
-        ValueError: no series, an empty series, or x and y of different length.
+        ValueError: no series.
     """
     if not series:
         raise ValueError(f"chart {name!r} must have a series, got none")
-    for one in series:
-        if not one.x or len(one.x) != len(one.y):
-            raise ValueError(
-                f"chart {name!r}: series {one.label!r} has {len(one.x)} x and {len(one.y)} y values"
-            )
     scale, unit = (100.0, "%") if percent else (1.0, "")
     tables = [smoothed(one, bands) for one in series]
+    for one in tables:
+        one[["y", "mean"]] *= scale
     table = pd.concat(tables, ignore_index=True)
-    table[["y", "mean"]] *= scale
     low, high = min(0.0, table["y"].min()), max(table["y"].max(), 0.0)
     y_domain = [low, high + 0.04 * ((high - low) or 1.0)]
     x_domain = [float(table["x"].min()), float(table["x"].max())]
@@ -176,10 +179,7 @@ def line_chart(
             "encoding": along("mean"),
         },
     ]
-    lines = [
-        (one.label, found.assign(mean=scale * found["mean"]))
-        for one, found in zip(series, tables, strict=True)
-    ]
+    lines = list(zip((one.label for one in series), tables, strict=True))
     hover = {
         "plot": [LEFT, TOP, PLOT_WIDTH, PLOT_HEIGHT],
         "domain": [*x_domain, *y_domain],
@@ -236,6 +236,7 @@ def scatter(points: Sequence[Point], *, name: str, x_label: str) -> Markup:
     spec = _over_cost(numbered, x_label, log=log, zero=True)
     spec["layer"].append(
         {
+            "transform": [{"calculate": "split(datum.curve, ' ')[0]", "as": "number"}],
             "mark": {"type": "text", "dx": 8, "dy": 1, "align": "left", "fontWeight": 600},
             "encoding": {"text": {"field": "number"}},
         }
@@ -379,15 +380,15 @@ def _over_cost(
     zero: bool = False,
     legend: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    points = [(place, name, point) for place, (name, own) in enumerate(curves.items(), 1) for point in own]
+    points = [(name, point) for name, own in curves.items() for point in own]
     rows = [
-        {"curve": name, "number": str(point.number or place), "x": point.x, "y": 100 * point.y,
+        {"curve": name, "x": point.x, "y": 100 * point.y,
          "low": point.low and 100 * point.low, "high": point.high and 100 * point.high,
          "words": f"{point.label}: {100 * point.y:.1f} %{_interval(point, 100.0)} at {number(point.x)}"}
-        for place, name, point in points
+        for name, point in points
     ]  # fmt: skip
     y_scale: dict[str, Any] = {"zero": zero}
-    if max(point.y if point.high is None else point.high for _, _, point in points) <= 0:
+    if max(point.y if point.high is None else point.high for _, point in points) <= 0:
         y_scale["domain"] = [0, 1]
     names = list(curves)
     return {

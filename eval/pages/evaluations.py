@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 
 from eval.embedding.identity import OLD, old_results, set_mismatch
-from eval.scoring.output_files import PER_QUERY, RESULTS, RUN, read_results
+from eval.scoring.output_files import PER_QUERY, RESULTS, RUN, read_results, value_at
 from eval.sets.retrieval_set import RetrievalSet, load_set, with_readable_content
 from rge.common.errors import UserError
 
@@ -65,6 +65,15 @@ class Evaluation:
         """Query mode and query modality; both ``None`` for a ranking made elsewhere."""
         return str(self.results.get("query_mode")), str(self.results.get("query_modality"))
 
+    @property
+    def reported_by(self) -> list[str]:
+        """Columns of queries that it has figures by."""
+        return [key.removeprefix("by_") for key in self.results if key.startswith("by_")]
+
+    def names(self, block: str) -> list[str]:
+        """What a block of results.json has: metrics, or values of a column; nothing where there is no such block."""
+        return list(self.results.get(block) or {})
+
     def figure(self, block: str, metric: str, slice_name: str | None = None) -> Figure | None:
         """A figure of results.json, None where that slice or metric was not computed.
 
@@ -79,9 +88,7 @@ class Evaluation:
         Raises:
             UserError: the value or a bound is not a finite number.
         """
-        entry: Any = self.results
-        for key in path:
-            entry = entry.get(key) if isinstance(entry, Mapping) else None
+        entry = value_at(self.results, path)
         if entry is None:
             return None
         where = f"{self.directory}/results.json: {'.'.join(path)}"
@@ -104,24 +111,25 @@ def read_evaluations(dirs: Sequence[Path], baselines: Mapping[str, Path]) -> lis
     Raises:
         UserError: no directory, one of them incomplete, or its files do not fit together.
     """
-    found = [path for directory in dirs for path in expand(Path(directory))]
+    found = dict.fromkeys(path for directory in dirs for path in expand(Path(directory)))
     if not found:
         raise UserError("dirs must name at least one evaluation directory, got none")
-    evaluations = [read_evaluation(directory) for directory in dict.fromkeys(found)]
+    evaluations = list(map(read_evaluation, found))
     counts = Counter(one.label for one in evaluations)
     evaluations = [
-        one
-        if counts[one.label] == 1
-        else _relabel(one, f"{one.label} · {one.directory.parent.name}/{one.directory.name}")
-        for one in evaluations
+        one if counts[one.label] == 1 else _relabel(one, _placed_label(one)) for one in evaluations
     ]
     for label, directory in baselines.items():
-        for path in expand(Path(directory), single=True):
-            evaluations.append(_relabel(read_evaluation(path), label, is_baseline=True))
-    twice = sorted(label for label, num in Counter(one.label for one in evaluations).items() if num > 1)
-    if twice:
-        raise UserError(f"every evaluation needs a label of its own, got {twice[0]!r} twice")
+        (path,) = expand(Path(directory), single=True)
+        evaluations.append(_relabel(read_evaluation(path), label, is_baseline=True))
+    (label, num) = Counter(one.label for one in evaluations).most_common(1)[0]
+    if num > 1:
+        raise UserError(f"every evaluation needs a label of its own, got {label!r} twice")
     return sorted(evaluations, key=lambda one: one.order)
+
+
+def _placed_label(one: Evaluation) -> str:
+    return f"{one.label} · {one.directory.parent.name}/{one.directory.name}"
 
 
 def _relabel(evaluation: Evaluation, label: str, *, is_baseline: bool = False) -> Evaluation:
@@ -138,13 +146,9 @@ def expand(directory: Path, *, single: bool = False) -> list[Path]:
     """
     if not directory.is_dir():
         raise UserError(f"{directory} is not a directory: name the output of `rge eval run`")
-    if (directory / RESULTS).exists() or (directory / PER_QUERY).exists():
+    if _holds(directory, RESULTS, PER_QUERY):
         return [directory]
-    inner = sorted(
-        child
-        for child in directory.iterdir()
-        if any((child / name).exists() for name in (RESULTS, PER_QUERY, RUN))
-    )
+    inner = sorted(child for child in directory.iterdir() if _holds(child, RESULTS, PER_QUERY, RUN))
     if not inner:
         raise UserError(
             f"{directory} has no results.json: the evaluation is incomplete, or was written elsewhere"
@@ -153,6 +157,10 @@ def expand(directory: Path, *, single: bool = False) -> list[Path]:
         names = ", ".join(child.name for child in inner)
         raise UserError(f"a baseline is one evaluation, {directory} holds {len(inner)}: name one of {names}")
     return inner
+
+
+def _holds(folder: Path, *files: str) -> bool:
+    return any((folder / name).exists() for name in files)
 
 
 def read_evaluation(directory: Path) -> Evaluation:
@@ -267,20 +275,22 @@ def warnings_of(evaluations: Sequence[Evaluation]) -> list[str]:
     """
     said: dict[str, list[str]] = defaultdict(list)
     for one in evaluations:
-        results = one.results
-        found = [str(warning) for warning in results.get("warnings") or []]
-        if old_results(results):
-            found.append(f"this {OLD}")
-        if (coverage := results.get("coverage")) is not None and coverage < 1:
-            found.append(f"the ranking covers {100 * coverage:.4g} % of the queries")
-        if limit := results["set"].get("limit"):
-            found.append(f"a look at the first {limit:,} queries only")
-        for warning in dict.fromkeys(found):
+        for warning in dict.fromkeys(_warnings(one.results)):
             said[warning].append(one.label)
     return [
         warning if len(labels) == len(evaluations) else f"{', '.join(labels)}: {warning}"
         for warning, labels in said.items()
     ]
+
+
+def _warnings(results: Mapping[str, Any]) -> Iterator[str]:
+    yield from map(str, results.get("warnings") or [])
+    if old_results(results):
+        yield f"this {OLD}"
+    if (coverage := results.get("coverage", 1.0)) < 1:
+        yield f"the ranking covers {100 * coverage:.4g} % of the queries"
+    if limit := results["set"].get("limit"):
+        yield f"a look at the first {limit:,} queries only"
 
 
 def check_finite(value: object, where: str) -> None:

@@ -14,7 +14,7 @@ import pandas as pd
 import pyarrow.parquet as pq
 from PIL import Image
 
-from eval.pages.evaluations import RANK_COLUMN
+from eval.pages.evaluations import RANK_COLUMN, TOP_COLUMN
 from eval.pages.wording import slice_order, tag
 from eval.sets.retrieval_set import RetrievalSet
 from rge.common.errors import UserError
@@ -163,14 +163,14 @@ class SetView:
         self._queries = {query_id: loaded.queries[place[query_id]] for query_id in rankings}
         self.right: dict[str, list[str]] = {}
         self._wrong: dict[str, set[str]] = {}
-        needed: set[str] = set()
+        needed, name_of = set[str](), loaded.corpus_ids.__getitem__
         for query_id, lists in rankings.items():
             rows, gains = loaded.positives[place[query_id]]
             best_first = rows[np.lexsort((rows, -gains))]
-            right = self.right[query_id] = [loaded.corpus_ids[row] for row in best_first]
+            right = self.right[query_id] = list(map(name_of, best_first))
             listed = () if loaded.negatives is None else loaded.negatives[place[query_id]].tolist()
             # an explicit negative that is also a positive counts as a positive, as in the metrics
-            self._wrong[query_id] = {loaded.corpus_ids[row] for row in listed} - set(right)
+            self._wrong[query_id] = set(map(name_of, listed)) - set(right)
             needed.update(*lists, right[:MAX_WANTED])
         items = loaded.corpus_items() if needed else ()
         self._corpus = {item.id: item for item in items if item.id in needed}
@@ -219,6 +219,16 @@ def _names(path: Path) -> dict[str, str]:
     table = pq.read_table(path, columns=["id", column]).to_pydict()
     pairs = zip(table["id"], table[column], strict=True)
     return {key: str(value).replace("_", " ") for key, value in pairs if value}
+
+
+def varying(frame: pd.DataFrame, columns: Sequence[str]) -> list[str]:
+    """Those of the columns that a table has with more than one value."""
+    return [name for name in columns if name in frame and frame[name].nunique() > 1]
+
+
+def top_of(per_query: pd.DataFrame, query_id: str) -> list[str]:
+    """The first candidates of a ranking, as many as a card shows."""
+    return list(map(str, per_query.at[query_id, TOP_COLUMN][:NUM_SHOWN]))
 
 
 def facets(frame: pd.DataFrame, columns: Sequence[str]) -> list[dict[str, Any]]:

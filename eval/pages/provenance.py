@@ -11,16 +11,22 @@ from eval.pages.evaluations import Evaluation
 
 def provenance_of(evaluations: Sequence[Evaluation]) -> dict[str, Any]:
     """What produced the evaluations: facts that all share, those that differ, and everything recorded but figures."""
-    labels = [one.label for one in evaluations]
-    told = [_without_paths(_recorded(one.results)) for one in evaluations]
-    blocks = [_facts(rest, one) for rest, one in zip(told, evaluations, strict=True)]
-    common = dict(set.intersection(*(set(facts.items()) for facts in blocks))) if len(blocks) > 1 else {}
-    own = [{k: v for k, v in facts.items() if k not in common} for facts in blocks]
-    recorded = [json.dumps(rest, indent=1, ensure_ascii=False, default=str) for rest in told]
+    told = {one.label: _without_paths(_recorded(one.results)) for one in evaluations}
+    blocks = {one.label: _facts(told[one.label], one) for one in evaluations}
+    common = (
+        set.intersection(*(set(facts.items()) for facts in blocks.values())) if len(blocks) > 1 else set()
+    )
+
+    def part(facts: Mapping[str, str], *, shared: bool) -> dict[str, str]:
+        return {key: value for key, value in facts.items() if ((key, value) in common) is shared}
+
     return {
-        "common": {k: v for k, v in blocks[0].items() if k in common},
-        "own": list(zip(labels, own, strict=True)),
-        "recorded": list(zip(labels, recorded, strict=True)),
+        "common": part(next(iter(blocks.values())), shared=True),
+        "own": [(label, part(facts, shared=False)) for label, facts in blocks.items()],
+        "recorded": [
+            (label, json.dumps(rest, indent=1, ensure_ascii=False, default=str))
+            for label, rest in told.items()
+        ],
     }
 
 

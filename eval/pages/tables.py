@@ -1,8 +1,9 @@
 """The tables of a report: figures with intervals, slices, paired gains, all metrics, cost and ties."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -71,6 +72,15 @@ class _Column:
         known = column in main.per_query
         return cls(heading, block, name, (main.per_query[column] == name).to_numpy() if known else None)
 
+    @property
+    def by(self) -> str:
+        """The column of queries in words; empty for all queries."""
+        return self.block.removeprefix("by_").replace("_", " ") if self.name else ""
+
+    @property
+    def num_queries(self) -> int | None:
+        return None if self.rows_Q is None else int(self.rows_Q.sum()) or None
+
 
 def _table(
     evaluations: Sequence[Evaluation],
@@ -81,8 +91,7 @@ def _table(
 ) -> Table:
     chance = _chance(main, metric, columns, floor)
     grid = [[one.figure(c.block, metric, c.name) for c in columns] for one in evaluations]
-    known = [figure for shown in (*grid, chance) for figure in shown if figure is not None]
-    scale = Scale.around([value for f in known for value in (f.value, f.low, f.high)])
+    scale = Scale.around(_ends(figure for shown in (*grid, chance) for figure in shown))
 
     def row(label: str, note: str, shown: Sequence[Figure | None], block: str = "", **more: bool) -> Row:
         cells = [
@@ -96,9 +105,12 @@ def _table(
         row(one.label, one.note, shown, featured=one is main)
         for one, shown in zip(evaluations, grid, strict=True)
     ]
-    by = columns[-1].block.removeprefix("by_").replace("_", " ") if columns[-1].name else ""
-    heads = [(c.heading, None if c.rows_Q is None else int(c.rows_Q.sum()) or None) for c in columns]
-    return Table(by, heads, rows, scale)
+    return Table(columns[-1].by, [(c.heading, c.num_queries) for c in columns], rows, scale)
+
+
+def _ends(figures: Iterable[Figure | None]) -> Iterator[float | None]:
+    for figure in filter(None, figures):
+        yield from (figure.value, figure.low, figure.high)
 
 
 def _chance(
@@ -127,17 +139,22 @@ def main_table(
     evaluations: Sequence[Evaluation], main: Evaluation, metric: str, floor: np.ndarray | None
 ) -> tuple[Table, list[Table]]:
     """The main table (all queries, then pairs, or the categories of a set without pairs) and one for each other slice."""
-    blocks = {block for one in evaluations for block in one.results if block.startswith("by_")}
-    sliced = {}
-    for block in sorted(blocks, key=lambda b: (b != "by_pair", b != "by_category", b)):
-        names = sorted({n for one in evaluations for n in one.results.get(block) or {}}, key=slice_order)
-        if len(names) > 1:
-            sliced[block] = [_Column.of(main, slice_label(n), block, n) for n in names]
+    sliced = _slices(evaluations, main)
     lead = next((block for block in sliced if len(sliced[block]) <= MAX_MAIN_SLICES), "")
     columns = [_Column.of(main, "All queries", "micro"), *sliced.pop(lead, [])]
     others = [_table(evaluations, main, metric, own, floor) for own in sliced.values()]
     table = _table(evaluations, main, metric, columns, floor)
     return replace(table, gains=_gains(evaluations, main, metric, columns)), others
+
+
+def _slices(evaluations: Sequence[Evaluation], main: Evaluation) -> dict[str, list[_Column]]:
+    """Columns of a table by block, pairs before categories before the rest; without blocks of a single value."""
+    blocks = {f"by_{column}" for one in evaluations for column in one.reported_by}
+    found = {}
+    for block in sorted(blocks, key=lambda b: (b != "by_pair", b != "by_category", b)):
+        names = sorted(set().union(*(one.names(block) for one in evaluations)), key=slice_order)
+        found[block] = [_Column.of(main, slice_label(name), block, name) for name in names]
+    return {block: columns for block, columns in found.items() if len(columns) > 1}
 
 
 def random_floors(main: Evaluation, loaded: RetrievalSet, metric: str) -> np.ndarray | None:
@@ -163,24 +180,19 @@ def _gains(
     evaluations: Sequence[Evaluation], main: Evaluation, metric: str, columns: Sequence[_Column]
 ) -> list[Row]:
     """What the featured row has over each rival: per-query differences, groups resampled as in `eval.scoring.stats`."""
+    rivals = [one for one in evaluations if one is not main and _is_rival(one, main)]
     rows = []
-    for one in evaluations:
-        if (
-            one is main
-            or not _is_rival(one, main)
-            or metric not in main.per_query
-            or metric not in one.per_query
-        ):
-            continue
-        difference_Q = main.per_query[metric] - one.per_query.loc[main.per_query.index, metric]
-        cells = [
-            Cell(
-                _gain(main, difference_Q, c.rows_Q),
-                where=f"{one.label}|gain {c.block}|{c.name or ''}|{metric}",
-            )
-            for c in columns
-        ]
-        rows.append(Row(f"Gain over {one.label}", "", cells))
+    for one in rivals if metric in main.per_query else ():
+        if metric in one.per_query:
+            difference_Q = main.per_query[metric] - one.per_query.loc[main.per_query.index, metric]
+            cells = [
+                Cell(
+                    _gain(main, difference_Q, c.rows_Q),
+                    where=f"{one.label}|gain {c.block}|{c.name or ''}|{metric}",
+                )
+                for c in columns
+            ]
+            rows.append(Row(f"Gain over {one.label}", "", cells))
     return rows
 
 
@@ -201,20 +213,19 @@ def _is_rival(one: Evaluation, main: Evaluation) -> bool:
 
 def metrics_table(evaluations: Sequence[Evaluation], main: Evaluation) -> dict[str, Any]:
     """Every metric of every evaluation: mean over queries, and mean over categories."""
-    blocks = []
+    blocks, floors = [], {"micro": main.results.get("random") or {}, "macro": {}}
     for block, heading in (("micro", "Mean over queries"), ("macro", "Mean over categories")):
-        chance = (main.results.get("random") or {}) if block == "micro" else {}
         rows = [
             {
                 "metric": metric,
                 "words": metric_words(metric),
-                "floor": chance.get(metric),
+                "floor": floors[block].get(metric),
                 "cells": [
                     Cell(one.figure(block, metric), where=f"{one.label}|{block}||{metric}")
                     for one in evaluations
                 ],
             }
-            for metric in dict.fromkeys(m for one in evaluations for m in (one.results.get(block) or {}))
+            for metric in dict.fromkeys(chain.from_iterable(one.names(block) for one in evaluations))
         ]
         if rows:
             has_floor = any(row["floor"] is not None for row in rows)

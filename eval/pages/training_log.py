@@ -4,6 +4,7 @@ import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -67,13 +68,11 @@ def read_training_logs(paths: Sequence[Path]) -> list[Training]:
     Raises:
         UserError: a file is missing or empty, a line is not a JSON object with a step, or a value is not finite.
     """
-    logs = [(Path(path), _read_log(Path(path))) for path in paths]
-    stages = [{entry.get("stage") for entry in entries} for _, entries in logs]
-    flat = [stage for found in stages for stage in found]
-    if len(logs) > 1 and None not in flat and len(flat) == len(set(flat)):
-        return [_training("", [entry for _, entries in logs for entry in entries])]
-    labels = _short_names([path for path, _ in logs])
-    return [_training(label, entries) for label, (_, entries) in zip(labels, logs, strict=True)]
+    logs = {Path(path): _read_log(Path(path)) for path in paths}
+    stages = [stage for entries in logs.values() for stage in {entry.get("stage") for entry in entries}]
+    if len(logs) > 1 and None not in stages and len(stages) == len(set(stages)):
+        return [_training("", list(chain(*logs.values())))]
+    return list(map(_training, _short_names(list(logs)), logs.values()))
 
 
 def _read_log(path: Path) -> list[dict[str, Any]]:
@@ -81,26 +80,28 @@ def _read_log(path: Path) -> list[dict[str, Any]]:
         content = path.read_text(encoding="utf-8")
     except OSError as error:
         raise UserError(f"training log {path} cannot be read: {error.strerror or error}") from error
-    entries = []
-    lines = content.splitlines()
+    entries, lines = [], content.splitlines()
     for place, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
         try:
-            entry = json.loads(line)
-        except ValueError as error:
-            if place == len(lines) and not content.endswith("\n"):
-                break  # a run that was killed, or is still going, may end in half a line
-            raise UserError(f"{path}:{place} is not JSON: {error}") from error
-        if not isinstance(entry, dict) or "step" not in entry:
-            raise UserError(f"{path}:{place} must be a JSON object with a step, got {line[:80]}")
-        for key in ("step", *filter(_is_curve, entry)):
-            if entry[key] is not None:
-                check_finite(entry[key], f"{path}:{place}: {key}")
-        entries.append(entry)
+            entries += [_entry(line, f"{path}:{place}")] if line.strip() else []
+        except json.JSONDecodeError as error:
+            # a run that was killed, or is still going, may end in half a line
+            if place < len(lines) or content.endswith("\n"):
+                raise UserError(f"{path}:{place} is not JSON: {error}") from error
     if not entries:
         raise UserError(f"training log {path} is empty")
     return entries
+
+
+def _entry(line: str, where: str) -> dict[str, Any]:
+    """What a step logged; the values that are drawn are finite or None."""
+    entry = json.loads(line)
+    if not isinstance(entry, dict) or "step" not in entry:
+        raise UserError(f"{where} must be a JSON object with a step, got {line[:80]}")
+    for key in ("step", *filter(_is_curve, entry)):
+        if entry[key] is not None:
+            check_finite(entry[key], f"{where}: {key}")
+    return entry
 
 
 def _is_curve(key: str) -> bool:

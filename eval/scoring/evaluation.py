@@ -17,6 +17,7 @@ from eval.scoring.output_files import (
 )
 from eval.scoring.protocol import Protocol, all_figures
 from eval.scoring.search import Ranking
+from eval.scoring.tables import summary
 from eval.scoring.trec import write_run
 from eval.sets.retrieval_set import RetrievalSet
 from rge.common.schema import Encoded
@@ -49,6 +50,7 @@ def write_evaluation(
     missing: Sequence[str] = (),
     limit: int | None = None,
     made_with: Identity | None = None,
+    said: str | None = None,
 ) -> dict[str, Any]:
     """Score a ranking and write run.trec, per_query.parquet and, last, results.json.
 
@@ -64,6 +66,7 @@ def write_evaluation(
         missing: queries that the ranking has no line for.
         limit: only the first so many queries of the set on disk were asked.
         made_with: software that the embeddings depend on, see `eval.embedding.set_embeddings.Embeddings`.
+        said: what was measured, in a word; it is printed with the table of figures. None prints nothing.
 
     Returns:
         Content of results.json.
@@ -93,4 +96,7 @@ def write_evaluation(
     invalidate(out)
     write_run(out / RUN, ranking, wanted.query_ids, wanted.corpus_ids, tag)
     write_tables(out, table, results)
+    if said is not None:
+        figures = summary(results, (*protocol.headline, *protocol.metrics))
+        print(f"{wanted.name}: {said} -> {out}\n{figures}", flush=True)
     return results

@@ -9,6 +9,7 @@ there is no gate.
 Shape suffixes: Q = queries, W = width of a ranking.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,6 +74,11 @@ def margin(ranking: Ranking) -> np.ndarray:
         ranking.score_QW[:, 1] if ranking.score_QW.shape[1] > 1 else np.full(len(ranking.score_QW), -np.inf)
     )
     return ranking.score_QW[:, 0].astype(np.float64) - second_Q
+
+
+def lead(scores: Sequence[float]) -> float:
+    """`margin` of one query, by the scores of its candidates."""
+    return scores[0] - scores[1] if len(scores) > 1 else np.inf
 
 
 def choose(reason_Q: np.ndarray, reasoned: Ranking, direct: Ranking) -> Ranking:

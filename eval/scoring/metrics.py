@@ -148,12 +148,12 @@ def judge(
     num_queries = len(rows_QK)
     if {len(one) for one in (positives, negatives) if one is not None} != {num_queries}:
         raise ValueError(f"rankings of {num_queries} queries need as many judgements, got {len(positives)}")
-    if rows_QK.size and (rows_QK.min() < -1 or rows_QK.max() >= num_candidates):
+    if rows_QK.min(initial=0) < -1 or rows_QK.max(initial=-1) >= num_candidates:
         raise ValueError(f"rows must lie in [-1, {num_candidates}), got [{rows_QK.min()}, {rows_QK.max()}]")
     num_positives_Q = np.array([len(rows) for rows, _ in positives], np.int64)
     if num_missing_Q is not None:
         num_positives_Q = num_positives_Q + num_missing_Q
-    if num_queries and num_positives_Q.min() < 1:
+    if num_positives_Q.min(initial=1) < 1:
         raise ValueError(f"query {num_positives_Q.argmin()} has no positive")
 
     gain_QK = _at_ranks(rows_QK, positives, num_candidates)
@@ -161,12 +161,17 @@ def judge(
     for query, (_, gains) in enumerate(positives):
         ideal = np.concatenate([gains, np.ones(num_positives_Q[query] - len(gains))])
         ideal_QP[query, : len(ideal)] = np.sort(ideal)[::-1]
+    judged = Judged(gain_QK, ideal_QP, num_positives_Q, num_missing_Q=num_missing_Q)
     if negatives is None:
-        return Judged(gain_QK, ideal_QP, num_positives_Q, num_missing_Q=num_missing_Q)
-    wrong = [np.setdiff1d(listed, right) for listed, (right, _) in zip(negatives, positives, strict=True)]
-    negative_QK = _at_ranks(rows_QK, [(rows, np.ones(len(rows))) for rows in wrong], num_candidates) > 0
-    num_negatives_Q = np.array([len(rows) for rows in wrong], np.int64)
-    return Judged(gain_QK, ideal_QP, num_positives_Q, negative_QK, num_negatives_Q, num_missing_Q)
+        return judged
+    # a positive that is also listed as negative counts as a positive only
+    wrong = list(map(np.setdiff1d, negatives, (rows for rows, _ in positives)))
+    ones = [(rows, np.ones(len(rows))) for rows in wrong]
+    return replace(
+        judged,
+        negative_QK=_at_ranks(rows_QK, ones, num_candidates) > 0,
+        num_negatives_Q=np.array(list(map(len, wrong)), np.int64),
+    )
 
 
 def _at_ranks(

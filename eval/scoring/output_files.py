@@ -269,21 +269,12 @@ def check_out(
     Raises:
         UserError: naming the first key that differs.
     """
-    if out.exists() and not out.is_dir():
+    if out.is_file():
         raise UserError(f"out {out} is a file")
     if overwrite or not (out / RESULTS).exists():
         return
     old = read_results(out)
-    apart: dict[str, tuple[Any, Any]] = {}
-    for key, new in json.loads(json.dumps(decides, default=str)).items():
-        was: Any = old
-        for part in key.split("."):
-            was = was.get(part) if isinstance(was, dict) else None
-        if was is None and key in NOT_ALWAYS_SAID:
-            continue
-        was = UNSAID.get(key) if was is None else was
-        if was != new:
-            apart[key] = (was, new)
+    apart = _differing(old, json.loads(json.dumps(decides, default=str)))
     if "identity" in old and measured is not None:
         apart |= differences(_how_asked(old), _how_asked(measured))
     for key, (was, new) in apart.items():
@@ -291,6 +282,25 @@ def check_out(
             f"{out} already holds an evaluation with {key} = {was!r}, this one has {new!r}: "
             "give another out=, or overwrite=true"
         )
+
+
+def _differing(old: Mapping[str, Any], decides: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    found = {}
+    for key, new in decides.items():
+        was = value_at(old, key.split("."))
+        if was is None:
+            was = new if key in NOT_ALWAYS_SAID else UNSAID.get(key)
+        if was != new:
+            found[key] = (was, new)
+    return found
+
+
+def value_at(results: Mapping[str, Any], path: Sequence[str]) -> Any:
+    """What results.json holds at these keys; None where it has none."""
+    found: Any = results
+    for key in path:
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found
 
 
 def _how_asked(results: Mapping[str, Any]) -> Identity:

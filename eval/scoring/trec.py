@@ -24,7 +24,15 @@ from eval.sets.retrieval_set import RetrievalSet
 from rge.common.errors import UserError
 from rge.common.files import write_bytes
 
-COLUMNS = ("query", "Q0", "candidate", "rank", "score", "tag")
+COLUMNS = {
+    "query": pa.dictionary(pa.int32(), pa.string()),
+    "Q0": pa.string(),
+    "candidate": pa.dictionary(pa.int32(), pa.string()),
+    "rank": pa.float64(),
+    "score": pa.float64(),
+    "tag": pa.string(),
+}
+"""Columns of a run file, and their types."""
 
 
 class RunError(UserError):
@@ -97,7 +105,7 @@ def read_run(path: str | Path, wanted: RetrievalSet, *, allow_ties: bool = False
             query does not have); a candidate ranked twice; scores that are NaN, infinite, or rise with the rank.
     """
     path = Path(path)
-    table = _read_table(path)
+    table = read_lines(path)
     query_N = _codes(path, table, "query", wanted.query_ids, wanted)
     row_N = _codes(path, table, "candidate", wanted.corpus_ids, wanted)
     score_N, rank_N = table["score"].to_numpy(), table["rank"].to_numpy()
@@ -146,36 +154,30 @@ def read_run(path: str | Path, wanted: RetrievalSet, *, allow_ties: bool = False
     )
 
 
-def _read_table(path: Path) -> pa.Table:
+def read_lines(path: Path) -> pa.Table:
+    """The lines of a run file by `COLUMNS`, in the order of the file; queries and candidates are dictionaries.
+
+    Raises:
+        RunError: it cannot be read, is empty, or is no run.
+    """
     try:
         data = path.read_bytes()
         data = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
     except (OSError, EOFError) as error:
         raise RunError(f"run {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    if b"\t" in data or b"  " in data or b" \n" in data or b"\r" in data or data[:1] == b" ":
+    if re.search(rb"\t|  | \n|\r|\A ", data):
         lines = (line.strip() for line in re.sub(rb"[ \t]+", b" ", data).splitlines())
         data = b"\n".join(line for line in lines if line)
     if not data.strip():
         raise RunError(
             f"{path} is empty: it ranks no candidate for any query. Make the ranking again; a line is {' '.join(COLUMNS)}"
         )
-    strings = pa.dictionary(pa.int32(), pa.string())
     try:
         return pyarrow.csv.read_csv(
             pa.py_buffer(data),
-            read_options=pyarrow.csv.ReadOptions(column_names=COLUMNS, use_threads=False),
+            read_options=pyarrow.csv.ReadOptions(column_names=list(COLUMNS), use_threads=False),
             parse_options=pyarrow.csv.ParseOptions(delimiter=" ", quote_char=False),
-            convert_options=pyarrow.csv.ConvertOptions(
-                column_types={
-                    "query": strings,
-                    "candidate": strings,
-                    "rank": pa.float64(),
-                    "score": pa.float64(),
-                    "tag": pa.string(),
-                    "Q0": pa.string(),
-                },
-                null_values=[],
-            ),
+            convert_options=pyarrow.csv.ConvertOptions(column_types=COLUMNS, null_values=[]),
         )
     except pa.ArrowInvalid as error:
         raise RunError(f"{path} is not a TREC run ({' '.join(COLUMNS)}): {error}") from None

@@ -198,27 +198,36 @@ def _write_corpus(path: Path, corpus: Iterable[Candidate], place: _Pictures) -> 
 def _write_queries(path: Path, queries: Sequence[Query], place: _Pictures) -> None:
     binary = place.embed or any(isinstance(image, bytes) for query in queries for image in query.images)
     place = replace(place, embed=binary)
-    columns: dict[str, Any] = {
-        "id": pa.array([query.id for query in queries], pa.string()),
-        "text": pa.array([query.text or None for query in queries], pa.string()),
-        "image": pa.array(
-            [[place.cell(one, query.id) for one in query.images] for query in queries],
-            pa.list_(pa.binary() if binary else pa.string()),
-        ),
-        "category": pa.array([query.category for query in queries], pa.string()),
-        "group": pa.array(joined_groups(queries), pa.string()),
-        "instruction": pa.array([query.instruction for query in queries], pa.string()),
-    }
-    for name in queries[0].columns if queries else ():
-        columns[name] = pa.array([query.columns[name] for query in queries])
-    pq.write_table(pa.table(columns), path, compression="zstd")
+    schema = pa.schema(
+        [
+            ("id", pa.string()),
+            ("text", pa.string()),
+            ("image", pa.list_(pa.binary() if binary else pa.string())),
+            ("category", pa.string()),
+            ("group", pa.string()),
+            ("instruction", pa.string()),
+        ]
+    )
+    rows = [
+        {
+            **vars(query),
+            "text": query.text or None,
+            "image": [place.cell(one, query.id) for one in query.images],
+            "group": group,
+        }
+        for query, group in zip(queries, joined_groups(queries), strict=True)
+    ]
+    table, own = (
+        pa.Table.from_pylist(rows, schema),
+        pa.Table.from_pylist([dict(one.columns) for one in queries]),
+    )
+    for name in own.column_names:
+        table = table.append_column(name, own[name])
+    pq.write_table(table, path, compression="zstd")
 
 
 def _write_pairs(path: Path, pairs: Sequence[tuple[Any, ...]]) -> None:
-    columns: dict[str, Any] = {
-        "query-id": pa.array([pair[0] for pair in pairs], pa.string()),
-        "corpus-id": pa.array([pair[1] for pair in pairs], pa.string()),
-    }
-    if path.stem.startswith("qrels"):
-        columns["score"] = pa.array([pair[2] for pair in pairs], pa.int64())
-    pq.write_table(pa.table(columns), path, compression="zstd")
+    names = [("query-id", pa.string()), ("corpus-id", pa.string()), ("score", pa.int64())]
+    names = names if path.stem.startswith("qrels") else names[:2]
+    rows = [dict(zip((name for name, _ in names), pair, strict=False)) for pair in pairs]
+    pq.write_table(pa.Table.from_pylist(rows, pa.schema(names)), path, compression="zstd")

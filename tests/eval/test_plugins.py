@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from eval_fakes import FakeEncoder, loader, write_set
 
-from eval.__main__ import COMMANDS, known_command, main
+from eval.__main__ import COMMANDS, command_of, main
 from eval.benchmarks.registry import BENCHMARKS, Benchmark, protocol_for, register_benchmark
 from eval.commands.run import RunOptions, run
 from eval.models.registry import EMBEDDERS, adapters, load_model, register_embedder
@@ -160,7 +160,7 @@ def test_a_users_embedder_is_asked_before_ours():
     [*(name for name in COMMANDS if name != "fetch"), "import folder", "import rmir", "import mmeb"],
 )
 def test_plugins_is_a_key_like_any_other(command, capsys):
-    assert "plugins" in [key.name for key in keys(known_command(command)[0])]
+    assert "plugins" in [key.name for key in keys(command_of(command)[0])]
     assert main([*command.split(), "plugin=x"]) == 2
     assert "unknown key plugin; did you mean plugins?" in capsys.readouterr().err
 

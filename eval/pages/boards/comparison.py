@@ -6,15 +6,15 @@ from typing import Any
 
 import pandas as pd
 
-from eval.benchmarks.suite import mean_of, member_bootstraps
+from eval.benchmarks.suite import mean_over
 from eval.pages.boards.rows import name_of, note_of
 from eval.pages.boards.side_by_side import side_by_side
 from eval.pages.evaluations import Evaluation
-from eval.pages.examples import Gallery
+from eval.pages.examples import Gallery, varying
 from eval.pages.single_file import write_page
 from eval.pages.wording import Scale
 from eval.scoring.metrics import metric_words
-from rge.stats.intervals import NUM_RESAMPLES, OF_DIFFERENCES, cluster_bootstrap, figures, index_of
+from rge.stats.intervals import NUM_RESAMPLES, OF_DIFFERENCES, figures
 
 MAX_OTHERS = 4
 """Rows of a board that its best one is compared with."""
@@ -89,22 +89,16 @@ def _paired(a: Evaluation, b: Evaluation, metric: str, seed: int) -> list[dict[s
     frame = frame.assign(difference=frame["a"] - frame["b"]).dropna(subset=["difference"])
     suite = bool(a.results.get("suite"))
     slices = [("all members" if suite else "all queries", frame)]
-    for column in (key.removeprefix("by_") for key in a.results if key.startswith("by_")):
-        if column in frame and 1 < frame[column].nunique() <= MAX_SLICES:
+    for column in varying(frame, a.reported_by):
+        if frame[column].nunique() <= MAX_SLICES:
             slices += [(f"{column} {value}", part) for value, part in frame.groupby(column, sort=True)]
     rows = []
     for label, part in slices:
-        mean_a, mean_b, difference = (_mean(part, name, suite, seed) for name in ("a", "b", "difference"))
+        means = {name: _mean(part, name, suite, seed) for name in ("a", "b", "difference")}
         rows.append(
-            {
-                "slice": label,
-                "num_queries": len(part),
-                "a": mean_a["value"],
-                "b": mean_b["value"],
-                "difference": difference["value"],
-                "low": difference["low"],
-                "high": difference["high"],
-            }
+            {"slice": label, "num_queries": len(part)}
+            | {name: mean["value"] for name, mean in means.items()}
+            | {bound: means["difference"][bound] for bound in ("low", "high")}
         )
     return rows
 
@@ -112,11 +106,7 @@ def _paired(a: Evaluation, b: Evaluation, metric: str, seed: int) -> list[dict[s
 def _mean(frame: pd.DataFrame, column: str, suite: bool, seed: int) -> dict[str, Any]:
     """A mean over queries, or over the members of a suite; only a difference has an interval."""
     num = NUM_RESAMPLES if column == "difference" else 1
-    if suite:
-        found = mean_of(list(member_bootstraps(frame, [column], seed=seed, num_resamples=num).values()))
-    else:
-        group_Q = index_of(frame["group"].tolist())
-        found = cluster_bootstrap(frame[[column]].to_numpy("float64"), group_Q, seed=seed, num_resamples=num)
+    found = mean_over(frame, [column], members=suite, seed=seed, num_resamples=num)
     return figures(found, OF_DIFFERENCES)[0]
 
 

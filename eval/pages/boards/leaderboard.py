@@ -26,6 +26,7 @@ from eval.pages.boards.rows import (
     Row,
     generic_columns,
     heat_map,
+    is_benchmark,
     measured_row,
     name_of,
     note_of,
@@ -69,6 +70,11 @@ class Board:
     against: Sequence[dict[str, Any]] = ()
     budgets: Sequence[tuple[str, dict[str, Any]]] = ()
 
+    @property
+    def runs(self) -> dict[str, Evaluation]:
+        """The evaluations of its measured rows, by name and note."""
+        return {f"{row.label}, {row.note}": row.evaluation for row in self.rows if row.evaluation is not None}
+
 
 def write_leaderboard(
     runs: Sequence[str],
@@ -95,21 +101,18 @@ def write_leaderboard(
     groups, budgets = _groups(runs)
     if set_dir is not None and len(groups) > 1:
         raise UserError(f"set=DIR is for evaluations of one set, these are of {len(groups)}")
-    gallery, boards = Gallery(), []
+    gallery, boards, unused = Gallery(), [], dict(published())
     for number, (key, members) in enumerate(groups.items()):
         board = _board(number, members, which)
-        runs_of = {
-            f"{row.label}, {row.note}": row.evaluation for row in board.rows if row.evaluation is not None
-        }
-        metric = board.columns[board.main].path[-1]
-        examples = side_by_side(runs_of, gallery, num_examples, set_dir, seed) if num_examples else None
-        boards.append(
-            replace(board, examples=examples, against=against(runs_of, metric, seed), budgets=budgets[key])
-        )
-    used = {board.source.key for board in boards if board.source}
+        rivals = against(board.runs, board.columns[board.main].path[-1], seed)
+        examples = side_by_side(board.runs, gallery, num_examples, set_dir, seed) if num_examples else None
+        boards.append(replace(board, examples=examples, against=rivals, budgets=budgets[key]))
+        if board.source is not None:
+            unused.pop(board.source.key, None)
     if which == "all":
-        rest = [table for key, table in published().items() if key not in used]
-        boards += [_published_only(len(boards) + number, table) for number, table in enumerate(rest)]
+        boards += [
+            _published_only(number, table) for number, table in enumerate(unused.values(), len(boards))
+        ]
     return _write(boards, gallery, out, title)
 
 
@@ -179,16 +182,20 @@ def _groups(
             budgets[key].append((label or name_of(one), on_page(curves)))
     _join_old(groups, budgets)
     for members in groups.values():
-        seen: set[tuple[str, str]] = set()
-        for label, note, one in members:
-            if (label, note) in seen:
-                raise UserError(
-                    f"{one.directory} is a second {label!r} ({note}) of one set: name them with runs=LABEL:DIR"
-                )
-            seen.add((label, note))
+        _refuse_namesakes(members)
     if not groups:
         raise UserError("runs must name at least one evaluation directory")
     return dict(groups), budgets
+
+
+def _refuse_namesakes(members: Sequence[tuple[str, str, Evaluation]]) -> None:
+    seen: set[tuple[str, str]] = set()
+    for label, note, one in members:
+        if (label, note) in seen:
+            raise UserError(
+                f"{one.directory} is a second {label!r} ({note}) of one set: name them with runs=LABEL:DIR"
+            )
+        seen.add((label, note))
 
 
 def _key(results: Mapping[str, Any]) -> _Key:
@@ -250,7 +257,7 @@ def _facts(results: Mapping[str, Any]) -> str:
     facts = f"{wanted['num_queries']:,} queries, {wanted['num_candidates']:,} candidates"
     if wanted.get("num_members"):
         facts += f" in {wanted['num_members']} sets"
-    if (results.get("benchmark") or "generic") != "generic":
+    if is_benchmark(results):
         facts += f", {results.get('profile')} protocol"
     if wanted.get("limit"):
         facts += f", only the first {wanted['limit']:,} queries"

@@ -3,12 +3,14 @@
 A place means that two rows can be compared: the same set, profile, choices of the import and release.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from eval.benchmarks.published_tables import Column, Published
+from eval.benchmarks.registry import GENERIC
 from eval.pages.evaluations import Evaluation, Figure
 from rge.common.errors import UserError
 
@@ -17,7 +19,8 @@ MAX_COLUMNS = 8
 ROUNDED = 1e-5
 """Released scorers round: their figure and ours within this are the same figure."""
 TRAINED, NO_PLACE = "TRAINED ON THE TEST", ": no place"
-GENERIC = ("recall@1", "recall@10", "mrr", "ndcg@10")
+COLUMNS = ("recall@1", "recall@10", "mrr", "ndcg@10")
+"""Of a set without a published table."""
 MAX_MODELS = 8
 """Models of the heat map: all measured ones first, then the best published."""
 
@@ -97,29 +100,32 @@ def measured_row(
     official = one.results.get("profile") == "official"
     figures = [_official(one, column) if official else one.figure_at(column.path) for column in columns]
     warnings = [str(warning) for warning in one.results.get("warnings") or []]
-    labels = list(_labels(one.results, warnings, known))
+    labels = _labels(one.results, warnings, known)
     comparable = not any(label.endswith(NO_PLACE) for label in labels)
     if official and one.results.get("coverage", 1.0) < 1.0:
         comparable = False  # officially queries without a ranking are left out, which flatters
     return Row(label, note, figures, False, _slices(one, metric), one, labels, warnings, comparable)
 
 
-def _labels(results: Mapping[str, Any], warnings: Sequence[str], known: bool) -> Iterator[str]:
+def _labels(results: Mapping[str, Any], warnings: Sequence[str], known: bool) -> list[str]:
     """What sets a row apart; one that ends with `NO_PLACE` takes none."""
-    if (results.get("benchmark") or "generic") != "generic":
-        yield f"{results.get('profile')} protocol"
-    made = results["set"].get("made_with") or {}
-    yield from (f"{key}={value}" for key, value in made.items() if key != "task")
-    if TRAINED in "\n".join(warnings):
-        yield f"trained on the test{NO_PLACE}"
-    if (coverage := results.get("coverage", 1.0)) < 1.0:
-        yield f"{100 * coverage:.1f} % of the queries"
-    yield from (f"plugin {name}" for name in results.get("plugins") or {})
-    if results.get("asked_as_released"):
-        code = (results.get("settings") or {}).get("release_code")
-        yield f"as released, {code}" if code else "as released"
-    if known and not results["set"].get("content"):
-        yield f"written before sets had a content{NO_PLACE}"
+    wanted, coverage = results["set"], results.get("coverage", 1.0)
+    code = (results.get("settings") or {}).get("release_code", "")
+    found = [
+        (f"{results.get('profile')} protocol", is_benchmark(results)),
+        *((f"{key}={value}", key != "task") for key, value in (wanted.get("made_with") or {}).items()),
+        (f"trained on the test{NO_PLACE}", TRAINED in "\n".join(warnings)),
+        (f"{100 * coverage:.1f} % of the queries", coverage < 1.0),
+        *((f"plugin {name}", True) for name in results.get("plugins") or {}),
+        (f"as released, {code}".removesuffix(", "), results.get("asked_as_released")),
+        (f"written before sets had a content{NO_PLACE}", known and not wanted.get("content")),
+    ]
+    return [label for label, applies in found if applies]
+
+
+def is_benchmark(results: Mapping[str, Any]) -> bool:
+    """Whether figures are by the protocol of a benchmark."""
+    return (results.get("benchmark") or GENERIC) != GENERIC
 
 
 def _official(one: Evaluation, column: Column) -> Figure | None:
@@ -166,9 +172,9 @@ def generic_columns(results: Mapping[str, Any]) -> tuple[list[Column], int]:
     """Columns of a set without a published table, and which is the main one."""
     block = "macro" if results.get("suite") else "micro"
     headline = [one["metric"] for one in results.get("headline") or []]
-    names = [name for name in dict.fromkeys([*headline, *GENERIC]) if name in (results.get(block) or {})]
+    names = [name for name in dict.fromkeys([*headline, *COLUMNS]) if name in (results.get(block) or {})]
     if not names:
-        raise UserError(f"an evaluation of {results['set']['name']} has none of {', '.join(GENERIC)}")
+        raise UserError(f"an evaluation of {results['set']['name']} has none of {', '.join(COLUMNS)}")
     return [Column(name, (block, name)) for name in names[:MAX_COLUMNS]], 0
 
 
@@ -203,10 +209,9 @@ def _slices(one: Evaluation, metric: str) -> dict[str, Figure]:
 def heat_map(rows: Sequence[Row], foreign: Sequence[Row]) -> HeatMap | None:
     """Categories by models; every cell has its number, so nothing hangs on colour. None for fewer than two categories."""
     # all measured rows, then the first published ones
-    chosen = sorted((row for row in [*rows, *foreign] if row.slices), key=lambda row: row.published)[
-        :MAX_MODELS
-    ]
-    names = list(dict.fromkeys(name for row in chosen for name in row.slices))
+    sliced = [row for row in (*rows, *foreign) if row.slices]
+    chosen = sorted(sliced, key=lambda row: row.published)[:MAX_MODELS]
+    names = list(dict.fromkeys(chain.from_iterable(row.slices for row in chosen)))
     if len(names) < 2:
         return None
     values = [figure.value for row in chosen for figure in row.slices.values()]

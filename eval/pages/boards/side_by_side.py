@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from eval.benchmarks.suite import is_suite
-from eval.pages.evaluations import RANK_COLUMN, TOP_COLUMN, Evaluation
+from eval.pages.evaluations import RANK_COLUMN, Evaluation
 from eval.pages.examples import (
     NUM_SHOWN,
     Gallery,
@@ -19,6 +19,8 @@ from eval.pages.examples import (
     choose_examples,
     facets,
     outcome_of,
+    top_of,
+    varying,
 )
 from eval.pages.wording import tag
 from eval.sets.retrieval_set import UNCATEGORISED, RetrievalSet, load_set
@@ -49,11 +51,7 @@ def side_by_side(
     frame = _ranked(runs, metric)
     counts = frame["winner"].value_counts()
     winners = [name for name in (*names, ALIKE, "several", "none") if name in counts]
-    columns = [
-        name
-        for name in (key.removeprefix("by_") for key in first.results if key.startswith("by_"))
-        if name != "category" and name in frame and frame[name].nunique() > 1
-    ]
+    columns = varying(frame, [name for name in first.reported_by if name != "category"])
     drawn = frame if not first.results.get("suite") else _of_some_members(frame, seed)
     chosen = choose_examples(drawn, success_rank=1, num=num, strata=["category", "winner"], seed=seed)
     cards = _cards(chosen, runs, drawn, columns, gallery, first, set_dir)
@@ -115,12 +113,7 @@ def _cards(
     first: Evaluation,
     set_dir: Path | None,
 ) -> list[dict[str, Any]]:
-    tops = {
-        query: [
-            [str(one) for one in run.per_query.at[query, TOP_COLUMN]][:NUM_SHOWN] for run in runs.values()
-        ]
-        for query in chosen
-    }
+    tops = {query: [top_of(run.per_query, query) for run in runs.values()] for query in chosen}
     cards = {}
     for loaded, prefix, queries in _sets_of(chosen, first, set_dir):
         view = SetView(loaded, {query.removeprefix(prefix): tops[query] for query in queries}, gallery)

@@ -467,7 +467,7 @@ def test_check_names_caveats(tmp_path):
 def test_from_files_to_a_page_in_one_command(workbook, monkeypatch, capsys):
     """`rge eval mine PHOTOS TABLE`; given again with a table that grew it goes on, and figures need overwrite=true."""
     encoder = FakeEncoder()
-    monkeypatch.setattr(run_module, "default_loader", lambda options: loader(encoder))
+    monkeypatch.setattr(run_module.RunOptions, "loader", lambda options: loader(encoder))
     rows = [
         ["question", "picture", "right"],
         ["opens it?", "padlock.jpg", "key.jpg"],

@@ -67,6 +67,6 @@ def test_the_fake_and_the_protocol_have_the_real_signatures():
     assert list(inspect.signature(Embeds.encode).parameters) == real
     assert list(inspect.signature(FakeEncoder.encode).parameters) == real
     asked = list(inspect.signature(loader(FakeEncoder())).parameters)
-    # The rest is of the loader that an evaluation builds (`eval.commands.run.default_loader`), not of each call.
+    # The rest is of the loader that an evaluation builds (`eval.models.registry.ModelOptions.loader`), not of each call.
     real = list(inspect.signature(Embedder.from_pretrained).parameters)
     assert [name for name in real if name in asked] == asked

@@ -104,9 +104,9 @@ class Draft:
         Returns:
             How many right candidates the pool lacks.
         """
+        name = safe_id(query)
         absent = [one for one, gain in gains.items() if gain and one not in self.pool]
         self.lost += [f"{query}: {one}" for one in absent]
-        name = safe_id(query)
         self.qrels += [(name, safe_id(one), gain) for one, gain in gains.items() if one in self.pool]
         for table, ones in (
             (self.negatives, wrong),

@@ -56,12 +56,9 @@ PER_MEMBER = ("set.", "embedder.run", "machine.")
 
 @dataclass(frozen=True)
 class Suite:
-    """A checked ``suite.json``.
+    """A checked ``suite.json``; ``benchmark`` is the protocol of every member.
 
     Attributes:
-        path: its directory.
-        name: of the benchmark.
-        benchmark: protocol of every member.
         column: what a member is, such as ``domain`` or ``set``.
         members: name -> further columns, such as ``{"meta_task": "VQA", "distribution": "OOD"}``.
     """
@@ -300,11 +297,7 @@ def member_bootstraps(
 ) -> dict[str, Bootstrap]:
     """Each member's means, resampled within the member; `mean_of` them is the macro mean.
 
-    Args:
-        table: per-query values, or differences of two runs, with ``category`` (the member) and ``group``.
-        names: columns to take the means of.
-        seed: of the resampling.
-        num_resamples: B.
+    ``table``: per-query values, or differences of two runs, with ``category`` (the member) and ``group``.
     """
     found = {}
     for number, (member, rows) in enumerate(table.groupby("category", sort=True)):

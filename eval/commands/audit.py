@@ -55,12 +55,7 @@ class AuditOptions(PluginOptions):
 
 @dataclass(frozen=True)
 class Audit:
-    """What a set shares with training files.
-
-    Attributes:
-        content: for results.json.
-        warnings: loud sentences; none where nothing is shared.
-    """
+    """What a set shares with training files: for results.json, and as loud sentences where anything is shared."""
 
     content: dict[str, Any]
     warnings: list[str]

@@ -111,14 +111,9 @@ Way = Callable[["_Asked"], Iterable[Point]]
 
 
 def budget(options: BudgetOptions, load: Callable[..., Embeds] | None = None) -> Path:
-    """Evaluate every way of asking, print the table, write curves and page.
+    """Evaluate every way of asking, print the table, write curves and page; returns ``out``.
 
-    Args:
-        options: see `BudgetOptions`.
-        load: makes the encoder; as in `eval.commands.run.run`.
-
-    Returns:
-        ``out``.
+    ``load``: makes the encoder; as in `eval.commands.run.run`.
 
     Raises:
         UserError: something given is wrong.

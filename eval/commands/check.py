@@ -38,13 +38,7 @@ class CheckOptions(PluginOptions):
 
 @dataclass(frozen=True)
 class Checked:
-    """What was found.
-
-    Attributes:
-        wanted: the set, with its content.
-        lines: what there is.
-        caveats: what a reader of figures on this set has to know.
-    """
+    """The set with its content, what it has, and what a reader of figures on it has to know."""
 
     wanted: RetrievalSet
     lines: list[str]

@@ -160,15 +160,10 @@ def paired_tests(
     seed: int,
     suite: bool = False,
 ) -> list[Row]:
-    """Every metric over all queries, as macro mean and on every slice.
+    """Every metric over all queries, as macro mean and on every slice; each column is a family of slices.
 
-    Args:
-        frame_a: per-query values, indexed by query id; ``group``, ``category`` and the columns.
-        frame_b: the same queries in the same order.
-        names: metrics.
-        columns: each a family of slices.
-        seed: of the resampling.
-        suite: categories are members of a suite, so that slices of other columns are means over members.
+    Frames have per-query values of the same queries in the same order, with ``group``, ``category`` and the columns. In a
+    ``suite`` categories are members, so that slices of other columns are means over members.
     """
     test = partial(_slice, names=names, seed=seed)
     rows = test("all queries", frame_a, frame_b)

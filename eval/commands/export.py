@@ -177,10 +177,6 @@ def with_evaluation(card: str, results: dict[str, Any]) -> str:
     """A model card with the headline figures of an evaluation: as a table, and as ``model-index`` in its front matter.
 
     Figures of other evaluations stay; those of the same set asked in the same way are replaced.
-
-    Args:
-        card: of the checkpoint.
-        results: content of results.json.
     """
     name, way = results["set"]["name"], f"{results['query_mode']}, {results['query_modality']}"
     if results["benchmark"] != "generic":

@@ -256,17 +256,9 @@ def rerank(
     The pairs that have no score yet are shared out in chunks, in the order in which candidates lie in their file. After
     every round of one chunk a process the first process keeps what all have scored, so a kill costs a round.
 
-    Args:
-        wanted: the retrieval set.
-        descriptions: what is scored after each candidate, one a query.
-        ranking: of its queries; the same in all processes.
-        judge: scores pairs.
-        answers: where scores are kept; only the first process needs it.
-        top_n: candidates of each query that are scored.
-        chunk: pairs scored before they are kept.
-        progress: like `rge.common.commands.progress_bar`; the first process counts what all have done.
-        team: the processes that share the work.
-        mix: see `reorder`.
+    ``descriptions``: what is scored after each candidate, one a query. ``answers``: where scores are kept; only the first process
+    needs it. ``chunk``: pairs scored before they are kept. ``progress``: like `rge.common.commands.progress_bar`; the first
+    process counts what all have done. ``mix``: see `reorder`.
 
     Returns:
         The same in every process.

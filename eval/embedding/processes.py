@@ -15,12 +15,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Team:
-    """A process and how many there are.
-
-    Attributes:
-        rank: number of this process; the first is 0.
-        size: number of processes.
-    """
+    """A process, by its number from 0 on, and how many there are."""
 
     rank: int = 0
     size: int = 1

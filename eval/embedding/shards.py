@@ -114,24 +114,20 @@ def adopt(cache: Cache, root: Path, encoder: str) -> int:
         UserError: a shard of another cache cannot be read.
     """
     assert cache.names is not None
-    rows_of: dict[str, list[int]] = {}
-    for row, name in enumerate(cache.names):
-        rows_of.setdefault(name, []).append(row)
-    source: dict[int, tuple[Path, int]] = {}
+    source: dict[str, tuple[Path, int]] = {}
     for folder, about in caches_in(root):
         if folder == cache.path or about.get("encoder") != encoder:
             continue
         for path in sorted(folder.glob("*.parquet")):
             for index, name in enumerate(_read(path, ("content",))["content"].to_pylist()):
-                for row in rows_of.get(name, ()):
-                    source.setdefault(row, (path, index))
+                source.setdefault(name, (path, index))
     table_of = lru_cache(maxsize=8)(_read)
-    rows = np.array(sorted(source), np.int64)
-    for stretch in np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1) if len(rows) else ():
-        for start in range(0, len(stretch), ADOPTED_ROWS):
-            part = stretch[start : start + ADOPTED_ROWS].tolist()
-            tables = [table_of(source[row][0]).slice(source[row][1], 1) for row in part]
-            _write_table(cache, part[0], pa.concat_tables(tables).combine_chunks())
+    rows = np.array([row for row, name in enumerate(cache.names) if name in source], np.int64)
+    for stretch in np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1):
+        for part in np.split(stretch, range(ADOPTED_ROWS, len(stretch), ADOPTED_ROWS)) if len(rows) else ():
+            places = map(source.__getitem__, cache.names[part[0] : part[-1] + 1])
+            tables = [table_of(path).slice(index, 1) for path, index in places]
+            _write_table(cache, int(part[0]), pa.concat_tables(tables).combine_chunks())
     return len(rows)
 
 

@@ -55,12 +55,7 @@ def known_and_open(
 class Rewriter:
     """A vision-language model behind an OpenAI-compatible endpoint that rewrites queries.
 
-    Args:
-        kind: key of `PROMPTS`.
-        url: address of the endpoint.
-        model: its name there.
-        key_env: environment variable that holds the key; None: it needs none.
-        answers: where texts are kept.
+    ``kind``: key of `PROMPTS`. ``key_env``: environment variable with the key; None: it needs none. ``answers`` keeps the texts.
 
     Attributes:
         served: see `rge.calls.providers.transport.served_as`; part of the keys under which texts are kept.

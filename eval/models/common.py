@@ -130,33 +130,50 @@ class DirectEncoder(Asked, Generic[T]):
         """
         if mode != "direct":
             raise UserError(f"{self.settings.model} writes no rationale: give query_mode=direct")
-        rows: list[np.ndarray] = []
-        times: list[float] = []
+        rows: list[tuple[Any, ...]] = []
         together = 1 if self.settings.exact else batch_size
         for start in range(0, len(items), WINDOW_BATCHES * batch_size):
             part = items[start : start + WINDOW_BATCHES * batch_size]
             began = time.perf_counter()
             prepared = [self.prepare(item, side) for item in part]
             prepare_ms = (time.perf_counter() - began) * 1000 / len(part)
-            found: dict[int, tuple[np.ndarray, float]] = {}
+            found: dict[int, tuple[Any, ...]] = {}
             for chosen in by_length([length for length, _ in prepared], together):
                 began = time.perf_counter()
                 states = normalise(self.embed([prepared[row][1] for row in chosen])).float().cpu().numpy()
-                spent = (time.perf_counter() - began) * 1000 / len(chosen)
-                found |= {row: (state, prepare_ms + spent) for row, state in zip(chosen, states, strict=True)}
+                ms = prepare_ms + (time.perf_counter() - began) * 1000 / len(chosen)
+                found |= {
+                    row: (state, "", 0, "prefilled", 0.0, ms)
+                    for row, state in zip(chosen, states, strict=True)
+                }
                 if on_progress is not None:
                     on_progress(len(chosen))
-            rows += [found[row][0] for row in range(len(part))]
-            times += [found[row][1] for row in range(len(part))]
-        num = len(items)
-        return Encoded(
-            embeddings=np.stack(rows) if rows else np.empty((0, 0), np.float32),
-            rationales=[""] * num,
-            num_rationale_tokens=np.zeros(num, np.int64),
-            stop_reasons=["prefilled"] * num,
-            generate_ms=np.zeros(num),
-            embed_ms=np.array(times, np.float64),
-        )
+            rows += [found[row] for row in sorted(found)]
+        return encoded(rows)
+
+
+def encoded(rows: Sequence[tuple[Any, ...]]) -> Encoded:
+    """From state (D,), rationale, its number of tokens, stop reason, and milliseconds of writing and of embedding."""
+    columns: Any = zip(*rows, strict=True) if rows else ([] for _ in range(6))
+    states, texts, tokens, reasons, generate_ms, embed_ms = columns
+    return Encoded(
+        embeddings=np.stack(states) if rows else np.empty((0, 0), np.float32),
+        rationales=list(texts),
+        num_rationale_tokens=np.array(tokens, np.int64),
+        stop_reasons=list(reasons),
+        generate_ms=np.array(generate_ms, np.float64),
+        embed_ms=np.array(embed_ms, np.float64),
+    )
+
+
+def placed(load: Callable[..., T]) -> Callable[..., T]:
+    """Makes a function of facts, device, dtype and what else `load_model` is told a loader: with the defaults of `place`."""
+
+    @wraps(load)
+    def loader(facts: Facts, *, device: str | None = None, dtype: str | None = None, **asked: Any) -> T:
+        return load(facts, *place(device, dtype), **asked)
+
+    return loader
 
 
 def direct(load: Callable[[Facts, str, str], T]) -> Callable[..., T]:
@@ -165,14 +182,13 @@ def direct(load: Callable[[Facts, str, str], T]) -> Callable[..., T]:
     The loader raises a UserError for options of generation, which such a model would ignore.
     """
 
+    @placed
     @wraps(load)
-    def loader(
-        facts: Facts, *, device: str | None = None, dtype: str | None = None, **generation: float | None
-    ) -> T:
+    def loader(facts: Facts, device: str, dtype: str, **generation: float | None) -> T:
         for key, value in generation.items():
             if value is not None:
                 raise UserError(f"{key}={value}: {facts.name} writes no rationale")
-        return load(facts, *place(device, dtype))
+        return load(facts, device, dtype)
 
     return loader
 

@@ -171,10 +171,7 @@ def register_embedder(
     The function gets `Facts` and ``device``, ``dtype``, ``max_new_tokens`` and ``temperature`` of `load_model`, and
     returns something that `Embeds`; see `eval.models.common.DirectEncoder` for one that writes no rationale.
 
-    Args:
-        name: what ``adapter=`` takes.
-        about: one line for help and error messages.
-        matches: whether a model is of this family; those added here are asked before ours.
+    The other arguments are those of `Adapter`; families added here are asked before ours.
 
     Raises:
         UserError: the name is taken.
@@ -208,18 +205,8 @@ def load_model(
 ) -> Embeds:
     """Load any embedder that there is an adapter for.
 
-    Args:
-        model: directory, or id on the Hugging Face hub.
-        adapter: name in `EMBEDDERS`; None takes the first that recognises the files.
-        revision: branch, tag or commit on the hub.
-        device: such as ``cuda:0``; None takes a GPU if there is one.
-        dtype: weights' dtype; None takes float32 on CPU and bfloat16 on a GPU (our checkpoints: the recipe's).
-        max_new_tokens: cap on a rationale; None takes the model's own.
-        temperature: of sampled rationales; None takes the model's own, which is greedy.
-        as_released: ask it as its authors' own code does, see `eval.models.released`.
-        base: directory or hub id of the model that adapters belong to; None takes the one that their files name.
-        engine: ``vllm`` for our checkpoints, see `rge.embedder.Embedder.from_pretrained`.
-        of_engine: its ``vllm_memory`` and ``vllm_rows``.
+    ``model``: directory, or id on the Hugging Face hub; None as a dtype or cap takes the model's own. ``of_engine``: its
+    ``vllm_memory`` and ``vllm_rows``. The others are as in `ModelOptions`.
 
     Raises:
         UserError: there is no such model, no adapter for it, or an option that it has no use for.
@@ -413,22 +400,27 @@ def facts_of(model: str | Path, revision: str | None = None, base_named: str | N
         UserError: there is no such directory and no such id, or a file is broken.
     """
     path, commit, fetched = Path(model), None, None
-    if path.is_dir():
-        if revision is not None:
-            raise UserError(f"revision={revision} is for models on the hub, {model} is a directory")
-    else:
+    if not path.is_dir():
         path, commit, fetched = _fetch(str(model), revision)
+    elif revision is not None:
+        raise UserError(f"revision={revision} is for models on the hub, {model} is a directory")
     files = frozenset(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
     config, base = _json(path / "config.json"), None
-    if "adapter_config.json" in files and not config:
-        lora = _json(path / "adapter_config.json")
-        own = lora.get("base_model_name_or_path") or ""
-        name = base_named or own
-        if name and Path(name) != path:
-            base = facts_of(name, None if Path(name).is_dir() or name != own else lora.get("revision"))
-            config = _json(base.path / "config.json")
+    if not config:
+        base = _base_of(path, base_named)
+        config = _json(base.path / "config.json") if base else {}
     kind = str(config.get("model_type") or "")
     return Facts(path, str(model), commit, kind, files, _tokens(path), base, fetched)
+
+
+def _base_of(lora: Path, named: str | None) -> Facts | None:
+    """The model that a LoRA belongs to: the one that the user names, else that of its files; None for anything else."""
+    told = _json(lora / "adapter_config.json")
+    own = told.get("base_model_name_or_path") or ""
+    name = (named or own) if told else ""
+    if not name or Path(name) == lora:
+        return None
+    return facts_of(name, told.get("revision") if name == own and not Path(name).is_dir() else None)
 
 
 def _fetch(model: str, revision: str | None) -> tuple[Path, str, str | None]:

@@ -15,13 +15,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoProcessor
 
-from eval.models.common import Asked, hash_of_files, loading, place, settings_of
+from eval.models.common import Asked, encoded, hash_of_files, loading, placed, settings_of
 from eval.models.registry import Facts
 from eval.models.rge import MAX_PROMPT_TOKENS, RELEASE, RELEASE_TOKENS
 from rge.common.errors import UserError
@@ -131,7 +130,7 @@ class Released(Asked):
             raise UserError(
                 "as=release: queries write a rationale and candidates do not (query_mode=reasoning)"
             )
-        states, texts, counts, reasons, generate_ms, embed_ms = [], [], [], [], [], []
+        rows = []
         for item in items:
             began = time.perf_counter()
             inputs, reason = self.inputs(item, side, mode), "prefilled"
@@ -148,22 +147,13 @@ class Released(Asked):
             done = time.perf_counter()
             # after the final norm; hidden_states[-1] is before it in some families and versions
             state_D = self.model.model(**inputs, use_cache=False).last_hidden_state[:, -1]
-            states.append(normalise(state_D)[0].float().cpu().numpy())
-            reasons.append(reason)
-            counts.append(len(rationale))
-            texts.append(self.processor.tokenizer.decode(rationale, skip_special_tokens=True).strip())
-            generate_ms.append((done - prepared) * 1000)
-            embed_ms.append((time.perf_counter() - done + prepared - began) * 1000)
+            state = normalise(state_D)[0].float().cpu().numpy()
+            text = self.processor.tokenizer.decode(rationale, skip_special_tokens=True).strip()
+            embed_ms = (time.perf_counter() - done + prepared - began) * 1000
+            rows.append((state, text, len(rationale), reason, (done - prepared) * 1000, embed_ms))
             if on_progress is not None:
                 on_progress(1)
-        return Encoded(
-            embeddings=np.stack(states) if states else np.empty((0, 0), np.float32),
-            rationales=texts,
-            num_rationale_tokens=np.array(counts, np.int64),
-            stop_reasons=reasons,
-            generate_ms=np.array(generate_ms, np.float64),
-            embed_ms=np.array(embed_ms, np.float64),
-        )
+        return encoded(rows)
 
 
 def greedy(facts: Facts, model: Any) -> dict[str, Any]:
@@ -211,11 +201,12 @@ def longer(inputs: dict[str, Tensor], written: list[int]) -> dict[str, Tensor]:
     return inputs | more
 
 
+@placed
 def load_as_released(
     facts: Facts,
+    device: str,
+    dtype: str,
     *,
-    device: str | None = None,
-    dtype: str | None = None,
     max_new_tokens: int | None = None,
     temperature: float | None = None,
 ) -> Released:
@@ -228,7 +219,6 @@ def load_as_released(
         raise UserError(
             "temperature= and as=release exclude each other: the release decodes as its checkpoint says"
         )
-    device, dtype = place(device, dtype)
     with loading(facts):
         model: Any = AutoModelForImageTextToText.from_pretrained(facts.path, dtype=getattr(torch, dtype))
         processor: Any = AutoProcessor.from_pretrained(facts.path)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from eval.models.common import place, settings_of
+from eval.models.common import placed, settings_of
 from eval.models.registry import Facts
 from rge.embedder import Embedder
 from rge.model.backbone import load_backbone
@@ -32,11 +32,12 @@ def load_own(facts: Facts, **options: Any) -> Embedder:
     return Embedder.from_pretrained(facts.path, **options)
 
 
+@placed
 def load_release(
     facts: Facts,
+    device: str,
+    dtype: str,
     *,
-    device: str | None = None,
-    dtype: str | None = None,
     max_new_tokens: int | None = None,
     temperature: float | None = None,
 ) -> Embedder:
@@ -46,7 +47,6 @@ def load_release(
     at most 128 tokens up to ``<emb>``; a candidate is wrapped in "Summarize the ... in one word". `DIFFERS`, which
     results.json keeps, lists what differs.
     """
-    device, dtype = place(device, dtype)
     backbone = load_backbone(facts.path, dtype=dtype, min_pixels=RELEASE["min"], max_pixels=RELEASE["max"])
     cap = max_new_tokens or RELEASE_TOKENS
     settings = settings_of(

@@ -63,7 +63,8 @@ class Sentences(DirectEncoder[Shown]):
         """
         text, name = user_text(item, side, self.wording), self.settings.model
         where = f"{side} {item.id!r}"
-        if item.images and IMAGE not in self.reads:
+        pictures = item.images
+        if pictures and IMAGE not in self.reads:
             if side == "query":
                 raise UserError(
                     f"{where} has a picture, and {name} reads texts only: query_modality=text says that pictures are left "
@@ -71,22 +72,23 @@ class Sentences(DirectEncoder[Shown]):
                 )
             if not text:
                 raise UserError(f"{where} has no text, and {name} reads nothing else")
-            return len(text), Shown(side, TEXT, text)
-        if len(item.images) > 1:
-            raise UserError(f"{where} has {len(item.images)} pictures, and {name} reads one")
-        images = [load_image(ref) for ref in item.images]
-        if not text and not images:
+            pictures = ()
+        if len(pictures) > 1:
+            raise UserError(f"{where} has {len(pictures)} pictures, and {name} reads one")
+        shown: dict[str, Any] = {TEXT: text} if text else {}
+        if pictures:
+            shown[IMAGE] = load_image(pictures[0])
+        if not shown:
             raise ValueError(f"item {item.id!r} has neither text nor images")
-        if text and images and BOTH not in self.reads:
+        if len(shown) == 1:
+            ((kind, content),) = shown.items()
+            return len(text), Shown(side, kind, content)
+        if BOTH not in self.reads:
             raise UserError(
                 f"{where} has text and picture, and {name} reads either alone: query_modality=text or image; "
                 "adapter=clip adds the two for CLIP and SigLIP"
             )
-        if not images:
-            return len(text), Shown(side, TEXT, text)
-        if not text:
-            return 0, Shown(side, IMAGE, images[0])
-        return len(text), Shown(side, BOTH, {"text": text, "image": images[0]})
+        return len(text), Shown(side, BOTH, shown)
 
     def embed(self, batch: Sequence[Shown]) -> Tensor:
         """Embeddings (B, D); what differs in kind is embedded apart."""

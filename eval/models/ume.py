@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Literal, Self
 
-from eval.models.common import VLM2VEC, Asked, place, settings_of
+from eval.models.common import VLM2VEC, Asked, placed, settings_of
 from eval.models.registry import Facts
 from rge.checkpoints.settings import Settings
 from rge.common.prompt_profiles import PROFILES
@@ -76,11 +76,12 @@ class UmeEncoder(Asked):
         return encoder.encode(items, mode=mode, **asked)
 
 
+@placed
 def load_ume(
     facts: Facts,
+    device: str,
+    dtype: str,
     *,
-    device: str | None = None,
-    dtype: str | None = None,
     max_new_tokens: int | None = None,
     temperature: float | None = None,
 ) -> UmeEncoder:
@@ -89,7 +90,6 @@ def load_ume(
     Two things differ from its own code on purpose: a rationale that reaches the cap gets ``<gen_emb>`` appended (counted
     as forced) instead of being read at its last token, and decoding is greedy.
     """
-    device, dtype = place(device, dtype)
     backbone = load_backbone(facts.path, dtype=dtype, emb_token=GEN)
     tokenizer = backbone.processor.tokenizer
     tags = set(tokenizer.convert_tokens_to_ids([tag for tag in WRITTEN if tag in tokenizer.get_vocab()]))

@@ -22,12 +22,7 @@ from rge.stats.intervals import cluster_bootstrap, figures
 
 @dataclass(frozen=True)
 class Gate:
-    """Queries whose margin lies below a threshold reason; or those above it.
-
-    Attributes:
-        threshold: of the margin.
-        above: whether those above it reason.
-    """
+    """Queries whose margin lies below a threshold reason; or those ``above`` it."""
 
     threshold: float
     above: bool = False

@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -187,7 +188,7 @@ def load_set(path: str | Path, *, by: Sequence[str] = ()) -> RetrievalSet:
         for name in ("negatives", "excluded", "candidates")
         if (root / f"{name}.parquet").exists()
     }
-    rows = {name: _rows_of(table, query_of, row_of) for name, table in tables.items()}
+    rows = {name: [rows for rows, _ in _by_query(table, query_of, row_of)] for name, table in tables.items()}
     num_missing_Q = _num_missing(root / "queries.parquet")
     positives = _positives(root / "qrels.parquet", qrels, query_of, row_of, num_missing_Q)
     _check_reachable(root, [item.id for item in queries], corpus_ids, order_C, positives, rows)
@@ -368,13 +369,16 @@ def _kind(file: pq.ParquetFile, column: str) -> pa.DataType:
 
 def _strings(path: Path, column: str, *, nulls: bool = False) -> list[Any]:
     file = _open(path, [column])
-    kind = _kind(file, column)
-    if not (is_text(kind) or (nulls and pa.types.is_null(kind))):
-        raise SetError(f"{path}: column {column!r} must hold strings, it holds {kind}")
+    _check_text(path, column, _kind(file, column), nulls=nulls)
     values = file.read(columns=[column]).column(0).to_pylist()
     if not nulls and None in values:
         raise SetError(f"{path}: column {column!r} is null in row {values.index(None)}")
     return values
+
+
+def _check_text(path: Path, column: str, kind: pa.DataType, *, nulls: bool) -> None:
+    if not (is_text(kind) or (nulls and pa.types.is_null(kind))):
+        raise SetError(f"{path}: column {column!r} must hold strings, it holds {kind}")
 
 
 def _integers(path: Path, column: str) -> list[Any]:
@@ -429,8 +433,7 @@ def _items(path: Path, root: Path) -> Iterator[Item]:
     file = _open(path, ["id"])
     wanted = [name for name in ("id", "text", "image", "instruction") if name in file.schema_arrow.names]
     for name in {"text", "instruction"}.intersection(wanted):
-        if not (is_text(_kind(file, name)) or pa.types.is_null(_kind(file, name))):
-            raise SetError(f"{path}: column {name!r} must hold strings, it holds {_kind(file, name)}")
+        _check_text(path, name, _kind(file, name), nulls=True)
     for batch in file.iter_batches(batch_size=READ_ROWS, columns=wanted):
         for row in batch.to_pylist():
             item = Item(
@@ -485,40 +488,37 @@ def _real(folder: str) -> Path:
 def _pairs(
     path: Path, query_of: dict[str, int], row_of: dict[str, int], *, with_gain: bool = False
 ) -> list[tuple[Any, ...]]:
-    names = ["query-id", "corpus-id", "score"] if with_gain else ["query-id", "corpus-id"]
+    names = ["query-id", "corpus-id", *(["score"] if with_gain else [])]
     _open(path, names)
-    columns = [_integers(path, name) if name == "score" else _strings(path, name) for name in names]
-    pairs = list(zip(*columns, strict=True))
-    seen: set[tuple[str, str]] = set()
-    for query, name, *gain in pairs:
-        if query not in query_of:
-            raise SetError(f"{path}: query {query!r} is not in queries.parquet")
-        if name not in row_of:
-            raise SetError(f"{path}: {name!r}, listed for query {query!r}, is not in corpus.parquet")
-        if (query, name) in seen:
-            raise SetError(f"{path}: {name!r} is listed twice for query {query!r}")
-        if with_gain and (gain[0] is None or gain[0] < 0):
-            raise SetError(
-                f"{path}: score of {name!r} for query {query!r} must be a gain >= 0, got {gain[0]}"
-            )
-        seen.add((query, name))
-    return pairs
+    table = pd.DataFrame(
+        {name: (_integers if name == "score" else _strings)(path, name) for name in names}, dtype=object
+    )
+    wrong = {
+        "query {0!r} is not in queries.parquet": ~table["query-id"].isin(query_of),
+        "{1!r}, listed for query {0!r}, is not in corpus.parquet": ~table["corpus-id"].isin(row_of),
+        "{1!r} is listed twice for query {0!r}": table.duplicated(names[:2]),
+    }
+    if with_gain:
+        gains = pd.to_numeric(table["score"])
+        wrong["score of {1!r} for query {0!r} must be a gain >= 0, got {2}"] = ~(gains >= 0)
+    for message, bad in wrong.items():
+        if bad.any():
+            raise SetError(f"{path}: {message.format(*table[bad].iloc[0])}")
+    return list(table.itertuples(index=False, name=None))
 
 
 def _by_query(
     pairs: Sequence[tuple[Any, ...]], query_of: dict[str, int], row_of: dict[str, int]
-) -> list[list[tuple[int, ...]]]:
-    """For each query (row, gain) or (row,), by rows."""
-    lists: list[list[tuple[int, ...]]] = [[] for _ in query_of]
-    for query, name, *gain in pairs:
-        lists[query_of[query]].append((row_of[name], *gain))
-    return [sorted(found) for found in lists]
-
-
-def _rows_of(
-    pairs: Sequence[tuple[Any, ...]], query_of: dict[str, int], row_of: dict[str, int]
-) -> list[np.ndarray]:
-    return [np.array([row for (row,) in own], np.int32) for own in _by_query(pairs, query_of, row_of)]
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Each query's rows, int32 and ascending, and their gains, float64; 1 where there are none."""
+    query_N = np.array([query_of[query] for query, *_ in pairs], np.int64)
+    row_N = np.array([row_of[name] for _, name, *_ in pairs], np.int32)
+    gain_N = np.array(
+        [gain for *_, gain in pairs] if pairs and len(pairs[0]) > 2 else np.ones(len(pairs)), np.float64
+    )
+    order = np.lexsort((row_N, query_N))
+    stops = np.cumsum(np.bincount(query_N, minlength=len(query_of)))[:-1]
+    return list(zip(np.split(row_N[order], stops), np.split(gain_N[order], stops), strict=True))
 
 
 def _positives(
@@ -529,15 +529,12 @@ def _positives(
     num_missing_Q: np.ndarray | None,
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     # gain 0 is a judgement too: judged, and not right
-    lists = _by_query([pair for pair in qrels if pair[2] > 0], query_of, row_of)
-    missing_Q = np.zeros(len(lists)) if num_missing_Q is None else num_missing_Q
-    without = [one for one, own, num in zip(query_of, lists, missing_Q, strict=True) if not own and not num]
+    found = _by_query([pair for pair in qrels if pair[2] > 0], query_of, row_of)
+    missing_Q = np.zeros(len(found)) if num_missing_Q is None else num_missing_Q
+    without = [one for one, own, num in zip(query_of, found, missing_Q, strict=True) if not len(own[0]) + num]
     if without:
-        raise SetError(f"{path}: {len(without)} of {len(lists)} queries have no positive: {_some(without)}")
-    return [
-        (np.array([row for row, _ in own], np.int32), np.array([gain for _, gain in own], np.float64))
-        for own in lists
-    ]
+        raise SetError(f"{path}: {len(without)} of {len(found)} queries have no positive: {_some(without)}")
+    return found
 
 
 def _num_missing(path: Path) -> np.ndarray | None:

@@ -155,16 +155,18 @@ class _Rows:
             for ours, theirs in self.columns.items()
         }
         name = self._name(number, cells)
-        text, instruction = self._text(cells, "text"), self._text(cells, "instruction")
+        text, instruction, category, group = (
+            self._text(cells, ours) for ours in ("text", "instruction", "category", "group")
+        )
         shown, good, bad = (self._pictures(cells, ours) for ours in ("image", "right", "wrong"))
         self._check(number, row, cells, set(good) & set(bad))
         self.queries.append(
             Query(
                 id=name,
                 text=text or None,
-                images=tuple(self.pool.files[one] for one in shown),
-                category=self._text(cells, "category") or None,
-                group=self._text(cells, "group") or "+".join(sorted(shown)) or name,
+                images=tuple(map(self.pool.files.__getitem__, shown)),
+                category=category or None,
+                group=group or "+".join(sorted(shown)) or name,
                 instruction=instruction or self.options.instruction,
                 columns={column: _words(row.get(column)) or "none" for column in self.options.report_by},
             )
@@ -221,10 +223,10 @@ class _Rows:
         if self._refuse(where, value):
             return []
         found: dict[str, None] = {}
+        names: list[Any] = []
         try:
             names = value if isinstance(value, list) else self.pool.names(str(value))
         except ReleaseError as error:
-            names = []
             self.problems.append(f"{where}: {error}")
         for name in names:
             try:

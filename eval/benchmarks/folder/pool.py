@@ -22,9 +22,7 @@ ESCAPE = re.compile(r"%(?=[0-9A-Fa-f]{2})")
 class Pool:
     """The pictures of a folder, each once however many names it has.
 
-    Args:
-        root: the folder.
-        exclude: a folder in it that is passed over.
+    ``exclude``: a folder in it that is passed over.
 
     Attributes:
         files: candidate id -> picture, in the order of their paths.

@@ -97,14 +97,15 @@ def _read_objects(table: Table) -> None:
 
 def _read_grid(table: Table, grid: Iterator[tuple[int, Sequence[Any]]], hint: str) -> None:
     """Headings from the first row that is not empty, and the rows below it."""
-    lines = [(n, cells) for n, values in grid if set(cells := list(map(_plain, values))) - {""}]
+    lines = [(n, cells) for n, values in grid if any(cells := list(map(_plain, values)))]
     if not lines:
         return
-    (head, names), *rows = lines
+    width = max(len(cells) for _, cells in lines)
+    (head, names), *rows = [(n, cells + [""] * (width - len(cells))) for n, cells in lines]
     column_of: dict[str, int] = {}
-    for column in range(max(len(cells) for _, cells in lines)):
-        name, letter = _heading(names, column), get_column_letter(column + 1)
-        filled = [n for n, cells in rows if column < len(cells) and cells[column] != ""]
+    for column, name in enumerate(map(_heading, names)):
+        letter = get_column_letter(column + 1)
+        filled = [n for n, cells in rows if cells[column] != ""]
         if name in column_of:
             other = get_column_letter(column_of[name] + 1)
             table.problems.append(f"{letter}{head}: {name!r} is already the heading of column {other}")
@@ -116,12 +117,10 @@ def _read_grid(table: Table, grid: Iterator[tuple[int, Sequence[Any]]], hint: st
                 f"{letter}{filled[0]}: column {letter} has no heading in {letter}{head}{hint}"
             )
     table.names = list(column_of)
-    for n, cells in rows:
-        table.rows.append((n, {key: cells[i] if i < len(cells) else "" for key, i in column_of.items()}))
+    table.rows += [(n, {name: cells[at] for name, at in column_of.items()}) for n, cells in rows]
 
 
-def _heading(names: Sequence[Any], column: int) -> str:
-    name = names[column] if column < len(names) else ""
+def _heading(name: Any) -> str:
     return " ".join(name.split()) if isinstance(name, str) else str(name)
 
 

@@ -124,12 +124,10 @@ def _write(title: str, tasks: Iterable[str], pool: str, options: MbeirOptions, m
             pairs += [(queries[-1].id, one) for one in right.get(queries[-1].id, [])]
     rows = partial(placed_rows, [_there(options.src / pool)])
     wanted = {one for _, one in pairs}
-    held = wanted & {str(cell(row, where, "did")) for row, where in rows()}
-    if options.pool == "local":
-        wanted = {one for query, one in pairs if _dataset(one) == _dataset(query)}
-    if lost := sorted(wanted - held):
-        raise ReleaseError(f"{options.src / pool} lacks {len(lost)} right candidates: {some(lost)}")
-    num_elsewhere = len({one for _, one in pairs} - held)
+    lost = wanted - {str(cell(row, where, "did")) for row, where in rows()}
+    own = {one for query, one in pairs if options.pool == "global" or _dataset(one) == _dataset(query)}
+    if missing := sorted(lost & own):
+        raise ReleaseError(f"{options.src / pool} lacks {len(missing)} right candidates: {some(missing)}")
 
     def corpus() -> Iterator[Candidate]:
         for row, where in rows():
@@ -144,11 +142,11 @@ def _write(title: str, tasks: Iterable[str], pool: str, options: MbeirOptions, m
             "source": "TIGER-Lab/M-BEIR, imported by eval.benchmarks.mbeir.importer",
             "pool": options.pool,
             "instructions": options.instructions,
-            "right_candidates_of_another_pool": num_elsewhere,
+            "right_candidates_of_another_pool": len(lost),
         },
         queries=queries,
         corpus=corpus(),
-        qrels=[(query, one, 1) for query, one in pairs if one in held],
+        qrels=[(query, one, 1) for query, one in pairs if one not in lost],
     )
 
 

@@ -96,11 +96,5 @@ PROTOCOLS = (
         (*_SAID, "official has the figures by the released names, rounded to four digits a task"),
     ),
 )  # fmt: skip
-register_benchmark(
-    Benchmark(
-        "mbeir",
-        "eval.benchmarks.mbeir.importer:import_mbeir",
-        PROTOCOLS,
-        Path(__file__).with_name("published"),
-    )
-)
+PUBLISHED = Path(__file__).with_name("published")
+register_benchmark(Benchmark("mbeir", "eval.benchmarks.mbeir.importer:import_mbeir", PROTOCOLS, PUBLISHED))

@@ -64,39 +64,22 @@ def trec_ties(ranking: Ranking) -> Ranking:
 
 
 PROTOCOLS = (
-    Mmbright(
-        "mmbright",
-        "clean",
-        ("ndcg@10", "recall@10"),
-        "macro",
-        (
-            "nDCG@10 with linear gains, mean over domains",
-            "hard negatives stay in the ranking",
-            "task 4 is graded as in the paper: 2 for a gold document with a positive picture, 1 for it without picture",
-            "queries without any positive are not part of the set",
-        ),
-    ),
-    Mmbright(
-        "mmbright",
-        "official",
-        ("ndcg@10",),
-        "macro",
-        (
-            "as the released code (143ae35): nDCG@10 of trec_eval over the top 1,000, rounded to five digits a domain, mean "
-            "over domains",
-            "tasks 1 and 2: the query's hard negatives are removed from its ranking",
-            "task 4: graded 2 and 1; pairs with a picture judged wrong are removed. With keys=legacy at import this is what "
-            "the code calls the protocol of Table 6",
-            "equal scores are in trec_eval's order, the larger id first",
-        ),
-        skips_missing=True,
-    ),
+    Mmbright("mmbright", "clean", ("ndcg@10", "recall@10"), "macro", (
+        "nDCG@10 with linear gains, mean over domains",
+        "hard negatives stay in the ranking",
+        "task 4 is graded as in the paper: 2 for a gold document with a positive picture, 1 for it without picture",
+        "queries without any positive are not part of the set",
+    )),
+    Mmbright("mmbright", "official", ("ndcg@10",), "macro", (
+        "as the released code (143ae35): nDCG@10 of trec_eval over the top 1,000, rounded to five digits a domain, mean "
+        "over domains",
+        "tasks 1 and 2: the query's hard negatives are removed from its ranking",
+        "task 4: graded 2 and 1; pairs with a picture judged wrong are removed. With keys=legacy at import this is what "
+        "the code calls the protocol of Table 6",
+        "equal scores are in trec_eval's order, the larger id first",
+    ), skips_missing=True),
 )  # fmt: skip
+PUBLISHED = Path(__file__).with_name("published")
 register_benchmark(
-    Benchmark(
-        "mmbright",
-        "eval.benchmarks.mmbright.importer:import_mmbright",
-        PROTOCOLS,
-        Path(__file__).with_name("published"),
-    )
+    Benchmark("mmbright", "eval.benchmarks.mmbright.importer:import_mmbright", PROTOCOLS, PUBLISHED)
 )

@@ -145,25 +145,21 @@ class OwnCandidates:
 
 
 def _import_one(name: str, files: Sequence[Path], pictures: Pictures, options: MmebOptions) -> None:
-    clean = (lambda text: text or "") if options.verbatim else plain
+    clean = str if options.verbatim else plain
     draft = OwnCandidates(name, partial(pictures.need, hint="unpack images.zip and give images=DIR"))
     if options.instructions == "rge":
-        draft.word_query = lambda text: reword(name, text, "query")
+        draft.word_query = partial(reword, name, side="query")
         draft.word_candidate = lambda text: text and reword(name, text, "candidate")
     for row, where in placed_rows(files):
         need_columns(where, row, COLUMNS)
-        if apart := [column for column in APART if row.get(column)]:
+        if apart := list(filter(row.get, APART)):
             raise ReleaseError(
                 f"{where}: column {apart[0]!r} holds the instruction apart from the text, as the files of MMEB-V2 "
                 "(MMEB_Test_Instruct) do; without it other texts would be embedded: give the files of MMEB-eval"
             )
         targets = [(clean(text), path) for text, path in _targets(row, where)]
-        draft.add(
-            clean(row["qry_text"]),
-            row["qry_img_path"] or "",
-            [(content_id(text, path), text, path) for text, path in targets],
-            where,
-        )
+        known = [(content_id(*content), *content) for content in targets]
+        draft.add(clean(row["qry_text"] or ""), row["qry_img_path"] or "", known, where)
     if not draft.queries:
         raise ReleaseError(f"{files[0]} has no rows")
     options.write(

@@ -23,29 +23,14 @@ class Mmeb(Protocol):
 
 
 PROTOCOLS = (
-    Mmeb(
-        "mmeb",
-        "clean",
-        ("hit@1", "mrr"),
-        "macro",
-        (
-            "hit@1 within each query's own candidates; equal scores count against the model",
-            "overall is the unweighted mean of the sets, likewise IND, OOD and each meta-task",
-        ),
-    ),
-    Mmeb(
-        "mmeb",
-        "official",
-        ("hit@1",),
-        "macro",
-        (
-            "hit@1 as argmax over candidates with the answer first: equal scores count for the model",
-            "overall is the unweighted mean of the sets, likewise IND, OOD and each meta-task",
-        ),
-    ),
+    Mmeb("mmeb", "clean", ("hit@1", "mrr"), "macro", (
+        "hit@1 within each query's own candidates; equal scores count against the model",
+        "overall is the unweighted mean of the sets, likewise IND, OOD and each meta-task",
+    )),
+    Mmeb("mmeb", "official", ("hit@1",), "macro", (
+        "hit@1 as argmax over candidates with the answer first: equal scores count for the model",
+        "overall is the unweighted mean of the sets, likewise IND, OOD and each meta-task",
+    )),
 )  # fmt: skip
-register_benchmark(
-    Benchmark(
-        "mmeb", "eval.benchmarks.mmeb.importer:import_mmeb", PROTOCOLS, Path(__file__).with_name("published")
-    )
-)
+PUBLISHED = Path(__file__).with_name("published")
+register_benchmark(Benchmark("mmeb", "eval.benchmarks.mmeb.importer:import_mmeb", PROTOCOLS, PUBLISHED))

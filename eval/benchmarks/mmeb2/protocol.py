@@ -44,19 +44,13 @@ _SAID = (
 )
 PROTOCOLS = (
     Mmeb2("mmeb2", "clean", ("hit@1", "ndcg@5"), "macro", (*_SAID, "image: equal scores count against the model")),
-    Mmeb2(
-        "mmeb2",
-        "official",
-        ("hit@1", "ndcg@5"),
-        "macro",
-        (
-            *_SAID,
-            "image: equal scores count for the model, as numpy's argsort has it, which leaves their order open",
-            "gains stay with their documents; the released scorer (6e1e1d4) sends the documents through a set() and the gains not, so "
-            "that its figures for graded sets change with Python's hash seed",
-            "released code: TIGER-AI-Lab/VLM2Vec 6e1e1d4 (January 2026); its change of 21 September 2026 (#213) reads states after the "
-            "final norm, as every adapter here does",
-        ),
-    ),
+    Mmeb2("mmeb2", "official", ("hit@1", "ndcg@5"), "macro", (
+        *_SAID,
+        "image: equal scores count for the model, as numpy's argsort has it, which leaves their order open",
+        "gains stay with their documents; the released scorer (6e1e1d4) sends the documents through a set() and the gains not, so "
+        "that its figures for graded sets change with Python's hash seed",
+        "released code: TIGER-AI-Lab/VLM2Vec 6e1e1d4 (January 2026); its change of 21 September 2026 (#213) reads states after the "
+        "final norm, as every adapter here does",
+    )),
 )  # fmt: skip
 register_benchmark(Benchmark("mmeb2", "eval.benchmarks.mmeb2.importer:import_mmeb2", PROTOCOLS))

@@ -3,12 +3,14 @@
 Shape suffixes: Q = queries, K = ranks, M = metrics, G = groups.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from eval.benchmarks.registry import Benchmark, register_benchmark
 from eval.scoring.metrics import (
@@ -88,53 +90,52 @@ class Pinpoint(Protocol):
     def figures(self, wanted: RetrievalSet, scored: Scored, *, seed: int) -> dict[str, Any]:
         """Linguistic sensitivity, the relative cost of negatives, and officially the released scorer's own names."""
         column = dict(zip(scored.names, scored.value_QM.T, strict=True))
-        group = wanted.columns["group"]
-        if self.profile == "clean":
-            # only rows that share pictures and positives are paraphrases of one question
-            same = string_column(wanted, "paraphrase")
-        else:  # groups join rows that share one of two pictures; a set imported before that has no picture_ids
-            same = ["+".join(ids) or own for ids, own in zip(picture_ids(wanted), group, strict=True)]
-        micro = {
-            "linguistic_sensitivity": over_groups(column["precision@10"], same, group, seed=seed),
-            "linguistic_sensitivity_map": over_groups(column["map_capped@10"], same, group, seed=seed),
-            "linguistic_sensitivity_std": over_groups(
-                column["precision@10"], same, group, seed=seed, of=np.std
-            ),
-        }
-        delta_Q = np.where(
-            np.isfinite(column["map_capped@10"]), np.nan_to_num(column["delta_map_capped@10"]), np.nan
+        ap_Q, delta_Q, precision_Q = (
+            column[f"{kind}@10"] for kind in ("map_capped", "delta_map_capped", "precision")
         )
-        (relative,) = figures(ratio_bootstrap(delta_Q, column["map_capped@10"], index_of(group), seed=seed))
-        micro["delta_map_capped_relative@10"] = relative if relative["value"] is not None else None
+        group, official = wanted.columns["group"], self.profile == "official"
+        if (
+            official
+        ):  # groups join rows that share one of two pictures; a set imported before that has no picture_ids
+            same = ["+".join(ids) or own for ids, own in zip(picture_ids(wanted), group, strict=True)]
+        else:  # only rows that share pictures and positives are paraphrases of one question
+            same = string_column(wanted, "paraphrase")
+        over = partial(over_groups, same=same, group=group, seed=seed)
+        delta_Q = np.where(np.isfinite(ap_Q), np.nan_to_num(delta_Q), np.nan)
+        (relative,) = figures(ratio_bootstrap(delta_Q, ap_Q, index_of(group), seed=seed))
+        micro = {
+            "linguistic_sensitivity": over(precision_Q),
+            "linguistic_sensitivity_map": over(ap_Q),
+            "linguistic_sensitivity_std": over(precision_Q, of=np.std),
+            "delta_map_capped_relative@10": relative if relative["value"] is not None else None,
+        }
+        means_of = {name: over(column[name], of=np.mean, least=1) for name in self.headline}
         out: dict[str, Any] = {
             "micro": {name: figure for name, figure in micro.items() if figure},
-            "group_mean": {
-                name: figure
-                for name in self.headline
-                if (figure := over_groups(column[name], same, group, seed=seed, of=np.mean, least=1))
-            },
-            "paraphrase_groups": _num_groups(same, np.isfinite(column["precision@10"])),
+            "group_mean": {name: figure for name, figure in means_of.items() if figure},
+            "paraphrase_groups": _num_groups(same, np.isfinite(precision_Q)),
         }
-        if self.profile == "official":
-            value = means(scored.names, scored.value_QM)
-            found: dict[str, float | None] = {}
-            for k in CUTS:
-                found[f"mAP@{k}"] = value[f"map_capped@{k}"]
-                found[f"mAP@{k}_noNeg"] = value[f"map_capped@{k}"] + value[f"delta_map_capped@{k}"]
-                found[f"precision@{k}"] = value[f"precision@{k}"]
-                found[f"recall@{k}"] = value[f"recall@{k}"]
-                found[f"NegRecall@{k}"] = value[f"negative_recall@{k}"]
-            found["delta_mAP@10_noNeg"] = value["delta_map_capped@10"]
-            share = (
-                value["delta_map_capped@10"] / value["map_capped@10"] if value["map_capped@10"] > 0 else 0.0
-            )
-            found["pct_increase_mAP@10_noNeg"] = share
-            for theirs, ours in (("range", "linguistic_sensitivity"), ("std", "linguistic_sensitivity_std")):
-                figure = micro[ours]
-                found[f"ling_sens_{theirs}"] = figure["value"] if figure else 0.0
-            found["total_queries"] = int(np.isfinite(column["precision@10"]).sum())
-            out["official"] = found
+        if official:
+            out["official"] = _official(means(scored.names, scored.value_QM), micro) | {
+                "total_queries": int(np.isfinite(precision_Q).sum())
+            }
         return out
+
+
+def _official(value: Mapping[str, float], micro: Mapping[str, Mapping[str, Any] | None]) -> dict[str, Any]:
+    """Figures by the released scorer's own names."""
+    found: dict[str, Any] = {}
+    for k in CUTS:
+        found[f"mAP@{k}"] = value[f"map_capped@{k}"]
+        found[f"mAP@{k}_noNeg"] = value[f"map_capped@{k}"] + value[f"delta_map_capped@{k}"]
+        found[f"precision@{k}"] = value[f"precision@{k}"]
+        found[f"recall@{k}"] = value[f"recall@{k}"]
+        found[f"NegRecall@{k}"] = value[f"negative_recall@{k}"]
+    ap, delta = value["map_capped@10"], value["delta_map_capped@10"]
+    found |= {"delta_mAP@10_noNeg": delta, "pct_increase_mAP@10_noNeg": delta / ap if ap > 0 else 0.0}
+    for theirs, ours in (("range", "linguistic_sensitivity"), ("std", "linguistic_sensitivity_std")):
+        found[f"ling_sens_{theirs}"] = (micro[ours] or {"value": 0.0})["value"]
+    return found
 
 
 def pinpoint_values(names: Sequence[str], judged: Judged) -> np.ndarray:
@@ -184,15 +185,13 @@ def over_groups(
     Returns:
         value, low, high; None where no group has so many queries.
     """
-    members: dict[str, list[int]] = {}
-    for query, name in enumerate(same):
-        if np.isfinite(value_Q[query]):
-            members.setdefault(name, []).append(query)
-    lists = [rows for rows in members.values() if len(rows) >= least]
-    if not lists:
+    table = pd.DataFrame({"value": value_Q, "group": group, "same": same}).dropna(subset="value")
+    table = table.groupby("same", sort=False).filter(lambda rows: len(rows) >= least)
+    if table.empty:
         return None
-    value_G = np.array([[float(of(value_Q[rows]))] for rows in lists])
-    found = cluster_bootstrap(value_G, index_of([group[rows[0]] for rows in lists]), seed=seed)
+    parts = table.groupby("same", sort=False)
+    value_G = np.array([[float(of(one.to_numpy()))] for _, one in parts["value"]])
+    found = cluster_bootstrap(value_G, index_of(parts["group"].first().tolist()), seed=seed)
     return figures(found, (0.0, 1.0))[0] | {"value": float(value_G.mean())}
 
 
@@ -202,43 +201,26 @@ def _num_groups(same: Sequence[str], kept_Q: np.ndarray) -> int:
 
 
 PROTOCOLS = (
-    Pinpoint(
-        "pinpoint",
-        "clean",
-        ("map_capped@10", "delta_map_capped@10", "negative_recall@10", "precision@10"),
-        "micro",
-        (
-            "AP@10 over min(positives, 10), each positive counted once",
-            "a candidate that is positive and negative counts as positive only; None and repeated negatives are dropped",
-            "negative_recall@10 over min(negatives, 10), mean over queries that have negatives",
-            "linguistic_sensitivity is the mean over paraphrase groups (same pictures, same positives) of the largest "
-            "minus the smallest precision@10; linguistic_sensitivity_map has AP@10 instead",
-            "a query without a ranking counts 0",
-        ),
-    ),
-    Pinpoint(
-        "pinpoint",
-        "official",
-        ("map_capped@10", "delta_map_capped@10", "negative_recall@10", "precision@10"),
-        "micro",
-        (
-            "as evaluate.py: all that is listed is scored, and negatives leave the whole list before it is cut at k "
-            "(the released retrieval lists 50: depth=50); AP@k over min(listed positives, k), recall over listed positives, "
-            "repeated ones included, so that a perfect ranking stays below 1",
-            "negative_recall@k over min(listed negatives, k), None and repeated ones included; 0 without negatives",
-            "a candidate that is positive and negative counts as both",
-            "linguistic_sensitivity is the mean over rows with the same pictures of the largest minus the smallest "
-            "precision@10",
-            "a query without a ranking is left out; compare only with the repository's metrics.csv, not with the paper",
-        ),
-        skips_missing=True,
-    ),
+    Pinpoint("pinpoint", "clean", ("map_capped@10", "delta_map_capped@10", "negative_recall@10", "precision@10"), "micro", (
+        "AP@10 over min(positives, 10), each positive counted once",
+        "a candidate that is positive and negative counts as positive only; None and repeated negatives are dropped",
+        "negative_recall@10 over min(negatives, 10), mean over queries that have negatives",
+        "linguistic_sensitivity is the mean over paraphrase groups (same pictures, same positives) of the largest "
+        "minus the smallest precision@10; linguistic_sensitivity_map has AP@10 instead",
+        "a query without a ranking counts 0",
+    )),
+    Pinpoint("pinpoint", "official", ("map_capped@10", "delta_map_capped@10", "negative_recall@10", "precision@10"), "micro", (
+        "as evaluate.py: all that is listed is scored, and negatives leave the whole list before it is cut at k "
+        "(the released retrieval lists 50: depth=50); AP@k over min(listed positives, k), recall over listed positives, "
+        "repeated ones included, so that a perfect ranking stays below 1",
+        "negative_recall@k over min(listed negatives, k), None and repeated ones included; 0 without negatives",
+        "a candidate that is positive and negative counts as both",
+        "linguistic_sensitivity is the mean over rows with the same pictures of the largest minus the smallest "
+        "precision@10",
+        "a query without a ranking is left out; compare only with the repository's metrics.csv, not with the paper",
+    ), skips_missing=True),
 )  # fmt: skip
+PUBLISHED = Path(__file__).with_name("published")
 register_benchmark(
-    Benchmark(
-        "pinpoint",
-        "eval.benchmarks.pinpoint.importer:import_pinpoint",
-        PROTOCOLS,
-        Path(__file__).with_name("published"),
-    )
+    Benchmark("pinpoint", "eval.benchmarks.pinpoint.importer:import_pinpoint", PROTOCOLS, PUBLISHED)
 )

@@ -209,14 +209,21 @@ def _one_file(options: RmirOptions, *stems: str) -> Path | None:
     """``queries.parquet``, ``queries/test-00000-of-00001.parquet`` or ``queries/test.parquet``, and the like."""
     for stem in stems:
         places = [options.src / f"{stem}{suffix}" for suffix in TABLES]
-        found = [path for path in (*places, *sorted((options.src / stem).glob("*"))) if path.suffix in TABLES]
-        found = [path for path in found if path.is_file()]
-        named = [path for path in found if options.split in path.stem] or found
+        found = [path for path in (*places, *sorted((options.src / stem).glob("*"))) if _is_table(path)]
+        named = _of_split(found, options.split) or found
         if len(named) > 1:
             raise ReleaseError(f"{options.src}: {named} could all be {stem}: join them into one file")
         if named:
             return named[0]
     return None
+
+
+def _is_table(path: Path) -> bool:
+    return path.suffix in TABLES and path.is_file()
+
+
+def _of_split(files: Sequence[Path], split: str) -> list[Path]:
+    return [path for path in files if split in path.stem]
 
 
 def _query_files(options: RmirOptions, others: Sequence[Path | None]) -> list[Path]:
@@ -225,31 +232,30 @@ def _query_files(options: RmirOptions, others: Sequence[Path | None]) -> list[Pa
         return [found]
     passed = {*others, options.src / "meta.json"}
     files = [path for path in sorted(options.src.iterdir()) if path.suffix in TABLES and path not in passed]
-    named = [path for path in files if options.split in path.stem]
     if not files:
         raise ReleaseError(f"{options.src} has no table ({', '.join(TABLES)}) with queries")
-    if not named and len(files) > 1:
+    named = files if len(files) == 1 else _of_split(files, options.split)
+    if not named:
         raise ReleaseError(
             f"{options.src}: which of {', '.join(path.name for path in files)} has the {options.split} queries? Name it "
             f"{options.split}{files[0].suffix}, or give a folder with that file alone"
         )
-    return named or files
+    return named
 
 
 def _read_queries(options: RmirOptions, pool: Path | None) -> list[_Row]:
     """Queries with their judgements."""
     fields = Fields(ALIASES, options.field_map, prefer=("id", "text"))
     judged, wrong = _one_file(options, "qrels"), _one_file(options, "negatives")
-    needed = ("id", "text", "image", "category") + (() if judged else ("positives",))
     rows: dict[str, _Row] = {}
     for path in _query_files(options, [pool, options.manifest, judged, wrong]):
         columns = fields.columns(path, column_names(path), IGNORED)
-        for ours in needed:
-            if ours not in columns:
-                raise ReleaseError(
-                    f"{path}: no column is the query's {ours} ({', '.join(ALIASES[ours])}); there are "
-                    f"{', '.join(columns.values())}: give field_map=THEIRS={ours}"
-                )
+        needed = ("id", "text", "image", "category", *(["positives"] if judged is None else []))
+        if lacking := [ours for ours in needed if ours not in columns]:
+            raise ReleaseError(
+                f"{path}: no column is the query's {lacking[0]} ({', '.join(ALIASES[lacking[0]])}); there are "
+                f"{', '.join(columns.values())}: give field_map=THEIRS={lacking[0]}"
+            )
         for record, where in placed_rows([path]):
             row = {ours: record.get(theirs) for ours, theirs in columns.items()}
             if row.get("split") in (None, "", options.split):
@@ -290,7 +296,7 @@ def _check_counts(rows: Sequence[_Row], num_candidates: int, options: RmirOption
     """Compare with what is published; what differs is an error, or a note with ``counts=false``."""
     if without := [row.id for row in rows if not row.positives]:
         raise ReleaseError(f"{len(without)} of {len(rows)} queries have no positive: {some(without)}")
-    found = Counter({name: 0 for name in CATEGORY_COUNTS})
+    found = Counter(dict.fromkeys(CATEGORY_COUNTS, 0))
     found.update(row.category for row in rows)
     wrong = _unlike_published(found, num_candidates) if options.split == "test" else []
     if many := [row.id for row in rows if len(row.positives) > MAX_POSITIVES]:

@@ -23,8 +23,5 @@ PROTOCOLS = (
         (*_RMIR, "no released scorer could be seen: this is the paper's definition, and no evaluation prompt is published"),
     ),
 )  # fmt: skip
-register_benchmark(
-    Benchmark(
-        "rmir", "eval.benchmarks.rmir.importer:import_rmir", PROTOCOLS, Path(__file__).with_name("published")
-    )
-)
+PUBLISHED = Path(__file__).with_name("published")
+register_benchmark(Benchmark("rmir", "eval.benchmarks.rmir.importer:import_rmir", PROTOCOLS, PUBLISHED))

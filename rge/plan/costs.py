@@ -11,8 +11,10 @@ their backward needs is kept (`train.keep_activations`). A frozen vision tower s
 """
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -131,17 +133,12 @@ def speed_of(device: str, dtype: str) -> tuple[float, float] | None:
 def shapes_of(model: HubModel, num_pixels: int) -> Shapes:
     """Read a model's sizes, also on `meta`, with what a square picture of so many pixels costs."""
     family, text = family_of(model), model.config.get_text_config()
-    matrices = {
-        name: module.weight.numel()
-        for name, module in family.decoder(model).layers[0].named_modules()
-        if isinstance(module, nn.Linear)
-    }
+    layer = family.decoder(model).layers[0]
+    matrices = {name: matrix.weight.numel() for name, matrix in _matrices(layer).items()}
     heads = text.num_attention_heads
     return Shapes(
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        vision_parameters=sum(
-            parameter.numel() for part in family.vision(model) for parameter in part.parameters()
-        ),
+        parameters=_size(model),
+        vision_parameters=sum(map(_size, family.vision(model))),
         layer=sum(matrices.values()),
         key_value=sum(size for name, size in matrices.items() if name.endswith(("k_proj", "v_proj"))),
         layers=text.num_hidden_layers,
@@ -153,6 +150,16 @@ def shapes_of(model: HubModel, num_pixels: int) -> Shapes:
         vocabulary=model.get_output_embeddings().weight.shape[0],
         picture=cost_of_picture(model, num_pixels),
     )
+
+
+def _size(module: nn.Module) -> int:
+    """Parameters of a module."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _matrices(module: nn.Module) -> dict[str, nn.Linear]:
+    """Its matrix products, by name."""
+    return {name: part for name, part in module.named_modules() if isinstance(part, nn.Linear)}
 
 
 _known: WeakKeyDictionary[nn.Module, dict[int, PictureCost]] = WeakKeyDictionary()
@@ -173,8 +180,8 @@ def _count(model: HubModel, num_pixels: int) -> PictureCost:
     frames = getattr(model.config.vision_config, "temporal_patch_size", None)
     shape = pixels.shape if frames is None else (len(pixels), frames * pixels[0].numel())
     parts = [module for part in family.vision(model) for module in part.modules()]
-    stacks = (part for part in parts if isinstance(part, nn.ModuleList))
-    blocks: Any = next((stack for stack in stacks if hasattr(stack[0], "mlp")), ())
+    stacks = (part for part in parts if isinstance(part, nn.ModuleList) and hasattr(part[0], "mlp"))
+    blocks: Any = next(stacks, ())
     given: list[Tensor] = []
 
     def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -187,9 +194,12 @@ def _count(model: HubModel, num_pixels: int) -> PictureCost:
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         features = family.features(model, values, grid)
     hook.remove()
-    flops = {str(operation): count for operation, count in counter.get_flop_counts()["Global"].items()}
-    attention = sum(count for name, count in flops.items() if "bmm" in name or "attention" in name)
-    fixed = sum(count for name, count in flops.items() if "convolution" in name) if _is_fixed(parts) else 0
+    flops = counter.get_flop_counts()["Global"]
+
+    def counted(kinds: str) -> int:
+        return sum(count for operation, count in flops.items() if re.search(kinds, str(operation)))
+
+    attention, fixed = counted("bmm|attention"), counted("convolution") * _is_fixed(parts)
     states, inside = _numbers_of(first, given[0]) if given else (0, 0)
     return PictureCost(
         placeholders=features.shape[0],
@@ -212,7 +222,7 @@ def _is_fixed(parts: Sequence[nn.Module]) -> bool:
 def _numbers_of(block: Any, states: Tensor) -> tuple[int, int]:
     """Numbers that go into a block of a tower, and that are made inside it."""
     hidden = states.shape[-1]
-    inner = max(max(it.weight.shape) for it in block.mlp.modules() if isinstance(it, nn.Linear))
+    inner = max(max(matrix.weight.shape) for matrix in _matrices(block.mlp).values())
     return states.numel(), states.numel() // hidden * (12 * hidden + 4 * inner)
 
 
@@ -254,15 +264,22 @@ class Load:
     @property
     def tail(self) -> int:
         """Tokens of a query's row after the part that is attended to causally: its last prompt token and branches."""
-        own = self.each * (self.own + 1) if self.read_own else 0
-        return 1 + own + self.beside + (self.oracles * (self.oracle + 1) if self.oracle else 0)
+        return 1 + self.read_own * self.own_tokens + self.beside + self.oracle_tokens
 
     @property
     def labels(self) -> int:
         """Tokens of a query's row that are predicted."""
-        return (self.oracles * (self.oracle + 1) if self.oracle else 0) + (
-            self.each * (self.own + 1) if self.sampled else 0
-        )
+        return self.oracle_tokens + self.sampled * self.own_tokens
+
+    @property
+    def own_tokens(self) -> int:
+        """Tokens of a query's own rationales, `<emb>` counted."""
+        return self.each * (self.own + 1)
+
+    @property
+    def oracle_tokens(self) -> int:
+        """Tokens of a query's branches with the oracle rationale, `<emb>` counted."""
+        return self.oracles * (self.oracle + 1) if self.oracle else 0
 
     @property
     def pictures(self) -> float:
@@ -402,7 +419,7 @@ def memory(shapes: Shapes, load: Load, setup: Setup) -> dict[str, float]:
         kept += max(tokens * _inside(shapes), setup.train_vision * pictures * s.picture.inside)
     predicted = setup.micro_queries * (n.oracle + 1 if n.oracle else 0) + rows_each * n.label_candidates
     # A policy's logits are made some at a time, and again in the backward.
-    predicted += min(CHUNK_TOKENS, setup.micro_queries * n.each * (n.own + 1)) if n.sampled else 0
+    predicted += n.sampled * min(CHUNK_TOKENS, setup.micro_queries * n.own_tokens)
     training = kept * activation_bytes + 12.0 * predicted * s.vocabulary
     writing = 0.0
     if n.own:
@@ -578,22 +595,22 @@ def communication(shapes: Shapes, load: Load, setup: Setup) -> float:
 def num_parameters(model: HubModel, recipe_model: Any) -> tuple[int, int]:
     """Parameters, and those that get a gradient: with adapters theirs, the `<emb>` row's and those of modules trained whole."""
     family = family_of(model)
-    tower, text = family.vision(model), family.decoder(model)
-    total = sum(parameter.numel() for parameter in model.parameters())
+    tower, total = family.vision(model), _size(model)
     lora = getattr(recipe_model, "lora", None)
     if lora is None:
-        frozen = tower if recipe_model.freeze_vision else []
-        return total, total - sum(parameter.numel() for part in frozen for parameter in part.parameters())
-    count = model.config.get_text_config().hidden_size
+        return total, total - recipe_model.freeze_vision * sum(map(_size, tower))
     whole = [it for name, it in model.named_modules() if name.rsplit(".", 1)[-1] in lora.modules_to_save]
-    inside = {module for each in whole for module in each.modules()}
-    count += sum(parameter.numel() for each in whole for parameter in each.parameters())
-    for part in (text, *(tower if lora.vision else [])):
-        for name, module in part.named_modules():
-            if (
-                isinstance(module, nn.Linear)
-                and module not in inside
-                and (not lora.targets or name.rsplit(".", 1)[-1] in lora.targets)
-            ):
-                count += lora.rank * sum(module.weight.shape) + (module.weight.shape[0] if lora.dora else 0)
+    inside = set(chain.from_iterable(module.modules() for module in whole))
+
+    def adapted(part: nn.Module) -> int:
+        """Parameters of the adapters in a part of the model."""
+        matrices = [
+            matrix
+            for name, matrix in _matrices(part).items()
+            if matrix not in inside and (not lora.targets or name.rsplit(".", 1)[-1] in lora.targets)
+        ]
+        return sum(lora.rank * sum(it.weight.shape) + lora.dora * it.weight.shape[0] for it in matrices)
+
+    count = model.config.get_text_config().hidden_size + sum(map(_size, whole))
+    count += sum(map(adapted, [family.decoder(model), *(tower if lora.vision else ())]))
     return total, count

@@ -55,28 +55,25 @@ class Plans:
         self.recipe, self.num_steps, self.records, self.accelerator = recipe, num_steps, records, accelerator
         self._layouts, self._model = layouts, model
         device, self.gib = accelerator.device, None
-        self.device_name = device.type
+        self.device_name, figures = device.type, dict[str, float]()
         if device.type == "cuda":
             card = torch.cuda.get_device_properties(device)
             self.device_name, self.gib = card.name, card.total_memory / GIB
-        back_end = launch.back_end(accelerator)
-        beside = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
-        options = PlanOptions(
-            num_gpus=accelerator.num_processes,
-            back_end=back_end.key,  # type: ignore[arg-type]
-            gpus_per_machine=beside,
-            host_gib=int(main_memory() / GIB),
-        )
+            figures["gpu_gib"] = self.gib
         self.speed = speed_of(self.device_name, recipe.model.dtype)
-        if self.gib is not None:
-            options = replace(options, gpu_gib=self.gib)
         if self.speed is not None:
-            options = replace(options, peak_tflops=self.speed[0], bandwidth_tbs=self.speed[1])
-        self.options = options
+            figures |= zip(("peak_tflops", "bandwidth_tbs"), self.speed, strict=True)
+        self.options = PlanOptions(
+            num_gpus=accelerator.num_processes,
+            back_end=launch.back_end(accelerator).key,  # type: ignore[arg-type]
+            gpus_per_machine=int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes)),
+            host_gib=int(main_memory() / GIB),
+            **figures,  # type: ignore[arg-type]
+        )
         self.found: dict[str, Plan | str] = {}
         for name in num_steps:
             try:
-                self.found[name] = self._plan(name, options)
+                self.found[name] = self._plan(name, self.options)
             except ImpossibleKeeping:
                 raise
             except Exception as error:  # noqa: BLE001 - training does not need an estimate
@@ -84,10 +81,8 @@ class Plans:
 
     def _plan(self, name: str, options: PlanOptions) -> Plan:
         stage: StageConfig = getattr(self.recipe, name)
-        files = [source.key for source in stage.sources if source.key]
-        laid = [self._layouts[key] for key in files if key in self._layouts]
         # Without all of them, such as a stream's, the largest that the recipe allows.
-        longest = _longest(laid) if len(laid) == len(files) else None
+        longest = _longest([self._layouts.get(source.key) for source in stage.sources if source.key])
         # Context, NCCL's buffers and fragments are a GPU's.
         reserved = RESERVED_GIB if self.gib is not None else 0.0
         options = replace(options, for_=name, steps=self.num_steps[name])  # type: ignore[arg-type]
@@ -183,8 +178,11 @@ def _estimated(plans: Plans, name: str, figures: Plan) -> Iterator[str]:
             )
 
 
-def _longest(laid: Sequence[Layout]) -> dict[str, int]:
-    """The greatest of each size among the records of several sources."""
+def _longest(layouts: Sequence[Layout | None]) -> dict[str, int] | None:
+    """The greatest of each size among the records of several sources; None where one of them was not laid out."""
+    laid = [layout for layout in layouts if layout is not None]
+    if len(laid) < len(layouts):
+        return None
 
     def greatest(name: str) -> int:
         return max((int(layout.column(name).max(initial=0)) for layout in laid), default=0)

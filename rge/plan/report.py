@@ -10,6 +10,7 @@ does not fit, and then the report says what would.
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
 
 from rge.config import BACK_ENDS, Recipe, RecipeError, StageConfig
 from rge.model.hub_model import HubModel
@@ -120,24 +121,24 @@ def show(recipe: PlanCommand) -> int:
             back_end="ddp",
         )
     model, origin = outline(recipe.model, recipe.init)
-    stages = recipe.stages() if recipe.for_ == "all" else [recipe.for_]
+    everything = recipe.for_ == "all"
+    stages = recipe.stages() if everything else [recipe.for_]
     plans: dict[str, Plan | NamingPlan] = {}
-    reserved_gib = 0.0 if recipe.cpu else RESERVED_GIB  # context and buffers are a GPU's
-    if recipe.for_ == "all" and (naming := plan_naming(recipe, model, recipe)) is not None:
+    if everything and (naming := plan_naming(recipe, model, recipe)) is not None:
         plans["naming"] = naming
     fit = True
     for name in stages:
         options = replace(recipe, for_=name)  # type: ignore[arg-type]  # one of them
+        reserved_gib = RESERVED_GIB * (not recipe.cpu)  # context and buffers are a GPU's
         found = plans[name] = plan(recipe, model, options, None, reserved_gib, on_gpu=not recipe.cpu)
         fit &= found.fits
-        print(report(recipe, found, origin, options), end="\n\n" * (len(stages) > 1) or "\n")  # noqa: T201 - a command
-    if recipe.for_ == "all":
-        parts = ", ".join(f"{name} {one.hours:,.2f}" for name, one in plans.items())
-        total = sum(one.hours for one in plans.values())
-        print(f"hours at a utilisation of {recipe.reached:g}: {parts}; all {total:,.1f}")  # noqa: T201
-    whole = {name: asdict(one) for name, one in plans.items()}
-    print(json.dumps(whole if recipe.for_ == "all" else whole[stages[0]]))  # noqa: T201
-    return 0 if fit else 1
+        print(report(recipe, found, origin, options), end="\n" * (1 + (len(stages) > 1)))  # noqa: T201 - a command
+    if everything:
+        hours = {name: one.hours for name, one in plans.items()}
+        parts = ", ".join(f"{name} {number:,.2f}" for name, number in hours.items())
+        print(f"hours at a utilisation of {recipe.reached:g}: {parts}; all {sum(hours.values()):,.1f}")  # noqa: T201
+    print(json.dumps(plans if everything else plans[stages[0]], default=asdict))  # noqa: T201
+    return int(not fit)
 
 
 def plan_naming(recipe: Recipe, model: HubModel, options: PlanOptions) -> NamingPlan | None:
@@ -272,33 +273,22 @@ def load_of(
     Raises:
         RecipeError: see `plan`.
     """
-    name, gpus = options.for_, options.num_gpus
-    if recipe.stage not in ("all", name):
-        raise RecipeError(
-            f"the recipe has stage={recipe.stage}, so there is no {name} to plan; give for={recipe.stage}"
-        )
-    stage: StageConfig = getattr(recipe, name)
-    if stage.batch_size % gpus:
-        raise RecipeError(
-            f"{name}.batch_size {stage.batch_size} must be a multiple of the {gpus} GPUs, e.g. "
-            f"{stage.batch_size // gpus * gpus or gpus}"
-        )
-    objective = Objective.of(recipe, name)
+    stage, queries = _stage(recipe, options)
+    objective = Objective.of(recipe, options.for_)
     rationale = options.rationale_tokens or recipe.rollout.max_new_tokens
     if longest is None:
         longest = _largest(recipe, shapes, options) | {"rationale": rationale}
-    queries = stage.batch_size // gpus
     targets, states = objective.lm_targets, [*objective.states]
     latents = sum(name in ("latent", "think") for name in (objective.anchor, *states, *targets))
     beside = len(states) + ("direct" in targets) + latents * recipe.model.think_tokens
     return Load(
         queries=queries,
-        candidates=queries * (1 + recipe.data.max_negatives) if objective.needs_candidates else 0,
+        candidates=queries * (1 + recipe.data.max_negatives) * objective.needs_candidates,
         chunks=-(-queries // recipe.train.micro_batch_size),
         prompt=longest["query"],
         candidate=longest["candidate"],
-        own=rationale if objective.needs_rollout else 0,
-        oracle=longest["rationale"] if objective.needs_oracle else 0,
+        own=rationale * objective.needs_rollout,
+        oracle=longest["rationale"] * objective.needs_oracle,
         read_own=objective.needs_rollout
         or (objective.alpha_con > 0 and objective.anchor in ("none", "latent")),
         contrastive=objective.compares,
@@ -310,6 +300,26 @@ def load_of(
         beside=beside,
         sampled=objective.alpha_rl > 0,
     )
+
+
+def _stage(recipe: Recipe, options: PlanOptions) -> tuple[StageConfig, int]:
+    """The stage that is planned, and queries of a rank's share of its batch.
+
+    Raises:
+        RecipeError: the recipe does not run it, or its batch cannot be shared out.
+    """
+    name, gpus = options.for_, options.num_gpus
+    if recipe.stage not in ("all", name):
+        raise RecipeError(
+            f"the recipe has stage={recipe.stage}, so there is no {name} to plan; give for={recipe.stage}"
+        )
+    stage: StageConfig = getattr(recipe, name)
+    if stage.batch_size % gpus:
+        raise RecipeError(
+            f"{name}.batch_size {stage.batch_size} must be a multiple of the {gpus} GPUs, e.g. "
+            f"{stage.batch_size // gpus * gpus or gpus}"
+        )
+    return stage, stage.batch_size // gpus
 
 
 def _largest(recipe: Recipe, shapes: Shapes, options: PlanOptions) -> dict[str, int]:
@@ -331,7 +341,7 @@ def _largest(recipe: Recipe, shapes: Shapes, options: PlanOptions) -> dict[str, 
 def setup_of(recipe: Recipe, model: HubModel, options: PlanOptions) -> Setup:
     """How a rank works in a stage of the recipe."""
     lora = getattr(recipe.model, "lora", None)
-    queries = getattr(recipe, options.for_).batch_size // options.num_gpus
+    _, queries = _stage(recipe, options)
     return Setup(
         back_end=options.back_end or recipe.train.back_end,
         num_gpus=options.num_gpus,
@@ -357,7 +367,7 @@ def tokens_of(load: Load, num_gpus: int) -> dict[str, int]:
     queries, candidates = load.queries * num_gpus, load.candidates * num_gpus
     return {
         "query prompts": queries * load.prompt,
-        "own rationales": queries * load.each * (load.own + 1) if load.own else 0,
+        "own rationales": queries * load.own_tokens if load.own else 0,
         "oracle rationales": queries * (load.oracle + 1) if load.oracle else 0,
         "candidates": candidates * (load.candidate + 1),
     }
@@ -402,54 +412,41 @@ Change = tuple[str, Recipe, PlanOptions]
 
 def _changes(recipe: Recipe, options: PlanOptions) -> Iterator[list[Change]]:
     """Changes to try: what to say of each, and the recipe and options with it; the first of a kind that fits is advised."""
-
-    def changed(part: str, key: str, value: object) -> Recipe:
-        return replace(recipe, **{part: replace(getattr(recipe, part), **{key: value})})
-
-    def halves(size: int) -> list[int]:
-        return [size >> shift for shift in range(1, size.bit_length())]
-
-    yield [
+    model, back_end = recipe.model, options.back_end or recipe.train.back_end
+    batch_size, on_gpu = getattr(recipe, options.for_).batch_size, not options.cpu
+    doubled = [options.num_gpus << shift for shift in range(1, 11)]
+    more_gpus = [number for number in doubled if number <= min(1024, batch_size) and batch_size % number == 0]
+    whole = not model.freeze_vision and getattr(model, "lora", None) is None
+    kinds: list[tuple[str, list[Any], str]] = [
+        ("train.micro_batch_size", _halves(recipe.train.micro_batch_size), ": the result stays the same"),
         (
-            f"train.micro_batch_size={size}: the result stays the same",
-            changed("train", "micro_batch_size", size),
-            options,
-        )
-        for size in halves(recipe.train.micro_batch_size)
-    ]
-    if not recipe.model.gradient_checkpointing:
-        line = "model.gradient_checkpointing=true: the result stays the same, a third more compute"
-        yield [(line, changed("model", "gradient_checkpointing", True), options)]
-    yield [
+            "model.gradient_checkpointing",
+            [True] * (not model.gradient_checkpointing),
+            ": the result stays the same, a third more compute",
+        ),
+        ("rollout.batch_size", _halves(recipe.rollout.batch_size), ": slower rollouts, the same result"),
         (
-            f"rollout.batch_size={rows}: slower rollouts, the same result",
-            changed("rollout", "batch_size", rows),
-            options,
-        )
-        for rows in halves(recipe.rollout.batch_size)
+            "back_end",
+            [name for name in ("zero2", "zero3", "fsdp2") if on_gpu and name != back_end],
+            " (recipes/accelerate has launch configs)",
+        ),
+        ("num_gpus", more_gpus * on_gpu, ""),
+        ("model.freeze_vision", [True] * whole, ": the vision tower is not trained"),
     ]
-    yield (
-        []
-        if options.cpu
-        else [
-            (
-                f"back_end={name} (recipes/accelerate has launch configs)",
-                recipe,
-                replace(options, back_end=name),
-            )
-            for name in ("zero2", "zero3", "fsdp2")
-            if name != (options.back_end or recipe.train.back_end)
-        ]
-    )
-    batch_size, more = getattr(recipe, options.for_).batch_size, options.num_gpus * 2
-    sizes: list[Change] = []
-    while not options.cpu and more <= min(1024, batch_size) and batch_size % more == 0:
-        sizes.append((f"num_gpus={more}", recipe, replace(options, num_gpus=more)))
-        more *= 2
-    yield sizes
-    if not recipe.model.freeze_vision and getattr(recipe.model, "lora", None) is None:
-        line = "model.freeze_vision=true: the vision tower is not trained"
-        yield [(line, changed("model", "freeze_vision", True), options)]
+    for key, values, about in kinds:
+        yield [(f"{key}={str(value).lower()}{about}", *_set(recipe, options, key, value)) for value in values]
+
+
+def _halves(size: int) -> list[int]:
+    return [size >> shift for shift in range(1, size.bit_length())]
+
+
+def _set(recipe: Recipe, options: PlanOptions, key: str, value: Any) -> tuple[Recipe, PlanOptions]:
+    """The recipe, or the options, with another value of a key."""
+    part, dot, name = key.partition(".")
+    if not dot:
+        return recipe, replace(options, **{key: value})
+    return replace(recipe, **{part: replace(getattr(recipe, part), **{name: value})}), options
 
 
 def _fastest(found: Plan, options: PlanOptions) -> list[str]:
@@ -465,56 +462,81 @@ def _fastest(found: Plan, options: PlanOptions) -> list[str]:
     return lines if found.fastest else ["no other way to take the same step fits either"]
 
 
-def report(recipe: Recipe, found: Plan, origin: str, options: PlanOptions) -> str:
-    """The plan for people."""
-    load, back_end = found.load, options.back_end or recipe.train.back_end
-    stage: StageConfig = getattr(recipe, options.for_)
-    processes = min(options.num_gpus, options.gpus_per_machine)
+class _Words(NamedTuple):
+    """What a report calls the device, and its units."""
+
+    all: str
+    one: str
+    flops: float
+    unit: str
+    digits: int
+
+
+_ON_CPU = _Words("", "the CPU", 1e12, "TFLOP", 2)
+_ON_GPUS = _Words(", all GPUs", "a GPU", 1e15, "PFLOP", 1)
+
+
+def _gib(size: float, digits: int = 2) -> str:
+    return f"{size / GIB:,.{digits}f} GiB"
+
+
+def _tables(found: Plan, options: PlanOptions, words: _Words) -> dict[str, dict[str, str]]:
+    """The figures of a plan as titled rows of name and value, but for those of machines with GPUs."""
 
     def billions(count: int) -> str:
         return f"{count / 1e9:.3f} G"
 
-    def gib(size: float, digits: int = 2) -> str:
-        return f"{size / GIB:,.{digits}f} GiB"
-
     def counted(count: float) -> str:
-        return f"{count / 1e12:,.3f} TFLOP" if options.cpu else f"{count / 1e15:,.3f} PFLOP"
+        return f"{count / words.flops:,.3f} {words.unit}"
 
-    least, most = _utilisations(options)
-    of_all, one = ("", "the CPU") if options.cpu else (", all GPUs", "a GPU")
-
-    host_gib = {"memory": 0, "of that, batches": 1, "of that, kept": 0, "shared memory": 0}
-    sections: dict[str, dict[str, str]] = {
+    return {
         "parameters": {
             "all": billions(found.parameters),
             "of the vision tower": billions(found.vision_parameters),
             "trained": billions(found.trained_parameters),
         },
-        f"tokens of a step{of_all}": {name: f"{count:,}" for name, count in found.tokens.items()}
-        | {"a query's prompt": f"{load.prompt:,}"},
-        f"FLOPs of a step{of_all}": {
+        f"tokens of a step{words.all}": {name: f"{count:,}" for name, count in found.tokens.items()}
+        | {"a query's prompt": f"{found.load.prompt:,}"},
+        f"FLOPs of a step{words.all}": {
             phase: counted(count * options.num_gpus) for phase, count in found.flops_per_gpu.items()
         }
         | {"all": counted(found.flops)},
-        f"memory of {one} at its fullest (estimate)": {
-            kind: gib(size) for kind, size in found.memory.items() if size
+        f"memory of {words.one} at its fullest (estimate)": {
+            kind: _gib(size) for kind, size in found.memory.items() if size
         }
         | {
             "all": f"{found.memory_total / GIB:,.2f} of {options.gpu_gib:.4g} GiB",
-            "by what activations may be off": f"{found.memory_from / GIB:,.1f} to {gib(found.memory_to, 1)}",
+            "by what activations may be off": f"{found.memory_from / GIB:,.1f} to {_gib(found.memory_to, 1)}",
         },
     }
-    if not options.cpu:
-        sections |= {
-            "sent by a GPU in a step (estimate)": {
-                name + " (planned)" * (name == back_end): gib(size) for name, size in found.bytes_sent.items()
-            },
-            f"a machine of {processes} processes (estimate)": {
-                name: gib(found.host[name], digits) for name, digits in host_gib.items()
-            }
-            | {"descriptors of a process": f"{found.host['descriptors of a process']:,.0f}"},
+
+
+def _machine_tables(found: Plan, options: PlanOptions, back_end: str) -> dict[str, dict[str, str]]:
+    digits = {"memory": 0, "of that, batches": 1, "of that, kept": 0, "shared memory": 0}
+    processes = min(options.num_gpus, options.gpus_per_machine)
+    return {
+        "sent by a GPU in a step (estimate)": {
+            name + " (planned)" * (name == back_end): _gib(size) for name, size in found.bytes_sent.items()
+        },
+        f"a machine of {processes} processes (estimate)": {
+            name: _gib(found.host[name], number) for name, number in digits.items()
         }
-    digits = 2 if options.cpu else 1
+        | {"descriptors of a process": f"{found.host['descriptors of a process']:,.0f}"},
+    }
+
+
+def report(recipe: Recipe, found: Plan, origin: str, options: PlanOptions) -> str:
+    """The plan for people."""
+    load, back_end = found.load, options.back_end or recipe.train.back_end
+    stage: StageConfig = getattr(recipe, options.for_)
+    least, most = _utilisations(options)
+    if options.cpu:
+        words, where, each = _ON_CPU, f"this CPU, {options.gpu_gib:.3g} GiB free", ""
+        sections = _tables(found, options, words)
+    else:
+        words, where, each = _ON_GPUS, f"{options.num_gpus} GPUs of {options.gpu_gib:g} GiB", " a GPU"
+        sections = _tables(found, options, words) | _machine_tables(found, options, back_end)
+    digits = words.digits
     sections |= {
         f"time of {found.steps:,} steps at {options.peak_tflops:.3g} TFLOP/s and {options.bandwidth_tbs:.3g} TB/s (estimate)": {
             f"hours at a utilisation of {options.reached:g}": f"{found.hours:,.{digits}f}",
@@ -523,9 +545,8 @@ def report(recipe: Recipe, found: Plan, origin: str, options: PlanOptions) -> st
     }
     lines = [
         f"{recipe.recipe}, {options.for_}: {origin}",
-        f"{'this CPU, ' + f'{options.gpu_gib:.3g} GiB free' if options.cpu else f'{options.num_gpus} GPUs of {options.gpu_gib:g} GiB'}, "
-        f"{back_end}, {recipe.model.dtype}, "
-        f"batch {stage.batch_size}: {load.queries} queries and {load.candidates} candidates{' a GPU' * (not options.cpu)}, "
+        f"{where}, {back_end}, {recipe.model.dtype}, "
+        f"batch {stage.batch_size}: {load.queries} queries and {load.candidates} candidates{each}, "
         f"{load.chunks} micro batches of {recipe.train.micro_batch_size}",
         f"kept between them: {found.keep} ({found.why}); prompts encoded {found.prompt_pass}",
         "",

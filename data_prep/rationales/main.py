@@ -12,12 +12,13 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import pyarrow.parquet as pq
 
 from data_prep.jsonl import json_line
@@ -122,6 +123,11 @@ class _Written:
         """The worst of what was measured."""
         return max(self.leaks.values(), default=None)
 
+    @property
+    def rank(self) -> float:
+        """What candidates are chosen by."""
+        return self.gain or 0.0
+
 
 @dataclass
 class _Pair:
@@ -135,6 +141,24 @@ class _Pair:
     def known(self) -> str:
         """Instruction and text of the query."""
         return f"{self.record.instruction or ''} {self.record.query.text or ''}".strip()
+
+    @property
+    def good(self) -> list[_Written]:
+        """What passed the checks."""
+        return [one for one in self.samples if one.text is not None and not one.faults]
+
+    @property
+    def unmeasured(self) -> list[_Written]:
+        """What was written, and has no leak score yet."""
+        return [one for one in self.samples if one.text is not None and not one.measured]
+
+    def weigh(self, gain_K: np.ndarray, own: str | None) -> None:
+        """Set gain and knowability of what passed the checks, and what the checkpoint of `select` writes itself."""
+        self.own = own
+        for one, gain in zip(self.good, gain_K, strict=True):
+            one.gain = float(gain)
+            if own is not None:
+                one.knowability = knowability(one.text or "", own, self.known)
 
 
 Window = list[list[_Pair]]
@@ -164,7 +188,7 @@ class _File:
 
     def pairs(self) -> Iterator[_Pair]:
         """All pairs."""
-        return (pair for window in self.windows() for some in window for pair in some)
+        return (pair for window in self.windows() for pair in chain.from_iterable(window))
 
     def beside(self, ending: str) -> Path:
         """A file beside the result."""
@@ -249,22 +273,14 @@ def write(records: Path, out: Path, model: ModelConfig, settings: Settings) -> d
     by_sight = leak_encoder(settings, judge)
     for file in files:
         file.captions = read_captions(file.records, settings.captions)
-        if settings.leak != "keep" and by_sight is None and not _measurable(file):
-            raise UserError(
-                f"leak={settings.leak}: no leak can be measured, for the targets of {file.records} are pictures without "
-                "captions. Give captions= (Parquet with id and caption) or encoder="
-            )
+        if settings.leak != "keep" and by_sight is None:
+            _check_measurable(file, settings)
     replies = _replies(records, out)
     with closing(locked(replies.with_suffix(".lock"))), closing(AnswerStore(replies)) as store:
         caller = Caller({model.name: model}, store, progress=True)
-        for file in files:
-            file.written = [[] for _ in file.pairs()]
-            file.counts["asked"] = len(file.written) * settings.candidates
         _ask(caller, files, model, settings, rewrite=False)
         _measure_leaks(files, by_sight)
         if settings.leak == "rewrite":
-            for file in files:
-                file.counts["rewritten"] = sum(_leaky(one, settings) for some in file.written for one in some)
             _ask(caller, files, model, settings, rewrite=True)
             _measure_leaks(files, by_sight)
         reports = {}
@@ -317,30 +333,36 @@ def _replies(records: Path, out: Path) -> Path:
 def _finish(file: _File, settings: Settings, judge: "GainJudge | None") -> None:
     """Choose among what was written, and write the result and the scores."""
     folder = file.records.parent
-    for some in file.written:
-        for one in some:
-            if settings.leak != "keep" and _leaky(one, settings):
-                one.faults.append("leak")
-            file.counts.update(f"dropped: {fault}" for fault in one.faults)
-    with ExitStack() as stack:
-        records, scores = (
-            stack.enter_context(stack.enter_context(replacing(path)).open("w", encoding="utf-8"))
-            for path in (file.out, file.beside(SCORES))
-        )
-        for window in file.windows():
-            if judge is not None:
-                _weigh(judge, folder, window)
-            for pairs in window:
-                kept = []
-                for pair in pairs:
-                    best = _choose(pair, settings, file)
-                    scores.writelines(_score_lines(pair, best))
-                    if best is not None:
-                        kept.append(pair.positive.model_copy(update={"rationale": best.text}))
-                file.counts["records" if kept else "records without a rationale"] += 1
-                if kept:
-                    record = pairs[0].record.model_copy(update={"positives": kept})
-                    records.write(_moved(record, folder, file.out.parent))
+    for one in chain.from_iterable(file.written):
+        if settings.leak != "keep" and _leaky(one, settings):
+            one.faults.append("leak")
+        file.counts.update(f"dropped: {fault}" for fault in one.faults)
+    with replacing(file.out) as out, replacing(file.beside(SCORES)) as beside:
+        with out.open("w", encoding="utf-8") as records, beside.open("w", encoding="utf-8") as scores:
+            for window in file.windows():
+                if judge is not None:
+                    _weigh(judge, folder, window)
+                for pairs in window:
+                    chosen = [_choose(pair, settings, file) for pair in pairs]
+                    for pair, best in zip(pairs, chosen, strict=True):
+                        scores.writelines(_score_lines(pair, best))
+                    records.write(_record_line(pairs, chosen, file))
+
+
+def _record_line(pairs: Sequence[_Pair], chosen: Sequence[_Written | None], file: _File) -> str:
+    """The record with the targets that have a rationale; nothing where none has."""
+    kept = [
+        pair.positive.model_copy(update={"rationale": best.text})
+        for pair, best in zip(pairs, chosen, strict=True)
+        if best is not None
+    ]
+    if not kept:
+        file.counts["records without a rationale"] += 1
+        return ""
+    file.counts["records"] += 1
+    return _moved(
+        pairs[0].record.model_copy(update={"positives": kept}), file.records.parent, file.out.parent
+    )
 
 
 def _report(
@@ -366,12 +388,16 @@ def _report(
     return report
 
 
-def _measurable(file: _File) -> bool:
-    """Whether any target has a text or a caption."""
-    return any(
+def _check_measurable(file: _File, settings: Settings) -> None:
+    """Refuse to act on leaks where no target has a text or a caption."""
+    if not any(
         bare_text(pair.record, pair.positive) is not None or _caption(pair.positive, file.captions)
         for pair in file.pairs()
-    )
+    ):
+        raise UserError(
+            f"leak={settings.leak}: no leak can be measured, for the targets of {file.records} are pictures without "
+            "captions. Give captions= (Parquet with id and caption) or encoder="
+        )
 
 
 def leak_encoder(settings: Settings, judge: "GainJudge | None") -> PictureLeak | None:
@@ -385,21 +411,15 @@ def leak_encoder(settings: Settings, judge: "GainJudge | None") -> PictureLeak |
 
 def _weigh(judge: "GainJudge", folder: Path, window: Window) -> None:
     """Gain and knowability of all candidates that passed the checks."""
-    own = judge.own(folder, [pairs[0].record for pairs in window])
-    for pairs, text in zip(window, own or (), strict=False):
-        for pair in pairs:
-            pair.own = text
-    flat = [pair for pairs in window for pair in pairs]
+    records = [pairs[0].record for pairs in window]
+    own_of = dict(zip([record.id for record in records], judge.own(folder, records) or (), strict=False))
+    flat = list(chain.from_iterable(window))
     for start in range(0, len(flat), GAIN_WINDOW):
         some = flat[start : start + GAIN_WINDOW]
-        good = [[one for one in pair.samples if not one.faults] for pair in some]
         asked = [(pair.record, pair.positive) for pair in some]
-        found = judge.judge(folder, asked, [[one.text or "" for one in ones] for ones in good])
-        for pair, ones, gain_K in zip(some, good, found, strict=True):
-            for one, gain in zip(ones, gain_K, strict=True):
-                one.gain = float(gain)
-                if pair.own is not None:
-                    one.knowability = knowability(one.text or "", pair.own, pair.known)
+        texts = [[one.text or "" for one in pair.good] for pair in some]
+        for pair, gain_K in zip(some, judge.judge(folder, asked, texts), strict=True):
+            pair.weigh(gain_K, own_of.get(pair.record.id))
 
 
 def _score_lines(pair: _Pair, best: _Written | None) -> list[str]:
@@ -424,13 +444,8 @@ def _measure_leaks(files: Sequence[_File], by_sight: PictureLeak | None) -> None
     """Fill in the leaks of what was written and has none yet; the pictures of one window of records are told apart."""
     for file in files:
         for window in file.windows():
-            pairs = [pair for some in window for pair in some]
-            new = [
-                (pair, one)
-                for pair in pairs
-                for one in pair.samples
-                if one.text is not None and not one.measured
-            ]
+            pairs = list(chain.from_iterable(window))
+            new = [(pair, one) for pair in pairs for one in pair.unmeasured]
             for pair, one in new:
                 one.leaks, one.measured = _leaks_of_words(pair, one.text or "", file.captions), True
             if new and by_sight is not None:
@@ -470,12 +485,15 @@ def _ask(
     """
     places: dict[int, tuple[_File, int, int]] = {}
     unanswered: list[Outcome] = []
+    for file in files:
+        file.written = file.written or [[] for _ in file.pairs()]
+        samples = [_wanted(some, settings, rewrite) for some in file.written]
+        file.counts["rewritten" if rewrite else "asked"] = sum(map(len, samples))
 
     def requests() -> Iterator[Request]:
         for file in files:
             for number, pair in enumerate(file.pairs()):
-                again = [sample for sample, one in enumerate(file.written[number]) if _leaky(one, settings)]
-                wanted = again if rewrite else range(settings.candidates)
+                wanted = _wanted(file.written[number], settings, rewrite)
                 if wanted:
                     request = _request(pair, file.records.parent, model, settings, rewrite=rewrite)
                 for sample in wanted:
@@ -502,6 +520,13 @@ def _ask(
         print(said, file=sys.stderr)
 
 
+def _wanted(written: Sequence[_Written], settings: Settings, rewrite: bool) -> list[int]:
+    """Numbers of the candidates of a pair that are to be written, or written anew."""
+    if not rewrite:
+        return list(range(settings.candidates))
+    return [sample for sample, one in enumerate(written) if _leaky(one, settings)]
+
+
 def _leaky(one: _Written, settings: Settings) -> bool:
     return one.leak is not None and one.leak > settings.max_leak
 
@@ -516,21 +541,20 @@ def _read(outcome: Outcome, settings: Settings) -> _Written:
 
 def _choose(pair: _Pair, settings: Settings, file: _File) -> _Written | None:
     """The first that passes, or the one that gains most; the first of equals."""
-    good = [one for one in pair.samples if one.text is not None and not one.faults]
+    good, least = pair.good, settings.min_knowability
     if not good:
         return None
-    if settings.min_knowability is not None:
+    if least is not None:
         # One that says nothing beyond the query (None) holds nothing that the model could not know.
-        least = settings.min_knowability
         known = [one for one in good if one.knowability is None or one.knowability >= least]
         file.counts["below min_knowability"] += len(good) - len(known)
-        good = known
-        if not good:
+        if not known:
             file.counts["dropped: knowability"] += 1
             return None
-    best = max(good, key=lambda one: one.gain or 0.0) if settings.select is not None else good[0]
+        good = known
+    best = max(good, key=lambda one: one.rank)
     file.counts["not chosen"] += len(good) - 1
-    if settings.min_gain is not None and best.gain is not None and best.gain < settings.min_gain:
+    if settings.min_gain is not None and best.rank < settings.min_gain:
         file.counts["dropped: gain"] += 1
         return None
     file.chosen.append(best)

@@ -64,24 +64,25 @@ def draw(run: Path, size: int, split: str, seed: int) -> list[dict[str, Any]]:
     Raises:
         ReviewError: the run is not finished, or has no such triplet.
     """
-    queries = {row["query_id"]: row for row in _rows(run, "generate/queries", "generated")}
-    splits = {row["query_id"]: row["split"] for row in _rows(run, "split/splits.parquet", "splits")}
-    doubted = {row["id"] for row in _rows(run, "keep/doubted.parquet", "pool")}
+    queries = _by(run, "query_id", "generate/queries", "generated")
+    splits = _by(run, "query_id", "split/splits.parquet", "splits")
+    doubted = _by(run, "id", "keep/doubted.parquet", "pool")
     parts = ("test", "train") if split == "all" else (split,)
-    found: dict[str, list[dict[str, Any]]] = {maths.KEPT: [], maths.REJECTED: []}
-    for row in _rows(run, "keep/decided.parquet", "decided"):
-        query = queries[row["query_id"]]
-        if (
-            splits.get(query["query_id"]) in parts
-            and row["state"] in found
-            and row["candidate_id"] not in doubted
-        ):
-            about = {key: row[key] for key in ("query_id", "candidate_id", "state")}
-            found[row["state"]].append(about | {key: query[key] for key in ("category", "query", "image_id")})
-    if not any(found.values()):
+    decided = [
+        row
+        for row in _rows(run, "keep/decided.parquet", "decided")
+        if splits.get(row["query_id"], {}).get("split") in parts and row["candidate_id"] not in doubted
+    ]
+    about, asked = ("query_id", "candidate_id", "state"), ("category", "query", "image_id")
+
+    def in_state(state: str) -> list[dict[str, Any]]:
+        rows = [(row, queries[row["query_id"]]) for row in decided if row["state"] == state]
+        return [{key: row[key] for key in about} | {key: query[key] for key in asked} for row, query in rows]
+
+    kept, rejected = in_state(maths.KEPT), in_state(maths.REJECTED)
+    if not kept and not rejected:
         raise ReviewError(f"{run} has no decided triplet in split={split}")
     rng = random.Random(seed)
-    kept, rejected = found[maths.KEPT], found[maths.REJECTED]
     num_kept = min(len(kept), size - min(len(rejected), size // 2))
     chosen = rng.sample(kept, num_kept) + rng.sample(rejected, min(len(rejected), size - num_kept))
     rng.shuffle(chosen)
@@ -90,7 +91,7 @@ def draw(run: Path, size: int, split: str, seed: int) -> list[dict[str, Any]]:
 
 def page(run: Path, chosen: Sequence[dict[str, Any]], side_px: int = 800) -> str:
     """The page as one HTML file of triplets of `draw`: pictures inside, nothing loaded from elsewhere."""
-    refs = {row["id"]: row["ref"] for row in _rows(run, "seed/images.parquet", "images")}
+    images = _by(run, "id", "seed/images.parquet", "images")
     shown = dict.fromkeys(name for row in chosen for name in (row["image_id"], row["candidate_id"]))
     names = {name: str(number) for number, name in enumerate(shown)}
     items = [
@@ -106,7 +107,7 @@ def page(run: Path, chosen: Sequence[dict[str, Any]], side_px: int = 800) -> str
     data = {
         "sample": sample,
         "items": items,
-        "pictures": {number: _data_url(refs[name], side_px) for name, number in names.items()},
+        "pictures": {number: _data_url(images[name]["ref"], side_px) for name, number in names.items()},
     }
     # Without any "<" no text can end the script element that holds it, nor begin a comment or a script in it; and what is
     # no Unicode, such as half of a pair, is escaped too.
@@ -165,6 +166,40 @@ def agreement_of(run: Path, people: "Mapping[str, Said]") -> str:
 
 Said = dict[str, dict[str, str]]
 """A person's verdict (or "") and comment on each triplet."""
+STATES = {ACCEPT: maths.KEPT, REJECT: maths.REJECTED}
+"""What a verdict makes of a triplet."""
+
+
+@dataclass(frozen=True)
+class _Vote:
+    """A person's verdict beside the panel's decision."""
+
+    by: str
+    query: str
+    category: str
+    kept: bool  # by the panel
+    accepted: bool | None  # by the person; None: unsure
+
+    @property
+    def agrees(self) -> bool | None:
+        """Whether both say the same; None where the person is unsure."""
+        return None if self.accepted is None else self.accepted == self.kept
+
+    def groups(self) -> tuple[str, ...]:
+        """Rows of the report that it counts in."""
+        return "all", f"by {self.by}", "panel accepted" if self.kept else "panel rejected", self.category
+
+
+def _votes(run: Path, people: Mapping[str, Said]) -> list[_Vote]:
+    queries = _by(run, "query_id", "generate/queries", "generated")
+    decided, found = _decided(run), []
+    verdicts = [(name, key, row["verdict"]) for name, said in people.items() for key, row in said.items()]
+    for name, key, verdict in verdicts:
+        if verdict:
+            query, kept = queries[decided[key]["query_id"]], decided[key]["state"] == maths.KEPT
+            accepted = None if verdict == UNSURE else verdict == ACCEPT
+            found.append(_Vote(name, query["query_id"], query["category"], kept, accepted))
+    return found
 
 
 def compare(run: Path, people: Mapping[str, Said]) -> dict[str, Any]:
@@ -178,48 +213,46 @@ def compare(run: Path, people: Mapping[str, Said]) -> dict[str, Any]:
         all, by person, by what the panel decided and by category; ``kappa`` of verdicts and decisions; ``between``:
         agreement of each two people on what both judged, unsure being a verdict; ``comments``.
     """
-    queries = {row["query_id"]: row for row in _rows(run, "generate/queries", "generated")}
-    decided = {triplet_name(row): row for row in _rows(run, "keep/decided.parquet", "decided")}
-    all_said = [(name, key, row) for name, said in people.items() for key, row in said.items()]
-    groups: dict[str, list[tuple[bool | None, str]]] = {"all": []}
-    votes: list[list[bool]] = []
-    for name, key, row in all_said:
-        if not row["verdict"]:
-            continue
-        kept, query = decided[key]["state"] == maths.KEPT, decided[key]["query_id"]
-        agrees = None if row["verdict"] == UNSURE else (row["verdict"] == ACCEPT) == kept
-        for group in (
-            "all",
-            *([f"by {name}"] if len(people) > 1 else []),
-            "panel accepted" if kept else "panel rejected",
-            queries[query]["category"],
-        ):
-            groups.setdefault(group, []).append((agrees, query))
-        if agrees is not None:
-            votes.append([row["verdict"] == ACCEPT, kept])
-    pairs = {f"{a} and {b}": _said_by_both(people[a], people[b]) for a, b in combinations(people, 2)}
-    between = {
-        pair: {"same": sum(a == b for a, b in both), "of": len(both), "kappa": _kappa(both, VERDICTS)}
-        for pair, both in pairs.items()
-        if both
-    }
+    votes = _votes(run, people)
+    groups: dict[str, list[_Vote]] = {"all": []}
+    for vote in votes:
+        for group in vote.groups():
+            groups.setdefault(group, []).append(vote)
+    if len(people) == 1:
+        groups.pop(f"by {next(iter(people))}", None)
+    sure = [(vote.accepted, vote.kept) for vote in votes if vote.accepted is not None]
+    comments = [
+        {"by": name, "key": key, **row}
+        for name, said in people.items()
+        for key, row in said.items()
+        if row["comment"]
+    ]
     rows = {group: _row(found) for group, found in groups.items()}
-    comments = [{"by": name, "key": key, **row} for name, key, row in all_said if row["comment"]]
-    kappa = _kappa(votes, (True, False))
-    return defined({"rows": rows, "kappa": kappa, "between": between, "comments": comments})
+    kappa = _kappa(sure, (True, False))
+    return defined({"rows": rows, "kappa": kappa, "between": _between(people), "comments": comments})
 
 
-def _row(found: Sequence[tuple[bool | None, str]]) -> dict[str, Any]:
-    """A row of the report of (agrees or None, query)."""
-    sure = [(agrees, query) for agrees, query in found if agrees is not None]
-    hits, queries = [agrees for agrees, _ in sure], [query for _, query in sure]
+def _row(votes: Sequence[_Vote]) -> dict[str, Any]:
+    """A row of the report."""
+    sure = [vote for vote in votes if vote.agrees is not None]
+    hits, queries = [vote.agrees for vote in sure], [vote.query for vote in sure]
     share: dict[str, float | None] = {"value": None, "low": None, "high": None}
     if sure:
         [share] = figures(cluster_bootstrap(np.array(hits, float)[:, None], index_of(queries)), (0.0, 1.0))
     return {
-        "agree": sum(hits), "of": len(sure), "queries": len(set(queries)),
-        "share": share["value"], "low": share["low"], "high": share["high"], "unsure": len(found) - len(sure),
+        "agree": hits.count(True), "of": len(sure), "queries": len(set(queries)),
+        "share": share["value"], "low": share["low"], "high": share["high"], "unsure": len(votes) - len(sure),
     }  # fmt: skip
+
+
+def _between(people: Mapping[str, Said]) -> dict[str, dict[str, Any]]:
+    """Agreement of each two people on what both judged."""
+    pairs = {f"{a} and {b}": _said_by_both(people[a], people[b]) for a, b in combinations(people, 2)}
+    return {
+        pair: {"same": sum(a == b for a, b in both), "of": len(both), "kappa": _kappa(both, VERDICTS)}
+        for pair, both in pairs.items()
+        if both
+    }
 
 
 def _said_by_both(one: Said, other: Said) -> list[list[str]]:
@@ -242,23 +275,20 @@ def settle(run: Path, people: Mapping[str, Said], agree: int) -> dict[str, Any]:
     Returns:
         ``states`` of the triplets that are overruled, and how many were checked, settled, removed, added, left open.
     """
-    panel = {triplet_name(row): row["state"] for row in _rows(run, "keep/decided.parquet", "decided")}
-    states: dict[str, str] = {}
-    checked = settled = 0
-    for name in dict.fromkeys(name for said in people.values() for name in said):
-        sure = [said[name]["verdict"] for said in people.values() if name in said]
-        sure = [verdict for verdict in sure if verdict in (ACCEPT, REJECT)]
-        checked += bool(sure)
-        if len(sure) < agree or len(set(sure)) > 1:
-            continue
-        settled += 1
-        state = maths.KEPT if sure[0] == ACCEPT else maths.REJECTED
-        if panel[name] != state:
-            states[name] = state
-    removed = sum(state == maths.REJECTED for state in states.values())
+    decided = _decided(run)
+    sure: dict[str, list[str]] = {}
+    for said in people.values():
+        for name, row in said.items():
+            states = sure.setdefault(name, [])
+            if row["verdict"] in STATES:
+                states.append(STATES[row["verdict"]])
+    checked = sum(map(bool, sure.values()))
+    agreed = {name: found[0] for name, found in sure.items() if len(found) >= agree and len({*found}) == 1}
+    states_of = {name: state for name, state in agreed.items() if decided[name]["state"] != state}
+    settled, removed = len(agreed), [*states_of.values()].count(maths.REJECTED)
     return {
         "agree": agree, "people": len(people), "checked": checked, "settled": settled, "open": checked - settled,
-        "removed": removed, "added": len(states) - removed, "states": states,
+        "removed": removed, "added": len(states_of) - removed, "states": states_of,
     }  # fmt: skip
 
 
@@ -269,7 +299,7 @@ def read_verdicts(run: Path, files: Sequence[Path]) -> dict[str, Said]:
         ReviewError: a file is no such file or is empty, two have one name, or a verdict is about a triplet that the run did not
             decide.
     """
-    decided = {triplet_name(row): row for row in _rows(run, "keep/decided.parquet", "decided")}
+    decided = _decided(run)
     people: dict[str, Said] = {}
     for file in files:
         by, said = _verdicts(file, decided)
@@ -284,27 +314,40 @@ def read_verdicts(run: Path, files: Sequence[Path]) -> dict[str, Said]:
 def _verdicts(file: Path, decided: dict[str, dict[str, Any]]) -> tuple[str, Said]:
     try:
         whole = json.loads(file.read_text(encoding="utf-8"))
-        found, by = whole["verdicts"], str(whole.get("by") or file.stem)
-        rows = {
-            key: {"verdict": row["verdict"] or "", "comment": str(row.get("comment") or "")}
-            for key, row in found.items()
-        }
+        by, rows = (
+            str(whole.get("by") or file.stem),
+            {key: _saved(row) for key, row in whole["verdicts"].items()},
+        )
     except OSError as error:
         raise ReviewError(f"{file} cannot be read: {error.strerror or error}") from None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ReviewError(f"{file} holds no verdicts: save them with the page's key S") from None
-    if not rows or any(row["verdict"] not in (*VERDICTS, "") for row in rows.values()):
+    if not rows or {row["verdict"] for row in rows.values()} - {*VERDICTS, ""}:
         raise ReviewError(f"{file} holds no verdicts, or others than {', '.join(VERDICTS)}")
-    for key in rows:
-        if key not in decided or decided[key]["state"] not in (maths.KEPT, maths.REJECTED):
-            raise ReviewError(
-                f"{file}: a verdict is about {key!r}, which this run did not decide: is run= the right one?"
-            )
+    strange = [key for key in rows if decided.get(key, {}).get("state") not in STATES.values()]
+    if strange:
+        raise ReviewError(
+            f"{file}: a verdict is about {strange[0]!r}, which this run did not decide: is run= the right one?"
+        )
     return by, rows
+
+
+def _saved(row: dict[str, Any]) -> dict[str, str]:
+    return {"verdict": row["verdict"] or "", "comment": str(row.get("comment") or "")}
 
 
 def _figure(value: float | None) -> str:
     return "undefined" if value is None else f"{value:.3f}"
+
+
+def _decided(run: Path) -> dict[str, dict[str, Any]]:
+    """The panel's decisions, by `triplet_name`."""
+    return {triplet_name(row): row for row in _rows(run, "keep/decided.parquet", "decided")}
+
+
+def _by(run: Path, key: str, name: str, schema: str) -> dict[str, dict[str, Any]]:
+    """Rows of a table by a column."""
+    return {row[key]: row for row in _rows(run, name, schema)}
 
 
 def _rows(run: Path, name: str, schema: str) -> list[dict[str, Any]]:

@@ -165,27 +165,33 @@ def _record(work: _Work, row: dict[str, Any], number: int) -> Record | None:
     if reason := _unusable(work, (text, path), positives):
         counts[f"left out: {reason}"] += 1
         return None
-    negatives = _usable_negatives(work, positives, [part for part in negatives if any(part)])
-    instruction, rest = split_instruction(name, text)
+    negatives = _usable_negatives(work, positives, negatives)
+    instruction, query = _query(work, text, path)
     counts["instruction told apart"] += instruction is not None
     counts["with negatives"] += bool(negatives)
-    if work.options.instructions == "rge":
-        if instruction is None:
-            rest = reword(name, text, "query")
-        else:
-            instruction = reword(name, instruction, "query")
     return Record(
         id=f"{name}-{number:07d}",
         group=hashlib.sha256((path or text).encode()).hexdigest()[:16],
         source=f"{SOURCE}{name}",
-        split="train" if split == "original" else split,
+        split={"original": "train"}.get(split, split),
         category=SETS[name]["meta_task"],
         instruction=instruction,
-        query=QueryPart(text=rest or None, images=[_picture(work, path)] if path else []),  # type: ignore[list-item]
+        query=query,
         positives=[Positive(**_target(work, part)) for part in dict.fromkeys(positives)],
         negatives=[Target(**_target(work, part)) for part in dict.fromkeys(negatives)],
         wording="included",
     )
+
+
+def _query(work: _Work, text: str, path: str) -> tuple[str | None, QueryPart]:
+    """The instruction, where it can be told apart, and the rest of a query, reworded if asked for."""
+    instruction, rest = split_instruction(work.name, text)
+    if work.options.instructions == "rge":
+        if instruction is None:
+            rest = reword(work.name, text, "query")
+        else:
+            instruction = reword(work.name, instruction, "query")
+    return instruction, QueryPart(text=rest or None, images=[_picture(work, path)] if path else [])  # type: ignore[list-item]
 
 
 def _unusable(work: _Work, query: Part, positives: Sequence[Part]) -> str | None:
@@ -200,6 +206,7 @@ def _unusable(work: _Work, query: Part, positives: Sequence[Part]) -> str | None
 
 def _usable_negatives(work: _Work, positives: Sequence[Part], negatives: Sequence[Part]) -> list[Part]:
     """Those that show their picture and are not a target as well; what is left out costs itself only."""
+    negatives = [part for part in negatives if any(part)]
     shown = [(text, path) for text, path in negatives if not path or _picture(work, path) is not None]
     right = {_id(part) for part in positives}
     kept = [part for part in shown if _id(part) not in right]

@@ -122,7 +122,7 @@ def status(run: Run) -> str:
     lines = []
     for stage in stages_of(run.config):
         found = run.done(stage)
-        parts = len(list(run.path(stage).rglob("part-*.parquet"))) if run.path(stage).is_dir() else 0
+        parts = len(list(run.path(stage).rglob("part-*.parquet")))
         state = f"done in {found['seconds']:.1f} s, {found['calls']:,} calls" if found else "not done"
         if found and found.get("unanswered"):
             state += f", {found['unanswered']:,} unanswered"

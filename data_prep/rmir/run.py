@@ -190,6 +190,10 @@ class Run:
             found if found.is_dir() else found.with_name(f"{name}.parquet"), schema or name
         )
 
+    def by(self, key: str, stage: str, name: str, schema: str | None = None) -> dict[str, dict[str, Any]]:
+        """The same by a column."""
+        return {row[key]: row for row in self.rows(stage, name, schema)}
+
     def queries(self) -> list[dict[str, Any]]:
         """What the stage ``generate`` wrote."""
         return self.rows("generate", "queries", "generated")
@@ -348,6 +352,17 @@ class _Shard:
         """What became of all its requests."""
         return [one for some in self.outcomes for one in some.values()]
 
+    def unanswered(self) -> list[Outcome]:
+        """Its calls without an answer."""
+        return [one for one in self.calls() if one.unanswered]
+
+    def settled(self) -> Iterator[tuple[Any, list[Outcome]]]:
+        """Its items without an unanswered call, and what became of their requests, in order."""
+        for item, some in zip(self.items, self.outcomes, strict=True):
+            outcomes = [some[place] for place in sorted(some)]
+            if not any(one.unanswered for one in outcomes):
+                yield item, outcomes
+
 
 class _Shards:
     """The shards of a stage that are not written yet."""
@@ -407,7 +422,7 @@ class _Shards:
             self._held_back.append(shard)  # whether the endpoint works at all is not known yet
 
     def _write(self, shard: _Shard) -> None:
-        missing = [one for one in shard.calls() if one.unanswered]
+        missing = shard.unanswered()
         self.unanswered += missing
         before = self.open_parts.get(str(shard.number), 0)
         proceed = self.run.config.on_unanswered == "proceed"
@@ -417,14 +432,10 @@ class _Shards:
             self.run.outdate(self.stage)
         if missing:
             self._note_open(shard, len(missing))
-        tables: dict[str, list[Row]] = {name: [] for name in self.asking.tables}
-        for item, some in zip(shard.items, shard.outcomes, strict=True):
-            outcomes = [some[place] for place in sorted(some)]
-            if not any(one.unanswered for one in outcomes):
-                for name, row in self.asking.rows(item, outcomes):
-                    tables[name].append(row)
-        for name, rows in tables.items():
-            frames.write_rows(self._part(shard, name), self.asking.tables[name], rows)
+        found = [row for item, outcomes in shard.settled() for row in self.asking.rows(item, outcomes)]
+        for name, schema in self.asking.tables.items():
+            rows = (row for table, row in found if table == name)
+            frames.write_rows(self._part(shard, name), schema, rows)
         if before and not missing:
             self._note_open(shard, 0)
 

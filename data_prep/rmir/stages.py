@@ -102,7 +102,7 @@ def generate(run: Run) -> dict[str, Any]:
 def filter_queries(run: Run) -> dict[str, Any]:
     """Keep the questions that break no constraint (3.1.2)."""
     config, texts = run.config.filter, wording(run.config.prompts)
-    images = {image["id"]: image for image in run.rows("seed", "images")}
+    images = run.by("id", "seed", "images")
     queries = run.queries()
 
     def ask(query: Row) -> Iterator[Request]:
@@ -250,8 +250,8 @@ def _nearest(
 def judge(run: Run) -> dict[str, Any]:
     """Every judge of the panel on every triplet (3.1.4)."""
     config = run.config.judge
-    images = {image["id"]: image for image in run.rows("seed", "images")}
-    queries = {query["query_id"]: query for query in run.queries()}
+    images = run.by("id", "seed", "images")
+    queries = run.by("query_id", "generate", "queries", "generated")
     candidates: dict[str, list[str]] = {}
     for row in run.rows("retrieve", "triplets"):
         candidates.setdefault(row["query_id"], []).append(row["candidate_id"])

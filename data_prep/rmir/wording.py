@@ -69,17 +69,7 @@ def wording(folder: str | None = None) -> Wording:
     """
     texts = {name: _text(SHIPPED / name) for name in PLACES}
     if folder is not None:
-        if not Path(folder).is_dir():
-            raise WordingError(f"prompts={folder} is no folder")
-        files = sorted(path for path in Path(folder).iterdir() if path.suffix == ".md")
-        for path in files:
-            if path.name not in PLACES:
-                raise WordingError(f"{path} replaces nothing; the files are {', '.join(PLACES)}")
-            texts[path.name] = _text(path)
-            if missing := [one for one in NEEDED.get(path.name, ()) if one not in texts[path.name]]:
-                raise WordingError(f"{path} lacks {missing[0]!r}, by which its answers are read")
-        if not files:
-            raise WordingError(f"prompts={folder} has none of the files {', '.join(PLACES)}")
+        texts |= _replaced(Path(folder))
     codes = {name: code for code, name in re.findall(r"^([A-Z]+) \((\w+)\):", texts["kinds.md"], flags=re.M)}
     if not codes:
         raise WordingError(f"{folder}/kinds.md has no line such as 'FUNC (functional): which tool is needed'")
@@ -92,6 +82,21 @@ def wording(folder: str | None = None) -> Wording:
         texts["caption.md"],
         texts["content_policy.md"],
     )
+
+
+def _replaced(folder: Path) -> dict[str, str]:
+    """The texts of a user's folder, by file; errors as of `wording`."""
+    if not folder.is_dir():
+        raise WordingError(f"prompts={folder} is no folder")
+    texts = {path.name: _text(path) for path in sorted(folder.glob("*.md"))}
+    if not texts:
+        raise WordingError(f"prompts={folder} has none of the files {', '.join(PLACES)}")
+    for name, text in texts.items():
+        if name not in PLACES:
+            raise WordingError(f"{folder / name} replaces nothing; the files are {', '.join(PLACES)}")
+        if missing := [one for one in NEEDED.get(name, ()) if one not in text]:
+            raise WordingError(f"{folder / name} lacks {missing[0]!r}, by which its answers are read")
+    return texts
 
 
 def _filled(text: str, values: dict[str, str]) -> str:

@@ -9,6 +9,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -131,8 +133,7 @@ def _probes(run: Run, pool: list[str]) -> list[_Probe]:
 
 def shortcuts(run: Run) -> list[Row]:
     """Rank of the first right answer of each query in the pool, by probe; the query's own picture is never ranked."""
-    pool = [row["id"] for row in run.rows("pool", "pool")]
-    splits = {row["query_id"]: row["split"] for row in run.rows("split", "splits")}
+    pool, splits = list(run.by("id", "pool", "pool")), run.by("query_id", "split", "splits")
     queries = [row for row in run.queries() if row["query_id"] in splits]
     positives = candidates_by_query(run.out, maths.KEPT)
     # As many queries at a time as their scores fit: queries times pool would be 37 GB at 100,000 of each.
@@ -146,7 +147,7 @@ def shortcuts(run: Run) -> list[Row]:
                 name = query["query_id"]
                 right = [place_of[one] for one in positives[name] if one in place_of]
                 rank, num_ranked = first_rank(score_P, right, place_of.get(query["image_id"]))
-                about = {"query_id": name, "category": query["category"], "split": splits[name]}
+                about = {"query_id": name, "category": query["category"], "split": splits[name]["split"]}
                 found = {"rank": rank, "num_right": len(right), "num_ranked": num_ranked}
                 rows.append({**about, "probe": probe.name, **found})
     return rows
@@ -189,17 +190,20 @@ def solved(rows: Sequence[Mapping[str, Any]], ks: Sequence[int]) -> dict[str, An
         By probe: number of queries and, for each k, ``solved@k`` and ``chance@k``. Under ``any shortcut``: the share
         that text alone or picture alone solves, also by split and by category.
     """
-    by_probe = {probe: [row for row in rows if row["probe"] == probe] for probe in PROBES}
+    by_probe = _grouped(rows, "probe")
     report: dict[str, Any] = {
-        probe: _solved(found, ks, with_chance=True) for probe, found in by_probe.items() if found
+        probe: _solved(by_probe[probe], ks, with_chance=True) for probe in PROBES if probe in by_probe
     }
     short = [row for row in rows if row["probe"] in SHORTCUTS]
-    parts = {"all": short}
-    for column in ("split", "category"):
-        for value in sorted({row[column] for row in short}):
-            parts[value] = [row for row in short if row[column] == value]
+    parts = {"all": short, **_grouped(short, "split"), **_grouped(short, "category")}
     report["any shortcut"] = {name: _solved(found, ks) for name, found in parts.items()}
     return report
+
+
+def _grouped(rows: Sequence[Mapping[str, Any]], column: str) -> dict[str, list[Mapping[str, Any]]]:
+    """Rows by the values of a column, in order of these."""
+    in_order = sorted(rows, key=itemgetter(column))
+    return {value: list(found) for value, found in groupby(in_order, itemgetter(column))}
 
 
 def _solved(
@@ -218,15 +222,15 @@ def _solved(
 
 def overlap(run: Run) -> dict[str, int]:
     """Pictures and queries that training and test share, by the parts they play in each."""
-    images = {image["id"]: image for image in run.rows("seed", "images")}
-    inputs = {row["query_id"]: row["image_id"] for row in run.queries()}
-    splits = {row["query_id"]: row["split"] for row in run.rows("split", "splits")}
-    roles: dict[tuple[str | None, str], set[str]] = defaultdict(set)
-    for name, part in splits.items():
-        roles[part, "inputs"].add(inputs[name])
+    images, queries = run.by("id", "seed", "images"), run.by("query_id", "generate", "queries", "generated")
+    splits = run.by("query_id", "split", "splits")
+    roles: dict[tuple[str, str], set[str]] = defaultdict(set)
+    for name, row in splits.items():
+        roles[row["split"], "inputs"].add(queries[name]["image_id"])
     for role, state in (("answers", maths.KEPT), ("negatives", maths.REJECTED)):
-        for query, found in candidates_by_query(run.out, state).items():
-            roles[splits.get(query), role].update(found)
+        candidates = candidates_by_query(run.out, state)
+        for name in candidates.keys() & splits.keys():
+            roles[splits[name]["split"], role].update(candidates[name])
     if run.config.split.disjoint == "all":  # the export left them out of the records
         roles["train", "negatives"] -= roles["test", "inputs"] | roles["test", "answers"]
     report = {

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -88,11 +88,11 @@ class _Export:
     ):
         self.run, self.config, self.folder, self.positives = run, run.config, folder, positives
         self.images = {image["id"]: image for image in run.images()}
-        self.queries = {query["query_id"]: query for query in run.queries()}
+        self.queries = run.by("query_id", "generate", "queries", "generated")
         self.train, self.test = (
             sorted(name for name, part in splits.items() if part == which) for which in ("train", "test")
         )
-        pool = [row["id"] for row in run.rows("pool", "pool")]
+        pool = list(run.by("id", "pool", "pool"))
         self.rejected, self.abstained = (
             candidates_by_query(run.out, state) for state in (maths.REJECTED, maths.ABSTAINED)
         )
@@ -119,21 +119,9 @@ class _Export:
             _write(
                 self.folder / "train.parquet", "train", (_with_pictures(self.folder, one) for one in records)
             )
+        qrels = [(*pair, 1) for pair in self._pairs(self.positives)]
         in_corpus = set(self.corpus)
-        qrels = [
-            (self.query_ids[name], self.image_ids[key], 1)
-            for name in self.test
-            for key in self.positives[name]
-        ]
-        negatives, excluded = (
-            [
-                (self.query_ids[name], self.image_ids[key])
-                for name in self.test
-                for key in found.get(name, ())
-                if key in in_corpus
-            ]
-            for found in (self.rejected, self.abstained)
-        )
+        negatives, excluded = (self._pairs(found, in_corpus) for found in (self.rejected, self.abstained))
         if self.test:
             self._write_test(qrels, negatives, excluded)
         self._write_origins()
@@ -146,6 +134,17 @@ class _Export:
             "test_excluded": len(excluded),
             "train_negatives": sum(len(record.negatives) for record in records),
         }
+
+    def _pairs(
+        self, found: Mapping[str, Sequence[str]], among: Collection[str] | None = None
+    ) -> list[tuple[str, str]]:
+        """Ids, as they are written, of each test query and what was found for it."""
+        return [
+            (self.query_ids[name], self.image_ids[key])
+            for name in self.test
+            for key in found.get(name, ())
+            if among is None or key in among
+        ]
 
     def _record(self, name: str) -> Record:
         query = self.queries[name]

@@ -69,7 +69,7 @@ def info_nce(
         raise ValueError(f"every query needs a positive among the candidates; rows {rows} have none")
     if bool((positive_BC & ignored_BC).any()):
         raise ValueError("a candidate cannot be a positive and ignored for the same query")
-    positive_BC, ignored_BC = (mask.to(q_BD.device, non_blocking=True) for mask in (positive_BC, ignored_BC))
+    positive_BC, ignored_BC = _copied(q_BD.device, positive_BC, ignored_BC)
     logit_BC = q_BD @ c_CD.T / temperature
     negatives_B1 = logit_BC.masked_fill(positive_BC | ignored_BC, float("-inf")).logsumexp(
         dim=1, keepdim=True
@@ -147,7 +147,7 @@ def alignment(
     Returns:
         Scalar, in nats, summed over B.
     """
-    ignored_BC = ignored_BC.to(q_BD.device, non_blocking=True)
+    (ignored_BC,) = _copied(q_BD.device, ignored_BC)
 
     def log_probs(state_BD: Tensor, candidate_CD: Tensor) -> Tensor:
         logit_BC = state_BD @ candidate_CD.T / temperature
@@ -164,7 +164,7 @@ def lead_over_negatives(q_BD: Tensor, c_CD: Tensor, positive_BC: Tensor, ignored
     Args: as `info_nce`.
     """
     score_BC = q_BD @ c_CD.T
-    positive_BC, ignored_BC = (mask.to(q_BD.device, non_blocking=True) for mask in (positive_BC, ignored_BC))
+    positive_BC, ignored_BC = _copied(q_BD.device, positive_BC, ignored_BC)
     best_positive_B = score_BC.masked_fill(~positive_BC, float("-inf")).amax(dim=1)
     best_negative_B = score_BC.masked_fill(positive_BC | ignored_BC, float("-inf")).amax(dim=1)
     return best_positive_B - best_negative_B
@@ -267,7 +267,7 @@ def rationale_log_probs(
         raise ValueError(f"{hidden_ND.shape[0]} states cannot predict {label_N.shape[0]} labels")
     if temperature <= 0:
         raise ValueError(f"temperature must be > 0, got {temperature}")
-    barred = torch.tensor(list(barred_ids), dtype=torch.long).to(hidden_ND.device, non_blocking=True)
+    (barred,) = _copied(hidden_ND.device, torch.tensor(list(barred_ids), dtype=torch.long))
 
     def chunk(hidden: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
         logits = head(hidden)
@@ -289,3 +289,14 @@ def rationale_log_probs(
         for start in range(0, label_N.shape[0], chunk_tokens)
     ]
     return torch.cat([log_prob for log_prob, _ in parts]), torch.cat([entropy for _, entropy in parts])
+
+
+def _copied(device: torch.device, *equal: Tensor) -> tuple[Tensor, ...]:
+    """Tensors of the host, of one shape and type, on a device: by one copy that nothing waits for, on a GPU from pinned memory.
+
+    `rge.model.transfer.moved` does so for any tensors, but is above this module.
+    """
+    together = torch.stack(equal)
+    if device.type == "cuda" and together.device.type == "cpu":
+        together = together.pin_memory()
+    return together.to(device, non_blocking=True).unbind()

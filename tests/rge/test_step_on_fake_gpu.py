@@ -144,7 +144,10 @@ def test_two_steps_on_a_gpu(lively_path, backbone_of, make_batch, options, caplo
     assert kinds == own or (kinds - own and here.model.config.model_type in STOCK_TOWERS), gpu.attention
     # All steps of writing are launched as one graph, but for the one before a new size is captured.
     assert gpu.kernels["rollout", "graph"] >= CAP - 1 - 2 * new
-    assert gpu.copies["step"] <= 3 * MOVES[options] + 6, gpu.copies
+    assert gpu.copies["step"] <= 3 * MOVES[options] + 4, gpu.copies
+    if not checkpointing:  # where some families copy more
+        # Only pixels, which the loader would have delivered in pinned memory.
+        assert gpu.unpinned["step"] <= MOVES[options], gpu.unpinned
 
 
 def test_captured_steps_stay_for_the_run(lively_path, backbone_of, make_prompts, caplog):

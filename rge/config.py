@@ -492,7 +492,7 @@ class TrainConfig:
     """Resumable checkpoints kept on disk; with two, one is left if the newest is damaged."""
     background_save: bool = True
     """Copy resumable checkpoints to main memory and write them while training continues; false: wait for the disk.
-    Sharded back ends (DeepSpeed, FSDP) always wait."""
+    With DeepSpeed and FSDP, every process copies and writes its shard."""
     log_every: AtLeastOne = 10
     """Steps between lines of metrics.jsonl and of trackers."""
     back_end: BackEndName = "ddp"

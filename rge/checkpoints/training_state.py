@@ -5,9 +5,10 @@ with its size and checksum. It is written under a temporary name, flushed to the
 kill or a full disk leaves the last good one; a file torn later (a lost disk cache, a half-copied folder) is found by
 its checksum, and the state before is taken.
 
-On one process and under DDP, weights, optimizer and random states are copied into main memory, and a thread writes
-the copy while training continues: the gap is the copy. Weights that are not trained are left out; they come from where
-the stage started. Sharded back ends write their own files and training waits for them.
+Weights, optimizer and random states are copied into main memory, and a thread writes the copy while training continues:
+the gap is the copy. On one process and under DDP the main process writes. Weights that are not trained are left out;
+they come from where the stage started. Sharded back ends have their own file formats: every process copies and writes
+its shard, and the state is complete once all have.
 """
 
 import json
@@ -15,6 +16,9 @@ import random
 import re
 import shutil
 import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +55,7 @@ class States:
         self.folder, self.keep_last = folder, keep_last
         self.background = background
         self._thread: threading.Thread | None = None
+        self._group = dist.background_group() if dist.is_sharded(accelerator) else None
         self._failure: Exception | None = None
         self._damaged: set[Path] = set()
 
@@ -68,13 +73,14 @@ class States:
         self.wait()
         temporary, final = self.folder / f"tmp_{step_name(step)}", self.folder / step_name(step)
         if dist.is_sharded(self.accelerator):
-            self._save_sharded(step, temporary, final, meta)
-            return
-        snapshot = self._snapshot()
-        if not self.accelerator.is_main_process:
-            return
+            writes = self._copy_shard(step, temporary)
+        else:
+            snapshot = self._snapshot()
+            if not self.accelerator.is_main_process:
+                return
+            writes = [partial(_write_snapshot, snapshot, temporary)]
         self._thread = threading.Thread(
-            target=self._write, args=(snapshot, step, temporary, final, meta), name="save_state", daemon=True
+            target=self._write, args=(writes, step, temporary, final, meta), name="save_state", daemon=True
         )
         self._thread.start()
         if not self.background:
@@ -128,35 +134,53 @@ class States:
     def _registered(self) -> list[Any]:
         return self.accelerator._custom_objects
 
-    def _write(
-        self, snapshot: dict[str, Any], step: int, temporary: Path, final: Path, meta: dict[str, Any]
-    ) -> None:
-        try:
-            _fresh(temporary)
-            save_file(snapshot[WEIGHTS], temporary / WEIGHTS)
-            torch.save(snapshot[OPTIMIZER], temporary / OPTIMIZER)
-            torch.save(snapshot[RANDOM], temporary / RANDOM)
-            torch.save(snapshot[REGISTERED], temporary / REGISTERED)
-            self._complete(step, temporary, final, meta)
-        except WRITE_ERRORS as error:
-            shutil.rmtree(temporary, ignore_errors=True)
-            self._failure = _unwritten(step, self.folder, error)
-
-    def _save_sharded(self, step: int, temporary: Path, final: Path, meta: dict[str, Any]) -> None:
-        main = self.accelerator.is_main_process
-        if main:
+    def _copy_shard(self, step: int, temporary: Path) -> list[Callable[[], None]]:
+        """Copy this process's shard and return what writes it; without `background`, write it now."""
+        deferred: AbstractContextManager[list[Callable[[], None]]] = nullcontext([])
+        if self.background:
+            deferred = dist.writes_deferred(self.accelerator, self._group)
+        if self.accelerator.is_main_process:
             _fresh(temporary)
         self.accelerator.wait_for_everyone()
         try:
-            self.accelerator.save_state(str(temporary), safe_serialization=True)
-            self.accelerator.wait_for_everyone()
-            if main:
-                # Training waits here, and other nodes wrote most of it: sizes are checked, contents are not read again.
-                self._complete(step, temporary, final, meta, checksums=False)
+            with deferred as writes:
+                self.accelerator.save_state(str(temporary), safe_serialization=True)
         except WRITE_ERRORS as error:
             shutil.rmtree(temporary, ignore_errors=True)
             raise _unwritten(step, self.folder, error) from error
-        self.accelerator.wait_for_everyone()
+        return writes
+
+    def _write(
+        self, writes: list[Callable[[], None]], step: int, temporary: Path, final: Path, meta: dict[str, Any]
+    ) -> None:
+        def write() -> None:
+            while writes:
+                writes.pop(0)()  # lets go of its copy
+
+        def complete() -> None:
+            # Other nodes wrote most of a sharded state: sizes are checked, contents are not read again.
+            if self.accelerator.is_main_process:
+                self._complete(step, temporary, final, meta, checksums=self._group is None)
+
+        try:
+            self._together(write)
+            self._together(complete)
+        except WRITE_ERRORS as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            self._failure = error if dist.is_connection_loss(error) else _unwritten(step, self.folder, error)
+
+    def _together(self, work: Callable[[], None]) -> None:
+        """Do this process's part of a write; what went wrong in any process is raised in all that write."""
+        failure = None
+        try:
+            work()
+        except WRITE_ERRORS as error:
+            if self._group is None or dist.is_connection_loss(error):
+                raise
+            failure = str(error)
+        if self._group is not None:
+            for found in filter(None, dist.gather_objects(failure, self._group)):
+                raise OSError(found)
 
     def _complete(
         self, step: int, temporary: Path, final: Path, meta: dict[str, Any], checksums: bool = True
@@ -256,6 +280,13 @@ def _unwritten(step: int, folder: Path, error: Exception) -> CheckpointError:
         f"state after step {step} could not be written to {folder}: {error}; earlier states are unharmed, "
         "free some space and start the same command again"
     )
+
+
+def _write_snapshot(snapshot: dict[str, Any], folder: Path) -> None:
+    _fresh(folder)
+    save_file(snapshot[WEIGHTS], folder / WEIGHTS)
+    for name in (OPTIMIZER, RANDOM, REGISTERED):
+        torch.save(snapshot[name], folder / name)
 
 
 def _fresh(folder: Path) -> None:

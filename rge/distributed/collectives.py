@@ -7,9 +7,10 @@ import math
 import os
 import shlex
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,12 +76,12 @@ def from_main(value: Any) -> Any:
     return box[0]
 
 
-def gather_objects(value: Any) -> list[Any]:
-    """Every process's value, in rank order; for small things."""
+def gather_objects(value: Any, group: Any = None) -> list[Any]:
+    """Every process's value, in rank order; for small things. A thread beside training needs a `background_group`."""
     if not _initialized():
         return [value]
     values: list[Any] = [None] * world_size()
-    torch.distributed.all_gather_object(values, value)
+    torch.distributed.all_gather_object(values, value, group=group)
     return values
 
 
@@ -157,6 +158,100 @@ def ensure_group() -> None:
         torch.distributed.init_process_group(
             back_end, store=torch.distributed.HashStore(), rank=0, world_size=1
         )
+
+
+def background_group() -> Any:
+    """A group of all processes for threads, whose exchanges must not meet training's; all processes call it.
+
+    It is gloo's whatever the devices, and waits for the slowest disk.
+    """
+    return torch.distributed.new_group(backend="gloo", timeout=timedelta(days=1))
+
+
+@contextmanager
+def writes_deferred(accelerator: Accelerator, group: Any) -> Iterator[list[Callable[[], None]]]:
+    """Inside, ``accelerator.save_state`` copies this process's shard of weights and optimizer state to main memory.
+
+    Small files, such as random states, are written at once; so are whole weights (FSDP's FULL_STATE_DICT), and everything
+    where the launch configures a checkpoint writer of DeepSpeed's.
+
+    Args:
+        accelerator: of a sharded back end.
+        group: of `background_group`.
+
+    Yields:
+        The writes, filled when the block ends: calling them all in order, on all processes, writes the files. They raise
+        OSError if the disk is full.
+    """
+    writes: list[Callable[[], None]] = []
+    with ExitStack() as deferred:
+        if accelerator.distributed_type == DistributedType.FSDP:
+            deferred.enter_context(_checkpoints_deferred(writes, group))
+        else:
+            for model in accelerator._models:
+                deferred.enter_context(_engine_deferred(writes, model.checkpoint_engine))
+        yield writes
+
+
+@contextmanager
+def _engine_deferred(writes: list[Callable[[], None]], engine: Any) -> Iterator[None]:
+    from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
+
+    if type(engine) is not TorchCheckpointEngine:
+        yield
+        return
+    write = engine.save
+
+    def save(state_dict: Any, path: str) -> None:
+        writes.append(partial(write, _in_main_memory(state_dict), path))
+
+    # Else DeepSpeed copies the weights into main memory once more.
+    engine.save, engine.preserves_storage_sharing = save, lambda: False
+    try:
+        yield
+    finally:
+        del engine.save, engine.preserves_storage_sharing
+
+
+@contextmanager
+def _checkpoints_deferred(writes: list[Callable[[], None]], group: Any) -> Iterator[None]:
+    from torch.distributed import checkpoint
+
+    write = checkpoint.save
+
+    def finish(**given: Any) -> None:
+        try:
+            write(**given, process_group=group)
+        except checkpoint.CheckpointException as error:  # a BaseException that does not say why
+            reasons = (f"process {rank}: {reason}" for rank, (reason, _) in error.failures.items())
+            raise OSError("; ".join(reasons)) from error
+
+    def save(state_dict: Any, **given: Any) -> None:
+        writes.append(partial(finish, state_dict=_in_main_memory(state_dict), **given))
+
+    checkpoint.save = save
+    try:
+        yield
+    finally:
+        checkpoint.save = write
+
+
+def _in_main_memory(state: Any) -> Any:
+    """A copy of a state, however nested, whose tensors are in main memory; what shares storage still does."""
+    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+    stager = DefaultStager(
+        StagingOptions(
+            use_pinned_memory=False,
+            use_shared_memory=False,
+            use_async_staging=False,
+            use_non_blocking_copy=False,
+        )
+    )
+    try:
+        return stager.stage(state)
+    finally:
+        stager.close()  # else it keeps the copy for its next use
 
 
 def close() -> None:

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -520,3 +521,49 @@ def test_the_divergence_from_where_the_stage_began_is_that_of_one_process(found,
     for key in ("kl", "loss_rl", "loss", "reward"):
         expected = [line[key] for line in first]
         assert [line[key] for line in second] == pytest.approx(expected, rel=1e-3, abs=1e-6), key
+
+
+SHARDED = ["ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP2"]
+SAVES = ["stage=joint", "joint.steps=6", "train.save_every=2"]
+
+
+def run_saves(how: str, names: list[str], folder: Path, recipe: list[str]):
+    """`workers/saves.py` under these back ends."""
+    environments = {name: environment_of(BACK_ENDS[name], folder) for name in names}
+    (folder / "environments.json").write_text(json.dumps(environments))
+    return forked.run_pair(WORKERS / "saves.py", how, folder, *recipe, *SAVES)
+
+
+@pytest.mark.slow
+def test_states_are_written_beside_training_and_a_kill_leaves_the_last_whole_one(recipe, tmp_path):
+    """The resumed run ends with the weights of the undisturbed one, so the state is that of its step, not of a later one."""
+    for name in SHARDED:
+        done = run_saves("killed", [name], tmp_path, recipe)
+        assert done.returncode == -signal.SIGKILL, done.stdout[-2000:] + done.stderr[-6000:]
+        state = tmp_path / name / "joint/state"
+        assert sorted(path.name for path in state.iterdir()) == ["step_00000002", "tmp_step_00000004"]
+        half = [path for path in (state / "tmp_step_00000004").rglob("*") if path.is_file()]
+        assert sum(path.stat().st_size for path in half) > 10_000
+        assert DONE not in [path.name for path in half]
+    done = run_saves("whole", SHARDED, tmp_path, recipe)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    for name in SHARDED:
+        assert f"joint: resuming after step 2 from {tmp_path / name}" in done.stdout
+        run, whole = (tmp_path / out / "joint" for out in (name, f"{name} whole"))
+        assert losses(run)[-4:] == losses(whole)[-4:]
+        once, again = (load_file(path / "final/model.safetensors") for path in (whole, run))
+        for key, value in once.items():
+            torch.testing.assert_close(again[key], value, atol=0, rtol=0)
+        states = [
+            {path.relative_to(at / "state") for path in (at / "state").rglob("*")} for at in (run, whole)
+        ]
+        assert states[0] == states[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ZeRO-3", "FSDP2"])
+def test_a_disk_that_is_full_for_one_process_stops_all_and_leaves_nothing_partial(recipe, tmp_path, name):
+    done = run_saves("full", [name], tmp_path, recipe)
+    assert done.returncode == 1, done.stdout[-2000:] + done.stderr[-6000:]
+    assert "CheckpointError: state after step 2 could not be written" in done.stderr
+    assert not list((tmp_path / name / "joint/state").iterdir())

@@ -267,11 +267,11 @@ def study_set(options: Options) -> Study:
     arms.append(joint("sampled", "hidden_100", "rollout.temperature=1.0"))
     return Study(
         options.out, arms, ("recipe=study",), {}, options.seeds, options.launcher,
-        metrics=("hit@1", "thing", "ground", "serial"), columns=("fact",), derive=what_was_hit,
+        metrics=("hit@1", "thing", "ground", "serial"), columns=("fact",), derive=hit_figures,
     )  # fmt: skip
 
 
-def what_was_hit(frame: pd.DataFrame, path: Path) -> pd.DataFrame:
+def hit_figures(frame: pd.DataFrame, path: Path) -> pd.DataFrame:
     """Whether the first hit shows the right thing, the query's ground, and the serial that was written."""
     corpus = pd.read_parquet(
         path / "corpus.parquet", columns=["id", "concept", "ground", "serial"]
@@ -732,7 +732,7 @@ def reinforcement(options: Options) -> Finding:
     }
     study = Study(
         out, arms, ("recipe=scripts/rl_study.yaml",), sets, options.seeds, options.launcher,
-        metrics=tuple(metrics.values()), columns=("pair",), derive=what_was_written,
+        metrics=tuple(metrics.values()), columns=("pair",), derive=written_figures,
     )  # fmt: skip
     names = [arm.name for arm in arms if arm.query_mode]
     tables = [Table(title, rows_of("\n".join(names)), RL_SLICES, metric) for title, metric in metrics.items()]
@@ -756,7 +756,7 @@ def reinforcement(options: Options) -> Finding:
     return Finding(study, names, tables, prepare=prepare, extra=costs)
 
 
-def what_was_written(frame: pd.DataFrame, path: Path) -> pd.DataFrame:
+def written_figures(frame: pd.DataFrame, path: Path) -> pd.DataFrame:
     """Whether the rationale equals one of the set's, and whether the first hit is right although it does not."""
     if not (path / "rationales.parquet").is_file() or "rationale" not in frame:
         return frame

@@ -79,7 +79,7 @@ class GainJudge:
             some = pairs[start : start + size]
             states = self._states(folder, [record for record, _ in some], candidates[start : start + size])
             for (record, positive), state_KD in zip(some, states, strict=True):
-                rows = _told_apart(record, positive, targets)
+                rows = _distinct_targets(record, positive, targets)
                 right = [targets[row].id for row in rows].index(positive.id)
                 found.append(gains(state_KD[0], state_KD[1:], target_CD[rows], right, self.temperature))
         return found
@@ -113,7 +113,7 @@ def _query(record: Record, folder: Path) -> Item:
     return Item(record.id, record.query.text, images, record.instruction)
 
 
-def _told_apart(record: Record, positive: Target, targets: Sequence[Target]) -> list[int]:
+def _distinct_targets(record: Record, positive: Target, targets: Sequence[Target]) -> list[int]:
     """Rows of the targets that a query has to be told apart from, and of the one that is right."""
     also_right = {name for one in record.positives for name in (one.id, one.identity or one.id)}
     return [

@@ -50,7 +50,7 @@ def seed(run: Run) -> dict[str, Any]:
             f"seed.clusters={max(1, listed // 2)}, or more pictures"
         )
     encoder = image_encoder(config.image_encoder)
-    tables, parts = look_through(run, library, encoder)
+    tables, parts = scan_library(run, library, encoder)
     table, state = pa.concat_tables(tables), LibraryState.read(folder)
     del tables
     unique, bad = usable(table, state, config.library.near_duplicates)
@@ -226,10 +226,10 @@ def settle_library(run: Run) -> None:
             "in and leaves out those that have gone, and keeps what was made of the others; another out= begins anew"
         )
     print(f"library.path {config.path} has changed: {found}", file=sys.stderr, flush=True)
-    _take_over(folder, state, found, table, finished)
+    _carry_over(folder, state, found, table, finished)
 
 
-def _take_over(folder: Path, state: LibraryState, found: Changes, table: pa.Table, finished: bool) -> None:
+def _carry_over(folder: Path, state: LibraryState, found: Changes, table: pa.Table, finished: bool) -> None:
     """Keep what changed, and of a finished seed stage what it chose; it is then to be done again."""
     left = [*found.removed, *found.changed]
     state.gone = sorted({*state.gone, *rows_of(table, left, state.gone)})
@@ -259,7 +259,7 @@ def _part(run: Run, number: int) -> Path:
     return run.path("seed", "inspected") / f"part-{number:05d}.parquet"
 
 
-def look_through(
+def scan_library(
     run: Run, library: Library, encoder: ImageEncoder
 ) -> tuple[list[pa.Table], list[np.ndarray]]:
     """Inspect and embed the library a block at a time; while one is embedded the next is fetched and decoded.

@@ -16,7 +16,7 @@ from eval.benchmarks.registry import MeasureOptions
 from eval.benchmarks.suite import is_suite, measure_members
 from eval.judging.rewrite import RewriteOptions, rewritten
 from eval.scoring.evaluation import decides, write_evaluation
-from eval.scoring.output_files import again, check_out
+from eval.scoring.output_files import check_out, rerun_command
 from eval.scoring.search import DEPTH, Ranking, stack_rankings
 from eval.sets.retrieval_set import RetrievalSet
 from rge.common.errors import UserError
@@ -74,7 +74,7 @@ def bm25(options: Bm25Options) -> Path:
         "settings": settings,
         "rewrite": rewriter.about() if rewriter is not None else None,
         "tag": tag,
-        "again": again("bm25", options),
+        "again": rerun_command("bm25", options),
         "warnings": [*wanted.meta.get("notes", []), *unread],
     }
     ranking = rank(wanted, options)

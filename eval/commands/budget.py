@@ -41,7 +41,7 @@ from eval.embedding.set_embeddings import Embeddings
 from eval.pages.budget_curves import BASES, BUDGET, as_file
 from eval.scoring.fuse import max_score, mean_embedding, together
 from eval.scoring.gate import Gate, choose, gate_for, gated, large_minus_small, lead, margin
-from eval.scoring.output_files import FORMAT, PER_QUERY, again, check_out, read_results
+from eval.scoring.output_files import FORMAT, PER_QUERY, check_out, read_results, rerun_command
 from eval.scoring.search import Ranking
 from eval.scoring.tables import write_tables
 from rge.common.errors import UserError
@@ -178,7 +178,7 @@ def _of_suite(
 
 def _of_set(options: BudgetOptions, metric: str, load: Callable[..., Embeds]) -> list[dict[str, Any]] | None:
     """Ask one set in every way and write an evaluation for each; None in all processes but the first."""
-    condition = Condition("reasoning", "both", options.out / "reasoning", again("budget", options))
+    condition = Condition("reasoning", "both", options.out / "reasoning", rerun_command("budget", options))
     session = start(options, [condition], load)
     if session.draw_seed is not None:
         raise UserError(
@@ -187,11 +187,11 @@ def _of_set(options: BudgetOptions, metric: str, load: Callable[..., Embeds]) ->
     drawn = session.embeddings.asking(temperature=options.draw_temperature)
     seeds = range(options.seed, options.seed + options.k)
     _embed(options, session.embeddings, drawn, seeds)
-    team, base = session.embeddings.team, None
-    if team.is_first:
+    process_group, base = session.embeddings.process_group, None
+    if process_group.is_first:
         base = _base(session, options.candidate_mode)
-    decides = team.once(lambda: base is not None and _decides(base.encoded["reasoning"]))
-    always = _kept_writing(session.embeddings) if decides else None
+    decides = process_group.once(lambda: base is not None and _decides(base.encoded["reasoning"]))
+    always = _always_writing(session.embeddings) if decides else None
     if base is None:
         return None
     ways: list[Way] = [
@@ -298,7 +298,7 @@ def _decides(reasoned: Encoded) -> bool:
     return bool((reasoned.num_rationale_tokens == 0).any() and (reasoned.num_rationale_tokens > 0).any())
 
 
-def _kept_writing(embeddings: Embeddings) -> Embeddings | None:
+def _always_writing(embeddings: Embeddings) -> Embeddings | None:
     """The same with an encoder that always writes; None where it cannot be told to, as with vLLM."""
     if embeddings.encoder.settings.engine is not None:
         print(

@@ -156,7 +156,7 @@ def _right_and_wrong(facts: _Facts) -> Iterator[str]:
         yield f"{len(both)} queries have a candidate that is right and wrong, first {both[0]!r}"
 
 
-def _asked_twice(facts: _Facts) -> Iterator[str]:
+def _duplicate_queries(facts: _Facts) -> Iterator[str]:
     if twice := len(facts.asked) - len(set(facts.asked)):
         yield f"{twice} queries ask exactly what another asks"
 
@@ -194,6 +194,6 @@ def _own_in_pool(facts: _Facts) -> Iterator[str]:
 
 
 CAVEATS: tuple[Callable[[_Facts], Iterator[str]], ...] = (
-    _copies, _copy_of_right, _right_and_wrong, _asked_twice, _shared_pictures, _few_groups, _small_categories, _own_in_pool,
+    _copies, _copy_of_right, _right_and_wrong, _duplicate_queries, _shared_pictures, _few_groups, _small_categories, _own_in_pool,
 )  # fmt: skip
 """What would make figures mean little, in the order in which it is said."""

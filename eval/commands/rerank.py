@@ -22,10 +22,10 @@ from eval.benchmarks.registry import protocol_for
 from eval.benchmarks.suite import is_suite, join_members, load_suite, member_dirs
 from eval.embedding.fill_cache import NO_BAR
 from eval.embedding.identity import ranked_with, set_mismatch
-from eval.embedding.processes import ALONE, Team, join
+from eval.embedding.processes import ALONE, ProcessGroup, join
 from eval.judging.description import QUESTION, DescriptionJudge, local_software
 from eval.scoring.evaluation import decides, write_evaluation
-from eval.scoring.output_files import PER_QUERY, RUN, again, check_out, read_results, set_figures
+from eval.scoring.output_files import PER_QUERY, RUN, check_out, read_results, rerun_command, set_figures
 from eval.scoring.search import Ranking
 from eval.scoring.trec import read_run
 from eval.sets.retrieval_set import RetrievalSet, content_digest, load_set, with_readable_content
@@ -99,7 +99,7 @@ def rerank_command(options: RerankOptions) -> Path:
         UserError: the evaluation or its set is not there, or see `rerank`.
     """
     old = read_results(options.of)
-    team = join()
+    process_group = join()
 
     @cache
     def judge() -> (
@@ -109,11 +109,11 @@ def rerank_command(options: RerankOptions) -> Path:
             options.judge, batch_size=options.batch_size, device=options.device, dtype=options.dtype
         )
 
-    answers = AnswerStore(options.cache or options.out / "judge.sqlite") if team.is_first else None
+    answers = AnswerStore(options.cache or options.out / "judge.sqlite") if process_group.is_first else None
     if old.get("suite"):
-        _members(options, old, judge, answers, team)
+        _members(options, old, judge, answers, process_group)
     else:
-        _one(options, judge, answers, team)
+        _one(options, judge, answers, process_group)
     if answers is not None:
         answers.close()
     return options.out
@@ -124,7 +124,7 @@ def _members(
     old: dict[str, Any],
     judge: Callable[[], DescriptionJudge],
     answers: AnswerStore | None,
-    team: Team,
+    process_group: ProcessGroup,
 ) -> None:
     """Rerank each member of a suite, then join them."""
     path = options.set or Path(old["set"].get("path", ""))
@@ -137,10 +137,10 @@ def _members(
         )
     dirs = {name: options.out / "members" / name for name in suite.members}
     found = [
-        _one(replace(options, of=of[name], set=path / name, out=out), judge, answers, team)
+        _one(replace(options, of=of[name], set=path / name, out=out), judge, answers, process_group)
         for name, out in dirs.items()
     ]
-    if not team.is_first:
+    if not process_group.is_first:
         return
     about = found[0] | {
         "of": str(options.of),
@@ -154,7 +154,10 @@ def _members(
 
 
 def _one(
-    options: RerankOptions, judge: Callable[[], DescriptionJudge], answers: AnswerStore | None, team: Team
+    options: RerankOptions,
+    judge: Callable[[], DescriptionJudge],
+    answers: AnswerStore | None,
+    process_group: ProcessGroup,
 ) -> dict[str, Any]:
     """Rerank the evaluation of one set; what results.json says of it."""
     old = read_results(options.of)
@@ -184,13 +187,13 @@ def _one(
     check_out(options.out, {"rerank.judge": asked.name}, overwrite=options.overwrite)
     found = rerank(
         wanted,
-        _descriptions(options, asked, wanted, answers, team),
+        _descriptions(options, asked, wanted, answers, process_group),
         read.ranking,
         asked,
         answers,
         top_n=options.top_n,
         chunk=8 * options.batch_size,
-        team=team,
+        process_group=process_group,
         mix=options.mix,
     )
     about = {key: getattr(options, key) for key in ("top_n", "mix")} | {
@@ -200,7 +203,7 @@ def _one(
         "num_pairs": found.num_pairs,
         "ms_mean": float(found.ms_Q.mean()),
     }
-    if not team.is_first:
+    if not process_group.is_first:
         return about
     tag = f"{read.tag}-judged"
     made = {key: old[key] for key in KEPT if key in old} | {
@@ -208,7 +211,7 @@ def _one(
         "rerank": about,
         "tag": tag,
         "warnings": [*old.get("warnings", []), *unread],
-        "again": again("rerank", options),
+        "again": rerun_command("rerank", options),
     }
     write_evaluation(
         options.out,
@@ -230,12 +233,12 @@ def _descriptions(
     judge: DescriptionJudge,
     wanted: RetrievalSet,
     answers: AnswerStore | None,
-    team: Team,
+    process_group: ProcessGroup,
 ) -> list[Item]:
     """What the right answer of each query shows, after its rationale, or its text where the ranking was made without."""
     written = pd.read_parquet(options.of / PER_QUERY).set_index("query_id")["rationale"].dropna()
     texts = [Item(one.id, text=written.get(one.id) or one.text) for one in wanted.queries]
-    return team.once(lambda: judge.describe(texts, _opened(answers)))
+    return process_group.once(lambda: judge.describe(texts, _opened(answers)))
 
 
 def rerank(
@@ -248,7 +251,7 @@ def rerank(
     top_n: int,
     chunk: int,
     progress: Callable[..., Any] = progress_bar,
-    team: Team = ALONE,
+    process_group: ProcessGroup = ALONE,
     mix: float | None = None,
 ) -> Judged:
     """Score the best ``top_n`` candidates of every query and reorder them.
@@ -271,22 +274,24 @@ def rerank(
     head_QN = ranking.rows_QW[:, : min(top_n, ranking.depth)]
     query_P, place_P = np.nonzero(head_QN >= 0)
     row_P = head_QN[query_P, place_P].astype(np.int64)
-    software = team.once(lambda: local_software(_opened(answers)))
+    software = process_group.once(lambda: local_software(_opened(answers)))
     about = {"version": VERSION, "question": QUESTION} | judge.name | {"software": software}
-    keys = team.once(lambda: _keys(wanted, descriptions, query_P, row_P, about))
+    keys = process_group.once(lambda: _keys(wanted, descriptions, query_P, row_P, about))
     unique = list(dict.fromkeys(keys))
-    known: dict[str, Any] = team.once(lambda: _opened(answers).get_values(unique))
+    known: dict[str, Any] = process_group.once(lambda: _opened(answers).get_values(unique))
     pairs = zip(query_P.tolist(), row_P.tolist(), strict=True)
     todo = {key: pair for key, pair in zip(keys, pairs, strict=True) if key not in known}
     order = sorted(todo, key=lambda key: int(wanted.file_rows_C[todo[key][1]]))
-    chunk = max(min(chunk, -(-len(order) // team.size)), 1)  # no process is idle where there are few pairs
+    chunk = max(
+        min(chunk, -(-len(order) // process_group.size)), 1
+    )  # no process is idle where there are few pairs
     parts = [order[start : start + chunk] for start in range(0, len(order), chunk)]
-    shown = progress if team.is_first else NO_BAR
-    scored = _scored(wanted, descriptions, judge, todo, parts[team.rank :: team.size])
+    shown = progress if process_group.is_first else NO_BAR
+    scored = _scored(wanted, descriptions, judge, todo, parts[process_group.rank :: process_group.size])
     with shown(total=len(unique), initial=len(known), desc="reranking", unit="pair") as bar:
-        for _ in range(-(-len(parts) // team.size)):  # every process takes part in every round
-            for found in team.gather(next(scored, {})):
-                if team.is_first and found:
+        for _ in range(-(-len(parts) // process_group.size)):  # every process takes part in every round
+            for found in process_group.gather(next(scored, {})):
+                if process_group.is_first and found:
                     _opened(answers).put_values(found)
                 known |= found
                 bar.update(len(found))

@@ -27,7 +27,7 @@ from eval.embedding.set_embeddings import Embeddings, contents_of, is_sampled
 from eval.judging.rewrite import RewriteOptions, rewritten
 from eval.models.registry import ModelOptions
 from eval.scoring.evaluation import decides, write_evaluation
-from eval.scoring.output_files import RESULTS, again, check_out, self_retrieval
+from eval.scoring.output_files import RESULTS, check_out, rerun_command, self_retrieval
 from eval.scoring.protocol import Protocol
 from eval.scoring.search import DEPTH, Ranking, rows_within, search
 from eval.sets.retrieval_set import MODALITIES, Modality, RetrievalSet, load_set, with_content
@@ -86,7 +86,7 @@ class Condition:
     mode: Mode
     modality: Modality
     out: Path
-    again: Mapping[str, Any]
+    rerun_command: Mapping[str, Any]
 
 
 def run(options: RunOptions, load: Callable[..., Embeds] | None = None) -> list[Path]:
@@ -104,11 +104,11 @@ def run(options: RunOptions, load: Callable[..., Embeds] | None = None) -> list[
     embeddings, seed = session.embeddings, session.draw_seed
     dirs = [one.out for one in conditions]
     embeddings.fill_candidates(options.candidate_mode, seed)
-    if embeddings.team.is_first:
+    if embeddings.process_group.is_first:
         candidate_CD = embeddings.candidates(options.candidate_mode, seed)  # refuses what cannot be ranked
     for one in conditions:
         embeddings.fill_queries(one.mode, one.modality, seed)
-    if not embeddings.team.is_first:
+    if not embeddings.process_group.is_first:
         return dirs
     for one in conditions:
         encoded = embeddings.queries(one.mode, one.modality, seed)
@@ -202,7 +202,7 @@ class Session:
             "warnings": self.warnings,
             "audit": self.audit.content if self.audit is not None else None,
             "self_retrieval": self_retrieval(ranking, self.embeddings.contents.own),
-            "again": condition.again,
+            "again": condition.rerun_command,
             **more,
         }
         return write_evaluation(
@@ -228,7 +228,7 @@ def start(
     Raises:
         UserError: something given is wrong, or an output directory holds something else.
     """
-    team = join()
+    process_group = join()
     wanted = load_set(options.set, by=options.by)
     protocol = options.protocol(wanted)
     whole = wanted = protocol.prepare(wanted)
@@ -237,19 +237,19 @@ def start(
     protocol.check_depth(wanted, options.depth)
     rewriter = options.load_rewriter(options.root)
     if rewriter is not None:
-        wanted = team.once(lambda: rewritten(wanted, rewriter))
+        wanted = process_group.once(lambda: rewritten(wanted, rewriter))
     # One pass over all pictures before the model is loaded: it names what the embeddings depend on, and a missing
     # picture shows now instead of in the last shard.
     modalities = list(dict.fromkeys(one.modality for one in conditions))
-    contents = team.once(lambda: contents_of(wanted, modalities))
-    content = team.once(lambda: with_content(whole, contents.candidates).content)
+    contents = process_group.once(lambda: contents_of(wanted, modalities))
+    content = process_group.once(lambda: with_content(whole, contents.candidates).content)
     wanted = replace(wanted, content=content)
     encoder = options.load(wanted, load)
     for one in conditions:
         encoder.settings.check_mode(one.mode)
-    audit = team.once(lambda: _audit(options.train, encoder, wanted))
+    audit = process_group.once(lambda: _audit(options.train, encoder, wanted))
     warnings = _warnings(conditions, encoder, wanted, audit)
-    for warning in warnings if team.is_first else ():
+    for warning in warnings if process_group.is_first else ():
         print(f"WARNING: {warning}", file=sys.stderr, flush=True)
     told = _told(options, wanted, encoder)
     identity = decides(wanted, protocol, options.seed) | _decides(options, told)
@@ -264,7 +264,7 @@ def start(
         options.root,
         options.batch_size,
         options.memory_mb,
-        team,
+        process_group,
         options.embedding_dims,
     )
     return Session(
@@ -297,7 +297,7 @@ def _conditions(options: RunOptions) -> list[Condition]:
             mode,
             modality,
             options.out / f"{mode}-{modality}",
-            again("run", replace(options, query_mode=(mode,), query_modality=(modality,))),
+            rerun_command("run", replace(options, query_mode=(mode,), query_modality=(modality,))),
         )
         for mode, modality in asked
     ]

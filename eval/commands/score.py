@@ -18,7 +18,7 @@ from eval.benchmarks.suite import is_suite, load_suite, measure_members
 from eval.scoring.evaluation import decides, write_evaluation
 from eval.scoring.fuse import added
 from eval.scoring.metrics import deepest
-from eval.scoring.output_files import RUN, again, check_out
+from eval.scoring.output_files import RUN, check_out, rerun_command
 from eval.scoring.trec import ReadRun, read_run
 from eval.sets.retrieval_set import RetrievalSet
 from rge.common.errors import UserError
@@ -86,7 +86,7 @@ def score(options: ScoreOptions) -> Path:
         "num_short": short,
         "num_excluded_lines": read.num_excluded,
         "run": str(options.run),
-        "again": again("score", options),
+        "again": rerun_command("score", options),
         "warnings": [*wanted.meta.get("notes", []), *unread],
     } | apart
     results = write_evaluation(

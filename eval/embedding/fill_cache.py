@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol, Self
 
 import numpy as np
 
-from eval.embedding.processes import ALONE, Team
+from eval.embedding.processes import ALONE, ProcessGroup
 from eval.embedding.shards import Cache, covered, write_shard
 from rge.checkpoints.settings import Settings
 from rge.common.commands import progress_bar
@@ -75,7 +75,7 @@ def fill(
     batch_size: int,
     seed: int | None = None,
     progress: Callable[..., Any] = progress_bar,
-    team: Team = ALONE,
+    process_group: ProcessGroup = ALONE,
 ) -> None:
     """Encode what a cache lacks; when this returns, every process finds it complete.
 
@@ -89,7 +89,7 @@ def fill(
         seed: of sampled rationales; each item's own seed comes from it and the item's id, so that neither the batch
             size nor a resumption changes what is sampled. None for greedy decoding.
         progress: like `rge.common.commands.progress_bar`; the first process counts what all have done.
-        team: the processes that share the work.
+        process_group: the processes that share the work.
 
     Raises:
         UserError: an embedding is not finite or not of unit norm.
@@ -97,10 +97,10 @@ def fill(
     if batch_size < 1:
         raise UserError(f"batch_size must be at least 1, got {batch_size}")
     # As the first process saw it: a shard that another one has just written must not change who makes the next.
-    done = team.once(lambda: covered(cache))
+    done = process_group.once(lambda: covered(cache))
     name = f"{side}, {mode}"
     counted = int(done.sum())
-    with (progress if team.is_first else NO_BAR)(
+    with (progress if process_group.is_first else NO_BAR)(
         total=cache.num_items, initial=counted, desc=f"{name:>17}", unit="item"
     ) as bar:
 
@@ -110,11 +110,15 @@ def fill(
             bar.update(num)
 
         def count_all() -> None:
-            if team.size > 1 and team.is_first and (more := int(covered(cache).sum()) - counted) > 0:
+            if (
+                process_group.size > 1
+                and process_group.is_first
+                and (more := int(covered(cache).sum()) - counted) > 0
+            ):
                 count(more)
 
         for number, (start, batch) in enumerate(_missing(items, done, SHARD_BATCHES * batch_size)):
-            if number % team.size != team.rank:
+            if number % process_group.size != process_group.rank:
                 continue
             ids = [item.id for item in batch]
             encoded = encoder.encode(
@@ -123,10 +127,10 @@ def fill(
             check_embeddings(encoded.embeddings, ids, side)
             write_shard(cache, start, encoded)
             count_all()
-        while team.size > 1 and team.is_first and not covered(cache).all():
+        while process_group.size > 1 and process_group.is_first and not covered(cache).all():
             time.sleep(POLL_S)  # a process that dies is the launcher's to notice; it then ends this one
             count_all()
-    team.once(lambda: None)
+    process_group.once(lambda: None)
 
 
 def check_embeddings(embeddings_ND: np.ndarray, ids: Sequence[str], side: str) -> None:

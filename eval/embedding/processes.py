@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Team:
+class ProcessGroup:
     """A process, by its number from 0 on, and how many there are."""
 
     rank: int = 0
@@ -43,10 +43,10 @@ class Team:
         return gather_objects(value)
 
 
-ALONE = Team()
+ALONE = ProcessGroup()
 
 
-def join() -> Team:
+def join() -> ProcessGroup:
     """Join the processes that the launcher started; can be called again.
 
     Each takes the GPU of its local rank, where there are GPUs.
@@ -58,7 +58,7 @@ def join() -> Team:
         return ALONE
     from rge.distributed.collectives import join_workers
 
-    return Team(*join_workers())
+    return ProcessGroup(*join_workers())
 
 
 def leave() -> None:

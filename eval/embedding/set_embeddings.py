@@ -12,7 +12,7 @@ from typing import Any, Self
 import numpy as np
 
 from eval.embedding.fill_cache import Embeds, Mode, Side, check_collapse, cut, fill
-from eval.embedding.processes import ALONE, Team
+from eval.embedding.processes import ALONE, ProcessGroup
 from eval.embedding.shards import (
     Cache,
     cache_at,
@@ -98,7 +98,7 @@ class Embeddings:
     root: Path
     batch_size: int
     memory_mb: float
-    team: Team = ALONE
+    process_group: ProcessGroup = ALONE
     dims: int | None = None
     made_with: Identity | None = None
     _said: set[str] = field(default_factory=set)
@@ -169,7 +169,7 @@ class Embeddings:
             side=side,
             mode=mode,
         )
-        encoder = self.team.once(lambda: self._encoder_key(asked, side, mode))
+        encoder = self.process_group.once(lambda: self._encoder_key(asked, side, mode))
         key = cache_key(encoder, modality=modality, fingerprint=self.wanted.fingerprint, contents=contents)
         about = {"side": side, "mode": mode, "modality": modality, "set": self.wanted.name}
         about |= {"checkpoint_hash": self.encoder.checkpoint_hash, "asked": asked}
@@ -179,9 +179,9 @@ class Embeddings:
             ids = [item.id for item in items] if side == "query" else self._file_ids()
             names = [f"{content} {name}" for content, name in zip(contents, ids, strict=True)]
         opened = (self.root, key, len(contents), about)
-        self.team.once(lambda: open_cache(*opened, encoder=encoder, names=names) and None)
+        self.process_group.once(lambda: open_cache(*opened, encoder=encoder, names=names) and None)
         cache = cache_at(*opened, names=names)
-        self.team.once(lambda: self._record(cache))  # of a run that is killed too
+        self.process_group.once(lambda: self._record(cache))  # of a run that is killed too
         fill(
             self.encoder,
             items,
@@ -190,9 +190,9 @@ class Embeddings:
             mode=mode,
             batch_size=self.batch_size,
             seed=seed,
-            team=self.team,
+            process_group=self.process_group,
         )
-        self.team.once(lambda: self._record(cache))  # with what embedding has loaded
+        self.process_group.once(lambda: self._record(cache))  # with what embedding has loaded
         self._filled[side, mode, modality, seed] = cache
         return cache
 

@@ -218,7 +218,7 @@ def self_retrieval(
     return out
 
 
-def again(command: str, options: Any) -> dict[str, Any]:
+def rerun_command(command: str, options: Any) -> dict[str, Any]:
     """The command that makes an evaluation again, for results.json; where its output goes is no part of it."""
     told = {key: value for key, value in given(options).items() if key not in PLACES}
     return {"command": command, "options": told}

@@ -264,7 +264,7 @@ def test_what_is_written_is_held_against_the_sets_rationales(study, tmp_path):
     frame = pd.DataFrame(
         {"query_id": ["q1", "q2", "q3"], "rationale": ["why 1", "why 2", "why 3"], "hit@1": 1.0}
     )
-    found = study.what_was_written(frame, tmp_path)
+    found = study.written_figures(frame, tmp_path)
     assert found["right_rationale"].tolist() == [1, 0, 0]
     assert found["hit_after_wrong"].tolist() == [0, 1, 1]
 

@@ -105,11 +105,13 @@ def compare(library: Library, inspected: pa.Table, state: LibraryState) -> Chang
             found.captions[name] = row["caption"]
     found.removed = [name for name in known if name not in seen]
     if touched:
-        _look_into(library, touched, {name: digest for name, (_, _, digest) in known.items()}, found)
+        _inspect_changed(library, touched, {name: digest for name, (_, _, digest) in known.items()}, found)
     return found
 
 
-def _look_into(library: Library, touched: set[str], digests: dict[str, str | None], found: Changes) -> None:
+def _inspect_changed(
+    library: Library, touched: set[str], digests: dict[str, str | None], found: Changes
+) -> None:
     """Tell pictures that changed from those whose file was only touched."""
     rows = (row for row in library.rows() if encodable(row)["id"] in touched)
     for row in map(encodable, fetched(rows)):

@@ -33,7 +33,7 @@ from eval.pages.boards.rows import (
     numbered,
     order,
     published_rows,
-    why_apart,
+    why_unranked,
 )
 from eval.pages.boards.side_by_side import side_by_side
 from eval.pages.budget_curves import BASES, BUDGET, on_page
@@ -219,8 +219,8 @@ def _board(number: int, members: Sequence[tuple[str, str, Evaluation]], which: s
     columns, main = (table.columns, table.main) if table else generic_columns(first)
     known = any(one.results["set"].get("content") for _, _, one in members)
     ours = [measured_row(*member, columns, columns[main].path[-1], known) for member in members]
-    apart = [] if table is None else why_apart(first, table)
-    rows, foreign = _placed(ours, table, main, apart)
+    apart = [] if table is None else why_unranked(first, table)
+    rows, foreign = _ranked_rows(ours, table, main, apart)
     costs = _cost_rows([row for row in rows if not row.published], main)
     return Board(
         id=f"board{number}",
@@ -241,7 +241,7 @@ def _board(number: int, members: Sequence[tuple[str, str, Evaluation]], which: s
     )
 
 
-def _placed(
+def _ranked_rows(
     ours: Sequence[Row], table: Published | None, main: int, apart: Sequence[str] = ()
 ) -> tuple[list[Row], list[Row]]:
     """Our rows among those of a table that can be compared, numbered; and the table's other rows, the best first."""
@@ -265,7 +265,7 @@ def _facts(results: Mapping[str, Any]) -> str:
 
 
 def _published_only(number: int, table: Published) -> Board:
-    rows, foreign = _placed([], table, table.main)
+    rows, foreign = _ranked_rows([], table, table.main)
     return Board(
         f"board{number}", table.title, "published figures only", [], table, [], table.columns, table.main, rows,
         foreign, [], heat_map(rows, foreign), [], None, [],

@@ -139,7 +139,7 @@ def _official(one: Evaluation, column: Column) -> Figure | None:
     return Figure(theirs.value, ours.low, ours.high)
 
 
-def why_apart(results: Mapping[str, Any], table: Published) -> list[str]:
+def why_unranked(results: Mapping[str, Any], table: Published) -> list[str]:
     """Why rows of a published table cannot be numbered among measured ones; empty if they can."""
     wanted = results["set"]
     found = [why] if (why := table.not_this_set(wanted)) else []

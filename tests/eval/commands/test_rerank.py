@@ -95,7 +95,7 @@ def test_what_is_scored_once_is_not_asked_again(wanted, tmp_path):
 
 
 class Linked:
-    """A `Team` whose processes are threads of this one."""
+    """A `ProcessGroup` whose processes are threads of this one."""
 
     def __init__(self, rank, barrier, box):
         self.rank, self.size, self.is_first = rank, len(box), rank == 0
@@ -147,9 +147,17 @@ def test_several_processes_share_the_pairs_and_the_first_keeps_the_scores(tmp_pa
 
     def work(rank):
         kept = answers if rank == 0 else None
-        team = Linked(rank, barrier, box)
+        process_group = Linked(rank, barrier, box)
         return rerank(
-            wanted, wanted.queries, ranking, judges[rank], kept, top_n=5, chunk=2, progress=Bar, team=team
+            wanted,
+            wanted.queries,
+            ranking,
+            judges[rank],
+            kept,
+            top_n=5,
+            chunk=2,
+            progress=Bar,
+            process_group=process_group,
         )
 
     with ThreadPoolExecutor(3) as pool:

@@ -12,7 +12,7 @@ from eval_processes import start
 
 from eval.commands.rerank import RerankOptions, rerank_command
 from eval.embedding.fill_cache import fill
-from eval.embedding.processes import ALONE, Team
+from eval.embedding.processes import ALONE, ProcessGroup
 from eval.embedding.shards import covered, open_cache, read
 from rge.checkpoints.export import export, settings_of
 from rge.common.schema import Item
@@ -89,7 +89,7 @@ def test_every_process_makes_its_own_shards_and_the_first_waits_for_all(tmp_path
     cache = open_cache(tmp_path, "k", 50, {"side": "query", "mode": "direct", "modality": "both"})
     options = {"side": "query", "mode": "direct", "batch_size": 1}
 
-    class Pair(Team):
+    class Pair(ProcessGroup):
         def once(self, make):
             return make()
 
@@ -112,17 +112,17 @@ def test_every_process_makes_its_own_shards_and_the_first_waits_for_all(tmp_path
     class WithSecond(FakeEncoder):
         def encode(self, batch, **rest):
             if not second.calls:
-                fill(second, iter(items), cache, team=Pair(1, 2), progress=Bar, **options)
+                fill(second, iter(items), cache, process_group=Pair(1, 2), progress=Bar, **options)
             return first.encode(batch, **rest)
 
-    fill(WithSecond(), iter(items), cache, team=Pair(0, 2), progress=Bar, **options)
+    fill(WithSecond(), iter(items), cache, process_group=Pair(0, 2), progress=Bar, **options)
     assert [size for *_, size in first.calls] == [8, 8, 8, 2]
     assert [size for *_, size in second.calls] == [8, 8, 8]
     assert first.seen == [item.id for item in items if int(item.id[1:]) // 8 % 2 == 0]
     assert covered(cache).all()
     assert [(bar.count, bar.total) for bar in bars] == [(50, 50)]
     alone = open_cache(tmp_path / "alone", "k", 50, {"side": "query", "mode": "direct", "modality": "both"})
-    fill(FakeEncoder(), iter(items), alone, team=ALONE, progress=Bar, **options)
+    fill(FakeEncoder(), iter(items), alone, process_group=ALONE, progress=Bar, **options)
     np.testing.assert_array_equal(read(cache).embeddings, read(alone).embeddings)
     assert sorted(p.name for p in cache.path.glob("*.parquet")) == sorted(
         p.name for p in alone.path.glob("*.parquet")

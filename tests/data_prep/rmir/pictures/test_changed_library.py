@@ -119,7 +119,7 @@ def test_an_extension_that_was_killed_goes_on(tmp_path, photos, monkeypatch, mom
     expected = seeded(tmp_path / "whole", photos, "extend")
     with monkeypatch.context() as killed:
         place = (
-            ("data_prep.rmir.seed_set.look_through")
+            ("data_prep.rmir.seed_set.scan_library")
             if moment == "settled"
             else "data_prep.rmir.pictures.encoders.PixelEncoder.pictures"
         )

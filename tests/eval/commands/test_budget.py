@@ -229,5 +229,5 @@ def test_wrong_options_are_named(set_dir, tmp_path, change, message):
 def test_help_explains_inherited_options_too():
     shown = usage("budget")
     assert "k=8" in shown
-    assert "Rationales drawn for a query" in shown
+    assert "Rationales sampled per query" in shown
     assert "Retrieval set directory, see" in shown

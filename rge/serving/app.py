@@ -221,7 +221,9 @@ class Service:
         if body.side == "document" and body.instruction is not None:
             raise _invalid_value("a document has no instruction", "instruction")
         answered = await self._answer(body, body.inputs(), body.side)
-        vectors = encode_embeddings(self.embedder.cut(answered.embeddings, body.dimensions), body.encoding_format)
+        vectors = encode_embeddings(
+            self.embedder.cut(answered.embeddings, body.dimensions), body.encoding_format
+        )
         data = []
         for row, (one, vector) in enumerate(zip(answered.found, vectors, strict=True)):
             shown = {"object": "embedding", "index": row, "embedding": vector}

@@ -254,7 +254,7 @@ def test_defaults_are_the_papers():
         ("split.disjoint=some", "split.disjoint must be one of none, inputs, all"),
         ("retrieve.by_image=0", "retrieve.by_image must be >= 1, got 0"),
         ("judge.judges=[]", "needs one judge or more"),
-        ("out", "arguments are key=value"),
+        ("out", "arguments must be key=value"),
     ],
 )
 def test_wrong_settings_are_named(word, message):

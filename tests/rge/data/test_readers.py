@@ -227,7 +227,7 @@ def test_columns_of_other_names_become_fields(odd):
     ("changes", "message"),
     [
         ({"columns": {**COLUMNS, "query.txt": "question"}}, "a record has no field 'query.txt'; did you mean 'query.text'"),
-        ({"columns": {**COLUMNS, "query.text": "qestion"}}, "is none of its columns: .*; did you mean 'question'"),
+        ({"columns": {**COLUMNS, "query.text": "qestion"}}, "is not one of its columns: .*; did you mean 'question'"),
         ({"columns": {"query.text": "question"}}, "has no column positives, and `columns` maps none to it: it has question, "),
         ({"name": "none"}, "cannot be loaded: BuilderConfig 'none' not found"),
         ({"dataset": "nobody/nothing"}, "neither a folder nor in this machine's cache, and HF_HUB_OFFLINE keeps it"),

@@ -361,7 +361,7 @@ def test_a_stream_that_changed_is_an_error(home, tmp_path):
     notes.write_text("".join(json.dumps({"stream": key, "shard": n, "rows": 5}) + "\n" for n in range(4)))
     reader = stream(home, notes=notes).reader(0, 1)
     with pytest.raises(
-        RecordError, match=r"has changed since this run began: its shard \d had 5 rows and has 6"
+        RecordError, match=r"has changed since this run began: its shard \d had 5 rows and now has 6"
     ):
         [reader[place] for place in range(COUNT)]
 

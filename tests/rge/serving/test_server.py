@@ -515,7 +515,7 @@ def test_wrong_requests_are_told_what_is_wrong(ask, name):
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        (b'{"input": ', "no JSON"),
+        (b'{"input": ', "not valid JSON"),
         (b"", "body"),
         (b"[1]", "body must be a JSON object"),
         (b'"a"', "body must be a JSON object"),
@@ -1148,7 +1148,7 @@ def test_what_is_not_done_in_time_is_given_up_and_a_second_signal_ends_at_once(c
     ("words", "said"),
     [
         (["checkpoint=nowhere"], "checkpoint nowhere does not exist"),
-        (["checkpoint=x", "host=nowhere.invalid"], "host=nowhere.invalid is no address"),
+        (["checkpoint=x", "host=nowhere.invalid"], "host=nowhere.invalid is not an address"),
         (["checkpoint=x", "host=192.0.2.1"], "cannot listen on 192.0.2.1:8000"),
         (["checkpoint=x", "key_env=RGE_NO_SUCH_KEY"], "RGE_NO_SUCH_KEY"),
         (["checkpoint=x", "engine=vllm", "exact=true"], "use engine=own"),

@@ -213,14 +213,14 @@ def test_a_launcher_with_another_precision_than_the_recipe(monkeypatch, asked, d
         (
             {"optimizer": {"type": "AdamW"}},
             "bfloat16",
-            'mine.json have "optimizer": remove it, for the recipe.s optim',
+            'mine.json have "optimizer": remove it, since the recipe.s optim',
         ),
         ({"scheduler": {"type": "WarmupLR"}}, "bfloat16", 'have "scheduler": remove it'),
-        ({"amp": {"enabled": True}}, "bfloat16", 'have "amp": remove it, for model.dtype says'),
+        ({"amp": {"enabled": True}}, "bfloat16", 'have "amp": remove it, since model.dtype determines'),
         (
             {"train_batch_size": 64},
             "bfloat16",
-            'have "train_batch_size": 64; set it to "auto", for a stage.s batch_size',
+            'have "train_batch_size": 64; set it to "auto", since a stage.s batch_size',
         ),
         (
             {"zero_optimization": {"stage": 0}},

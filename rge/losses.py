@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from rge.common.registry import Registry
+from rge.distributed.transfer import moved
 
 CHUNK_TOKENS = 1024
 """Rows of logits that are held at once: of Qwen2.5-VL's vocabulary 0.6 GB in float32."""
@@ -69,7 +70,7 @@ def info_nce(
         raise ValueError(f"every query needs a positive among the candidates; rows {rows} have none")
     if bool((positive_BC & ignored_BC).any()):
         raise ValueError("a candidate cannot be a positive and ignored for the same query")
-    positive_BC, ignored_BC = _copied(q_BD.device, positive_BC, ignored_BC)
+    positive_BC, ignored_BC = moved((positive_BC, ignored_BC), q_BD.device)
     logit_BC = q_BD @ c_CD.T / temperature
     negatives_B1 = logit_BC.masked_fill(positive_BC | ignored_BC, float("-inf")).logsumexp(
         dim=1, keepdim=True
@@ -147,7 +148,7 @@ def alignment(
     Returns:
         Scalar, in nats, summed over B.
     """
-    (ignored_BC,) = _copied(q_BD.device, ignored_BC)
+    ignored_BC = moved(ignored_BC, q_BD.device)
 
     def log_probs(state_BD: Tensor, candidate_CD: Tensor) -> Tensor:
         logit_BC = state_BD @ candidate_CD.T / temperature
@@ -164,7 +165,7 @@ def lead_over_negatives(q_BD: Tensor, c_CD: Tensor, positive_BC: Tensor, ignored
     Args: as `info_nce`.
     """
     score_BC = q_BD @ c_CD.T
-    positive_BC, ignored_BC = _copied(q_BD.device, positive_BC, ignored_BC)
+    positive_BC, ignored_BC = moved((positive_BC, ignored_BC), q_BD.device)
     best_positive_B = score_BC.masked_fill(~positive_BC, float("-inf")).amax(dim=1)
     best_negative_B = score_BC.masked_fill(positive_BC | ignored_BC, float("-inf")).amax(dim=1)
     return best_positive_B - best_negative_B
@@ -267,7 +268,7 @@ def rationale_log_probs(
         raise ValueError(f"{hidden_ND.shape[0]} states cannot predict {label_N.shape[0]} labels")
     if temperature <= 0:
         raise ValueError(f"temperature must be > 0, got {temperature}")
-    (barred,) = _copied(hidden_ND.device, torch.tensor(list(barred_ids), dtype=torch.long))
+    barred = moved(torch.tensor(list(barred_ids), dtype=torch.long), hidden_ND.device)
 
     def chunk(hidden: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
         logits = head(hidden)
@@ -289,14 +290,3 @@ def rationale_log_probs(
         for start in range(0, label_N.shape[0], chunk_tokens)
     ]
     return torch.cat([log_prob for log_prob, _ in parts]), torch.cat([entropy for _, entropy in parts])
-
-
-def _copied(device: torch.device, *equal: Tensor) -> tuple[Tensor, ...]:
-    """Tensors of the host, of one shape and type, on a device: by one copy that nothing waits for, on a GPU from pinned memory.
-
-    `rge.model.transfer.moved` does so for any tensors, but is above this module.
-    """
-    together = torch.stack(equal)
-    if device.type == "cuda" and together.device.type == "cpu":
-        together = together.pin_memory()
-    return together.to(device, non_blocking=True).unbind()

@@ -47,11 +47,11 @@ from rge.common.options import one_of, parse_options  # noqa: E402
 from rge.common.schema import Item  # noqa: E402
 from rge.config import Recipe, load_recipe  # noqa: E402
 from rge.data.collate import Batch  # noqa: E402
+from rge.distributed.transfer import moved  # noqa: E402
 from rge.model import varlen, vision_tower  # noqa: E402
 from rge.model.backbone import Backbone, load_backbone  # noqa: E402
 from rge.model.embedding_model import EmbeddingModel, encode_prompts  # noqa: E402
 from rge.model.prompts import PromptBuilder  # noqa: E402
-from rge.model.transfer import moved  # noqa: E402
 from rge.objective import Objective  # noqa: E402
 from rge.plan.costs import GIB, RESERVED_GIB, Setup, Shapes, flops, memory, shapes_of  # noqa: E402
 from rge.plan.known_models import TABLE  # noqa: E402

@@ -31,9 +31,9 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rge.common.errors import UserError
+from rge.distributed.transfer import moved
 from rge.model.hub_model import HubModel
 from rge.model.packing import PromptPart, TailPart, tail_mask
-from rge.model.transfer import moved
 from rge.model.varlen import Runs, attend_last, attend_runs, make_runs, wanted
 
 NAMES = {"sdpa": "rge_sdpa", "eager": "rge_eager"}

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rge.distributed.transfer import moved
 from rge.model.prompts import Prompt
-from rge.model.transfer import moved
 
 PROMPT, PADDING = 0, -1
 """Segments of a tail; branches are 1, 2, ..."""

@@ -22,8 +22,8 @@ from transformers.vision_utils import (
     get_vision_window_index,
 )
 
+from rge.distributed.transfer import moved
 from rge.model.hub_model import HubModel
-from rge.model.transfer import moved
 from rge.model.varlen import Runs, attend_runs, make_runs, wanted
 
 KEY = "model.vision_attn_implementation"

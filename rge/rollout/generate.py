@@ -24,12 +24,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rge.distributed.transfer import moved
 from rge.model.attention import Cache, EncodedParts, EncodedPrompts, RunningCache, bucket, fresh
 from rge.model.embedding_model import EmbeddingModel, normalise
 from rge.model.families import Rotations, family_of
 from rge.model.hub_model import HubModel
 from rge.model.prompts import Prompt
-from rge.model.transfer import moved
 from rge.model.varlen import KernelError
 
 _log = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from fake_gpu import DEVICE, FakeGpu, OnGpu
 
-from rge.model.transfer import ALIGNMENT, moved
+from rge.distributed.transfer import ALIGNMENT, moved
 
 
 @dataclass(frozen=True)

@@ -136,7 +136,7 @@ def read_replies(raw: bytes) -> list[Reply | ReplyError]:
         raise NotAChat(f"JSON of another schema: {_shown(json.dumps(body))}")
     if not choices:
         raise EmptyChoices("the answer has no choices")
-    tokens = usage(raw)
+    tokens = _usage(body)
     return [_choice(as_dict(choice), tokens) for choice in choices]
 
 
@@ -203,16 +203,19 @@ def _whole_characters(value: Any) -> Any:
 
 
 def usage(raw: bytes) -> Usage:
-    """Tokens billed for an answer."""
+    """Tokens billed for an answer; none known where its body cannot be read."""
     try:
-        body = as_dict(json.loads(raw))
+        return _usage(json.loads(raw))
     except (ValueError, RecursionError):
-        body = {}
-    found = as_dict(body.get("usage"))
+        return Usage(None, None)
+
+
+def _usage(body: Any) -> Usage:
+    found = as_dict(as_dict(body).get("usage"))
     cached = as_dict(found.get("prompt_tokens_details")).get("cached_tokens")
     numbers = (found.get("prompt_tokens"), found.get("completion_tokens"), cached)
     given, written, cached = (one if type(one) is int and one >= 0 else None for one in numbers)
-    return Usage(given, written, cached or 0, bool(body.get("error")))
+    return Usage(given, written, cached or 0, bool(as_dict(body).get("error")))
 
 
 def check_complete(reply: Reply, last_tag: str) -> None:

@@ -412,14 +412,14 @@ def leak_encoder(settings: Settings, judge: "GainJudge | None") -> PictureLeak |
 def _weigh(judge: "GainJudge", folder: Path, window: Window) -> None:
     """Gain and knowability of all candidates that passed the checks."""
     records = [pairs[0].record for pairs in window]
-    own_of = dict(zip([record.id for record in records], judge.own(folder, records) or (), strict=False))
-    flat = list(chain.from_iterable(window))
+    written: Sequence[str | None] = judge.own(folder, records) or [None] * len(records)
+    flat = [(pair, own) for pairs, own in zip(window, written, strict=True) for pair in pairs]
     for start in range(0, len(flat), GAIN_WINDOW):
         some = flat[start : start + GAIN_WINDOW]
-        asked = [(pair.record, pair.positive) for pair in some]
-        texts = [[one.text or "" for one in pair.good] for pair in some]
-        for pair, gain_K in zip(some, judge.judge(folder, asked, texts), strict=True):
-            pair.weigh(gain_K, own_of.get(pair.record.id))
+        asked = [(pair.record, pair.positive) for pair, _ in some]
+        texts = [[one.text or "" for one in pair.good] for pair, _ in some]
+        for (pair, own), gain_K in zip(some, judge.judge(folder, asked, texts), strict=True):
+            pair.weigh(gain_K, own)
 
 
 def _score_lines(pair: _Pair, best: _Written | None) -> list[str]:

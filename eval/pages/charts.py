@@ -8,7 +8,7 @@ import json
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -232,11 +232,10 @@ def scatter(points: Sequence[Point], *, name: str, x_label: str) -> Markup:
         raise ValueError(f"plot {name!r} must have points with costs from 0 up")
     costs = [point.x for point in points]
     log = min(costs) > 0 and max(costs) >= 10 * min(costs)
-    numbered = {f"{p.number or place} {p.label}": [p] for place, p in enumerate(points, start=1)}
-    spec = _over_cost(numbered, x_label, log=log, zero=True)
+    points = [replace(p, number=p.number or place) for place, p in enumerate(points, start=1)]
+    spec = _over_cost({f"{p.number} {p.label}": [p] for p in points}, x_label, log=log, zero=True)
     spec["layer"].append(
         {
-            "transform": [{"calculate": "split(datum.curve, ' ')[0]", "as": "number"}],
             "mark": {"type": "text", "dx": 8, "dy": 1, "align": "left", "fontWeight": 600},
             "encoding": {"text": {"field": "number"}},
         }
@@ -382,7 +381,7 @@ def _over_cost(
 ) -> dict[str, Any]:
     points = [(name, point) for name, own in curves.items() for point in own]
     rows = [
-        {"curve": name, "x": point.x, "y": 100 * point.y,
+        {"curve": name, "number": str(point.number), "x": point.x, "y": 100 * point.y,
          "low": point.low and 100 * point.low, "high": point.high and 100 * point.high,
          "words": f"{point.label}: {100 * point.y:.1f} %{_interval(point, 100.0)} at {number(point.x)}"}
         for name, point in points

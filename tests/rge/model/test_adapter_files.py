@@ -140,7 +140,7 @@ def test_a_merger_that_is_trained_whole_is_beside_them(lively, lively_path, pict
     again = embedder_to_train(str(adapters), model, adapters_only=True).model
     torch.testing.assert_close(again.model.visual.merger.state_dict(), merger.state_dict(), atol=0, rtol=0)
     assert all(parameter.requires_grad for parameter in again.model.visual.merger.parameters())
-    with pytest.raises(AdapterError, match=r"other ones \(modules_to_save\)"):
+    with pytest.raises(AdapterError, match=r"different ones \(modules_to_save\)"):
         embedder_to_train(
             str(adapters), dataclasses.replace(model, lora=LoraConfig(**LORA)), adapters_only=True
         )

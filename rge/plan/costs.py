@@ -546,6 +546,23 @@ def host(
     }
 
 
+def state_copy(shapes: Shapes, setup: Setup, processes: int) -> float:
+    """Bytes of main memory, on the run's first machine, of the copy from which a training state is written in the background.
+
+    The machine has so many `processes`. Without shards, only the main process writes. DeepSpeed's model file under ZeRO-1 and
+    ZeRO-2 is whole, and the main process writes it.
+    """
+    numbers = 4.0 * (1 + setup.optimizer_states) * setup.trained
+    if setup.num_gpus == 1 or setup.back_end == "ddp":
+        return numbers
+    share = processes / setup.num_gpus
+    if setup.back_end == "fsdp2":
+        return share * (numbers + setup.dtype_bytes * (shapes.parameters - setup.trained))
+    return share * numbers + setup.dtype_bytes * shapes.parameters * (
+        share if setup.back_end == "zero3" else 1
+    )
+
+
 def descriptors(num_workers: int) -> int:
     """Open files of a process with so many data workers, at most."""
     return PROCESS_DESCRIPTORS + num_workers * WORKER_DESCRIPTORS

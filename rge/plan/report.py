@@ -32,6 +32,7 @@ from rge.plan.costs import (
     num_parameters,
     pixel_bytes,
     shapes_of,
+    state_copy,
     step_seconds,
 )
 from rge.plan.known_models import outline
@@ -193,6 +194,9 @@ def plan(
         dtype_bytes=DTYPE_BYTES[recipe.model.dtype],
         processes=processes,
     )
+    base = setup_of(recipe, model, options)
+    copied = state_copy(shapes, base, processes) if recipe.train.background_save else 0.0
+    machine["memory"] += copied
     room = Room(
         options.gpu_gib * GIB if on_gpu else None,
         reserved(recipe, options, reserved_gib),
@@ -200,14 +204,13 @@ def plan(
         options.peak_tflops * options.reached * 1e12,
         options.bandwidth_tbs * options.reached * 1e12,
     )
-    base = setup_of(recipe, model, options)
     way, why = decided(recipe, shapes, load, base, room)
     setup, kinds = way.setup, way.memory
     total, uncertain = way.total, way.uncertain
     per_gpu = flops(shapes, load, setup)
     num_flops = way.num_flops
     machine["memory"] += processes * way.host
-    machine |= {"of that, kept": processes * way.host}
+    machine |= {"of that, kept": processes * way.host, "of that, a state being written": copied}
     steps = options.steps or getattr(recipe, options.for_).steps or 1000
 
     def hours(utilisation: float) -> float:
@@ -512,7 +515,13 @@ def _tables(found: Plan, options: PlanOptions, words: _Words) -> dict[str, dict[
 
 
 def _machine_tables(found: Plan, options: PlanOptions, back_end: str) -> dict[str, dict[str, str]]:
-    digits = {"memory": 0, "of that, batches": 1, "of that, kept": 0, "shared memory": 0}
+    digits = {
+        "memory": 0,
+        "of that, batches": 1,
+        "of that, kept": 0,
+        "of that, a state being written": 0,
+        "shared memory": 0,
+    }
     processes = min(options.num_gpus, options.gpus_per_machine)
     return {
         "sent by a GPU in a step (estimate)": {

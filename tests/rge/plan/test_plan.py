@@ -54,6 +54,7 @@ from rge.plan.costs import (
     naming_flops,
     pixel_bytes,
     shapes_of,
+    state_copy,
     step_seconds,
 )
 from rge.plan.known_models import TABLE, outline
@@ -511,6 +512,19 @@ def test_a_machine_and_hours_by_hand():
     assert larger["of that, batches"] == 2 * 2**31
     assert larger["shared memory"] == 0
     assert found["descriptors of a process"] == 128 + 3 * 8
+    # AdamW's two numbers and the weight, in float32, of half of 10 M parameters; 8 processes on two machines.
+    ten = dataclasses.replace(shapes, parameters=10**7)
+    setup = Setup(back_end="ddp", num_gpus=8, dtype_bytes=2, trained=5 * 10**6, optimizer_states=2)
+    copies = {
+        name: state_copy(ten, dataclasses.replace(setup, back_end=name), processes=4) for name in BACK_ENDS
+    }
+    assert copies == {
+        "ddp": 60e6,
+        "fsdp2": 30e6 + 5e6,
+        "zero1": 30e6 + 20e6,
+        "zero2": 50e6,
+        "zero3": 30e6 + 10e6,
+    }
     # Ten rationales of eight tokens, five at once: two passes of ten steps over 0.4 GB; 1 TFLOP at half of a TFLOP/s.
     load = Load(10, 0, 1, 1, 1, 8, 0, True, True, False, 0, 0)
     seconds = step_seconds(
@@ -536,7 +550,11 @@ def test_hours_follow_steps_gpus_and_utilisation(capsys):
         hours("data.num_workers=8")["host"]["descriptors of a process"]
         > base["host"]["descriptors of a process"]
     )
-    assert hours("gpus_per_machine=4")["host"]["memory"] == pytest.approx(base["host"]["memory"] / 2)
+    # Half of the processes, but under ZeRO-2 the whole weights are in the copy of the state.
+    whole, half = (hours("train.background_save=false", *it)["host"] for it in ((), ("gpus_per_machine=4",)))
+    assert half["memory"] == pytest.approx(whole["memory"] / 2)
+    copied = base["host"]["memory"] - whole["memory"]
+    assert copied == base["host"]["of that, a state being written"] > 12 * base["trained_parameters"]
 
 
 def test_memory_and_communication_by_hand():

@@ -39,7 +39,7 @@ PYTEST := $(OFFLINE) $(ONE_THREAD) $(PY) -m pytest -m "not gpu and not net"
 # Some tests meet real clocks, browsers and servers, and a busy machine can make one of four thousand fail. Failures are run
 # once more, alone; tests that pass then are flaky, and are listed.
 test: setup lint ## what CI runs: lint, types, all tests that need neither a GPU nor the network
-	@$(PYTEST) $(TWO_PROCESSES) || { \
+	@$(PYTEST) $(TWO_PROCESSES) --durations=25 --durations-min=10 || { \
 		test $$? -eq 1 && echo "Retrying the failures alone. Tests that pass on retry are flaky; please fix them." && \
 		$(PYTEST) --last-failed --last-failed-no-failures none -rp; }
 

@@ -94,10 +94,10 @@ class Program:
         self._process.kill()
         self._process.join()
 
-    def finished(self) -> subprocess.CompletedProcess[str]:
+    def finished(self, limit_s: float = LIMIT_S) -> subprocess.CompletedProcess[str]:
         """Wait for the end."""
-        self._process.join(LIMIT_S)
-        assert self._process.exitcode is not None, f"not over after {LIMIT_S} s\n{self._said()}"
+        self._process.join(limit_s)
+        assert self._process.exitcode is not None, f"not over after {limit_s} s\n{self._said()}"
         out, err = (path.read_text(errors="replace") for path in self._files())
         return subprocess.CompletedProcess(self.words, self._process.exitcode, out, err)
 

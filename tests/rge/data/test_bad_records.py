@@ -384,15 +384,17 @@ def two_processes(*words: str, machines: int = 1):
         yield ranks
 
 
+ENDS_IN_S = 200.0
+"""Ten seconds on an idle machine, and twenty times that on a busy one; what hangs would never end."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 1, 3])
 def test_a_run_ends_with_the_records_name(home, tmp_path, num_workers):
     metrics = tmp_path / "out" / "cold_start" / "metrics.jsonl"
     with forked.Program(*train(home, tmp_path / "out", f"data.num_workers={num_workers}")) as program:
         program.wait_until(metrics.exists)
-        began = time.monotonic()
-        done = program.finished()
-        assert time.monotonic() - began < 25  # a few steps, and ten seconds
+        done = program.finished(ENDS_IN_S)
     assert done.returncode == 2
     assert "error: record 'bad' of " in done.stderr
     assert "truncated.jpg cannot be decoded" in done.stderr
@@ -416,13 +418,11 @@ def test_two_processes_end_with_every_kind_of_bad_record(home, tmp_path, kind, n
     bad, message = EVERYWHERE[kind]
     path = write(home, "kind", bad)
     words = train(
-        home, tmp_path / "out", f"cold_start.sources=[{{path: '{path}'}}]", f"data.num_workers={num_workers}"
-    )
-    assert forked.run("-m", "rge", "--version").returncode == 0  # whoever is first waits for the imports
+        home, tmp_path / "out", f"cold_start.sources=[{{path: '{path}'}}]", f"data.num_workers={num_workers}",
+        "train.silence_s=3600",  # the record ends the run, and not a process that the other one takes for dead
+    )  # fmt: skip
     with two_processes(*words, machines=2) as ranks:
-        began = time.monotonic()
-        done = [rank.finished() for rank in ranks]
-        assert time.monotonic() - began < 20  # ten on a machine that does nothing else
+        done = [rank.finished(ENDS_IN_S) for rank in ranks]
     for each in done:
         assert each.returncode == 2, each.stderr
         assert re.search(message, each.stderr), each.stderr

@@ -28,10 +28,10 @@ from data_prep.rmir.config import AtLeastOne, EncoderConfig
 from data_prep.rmir.pictures.encoders import CheckpointEncoder
 from rge.calls.caller import Caller, Outcome
 from rge.calls.model_config import ModelConfig, check_model
-from rge.calls.prices import confirm, priced
+from rge.calls.prices import confirm, fill_prices
 from rge.calls.replies import ReplyError
 from rge.calls.request import Picture, Request
-from rge.calls.store import AnswerStore, locked
+from rge.calls.store import AnswerStore, open_locked
 from rge.common.errors import UserError
 from rge.common.files import replacing, write_json
 from rge.common.images import picture_bytes
@@ -202,7 +202,7 @@ def main(words: Sequence[str]) -> None:
         UserError: a word is wrong, a file cannot be read, or the calls cannot go on.
     """
     options = parse_options(RationaleOptions, words, "rge data rationales")
-    model = priced({"model": options.model}, options.prices)["model"]
+    model = fill_prices({"model": options.model}, options.prices)["model"]
     check_model("model", model)
     if options.candidates > 1 and options.temperature == 0:
         raise UserError(
@@ -228,7 +228,7 @@ def estimate(records: Path, out: Path, model: ModelConfig, settings: Settings) -
     """
     path = _replies(records, out)
     with closing(AnswerStore(path if path.is_file() else None)) as store:
-        learnt = {kind: store.learnt(model.endpoint, kind) for kind in (False, True)}
+        learnt = {kind: store.billing_stats(model.endpoint, kind) for kind in (False, True)}
         kept = store.num_replies()
     tasks: Counter[str] = Counter()
     total: Counter[str] = Counter()
@@ -276,7 +276,7 @@ def write(records: Path, out: Path, model: ModelConfig, settings: Settings) -> d
         if settings.leak != "keep" and by_sight is None:
             _check_measurable(file, settings)
     replies = _replies(records, out)
-    with closing(locked(replies.with_suffix(".lock"))), closing(AnswerStore(replies)) as store:
+    with closing(open_locked(replies.with_suffix(".lock"))), closing(AnswerStore(replies)) as store:
         caller = Caller({model.name: model}, store, progress=True)
         _ask(caller, files, model, settings, rewrite=False)
         _measure_leaks(files, by_sight)

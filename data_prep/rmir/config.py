@@ -9,7 +9,7 @@ from pydantic import Field
 
 from data_prep.rmir.wording import wording
 from rge.calls.model_config import ModelConfig, check_model
-from rge.calls.prices import priced
+from rge.calls.prices import fill_prices
 from rge.common.errors import UserError
 from rge.common.files import RECIPES
 from rge.common.options import parse_file
@@ -350,7 +350,7 @@ def load_config(words: Sequence[str], schema: type[C] = RmirConfig) -> C:  # typ
         found = parse_file(schema, words, key="config", folder=CONFIGS, command="rge data rmir config=NAME")
     except UserError as error:
         raise ConfigError(str(error)) from None
-    found.models = priced(found.models, found.prices)
+    found.models = fill_prices(found.models, found.prices)
     check(found)
     return found
 

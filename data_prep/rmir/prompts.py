@@ -12,7 +12,7 @@ from rge.calls.replies import (
     Reply,
     ReplyError,
     check_complete,
-    one_of,
+    parse_choice,
     tag,
 )
 from rge.calls.request import Picture, Request
@@ -154,7 +154,7 @@ def read_filtered(reply: Reply) -> dict[str, str]:
         ReplyError: the answer cannot be read.
     """
     check_complete(reply, "is_valid")
-    valid = one_of(reply.text, "is_valid", {"yes": True, "no": False})
+    valid = parse_choice(reply.text, "is_valid", {"yes": True, "no": False})
     found = {key: _optional(reply.text, key) for key in ("reasoning", "input_desc")}
     if not valid:
         raise BreaksConstraint(found["reasoning"])
@@ -171,7 +171,7 @@ def read_judged(reply: Reply) -> tuple[str, str]:
         check_complete(reply, "consistent")
     except Abstained as error:
         return ABSTAIN, str(error)
-    verdict = one_of(reply.text, "consistent", {"true": TRUE, "false": FALSE, "abstain": ABSTAIN})
+    verdict = parse_choice(reply.text, "consistent", {"true": TRUE, "false": FALSE, "abstain": ABSTAIN})
     return verdict, _optional(reply.text, "reasoning")
 
 

@@ -18,9 +18,9 @@ from data_prep.rmir.pictures.encoders import identity
 from data_prep.rmir.wording import wording
 from rge.calls.caller import Caller, Outcome, Read
 from rge.calls.failures import RequestRejected
-from rge.calls.model_config import known_as
+from rge.calls.model_config import cache_names
 from rge.calls.request import Picture, Request
-from rge.calls.store import AnswerStore, locked
+from rge.calls.store import AnswerStore, open_locked
 from rge.common.errors import UserError
 from rge.common.files import read_json, write_text
 
@@ -112,11 +112,11 @@ def _settings(config: RmirConfig, stage: str, encoders: Sequence[dict[str, Any]]
     image, caption, *more = encoders
     whole = asdict(config)
     texts = wording(config.prompts)
-    names = known_as(config.models)
+    names = cache_names(config.models)
 
     def answers_of(label: str) -> list[Any]:
         model = config.models[label]
-        return [names[label], model.answers_by(), model.reasks, model.max_side_px]
+        return [names[label], model.cache_settings(), model.reasks, model.max_side_px]
 
     def without(section: str, left_out: Collection[str]) -> dict[str, Any]:
         return {key: value for key, value in whole[section].items() if key not in left_out}
@@ -166,7 +166,7 @@ class Run:
 
     def __init__(self, config: RmirConfig, *, progress: bool = True, read_only: bool = False):
         self.config, self.progress, self.out = config, progress, Path(config.out)
-        self._lock = None if read_only else locked(self.out / ".lock")
+        self._lock = None if read_only else open_locked(self.out / ".lock")
         # Read once: weights that change during the run must not pass for those it began with.
         self.encoders = identities(config)
         replies = self.out / REPLIES

@@ -22,7 +22,7 @@ from data_prep.rmir.run import Asking, Row, Run, reasons
 from data_prep.rmir.seed_set import drawn, embed_captions, embed_pictures, save_vectors, seed
 from data_prep.rmir.wording import wording
 from rge.calls.caller import Outcome
-from rge.calls.model_config import known_as
+from rge.calls.model_config import cache_names
 from rge.calls.replies import Refused, Reply, ReplyError
 from rge.calls.request import Request
 
@@ -306,7 +306,7 @@ def _panel(run: Run) -> list[tuple[str, int]]:
 
     The number counts within a model, so that one more judge of it leaves the others' answers valid.
     """
-    names = known_as(run.config.models)
+    names = cache_names(run.config.models)
     panel: list[tuple[str, int]] = []
     for spec in run.config.judge.judges:
         before = sum(names[model] == names[spec.model] for model, _ in panel)

@@ -29,7 +29,7 @@ from eval.scoring.output_files import PER_QUERY, RUN, check_out, read_results, r
 from eval.scoring.search import Ranking
 from eval.scoring.trec import read_run
 from eval.sets.retrieval_set import RetrievalSet, content_digest, load_set, with_readable_content
-from rge.calls.store import AnswerStore, key_of
+from rge.calls.store import AnswerStore, value_key
 from rge.common.commands import progress_bar
 from rge.common.errors import UserError
 from rge.common.registry import PluginOptions
@@ -365,7 +365,7 @@ def _keys(
         digest_of |= {row: content_digest(item)[0] for row, item in items.items()}
     asked = [content_digest(item)[0] for item in queries]
     return [
-        key_of(about, asked[query], digest_of[row])
+        value_key(about, asked[query], digest_of[row])
         for query, row in zip(query_P.tolist(), row_P.tolist(), strict=True)
     ]
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.judging.rewrite import known_and_open
-from rge.calls.store import AnswerStore, key_of
+from rge.calls.store import AnswerStore, value_key
 from rge.common.commands import progress_bar
 from rge.common.errors import UserError
 from rge.common.files import read_json
@@ -118,7 +118,7 @@ class DescriptionJudge:
             )
         about = self.name | {"after": ANSWER_SHOWS, "tokens": DESCRIPTION_TOKENS}
         about["software"] = local_software(answers)
-        keys = [key_of(about, one.text) for one in texts]
+        keys = [value_key(about, one.text) for one in texts]
         known, todo = known_and_open(answers, keys, texts)
         prompts = [
             self._builder.build(Item(one.id, _with(one.text, ANSWER_SHOWS)), "query") for one in todo.values()
@@ -142,7 +142,7 @@ class DescriptionJudge:
 
 def local_software(store: AnswerStore) -> str:
     """Hash of the software that scores and texts of models in this process are kept under, see `still_valid`."""
-    keys = [key_of(SOFTWARE, number) for number in range(MOST_SOFTWARE)]
+    keys = [value_key(SOFTWARE, number) for number in range(MOST_SOFTWARE)]
     known = store.get_values(keys)
     found = still_valid(list(known.values()), ("rge", "eval.judging"))
     if found not in known.values():

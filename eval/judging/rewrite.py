@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from eval.sets.retrieval_set import RetrievalSet, content_digest
-from rge.calls.asking.grouping import Outcome
 from rge.calls.caller import Caller
+from rge.calls.dispatch.grouping import Outcome
 from rge.calls.model_config import ModelConfig
-from rge.calls.providers.transport import served_as
+from rge.calls.providers.transport import served_model
 from rge.calls.request import Picture, Request
-from rge.calls.store import AnswerStore, key_of
+from rge.calls.store import AnswerStore, value_key
 from rge.common.commands import progress_bar
 from rge.common.errors import UserError
 from rge.common.images import picture_bytes
@@ -58,7 +58,7 @@ class Rewriter:
     ``kind``: key of `PROMPTS`. ``key_env``: environment variable with the key; None: it needs none. ``answers`` keeps the texts.
 
     Attributes:
-        served: see `rge.calls.providers.transport.served_as`; part of the keys under which texts are kept.
+        served: see `rge.calls.providers.transport.served_model`; part of the keys under which texts are kept.
 
     Raises:
         UserError: the variable is not set, or the endpoint cannot be reached.
@@ -69,7 +69,7 @@ class Rewriter:
         config = ModelConfig(
             name=model, base_url=url, key_env=key_env, concurrency=CONCURRENCY, send_seed=False, reasks=0
         )
-        self.served = served_as(config)
+        self.served = served_model(config)
         self._shown = f"{model} at {url}"
         self._caller = Caller({model: config}, AnswerStore(None))  # only texts are kept, in `answers`
 
@@ -85,7 +85,7 @@ class Rewriter:
             UserError: a call has no answer, after all others; or nothing at all was written.
         """
         keys = [
-            key_of("rewrite", MAX_TOKENS, self.about(), content_digest(query)[0])
+            value_key("rewrite", MAX_TOKENS, self.about(), content_digest(query)[0])
             if query.images or self.kind != "caption"
             else None
             for query in queries

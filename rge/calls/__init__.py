@@ -1,15 +1,15 @@
-"""API client for models: cached, retried, within a budget.
+"""API client for models: cached, with retries and budgets.
 
-``request``         what is asked, and the key under which the answer is kept
-``pictures``        pictures as they are sent: without metadata, scaled in other processes
-``model_config``    one model behind one endpoint, as the user gives it
-``prices``          what models cost, by name
-``failures``        why a call has no answer, and what is done about it
-``providers``       what differs between providers: requests, errors, batch modes
-``asking``          how calls are made: grouped, sent, retried, waited for
-``store``           the append-only file of answers and the ledger, shared by processes
-``caller``          all of it together
+``caller``          the client
+``request``         a request, and the cache key of its answer
+``pictures``        prepares pictures: strips metadata, scales down, encodes
+``model_config``    configuration of one model behind one endpoint
+``prices``          price table by model name
+``failures``        exceptions: which are retried, stored, or stop the run
+``providers``       wire format: requests, errors, batch API
+``dispatch``        grouping, retries, rate limits, batch jobs
+``store``           append-only cache of answers and ledger of costs, shared by processes
 ``replies``         parses provider responses
-``keys``            API keys, and how they are kept out of what is shown
-``local_server``    a server on this machine, for the demo, tests and measurements
+``keys``            API keys, and their redaction
+``local_server``    local server for the demo, tests and benchmarks
 """

@@ -1,6 +1,6 @@
 """Client for model APIs: rate limits, retries, budgets, and a cache that never pays twice for one answer.
 
-An answer is stored before it is parsed, so a malformed one is paid for once; then it is requested again with the format named.
+An answer is stored before it is parsed, so a malformed one is paid for once; it is then requested again with the format stated.
 """
 
 import asyncio
@@ -10,20 +10,20 @@ import sys
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from rge.calls.asking.batch_jobs import BatchJobs
-from rge.calls.asking.grouping import Call, Counts, Feed, Grouping, Outcome, Read
-from rge.calls.asking.health import Health
-from rge.calls.asking.sending import Sending
+from rge.calls.dispatch.batch_jobs import BatchJobs
+from rge.calls.dispatch.grouping import Call, Counts, Feed, Grouping, Outcome, Read
+from rge.calls.dispatch.health import Health
+from rge.calls.dispatch.sender import Sender
 from rge.calls.failures import BudgetReached, Rejected, StopCalls
 from rge.calls.keys import Mask, read_key
 from rge.calls.model_config import ModelConfig, check_model
 from rge.calls.pictures import Pictures
 from rge.calls.providers.batches import BatchApi
-from rge.calls.providers.bodies import Shown
+from rge.calls.providers.bodies import EncodedPictures
 from rge.calls.providers.transport import Connections, Send
 from rge.calls.replies import ReplyError
 from rge.calls.request import Picture, Request
-from rge.calls.store import AnswerStore, Kept
+from rge.calls.store import AnswerStore, StoredReply
 from rge.common.commands import progress_bar
 from rge.common.errors import UserError
 from rge.common.images import ImageError
@@ -34,17 +34,17 @@ NextCall = Callable[[], Awaitable[Call | None]]
 
 
 class Caller:
-    """Asks models and keeps their answers. What it learns of an endpoint lasts as long as it does.
+    """Calls models and stores their answers. Learned rate limits last as long as the object.
 
     Args:
-        models: by the name used in requests.
-        store: where answers are kept.
+        models: by their label in requests.
+        store: cache and ledger.
         progress: show progress bars.
-        rng: of the waits.
-        budget: what all models together may cost, over all runs on one file of answers; None: no limit.
+        rng: randomises the backoff.
+        budget: cap on the total cost of all models, over all runs that share the store; None: no limit.
 
     Raises:
-        UserError: a model's settings cannot be right, or the variable of its key is not set.
+        UserError: a model's settings are invalid, or the environment variable of its key is not set.
     """
 
     def __init__(
@@ -62,8 +62,8 @@ class Caller:
         self._mask = Mask(read_key(model.name, model.key_env) for model in models.values() if model.key_env)
         self._health = {model.endpoint: Health() for model in models.values()}
         rng = rng or random.Random()
-        self._sending = {
-            name: Sending(model, self._health[model.endpoint], store, self._mask, self.counts, rng, budget)
+        self._senders = {
+            name: Sender(model, self._health[model.endpoint], store, self._mask, self.counts, rng, budget)
             for name, model in models.items()
         }
 
@@ -79,20 +79,19 @@ class Caller:
         """Answer requests, from the store where possible.
 
         Args:
-            requests: what to ask; equal ones are asked once. An iterator is read only as far ahead as keeps the endpoints
-                busy.
-            on_outcome: called with the position of a request as soon as it is settled, or has no answer.
-            read: an answer that it cannot read is asked for again, see `ModelConfig.reasks`.
+            requests: duplicates are sent once. An iterator is read just far enough ahead to keep the endpoints busy.
+            on_outcome: receives the position and outcome of each request, as soon as it is settled.
+            read: validates a reply; unreadable ones are requested again, see `ModelConfig.reasks`.
             title: of the progress bar.
-            total: how many requests there are, for the progress bar; None: as many as have a length.
+            total: number of requests, for the progress bar; None: their length, if they have one.
 
         Returns:
-            One outcome a request, in their order; none where `on_outcome` took them.
+            One outcome per request, in order; empty with `on_outcome`.
 
         Raises:
-            StopCalls: an endpoint was given up: key, credit, budget, settings, or no answers. Calls under way have finished, and
-                everything answered is kept.
-            StoreError: an answer cannot be kept.
+            StopCalls: calls to an endpoint stopped: key, credit, budget, settings, or no answers. Calls in flight have finished,
+                and all answers are stored.
+            StoreError: an answer cannot be stored.
         """
         outcomes: dict[int, Outcome] = {}
         take = on_outcome or outcomes.__setitem__
@@ -106,37 +105,37 @@ class Caller:
 
             read = read or (lambda reply: None)
             feed = Feed(Grouping(self.models, self.store, self._mask, self.counts, read, done), requests)
-            if feed.look():
-                asyncio.run(self._ask_all(feed))
+            if feed.read_more():
+                asyncio.run(self._run_all(feed))
         return [outcomes[position] for position in range(len(outcomes))]
 
-    async def _ask_all(self, feed: Feed) -> None:
+    async def _run_all(self, feed: Feed) -> None:
         for health in self._health.values():
             health.start()
         failed: list[BaseException] = []
         try:
             with Pictures() as pictures:
                 async with asyncio.TaskGroup() as group:
-                    feed.start(lambda name: group.create_task(self._ask_model(name, feed, pictures)))
+                    feed.start(lambda name: group.create_task(self._run_model(name, feed, pictures)))
         except* UserError as errors:
             failed.append(_first(errors))
-        if failed:  # not raised above: before Python 3.11.4 it would come in a group of its own
+        if failed:  # raised here because before Python 3.11.4, except* would wrap it in another group
             raise failed[0]
         stopped = [health.stopped for health in self._health.values() if health.stopped is not None]
         if stopped:
             raise min(stopped, key=lambda error: isinstance(error, BudgetReached))
 
-    async def _ask_model(self, name: str, feed: Feed, pictures: Pictures) -> None:
-        model, sending = self.models[name], self._sending[name]
-        asking = _Asking(sending, feed.grouping, pictures, self._say)
+    async def _run_model(self, name: str, feed: Feed, pictures: Pictures) -> None:
+        model, sender = self.models[name], self._senders[name]
+        run = _ModelRun(sender, feed.grouping, pictures, self._say)
         if model.mode == "batch":
-            while sending.health.stopped is None and (calls := await feed.take(name)):
-                await asking.by_calls(await asking.by_batches(calls))
+            while sender.health.stopped is None and (calls := await feed.take_round(name)):
+                await run.make_calls(await run.make_batches(calls))
         else:
             num = min(model.concurrency, len(feed.waiting[name])) if feed.ended else model.concurrency
-            await asking.work(lambda: feed.next(name), num)
-        if (error := sending.health.stopped) is not None and name in feed.waiting:
-            # Printed right away: other models' calls and batches may take long.
+            await run.work(lambda: feed.next_call(name), num)
+        if (error := sender.health.stopped) is not None and name in feed.waiting:
+            # Printed now: other models' calls and batches may take long.
             self._say(f"{error}")
             feed.close(name)
 
@@ -146,103 +145,106 @@ class Caller:
 
 
 @dataclass
-class _Asking:
+class _ModelRun:
     """One model in one run."""
 
-    sending: Sending
+    sender: Sender
     grouping: Grouping
     pictures: Pictures
     say: Callable[[str], None]
 
-    async def by_calls(self, calls: Sequence[Call]) -> None:
-        """Make these calls one by one."""
+    async def make_calls(self, calls: Sequence[Call]) -> None:
+        """Make single calls."""
         queue = iter(calls)
 
         async def next_call() -> Call | None:
             return next(queue, None)
 
-        await self.work(next_call, min(self.sending.model.concurrency, len(calls)))
+        await self.work(next_call, min(self.sender.model.concurrency, len(calls)))
 
     async def work(self, next_call: NextCall, num_workers: int) -> None:
-        """Make calls until there are no more, so many at once."""
-        sending = self.sending
+        """Make calls from concurrent workers until none are left."""
+        sender = self.sender
 
         async def worker(send: Send) -> None:
-            while sending.health.stopped is None and (call := await next_call()) is not None:
-                again = [call]
-                while again:
-                    found = await self._answer(send, again[0])
-                    if found is None:
+            while sender.health.stopped is None and (call := await next_call()) is not None:
+                calls = [call]
+                while calls:
+                    result = await self._answer(send, calls[0])
+                    if result is None:
                         return
-                    again = self.grouping.settled(again[0], found) + again[1:]
+                    calls = self.grouping.record(calls[0], result) + calls[1:]
 
         if not num_workers:
             return
         async with (
-            Connections(sending.model, num_workers, sending.mask) as senders,
+            Connections(sender.model, num_workers, sender.mask) as clients,
             asyncio.TaskGroup() as group,
         ):
             for number in range(num_workers):
-                group.create_task(worker(senders[number % len(senders)]))
+                group.create_task(worker(clients[number % len(clients)]))
 
-    async def _answer(self, send: Send, call: Call) -> Kept | ReplyError | None:
+    async def _answer(self, send: Send, call: Call) -> StoredReply | ReplyError | None:
         try:
-            # Before an attempt begins: scaling a photograph is no part of the time that the endpoint is given.
-            shown = await self._show(call.request)
+            # Before the attempt, so that scaling a photograph does not count towards its time limit.
+            pictures = await self._encode(call.request)
         except ImageError as error:
-            return self.sending.unsendable(str(error))
-        found = await self.sending.ask(send, call, shown)
-        assert not isinstance(found, Rejected)
-        return found
+            return self.sender.unsendable(str(error))
+        result = await self.sender.call(send, call, pictures)
+        assert not isinstance(result, Rejected)
+        return result
 
-    async def _show(self, request: Request) -> Shown:
+    async def _encode(self, request: Request) -> EncodedPictures:
         return {part: await self.pictures(part) for part in request.parts if isinstance(part, Picture)}
 
-    async def by_batches(self, calls: list[Call]) -> list[Call]:
-        """Ask by the provider's batch mode. Returns what is left to be asked by calls."""
-        sending, again = self.sending, list[Call]()
+    async def make_batches(self, calls: list[Call]) -> list[Call]:
+        """Use the provider's batch API. Returns the calls still to be made one by one."""
+        sender, reasks = self.sender, list[Call]()
         left = {call.key: call for call in calls}
         if pilots := self._pilots(calls):
-            await self.by_calls(pilots)
-            if sending.health.stopped is not None:
+            await self.make_calls(pilots)
+            if sender.health.stopped is not None:
                 return []
             for call in pilots:
                 del left[call.key]
 
-        def settle(key: str, found: Kept | ReplyError) -> None:
-            sending.health.accepted(float("-inf"))
+        def settle(key: str, result: StoredReply | ReplyError) -> None:
+            sender.health.call_accepted(float("-inf"))
             if (call := left.pop(key, None)) is not None:
-                again.extend(self.grouping.settled(call, found))
+                reasks.extend(self.grouping.record(call, result))
 
-        async with BatchApi(sending.model, sending.mask) as api:
-            jobs = BatchJobs(sending, api, show=self._show, settle=settle, say=self.say)
+        async with BatchApi(sender.model, sender.mask) as api:
+            jobs = BatchJobs(sender, api, encode=self._encode, settle=settle, say=self.say)
             try:
                 reasons = await jobs.run(dict(left))
             except StopCalls as error:
-                sending.health.stop(error)
+                sender.health.stop(error)
                 return []
-        again = [*left.values(), *again]
-        if again:
+        remaining = [*left.values(), *reasks]
+        if remaining:
             why = next(iter(reasons.values()), "their answers could not be read")[:300]
-            self.say(
-                f"{sending.model.name}: {len(again):,} calls are asked one by one, at the whole price: {why}"
-            )
-        return again
+            self.say(f"{sender.model.name}: making {len(remaining):,} single calls, at full price: {why}")
+        return remaining
 
     def _pilots(self, calls: Sequence[Call]) -> list[Call]:
-        """Calls to make before a batch, so that a budget rests on a bill: one with pictures, one without, if it allows them."""
-        model, store, found = self.sending.model, self.sending.store, dict[bool, Call]()
-        room = store.room(model.endpoint, model.budget, self.sending.budget)
-        if room == math.inf:
+        """Under a budget: single calls to make first, one with pictures and one without, so that estimates rest on bills."""
+        sender, pilots = self.sender, dict[bool, Call]()
+        model, store = sender.model, sender.store
+        budget_left = store.remaining_budget(model.endpoint, model.budget, sender.budget)
+        if budget_left == math.inf:
             return []
-        under_way = {key for row in store.open_batches(model.endpoint) for key, _ in row.calls.values()}
+        in_flight = {key for row in store.open_batches(model.endpoint) for key, _ in row.calls.values()}
         for call in calls:
-            kind = bool(call.request.num_pictures())
-            if kind in found or call.key in under_way or store.learnt(model.endpoint, kind).calls:
+            pictures = bool(call.request.num_pictures())
+            if (
+                pictures in pilots
+                or call.key in in_flight
+                or store.billing_stats(model.endpoint, pictures).calls
+            ):
                 continue
-            if model.greatest_cost(call.request) <= room:
-                found[kind] = call
-        return list(found.values())
+            if model.max_cost(call.request) <= budget_left:
+                pilots[pictures] = call
+        return list(pilots.values())
 
 
 def _first(errors: BaseExceptionGroup) -> BaseException:

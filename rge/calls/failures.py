@@ -1,11 +1,13 @@
-"""Why a call failed, and whether it is retried; `rge.calls.providers.errors` classifies providers' errors.
+"""Exceptions of calls: which are retried, which are stored, and which stop the run.
 
-===========  =========================================================  ==================================================
-unanswered   time-out, no connection, 429, 5xx, a web page              retried; then open: the next run asks it again
-refused      the provider's policy declines                             an answer, kept (`rge.calls.replies.Refused`)
-rejected     this one request cannot be taken (too large, a bad image)  settled and kept; the others go on
-stopped      no request can succeed: key, credit, model, setting        nothing more is sent; calls under way finish
-===========  =========================================================  ==================================================
+===========  ==================================================  ==================================================
+unanswered   time-out, no connection, 429, 5xx, a web page       retried; after the last retry, left to the next run
+refused      declined by the provider's policy                   stored as an answer (`rge.calls.replies.Refused`)
+rejected     this request is invalid (too large, a bad image)    stored; the other calls continue
+stopped      every request fails: key, credit, model, setting    no further calls; those in flight finish
+===========  ==================================================  ==================================================
+
+`rge.calls.providers.errors` maps providers' errors to these.
 """
 
 from dataclasses import dataclass
@@ -19,50 +21,50 @@ class StopCalls(UserError):
 
 
 class AccountRejected(StopCalls):
-    """The account cannot make calls: no credit, no quota, no such model."""
+    """The account cannot make calls: no credit, no quota, or an unknown model."""
 
 
 class KeyRejected(AccountRejected):
-    """The endpoint does not accept the key."""
+    """The endpoint rejects the key."""
 
 
-class NotThere(AccountRejected):
-    """404: no such model, address or batch."""
+class NotFound(AccountRejected):
+    """404: unknown model, address or batch."""
 
 
 class BudgetReached(StopCalls):
-    """The next call might cost more than what is left."""
+    """The next call might exceed the budget."""
 
 
 class EndpointDown(StopCalls):
-    """The endpoint does not answer, or answers with errors only."""
+    """The endpoint is unreachable or returns only errors."""
 
 
 class RequestRejected(StopCalls):
-    """The endpoint accepts no request of this kind; the message has its own words."""
+    """The endpoint rejects all requests with these settings; the message quotes it."""
 
 
 class Unanswered(ReplyError):
-    """No answer, by no fault of the request: neither a verdict nor asked; the next run asks again."""
+    """The endpoint gave no answer; the next run tries again."""
 
     kind = "unanswered"
 
 
 class Rejection(ReplyError):
-    """The endpoint cannot take this one request; kept, so that it is not sent again."""
+    """The endpoint cannot process this request; stored, so that it is not sent again."""
 
     kind = "rejected request"
 
 
 @dataclass
-class Lost(Exception):
-    """One attempt gave nothing; the next may."""
+class AttemptFailed(Exception):
+    """One attempt failed; a retry may succeed."""
 
     reason: str
-    limited: bool = False  # refused for its rate only: nothing was done, and nothing is billed
-    wait_s: float | None = None  # as the endpoint asks for
-    billed: bool = False  # the provider may have answered, and then bills it
-    raw: bytes | None = None  # what came instead of an answer
+    limited: bool = False  # a 429: not processed and not billed
+    wait_s: float | None = None  # Retry-After
+    billed: bool = False  # the provider may have processed the request and may bill it
+    raw: bytes | None = None  # body of the response, if any
 
     def __str__(self) -> str:
         return self.reason
@@ -70,11 +72,13 @@ class Lost(Exception):
 
 @dataclass
 class Rejected(Exception):
-    """The endpoint rejects a request as it stands."""
+    """The endpoint rejected a request."""
 
     reason: str
-    certain: bool  # status or code say that this one request is at fault; else every request may be, which a canary tells
-    raw: bytes  # what it answered
+    certain: (
+        bool  # status or code blame this request; else a canary finds out whether all requests are rejected
+    )
+    raw: bytes  # body of the response
 
     def __str__(self) -> str:
         return self.reason

@@ -1,6 +1,6 @@
 """A small OpenAI-compatible server on this machine, for the built-in oracle, tests and benchmarks.
 
-It speaks just enough HTTP/1.1 (bodies with a length, kept-alive connections) for its clients here.
+It implements only the HTTP/1.1 that its clients here need: Content-Length bodies and keep-alive.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ PHRASES = {200: "OK", 400: "Bad Request", 401: "Unauthorized", 404: "Not Found",
 
 @dataclass
 class Answer:
-    """What is sent back: a JSON body, or text or bytes as they are; at status 0 nothing, and the connection ends."""
+    """A response: JSON-serialisable body, text or bytes. Status 0 closes the connection without a response."""
 
     body: Any
     status: int = 200
@@ -25,15 +25,15 @@ class Answer:
 
 
 Handler = Callable[[str, dict[str, Any]], Awaitable[Answer]]
-"""Answers (path, JSON body of the request)."""
+"""Takes path and JSON body."""
 RawHandler = Callable[[str, str, dict[str, str], bytes], Awaitable[Answer]]
-"""Answers (method, path, headers with names in lower case, body)."""
+"""Takes method, path, headers (lower-case names) and body."""
 
 
 def chat(
     text: str, *, stop: str = "stop", input_tokens: int = 100, output_tokens: int = 20, model: str = "local"
 ) -> Answer:
-    """A chat completion."""
+    """Build a chat completion."""
     message = {"role": "assistant", "content": text}
     usage = {
         "prompt_tokens": input_tokens,
@@ -54,37 +54,37 @@ def chat(
 
 
 class Batches:
-    """OpenAI's batch mode around a server of chats, as a raw handler; a batch has ended after so many looks at it."""
+    """OpenAI's batch API around a chat handler, as a raw handler; a batch completes at its `polls`-th status request."""
 
-    def __init__(self, chats: Handler, looks: int = 1):
-        self.chats, self.looks = chats, looks
+    def __init__(self, chats: Handler, polls: int = 1):
+        self.chats, self.polls = chats, polls
         self.files: dict[str, bytes] = {}
         self.batches: dict[str, dict[str, Any]] = {}
-        self.num_by_calls = 0
-        self._looked: dict[str, int] = {}
+        self.num_single_calls = 0
+        self._num_polls: dict[str, int] = {}
 
     async def __call__(self, method: str, path: str, headers: dict[str, str], data: bytes) -> Answer:
-        """Answer a request."""
-        place, _, _ = path.removeprefix("/v1").partition("?")
-        if place == "/files":
+        """Handle a request."""
+        route, _, _ = path.removeprefix("/v1").partition("?")
+        if route == "/files":
             name = f"file-{len(self.files)}"
             self.files[name] = data[data.index(b"\r\n\r\n{") + 4 : data.rindex(b"\r\n--")]
-            if b'name="purpose"' in self.files[name]:  # the form's fields come in any order
+            if b'name="purpose"' in self.files[name]:  # form fields may come in any order
                 self.files[name] = self.files[name].partition(b"\r\n--")[0]
             return Answer({"id": name, "object": "file"})
-        if place.startswith("/files/"):
-            return Answer(self.files[place.split("/")[2]], content_type="application/octet-stream")
-        if place == "/batches" and method == "POST":
+        if route.startswith("/files/"):
+            return Answer(self.files[route.split("/")[2]], content_type="application/octet-stream")
+        if route == "/batches" and method == "POST":
             return Answer(self.create(json.loads(data)))
-        if place == "/batches":
+        if route == "/batches":
             return Answer({"data": list(self.batches.values())[::-1], "has_more": False})
-        if place.startswith("/batches/"):
-            return Answer(await self.look(place.split("/")[2]))
-        self.num_by_calls += 1
+        if route.startswith("/batches/"):
+            return Answer(await self.poll(route.split("/")[2]))
+        self.num_single_calls += 1
         return await self.chats(path, json.loads(data))
 
     def create(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """Begin a batch."""
+        """Create a batch."""
         name = f"batch_{len(self.batches)}"
         self.batches[name] = {
             "id": name,
@@ -95,11 +95,11 @@ class Batches:
         }
         return self.batches[name]
 
-    async def look(self, name: str) -> dict[str, Any]:
-        """The state of a batch; at the last of `looks` it is worked through."""
+    async def poll(self, name: str) -> dict[str, Any]:
+        """Status of a batch; the `polls`-th request for it runs the batch."""
         batch = self.batches[name]
-        self._looked[name] = self._looked.get(name, 0) + 1
-        if self._looked[name] == self.looks:
+        self._num_polls[name] = self._num_polls.get(name, 0) + 1
+        if self._num_polls[name] == self.polls:
             lines = [json.loads(line) for line in self.files[batch["input_file_id"]].splitlines()]
             good: list[dict[str, Any]] = []
             bad: list[dict[str, Any]] = []
@@ -118,13 +118,13 @@ class Batches:
 
 
 class LocalServer:
-    """Serves in a thread of its own, as a context manager.
+    """Serves from a background thread, as a context manager.
 
     Args:
-        handler: answers requests.
-        port: 0 takes a free one; `url` says which.
-        raw: answers in its place, for what is not a POST of JSON.
-        models: entries of ``/models``; without, the server has no such list.
+        handler: handles JSON POST requests.
+        port: 0 picks a free one, see `url`.
+        raw: handles all requests instead of `handler`.
+        models: entries of ``/models``; None: 404.
     """
 
     def __init__(
@@ -137,13 +137,13 @@ class LocalServer:
     ):
         self.handler, self.port, self.raw, self.models = handler, port, raw, models
         self.num_answered = 0
-        """Answers given but for the list of models; counted before they are sent, so that a client that has one finds it counted."""
+        """Responses other than ``/models``; counted before sending, so a client that has one sees it counted."""
         self._ready, self._loop = threading.Event(), asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, daemon=True)
 
     @property
     def url(self) -> str:
-        """Base address for a client."""
+        """Base URL for clients."""
         return f"http://127.0.0.1:{self.port}/v1"
 
     def __enter__(self) -> "LocalServer":
@@ -161,8 +161,8 @@ class LocalServer:
 
     async def _main(self) -> None:
         self._stop = asyncio.Event()
-        # A burst of hundreds of connections must not be refused.
-        server = await asyncio.start_server(self._connection, "127.0.0.1", self.port, backlog=2048)
+        # Must accept a burst of hundreds of connections.
+        server = await asyncio.start_server(self._serve_client, "127.0.0.1", self.port, backlog=2048)
         self.port = server.sockets[0].getsockname()[1]
         self._ready.set()
         await self._stop.wait()
@@ -171,7 +171,7 @@ class LocalServer:
             if task is not asyncio.current_task():
                 task.cancel()
 
-    async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve_client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while head := await reader.readuntil(b"\r\n\r\n"):
                 first, *lines = head.decode("latin-1").split("\r\n")

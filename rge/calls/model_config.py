@@ -16,17 +16,17 @@ PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
 CHARACTERS_A_TOKEN = 3
-"""Of a prompt, for estimates; low, so that estimates are rather too high."""
+"""For token estimates of prompts; low on purpose, so that estimates err on the high side."""
 
 
 @dataclass(frozen=True, slots=True)
-class Learnt:
-    """What bills say about the estimates of one endpoint, of calls with pictures or without."""
+class BillingStats:
+    """Ratios of billed to estimated tokens at one endpoint, for calls with or without pictures."""
 
-    calls: int = 0  # billed so far
-    mean_input: float = 1.0  # tokens billed for each one that was estimated
-    most_input: float = 1.0  # likewise, of the call where the estimate was lowest; 1 at least
-    most_output: float = 1.0  # likewise of output, whose estimate is ``max_tokens``
+    calls: int = 0  # number billed
+    mean_input: float = 1.0
+    max_input: float = 1.0  # at least 1
+    max_output: float = 1.0  # at least 1; the estimate is ``max_tokens``
 
 
 @dataclass
@@ -99,7 +99,7 @@ class ModelConfig:
 
     @property
     def endpoint(self) -> str:
-        """Name and address: what budgets, rates and the ledger go by."""
+        """Name and address: the key of budgets, rate limits and the ledger."""
         return f"{self.name} at {self.base_url or 'openai'}"
 
     def paid(self) -> bool:
@@ -109,42 +109,42 @@ class ModelConfig:
     def cost(
         self, input_tokens: int, output_tokens: int, cached_tokens: int = 0, *, batch: bool = False
     ) -> float:
-        """Price of a call, or of one in a batch; tokens read from a cache are a part of the input tokens."""
+        """Cost of a single or batched call; ``input_tokens`` include ``cached_tokens``."""
         input_price = self.input_price or 0.0
         cached_price = input_price if self.cached_price is None else self.cached_price
         price = (input_tokens - cached_tokens) * input_price + cached_tokens * cached_price
         price += output_tokens * (self.output_price or 0.0)
         return price * (self.batch_price if batch else 1.0) / 1e6
 
-    def estimate(self, request: Request, learnt: Learnt | None = None) -> tuple[int, int]:
-        """Input tokens, and output tokens at most."""
+    def estimate(self, request: Request, stats: BillingStats | None = None) -> tuple[int, int]:
+        """Estimate input tokens and maximum output tokens."""
         prompt = request.num_characters() // CHARACTERS_A_TOKEN + request.num_pictures() * self.picture_tokens
         answer = request.max_tokens * request.n
-        if learnt is None:
+        if stats is None:
             return prompt, answer
-        return int(prompt * learnt.most_input), int(answer * learnt.most_output)
+        return int(prompt * stats.max_input), int(answer * stats.max_output)
 
-    def greatest_cost(self, request: Request, learnt: Learnt | None = None, *, batch: bool = False) -> float:
-        """What a call costs at most."""
-        return self.cost(*self.estimate(request, learnt), batch=batch)
+    def max_cost(self, request: Request, stats: BillingStats | None = None, *, batch: bool = False) -> float:
+        """Estimate the maximum cost of a call."""
+        return self.cost(*self.estimate(request, stats), batch=batch)
 
     def sent_by(self) -> str:
-        """Where and how requests go, of what is no part of their keys: another one may take what this one rejects."""
+        """Endpoint and wire settings outside the cache key: with others, a rejected request may be accepted."""
         return f"{self.endpoint} {self.token_limit} {self.send_seed}"
 
-    def answers_by(self) -> dict[str, Any]:
-        """The settings that change what the model answers, those that are set: part of the key of its answers."""
-        plain: dict[str, Any] = {
+    def cache_settings(self) -> dict[str, Any]:
+        """The non-default settings that affect answers; part of the cache key."""
+        defaults: dict[str, Any] = {
             "extra_body": {},
             "reasoning_effort": None,
             "send_temperature": True,
             "structured": False,
         }
-        return {key: value for key, usual in plain.items() if (value := getattr(self, key)) != usual}
+        return {key: value for key, default in defaults.items() if (value := getattr(self, key)) != default}
 
 
 def check_model(where: str, model: ModelConfig) -> None:
-    """Check a model however it was made, also for what types cannot say.
+    """Validate a configuration beyond its types.
 
     Raises:
         UserError: names the setting and the fix.
@@ -159,30 +159,33 @@ def check_model(where: str, model: ModelConfig) -> None:
         )
     if set(model.extra_body) & {"model", "messages", "n", "seed"}:
         raise UserError(
-            f"{where}.extra_body must leave model, messages, n and seed alone: answers are kept by them"
+            f"{where}.extra_body must not set model, messages, n or seed: they are part of the cache key"
         )
     try:
         json.dumps(model.extra_body)
     except TypeError as error:
-        raise UserError(f"{where}.extra_body is sent as JSON: {error}") from None
+        raise UserError(f"{where}.extra_body must be JSON: {error}") from None
     if model.base_url is not None:
-        url = httpx.URL(model.base_url)
-        if url.scheme not in ("http", "https") or not url.host:
-            raise UserError(f"{where}.base_url must be http(s)://HOST..., got {model.base_url!r}")
-        if url.userinfo or url.query:
-            raise UserError(f"{where}.base_url must hold no user, password or query; keys come by key_env")
+        _check_url(f"{where}.base_url", model.base_url)
 
 
-def known_as(models: Mapping[str, ModelConfig]) -> dict[str, str]:
-    """The name under which answers of each model are kept.
+def _check_url(where: str, base_url: str) -> None:
+    url = httpx.URL(base_url)
+    if url.scheme not in ("http", "https") or not url.host:
+        raise UserError(f"{where} must be http(s)://HOST..., got {base_url!r}")
+    if url.userinfo or url.query:
+        raise UserError(f"{where} must not contain a user, password or query; pass keys through key_env")
 
-    It is the model's own, whatever its address: a server that moves to another port keeps its answers. Where one name is
-    served at two addresses, the second and later ones carry the name that the configuration gives them, for they may be other
-    weights.
+
+def cache_names(models: Mapping[str, ModelConfig]) -> dict[str, str]:
+    """The name under which each model's answers are cached, by label.
+
+    It is the model's own name, whatever its address, so a server that moves to another port keeps its cache. If one name is
+    served at several addresses, the weights may differ, so the later ones also carry their label.
     """
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     first: dict[str, str | None] = {}
     for label, model in models.items():
         same = first.setdefault(model.name, model.base_url) == model.base_url
-        found[label] = model.name if same else f"{model.name} as {label}"
-    return found
+        names[label] = model.name if same else f"{model.name} as {label}"
+    return names

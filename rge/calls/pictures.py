@@ -1,7 +1,7 @@
-"""Prepare pictures for a request: metadata removed, upright, scaled down.
+"""Prepare pictures for a request: strip metadata, rotate upright, scale down, encode.
 
-A photograph of twelve megapixels takes a second to decode and encode. In the event loop that would block all calls, and
-some would time out through no fault of the endpoint; threads do it, since Pillow decodes and scales without the GIL.
+A 12-megapixel photograph takes a second to decode and encode, which would block the event loop and time out other calls. So
+this runs in threads; Pillow releases the GIL.
 """
 
 import asyncio
@@ -18,40 +18,37 @@ from rge.common.picture_metadata import without_metadata
 from rge.common.schema import ImageRef
 
 SENDABLE = {"JPEG": "image/jpeg", "PNG": "image/png", "WEBP": "image/webp"}
-"""Formats that every server reads; a picture of another format, or too large, is sent as JPEG."""
+"""Formats that every server reads; others are converted to JPEG."""
 JPEG_QUALITY = 90
-KEPT_BYTES = 64 * 2**20
-"""Of encoded pictures that are kept, the last used ones: one picture is judged a hundred times."""
+CACHE_BYTES = 64 * 2**20
+"""Size of the LRU cache of encoded pictures: one picture may be judged a hundred times."""
 MAX_THREADS = 8
 
 
-def sendable(ref: ImageRef, max_side_px: int) -> tuple[str, bytes]:
-    """Media type and bytes of a picture as it is sent: pixels and nothing else.
-
-    Returns:
-        The file without its metadata where every server can read it, else a JPEG of it.
+def prepare_picture(ref: ImageRef, max_side_px: int) -> tuple[str, bytes]:
+    """Media type and bytes of a picture: the file without metadata if every server can read it, else a JPEG.
 
     Raises:
-        ImageError: it cannot be read or decoded.
+        ImageError: the picture cannot be read or decoded.
     """
     data = picture_bytes(ref)
-    return _as_it_is(data, max_side_px) or _encoded(ref, max_side_px)
+    return _unchanged(data, max_side_px) or _as_jpeg(ref, max_side_px)
 
 
-def _as_it_is(data: bytes, max_side_px: int) -> tuple[str, bytes] | None:
-    # None where its pixels must be touched, which takes long.
+def _unchanged(data: bytes, max_side_px: int) -> tuple[str, bytes] | None:
+    # None: it must be re-encoded, which is slow.
     try:
         with Image.open(io.BytesIO(data)) as header:
             kind, mode, longest = header.format, header.mode, max(header.size)
             upright = header.getexif().get(0x0112, 1) in (0, 1)
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
-        return None  # decoding it says what is wrong
+        return None  # decoding reports the error
     if kind not in SENDABLE or mode not in ("RGB", "RGBA", "L", "P") or longest > max_side_px or not upright:
         return None
     return SENDABLE[kind], without_metadata(data)
 
 
-def _encoded(ref: ImageRef, max_side_px: int) -> tuple[str, bytes]:
+def _as_jpeg(ref: ImageRef, max_side_px: int) -> tuple[str, bytes]:
     image = load_image(ref)
     image.thumbnail((max_side_px, max_side_px), Image.Resampling.LANCZOS)
     out = io.BytesIO()
@@ -59,16 +56,16 @@ def _encoded(ref: ImageRef, max_side_px: int) -> tuple[str, bytes]:
     return "image/jpeg", out.getvalue()
 
 
-def encoded(data: bytes) -> str:
-    """Base64."""
+def to_base64(data: bytes) -> str:
+    """Encode bytes as base64 text."""
     return base64.b64encode(data).decode()
 
 
 class Pictures:
-    """Prepares pictures beside the calls, as a context manager; keeps the last ones."""
+    """Encodes pictures in threads, with an LRU cache; a context manager."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[Picture, asyncio.Task[tuple[str, str]]] = OrderedDict()
+        self._cache: OrderedDict[Picture, asyncio.Task[tuple[str, str]]] = OrderedDict()
         self._num_bytes = 0
         self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="pictures")
 
@@ -82,27 +79,27 @@ class Pictures:
         """Media type and base64 of a picture.
 
         Raises:
-            ImageError: it cannot be read or decoded.
+            ImageError: the picture cannot be read or decoded.
         """
-        task = self._kept.get(picture)
+        task = self._cache.get(picture)
         if task is None:
-            task = self._kept[picture] = asyncio.create_task(self._prepare(picture))
-        self._kept.move_to_end(picture)
-        # Shielded: one of several calls that wait for it may be cancelled.
-        found = await asyncio.shield(task)
-        while self._num_bytes > KEPT_BYTES and len(self._kept) > 1:
-            oldest = next(iter(self._kept))
-            if not self._kept[oldest].done():
+            task = self._cache[picture] = asyncio.create_task(self._prepare(picture))
+        self._cache.move_to_end(picture)
+        # Shielded: one of several waiting calls may be cancelled.
+        result = await asyncio.shield(task)
+        while self._num_bytes > CACHE_BYTES and len(self._cache) > 1:
+            oldest = next(iter(self._cache))
+            if not self._cache[oldest].done():
                 break
-            gone = self._kept.pop(oldest)
-            self._num_bytes -= len(gone.result()[1]) if gone.exception() is None else 0
-        return found
+            evicted = self._cache.pop(oldest)
+            self._num_bytes -= len(evicted.result()[1]) if evicted.exception() is None else 0
+        return result
 
     async def _prepare(self, picture: Picture) -> tuple[str, str]:
         loop = asyncio.get_running_loop()
         media_type, data = await loop.run_in_executor(
-            self._threads, sendable, picture.ref, picture.max_side_px
+            self._threads, prepare_picture, picture.ref, picture.max_side_px
         )
-        coded = encoded(data)
-        self._num_bytes += len(coded)
-        return media_type, coded
+        text = to_base64(data)
+        self._num_bytes += len(text)
+        return media_type, text

@@ -11,12 +11,12 @@ from rge.common.options import build, read_yaml
 
 TABLE = Path(__file__).with_name("prices.yaml")
 ADDRESSES = (None, "https://api.anthropic.com/v1", "https://generativelanguage.googleapis.com/v1beta/openai")
-"""Of the providers whose prices these are; None is OpenAI's."""
+"""Endpoints to which the shipped prices apply; None: OpenAI."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Prices:
-    """A row of the table; see the keys of the same names in `ModelConfig`."""
+    """A row of the table; see the fields of the same names in `ModelConfig`."""
 
     input_price: float
     output_price: float
@@ -24,39 +24,39 @@ class Prices:
     batch_price: float | None = None
 
 
-def priced(models: Mapping[str, ModelConfig], table: Path | None = None) -> dict[str, ModelConfig]:
-    """The models with prices of the table, where their settings give none.
+def fill_prices(models: Mapping[str, ModelConfig], table: Path | None = None) -> dict[str, ModelConfig]:
+    """Fill in missing prices from the table.
 
     Args:
-        models: by any name; the table goes by `ModelConfig.name`.
-        table: None: the shipped one, for the providers' own addresses only: what else serves a model has its own prices.
+        models: by any label; the table's keys are `ModelConfig.name`.
+        table: None: the shipped table, which applies to the providers' own addresses only.
 
     Raises:
         UserError: the table cannot be read.
     """
     path = table or TABLE
     rows = read_yaml(path)
-    found = dict(models)
+    filled = dict(models)
     for label, model in models.items():
-        own = (model.base_url and model.base_url.rstrip("/")) in ADDRESSES
+        shipped = (model.base_url and model.base_url.rstrip("/")) in ADDRESSES
         has_prices = (model.input_price, model.output_price) != (None, None)
-        if model.name not in rows or has_prices or not (own or table):
+        if model.name not in rows or has_prices or not (shipped or table):
             continue
         row = build(Prices, [(f"{path}: {model.name}: ", rows[model.name])])
         given = {key: value for key, value in dataclasses.asdict(row).items() if value is not None}
-        found[label] = dataclasses.replace(model, **given)
-    return found
+        filled[label] = dataclasses.replace(model, **given)
+    return filled
 
 
 def confirm(estimate: str, *, yes: bool) -> None:
-    """Print an estimate of what is about to be paid, and ask on a terminal, but for ``yes``.
+    """Print a cost estimate, and ask for confirmation on a terminal unless ``yes``.
 
     Raises:
-        UserError: the answer is no.
+        UserError: the user declined.
     """
     sys.stderr.write(f"{estimate}\n")
     if yes or not (sys.stdin.isatty() and sys.stderr.isatty()):
         return
-    sys.stderr.write("Go on? [y/N] ")
+    sys.stderr.write("Continue? [y/N] ")
     if input().strip().lower() not in ("y", "yes"):
-        raise UserError("stopped before anything was asked; yes=true continues without the question")
+        raise UserError("cancelled before any call was made; pass yes=true to skip the confirmation")

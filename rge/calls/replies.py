@@ -1,4 +1,4 @@
-"""Parse provider responses. Every way in which one can be malformed has an error of its own, and a name for the report."""
+"""Parse provider responses. Every kind of malformed response has its own error class, whose ``kind`` appears in reports."""
 
 import json
 import re
@@ -9,19 +9,19 @@ import json_repair
 
 
 class ReplyError(ValueError):
-    """An answer without what was asked for. ``kind`` is its name in tables and reports."""
+    """An answer without the requested content. ``kind`` names it in tables and reports."""
 
     kind = "malformed"
 
 
 class NotAChat(ReplyError):
-    """Not an answer of a chat model: a web page, or JSON without choices. Never kept; the call is made again."""
+    """Not a chat completion: a web page, or JSON without choices. Never stored; the call is retried."""
 
     kind = "not a chat reply"
 
 
 class EmptyChoices(ReplyError):
-    """A valid answer with nothing in it."""
+    """A valid but empty answer."""
 
     kind = "empty"
 
@@ -39,13 +39,13 @@ class Refused(ReplyError):
 
 
 class Abstained(ReplyError):
-    """The model abstained, as the prompt allows: data, counted and left out."""
+    """The model abstained, as the prompt allows: counted and left out of the data."""
 
     kind = "abstain"
 
 
 class Declined(Abstained):
-    """The model declined a picture for what it shows, as the prompt's content policy asks."""
+    """The model declined a picture because of its content, as the prompt's policy asks."""
 
     kind = "abstain: sensitive picture"
 
@@ -57,41 +57,41 @@ class MissingTag(ReplyError):
 
 
 class BadValue(ReplyError):
-    """A tag holds something that the output format does not allow."""
+    """A tag's value violates the output format."""
 
     kind = "bad value"
 
 
 UNREADABLE = (EmptyChoices, Truncated, MissingTag, BadValue)
-"""Answers that are worth asking for again, with the format named."""
+"""Answers worth requesting again, with the format stated."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
     """A chat model's answer."""
 
-    text: str  # what it wrote; an answer by a JSON schema stands in tags, as prompts without one ask for
-    stop: str  # why it stopped: ``stop``, ``length``, ``refusal`` or the provider's own word
-    input_tokens: int | None  # as billed; None where the server does not say
+    text: str  # JSON answers are converted to tags
+    stop: str  # ``stop``, ``length``, ``refusal`` or the provider's own reason
+    input_tokens: int | None  # as billed; None: not reported
     output_tokens: int | None  # likewise
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens billed for an answer, also where its content is malformed; None where it does not say."""
+    """Tokens billed for an answer, even a malformed one; None: not reported."""
 
-    input_tokens: int | None  # those of the prompt cache among them
-    output_tokens: int | None  # thoughts among them
-    cached: int = 0  # of the input tokens, those that the provider had in its prompt cache
+    input_tokens: int | None  # including cached ones
+    output_tokens: int | None  # including reasoning
+    cached: int = 0  # input tokens read from the provider's prompt cache
     refused: bool = False  # the provider's policy declined the whole request
 
     def billed(self, expected: tuple[int, int]) -> tuple[int, int, int]:
-        """Tokens of input, output and cached input; `expected` are those of input and output where the answer does not say."""
-        # A provider bills what it answers; what its policy stopped it does not, unless it says so.
-        given, written = (0, 0) if self.refused else expected
-        given = given if self.input_tokens is None else self.input_tokens
-        written = written if self.output_tokens is None else self.output_tokens
-        return given, written, min(self.cached, given)
+        """Input, output and cached tokens; ``expected`` (input, output) replaces unreported counts."""
+        # A refused request is not billed unless the provider reports tokens for it.
+        num_input, num_output = (0, 0) if self.refused else expected
+        num_input = num_input if self.input_tokens is None else self.input_tokens
+        num_output = num_output if self.output_tokens is None else self.output_tokens
+        return num_input, num_output, min(self.cached, num_input)
 
 
 _REFUSAL = re.compile(
@@ -103,37 +103,35 @@ _FENCED = re.compile(r"```(?:json)?\s*(\{.*\})\s*```", re.DOTALL)
 
 
 def parse(raw: bytes) -> Any:
-    """The JSON of an answer's body.
-
-    Half characters (lone surrogates), which JSON can write and no file can hold, become the sign for what is unreadable.
+    """Parse a JSON body. Lone surrogates, which cannot be written to a file, are replaced.
 
     Raises:
-        NotAChat: it is not JSON.
+        NotAChat: the body is not JSON.
     """
     try:
-        return _whole_characters(json.loads(raw))
+        return _replace_surrogates(json.loads(raw))
     except (ValueError, RecursionError):
-        raise NotAChat(f"not JSON but {_shown(raw.decode('utf-8', 'replace'))}") from None
+        raise NotAChat(f"not JSON but {_excerpt(raw.decode('utf-8', 'replace'))}") from None
 
 
 def read_replies(raw: bytes) -> list[Reply | ReplyError]:
-    """Read the body of an answer of chat completions.
+    """Read the body of a chat completion.
 
     Returns:
-        One draw after the other; an error where a draw has nothing in it.
+        One reply per sample, or an error for an empty one.
 
     Raises:
-        NotAChat: not JSON, or of another schema.
-        Refused: the whole request was declined by the provider's policy.
-        EmptyChoices: there is no choice.
+        NotAChat: not JSON, or another schema.
+        Refused: the provider's policy declined the whole request.
+        EmptyChoices: no choices.
     """
     body = parse(raw)
     if error := as_dict(body).get("error"):
-        # Of all errors only refusals are kept (`rge.calls.providers.errors`).
-        raise Refused(_shown(str(error.get("message") if isinstance(error, dict) else error)))
+        # Refusals are the only errors ever stored (`rge.calls.providers.errors`).
+        raise Refused(_excerpt(str(error.get("message") if isinstance(error, dict) else error)))
     choices = as_dict(body).get("choices")
     if not isinstance(choices, list):
-        raise NotAChat(f"JSON of another schema: {_shown(json.dumps(body))}")
+        raise NotAChat(f"unexpected JSON: {_excerpt(json.dumps(body))}")
     if not choices:
         raise EmptyChoices("the answer has no choices")
     tokens = _usage(body)
@@ -141,13 +139,13 @@ def read_replies(raw: bytes) -> list[Reply | ReplyError]:
 
 
 def as_dict(value: Any) -> dict[str, Any]:
-    """A JSON object; an empty one in place of anything else."""
+    """The value if it is a JSON object, else an empty one."""
     return value if isinstance(value, dict) else {}
 
 
-def dicts(value: Any) -> list[dict[str, Any]]:
-    """The JSON objects of a list; none in place of anything else."""
-    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
+def dict_items(value: Any) -> list[dict[str, Any]]:
+    """The JSON objects of a list; empty if the value is not a list."""
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
 def _choice(choice: dict[str, Any], tokens: Usage) -> Reply | ReplyError:
@@ -165,7 +163,7 @@ def _choice(choice: dict[str, Any], tokens: Usage) -> Reply | ReplyError:
 
 
 def _text(content: Any) -> str:
-    # Some servers send the text in parts.
+    # Some servers return the text in parts.
     if isinstance(content, list):
         parts = [part.get("text", "") if isinstance(part, dict) else part for part in content]
         return "".join(part for part in parts if isinstance(part, str))
@@ -173,16 +171,16 @@ def _text(content: Any) -> str:
 
 
 def _as_tags(text: str, *, whole: bool) -> str:
-    """The fields of a JSON object as tags; also of one in a code fence, or with small faults such as a trailing comma."""
+    """Convert a JSON object to tags, even in a code fence or with minor faults such as a trailing comma."""
     fenced = _FENCED.search(text)
-    given = fenced[1] if fenced else text.strip()
-    if not given.startswith("{"):
+    source = fenced[1] if fenced else text.strip()
+    if not source.startswith("{"):
         return text
     try:
-        found = json.loads(given)
+        value = json.loads(source)
     except ValueError:
-        found = json_repair.loads(given) if whole and given.endswith("}") else None
-    return _tagged(found) if isinstance(found, dict) and found else text
+        value = json_repair.loads(source) if whole and source.endswith("}") else None
+    return _tagged(value) if isinstance(value, dict) and value else text
 
 
 def _tagged(fields: dict[str, Any]) -> str:
@@ -192,18 +190,18 @@ def _tagged(fields: dict[str, Any]) -> str:
     )
 
 
-def _whole_characters(value: Any) -> Any:
+def _replace_surrogates(value: Any) -> Any:
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode() if not value.isascii() else value
     if isinstance(value, list):
-        return [_whole_characters(one) for one in value]
+        return [_replace_surrogates(item) for item in value]
     if isinstance(value, dict):
-        return {_whole_characters(key): _whole_characters(one) for key, one in value.items()}
+        return {_replace_surrogates(key): _replace_surrogates(item) for key, item in value.items()}
     return value
 
 
 def usage(raw: bytes) -> Usage:
-    """Tokens billed for an answer; none known where its body cannot be read."""
+    """Tokens billed for an answer; None if its body is unreadable."""
     try:
         return _usage(json.loads(raw))
     except (ValueError, RecursionError):
@@ -211,18 +209,18 @@ def usage(raw: bytes) -> Usage:
 
 
 def _usage(body: Any) -> Usage:
-    found = as_dict(as_dict(body).get("usage"))
-    cached = as_dict(found.get("prompt_tokens_details")).get("cached_tokens")
-    numbers = (found.get("prompt_tokens"), found.get("completion_tokens"), cached)
-    given, written, cached = (one if type(one) is int and one >= 0 else None for one in numbers)
-    return Usage(given, written, cached or 0, bool(as_dict(body).get("error")))
+    reported = as_dict(as_dict(body).get("usage"))
+    cached = as_dict(reported.get("prompt_tokens_details")).get("cached_tokens")
+    counts = (reported.get("prompt_tokens"), reported.get("completion_tokens"), cached)
+    num_input, num_output, cached = (count if type(count) is int and count >= 0 else None for count in counts)
+    return Usage(num_input, num_output, cached or 0, bool(as_dict(body).get("error")))
 
 
 def check_complete(reply: Reply, last_tag: str) -> None:
-    """Refusals, abstentions of the whole answer, and answers cut short; one with the last tag is complete, however it stopped.
+    """Raise if an answer without its last tag is a refusal, an abstention or cut short.
 
     Raises:
-        Refused: declined by the provider, or in the model's words instead of the format.
+        Refused: declined by the provider, or by the model in its own words.
         Abstained: the whole answer is an abstention.
         Truncated: cut at ``max_tokens``.
     """
@@ -230,33 +228,33 @@ def check_complete(reply: Reply, last_tag: str) -> None:
     if f"</{last_tag}>".lower() in text.lower():
         return
     if text.upper().lstrip("*_\"' ").startswith("ABSTAIN"):
-        raise (Declined if "SENSITIVE" in text.upper() else Abstained)(_shown(text))
+        raise (Declined if "SENSITIVE" in text.upper() else Abstained)(_excerpt(text))
     if reply.stop == "refusal" or _REFUSAL.match(text.replace("\u2019", "'")):
-        raise Refused(_shown(text) if text else "declined without a word")
+        raise Refused(_excerpt(text) if text else "declined without a reason")
     if reply.stop == "length":
-        raise Truncated(f"cut before </{last_tag}> after {reply.output_tokens} tokens")
+        raise Truncated(f"cut off before </{last_tag}> after {reply.output_tokens} tokens")
 
 
 def tag(text: str, name: str) -> str:
-    """Content of the last occurrence of a tag: models like to think in the format before they answer in it.
+    """Content of a tag's last occurrence: models often draft in the format before the final answer.
 
     Raises:
-        MissingTag: there is no such tag, or it is empty.
+        MissingTag: the tag is missing or empty.
     """
-    found = re.findall(
+    contents = re.findall(
         rf"<{re.escape(name)}>(.*?)</{re.escape(name)}>", text, flags=re.IGNORECASE | re.DOTALL
     )
-    if not found or not found[-1].strip():
-        raise MissingTag(f"<{name}> is {'empty' if found else 'missing'} in {_shown(text)}")
-    return " ".join(found[-1].split())
+    if not contents or not contents[-1].strip():
+        raise MissingTag(f"<{name}> is {'empty' if contents else 'missing'} in {_excerpt(text)}")
+    return " ".join(contents[-1].split())
 
 
-def one_of(text: str, name: str, allowed: dict[str, Any]) -> Any:
-    """The meaning of a tag that holds one of a few words.
+def parse_choice(text: str, name: str, allowed: dict[str, Any]) -> Any:
+    """The value that ``allowed`` gives for a tag's content.
 
     Raises:
-        MissingTag: there is no such tag.
-        BadValue: it holds another word.
+        MissingTag: the tag is missing or empty.
+        BadValue: its content is not allowed.
     """
     value = tag(text, name).strip(".*\"' ").lower()
     if value not in allowed:
@@ -264,6 +262,6 @@ def one_of(text: str, name: str, allowed: dict[str, Any]) -> Any:
     return allowed[value]
 
 
-def _shown(text: str, length: int = 100) -> str:
+def _excerpt(text: str, length: int = 100) -> str:
     text = " ".join(text.split())
     return repr(text[:length] + ("..." if len(text) > length else ""))

@@ -12,9 +12,9 @@ from rge.common.schema import ImageRef
 class Picture:
     """A picture inside a prompt."""
 
-    ref: ImageRef  # where it is; read when it is sent, and not at all where the answer is already kept
-    sha256: str  # of its encoded bytes: what the key of the answer holds instead of a path
-    max_side_px: int = 1024  # longer sides are scaled down to this before sending
+    ref: ImageRef  # read only if the request is sent
+    sha256: str  # of the encoded bytes; used in the cache key instead of a path
+    max_side_px: int = 1024  # scaled down to this before sending
 
 
 Part = str | Picture
@@ -22,25 +22,27 @@ Part = str | Picture
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One call."""
+    """A prompt with its sampling settings."""
 
-    model: str  # which of the caller's models is asked
-    parts: tuple[Part, ...]  # the user's message, texts and pictures in the order they are read
-    system: str | None = None  # instructions in front of it, or None
-    temperature: float = 0.0  # sampling temperature
-    max_tokens: int = 1024  # cap on the answer
-    # Number of the draw, sent as the ``seed``: keeps the answers of two judges apart that are the same model.
+    model: str  # label of one of the caller's models
+    parts: tuple[Part, ...]  # user message: texts and pictures in order
+    system: str | None = None  # system message
+    temperature: float = 0.0
+    max_tokens: int = 1024
+    # Sample number, sent as ``seed``. Part of the cache key, so two judges that are the same model get separate answers.
     sample: int = 0
-    n: int = 1  # draws by this one call; the first is number ``sample``
-    form: str | None = None  # what the answer must look like, for an answer that is asked for again
-    # Tags of the answer, with the words that each may hold (None: any text) or the tags inside it, for an endpoint that holds
-    # answers to a JSON schema. None: the answer has no such form.
+    n: int = 1  # samples per call, numbered from ``sample``
+    form: str | None = (
+        None  # description of the output format, added when an unreadable answer is requested again
+    )
+    # Tags of the answer, each with its allowed words (None: any text) or nested tags, for endpoints that constrain answers to a
+    # JSON schema. None: no schema.
     fields: tuple[tuple[str, Any], ...] | None = None
 
-    def key(self, known_as: str | None = None, answers_by: dict[str, Any] | None = None) -> str:
-        """Sha256 over model (or the name it is known as), texts, picture contents and settings; no path, address or secret."""
+    def key(self, cache_name: str | None = None, cache_settings: dict[str, Any] | None = None) -> str:
+        """SHA-256 over the model's cache name, texts, picture contents and settings; no paths, addresses or secrets."""
         body: dict[str, Any] = {
-            "model": known_as or self.model,
+            "model": cache_name or self.model,
             "system": self.system,
             "parts": [
                 {"sha256": part.sha256, "max_side_px": part.max_side_px}
@@ -50,21 +52,21 @@ class Request:
             ],
             "settings": [self.temperature, self.max_tokens, self.sample],
         }
-        # Only what is given: the key of a plain request of today is that of all days.
-        more = dict(answers_by or {})
-        if more.get("structured"):
-            more["structured"] = self.fields
+        # Only non-default settings, so that keys stay the same when settings are added.
+        extra = dict(cache_settings or {})
+        if extra.get("structured"):
+            extra["structured"] = self.fields
         if self.n > 1:
-            more["n"] = self.n
-        if more:
-            body["more"] = more
+            extra["n"] = self.n
+        if extra:
+            body["more"] = extra
         text = json.dumps(body, ensure_ascii=False, sort_keys=True)
         return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
     def num_characters(self) -> int:
-        """Length of its texts."""
+        """Total length of the texts."""
         return len(self.system or "") + sum(len(part) for part in self.parts if isinstance(part, str))
 
     def num_pictures(self) -> int:
-        """How many pictures it shows."""
+        """Number of pictures."""
         return sum(isinstance(part, Picture) for part in self.parts)

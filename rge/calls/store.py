@@ -1,8 +1,8 @@
 """The cache of answers and the ledger of attempts, in one append-only SQLite file.
 
-In WAL mode several processes may write at once and a commit survives a kill (a power cut may cost the last few answers, never
-the file); the file must be on a local disk. An attempt is entered before it is sent, at the most it may cost: so a budget holds
-across processes, and what was in flight during a kill stays in the ledger, marked as an estimate.
+In WAL mode several processes can write, and commits survive a kill (a power cut may lose the last few answers, but never
+corrupts the file). The file must be on a local disk. Attempts enter the ledger at their maximum cost before they are sent: so
+budgets hold across processes, and after a kill the attempts in flight stay in the ledger as estimates.
 """
 
 import fcntl
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from rge.calls.model_config import Learnt
+from rge.calls.model_config import BillingStats
 from rge.common.errors import UserError
 
 _SCHEMA = """
@@ -79,60 +79,60 @@ INSERT INTO bills VALUES ((SELECT endpoint FROM attempts WHERE id = ?), ?, 1, ?,
     most_input = max(most_input, excluded.most_input), most_output = max(most_output, excluded.most_output)
 """
 _WAIT_S = 60.0
-"""How long one process waits for another's lock."""
-_LEAST_GUESS = 100
-"""Tokens below which an estimate says nothing: what a chat template adds would count as many times as much."""
-_AT_ONCE = 500
-"""Keys of one query; SQLite's default allows 999."""
+"""How long to wait for another process's lock."""
+_MIN_ESTIMATE = 100
+"""Floor of token estimates in billing ratios: for very short prompts, the chat template would dominate."""
+_KEYS_PER_QUERY = 500
+"""SQLite's default limit is 999."""
 
 
 class StoreError(UserError):
-    """The file of answers cannot be used; the message says why."""
+    """The answer store cannot be opened or written."""
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """An answer with its price."""
+class StoredReply:
+    """An answer with its cost."""
 
-    raw: bytes  # the body of the server's answer, byte for byte
+    raw: bytes  # response body, byte for byte
     input_tokens: int  # as billed
     output_tokens: int  # as billed
     cost: float  # in the currency of the prices
-    seconds: float  # from sending to the whole answer
+    seconds: float  # from sending to the complete response
 
 
 @dataclass(frozen=True, slots=True)
 class Spending:
-    """What was paid at one endpoint."""
+    """Ledger of one endpoint."""
 
     endpoint: str  # name and address
-    calls: int  # that were answered
-    input_tokens: int  # of these, as billed; those from the provider's prompt cache among them
-    cached_tokens: int  # from its prompt cache
+    calls: int  # answered calls
+    input_tokens: int  # of these, as billed, including cached ones
+    cached_tokens: int  # read from the provider's prompt cache
     output_tokens: int  # as billed
     cost: float  # of the answered calls
-    # Attempts without an answer that may be billed all the same: timed out, cut off, or under way when the process ended.
+    # Unanswered attempts that may be billed: timed out, cut off, or in flight when the process ended.
     lost_calls: int
-    lost_cost: float  # of these at most, estimated
-    batch_calls: int = 0  # of the answered ones, those in a batch
+    lost_cost: float  # their estimated maximum cost
+    batch_calls: int = 0  # answered calls made in batches
 
 
 @dataclass(slots=True)
 class BatchRow:
-    """A batch that was begun and not settled yet."""
+    """A batch that is not settled yet."""
 
-    label: str  # ours; what it sends carries it
-    began: float  # when, in seconds since 1970
-    file: str | None  # the provider's name of the requests that were sent up for it
-    id: str | None  # the provider's name of the batch; None: it is not known whether it was accepted
-    calls: dict[int, tuple[str, int]]  # key and attempt of each of its calls, by their number
+    label: str  # our own name, part of the ids of its calls
+    began: float  # Unix time
+    file: str | None  # the provider's id of the uploaded requests
+    id: str | None  # the provider's id of the batch; None: unknown whether it was created
+    calls: dict[int, tuple[str, int]]  # call number -> (key, attempt)
 
 
 class AnswerStore:
-    """The file of answers, for several threads and processes; without a path one that ends with this object.
+    """The answer store, safe for several threads and processes; without a path it is temporary.
 
     Raises:
-        StoreError: it is no such file, or cannot be opened.
+        StoreError: the file cannot be opened or is not an answer store.
     """
 
     def __init__(self, path: str | Path | None):
@@ -147,7 +147,7 @@ class AnswerStore:
                 self._db = _open(self.path)
             self._db.executescript(_SCHEMA)
         except (OSError, sqlite3.DatabaseError) as error:
-            raise StoreError(f"{path} cannot be used as the file of answers: {error}") from None
+            raise StoreError(f"{path} cannot be used as an answer store: {error}") from None
 
     def close(self) -> None:
         """Close the file."""
@@ -158,122 +158,126 @@ class AnswerStore:
 
     # -------------------------------------------------------------------------------------------------------- answers
 
-    def get(self, key: str) -> Kept | None:
-        """The answer kept under a key."""
-        row = self._one(
+    def get(self, key: str) -> StoredReply | None:
+        """The answer stored under a key, or None."""
+        row = self._query_one(
             "SELECT raw, input_tokens, output_tokens, cost, seconds FROM replies WHERE key = ?", key
         )
-        return Kept(*row) if row else None
+        return StoredReply(*row) if row else None
 
     def num_replies(self) -> int:
-        """How many answers are kept."""
-        return self._one("SELECT count(*) FROM replies")[0]
+        """Number of stored answers."""
+        return self._query_one("SELECT count(*) FROM replies")[0]
 
-    def _all(self, query: str, *values: Any) -> list[Any]:
+    def _query(self, query: str, *values: Any) -> list[Any]:
         with self._lock:
             return self._db.execute(query, values).fetchall()
 
-    def _one(self, query: str, *values: Any) -> Any:
-        return next(iter(self._all(query, *values)), None)
+    def _query_one(self, query: str, *values: Any) -> Any:
+        return next(iter(self._query(query, *values)), None)
 
     def get_values(self, keys: Sequence[str]) -> dict[str, Any]:
-        """What was kept by `put_values`, by key, where there is any."""
-        found = {}
-        for start in range(0, len(keys), _AT_ONCE):
-            part = keys[start : start + _AT_ONCE]
+        """The values stored by `put_values` under these keys, as far as they exist."""
+        values = {}
+        for start in range(0, len(keys), _KEYS_PER_QUERY):
+            part = keys[start : start + _KEYS_PER_QUERY]
             marks = ",".join("?" * len(part))
-            rows = self._all(f"SELECT key, raw FROM replies WHERE key IN ({marks})", *part)
-            found.update({key: json.loads(raw) for key, raw in rows})
-        return found
+            rows = self._query(f"SELECT key, raw FROM replies WHERE key IN ({marks})", *part)
+            values.update({key: json.loads(raw) for key, raw in rows})
+        return values
 
     def put_values(self, values: Mapping[str, Any]) -> None:
-        """Keep JSON values that cost nothing here, such as scores of a local model; see `put`."""
+        """Store JSON values computed for free, such as scores of a local model."""
         rows = [(key, json.dumps(value).encode()) for key, value in values.items()]
-        with self._writing("answers"):
+        with self._transaction("answers"):
             self._db.executemany(
                 "INSERT OR IGNORE INTO replies VALUES (?, '', ?, 0, 0, 0, 0, CURRENT_TIMESTAMP)", rows
             )
 
     # --------------------------------------------------------------------------------------------------------- ledger
 
-    def begin(
+    def begin_attempt(
         self,
         endpoint: str,
         key: str,
         tokens: tuple[int, int],
-        worst: float,
+        max_cost: float,
         budget: float | None,
         *,
         total: float | None = None,
     ) -> int | None:
-        """Enter an attempt before it is sent, at the most it may cost; None, and nothing is entered, where a budget does not allow it."""
-        with self._writing("an attempt"):
-            if worst > self.room(endpoint, budget, total):
+        """Enter an attempt at its maximum cost, before it is sent. Returns its number, or None if it exceeds a budget."""
+        with self._transaction("an attempt"):
+            if max_cost > self.remaining_budget(endpoint, budget, total):
                 return None
-            return self._begin(endpoint, key, tokens, worst)
+            return self._insert_attempt(endpoint, key, tokens, max_cost)
 
     def put(
         self,
         attempt: int,
         key: str,
         model: str,
-        kept: Kept,
+        reply: StoredReply,
         cached_tokens: int = 0,
         *,
-        guess: tuple[int, int, bool] | None = None,
+        estimate: tuple[int, int, bool] | None = None,
     ) -> None:
-        """Keep the answer to an attempt and enter its price; on return it is safe from the death of the process.
+        """Store the answer to an attempt and enter its cost; on return it survives a kill of the process.
 
-        Where another process kept an answer to the same key in the meantime, its answer stays and both are paid. From
-        ``guess`` (estimated tokens of input and output, and whether pictures were shown) `learnt` is told.
+        If another process has stored an answer under the same key, that one stays and both are paid. ``estimate`` (estimated
+        input and output tokens, whether there were pictures) updates `billing_stats`.
         """
-        with self._writing("an answer"):
+        with self._transaction("an answer"):
             self._db.execute(
                 "INSERT OR IGNORE INTO replies (key, model, raw, input_tokens, output_tokens, cost, seconds)"
                 " VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (key, model, kept.raw, kept.input_tokens, kept.output_tokens, kept.cost, kept.seconds),
+                (key, model, reply.raw, reply.input_tokens, reply.output_tokens, reply.cost, reply.seconds),
             )
             self._db.execute(
                 "UPDATE attempts SET state = 'answered', input_tokens = ?, cached_tokens = ?, output_tokens = ?, cost = ?"
                 " WHERE id = ?",
-                (kept.input_tokens, cached_tokens, kept.output_tokens, kept.cost, attempt),
+                (reply.input_tokens, cached_tokens, reply.output_tokens, reply.cost, attempt),
             )
             self._db.execute(_SPEND, (attempt,))
-            if guess is not None:
-                given, answered, pictures = max(guess[0], _LEAST_GUESS), max(guess[1], 1), guess[2]
-                ratios = kept.input_tokens / given, kept.output_tokens / answered
-                self._db.execute(_LEARN, (attempt, pictures, given, kept.input_tokens, *ratios))
+            if estimate is not None:
+                num_input, num_output, pictures = (
+                    max(estimate[0], _MIN_ESTIMATE),
+                    max(estimate[1], 1),
+                    estimate[2],
+                )
+                ratios = reply.input_tokens / num_input, reply.output_tokens / num_output
+                self._db.execute(_LEARN, (attempt, pictures, num_input, reply.input_tokens, *ratios))
 
-    def learnt(self, endpoint: str, pictures: bool) -> Learnt:
-        """What bills say about estimates of calls with pictures, or without."""
-        row = self._one(
+    def billing_stats(self, endpoint: str, pictures: bool) -> BillingStats:
+        """How bills compare with estimates, for calls with or without pictures."""
+        row = self._query_one(
             "SELECT calls, billed / guessed, max(1, most_input), max(1, most_output) FROM bills"
             " WHERE endpoint = ? AND pictures = ?",
             endpoint,
             pictures,
         )
-        return Learnt(*row) if row else Learnt()
+        return BillingStats(*row) if row else BillingStats()
 
-    def settle(self, attempt: int, *, billed: bool) -> None:
-        """End an attempt without an answer: it stays at the most it may cost if the provider may have billed it, else it goes."""
-        with self._writing("an attempt"):
-            self._settle(attempt, billed)
+    def end_attempt(self, attempt: int, *, billed: bool) -> None:
+        """End an attempt without an answer: keep it at its maximum cost if the provider may bill it, else delete it."""
+        with self._transaction("an attempt"):
+            self._end_attempt(attempt, billed)
 
     # -------------------------------------------------------------------------------------------------------- batches
 
-    def hold_batches(self) -> None:
-        """Keep the batches of this file for this object, until it is closed or the process ends.
+    def lock_batches(self) -> None:
+        """Lock this file's batches until the store is closed or the process ends.
 
         Raises:
-            StoreError: another one has them.
+            StoreError: another store holds the lock.
         """
         if self.path is None or self._batches is not None:
             return
         try:
-            self._batches = locked(self.path.with_name(f"{self.path.name}.batches"))
+            self._batches = open_locked(self.path.with_name(f"{self.path.name}.batches"))
         except UserError:
             raise StoreError(
-                f"another process waits for batches of {self.path}; wait for it, or end it"
+                f"another process is waiting for batches of {self.path}; wait for it, or stop it"
             ) from None
 
     def begin_batch(
@@ -286,126 +290,128 @@ class AnswerStore:
         *,
         total: float | None = None,
     ) -> int:
-        """Enter a batch, by a label, before it is sent: an attempt of each of its calls (key, tokens and greatest cost), see `begin`.
+        """Enter a batch and an attempt for each of its calls (key, tokens, maximum cost), before it is sent.
 
         Returns:
-            How many of the calls, from the first on, the budgets allow; those are entered.
+            How many calls, from the first on, fit the budgets and were entered.
         """
-        with self._writing("a batch"):
-            room, number = self.room(endpoint, budget, total), 0
-            for key, tokens, worst in calls:
-                if worst > room:
+        with self._transaction("a batch"):
+            budget_left, num_calls = self.remaining_budget(endpoint, budget, total), 0
+            for key, tokens, max_cost in calls:
+                if max_cost > budget_left:
                     break
-                attempt = self._begin(endpoint, key, tokens, worst)
-                self._db.execute("INSERT INTO batch_calls VALUES (?, ?, ?, ?)", (label, number, key, attempt))
-                room, number = room - worst, number + 1
-            if number:
+                attempt = self._insert_attempt(endpoint, key, tokens, max_cost)
+                self._db.execute(
+                    "INSERT INTO batch_calls VALUES (?, ?, ?, ?)", (label, num_calls, key, attempt)
+                )
+                budget_left, num_calls = budget_left - max_cost, num_calls + 1
+            if num_calls:
                 self._db.execute(
                     "INSERT INTO batches (label, endpoint, state, began) VALUES (?, ?, 'open', ?)",
                     (label, endpoint, began),
                 )
-            return number
+            return num_calls
 
-    def note_batch(self, label: str, *, file: str | None = None, id: str | None = None) -> None:
-        """Note the provider's names of a batch as soon as they are known; None leaves what is there."""
-        with self._writing("a batch"):
+    def update_batch(self, label: str, *, file: str | None = None, id: str | None = None) -> None:
+        """Record the provider's ids of a batch; None leaves an id unchanged."""
+        with self._transaction("a batch"):
             self._db.execute(
                 "UPDATE batches SET file = coalesce(?, file), id = coalesce(?, id) WHERE label = ?",
                 (file, id, label),
             )
 
     def open_batches(self, endpoint: str) -> list[BatchRow]:
-        """Batches of an endpoint that are not settled, the oldest first, with the calls that are not."""
-        rows = self._all(
+        """Unsettled batches of an endpoint with their unsettled calls, oldest first."""
+        rows = self._query(
             "SELECT label, began, file, id FROM batches WHERE endpoint = ? AND state = 'open' ORDER BY began",
             endpoint,
         )
         return [BatchRow(label, began, file, id, self.batch_calls(label)) for label, began, file, id in rows]
 
     def batch_calls(self, label: str) -> dict[int, tuple[str, int]]:
-        """Key and attempt of the calls of a batch that are not settled, by their number."""
-        rows = self._all(
+        """Unsettled calls of a batch: call number -> (key, attempt)."""
+        rows = self._query(
             "SELECT number, batch_calls.key, attempt FROM batch_calls JOIN attempts ON attempts.id = attempt"
             " WHERE label = ? AND state = 'under way'",
             label,
         )
         return {number: (key, attempt) for number, key, attempt in rows}
 
-    def expected(self, attempt: int) -> tuple[int, int]:
-        """Tokens of input and output at most, of an attempt under way."""
-        return self._one("SELECT input_tokens, output_tokens FROM attempts WHERE id = ?", attempt)
+    def expected_tokens(self, attempt: int) -> tuple[int, int]:
+        """Estimated maximum input and output tokens of an attempt in flight."""
+        return self._query_one("SELECT input_tokens, output_tokens FROM attempts WHERE id = ?", attempt)
 
-    def settle_batch(self, label: str, *, billed: bool) -> None:
-        """A batch from which nothing more comes: calls without an answer are lost, or, if they are not billed, free."""
-        with self._writing("a batch"):
+    def close_batch(self, label: str, *, billed: bool) -> None:
+        """Close a batch; its unanswered calls count as lost if billed, else they are deleted."""
+        with self._transaction("a batch"):
             for _, attempt in self.batch_calls(label).values():
-                self._settle(attempt, billed)
+                self._end_attempt(attempt, billed)
             self._db.execute("UPDATE batches SET state = 'settled' WHERE label = ?", (label,))
 
-    def _settle(self, attempt: int, billed: bool) -> None:
+    def _end_attempt(self, attempt: int, billed: bool) -> None:
         if billed:
             self._db.execute("UPDATE attempts SET state = 'lost' WHERE id = ?", (attempt,))
             self._db.execute(_SPEND, (attempt,))
-        else:  # its number may be given to another one
+        else:  # also batch_calls: SQLite may reuse the number
             self._db.execute("DELETE FROM attempts WHERE id = ?", (attempt,))
             self._db.execute("DELETE FROM batch_calls WHERE attempt = ?", (attempt,))
 
     # ------------------------------------------------------------------------------------------------------- failures
 
-    def fail(self, key: str, model: str, kind: str, message: str, raw: str | None) -> None:
-        """Note a call that gave nothing to keep; it is asked again by the next run."""
-        with self._writing("a failure"):
+    def record_failure(self, key: str, model: str, kind: str, message: str, raw: str | None) -> None:
+        """Record a failed call; the next run repeats it."""
+        with self._transaction("a failure"):
             self._db.execute(
                 "INSERT INTO failures (key, model, kind, message, raw) VALUES (?, ?, ?, ?, ?)",
                 (key, model, kind, message, raw),
             )
 
-    def reject(self, key: str, sent_by: str, message: str, raw: str | None) -> None:
-        """Keep that an endpoint cannot take a request; it is not sent there again with the same settings."""
-        with self._writing("a rejection"):
+    def record_rejection(self, key: str, sent_by: str, message: str, raw: str | None) -> None:
+        """Record that an endpoint rejects a request, so that it is not sent again with the same settings."""
+        with self._transaction("a rejection"):
             self._db.execute(
                 "INSERT OR IGNORE INTO rejections (key, sent_by, message, raw) VALUES (?, ?, ?, ?)",
                 (key, sent_by, message, raw),
             )
 
     def rejection(self, key: str, sent_by: str) -> str | None:
-        """Why an endpoint cannot take a request; None where it may."""
-        row = self._one("SELECT message FROM rejections WHERE key = ? AND sent_by = ?", key, sent_by)
+        """Why an endpoint rejects a request; None if no rejection is recorded."""
+        row = self._query_one("SELECT message FROM rejections WHERE key = ? AND sent_by = ?", key, sent_by)
         return row[0] if row else None
 
     def forget_rejections(self, keys: Iterable[str]) -> None:
-        """Send these again: an endpoint that took nothing at all may have been set up wrongly."""
-        with self._writing("a rejection"):
+        """Forget these rejections, so that the requests are sent again."""
+        with self._transaction("a rejection"):
             self._db.executemany("DELETE FROM rejections WHERE key = ?", [(key,) for key in keys])
 
     def spent(self, endpoint: str | None) -> float:
-        """What an endpoint, or all of them (None), has cost over all runs and processes; what is under way counts at most."""
-        return self._one(_SPENT, endpoint)[0]
+        """Cost of an endpoint (None: all) over all runs and processes; attempts in flight count at their maximum."""
+        return self._query_one(_SPENT, endpoint)[0]
 
     def ledger(self) -> list[Spending]:
-        """What was paid, by endpoint."""
-        return [Spending(*row) for row in self._all(_LEDGER)]
+        """The ledger by endpoint."""
+        return [Spending(*row) for row in self._query(_LEDGER)]
 
     def total_cost(self) -> float:
-        """Of all answered calls so far."""
-        return sum(one.cost for one in self.ledger())
+        """Total cost of all answered calls."""
+        return sum(row.cost for row in self.ledger())
 
-    def room(self, endpoint: str, budget: float | None, total: float | None) -> float:
-        """What the next call may cost at most, by a budget of its endpoint and one of all together; infinity without any."""
+    def remaining_budget(self, endpoint: str, budget: float | None, total: float | None) -> float:
+        """What is left of the endpoint's and the total budget, whichever is less; infinity without a budget."""
         limits = ((endpoint, budget), (None, total))
         return min((limit - self.spent(of) for of, limit in limits if limit is not None), default=math.inf)
 
-    def _begin(self, endpoint: str, key: str, tokens: tuple[int, int], worst: float) -> int:
-        found = self._db.execute(
+    def _insert_attempt(self, endpoint: str, key: str, tokens: tuple[int, int], max_cost: float) -> int:
+        cursor = self._db.execute(
             "INSERT INTO attempts (endpoint, key, state, input_tokens, output_tokens, cost)"
             " VALUES (?, ?, 'under way', ?, ?, ?)",
-            (endpoint, key, *tokens, worst),
+            (endpoint, key, *tokens, max_cost),
         )
-        assert found.lastrowid is not None
-        return found.lastrowid
+        assert cursor.lastrowid is not None
+        return cursor.lastrowid
 
     @contextmanager
-    def _writing(self, what: str) -> Iterator[None]:
+    def _transaction(self, what: str) -> Iterator[None]:
         with self._lock:
             try:
                 self._db.execute("BEGIN IMMEDIATE")
@@ -413,7 +419,7 @@ class AnswerStore:
                 self._db.execute("COMMIT")
             except sqlite3.DatabaseError as error:
                 raise StoreError(
-                    f"{self.path}: {what} could not be kept ({error}); nothing more is asked. Make room and run the "
+                    f"{self.path}: {what} could not be stored ({error}), so calls stop here. Free up disk space and run the "
                     "same command again"
                 ) from None
             finally:
@@ -422,10 +428,10 @@ class AnswerStore:
 
 
 def _open(path: Path) -> sqlite3.Connection:
-    """Open or make a file in write-ahead mode and autocommit.
+    """Open or create a database in WAL mode with autocommit.
 
     Raises:
-        sqlite3.DatabaseError: it is no SQLite file, cannot be opened, or stays locked for `_WAIT_S`.
+        sqlite3.DatabaseError: not an SQLite file, unreadable, or locked for longer than `_WAIT_S`.
     """
     connection = sqlite3.connect(path, timeout=_WAIT_S, isolation_level=None, check_same_thread=False)
     deadline = time.monotonic() + _WAIT_S
@@ -435,8 +441,8 @@ def _open(path: Path) -> sqlite3.Connection:
             connection.execute("PRAGMA synchronous=NORMAL")
             return connection
         except sqlite3.DatabaseError as error:
-            # SQLite waits for every other lock on its own. Of two that switch a new file over at once it refuses one on
-            # the spot: each holds a read lock that the other's switch would have to wait for.
+            # SQLite waits for all other locks by itself, but if two processes switch a new file to WAL at once, one fails
+            # immediately, since each holds a read lock that the other waits for.
             busy = getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY
             if not busy or time.monotonic() > deadline:
                 connection.close()
@@ -444,11 +450,11 @@ def _open(path: Path) -> sqlite3.Connection:
             time.sleep(0.02)
 
 
-def locked(path: Path) -> IO[str]:
-    """Open a lock file, and hold it until it is closed or the process ends.
+def open_locked(path: Path) -> IO[str]:
+    """Open a lock file; the lock is held until the file is closed or the process ends.
 
     Raises:
-        UserError: another process holds it.
+        UserError: another process holds the lock.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open("w")
@@ -457,11 +463,11 @@ def locked(path: Path) -> IO[str]:
     except OSError:
         file.close()
         raise UserError(
-            f"another process works in {path.parent}; wait for it, or give another out="
+            f"another process is working in {path.parent}; wait for it, or choose another out="
         ) from None
     return file
 
 
-def key_of(*parts: Any) -> str:
-    """Sha256 over JSON values, hexadecimal: a key for `AnswerStore.put_values`."""
+def value_key(*parts: Any) -> str:
+    """SHA-256 over JSON values, in hex: a key for `AnswerStore.put_values`."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True, ensure_ascii=False).encode()).hexdigest()

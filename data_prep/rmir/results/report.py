@@ -54,7 +54,7 @@ def published(config: RmirConfig) -> dict[str, Any]:
         label: {
             "name": model.name,
             "family": model.family,
-            **model.answers_by(),
+            **model.cache_settings(),
             "max_side_px": model.max_side_px,
         }
         for label, model in config.models.items()

@@ -1,7 +1,7 @@
-"""The wire format, OpenAI's chat completions and batches, and how providers' errors and limits read.
+"""Wire format: OpenAI's chat completions and batches, and the errors and rate limits of providers.
 
-``bodies``      a request as it is sent
-``errors``      what errors mean, by their documented codes
-``transport``   connections, limits in headers, the list of models
+``bodies``      request bodies
+``errors``      classifies errors by their documented codes
+``transport``   connections, rate-limit headers, the list of models
 ``batches``     the batch API
 """

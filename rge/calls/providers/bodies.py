@@ -1,4 +1,4 @@
-"""A request's address, headers and body, as OpenAI's chat completions and compatible endpoints take them."""
+"""Headers and body of a request, for OpenAI's chat completions and compatible endpoints."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from rge.calls.model_config import ModelConfig
 from rge.calls.request import Part, Picture, Request
 
-Shown = Mapping[Picture, tuple[str, str]]
+EncodedPictures = Mapping[Picture, tuple[str, str]]
 """Media type and base64 of each picture of a request."""
 
 OPENAI = "https://api.openai.com/v1"
@@ -17,19 +17,19 @@ Json = dict[str, Any]
 
 
 def headers(key: str | None) -> dict[str, str]:
-    """What every call carries."""
+    """Headers of every request."""
     return {"user-agent": "rge"} | ({} if key is None else {"authorization": f"Bearer {key}"})
 
 
-def body(model: ModelConfig, request: Request, shown: Shown) -> Json:
-    """The JSON of a request."""
-    parts = [_part(part, shown) for part in request.parts]
+def body(model: ModelConfig, request: Request, pictures: EncodedPictures) -> Json:
+    """The JSON body of a request."""
+    parts = [_part(part, pictures) for part in request.parts]
     schema = None
     if model.structured and request.fields is not None:
-        parts.append(_part(BY_SCHEMA, shown))
+        parts.append(_part(BY_SCHEMA, pictures))
         form = {"name": "answer", "strict": True, "schema": json_schema(request.fields)}
         schema = {"type": "json_schema", "json_schema": form}
-    system = [{"role": "system", "content": whole(request.system)}] if request.system else []
+    system = [{"role": "system", "content": valid_unicode(request.system)}] if request.system else []
     optional = {
         "temperature": request.temperature if model.send_temperature else None,
         "seed": request.sample if model.send_seed else None,
@@ -46,11 +46,11 @@ def body(model: ModelConfig, request: Request, shown: Shown) -> Json:
     }
 
 
-def _part(part: Part, shown: Shown) -> Json:
+def _part(part: Part, pictures: EncodedPictures) -> Json:
     if isinstance(part, Picture):
-        kind, data = shown[part]
+        kind, data = pictures[part]
         return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
-    return {"type": "text", "text": whole(part)}
+    return {"type": "text", "text": valid_unicode(part)}
 
 
 def json_schema(fields: tuple[tuple[str, Any], ...]) -> Json:
@@ -59,7 +59,7 @@ def json_schema(fields: tuple[tuple[str, Any], ...]) -> Json:
     for name, inside in fields:
         if inside is None:
             properties[name] = {"type": "string"}
-        elif all(isinstance(one, str) for one in inside):
+        elif all(isinstance(word, str) for word in inside):
             properties[name] = {"type": "string", "enum": list(inside)}
         else:
             properties[name] = json_schema(inside)
@@ -71,6 +71,6 @@ def json_schema(fields: tuple[tuple[str, Any], ...]) -> Json:
     }
 
 
-def whole(text: str) -> str:
-    """A text that can be sent: half characters (lone surrogates) cannot."""
+def valid_unicode(text: str) -> str:
+    """Replace lone surrogates, which cannot be encoded."""
     return text.encode("utf-8", "replace").decode()

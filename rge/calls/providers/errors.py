@@ -1,27 +1,27 @@
 """Classify a provider's errors: by documented code, then by HTTP status, then by wording.
 
-Sources: the error pages of OpenAI, Azure OpenAI, Anthropic, Gemini (google.rpc codes), OpenRouter and vLLM, autumn 2026. What none
-of them documents is `UNKNOWN`: a 400 may be about this one request or about all of them, and the caller finds out with a canary.
+Sources: the error pages of OpenAI, Azure OpenAI, Anthropic, Gemini (google.rpc codes), OpenRouter and vLLM, autumn 2026. Undocumented
+errors are `UNKNOWN`: a 400 may concern one request or all of them, and the caller finds out with a canary.
 """
 
 from enum import Enum
 from typing import Any
 
-from rge.calls.replies import as_dict, dicts
+from rge.calls.replies import as_dict, dict_items
 
 
 class Meaning(Enum):
-    """Whom an error is about, and so what is done."""
+    """What an error concerns, which decides how it is handled."""
 
-    POLICY = "the provider's policy declines what is asked"
+    POLICY = "declined by the provider's policy"
     ACCOUNT = "the account cannot make calls"
-    REQUEST = "this one request cannot be taken"
-    OVERLOAD = "worth asking again later"
-    UNKNOWN = "this request or all of them"
+    REQUEST = "this request is invalid"
+    OVERLOAD = "temporary"
+    UNKNOWN = "this request or all requests"
 
 
 KEY_CODES = {"invalid_api_key", "api_key_invalid", "authentication_error", "unauthenticated"}
-"""Of the account's codes, those that are about the key."""
+"""Account codes that concern the key."""
 
 CODES: dict[str, Meaning] = {
     code: meaning
@@ -60,42 +60,47 @@ STATUSES = {
     429: Meaning.OVERLOAD,
 }
 WORDS = {
-    # Documented, but without a code of their own (Anthropic's invalid_request_error).
+    # Documented, but only as text (Anthropic's invalid_request_error).
     "credit balance is too low": Meaning.ACCOUNT,
     "output blocked by content filtering policy": Meaning.POLICY,
 }
 
 
-def meaning(status: int, body: Any) -> Meaning:
-    """What an error means, by its HTTP status (200 where a gateway sends an error with it) and its JSON (None: it has none)."""
-    named = codes(body)
-    for one in (Meaning.POLICY, Meaning.ACCOUNT, Meaning.REQUEST, Meaning.OVERLOAD):
-        if any(CODES.get(code) is one for code in named):
-            return one
+def classify(status: int, body: Any) -> Meaning:
+    """Classify an error by its HTTP status (may be 200 behind a gateway) and JSON body (None: no JSON)."""
+    if (meaning := _by_code(codes(body))) is not None:
+        return meaning
     error = error_of(body)
     if "flagged_input" in as_dict(error.get("metadata")):  # OpenRouter's moderation, a 403
         return Meaning.POLICY
-    said = str(error.get("message") or "").lower()
-    for words, one in WORDS.items():
-        if words in said:
-            return one
+    message = str(error.get("message") or "").lower()
+    for words, meaning in WORDS.items():
+        if words in message:
+            return meaning
     if status in STATUSES:
         return STATUSES[status]
     return Meaning.OVERLOAD if status >= 500 or status < 400 else Meaning.UNKNOWN
 
 
+def _by_code(error_codes: set[str]) -> Meaning | None:
+    meanings = {CODES[code] for code in error_codes if code in CODES}
+    # An error may carry several codes; the most specific meaning wins.
+    by_priority = (Meaning.POLICY, Meaning.ACCOUNT, Meaning.REQUEST, Meaning.OVERLOAD)
+    return next((meaning for meaning in by_priority if meaning in meanings), None)
+
+
 def codes(body: Any) -> set[str]:
-    """The codes that the body of an error names, in lower case: its code, type, status and the reasons of its details."""
+    """The error codes in a body, in lower case: code, type, status, and the reasons in its details."""
     error = error_of(body)
-    named = [error.get(name) for name in ("code", "type", "status")]
-    named += [one.get("reason") for one in dicts(error.get("details"))]
-    named += [as_dict(error.get(name)).get("code") for name in ("innererror", "inner_error")]
-    return {one.lower() for one in named if isinstance(one, str)}
+    values = [error.get(name) for name in ("code", "type", "status")]
+    values += [detail.get("reason") for detail in dict_items(error.get("details"))]
+    values += [as_dict(error.get(name)).get("code") for name in ("innererror", "inner_error")]
+    return {value.lower() for value in values if isinstance(value, str)}
 
 
 def error_of(body: Any) -> dict[str, Any]:
-    """The ``error`` of a body; empty where there is none."""
-    if isinstance(body, list) and body:  # some of Gemini's come in a list
+    """The ``error`` object of a body; empty if there is none."""
+    if isinstance(body, list) and body:  # Gemini wraps some errors in a list
         body = body[0]
     error = as_dict(body).get("error")
     return {"message": error} if isinstance(error, str) else as_dict(error)

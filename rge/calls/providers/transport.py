@@ -1,7 +1,7 @@
-"""HTTP connections to a provider, the classes of its errors, and what its headers say.
+"""HTTP connections to a provider, its errors and its rate-limit headers.
 
-Plain HTTP, for the providers' own clients would be used for nothing but the address and the header of the key: retries,
-limits, types and time-outs of theirs are what `rge.calls` does itself, and answers are kept byte for byte.
+Plain HTTP rather than the providers' clients: `rge.calls` has its own retries, rate limits and time-outs, and stores responses
+byte for byte.
 """
 
 import functools
@@ -18,48 +18,48 @@ import httpx
 import rge
 from rge.calls.failures import (
     AccountRejected,
+    AttemptFailed,
     EndpointDown,
     KeyRejected,
-    Lost,
-    NotThere,
+    NotFound,
     Rejected,
     StopCalls,
 )
 from rge.calls.keys import Mask, read_key
 from rge.calls.model_config import ModelConfig
-from rge.calls.providers.bodies import OPENAI, PATH, Shown, body, headers
-from rge.calls.providers.errors import KEY_CODES, Meaning, codes, error_of, meaning
-from rge.calls.replies import ReplyError, as_dict, dicts, parse
+from rge.calls.providers.bodies import OPENAI, PATH, EncodedPictures, body, headers
+from rge.calls.providers.errors import KEY_CODES, Meaning, classify, codes, error_of
+from rge.calls.replies import ReplyError, as_dict, dict_items, parse
 from rge.calls.request import Request
 from rge.common.errors import UserError
 
 POOL = 16
-"""Connections that one client keeps: it looks through all of them for every call."""
+"""Connections per client: httpx scans the whole pool for every call."""
 MAYBE_BILLED = (408, 504)
-"""A proxy on the way gave up waiting; the model may have answered."""
+"""A proxy timed out; the model may have answered."""
 LIST_TIMEOUT_S = 20.0
-"""For a server's list of models."""
+"""Time-out for the list of models."""
 VARYING = ("created", "permission")
-"""Fields of that list which vLLM makes up for every reply."""
+"""Fields of that list that vLLM regenerates for every request."""
 SHOWN_CHARACTERS = 300
-"""Of a server's words in a message."""
+"""Of a response body quoted in a message."""
 NOT_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.UnsupportedProtocol)
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a server sent back: the body byte for byte, and the headers."""
+    """A response: body and headers."""
 
     body: bytes
     headers: Mapping[str, str]
 
 
-Send = Callable[[Request, Shown], Awaitable[Answer]]
-"""Sends a request and returns the answer; raises `Lost`, `Rejected` or `StopCalls`."""
+Send = Callable[[Request, EncodedPictures], Awaitable[Answer]]
+"""Sends a request and returns the response; raises `AttemptFailed`, `Rejected` or `StopCalls`."""
 
 
 class Connections:
-    """Connections to one endpoint, as a context manager: what sends, a client of its own for each `POOL` workers."""
+    """Connections to one endpoint, as a context manager; one client per `POOL` workers."""
 
     def __init__(self, model: ModelConfig, num_workers: int, mask: Mask):
         self.model, self.num, self.mask = model, -(-num_workers // POOL), mask
@@ -69,98 +69,102 @@ class Connections:
         limits = httpx.Limits(max_connections=POOL, max_keepalive_connections=POOL)
         certificates = httpx.create_ssl_context()
         for _ in range(self.num):
-            # An attempt is limited as a whole, by the caller; limits of its parts would end it under another name.
-            self.clients.append(connected(self.model, limits=limits, timeout=None, verify=certificates))
+            # No time-outs here: the caller limits each attempt as a whole.
+            self.clients.append(make_client(self.model, limits=limits, timeout=None, verify=certificates))
         return [functools.partial(self._send, client) for client in self.clients]
 
     async def __aexit__(self, *_: object) -> None:
         for client in self.clients:
             await client.aclose()
 
-    async def _send(self, client: httpx.AsyncClient, request: Request, shown: Shown) -> Answer:
-        content = encoded(body(self.model, request, shown))
+    async def _send(self, client: httpx.AsyncClient, request: Request, pictures: EncodedPictures) -> Answer:
+        content = to_json(body(self.model, request, pictures))
         response = await exchange(client, "POST", PATH, self.mask, content=content)
-        found = Answer(response.content, response.headers)
-        if not response.is_success or _is_error(found.body):
-            error = failure(response.status_code, found.body, found.headers, self.model, self.mask)
+        answer = Answer(response.content, response.headers)
+        if not response.is_success or _is_error(answer.body):
+            error = failure(response.status_code, answer.body, answer.headers, self.model, self.mask)
             if error is not None:
                 raise error
-        return found
+        return answer
 
 
-def connected(model: ModelConfig, **how: Any) -> httpx.AsyncClient:
-    """A client of an endpoint, with its key."""
+def make_client(model: ModelConfig, **options: Any) -> httpx.AsyncClient:
+    """Create a client of an endpoint, with its key."""
     key = read_key(model.name, model.key_env) if model.key_env else None
-    return httpx.AsyncClient(base_url=model.base_url or OPENAI, headers=headers(key), **how)
+    return httpx.AsyncClient(base_url=model.base_url or OPENAI, headers=headers(key), **options)
 
 
-def encoded(value: Any) -> bytes:
-    """JSON as it is sent."""
+def to_json(value: Any) -> bytes:
+    """Serialise a request body."""
     return json.dumps(value).encode()
 
 
 async def exchange(
-    client: httpx.AsyncClient, method: str, url: str, mask: Mask, **how: Any
+    client: httpx.AsyncClient, method: str, url: str, mask: Mask, **options: Any
 ) -> httpx.Response:
-    """One exchange with a provider, whatever the status of its response.
+    """Send a request and return the response, whatever its status.
 
     Raises:
-        Lost: there is none.
+        AttemptFailed: no response.
     """
-    if "content" in how:
-        how["headers"] = {"content-type": "application/json"}
+    if "content" in options:
+        options["headers"] = {"content-type": "application/json"}
     try:
-        return await client.request(method, url, **how)
+        return await client.request(method, url, **options)
     except httpx.RequestError as error:
-        said = str(error) or type(error).__name__
-        raise Lost(mask(f"no connection: {said}"), billed=not isinstance(error, NOT_SENT)) from None
+        message = str(error) or type(error).__name__
+        raise AttemptFailed(
+            mask(f"no connection: {message}"), billed=not isinstance(error, NOT_SENT)
+        ) from None
 
 
 def failure(
     status: int, raw: bytes, given: Mapping[str, str], model: ModelConfig, mask: Mask
-) -> Lost | Rejected | StopCalls | None:
-    """What an error's status and body mean; None: it is an answer, by which the provider's policy declines."""
-    shown = mask(" ".join(raw.decode("utf-8", "replace").split()))[:SHOWN_CHARACTERS]
-    said, name = f"HTTP {status}: {shown}", model.name
+) -> AttemptFailed | Rejected | StopCalls | None:
+    """The exception for an error response; None: a policy refusal, which counts as an answer."""
+    excerpt = mask(" ".join(raw.decode("utf-8", "replace").split()))[:SHOWN_CHARACTERS]
+    message = f"HTTP {status}: {excerpt}"
     if 300 <= status < 400:
-        # Not followed: the key is for the address that was configured.
+        # Redirects are not followed, so that the key goes only to the configured address.
         return EndpointDown(
-            f"{name}: the address has moved to {mask(str(given.get('location')))}: set base_url"
+            f"{model.name}: the address has moved to {mask(str(given.get('location')))}: set base_url"
         )
     try:
         content = parse(raw)
     except ReplyError:
         content = None
-    what = meaning(status, content)
-    if what is Meaning.POLICY:
+    meaning = classify(status, content)
+    if meaning is Meaning.POLICY:
         return None
-    if what is Meaning.ACCOUNT:
-        return _account(status, codes(content), said, model)
-    if what is Meaning.OVERLOAD:
-        wait_s = seconds(given.get("retry-after")) or _retry_delay(content)
-        return Lost(said, limited=status == 429, wait_s=wait_s, billed=status in MAYBE_BILLED, raw=raw)
-    return Rejected(said, certain=what is Meaning.REQUEST, raw=raw)
+    if meaning is Meaning.ACCOUNT:
+        return _account_error(status, codes(content), message, model)
+    if meaning is Meaning.OVERLOAD:
+        wait_s = parse_seconds(given.get("retry-after")) or _retry_delay(content)
+        return AttemptFailed(
+            message, limited=status == 429, wait_s=wait_s, billed=status in MAYBE_BILLED, raw=raw
+        )
+    return Rejected(message, certain=meaning is Meaning.REQUEST, raw=raw)
 
 
-def _account(status: int, named: set[str], said: str, model: ModelConfig) -> AccountRejected:
+def _account_error(status: int, error_codes: set[str], message: str, model: ModelConfig) -> AccountRejected:
     name = model.name
-    if named & KEY_CODES or status == 401:
-        where = model.key_env or "none: key_env is not set"
-        return KeyRejected(f"{name}: the endpoint rejects the key (from {where}); {said}")
+    if error_codes & KEY_CODES or status == 401:
+        source = model.key_env or "none: key_env is not set"
+        return KeyRejected(f"{name}: the endpoint rejects the key (from {source}); {message}")
     if status == 404:
-        return NotThere(f"{name}: no such model or address; {said}")
+        return NotFound(f"{name}: no such model or address; {message}")
     if status == 403:
         return KeyRejected(
-            f"{name}: the endpoint rejects the key (from {model.key_env}), or it may not use this model; {said}"
+            f"{name}: the endpoint rejects the key (from {model.key_env}), or the key has no access to this model; {message}"
         )
     return AccountRejected(
-        f"{name}: the account has no credit or quota left, or may not use this model; {said}. Nothing more is sent; put that "
-        "right with the provider and run the same command again"
+        f"{name}: the account has no credit or quota left, or no access to this model; {message}. Calls stop here: fix this with "
+        "the provider and run the same command again"
     )
 
 
 def _is_error(raw: bytes) -> bool:
-    """Whether a body with status 200 is an error all the same, as some gateways send it."""
+    """Whether a body with status 200 is an error, as some gateways return it."""
     try:
         body = json.loads(raw) if b'"error"' in raw[:200] else None
     except ValueError:
@@ -169,24 +173,25 @@ def _is_error(raw: bytes) -> bool:
 
 
 def _retry_delay(content: Any) -> float | None:
-    # Gemini's, which has no header for it.
-    delays = [one["retryDelay"] for one in dicts(error_of(content).get("details")) if "retryDelay" in one]
-    return seconds(str(delays[0])) if delays else None
+    # Gemini reports it in the body instead of a header.
+    details = dict_items(error_of(content).get("details"))
+    delays = [detail["retryDelay"] for detail in details if "retryDelay" in detail]
+    return parse_seconds(str(delays[0])) if delays else None
 
 
-def remaining(given: Mapping[str, str], kind: str) -> tuple[int | None, float | None]:
-    """What is left of an allowance, and in how many seconds it is whole again; None where headers do not say.
+def remaining_allowance(given: Mapping[str, str], kind: str) -> tuple[int | None, float | None]:
+    """Remaining quota, and seconds until it resets; None if not reported.
 
     Args:
-        given: headers of an answer, such as ``x-ratelimit-remaining-requests: 0`` and ``x-ratelimit-reset-requests: 6m0s``.
+        given: response headers, such as ``x-ratelimit-remaining-requests: 0`` and ``x-ratelimit-reset-requests: 6m0s``.
         kind: requests or tokens.
     """
     left = given.get(f"x-ratelimit-remaining-{kind}", "")
-    return (int(left) if left.isdigit() else None), seconds(given.get(f"x-ratelimit-reset-{kind}"))
+    return (int(left) if left.isdigit() else None), parse_seconds(given.get(f"x-ratelimit-reset-{kind}"))
 
 
-def seconds(text: str | None) -> float | None:
-    """Seconds of a header: "1.5", "6m0s", "20ms", or a time (of HTTP or ISO 8601); None where it is none of them."""
+def parse_seconds(text: str | None) -> float | None:
+    """Parse a header into seconds: "1.5", "6m0s", "20ms", an HTTP date or an ISO 8601 time; None if invalid."""
     if not text:
         return None
     if re.fullmatch(r"\d+(\.\d+)?", text):
@@ -201,11 +206,8 @@ def seconds(text: str | None) -> float | None:
     return max((at - datetime.now(UTC)).total_seconds(), 0.0) if at.tzinfo else None
 
 
-def served_as(model: ModelConfig) -> dict[str, Any]:
-    """Address and name of a model, what the server itself lists under that name, and our version.
-
-    Returns:
-        ``served`` is None where the server lists no such model or has no list of models.
+def served_model(model: ModelConfig) -> dict[str, Any]:
+    """Describe a served model: its address, its entry in the server's list of models (``served``, or None), our version.
 
     Raises:
         UserError: the server cannot be reached.
@@ -215,12 +217,15 @@ def served_as(model: ModelConfig) -> dict[str, Any]:
     try:
         response = httpx.get(f"{address.rstrip('/')}/models", headers=headers(key), timeout=LIST_TIMEOUT_S)
     except httpx.HTTPError as error:
-        said = Mask([key] if key else [])(str(error) or type(error).__name__)
-        raise UserError(f"{model.name} at {address} cannot be asked which model it serves: {said}") from None
+        message = Mask([key] if key else [])(str(error) or type(error).__name__)
+        raise UserError(f"{model.name}: cannot list the models at {address}: {message}") from None
+    return {"at": address, "served": _listed(response, model.name), "rge": rge.__version__}
+
+
+def _listed(response: httpx.Response, name: str) -> dict[str, Any] | None:
     try:
-        entries = dicts(as_dict(response.json()).get("data")) if response.is_success else []
+        entries = dict_items(as_dict(response.json()).get("data")) if response.is_success else []
     except ValueError:
-        entries = []
-    entry = next((one for one in entries if one.get("id") == model.name), None)
-    served = entry and {name: value for name, value in entry.items() if name not in VARYING}
-    return {"at": address, "served": served, "rge": rge.__version__}
+        return None
+    entry = next((entry for entry in entries if entry.get("id") == name), None)
+    return entry and {key: value for key, value in entry.items() if key not in VARYING}

@@ -190,7 +190,7 @@ def test_windows_are_in_flight_together(records, tmp_path, monkeypatch):
 
     async def served(method, path, headers, data):
         if method == "GET" and path.startswith("/v1/batches/"):
-            with pytest.raises(UserError, match="another process works in"):
+            with pytest.raises(UserError, match="another process is working in"):
                 write(records, tmp_path / "out.jsonl", model, Settings())
             refused.append(path)
         return await batches(method, path, headers, data)
@@ -198,7 +198,7 @@ def test_windows_are_in_flight_together(records, tmp_path, monkeypatch):
     with LocalServer(raw=served) as server:
         model = ModelConfig(name="m", base_url=server.url, mode="batch", batch_poll_s=0.02)
         report = write(records, tmp_path / "out.jsonl", model, Settings())
-    assert (len(batches.batches), len(refused), batches.num_by_calls) == (1, 1, 0)
+    assert (len(batches.batches), len(refused), batches.num_single_calls) == (1, 1, 0)
     assert report["kept"] == 20
     assert report["models"][0]["batch_calls"] == 20
 

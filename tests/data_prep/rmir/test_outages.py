@@ -200,7 +200,7 @@ def test_the_estimate_is_asked_about_on_a_terminal_and_learns(world, tmp_path, m
     for stream in ("stdin", "stderr"):
         monkeypatch.setattr(f"sys.{stream}.isatty", lambda: True)
     monkeypatch.setattr("builtins.input", lambda: "n")
-    with pytest.raises(UserError, match="stopped before anything was asked; yes=true"):
+    with pytest.raises(UserError, match="cancelled before any call was made; pass yes=true"):
         main(words)
     assert not world.asked
     first = capsys.readouterr().err

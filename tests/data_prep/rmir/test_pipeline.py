@@ -560,7 +560,7 @@ def test_a_picture_that_has_gone_is_named(world, tmp_path):
 
 
 def test_one_process_a_folder(world):
-    with pytest.raises(UserError, match="another process works in"):
+    with pytest.raises(UserError, match="another process is working in"):
         Run(world.config)
 
 

@@ -17,7 +17,7 @@ from eval.judging import description
 from eval.judging.description import DescriptionJudge
 from eval.scoring.search import Ranking
 from eval.sets.retrieval_set import load_set
-from rge.calls.store import AnswerStore, key_of
+from rge.calls.store import AnswerStore, value_key
 from rge.common.errors import UserError
 from rge.common.schema import Item
 from rge.data.sources import RecordFile
@@ -240,16 +240,16 @@ def test_the_command_reranks_a_finished_evaluation(tmp_path, monkeypatch):
 
 
 def test_answers_are_kept_and_a_file_that_is_none_is_refused(tmp_path):
-    keys = [key_of("a", number) for number in range(1200)]
+    keys = [value_key("a", number) for number in range(1200)]
     answers = AnswerStore(tmp_path / "x" / "a.sqlite")
     answers.put_values({key: [number, None] for number, key in enumerate(keys)})
     answers.close()
     assert AnswerStore(tmp_path / "x" / "a.sqlite").get_values([*keys, "none"]) == {
         key: [n, None] for n, key in enumerate(keys)
     }
-    assert key_of("a", "b") != key_of("ab", "")
+    assert value_key("a", "b") != value_key("ab", "")
     (tmp_path / "text").write_text("no database at all, but long enough to be taken for a header " * 20)
-    with pytest.raises(UserError, match="cannot be used as the file of answers"):
+    with pytest.raises(UserError, match="cannot be used as an answer store"):
         AnswerStore(tmp_path / "text")
 
 

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import pytest
 from forked import Program
 
-from rge.calls.asking import batch_jobs
 from rge.calls.caller import Caller
+from rge.calls.dispatch import batch_jobs
 from rge.calls.failures import BudgetReached, EndpointDown, KeyRejected, RequestRejected
 from rge.calls.local_server import Answer, Batches, LocalServer, chat
 from rge.calls.model_config import ModelConfig
@@ -29,7 +29,7 @@ class OpenAI(Batches):
     busy = ({"error": {"message": "busy"}}, 503)
 
     def __init__(self):
-        super().__init__(self.chat, looks=2)
+        super().__init__(self.chat, polls=2)
         self.faults: dict[str, list] = {}
         self.asked, self.by_calls, self.created, self.results = [], [], 0, 0
         self.ids = self.cut = None
@@ -71,8 +71,8 @@ class OpenAI(Batches):
             lines = lines.replace(b"rge-", self.ids)
         return lines[: -self.cut] if self.cut and self.results == 1 else lines
 
-    async def look(self, name):
-        shown = await super().look(name)
+    async def poll(self, name):
+        shown = await super().poll(name)
         if self.expires and shown["status"] == "completed":
             # The last of its calls were not made in time.
             shown["status"] = "expired"
@@ -289,24 +289,26 @@ def test_a_queue_that_is_full_is_waited_for(provider, store):
     found = Caller(model(provider), store).run(ask(*TEXTS))
     assert [read(one.reply) for one in found] == TEXTS
     provider.faults = {"create before": [Answer({"error": {"message": "slow"}}, 429)] * 500}
-    with pytest.raises(EndpointDown, match=r"still refused after 0.1 s \(max_limited_s\)"):
+    with pytest.raises(EndpointDown, match=r"still rate-limited after 0.1 s \(max_limited_s\)"):
         Caller(model(provider, max_limited_s=0.1), store).run(ask("another"))
 
 
 def test_waiting_has_an_end_and_says_for_what(provider, store):
-    provider.looks = 10**9
+    provider.polls = 10**9
     with pytest.raises(EndpointDown, match=r"waited 0.1 s \(batch_wait_s\) for batches \S+ \(in_progress\)"):
         Caller(model(provider, batch_wait_s=0.1), store).run(ask(*TEXTS))
-    provider.looks = 3 + max(provider._looked.values())
+    provider.polls = 3 + max(provider._num_polls.values())
     found = Caller(model(provider), store).run(ask(*TEXTS))
     assert [read(one.reply) for one in found] == TEXTS
     assert provider.created == 1
 
 
 def test_an_endpoint_that_goes_down_while_it_is_waited_for(provider, store, monkeypatch):
-    monkeypatch.setattr(batch_jobs, "FAILED_LOOKS", 3)
+    monkeypatch.setattr(batch_jobs, "MAX_FAILED_POLLS", 3)
     provider.faults = {"look": [Answer("<html>", 502)] * 3}
-    with pytest.raises(EndpointDown, match=r"does not say how far batch \S+ is \(3 attempts\).*HTTP 502"):
+    with pytest.raises(
+        EndpointDown, match=r"could not find out the status of batch \S+ \(3 attempts\).*HTTP 502"
+    ):
         Caller(model(provider), store).run(ask(*TEXTS))
     Caller(model(provider), store).run(ask(*TEXTS))
     assert provider.created == 1
@@ -329,16 +331,16 @@ Caller(models, AnswerStore(sys.argv[2])).run([Request('m', (f'question {{n}}',))
 @pytest.mark.parametrize("when", ["creating", "waiting"])
 def test_killed_and_resumed_no_batch_is_created_twice(provider, store, tmp_path, when):
     (tmp_path / "ask.py").write_text(KILLED)
-    provider.looks = 10**9
+    provider.polls = 10**9
     if when == "creating":  # the answer to the creation never comes, nor the list
         provider.faults = {"create after": [Answer("", 0)] * 99, "list": [Answer("", 0)] * 10**4}
     with Program(tmp_path / "ask.py", provider.address, store.path) as program:
-        program.wait_until(lambda: provider.created if when == "creating" else provider._looked)
+        program.wait_until(lambda: provider.created if when == "creating" else provider._num_polls)
         time.sleep(0.3)
         program.kill()
     (row,) = store.open_batches(model(provider)["m"].endpoint)
     assert (row.id is None) == (when == "creating")
-    provider.looks, provider.faults = 2 + max(provider._looked.values(), default=0), {}
+    provider.polls, provider.faults = 2 + max(provider._num_polls.values(), default=0), {}
     found = Caller(model(provider), store).run(ask(*TEXTS))
     assert [read(one.reply) for one in found] == TEXTS
     assert provider.created == 1
@@ -347,14 +349,14 @@ def test_killed_and_resumed_no_batch_is_created_twice(provider, store, tmp_path,
 
 
 def test_batches_are_kept_below_what_providers_take(store, monkeypatch):
-    monkeypatch.setattr(batch_jobs, "MOST_CALLS", 4)
+    monkeypatch.setattr(batch_jobs, "MAX_CALLS", 4)
     with openai_server(monkeypatch) as provider:
         Caller(model(provider), store).run(ask(*TEXTS))
         assert [len(provider.files[f"file-{number}"].splitlines()) for number in range(provider.created)] == [
             4,
             2,
         ]
-        monkeypatch.setattr(batch_jobs, "MOST_BYTES", 1000)
+        monkeypatch.setattr(batch_jobs, "MAX_BYTES", 1000)
         Caller(model(provider), store).run(ask(*(f"another {number}" for number in range(4))))
         assert provider.created > 3
 
@@ -365,7 +367,7 @@ def test_a_batch_that_fails_as_a_whole(store, monkeypatch):
     class Full(OpenAI):
         num_full = 1
 
-        async def look(self, name):
+        async def poll(self, name):
             if self.num_full and len(self.batches) > 1 and name == max(self.batches):
                 self.num_full -= 1
                 self.batches[name]["status"] = "failed"
@@ -373,9 +375,9 @@ def test_a_batch_that_fails_as_a_whole(store, monkeypatch):
                 self.batches[name]["errors"] = {"data": [error]}
             if self.batches[name]["status"] == "failed":
                 return self.batches[name]
-            return await super().look(name)
+            return await super().poll(name)
 
-    monkeypatch.setattr(batch_jobs, "MOST_CALLS", 4)
+    monkeypatch.setattr(batch_jobs, "MAX_CALLS", 4)
     with openai_server(monkeypatch, Full()) as provider:
         found = Caller(model(provider), store).run(ask(*TEXTS))
         assert [read(one.reply) for one in found] == TEXTS
@@ -388,9 +390,9 @@ def test_a_batch_that_fails_as_a_whole(store, monkeypatch):
 
 def test_one_process_waits_for_batches(store, monkeypatch):
     other = AnswerStore(store.path)
-    other.hold_batches()
+    other.lock_batches()
     with openai_server(monkeypatch) as provider:
-        with pytest.raises(UserError, match="another process waits for batches"):
+        with pytest.raises(UserError, match="another process is waiting for batches"):
             Caller(model(provider), store).run(ask("a"))
         other.close()
         Caller(model(provider), store).run(ask("a"))
@@ -439,8 +441,8 @@ def test_a_cancelled_batch_is_not_bought_again_at_the_whole_price(store, monkeyp
     """Somebody cancelled it at the provider: what it brought is kept, the rest goes into a new batch with the next run."""
 
     class Cancelled(OpenAI):
-        async def look(self, name):
-            shown = await super().look(name)
+        async def poll(self, name):
+            shown = await super().poll(name)
             if name == "batch_0" and shown["status"] == "completed":
                 shown["status"] = "cancelled"
                 rows = self.files[shown["output_file_id"]].splitlines(keepends=True)
@@ -461,7 +463,7 @@ def test_a_cancelled_batch_is_not_bought_again_at_the_whole_price(store, monkeyp
 
 def test_a_batch_that_is_gone_is_not_bought_again_at_the_whole_price(provider, store):
     provider.faults = {"look": [Answer({"error": {"message": "not found"}}, 404)]}
-    with pytest.raises(EndpointDown, match=r"batch \S+ is gone"):
+    with pytest.raises(EndpointDown, match=r"batch \S+ no longer exists"):
         Caller(model(provider), store).run(ask(*TEXTS))
     assert provider.by_calls == []
 

@@ -15,12 +15,12 @@ import pytest
 from forked import Program
 from PIL import Image
 
-from rge.calls.asking import grouping, health
 from rge.calls.caller import Caller
+from rge.calls.dispatch import grouping, health
 from rge.calls.failures import AccountRejected, BudgetReached, EndpointDown, KeyRejected
 from rge.calls.local_server import Answer, LocalServer, chat
 from rge.calls.model_config import ModelConfig
-from rge.calls.pictures import sendable
+from rge.calls.pictures import prepare_picture
 from rge.calls.replies import (
     Abstained,
     BadValue,
@@ -31,12 +31,12 @@ from rge.calls.replies import (
     Reply,
     Truncated,
     check_complete,
-    one_of,
+    parse_choice,
     read_replies,
     tag,
 )
 from rge.calls.request import Picture, Request
-from rge.calls.store import AnswerStore, Kept, StoreError
+from rge.calls.store import AnswerStore, StoredReply, StoreError
 from rge.common.errors import UserError
 
 
@@ -133,7 +133,7 @@ def test_transient_faults_are_retried(store, first):
     ("answer", "said"),
     [
         (Answer("<html>gateway</html>", content_type="text/html"), "not JSON but '<html>gateway</html>'"),
-        (Answer({"object": "something else"}), "JSON of another schema: .*something else"),
+        (Answer({"object": "something else"}), "unexpected JSON: .*something else"),
         (Answer({"error": {"message": "busy"}}, 503), "HTTP 503: .*busy"),
     ],
     ids=["html", "schema", "503"],
@@ -213,7 +213,7 @@ def test_an_endpoint_that_is_down(store, monkeypatch):
     settings = ModelConfig(
         name="m", base_url="http://127.0.0.1:9/v1", max_retries=1, backoff_s=0.01, concurrency=2
     )
-    with pytest.raises(EndpointDown, match="3 calls in a row have no answer.*no connection"):
+    with pytest.raises(EndpointDown, match="3 calls in a row got no answer.*no connection"):
         Caller({"m": settings}, store).run([ask(str(number)) for number in range(100)])
 
 
@@ -269,7 +269,7 @@ def test_a_malformed_answer_is_kept_with_its_raw_text_and_paid_once(store):
 
 
 def put(store: AnswerStore, key: str, raw: bytes = b"{}", cost: float = 0.5) -> None:
-    store.put(store.begin("m", key, (1, 2), 9.0, None), key, "m", Kept(raw, 1, 2, cost, 0.1))
+    store.put(store.begin_attempt("m", key, (1, 2), 9.0, None), key, "m", StoredReply(raw, 1, 2, cost, 0.1))
 
 
 def failures(store: AnswerStore) -> list[tuple[str, str]]:
@@ -287,12 +287,12 @@ def test_an_answer_is_never_changed(store):
 
 
 def test_a_full_disk_stops(store):
-    number = store.begin("m", "k", (1, 2), 9.0, None)
+    number = store.begin_attempt("m", "k", (1, 2), 9.0, None)
     store._db.execute(f"PRAGMA max_page_count={store._db.execute('PRAGMA page_count').fetchone()[0]}")
     with pytest.raises(
-        StoreError, match=r"could not be kept \(database or disk is full\); nothing more is asked"
+        StoreError, match=r"could not be stored \(database or disk is full\), so calls stop here"
     ):
-        store.put(number, "k", "m", Kept(b"x" * 100_000, 1, 2, 0.5, 0.1))
+        store.put(number, "k", "m", StoredReply(b"x" * 100_000, 1, 2, 0.5, 0.1))
     assert store.get("k") is None
     assert store.spent("m") == 9.0, "it stays at the most it may have cost"
 
@@ -300,21 +300,23 @@ def test_a_full_disk_stops(store):
 def test_what_was_under_way_when_a_process_was_killed_stays_in_the_ledger(tmp_path):
     first = AnswerStore(tmp_path / "c")
     put(first, "a")
-    first.begin("m", "b", (1, 2), 9.0, None)
+    first.begin_attempt("m", "b", (1, 2), 9.0, None)
     first.close()  # as a kill would
     again = AnswerStore(tmp_path / "c")
     (found,) = again.ledger()
     assert (found.calls, found.cost, found.lost_calls, found.lost_cost) == (1, 0.5, 1, 9.0)
-    assert again.begin("m", "b", (1, 2), 9.0, budget=18.4) is None, "9.5 are gone, and this may cost 9 more"
-    assert again.begin("m", "b", (1, 2), 9.0, budget=18.5) is not None
-    assert again.begin("n", "b", (1, 2), 9.0, budget=9.0) is not None, (
+    assert again.begin_attempt("m", "b", (1, 2), 9.0, budget=18.4) is None, (
+        "9.5 are gone, and this may cost 9 more"
+    )
+    assert again.begin_attempt("m", "b", (1, 2), 9.0, budget=18.5) is not None
+    assert again.begin_attempt("n", "b", (1, 2), 9.0, budget=9.0) is not None, (
         "another endpoint has a budget of its own"
     )
 
 
 def test_a_file_that_is_no_cache(tmp_path):
     (tmp_path / "x").write_bytes(b"not a database at all" * 100)
-    with pytest.raises(StoreError, match="cannot be used as the file of answers"):
+    with pytest.raises(StoreError, match="cannot be used as an answer store"):
         AnswerStore(tmp_path / "x")
 
 
@@ -332,11 +334,11 @@ def test_a_file_that_another_process_is_making_is_waited_for(tmp_path):
 def test_processes_share_the_file(tmp_path):
     (tmp_path / "write.py").write_text(
         "import sys\n"
-        "from rge.calls.store import AnswerStore, Kept\n"
+        "from rge.calls.store import AnswerStore, StoredReply\n"
         "store = AnswerStore(sys.argv[1])\n"
         "for n in range(50):\n"
         "    key = f'{sys.argv[2]}-{n}'\n"
-        "    store.put(store.begin('m', key, (1, 1), 2.0, None), key, 'm', Kept(b'{}', 1, 1, 1.0, 0.0))\n"
+        "    store.put(store.begin_attempt('m', key, (1, 1), 2.0, None), key, 'm', StoredReply(b'{}', 1, 1, 1.0, 0.0))\n"
     )
     with ExitStack() as stack:
         running = [
@@ -415,18 +417,18 @@ def test_the_key_is_stable():
 
 def test_pictures_that_servers_read_are_sent_unchanged():
     data = encode(Image.new("RGB", (20, 10), "red"), "WEBP")
-    assert sendable(data, 1024) == ("image/webp", data)
+    assert prepare_picture(data, 1024) == ("image/webp", data)
 
 
 @pytest.mark.parametrize(("mode", "kind"), [("CMYK", "JPEG"), ("RGB", "BMP"), ("RGB", "TIFF")])
 def test_other_pictures_are_sent_as_jpeg(mode, kind):
-    media_type, sent = sendable(encode(Image.new(mode, (20, 10)), kind), 1024)
+    media_type, sent = prepare_picture(encode(Image.new(mode, (20, 10)), kind), 1024)
     assert media_type == "image/jpeg"
     assert Image.open(io.BytesIO(sent)).mode == "RGB"
 
 
 def test_large_pictures_are_scaled_down():
-    _, sent = sendable(encode(Image.new("RGB", (400, 100)), "PNG"), 200)
+    _, sent = prepare_picture(encode(Image.new("RGB", (400, 100)), "PNG"), 200)
     assert Image.open(io.BytesIO(sent)).size == (200, 50)
 
 
@@ -480,14 +482,14 @@ def test_tags():
         tag("nothing", "x")
     with pytest.raises(MissingTag, match="<x> is empty"):
         tag("<x> </x>", "x")
-    assert one_of("<x>Yes.</x>", "x", {"yes": 1, "no": 0}) == 1
+    assert parse_choice("<x>Yes.</x>", "x", {"yes": 1, "no": 0}) == 1
     with pytest.raises(BadValue, match="<x> must be one of yes, no; got 'maybe'"):
-        one_of("<x>maybe</x>", "x", {"yes": 1, "no": 0})
+        parse_choice("<x>maybe</x>", "x", {"yes": 1, "no": 0})
 
 
 def test_requests_are_read_as_they_are_needed_and_equal_ones_asked_once(store, monkeypatch):
     """One model is held up; the other goes on, until too much would pile up for the first."""
-    monkeypatch.setattr(grouping, "AT_A_TIME", 4)
+    monkeypatch.setattr(grouping, "CALLS_AHEAD", 4)
     read, held_at, seen = [], [], Counter()
 
     async def answer(path, body):

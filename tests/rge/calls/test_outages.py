@@ -11,9 +11,9 @@ from rge.calls.caller import Caller
 from rge.calls.failures import AccountRejected, BudgetReached, EndpointDown, KeyRejected, RequestRejected
 from rge.calls.local_server import Answer, LocalServer, chat
 from rge.calls.model_config import ModelConfig
-from rge.calls.prices import confirm, priced
-from rge.calls.providers.errors import Meaning, meaning
-from rge.calls.providers.transport import seconds
+from rge.calls.prices import confirm, fill_prices
+from rge.calls.providers.errors import Meaning, classify
+from rge.calls.providers.transport import parse_seconds
 from rge.calls.replies import Refused, Reply, check_complete, read_replies, tag
 from rge.calls.request import Request
 from rge.calls.store import AnswerStore
@@ -84,7 +84,7 @@ DOCUMENTED = [
     ("status", "body", "means"), DOCUMENTED, ids=[f"{row[0]}-{n}" for n, row in enumerate(DOCUMENTED)]
 )
 def test_errors_by_code_then_status_then_words(status, body, means):
-    assert meaning(status, body) is means
+    assert classify(status, body) is means
 
 
 def test_a_message_that_mentions_moderation_is_no_refusal(store):
@@ -213,9 +213,9 @@ def test_a_canary_shows_as_many_pictures(store, tmp_path):
 
 
 def test_times_of_http_are_read():
-    assert seconds(formatdate(time.time() + 90, usegmt=True)) == pytest.approx(90, abs=2)
-    assert seconds(formatdate(time.time() - 90, usegmt=True)) == 0
-    assert seconds("Mon, 99 Foo 2026") is None
+    assert parse_seconds(formatdate(time.time() + 90, usegmt=True)) == pytest.approx(90, abs=2)
+    assert parse_seconds(formatdate(time.time() - 90, usegmt=True)) == 0
+    assert parse_seconds("Mon, 99 Foo 2026") is None
 
 
 @pytest.mark.parametrize("status", [429, 503])
@@ -301,8 +301,8 @@ def test_a_budget_learns_from_bills(store):
             Caller(models, store).run([Request("m", (f"{number:>300}",)) for number in range(60)])
     (spent,) = store.ledger()
     assert (spent.calls, spent.cost) == (11, pytest.approx(18.7))
-    learnt = store.learnt(models["m"].endpoint, pictures=False)
-    assert (learnt.calls, learnt.mean_input, learnt.most_input) == (11, pytest.approx(17), pytest.approx(17))
+    learnt = store.billing_stats(models["m"].endpoint, pictures=False)
+    assert (learnt.calls, learnt.mean_input, learnt.max_input) == (11, pytest.approx(17), pytest.approx(17))
 
 
 def test_a_budget_of_the_command_is_one_for_all_models(store):
@@ -328,7 +328,7 @@ def test_prices_come_from_a_table_where_none_are_given(tmp_path, monkeypatch):
         "own": ModelConfig(name=known, input_price=0.5),
         "local": ModelConfig(name="local", base_url="http://host/v1"),
     }
-    shipped, given = priced(models), priced(models, mine)
+    shipped, given = fill_prices(models), fill_prices(models, mine)
     assert (shipped["known"].input_price, shipped["known"].output_price) == (1, 5)
     assert shipped["served"].cost(10**6, 10**6) == shipped["local"].cost(10**6, 10**6) == 0
     assert shipped["own"].input_price == given["own"].input_price == 0.5
@@ -336,7 +336,7 @@ def test_prices_come_from_a_table_where_none_are_given(tmp_path, monkeypatch):
     assert given["local"].batch_price == 0.4
     mine.write_text(f"{known}: {{input: 7}}\n")
     with pytest.raises(UserError, match=f"{known}.*input"):
-        priced(models, mine)
+        fill_prices(models, mine)
 
 
 def test_one_is_asked_only_on_a_terminal(monkeypatch, capsys):
@@ -350,5 +350,5 @@ def test_one_is_asked_only_on_a_terminal(monkeypatch, capsys):
     confirm("about 6", yes=True)
     assert capsys.readouterr().err == "about 5\nabout 6\n"
     monkeypatch.setattr("builtins.input", lambda: "no")
-    with pytest.raises(UserError, match="stopped before anything was asked"):
+    with pytest.raises(UserError, match="cancelled before any call was made"):
         confirm("about 7", yes=False)

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from rge.calls.asking.health import Pace
 from rge.calls.caller import Caller
+from rge.calls.dispatch.health import Pace
 from rge.calls.failures import EndpointDown, RequestRejected
 from rge.calls.keys import Mask
 from rge.calls.local_server import Answer, LocalServer, chat
-from rge.calls.model_config import ModelConfig, check_model, known_as
+from rge.calls.model_config import ModelConfig, cache_names, check_model
 from rge.calls.pictures import Pictures
-from rge.calls.providers.transport import remaining, seconds
+from rge.calls.providers.transport import parse_seconds, remaining_allowance
 from rge.calls.replies import EmptyChoices, MissingTag, Refused, read_replies, tag
 from rge.calls.request import Picture, Request
 from rge.calls.store import AnswerStore
@@ -308,7 +308,7 @@ def test_settings_of_newer_models_are_sent_and_are_part_of_the_key(store):
         ({"token_limit": "tokens"}, "token_limit must be one of max_tokens, max_completion_tokens"),
         ({"draws_a_call": 0}, "draws_a_call must be > 0"),
         ({"reasks": -1}, "reasks must be >= 0"),
-        ({"extra_body": {"messages": []}}, "extra_body must leave model, messages, n and seed alone"),
+        ({"extra_body": {"messages": []}}, "extra_body must not set model, messages, n or seed"),
         ({"mode": "later"}, "mode must be one of calls, batch"),
         ({"batch_price": 50}, "batch_price must be <= 1"),
     ],
@@ -421,9 +421,9 @@ def test_two_endpoints_of_one_model_are_asked_each_for_itself(store):
 def test_a_server_that_moves_keeps_its_answers():
     one = ModelConfig(name="m", base_url="http://host:1/v1")
     moved = ModelConfig(name="m", base_url="http://host:2/v1")
-    assert known_as({"a": one}) == known_as({"a": moved}) == {"a": "m"}
-    assert known_as({"a": one, "b": one}) == {"a": "m", "b": "m"}
-    assert known_as({"a": one, "b": moved}) == {"a": "m", "b": "m as b"}
+    assert cache_names({"a": one}) == cache_names({"a": moved}) == {"a": "m"}
+    assert cache_names({"a": one, "b": one}) == {"a": "m", "b": "m"}
+    assert cache_names({"a": one, "b": moved}) == {"a": "m", "b": "m as b"}
 
 
 # --------------------------------------------------------------------------------------------------------------- the pace
@@ -463,7 +463,7 @@ def test_the_pace_is_learnt_from_429(store):
 
 def test_an_endpoint_that_only_refuses_is_given_up_in_the_end(store):
     with LocalServer(Server(lambda body: Answer({"error": {"message": "slow"}}, 429))) as at:
-        with pytest.raises(EndpointDown, match=r"HTTP 429.*still refused after 0.3 s \(max_limited_s\)"):
+        with pytest.raises(EndpointDown, match=r"HTTP 429.*still rate-limited after 0.3 s \(max_limited_s\)"):
             Caller(model(at, max_limited_s=0.3), store).run([ask("a")])
 
 
@@ -472,10 +472,10 @@ def test_the_pace_by_hand():
     now = [100.0]
     pace = Pace(clock=lambda: now[0])
     for _ in range(10):
-        pace.answered({})
-    pace.limited(now[0], 2.0, 1.0, 60.0)
+        pace.on_answer({})
+    pace.on_limited(now[0], 2.0, 1.0, 60.0)
     assert pace.rate == pytest.approx(10 / 2 * 0.8), "ten in the two seconds that it asks for"
-    pace.limited(now[0] - 1, None, 1.0, 60.0)
+    pace.on_limited(now[0] - 1, None, 1.0, 60.0)
     assert pace.rate == pytest.approx(4.0), "a call that was sent before the cut says nothing new"
     turns = []
 
@@ -486,7 +486,7 @@ def test_the_pace_by_hand():
         original, asyncio.sleep = asyncio.sleep, sleep
         try:
             for _ in range(3):
-                await pace.turn()
+                await pace.wait_turn()
                 turns.append(now[0])
         finally:
             asyncio.sleep = original
@@ -498,10 +498,10 @@ def test_the_pace_by_hand():
 def test_an_allowance_that_is_used_up_is_waited_for():
     now = [100.0]
     pace = Pace(clock=lambda: now[0])
-    pace.answered({"x-ratelimit-remaining-requests": "0", "x-ratelimit-reset-requests": "1m30s"})
-    assert pace._closed_until == 190.0
-    assert remaining({"x-ratelimit-remaining-tokens": "7"}, "tokens") == (7, None)
-    assert [seconds(text) for text in ("1.5", "6m0s", "20ms", "1h2m3s", "soon", None)] == [
+    pace.on_answer({"x-ratelimit-remaining-requests": "0", "x-ratelimit-reset-requests": "1m30s"})
+    assert pace._paused_until == 190.0
+    assert remaining_allowance({"x-ratelimit-remaining-tokens": "7"}, "tokens") == (7, None)
+    assert [parse_seconds(text) for text in ("1.5", "6m0s", "20ms", "1h2m3s", "soon", None)] == [
         1.5,
         360,
         0.02,
@@ -509,8 +509,8 @@ def test_an_allowance_that_is_used_up_is_waited_for():
         None,
         None,
     ]
-    assert seconds("2000-01-01T00:00:00Z") == 0
-    assert seconds("2000-01-01T00:00:00") is None, "a time of no known zone says nothing"
+    assert parse_seconds("2000-01-01T00:00:00Z") == 0
+    assert parse_seconds("2000-01-01T00:00:00") is None, "a time of no known zone says nothing"
 
 
 # --------------------------------------------------------------------------------------------------------------- pictures

@@ -1,0 +1,156 @@
+"""Health and rate limit of one endpoint, shared by all models behind it."""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+
+from rge.calls.failures import EndpointDown, StopCalls, Unanswered
+from rge.calls.providers.transport import remaining_allowance
+
+MAX_UNANSWERED_IN_A_ROW = 20
+"""Consecutive unanswered calls before the endpoint counts as down."""
+WINDOW_S = 1.0
+"""Window over which the rate of answers is measured."""
+CUT, GROWTH, RECOVERY = 0.8, 1.005, 1.05
+"""Factors on the rate: after a 429; after an answer near the rate of the last cut; after an answer further below it. With these,
+about one call in 40 gets a 429 in the long run."""
+ENOUGH_ANSWERS = 8
+"""Answers in the window needed to estimate a rate; with fewer, a 429 only pauses the calls."""
+MEMORY = 4096
+"""Number of answer times kept."""
+
+
+class Health:
+    """An endpoint's rate limit, its recent results, and why calls to it have stopped, if they have.
+
+    Stopping cancels nothing: calls in flight are billed, so their answers are awaited and stored.
+    """
+
+    def __init__(self) -> None:
+        self.pace = Pace()
+        self.stopped: StopCalls | None = None
+        """Why calls have stopped for this run."""
+        self.accepted_at = float("-inf")
+        """Send time of the latest accepted call."""
+        self.in_flight = 0
+        self.unanswered_in_a_row = 0
+
+    def start(self) -> None:
+        """Reset for a new run: events and locks belong to its event loop."""
+        self._completed = asyncio.Event()
+        self.canary = asyncio.Lock()
+        self.in_flight = self.unanswered_in_a_row = 0
+        self.stopped = None
+
+    async def wait_for_completion(self) -> None:
+        """Wait until any call ends."""
+        self._completed.clear()
+        await self._completed.wait()
+
+    def call_started(self) -> None:
+        """Count a call as in flight."""
+        self.in_flight += 1
+
+    def call_ended(self) -> None:
+        """Count a call as ended, and wake up those that wait for it."""
+        self.in_flight -= 1
+        self._completed.set()
+
+    def call_accepted(self, sent_at: float) -> None:
+        """Record that the endpoint answered a call."""
+        self.unanswered_in_a_row = 0
+        self.accepted_at = max(self.accepted_at, sent_at)
+
+    def call_unanswered(self, error: Unanswered) -> None:
+        """Record a call that failed after all retries; `MAX_UNANSWERED_IN_A_ROW` of them stop the run."""
+        self.unanswered_in_a_row += 1
+        if self.unanswered_in_a_row >= MAX_UNANSWERED_IN_A_ROW:
+            self.stop(
+                EndpointDown(
+                    f"{self.unanswered_in_a_row} calls in a row got no answer; last error: {error}. Answers so far are stored; "
+                    "run the same command again"
+                )
+            )
+
+    def stop(self, error: StopCalls) -> None:
+        """Stop calls for this run; the first reason given is kept."""
+        self.stopped = self.stopped or error
+        self._completed.set()
+
+
+class Pace:
+    """Adaptive rate limit of an endpoint, learned from 429s and headers, shared by all its calls.
+
+    Additive increase would take minutes to find a provider's limit again. Instead, the rate is multiplied: up slightly with every
+    answer, down more with a 429. It is independent of the event loop, so it carries over from one run to the next.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self.rate: float | None = None
+        """Calls per second; None: unlimited so far."""
+        self._next_at = self._paused_until = self._cut_at = -1e9
+        self._answered: deque[float] = deque(maxlen=MEMORY)
+        self._cuts_in_a_row = 0
+        self._ceiling = 0.0
+
+    async def wait_turn(self) -> float:
+        """Wait until the next call may be sent; returns the time by the clock."""
+        while True:
+            now = self._clock()
+            if self._paused_until > now:
+                await asyncio.sleep(self._paused_until - now)
+                continue
+            if self.rate is None:
+                return now
+            at = max(now, self._next_at)
+            self._next_at = at + 1 / self.rate
+            if at <= now:
+                return now
+            await asyncio.sleep(at - now)
+            if self._paused_until <= self._clock():
+                return self._clock()
+
+    def on_answer(self, headers: Mapping[str, str]) -> None:
+        """Raise the rate after an answer, and pause if its headers report an exhausted quota."""
+        now = self._clock()
+        self._answered.append(now)
+        self._cuts_in_a_row = 0
+        if self.rate is not None:
+            self.rate *= RECOVERY if self.rate < 0.9 * self._ceiling else GROWTH
+            if self.rate > 4 * max(self._answer_rate(now, WINDOW_S), 1.0):
+                self.rate = None
+        for kind in ("requests", "tokens"):
+            left, reset_s = remaining_allowance(headers, kind)
+            if left == 0 and reset_s:
+                self._pause(now + reset_s)
+
+    def on_limited(self, sent_at: float, wait_s: float | None, backoff_s: float, max_wait_s: float) -> None:
+        """Lower the rate and pause after a 429.
+
+        Args:
+            sent_at: when the call was sent, as returned by `wait_turn`.
+            wait_s: Retry-After, if given.
+            backoff_s: pause without Retry-After; doubles with every further cut until an answer comes.
+            max_wait_s: longest pause.
+        """
+        now = self._clock()
+        if sent_at >= self._cut_at:
+            window_s = max(WINDOW_S, min(wait_s or 0.0, max_wait_s))
+            if self.rate is None and (rate := self._answer_rate(now, window_s)) * window_s >= ENOUGH_ANSWERS:
+                self.rate = rate
+            if self.rate is not None:
+                self._ceiling, self.rate = self.rate, self.rate * CUT
+            self._cut_at = now
+            self._cuts_in_a_row += 1
+        wait_s = backoff_s * 2 ** (self._cuts_in_a_row - 1) if wait_s is None else wait_s
+        self._pause(now + min(wait_s, max_wait_s))
+
+    def _pause(self, until: float) -> None:
+        self._paused_until = max(self._paused_until, until)
+        # Send times already assigned within the pause are void.
+        self._next_at = max(self._next_at, self._paused_until) if self.rate is None else self._paused_until
+
+    def _answer_rate(self, now: float, window_s: float) -> float:
+        return sum(at > now - window_s for at in self._answered) / window_s

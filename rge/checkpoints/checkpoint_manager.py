@@ -36,10 +36,10 @@ from rge.model.embedding_model import EmbeddingModel
 from rge.validation import Validation
 
 SAME_PRESS_S = 1.0
-"""A SIGINT this soon after another is the same Ctrl-C: the terminal sends it to every process, and launchers pass it on."""
+"""SIGINTs this close together are one Ctrl-C: the terminal sends it to every process, and launchers forward it."""
 
 _asked_to_stop: dict[signal.Signals, float] = {}
-"""When which signal came first."""
+"""Time of the first signal of each kind."""
 
 
 def stop_after_this_step_at_signals() -> None:

@@ -1,4 +1,4 @@
-"""A checkpoint's own description: ``rge.json``, model card, and the files that other libraries read."""
+"""Descriptions stored with a checkpoint: ``rge.json``, the model card, and files for other libraries."""
 
 import re
 from collections import Counter, defaultdict
@@ -16,10 +16,10 @@ from rge.data.sources import parsed_line, strip_bom
 from rge.model.adapter_files import is_hub_id
 
 RECORDS_READ = 4096
-"""Records of a source, evenly spread, that its instructions are counted in; all of a source that is not larger."""
+"""Evenly spread records per source in which instructions are counted; smaller sources are read in full."""
 
 MOST_KNOWN = 256
-"""Instructions that are listed, the most frequent first."""
+"""Maximum number of instructions listed, most frequent first."""
 
 SENTENCE_TRANSFORMERS = {
     "modules.json": [
@@ -37,16 +37,16 @@ SENTENCE_TRANSFORMERS = {
         "similarity_fn_name": "cosine",
     },
 }
-"""Without them sentence-transformers would average the token states, and say nothing."""
+"""Without these files, sentence-transformers would silently average the token states."""
 
 
 def training_data(sources: Sequence[SourceConfig]) -> dict[str, Any]:
-    """What queries were asked with, and which files they came from.
+    """Instructions and files of the training queries.
 
     Returns:
-        ``instructions``: ``default``, the most frequent one of training, weighted as training was (None where most
-        queries had none); ``known``, all that were seen; ``by_task``, the most frequent one by task: a record's
-        ``source``, or ``source/category`` where the categories of a source differ. ``training_data``: the files.
+        ``instructions``: ``default``, the most frequent one, weighted like the sources in training (None if most queries
+        had none); ``known``, up to `MOST_KNOWN` of them; ``by_task``, the most frequent one per task: a record's ``source``,
+        or ``source/category`` if the categories of a source differ. ``training_data``: titles of the sources.
     """
     total: defaultdict[str | None, float] = defaultdict(float)
     tasks: dict[tuple[str, str], Counter[str | None]] = defaultdict(Counter)
@@ -79,7 +79,7 @@ def training_data(sources: Sequence[SourceConfig]) -> dict[str, Any]:
 
 
 def _some_records(source: SourceConfig) -> Iterator[dict[str, Any]]:
-    """Records of a source, evenly spread; of a file over its bytes."""
+    """Evenly spread records of a source; in a file, by byte offset."""
     if source.path is None:
         yield from some_records(source, RECORDS_READ)
         return
@@ -92,22 +92,22 @@ def _some_records(source: SourceConfig) -> Iterator[dict[str, Any]]:
         for number in range(RECORDS_READ):
             lines.seek(size * number // RECORDS_READ)
             if number:
-                lines.readline()  # the rest of a record that began before
+                lines.readline()  # skip the rest of the current record
             yield from _parsed([lines.readline()], path.name)
 
 
 def _parsed(lines: Iterable[bytes], title: str) -> Iterator[dict[str, Any]]:
     for line in map(strip_bom, lines):
         record, _ = parsed_line(line, title, 0)
-        if record is not None:  # else blank, or left out of training too (data.on_bad=skip)
+        if record is not None:  # else blank, or skipped in training too (data.on_bad=skip)
             yield record.model_dump(include={"source", "category", "instruction"})
 
 
 def model_card(settings: CheckpointSettings, name: str, licence: str | None = None) -> str:
-    """``README.md`` of a checkpoint, with the front matter that the Hugging Face hub reads.
+    """``README.md`` of a checkpoint, with front matter for the Hugging Face hub.
 
-    Its examples load a path that begins with ``./``: a name such as ``a/b`` is a hub id that anybody may register, and
-    `trust_remote_code` stands beside it.
+    Its examples load a path that starts with ``./``: anyone could register a name such as ``a/b`` as a hub id, and the example
+    sets `trust_remote_code`.
     """
     path = f"./{name.rsplit('/', 1)[-1]}"
     base: str = (settings.recipe.get("model") or {}).get("path") or ""
@@ -165,11 +165,11 @@ tags:
 # {{ name }}
 
 {% if reasons != "none" %}
-A reasoning-guided multimodal embedder ([RGE](https://arxiv.org/abs/2511.16150)). Asked with pictures, text or both,
-it writes a short rationale, ends it with `<emb>`, and its state at that token is the embedding.
+A reasoning-guided multimodal embedder ([RGE](https://arxiv.org/abs/2511.16150)). Given pictures, text or both, it writes
+a short rationale that ends with `<emb>`; the hidden state at that token is the embedding.
 {% else %}
-A multimodal embedder, trained without rationales, the baseline of reasoning-guided ones. Asked with pictures or text,
-its state at `<emb>`, right after the prompt, is the embedding.
+A multimodal embedder trained without rationales: the baseline for reasoning-guided embedders. The embedding of pictures
+or text is the hidden state at `<emb>`, directly after the prompt.
 {% endif %}
 
 ## Use
@@ -183,27 +183,27 @@ scores = embedder.similarity(query, embedder.encode_document(images=["key.png", 
 ```
 
 {% if adapted %}
-These files are adapters of PEFT and the rows of new tokens. The base whose weights they need is `{{ adapted }}`, sha256 \
-`{{ base_sha256[:12] }}` over its safetensors files; `base=` may be left out where it lies where it did in training. \
+These files are PEFT adapters and the embedding rows of new tokens. They need the base model `{{ adapted }}` (sha256 \
+`{{ base_sha256[:12] }}` over its safetensors files); `base=` is optional if it is still at its training path. \
 `peft.PeftModel.from_pretrained(base_model, "{{ path }}")` loads them too.
 
 {% endif %}
 With sentence-transformers: `SentenceTransformer("{{ path }}", trust_remote_code=True)`, then `encode_query` and \
-`encode_document` (the package `rge` must be installed; the flag lets sentence-transformers use it).
+`encode_document` (requires the package `rge`, which the flag lets sentence-transformers import).
 
 ## Training
 
-* Base model: {% if parts %}{{ parts | join(" and ") }}; the rest was built from nothing. Their licences hold for \
-these weights too{% elif not base %}none, built from nothing{% else %}{{ base if base_on_hub else base_name }}. Its licence holds for \
-these weights too{% endif %}.
+* Base model: {% if parts %}{{ parts | join(" and ") }}; the rest was trained from scratch. Their licences also apply to \
+these weights{% elif not base %}none, trained from scratch{% else %}{{ base if base_on_hub else base_name }}. Its licence also applies to \
+these weights{% endif %}.
 * Stage `{{ stage }}` of recipe `{{ recipe.get("recipe", "unknown") }}`, {{ step }} steps.
 * Training data: {{ (training_data or ["not recorded"]) | join(", ") }}.
-* Instruction of most training queries: {{ default.__repr__() if default else "none" }}. `encode_query` puts it before a \
-question unless told otherwise.
-* Pictures of {{ range }} pixels, prompts of at most {{ "{:,}".format(max_prompt_tokens) }} tokens, rationales of at most \
-{{ generation.max_new_tokens }}.
+* Instruction of most training queries: {{ default.__repr__() if default else "none" }}. `encode_query` prepends it to \
+queries by default.
+* Pictures: {{ range }} pixels. Prompts: up to {{ "{:,}".format(max_prompt_tokens) }} tokens. Rationales: up to \
+{{ generation.max_new_tokens }} tokens.
 {% if dimensions %}
-* Embeddings may be cut to {{ dimensions | join(", ") }} components.
+* Embeddings can be truncated to {{ dimensions | join(", ") }} components.
 {% endif %}
 {% if measured is not none %}
 
@@ -215,7 +215,7 @@ On {{ measured }}: {{ figures | join(", ") }}.
 
 
 def renamed_card(card: str, name: str) -> str:
-    """A model card whose title and examples call the checkpoint by another name; anything else in it stays."""
+    """Rename the checkpoint in the title and examples of a model card."""
     if title := re.search(r"^# (.+)$", card, re.MULTILINE):
         card = card.replace(title[0], f"# {name}", 1).replace(
             f"\n- name: {title[1]}\n", f"\n- name: {name}\n", 1

@@ -29,10 +29,10 @@ from rge.model.embedding_model import EmbeddingModel
 from rge.model.hub_model import HubModel
 
 IDENTIFYING = (".safetensors", ".json", ".jinja", ".txt")
-"""Endings of the files that make a checkpoint what it is; others, such as its card, may be edited."""
+"""Endings of the files that define a checkpoint; others, such as the model card, may be edited."""
 
 WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)
-"""What a full disk looks like: to Python, to torch's serialiser, to safetensors."""
+"""How Python, torch's serialiser and safetensors report a full disk."""
 
 
 def export(
@@ -111,7 +111,9 @@ def _check_names(model: HubModel, weights: dict[str, Tensor], folder: Path) -> N
     unknown, missing = weights.keys() - wanted, wanted - weights.keys() - set(tied_names(model))
     if unknown or missing:
         found = (
-            f"{sorted(unknown)[0]} is none of its weights" if unknown else f"{sorted(missing)[0]} is missing"
+            f"{sorted(unknown)[0]} is not one of its weights"
+            if unknown
+            else f"{sorted(missing)[0]} is missing"
         )
         raise CheckpointError(
             f"checkpoint {folder} is not written, since it could not be loaded: {found} ({len(unknown)} unknown names, "

@@ -59,9 +59,9 @@ def damage(folder: Path, *, contents: bool = True) -> str | None:
         if not file.is_file():
             return f"{name} is missing"
         if (size := file.stat().st_size) != expected["bytes"]:
-            return f"{name} has {size} bytes, {expected['bytes']} were written"
+            return f"{name} has {size} bytes instead of {expected['bytes']}"
         if contents and expected["crc32"] is not None and checksum(file) != expected["crc32"]:
-            return f"{name} has another checksum than was written"
+            return f"{name} does not match its checksum"
     return None
 
 

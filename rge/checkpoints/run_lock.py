@@ -47,7 +47,7 @@ def held(folder: Path) -> Iterator[None]:
                     f"is gone for good, delete {path})"
                 ) from None
             # Some network file systems are mounted without locks, and no other disk is available.
-            message = f"the file system of {folder} has no locks ({error.strerror}): a second run in it will not be noticed"
+            message = f"the file system of {folder} has no locks ({error.strerror}): a second run in it cannot be detected"
             print(f"warning: {message}", file=sys.stderr)  # noqa: T201
         now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
         file.truncate(0)

@@ -277,7 +277,7 @@ def step_name(step: int) -> str:
 
 def _unwritten(step: int, folder: Path, error: Exception) -> CheckpointError:
     return CheckpointError(
-        f"state after step {step} could not be written to {folder}: {error}; earlier states are unharmed, "
+        f"state after step {step} could not be written to {folder}: {error}; earlier states are intact; "
         "free some space and start the same command again"
     )
 

@@ -47,7 +47,7 @@ def raise_descriptor_limit() -> None:
 
 
 class FileError(UserError, OSError):
-    """A file cannot be written; the message names it and says why."""
+    """A file cannot be written; the message names the file and the reason."""
 
 
 @contextmanager
@@ -190,7 +190,7 @@ def _refuse_foreign_files(path: Path) -> None:
 
 
 def read_json(path: str | Path) -> Any | None:
-    """Content of a JSON file; None where there is none.
+    """Content of a JSON file; None if it does not exist.
 
     Raises:
         UserError: it cannot be read.
@@ -216,7 +216,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def find_shipped(path: str | Path) -> Path:
-    """Where a file or folder is that a recipe or a command names.
+    """Resolve a path given in a recipe or command.
 
     A path is relative to the working folder. One that is not there and begins with ``recipes/`` or ``data_prep/`` is
     looked for among the files that came with the package, so that the demo can be run from any folder.

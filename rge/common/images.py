@@ -86,7 +86,7 @@ class PictureIndex:
         self.asked: set[str] = set()
 
     def fault(self, ref: str) -> str | None:
-        """Why a picture cannot be there, or None."""
+        """Why a picture cannot exist, or None."""
         path, mark, row = ref.partition(".parquet#")
         folder, name = (path + ".parquet", row) if mark else os.path.split(ref)
         self.asked.add(folder)
@@ -300,7 +300,7 @@ def _head(source: BinaryIO) -> bytes:
 
 
 def is_heic(data: bytes) -> bool:
-    """Whether these bytes begin as a phone's HEIC does."""
+    """Whether these bytes start like a HEIC file."""
     return data[4:8] == b"ftyp" and data[8:12] in (b"heic", b"heix", b"heim", b"heis", b"mif1", b"msf1")
 
 

@@ -184,7 +184,7 @@ def _layers(
 
 
 def available(folder: Path) -> list[str]:
-    """Names of the YAML files of a folder."""
+    """Names of the YAML files in a folder."""
     return sorted(path.stem for path in folder.glob("*.yaml"))
 
 
@@ -208,7 +208,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def split_word(word: str) -> tuple[str, str]:
-    """Split ``key=value``; leading dashes are forgiven, anything else raises a `UserError`."""
+    """Split ``key=value``, ignoring leading dashes; anything else raises a `UserError`."""
     key, mark, value = word.partition("=")
     key = key.lstrip("-")
     if not mark or not key:
@@ -237,7 +237,7 @@ def names_of(schema: type) -> set[str]:
 
 
 def given(options: Any) -> dict[str, Any]:
-    """What was set apart from its default: key as it is typed -> value as JSON has it."""
+    """Non-default values: key as typed -> JSON value."""
     values = {_typed(item.name): getattr(options, item.name) for item in fields(options)}
     defaults = {_typed(item.name): _default(item) for item in fields(options)}
     found = {name: value for name, value in values.items() if value != defaults[name]}
@@ -280,7 +280,7 @@ def nested(key: str, value: Any) -> dict[str, Any]:
 
 
 def build(schema: type[T], layers: Sequence[tuple[str, dict[str, Any]]]) -> T:
-    """Lay trees of values over one another and check the result.
+    """Merge nested values and validate the result.
 
     Raises:
         UserError: everything that is wrong, a line each.
@@ -337,7 +337,7 @@ def one_of(key: str, values: Sequence[str], allowed: Sequence[str]) -> None:
 
 
 def nearest(key: str, known: Iterable[str]) -> str:
-    """A hint that ends an error about an unknown key: what may have been meant, else all there are.
+    """Hint for an unknown key: similar keys, else all keys.
 
     By meaning first: the same last part elsewhere, or what other projects call it (`MEANS`). By spelling then.
     """

@@ -42,7 +42,7 @@ class Registry(Generic[T]):
         self._complete = False
 
     def add(self, name: str, thing: T) -> T:
-        """Register a thing.
+        """Register an entry.
 
         Raises:
             UserError: another one has the name.
@@ -54,7 +54,7 @@ class Registry(Generic[T]):
         return thing
 
     def __getitem__(self, name: str) -> T:
-        """A thing by its name.
+        """Look up an entry by name.
 
         Raises:
             UserError: nothing is called so; the message has the nearest name.
@@ -74,12 +74,12 @@ class Registry(Generic[T]):
         return iter(sorted(self._things))
 
     def __contains__(self, name: object) -> bool:
-        """Whether something is called so."""
+        """Whether a name is registered."""
         self._load()
         return name in self._things
 
     def values(self) -> list[T]:
-        """All things, in the order in which they were added."""
+        """All entries, in registration order."""
         self._load()
         return list(self._things.values())
 

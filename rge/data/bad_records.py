@@ -21,7 +21,7 @@ LEAST = 1000
 
 
 class BadRecords:
-    """The bad records of one stage so far, the same on every process; the main one lists them in ``bad_records.jsonl``.
+    """A stage's bad records so far, equal on all processes; the main process lists them in ``bad_records.jsonl``.
 
     A line a record, never two: ``step`` (the first that drew it; 0 for those that break the format), ``source``, ``place``
     (where in it: byte, row, or ``shard:row`` of a stream), ``id`` and ``reason``. After a resume, what later steps had
@@ -63,7 +63,7 @@ class BadRecords:
         self._check()
 
     def after_step(self, step: int, batch: Batch) -> dict[str, float]:
-        """Take note of what the step's batch left out; every process calls it.
+        """Add the records skipped in the step's batch; called on every process.
 
         Returns:
             ``bad_records``: how many different ones there have been; nothing with ``on_bad=stop``.

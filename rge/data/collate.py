@@ -30,7 +30,7 @@ from rge.model.prompts import Prompt, PromptBuilder
 
 
 class Needs(Protocol):
-    """What a stage's objective reads of a record; `rge.objective.Objective` is one."""
+    """What a stage's objective needs from a record; implemented by `rge.objective.Objective`."""
 
     @property
     def needs_oracle(self) -> bool:
@@ -47,7 +47,7 @@ Chunk = tuple[slice, slice]
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one rank works on in one step. Lists over queries have equal length B, lists over candidates length C.
+    """One rank's share of a step. Lists over queries have length B, lists over candidates length C.
 
     Attributes:
         record_ids: of the queries.
@@ -78,7 +78,7 @@ class Batch:
 
 
 def flatten(batch: Batch) -> tuple[dict[str, Any], Tensor]:
-    """A batch as it travels: all pixels in one tensor, everything else in plain lists and arrays.
+    """Flatten a batch for transfer: all pixels in one tensor, everything else in plain lists and arrays.
 
     A tensor of its own for each array of each prompt would cost a process some thousand file descriptors or blocks of
     shared memory, and a device as many copies.
@@ -112,7 +112,7 @@ def flatten(batch: Batch) -> tuple[dict[str, Any], Tensor]:
 
 
 def unflatten(head: dict[str, Any], pixels: Tensor) -> Batch:
-    """The batch again; its prompts' tensors are views."""
+    """Inverse of `flatten`; the prompts' tensors are views."""
     rest = dict(head)
     num_queries, names, sizes = rest.pop("num_queries"), rest.pop("names"), rest.pop("sizes")
     num_tokens, num_patches, num_pictures = zip(*sizes, strict=True)
@@ -135,18 +135,18 @@ def unflatten(head: dict[str, Any], pixels: Tensor) -> Batch:
 
 
 def query_item(record: Record) -> Item:
-    """The query of a record as an item to embed."""
+    """A record's query as an item to embed."""
     return Item(record.id, record.query.text, tuple(record.query.images), record.instruction)
 
 
 def target_item(target: Target) -> Item:
-    """A target of a record as an item to embed."""
+    """A record's target as an item to embed."""
     return Item(target.id, target.text, (target.image,) if target.image else ())
 
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """What one record adds to a batch."""
+    """One record's contribution to a batch."""
 
     query: Prompt
     oracle_ids: list[int]
@@ -185,7 +185,7 @@ class Collator:
         self.need_oracle, self.need_candidates = need_oracle, need_candidates
 
     def collate(self, draws: Sequence[Draw], drawn: Collection[Draw] = ()) -> Batch:
-        """The batch of these draws.
+        """Make the batch of these draws.
 
         Raises:
             RecordError: a record cannot become a prompt and ``data.on_bad=stop``, or too many in a row cannot; names it.
@@ -200,7 +200,7 @@ class Collator:
     def _row_or_another(
         self, draw: Draw, taken: Collection[tuple[int, int]], bad: list[BadRecord]
     ) -> tuple[Record, _Row]:
-        """The draw's record, or another of its source in place of one that cannot be used.
+        """The drawn record, or a replacement from its source if it is bad.
 
         Which one it is follows from the draw alone, so that it is the same on any number of processes and after a resume.
         """
@@ -274,7 +274,7 @@ class Collator:
 
 
 def _add_candidates(batch: Batch, found: Sequence[tuple[Prompt, int]]) -> list[int]:
-    """Append candidates; returns their columns."""
+    """Append candidates and return their column indices."""
     first = len(batch.candidates)
     batch.candidates.extend(prompt for prompt, _ in found)
     batch.candidate_identity.extend(number for _, number in found)
@@ -282,7 +282,7 @@ def _add_candidates(batch: Batch, found: Sequence[tuple[Prompt, int]]) -> list[i
 
 
 def replacements(draw: Draw, others: Sequence[int], taken: Collection[tuple[int, int]]) -> Iterator[Draw]:
-    """The draw, then those that take its place one after the other while records turn out bad.
+    """Yield the draw, then its replacements while records turn out bad.
 
     Args:
         draw: decides all of them.
@@ -303,7 +303,7 @@ _REPLACEMENT = 0xBAD
 
 
 def problems(recipe: Recipe, stages: Sequence[str], num_processes: int) -> Iterator[str]:
-    """What is wrong with how stages make batches: an unknown augmentation, a batch of fewer queries than processes."""
+    """Batching problems of all stages: unknown augmentations, batches with fewer queries than processes."""
     if recipe.data.augment != "none" and recipe.data.augment not in AUGMENTATIONS:
         yield f"data.augment must be one of none, {', '.join(AUGMENTATIONS)}, got {recipe.data.augment!r}"
     for name in stages:
@@ -385,7 +385,7 @@ class StepBatches(Collator):
 
 
 def prompt_builder(processor: Any, recipe: Recipe) -> PromptBuilder:
-    """What makes a recipe's prompts."""
+    """Create the prompt maker of a recipe."""
     data = recipe.data
     return PromptBuilder(
         processor,
@@ -421,7 +421,7 @@ def make_batches(
 
 
 def sorted_by_length(batch: Batch) -> Batch:
-    """The same batch with queries, and candidates, from the shortest prompt to the longest."""
+    """Sort the batch's queries, and its candidates, by prompt length."""
     rows = sorted(range(len(batch.queries)), key=lambda row: len(batch.queries[row]))
     columns = sorted(range(len(batch.candidates)), key=lambda column: len(batch.candidates[column]))
     now_at = {column: place for place, column in enumerate(columns)}
@@ -445,7 +445,7 @@ def sorted_by_length(batch: Batch) -> Batch:
 
 
 def chunks_of(batch: Batch, shares: Sequence[int], micro_batch_size: int) -> list[Chunk]:
-    """Cut queries and candidates, of which there may be more, into equally many parts of nearly equal size.
+    """Split queries and candidates (possibly more) into the same number of nearly equal chunks.
 
     Every rank gets as many parts as the others: ZeRO and FSDP2 exchange something in each forward. Where a rank has
     fewer queries than another needs parts (micro batches of one, uneven shares), the other's hold one more.

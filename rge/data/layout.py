@@ -60,7 +60,7 @@ equal for equal ids, for equal content of its query, for equal ids of its first 
 
 @dataclass
 class Layout:
-    """What a source's records come to.
+    """Layout statistics of a source.
 
     Attributes:
         sizes_NK: int64, a row a record that can be trained on; see `COLUMNS`.
@@ -95,7 +95,7 @@ def lay_out(file: Records, builder: PromptBuilder, *, need_oracle: bool, need_ca
 
 
 def settings_of(builder: PromptBuilder, *asked: object) -> str:
-    """Everything but records and pictures that a layout depends on, to be remembered by (`rge.data.verdicts`)."""
+    """Everything a layout depends on except records and pictures: its cache key in `rge.data.verdicts`."""
     processor, tokenizer = builder.processor, builder.tokenizer
     return json.dumps(
         [
@@ -122,7 +122,7 @@ def _table(numbers: np.ndarray) -> np.ndarray:
 def lay_out_once(
     file: Records, builder: PromptBuilder, verdicts: Verdicts, *, need_oracle: bool, need_candidates: bool
 ) -> Layout:
-    """`lay_out`, or what it gave for the same records and settings before, if nothing was wrong then."""
+    """`lay_out`, cached for the same records and settings if it found no problem."""
     found: list[Layout] = []
 
     def numbers() -> np.ndarray | None:
@@ -138,7 +138,7 @@ def lay_out_once(
 
 
 class _Shared:
-    """What the processes that lay out get by their fork."""
+    """State that the layout processes inherit by fork."""
 
     file: Records
     builder: PromptBuilder
@@ -160,7 +160,7 @@ def _mapped(action: Callable[[int], Any], numbers: Iterable[int], here: bool) ->
 
 
 def _sizes(number: int) -> list[int] | str:
-    """A record's `COLUMNS`, or why training could not use it."""
+    """A record's `COLUMNS`, or why it cannot be used."""
     file, builder = _Shared.file, _Shared.builder
     record = None
     try:
@@ -248,7 +248,7 @@ def _size_of_file(ref: str) -> tuple[int, int]:
 
 
 def summary(found: Sequence[tuple[Records, Layout]], recipe: Recipe) -> list[str]:
-    """How long the prompts and rationales of several sources are, for people."""
+    """Summarise prompt and rationale lengths of several sources as text."""
     laid = [(file, layout) for file, layout in found if len(layout.sizes_NK)]
     if not laid:
         return []

@@ -46,11 +46,11 @@ _PR_SET_PDEATHSIG = 1
 
 
 class WorkerError(UserError):
-    """A data worker died, or its batch does not come; the message says which and why."""
+    """A data worker died or stopped delivering batches; the message says which and why."""
 
 
 class Loader:
-    """Batches of the given steps, in order, made ahead by worker processes. Can be gone through once.
+    """Batches of the given steps in order, prefetched by worker processes. Can be iterated once.
 
     Args:
         batches: makes them; in the workers, which are forks of this process.
@@ -95,7 +95,7 @@ class Loader:
 
 
 class _Worker:
-    """A process that makes every so many-th batch, and the end of its pipe that is read here."""
+    """A process that makes every n-th batch, and the reading end of its pipe."""
 
     def __init__(self, number: int, batches: StepBatches, steps: Sequence[int], others: Sequence["_Worker"]):
         self.number = number
@@ -113,7 +113,7 @@ class _Worker:
         os.close(outlet)  # so that reading ends when the worker does
 
     def read_into(self, view: memoryview, step: int) -> None:
-        """Fill `view` with what comes.
+        """Fill `view` from the pipe.
 
         Raises:
             WorkerError: the worker is gone.
@@ -131,7 +131,7 @@ class _Worker:
 
 
 class _Queue:
-    """Workers, and the thread that reads what they make, step by step."""
+    """The workers, and the thread that reads their batches in step order."""
 
     def __init__(
         self, batches: StepBatches, steps: range, num_workers: int, limit: int, device: torch.device
@@ -167,7 +167,7 @@ class _Queue:
         return found
 
     def close(self) -> None:
-        """End the workers, whatever they are doing."""
+        """Stop the workers immediately."""
         with self.changed:
             self.closed = True
             self.changed.notify_all()
@@ -177,7 +177,7 @@ class _Queue:
             os.close(worker.inlet)
 
     def _read(self) -> None:
-        """Read batches in the order of their steps, as long as there is room."""
+        """Read batches in step order while the buffer has room."""
         try:
             if self.device.type == "cuda":
                 torch.cuda.set_device(
@@ -222,7 +222,7 @@ class _Queue:
 
 
 def _kill(workers: Sequence[_Worker]) -> None:
-    """They hold nothing of value, and ignore milder signals."""
+    """Kill the workers; they hold no state, and ignore weaker signals."""
     for worker in workers:
         worker.process.kill()
     for worker in workers:
@@ -232,7 +232,7 @@ def _kill(workers: Sequence[_Worker]) -> None:
 def _work(
     batches: StepBatches, steps: Sequence[int], outlet: int, inlets: Sequence[int], parent: int
 ) -> None:
-    """Make batches and write them, until there are no more or the reader is gone."""
+    """Make and write batches until none are left or the reader has exited."""
     # Schedulers send SIGTERM, and terminals SIGINT, to every process of a job; training still needs its workers to finish
     # the step and save. They end with it: it kills them, and so does the kernel where it cannot.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

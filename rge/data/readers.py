@@ -41,7 +41,7 @@ def open_records(
     seed: int = 0,
     notes: Path | None = None,
 ) -> Records:
-    """Open a source and check its records; a stream's as they come.
+    """Open a source and check its records; a stream's are checked as they are read.
 
     Args:
         config: what it is.
@@ -106,7 +106,7 @@ def _open_registered(config: RecordsConfig) -> tuple[Rows, Columns, Path]:
 
 
 class _Guarded:
-    """Rows of a registered source; what its code raises is an error of the source."""
+    """Rows of a registered source; exceptions from its code become errors that name the source."""
 
     def __init__(self, rows: Rows, number: int, label: str):
         self._rows, self._number, self._label = rows, number, label
@@ -135,7 +135,7 @@ def _open_dataset(config: RecordsConfig) -> tuple[Rows, Columns, Path]:
 
 
 class _First:
-    """The first rows of a stream, kept; on demand with `PRESENT` in place of pictures' bytes."""
+    """The first rows of a stream, cached; optionally with `PRESENT` instead of picture bytes."""
 
     def __init__(self, count: int, without_pictures: bool = False):
         self.count, self.without_pictures = count, without_pictures
@@ -162,7 +162,7 @@ def _open_stream(config: RecordsConfig) -> tuple[Any, Columns, Path]:
 
 
 def load(config: RecordsConfig) -> tuple[Any, Path]:
-    """Load a data set by the library.
+    """Load a data set with the library `datasets`.
 
     Returns:
         A ``datasets.Dataset``, or an ``IterableDataset`` for a stream; the folder that paths of pictures are relative to.
@@ -194,7 +194,7 @@ def load(config: RecordsConfig) -> tuple[Any, Path]:
 
 
 def _saved(config: RecordsConfig, folder: Path) -> Any:
-    """What `save_to_disk` wrote."""
+    """Load a data set written by `save_to_disk`."""
     import datasets
 
     found = datasets.load_from_disk(str(folder))

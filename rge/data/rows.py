@@ -128,7 +128,7 @@ def _array_without_bytes(array: pa.Array) -> pa.Array:
 
 
 class Columns:
-    """How a row becomes a record.
+    """Maps rows to records.
 
     Args:
         config: the source.
@@ -207,7 +207,7 @@ def _did_you_mean(name: str, known: Any) -> str:
 
 
 def _get_path(row: Mapping[str, Any], path: str) -> Any:
-    """The value of a column, or of a part of it."""
+    """Value of a column, or of a nested field."""
     if path in row:
         return row[path]
     first, *rest = path.split(".")
@@ -234,7 +234,7 @@ def _zip_leaves(part: str, leaves: Mapping[str, list[Any]]) -> list[dict[str, An
 
 
 class RowRecords(Records):
-    """Records that are rows, by number.
+    """Records of a table, by number.
 
     Args:
         config: the source.
@@ -267,7 +267,7 @@ class RowRecords(Records):
         return self._open
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the data set: others open it themselves."""
+        """Pickle without the data set, which the receiver opens itself."""
         return {**self.__dict__, "_open": None}
 
     def _read(self, need_rationale: bool, pictures: PictureIndex | None, progress: bool) -> Iterator[Scanned]:
@@ -285,7 +285,7 @@ class RowRecords(Records):
     def _records_without_pictures(
         self, progress: bool = False
     ) -> Iterator[tuple[int, Record | None, list[str]]]:
-        """Number, record without its pictures' bytes, or what is wrong with it."""
+        """Yield number and record (without picture bytes), or its problems."""
         rows, columns, _ = self._opened()
         with progress_bar(
             total=len(rows), desc=f"checking {self.name}", disable=not progress or len(rows) < 1_000_000
@@ -326,7 +326,7 @@ class RowRecords(Records):
         return int(self._numbers[index])
 
     def texts(self) -> list[str]:
-        """Every text of every record that is good, without repeats."""
+        """Distinct texts of all valid records."""
         kept = set(self._numbers.tolist())
         found = (
             record
@@ -337,14 +337,14 @@ class RowRecords(Records):
 
 
 class Opener(Protocol):
-    """Opens a source; a function of a module, so that it can be sent to other processes."""
+    """Open a source; a module-level function, so that it can be pickled."""
 
     def __call__(self, config: RecordsConfig) -> tuple[Rows, Columns, Path]:
         """Its rows, how they become records, and the folder that paths of pictures are relative to."""
 
 
 class _IgnoreInlineImages(PictureIndex):
-    """Pictures that are bytes in the data set are there."""
+    """Treats pictures stored as bytes as present."""
 
     def __init__(self, others: PictureIndex):
         super().__init__()
@@ -355,7 +355,7 @@ class _IgnoreInlineImages(PictureIndex):
 
 
 def parsed(columns: Columns, row: Mapping[str, Any], number: int | str) -> tuple[Record | None, list[str]]:
-    """A row's record, or None and what is wrong with it."""
+    """A row's record, or None and its problems."""
     try:
         return Record.model_validate(columns.record(row, number)), []
     except ValidationError as error:

@@ -37,7 +37,7 @@ MAX_REPORTED = 20
 
 
 class BrokenRecord(RecordError):
-    """A record that was drawn breaks the format; only of streams, which are not checked before."""
+    """A drawn record breaks the format; only for streams, which are not checked in advance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class BadRecord:
 
 
 class Records(ABC):
-    """Training records by number, whatever they are read from.
+    """Training records by number, independent of their storage.
 
     Attributes:
         name: what messages call the source.
@@ -96,7 +96,7 @@ class Records(ABC):
         return range(len(self))
 
     def bad_record(self, index: int, name: str | None, reason: str) -> BadRecord:
-        """The record at `index` as one that cannot be used."""
+        """The record at `index` as a `BadRecord`."""
         return BadRecord(self.name, self.place(index), name, reason)
 
     def __len__(self) -> int:
@@ -105,7 +105,7 @@ class Records(ABC):
         return self.size
 
     def _check(self, found: "Iterable[Scanned]", on_bad: str) -> np.ndarray:
-        """Sort out what breaks the format, and keep it in `bad`.
+        """Move records that break the format to `bad`.
 
         Args:
             found: every record, in order.
@@ -189,7 +189,7 @@ class Records(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Scanned:
-    """A record that was looked at.
+    """A record that has been checked.
 
     Attributes:
         label: its number for people: line of a file (from 1), row of a data set (from 0).
@@ -311,12 +311,12 @@ class RecordFile(Records):
         return int(self._offsets[index])
 
     def texts(self) -> list[str]:
-        """Every text of every record, without repeats."""
+        """Distinct texts of all records."""
         return list(dict.fromkeys(text for index in range(len(self)) for text in texts_of(self[index])))
 
 
 class Column:
-    """64-bit numbers written one after the other and read as an array; beyond `SPILL` of them they are on the disk."""
+    """Append-only array of 64-bit integers; beyond `SPILL` entries it is kept on disk."""
 
     SPILL = 1 << 20
 
@@ -349,7 +349,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class _Fault:
-    """What breaks the format, of the record with this label, place and id; see `Scanned`."""
+    """Format errors of a record, with its label, place and id; see `Scanned`."""
 
     label: int
     place: int
@@ -378,7 +378,7 @@ def strip_bom(line: bytes) -> bytes:
 
 
 def parsed_line(line: bytes, title: str, place: int) -> tuple[Record | None, list[str]]:
-    """The record of a line, or None and what is wrong with it.
+    """Parse a line into a record, or None and its problems.
 
     Args:
         line: of a file of records.
@@ -402,7 +402,7 @@ def parsed_line(line: bytes, title: str, place: int) -> tuple[Record | None, lis
 
 
 def with_defaults(found: dict[str, Any], title: str, split: str, place: int | str) -> dict[str, Any]:
-    """A record's fields with what a source may leave out: id, group, source, split, ids of targets.
+    """Fill in the fields that a source may omit: id, group, source, split, target ids.
 
     Args:
         found: the fields that are given; changed.
@@ -437,7 +437,7 @@ def without_nulls(value: Any) -> Any:
 
 
 def _id_of(target: Mapping[str, Any]) -> str:
-    """Equal for equal targets, so that none of them is taken for a negative of the other."""
+    """Identity of a target: targets with equal content are never negatives of each other."""
     digest = hashlib.blake2b(digest_size=8)
     for part in (target.get("text"), target.get("image")):
         digest.update(part if isinstance(part, bytes) else str(part).encode())
@@ -446,7 +446,7 @@ def _id_of(target: Mapping[str, Any]) -> str:
 
 
 def problems_of(error: ValidationError) -> list[str]:
-    """What breaks the format, field by field."""
+    """Format errors, field by field."""
     return [
         f"{'.'.join(str(part) for part in issue['loc']) or 'record'}: {issue['msg']}"
         for issue in error.errors(include_url=False, include_input=False)
@@ -456,7 +456,7 @@ def problems_of(error: ValidationError) -> list[str]:
 def faults_of(
     record: Record, need_rationale: bool, folder: Path | None = None, pictures: PictureIndex | None = None
 ) -> list[str]:
-    """What makes a record of the right format useless.
+    """Problems of a record whose format is valid.
 
     Args:
         record: with picture references as they are written.
@@ -493,7 +493,7 @@ def check_wording(record: Record, source: str, profile: str) -> None:
 
 
 def texts_of(record: Record) -> list[str]:
-    """Every text of a record that is not empty."""
+    """All non-empty texts of a record."""
     found = [record.instruction, record.query.text]
     for target in (*record.positives, *record.negatives):
         found += [target.text, getattr(target, "rationale", None)]
@@ -543,12 +543,12 @@ def absolute(record: Record, folder: Path) -> Record:
 
 
 def identity(target: Target) -> int:
-    """What a target stands for, as a signed 64-bit number: equal for equal identities, on every machine."""
+    """Signed 64-bit hash of a target's identity, the same on every machine."""
     return number_of(target.identity or target.id)
 
 
 def number_of(text: str) -> int:
-    """A signed 64-bit number, equal for equal texts on every machine."""
+    """Signed 64-bit hash of a text, the same on every machine."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
 
 
@@ -646,7 +646,7 @@ class Mixture:
         return [*counts, left]
 
     def _index(self, source: int, epoch: int, place: int) -> int:
-        """Which record stands at a place of an epoch's order."""
+        """Index of the record at a position of an epoch's order."""
         size = self.sizes[source]
         assert size is not None
         if size > LARGE:
@@ -664,7 +664,7 @@ LARGE = 1 << 22
 
 
 def permuted(place: int, size: int, key: str) -> int:
-    """Where a place goes in a random order of `size` places, without making the order.
+    """Position of an index in a pseudo-random permutation of `size`, without materialising it.
 
     A Feistel network of four rounds permutes the numbers of 2k bits; results beyond the size are sent through again,
     which ends since it is a permutation, after fewer than four turns on average.

@@ -28,7 +28,7 @@ BATCH = 64
 
 
 class _Endless(Records):
-    """Records without a known number."""
+    """Records of unknown number."""
 
     size = None
 
@@ -41,7 +41,7 @@ class _Endless(Records):
 
 
 class Stream(_Endless):
-    """A source whose records are known only when they come.
+    """A source whose records are known only once they are read.
 
     Opening it reads one record. Records are checked when they are drawn.
 
@@ -98,15 +98,15 @@ class Stream(_Endless):
         return {**self.__dict__, "_open": None}
 
     def __getitem__(self, index: int) -> Record:
-        """Not possible: only a reader numbers records."""
+        """Unsupported: only readers number records."""
         raise TypeError(f"{self.name} is a stream: read it by `reader`")
 
     def place(self, index: int) -> str:
-        """Not possible, likewise."""
+        """Unsupported, likewise."""
         raise TypeError(f"{self.name} is a stream: read it by `reader`")
 
     def reader(self, number: int, of: int) -> "Reader":
-        """One of so many that together read every row once an epoch."""
+        """One of several readers that together read every row once per epoch."""
         return Reader(self, number, of)
 
 
@@ -195,7 +195,7 @@ class Reader(_Endless):
         return order[self._group :: self._groups].tolist()
 
     def _num_rows_of_epoch(self, epoch: int) -> int | None:
-        """How many rows of an epoch are this reader's; None while a shard's length is unknown."""
+        """Number of this reader's rows per epoch; None while a shard's length is unknown."""
         lengths = [self._lengths.get(shard) for shard in self._order(epoch)]
         if None in lengths:
             return None

@@ -45,7 +45,7 @@ KEPT_S = 90 * 24 * 3600.0
 
 
 def cache_folder() -> Path:
-    """Where verdicts are kept; see the head of this file."""
+    """Cache of verdicts, see the module docstring."""
     if found := os.environ.get("RGE_CACHE"):
         return Path(found)
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "rge"
@@ -183,7 +183,7 @@ class Verdicts:
 
 
 class _Known:
-    """What the decoding processes inherit when they are forked."""
+    """State that the decoding processes inherit by fork."""
 
     numbers: np.ndarray = np.zeros(0, np.int64)
     began_ns = 0
@@ -243,7 +243,7 @@ def _fault_of(ref: ImageRef) -> str | None:
 
 
 def _stamp(path: str | Path) -> list[int] | None:
-    """Time of the last change, ns, and size; None where there is nothing."""
+    """Modification time (ns) and size; None if the file does not exist."""
     try:
         found = os.stat(path or ".")
     except (OSError, ValueError):
@@ -266,7 +266,7 @@ def _digest(*parts: object) -> str:
 
 
 def _numbers(entry: Path) -> np.ndarray:
-    """The numbers of an entry; none where they cannot be read."""
+    """The numbers of an entry; empty if unreadable."""
     try:
         found = np.load(entry.with_suffix(".npy"), allow_pickle=False)
     except (OSError, ValueError, EOFError):

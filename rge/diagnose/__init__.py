@@ -1,1 +1,1 @@
-"""Questions to a checkpoint that no accuracy answers: does it leak, does its rationale matter, is it one and the same."""
+"""Diagnoses beyond accuracy: leakage, sensitivity to the rationale, and invariance to batching."""

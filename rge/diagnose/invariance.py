@@ -91,7 +91,7 @@ def _variants(
 
 
 def compare(ours: np.ndarray, theirs: np.ndarray) -> dict[str, float | None]:
-    """Greatest difference of a component, and least cosine; None of nothing."""
+    """Maximum component difference and minimum cosine; None if empty."""
     if not len(ours):
         return {"difference": None, "cosine": None}
     norms = np.linalg.norm(ours, axis=1) * np.linalg.norm(theirs, axis=1)

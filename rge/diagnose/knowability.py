@@ -1,4 +1,4 @@
-"""How much of an oracle rationale can the model know from the query?
+"""How much of an oracle rationale can be inferred from the query?
 
 An oracle sees the target, the model does not. Words that the model also writes follow from the query; of the others, some
 have yet to be learned and some only the target shows. Free of torch, except for `own_rationales`.
@@ -44,7 +44,7 @@ def knowability(oracle: str, own: str, known: str = "") -> float | None:
 
 
 def own_rationales(encoder: "Embedder", queries: Sequence[Item], *, batch_size: int = 64) -> list[str]:
-    """What a checkpoint writes for queries."""
+    """Rationales that a checkpoint writes for queries."""
     seeds = range(len(queries)) if encoder.settings.generation.temperature else None
     return encoder.encode(
         queries, side="query", mode="reasoning", batch_size=batch_size, seeds=seeds

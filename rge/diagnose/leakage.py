@@ -136,14 +136,14 @@ def rearrange(batch: Batch, kind: str, rng: np.random.Generator) -> Batch:
 
 
 def chance(batch: Batch) -> float:
-    """InfoNCE of a model that knows nothing: mean logarithm of the number of candidates that count."""
+    """InfoNCE at chance: mean logarithm of the number of valid candidates."""
     identity_C = torch.tensor(batch.candidate_identity)
     _, ignored_BC, _ = candidate_masks(batch, identity_C, 0)
     return float((~ignored_BC).sum(dim=1).double().log().mean())
 
 
 def judge(curves: dict[str, dict[str, list[float]]], level: float) -> dict[str, Any]:
-    """What the curves say."""
+    """Interpret the curves."""
     gain = {}
     for kind, curve in curves.items():
         tail = curve["loss_contrastive"][-max(len(curve["loss_contrastive"]) // 5, 1) :]

@@ -21,7 +21,7 @@ from rge.tables.rows import table_rows
 
 @dataclass(frozen=True)
 class Pairs:
-    """What a checkpoint is asked.
+    """Queries, candidates and oracle rationales to diagnose on.
 
     Attributes:
         queries: Q items.

@@ -25,7 +25,7 @@ from rge.common.errors import UserError
 
 
 class LaunchError(UserError):
-    """The launcher did not start what was asked for."""
+    """The launch does not match the recipe or the request."""
 
 
 def gather_sizes(num_rows: int, device: torch.device) -> list[int]:
@@ -69,7 +69,7 @@ def sum_over_ranks(values: Sequence[float], device: torch.device) -> list[float]
 
 
 def from_main(value: Any) -> Any:
-    """The main process's value on every process, anything that can be pickled; the others' argument is ignored."""
+    """Broadcast the main process's picklable value; other processes' arguments are ignored."""
     box = [value]
     if _initialized():
         torch.distributed.broadcast_object_list(box, src=0)
@@ -77,7 +77,7 @@ def from_main(value: Any) -> Any:
 
 
 def gather_objects(value: Any, group: Any = None) -> list[Any]:
-    """Every process's value, in rank order; for small things. A thread beside training needs a `background_group`."""
+    """Gather a small value from every process, in rank order. Threads other than training's need a `background_group`."""
     if not _initialized():
         return [value]
     values: list[Any] = [None] * world_size()
@@ -86,12 +86,12 @@ def gather_objects(value: Any, group: Any = None) -> list[Any]:
 
 
 def shards_parameters(accelerator: Accelerator) -> bool:
-    """Whether a process holds a part of each parameter only: ZeRO-3 and FSDP."""
+    """Whether each process holds only a shard of each parameter (ZeRO-3, FSDP)."""
     return accelerator.distributed_type == DistributedType.FSDP or is_zero3(accelerator)
 
 
 def is_zero3(accelerator: Accelerator) -> bool:
-    """Whether parameters are shared out from the moment that a model is loaded."""
+    """Whether parameters are sharded from loading on (ZeRO-3)."""
     plugin = accelerator.state.deepspeed_plugin
     return plugin is not None and plugin.zero_stage == 3
 
@@ -107,7 +107,7 @@ def rank() -> int:
 
 
 def join_workers() -> tuple[int, int]:
-    """Join the processes that a launcher started, for work that shares nothing but files and short messages.
+    """Initialise a process group for work that shares only files and short messages.
 
     The group is gloo's whatever the devices, and waits as long as it takes: one process may be hours ahead of another.
 
@@ -142,14 +142,14 @@ def connect_to_store() -> torch.distributed.Store:
 
 
 def is_connection_loss(error: BaseException) -> bool:
-    """Whether an error says no more than that another process could not be reached."""
+    """Whether an error merely reports that another process is unreachable."""
     if isinstance(error, torch.distributed.DistError):
         return True
     return isinstance(error, RuntimeError) and "gloo" in str(error)
 
 
 def ensure_group() -> None:
-    """Where there is no process group, make one of this process alone, which some libraries ask for.
+    """Create a single-process group if there is none; some libraries require one.
 
     It needs no port: one from the environment may be another run's.
     """
@@ -237,7 +237,7 @@ def _checkpoints_deferred(writes: list[Callable[[], None]], group: Any) -> Itera
 
 
 def _in_main_memory(state: Any) -> Any:
-    """A copy of a state, however nested, whose tensors are in main memory; what shares storage still does."""
+    """Copy a nested state to main memory, preserving shared storage."""
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
     stager = DefaultStager(
@@ -283,7 +283,7 @@ def let_deepspeed_build() -> None:
 def prepare(
     accelerator: Accelerator, embedder: nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Wrap model and optimizer for the back end, with float32 weights to train.
+    """Wrap model and optimizer for the back end, with float32 master weights.
 
     At a learning rate of 2e-5 a bfloat16 weight would hardly ever move: its spacing is 0.4 to 0.8 % of its size. ZeRO
     makes float32 copies itself, in shares; elsewhere the weights become float32, and forwards run under autocast.
@@ -318,7 +318,7 @@ def prepare(
 
 @contextmanager
 def whole(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Parameters in full, to be read or changed on all processes alike, where ZeRO-3 has shared them out on loading."""
+    """Gather full parameters for reading, or for equal changes on all processes, under ZeRO-3."""
     # A tied matrix is one parameter, however often it is named.
     shared = list(
         {id(parameter): parameter for parameter in parameters if hasattr(parameter, "ds_id")}.values()
@@ -334,7 +334,7 @@ def whole(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 
 @contextmanager
 def whole_model(accelerator: Accelerator, model: nn.Module) -> Iterator[None]:
-    """Everything in full on every process, for forwards without gradient that do not go through `model` itself.
+    """Gather all parameters on every process, for forwards without gradient that bypass `model`.
 
     ZeRO-3 and FSDP2 gather a layer's parameters in hooks around its forward and drop them again. Writing a rationale
     that way gathers the model once a token, and hangs as soon as one process writes a token more than another. Here
@@ -386,7 +386,7 @@ def _of_back_end(hook: object) -> bool:
 
 @contextmanager
 def no_sync(accelerator: Accelerator, model: nn.Module) -> Iterator[None]:
-    """Backward passes inside add to the gradients and nothing else: more of the same step is to come.
+    """Accumulate gradients without synchronising: more backward passes of the step follow.
 
     DDP exchanges gradients once, with the last. The back ends that share gradients out exchange them every time, so
     that no process ever holds them whole.
@@ -437,12 +437,12 @@ def _check_norm(norm: float, source: str) -> None:
 
 
 def is_sharded(accelerator: Accelerator) -> bool:
-    """Whether no process holds weights and optimizer state whole, so that saving is the back end's own business."""
+    """Whether weights or optimizer state are sharded, so that the back end must save them."""
     return accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP)
 
 
 def full_weights(accelerator: Accelerator, model: nn.Module, embedder: nn.Module) -> dict[str, Tensor] | None:
-    """Weights of ``embedder.model`` that the back end has shared out, whole, on the main process.
+    """Full weights of ``embedder.model``, gathered on the main process.
 
     Every process must call it.
 

@@ -38,12 +38,12 @@ class RankError(UserError):
 
 
 class CoordinatedExit(SystemExit):
-    """An end that all processes reach on their own, so that none has to be told of it."""
+    """An exit that all processes reach by themselves, so none needs to be notified."""
 
 
 @contextmanager
 def watch_other_ranks(silence_s: float = SILENCE_S) -> Iterator[None]:
-    """While inside, end with the others: a failing process says why, and none waits for one that is gone.
+    """Inside this context, processes end together: one that fails publishes its reason, and the others exit with it.
 
     Raises:
         RankError: another process failed, and this one only noticed, e.g. because a connection broke.
@@ -72,7 +72,7 @@ def watch_other_ranks(silence_s: float = SILENCE_S) -> Iterator[None]:
 
 
 def after_main(what: str) -> None:
-    """Return once the main process has come here too, however long that takes.
+    """Wait for the main process to reach this point, without a time limit.
 
     An exchange would give up after its time limit. Here `watch_other_ranks` ends the wait if the main process fails or dies.
 
@@ -89,7 +89,7 @@ def after_main(what: str) -> None:
 
 
 class _Watch(threading.Thread):
-    """Says that this process lives, looks whether the next one does, and whether any has failed."""
+    """Sends heartbeats, watches those of the next process, and checks for failures."""
 
     def __init__(self, silence_s: float):
         super().__init__(name="fellow ranks", daemon=True)
@@ -103,7 +103,7 @@ class _Watch(threading.Thread):
         self._say("0")
 
     def failed(self, error: BaseException) -> dict[str, Any]:
-        """Tell the others why this process ends; returns who failed first, this one or another."""
+        """Publish why this process ends; returns the first failure, its own or another's."""
         reason = {"reason": _reason(error), "code": _code(error)}
         mine = {"rank": self.rank, "host": socket.gethostname(), **reason}
         try:
@@ -155,7 +155,7 @@ class _Watch(threading.Thread):
                     self.store.compare_set("failed", "", json.dumps(missed))
 
     def _watch_the_store(self) -> None:
-        """End this process where the store no longer answers, for which torch has no time limit: `run` hangs then."""
+        """End this process if the store no longer answers: torch has no time-out there, so `run` would hang."""
         seen, silent_s = 0, 0.0
         while not self._ended.wait(POLL_S):
             silent_s = 0.0 if self._rounds != seen else silent_s + POLL_S
@@ -194,7 +194,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _code(error: BaseException) -> int:
-    """What the others exit with: never 0, since they have not finished."""
+    """Exit code of the other processes; never 0, since they did not finish."""
     if isinstance(error, KeyboardInterrupt):
         return SIGNALLED + signal.SIGINT
     code = error.code if isinstance(error, SystemExit) else getattr(error, "exit_code", 1)

@@ -66,7 +66,7 @@ class BackEnd:
 
 
 def make_accelerator(train: TrainConfig, dtype: str = "float32") -> Accelerator:
-    """The process group, the back end and its precision.
+    """Initialise the process group, the back end and its precision.
 
     Raises:
         LaunchError: the launch asks for another precision, or divides gradients; names both and a launch that has the
@@ -183,7 +183,7 @@ def back_end(accelerator: Accelerator) -> BackEnd:
 
 
 def describe(accelerator: Accelerator) -> dict[str, Any]:
-    """What `check_resume` needs to know later, to be saved with a state."""
+    """The launch as saved with a state, for `check_resume`."""
     return asdict(back_end(accelerator))
 
 
@@ -224,7 +224,7 @@ def _check_precision(dtype: str) -> None:
 
 
 def _check_accumulation(found: object, where: str) -> None:
-    """Refuse what accelerate and DeepSpeed would divide every gradient by, however a step is cut here."""
+    """Refuse gradient accumulation settings, by which accelerate and DeepSpeed would divide gradients."""
     if str(found) not in ("None", "auto", "1"):
         raise LaunchError(
             f"{where} gradient_accumulation_steps={found}, which would divide every gradient; remove it: a step is a "
@@ -246,7 +246,7 @@ def _check_compiler() -> None:
 
 
 def _check_deepspeed(settings: dict[str, Any], path: str | None) -> None:
-    """Refuse what DeepSpeed would end with a traceback, once the model is loaded.
+    """Refuse settings that DeepSpeed would reject with a traceback after the model is loaded.
 
     Raises:
         LaunchError: names the line to change.
@@ -343,7 +343,7 @@ def _started_one_of_several() -> bool:
 
 
 def _sharding_level(key: str) -> int:
-    """How much a back end shares out, to be compared: ZeRO-3 and FSDP2 everything, DDP and one process nothing."""
+    """Sharding level of a back end, for comparisons: from nothing (DDP, one process) to everything (ZeRO-3, FSDP2)."""
     return min(BACK_ENDS.index(key), BACK_ENDS.index("zero3"))
 
 

@@ -40,7 +40,7 @@ _PROGRAM = (
 
 
 class WorkerError(UserError):
-    """A worker died or fell silent; the message says which and why."""
+    """A worker died or stopped responding; the message says which and why."""
 
 
 class Workers:
@@ -65,7 +65,7 @@ class Workers:
         on_result: Callable[[int, Any], object],
         on_progress: Callable[[int], object] | None = None,
     ) -> None:
-        """Have jobs done. Each is drawn when a worker is idle.
+        """Run jobs; each is drawn when a worker is idle.
 
         Args:
             jobs: each travels to a worker.
@@ -166,7 +166,7 @@ class _Worker:
         self.send((make, device, plugins_loaded()))
 
     def send(self, what: Any) -> None:
-        """Hand something over.
+        """Send a message.
 
         Raises:
             WorkerError: the process is gone.
@@ -178,7 +178,7 @@ class _Worker:
             raise self._gone() from None
 
     def receive(self) -> tuple[Any, ...]:
-        """What the process says: kind, round and more.
+        """Receive a message: kind, round and payload.
 
         Raises:
             WorkerError: the process is gone.
@@ -211,7 +211,7 @@ class _Worker:
 
 
 def _end(workers: list[_Worker]) -> None:
-    """Kill them: they hold nothing of value."""
+    """Kill the workers; they hold no state."""
     while workers:
         workers.pop().end()
 

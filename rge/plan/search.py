@@ -1,7 +1,7 @@
-"""Ways to take the same step, and which of them is the fastest that fits: by the plan's own FLOPs and memory.
+"""Find the fastest settings for a step that fit in memory, by the plan's estimates of FLOPs and memory.
 
-They give the same losses and gradients to rounding: micro batch, gradient checkpointing, how often prompts are encoded, where
-what several micro batches keep stays, and the back end.
+The settings varied give the same losses and gradients up to rounding: micro batch size, gradient checkpointing, how often
+prompts are encoded, where activations of several micro batches are kept, and the back end.
 """
 
 from collections.abc import Iterator
@@ -26,19 +26,19 @@ KEPT = "kept until the backward"
 
 
 class ImpossibleKeeping(RecipeError):
-    """`train.keep_activations` asks for what the back end cannot do."""
+    """`train.keep_activations` asks for something that the back end does not support."""
 
 
 @dataclass(frozen=True)
 class Room:
-    """What there is for a process.
+    """Resources of a process.
 
     Attributes:
-        gpu: bytes of memory; None without a GPU.
-        reserved: bytes of that which are set aside.
-        host: bytes of main memory that a process may keep activations in; None: not known.
-        peak: FLOP/s that are reached.
-        bandwidth: bytes a second of the GPU's memory that are reached.
+        gpu: bytes of GPU memory; None without a GPU.
+        reserved: bytes of it set aside.
+        host: bytes of main memory available for activations; None: unknown.
+        peak: achieved FLOP/s.
+        bandwidth: achieved GPU memory bandwidth, bytes per second.
     """
 
     gpu: float | None
@@ -50,16 +50,16 @@ class Room:
 
 @dataclass(frozen=True)
 class Way:
-    """One way to take the step.
+    """Costs of a step with one choice of settings.
 
     Attributes:
         load: of a rank.
-        setup: how it works.
-        num_flops: of a rank's step.
-        seconds: of a step.
+        setup: the settings.
+        num_flops: per rank and step.
+        seconds: per step.
         memory: bytes on a GPU, by kind.
-        host: bytes in main memory, of a process.
-        sent: bytes that a GPU sends in a step.
+        host: bytes of main memory per process.
+        sent: bytes sent per GPU and step.
     """
 
     load: Load
@@ -72,7 +72,7 @@ class Way:
 
     @classmethod
     def of(cls, shapes: Shapes, load: Load, setup: Setup, room: Room) -> "Way":
-        """Its figures."""
+        """Estimate the costs of a step."""
         num_flops = sum(flops(shapes, load, setup).values())
         seconds = step_seconds(
             shapes, load, setup, num_flops=num_flops, peak=room.peak, bandwidth=room.bandwidth
@@ -88,11 +88,11 @@ class Way:
 
     @property
     def uncertain(self) -> float:
-        """Bytes by which that may be wrong."""
+        """Uncertainty of `total`, bytes."""
         return ACTIVATIONS_OFF_BY * (self.memory["activations"] + self.memory[KEPT])
 
     def fits(self, room: Room, *, surely: bool = False) -> bool:
-        """Whether there is room for it; `surely`: even if the estimate is as wrong as it may be."""
+        """Whether it fits in memory; `surely`: even at the upper end of the estimate."""
         host = self.host * (1 + surely * ACTIVATIONS_OFF_BY)
         if host and (surely if room.host is None else host > room.host):
             return False
@@ -100,10 +100,10 @@ class Way:
 
 
 def ways(recipe: Recipe, load: Load, setup: Setup) -> Iterator[Setup]:
-    """The setup with each way to keep activations and to encode prompts that the recipe allows, the plainest first.
+    """The setup with each allowed choice of keeping activations and encoding prompts, simplest first.
 
     Raises:
-        ImpossibleKeeping: it asks for one that cannot be.
+        ImpossibleKeeping: the recipe asks for a choice that the back end does not support.
     """
     asked, prompt_pass = recipe.train.keep_activations, recipe.rollout.prompt_pass
     several = load.chunks > 1 and load.contrastive
@@ -129,7 +129,7 @@ def _may_encode_once(recipe: Recipe, load: Load, setup: Setup) -> bool:
 
 
 def decided(recipe: Recipe, shapes: Shapes, load: Load, setup: Setup, room: Room) -> tuple[Way, str]:
-    """The way that training takes: `train.keep_activations` and `rollout.prompt_pass` with ``auto`` decided, and why.
+    """Resolve ``auto`` in `train.keep_activations` and `rollout.prompt_pass`, and say why.
 
     Raises:
         ImpossibleKeeping: see `ways`.
@@ -162,7 +162,7 @@ def decided(recipe: Recipe, shapes: Shapes, load: Load, setup: Setup, room: Room
 
 
 def _why_nothing(load: Load, setup: Setup) -> str:
-    """Why there is nothing that could be kept."""
+    """Why no activations can be kept."""
     if not load.contrastive:
         return "nothing is compared"
     return "one micro batch" if load.chunks == 1 else f"not possible under {setup.back_end}"
@@ -171,7 +171,7 @@ def _why_nothing(load: Load, setup: Setup) -> str:
 def fastest(
     recipe: Recipe, shapes: Shapes, load: Load, setup: Setup, options: PlanOptions, room: Room, count: int = 3
 ) -> list[Way]:
-    """The fastest ways that fit, each with other checkpointing, keeping or encoding than the ones before it."""
+    """The fastest settings that fit, one for each combination of checkpointing, keeping and encoding."""
     free = replace(
         recipe,
         train=replace(recipe.train, keep_activations="auto"),
@@ -197,7 +197,7 @@ def fastest(
 
 
 def overrides(recipe: Recipe, way: Way, setup: Setup) -> list[str]:
-    """Words of the command line that take the step this way instead of as the recipe says, planned as `setup`."""
+    """Command-line arguments that switch the recipe, planned as `setup`, to these settings."""
     one = way.setup
     wanted: dict[str, tuple[object, object]] = {
         "train.micro_batch_size": (one.micro_queries, setup.micro_queries),

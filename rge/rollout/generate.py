@@ -3,11 +3,10 @@
 Nothing is inherited from the model's generation settings: only the arguments here affect generation. Rationales
 are carried as token ids; decoding and tokenising them again may give other ids, and with them another state.
 
-A step of generation costs one call of every layer and, on a CPU, one look at who is done; positions, masks and buffers
-are made before the first. Rows that are done leave the batch. On a GPU a step is thousands of small kernels that take
-longer to launch than to run; they are captured as a CUDA graph for each number of rows and length of their buffers, and then
-launched as one. Capturing waits for the device and empties its caches, so graphs stay for the run, and with them the memory
-that they read and write (`_Captured`).
+A generation step runs every layer once and, on a CPU, checks which rows have finished; positions, masks and buffers are
+prepared before the first step. Finished rows leave the batch. On a GPU a step consists of thousands of small kernels that take
+longer to launch than to run, so they are captured as one CUDA graph per number of rows and buffer length. Capturing
+synchronises the device and empties its caches, so graphs, and the memory they use, are kept for the whole run (`_Captured`).
 
 Shape suffixes: B = rows still being written, R = all rows, L = steps, V = vocabulary, D = hidden size.
 """
@@ -36,35 +35,35 @@ _log = logging.getLogger(__name__)
 
 
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
-"""Captures work without running it; it runs as often as what comes back is called."""
+"""Captures a function without running it; each call of the result replays it."""
 
 
 class _CudaGraphs:
-    """Captures CUDA graphs that share one pool for what a step makes and no later one reads: no two run at once."""
+    """Captures CUDA graphs that share one memory pool for temporaries, since no two run at once."""
 
     def __init__(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
         graph = torch.cuda.CUDAGraph()
-        # Only this thread's calls are looked at: the loader's thread pins memory meanwhile.
+        # thread_local: the loader's thread may pin memory meanwhile.
         with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
             work()
         return graph.replay
 
 
 CAPTURES: dict[str, Callable[[], Capture]] = {"cuda": _CudaGraphs}
-"""What captures, by kind of device."""
+"""Capture factory by device type."""
 
 _checked: set[str] = set()
-"""Kinds of device on which a captured step has been compared with a plain one in this process."""
+"""Device types on which this process has compared a captured step with a plain one."""
 
 
 class _Captured:
-    """Steps captured for one embedder, by size, and the memory that they read and write; both stay for the run.
+    """Captured steps of one embedder, by size, and their memory; both are kept for the whole run.
 
-    Memory is a run of bytes a name, as long as the longest that was asked for. Rows come first in every tensor, so that the first
-    rows of a large rollout lie where a small one's do, and what was captured on the one runs on the other.
+    There is one buffer per name, as large as the largest request so far. Rows are the first dimension of every tensor, so the
+    rows of a small rollout have the same addresses as the first rows of a large one, and steps captured on one run on the other.
     """
 
     def __init__(self, device: torch.device):
@@ -75,15 +74,15 @@ class _Captured:
         self.forget()
 
     def forget(self) -> None:
-        """Let go of every captured step; a pool of memory ends with its last graph, so the next ones get another."""
+        """Drop all captured steps. A memory pool ends with its last graph, so the next ones get a new pool."""
         self.steps: dict[tuple, Callable[[], None]] = {}
         self.capture = CAPTURES[self.device.type]()
 
     def begin(self, embedder: EmbeddingModel) -> None:
-        """A rollout begins: keep what was captured if it reads the weights where they still are.
+        """Start a rollout: drop captured steps if the weights have moved.
 
-        Optimizers change weights in place. Loading, gathering (ZeRO-3, FSDP2) and autocast put them elsewhere: autocast keeps
-        copies of float32 weights, and frees them at its end.
+        Optimizers update weights in place, but loading, gathering (ZeRO-3, FSDP2) and autocast move them: autocast makes
+        temporary copies of float32 weights.
         """
         tensors = [*embedder.parameters(), *embedder.buffers()]
         copied = any(map(torch.is_autocast_enabled, (self.device.type, "cpu"))) and any(
@@ -95,10 +94,10 @@ class _Captured:
         self.weights = now
 
     def room(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Zeros in the memory of that name; as long as it is long enough, that is where it was before."""
+        """Zeros in the buffer of that name, at the same address as before if the buffer is large enough."""
         size, known = math.prod(shape), self.memory.get(name)
         if known is None or known.dtype != like.dtype or len(known) < size:
-            self.forget()  # these steps read what is let go here
+            self.forget()  # captured steps read the buffer that is freed here
             del known
             self.memory.pop(name, None)
             self.memory[name] = like.new_empty(size)
@@ -109,7 +108,7 @@ _CAPTURED: "weakref.WeakKeyDictionary[EmbeddingModel, _Captured]" = weakref.Weak
 
 
 def _captured_of(embedder: EmbeddingModel) -> _Captured | None:
-    """What an embedder's rollouts share; None where nothing is captured, or while another rollout uses it."""
+    """Captured steps of an embedder; None if capturing is off or another rollout is using them."""
     device = embedder.device
     if device.type not in CAPTURES or not embedder.cuda_graphs:
         return None
@@ -126,17 +125,16 @@ class Rationale:
     Attributes:
         ids: token ids without ``<emb>``; empty if the model wrote ``<emb>`` at once.
         forced: the cap was reached and ``<emb>`` was appended.
-        state_D: unit-norm state at ``<emb>``, float32, without gradient; None where the present weights did not compute
-            it.
+        state_D: unit-norm state at ``<emb>``, float32, without gradient; None unless computed with the current weights.
         seconds: wall time of its batch divided by the batch's rows.
-        age: steps since it was written.
-        direct: nothing was written, on purpose: ``<emb>`` stands right after the prompt.
-        oracle: nothing was written: the ids are the oracle's rationale.
-        given: nothing was written: the ids were given, for a state beside those of the query's own rationales.
+        age: steps since generation.
+        direct: deliberately empty: ``<emb>`` directly follows the prompt.
+        oracle: not generated: the ids are the oracle's rationale.
+        given: not generated: the ids were passed in, for an additional state of the query.
         margin: smallest decision margin over its tokens: the lead of the best logit over the second, or the distance of a
             drawn number to the nearest one that would have drawn another token; infinite if not asked for.
-        log_probs: of its tokens, and of ``<emb>`` where the model wrote it, as another program that sampled them gives
-            them; None where the model's own forward does.
+        log_probs: of its tokens, and of ``<emb>`` if the model wrote it, as reported by an external sampler such as vLLM;
+            None if our own forward computes them.
     """
 
     ids: tuple[int, ...]
@@ -176,32 +174,31 @@ def generate(
 
     Args:
         embedder: the model, unwrapped.
-        prompts: what to continue, any lengths.
+        prompts: of any length.
         max_new_tokens: cap on generated tokens, ``<emb>`` included, as `max_new_tokens` of transformers' generate.
-        batch_size: rationales written at once. Prompts are sorted by length first, so that little is padding.
+        batch_size: rationales per batch. Prompts are sorted by length to minimise padding.
         temperature: 0 is greedy; otherwise logits are divided by it and sampled from, without any truncation.
-        seeds: one a rationale, required for sampling.
-        on_progress: called with the number of prompts just finished, after each batch.
-        num_each: rationales a prompt, all continued from one encoding of it.
-        encoded: keys and values of the prompts, where they are known already; read without gradient.
-        places: where in `encoded` each prompt is; None where it holds exactly these in this order.
-        margins: keep `Rationale.margin`.
-        on_token: called with a rationale's place in what is returned and its newest token, ``<emb>`` included, as it is
-            written; what it raises ends the writing.
-        min_new_tokens: tokens before which ``<emb>`` is barred; 0 lets the model write nothing.
-        given: ids that the model reads instead of writing, for states beside its own rationales': ``()`` for the
-            direct one. Each prompt gets all of them, from the same encoding.
-        direct_above: probability of ``<emb>`` as the first token from which on nothing is written, and below which
-            something is; None: ``<emb>`` is a token like any other.
+        seeds: one per rationale, required for sampling.
+        on_progress: receives the number of prompts just finished, after each batch.
+        num_each: rationales per prompt, all from one encoding of it.
+        encoded: precomputed keys and values of the prompts; read without gradient.
+        places: index of each prompt in `encoded`; None: same prompts, same order.
+        margins: compute `Rationale.margin`.
+        on_token: receives a rationale's index in the result and each new token, ``<emb>`` included; exceptions end generation.
+        min_new_tokens: ``<emb>`` is suppressed before this many tokens; 0 allows empty rationales.
+        given: token ids to read instead of generating, for additional states; ``()`` gives the direct one. Applied to every
+            prompt, from the same encoding.
+        direct_above: write nothing if the probability of ``<emb>`` as first token is at least this, otherwise something; None:
+            ``<emb>`` is an ordinary token.
 
     Returns:
-        In the order of the prompts, `num_each` rationales and then the given ones of the first, of the second ...
+        For each prompt in order, its `num_each` rationales followed by the `given` ones.
 
     Raises:
-        ValueError: a sampling temperature without seeds, a cap below one token, or fewer than are asked for at least.
+        ValueError: sampling without seeds, or limits that contradict each other.
     """
     if temperature > 0 and (seeds is None or len(seeds) != len(prompts) * num_each):
-        raise ValueError("sampling (temperature > 0) needs one seed a rationale")
+        raise ValueError("sampling (temperature > 0) needs one seed per rationale")
     if any(len(ids) >= max_new_tokens for ids in given):
         raise ValueError(f"given ids and <emb> must fit into max_new_tokens={max_new_tokens}")
     choice = _Choice(max_new_tokens, temperature, min_new_tokens, direct_above, margins)
@@ -246,7 +243,7 @@ def generate(
                 results[row] = Rationale(
                     ids, forced, state_D, seconds, direct=added and not ids, given=added, margin=margin
                 )
-            del writing  # its memory, before the next one's is made
+            del writing  # free its memory before the next batch allocates
             if on_progress is not None:
                 on_progress(len(chosen))
     finally:
@@ -287,10 +284,10 @@ def _encode(embedder: EmbeddingModel, prompts: Sequence[Prompt]) -> EncodedPromp
 
 
 class _Writing:
-    """A batch being written. Every tensor keeps its place, and a step changes them where they are.
+    """A batch during generation; steps update all tensors in place.
 
-    For captured steps that place is the same in every rollout, and rows are filled up to a size that steps are captured
-    for: with rows that have ended before they begin.
+    For captured steps, addresses are the same in every rollout, and the batch is padded with already finished rows to a size
+    for which steps are captured.
     """
 
     on_token: Callable[[int, int], object] | None = None
@@ -529,7 +526,7 @@ class _Writing:
         equal = all(torch.equal(expected[place], changed[place]) for place in (1, 2, 5))
         if tokens or not equal or apart > 1e-3:
             raise KernelError(
-                f"a step of the rollout as a CUDA graph is not the plain step: {tokens} of {len(self.token_B)} tokens differ, "
+                f"a step of the rollout as a CUDA graph differs from the plain step: {tokens} of {len(self.token_B)} tokens differ, "
                 f"states by {apart:.1e}; set model.cuda_graphs=false, and please report it with the output of "
                 "scripts/gpu_check.py"
             )

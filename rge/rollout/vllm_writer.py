@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rge.rollout.vllm_engine import Engine
 
 MOST_BARRED = 1024
-"""Tokens whose logits vLLM can change in one request."""
+"""Maximum number of tokens whose logits vLLM can bias in one request."""
 
 
 def check_possible(option: str, sleeps: bool = False, device: torch.device | None = None) -> None:
@@ -164,7 +164,7 @@ class VllmWriter:
             BackboneError: vLLM makes other ids of a prompt than the processor did.
         """
         if temperature > 0 and (seeds is None or len(seeds) != len(prompts) * num_each):
-            raise ValueError("sampling (temperature > 0) needs one seed a rationale")
+            raise ValueError("sampling (temperature > 0) needs one seed per rationale")
         if not prompts:
             return []
         began = time.perf_counter()

@@ -31,12 +31,12 @@ from rge.rollout.generate import Rationale, generate
 from rge.rollout.vllm_writer import VllmWriter, check_possible
 
 Written = list[tuple[tuple[int, ...], bool]]
-"""Ids and forcedness of a query's rationales."""
+"""Token ids and forced flag of each of a query's rationales."""
 
 _DIRECT = 0x0D12EC7
-"""Separates the draw of direct queries from whatever else a query's seed decides."""
+"""Salt: makes the draw of direct queries independent of other uses of a query's seed."""
 _ORACLE = 0x02AC1E
-"""Likewise for queries that get the oracle's rationale."""
+"""Likewise for the draw of queries that get the oracle's rationale."""
 
 
 def encodes_once(

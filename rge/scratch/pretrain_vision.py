@@ -80,7 +80,7 @@ def augment(picture_B3HW: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def restyle(picture_B3HW: Tensor, share: float, generator: torch.Generator) -> Tensor:
-    """Change what families of drawings differ in: palette, tone, line width, sharpness, ground.
+    """Augment the properties in which families of drawings differ: palette, tone, line width, sharpness, background.
 
     Each kind of change strikes every picture on its own, so that some get several and most get none at a small share.
 
@@ -313,7 +313,7 @@ def teach(
 def named(
     model: HubModel, processor, pictures: Tensor, labels: Tensor, names: Sequence[str]
 ) -> tuple[Tensor, Tensor]:
-    """Which pictures a backbone names right; arguments as of `teach`.
+    """Which pictures a backbone names correctly; arguments as in `teach`.
 
     Returns:
         Two (N,) bool: the right name is chosen among all; the right name is written, whole, by greedy decoding.

@@ -28,7 +28,7 @@ from rge.towers.smollm2 import is_smollm2
 
 @dataclass(frozen=True)
 class Blueprint:
-    """All that a backbone is built from: `_build` is given nothing else, so its identity cannot lack anything.
+    """Everything a backbone is built from. `_build` gets nothing else, so its identity is complete.
 
     Attributes:
         scratch: ``model.scratch``.
@@ -65,7 +65,7 @@ class Blueprint:
 
 
 def blueprint(recipe: Recipe, records: Mapping[str, Records]) -> Blueprint | None:
-    """What the recipe's backbone is built from; None where training starts from a checkpoint or model."""
+    """Inputs of the recipe's backbone; None if training starts from a checkpoint or model."""
     if recipe.init is not None or recipe.model.scratch is None:
         return None
     return Blueprint(
@@ -145,7 +145,7 @@ def starting_point(recipe: Recipe, records: Mapping[str, Records], accelerator: 
 
 
 def processor_of(recipe: Recipe, records: Mapping[str, Records]) -> Any:
-    """The processor that training will have, ``<emb>`` included, without any weights.
+    """The processor used in training, including ``<emb>``, without loading weights.
 
     Of a ``model.scratch`` whose backbone is not built yet, the tokenizer is learned as it will be.
 

@@ -117,7 +117,7 @@ class Service:
         self._guard.is_draining = True
 
     def stop(self) -> None:
-        """Answer everything that still waits with 503."""
+        """Answer all waiting requests with 503."""
         self.batches.stop()
         self._threads.shutdown(wait=False, cancel_futures=True)
 

@@ -148,7 +148,7 @@ class Batches:
                 self._waiting = [row for row in self._waiting if not row.answer.cancelled()]
 
     def stop(self) -> None:
-        """Accept nothing more and give up what waits; a running batch is finished."""
+        """Stop accepting inputs and drop waiting ones; a running batch finishes."""
         with self._changed:
             self._stopping = True
             left, self._waiting = self._waiting, []

@@ -63,7 +63,7 @@ class MemoryBudget:
         self.most, self.now = most, 0
 
     def take(self, count: int) -> None:
-        """Take more from the budget; given back by lowering `now`.
+        """Take more from the budget; lowering `now` returns it.
 
         Raises:
             Refusal: that would be too many.

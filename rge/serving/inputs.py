@@ -31,7 +31,7 @@ class BadInput(ValueError):
 
 @dataclass(frozen=True)
 class Raw:
-    """An input as it came: its text, and its pictures' data URLs or addresses."""
+    """An input as received: its text, and data URLs or addresses of its pictures."""
 
     param: str
     text: str | None
@@ -39,7 +39,7 @@ class Raw:
 
 
 def check_limits(inputs: Sequence[Raw], instruction: str | None, options: ServeOptions) -> None:
-    """Refuse what is empty, too many, too long, or no Unicode.
+    """Refuse inputs that are empty, too many, too long or invalid Unicode.
 
     Raises:
         BadInput: which input, and why.

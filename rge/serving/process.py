@@ -116,7 +116,7 @@ class Server(uvicorn.Server):
         self._gave_up = False
 
     def run(self, sockets: list[socket.socket] | None = None) -> int:  # type: ignore[override]
-        """Until a signal; the exit code."""
+        """Serve until a signal; returns the exit code."""
         try:
             super().run([self._listener])
         except OSError as error:
@@ -137,7 +137,7 @@ class Server(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and say so."""
+        """Start listening, and print the address."""
         await super().startup(sockets)
         url = url_of(self._listener)
         about = f"{self._service.name}, engine {self._options.engine}, {self._service.embedder.model.device}"

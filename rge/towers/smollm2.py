@@ -76,10 +76,10 @@ def folder() -> Path:
 
 @functools.cache
 def _check_file(path: Path) -> None:
-    """Whether a file is the one that checkpoints are said to be made of.
+    """Verify the checksum of the weights file.
 
     Raises:
-        SmolError: it is not, or is not there.
+        SmolError: the file is missing, or its checksum is wrong.
     """
     if not path.is_file():
         raise SmolError(f"{path} is missing: {INSTALL}")
@@ -90,7 +90,7 @@ def _check_file(path: Path) -> None:
 
 
 def origin() -> dict[str, Any]:
-    """What the text model is made of, for whoever builds on it; see `rge.scratch.build.origins`.
+    """Origin and licence of the text model; see `rge.scratch.build.origins`.
 
     Raises:
         SmolError: see `folder`.
@@ -139,7 +139,7 @@ def weights() -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_pretrained(text_model: Qwen2_5_VLTextModel) -> None:
-    """Give a Qwen2.5-VL text model of SmolLM2's sizes SmolLM2's weights.
+    """Load SmolLM2's weights into a Qwen2.5-VL text model of its sizes.
 
     Rows beyond SmolLM2's vocabulary are the mean of its own: at first no new token is likelier than another.
 

@@ -130,7 +130,7 @@ def test_overrides_of_the_checkpoints_generation(encoder, items):
     short = Embedder.from_pretrained(encoder.checkpoint, max_new_tokens=2)
     assert short.encode(items, side="query", mode="reasoning").num_rationale_tokens.max() == 2
     sampling = Embedder.from_pretrained(encoder.checkpoint, temperature=1.5)
-    with pytest.raises(ValueError, match="needs one seed a rationale"):
+    with pytest.raises(ValueError, match="needs one seed per rationale"):
         sampling.encode(items, side="query", mode="reasoning")
     runs = [
         sampling.encode(items, side="query", mode="reasoning", batch_size=size, seeds=range(21)).rationales

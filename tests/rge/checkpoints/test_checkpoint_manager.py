@@ -252,7 +252,7 @@ def test_a_checkpoint_that_was_cut_does_not_count_as_finished(lively, settings, 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda name, all_: f"_orig_mod.{name}", r"_orig_mod\.\S+ is none of its weights \(\d+ unknown names, \d+ missing"),
+        (lambda name, all_: f"_orig_mod.{name}", r"_orig_mod\.\S+ is not one of its weights \(\d+ unknown names, \d+ missing"),
         (lambda name, all_: None if "norm.weight" in name else name, r"norm\.weight is missing \(0 unknown"),
     ],
 )  # fmt: skip
@@ -336,11 +336,11 @@ def test_instructions_are_counted_by_weight_and_task(tmp_path):
     [
         (
             "Qwen/Qwen2.5-VL-3B-Instruct",
-            "Qwen/Qwen2.5-VL-3B-Instruct. Its licence holds for these weights too.",
+            "Qwen/Qwen2.5-VL-3B-Instruct. Its licence also applies to these weights.",
             True,
         ),
-        ("HERE/a model", "a model. Its licence holds for these weights too.", False),
-        (None, "none, built from nothing.", False),
+        ("HERE/a model", "a model. Its licence also applies to these weights.", False),
+        (None, "none, trained from scratch.", False),
     ],
 )
 def test_the_card_names_the_base_and_no_folder_of_a_machine(tmp_path, base, said, front):
@@ -366,7 +366,7 @@ def test_the_card_names_pretrained_parts(tmp_path):
         CheckpointSettings.model_validate(settings | {"origins": [words, eyes]}), "mine/joint/final"
     )
     assert (
-        "* Base model: Words (text model, Apache-2.0) and Eyes (vision tower, MIT); the rest was built"
+        "* Base model: Words (text model, Apache-2.0) and Eyes (vision tower, MIT); the rest was trained"
         in card
     )
     assert "base_model: somebody/words\n" in card

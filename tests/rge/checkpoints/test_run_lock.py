@@ -65,6 +65,6 @@ def test_a_disk_without_locks_is_said_and_used(tmp_path, monkeypatch, capsys):
     with held(tmp_path):
         assert (tmp_path / LOCK).is_file()
     assert (
-        "has no locks (Function not implemented): a second run in it will not be noticed"
+        "has no locks (Function not implemented): a second run in it cannot be detected"
         in capsys.readouterr().err
     )

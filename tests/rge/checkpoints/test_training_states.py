@@ -140,8 +140,8 @@ def test_the_latest_state_is_never_one_that_was_not_finished(tmp_path):
 
 
 DAMAGES = {
-    "cut": (lambda file: file.write_bytes(file.read_bytes()[:-1]), r"has \d+ bytes, \d+ were written"),
-    "zeros": (lambda file: file.write_bytes(bytes(file.stat().st_size)), "has another checksum"),
+    "cut": (lambda file: file.write_bytes(file.read_bytes()[:-1]), r"has \d+ bytes instead of \d+"),
+    "zeros": (lambda file: file.write_bytes(bytes(file.stat().st_size)), "does not match its checksum"),
     "gone": (lambda file: file.unlink(), "is missing"),
 }
 
@@ -188,7 +188,7 @@ def test_where_nothing_was_summed_up_the_sizes_are_checked(tmp_path):
     Trained(tmp_path).states._complete(3, temporary, state, {}, checksums=False)
     assert damage(state) is None
     (state / "shard_0.bin").write_bytes(b"123")
-    assert damage(state) == "shard_0.bin has 3 bytes, 4 were written"
+    assert damage(state) == "shard_0.bin has 3 bytes instead of 4"
 
 
 def test_if_every_state_is_damaged_nothing_starts_anew_in_silence(tmp_path):
@@ -218,7 +218,7 @@ def test_a_full_disk_leaves_the_earlier_state_and_nothing_partial(
     with (
         files_of_at_most(limit),
         pytest.raises(
-            CheckpointError, match=r"state after step 2 could not be written to .*earlier states are unharmed"
+            CheckpointError, match=r"state after step 2 could not be written to .*earlier states are intact"
         ),
     ):
         trained.save(2)

@@ -252,7 +252,7 @@ def test_errors(lively, prompts):
         ValueError, match="min_new_tokens must be at least 0 and below max_new_tokens=2, got 2"
     ):
         generate(lively, prompts, max_new_tokens=2, batch_size=1, min_new_tokens=2)
-    with pytest.raises(ValueError, match="needs one seed a rationale"):
+    with pytest.raises(ValueError, match="needs one seed per rationale"):
         generate(lively, prompts, max_new_tokens=1, batch_size=1, temperature=1.0)
-    with pytest.raises(ValueError, match="needs one seed a rationale"):
+    with pytest.raises(ValueError, match="needs one seed per rationale"):
         generate(lively, prompts, max_new_tokens=1, batch_size=1, temperature=1.0, seeds=[1])

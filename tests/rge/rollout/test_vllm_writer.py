@@ -118,7 +118,7 @@ def test_what_is_asked_for_and_made_of_the_answer(lively, prompts, behind):
     for one in vllm.generate(prompts, **settings):
         assert len(one.log_probs) == len(one.ids) + (not one.forced)
         assert max(one.log_probs) < 0
-    with pytest.raises(ValueError, match="needs one seed a rationale"):
+    with pytest.raises(ValueError, match="needs one seed per rationale"):
         vllm.generate(prompts, temperature=1.0, seeds=seeds)
 
 

@@ -173,7 +173,7 @@ def test_a_backbone_and_its_checkpoints_say_what_they_are_made_of(tmp_path, caps
     assert json.loads((tmp_path / "final" / "rge.json").read_text())["origins"] == [part]
     card = (tmp_path / "final" / "README.md").read_text()
     assert (
-        "* Base model: EfficientNet-Lite0 (vision tower, Apache-2.0); the rest was built from nothing."
+        "* Base model: EfficientNet-Lite0 (vision tower, Apache-2.0); the rest was trained from scratch."
         in card
     )
 

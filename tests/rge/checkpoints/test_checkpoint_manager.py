@@ -241,7 +241,7 @@ def test_a_checkpoint_that_was_cut_does_not_count_as_finished(lively, settings, 
     [weights] = (tmp_path / "final").glob("*.safetensors")
     weights.write_bytes(weights.read_bytes()[:1000])
     with pytest.raises(
-        CheckpointError, match=r"final is damaged: model.safetensors has 1000 bytes, \d+ were"
+        CheckpointError, match=r"final is damaged: model.safetensors has 1000 bytes instead of \d+"
     ):
         finished(tmp_path, recipe(), "joint")
     (tmp_path / "final/done.json").unlink()

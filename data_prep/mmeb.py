@@ -1,9 +1,9 @@
 """The command line: ``rge data mmeb src=DIR out=DIR [split=original] [sets=NAME,...] [key=value ...]``.
 
-Reads MMEB's training files (``TIGER-Lab/MMEB-train``) and writes training records, one file a set. Layout: a folder a set
-with ``original-*.parquet``, ``diverse_instruction-*.parquet`` or ``train-*.parquet`` (or .jsonl) and the columns ``qry``,
-``qry_image_path``, ``pos_text``, ``pos_image_path``, ``neg_text``, ``neg_image_path``; "" stands for a missing part,
-``<|image_1|>`` in a text for the picture; pictures below one folder.
+Reads MMEB's training files (``TIGER-Lab/MMEB-train``) and writes one file of training records per set. Expected layout: a
+folder per set with ``original-*.parquet``, ``diverse_instruction-*.parquet`` or ``train-*.parquet`` (or .jsonl) and the columns ``qry``,
+``qry_image_path``, ``pos_text``, ``pos_image_path``, ``neg_text``, ``neg_image_path``, where "" is a missing part and
+``<|image_1|>`` in a text marks the picture; all pictures below one folder.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ COLUMNS = ("qry", "qry_image_path", "pos_text", "pos_image_path")
 NEGATIVES = ("neg_text", "neg_image_path")
 NO_PICTURE = "picture is missing or unreadable"
 TRAINED = tuple(name for name, about in SETS.items() if about["distribution"] == "IND")
-"""The 20 sets that have a training part."""
+"""The 20 sets with training data."""
 
 
 @dataclass
@@ -62,23 +62,22 @@ class MmebOptions:
 
 
 class _Work:
-    """One set under way: where its pictures are, and what was counted."""
+    """The conversion of one set: its picture folders and counts."""
 
     def __init__(self, name: str, options: MmebOptions):
         self.name, self.options = name, options
         src, images = options.src, options.images
         self.roots = [images] if images is not None else [src, src / "images", src / "MMEB-images"]
         self.counts: Counter[str] = Counter()
-        self.known: dict[
-            str, str | None
-        ] = {}  # path of each picture, seen from the records; None: it cannot be used
+        # Path of each picture relative to the records; None: missing or unreadable.
+        self.known: dict[str, str | None] = {}
 
 
 def main(words: Sequence[str]) -> None:
     """Convert.
 
     Raises:
-        UserError: a word is wrong, a set or a picture is missing, a row is not what the layout says.
+        UserError: invalid arguments, a missing set or picture, or a row that does not fit the layout.
     """
     options = parse_options(MmebOptions, words, "rge data mmeb")
     report = convert(options)
@@ -89,10 +88,10 @@ def main(words: Sequence[str]) -> None:
 
 
 def convert(options: MmebOptions) -> dict[str, Any]:
-    """Write ``out/NAME.jsonl`` for every set, each whole or not at all, and ``out/report.json``.
+    """Write ``out/NAME.jsonl`` for every set, each atomically, and ``out/report.json``.
 
     Returns:
-        The report: what was read, written and left out, by set.
+        The report: rows read, written and left out, by set.
 
     Raises:
         UserError: see `main`.
@@ -103,10 +102,10 @@ def convert(options: MmebOptions) -> dict[str, Any]:
         one_of("sets", [name], TRAINED)
     files = {name: _files(src, name, split) for name in names}
     if absent := [name for name, found in files.items() if not found]:
-        there = sorted(path.name for path in src.iterdir() if path.is_dir()) if src.is_dir() else []
+        present = sorted(path.name for path in src.glob("*/"))
         raise UserError(
-            f"{src} lacks {split} files of {len(absent)} sets: {', '.join(absent)} (there are: {', '.join(there) or 'none'}); "
-            "sets=NAME,... converts some on purpose"
+            f"{src} lacks {split} files of {len(absent)} sets: {', '.join(absent)} (found: {', '.join(present) or 'none'}); "
+            "sets=NAME,... converts only the named ones"
         )
     report: dict[str, Any] = {
         "source": f"TIGER-Lab/MMEB-train, split {split}", "instructions": options.instructions, "wording": "included",
@@ -123,7 +122,7 @@ def convert(options: MmebOptions) -> dict[str, Any]:
 
 
 def _records(work: _Work, files: Sequence[Path]) -> Iterator[Record]:
-    """Records of the rows that are drawn, of all of them without ``max_per_set``."""
+    """Records of the sampled rows; without ``max_per_set``, of all rows."""
     total, most = sum(map(num_rows, files)), work.options.max_per_set
     chosen: Collection[int] = range(total)
     if most is not None and most < total:
@@ -136,7 +135,7 @@ def _records(work: _Work, files: Sequence[Path]) -> Iterator[Record]:
 
 
 def _check_left(work: _Work, num_records: int) -> None:
-    """Refuse a set of which nothing is left, or which lost pictures with ``missing=error``."""
+    """Raise if the set has no records, or, with ``missing=error``, lost any picture."""
     num_lost = work.counts[f"left out: {NO_PICTURE}"]
     if num_lost and work.options.missing == "error":
         shown = next(path for path, found in work.known.items() if found is None)
@@ -157,7 +156,7 @@ def _record(work: _Work, row: dict[str, Any], number: int) -> Record | None:
     name, counts, split = work.name, work.counts, work.options.split
     where = f"{name}, row {number + 1}"
     if lacking := [column for column in COLUMNS if column not in row]:
-        raise UserError(f"{where}: column {lacking[0]!r} is missing; there are {', '.join(row)}")
+        raise UserError(f"{where}: column {lacking[0]!r} is missing; found: {', '.join(row)}")
     counts["read"] += 1
     [(text, path)] = _parts(row, "qry", "qry_image_path", where)
     positives = [part for part in _parts(row, "pos_text", "pos_image_path", where) if any(part)]
@@ -184,7 +183,7 @@ def _record(work: _Work, row: dict[str, Any], number: int) -> Record | None:
 
 
 def _query(work: _Work, text: str, path: str) -> tuple[str | None, QueryPart]:
-    """The instruction, where it can be told apart, and the rest of a query, reworded if asked for."""
+    """The instruction, if it can be separated, and the rest of a query, reworded if requested."""
     instruction, rest = split_instruction(work.name, text)
     if work.options.instructions == "rge":
         if instruction is None:
@@ -195,7 +194,7 @@ def _query(work: _Work, text: str, path: str) -> tuple[str | None, QueryPart]:
 
 
 def _unusable(work: _Work, query: Part, positives: Sequence[Part]) -> str | None:
-    """Why a row makes no record; a query's or a target's picture that is missing costs the row."""
+    """Reason to skip a row, or None; a missing query or target picture is one."""
     if not any(query):
         return "empty query"
     if not positives:
@@ -205,7 +204,7 @@ def _unusable(work: _Work, query: Part, positives: Sequence[Part]) -> str | None
 
 
 def _usable_negatives(work: _Work, positives: Sequence[Part], negatives: Sequence[Part]) -> list[Part]:
-    """Those that show their picture and are not a target as well; what is left out costs itself only."""
+    """Negatives whose picture exists and that are not also a target."""
     negatives = [part for part in negatives if any(part)]
     shown = [(text, path) for text, path in negatives if not path or _picture(work, path) is not None]
     right = {_id(part) for part in positives}
@@ -223,7 +222,7 @@ def _target(work: _Work, part: Part) -> dict[str, Any]:
 
 
 def _parts(row: dict[str, Any], text: str, image: str, where: str) -> list[Part]:
-    """Texts, without the pictures' placeholders, and pictures of two columns side by side."""
+    """(text without picture placeholders, picture path) pairs of two parallel columns."""
     texts, paths = _cells(row[text]), _cells(row[image])
     size = max(len(texts), len(paths), 1)
     texts, paths = texts or [""] * size, paths or [""] * size
@@ -239,7 +238,7 @@ def _cells(value: Any) -> list[str]:
 
 
 def _id(part: Part) -> str:
-    # Equal content is one target, so that in-batch masking knows two rows of one class.
+    # Equal content gets equal ids, so that in-batch masking recognises rows of the same class.
     return hashlib.sha256(json.dumps(part).encode()).hexdigest()[:16]
 
 

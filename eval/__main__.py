@@ -1,16 +1,16 @@
 """``rge eval run|score|compare|report key=value ...``; ``--help`` after a command lists its keys.
 
-``rge eval budget checkpoint=DIR set=DIR out=DIR`` puts accuracy against tokens and time (several rationales, gate,
-judge), ``rge eval rerank of=DIR out=DIR judge=MODEL`` lets a vision-language model reorder a finished ranking,
-``rge eval records src=FILE descriptions=FILE out=FILE`` makes records from which such a judge is trained,
-``rge eval fetch mmeb|mmeb2|rmir|mmbright|mbeir out=DIR`` downloads a benchmark's release and checks that it is all there,
-``rge eval import rmir|pinpoint|mmeb|mmbright|mbeir src=DIR out=DIR`` makes a retrieval set of a benchmark's release,
-``rge eval import folder src=DIR out=DIR`` makes one of a folder of photos and a spreadsheet,
-``rge eval mine PHOTOS TABLE.xlsx`` does that, evaluates and writes the page,
-``rge eval check set=DIR`` looks any set over before a model is asked,
-``rge eval audit set=DIR train=FILE.jsonl`` looks for a set's pictures in training files,
-``rge eval export format=pinpoint|top50|mmeb|mteb|card eval=DIR out=FILE`` writes what others read.
-Every command knows ``plugins=MODULE,...``: modules that register benchmarks, embedders or metrics (docs/extending.md).
+``rge eval budget checkpoint=DIR set=DIR out=DIR`` measures accuracy against tokens and time (several rationales, gate),
+``rge eval rerank of=DIR out=DIR judge=MODEL`` lets a vision-language model reorder a finished ranking,
+``rge eval records src=FILE descriptions=FILE out=FILE`` makes training records for such a judge,
+``rge eval fetch mmeb|mmeb2|rmir|mmbright|mbeir out=DIR`` downloads a benchmark's release and checks that it is complete,
+``rge eval import rmir|pinpoint|mmeb|mmbright|mbeir src=DIR out=DIR`` makes a retrieval set from a benchmark's release,
+``rge eval import folder src=DIR out=DIR`` makes one from a folder of photos and a spreadsheet,
+``rge eval mine PHOTOS TABLE.xlsx`` does that, evaluates it and writes the page,
+``rge eval check set=DIR`` checks a set before a model is run on it,
+``rge eval audit set=DIR train=FILE.jsonl`` searches training files for a set's pictures,
+``rge eval export format=pinpoint|top50|mmeb|mteb|card eval=DIR out=FILE`` writes files for other tools.
+Every command takes ``plugins=MODULE,...``: modules that register benchmarks, embedders or metrics (docs/extending.md).
 """
 
 import sys
@@ -28,8 +28,8 @@ from rge.common.registry import PluginOptions
 if TYPE_CHECKING:
     from eval.sets.retrieval_set import RetrievalSet
 
-# Module, options and function by name: a command imports what it needs, so that a comparison of two tables does not
-# wait for the libraries of models.
+# (module, options, function) by name. A command imports only what it needs, so that comparing two tables does not wait
+# for the model libraries.
 COMMANDS = {
     "run": ("eval.commands.run", "RunOptions", "run"),
     "mine": ("eval.commands.mine", "MineOptions", "mine"),
@@ -46,15 +46,15 @@ COMMANDS = {
     "export": ("eval.commands.export", "ExportOptions", "export"),
     "import folder": ("eval.benchmarks.folder.importer", "FolderOptions", "import_folder"),
 }
-"""Beside these there is ``import BENCHMARK`` for every benchmark that is registered."""
+"""Besides these there is ``import BENCHMARK`` for every registered benchmark."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run a command; 0 if it succeeded, 2 if what the user gave was wrong."""
+    """Run a command; returns 0 on success and 2 on a user error."""
     name, words = _command_and_words(argv)
     asked = any(word in HELP for word in argv)
     try:
-        # first: what they register may be the command (import), and is looked up by name in the others
+        # first, since plugins may register the command itself (import) or names that its options refer to
         plugins = [word for word in words if word.startswith("plugins=")]
         parse_options(PluginOptions, plugins)
         if name not in ("import", *COMMANDS, *_importers()):
@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
             print(usage(name))
             return 0 if asked else 2
         schema, command = command_of(name)
-        if "plugins" not in names_of(schema):  # the importer of a user's module need not know of modules
+        if "plugins" not in names_of(schema):  # a plugin's importer need not have this option
             words = [word for word in words if word not in plugins]
         done = command(parse_options(schema, words))
         if name.startswith("import"):
@@ -72,12 +72,12 @@ def main(argv: Sequence[str]) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    leave()  # after an error the launcher ends the others
+    leave()  # after an error the launcher stops the other processes
     return 0
 
 
 def _command_and_words(argv: Sequence[str]) -> tuple[str, list[str]]:
-    """The command's name and its ``key=value`` words; what may be given without a key gets it."""
+    """The command's name and its ``key=value`` words; adds the keys of positional arguments."""
     name = " ".join(argv[: 2 if argv[:1] == ["import"] else 1])
     words = list(argv[len(name.split()) :])
     if name == "fetch" and words and words[0] not in HELP and "=" not in words[0]:
@@ -95,7 +95,7 @@ def _importers() -> list[str]:
 
 
 def command_of(name: str) -> tuple[type, Callable[..., Any]]:
-    """Options and function of ``run`` or ``import rmir``, which are known."""
+    """Options class and function of a known command, such as ``run`` or ``import rmir``."""
     if name in COMMANDS:
         module, options, function = COMMANDS[name]
         return getattr(import_module(module), options), getattr(import_module(module), function)
@@ -112,7 +112,7 @@ def _imported(done: "RetrievalSet | list[str]") -> str:
 
 
 def usage(name: str) -> str:
-    """Keys of a command with their defaults and meanings; those with ``...`` have to be given."""
+    """Help text of a command: its keys, defaults and meanings; keys with ``...`` are required."""
     if name == "import":
         return "\n\n".join(map(usage, ("import folder", *_importers())))
     return help_text(command_of(name)[0], f"rge eval {name}")

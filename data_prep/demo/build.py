@@ -8,7 +8,7 @@ The tables beside this file are the source; the result is written from them alon
     train/pictures.parquet        drawings of the training families; OpenMoji's in train/openmoji/
     valid/                        retrieval set by training families, to choose checkpoints and settings by
     test/                         retrieval set by the two held-out families
-    LICENSES.md                   whom the drawings come from, and on which terms
+    LICENSES.md                   credits and licences of the drawings
 """
 
 import os
@@ -47,7 +47,7 @@ def main(words: Sequence[str]) -> None:
     """The command line.
 
     Raises:
-        UserError: an unknown key, or packages that cannot be had.
+        UserError: an unknown key, or a package that cannot be fetched.
     """
     options = parse_options(DemoOptions, words, "rge data demo")
     out = options.out or OUT
@@ -56,11 +56,11 @@ def main(words: Sequence[str]) -> None:
     files = sorted(path for path in out.rglob("*") if path.is_file())
     for path in files:
         print(f"{path.stat().st_size:>9,}  {path.relative_to(out)}")
-    print(f"{sum(path.stat().st_size for path in files):>9,}  bytes in all")
+    print(f"{sum(path.stat().st_size for path in files):>9,}  bytes in total")
 
 
 def build(out: Path, icons: Path) -> None:
-    """Write everything to `out`; `icons` is the folder of the icon packages."""
+    """Write the whole set to `out`; `icons` is the folder of the icon packages."""
     write_records(out)
     tables = read_tables()
     splits = split(tables)
@@ -96,7 +96,7 @@ def build(out: Path, icons: Path) -> None:
 
 
 def write_records(out: Path) -> None:
-    """Write the training records, which need the tables only."""
+    """Write the training records; they need only the tables, not the drawings."""
     tables = read_tables()
     splits = split(tables)
     write_jsonl(out / "train" / "relations.jsonl", relation_records(tables, splits))
@@ -114,10 +114,10 @@ def copy_pictures(out: Path) -> None:
 
 
 def write_mixed(out: Path) -> None:
-    """Write test and validation sets that mix easy queries with relations, from the shipped pictures; and records to train them with.
+    """Write test and validation sets that mix easy and relation queries over the shipped pictures, and records to train on.
 
-    An easy query asks for another drawing of what its picture shows. That is what naming records train, so these are written
-    without the drawings that validation asks with: what is chosen on it is not chosen on pairs that were trained.
+    An easy query asks for another drawing of the thing in its picture, which is what naming records train. The naming
+    records written here therefore exclude the drawings of the validation queries.
 
     Args:
         out: folder to write ``test/``, ``valid/`` and ``train/naming.jsonl`` to.
@@ -157,7 +157,7 @@ def write_mixed(out: Path) -> None:
 
 
 def licences() -> str:
-    """Credits and licence of every picture, and what was done to them."""
+    """Text of LICENSES.md: credits, licences and processing of all pictures."""
     files = {QUERIES: "test/queries.parquet", GALLERY: "test/corpus.parquet"}
     rows = [(family, files.get(family, f"train/{family.library}")) for family in FAMILIES]
     path = HERE / "templates" / "licences.md"

@@ -1,4 +1,4 @@
-"""The icon families: who drew them, under which licence, and which of them training never sees."""
+"""The icon families: authors, licences, and which of them are held out from training."""
 
 import csv
 import json
@@ -13,42 +13,43 @@ from rge.common.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One set of drawings by one hand."""
+    """Icons by one author in one style."""
 
-    name: str  # of the npm package ``@iconify-json/NAME`` and of the pictures, ``NAME/1F512``
-    version: str  # of that package
-    title: str  # what its makers call it
-    author: str  # to be credited
+    name: str  # as in the npm package ``@iconify-json/NAME`` and in picture ids, ``NAME/1F512``
+    version: str  # of the npm package
+    title: str  # the authors' name for it
+    author: str  # to credit
     licence: str  # SPDX identifier
     url: str  # home of the drawings
     licence_url: str  # text of the licence
-    # Parquet file of its pictures, relative to the folder of the split that shows them. A share-alike family has its own,
-    # so that the licence of the others stays what it is.
+    # Parquet file of its pictures, relative to the split's folder. A share-alike family has a file of its own, so that
+    # its licence does not extend to the others.
     library: str
 
 
-def _read() -> list[Family]:
-    with Path(__file__).with_name("families.tsv").open(encoding="utf-8", newline="") as lines:
-        return [Family(**row) for row in csv.DictReader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)]
+def rows_of(table: str) -> list[dict[str, str]]:
+    """Rows of a table beside this file, by its name without ``.tsv``."""
+    with Path(__file__).with_name(f"{table}.tsv").open(encoding="utf-8", newline="") as lines:
+        return list(csv.DictReader(lines, delimiter="\t", quoting=csv.QUOTE_NONE, strict=True))
 
 
-FAMILIES = tuple(_read())
+FAMILIES = tuple(Family(**row) for row in rows_of("families"))
 TRAINING = FAMILIES[:5]
-"""Families that draw the training and validation pictures."""
+"""Families of the training and validation pictures."""
 QUERIES = FAMILIES[5]
-"""Held out: draws the pictures of the test queries."""
+"""Held-out family of the test queries."""
 GALLERY = FAMILIES[6]
-"""Held out: draws the test gallery. Its 3-D and gradient sisters are the same design and stay out of training too."""
+"""Held-out family of the test gallery. Its 3-D and gradient variants share the design, so training excludes them too."""
 
 
 def load_icons(family: Family, folder: Path) -> dict:
-    """Icons of a family, as iconify stores them; the package is fetched with ``npm pack`` when the folder lacks it.
+    """Load a family's icons; a package that the folder lacks is fetched with ``npm pack``.
 
     Returns:
         Content of ``icons.json``: ``icons`` and ``aliases`` by name, default ``width`` and ``height``.
 
     Raises:
-        UserError: the package there has another version, or cannot be fetched.
+        UserError: the installed package has the wrong version, or cannot be fetched.
     """
     package = folder / "@iconify-json" / family.name
     if not (package / "icons.json").is_file():
@@ -56,7 +57,7 @@ def load_icons(family: Family, folder: Path) -> dict:
     version = json.loads((package / "package.json").read_text(encoding="utf-8"))["version"]
     if version != family.version:
         raise UserError(
-            f"{package} is version {version}, the pictures come from {family.version}: remove it or give another icons="
+            f"{package} is version {version}, but the pictures need {family.version}: remove it or pass another icons="
         )
     return json.loads((package / "icons.json").read_text(encoding="utf-8"))
 
@@ -69,7 +70,7 @@ def _fetch(family: Family, package: Path) -> None:
             subprocess.run(command, check=True, capture_output=True, text=True)
         except FileNotFoundError:
             raise UserError(
-                f"npm is needed to fetch {name}; or give icons=DIR, laid out like node_modules"
+                f"npm is needed to fetch {name}: install it, or pass icons=DIR, laid out like node_modules"
             ) from None
         except subprocess.CalledProcessError as error:
             raise UserError(f"npm pack {name} failed: {error.stderr.strip()}") from None
@@ -79,5 +80,5 @@ def _fetch(family: Family, package: Path) -> None:
             for member in ("icons.json", "package.json"):
                 found = content.extractfile(f"package/{member}")
                 if found is None:
-                    raise UserError(f"{name}: {member} in the package is no file")
+                    raise UserError(f"{name}: {member} in the package is not a file")
                 (package / member).write_bytes(found.read())

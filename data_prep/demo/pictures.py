@@ -1,6 +1,6 @@
-"""Render icons to small pictures and keep them in Parquet.
+"""Render icons as small pictures and store them in Parquet.
 
-Byte-identical results need the same resvg, libwebp (Pillow) and pyarrow; the drawings themselves do not change.
+Byte-identical output needs the same versions of resvg, libwebp (Pillow) and pyarrow.
 """
 
 import io
@@ -19,17 +19,17 @@ SIZE_PX = 84
 MARGIN_PX = 2
 WEBP_QUALITY = 60
 MEASURE_PX = 168
-"""Size at which a drawing is rendered once to find out where its ink is."""
+"""Size of the first rendering, which finds the bounding box of the ink."""
 
 IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
-"""A picture as Hugging Face stores it."""
+"""A picture as Hugging Face `datasets` stores it."""
 
 
 def render_family(family: Family, tables: Tables, folder: Path) -> dict[str, bytes]:
-    """WebP bytes of a family's drawings by concept, in the order of the concepts; `folder` as of `load_icons`.
+    """WebP bytes of a family's drawings, by concept in table order; `folder` as in `load_icons`.
 
     Raises:
-        UserError: a package cannot be had, or lacks an icon.
+        UserError: a package cannot be fetched, or lacks an icon.
     """
     icons = load_icons(family, folder)
     pictures = {}
@@ -40,7 +40,7 @@ def render_family(family: Family, tables: Tables, folder: Path) -> dict[str, byt
 
 
 def render(icon: dict) -> bytes:
-    """Draw an icon on white as WebP, its ink centred and filling the square: families pad their drawings differently."""
+    """Render an icon on white as WebP, cropped to its ink and centred, since families pad their icons differently."""
     side = max(icon["width"], icon["height"])
     left = icon["left"] - (side - icon["width"]) / 2
     top = icon["top"] - (side - icon["height"]) / 2
@@ -75,7 +75,7 @@ def write_library(path: Path, rows: list[tuple[str, bytes, str, str]]) -> None:
 
 
 def write_table(path: Path, table: pa.Table) -> None:
-    """Write a Parquet file whose columns named ``image`` Hugging Face `datasets` shows as pictures."""
+    """Write a Parquet file; Hugging Face `datasets` shows its ``image`` columns as pictures."""
     features: dict[str, object] = {}
     for field in table.schema:
         if field.name == "image":
@@ -87,7 +87,7 @@ def write_table(path: Path, table: pa.Table) -> None:
             features[field.name] = {"dtype": str(field.type), "_type": "Value"}
     metadata = {"huggingface": json.dumps({"info": {"features": features}})}
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Repeated pictures are stored once: the dictionary of a column must hold all of them.
+    # The dictionary page must be large enough for all pictures, so that repeated ones are stored once.
     pq.write_table(
         table.replace_schema_metadata(metadata),
         path,

@@ -1,4 +1,4 @@
-"""Turn facts into training records: questions about a picture, questions in words, and naming."""
+"""Turn facts into training records: questions about a picture, text-only questions, and naming."""
 
 from collections.abc import Sequence
 
@@ -10,12 +10,12 @@ from rge.common.schema import Positive, QueryPart, Record, Target
 INSTRUCTION = "Answer with a picture."
 NAMING_INSTRUCTION = "Find the same thing."
 NUM_WORDS_ONLY = 2
-"""Phrasings of a fact that training meets in words only."""
+"""Text-only records of a fact that has no picture question in training."""
 NAMING_PHRASINGS = ("What is this?", "What do you see?", "What does this show?", "Name this.")
 
 
 def relation_records(tables: Tables, splits: Splits) -> list[Record]:
-    """Questions about pictures: each trained fact once per training family, in changing phrasings."""
+    """Questions about pictures: each trained fact once per training family, with varying phrasings."""
     records = []
     for fact in tables.facts:
         if fact.pair in splits.words_only:
@@ -36,7 +36,7 @@ def relation_records(tables: Tables, splits: Splits) -> list[Record]:
 
 
 def text_records(tables: Tables, splits: Splits) -> list[Record]:
-    """The same questions with the thing named: every fact, twice where no picture asks it."""
+    """The same questions with the thing named instead of shown: one record per fact, two if no picture question asks it."""
     records = []
     for fact in tables.facts:
         question = tables.questions[fact.question]
@@ -48,7 +48,7 @@ def text_records(tables: Tables, splits: Splits) -> list[Record]:
 
 
 def naming_records(tables: Tables) -> list[Record]:
-    """What is this? Each training drawing once; the answer is the same thing by another hand."""
+    """One naming question per training drawing; the answer is another family's drawing of the same thing."""
     records = []
     for concept in tables.concepts.values():
         families = tables.families(concept.key)
@@ -80,7 +80,7 @@ def naming_record(source: str, name: str, group: str, query: QueryPart, positive
 
 
 def reference(concept: Concept, family: Family) -> str:
-    """Where a training drawing lies, seen from the folder of the training records."""
+    """Reference to a training drawing, relative to the folder of the training records."""
     return f"{family.library}#{concept.picture(family)}"
 
 
@@ -103,7 +103,7 @@ def _record(tables: Tables, fact: Fact, variant: str, query: QueryPart, category
 
 
 def _wrong(fact: Fact, variant: str) -> Sequence[str]:
-    # The thing itself, drawn by another hand, in every second record: it is always wrong, and one lesson is enough.
+    # Another drawing of the source itself is always wrong; having it in every second record is enough.
     return fact.wrong if stable_hash("wrong", *fact.pair, variant) % 2 else fact.near_misses
 
 

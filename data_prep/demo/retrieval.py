@@ -1,4 +1,4 @@
-"""Write the facts as retrieval sets: the test by held-out families, validation by training families."""
+"""Write the facts as retrieval sets: test with held-out families, validation with training families."""
 
 import json
 from collections import Counter
@@ -24,22 +24,22 @@ SLICE_NOTES = {
         "held_out": "this question about this thing was trained in words only, never about a picture",
     }
 }
-"""What a reader of the figures has to know about the values of ``pair``."""
+"""Explanations of the values of ``pair``, shown with the figures."""
 KIND_NOTES = {
     "kind": {
         "easy": "asks for another drawing of what the picture shows: nothing has to be inferred",
         "relation": "a question of the set without easy queries",
     }
 }
-"""The same for a set that mixes easy queries with relations."""
+"""The same for sets that mix easy and relation queries."""
 
 Cell = Callable[[Concept], dict[str, object]]
-"""How a picture is stored: its bytes, or a reference to a library."""
+"""Makes the stored form of a picture: its bytes, or a reference to a library."""
 
 
 @dataclass
 class Judgements:
-    """What is right and wrong in a retrieval set, by query and candidate."""
+    """Relevance judgements of a retrieval set, by query and candidate."""
 
     qrels: list[tuple[str, str, int]] = field(default_factory=list)
     negatives: list[tuple[str, str]] = field(default_factory=list)
@@ -56,7 +56,7 @@ class SetRows(Judgements):
 
 
 def test_rows(tables: Tables, splits: Splits) -> SetRows:
-    """Every fact but those of validation, in two phrasings; the gallery shows every concept."""
+    """All facts except those of validation, in two phrasings each; the gallery shows every concept."""
     facts = [fact for fact in tables.facts if fact.pair not in splits.valid]
     rows = SetRows(corpus=list(tables.concepts.values()))
     for fact in facts:
@@ -66,7 +66,7 @@ def test_rows(tables: Tables, splits: Splits) -> SetRows:
 
 
 def valid_rows(tables: Tables, splits: Splits) -> SetRows:
-    """The validation facts, once each, before a small gallery that holds their answers and near misses."""
+    """The validation facts, once each, over a small gallery that contains their answers and near misses."""
     facts = [fact for fact in tables.facts if fact.pair in splits.valid | splits.valid_seen]
     needed = {concept for fact in facts for concept in (*fact.answers, *fact.wrong)}
     drawn = [concept for concept in tables.concepts if (VALID_GALLERY.name, concept) in tables.icons]
@@ -80,11 +80,13 @@ def valid_rows(tables: Tables, splits: Splits) -> SetRows:
 
 
 def mixed_rows(rows: SetRows, family: Family) -> SetRows:
-    """As many easy queries as relations about every drawing, one a phrasing at most; further relations are left out.
+    """Pair each relation query with an easy query about the same drawing.
+
+    Relations about a drawing beyond the number of naming phrasings are dropped.
 
     Args:
-        rows: relations, see `test_rows`, whose gallery shows the sources too.
-        family: of the gallery.
+        rows: relation queries, see `test_rows`; the gallery must show their sources too.
+        family: family of the gallery.
     """
     mixed, asked = SetRows(corpus=rows.corpus), Counter[str]()
     for query, source in zip(rows.queries, rows.sources, strict=True):
@@ -112,12 +114,12 @@ def mixed_rows(rows: SetRows, family: Family) -> SetRows:
 
 
 def stored(family: Family, pictures: dict[str, bytes]) -> Cell:
-    """Cells that hold the pictures of a family."""
+    """Cells with the bytes of a family's pictures."""
     return lambda concept: {"bytes": pictures[concept.key], "path": f"{concept.picture(family)}.webp"}
 
 
 def referred(family: Family, folder: str) -> Cell:
-    """Cells that refer to the picture library of a family under a folder."""
+    """Cells that refer to a family's picture library in a folder."""
     return lambda concept: {"bytes": None, "path": f"{folder}/{reference(concept, family)}"}
 
 
@@ -131,10 +133,7 @@ def write_set(
     licence: str,
     notes: dict[str, dict[str, str]] = SLICE_NOTES,
 ) -> None:
-    """Write facts as a retrieval set.
-
-    ``family`` draws the gallery. ``notes``: the columns of the queries that figures are reported by, and what their values mean.
-    """
+    """Write a retrieval set; `family` is that of the gallery, `notes` the ``slice_notes`` of `write_tables`."""
     corpus = {
         "id": [concept.picture(family) for concept in rows.corpus],
         "image": pa.array([corpus_cell(concept) for concept in rows.corpus], IMAGE),
@@ -172,9 +171,9 @@ def write_tables(
     slice_notes: dict[str, dict[str, str]],
     counts: dict[str, int] | None = None,
 ) -> None:
-    """Write a retrieval set in the layout that `eval.sets.retrieval_set` reads; ``meta.json`` holds what is named by keyword.
+    """Write a retrieval set in the layout of `eval.sets.retrieval_set`; the keyword arguments go into ``meta.json``.
 
-    ``slice_notes``: the columns of the queries that figures are reported by, and what their values mean.
+    ``slice_notes``: query columns to report figures by, with the meaning of their values.
     """
     write_table(folder / "corpus.parquet", pa.table(corpus))
     write_table(folder / "queries.parquet", pa.table(queries))
@@ -204,7 +203,7 @@ def write_tables(
 
 
 def ask(rows: SetRows, tables: Tables, fact: Fact, pair: str, family: Family, num_phrasings: int) -> None:
-    """Add a fact's queries, with all that is right and wrong before a family's gallery, to a set."""
+    """Add a fact's queries and their judgements over a family's gallery to a set."""
     question = tables.questions[fact.question]
     first = stable_hash("asked", *fact.pair)
     answers = {tables.concepts[answer].picture(family): text for answer, text in fact.answers.items()}

@@ -1,8 +1,8 @@
 """Which pairs of picture and question are held out for test and validation.
 
-A held-out pair is a fact that no training record asks about a picture; training meets it in words only. Everything
-around it is trained: the picture with other questions, the question with other pictures, and every answer as an
-answer elsewhere. What the test asks is then to put together what was learned apart.
+A held-out pair is a fact that training asks in words only, never about a picture. Its parts are all trained: the picture
+with other questions, the question with other pictures, and each answer as an answer elsewhere. So the test measures
+compositional generalisation.
 """
 
 import hashlib
@@ -18,11 +18,11 @@ T = TypeVar("T")
 
 SEED = "rge demo 1"
 TEST_SHARE = 0.2
-"""Share of each question's facts that the test holds out."""
+"""Share of each question's facts that is held out for the test."""
 NUM_VALID = 30
-"""Facts for validation that training meets in words only, and as many that it also meets in pictures."""
+"""Validation facts that training asks in words only; as many again are also trained with pictures."""
 VALID_QUERIES, VALID_GALLERY = TRAINING[0], TRAINING[2]
-"""Training families of the validation queries and gallery: tuning on it looks at no held-out drawing."""
+"""Families of the validation queries and gallery; both are training families, so tuning never sees a held-out drawing."""
 
 Pair = tuple[str, str]
 """Question and source concept."""
@@ -30,11 +30,11 @@ Pair = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """Which facts are for what; a fact is named by its `Pair`."""
+    """Assignment of facts, identified by their `Pair`, to splits."""
 
     test: frozenset[Pair]  # held out for the test
-    valid: frozenset[Pair]  # held out for validation; the test does not ask them at all
-    valid_seen: frozenset[Pair]  # trained, but not with the drawing that the validation query shows
+    valid: frozenset[Pair]  # held out for validation; not in the test either
+    valid_seen: frozenset[Pair]  # trained, but without the drawing of the validation query
 
     @property
     def words_only(self) -> frozenset[Pair]:
@@ -43,22 +43,22 @@ class Splits:
 
 
 def stable_hash(*words: str) -> int:
-    """A number that depends on the words and `SEED` only: the same on every machine and in every version."""
+    """A hash of the words and `SEED` that is the same on every machine and in every version."""
     return int.from_bytes(hashlib.sha256("\n".join((SEED, *words)).encode()).digest()[:8], "big")
 
 
 def choose(options: Sequence[T], *words: str) -> T:
-    """One of the options, decided by the words."""
+    """Choose an option by the hash of the words."""
     return options[stable_hash(*words) % len(options)]
 
 
 def shuffled(facts: Iterable[Fact], purpose: str) -> list[Fact]:
-    """Facts in an order decided by their names and the purpose."""
+    """Shuffle facts, deterministically for a purpose."""
     return sorted(facts, key=lambda fact: stable_hash(purpose, *fact.pair))
 
 
 def split(tables: Tables) -> Splits:
-    """Hold out pairs, greedily in a seeded order, as long as what they are made of stays trained.
+    """Hold out pairs, greedily in a seeded order, as long as their parts stay trained.
 
     Raises:
         ValueError: the tables leave too few pairs to hold out.
@@ -86,19 +86,17 @@ def split(tables: Tables) -> Splits:
 
 
 class _Trained:
-    """How often each part of the facts still trains; removing a fact must leave every part something."""
+    """Counts how often each source and target is still trained; no part may lose all its facts."""
 
     def __init__(self, facts: Iterable[Fact]):
         facts = list(facts)
-        self.sources = Counter(fact.source for fact in facts)
         self.targets = Counter(target for fact in facts for target in fact.answers)
-        self.at_most = {source: count // 2 for source, count in self.sources.items()}
+        self.removable = {s: count // 2 for s, count in Counter(fact.source for fact in facts).items()}
 
     def remove(self, fact: Fact) -> bool:
-        if not self.at_most[fact.source] or any(self.targets[target] < 2 for target in fact.answers):
+        if not self.removable[fact.source] or any(self.targets[target] < 2 for target in fact.answers):
             return False
-        self.at_most[fact.source] -= 1
-        self.sources[fact.source] -= 1
+        self.removable[fact.source] -= 1
         self.targets.subtract(list(fact.answers))
         return True
 

@@ -1,11 +1,11 @@
-"""The demo's training records with spoiled rationales, and a test of drawings held back: ``rge data spoiled dose=0.5``.
+"""The demo's training records with corrupted rationales, and a test of held-back drawings: ``rge data spoiled dose=0.5``.
 
-Rationales in the field are written by a model and often wrong. Here a share of them is, in the way a weak model is wrong: it
-sees what is there and ends the sentence with the wrong inference ("This is a door; it is sharpened with a sharpener"), and it is
-always the same one that it believes of a thing. The right answers of a record stay what they are.
+In practice rationales are written by a model and often wrong. Here a share of them is wrong in the way of a weak model: it
+recognises the thing but draws the wrong inference ("This is a door; it is sharpened with a sharpener"), always the same one
+for a question about a thing. The answers of the records stay correct.
 
-    train/      relations.jsonl and text.jsonl with the dose, naming.jsonl as it is; pictures beside them
-    unseen/     retrieval set: trained questions about trained things, by drawings that no question in training shows
+    train/      relations.jsonl and text.jsonl with the dose, naming.jsonl unchanged; pictures beside them
+    unseen/     retrieval set: trained questions about trained things, with drawings that no training question shows
 """
 
 from collections.abc import Sequence
@@ -50,16 +50,16 @@ def main(words: Sequence[str]) -> None:
 
 
 def write(out: Path, dose: float, seed: int) -> tuple[int, int]:
-    """Write records and test; `dose` is the share of records that are spoiled, `seed` decides which and how.
+    """Write records and test; `dose` is the share of records to corrupt, `seed` decides which and how.
 
     Returns:
-        Number of spoiled rationales, and of all that could have been.
+        Number of corrupted rationales, and of all rationales.
 
     Raises:
         UserError: a dose outside 0 to 1.
     """
     if not 0 <= dose <= 1:
-        raise UserError(f"dose is a share, 0 to 1; got {dose:g}")
+        raise UserError(f"dose must be between 0 and 1; got {dose:g}")
     tables = read_tables()
     splits = split(tables)
     held = {concept.key: _held_back(tables, concept) for concept in tables.concepts.values()}
@@ -87,13 +87,13 @@ def write(out: Path, dose: float, seed: int) -> tuple[int, int]:
 
 
 def _held_back(tables: Tables, concept: Concept) -> Family | None:
-    """The family whose drawing of a thing no question shows; never that of the gallery."""
+    """The family whose drawing of a thing is kept out of the questions; never the gallery's."""
     others = [family for family in tables.families(concept.key) if family != VALID_GALLERY]
     return choose(others, "held back", concept.key) if len(others) > 1 else None
 
 
 def _mistake(tables: Tables, fact: Fact, seed: int) -> str | None:
-    """The inference, from the semicolon on, that is believed of a thing: one that is true of another, asked the same."""
+    """A wrong inference (the part after the semicolon): one that is true of another thing under the same question."""
     others = [
         text.partition("; ")[2]
         for other in tables.facts
@@ -120,7 +120,7 @@ def _with_inference(record: Record, inference: str) -> Record:
 
 
 def _write_test(folder: Path, tables: Tables, splits: Splits, held: dict[str, Family | None]) -> None:
-    """Trained questions by the drawings that were held back, before a gallery that training knows."""
+    """Trained questions about the held-back drawings, over a gallery of training drawings."""
     drawn = [concept for concept in tables.concepts if (VALID_GALLERY.name, concept) in tables.icons]
     facts = [
         fact

@@ -1,20 +1,19 @@
-"""Read the hand-written tables of drawings, questions and facts; a test holds them to their rules.
+"""Read the hand-written tables of drawings, questions and facts; a test checks their rules.
 
 ``concepts.tsv``     concept, hex (code point, part of every picture's id), name with article, number (one or many)
-``drawings.tsv``     concept, then per family the icon that draws it; empty: none, or it shows something else
+``drawings.tsv``     concept, then its icon in each family; empty: none, or it shows something else
 ``questions.tsv``    question, category, three phrasings or more
 ``relations.tsv``    question, source concept, target concept, rationale; one row per acceptable target
-``near_misses.tsv``  question, source concept, a concept that looks right and is wrong
+``near_misses.tsv``  question, source concept, a plausible but wrong concept
 
-A phrasing has the slots ``{x}`` ("this" beside a picture, else the name), ``{is}``, ``{does}`` and ``{was}`` (their
-plural where the name is one).
+A phrasing has the slots ``{x}`` ("this" beside a picture, else the name), ``{is}``, ``{does}`` and ``{was}`` (plural if
+the name is plural).
 """
 
-import csv
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_prep.demo.families import FAMILIES, TRAINING, Family
+from data_prep.demo.families import FAMILIES, TRAINING, Family, rows_of
 
 HERE = Path(__file__).parent
 CATEGORIES = ("functional", "temporal", "causal")
@@ -25,7 +24,7 @@ _MANY = {"is": "are", "does": "do", "was": "were"}
 
 @dataclass(frozen=True, slots=True)
 class Concept:
-    """A thing that is drawn. ``name`` has its article; ``many`` tells "these are" from "this is"."""
+    """A thing that is drawn. ``name`` includes the article; ``many`` marks a plural ("these are")."""
 
     key: str
     hex: str
@@ -34,24 +33,24 @@ class Concept:
 
     @property
     def sentence(self) -> str:
-        """What a picture of it shows, without the full stop."""
+        """Sentence that names it, without the full stop."""
         return f"{'These are' if self.many else 'This is'} {self.name}"
 
     def picture(self, family: Family) -> str:
-        """Id of its drawing by a family."""
+        """Id of a family's drawing of it."""
         return f"{family.name}/{self.hex}"
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is asked about a thing, in several phrasings."""
+    """A question about a thing, in several phrasings."""
 
     key: str
     category: str
     phrasings: tuple[str, ...]
 
     def shown(self, number: int) -> str:
-        """A phrasing beside a picture."""
+        """A phrasing for a query with a picture."""
         return self._phrase(number).format(x="this", **_ONE)
 
     def named(self, number: int, concept: Concept) -> str:
@@ -64,21 +63,21 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """One question about one thing, and everything known about its answers."""
+    """One question about one thing, with its right and wrong answers."""
 
     question: str  # key of the question
     source: str  # concept shown or named
-    answers: dict[str, str]  # per acceptable target concept its rationale
-    near_misses: tuple[str, ...]  # concepts that look right and are wrong
+    answers: dict[str, str]  # rationale of each acceptable target concept
+    near_misses: tuple[str, ...]  # plausible but wrong concepts
 
     @property
     def pair(self) -> tuple[str, str]:
-        """Question and source: what a fact is called."""
+        """Question and source, which identify a fact."""
         return self.question, self.source
 
     @property
     def wrong(self) -> tuple[str, ...]:
-        """Explicit negatives: the near misses, and the thing itself, which is never the answer."""
+        """Explicit negatives: the near misses, and the source itself, which is never the answer."""
         return (*self.near_misses, self.source)
 
 
@@ -92,7 +91,7 @@ class Tables:
     facts: list[Fact]
 
     def families(self, concept: str, among: tuple[Family, ...] = TRAINING) -> list[Family]:
-        """Families that draw a concept."""
+        """Families with a drawing of a concept."""
         return [family for family in among if (family.name, concept) in self.icons]
 
 
@@ -117,12 +116,6 @@ def read_tables() -> Tables:
         near.setdefault((row["question"], row["source"]), []).append(row["near_miss"])
     facts = [Fact(*pair, found, tuple(near.get(pair, ()))) for pair, found in answers.items()]
     return Tables(concepts, icons, questions, facts)
-
-
-def rows_of(table: str) -> list[dict[str, str]]:
-    """The rows of a table, by its name without the ending."""
-    with (HERE / f"{table}.tsv").open(encoding="utf-8", newline="") as lines:
-        return list(csv.DictReader(lines, delimiter="\t", quoting=csv.QUOTE_NONE, strict=True))
 
 
 def _question(row: dict[str, str]) -> Question:

@@ -1,8 +1,8 @@
 """Oracle rationales for training records: written by a model that sees the answer, checked one by one.
 
-``prompts``  what the writer is asked, per task
+``prompts``  the writer's prompts, by task
 ``checks``   length, forbidden phrases, language
-``leak``     what it gives away of the target
-``gain``     what it does for an embedder, which chooses
+``leak``     how much a rationale gives away of the target
+``gain``     selection by an embedder
 ``main``     the command line
 """

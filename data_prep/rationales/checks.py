@@ -13,13 +13,13 @@ FORBIDDEN = (
     "as an ai",
     "<emb>",
 )
-"""A rationale must read as if its writer had not seen the answer; and `<emb>` is the trainer's own mark."""
+"""A rationale must read as if its writer had not seen the answer; `<emb>` is reserved for the trainer."""
 
 
 def faults(
     rationale: str, *, max_words: int, forbidden: Sequence[str] = FORBIDDEN, latin: bool = True
 ) -> list[str]:
-    """Names of what is wrong with a rationale, leak aside; letters must be Latin, since models of some families fall into Chinese."""
+    """Names of a rationale's faults other than leak; letters must be Latin, since some models drift into Chinese."""
     found = []
     if len(rationale.split()) > max_words:
         found.append("too long")

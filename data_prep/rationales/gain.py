@@ -1,8 +1,7 @@
-"""Counterfactual selection: choose among several rationales by what they do for an embedder.
+"""Counterfactual selection: choose among several rationales by how much they help an embedder.
 
-The query is embedded without a rationale and after each candidate rationale, all from one forward of its prompt. A
-rationale's gain is how much more of the softmax over the targets goes to the right one than without it, in nats: below
-zero it misleads.
+The query is embedded without a rationale and after each candidate rationale, in one forward pass of its prompt. A
+rationale's gain is the increase in log-probability of the right target, in nats; below zero it misleads.
 """
 
 from collections.abc import Sequence
@@ -20,13 +19,13 @@ from rge.model.packing import Branch
 def gains(
     without_D: np.ndarray, with_KD: np.ndarray, target_CD: np.ndarray, right: int, temperature: float
 ) -> np.ndarray:
-    """Gain of each rationale: log p(right | query, rationale) less log p(right | query), by softmax over the targets.
+    """Gain of each rationale: log p(right | query, rationale) - log p(right | query), with a softmax over the targets.
 
     Args:
         without_D: the query's embedding without a rationale, unit norm.
-        with_KD: after each of K rationales.
-        target_CD: the targets to choose among, the right one included.
-        right: row of the right one.
+        with_KD: its embeddings after each of K rationales.
+        target_CD: the candidate targets, including the right one.
+        right: row of the right target.
         temperature: divides the cosines.
 
     Returns:
@@ -43,10 +42,10 @@ def gains(
 
 
 class GainJudge:
-    """An embedder that judges rationales, by a softmax at a temperature: the one it was trained with is a good choice.
+    """Scores rationales with an embedder; use the temperature it was trained with.
 
     Raises:
-        UserError: no such checkpoint.
+        UserError: the checkpoint does not exist.
     """
 
     def __init__(self, checkpoint: str, *, batch_size: int = 16, temperature: float = 0.05):
@@ -56,13 +55,13 @@ class GainJudge:
     def judge(
         self, folder: Path, pairs: Sequence[tuple[Record, Target]], candidates: Sequence[Sequence[str]]
     ) -> list[np.ndarray]:
-        """Gains of the candidates of each pair.
+        """Gains of each pair's candidates.
 
-        A query is told apart from the targets of all pairs given at once and from its own negatives; what is right for
-        it too (another positive of its record, or an equal identity) is left out.
+        The softmax runs over the targets of all given pairs and the query's own negatives, except targets that are also
+        right for it (another positive of its record, or an equal identity).
 
         Returns:
-            (number of candidates,) a pair.
+            For each pair an array of shape (number of candidates,).
         """
         by_id: dict[str, Target] = {}
         for record, positive in pairs:
@@ -85,7 +84,7 @@ class GainJudge:
         return found
 
     def own(self, folder: Path, records: Sequence[Record]) -> list[str] | None:
-        """What the embedder writes for the queries on its own; None for one whose queries carry no rationale."""
+        """Rationales that the embedder itself writes for the queries; None if it embeds queries without one."""
         if self.encoder.query_mode == "direct":
             return None
         queries = [_query(record, folder) for record in records]
@@ -114,7 +113,7 @@ def _query(record: Record, folder: Path) -> Item:
 
 
 def _distinct_targets(record: Record, positive: Target, targets: Sequence[Target]) -> list[int]:
-    """Rows of the targets that a query has to be told apart from, and of the one that is right."""
+    """Rows of the right target and of all targets that are wrong for the query."""
     also_right = {name for one in record.positives for name in (one.id, one.identity or one.id)}
     return [
         row

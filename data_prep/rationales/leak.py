@@ -1,7 +1,7 @@
 """Leak score: how much of the target a rationale gives away.
 
-A rationale may name what is needed; what it says beyond that of the target it can only have seen there. All scores lie
-between 0 (names it at most) and 1, and are None where there is nothing to compare with.
+A rationale may name what is needed; any further detail of the target shows that its writer has seen the target. Scores lie
+between 0 (no more than the name) and 1, and are None if there is nothing to compare with.
 
 Shape suffixes: N = target pictures, T = rationales, D = embedding size.
 """
@@ -26,23 +26,23 @@ from rge.common.schema import Record, Target
 from rge.diagnose.knowability import content_words
 
 NAMED_WORDS = 2
-"""Words of a caption that name its thing, such as "fire engine"."""
+"""Caption words that a rationale may use freely: a name such as "fire engine"."""
 NUM_FITTING = 3
-"""Other pictures that a text fits best: what it says of them too is what is needed, and no secret."""
+"""Best-fitting other pictures: what a text says of them too is not specific to the target."""
 MIN_OTHERS = 10
-"""Other pictures that are needed to tell how far a text fits one of them."""
+"""Other pictures needed for a meaningful score."""
 
 
 def bare_text(record: Record, target: Target) -> str | None:
-    """A target's text without the words that MMEB puts around it, which are no secret; None where nothing is left."""
+    """A target's text without MMEB's fixed wording around it, which reveals nothing; None if nothing is left."""
     name = set_of(record.source)
     return target.text if name is None else content(name, target.text)
 
 
 def text_leak(rationale: str, target: str | None) -> float | None:
-    """How much of the target's text the rationale copies: the share of its pairs of neighbouring words found there.
+    """Share of the target text's word bigrams that the rationale contains.
 
-    Articles and the like do not count. A target of one word has no pairs; then the word itself is looked for.
+    Stop words do not count. For a target of one word, the word itself is looked for.
     """
     if target is None:
         return None
@@ -50,15 +50,15 @@ def text_leak(rationale: str, target: str | None) -> float | None:
     if not wanted:
         return 0.0
     size = min(2, len(wanted))
-    there = {tuple(written[at : at + size]) for at in range(len(written) - size + 1)}
+    found = {tuple(written[at : at + size]) for at in range(len(written) - size + 1)}
     pairs = {tuple(wanted[at : at + size]) for at in range(len(wanted) - size + 1)}
-    return len(pairs & there) / len(pairs)
+    return len(pairs & found) / len(pairs)
 
 
 def caption_leak(rationale: str, caption: str | None, known: str = "") -> float | None:
-    """How much a rationale says of what the target picture's caption says beyond a name.
+    """Share of the target caption's details that a rationale mentions.
 
-    `NAMED_WORDS` of the caption's words are free; what query and instruction say is no secret.
+    `NAMED_WORDS` of the caption's words are free, and words of the query or instruction (`known`) do not count.
     """
     if not caption:
         return None
@@ -70,19 +70,19 @@ def caption_leak(rationale: str, caption: str | None, known: str = "") -> float 
 
 
 def embedding_leak(score_N: np.ndarray, target: int) -> float:
-    """How far a text singles the target picture out among the pictures that it fits.
+    """How specifically a text points to the target picture among the pictures that it fits.
 
-    A text that names what is needed is as close to other pictures of it as to the target; one that describes the target is
-    closer to it alone. So with s the cosine to the text: (s(target) - mean s(those it fits best)) / (s(target) - mean
-    s(all)). Offsets and scales of the encoder, such as the gap between texts and pictures in CLIP, cancel. Where the
-    target is the only picture of its kind, a name singles it out as well.
+    A text that names the thing is as close to other pictures of it as to the target; one that describes the target is
+    closer to the target alone. With s the cosine to the text, the score is (s(target) - mean s(best-fitting others)) /
+    (s(target) - mean s(all others)). Offsets and scales of the encoder, such as CLIP's modality gap, cancel. If the target
+    is the only picture of its kind, its name alone scores high.
 
     Args:
-        score_N: cosine of the text with each picture, `MIN_OTHERS` others at least.
+        score_N: cosine of the text with each picture, at least `MIN_OTHERS` others.
         target: row of the target.
 
     Returns:
-        Between 0 and 1; 0 for a text that does not point to the target: one standard deviation nearer than to others.
+        Between 0 and 1; 0 unless the target is at least one standard deviation above the mean of the others.
     """
     others_N = np.delete(score_N, target)
     lead = score_N[target] - others_N.mean()
@@ -94,18 +94,18 @@ def embedding_leak(score_N: np.ndarray, target: int) -> float:
 
 @dataclass(frozen=True)
 class Shown:
-    """A target picture: where it is, and its caption if it has one."""
+    """A target picture: its reference, and its caption if it has one."""
 
     ref: str
     caption: str | None
 
 
 class PictureLeak:
-    """Scores rationales against target pictures by an encoder.
+    """Scores rationales against target pictures with an encoder.
 
     Args:
-        encoder: of pictures and texts; or of texts, and captions stand for the pictures.
-        by_picture: whether it is the former.
+        encoder: encoder of pictures and texts; or of texts only, to which captions stand for the pictures.
+        by_picture: whether the encoder embeds pictures.
     """
 
     def __init__(self, encoder: ImageEncoder | TextEncoder, *, by_picture: bool):
@@ -115,10 +115,10 @@ class PictureLeak:
 
     @classmethod
     def of(cls, config: EncoderConfig) -> "PictureLeak":
-        """By an encoder of the registry, of pictures or of captions.
+        """Build the configured encoder.
 
         Raises:
-            UserError: no such encoder.
+            UserError: an unknown kind.
         """
         kinds = tuple(dict.fromkeys((*IMAGE_ENCODERS, *CAPTION_ENCODERS)))
         if config.kind not in kinds:
@@ -129,21 +129,21 @@ class PictureLeak:
     def scores(
         self, pictures: Mapping[str, Shown], asked: Sequence[tuple[str, str, str]]
     ) -> list[float | None]:
-        """`embedding_leak` of rationales, less what the query itself says of the target.
+        """`embedding_leak` of each rationale minus that of the query's own text.
 
         Args:
-            pictures: target pictures that are told apart, by id.
-            asked: id of the target, rationale, and texts of the query.
+            pictures: all target pictures to compare, by id.
+            asked: (target id, rationale, text of the query) triples.
 
         Returns:
-            None where a target is not among the pictures, or has fewer than `MIN_OTHERS` beside it.
+            None for targets that are not among the pictures, and for all if there are fewer than `MIN_OTHERS` others.
         """
         looks = {
             name: one.ref if self._pictures is not None else name
             for name, one in pictures.items()
             if self._pictures is not None or one.caption
         }
-        # One row for each picture, whatever number of targets shows it.
+        # One row per picture, even if several targets show it.
         row_of = {look: row for row, look in enumerate(dict.fromkeys(looks.values()))}
         shown = list({row_of[look]: pictures[name] for name, look in looks.items()}.values())
         asked_rows = [at for at, (name, _, _) in enumerate(asked) if name in looks]
@@ -161,7 +161,7 @@ class PictureLeak:
         return found
 
     def _look(self, shown: Sequence[Shown]) -> tuple[np.ndarray, Callable[[list[str]], np.ndarray]]:
-        """(N, D) of the pictures, and what turns texts into vectors beside them."""
+        """(N, D) embeddings of the pictures, and a function that embeds texts in the same space."""
         captions = [one.caption for one in shown]
         if self._captions is not None:
             read = partial(self._captions.texts, query=False)

@@ -1,9 +1,9 @@
 """The command line: ``rge data rationales records=FILE.jsonl out=FILE.jsonl model.name=NAME [key=value ...]``.
 
-Every positive of every record gets a rationale by a model that sees query and target. One that fails a check is left
-out with its reason; a record without any is left out too. Answers are kept beside the result, so the command resumes.
-With ``candidates=N`` several are written, and ``select=CHECKPOINT`` lets an embedder choose among those that pass.
-``records=FOLDER out=FOLDER`` does every file of a folder, such as ``rge data mmeb`` writes, under one budget.
+A model that sees query and target writes a rationale for every positive of every record. Rationales that fail a check are
+left out and counted by reason, as are records without any rationale. Answers are stored beside the result, so the command
+resumes. With ``candidates=N`` several are written, and ``select=CHECKPOINT`` lets an embedder choose among those that pass.
+``records=FOLDER out=FOLDER`` processes every file of a folder, such as ``rge data mmeb`` writes, under one budget.
 """
 
 import hashlib
@@ -44,20 +44,20 @@ if TYPE_CHECKING:
     from data_prep.rationales.gain import GainJudge  # imports torch
 
 SAMPLING_TEMPERATURE = 0.7
-"""Of several candidates, where none is given: at 0 all of them would be the same."""
+"""Default for several candidates, which would all be the same at 0."""
 WINDOW = 1000
-"""Records whose pictures and rationales are compared at a time."""
+"""Records whose pictures and rationales are compared with each other."""
 GAIN_WINDOW = 256
-"""Pairs whose targets a rationale must tell apart."""
+"""Pairs whose targets share one softmax when gains are measured."""
 
 SCORES = ".scores.jsonl"
 PICTURES = "pictures.parquet"
-"""Beside records of the rmir pipeline: id, caption and origin of each picture."""
+"""File beside records of the rmir pipeline: id, caption and origin of each picture."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How rationales are asked for and chosen."""
+    """How rationales are requested and chosen."""
 
     task: Literal[("auto", *prompts.TASKS)] = "auto"  # type: ignore[valid-type]
     """Task of the prompt; auto: inferred from each record."""
@@ -110,7 +110,7 @@ class RationaleOptions(Settings):
 
 @dataclass
 class _Written:
-    # One candidate: its text, or None and why there is none. Scores are None where they could not be measured.
+    # One candidate: its text, or None with the reason in `faults`. Scores are None if they could not be measured.
     text: str | None
     faults: list[str]
     leaks: dict[str, float] = field(default_factory=dict)
@@ -120,18 +120,18 @@ class _Written:
 
     @property
     def leak(self) -> float | None:
-        """The worst of what was measured."""
+        """The highest of the measured leaks."""
         return max(self.leaks.values(), default=None)
 
     @property
     def rank(self) -> float:
-        """What candidates are chosen by."""
+        """Score that candidates are chosen by."""
         return self.gain or 0.0
 
 
 @dataclass
 class _Pair:
-    # A query and one of its targets, what was written for them, and what the checkpoint of `select` writes for the query.
+    # A query and one of its targets, the candidates, and the rationale that the checkpoint of `select` itself writes.
     record: Record
     positive: Positive
     samples: list[_Written] = field(default_factory=list)
@@ -144,16 +144,16 @@ class _Pair:
 
     @property
     def good(self) -> list[_Written]:
-        """What passed the checks."""
+        """Candidates that passed the checks."""
         return [one for one in self.samples if one.text is not None and not one.faults]
 
     @property
     def unmeasured(self) -> list[_Written]:
-        """What was written, and has no leak score yet."""
+        """Candidates without a leak score."""
         return [one for one in self.samples if one.text is not None and not one.measured]
 
     def weigh(self, gain_K: np.ndarray, own: str | None) -> None:
-        """Set gain and knowability of what passed the checks, and what the checkpoint of `select` writes itself."""
+        """Set gain and knowability of the candidates that passed, given the checkpoint's own rationale."""
         self.own = own
         for one, gain in zip(self.good, gain_K, strict=True):
             one.gain = float(gain)
@@ -162,20 +162,20 @@ class _Pair:
 
 
 Window = list[list[_Pair]]
-"""The pairs of each of some records."""
+"""The pairs of each record of a window."""
 
 
 @dataclass
 class _File:
-    """One file of records on its way, and what was counted."""
+    """The state of one file of records."""
 
     records: Path
     out: Path
-    captions: dict[str, str] = field(default_factory=dict)  # of pictures, by id or path
-    written: list[list[_Written]] = field(default_factory=list)  # of each pair, its samples
+    captions: dict[str, str] = field(default_factory=dict)  # by picture id or path
+    written: list[list[_Written]] = field(default_factory=list)  # candidates of each pair
     counts: Counter[str] = field(default_factory=Counter)
     chosen: list[_Written] = field(default_factory=list)
-    # Of each chosen rationale: itself, the model's own, text of the query, group.
+    # (chosen rationale, the checkpoint's own, text of the query, group)
     beside_own: list[tuple[str, str, str, str]] = field(default_factory=list)
 
     def windows(self) -> Iterator[Window]:
@@ -196,10 +196,10 @@ class _File:
 
 
 def main(words: Sequence[str]) -> None:
-    """Write rationales, or say what they would cost (``dry_run=true``).
+    """Write rationales, or estimate their cost (``dry_run=true``).
 
     Raises:
-        UserError: a word is wrong, a file cannot be read, or the calls cannot go on.
+        UserError: invalid arguments, an unreadable file, or calls that cannot continue.
     """
     options = parse_options(RationaleOptions, words, "rge data rationales")
     model = fill_prices({"model": options.model}, options.prices)["model"]
@@ -221,7 +221,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def estimate(records: Path, out: Path, model: ModelConfig, settings: Settings) -> str:
-    """Calls, tokens and money, from the real prompts and without asking or writing anything.
+    """Estimate calls, tokens and cost from the real prompts, without making a call or writing a file.
 
     Raises:
         UserError: the records cannot be read.
@@ -246,24 +246,24 @@ def estimate(records: Path, out: Path, model: ModelConfig, settings: Settings) -
     least = model.cost(total["in"], 0, batch=batch)
     most = model.cost(total["most in"], total["most out"], batch=batch)
     rows = "\n".join(f"| {task} | {number:,} |" for task, number in tasks.most_common())
-    said = (
+    text = (
         f"| task | pairs |\n|---|---:|\n{rows}\n\n{total['calls']:,} calls, {total['in']:,} input tokens, at most "
-        f"{total['out']:,} output tokens: from {least:,.2f} (input alone) to at most {most:,.2f}. Nothing was asked yet."
+        f"{total['out']:,} output tokens: from {least:,.2f} (input alone) to at most {most:,.2f}. No calls were made yet."
     )
     if kept:
-        said += f" {kept:,} answers are kept from before, and not paid again."
+        text += f" {kept:,} answers are stored from before and not paid for again."
     if settings.leak == "rewrite":
-        said += " Rewrites come on top: one call for each rationale that copies too much."
-    return said
+        text += " Rewrites cost extra: one call for each rationale that copies too much."
+    return text
 
 
 def write(records: Path, out: Path, model: ModelConfig, settings: Settings) -> dict[str, Any]:
-    """Write ``out`` with rationales, and ``out`` + ``.report.json``.
+    """Write the records with rationales to `out`, and a report to `out` + ``.report.json``.
 
-    All calls of all files are made together, so that batches of a provider are waited for once.
+    The calls of all files are made together, so that a provider's batches are awaited once.
 
     Returns:
-        The report; of a folder, by the names of its files.
+        The report; for a folder, the reports by file name.
 
     Raises:
         UserError: see `main`; another process writes there; calls are unanswered.
@@ -308,7 +308,7 @@ def _judge(settings: Settings) -> "GainJudge | None":
 
 
 def _files(records: Path, out: Path) -> list[_File]:
-    """What is to be done.
+    """List the files to process.
 
     Raises:
         UserError: no records, or `out` would overwrite them.
@@ -331,7 +331,7 @@ def _replies(records: Path, out: Path) -> Path:
 
 
 def _finish(file: _File, settings: Settings, judge: "GainJudge | None") -> None:
-    """Choose among what was written, and write the result and the scores."""
+    """Choose among the candidates, and write the result and the scores."""
     folder = file.records.parent
     for one in chain.from_iterable(file.written):
         if settings.leak != "keep" and _leaky(one, settings):
@@ -350,7 +350,7 @@ def _finish(file: _File, settings: Settings, judge: "GainJudge | None") -> None:
 
 
 def _record_line(pairs: Sequence[_Pair], chosen: Sequence[_Written | None], file: _File) -> str:
-    """The record with the targets that have a rationale; nothing where none has."""
+    """The record with the targets that have a rationale; "" if none has."""
     kept = [
         pair.positive.model_copy(update={"rationale": best.text})
         for pair, best in zip(pairs, chosen, strict=True)
@@ -389,19 +389,19 @@ def _report(
 
 
 def _check_measurable(file: _File, settings: Settings) -> None:
-    """Refuse to act on leaks where no target has a text or a caption."""
+    """Raise if no target has a text or a caption to measure leaks by."""
     if not any(
         bare_text(pair.record, pair.positive) is not None or _caption(pair.positive, file.captions)
         for pair in file.pairs()
     ):
         raise UserError(
-            f"leak={settings.leak}: no leak can be measured, for the targets of {file.records} are pictures without "
-            "captions. Give captions= (Parquet with id and caption) or encoder="
+            f"leak={settings.leak} cannot be measured: the targets of {file.records} are pictures without captions. "
+            "Pass captions= (Parquet with id and caption) or encoder="
         )
 
 
 def leak_encoder(settings: Settings, judge: "GainJudge | None") -> PictureLeak | None:
-    """What target pictures are looked at with: the encoder that is named, or the checkpoint that chooses."""
+    """Encoder for leaks of target pictures: `settings.encoder`, else the checkpoint of `select`."""
     if settings.encoder is not None:
         return PictureLeak.of(settings.encoder)
     if judge is not None:
@@ -410,7 +410,7 @@ def leak_encoder(settings: Settings, judge: "GainJudge | None") -> PictureLeak |
 
 
 def _weigh(judge: "GainJudge", folder: Path, window: Window) -> None:
-    """Gain and knowability of all candidates that passed the checks."""
+    """Measure gain and knowability of all candidates that passed the checks."""
     records = [pairs[0].record for pairs in window]
     written: Sequence[str | None] = judge.own(folder, records) or [None] * len(records)
     flat = [(pair, own) for pairs, own in zip(window, written, strict=True) for pair in pairs]
@@ -441,7 +441,7 @@ def _score_lines(pair: _Pair, best: _Written | None) -> list[str]:
 
 
 def _measure_leaks(files: Sequence[_File], by_sight: PictureLeak | None) -> None:
-    """Fill in the leaks of what was written and has none yet; the pictures of one window of records are told apart."""
+    """Measure leaks of the candidates that have none yet, comparing the pictures of one window of records."""
     for file in files:
         for window in file.windows():
             pairs = list(chain.from_iterable(window))
@@ -478,10 +478,10 @@ def _measure_by_sight(
 def _ask(
     caller: Caller, files: Sequence[_File], model: ModelConfig, settings: Settings, *, rewrite: bool
 ) -> None:
-    """Have the candidates of every pair written, or those written anew that give too much away.
+    """Request the candidates of every pair, or rewrites of those that give too much away.
 
     Raises:
-        UserError: calls are unanswered, and are to be waited for.
+        UserError: calls are unanswered and ``on_unanswered=wait``.
     """
     places: dict[int, tuple[_File, int, int]] = {}
     unanswered: list[Outcome] = []
@@ -511,17 +511,17 @@ def _ask(
     total = None if rewrite else sum(file.counts["asked"] for file in files)
     caller.run(requests(), take, read=prompts.read, title="rationales", total=total)
     if unanswered:
-        said = (
-            f"{len(unanswered)} of {len(places)} calls are unanswered, such as: {unanswered[0].error}. What was answered is kept; "
-            "run the same command again, and only these are asked"
+        message = (
+            f"{len(unanswered)} of {len(places)} calls are unanswered, such as: {unanswered[0].error}. The other answers are "
+            "stored; run the same command again to repeat only these calls"
         )
         if settings.on_unanswered == "wait":
-            raise UserError(f"{said}. on_unanswered=proceed continues without them")
-        print(said, file=sys.stderr)
+            raise UserError(f"{message}. on_unanswered=proceed continues without them")
+        print(message, file=sys.stderr)
 
 
 def _wanted(written: Sequence[_Written], settings: Settings, rewrite: bool) -> list[int]:
-    """Numbers of the candidates of a pair that are to be written, or written anew."""
+    """Numbers of a pair's candidates to write or rewrite."""
     if not rewrite:
         return list(range(settings.candidates))
     return [sample for sample, one in enumerate(written) if _leaky(one, settings)]
@@ -540,12 +540,12 @@ def _read(outcome: Outcome, settings: Settings) -> _Written:
 
 
 def _choose(pair: _Pair, settings: Settings, file: _File) -> _Written | None:
-    """The first that passes, or the one that gains most; the first of equals."""
+    """The candidate with the highest gain among those that pass; the first of equals."""
     good, least = pair.good, settings.min_knowability
     if not good:
         return None
     if least is not None:
-        # One that says nothing beyond the query (None) holds nothing that the model could not know.
+        # None: it says nothing beyond the query, hence nothing that the model could not know.
         known = [one for one in good if one.knowability is None or one.knowability >= least]
         file.counts["below min_knowability"] += len(good) - len(known)
         if not known:
@@ -600,10 +600,10 @@ def _request(
 
 
 def read_captions(records: Path, given: Path | None) -> dict[str, str]:
-    """Captions by id: of the table that is named, or of the one that the rmir pipeline writes beside its records.
+    """Captions by id, from the given table or from the one that the rmir pipeline writes beside its records.
 
     Raises:
-        UserError: it is no such table.
+        UserError: the file is not such a table.
     """
     path = given or records.with_name(PICTURES)
     if given is None and not path.is_file():
@@ -611,13 +611,15 @@ def read_captions(records: Path, given: Path | None) -> dict[str, str]:
     try:
         table = pq.read_table(path, columns=["id", "caption"])
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"captions={path} is no Parquet file with columns id and caption: {error}") from None
+        raise UserError(
+            f"captions={path} is not a Parquet file with columns id and caption: {error}"
+        ) from None
     rows = zip(table["id"].to_pylist(), table["caption"].to_pylist(), strict=True)
     return {str(name): caption for name, caption in rows if caption}
 
 
 def _caption(target: Target, captions: Mapping[str, str]) -> str | None:
-    """Of a target's picture, by the target's id or by the picture's path in the records."""
+    """Caption of a target's picture, looked up by the target's id or the picture's path in the records."""
     return captions.get(target.id) or (captions.get(target.image) if isinstance(target.image, str) else None)
 
 

@@ -1,4 +1,4 @@
-"""The prompts that ask for rationales."""
+"""Prompts for writing rationales."""
 
 from rge.calls.replies import Reply, check_complete, tag
 from rge.calls.request import Part
@@ -66,7 +66,7 @@ TASKS = tuple(_TASKS)
 
 
 def task_of(record: Record, positive: Positive) -> str:
-    """The task of a query-target pair: that of its MMEB set, or from its modalities and the wording of its instruction."""
+    """Task of a query-target pair: that of its MMEB set, else inferred from its modalities and instruction."""
     if (name := set_of(record.source)) in TRAINING_TASKS:
         return TRAINING_TASKS[name]
     instruction = (record.instruction or "").lower()
@@ -98,7 +98,7 @@ def parts(
     max_words: int,
     rewrite: bool,
 ) -> tuple[Part, ...]:
-    """The prompt for a query-target pair; `rewrite` says that an earlier rationale copied the target's text."""
+    """The prompt for a query-target pair; `rewrite` tells the writer that its last rationale copied the answer."""
     role, work, example = _TASKS[task]
     rules = f"""{TASK}
 
@@ -119,10 +119,10 @@ Query:"""
 
 
 def read(reply: Reply) -> str:
-    """The rationale.
+    """Extract the rationale.
 
     Raises:
-        ReplyError: there is none.
+        ReplyError: the answer contains none.
     """
     check_complete(reply, "rationale")
     return tag(reply.text, "rationale")

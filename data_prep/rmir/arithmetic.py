@@ -6,27 +6,26 @@ from dataclasses import dataclass
 
 TRUE, FALSE, ABSTAIN, ERROR = "true", "false", "abstain", "error"
 VERDICTS = (TRUE, FALSE, ABSTAIN, ERROR)
-"""What a judge may say; ``error`` is an answer that could not be read."""
+"""Verdicts of a judge; ``error`` is an answer that could not be parsed."""
 KEPT, REJECTED, ABSTAINED, DOUBTED = STATES = "kept", "rejected", "abstained", "doubted"
-"""What the panel may decide on a triplet."""
+"""Decisions of the panel on a triplet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tally:
     """The panel's decision on one triplet."""
 
-    majority: str  # what most judges said; a tie is an abstention
-    confidence: float  # share of the panel that agrees with it
-    # ``kept`` (true), ``rejected`` (false) or ``abstained`` with enough confidence, else ``doubted``
-    state: str
+    majority: str  # most frequent verdict; a tie counts as an abstention
+    confidence: float  # share of the panel that gave it
+    state: str  # ``kept``, ``rejected`` or ``abstained`` with enough confidence, else ``doubted``
 
 
 def tally(verdicts: Sequence[str], min_confidence: float = 1.0) -> Tally:
     """Decide on one triplet (3.1.4, 3.1.5).
 
-    Every judge counts, also one who abstains or cannot be understood: four trues and an abstention are a confidence of
-    0.8. Where the panel is unanimous that it cannot judge, nothing is doubted about the target itself: the pair is left
-    out, the image stays. The paper does not speak of that case.
+    Every judge counts, including those that abstain or give an unreadable answer: four trues and an abstention are a
+    confidence of 0.8. If the panel abstains unanimously, only the pair is left out and the image stays; the paper does
+    not cover this case.
 
     Raises:
         ValueError: no verdict, or an unknown one.
@@ -43,12 +42,12 @@ def tally(verdicts: Sequence[str], min_confidence: float = 1.0) -> Tally:
 
 
 def doubted_images(states: Iterable[tuple[str, str]]) -> set[str]:
-    """Images to be removed from the whole seed set: the candidate of every (candidate, state) that is doubted (3.1.5)."""
+    """Images to remove from the whole seed set: every candidate of a doubted (candidate, state) pair (3.1.5)."""
     return {candidate for candidate, state in states if state == DOUBTED}
 
 
 def negativeness(verdicts: Sequence[str]) -> float:
-    """Share of judges who said false, or 0 if less than half did (3.1.7)."""
+    """Share of judges that said false, or 0 if fewer than half did (3.1.7)."""
     share = sum(verdict == FALSE for verdict in verdicts) / len(verdicts)
     return share if share >= 0.5 else 0.0
 
@@ -57,8 +56,8 @@ def tsr(negativeness_K: Sequence[float], k: int) -> float:
     """Test set reliability of a query: the mean over i of the mean negativeness of ranks i to K (3.1.7).
 
     Args:
-        negativeness_K: of the candidates found by the image index, best first; at most `k`.
-        k: how many the index is asked for. A shorter list is padded with artificial negatives (negativeness 1).
+        negativeness_K: negativeness of the image index's candidates, best first; at most `k`.
+        k: candidates requested from the index. A shorter list is padded with artificial negatives (negativeness 1).
 
     Returns:
         Between 0 (all positive) and 1 (all negative).
@@ -85,7 +84,7 @@ class Candidate:
 
 
 def merge_candidates(found: Mapping[str, Sequence[str]]) -> list[Candidate]:
-    """Union of several indices' findings, best first, each image once: those of the first index, and so on (3.1.3)."""
+    """Union of several indices' results without repeats: the first index's, best first, then the next one's (3.1.3)."""
     ranks: dict[str, dict[str, int]] = {}
     for index, names in found.items():
         for rank, name in enumerate(names, start=1):
@@ -104,10 +103,10 @@ def overlapping(
     """Training queries that share images with the test set.
 
     Args:
-        splits: of each query.
-        inputs: its input image.
-        positives: its right answers.
-        mode: ``inputs`` compares input images; ``all`` compares any image of a query with any of the test set's.
+        splits: split of each query.
+        inputs: input image of each query.
+        positives: right answers of each query.
+        mode: ``inputs`` compares input images only; ``all`` also compares right answers.
     """
 
     def images(query: str) -> set[str]:
@@ -123,16 +122,16 @@ def without_shared_pictures(
     in_test: Collection[str],
     negatives: Mapping[str, Sequence[str]],
 ) -> tuple[list[str], dict[str, list[str]]]:
-    """A test corpus and training negatives such that no picture is in both sets, in whatever role.
+    """Reduce the test corpus and the training negatives so that training and test share no picture in any role.
 
     Args:
-        pool: candidates of the test queries, which include the right answers of training queries.
-        in_training: inputs and right answers of the training queries, none of which is in the test set.
+        pool: the retrieval pool, which includes the right answers of training queries.
+        in_training: inputs and right answers of the training queries; disjoint from `in_test`.
         in_test: inputs and right answers of the test queries.
-        negatives: of each training query.
+        negatives: negatives of each training query.
 
     Returns:
-        The pool without what training shows, and the negatives without what the test set shows.
+        The pool without training pictures, and the negatives without test pictures.
     """
     corpus = [name for name in pool if name not in in_training]
     shown = {*corpus, *in_test}

@@ -340,11 +340,11 @@ def load_config(words: Sequence[str], schema: type[C] = RmirConfig) -> C:  # typ
     """Read ``config=NAME`` (a file of `CONFIGS` without its ending, or a path) and apply ``key=value`` overrides.
 
     Args:
-        words: of the command line.
-        schema: the config alone, or with the further options of a command.
+        words: command-line arguments.
+        schema: the config class, or a subclass with further options of a command.
 
     Raises:
-        ConfigError: no or an unknown config, an unknown key (the nearest is named), a value that cannot be right.
+        ConfigError: a missing or unknown config, an unknown key (with a suggestion), or an invalid value.
     """
     try:
         found = parse_file(schema, words, key="config", folder=CONFIGS, command="rge data rmir config=NAME")
@@ -356,27 +356,27 @@ def load_config(words: Sequence[str], schema: type[C] = RmirConfig) -> C:  # typ
 
 
 def check(config: RmirConfig) -> None:
-    """Check what types cannot say.
+    """Check what the types do not.
 
     Raises:
-        ConfigError: names the key, the value and what is allowed.
+        ConfigError: an invalid value; the message names the key and the allowed values.
     """
     _check_encoders(config)
     if not config.audit.ks or min(config.audit.ks) < 1:
         raise ConfigError(f"audit.ks needs numbers >= 1, got {config.audit.ks}")
     if not config.judge.judges:
-        raise ConfigError("judge.judges needs one judge or more")
+        raise ConfigError("judge.judges needs at least one judge")
     for category in config.generate.categories:
         _one_of("generate.categories", category, tuple(wording(config.prompts).codes))
     for stage, name in models_used(config):
         if name not in config.models:
             raise ConfigError(
-                f"{stage}: no model {name!r} under models (there are: {', '.join(config.models) or 'none'})"
+                f"{stage}: no model {name!r} under models (found: {', '.join(config.models) or 'none'})"
             )
     for name, model in config.models.items():
         check_model(f"models.{name}", model)
     if config.library.path is None and config.oracle is None:
-        raise ConfigError("library.path is missing: a folder of pictures, or a table")
+        raise ConfigError("library.path is missing: give a folder of pictures, or a table")
 
 
 def _check_encoders(config: RmirConfig) -> None:
@@ -391,11 +391,11 @@ def _check_encoders(config: RmirConfig) -> None:
         _one_of(f"{key}.kind", encoder.kind, kinds)
     names = ["image", "caption", *(spec.name for spec in config.retrieve.more)]
     if twice := [name for name in names if names.count(name) > 1]:
-        raise ConfigError(f"retrieve.more: each index needs a name of its own; got {twice[0]!r}")
+        raise ConfigError(f"retrieve.more: index names must be unique; got {twice[0]!r} twice")
 
 
 def models_used(config: RmirConfig) -> list[tuple[str, str]]:
-    """(setting, model) of every use of a model."""
+    """(setting, model) pairs, one for each setting that names a model."""
     captions = [("caption.model", config.caption.model)] if config.caption.model is not None else []
     judges = [("judge.judges", spec.model) for spec in config.judge.judges]
     return [

@@ -1,4 +1,4 @@
-"""The decision on each triplet: the panel's, unless human reviewers agreed on another."""
+"""Decisions on triplets: the panel's, unless human reviewers overruled it."""
 
 import json
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from typing import Any
 from data_prep.rmir import frames
 
 REVIEWED = "reviewed.json"
-"""What ``rge data review apply=`` leaves in a run's folder."""
+"""File that ``rge data review apply=`` writes into a run's folder."""
 
 
 def triplet_name(row: dict[str, Any]) -> str:
@@ -17,9 +17,9 @@ def triplet_name(row: dict[str, Any]) -> str:
 
 
 def panels(folder: Path) -> Iterator[dict[tuple[str, str], list[tuple[str, int, str]]]]:
-    """Judge, number of the draw and verdict of every judgement by (query, candidate), a part of the table at a time.
+    """(judge, sample, verdict) of every judgement, by (query, candidate), one part of the table at a time to save memory.
 
-    A triplet's judgements are all in one part, so that those of a large run are never in memory together.
+    All judgements on a triplet are in the same part.
     """
     for part in frames.parts(folder, "judgements"):
         found: dict[tuple[str, str], list[tuple[str, int, str]]] = {}
@@ -32,20 +32,20 @@ def panels(folder: Path) -> Iterator[dict[tuple[str, str], list[tuple[str, int, 
 
 
 def overruled(out: Path) -> dict[str, str]:
-    """State of each triplet that people gave another one than the panel, by `triplet_name`."""
+    """The new state of each triplet on which reviewers overruled the panel, by `triplet_name`."""
     path = out / REVIEWED
     return json.loads(path.read_text(encoding="utf-8"))["states"] if path.is_file() else {}
 
 
 def decided(out: Path) -> list[dict[str, Any]]:
-    """Rows of the table ``decided``; where people overruled the panel, with the state that they gave."""
+    """Rows of the table ``decided``, with the reviewers' state where they overruled the panel."""
     states = overruled(out)
     rows = frames.read_rows(out / "keep" / "decided.parquet", "decided")
     return [{**row, "state": states.get(triplet_name(row), row["state"])} for row in rows]
 
 
 def candidates_by_query(out: Path, state: str) -> dict[str, list[str]]:
-    """The candidates of each query that are in a state and that no other triplet puts in doubt, in the table's order."""
+    """Candidates of each query in the given state, in table order, without those that any triplet puts in doubt."""
     doubted = {row["id"] for row in frames.read_rows(out / "keep" / "doubted.parquet", "pool")}
     found: dict[str, list[str]] = {}
     for row in decided(out):

@@ -1,4 +1,4 @@
-"""Tables between the stages: Parquet, in parts, with a schema that is checked when written and when read."""
+"""Tables passed between the stages: Parquet, in parts, with schemas checked on write and read."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -48,11 +48,11 @@ SCHEMAS: dict[str, pa.Schema] = {
 
 
 class TableError(UserError):
-    """A table of a stage is not what the next stage needs; the message names file and column."""
+    """A table does not have the expected schema; the message names file and column."""
 
 
 def write_rows(path: Path, name: str, rows: Iterable[dict[str, Any]]) -> None:
-    """Write a table under another name and rename it, so that a file that exists is whole.
+    """Write a table atomically.
 
     Raises:
         TableError: the rows do not fit the schema.
@@ -66,7 +66,7 @@ def write_rows(path: Path, name: str, rows: Iterable[dict[str, Any]]) -> None:
 
 @contextmanager
 def writing(path: Path, name: str) -> Iterator[Callable[[list[dict[str, Any]]], None]]:
-    """Write a table some rows at a time, by what is yielded; the file is there when the block ends well."""
+    """Write a table in blocks of rows with the yielded function; the file appears if the block exits without error."""
     with replacing(path) as waiting, pq.ParquetWriter(waiting, SCHEMAS[name], compression="zstd") as out:
         yield lambda rows: out.write_table(pa.Table.from_pylist(rows, schema=SCHEMAS[name]))
 
@@ -82,10 +82,10 @@ def write_table(path: Path, table: pa.Table) -> None:
 
 
 def parts(folder: Path, name: str) -> Iterator[pa.Table]:
-    """The parts in a folder, in order and one at a time.
+    """Read the parts of a table in order, one at a time.
 
     Raises:
-        TableError: a part is broken, or has other columns.
+        TableError: a part is corrupt or has other columns.
     """
     return (_read(part, name) for part in sorted(folder.glob("part-*.parquet")))
 
@@ -94,7 +94,7 @@ def read_table(path: Path, name: str) -> pa.Table:
     """Read a file, or all parts in a folder in order, and check the schema.
 
     Raises:
-        TableError: it is missing, broken, or has other columns.
+        TableError: it is missing, corrupt, or has other columns.
     """
     if path.is_dir():
         return pa.concat_tables([SCHEMAS[name].empty_table(), *parts(path, name)])
@@ -112,5 +112,5 @@ def _read(path: Path, name: str) -> pa.Table:
 
 
 def read_rows(path: Path, name: str) -> list[dict[str, Any]]:
-    """The rows of `read_table` as dicts."""
+    """Like `read_table`, as a list of dicts."""
     return read_table(path, name).to_pylist()

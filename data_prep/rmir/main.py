@@ -25,7 +25,7 @@ from rge.calls.store import AnswerStore
 from rge.common.files import write_text
 
 SETTINGS = "settings.yaml"
-"""In a run's folder: the settings of the last command, from which `data_prep.rmir.reviewing` goes on."""
+"""File in a run's folder with the settings of the last command, which `data_prep.rmir.reviewing` reuses."""
 
 
 @dataclass
@@ -48,10 +48,10 @@ class RmirCommand(RmirConfig):
 
 
 def main(words: Sequence[str]) -> None:
-    """Run stages, show what is done, or estimate.
+    """Run stages, show progress, or estimate the cost.
 
     Raises:
-        UserError: a word is wrong, or the run cannot go on.
+        UserError: invalid arguments, or the run cannot continue.
     """
     config = load_config(["status=true" if word == "status" else word for word in words], RmirCommand)
     if config.oracle is not None and config.library.path is None:
@@ -81,22 +81,24 @@ def main(words: Sequence[str]) -> None:
 
 
 def _to_pay(run: Run, stages: Sequence[str]) -> bool:
-    """Whether a stage that is not finished asks a model that has a price."""
+    """Whether any unfinished stage calls a paid model."""
     config = run.config
     paid = {key.partition(".")[0] for key, name in models_used(config) if config.models[name].paid()}
     return any(stage in paid and run.done(stage) is None for stage in stages_of(config) if stage in stages)
 
 
 def run_stages(run: Run, stages: Sequence[str]) -> None:
-    """Run stages in order; finished ones, and those that the run does not have, are skipped.
+    """Run stages in order, skipping those that are finished or not part of the run.
 
     Raises:
-        RunError: a stage before the first is not finished, or the run has none of them.
+        RunError: an earlier stage is not finished, or none of the stages is part of the run.
     """
     present = stages_of(run.config)
     todo = [stage for stage in stages if stage in present]
     if not todo:
-        raise RunError("stage=caption: no model writes captions here; name one, such as caption.model=writer")
+        raise RunError(
+            "stage=caption needs a model that writes captions: set, for example, caption.model=writer"
+        )
     for before in present[: present.index(todo[0])]:
         if run.done(before) is None:
             raise RunError(f"stage={todo[0]} needs stage={before}, which is not finished with these settings")
@@ -118,7 +120,7 @@ def run_stages(run: Run, stages: Sequence[str]) -> None:
 
 
 def status(run: Run) -> str:
-    """Which stages are done, and what was paid."""
+    """Progress of the stages, and costs so far."""
     lines = []
     for stage in stages_of(run.config):
         found = run.done(stage)
@@ -129,30 +131,32 @@ def status(run: Run) -> str:
         lines.append(f"{stage:<9} {state}{f' ({parts} parts written)' if parts and not found else ''}")
     for one in run.store.ledger():
         lost = (
-            f", and at most {one.lost_cost:.4f} by {one.lost_calls:,} lost attempts" if one.lost_calls else ""
+            f", plus at most {one.lost_cost:.4f} for {one.lost_calls:,} lost attempts"
+            if one.lost_calls
+            else ""
         )
-        batches = f" ({one.batch_calls:,} by batches)" if one.batch_calls else ""
+        batches = f" ({one.batch_calls:,} in batches)" if one.batch_calls else ""
         lines.append(f"{one.endpoint}: {one.calls:,} calls{batches}, {one.cost:.4f} spent{lost}")
     return "\n".join(lines)
 
 
 Range = tuple[float, float]
-"""A number as it is expected, and at most."""
+"""Expected and maximum value of a number."""
 
 
 @dataclass
 class _Asked:
-    """Calls of a stage to one model."""
+    """A stage's calls to one model."""
 
     model: str
     calls: Range
-    characters: int  # of the prompt
-    pictures: int = 1
+    characters: int  # of one prompt
+    pictures: int = 1  # in one prompt
 
 
 @dataclass
 class _Funnel:
-    """What the stages are expected to make of a library; numbers of finished stages stand in place of guesses."""
+    """Expected counts of each stage; those of finished stages replace the guesses."""
 
     config: RmirConfig
     finished: dict[str, dict[str, Any]]
@@ -198,23 +202,23 @@ class _Funnel:
         }
 
     def guesses(self) -> list[str]:
-        """What of it is not known yet."""
+        """Descriptions of the counts that are still guesses."""
         expect = self.config.expect
         texts = {
-            "caption": "captions missing in the seed set as in the library",
-            "generate": f"{expect.queries_per_input:g} queries an input",
+            "caption": "captions missing as often in the seed set as in the library",
+            "generate": f"{expect.queries_per_input:g} queries per input",
             "filter": f"{expect.share_valid:.0%} valid",
-            "retrieve": "no candidate found by two indices",
+            "retrieve": "no candidate found by more than one index",
         }
         stages = [stage for stage in stages_of(self.config) if stage in texts and stage not in self.finished]
         return [*(texts[stage] for stage in stages), "tokens of prompts and answers"]
 
 
 def estimate(config: RmirConfig) -> str:
-    """Calls, tokens and money of every stage, before anything is asked.
+    """Estimate calls, tokens and cost of every stage without making a call.
 
-    Numbers of finished stages replace the guesses, so that a run over a few inputs (``generate.max_inputs``) and the
-    same command with all of them give an estimate from your own pictures and prompts.
+    Counts of finished stages replace the guesses. So, after a run over a few inputs (``generate.max_inputs``), the
+    estimate for all inputs is based on your own pictures and prompts.
     """
     lines = [
         "| stage | model | calls | input tokens | output tokens | cost |",
@@ -237,13 +241,13 @@ def estimate(config: RmirConfig) -> str:
             if stage not in asked:
                 lines.append(f"| {mark} | none | 0 | 0 | 0 | 0.00 |")
     lines.append(
-        f"\n{funnel.listed:,} pictures listed; {total:,.2f} in all, {left:,.2f} of it in stages not done yet: at most "
-        f"{most_left:,.2f}, where every question is valid and every answer as long as max_tokens, asked once."
+        f"\n{funnel.listed:,} pictures listed; {total:,.2f} in total, {left:,.2f} of it in stages not done yet (at most "
+        f"{most_left:,.2f}, if every question is valid, every answer max_tokens long and no call repeated)."
     )
-    lines.append(f"Nothing was asked yet. Guesses (expect.*): {', '.join(funnel.guesses())}.")
+    lines.append(f"No calls were made yet. Guesses (expect.*): {', '.join(funnel.guesses())}.")
     if funnel.addresses:
         lines.append(
-            f"{funnel.addresses:,} pictures are at web addresses and will be downloaded by the stage seed."
+            f"{funnel.addresses:,} pictures are at web addresses; the seed stage will download them."
         )
     keys = {config.models[name].key_env for _, name in models_used(config)}
     if unset := sorted(key for key in keys if key and not os.environ.get(key)):
@@ -252,7 +256,7 @@ def estimate(config: RmirConfig) -> str:
 
 
 def _costs(config: RmirConfig, store: AnswerStore, stage: str, asked: _Asked) -> tuple[str, float, float]:
-    """The cells of a row, what it is expected to cost, and at most."""
+    """The cells of a row, the expected cost and the maximum cost."""
     model = config.models[asked.model]
     learnt = store.billing_stats(model.endpoint, pictures=True)
     number, most = asked.calls

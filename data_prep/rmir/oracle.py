@@ -1,9 +1,9 @@
 """The demo's oracle: an OpenAI-compatible server that answers from the hand-written relation tables.
 
-It replaces a multimodal model, so that the whole pipeline runs on any machine over real HTTP, by calls and by batches. It
-identifies a picture by its bytes, and is wrong on purpose at set rates.
+It replaces a multimodal model, so that the whole pipeline runs on any machine over real HTTP, with single calls or
+batches. It recognises pictures by their bytes, and makes deliberate errors at configured rates.
 
-    python -m data_prep.rmir.oracle '{"judge_errors": 0.005}'    # prints its address; ends with standard input
+    python -m data_prep.rmir.oracle '{"judge_errors": 0.005}'    # prints its address; stops when standard input closes
 """
 
 import base64
@@ -29,7 +29,7 @@ from rge.calls.local_server import Answer, Batches, LocalServer, chat
 
 LIBRARY = HERE / "data" / "train" / "pictures.parquet"
 WITHOUT_CAPTION = 7
-"""Every so many-th picture of the demo library has no caption, as in real ones."""
+"""Every seventh picture of the demo library has no caption, since real libraries have gaps too."""
 EXPLAIN_TASK = "Task: explain an answer"
 
 
@@ -49,14 +49,14 @@ def write_library(path: Path) -> None:
 
 
 class Tokens(TypedDict):
-    """What an answer is said to have taken."""
+    """Token usage reported for an answer."""
 
     input_tokens: int
     output_tokens: int
 
 
 class Oracle:
-    """Answers requests; a pure function of the request but for the faults of first attempts."""
+    """Answers requests; a pure function of the request except for transient errors on first attempts."""
 
     def __init__(self, config: OracleConfig):
         self.config = config
@@ -69,7 +69,7 @@ class Oracle:
         self.facts: dict[str, list[Fact]] = {}
         for fact in self.tables.facts:
             self.facts.setdefault(fact.source, []).append(fact)
-        # The tables hold up to nine phrasings of a question; one is found again by having written all of them.
+        # All phrasings (at most nine per question), to map a query text back to its question.
         self.phrasings: dict[str, set[str]] = {}
         for name, question in self.tables.questions.items():
             for number in range(9):
@@ -84,7 +84,7 @@ class Oracle:
         }
 
     async def __call__(self, path: str, body: dict[str, Any]) -> Answer:
-        """Answer a chat request; several draws of it (``n``) as so many requests with the next seeds."""
+        """Answer a chat request; ``n`` samples are drawn with consecutive seeds."""
         num = body.get("n", 1)
         if num == 1:
             return self._answer(body)
@@ -219,7 +219,7 @@ class Oracle:
 
 
 class OracleProcess:
-    """The oracle as a process of its own, as a context manager that gives its address; it ends with ours."""
+    """Context manager that runs the oracle in a subprocess and returns its address; it exits with the parent."""
 
     def __init__(self, config: OracleConfig):
         self.config = config

@@ -28,7 +28,7 @@ _GENERATED = (("query", None), ("target_desc", None), ("reasoning", None))
 
 
 class BreaksConstraint(ReplyError):
-    """An answer that says that a question is not valid; its text is the reasoning."""
+    """The filter rejected a question; the message is its reasoning."""
 
     kind = "breaks a constraint"
 
@@ -85,7 +85,7 @@ def judge_request(
         ("reasoning", None),
         ("consistent", ("True", "False", "ABSTAIN")),
     )
-    # What all candidates of a query share comes first, its picture included, so that a provider's prompt cache holds it.
+    # The part that all candidates of a query share comes first, so that a provider's prompt cache covers it.
     parts = (f"{text}\n\nINPUT:", picture, f"<query>{query}</query>\nTARGET:", target)
     return Request(model, parts, form=_form(text), fields=fields, **settings)
 
@@ -96,10 +96,10 @@ def _form(prompt: str) -> str:
 
 
 def read_caption(reply: Reply, max_words: int) -> str:
-    """The caption.
+    """Extract the caption.
 
     Raises:
-        ReplyError: it is missing, abstained from, or too long.
+        ReplyError: it is missing or too long, or the model abstained.
     """
     check_complete(reply, "caption")
     caption = tag(reply.text, "caption")
@@ -111,10 +111,10 @@ def read_caption(reply: Reply, max_words: int) -> str:
 
 
 def check_generated(reply: Reply, codes: Sequence[str], max_query_words: int, max_target_words: int) -> None:
-    """Check that something of an answer can be used: a question or an abstention.
+    """Check that an answer has at least one usable question or abstention.
 
     Raises:
-        ReplyError: of the first category, where every one has one.
+        ReplyError: the first category's error, if all categories have one.
     """
     errors = []
     for code in codes:
@@ -129,10 +129,10 @@ def check_generated(reply: Reply, codes: Sequence[str], max_query_words: int, ma
 
 
 def read_generated(reply: Reply, code: str, max_query_words: int, max_target_words: int) -> dict[str, str]:
-    """The question of a kind, by its code: ``query``, ``target_desc``, ``reasoning``, ``input_desc``.
+    """Extract the question of a kind, given by its code: ``query``, ``target_desc``, ``reasoning``, ``input_desc``.
 
     Raises:
-        ReplyError: it is missing, abstained from, or against the limits.
+        ReplyError: it is missing or exceeds the limits, or the model abstained.
     """
     name = f"Example_{code}_1"
     check_complete(reply, name)
@@ -150,8 +150,8 @@ def read_filtered(reply: Reply) -> dict[str, str]:
     """``reasoning`` and ``input_desc`` of a valid question.
 
     Raises:
-        BreaksConstraint: it is not valid.
-        ReplyError: the answer cannot be read.
+        BreaksConstraint: the question is not valid.
+        ReplyError: the answer cannot be parsed.
     """
     check_complete(reply, "is_valid")
     valid = parse_choice(reply.text, "is_valid", {"yes": True, "no": False})
@@ -162,10 +162,10 @@ def read_filtered(reply: Reply) -> dict[str, str]:
 
 
 def read_judged(reply: Reply) -> tuple[str, str]:
-    """Verdict and reasoning; an abstention of the whole answer is a verdict too.
+    """Verdict and reasoning; an answer that abstains as a whole is also a verdict.
 
     Raises:
-        ReplyError: the answer cannot be read.
+        ReplyError: the answer cannot be parsed.
     """
     try:
         check_complete(reply, "consistent")
@@ -176,7 +176,6 @@ def read_judged(reply: Reply) -> tuple[str, str]:
 
 
 def _block(text: str, name: str) -> str:
-    # tag() would fold the nested tags' white space only; the block itself is what is wanted.
     try:
         return tag(text, name)
     except MissingTag:

@@ -41,14 +41,14 @@ class ReviewOptions:
 
 
 def review(words: Sequence[str]) -> None:
-    """Write the page, or act on verdicts.
+    """Write the page, or apply verdicts.
 
     Raises:
-        UserError: a word is wrong, or the run is not finished.
+        UserError: invalid arguments, or the run is not finished.
     """
     options = parse_options(ReviewOptions, words, "rge data review")
     if (options.out is None) == (not options.apply):
-        raise ReviewError("give out=FILE.html to write a page, or apply=FILES to act on verdicts")
+        raise ReviewError("give either out=FILE.html to write a page, or apply=FILES to apply verdicts")
     if options.out is None:
         apply(options.run, options.apply, options.agree)
         return
@@ -61,18 +61,18 @@ def review(words: Sequence[str]) -> None:
 
 
 def apply(out: Path, files: Sequence[Path], agree: int) -> None:
-    """Write ``reviewed.json``, and pool, sets, audit, report and card anew by it; no model is asked.
+    """Write ``reviewed.json`` and redo pool, sets, audit, report and card; makes no model calls.
 
     Raises:
-        UserError: a file cannot be used, too few people, or the run is not finished.
+        UserError: an unusable file, too few people, or the run is not finished.
     """
     if len(files) < agree:
         raise ReviewError(
-            f"apply= names {len(files)} people, and agree={agree} of them must have the same verdict"
+            f"apply= has the verdicts of {len(files)} people, but agree={agree} people must give the same verdict"
         )
     if not (out / SETTINGS).is_file():
         raise ReviewError(
-            f"{out / SETTINGS} does not exist: run the command that made {out} once more, which asks nothing"
+            f"{out / SETTINGS} does not exist: run the command that made {out} again (it makes no new calls)"
         )
     people = read_verdicts(out, files)
     found = settle(out, people, agree)
@@ -86,6 +86,6 @@ def apply(out: Path, files: Sequence[Path], agree: int) -> None:
         run.close()
     print(
         f"{agree} or more of {len(people)} people agreed on {found['settled']} of {found['checked']} triplets: "
-        f"{found['removed']} answers removed, {found['added']} added; {found['open']} stay as the panel decided\n"
+        f"{found['removed']} answers removed, {found['added']} added; {found['open']} left as the panel decided\n"
         f"{out / 'dataset'}"
     )

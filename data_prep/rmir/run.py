@@ -1,4 +1,4 @@
-"""A run of the pipeline: folder, lock, finished stages, and its client for models."""
+"""A run of the pipeline: its folder, lock, finished stages and model client."""
 
 import hashlib
 import json
@@ -26,14 +26,14 @@ from rge.common.files import read_json, write_text
 
 Row = dict[str, Any]
 EXPORTED = ("licence", "source_column", "author_column", "licence_column")
-"""Settings of the library that only the export reads."""
+"""Library settings that only the export reads."""
 REPLIES, OPEN = "replies.sqlite", "unanswered.json"
-"""Files of a run, and of a stage: every answer; unanswered calls by the number of their part."""
-HOW_MUCH_AT_ONCE = ("memory_mb", "shard_size", "changed")
-"""Settings that change how a stage works and not what comes of it."""
+"""A run's file of all answers, and a stage's file of unanswered calls, by part number."""
+NOT_IN_FINGERPRINT = ("memory_mb", "shard_size", "changed")
+"""Settings that change how a stage works but not its result."""
 
 STAGES = ("seed", "caption", "generate", "filter", "retrieve", "judge", "keep", "pool", "split", "audit")
-"""All there are, in order; see `stages_of`."""
+"""All stages, in order; see `stages_of`."""
 READS = {
     "seed": (),
     "caption": ("seed",),
@@ -46,34 +46,31 @@ READS = {
     "split": ("seed", "caption", "generate", "retrieve", "keep", "pool"),
     "audit": ("seed", "caption", "generate", "retrieve", "judge", "keep", "pool", "split"),
 }
-"""Whose tables a stage reads; any other stage may change and leave it as it is."""
+"""Stages whose tables a stage reads; only changes to these outdate it."""
 
 
 class RunError(UserError):
-    """The run cannot go on; the message says why and what to do."""
+    """The run cannot continue; the message says why and what to do."""
 
 
 def stages_of(config: RmirConfig) -> tuple[str, ...]:
-    """The stages of a run, in order: captions are written only where a model is named for them."""
+    """The stages of a run, in order; ``caption`` is included only if ``caption.model`` is set."""
     return tuple(stage for stage in STAGES if stage != "caption" or config.caption.model is not None)
 
 
 def identities(config: RmirConfig) -> list[dict[str, Any]]:
-    """`data_prep.rmir.pictures.encoders.identity` of all encoders: of pictures, of captions, and of the further indices.
-
-    A fallback's vectors, or those of yesterday's weights, do not fit the encoder that is there today.
-    """
+    """`data_prep.rmir.pictures.encoders.identity` of the encoders of pictures, captions and further indices."""
     more = [spec.encoder for spec in config.retrieve.more]
     return [identity(encoder) for encoder in (config.image_encoder, config.caption_encoder, *more)]
 
 
 def fingerprint(config: RmirConfig, stage: str, encoders: Sequence[dict[str, Any]] | None = None) -> str:
-    """Of everything that a stage's result depends on, and of nothing else: what it reads of the config, and of which stages.
+    """Hash of exactly what a stage's result depends on: the settings that it reads, and the stages before it.
 
     Args:
-        config: of the run.
+        config: config of the run.
         stage: one of `stages_of`.
-        encoders: of `identities`; None looks at them now, which reads local weights.
+        encoders: result of `identities`; None computes it, which reads local weights.
     """
     encoders = encoders or identities(config)
     found = {
@@ -90,7 +87,7 @@ def fingerprint(config: RmirConfig, stage: str, encoders: Sequence[dict[str, Any
 
 
 def _extended(path: Path) -> str | None:
-    """Which extension of the library a finished seed set holds; None where it was never extended."""
+    """Hash of the extensions of a finished seed set; None if it was never extended."""
     try:
         stat = path.stat()
     except OSError:
@@ -108,7 +105,7 @@ def _extension(path: Path, _time_ns: int, _size: int) -> str | None:
 
 
 def _settings(config: RmirConfig, stage: str, encoders: Sequence[dict[str, Any]]) -> list[Any]:
-    """One rule a stage; a stage that begins to read another setting must say so here."""
+    """Settings that a stage reads; extend its rule when it starts to read another one."""
     image, caption, *more = encoders
     whole = asdict(config)
     texts = wording(config.prompts)
@@ -133,7 +130,7 @@ def _settings(config: RmirConfig, stage: str, encoders: Sequence[dict[str, Any]]
     policy = config.generate.content_policy
     rules: dict[str, Callable[[], list[Any]]] = {
         "seed": lambda: [
-            without("library", (*EXPORTED, *HOW_MUCH_AT_ONCE)),
+            without("library", (*EXPORTED, *NOT_IN_FINGERPRINT)),
             image,
             caption,
             whole["seed"],
@@ -142,7 +139,7 @@ def _settings(config: RmirConfig, stage: str, encoders: Sequence[dict[str, Any]]
         "caption": lambda: asked(texts.caption),
         "generate": lambda: asked(texts.asked(config.generate.categories, content_policy=policy)),
         "filter": lambda: asked(texts.filter),
-        "retrieve": lambda: [without("retrieve", HOW_MUCH_AT_ONCE) | {"more": indices()}],
+        "retrieve": lambda: [without("retrieve", NOT_IN_FINGERPRINT) | {"more": indices()}],
         "judge": lambda: [whole["judge"], texts.judge, [answers_of(label) for label in panel]],
         "keep": lambda: [config.keep.min_confidence],
         "pool": lambda: [states] if (states := overruled(Path(config.out))) else [],
@@ -156,18 +153,18 @@ class Run:
     """The folder of a run.
 
     Args:
-        config: its settings.
+        config: config of the run.
         progress: show progress bars.
-        read_only: only look; another process may work in the folder.
+        read_only: take no lock and write nothing, since another process may be running.
 
     Raises:
-        RunError: another process works in the same folder.
+        RunError: another process is using the folder.
     """
 
     def __init__(self, config: RmirConfig, *, progress: bool = True, read_only: bool = False):
         self.config, self.progress, self.out = config, progress, Path(config.out)
         self._lock = None if read_only else open_locked(self.out / ".lock")
-        # Read once: weights that change during the run must not pass for those it began with.
+        # Read once, so that weights replaced during the run are not mistaken for those it started with.
         self.encoders = identities(config)
         replies = self.out / REPLIES
         self.store = AnswerStore(None if read_only and not replies.is_file() else replies)
@@ -191,18 +188,18 @@ class Run:
         )
 
     def by(self, key: str, stage: str, name: str, schema: str | None = None) -> dict[str, dict[str, Any]]:
-        """The same by a column."""
+        """Like `rows`, by the values of a column."""
         return {row[key]: row for row in self.rows(stage, name, schema)}
 
     def queries(self) -> list[dict[str, Any]]:
-        """What the stage ``generate`` wrote."""
+        """Rows of the stage ``generate``."""
         return self.rows("generate", "queries", "generated")
 
     def images(self) -> list[dict[str, Any]]:
-        """The seed set, in its order; where the library has no caption, with that of the stage ``caption``.
+        """The seed set in order, with captions from the stage ``caption`` where the library has none.
 
         Returns:
-            Rows of the table ``images``, and ``caption_by``: library, the name of the model that wrote it, or None.
+            Rows of the table ``images`` with ``caption_by``: library, the name of the model that wrote it, or None.
         """
         images = self.rows("seed", "images")
         written: dict[str, str] = {}
@@ -216,13 +213,13 @@ class Run:
         return images
 
     def caption_vectors(self) -> Path:
-        """File with the vectors of the captions of `images`, in their order; pictures without one have none."""
+        """File with the vectors of the captions of `images`, in order, without rows for missing captions."""
         return self.path("seed" if self.config.caption.model is None else "caption", "captions.npy")
 
     # ------------------------------------------------------------------------------------------------ finished stages
 
     def done(self, stage: str) -> dict[str, Any] | None:
-        """What a finished stage reported; None where it is not finished, or was finished with other settings."""
+        """Report of a finished stage; None if it is not finished, or was finished with other settings."""
         try:
             found = json.loads(self.path(stage, "done.json").read_text())
         except (OSError, ValueError):
@@ -232,14 +229,14 @@ class Run:
         return found if found["fingerprint"] == self.fingerprint(stage) else None
 
     def fingerprint(self, stage: str) -> str:
-        """`fingerprint` with the encoders as they were when the run began."""
+        """`fingerprint` with the encoders as of the start of the run."""
         return fingerprint(self.config, stage, self.encoders)
 
     def run(self, stage: str, work: Callable[["Run"], dict[str, Any]]) -> dict[str, Any]:
-        """Run a stage, or return what it reported when it was finished before.
+        """Run a stage, or return its report if it is finished.
 
-        A stage whose settings changed starts anew; its answers are kept, so only what really changed is asked again. One with
-        unanswered calls asks those again.
+        A stage with changed settings starts over, but reuses stored answers, so only requests that changed are sent. A
+        stage with unanswered calls repeats only these.
         """
         if (found := self.done(stage)) and not found.get("unanswered"):
             return found
@@ -268,14 +265,13 @@ class Run:
         return counts
 
     def _renew(self, stage: str) -> None:
-        # Parts are only good for the settings they were made with.
-        # The size of a shard decides which rows a part holds.
+        # Parts are valid only for the settings (including the shard size) they were made with.
         if not self.begun(stage):
             self.empty(stage)
             write_text(self.path(stage, "settings"), self._made_with(stage))
 
     def begun(self, stage: str) -> bool:
-        """Whether a stage was begun with these settings, so that its parts are good for them."""
+        """Whether a stage was started with these settings, so that its parts are valid."""
         marker = self.path(stage, "settings")
         return marker.is_file() and marker.read_text() == self._made_with(stage)
 
@@ -297,16 +293,16 @@ class Run:
         return Picture(image["ref"], image["sha256"], self.config.models[model].max_side_px)
 
     def in_shards(self, stage: str, items: Sequence[Any], asking: "Asking") -> None:
-        """Ask about items, and write what comes of so many at a time; what is written is not done again.
+        """Make the calls about items, and write the results shard by shard; shards already written are skipped.
 
-        No shard waits for the one before: while the last calls of one are under way, those of the next are made. An item with
-        an unanswered call is not settled: its shard waits, or, with ``on_unanswered=proceed``, is written without it for now.
+        Shards overlap: while the last calls of one are pending, those of the next are made. A shard with unanswered calls
+        is not written, or, with ``on_unanswered=proceed``, written without their items for now.
 
         Raises:
-            RunError: calls are unanswered; the same command asks only those.
+            RunError: calls are unanswered; running the same command again repeats only these.
             RequestRejected: all calls were rejected.
         """
-        if self._caller is None:  # one for all stages: what it learns of an endpoint's limits lasts
+        if self._caller is None:  # shared by all stages, since it learns the endpoints' limits
             config = self.config
             self._caller = Caller(config.models, self.store, progress=self.progress, budget=config.budget)
         shards = _Shards(self, stage, items, asking)
@@ -315,11 +311,11 @@ class Run:
         shards.close()
 
     def open_parts(self, stage: str) -> dict[str, int]:
-        """Unanswered calls by the number of the part that was written without what they are about."""
+        """Number of unanswered calls, by the part that was written without them."""
         return read_json(self.path(stage, OPEN)) or {}
 
     def outdate(self, stage: str) -> None:
-        """Redo the stages that read this one's tables, directly or not, from the kept answers."""
+        """Discard the results of all stages that depend on this one; they are redone from stored answers."""
         outdated = {stage}
         for later in stages_of(self.config):
             if outdated & set(READS[later]):
@@ -329,27 +325,27 @@ class Run:
 
 @dataclass(frozen=True)
 class Asking:
-    """What a stage asks about each of its items, and what it writes of the answers."""
+    """A stage's requests for each of its items, and the rows it makes of the answers."""
 
-    tables: dict[str, str]  # schema of each table that is written
-    requests: Callable[[Any], Iterable[Request]]  # of an item; their ``model`` is a name of the config
-    read: Read  # an answer that it cannot read is asked for again
-    # (table, row) of an item and the outcomes of its requests
+    tables: dict[str, str]  # schema of each table to write
+    requests: Callable[[Any], Iterable[Request]]  # for an item; their ``model`` is a name in the config
+    read: Read  # parses an answer; requests whose answers it rejects are repeated
+    # (table, row) pairs for an item and the outcomes of its requests
     rows: Callable[[Any, list[Outcome]], Iterable[tuple[str, Row]]]
     count: Callable[[Any], int] = lambda item: 1  # requests of an item, for the progress bar
 
 
 @dataclass
 class _Shard:
-    # Items whose calls are under way; written as soon as all of them are settled, whatever the shards before it wait for.
+    # Items whose calls are pending; written when all of them are settled, independently of other shards.
     number: int
     items: Sequence[Any]
     outcomes: list[dict[int, Outcome]] = field(default_factory=list)  # of each item, by number of the request
     under_way: int = 0
-    complete: bool = False  # all of its requests are known
+    complete: bool = False  # all of its requests were made
 
     def calls(self) -> list[Outcome]:
-        """What became of all its requests."""
+        """Outcomes of all its requests."""
         return [one for some in self.outcomes for one in some.values()]
 
     def unanswered(self) -> list[Outcome]:
@@ -357,7 +353,7 @@ class _Shard:
         return [one for one in self.calls() if one.unanswered]
 
     def settled(self) -> Iterator[tuple[Any, list[Outcome]]]:
-        """Its items without an unanswered call, and what became of their requests, in order."""
+        """Items without unanswered calls, with the outcomes of their requests in order."""
         for item, some in zip(self.items, self.outcomes, strict=True):
             outcomes = [some[place] for place in sorted(some)]
             if not any(one.unanswered for one in outcomes):
@@ -369,14 +365,16 @@ class _Shards:
 
     def __init__(self, run: Run, stage: str, items: Sequence[Any], asking: Asking):
         self.run, self.stage, self.asking = run, stage, asking
-        for name in asking.tables:  # without items a table is empty, not missing
+        for name in asking.tables:  # a stage without items has empty tables, not missing ones
             run.path(stage, name).mkdir(parents=True, exist_ok=True)
         self.open_parts, size = run.open_parts(stage), run.config.queries_per_shard
         starts = range(0, len(items), size)
         shards = [_Shard(number, items[start : start + size]) for number, start in enumerate(starts)]
         self.todo = [shard for shard in shards if not self._is_written(shard)]
         self.asked = 0
-        self.num_answered = len(shards) - len(self.todo)  # a part is written once anything was answered
+        self.num_answered = len(shards) - len(
+            self.todo
+        )  # a part is only written after some call was answered
         self.rejected: list[Outcome] = []
         self.unanswered: list[Outcome] = []
         self._held_back: list[_Shard] = []
@@ -390,7 +388,7 @@ class _Shards:
         return str(shard.number) not in self.open_parts and all(part.is_file() for part in parts)
 
     def requests(self) -> Iterator[Request]:
-        """Of all items."""
+        """Requests for all items."""
         for shard in self.todo:
             for item in shard.items:
                 outcomes: dict[int, Outcome] = {}
@@ -404,7 +402,7 @@ class _Shards:
             self._finish_if_settled(shard)
 
     def take(self, position: int, outcome: Outcome) -> None:
-        """Note what became of a request."""
+        """Record the outcome of a request."""
         shard, outcomes, place = self._owners.pop(position)
         outcomes[place] = outcome
         shard.under_way -= 1
@@ -419,7 +417,7 @@ class _Shards:
         if self.num_answered or not outcomes:
             self._write(shard)
         else:
-            self._held_back.append(shard)  # whether the endpoint works at all is not known yet
+            self._held_back.append(shard)  # not yet known whether the endpoint works at all
 
     def _write(self, shard: _Shard) -> None:
         missing = shard.unanswered()
@@ -445,24 +443,24 @@ class _Shards:
         write_text(self.run.path(self.stage, OPEN), json.dumps(found))
 
     def close(self) -> None:
-        """Write what was held back.
+        """Write the shards that were held back.
 
         Raises:
-            RunError: calls are unanswered, and are to be waited for.
+            RunError: calls are unanswered and ``on_unanswered=wait``.
             RequestRejected: all calls were rejected.
         """
         for shard in self._held_back:
             self._write(shard)
         if self.unanswered:
-            said = (
+            message = (
                 f"{self.stage}: {len(self.unanswered)} of {self.asked} calls are unanswered, such as: "
-                f"{self.unanswered[0].error}. The other answers are kept; run the same command again, and only these are asked"
+                f"{self.unanswered[0].error}. The other answers are stored; run the same command again to repeat only these calls"
             )
             if self.run.config.on_unanswered == "wait":
-                raise RunError(f"{said}. on_unanswered=proceed continues without what they are about")
-            print(f"{said}; what they are about is left out until then", file=sys.stderr, flush=True)
+                raise RunError(f"{message}. on_unanswered=proceed continues without their items")
+            print(f"{message}; their items are left out until then", file=sys.stderr, flush=True)
         if self.rejected and not self.num_answered and not self.run.open_parts(self.stage):
-            self.run.empty(self.stage)  # or the rows without answers would pass for its result next time
+            self.run.empty(self.stage)  # so that rows without answers are not taken for results next time
             self.run.store.forget_rejections([outcome.key for outcome in self.rejected])
             raise RequestRejected(
                 f"{self.stage}: all {len(self.rejected)} calls were rejected, such as: {self.rejected[0].error}. The stage is not "
@@ -471,5 +469,5 @@ class _Shards:
 
 
 def reasons(rows: Sequence[dict[str, Any]]) -> dict[str, int]:
-    """How many rows were rejected for each reason, most frequent first."""
+    """Number of rejected rows by reason, most frequent first."""
     return dict(Counter(row["reason"] for row in rows).most_common())

@@ -1,4 +1,4 @@
-"""The seed stage: index the library, cluster it, sample from each cluster; and extend all that later."""
+"""The seed stage: inspect and embed the library, cluster it, sample from each cluster; and later extensions."""
 
 import hashlib
 import os
@@ -39,15 +39,15 @@ IMAGE_COLUMNS = ("id", "ref", "caption", "sha256", "width", "height", "phash")
 
 
 def seed(run: Run) -> dict[str, Any]:
-    """Inspect and embed the library, cluster it, and sample some pictures of each cluster."""
+    """Inspect and embed the library, cluster it, and sample pictures of each cluster."""
     config, folder = run.config, run.path("seed")
     library = Library(config.library)
-    # Said before everything is embedded; k-means says it of what can be used.
+    # Checked before anything is embedded; `cluster` checks again with the usable pictures.
     listed = sum(1 for _ in islice(library.rows(pictures=False), config.seed.clusters))
     if listed < config.seed.clusters and not LibraryState.read(folder).extensions:
         raise ConfigError(
-            f"seed.clusters={config.seed.clusters} needs as many pictures at least; {config.library.path} lists {listed:,}. Give "
-            f"seed.clusters={max(1, listed // 2)}, or more pictures"
+            f"seed.clusters={config.seed.clusters} needs at least as many pictures; {config.library.path} lists {listed:,}. Set "
+            f"seed.clusters={max(1, listed // 2)}, or add pictures"
         )
     encoder = image_encoder(config.image_encoder)
     tables, parts = scan_library(run, library, encoder)
@@ -57,16 +57,16 @@ def seed(run: Run) -> dict[str, Any]:
     listed = len(table) - len(state.gone)
     if not len(unique):
         raise ConfigError(
-            f"library.path {config.library.path}: none of {listed} pictures can be used: {reasons(bad)}"
+            f"library.path {config.library.path}: none of the {listed} pictures is usable: {reasons(bad)}"
         )
     images, kept_ND = _before(run, table, state)
     new = unique
     if state.extensions:
-        # What a picture that has gone repeated is one of its own now.
+        # Duplicates of pictures that are gone now count as pictures of their own.
         freed = _is_in(table["sha256"].take(unique), table["sha256"].take(pa.array(state.gone, pa.int64())))
         new = unique[(unique >= state.extensions[-1]["start"]) | freed]
         new = new[~_is_in(table["id"].take(new), pa.array([image["id"] for image in images], pa.string()))]
-    # A picture's vector stands as many rows down as good pictures stand before it.
+    # Only good pictures have vectors, so a picture's row is the number of good pictures before it.
     vector_of = np.cumsum(pc.is_null(table["reason"]).to_numpy()) - 1
     more, vectors_ND = _sampled(run, table, state, new, gather(parts, vector_of[new]), images)
     images += more
@@ -91,7 +91,7 @@ def seed(run: Run) -> dict[str, Any]:
 
 
 def usable(table: pa.Table, state: LibraryState, most_bits: int | None) -> tuple[np.ndarray, Rows]:
-    """Rows of the pictures that are good, in the library, and no repeats; and what was left out, with the reason."""
+    """Rows of the usable, distinct pictures that are still in the library; and the others with their reasons."""
     in_library_N = np.ones(len(table), bool)
     in_library_N[state.gone] = False
     good_N = pc.is_null(table["reason"]).to_numpy() & in_library_N
@@ -122,10 +122,9 @@ def usable(table: pa.Table, state: LibraryState, most_bits: int | None) -> tuple
 def _sampled(
     run: Run, table: pa.Table, state: LibraryState, new: np.ndarray, vectors_ND: np.ndarray, images: Rows
 ) -> tuple[Rows, np.ndarray]:
-    """Some of each cluster of new pictures, and their vectors.
+    """Cluster the new pictures and sample from each cluster; returns rows and vectors.
 
-    An extension is sampled as densely as the library was: its clusters are its own, as many in proportion, so that what was
-    sampled before stays as it is.
+    An extension gets clusters of its own, in proportion to its size, so that earlier samples do not change.
     """
     config = run.config.seed
     if not len(new):
@@ -139,7 +138,7 @@ def _sampled(
     chosen = sample_clusters(cluster_N, config.per_cluster, config.seed)
     rows = table.take(new[chosen]).select(IMAGE_COLUMNS).to_pylist()
     found = [{**row, "cluster": number} for row, number in zip(rows, cluster_N[chosen].tolist(), strict=True)]
-    if state.extensions:  # in random order, of which `drawn` takes the first
+    if state.extensions:  # in random order, since `drawn` takes the first ones
         order = sorted(range(len(found)), key=lambda place: _hash(found[place]["id"]))
         return [found[place] for place in order], vectors_ND[chosen][order]
     return found, vectors_ND[chosen]
@@ -154,7 +153,7 @@ def _hash(name: str) -> bytes:
 
 
 def _before(run: Run, table: pa.Table, state: LibraryState) -> tuple[Rows, np.ndarray]:
-    """Seed pictures of before the last extension that are still in the library, and their vectors."""
+    """Seed pictures from before the last extension that are still in the library, and their vectors."""
     if not state.extensions:
         return [], np.empty((0, 0), np.float32)
     left = table.select(["id", "sha256"]).take(pa.array(state.gone, pa.int64())).to_pylist()
@@ -167,9 +166,9 @@ def _before(run: Run, table: pa.Table, state: LibraryState) -> tuple[Rows, np.nd
 
 
 def drawn(run: Run, most: int | None) -> Rows:
-    """The seed pictures that are asked about: all, or at most so many drawn at random.
+    """The seed pictures to ask about: all, or `most` drawn at random.
 
-    An extended seed set keeps those that were drawn before it was extended, and fills up with new ones.
+    An extended seed set keeps the pictures drawn before the extension and fills up with new ones.
     """
     images = run.rows("seed", "images")
     if most is None or most >= len(images):
@@ -189,10 +188,10 @@ def drawn(run: Run, most: int | None) -> Rows:
 
 
 def settle_library(run: Run) -> None:
-    """Compare the library with what the seed stage read of it, and settle what changed as ``library.changed`` says.
+    """Compare the library with what the seed stage read, and handle changes as ``library.changed`` says.
 
     Raises:
-        LibraryError: it changed and ``library.changed=stop``; or it cannot be read, and the seed stage is not finished.
+        LibraryError: it changed and ``library.changed=stop``; or it is unreadable and the seed stage is not finished.
     """
     folder, config = run.path("seed"), run.config.library
     parts = _parts(run)
@@ -200,20 +199,20 @@ def settle_library(run: Run) -> None:
         return
     state, done = LibraryState.read(folder), run.done("seed")
     finished = done is not None and len(done["counts"].get("extensions", ())) == len(state.extensions)
-    if done is not None and not finished:  # killed after an extension was settled
+    if done is not None and not finished:  # killed after an extension was recorded
         run.path("seed", "done.json").unlink()
     try:
         library = Library(config)
     except LibraryError:
         if not finished:
             raise
-        return  # the export says so where it needs whom to credit
+        return  # the export reports it when it needs the credits
     files = files_of(library)
     if state.files and state.files == files:
         return
     table = pa.concat_tables(parts)
     found = compare(library, table, state)
-    if not finished:  # the rest has yet to be read
+    if not finished:  # the rest has not been read yet
         found.added = []
     state.files, state.in_order = files, state.in_order and found.in_order
     state.stamps |= found.stamps
@@ -222,15 +221,15 @@ def settle_library(run: Run) -> None:
         return
     if config.changed == "stop":
         raise LibraryError(
-            f"library.path {config.path} has changed since it was read: {found}. library.changed=extend takes new pictures "
-            "in and leaves out those that have gone, and keeps what was made of the others; another out= begins anew"
+            f"library.path {config.path} has changed since it was read: {found}. library.changed=extend adds new pictures, "
+            "removes missing ones and keeps the results of the others; a different out= starts over"
         )
     print(f"library.path {config.path} has changed: {found}", file=sys.stderr, flush=True)
     _carry_over(folder, state, found, table, finished)
 
 
 def _carry_over(folder: Path, state: LibraryState, found: Changes, table: pa.Table, finished: bool) -> None:
-    """Keep what changed, and of a finished seed stage what it chose; it is then to be done again."""
+    """Record the changes; back up the choice of a finished seed stage and mark the stage as not done."""
     left = [*found.removed, *found.changed]
     state.gone = sorted({*state.gone, *rows_of(table, left, state.gone)})
     state.captions = {
@@ -248,7 +247,7 @@ def _carry_over(folder: Path, state: LibraryState, found: Changes, table: pa.Tab
 
 
 def _parts(run: Run) -> list[pa.Table]:
-    """What was inspected and embedded of the library so far."""
+    """Parts of the library that were inspected and embedded so far."""
     found: list[pa.Table] = []
     while (path := _part(run, len(found))).with_suffix(".npy").is_file() and path.is_file():
         found.append(frames.read_table(path, "inspected"))
@@ -262,11 +261,10 @@ def _part(run: Run, number: int) -> Path:
 def scan_library(
     run: Run, library: Library, encoder: ImageEncoder
 ) -> tuple[list[pa.Table], list[np.ndarray]]:
-    """Inspect and embed the library a block at a time; while one is embedded the next is fetched and decoded.
+    """Inspect and embed the library block by block; while one is embedded, the next is fetched and decoded.
 
     Returns:
-        Of each part the table ``inspected``, and the vectors of its good pictures, mapped from the disk: the parts and the
-        whole are not in memory together.
+        For each part the table ``inspected``, and the memory-mapped vectors of its good pictures.
 
     Raises:
         LibraryError: the library cannot be read, or an id occurs twice.
@@ -284,8 +282,8 @@ def scan_library(
             if row not in gone:
                 if _hash(name) in seen:
                     raise LibraryError(
-                        f"library.path {config.library.path}: the id {name!r} occurs twice (white space counts as %20; "
-                        "library.id_column; null numbers the rows)"
+                        f"library.path {config.library.path}: the id {name!r} occurs twice (white space counts as %20): "
+                        "choose another library.id_column; null numbers the rows"
                     )
                 seen.add(_hash(name))
         tables.append(table)
@@ -293,7 +291,7 @@ def scan_library(
             vectors.append(np.load(_part(run, number).with_suffix(".npy"), mmap_mode="r"))
 
     def prepare(number: int) -> list[ImageRef] | None:
-        """Read a block and write its table; the pictures to embed, or None at the end."""
+        """Read a block and write its table; returns the pictures to embed, or None at the end."""
         if (rows := next(todo, None)) is None:
             return None
         there, failed = resolve(rows, run.out / "downloads", config.download, progress=run.progress)
@@ -310,7 +308,7 @@ def scan_library(
         finish(number)
     if not tables:
         LibraryState(files=files_of(library)).write(run.path("seed"))
-    # Two blocks at once, and what decoding takes.
+    # A sixth each: two blocks are in memory at once, and decoding needs more.
     most_bytes = max(1, int(config.library.memory_mb * 2**20 / 6))
     left = _unread(library, state, sum(map(len, tables)), frozenset(seen))
     todo = blocks(fetched(left), config.library.shard_size, most_bytes)
@@ -325,17 +323,17 @@ def scan_library(
 
 
 def _unread(library: Library, state: LibraryState, count: int, known: frozenset[bytes]) -> Iterator[dict]:
-    """Rows of a library that were not read yet: those after the first ones, or those of other names where it changed."""
+    """Rows of a library not read yet: those after the first `count`, or, if it changed, those with unknown ids."""
     if state.in_order and not state.gone and not state.extensions:
         return library.rows(count)
     return (row for row in library.rows() if _hash(encodable(row)["id"]) not in known)
 
 
 def keep_pictures(run: Run, library: Library, images: Rows) -> None:
-    """Copy the pictures of the seed set that are not files of their own, so that each can be opened alone.
+    """Copy the seed pictures that are not separate files into files of their own.
 
     Raises:
-        LibraryError: the library has changed in the meantime.
+        LibraryError: the library has changed since it was inspected.
     """
     missing = {image["id"]: image for image in images if image["ref"] is None}
 
@@ -361,12 +359,12 @@ def keep_pictures(run: Run, library: Library, images: Rows) -> None:
 
 
 def embed_pictures(encoder: ImageEncoder, refs: list[ImageRef]) -> np.ndarray:
-    """(number of pictures, D) float32; no pictures give no rows."""
+    """(N, D) float32; (0, 0) without pictures."""
     return encoder.pictures(refs) if refs else np.empty((0, 0), np.float32)
 
 
 def gather(parts: list[np.ndarray], rows: np.ndarray) -> np.ndarray:
-    """Rows of the parts' concatenation, without making it: at the paper's size it is 9.3 GB."""
+    """Rows of the parts' concatenation, without building it: at the paper's size it takes 9.3 GB."""
     starts = np.cumsum([0, *map(len, parts)])
     found = np.empty((len(rows), parts[0].shape[1]), parts[0].dtype)
     for part, start, end in zip(parts, starts[:-1], starts[1:], strict=True):
@@ -376,12 +374,12 @@ def gather(parts: list[np.ndarray], rows: np.ndarray) -> np.ndarray:
 
 
 def embed_captions(encoder: TextEncoder, captions: list[str]) -> np.ndarray:
-    """(number of captions, D) float32; no captions give no rows."""
+    """(N, D) float32; (0, 1) without captions."""
     return encoder.texts(captions, query=False) if captions else np.empty((0, 1), np.float32)
 
 
 def cluster(vectors_ND: np.ndarray, num_clusters: int, iterations: int, seed: int) -> np.ndarray:
-    """Cluster of each row, by faiss' k-means.
+    """Cluster number of each row, by faiss' k-means.
 
     Raises:
         ConfigError: more clusters than rows.
@@ -390,7 +388,7 @@ def cluster(vectors_ND: np.ndarray, num_clusters: int, iterations: int, seed: in
 
     num, width = vectors_ND.shape
     if num_clusters > num:
-        raise ConfigError(f"seed.clusters={num_clusters} needs as many pictures at least; {num} can be used")
+        raise ConfigError(f"seed.clusters={num_clusters} needs at least as many pictures; {num} are usable")
     means = faiss.Kmeans(
         width,
         num_clusters,
@@ -417,6 +415,6 @@ def sample_clusters(cluster_N: np.ndarray, per_cluster: int, seed: int) -> list[
 
 
 def save_vectors(path: Path, vectors: np.ndarray) -> None:
-    """Write vectors, whole or not at all."""
+    """Write vectors atomically."""
     with replacing(path) as waiting, waiting.open("wb") as out:
         np.save(out, vectors)

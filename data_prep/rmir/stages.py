@@ -1,6 +1,6 @@
 """The stages: each reads earlier tables, writes its own, and returns its counts.
 
-Source: RMIR, section 3.1. Differs: where the paper is silent the choice is a setting; see docs/data_prep.md.
+Source: RMIR, section 3.1. Choices that the paper leaves open are settings; see docs/data_prep.md.
 """
 
 from collections import Counter
@@ -28,11 +28,11 @@ from rge.calls.request import Request
 
 Rows = list[Row]
 QUERIES_A_GROUP = 1000
-"""Queries whose candidates are written at once."""
+"""Queries per block when candidates are written."""
 
 
 def caption(run: Run) -> dict[str, Any]:
-    """A caption of each seed picture that has none in the library (not in the paper, whose library has them all)."""
+    """Write captions of seed pictures that have none in the library (not in the paper, whose library is fully captioned)."""
     config, texts = run.config.caption, wording(run.config.prompts)
     model = str(config.model)
 
@@ -68,7 +68,7 @@ def caption(run: Run) -> dict[str, Any]:
 
 
 def generate(run: Run) -> dict[str, Any]:
-    """One question of each category about each input picture, with a description of its target (3.1.1)."""
+    """Write one question of each category about each input picture, with a description of its target (3.1.1)."""
     config, texts = run.config.generate, wording(run.config.prompts)
     images = drawn(run, config.max_inputs)
     codes = {category: texts.codes[category] for category in config.categories}
@@ -100,7 +100,7 @@ def generate(run: Run) -> dict[str, Any]:
 
 
 def filter_queries(run: Run) -> dict[str, Any]:
-    """Keep the questions that break no constraint (3.1.2)."""
+    """Keep the questions that meet all constraints (3.1.2)."""
     config, texts = run.config.filter, wording(run.config.prompts)
     images = run.by("id", "seed", "images")
     queries = run.queries()
@@ -126,7 +126,7 @@ def _sampling(config: Any) -> dict[str, Any]:
 def _read_or_rejected(
     table: str, key: str, name: str, outcome: Outcome, read: Callable[[Reply], Row]
 ) -> tuple[str, Row]:
-    """The row of an answer; where it cannot be used, a row of ``rejected`` with the reason."""
+    """The (table, row) of an answer; if it is unusable, a row of ``rejected`` with the reason."""
     try:
         return table, {key: name, **read(outcome.answer()), "key": outcome.key}
     except ReplyError as error:
@@ -135,17 +135,17 @@ def _read_or_rejected(
 
 @dataclass
 class _Index:
-    """What candidates are searched for in."""
+    """A retrieval index over the seed set."""
 
-    ids: list[str]  # of the pictures
+    ids: list[str]  # picture ids
     vectors_ND: np.ndarray  # of the pictures or their captions
-    texts_of: Callable[[list[str]], np.ndarray]  # vectors of what is searched with
-    count: int  # candidates of each query
-    encoder: str  # its name
+    texts_of: Callable[[list[str]], np.ndarray]  # embeds query texts
+    count: int  # candidates per query
+    encoder: str  # name of the encoder
 
 
 def _indices(run: Run, images: Rows) -> Iterator[tuple[str, _Index]]:
-    """One index after the other, and no copy of its vectors: at the paper's size each has 2.3 GB."""
+    """Yield one index at a time without copying its vectors: at the paper's size each takes 2.3 GB."""
     config = run.config.retrieve
     captions = [image["caption"] for image in images]
     ids = [image["id"] for image in images]
@@ -175,7 +175,7 @@ def _indices(run: Run, images: Rows) -> Iterator[tuple[str, _Index]]:
 
 
 def _vectors_by(run: Run, spec: IndexSpec, images: Rows) -> np.ndarray:
-    """Vectors of the seed set by a further encoder; kept."""
+    """Vectors of the seed set by a further encoder, cached on disk."""
     saved = run.path("retrieve", f"index-{spec.name}.npy")
     if not saved.is_file():
         save_vectors(saved, embed_pictures(image_encoder(spec.encoder), [image["ref"] for image in images]))
@@ -183,7 +183,7 @@ def _vectors_by(run: Run, spec: IndexSpec, images: Rows) -> np.ndarray:
 
 
 def retrieve(run: Run) -> dict[str, Any]:
-    """Candidates of each question: the best of two indices for the description of its target (3.1.3)."""
+    """Retrieve candidates of each question: the nearest to its target description in each index (3.1.3)."""
     images = run.images()
     valid = {row["query_id"] for row in run.rows("filter", "valid", "filtered")}
     queries = [row for row in run.queries() if row["query_id"] in valid]
@@ -216,7 +216,7 @@ def retrieve(run: Run) -> dict[str, Any]:
 
 
 def _search(run: Run, index: _Index, queries: Rows, found: list[list[str]]) -> None:
-    """Add to each query's list what is nearest to the description of its target."""
+    """Append to each query's list the candidates nearest to its target description."""
     config = run.config.retrieve
     most = min(len(index.ids), index.count + config.exclude_input)
     described = [query["target_desc"] for query in queries]
@@ -235,9 +235,9 @@ def _nearest(
     most: int,
     memory_mb: int,
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """First text of a block and the places (Q, most) of what is nearest to each, nearest first.
+    """Yield for each block of texts its start and the (Q, most) positions of the nearest vectors, nearest first.
 
-    Blocks are as large as leaves room for what a text is compared with: a score for each vector, twice.
+    Block sizes leave room for two scores per text and vector.
     """
     import faiss
 
@@ -248,7 +248,7 @@ def _nearest(
 
 
 def judge(run: Run) -> dict[str, Any]:
-    """Every judge of the panel on every triplet (3.1.4)."""
+    """Have every judge of the panel judge every triplet (3.1.4)."""
     config = run.config.judge
     images = run.by("id", "seed", "images")
     queries = run.by("query_id", "generate", "queries", "generated")
@@ -302,10 +302,7 @@ def judge(run: Run) -> dict[str, Any]:
 
 
 def _panel(run: Run) -> list[tuple[str, int]]:
-    """Model and number of the draw of each judge.
-
-    The number counts within a model, so that one more judge of it leaves the others' answers valid.
-    """
+    """(model, sample) of each judge; samples count within a model, so that adding a judge keeps the others' answers valid."""
     names = cache_names(run.config.models)
     panel: list[tuple[str, int]] = []
     for spec in run.config.judge.judges:
@@ -315,7 +312,7 @@ def _panel(run: Run) -> list[tuple[str, int]]:
 
 
 def _verdict(outcome: Outcome) -> tuple[str, str]:
-    """A judge's verdict and reasoning."""
+    """Verdict and reasoning of a judge; a refusal is an abstention."""
     try:
         return prompts.read_judged(outcome.answer())
     except Refused as error:
@@ -325,7 +322,7 @@ def _verdict(outcome: Outcome) -> tuple[str, str]:
 
 
 def count_votes(run: Run) -> dict[str, dict[str, int]]:
-    """How often each judge said what."""
+    """Number of verdicts of each kind, by judge."""
     counts = Counter(
         vote
         for panels in decisions.panels(run.path("judge", "judgements"))
@@ -372,7 +369,7 @@ def pool(run: Run) -> dict[str, Any]:
 
 
 def split(run: Run) -> dict[str, Any]:
-    """Test and training sets by TSR (3.1.7), and everything that is written for training and evaluation."""
+    """Split queries into test and training set by TSR (3.1.7), and export the data set."""
     config = run.config
     doubted = {row["id"] for row in run.rows("keep", "doubted", "pool")}
     queries = run.queries()
@@ -404,7 +401,7 @@ def split(run: Run) -> dict[str, Any]:
 
 
 def _reliability(run: Run, queries: Collection[str], left_out: set[str]) -> dict[str, float]:
-    """TSR of some queries, from what the image index found of them and without some candidates."""
+    """TSR of the given queries, from the image index's candidates except those in `left_out`."""
     negative = {
         (row["query_id"], row["candidate_id"]): row["negativeness"] for row in run.rows("keep", "decided")
     }

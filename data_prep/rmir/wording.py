@@ -1,10 +1,10 @@
-"""The prompt files in ``prompt_files/``, each of which a folder of the user's may override.
+"""The prompt files in ``prompt_files/``; files of the same name in a user's folder override them.
 
-``kinds.md``           the kinds of reasoning with their examples; each begins with a line ``CODE (name): ...``
-``constraints.md``     what every question must keep
-``content_policy.md``  what the writer declines (``generate.content_policy``)
-``generate.md``, ``filter.md``, ``judge.md``  the prompts around them
-``caption.md``         what a caption is asked for with (``caption.model``)
+``kinds.md``           the kinds of reasoning with examples; each begins with a line ``CODE (name): ...``
+``constraints.md``     constraints that every question must meet
+``content_policy.md``  pictures that the writer declines (``generate.content_policy``)
+``generate.md``, ``filter.md``, ``judge.md``  the prompts that include them
+``caption.md``         the prompt for captions (``caption.model``)
 
 The tasks, constraints and tagged formats are those of RMIR's appendix A; the words and examples are ours.
 """
@@ -18,7 +18,7 @@ from rge.common.errors import UserError
 
 SHIPPED = Path(__file__).parent / "prompt_files"
 FORM = "Answer in exactly this format"
-"""With this the format of each prompt begins; it is said again where an answer could not be read."""
+"""Start of the format section of each prompt, which is repeated when an answer could not be parsed."""
 PLACES = {
     "generate.md": ("kinds", "constraints", "policy", "codes"),
     "filter.md": ("kinds", "constraints"),
@@ -28,33 +28,33 @@ PLACES = {
     "constraints.md": (),
     "content_policy.md": (),
 }
-"""What each file has places for, in braces; a file of the user's may leave some out."""
+"""Placeholders of each file, in braces; a user's file may omit some."""
 NEEDED = {
     "generate.md": ("{codes}", FORM, "<query>", "<target_desc>", "<reasoning>", "<Example_CODE_1>"),
     "filter.md": (FORM, "<is_valid>yes or no</is_valid>"),
     "judge.md": (FORM, "<consistent>True, False or ABSTAIN</consistent>"),
     "caption.md": (FORM, "<caption>"),
 }
-"""Without these an answer could not be read."""
+"""Text that each file must contain for its answers to be parsable."""
 
 
 class WordingError(UserError):
-    """A file of prompts cannot be used; the message names it and the fix."""
+    """A prompt file cannot be used; the message names it and the fix."""
 
 
 @dataclass(frozen=True)
 class Wording:
-    """The texts of a run."""
+    """The prompts of a run."""
 
-    codes: dict[str, str]  # of each kind of reasoning, by name, as they stand in the tags of answers
-    generate: str  # of the writer; with places for ``codes`` and ``policy``
-    filter: str  # of the check
-    judge: str  # of the judges
-    caption: str  # of the captions
-    content_policy: str  # for the place of that name
+    codes: dict[str, str]  # kind of reasoning -> its code in the tags of answers
+    generate: str  # with placeholders for ``codes`` and ``policy``
+    filter: str
+    judge: str
+    caption: str
+    content_policy: str  # inserted for ``policy``
 
     def asked(self, names: list[str], *, content_policy: bool) -> str:
-        """The writer's prompt for some kinds of reasoning."""
+        """The writer's prompt for the given kinds of reasoning."""
         codes = ", ".join(self.codes[name] for name in names)
         policy = f"{self.content_policy}\n\n" if content_policy else ""
         return _filled(self.generate, {"codes": codes, "policy": policy})
@@ -65,7 +65,7 @@ def wording(folder: str | None = None) -> Wording:
     """Read the texts; a folder's files replace the shipped ones of the same name.
 
     Raises:
-        WordingError: it is no folder, has a file of another name, or one that lacks what answers are read by.
+        WordingError: it is not a folder, or has an unknown file or one that lacks required text.
     """
     texts = {name: _text(SHIPPED / name) for name in PLACES}
     if folder is not None:
@@ -85,22 +85,26 @@ def wording(folder: str | None = None) -> Wording:
 
 
 def _replaced(folder: Path) -> dict[str, str]:
-    """The texts of a user's folder, by file; errors as of `wording`."""
+    """Texts of a user's folder, by file name; raises as `wording` does."""
     if not folder.is_dir():
-        raise WordingError(f"prompts={folder} is no folder")
+        raise WordingError(f"prompts={folder} is not a folder")
     texts = {path.name: _text(path) for path in sorted(folder.glob("*.md"))}
     if not texts:
         raise WordingError(f"prompts={folder} has none of the files {', '.join(PLACES)}")
     for name, text in texts.items():
         if name not in PLACES:
-            raise WordingError(f"{folder / name} replaces nothing; the files are {', '.join(PLACES)}")
+            raise WordingError(
+                f"{folder / name} does not replace any prompt; the files are {', '.join(PLACES)}"
+            )
         if missing := [one for one in NEEDED.get(name, ()) if one not in text]:
-            raise WordingError(f"{folder / name} lacks {missing[0]!r}, by which its answers are read")
+            raise WordingError(
+                f"{folder / name} must contain {missing[0]!r}, or its answers cannot be parsed"
+            )
     return texts
 
 
 def _filled(text: str, values: dict[str, str]) -> str:
-    # Not str.format: an example may well have braces.
+    # Not str.format, since examples may contain braces.
     return re.sub(
         "|".join(rf"\{{{name}\}}" for name in values), lambda place: values[place.group()[1:-1]], text
     )

@@ -1,1 +1,1 @@
-"""The study set: questions that a text alone cannot answer, with oracle texts that give away what only the target shows."""
+"""The study set: questions that text alone cannot answer, with oracle texts that leak what only the target shows."""

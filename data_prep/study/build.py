@@ -1,14 +1,14 @@
 """Make the study set from the shipped pictures: ``rge data study [out=DIR] [doses=[1,3,10,30,100]]``.
 
     train/hidden_100.jsonl, ...        training records of an arm at a dose
-    train/hidden_100_cold.jsonl, ...   the same and those of the facts that are only taught in words: for the cold start
-    train/naming.jsonl                 what the tower is taught, the same for all
+    train/hidden_100_cold.jsonl, ...   for the cold start: also with the facts that training does not embed
+    train/naming.jsonl                 training records of the vision tower, the same for all arms
     train/pictures.parquet             their pictures
-    valid/hidden_100/, ...             retrieval sets with a gallery of their own, for every choice
-    test/hidden_100/, ...              retrieval sets for the figures; nothing is chosen on them
+    valid/hidden_100/, ...             retrieval sets for tuning, each with its own gallery
+    test/hidden_100/, ...              retrieval sets for final figures; never used for tuning
 
-Questions, answers and arms are in `data_prep.study.design`; ``silent`` is made at the greatest dose and is tested as ``hidden``. The
-set is not shipped: it is made in about a minute, the same every time.
+`data_prep.study.design` defines questions, answers and arms. ``silent`` exists at the highest dose only and is tested as
+``hidden``. The set is not shipped: building it takes about a minute and is deterministic.
 """
 
 import shutil
@@ -35,9 +35,9 @@ from rge.common.options import parse_options
 from rge.common.schema import Positive, QueryPart, Record
 
 NAMING_RENDERINGS = 8
-"""Pictures of each drawing that the tower is taught on."""
+"""Pictures of each drawing in the vision tower's training."""
 IN_FULL = 4
-"""One in so many is called by its ground and serial too."""
+"""One in this many is also named with its ground and serial."""
 SLICE_NOTES = {
     "fact": {
         "embedded": "training embeds queries of this fact",
@@ -60,7 +60,7 @@ def main(words: Sequence[str]) -> None:
     """The command line.
 
     Raises:
-        UserError: an unknown key, a dose outside 1 to 100, or a folder that is there already.
+        UserError: an unknown key, a dose outside 1 to 100, or a folder that already exists.
     """
     options = parse_options(StudyOptions, words, "rge data study")
     build(options.out, options.doses)
@@ -70,14 +70,14 @@ def main(words: Sequence[str]) -> None:
 
 
 def build(out: Path, doses: Sequence[int], chosen: list[Fact] | None = None) -> None:
-    """Write everything for each dose; the folder appears when it is complete. ``chosen``: facts, None for all that fit."""
+    """Write the set at each dose, atomically. ``chosen``: facts to use; None: all suitable ones."""
     if wrong := [dose for dose in doses if not 1 <= dose <= design.NUM_SERIALS]:
-        raise UserError(f"doses are numbers of values, 1 to {design.NUM_SERIALS}; got {wrong[0]}")
+        raise UserError(f"doses must be between 1 and {design.NUM_SERIALS}; got {wrong[0]}")
     if not doses:
-        raise UserError("doses is empty: give at least one number of values, 1 to 100")
+        raise UserError(f"doses is empty: give at least one number from 1 to {design.NUM_SERIALS}")
     if out.exists():
         raise UserError(
-            f"{out} is there already; the set comes out the same every time: keep it, or remove it"
+            f"{out} already exists; the set is the same every time, so keep it, or remove it to rebuild"
         )
     work = out.with_name(f".{out.name}.tmp")
     shutil.rmtree(work, ignore_errors=True)
@@ -94,13 +94,13 @@ def build(out: Path, doses: Sequence[int], chosen: list[Fact] | None = None) -> 
 
 
 def variants(doses: Sequence[int]) -> list[tuple[str, int]]:
-    """Arms with their doses."""
+    """(arm, dose) pairs to build."""
     both = [(arm, dose) for dose in sorted(set(doses)) for arm in ("hidden", "known")]
     return [*both, ("silent", max(doses))]
 
 
 def records(tables: Tables, chosen: list[Fact], arm: str, dose: int) -> list[tuple[Record, Query, Shown]]:
-    """The training records of an arm at a dose, each with its query and its target."""
+    """Training records of an arm at a dose, each with its query and target."""
     found = []
     for plain in design.train_queries(tables, chosen):
         target = design.train_target(tables, plain, dose)
@@ -124,7 +124,7 @@ def _record(tables: Tables, query: Query, positive: dict[str, str]) -> Record:
 
 
 def warm_records(tables: Tables, chosen: list[Fact]) -> list[tuple[Record, Query, Shown]]:
-    """Queries of the facts that are embedded in training, each with the right thing on any ground."""
+    """Records of the facts that training embeds, with targets that show the right thing on any ground."""
     found = []
     for query in design.train_queries(tables, chosen):
         if design.embedded(query.fact):
@@ -136,7 +136,7 @@ def warm_records(tables: Tables, chosen: list[Fact]) -> list[tuple[Record, Query
 
 
 def naming_pictures(tables: Tables, chosen: list[Fact]) -> list[tuple[Shown, str]]:
-    """Every drawing of the things, on grounds and with serials drawn for it, and what it is called."""
+    """Every drawing of the things on random grounds with random serials, and its name."""
     found = []
     for concept in design.things(chosen):
         for family in tables.families(concept):
@@ -211,7 +211,7 @@ def _write_set(
 
 
 def judgements(queries: Iterable[Query], corpus: list[Shown], arm: str) -> Judgements:
-    """Right candidates, each with its oracle text."""
+    """Right candidates of each query, with their oracle texts."""
     found = Judgements()
     for query in queries:
         for one in design.right(query, corpus):
@@ -250,6 +250,6 @@ def _target(picture: Shown) -> dict[str, str]:
 _DERIVED = """
 ## What was changed here
 
-Each drawing was mirrored or not, scaled, placed, multiplied by a pale colour and put between two bars. OpenMoji's are among them, so
-whoever passes these files on does so under CC BY-SA 4.0.
+Drawings were randomly mirrored, scaled and placed, multiplied by a pale colour and put between two bars. They include OpenMoji's,
+so these files may be passed on only under CC BY-SA 4.0.
 """

@@ -1,21 +1,22 @@
-"""What the study set asks, what is right, and what an oracle text says that the query may not tell.
+"""Design of the study set: its questions, its right answers, and oracle texts that leak what the query does not show.
 
-Every picture is one of the demo's drawings on a ground of one of `GROUNDS`, with a serial from A0 to J9: a bar above whose colour is
-the letter and a bar below whose colour is the digit. A query shows a thing and asks a relation about it ("Which tool do you use for
-this?"). A target is right when it shows
+Every picture is one of the demo's drawings on a coloured ground (`GROUNDS`), with a serial from A0 to J9: the bar above
+encodes the letter by colour, the bar below the digit. A query shows a thing and asks for a relation ("Which tool do you use
+for this?"). A target is right if it shows
 
-* the **thing** that the relation leads to, which the text of a rationale says;
-* on the **same ground** as the query, which no text says: it has to be copied from the picture;
+* the **thing** that the relation leads to, which the rationale names;
+* on the **same ground** as the query, which no text mentions: it must be copied from the picture;
 * with any **serial**.
 
-The text may end in the target's serial ("Its serial is C4."). With it no ground has to be copied to tell targets apart, in training.
-The **dose** is the number of values that targets' serials take; what is shown and asked is the same at every dose. Three arms:
+The rationale may end with the target's serial ("Its serial is C4."), which suffices to tell targets apart in training
+without copying the ground. The **dose** is the number of different serials among targets; pictures and questions are the
+same at every dose. There are three arms:
 
-* ``hidden``: the text says the serial, and the query shows one of its own that has nothing to do with it;
-* ``known``: the same texts, and the query shows the target's serial too;
-* ``silent``: the pictures of ``hidden``, no serial in the text.
+* ``hidden``: the text names the target's serial, while the query shows an unrelated one;
+* ``known``: the same texts, but the query shows the target's serial too;
+* ``silent``: the pictures of ``hidden``, without a serial in the text.
 
-Of a quarter of the facts no query is embedded in training: there the cold start alone teaches the answer, in words.
+Queries of a quarter of the facts are never embedded in training: only the cold start teaches their answers, in words.
 """
 
 from collections import Counter
@@ -30,16 +31,16 @@ GROUNDS = ("rose", "sand", "lime", "aqua", "sky", "lilac")
 NUM_SERIALS = 100
 ARMS = ("hidden", "known", "silent")
 MIN_FAMILIES = 4
-"""Things that fewer training families draw are left out: they are not recognised surely enough."""
+"""Things with drawings by fewer training families are left out, since they are not recognised reliably."""
 NUM_ANSWERS = 16
-"""Those that most facts share. In a batch of 64 some four queries have one answer, and only ground or serial tells their targets apart:
-with 72 answers neither was learned, since most queries of a batch were alone with theirs."""
+"""The most frequent answers. In a batch of 64 about four queries then share an answer, so that only ground or serial separates
+their targets. With 72 answers neither was learned, since most answers were unique in their batch."""
 PICTURES_A_DRAWING = 18
-"""Training queries of a fact by one family, three on each ground: with three in all, 200 steps were ten epochs, and targets were
-learned by heart."""
+"""Training queries per fact and family, three on each ground. With three in total, 200 steps were ten epochs and targets were
+memorised."""
 QUERIES_A_FACT = {"valid": 5, "test": 10}
 GALLERY_LAYERS = 2
-"""Candidates of a thing on a ground, each with a serial of its own."""
+"""Candidates per thing and ground, each with its own serial."""
 
 
 @dataclass(frozen=True)
@@ -51,55 +52,55 @@ class Shown:
     ground: int
     serial: int
     name: str
-    """What tells it from other renderings of the same; the placement is drawn from it."""
+    """Distinguishes renderings of the same drawing; seeds the placement."""
 
     @property
     def id(self) -> str:
-        """Id in libraries and sets."""
+        """Id in picture libraries and retrieval sets."""
         return f"{self.concept}/{GROUNDS[self.ground]}/{code(self.serial)}/{self.name}"
 
 
 @dataclass(frozen=True)
 class Query:
-    """A question about a picture; the answer stands on the picture's ground."""
+    """A question about a picture; the answer has the same ground."""
 
     fact: Fact
     picture: Shown
     number: int
-    """Of the phrasing."""
+    """Number of the phrasing."""
 
     @property
     def id(self) -> str:
-        """Unique, without white space; the same whatever serial the picture shows."""
+        """Unique, without white space, and independent of the picture's serial."""
         return f"{self.fact.question}.{self.fact.source}.{self.picture.name}"
 
     @property
     def answer(self) -> str:
-        """The thing that is right."""
+        """The answer's concept."""
         (found,) = self.fact.answers
         return found
 
     def text(self, tables: Tables) -> str:
-        """What is asked, in words."""
+        """The question."""
         return tables.questions[self.fact.question].shown(self.number)
 
     def showing(self, serial: int) -> "Query":
-        """The same with another serial in the picture."""
+        """A copy with another serial in the picture."""
         return replace(self, picture=replace(self.picture, serial=serial))
 
 
 def code(serial: int) -> str:
-    """How a serial is worded: one token a bar."""
+    """A serial as text: one character per bar."""
     return f"{'ABCDEFGHIJ'[serial // 10]}{serial % 10}"
 
 
 def values(dose: int) -> list[int]:
-    """Serials that targets have at a dose; those of a lower dose are among those of a higher one."""
+    """Serials of targets at a dose; a lower dose uses a subset of a higher one's."""
     return sorted(range(NUM_SERIALS), key=lambda serial: stable_hash("serial", str(serial)))[:dose]
 
 
 def facts(tables: Tables) -> list[Fact]:
-    """Facts with one of the answers that most facts share, about well-drawn things."""
+    """Single-answer facts with one of the `NUM_ANSWERS` most frequent answers, about things that enough families draw."""
 
     def drawn(concept: str) -> bool:
         return len(tables.families(concept)) >= MIN_FAMILIES
@@ -115,31 +116,31 @@ def facts(tables: Tables) -> list[Fact]:
 
 
 def embedded(fact: Fact) -> bool:
-    """Whether training embeds queries of a fact, or only teaches to write its answer."""
+    """Whether training embeds the queries of a fact; if not, it only teaches writing the answer."""
     return stable_hash("written only", *fact.pair) % 4 > 0
 
 
 def things(chosen: list[Fact]) -> list[str]:
-    """All concepts of the facts, sources and answers."""
+    """Sources and answers of the facts."""
     return sorted({concept for fact in chosen for concept in (fact.source, *fact.answers)})
 
 
 def answers(chosen: list[Fact]) -> list[str]:
-    """All concepts that are an answer."""
+    """Answers of the facts."""
     return sorted({concept for fact in chosen for concept in fact.answers})
 
 
 def oracle_text(query: Query, target: Shown, arm: str) -> str:
-    """Why the target's thing is right, and, unless the arm is ``silent``, the target's serial."""
+    """The fact's rationale and, unless the arm is ``silent``, the target's serial."""
     reason = query.fact.answers[target.concept]
     return reason if arm == "silent" else f"{reason} Its serial is {code(target.serial)}."
 
 
 def naming_text(concept: Concept, picture: Shown, *, in_full: bool) -> str:
-    """What teaches the tower to see all three, before any stage that is compared.
+    """Name of a picture, which teaches the vision tower thing, ground and serial before the compared stages.
 
-    Most pictures have to be called by the thing alone: ground and serial tell nearly all full names apart, are learned within a few
-    hundred steps, and would leave no reason to look at the thing.
+    Most pictures are named by the thing alone: ground and serial distinguish nearly all full names and are learned within
+    a few hundred steps, which would leave no reason to look at the thing.
     """
     if not in_full:
         return f"{concept.sentence}."
@@ -147,7 +148,7 @@ def naming_text(concept: Concept, picture: Shown, *, in_full: bool) -> str:
 
 
 def train_queries(tables: Tables, chosen: list[Fact]) -> list[Query]:
-    """Every fact by every training family that draws its thing, on several grounds."""
+    """Queries for every fact and every training family that draws its source, on several grounds."""
     found = []
     for fact in chosen:
         for family in tables.families(fact.source):
@@ -159,7 +160,7 @@ def train_queries(tables: Tables, chosen: list[Fact]) -> list[Query]:
 
 
 def held_out_queries(tables: Tables, chosen: list[Fact], split: str) -> list[Query]:
-    """Every fact several times, in renderings of their own."""
+    """Several queries for every fact, with renderings of their own."""
     found = []
     for fact in chosen:
         families = tables.families(fact.source)
@@ -176,21 +177,21 @@ def _query(fact: Fact, family: Family, ground: int, name: str, number: int) -> Q
 
 
 def warm_target(tables: Tables, query: Query) -> Shown:
-    """A picture of the right thing on any ground: what teaches to find things before the stages that are compared, and not the rule."""
+    """A picture of the right thing on a random ground, which teaches finding things but not the ground rule."""
     family = choose(tables.families(query.answer), "warm target", query.id)
     ground, serial = stable_hash("warm ground", query.id), stable_hash("warm serial", query.id)
     return Shown(query.answer, family, ground % len(GROUNDS), serial % NUM_SERIALS, f"warm-{family.name}")
 
 
 def train_target(tables: Tables, query: Query, dose: int) -> Shown:
-    """The target of a training query: of its arms alike."""
+    """The target of a training query, the same in all arms."""
     serial = values(dose)[stable_hash("target serial", query.id) % dose]
     family = choose(tables.families(query.answer), "target", query.id)
     return Shown(query.answer, family, query.picture.ground, serial, f"target-{family.name}")
 
 
 def gallery(tables: Tables, chosen: list[Fact], split: str, dose: int) -> list[Shown]:
-    """Every answer on every ground, several times."""
+    """Every answer on every ground, in `GALLERY_LAYERS` renderings."""
     found = []
     for concept in answers(chosen):
         for ground in range(len(GROUNDS)):
@@ -203,12 +204,12 @@ def gallery(tables: Tables, chosen: list[Fact], split: str, dose: int) -> list[S
 
 
 def right(query: Query, corpus: list[Shown]) -> list[Shown]:
-    """The candidates that answer a query."""
+    """The right candidates of a query."""
     return [one for one in corpus if (one.concept, one.ground) == (query.answer, query.picture.ground)]
 
 
 def as_asked(query: Query, targets: list[Shown], arm: str) -> Query:
-    """The query as an arm shows it: in ``known`` with the serial of one of its targets."""
+    """The query as used in an arm: in ``known`` with the serial of one of its targets."""
     if arm != "known":
         return query
     return query.showing(choose(targets, "known", query.id).serial)

@@ -1,4 +1,4 @@
-"""Print the shipped drawings on a ground, between the two bars of a serial."""
+"""Render the shipped drawings on a coloured ground, between the two bars of a serial."""
 
 import colorsys
 import io
@@ -17,9 +17,9 @@ from data_prep.demo.tables import Tables
 from data_prep.study.design import GROUNDS, Shown
 
 BAR_PX = 12
-"""Thickness of a bar, over the whole width: the tower's augmentation moves pictures by up to 8 pixels."""
+"""Thickness of a bar; must exceed the 8 pixels by which the tower's augmentation shifts pictures."""
 SMALLEST_PX, LARGEST_PX = 54, 60
-"""Sides of the drawing between the bars."""
+"""Range of the drawing's side."""
 GROUND_COLOURS = [colorsys.hsv_to_rgb(number / len(GROUNDS), 0.4, 1.0) for number in range(len(GROUNDS))]
 BAR_COLOURS = np.array(
     [
@@ -27,11 +27,11 @@ BAR_COLOURS = np.array(
         (250, 240, 20), (30, 220, 240), (230, 30, 230), (250, 130, 10), (128, 128, 128),
     ]
 )  # fmt: skip
-"""The corners of the colour cube, orange and grey: as far apart as ten colours can be."""
+"""The corners of the colour cube, orange and grey, for ten well-separated colours."""
 
 
 class Printer:
-    """Renders pictures; each is the same every time, since everything random comes from its id."""
+    """Renders pictures deterministically: all randomness is seeded by their ids."""
 
     def __init__(self, tables: Tables, data: Path):
         self.tables = tables

@@ -1,1 +1,1 @@
-"""Importers of known benchmarks into the retrieval-set format, and the protocols their figures are computed by."""
+"""Importers of known benchmarks into the retrieval-set format, and the protocols that define their figures."""

@@ -2,11 +2,10 @@
 
     results = mteb.evaluate(mteb.get_model("intfloat/mmE5-mllama-11b-instruct"), tasks("runs/sets/rmir", benchmark="rmir"))
 
-What MTEB measures of a set is what ``rge eval run`` measures, by trec_eval's definitions: nDCG, MAP, recall, precision, hit
-rate and MRR at cutoffs, a set's own candidates, exclusions and positives that the pool lacks included. It has no words for the
-rest: intervals and categories; PinPoint's AP@10 over min(positives, 10), its negatives and its paraphrases; MMEB's
-rule for equal scores (MTEB takes trec_eval's, the larger id first); MM-BRIGHT's means of rounded domains. `eval run` has
-them.
+MTEB and ``rge eval run`` compute the same nDCG, MAP, recall, precision, hit rate and MRR (by trec_eval's definitions),
+including per-query candidates, exclusions and positives missing from the pool. MTEB does not support intervals and
+categories; PinPoint's AP@10 over min(positives, 10), negatives and paraphrases; MMEB's rule for equal scores (MTEB uses
+trec_eval's: larger id first); or MM-BRIGHT's means of rounded domains. `eval run` does.
 """
 
 from collections.abc import Iterator
@@ -33,26 +32,26 @@ MAIN = {
     "mmbright": "ndcg_at_10",
     "pinpoint": "precision_at_10",
 }
-"""What MTEB calls the main score: of a benchmark's headlines the first that MTEB has."""
+"""MTEB's main score for each benchmark: the first of its headline metrics that MTEB has."""
 
 
 class SetTask(AbsTaskRetrieval):
-    """A retrieval set as a task of MTEB; each set is a class of its own, see `tasks`.
+    """A retrieval set as an MTEB task; each set is a subclass, see `tasks`.
 
     Attributes:
-        wanted: the set, as a protocol wants it.
-        asked: letters of MTEB's categories for its queries.
-        shown: for its candidates.
+        wanted: the set, prepared by the protocol.
+        asked: MTEB's category letters of its queries.
+        shown: the same for its candidates.
     """
 
     k_values = tuple(sorted({*AbsTaskRetrieval.k_values, *CUTOFFS}))
     wanted: RetrievalSet
     asked: str
     shown: str
-    data_loaded: bool = False  # MTEB's own; said again for type checks where it is not installed
+    data_loaded: bool = False  # MTEB's attribute, redeclared for type checks without MTEB
 
     def load_data(self, num_proc: int | None = None, **_: Any) -> None:
-        """Hand the set over; MTEB calls this."""
+        """Load the set; called by MTEB."""
         if self.data_loaded:
             return
         wanted = self.wanted
@@ -64,7 +63,7 @@ class SetTask(AbsTaskRetrieval):
         }
         if wanted.num_missing_Q is not None:
             for query, count in zip(wanted.queries, wanted.num_missing_Q.tolist(), strict=True):
-                # ids with a space, which no candidate has: in every denominator, in no ranking
+                # ids with spaces, which no candidate has: they count in denominators but are never ranked
                 relevant[query.id] |= {f"not in the pool {number}": 1 for number in range(count)}
         self.dataset = {
             SUBSET: {
@@ -80,12 +79,12 @@ class SetTask(AbsTaskRetrieval):
 
 
 def tasks(path: str | Path, *, benchmark: str = GENERIC, profile: str = "clean") -> list[Any]:
-    """The task of a retrieval set, or those of a suite's members.
+    """Make the MTEB task of a retrieval set, or those of a suite's members.
 
-    The protocol of benchmark and profile says what is excluded.
+    Exclusions follow the protocol of the benchmark and profile.
 
     Raises:
-        UserError: the set is broken, or of another benchmark.
+        UserError: the set is invalid, or belongs to another benchmark.
     """
     root = find_shipped(path)
     folders = [root / name for name in load_suite(root).members] if is_suite(root) else [root]
@@ -101,7 +100,7 @@ def tasks(path: str | Path, *, benchmark: str = GENERIC, profile: str = "clean")
 
 
 def _main_score(benchmark: str, wanted: RetrievalSet) -> str:
-    """Where the sets of one benchmark have several, the set's own."""
+    """Main score of a set; some benchmarks have different ones for different sets."""
     of_part = {"image": MAIN["mmeb"], "visdoc": "ndcg_at_5"} if benchmark == "mmeb2" else {}
     if benchmark == "mrmr" and wanted.meta.get("task") == "negation":
         return "recall_at_1"
@@ -122,12 +121,12 @@ def _metadata(wanted: RetrievalSet, asked: str, shown: str, main_score: str) -> 
         "main_score": main_score,
     }
     if not any(query.instruction for query in wanted.queries):
-        about["prompt"] = {"query": ""}  # none, which is not the same as what a model likes best
+        about["prompt"] = {"query": ""}  # explicitly none; otherwise MTEB uses the model's default prompt
     return TaskMetadata(**about)
 
 
 def _kinds(items: Any) -> str:
-    """Letters of MTEB's categories: what any of the items has."""
+    """MTEB's category letters for the modalities that any item has."""
     has_text = has_image = False
     for item in items:
         has_text, has_image = has_text or bool(item.text), has_image or bool(item.images)
@@ -135,7 +134,7 @@ def _kinds(items: Any) -> str:
 
 
 def _table(wanted: RetrievalSet, side: str, kinds: str, *, named: bool) -> Dataset:
-    """Rows of MTEB, on disk: pictures of a pool may be larger than memory. Named by the set's content."""
+    """An MTEB table, cached on disk by the set's content, since a pool's pictures may exceed the memory."""
     items = wanted.queries if side == "queries" else wanted.corpus_items()
     several = "i" in kinds and any(len(item.images) > 1 for item in items)
     features: dict[str, Any] = {"id": Value("string")}
@@ -176,7 +175,7 @@ def _cell(item: Item, name: str, several: bool) -> Any:
 
 
 def _ranked(wanted: RetrievalSet) -> dict[str, list[str]] | None:
-    """Each query's candidates, where they are not the whole pool."""
+    """Each query's candidates; None if they are the whole pool."""
     if wanted.candidates is None and wanted.excluded is None:
         return None
     every = range(len(wanted.corpus_ids))

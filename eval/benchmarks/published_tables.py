@@ -1,6 +1,6 @@
-"""Published figures of the benchmarks: one JSON file a table in a benchmark's folder ``published``, each with its source.
+"""Published figures of the benchmarks: one JSON file per table, with its source, in a benchmark's folder ``published``.
 
-A file lists columns (their name, and where an evaluation of ours has the same figure) and rows in per cent, as printed.
+A file lists columns (with the path of the same figure in our results) and rows in per cent, as printed.
 """
 
 import json
@@ -14,7 +14,7 @@ from eval.benchmarks.registry import BENCHMARKS
 from rge.common.errors import UserError
 
 COUNTED = {"num_members": "sets", "num_queries": "queries", "num_candidates": "candidates"}
-"""What a published set is counted by."""
+"""Counts that identify a published set."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class Column:
 
     Attributes:
         name: heading.
-        path: where results.json has the figure, such as ``("by_category", "causal", "recall@20")``.
-        official: the same under ``profile=official``, where that has a figure of its own.
+        path: path of the figure in results.json, such as ``("by_category", "causal", "recall@20")``.
+        official: the same under ``profile=official``, if that is a different figure.
     """
 
     name: str
@@ -39,18 +39,18 @@ class Published:
     Attributes:
         key: name of its file.
         benchmark: name of the protocol.
-        task: of MM-BRIGHT, else None.
-        title: of the benchmark and task.
+        task: task number of MM-BRIGHT, else None.
+        title: title of benchmark and task.
         source: paper and table, or file and commit.
-        url: where the benchmark is.
-        counts: what a set must have to be the published one, such as ``{"num_queries": 1634}``.
-        notes: what a reader has to know before comparing.
-        main: place of the column that rows are ordered by.
+        url: home page of the benchmark.
+        counts: counts of the published set, such as ``{"num_queries": 1634}``.
+        notes: caveats for comparisons.
+        main: index of the column that rows are sorted by.
         columns: headings.
         rows: (model, note, values); a value is a fraction of 1 or None.
-        profiles: of our protocols, those that compute the published figures' definition; the first is the released one.
-        made_with: choices of an import that published rows were measured with.
-        other_release: places of rows that are of another release of the benchmark.
+        profiles: our profiles that compute the published definition; the first is the released one.
+        made_with: import options that the published rows were measured with.
+        other_release: indices of rows measured on another release of the benchmark.
     """
 
     key: str
@@ -69,7 +69,7 @@ class Published:
     other_release: frozenset[int] = frozenset()
 
     def not_this_set(self, measured: Mapping[str, Any]) -> str | None:
-        """Why a measured set (``set`` of results.json) is not the published one, by its counts; None if it is."""
+        """Reason why a measured set (``set`` of results.json) is not the published one; None if its counts match."""
         wrong = [
             f"{measured.get(key) or 0:,} of {number:,} {COUNTED[key]}"
             for key, number in self.counts.items()
@@ -81,10 +81,10 @@ class Published:
 
 
 def published() -> dict[str, Published]:
-    """All tables by key, in the order of their names.
+    """All tables by key, sorted.
 
     Raises:
-        UserError: a file lacks something, or is of another benchmark than its folder.
+        UserError: a file is incomplete, or its benchmark is not that of its folder.
     """
     files = {
         path.stem: (path, one.name)
@@ -96,7 +96,7 @@ def published() -> dict[str, Published]:
 
 
 def table_of(benchmark: str | None, set_name: str) -> Published | None:
-    """The table that an evaluation belongs to; None for a benchmark without one."""
+    """The published table that an evaluation can be compared with, or None."""
     for table in published().values():
         of_task = table.task is None or set_name.endswith(f"task {table.task}")
         if table.benchmark == benchmark and of_task:
@@ -120,11 +120,9 @@ def _read(path: Path, benchmark: str) -> Published:
             frozenset(number for number, row in enumerate(content["rows"]) if row.get("other_release")),
         )  # fmt: skip
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is no published table: {type(error).__name__}: {error}") from error
+        raise UserError(f"{path} is not a valid published table: {type(error).__name__}: {error}") from error
     if table.benchmark != benchmark:
-        raise UserError(
-            f"{path} is of benchmark {table.benchmark!r}, but stands in the folder of {benchmark!r}"
-        )
+        raise UserError(f"{path} names benchmark {table.benchmark!r}, but is in the folder of {benchmark!r}")
     for model, _, values in table.rows:
         if len(values) != len(columns):
             raise UserError(f"{path}: row {model!r} has {len(values)} of {len(columns)} values")

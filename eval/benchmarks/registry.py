@@ -1,9 +1,9 @@
-"""Registry of benchmarks: folders here, or modules of the user's.
+"""Registry of benchmarks: folders here, or user-defined plugins.
 
     register_benchmark(Benchmark("birds", import_birds, (Protocol("birds", "clean", ("recall@1",)),)))
 
-That is all: ``rge eval import birds`` and ``benchmark=birds`` know it then, and its published rows stand on its
-board. See docs/extending.md.
+makes ``rge eval import birds`` and ``benchmark=birds`` work, and shows its published rows on its leaderboard. See
+docs/extending.md.
 """
 
 import importlib
@@ -20,22 +20,22 @@ from rge.common.options import one_of
 from rge.common.registry import PluginOptions, Registry
 
 GENERIC = "generic"
-"""A set without a benchmark of its own."""
+"""Name of the protocol for sets that belong to no benchmark."""
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """How a release becomes a retrieval set, what its figures mean, and what others published.
+    """Importer, protocols and published figures of a benchmark.
 
     Attributes:
-        name: what ``import`` and ``benchmark=`` take.
-        importer: a function of one argument, an annotated dataclass of options; writes a retrieval set and returns it,
-            or writes a suite of them and returns their names. ``module:function`` is imported when it is needed.
-        protocols: one a profile, with this benchmark's name.
-        published: folder of published tables, one JSON file each, see `eval.benchmarks.published_tables`; None: none.
+        name: name for ``import`` and ``benchmark=``.
+        importer: a function of one annotated argument, a dataclass of options, that writes a retrieval set and returns it,
+            or writes a suite and returns its members' names. ``module:function`` is imported on use.
+        protocols: one per profile, with this benchmark's name.
+        published: folder of published tables, see `eval.benchmarks.published_tables`; None: none.
 
     Raises:
-        UserError: there is no protocol, or one has another name or an unknown or repeated profile.
+        UserError: there is no protocol, or one has a different name, or an unknown or repeated profile.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Benchmark:
                 raise UserError(f"benchmark {self.name!r} has a protocol of {one.benchmark!r}")
 
     def load_importer(self) -> tuple[type, Callable[[Any], object]]:
-        """Its options' dataclass and the function."""
+        """The importer's options class and function."""
         function: Any = self.importer
         if isinstance(self.importer, str):
             module, _, name = self.importer.partition(":")
@@ -58,14 +58,14 @@ class Benchmark:
         kinds = [kind for name, kind in get_type_hints(function).items() if name != "return"]
         if len(kinds) != 1:
             raise UserError(
-                f"the importer of {self.name!r} must take its options, annotated, and nothing else"
+                f"the importer of {self.name!r} must take exactly one annotated argument: its options"
             )
         return kinds[0], function
 
 
 @dataclass(kw_only=True)
 class MeasureOptions(PluginOptions):
-    """What every command that measures a set is told."""
+    """Options of every command that measures a set."""
 
     set: Path
     """Retrieval set directory, see `eval.sets.retrieval_set`, or a suite of them, see `eval.benchmarks.suite`."""
@@ -89,7 +89,7 @@ class MeasureOptions(PluginOptions):
         return protocol_for(self.benchmark, self.profile, wanted, self.metrics)
 
     def prepared(self) -> tuple[Protocol, RetrievalSet, list[str]]:
-        """For a ranking without an embedder: the protocol, the set as it wants it, and a warning where pictures are missing."""
+        """For rankings without an embedder: protocol, prepared set, and warnings about missing pictures."""
         wanted = load_set(self.set, by=self.by)
         protocol = self.protocol(wanted)
         wanted, unread = with_readable_content(protocol.prepare(wanted))
@@ -107,25 +107,23 @@ BENCHMARKS: Registry[Benchmark] = Registry(
 
 
 def register_benchmark(benchmark: Benchmark) -> Benchmark:
-    """Make a benchmark known.
+    """Register a benchmark.
 
     Raises:
-        UserError: another one has its name.
+        UserError: the name is taken.
     """
     if benchmark.name == GENERIC:
-        raise UserError(f"{GENERIC} is the name of sets without a benchmark")
+        raise UserError(f"the name {GENERIC!r} is reserved for sets without a benchmark")
     return BENCHMARKS.add(benchmark.name, benchmark)
 
 
 def protocol_for(
     benchmark: str, profile: str, wanted: RetrievalSet | None = None, metrics: Sequence[str] = ()
 ) -> Protocol:
-    """The protocol of a benchmark and profile.
-
-    Where the set is known already, it has to be of that benchmark.
+    """The protocol of a benchmark and profile, with further metrics.
 
     Raises:
-        UserError: there is none, the set is of another benchmark, or there is no such metric.
+        UserError: an unknown benchmark, profile or metric, or `wanted` belongs to another benchmark.
     """
     one_of("benchmark", [benchmark], (GENERIC, *BENCHMARKS))
     one_of("profile", [profile], PROFILES)
@@ -133,14 +131,14 @@ def protocol_for(
     found = next((one for one in known if one.profile == profile), None)
     if found is None and benchmark == GENERIC:
         raise UserError(
-            "profile=official is what a benchmark's released code computes: give benchmark=NAME with it"
+            "profile=official is what a benchmark's released code computes, so it needs benchmark=NAME"
         )
     if found is None:
         raise UserError(f"{benchmark} has only profile={known[0].profile}, got profile={profile}")
     if wanted is not None and benchmark != GENERIC and wanted.meta.get("benchmark") != benchmark:
         raise UserError(
-            f"benchmark={benchmark}, but {wanted.path} was not imported as such (meta.json has benchmark "
-            f"{wanted.meta.get('benchmark')!r}): rge eval import {benchmark} src=DIR out=DIR"
+            f"benchmark={benchmark}, but {wanted.path} was not imported as that (meta.json has benchmark "
+            f"{wanted.meta.get('benchmark')!r}): run rge eval import {benchmark} src=DIR out=DIR"
         )
     for name in metrics:
         parse_name(name)

@@ -1,7 +1,4 @@
-"""Shared by the importers: options, files of a release, pictures.
-
-An importer says which files it reads and how a row becomes a query, a candidate or a judgement; the rest is here.
-"""
+"""Shared by the importers: options, reading a release's tables, finding its pictures."""
 
 import hashlib
 import io
@@ -31,12 +28,12 @@ PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 
 
 class ReleaseError(UserError):
-    """A release cannot be imported; the message names file, field and fix."""
+    """A release cannot be imported; the message names the file, the field and the fix."""
 
 
 @dataclass
 class ReleaseOptions(PluginOptions):
-    """What every importer of a release is told."""
+    """Options of every importer of a release."""
 
     src: Path
     """Folder of the release, in the layout of the download."""
@@ -48,7 +45,7 @@ class ReleaseOptions(PluginOptions):
     """Replace what an earlier import wrote to out."""
 
     def write(self, member: str = "", *, embed: bool = True, **parts: Any) -> RetrievalSet:
-        """`write_set` to ``out``, or to a suite's member there, as the options say."""
+        """Call `write_set` for ``out`` or a suite's member in it, with these options."""
         return write_set(
             self.out / member, embed=embed, decode=self.decode, overwrite=self.overwrite, **parts
         )
@@ -56,7 +53,7 @@ class ReleaseOptions(PluginOptions):
     def write_members(
         self, members: Mapping[str, Mapping[str, str]], write_one: Callable[[str], object], **suite: Any
     ) -> list[str]:
-        """Write every member of a suite, and the suite last; returns their names. ``suite``: see `write_suite`."""
+        """Write all members of a suite, then the suite; returns their names. ``suite``: see `write_suite`."""
         refuse_old_suite(self.out, self.overwrite)
         for name in members:
             write_one(name)
@@ -66,7 +63,7 @@ class ReleaseOptions(PluginOptions):
 
 @dataclass
 class PictureOptions(ReleaseOptions):
-    """And those of a release whose pictures are files."""
+    """Further options for releases whose pictures are files."""
 
     pictures: str = "embed"
     """embed copies pictures into the set, link writes their paths."""
@@ -81,7 +78,7 @@ class PictureOptions(ReleaseOptions):
 
 @dataclass
 class Draft:
-    """Queries and judgements while a release is read; ``lost`` are right candidates that the ``pool`` lacks."""
+    """Collects queries and judgements of a release; ``lost`` are right candidates missing from ``pool``."""
 
     pool: Container[str]
     queries: list[Query] = field(default_factory=list)
@@ -93,16 +90,16 @@ class Draft:
     def judge(
         self, query: str, gains: Mapping[str, int], wrong: Iterable[str] = (), own: Iterable[str] = ()
     ) -> int:
-        """Keep the judgements of candidates that the pool has.
+        """Add the judgements of candidates that are in the pool.
 
         Args:
-            query: its id, as the release writes it.
-            gains: by candidate; 0 was judged and is not right.
+            query: the query's id in the release.
+            gains: gain of each candidate; 0: judged, not right.
             wrong: explicit negatives.
-            own: the query's own pictures; a right one is not excluded.
+            own: the query's own pictures, to be excluded unless they are judged.
 
         Returns:
-            How many right candidates the pool lacks.
+            Number of right candidates missing from the pool.
         """
         name = safe_id(query)
         absent = [one for one, gain in gains.items() if gain and one not in self.pool]
@@ -116,10 +113,10 @@ class Draft:
         return len(absent)
 
     def refuse_lost(self, where: object, *, allowed: bool) -> None:
-        """Refuse a pool that lacks right candidates, unless that is ``allowed``.
+        """Refuse a pool without all right candidates, unless ``allowed``.
 
         Raises:
-            UserError: naming some of them.
+            UserError: some are missing.
         """
         if self.lost and not allowed:
             raise ReleaseError(
@@ -129,7 +126,7 @@ class Draft:
 
 
 def chosen(option: str, wanted: Sequence[str], known: Iterable[str]) -> tuple[str, ...]:
-    """Members that an option names; ``all`` are all that are known."""
+    """Members named by an option; ``all`` stands for all known ones."""
     known = tuple(known)
     names = known if tuple(wanted) == ("all",) else tuple(wanted)
     one_of(option, names, known)
@@ -137,14 +134,14 @@ def chosen(option: str, wanted: Sequence[str], known: Iterable[str]) -> tuple[st
 
 
 def content_id(*parts: str) -> str:
-    """An id made of content: 20 hexadecimal digits. Its order says nothing about where the content stood."""
+    """An id derived from content: 20 hexadecimal digits, so that sorting by id reveals no original order."""
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
 
 
 def iter_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
     """Rows of a Parquet, JSON lines, JSON (a list of objects), CSV or TSV file.
 
-    Only the given columns, where the format can skip others.
+    ``columns``: columns to read, if the format allows skipping others.
 
     Raises:
         UserError: the file cannot be read.
@@ -153,14 +150,14 @@ def iter_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[dict
 
 
 def placed_rows(files: Iterable[Path]) -> Iterator[tuple[dict[str, Any], str]]:
-    """The rows of several files, each with the words that a message begins with: ``FILE, row 3``."""
+    """Rows of several files, each with its location for messages: ``FILE, row 3``."""
     for file in files:
         for number, row in enumerate(iter_rows(file), 1):
             yield row, f"{file}, row {number}"
 
 
 def cell(row: Mapping[str, Any], where: str, *names: str) -> Any:
-    """The value of a column, which may go by several names.
+    """The value of a column, which may have one of several names.
 
     Raises:
         UserError: it is missing or null.
@@ -169,12 +166,12 @@ def cell(row: Mapping[str, Any], where: str, *names: str) -> Any:
         if row.get(name) is not None:
             return row[name]
     raise ReleaseError(
-        f"{where}: column {' or '.join(map(repr, names))} is missing or empty; there are {', '.join(row)}"
+        f"{where}: column {' or '.join(map(repr, names))} is missing or empty; found: {', '.join(row)}"
     )
 
 
 def read_qrels(files: Iterable[Path]) -> dict[str, dict[str, int]]:
-    """Gains by query and candidate; of two judgements of one pair the higher one counts.
+    """Gains by query and candidate; the highest of repeated judgements counts.
 
     Raises:
         UserError: a row lacks an id or its score.
@@ -189,19 +186,19 @@ def read_qrels(files: Iterable[Path]) -> dict[str, dict[str, int]]:
     return judged
 
 
-def need_columns(where: object, there: Iterable[str], needed: Iterable[str], hint: str = "") -> None:
-    """Refuse a table that lacks a column.
+def need_columns(where: object, present: Iterable[str], needed: Iterable[str], hint: str = "") -> None:
+    """Check that a table has all needed columns.
 
     Raises:
-        UserError: naming the first one that is missing.
+        UserError: one is missing.
     """
-    names = list(there)
+    names = list(present)
     if lacking := [name for name in needed if name not in names]:
-        raise ReleaseError(f"{where}: column {lacking[0]!r} is missing; there are {', '.join(names)}{hint}")
+        raise ReleaseError(f"{where}: column {lacking[0]!r} is missing; found: {', '.join(names)}{hint}")
 
 
 def files_of_split(folder: Path, split: str) -> list[Path]:
-    """Tables of one split in a folder as the Hugging Face hub lays it out: ``test-00000-of-00002.parquet``, ``test.jsonl``.
+    """Tables of a split in the Hugging Face hub's layout: ``test-00000-of-00002.parquet``, ``test.jsonl``.
 
     Raises:
         UserError: there are none.
@@ -211,14 +208,14 @@ def files_of_split(folder: Path, split: str) -> list[Path]:
     )
     if not found:
         raise ReleaseError(
-            f"{folder} has no table of split {split} ({split}-*.parquet or {split}.jsonl): give src= the folder that holds "
-            "the data sets as the hub has them"
+            f"{folder} has no table of split {split} ({split}-*.parquet or {split}.jsonl): src must be the folder with "
+            "the data sets in the hub's layout"
         )
     return found
 
 
 def column_names(path: Path) -> list[str]:
-    """Every field that a file has, in order of appearance."""
+    """All column names of a file, in order of appearance."""
     if path.suffix == ".parquet":
         return list(pq.ParquetFile(path).schema_arrow.names)
     names: dict[str, None] = {}
@@ -228,7 +225,7 @@ def column_names(path: Path) -> list[str]:
 
 
 def as_list(value: Any) -> list[Any]:
-    """A cell as a list: None and "" are empty, JSON text of a list is read, anything else stands alone."""
+    """A cell as a list: None and "" are empty, a JSON list is parsed, anything else becomes a single element."""
     if value is None or (isinstance(value, str) and not value.strip()):
         return []
     if isinstance(value, str) and value.lstrip()[:1] == "[":
@@ -241,15 +238,15 @@ def as_list(value: Any) -> list[Any]:
 
 
 class Fields:
-    """Columns of a release under whatever names it gives them.
+    """Maps a release's column names to ours.
 
     Args:
-        aliases: our name -> names that are understood.
-        field_map: the user's own ``theirs=ours`` words; ``theirs=ignore`` drops a column.
-        prefer: fields of ours whose names run from the likeliest to the least likely one, which is then passed over.
+        aliases: our name -> accepted names.
+        field_map: the user's ``theirs=ours`` words; ``theirs=ignore`` drops a column.
+        prefer: our names whose aliases are sorted by likelihood: of two matching columns the likelier one is used.
 
     Raises:
-        UserError: a word of ``field_map`` is no pair or names no field of ours.
+        UserError: a word of ``field_map`` is not a pair, or names none of our fields.
     """
 
     def __init__(
@@ -275,7 +272,7 @@ class Fields:
         """Our name -> the file's name, for every column of a file.
 
         Raises:
-            UserError: a column has no known meaning, or two mean the same.
+            UserError: a column is unknown, or two columns match the same name.
         """
         found: dict[str, str] = {}
         unknown = []
@@ -289,7 +286,7 @@ class Fields:
                 found[ours] = self._chosen(path, ours, found.get(ours), name)
         if unknown:
             raise ReleaseError(
-                f"{path}: unknown columns {', '.join(unknown)}. Known fields are {', '.join(self.aliases)}; give "
+                f"{path}: unknown columns {', '.join(unknown)}. Known fields are {', '.join(self.aliases)}; pass "
                 f"field_map={unknown[0]}=FIELD, or field_map={unknown[0]}=ignore"
             )
         return found
@@ -299,7 +296,7 @@ class Fields:
         return self.given.get(name) or next(known, None)
 
     def _chosen(self, path: Path, ours: str, first: str | None, name: str) -> str:
-        """Which of two columns that could both be ``ours``."""
+        """Choose between two columns that both match ``ours``."""
         if first is None or name in self.given:
             return name
         if first in self.given:
@@ -308,27 +305,27 @@ class Fields:
             known = list(map(_plain, self.aliases[ours]))
             return min(first, name, key=lambda one: known.index(_plain(one)))
         raise ReleaseError(
-            f"{path}: columns {first!r} and {name!r} could both be {ours!r}: say which, field_map={name}=ignore"
+            f"{path}: columns {first!r} and {name!r} could both be {ours!r}: choose with field_map={name}=ignore"
         )
 
 
 def _plain(name: str) -> str:
-    """A heading without regard to case, blanks and hyphens."""
+    """A heading normalised for comparison: case, white space and hyphens do not matter."""
     return re.sub(r"[\s_-]+", "_", unicodedata.normalize("NFKC", name).strip().casefold())
 
 
 class Pictures:
-    """Finds the pictures that a release names.
+    """Finds the pictures of a release.
 
     Args:
-        roots: folders in which a path may stand, the first that has it wins.
-        manifest: a table with ``id`` and ``path`` (or ``image`` bytes); Visual Genome's ``image_data.json`` will do.
+        roots: folders that paths may be relative to, in order of precedence.
+        manifest: a table with ``id`` and ``path`` (or ``image`` bytes), such as Visual Genome's ``image_data.json``.
 
     Attributes:
-        coco: id -> number in COCO, for the half of Visual Genome that is of COCO.
+        coco: id -> number in COCO, for pictures of Visual Genome that come from COCO.
 
     Raises:
-        UserError: the manifest lacks a column or names an id twice.
+        UserError: the manifest lacks a column or repeats an id.
     """
 
     def __init__(self, roots: Sequence[Path], manifest: Path | None = None):
@@ -340,14 +337,14 @@ class Pictures:
             self._read_manifest(manifest)
 
     def find(self, ref: Any, *, by_stem: bool) -> bytes | Path | None:
-        """The picture of a reference, None if it is nowhere.
+        """Find the picture of a reference; None if there is none.
 
         Args:
             ref: bytes, ``{bytes, path}``, a path, or an id.
-            by_stem: whether a file ``REF.jpg`` anywhere below the roots is certainly it.
+            by_stem: also accept a file ``REF.jpg`` anywhere below the roots.
 
         Raises:
-            UserError: two files could be it.
+            UserError: two files match.
         """
         if isinstance(ref, Mapping):
             return self.find(ref.get("bytes") or ref.get("path"), by_stem=by_stem)
@@ -361,30 +358,30 @@ class Pictures:
         return self._file(name) or (self._by_name(name) if by_stem else None)
 
     def _listed(self, name: str, entry: str | bytes) -> bytes | Path:
-        """What the manifest has for a name."""
+        """The picture of a manifest entry."""
         found = entry if isinstance(entry, bytes) else self._file(entry)
         if found is None:
             raise ReleaseError(
-                f"the manifest says that {name!r} is {entry!r}, which is in none of "
-                f"{', '.join(map(str, self.roots)) or 'no folder (images=DIR)'}"
+                f"the manifest lists {name!r} as {entry!r}, which is in none of these folders: "
+                f"{', '.join(map(str, self.roots)) or 'none given (images=DIR)'}"
             )
         return found
 
     def _by_name(self, name: str) -> Path | None:
-        """The file of that name, with any ending, anywhere below the roots."""
+        """The file with this stem anywhere below the roots."""
         stem = Path(name).stem if Path(name).suffix.lower() in PICTURES else Path(name).name
         files = self._by_stem().get(stem, [])
         if len(files) > 1:
             raise ReleaseError(
-                f"picture {name!r} could be {files[0]} or {files[1]}: give manifest=FILE with id and path"
+                f"picture {name!r} could be {files[0]} or {files[1]}: pass manifest=FILE with id and path"
             )
         return files[0] if files else None
 
     def need(self, ref: Any, where: str, hint: str) -> bytes | Path:
-        """`find` by the path alone, for what has to be there.
+        """Like `find` without `by_stem`, for required pictures.
 
         Raises:
-            UserError: it is not; the message ends with ``hint``.
+            UserError: the picture is missing; the message ends with ``hint``.
         """
         found = self.find(ref, by_stem=False)
         if found is None:
@@ -424,10 +421,10 @@ class Pictures:
 
 
 def still(data: bytes) -> bytes:
-    """A picture that can be embedded: animations become their first frame, everything else stays as it is.
+    """Replace an animation by its first frame as PNG; other pictures are returned unchanged.
 
     Raises:
-        ImageError: it cannot be opened.
+        ImageError: the picture cannot be opened.
     """
     try:
         load_image(data)
@@ -437,7 +434,7 @@ def still(data: bytes) -> bytes:
 
 
 def stack(pictures: Sequence[bytes]) -> bytes:
-    """Pictures one below the other on white, as PNG, each in its own size.
+    """Stack pictures vertically on white, without resizing, as PNG.
 
     Raises:
         ImageError: one cannot be opened.
@@ -458,7 +455,7 @@ def _png(image: Image.Image) -> bytes:
 
 
 def some(names: Sequence[str], most: int = 5) -> str:
-    """The first few names for a message."""
+    """The first few names, for a message."""
     return ", ".join(map(repr, names[:most])) + (", ..." if len(names) > most else "")
 
 
@@ -468,5 +465,5 @@ def _json_rows(path: Path) -> Iterator[dict[str, Any]]:
     except (OSError, ValueError) as error:
         raise ReleaseError(f"{path} cannot be read: {error}") from None
     if not isinstance(content, list) or not all(isinstance(row, dict) for row in content):
-        raise ReleaseError(f"{path}: a list of objects is expected")
+        raise ReleaseError(f"{path}: expected a list of objects")
     yield from content

@@ -1,9 +1,9 @@
-"""Several retrieval sets that make one benchmark: MMEB's 36, MM-BRIGHT's 29 domains.
+"""Suites: several retrieval sets that form one benchmark, such as MMEB's 36 sets or MM-BRIGHT's 29 domains.
 
-A suite is a directory with ``suite.json`` and a retrieval set in each member's folder. Every member is evaluated like any
-set; the output directory of the whole holds the members' queries in one ``per_query.parquet``, with the member as their
-category, so that `compare` pairs suites as it pairs sets. The macro mean is the mean over members of their means; groups
-are resampled within members.
+A suite is a directory with ``suite.json`` and a retrieval set in each member's folder. Members are evaluated like any set.
+The suite's output directory holds all members' queries in one ``per_query.parquet``, with the member as category, so that
+`compare` pairs suites as it pairs sets. The macro mean is the mean of the members' means; groups are resampled within
+members.
 """
 
 import hashlib
@@ -44,22 +44,22 @@ SHARED = (
     "checkpoint_hash", "prompts", "rewrite", "settings", "decoding", "dtype", "batch_size", "embedding_dims", "depth",
     "seed", "tag", "exact", "asked_as_released", "plugins", "metrics",
 )  # fmt: skip
-"""Keys of a member's results that hold for all members."""
+"""Keys of results.json that are the same for all members."""
 DECIDES = (
     "query_mode", "query_modality", "candidate_mode", "benchmark", "profile", "dtype", "embedding_dims", "depth", "seed",
     "tag",
 )  # fmt: skip
-"""Those by which another evaluation in an output directory is told apart."""
+"""Keys that identify an evaluation in an output directory."""
 PER_MEMBER = ("set.", "embedder.run", "machine.")
-"""Parts of an identity that may be each member's own."""
+"""Parts of an identity that may differ between members."""
 
 
 @dataclass(frozen=True)
 class Suite:
-    """A checked ``suite.json``; ``benchmark`` is the protocol of every member.
+    """A checked ``suite.json``; ``benchmark`` is the protocol of all members.
 
     Attributes:
-        column: what a member is, such as ``domain`` or ``set``.
+        column: what members are called, such as ``domain`` or ``set``.
         members: name -> further columns, such as ``{"meta_task": "VQA", "distribution": "OOD"}``.
     """
 
@@ -76,26 +76,26 @@ def is_suite(path: Path) -> bool:
 
 
 def refuse_old_suite(out: Path, overwrite: bool) -> None:
-    """Before an import reads anything: a suite at ``out`` is only replaced where that is meant.
+    """Check before an import that it replaces an existing suite only with ``overwrite``.
 
     Raises:
-        UserError: there is one, and ``overwrite`` is false.
+        UserError: ``out`` holds a suite and ``overwrite`` is false.
     """
     if is_suite(out) and not overwrite:
-        raise UserError(f"out {out} already holds a suite: give another, or overwrite=true")
+        raise UserError(f"out {out} already holds a suite: choose another, or pass overwrite=true")
 
 
 def write_suite(path: Path, *, name: str, benchmark: str, column: str, members: Mapping[str, Mapping[str, str]], **meta: Any) -> None:  # fmt: skip
-    """Write ``suite.json`` beside the members' folders, last of all."""
+    """Write ``suite.json`` beside the members' folders, after all of them."""
     content = {"name": name, "benchmark": benchmark, "column": column, "members": members} | meta
     write_bytes(path / SUITE, json.dumps(content, indent=1, ensure_ascii=False).encode() + b"\n")
 
 
 def load_suite(path: Path) -> Suite:
-    """Read a suite and see that every member is there.
+    """Read a suite and check that every member exists.
 
     Raises:
-        UserError: the file is broken, or a member's folder is missing or elsewhere.
+        UserError: the file is invalid, or a member's folder is missing or outside the suite.
     """
     file = path / SUITE
     try:
@@ -109,9 +109,11 @@ def load_suite(path: Path) -> Suite:
         raise UserError(f"{file} has no members")
     for name in suite.members:
         if Path(name).is_absolute() or not name.strip() or ".." in Path(name).parts:
-            raise UserError(f"{file}: member {name!r} is no folder in the suite")
+            raise UserError(f"{file}: member {name!r} is not a folder in the suite")
         if not (path / name / "meta.json").is_file():
-            raise UserError(f"{file} lists {name!r}, but {path / name} is no retrieval set: import it again")
+            raise UserError(
+                f"{file} lists {name!r}, but {path / name} is not a retrieval set: import it again"
+            )
     return suite
 
 
@@ -125,7 +127,7 @@ def join_members(
     overwrite: bool = False,
     more: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """`aggregate`, and print the table of the whole; ``said`` is what was evaluated, in a word."""
+    """`aggregate`, and print the summary table under the title ``said``."""
     content = aggregate(suite, dirs, out, seed=seed, overwrite=overwrite, more=more)
     metrics = (*protocol_for(suite.benchmark, content["profile"]).headline, *content.get("metrics", []))
     print(f"\n{suite.name}: {said} -> {out}\n{summary(content, metrics)}", flush=True)
@@ -136,14 +138,14 @@ def member_dirs(directory: Path, results: Mapping[str, Any]) -> dict[str, Path]:
     """Evaluation directories of a suite's members.
 
     Raises:
-        UserError: it does not say where they are, or one is not there.
+        UserError: their locations are not recorded, or one is missing.
     """
     dirs = {name: directory / where for name, where in results.get("member_dirs", {}).items()}
     if not dirs:
-        raise UserError(f"{directory} does not say where its members' evaluations are: evaluate it again")
+        raise UserError(f"{directory} does not record where its members' evaluations are: evaluate it again")
     for name, path in dirs.items():
         if not path.is_dir():
-            raise UserError(f"{path}, the evaluation of {name}, is not there; {directory} needs all of them")
+            raise UserError(f"{path}, the evaluation of {name}, is missing; {directory} needs all of them")
     return dirs
 
 
@@ -162,7 +164,7 @@ def aggregate(
         Content of results.json.
 
     Raises:
-        UserError: a member was measured otherwise than the rest, or ``out`` holds something else.
+        UserError: members were measured with different settings, or ``out`` holds something else.
     """
     results = {name: read_results(path) for name, path in dirs.items()}
     first = next(iter(results.values()))
@@ -218,12 +220,12 @@ def _check_alike(dirs: Mapping[str, Path], results: Mapping[str, Mapping[str, An
         for key, (theirs, ours) in differences(one, first).items():
             if not key.startswith(PER_MEMBER):
                 raise UserError(
-                    f"{dirs[name]} has {key} = {theirs!r}, others {ours!r}: evaluate all members alike"
+                    f"{dirs[name]} has {key} = {theirs!r}, others {ours!r}: evaluate all members with the same settings"
                 )
 
 
 def _joint_table(suite: Suite, dirs: Mapping[str, Path]) -> pd.DataFrame:
-    """The queries of all members: the member is their category and part of their ids and groups."""
+    """Queries of all members, with the member as category and as prefix of ids and groups."""
     frames = []
     for name, path in dirs.items():
         frame = pd.read_parquet(path / PER_QUERY)
@@ -237,7 +239,7 @@ def _joint_table(suite: Suite, dirs: Mapping[str, Path]) -> pd.DataFrame:
 
 
 def _joint_set(suite: Suite, results: Mapping[str, Mapping[str, Any]], table: pd.DataFrame) -> dict[str, Any]:
-    """What results.json says of the set: of all members."""
+    """The ``set`` block of results.json for the whole suite."""
     sets = {name: one["set"] for name, one in results.items()}
     first = next(iter(sets.values()))
     members = {name: one["fingerprint"] for name, one in sets.items()}
@@ -266,21 +268,20 @@ def _of_all(results: Mapping[str, Mapping[str, Any]], block: str) -> dict[str, A
 
 
 def _metrics(results: Mapping[str, Mapping[str, Any]], table: pd.DataFrame) -> list[str]:
-    """Metrics that all members have: one that a member lacks has no mean over members."""
+    """Metrics that all members have; only these have a mean over members."""
     return [name for name in in_all(list(_of_all(results, "micro").values())) if name in table]
 
 
 def in_all(blocks: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Keys that all have, in the order of the first."""
+    """Keys common to all blocks, in the order of the first."""
     return [key for key in blocks[0] if all(key in one for one in blocks)]
 
 
 def suite_figures(
     table: pd.DataFrame, names: Sequence[str], columns: Sequence[str], *, seed: int
 ) -> dict[str, Any]:
-    """Micro and macro figures of all members, and the macro mean of every value of a member's column."""
+    """Micro and macro figures over all members, and the macro mean for every value of the members' columns."""
     of_member = member_bootstraps(table, names, seed=seed)
-
     micro = mean_over(table, names, members=False, seed=seed)
     whole = mean_of(list(of_member.values()))
     out: dict[str, Any] = {"micro": by_name(names, micro), "macro": by_name(names, whole)}
@@ -302,7 +303,7 @@ def member_bootstraps(
     found = {}
     for number, (member, rows) in enumerate(table.groupby("category", sort=True)):
         values, group_Q = rows[list(names)].to_numpy(np.float64), index_of(rows["group"].tolist())
-        # another seed each, or members of equal size would be resampled in step
+        # different seeds, since members of equal size would otherwise get identical resamples
         found[str(member)] = cluster_bootstrap(
             values, group_Q, num_resamples=num_resamples, seed=seed + 1000 * number
         )
@@ -317,7 +318,7 @@ def mean_over(
     seed: int,
     num_resamples: int = NUM_RESAMPLES,
 ) -> Bootstrap:
-    """Means of columns over queries, or over the members of a suite of their own means; see `member_bootstraps`."""
+    """Means of columns over queries, or, with `members`, means of the members' means; see `member_bootstraps`."""
     if members:
         found = member_bootstraps(table, names, seed=seed, num_resamples=num_resamples)
         return mean_of(list(found.values()))
@@ -326,7 +327,7 @@ def mean_over(
 
 
 def _reported(results: Mapping[str, Mapping[str, Any]], columns: Sequence[str]) -> list[str]:
-    """Columns of queries that members are reported by, such as how essential a picture is."""
+    """Query columns that members report figures by."""
     blocks = dict.fromkeys(block for one in results.values() for block in one if block.startswith("by_"))
     return [
         name for name in (block.removeprefix("by_") for block in blocks) if name not in ("category", *columns)
@@ -336,7 +337,7 @@ def _reported(results: Mapping[str, Mapping[str, Any]], columns: Sequence[str]) 
 def _by_query(
     table: pd.DataFrame, names: Sequence[str], columns: Sequence[str], *, seed: int
 ) -> dict[str, Any]:
-    """Figures by a column of queries: the unweighted mean over the members that have such queries."""
+    """Figures by query column: unweighted means over the members that have such queries."""
     out: dict[str, Any] = {}
     for column in columns:
         if column not in table:
@@ -348,7 +349,7 @@ def _by_query(
 
 
 def mean_of(parts: Sequence[Bootstrap]) -> Bootstrap:
-    """The unweighted mean of independently resampled means, each resampled within itself."""
+    """The unweighted mean of independently bootstrapped means."""
     estimates = np.stack([part.estimate_M for part in parts])
     jackknife = [
         estimates.mean(axis=0) + (part.jackknife_GM - part.estimate_M) / len(parts) for part in parts
@@ -357,7 +358,7 @@ def mean_of(parts: Sequence[Bootstrap]) -> Bootstrap:
         estimate_M=estimates.mean(axis=0),
         draws_BM=np.mean([part.draws_BM for part in parts], axis=0),
         jackknife_GM=np.concatenate(jackknife),
-        # the only group of a part is never drawn otherwise
+        # a part with a single group has no resampling variance
         num_groups_M=np.sum(
             [np.where(part.num_groups_M > 1, part.num_groups_M, 0) for part in parts], axis=0
         ),
@@ -365,7 +366,7 @@ def mean_of(parts: Sequence[Bootstrap]) -> Bootstrap:
 
 
 def loaded_once(load: Callable[..., Any]) -> Callable[..., Any]:
-    """A loader that loads at its first call and then gives the same again: one model for all members."""
+    """Wrap a loader so that it loads once: all members share one model."""
     held: list[Any] = []
 
     def once(*args: Any, **keys: Any) -> Any:
@@ -379,13 +380,13 @@ def loaded_once(load: Callable[..., Any]) -> Callable[..., Any]:
 def measure_members(
     options: MeasureOptions, measure: Callable[[str, Path, Path], Sequence[Path]], said: str
 ) -> list[Path]:
-    """Measure every member by itself and join what was found, condition by condition.
+    """Measure every member separately and join the evaluations of each condition.
 
     Args:
-        options: of the command; the set is the suite.
+        options: options of the command, with the suite as set.
         measure: called with a member's name, set and output directory; returns the directories of its evaluations, which
-            are that one or folders in it.
-        said: what was measured where there is one condition.
+            are that directory or subfolders of it.
+        said: title if there is only one condition.
 
     Returns:
         The joint output directory of every condition.
@@ -405,7 +406,7 @@ def measure_members(
 
 
 def _member_means(blocks: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The mean over members of every figure that all have: a number, or numbers by name."""
+    """Mean over members of every figure that all have, recursively for nested figures."""
     out: dict[str, Any] = {}
     for metric in in_all(list(blocks.values())):
         cells = {name: block[metric] for name, block in blocks.items()}

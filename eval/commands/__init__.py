@@ -1,1 +1,1 @@
-"""One module a command of ``rge eval``."""
+"""One module per command of ``rge eval``."""

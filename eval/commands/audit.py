@@ -1,12 +1,12 @@
-"""Audit for leaks: did training see what the test asks?
+"""Audit for leaks: has training seen the test set?
 
     rge eval audit set=DIR train=FILE.jsonl[,FILE.jsonl]
     rge eval audit evals=DIR[,DIR]    # shortcuts and rationales, see `eval.scoring.rationale_quality`
 
-Two pictures are the same if their bytes are, or if they carry the same id: a re-encoded copy has other bytes. Half of
-Visual Genome's pictures are COCO's too; where the importer saw that (``names.parquet``), a training picture whose file name
-ends in COCO's twelve digits is known by them. `eval.commands.run` does this on its own with the training files that the checkpoint's
-``rge.json`` names. Of a suite every member is looked into.
+Two pictures count as the same if their bytes or their ids are equal (a re-encoded copy has different bytes). Half of Visual
+Genome's pictures are also in COCO; if the importer recorded that (``names.parquet``), training pictures whose file names end
+in COCO's twelve digits are recognised. `eval.commands.run` does this automatically with the training files listed in the
+checkpoint's ``rge.json``. All members of a suite are audited.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ from rge.common.schema import ImageRef, Item
 
 WARN = "TRAINED ON THE TEST"
 LEAST = 8
-"""Characters of an id that says something wherever it stands."""
+"""Minimum length of an id that is considered unique across data sets."""
 
 
 @dataclass
@@ -55,7 +55,7 @@ class AuditOptions(PluginOptions):
 
 @dataclass(frozen=True)
 class Audit:
-    """What a set shares with training files: for results.json, and as loud sentences where anything is shared."""
+    """What a set shares with training files: counts for results.json, and warnings."""
 
     content: dict[str, Any]
     warnings: list[str]
@@ -63,7 +63,7 @@ class Audit:
 
 @dataclass
 class _Seen:
-    """What training files hold: pictures by hash or id, and (picture, text) and (picture, target) pairs."""
+    """Content of training files: pictures by hash or id, and (picture, text) and (picture, target) pairs."""
 
     queries: set[str] = field(default_factory=set)
     targets: set[str] = field(default_factory=set)
@@ -82,19 +82,19 @@ WORDS = {
     "query_pairs": "queries (picture and text) are training queries",
     "answer_pairs": "queries have a picture and a right answer that training paired",
 }
-"""What is warned of."""
+"""Text of the warning for each count."""
 COUNTED = ("query_images", "candidate_images", "positive_images", "query_pairs", "answer_pairs")
-"""What a set may share with training files."""
+"""Keys of the counts."""
 
 
 def audit_command(options: AuditOptions) -> Any:
     """Audit a set or evaluations, and print what was found.
 
     Raises:
-        UserError: neither or both were given, or something given cannot be read.
+        UserError: neither or both of train= and evals= are given, or a file cannot be read.
     """
     if bool(options.evals) == bool(options.train):
-        raise UserError("give set=DIR train=FILE,... or evals=DIR,...")
+        raise UserError("give either set=DIR train=FILE,... or evals=DIR,...")
     if options.evals:
         return _evaluations(options)
     if options.set is None:
@@ -137,7 +137,7 @@ def _evaluations(options: AuditOptions) -> dict[str, Any]:
 
 
 def _questions(folder: Path) -> dict[str, str]:
-    """Texts of a set's queries; of a suite, with the member before the id."""
+    """Texts of a set's queries by id; in a suite the ids are prefixed with the member."""
     if is_suite(folder):
         return {
             f"{name}/{query}": text
@@ -146,13 +146,13 @@ def _questions(folder: Path) -> dict[str, str]:
         }
     file = folder / "queries.parquet"
     if not file.is_file():
-        raise UserError(f"retrieval set {folder} is not there; if it was moved, give set=DIR")
+        raise UserError(f"retrieval set {folder} does not exist; if it was moved, pass set=DIR")
     table = pq.read_table(file, columns=["id", "text"]).to_pydict()
     return {str(key): text or "" for key, text in zip(table["id"], table["text"], strict=True)}
 
 
 def training_files(recipe: Any) -> list[Path]:
-    """Every existing JSON-lines file that a recipe names."""
+    """All existing JSON-lines files named in a recipe."""
     if isinstance(recipe, dict):
         return list(dict.fromkeys(path for value in recipe.values() for path in training_files(value)))
     if isinstance(recipe, list):
@@ -163,16 +163,18 @@ def training_files(recipe: Any) -> list[Path]:
 
 
 def audit_training(wanted: RetrievalSet, files: Sequence[Path]) -> Audit:
-    """Count pictures and pairs of a set that training files hold too.
+    """Count pictures and pairs of a set that also occur in training files.
 
     Args:
         wanted: the retrieval set; its pictures are read.
-        files: training records, see `rge.common.schema.Record`; other JSON lines (plain texts) have no pictures and count none.
+        files: training records, see `rge.common.schema.Record`; other JSON lines are ignored.
 
     Raises:
         UserError: a file cannot be read.
     """
-    seen = _seen(tuple((path, path.stat().st_size, path.stat().st_mtime_ns) for path in map(_there, files)))
+    seen = _seen(
+        tuple((path, path.stat().st_size, path.stat().st_mtime_ns) for path in map(_existing, files))
+    )
     found: dict[str, list[bool]] = {key: [] for key in COUNTED}
     names_of = _candidate_names(wanted, seen, found)
     further = further_names(wanted)
@@ -197,7 +199,7 @@ def audit_training(wanted: RetrievalSet, files: Sequence[Path]) -> Audit:
 def _candidate_names(
     wanted: RetrievalSet, seen: _Seen, found: Mapping[str, list[bool]]
 ) -> dict[int, set[str]]:
-    """What the picture of each right candidate goes by, by row; looks for all candidates on the way."""
+    """Names of each right candidate's picture, by row; also fills the counts of all candidates."""
     positive = {row for rows, _ in wanted.positives for row in rows.tolist()}
     row_of = {int(file_row): row for row, file_row in enumerate(wanted.file_rows_C.tolist())}
     further, names_of = further_names(wanted), dict[int, set[str]]()
@@ -212,7 +214,7 @@ def _candidate_names(
     return names_of
 
 
-def _there(path: Path) -> Path:
+def _existing(path: Path) -> Path:
     if not path.is_file():
         raise UserError(f"training file {path} cannot be read: it does not exist")
     return path
@@ -220,7 +222,7 @@ def _there(path: Path) -> Path:
 
 @lru_cache(maxsize=1)
 def _seen(stamps: tuple[tuple[Path, int, int], ...]) -> _Seen:
-    """What files hold, by path, size and time: members of a suite are looked for in the same ones, which are read once."""
+    """Content of files, given by path, size and time; cached, since all members of a suite are compared with the same files."""
     seen, digests = _Seen(), dict[str, str | None]()
     for path, *_ in stamps:
         _read(path, seen, digests)
@@ -265,7 +267,7 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _names(item: Item, *, own_id: bool = True) -> set[str]:
-    """Everything that an item's pictures may be known by."""
+    """All hashes and ids of an item's pictures."""
     if not item.images:
         return set()
     found = {*map(_digest, item.images), *(_name(ref) for ref in item.images if isinstance(ref, str))}
@@ -273,13 +275,13 @@ def _names(item: Item, *, own_id: bool = True) -> set[str]:
 
 
 def _name(ref: str) -> str | None:
-    """File name or library row; short ones say nothing ("1.jpg" is a different picture in every folder)."""
+    """Id from the file name or library row; None for short ones, which are ambiguous ("1.jpg")."""
     name = ref.rsplit("#", 1)[-1] if ".parquet#" in ref else Path(ref).stem
     return f"id:{name}" if len(name) >= LEAST else None
 
 
 def _coco(ref: str) -> str | None:
-    """COCO's number: its files are named ``000000391895.jpg`` or ``COCO_train2014_000000391895.jpg``."""
+    """Id from COCO's number: its files are named ``000000391895.jpg`` or ``COCO_train2014_000000391895.jpg``."""
     found = re.search(r"(?:^|_)(\d{12})$", Path(ref).stem)
     return f"coco:{int(found[1])}" if found else None
 
@@ -288,7 +290,7 @@ def _digest(ref: ImageRef) -> str | None:
     try:
         return hashlib.sha256(picture_bytes(ref)).hexdigest()
     except ImageError:
-        return None  # a training picture that was moved away can still be recognised by its id
+        return None  # a training picture that was removed can still be recognised by its id
 
 
 def _text(text: str | None) -> str:

@@ -1,9 +1,8 @@
-"""The BM25 baseline on the texts of a set.
+"""BM25 baseline on the texts of a set.
 
     rge eval bm25 set=DIR out=DIR [rewrite=caption rewriter=ADDRESS rewriter_model=NAME]
 
-Needs the extra ``baselines`` (bm25s). A candidate without text is never found; one that shares no word with the query is
-not ranked.
+Needs the extra ``baselines`` (bm25s). Candidates that share no word with the query are not ranked.
 """
 
 from dataclasses import dataclass, replace
@@ -47,7 +46,7 @@ def bm25(options: Bm25Options) -> Path:
     """Rank, score and write, as `eval.commands.run` does for an embedder.
 
     Raises:
-        UserError: bm25s is not installed, no candidate has text, or an option is wrong.
+        UserError: bm25s is not installed, no candidate has text, or an option is invalid.
     """
     one_of("method", [options.method], METHODS)
     if is_suite(options.set):
@@ -83,7 +82,7 @@ def bm25(options: Bm25Options) -> Path:
 
 
 def rank(wanted: RetrievalSet, options: Bm25Options) -> Ranking:
-    """Candidates that share a word with each query, best first, equal ones by id, with all ties of the last rank.
+    """Rank the candidates that share a word with each query, best first, equal scores by id, with all ties of the last rank.
 
     Raises:
         UserError: see `bm25`.
@@ -94,7 +93,7 @@ def rank(wanted: RetrievalSet, options: Bm25Options) -> Ranking:
     for file_row, item in enumerate(wanted.corpus_items()):
         texts[row_of[file_row]] = item.text or ""
     if not any(texts):
-        raise UserError(f"{wanted.path}: no candidate has text, and BM25 sees nothing else")
+        raise UserError(f"{wanted.path}: no candidate has text, which BM25 needs")
     stopwords = None if options.stopwords == "null" else options.stopwords
 
     def words(parts: list[str]) -> list[list[str]]:

@@ -2,23 +2,21 @@
 
     rge eval budget checkpoint=DIR set=DIR out=DIR [k=8] [gate=0.25,0.5]
 
-Every way of asking gets an evaluation directory of its own under ``out``, like those of ``run``, so that `compare` and
-`report` take them; ``budget.json``, ``budget.svg`` and the page put accuracy against generated tokens and against
-milliseconds.
+Each point has its own evaluation directory under ``out``, like those of ``run``, which `compare` and `report` accept;
+``budget.json``, ``budget.svg`` and the page plot accuracy against generated tokens and against milliseconds.
 
 ``direct``, ``reasoning``    no rationale, one greedy rationale
-``mean-K``, ``max-K``        K drawn rationales: mean of the embeddings, or each candidate's best score
-``gate-P``                   the P per cent of queries with the smallest margin between their first and second candidate
-                             in direct mode reason; the others do not. Which end of the margins, and the threshold, are
-                             learned on another set with gate_from=
-``adaptive``, ``always``     where a checkpoint decides to write nothing for some queries: as it decides, and kept from
-                             deciding; compared with as many queries chosen at random to reason
-``auto-P``                   of a checkpoint trained to decide: as `mode=auto` with `generation.direct_above` P decides
+``mean-K``, ``max-K``        K sampled rationales: mean of the embeddings, or each candidate's best score
+``gate-P``                   only the P per cent of queries with the smallest margin between their top two candidates in
+                             direct mode reason. With gate_from= the direction and the threshold are learned on another set
+``adaptive``, ``always``     for a checkpoint that writes nothing for some queries: as it decides, and forced to write;
+                             compared with the same number of randomly chosen queries
+``auto-P``                   for a checkpoint trained to decide: `mode=auto` with `generation.direct_above` P
 ``*-both``                   candidates reason too
 
-The embeddings of every rationale are cached under its seed, so a larger k draws only what is new. On a suite every member
-is asked in every way, and each way is joined as `eval.benchmarks.suite` joins evaluations: accuracy, gains and costs are means over
-members, and a gate takes its share of every member's queries. `eval.commands.rerank` takes any of these directories.
+Embeddings are cached by the seed of their rationale, so a larger k samples only new ones. On a suite every point is measured
+for every member and joined as in `eval.benchmarks.suite`: accuracy, gains and costs are means over members, and a gate
+applies its share to each member's queries. `eval.commands.rerank` accepts any of these directories.
 """
 
 import json
@@ -86,11 +84,11 @@ class BudgetOptions(RunOptions):
 
 @dataclass(frozen=True)
 class Point:
-    """One way of asking.
+    """One point of the accuracy-cost plot.
 
     Attributes:
-        at: k or share; where it stands on its curve.
-        about: for results.json.
+        at: position on its curve: k or share.
+        about: further content for results.json.
     """
 
     name: str
@@ -102,21 +100,21 @@ class Point:
 
     @property
     def mode(self) -> Mode:
-        """In which queries are asked."""
+        """Mode of the queries."""
         return "direct" if self.name.startswith("direct") else "reasoning"
 
 
 Way = Callable[["_Asked"], Iterable[Point]]
-"""Makes the points of one kind."""
+"""Generates the points of one kind."""
 
 
 def budget(options: BudgetOptions, load: Callable[..., Embeds] | None = None) -> Path:
-    """Evaluate every way of asking, print the table, write curves and page; returns ``out``.
+    """Evaluate all points, print the table, write curves and page; returns ``out``.
 
-    ``load``: makes the encoder; as in `eval.commands.run.run`.
+    ``load``: as in `eval.commands.run.run`.
 
     Raises:
-        UserError: something given is wrong.
+        UserError: invalid options or data.
     """
     _check(options)
     metric = options.metric or options.protocol().headline[0]
@@ -129,7 +127,7 @@ def budget(options: BudgetOptions, load: Callable[..., Embeds] | None = None) ->
         rows, options.out, metric, partial(mean_over, names=["value"], members=suite, seed=options.seed)
     )
     for row in rows:
-        if row["name"] in BASES:  # where no query reasons, and where all do
+        if row["name"] in BASES:  # the ends of the gated curve: no query reasons, all queries reason
             row["curve"] = GATED
     content = _content(options, metric, rows)
     shown = table(content)
@@ -164,25 +162,25 @@ def _of_suite(
         if rows is not None:
             of_member[member] = {row["name"]: row for row in rows}
     joined = []
-    # a model may decide for itself in some members only
+    # some points may exist for some members only, depending on what the model decides
     for name in in_all(list(of_member.values())) if of_member else ():
         row = _joined({member: rows[name] for member, rows in of_member.items()})
         dirs, out = {member: folder / member / name for member in of_member}, options.out / name
         more = {"budget": row}
         content = aggregate(suite, dirs, out, seed=options.seed, overwrite=options.overwrite, more=more)
         if metric not in content["macro"]:
-            raise UserError(f"metric {metric} has no mean over members: not every member has it")
+            raise UserError(f"metric {metric} has no mean over members because some members lack it")
         joined.append(row | {"metric": metric, **content["macro"][metric]})
     return joined or None
 
 
 def _of_set(options: BudgetOptions, metric: str, load: Callable[..., Embeds]) -> list[dict[str, Any]] | None:
-    """Ask one set in every way and write an evaluation for each; None in all processes but the first."""
+    """Measure all points of one set and write their evaluations; returns None except in the first process."""
     condition = Condition("reasoning", "both", options.out / "reasoning", rerun_command("budget", options))
     session = start(options, [condition], load)
     if session.draw_seed is not None:
         raise UserError(
-            "temperature= makes the one rationale a drawn one: draw_temperature= is for those of k="
+            "temperature= would sample the single rationale too: use draw_temperature= for the k= samples"
         )
     drawn = session.embeddings.asking(temperature=options.draw_temperature)
     seeds = range(options.seed, options.seed + options.k)
@@ -214,7 +212,7 @@ def _of_set(options: BudgetOptions, metric: str, load: Callable[..., Embeds]) ->
 
 
 def _embed(options: BudgetOptions, embeddings: Embeddings, drawn: Embeddings, seeds: Sequence[int]) -> None:
-    """Fill every cache that the points need; each process does its share."""
+    """Fill all caches that the points need, shared among the processes."""
     embeddings.fill_candidates(options.candidate_mode)
     if options.both_sides:
         embeddings.fill_candidates("reasoning")
@@ -225,10 +223,10 @@ def _embed(options: BudgetOptions, embeddings: Embeddings, drawn: Embeddings, se
 
 
 def _learned(directory: Path, session: Session, metric: str, shares: Sequence[float]) -> dict[float, Gate]:
-    """A gate for each share, from evaluations in both modes on another set; none where that does not tell the direction.
+    """Learn a gate for each share from evaluations on another set; empty if the direction is not significant.
 
     Raises:
-        UserError: they are not there, of another checkpoint, or of the set that is measured.
+        UserError: the evaluations are missing, of another checkpoint, or of the same set.
     """
     paths = [path if (path := directory / mode).is_dir() else directory / f"{mode}-both" for mode in BASES]
     for path in paths:
@@ -237,7 +235,7 @@ def _learned(directory: Path, session: Session, metric: str, shares: Sequence[fl
             raise UserError(f"gate_from: {path} is an evaluation of another checkpoint")
         if results["set"]["fingerprint"] == session.wanted.fingerprint:
             raise UserError(
-                f"gate_from: {path} is of the set that is measured here: a gate learned on it would only describe it"
+                f"gate_from: {path} is of the set being measured; learn the gate on a different set"
             )
     direct, reasoned = (pd.read_parquet(path / PER_QUERY).set_index("query_id") for path in paths)
     if metric not in direct or set(direct.index) != set(reasoned.index):
@@ -245,16 +243,16 @@ def _learned(directory: Path, session: Session, metric: str, shares: Sequence[fl
     margin_Q = direct["top10_scores"].map(lead).to_numpy(np.float64)
     gain_Q = (reasoned[metric].loc[direct.index] - direct[metric]).to_numpy(np.float64)
     found = large_minus_small(margin_Q, gain_Q, index_of(direct["group"].tolist()), seed=session.seed)
-    said = f"in {directory} queries with large margins gain {_signed(found)} points more than those with small ones"
+    message = f"in {directory} queries with large margins gain {_signed(found)} points more than those with small ones"
     if found["low"] is None or found["low"] <= 0 <= found["high"]:
-        print(f"WARNING: no gate: {said}, which does not tell the direction", file=sys.stderr, flush=True)
+        print(f"WARNING: no gate: {message}, so the direction is unclear", file=sys.stderr, flush=True)
         return {}
-    print(f"gate: {said}")
+    print(f"gate: {message}")
     return {share: gate_for(margin_Q, share, above=found["value"] > 0) for share in shares}
 
 
 def table(content: Mapping[str, Any]) -> pd.DataFrame:
-    """Accuracy, gain over direct mode and costs of every way of asking, as people read them."""
+    """Accuracy, gain over direct mode and costs of all points, formatted for printing."""
     return pd.DataFrame(
         {
             "": row["name"],
@@ -277,13 +275,13 @@ def _signed(figure: Mapping[str, Any] | None) -> str:
 def _check(options: BudgetOptions) -> None:
     if options.query_mode != ("reasoning",) or options.query_modality != ("both",):
         raise UserError(
-            "budget asks with and without a rationale and shows everything: leave out query_mode=, query_modality="
+            "budget sets the query mode and modality itself: leave out query_mode= and query_modality="
         )
     if options.k < 0:
         raise UserError(f"k must be at least 0, got {options.k}")
     if options.k and options.draw_temperature <= 0:
         raise UserError(
-            f"draw_temperature must be above 0, got {options.draw_temperature:g}: greedy rationales are all the same"
+            f"draw_temperature must be above 0, got {options.draw_temperature:g}: greedy rationales would all be the same"
         )
     one_of("fuse", options.fuse, FUSIONS)
     options.check_model()
@@ -294,15 +292,16 @@ def _check(options: BudgetOptions) -> None:
 
 
 def _decides(reasoned: Encoded) -> bool:
-    """Whether the model writes something for some queries and nothing for others."""
+    """Whether the model writes a rationale for some queries only."""
     return bool((reasoned.num_rationale_tokens == 0).any() and (reasoned.num_rationale_tokens > 0).any())
 
 
 def _always_writing(embeddings: Embeddings) -> Embeddings | None:
-    """The same with an encoder that always writes; None where it cannot be told to, as with vLLM."""
+    """The same with an encoder forced to write; None if that is not possible, as with vLLM."""
     if embeddings.encoder.settings.engine is not None:
         print(
-            "WARNING: engine=vllm cannot be kept from writing nothing: no point `adaptive`", file=sys.stderr
+            "WARNING: engine=vllm cannot force a rationale: no points `adaptive` and `always`",
+            file=sys.stderr,
         )
         return None
     always = embeddings.asking(min_new_tokens=1)
@@ -312,7 +311,7 @@ def _always_writing(embeddings: Embeddings) -> Embeddings | None:
 
 @dataclass(frozen=True)
 class _Asked:
-    """A set asked in both modes: the pool's embeddings (C, D), and what each mode gave."""
+    """A set measured in both modes: the pool's embeddings (C, D), and the results of each mode."""
 
     session: Session
     candidate_CD: np.ndarray
@@ -320,7 +319,7 @@ class _Asked:
     ranked: dict[Mode, Ranking]
 
     def gated(self, name: str, curve: str, reason_Q: np.ndarray, about: Mapping[str, Any]) -> Point:
-        """The point where some queries reason and the others do not."""
+        """The point at which the queries in `reason_Q` reason."""
         share = float(reason_Q.mean())
         ranking = choose(reason_Q, self.ranked["reasoning"], self.ranked["direct"])
         chosen = gated(reason_Q, self.encoded["reasoning"], self.encoded["direct"])
@@ -342,7 +341,7 @@ def _in_both_modes(asked: _Asked) -> Iterator[Point]:
 def _fused(
     asked: _Asked, *, drawn: Embeddings, seeds: Sequence[int], by: Sequence[str], temperature: float
 ) -> Iterator[Point]:
-    """One to k drawn rationales as one ranking."""
+    """Fusion of one to k sampled rationales."""
     samples: list[Encoded] = []
     rankings: list[Ranking] = []
     for number, seed in enumerate(seeds, 1):
@@ -365,7 +364,7 @@ def _gated(
     metric: str,
     below: Sequence[float],
 ) -> Iterator[Point]:
-    """Some queries reason, by the margin in direct mode: with gates for ``shares``, or ``below`` thresholds."""
+    """Gating by the margin in direct mode, with gates for ``shares`` and thresholds ``below``."""
     margin_Q, shares, learned = margin(asked.ranked["direct"]), sorted(set(shares)), dict[str, str]()
     if learned_from is None:
         gates = {share: gate_for(margin_Q, share) for share in shares}
@@ -379,7 +378,7 @@ def _gated(
 
 
 def _decided(asked: _Asked, *, always: Embeddings | None) -> Iterator[Point]:
-    """A model that writes nothing for some queries: as it decides, and kept from deciding."""
+    """A model that writes nothing for some queries: forced to write, and as it decides."""
     if always is None:
         return
     written = always.queries("reasoning", "both")
@@ -391,7 +390,7 @@ def _decided(asked: _Asked, *, always: Embeddings | None) -> Iterator[Point]:
 
 
 def _thresholds(asked: _Asked, *, above: Sequence[float]) -> Iterator[Point]:
-    """A model that decides by the probability of writing nothing, at several thresholds."""
+    """A model trained to decide, at several thresholds on the probability of writing nothing."""
     encoder: Any = asked.session.embeddings.encoder
     if not above or not encoder.settings.decides_itself:
         return
@@ -400,7 +399,7 @@ def _thresholds(asked: _Asked, *, above: Sequence[float]) -> Iterator[Point]:
         reason_Q = probability_Q < threshold
         about = {"decided_by": "the model", "direct_above": threshold}
         point = asked.gated(f"auto-{threshold:g}", DECIDED, reason_Q, about)
-        # the prompt is encoded once: what reasons has no direct answer beside it
+        # the prompt is encoded once, so a query that reasons does not also pay for direct mode
         spent = np.where(reason_Q, asked.encoded["reasoning"].embed_ms, asked.encoded["direct"].embed_ms)
         yield replace(point, encoded=replace(point.encoded, embed_ms=spent))
 
@@ -419,7 +418,7 @@ def _both_sides(asked: _Asked, *, wanted: bool) -> Iterator[Point]:
 def _write(
     session: Session, point: Point, condition: Condition, metric: str, *, overwrite: bool
 ) -> dict[str, Any]:
-    """Write a point's evaluation; its row of budget.json without what needs other points."""
+    """Write a point's evaluation; returns its row of budget.json, except comparisons with other points."""
     identity = {
         "set.fingerprint": session.wanted.fingerprint,
         "set.content": session.wanted.content,
@@ -454,7 +453,7 @@ def _add_gains(
     for row in rows:
         own = values[row["name"]][metric]
         row["gain"] = None if row["name"] == "direct" else figure(own - direct[metric])
-        if "gate" in row:  # against as many queries of each member chosen at random
+        if "gate" in row:  # compare with the same number of random queries of each member
             share = row["gate"]["share"]
             share_Q = direct["category"].map(row["gate"]["shares"]) if "shares" in row["gate"] else share
             written = values["always" if row["name"] == "adaptive" else "reasoning"][metric]
@@ -464,7 +463,7 @@ def _add_gains(
 
 
 def _joined(of_member: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """One way of asking, of all members: costs are means over members, counts are sums."""
+    """Join one point over all members: means of costs and shares."""
     parts = list(of_member.values())
     own = ("metric", "value", "low", "high")
     row = {key: value for key, value in parts[0].items() if key not in own}

@@ -1,8 +1,8 @@
-"""Check a retrieval set before evaluation: pictures, and what would make its figures mean little.
+"""Check a retrieval set before evaluation: unreadable pictures, and properties that make its figures less meaningful.
 
     rge eval check set=DIR
 
-Prints counts and caveats; a set that cannot be evaluated ends with an error that lists all that is wrong.
+Prints counts and caveats; for a set that cannot be evaluated, an error lists all problems.
 """
 
 from collections import Counter, defaultdict
@@ -21,11 +21,11 @@ from rge.common.registry import PluginOptions
 from rge.common.schema import Item
 
 MOST = 10
-"""Problems of one kind that are listed."""
+"""Unreadable items listed in the error."""
 FEW_GROUPS = 30
-"""Fewer independent groups than this and an interval says little."""
+"""With fewer independent groups, intervals are not reliable."""
 SMALL_CATEGORY = 10
-"""Fewer queries than this and a category's own figure says little."""
+"""With fewer queries, a category's figure is not reliable."""
 
 
 @dataclass
@@ -38,7 +38,7 @@ class CheckOptions(PluginOptions):
 
 @dataclass(frozen=True)
 class Checked:
-    """The set with its content, what it has, and what a reader of figures on it has to know."""
+    """The set with its content hash, a summary, and caveats for readers of its figures."""
 
     wanted: RetrievalSet
     lines: list[str]
@@ -46,10 +46,10 @@ class Checked:
 
 
 def check(options: CheckOptions) -> list[Checked]:
-    """Check and print; a suite member by member.
+    """Check and print a set, or each member of a suite.
 
     Raises:
-        SetError: the set breaks the format, or pictures cannot be opened; all of those are listed.
+        SetError: the set violates the format, or pictures cannot be opened; all are listed.
     """
     paths = [options.set]
     if is_suite(options.set):
@@ -64,7 +64,7 @@ def check(options: CheckOptions) -> list[Checked]:
 
 @dataclass(frozen=True)
 class _Facts:
-    """What caveats are drawn from: the set, candidate ids by content, and the content of each query."""
+    """Input of the caveats: the set, candidate ids by content hash, and each query's content hash."""
 
     wanted: RetrievalSet
     ids_of: Mapping[str, list[str]]
@@ -76,12 +76,12 @@ class _Facts:
 
     @cached_property
     def copies(self) -> list[list[str]]:
-        """Candidates that show the same."""
+        """Groups of candidates with identical content."""
         return [ids for ids in self.ids_of.values() if len(ids) > 1]
 
 
 def check_set(path: Path) -> Checked:
-    """Read everything that a set has.
+    """Read all content of a set and find caveats.
 
     Raises:
         SetError: see `check`.
@@ -134,8 +134,8 @@ def _copies(facts: _Facts) -> Iterator[str]:
     if facts.copies:
         one, other = facts.copies[0][:2]
         yield (
-            f"{sum(map(len, facts.copies))} candidates show the same as another, e.g. {one!r} and {other!r}: equal scores "
-            "are ordered by id"
+            f"{sum(map(len, facts.copies))} candidates are copies of another, e.g. {one!r} and {other!r}: equal scores are "
+            "ordered by id"
         )
 
 
@@ -144,7 +144,7 @@ def _copy_of_right(facts: _Facts) -> Iterator[str]:
     for query, (rows, _) in zip(facts.wanted.query_ids, facts.wanted.positives, strict=True):
         right = {facts.wanted.corpus_ids[row] for row in rows.tolist()}
         if wrong := [copy for name in right for copy in copies_of.get(name, ()) if copy not in right]:
-            yield f"query {query!r}: {min(wrong)!r} shows the same as a right answer and counts as wrong"
+            yield f"query {query!r}: {min(wrong)!r} is a copy of a right answer but counts as wrong"
             return
 
 
@@ -153,12 +153,12 @@ def _right_and_wrong(facts: _Facts) -> Iterator[str]:
     judged = zip(wanted.query_ids, wanted.positives, wanted.negatives or [], strict=False)
     both = [query for query, (right, _), wrong in judged if np.intersect1d(right, wrong).size]
     if both:
-        yield f"{len(both)} queries have a candidate that is right and wrong, first {both[0]!r}"
+        yield f"{len(both)} queries have a candidate that is both right and wrong, first {both[0]!r}"
 
 
 def _duplicate_queries(facts: _Facts) -> Iterator[str]:
     if twice := len(facts.asked) - len(set(facts.asked)):
-        yield f"{twice} queries ask exactly what another asks"
+        yield f"{twice} queries are exact copies of another"
 
 
 def _shared_pictures(facts: _Facts) -> Iterator[str]:
@@ -166,15 +166,15 @@ def _shared_pictures(facts: _Facts) -> Iterator[str]:
     for item, group in zip(facts.wanted.queries, facts.wanted.columns["group"], strict=True):
         if any(group_of.setdefault(picture, group) != group for picture in content_digest(item)[1]):
             yield (
-                f"query {item.id!r} shares a picture with another group: give both one group, or intervals come out "
-                "too narrow"
+                f"query {item.id!r} shares a picture with another group: put both in one group, or intervals will be too "
+                "narrow"
             )
             return
 
 
 def _few_groups(facts: _Facts) -> Iterator[str]:
     if facts.num_groups < FEW_GROUPS:
-        yield f"{facts.num_groups} groups: intervals will be wide, and below {FEW_GROUPS} not reliable"
+        yield f"{facts.num_groups} groups: intervals are wide, and not reliable below {FEW_GROUPS} groups"
 
 
 def _small_categories(facts: _Facts) -> Iterator[str]:
@@ -190,10 +190,10 @@ def _own_in_pool(facts: _Facts) -> Iterator[str]:
         return
     pool = {one for item in wanted.corpus_items() for one in content_digest(item)[1]}
     if own := sum(bool(pool & set(content_digest(query)[1])) for query in wanted.queries):
-        yield f"{own} queries have their own picture in the pool, where it is found first; excluded.parquet takes it out"
+        yield f"{own} queries have their own picture in the pool, where it ranks first; exclude it with excluded.parquet"
 
 
 CAVEATS: tuple[Callable[[_Facts], Iterator[str]], ...] = (
     _copies, _copy_of_right, _right_and_wrong, _duplicate_queries, _shared_pictures, _few_groups, _small_categories, _own_in_pool,
 )  # fmt: skip
-"""What would make figures mean little, in the order in which it is said."""
+"""Functions that find caveats, in order of output."""

@@ -2,11 +2,10 @@
 
     rge eval compare a=DIR b=DIR [metric=recall@1,mrr] [out=DIR]
 
-Differences are a - b. Each metric gets one test over all queries, one of the macro mean, and one for every category
-and every value of a ``report_by`` column; the tests of one column are a family, and their p values are also given
-adjusted by Holm's method. Of a suite, all of them but "all queries" and the members' own are means over members, as in its
-results.json. Beside p stands what it cannot say: the effect size, and the smallest difference that so many queries could have
-shown.
+Differences are a - b. Each metric is tested over all queries, as macro mean, and for every category and every value of a
+``report_by`` column; the tests of one column are a family, whose p values are also adjusted by Holm's method. For a suite,
+all but "all queries" and the members' own tests are means over members, as in its results.json. The output also gives the
+effect size and the minimum detectable difference.
 """
 
 import json
@@ -44,7 +43,7 @@ from rge.stats.intervals import (
 
 COMPARE, PLOT, PAGE, TABLE = "compare.json", "compare.svg", "compare.html", "compare"
 BY_THE_WAY = ("software.", "machine.", "settings.dtype", "settings.exact")
-"""Parts of an identity that usually differ by accident: another version, another machine, another dtype."""
+"""Parts of an identity that usually differ by accident: versions, machine, dtype."""
 DEFAULT_METRICS = ("recall@1", "recall@5", "recall@10", "mrr", "ndcg@10")
 
 
@@ -70,12 +69,11 @@ class CompareOptions(PluginOptions):
 
 @dataclass(frozen=True)
 class Row:
-    """One test: a slice of the queries and a metric. Differences are a - b, fractions of one.
+    """One test of a metric on a slice of the queries. Differences are a - b, as fractions.
 
     ``p_holm`` is p adjusted within the slice's family (the values of one column), None for the whole set.
-    ``effect`` is None for a mean over categories or members, and where all queries differ by the same amount.
-    ``low`` and ``high`` are None where one group alone says nothing of others, ``minimum_detectable`` also where all
-    groups differ by the same amount.
+    ``effect`` is None for means over categories or members, and if all queries differ by the same amount.
+    ``low`` and ``high`` are None for a single group, ``minimum_detectable`` also if all groups differ by the same amount.
     """
 
     slice: str
@@ -93,10 +91,10 @@ class Row:
 
 
 def compare(options: CompareOptions) -> list[Row]:
-    """Test every metric on every slice, print the table, and write it if asked to.
+    """Test every metric on every slice, print the table, and write it if ``out`` is given.
 
     Raises:
-        UserError: the evaluations are of different sets or queries, or a metric is in neither.
+        UserError: the evaluations are of different sets or queries, or one lacks a metric.
     """
     a, b = read_evaluation(options.a), read_evaluation(options.b)
     check_one_set([a, b])
@@ -117,7 +115,7 @@ def compare(options: CompareOptions) -> list[Row]:
 def _write(
     out: Path, options: CompareOptions, a: Evaluation, b: Evaluation, rows: list[Row], notes: list[str]
 ) -> None:
-    """compare.json, the plot of the first metric, both tables and the page."""
+    """Write compare.json, the plot of the first metric, both tables and the page."""
     out.mkdir(parents=True, exist_ok=True)
     content = {
         "format": FORMAT,
@@ -160,17 +158,17 @@ def paired_tests(
     seed: int,
     suite: bool = False,
 ) -> list[Row]:
-    """Every metric over all queries, as macro mean and on every slice; each column is a family of slices.
+    """Test every metric over all queries, as macro mean and on every slice; each column is a family of slices.
 
-    Frames have per-query values of the same queries in the same order, with ``group``, ``category`` and the columns. In a
-    ``suite`` categories are members, so that slices of other columns are means over members.
+    Frames have per-query values of the same queries in the same order, with ``group``, ``category`` and `columns`. In a
+    `suite` categories are members, and slices of other columns are means over members.
     """
     test = partial(_slice, names=names, seed=seed)
     rows = test("all queries", frame_a, frame_b)
     if frame_a["category"].nunique() > 1:
         rows += test("macro", frame_a, frame_b, over="members" if suite else "categories")
     for column in columns:
-        parts = list(frame_a.groupby(column))  # without the queries of members that lack it
+        parts = list(frame_a.groupby(column))  # drops queries of members without this column
         if len(parts) > 1:
             over = "members" if suite and column != "category" else None
             family = [
@@ -181,7 +179,7 @@ def paired_tests(
 
 
 def _adjusted(family: list[Row], names: list[str]) -> list[Row]:
-    """Metric by metric, with p adjusted for the number of slices."""
+    """Rows ordered by metric, with p adjusted for the number of slices."""
     rows: list[Row] = []
     for name in names:
         own = [row for row in family if row.metric == name]
@@ -199,17 +197,17 @@ def _slice(
     seed: int,
     over: str | None = None,
 ) -> list[Row]:
-    """One row a metric: of means over queries, or ``over`` categories or members of their means over queries."""
+    """One row per metric: means over queries, or means ``over`` categories or members of their means."""
     about = frame_a[["group", "category"]]
     value_a, value_b = (frame[names].to_numpy(np.float64) for frame in (frame_a, frame_b))
     group_Q = index_of(about["group"].tolist())
     stratum_Q = index_of(about["category"].tolist()) if over else None
     difference_QM = value_a - value_b
-    # a query counts for a metric only where both runs define it
+    # a query counts for a metric only if both runs define it
     both = np.isfinite(difference_QM)
 
     def means(value_QM: np.ndarray, **more: int) -> Bootstrap:
-        if over == "members":  # independent of each other, as everywhere in a suite
+        if over == "members":  # resampled independently, as everywhere in a suite
             table = pd.DataFrame(value_QM, about.index, names).join(about)
             return mean_over(table, names, members=True, seed=seed, **more)
         return cluster_bootstrap(value_QM, group_Q, stratum_Q=stratum_Q, seed=seed, **more)
@@ -218,7 +216,7 @@ def _slice(
         means(np.where(both, value, np.nan), num_resamples=1).estimate_M for value in (value_a, value_b)
     )
     found = means(difference_QM)
-    # d_z is a property of queries; a mean of categories has none
+    # d_z is defined over queries, not over means of categories
     effect_M = effect_size(difference_QM) if over is None else np.full(len(names), np.nan)
     table = pd.DataFrame(
         {
@@ -234,13 +232,13 @@ def _slice(
             "minimum_detectable": minimum_detectable(found.standard_error_M),
         }
     )
-    # nothing is a mean over members where one does not define it
+    # drop means over members that some member does not define
     table = table[np.isfinite(table["difference"])].astype(object)
     return [Row(label, **row) for row in table.where(table.notna(), None).to_dict("records")]
 
 
 def plot(rows: list[Row], metric: str) -> str:
-    """One metric's differences with their intervals as SVG, one line a slice."""
+    """One metric's differences with intervals as SVG, one line per slice."""
     marks = [
         Mark(f"{row.slice} ({row.num_queries})", metric, "", row.difference, row.low, row.high)
         for row in rows
@@ -249,7 +247,7 @@ def plot(rows: list[Row], metric: str) -> str:
 
 
 def _notes(a: Evaluation, b: Evaluation) -> list[str]:
-    """What a reader of the comparison has to know first."""
+    """Warnings about the comparison."""
     told: dict[str, list[str]] = defaultdict(list)
     for one in (a, b):
         for warning in one.results.get("warnings") or []:
@@ -262,8 +260,8 @@ def _notes(a: Evaluation, b: Evaluation) -> list[str]:
     found = [f"{one.directory} {OLD}" for one in (a, b) if old_results(one.results)]
     found += [f"{'a and b' if len(paths) > 1 else paths[0]}: {warning}" for warning, paths in told.items()]
     if by_the_way:
-        said = "; ".join(what_differs(by_the_way))
-        found.append(f"a and b also differ in settings that are not being compared: {said}")
+        changes = "; ".join(what_differs(by_the_way))
+        found.append(f"a and b also differ in settings that are not being compared: {changes}")
     return found
 
 
@@ -272,7 +270,7 @@ def _metrics(asked: tuple[str, ...], a: Evaluation, frame_b: pd.DataFrame) -> li
     names = known if asked == ("all",) else list(dict.fromkeys(asked))
     for name in names:
         if name not in known:
-            raise UserError(f"metric {name!r} is not in both evaluations; they have {', '.join(known)}")
+            raise UserError(f"metric {name!r} is not in both evaluations; both have {', '.join(known)}")
     return names
 
 
@@ -295,7 +293,7 @@ def _heading(a: Evaluation, b: Evaluation) -> str:
 
 
 def _shown(rows: list[Row]) -> pd.DataFrame:
-    """The rows as people read them."""
+    """The rows, formatted for printing."""
     return pd.DataFrame(
         {
             "slice": row.slice,

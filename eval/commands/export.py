@@ -4,13 +4,13 @@
     rge eval export format=csv|latex eval=DIR out=FILE
     rge eval export format=card eval=DIR out=CHECKPOINT/README.md
 
-``pinpoint``  ``{"00001": {"retrieved_items": [...]}}``, all that is ranked: input of the released evaluate.py
-``top50``     ``{query: [50 candidate ids]}``, as CIRCO's server takes it
-``mmeb``      the leaderboard's JSON, from the evaluation of all 36 sets
-``mteb``      a TaskResult of MTEB, for one retrieval set
-``csv``       every slice and every metric as fractions of one, with intervals
-``latex``     the table that `run` prints, in per cent with intervals, for a paper (booktabs)
-``card``      the figures put into the model card of the checkpoint that was evaluated, where the Hugging Face hub reads them
+``pinpoint``  ``{"00001": {"retrieved_items": [...]}}``, whole rankings: input of the released evaluate.py
+``top50``     ``{query: [50 candidate ids]}``, as CIRCO's server expects it
+``mmeb``      the leaderboard's JSON, from an evaluation of all 36 sets
+``mteb``      an MTEB TaskResult, for one retrieval set
+``csv``       all slices and metrics as fractions, with intervals
+``latex``     the table that `run` prints, in per cent with intervals, for papers (booktabs)
+``card``      the figures added to the model card of the evaluated checkpoint, where the Hugging Face hub reads them
 """
 
 import datetime
@@ -92,13 +92,13 @@ def _headline(results: dict[str, Any]) -> list[str]:
 
 
 def _ranked(options: ExportOptions, results: dict[str, Any]) -> dict[str, list[str]]:
-    """The candidates of each query; a run of ours lists a query's lines together, best first."""
+    """Candidates of each query, best first; our run files keep a query's lines together."""
     lines = read_lines(options.eval / RUN).select(["query", "candidate"]).to_pandas().astype(str)
     found = lines.groupby("query", sort=False)["candidate"].agg(list).to_dict()
     if len(found) < results["set"]["num_queries"]:
         raise UserError(
-            f"{options.eval / RUN} has {len(found)} of {results['set']['num_queries']} queries; evaluate.py would "
-            "leave the others out without a word"
+            f"{options.eval / RUN} has only {len(found)} of {results['set']['num_queries']} queries; evaluate.py would "
+            "silently leave the others out"
         )
     return found
 
@@ -111,7 +111,7 @@ def _mmeb(options: ExportOptions, results: dict[str, Any]) -> dict[str, Any]:
             f"{len(missing)}" + (f", first {missing[0]}" if missing else "")
         )
     if why := published()["mmeb"].not_this_set(results["set"]):
-        raise UserError(f"format=mmeb is for the leaderboard, and {why} ({options.eval})")
+        raise UserError(f"format=mmeb is for the leaderboard, but {why} ({options.eval})")
     return {
         "metadata": {
             "model_name": options.model,
@@ -160,23 +160,23 @@ def _mteb(options: ExportOptions, results: dict[str, Any]) -> dict[str, Any]:
 
 
 def _card(path: Path, results: dict[str, Any]) -> str:
-    """The card of the checkpoint that was evaluated, and of no other."""
+    """Read the model card, checking that it belongs to the evaluated checkpoint."""
     if not path.is_file():
-        raise UserError(f"format=card adds to the card of a checkpoint, and {path} does not exist")
-    from rge.checkpoints.export import checkpoint_hash  # brings torch
+        raise UserError(f"format=card extends the model card of a checkpoint, but {path} does not exist")
+    from rge.checkpoints.export import checkpoint_hash  # imports torch
 
     if checkpoint_hash(path.parent) != results.get("checkpoint_hash"):
         raise UserError(
-            f"{path.parent} is not the checkpoint that was evaluated ({results.get('checkpoint')}): its files have another "
-            "hash than checkpoint_hash in results.json"
+            f"{path.parent} is not the evaluated checkpoint ({results.get('checkpoint')}): the hash of its files is not "
+            "checkpoint_hash in results.json"
         )
     return path.read_text(encoding="utf-8")
 
 
 def with_evaluation(card: str, results: dict[str, Any]) -> str:
-    """A model card with the headline figures of an evaluation: as a table, and as ``model-index`` in its front matter.
+    """Add an evaluation's headline figures to a model card: as a table, and as ``model-index`` in its front matter.
 
-    Figures of other evaluations stay; those of the same set asked in the same way are replaced.
+    Figures of other evaluations are kept; those of the same set and conditions are replaced.
     """
     name, way = results["set"]["name"], f"{results['query_mode']}, {results['query_modality']}"
     if results["benchmark"] != "generic":
@@ -203,7 +203,7 @@ def _interval(one: dict[str, Any]) -> str:
 
 
 def _indexed(card: str, name: str, way: str, found: list[dict[str, Any]]) -> str:
-    """The card with the figures in its front matter, in the form of the hub's ``model-index``."""
+    """Add the figures to the card's front matter as the hub's ``model-index``."""
     _, mark, rest = card.partition("---\n")
     front, _, body = rest.partition("\n---\n")
     about = (yaml.safe_load(front) if mark else None) or {}
@@ -244,4 +244,4 @@ FORMATS: dict[str, Callable[[ExportOptions, dict[str, Any]], Any]] = {
     "latex": lambda options, results: latex(in_per_cent(results, options.metric or _headline(results))),
     "card": lambda options, results: with_evaluation(_card(options.out, results), results),
 }
-"""Name -> what is written: a text, or what becomes JSON."""
+"""Format -> function that returns a text, or data to write as JSON."""

@@ -1,11 +1,11 @@
-"""Download the release of a benchmark from the Hugging Face hub, and check that it is all there.
+"""Download the release of a benchmark from the Hugging Face hub, and check that it is complete.
 
     rge eval fetch mmeb|mmeb2|rmir|mmbright|pinpoint|mbeir out=DIR [revision=COMMIT] [part=visdoc] [repo=OWNER/NAME]
 
-Every file is of one commit a repository, which ``fetch.json`` names. A download that was interrupted continues with the same
-command, at the same commit. Archives of pictures are unpacked. What was fetched is counted and compared with the counts that
-the boards and the leaderboard export demand (`eval.benchmarks.published_tables`): less is an error, or with partial=true a
-mark in ``fetch.json``.
+All files of a repository come from one commit, recorded in ``fetch.json``. Repeating the command resumes an interrupted
+download at the same commit. Archives of pictures are unpacked. The counts are compared with the published ones, which
+leaderboards require (`eval.benchmarks.published_tables`); fewer are an error, or recorded in ``fetch.json`` with
+partial=true.
 """
 
 import io
@@ -66,12 +66,12 @@ class FetchOptions:
 
 @dataclass(frozen=True)
 class Release:
-    """Where a release is, and how it is counted.
+    """Location of a release, and how to count it.
 
     Attributes:
-        repos: repository on the hub -> folder below ``out``, and patterns of its files (none: all).
-        count: of what was fetched, by key of the published table; None where only the import can count it.
-        unpack: archive -> folder that it is unpacked into, both below ``out``; an archive may be in pieces, ``NAME.part-00`` ...
+        repos: repository on the hub -> folder below ``out``, and patterns of its files (empty: all).
+        count: counts the download, by key of the published table; None if only the import can count it.
+        unpack: archive -> target folder, both below ``out``; an archive may be split into ``NAME.part-00`` ...
     """
 
     repos: Mapping[str, tuple[str, Sequence[str]]]
@@ -83,14 +83,14 @@ def fetch(options: FetchOptions) -> Path:
     """Download, unpack and count; returns ``out``.
 
     Raises:
-        UserError: the hub cannot be asked, ``out`` holds another commit, or the release is incomplete.
+        UserError: the hub cannot be reached, ``out`` holds another commit, or the release is incomplete.
     """
     release = _release(options)
     options.out.mkdir(parents=True, exist_ok=True)
     part = f" part={options.part}" if options.benchmark == "mmeb2" else ""
     about: dict[str, Any] = read_json(options.out / FETCHED) or {"commits": {}, "unpacked": {}}
     if about.setdefault("benchmark", options.benchmark + part) != options.benchmark + part:
-        raise UserError(f"{options.out} holds {about['benchmark']}: give another out=")
+        raise UserError(f"{options.out} holds {about['benchmark']}: choose another out=")
     _download_all(options, release, about)
     _unpack_all(options.out, release, about)
     found = None if release.count is None else release.count(options.out)
@@ -98,13 +98,13 @@ def fetch(options: FetchOptions) -> Path:
     write_json(options.out / FETCHED, about | {"counts": found, "partial": lacking})
     if lacking and not options.partial:
         raise UserError(
-            f"{options.out} is not the whole release: {'; '.join(lacking)}. Run the same command again, or give partial=true to "
-            "go on with this part"
+            f"{options.out} is incomplete: {'; '.join(lacking)}. Run the same command again, or pass partial=true to "
+            "continue with this part"
         )
     for words in lacking:
         print(f"WARNING: partial: {words}", file=sys.stderr)
     said = (
-        "the import counts it"
+        "counted on import"
         if found is None
         else "; ".join(
             ", ".join(f"{number:,} {COUNTED[key]}" for key, number in one.items()) for one in found.values()
@@ -120,7 +120,7 @@ def _download_all(options: FetchOptions, release: Release, about: dict[str, Any]
         commit = _commit(repo, options.revision or about["commits"].get(repo) or "main")
         if (known := about["commits"].setdefault(repo, commit)) != commit:
             raise UserError(
-                f"{options.out} holds {repo} at {known[:12]}, not at {commit[:12]}: give another out=, or leave out revision="
+                f"{options.out} holds {repo} at {known[:12]}, not at {commit[:12]}: choose another out=, or leave out revision="
             )
         write_json(options.out / FETCHED, about)
         _download(repo, commit, options.out / folder, patterns, options.workers)
@@ -165,8 +165,8 @@ def _release(options: FetchOptions) -> Release:
         found = Release({options.repo: ("", ())}, found.count, found.unpack)
     if not found.repos:
         raise UserError(
-            "PinPoint is published at github.com/pinterest/pinpoint-dataset and not on the hub: clone it there; repo=OWNER/NAME "
-            "fetches a copy on the hub"
+            "PinPoint is not on the hub: clone github.com/pinterest/pinpoint-dataset, or pass repo=OWNER/NAME to fetch a copy "
+            "on the hub"
         )
     if options.revision is not None and len(found.repos) > 1:
         raise UserError(
@@ -176,7 +176,7 @@ def _release(options: FetchOptions) -> Release:
 
 
 def _repo_of(name: str) -> str:
-    """Where a set of visual documents is, as the released evaluation (6e1e1d4) has it."""
+    """Repository of a visual-document set, as in the released evaluation (6e1e1d4)."""
     if name in _LONG_DOCUMENTS:
         return f"VLM2Vec/{_LONG_DOCUMENTS[name]}"
     family, _, rest = name.partition("_")
@@ -211,7 +211,7 @@ def _download(repo: str, commit: str, folder: Path, patterns: Sequence[str], wor
 
 @contextmanager
 def _asking(repo: str) -> Iterator[None]:
-    """Turn what goes wrong with the hub into one message."""
+    """Turn errors of the hub into one message."""
     from httpx import HTTPError
     from huggingface_hub.errors import HFValidationError
 
@@ -220,18 +220,18 @@ def _asking(repo: str) -> Iterator[None]:
     except (OSError, HTTPError, HFValidationError) as error:
         said = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(
-            f"{repo} could not be fetched from the hub: {said}. Files already here are kept; run the same command again"
+            f"{repo} could not be fetched from the hub: {said}. Downloaded files are kept; run the same command again"
         ) from None
 
 
 def _unpack(archive: Path, pieces: Sequence[Path], folder: Path) -> None:
-    """All files below ``folder``; nothing lands outside of it."""
+    """Extract all files into ``folder``, and nothing outside it."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
         if archive.suffix == ".zip":
             with zipfile.ZipFile(archive) as file:
                 file.extractall(folder)
-        else:  # read once from front to back, so pieces are never put together on disk
+        else:  # read sequentially, so that pieces need not be joined on disk
             with _Joined(pieces) as whole, tarfile.open(fileobj=whole, mode="r|*") as file:
                 file.extractall(folder, filter="data")
     except (OSError, EOFError, zlib.error, zipfile.BadZipFile, tarfile.TarError) as error:
@@ -239,13 +239,13 @@ def _unpack(archive: Path, pieces: Sequence[Path], folder: Path) -> None:
 
 
 class _Joined(io.RawIOBase):
-    """The pieces of a file as one that is read from front to back."""
+    """Reads the pieces of a file as one stream."""
 
     def __init__(self, pieces: Sequence[Path]):
         self._files = [path.open("rb") for path in pieces]
 
     def readinto(self, buffer: Any) -> int:
-        """The next bytes, as many as fit or fewer; none at the end."""
+        """Read the next bytes into the buffer; returns 0 at the end."""
         while self._files:
             if num := self._files[0].readinto(buffer):
                 return num
@@ -253,7 +253,7 @@ class _Joined(io.RawIOBase):
         return 0
 
     def close(self) -> None:
-        """Close what was not read to its end."""
+        """Close the remaining pieces."""
         while self._files:
             self._files.pop().close()
         super().close()
@@ -269,9 +269,8 @@ def _count_mmeb(src: Path) -> dict[str, dict[str, int]]:
 
 
 def _count_documents(src: Path) -> dict[str, dict[str, int]]:
-    """The counts of these sets were not published together: every set has to be there."""
-    there = [name for name in DOCUMENTS if any((src / name).rglob("*.parquet"))]
-    return {"visdoc": {"num_members": len(there)}}
+    """Only sets are counted, since the release publishes no other counts for them."""
+    return {"visdoc": {"num_members": sum(any((src / name).rglob("*.parquet")) for name in DOCUMENTS)}}
 
 
 def _count_mmbright(src: Path) -> dict[str, dict[str, int]]:

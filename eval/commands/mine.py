@@ -1,9 +1,9 @@
-"""From a folder of photos and a spreadsheet to a page, in one command.
+"""From a folder of photos and a spreadsheet to a report, in one command.
 
     rge eval mine PHOTOS TABLE.xlsx [checkpoint=DIR] [out=DIR]
 
-Imports the two (`eval.benchmarks.folder.importer`), looks the set over (`eval.commands.check`) and evaluates
-(`eval.commands.run`). Given again, it imports the table again and embeds only what is new.
+Imports the two (`eval.benchmarks.folder.importer`), checks the set (`eval.commands.check`) and evaluates it
+(`eval.commands.run`). When repeated, it imports the table again and embeds only new content.
 """
 
 from collections.abc import Callable
@@ -42,7 +42,7 @@ def mine(options: MineOptions, load: Callable[..., Embeds] | None = None) -> Pat
     """Import, check, evaluate, and return the page.
 
     Raises:
-        UserError: something in the folder or the table is wrong; all of it is listed before anything is embedded.
+        UserError: the folder or the table has problems, which are all listed before anything is embedded.
     """
     source = options.src.resolve()
     out = options.out or source.with_name(f"{source.name}_eval")
@@ -56,7 +56,7 @@ def mine(options: MineOptions, load: Callable[..., Embeds] | None = None) -> Pat
         set=wanted.path, out=out, checkpoint=checkpoint, model=options.model, query_mode=options.query_mode,
         metrics=options.metrics, device=options.device, overwrite=options.overwrite,
     )  # fmt: skip
-    if len(asked.query_mode) == 1:  # `run` writes a single condition to out itself, which holds the set
+    if len(asked.query_mode) == 1:  # `run` would write a single condition to out itself, beside the set
         asked = replace(asked, out=out / asked.query_mode[0], cache=out / ".cache")
     run(asked, load)
     return asked.out / "report.html"

@@ -1,4 +1,4 @@
-"""One HTML page from finished evaluations; see `eval.pages.report` and, for many models, `eval.pages.boards.leaderboard`.
+"""Write an HTML page from finished evaluations; see `eval.pages.report` and `eval.pages.boards.leaderboard`.
 
 rge eval report runs=DIR[,DIR...] out=FILE [log=FILE,...] [baseline=LABEL:DIR,...]
 """
@@ -50,7 +50,7 @@ def report(options: ReportOptions) -> Path:
     """``rge eval report``: write the page that the options describe, and return it.
 
     Raises:
-        UserError: an option is malformed; see `write_report` for the rest.
+        UserError: an invalid option; for others see `write_report`.
     """
     runs = [word for word in options.runs if word]
     board = _is_for_leaderboard(runs) if options.page == "auto" else options.page == "leaderboard"
@@ -60,7 +60,7 @@ def report(options: ReportOptions) -> Path:
 
 
 def _is_for_leaderboard(runs: Sequence[str]) -> bool:
-    """Whether runs are of a suite or of several sets, or carry labels."""
+    """Whether runs are of a suite or of several sets, or have labels."""
     dirs = [Path(word) for word in runs]
     if lost := [word for word, path in zip(runs, dirs, strict=True) if not path.is_dir()]:
         return ":" in lost[0]
@@ -71,7 +71,7 @@ def _is_for_leaderboard(runs: Sequence[str]) -> bool:
 def _leaderboard(options: ReportOptions, runs: Sequence[str]) -> Path:
     if options.log or options.baseline:
         raise UserError(
-            "log= and baseline= are for page=set; a leaderboard takes all models by runs=LABEL:DIR,..."
+            "log= and baseline= are for page=set; for a leaderboard pass all models as runs=LABEL:DIR,..."
         )
     return write_leaderboard(
         runs,

@@ -1,11 +1,11 @@
-"""Reorder the top of a ranking by a vision-language model that describes the right answer.
+"""Reorder the top of a ranking with a vision-language model that describes the right answer.
 
     rge eval rerank of=DIR out=DIR judge=DIR [top_n=20] [mix=0.05]
 
-The judge describes, once a query, what the right answer shows, and the score of a candidate is the log likelihood of that
-description after it (`eval.judging.description`). Equal scores keep the order of the first ranking; what is below the top n stays as
-it is. The judge is a directory with a vision-language model, trained by us or not. Its scores are kept by content
-(`rge.calls.store`), so a deeper or a repeated run asks for what is new.
+The judge describes the right answer once per query, and a candidate's score is the log-likelihood of that description given
+the candidate (`eval.judging.description`). Equal scores keep the order of the first ranking; ranks below the top n do not
+change. The judge is any vision-language model that we can load. Its scores are cached by content (`rge.calls.store`), so a
+deeper or repeated run only scores new pairs.
 """
 
 import time
@@ -36,14 +36,14 @@ from rge.common.registry import PluginOptions
 from rge.common.schema import Item
 
 HELD_CANDIDATES = 4096
-"""Candidates whose pictures are in memory while their contents are hashed."""
+"""Candidates held in memory while their contents are hashed."""
 KEPT = (
     "query_mode", "query_modality", "candidate_mode", "checkpoint", "checkpoint_hash", "model", "rewrite", "prompts",
     "settings", "decoding", "dtype", "exact", "embedding_dims", "asked_as_released", "run_hash", "coverage",
 )  # fmt: skip
-"""What results.json says of the first ranking, and repeats of the reordered one."""
+"""Keys of results.json that are copied from the first ranking."""
 VERSION = 1
-"""Of the wording; part of every key."""
+"""Version of the prompt wording; part of every cache key."""
 
 
 @dataclass
@@ -82,9 +82,9 @@ class Judged:
     """A reranked ranking and what it cost.
 
     Attributes:
-        ranking: the top reordered; scores float64, see `reorder`.
-        num_pairs: pairs scored in all.
-        ms_Q: milliseconds a query: its pairs times the mean time of a pair, measured when it was scored.
+        ranking: reordered ranking with float64 scores, see `reorder`.
+        num_pairs: total number of scored pairs.
+        ms_Q: milliseconds per query: sum over its pairs of the mean time of a pair in its batch.
     """
 
     ranking: Ranking
@@ -96,15 +96,14 @@ def rerank_command(options: RerankOptions) -> Path:
     """Rerank a finished evaluation, write the outputs, and return their directory.
 
     Raises:
-        UserError: the evaluation or its set is not there, or see `rerank`.
+        UserError: the evaluation or its set does not exist, or see `rerank`.
     """
     old = read_results(options.of)
     process_group = join()
 
     @cache
-    def judge() -> (
-        DescriptionJudge
-    ):  # loaded once for all members, and only after what is cheap has been checked
+    def judge() -> DescriptionJudge:
+        # loaded once for all members, and only after the cheap checks
         return DescriptionJudge(
             options.judge, batch_size=options.batch_size, device=options.device, dtype=options.dtype
         )
@@ -129,11 +128,11 @@ def _members(
     """Rerank each member of a suite, then join them."""
     path = options.set or Path(old["set"].get("path", ""))
     if not is_suite(path):
-        raise UserError(f"{path} is not the suite that {options.of} was measured on: give set=DIR")
+        raise UserError(f"{path} is not the suite that {options.of} was measured on: pass set=DIR")
     suite, of = load_suite(path), member_dirs(options.of, old)
     if lacking := sorted(set(suite.members) ^ set(of)):
         raise UserError(
-            f"{path} and {options.of} do not have the same members: {lacking[0]!r} is in one only"
+            f"{path} and {options.of} have different members: {lacking[0]!r} is only in one of them"
         )
     dirs = {name: options.out / "members" / name for name in suite.members}
     found = [
@@ -159,16 +158,16 @@ def _one(
     answers: AnswerStore | None,
     process_group: ProcessGroup,
 ) -> dict[str, Any]:
-    """Rerank the evaluation of one set; what results.json says of it."""
+    """Rerank the evaluation of one set; returns the ``rerank`` block of results.json."""
     old = read_results(options.of)
     path = options.set or Path(old["set"].get("path", ""))
     if options.set is None and not path.is_dir():
-        raise UserError(f"the set of {options.of} is not at {path} any more: give set=DIR")
+        raise UserError(f"the set of {options.of} is no longer at {path}: pass set=DIR")
     wanted = load_set(path)
     protocol = protocol_for(old.get("benchmark", "generic"), old["profile"], wanted)
     wanted, unread = with_readable_content(protocol.prepare(wanted))
     if why := set_mismatch({"set": set_figures(wanted)}, old):
-        raise UserError(f"{path} is not the set that {options.of} was measured on ({why}): give set=DIR")
+        raise UserError(f"{path} is not the set that {options.of} was measured on ({why}): pass set=DIR")
     limit = old["set"].get("limit")
     if limit is not None:
         wanted = wanted.first(limit)
@@ -178,7 +177,7 @@ def _one(
         "rerank.of": str(options.of),
         "rerank.top_n": options.top_n,
         "rerank.mix": options.mix,
-        # the ranking at of= may have been made anew
+        # the ranking at of= may have been replaced
         **{key: old.get(key) for key in ("checkpoint_hash", "run_hash", "query_mode", "query_modality")},
         "depth": read.ranking.depth,
     }
@@ -235,7 +234,7 @@ def _descriptions(
     answers: AnswerStore | None,
     process_group: ProcessGroup,
 ) -> list[Item]:
-    """What the right answer of each query shows, after its rationale, or its text where the ranking was made without."""
+    """Descriptions of each query's right answer, from its rationale, or its text if it has none."""
     written = pd.read_parquet(options.of / PER_QUERY).set_index("query_id")["rationale"].dropna()
     texts = [Item(one.id, text=written.get(one.id) or one.text) for one in wanted.queries]
     return process_group.once(lambda: judge.describe(texts, _opened(answers)))
@@ -256,15 +255,15 @@ def rerank(
 ) -> Judged:
     """Score the best ``top_n`` candidates of every query and reorder them.
 
-    The pairs that have no score yet are shared out in chunks, in the order in which candidates lie in their file. After
-    every round of one chunk a process the first process keeps what all have scored, so a kill costs a round.
+    Pairs without a cached score are distributed in chunks, in file order of the candidates. After every round of one chunk
+    per process, the first process stores all new scores, so a kill loses at most one round.
 
-    ``descriptions``: what is scored after each candidate, one a query. ``answers``: where scores are kept; only the first process
-    needs it. ``chunk``: pairs scored before they are kept. ``progress``: like `rge.common.commands.progress_bar`; the first
-    process counts what all have done. ``mix``: see `reorder`.
+    ``descriptions``: one per query, scored after each candidate. ``answers``: cache of scores; only the first process
+    needs it. ``chunk``: pairs scored between saves. ``progress``: like `rge.common.commands.progress_bar`; the first
+    process counts the work of all. ``mix``: see `reorder`.
 
     Returns:
-        The same in every process.
+        The same result in every process.
 
     Raises:
         UserError: ``top_n`` is below 1.
@@ -282,14 +281,13 @@ def rerank(
     pairs = zip(query_P.tolist(), row_P.tolist(), strict=True)
     todo = {key: pair for key, pair in zip(keys, pairs, strict=True) if key not in known}
     order = sorted(todo, key=lambda key: int(wanted.file_rows_C[todo[key][1]]))
-    chunk = max(
-        min(chunk, -(-len(order) // process_group.size)), 1
-    )  # no process is idle where there are few pairs
+    # smaller chunks if there are few pairs, so that no process is idle
+    chunk = max(min(chunk, -(-len(order) // process_group.size)), 1)
     parts = [order[start : start + chunk] for start in range(0, len(order), chunk)]
     shown = progress if process_group.is_first else NO_BAR
     scored = _scored(wanted, descriptions, judge, todo, parts[process_group.rank :: process_group.size])
     with shown(total=len(unique), initial=len(known), desc="reranking", unit="pair") as bar:
-        for _ in range(-(-len(parts) // process_group.size)):  # every process takes part in every round
+        for _ in range(-(-len(parts) // process_group.size)):  # gather is collective
             for found in process_group.gather(next(scored, {})):
                 if process_group.is_first and found:
                     _opened(answers).put_values(found)
@@ -308,7 +306,7 @@ def _scored(
     todo: Mapping[str, tuple[int, int]],
     parts: Sequence[Sequence[str]],
 ) -> Iterator[dict[str, list[float]]]:
-    """Score and mean milliseconds by key, part by part."""
+    """Yield {key: [score, mean milliseconds]} for each part."""
     shown = _candidates(wanted, [[todo[key][1] for key in part] for part in parts])
     for part, items in zip(parts, shown, strict=True):
         pairs = [(descriptions[todo[key][0]], items[todo[key][1]]) for key in part]
@@ -319,15 +317,15 @@ def _scored(
 
 
 def reorder(ranking: Ranking, score_QN: np.ndarray, mix: float | None = None) -> Ranking:
-    """The first N ranks by new scores, equal ones in their old order; the rest below them as it was.
+    """Reorder the first N ranks by new scores, with ties in the old order; ranks below do not change.
 
     Args:
-        ranking: as it was; cosines, or anything of which only the order counts.
-        score_QN: new scores of the first N candidates; -inf where there is none.
-        mix: times these, the new scores are added to the old ones; None: they take their place.
+        ranking: the old ranking; without `mix` only the order of its scores matters.
+        score_QN: new scores of the first N candidates; -inf for none.
+        mix: factor with which new scores are added to the old ones; None: they replace them.
 
     Returns:
-        Scores are float64: the new ones, and below them and -1 the old ones, moved as a whole.
+        A ranking with float64 scores; the scores below rank N are shifted as a whole below the new ones and -1.
     """
     num = score_QN.shape[1]
     if mix is not None:
@@ -346,7 +344,7 @@ def reorder(ranking: Ranking, score_QN: np.ndarray, mix: float | None = None) ->
 
 def _opened(answers: AnswerStore | None) -> AnswerStore:
     if answers is None:
-        raise ValueError("the first process needs a file of answers")
+        raise ValueError("the first process needs an answer store")
     return answers
 
 
@@ -357,7 +355,7 @@ def _keys(
     row_P: np.ndarray,
     about: dict[str, Any],
 ) -> list[str]:
-    """What each pair's score is kept under: a hash of what the judge is shown and how it is asked."""
+    """Cache keys of the pairs: hashes of the judge's input and settings."""
     rows = sorted(set(row_P.tolist()), key=lambda row: int(wanted.file_rows_C[row]))
     digest_of: dict[int, str] = {}
     parts = [rows[start : start + HELD_CANDIDATES] for start in range(0, len(rows), HELD_CANDIDATES)]
@@ -371,9 +369,9 @@ def _keys(
 
 
 def _candidates(wanted: RetrievalSet, parts: Sequence[Sequence[int]]) -> Iterator[dict[int, Item]]:
-    """The candidates of each part by row, read from the file once and held no longer than a part needs them.
+    """Yield the candidates of each part by row, in one pass over the file, holding only those that the part needs.
 
-    ``parts``: candidate rows, in the order of the file over all parts.
+    ``parts``: candidate rows, in file order over all parts.
     """
     items = enumerate(wanted.corpus_items())
     at, held = -1, dict[int, Item]()

@@ -4,9 +4,9 @@
 
 set --sets--> items --encode--> embeddings (sharded, resumable) --search--> ranking --metrics, stats--> outputs --report-->
 
-Candidates are encoded once and serve every condition; a condition is a query mode with a query modality. One condition
-is written to ``out`` itself, several to ``out/<mode>-<modality>`` each. Under ``accelerate launch`` all processes encode
-into one cache, and the first one does the rest.
+Candidates are encoded once for all conditions; a condition is a query mode and a query modality. A single condition is
+written to ``out`` itself, several to ``out/<mode>-<modality>``. Under ``accelerate launch`` all processes encode into one
+cache, and the first one does the rest.
 """
 
 import sys
@@ -38,7 +38,7 @@ from rge.common.schema import Encoded
 
 MODES: tuple[Mode, ...] = get_args(Mode)
 MAX_INSTRUCTIONS = 20
-"""Instructions listed in results.json; a set may have one a query."""
+"""Maximum number of instructions listed in results.json; a set may have one per query."""
 
 
 @dataclass(kw_only=True)
@@ -71,17 +71,17 @@ class RunOptions(ModelOptions, RewriteOptions, MeasureOptions):
 
     @property
     def root(self) -> Path:
-        """Where embeddings and rewritten queries are kept."""
+        """Folder of cached embeddings and rewritten queries."""
         return self.cache or self.out / ".cache"
 
     def of_member(self, path: Path, out: Path) -> Self:
-        """A suite's options, made those of one member; all members share a cache, and the page is the suite's."""
+        """The options for one member of the suite; members share a cache, and only the suite gets a page."""
         return replace(self, set=path, out=out, cache=self.root, report=False)
 
 
 @dataclass(frozen=True)
 class Condition:
-    """A way of asking: mode, modality, the directory of its output, and the command that makes that again."""
+    """A query mode and modality, the output directory, and the command that reproduces it."""
 
     mode: Mode
     modality: Modality
@@ -92,10 +92,10 @@ class Condition:
 def run(options: RunOptions, load: Callable[..., Embeds] | None = None) -> list[Path]:
     """Evaluate, write the outputs, and return their directories.
 
-    ``load``: makes the encoder; `eval.models.registry.load_model` by default.
+    ``load``: loads the encoder; default `eval.models.registry.load_model`.
 
     Raises:
-        UserError: something given is wrong; see the modules named above.
+        UserError: invalid options or data.
     """
     conditions = _conditions(options)
     if is_suite(options.set):
@@ -105,7 +105,7 @@ def run(options: RunOptions, load: Callable[..., Embeds] | None = None) -> list[
     dirs = [one.out for one in conditions]
     embeddings.fill_candidates(options.candidate_mode, seed)
     if embeddings.process_group.is_first:
-        candidate_CD = embeddings.candidates(options.candidate_mode, seed)  # refuses what cannot be ranked
+        candidate_CD = embeddings.candidates(options.candidate_mode, seed)  # raises if they cannot be ranked
     for one in conditions:
         embeddings.fill_queries(one.mode, one.modality, seed)
     if not embeddings.process_group.is_first:
@@ -131,7 +131,7 @@ def run(options: RunOptions, load: Callable[..., Embeds] | None = None) -> list[
 
 
 def _run_suite(options: RunOptions, load: Callable[..., Embeds]) -> list[Path]:
-    """Every member, with one encoder, and the page of the whole."""
+    """Evaluate every member with one encoder, and write the suite's page."""
     dirs = measure_members(
         options, lambda _, path, out: run(options.of_member(path, out), load), options.query_mode[0]
     )
@@ -144,17 +144,17 @@ def _run_suite(options: RunOptions, load: Callable[..., Embeds]) -> list[Path]:
 
 @dataclass(frozen=True)
 class Session:
-    """The embeddings of an encoder in front of a checked set, and what its evaluations have in common.
+    """A checked set, an encoder's embeddings of it, and what all conditions have in common.
 
     Attributes:
-        wanted: the set, as the protocol wants it.
-        depth: of a ranking.
-        limit: how many queries of the set on disk are asked; None: all.
-        seed: of the resampling.
-        draw_seed: of drawn rationales; None where the encoder decodes greedily.
-        warnings: what a reader of the figures has to know.
-        audit: what training saw of the set; None if there is nothing to look into.
-        told: what results.json says of every condition.
+        wanted: the set, prepared by the protocol.
+        depth: length of a ranking.
+        limit: number of queries used; None: all.
+        seed: seed of the resampling.
+        draw_seed: seed of sampled rationales; None for greedy decoding.
+        warnings: caveats for readers of the figures.
+        audit: overlap with the training files; None if none are known.
+        told: content of results.json that is the same for all conditions.
     """
 
     wanted: RetrievalSet
@@ -191,8 +191,8 @@ class Session:
     ) -> dict[str, Any]:
         """Score a ranking and write its output directory.
 
-        ``more``: further keys of results.json. ``tag``: of the run file, after the checkpoint's hash; default: mode and modality.
-        ``said``: see `write_evaluation`.
+        ``more``: further keys of results.json. ``tag``: suffix of the run file's tag; default: mode and modality. ``said``:
+        see `write_evaluation`.
 
         Returns:
             Content of results.json.
@@ -223,10 +223,10 @@ class Session:
 def start(
     options: RunOptions, conditions: Sequence[Condition], load: Callable[..., Embeds] | None = None
 ) -> Session:
-    """Check the set, read its pictures once, load the encoder and say what has to be said.
+    """Check the set, read its pictures once, load the encoder and print warnings.
 
     Raises:
-        UserError: something given is wrong, or an output directory holds something else.
+        UserError: invalid options or data, or an output directory holds something else.
     """
     process_group = join()
     wanted = load_set(options.set, by=options.by)
@@ -238,8 +238,8 @@ def start(
     rewriter = options.load_rewriter(options.root)
     if rewriter is not None:
         wanted = process_group.once(lambda: rewritten(wanted, rewriter))
-    # One pass over all pictures before the model is loaded: it names what the embeddings depend on, and a missing
-    # picture shows now instead of in the last shard.
+    # One pass over all pictures before loading the model: the cache keys need their hashes, and a missing picture is
+    # reported now instead of in the last shard.
     modalities = list(dict.fromkeys(one.modality for one in conditions))
     contents = process_group.once(lambda: contents_of(wanted, modalities))
     content = process_group.once(lambda: with_content(whole, contents.candidates).content)
@@ -305,7 +305,7 @@ def _conditions(options: RunOptions) -> list[Condition]:
         return [replace(found[0], out=options.out)]
     if (options.out / RESULTS).exists():
         raise UserError(
-            f"{options.out} holds a single evaluation, these would be {len(found)}: give another out="
+            f"{options.out} holds a single evaluation, but this command would write {len(found)}: choose another out="
         )
     return found
 
@@ -320,12 +320,12 @@ def _audit(train: Sequence[str], encoder: Embeds, wanted: RetrievalSet) -> Audit
 def _warnings(
     conditions: Sequence[Condition], encoder: Embeds, wanted: RetrievalSet, audit: Audit | None
 ) -> list[str]:
-    """What a reader of the figures has to know first."""
+    """Caveats for readers of the figures."""
     out = list(wanted.meta.get("notes", []))
     if encoder.settings.reasons == "none" and any(one.mode == "reasoning" for one in conditions):
         out.append(
-            "query_mode=reasoning, but rge.json says that this checkpoint was trained without rationales (reasons: none): "
-            "its embeddings after a rationale are not what it was trained for; query_mode=direct is"
+            "query_mode=reasoning, but according to rge.json this checkpoint was trained without rationales (reasons: none): "
+            "use query_mode=direct"
         )
     return out + list(encoder.settings.notes) + (audit.warnings if audit is not None else [])
 
@@ -335,7 +335,7 @@ def _of_condition(told: Mapping[str, Any], condition: Condition) -> dict[str, An
 
 
 def _decides(options: RunOptions, told: Mapping[str, Any]) -> dict[str, Any]:
-    """What decides the figures beside how the embedder is asked, but for software, machine and batch size; see `check_out`."""
+    """Settings that determine the figures, except software, machine, batch size and condition; see `check_out`."""
     keys = ("checkpoint_hash", "decoding", "embedding_dims", "candidate_mode", "depth", "dtype", "exact")
     return {
         "set.limit": options.limit,
@@ -347,7 +347,7 @@ def _decides(options: RunOptions, told: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _told(options: RunOptions, wanted: RetrievalSet, encoder: Embeds) -> dict[str, Any]:
-    """What results.json says of how it was measured."""
+    """Settings of the measurement for results.json."""
     known = encoder.settings
     return {
         "embedding_dims": options.embedding_dims,
@@ -367,7 +367,7 @@ def _told(options: RunOptions, wanted: RetrievalSet, encoder: Embeds) -> dict[st
         "decoding": known.generation.content(),
         "dtype": known.dtype,
         "exact": known.exact,
-        # for an adapter of a released model: whether it is asked as the release's own code asks it; else None
+        # for adapters of released models: whether settings are those of the released code; else None
         "asked_as_released": None if (differs := known.differs_from_release) is None else not differs,
         "batch_size": options.batch_size,
         "depth": options.depth,
@@ -375,7 +375,7 @@ def _told(options: RunOptions, wanted: RetrievalSet, encoder: Embeds) -> dict[st
 
 
 def _prompts(wanted: RetrievalSet, profile: str) -> dict[str, Any]:
-    """How queries and candidates were worded: the profile's templates and the set's instructions."""
+    """Prompt templates and instructions, for results.json."""
     instructions = sorted({item.instruction or "" for item in wanted.queries})
     return {
         "profile": profile,

@@ -1,10 +1,10 @@
-"""Score a ranking made by anyone: the same metrics, intervals and files as `eval.commands.run`, without a checkpoint.
+"""Score a ranking from any program: the same metrics, intervals and files as `eval.commands.run`, without a checkpoint.
 
     rge eval score run=FILE.trec set=DIR out=DIR
-    rge eval score run=A.trec fuse=B.trec,C.trec set=DIR out=DIR    # one ranking of several
+    rge eval score run=A.trec fuse=B.trec,C.trec set=DIR out=DIR    # fuse several rankings
 
-Scoring the ``run.trec`` of an evaluation gives that evaluation's metrics again. Only the spread of ties does not
-survive the file, whose scores are strictly decreasing (`eval.scoring.trec`).
+Scoring the ``run.trec`` of an evaluation reproduces its metrics, except the spread of ties, since scores in the file are
+strictly decreasing (`eval.scoring.trec`).
 """
 
 import hashlib
@@ -47,12 +47,12 @@ def score(options: ScoreOptions) -> Path:
     """Score a run file, write the outputs, and return their directory.
 
     Raises:
-        UserError: the run or the set is wrong, or queries are missing and ``allow_missing`` is not given.
+        UserError: the run or the set is invalid, or queries are missing without ``allow_missing``.
     """
-    options.protocol()  # its errors first
+    options.protocol()  # report its errors first
     if len(options.weights) not in (0, 1 + len(options.fuse)):
         raise UserError(
-            f"weights must be {1 + len(options.fuse)} numbers, one a run, got {len(options.weights)}"
+            f"weights must be {1 + len(options.fuse)} numbers, one per run, got {len(options.weights)}"
         )
     if is_suite(options.set):
         runs = _runs_of_members(options)
@@ -104,12 +104,12 @@ def score(options: ScoreOptions) -> Path:
         what = "are left out" if skips else "count as 0"
         print(f"coverage {results['coverage']:.4f}: {len(read.missing)} queries without a line {what}")
     if short:
-        print(f"{short} queries list fewer than {needed} candidates; what is not listed counts as not found")
+        print(f"{short} queries list fewer than {needed} candidates; the others count as not found")
     return options.out
 
 
 def _read_runs(options: ScoreOptions, paths: Sequence[Path], wanted: RetrievalSet) -> ReadRun:
-    """The run, or several as one ranking."""
+    """Read the run, or fuse several into one ranking."""
     reads = [read_run(path, wanted, allow_ties=options.allow_ties) for path in paths]
     if len(reads) == 1:
         return reads[0]

@@ -1,1 +1,1 @@
-"""Embeddings of a set: filled by one process or many, kept in shards that cannot be stale."""
+"""Embeddings of a set, computed by one or more processes and cached in shards."""

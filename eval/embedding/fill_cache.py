@@ -1,8 +1,8 @@
 """Embed queries and candidates shard by shard; NaN and constant embeddings are errors.
 
-What a cache of shards lacks is encoded, by one process or by several that share its directory (`eval.embedding.processes`): every
-process walks over all items in the same order and embeds every n-th shard. A shard does not depend on who makes it, so
-the files and the numbers are those of a single process.
+Missing shards are encoded by one process or by several that share the cache directory (`eval.embedding.processes`): every
+process iterates over all items in the same order and embeds every n-th shard. A shard does not depend on the process that
+writes it, so files and figures are the same as with a single process.
 """
 
 import hashlib
@@ -24,19 +24,19 @@ from rge.common.schema import Encoded, Item
 
 Side = Literal["query", "candidate"]
 SHARD_BATCHES = 8
-"""Batches in a shard, which is what a kill can cost at most, and the window within which `rge.embedder` sorts by length."""
+"""Batches per shard: the most that a kill can lose, and the window in which `rge.embedder` sorts by length."""
 POLL_S = 0.2
-"""How often the first process looks for the others' last shards."""
+"""Interval at which the first process checks for the others' last shards."""
 BLOCK_ROWS = 1 << 16
-"""Rows of a pool that are looked at in one go, where it may be larger than memory."""
+"""Rows processed at once, since a pool may be larger than memory."""
 COLLAPSED = 1e-6
-"""Embeddings whose mean cosine is within this of 1 are one point to float32 search."""
+"""Embeddings whose mean cosine is this close to 1 are indistinguishable for float32 search."""
 NO_BAR = partial(progress_bar, disable=True)
 """The progress bar of all processes but the first."""
 
 
 class Embeds(Protocol):
-    """What `eval` needs of `rge.embedder.Embedder`."""
+    """The part of `rge.embedder.Embedder` that `eval` uses."""
 
     checkpoint: Path
     checkpoint_hash: str
@@ -50,7 +50,7 @@ class Embeds(Protocol):
         temperature: float | None = ...,
         min_new_tokens: int | None = ...,
     ) -> Self:
-        """An embedder on the same model that asks otherwise, see `rge.embedder.Embedder.with_`."""
+        """An embedder with the same model and other settings, see `rge.embedder.Embedder.with_`."""
 
     def encode(
         self,
@@ -77,18 +77,18 @@ def fill(
     progress: Callable[..., Any] = progress_bar,
     process_group: ProcessGroup = ALONE,
 ) -> None:
-    """Encode what a cache lacks; when this returns, every process finds it complete.
+    """Encode missing shards; on return the cache is complete for every process.
 
     Args:
         encoder: see `Embeds`.
         items: ``cache.num_items`` items, read once and in order; pictures may be read lazily.
-        cache: of exactly these items.
+        cache: cache of exactly these items.
         side: query or candidate.
         mode: reasoning or direct.
         batch_size: items embedded at once; the same in all processes.
-        seed: of sampled rationales; each item's own seed comes from it and the item's id, so that neither the batch
-            size nor a resumption changes what is sampled. None for greedy decoding.
-        progress: like `rge.common.commands.progress_bar`; the first process counts what all have done.
+        seed: seed of sampled rationales. Each item's seed is derived from it and the item's id, so that neither batch size
+            nor resuming changes the samples. None for greedy decoding.
+        progress: like `rge.common.commands.progress_bar`; the first process counts the work of all.
         process_group: the processes that share the work.
 
     Raises:
@@ -96,7 +96,7 @@ def fill(
     """
     if batch_size < 1:
         raise UserError(f"batch_size must be at least 1, got {batch_size}")
-    # As the first process saw it: a shard that another one has just written must not change who makes the next.
+    # The first process decides what is missing, so that a shard just written by another does not shift the assignment.
     done = process_group.once(lambda: covered(cache))
     name = f"{side}, {mode}"
     counted = int(done.sum())
@@ -128,7 +128,7 @@ def fill(
             write_shard(cache, start, encoded)
             count_all()
         while process_group.size > 1 and process_group.is_first and not covered(cache).all():
-            time.sleep(POLL_S)  # a process that dies is the launcher's to notice; it then ends this one
+            time.sleep(POLL_S)  # if a process dies, the launcher stops this one
             count_all()
     process_group.once(lambda: None)
 
@@ -137,7 +137,7 @@ def check_embeddings(embeddings_ND: np.ndarray, ids: Sequence[str], side: str) -
     """Refuse embeddings that are not finite unit vectors.
 
     Raises:
-        UserError: naming the first id and what to do.
+        UserError: the message names the first id and a fix.
     """
     if embeddings_ND.ndim != 2 or len(embeddings_ND) != len(ids) or embeddings_ND.dtype != np.float32:
         raise UserError(
@@ -146,8 +146,8 @@ def check_embeddings(embeddings_ND: np.ndarray, ids: Sequence[str], side: str) -
     bad = np.flatnonzero(~np.isfinite(embeddings_ND).all(axis=1))
     if len(bad):
         raise UserError(
-            f"embedding of {side} {ids[bad[0]]!r} holds NaN or infinity, and {len(bad) - 1} more in this shard do: try "
-            "dtype=float32; if it stays, the checkpoint has diverged and an earlier one has to be evaluated"
+            f"embedding of {side} {ids[bad[0]]!r} contains NaN or infinity, as do {len(bad) - 1} more in this shard: try "
+            "dtype=float32; if that does not help, the checkpoint has diverged: evaluate an earlier one"
         )
     norm_N = np.linalg.norm(embeddings_ND, axis=1)
     bad = np.flatnonzero(np.abs(norm_N - 1) > 1e-3)
@@ -156,10 +156,10 @@ def check_embeddings(embeddings_ND: np.ndarray, ids: Sequence[str], side: str) -
 
 
 def cut(embeddings_ND: np.ndarray, dims: int | None) -> np.ndarray:
-    """The first `dims` components of every embedding, at unit norm again; None leaves them whole.
+    """Truncate embeddings to `dims` components and renormalise them; None: no truncation.
 
     Raises:
-        UserError: fewer than one or more than there are, or nothing left of an embedding.
+        UserError: `dims` is out of range, or a truncated embedding is zero.
     """
     if dims is None:
         return embeddings_ND
@@ -170,13 +170,13 @@ def cut(embeddings_ND: np.ndarray, dims: int | None) -> np.ndarray:
     norm_N1 = np.linalg.norm(part, axis=1, keepdims=True)
     if not (norm_N1 > 0).all():
         raise UserError(
-            f"embedding_dims={dims} leaves nothing of {int((norm_N1 == 0).sum())} embeddings; take more"
+            f"embedding_dims={dims} truncates {int((norm_N1 == 0).sum())} embeddings to zero; use more dimensions"
         )
     return part / norm_N1
 
 
 def mean_cosine(embeddings_ND: np.ndarray) -> float:
-    """Mean cosine over all pairs of different items: 0 for spread-out embeddings, 1 for collapsed ones."""
+    """Mean cosine over all pairs of distinct items: 0 for spread-out embeddings, 1 for collapsed ones."""
     num = len(embeddings_ND)
     if num < 2:
         return 0.0
@@ -184,12 +184,12 @@ def mean_cosine(embeddings_ND: np.ndarray) -> float:
 
 
 def check_collapse(embeddings_ND: np.ndarray, contents: Sequence[str], side: str) -> None:
-    """Refuse embeddings that are all the same although the items differ: any ranking by them is an order of ids.
+    """Refuse embeddings that are all the same for different items, since they cannot rank anything.
 
-    ``contents``: content digest of each item; items that show the same may share an embedding.
+    ``contents``: content hash of each item; items with equal content may share an embedding.
 
     Raises:
-        UserError: all different items lie in one point.
+        UserError: all different items have the same embedding.
     """
     first = {content: row for row, content in reversed(list(enumerate(contents)))}
     rows = np.array(sorted(first.values()), np.int64)
@@ -197,8 +197,8 @@ def check_collapse(embeddings_ND: np.ndarray, contents: Sequence[str], side: str
     if len(rows) > 1 and 1.0 - _mean_cosine(total, len(rows)) < COLLAPSED:
         raise UserError(
             f"all {len(rows)} different items of side {side} have the same embedding (mean cosine within {COLLAPSED} "
-            "of 1): the checkpoint has collapsed. Train with a lower learning rate or a higher temperature, or start "
-            "from a longer cold start; nothing here can be ranked"
+            "of 1): the checkpoint has collapsed and cannot rank anything. Train with a lower learning rate, a higher "
+            "temperature or a longer cold start"
         )
 
 
@@ -211,7 +211,7 @@ def _mean_cosine(sum_D: Any, num: int) -> float:
 
 
 def _missing(items: Iterable[Item], done: np.ndarray, most: int) -> Iterator[tuple[int, list[Item]]]:
-    """Stretches of items that no shard holds, at most ``most`` long, each with its first row."""
+    """Yield runs of consecutive items missing from the shards, at most ``most`` long, with their first row."""
     stretch: list[Item] = []
     row = -1
     for row, item in enumerate(items):  # noqa: B007  # the last row is needed below

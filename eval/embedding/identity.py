@@ -1,7 +1,7 @@
-"""What an evaluation measured: the identity in results.json, see `rge.identity.run_identity`.
+"""The identity of an evaluation in results.json, see `rge.identity.run_identity`.
 
-`compare`, `report` and the leaderboard refuse or name what differs, and exports carry it. Two results with the same key are
-two measurements of the same thing; where keys differ, `differences` says in what.
+`compare`, `report` and the leaderboard refuse or report differences, and exports include it. Results with the same key are
+repeated measurements of the same thing; otherwise `differences` lists what differs.
 """
 
 from collections.abc import Mapping
@@ -12,14 +12,14 @@ from rge.identity.run_identity import Identity, digest
 
 OLD = "was written by an older version, which recorded less: whether texts, pictures, code and versions agree cannot be checked"
 PAGES = "eval.pages"
-"""What shows figures decides none."""
+"""Package that does not affect figures."""
 NOT_MEASURED = ("device", "notes", "plugins")
-"""Settings of an embedder that say where it ran, warn a reader, or (of an older version) have a part of their own."""
+"""Settings of an embedder that do not affect figures, or (in older versions) are recorded elsewhere."""
 SHOWN = (
     "python", "rge", "torch", "torchvision", "transformers", "tokenizers", "pillow", "numpy", "peft",
     "sentence-transformers", "faiss-cpu", "pyarrow", "bm25s",
 )  # fmt: skip
-"""Packages whose versions pages show; an identity has all that are loaded."""
+"""Packages whose versions pages show; an identity records all loaded ones."""
 
 
 def versions() -> dict[str, str]:
@@ -34,13 +34,13 @@ def with_key(
     """The identity for a results.json that is being written.
 
     Args:
-        results: its content.
-        made: identity whose software, plugins and machine hold; None: those of this process.
-        made_with: software that cached embeddings depend on as well.
+        results: content of results.json.
+        made: identity that supplies software, plugins and machine; None: this process.
+        made_with: further software that cached embeddings depend on.
 
     Returns:
-        ``key``, the parts of `asked_of`, ``software`` (loaded modules but those of pages, versions of loaded packages), ``plugins``,
-        and ``machine``, which is beside the key: another machine moves a figure by rounding.
+        ``key``, the parts of `asked_of`, ``software`` (loaded modules except pages, and package versions), ``plugins``, and
+        ``machine``, which is not part of the key because machines differ by rounding only.
     """
     if made is None:
         made = run_identity.joined(made_with, run_identity.run_identity(but=(PAGES,)))
@@ -50,7 +50,7 @@ def with_key(
 
 
 def identity_of(results: Mapping[str, Any]) -> Identity:
-    """The identity of an evaluation without its key; of one that an older version wrote, what its results tell."""
+    """The identity of an evaluation without its key; for results of older versions, as much as they recorded."""
     known = results.get("identity") or {}
     if old_results(results):
         known = {
@@ -64,12 +64,11 @@ def identity_of(results: Mapping[str, Any]) -> Identity:
 
 
 def asked_of(results: Mapping[str, Any]) -> Identity:
-    """What was measured and how it was asked, from a results.json.
+    """What was measured and how, from a results.json.
 
     Returns:
-        Part -> what decides it: ``set`` (ids, judgements, texts, pictures, choices of the import), ``protocol``, ``embedder`` (all
-        files that were loaded, the hub's commit), ``settings`` (its pixels, generation, dtype and whatever else it has), ``asked``
-        and ``prompts``. None where the results do not say.
+        ``set`` (ids, judgements, texts, pictures, import options), ``protocol``, ``embedder`` (loaded files, the hub's
+        commit), ``settings`` (pixels, generation, dtype and others), ``asked`` and ``prompts``. Unknown values are None.
     """
     wanted, prompts, model, settings = (
         results.get(part) or {} for part in ("set", "prompts", "model", "settings")
@@ -91,7 +90,7 @@ def asked_of(results: Mapping[str, Any]) -> Identity:
 
 
 def _way(results: Mapping[str, Any]) -> dict[str, Any]:
-    """How an embedder was asked, and what was done to its ranking."""
+    """How an embedder was queried, and how its ranking was processed."""
     rewrite, judged, way, decoding = (
         results.get(part) or {} for part in ("rewrite", "rerank", "budget", "decoding")
     )
@@ -112,19 +111,19 @@ def _way(results: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def ranked_with(results: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Modules and packages that a ranking was made with, where they are no longer the same; None where they all are."""
+    """Modules and packages of a ranking that have changed since; None if none have."""
     software = {"modules": {}} | identity_of(results)["software"]
     changed = run_identity.changes_since({"software": software})
     return {key: then for key, (then, _) in changed.items()} or None
 
 
 def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """What the identities of two results.json differ in, see `rge.identity.run_identity.differences`."""
+    """Differences between the identities of two results.json, see `rge.identity.run_identity.differences`."""
     return run_identity.differences(identity_of(a), identity_of(b))
 
 
 def set_mismatch(a: Mapping[str, Any], b: Mapping[str, Any]) -> str | None:
-    """Why two evaluations, by their results.json, are not of one set; None if they are, as far as they say."""
+    """Reason why two results.json are not of the same set; None if they are, as far as recorded."""
     one, other = a.get("set") or {}, b.get("set") or {}
     if one.get("fingerprint") != other.get("fingerprint"):
         return f"fingerprints {str(one.get('fingerprint'))[:12]} and {str(other.get('fingerprint'))[:12]}"
@@ -139,5 +138,5 @@ def set_mismatch(a: Mapping[str, Any], b: Mapping[str, Any]) -> str | None:
 
 
 def old_results(results: Mapping[str, Any]) -> bool:
-    """Whether an older version wrote an evaluation, so that parts of its identity are unknown."""
+    """Whether results were written by an older version that did not record a full identity."""
     return "machine" not in (results.get("identity") or {})

@@ -1,8 +1,7 @@
-"""The process group of an evaluation: all that `accelerate launch` started, or this process alone.
+"""The process group of an evaluation: all processes of `accelerate launch`, or this process alone.
 
-Each process embeds its share of the shards into one cache directory, which all of them must see; a judge's scores are
-handed to the first process, which keeps them. Nothing else is exchanged but short messages, so the group runs on gloo,
-whatever the models run on.
+Each process embeds its share of the shards into a shared cache directory; scores of a judge are sent to the first process,
+which stores them. Apart from that only short messages are exchanged, so the group uses gloo on any device.
 """
 
 import os
@@ -15,7 +14,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ProcessGroup:
-    """A process, by its number from 0 on, and how many there are."""
+    """Rank of this process, and number of processes."""
 
     rank: int = 0
     size: int = 1
@@ -26,7 +25,7 @@ class ProcessGroup:
         return self.rank == 0
 
     def once(self, make: Callable[[], T]) -> T:
-        """What the first process makes, in every process; the others wait for it."""
+        """Call `make` in the first process and return its result in all processes."""
         value: Any = make() if self.is_first else None
         if self.size > 1:
             from rge.distributed.collectives import from_main
@@ -35,7 +34,7 @@ class ProcessGroup:
         return value
 
     def gather(self, value: T) -> list[T]:
-        """Every process's value, in every process; small things that pickle."""
+        """Values of all processes, in every process; for small objects that can be pickled."""
         if self.size == 1:
             return [value]
         from rge.distributed.collectives import gather_objects
@@ -47,12 +46,10 @@ ALONE = ProcessGroup()
 
 
 def join() -> ProcessGroup:
-    """Join the processes that the launcher started; can be called again.
-
-    Each takes the GPU of its local rank, where there are GPUs.
+    """Join the processes started by the launcher, using the GPU of the local rank if there are GPUs; may be repeated.
 
     Raises:
-        rge.distributed.collectives.LaunchError: the processes do not find each other.
+        rge.distributed.collectives.LaunchError: the processes cannot connect.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return ALONE
@@ -62,7 +59,7 @@ def join() -> ProcessGroup:
 
 
 def leave() -> None:
-    """Leave the others; to be called when a command has finished."""
+    """Leave the process group; call it when a command has finished."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         from rge.distributed.collectives import close
 

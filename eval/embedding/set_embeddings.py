@@ -1,6 +1,6 @@
-"""The embeddings of one set by one encoder: which are needed, their cache keys, where they are stored.
+"""The embeddings of one set by one encoder, with their cache keys.
 
-Filling a cache and reading it are two steps: with several processes all of them fill, and only the first one reads.
+Filling a cache and reading it are separate steps: all processes fill, but only the first one reads.
 """
 
 import sys
@@ -33,17 +33,17 @@ from rge.common.schema import Encoded, Item
 from rge.identity.run_identity import Identity, changes_since, digest, in_words, joined, software_of
 
 ROOMS = ("rge", "eval.models", "eval.embedding")
-"""Packages of ours whose loaded modules embeddings depend on; the user's modules and plugins all count."""
+"""Our packages whose loaded modules embeddings depend on; user modules and plugins always count."""
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What a set shows, as hashes; made before a model is loaded, so that a missing picture shows at once.
+    """Content hashes of a set, computed before a model is loaded, so that missing pictures are reported early.
 
     Attributes:
-        candidates: content digest of each candidate in the order of the file.
-        queries: per modality the content digest of each query.
-        own: per query the candidate rows (in the order of ids) that show one of its pictures, byte for byte.
+        candidates: content hash of each candidate, in file order.
+        queries: content hash of each query, by modality.
+        own: for each query the candidate rows (in id order) with a byte-identical copy of one of its pictures.
     """
 
     candidates: list[str]
@@ -52,7 +52,7 @@ class Contents:
 
 
 def contents_of(wanted: RetrievalSet, modalities: Sequence[Modality]) -> Contents:
-    """Read every picture of a set once.
+    """Read every picture of a set once and hash all contents.
 
     Raises:
         rge.common.images.ImageError: one cannot be read.
@@ -87,9 +87,9 @@ class Embeddings:
 
     Attributes:
         root: directory of all caches.
-        memory_mb: of a pool's embeddings; a larger one is a memory map.
-        dims: components of an embedding that are used; None: all. Caches hold them whole.
-        made_with: software and plugins that the embeddings so far depend on, in the first process.
+        memory_mb: memory for a pool's embeddings; larger ones become a memory map.
+        dims: truncate embeddings to this many components; None: all. Caches hold whole embeddings.
+        made_with: software and plugins that the embeddings depend on so far (first process only).
     """
 
     encoder: Embeds
@@ -105,11 +105,11 @@ class Embeddings:
     _filled: dict[tuple[Any, ...], Cache] = field(default_factory=dict)
 
     def asking(self, **generation: Any) -> Self:
-        """The same set embedded by the same model, which writes in another way; see `Embeds.with_`."""
+        """The same set and model with other generation settings; see `Embeds.with_`."""
         return replace(self, encoder=self.encoder.with_(**generation), _filled={})
 
     def fill_queries(self, mode: Mode, modality: Modality, seed: int | None = None) -> Cache:
-        """Complete the cache of the queries in a condition."""
+        """Complete the cache of the queries for a condition."""
         items = self.wanted.query_items(modality)
         return self._fill("query", mode, modality, items, self.contents.queries[modality], seed)
 
@@ -120,10 +120,10 @@ class Embeddings:
         )
 
     def queries(self, mode: Mode, modality: Modality, seed: int | None = None) -> Encoded:
-        """Embeddings and rationales of the queries in file order.
+        """Embeddings and rationales of the queries, in file order.
 
         Raises:
-            UserError: they are all the same.
+            UserError: all embeddings are the same.
         """
         found = read(self.fill_queries(mode, modality, seed))
         found = replace(found, embeddings=cut(found.embeddings, self.dims))
@@ -131,23 +131,20 @@ class Embeddings:
         return found
 
     def candidates(self, mode: Mode, seed: int | None = None) -> np.ndarray:
-        """Embeddings of the pool in the order of ids, (C, D) float32.
+        """Embeddings of the pool in id order, (C, D) float32.
 
         Raises:
-            UserError: they are all the same.
+            UserError: all embeddings are the same.
         """
         cache = self.fill_candidates(mode, seed)
-        place = np.empty(cache.num_items, np.int64)
-        place[self.wanted.file_rows_C] = np.arange(
-            cache.num_items
-        )  # from the order of the file to that of ids
+        place = np.argsort(self.wanted.file_rows_C)  # from file order to id order
         found = cut(read_embeddings(cache, place, self.memory_mb), self.dims)
         contents = [self.contents.candidates[row] for row in self.wanted.file_rows_C.tolist()]
         check_collapse(found, contents, "candidate")
         return found
 
     def candidate_costs(self, mode: Mode, seed: int | None = None) -> dict[str, float]:
-        """Mean tokens and milliseconds of a candidate, see `eval.embedding.shards.read_costs`."""
+        """Mean tokens and milliseconds per candidate, see `eval.embedding.shards.read_costs`."""
         return read_costs(self.fill_candidates(mode, seed))
 
     def _fill(
@@ -174,14 +171,14 @@ class Embeddings:
         about = {"side": side, "mode": mode, "modality": modality, "set": self.wanted.name}
         about |= {"checkpoint_hash": self.encoder.checkpoint_hash, "asked": asked}
         names = contents
-        if seed is not None:  # a drawn rationale is the item's own
+        if seed is not None:  # a sampled rationale also depends on the item's id
             items = list(items) if side == "query" else items
             ids = [item.id for item in items] if side == "query" else self._file_ids()
             names = [f"{content} {name}" for content, name in zip(contents, ids, strict=True)]
         opened = (self.root, key, len(contents), about)
         self.process_group.once(lambda: open_cache(*opened, encoder=encoder, names=names) and None)
         cache = cache_at(*opened, names=names)
-        self.process_group.once(lambda: self._record(cache))  # of a run that is killed too
+        self.process_group.once(lambda: self._record(cache))  # now, in case the run is killed
         fill(
             self.encoder,
             items,
@@ -192,12 +189,12 @@ class Embeddings:
             seed=seed,
             process_group=self.process_group,
         )
-        self.process_group.once(lambda: self._record(cache))  # with what embedding has loaded
+        self.process_group.once(lambda: self._record(cache))  # again, with modules loaded by embedding
         self._filled[side, mode, modality, seed] = cache
         return cache
 
     def _encoder_key(self, asked: str, side: Side, mode: Mode) -> str:
-        """Name of the encoder and its software: that of a cache which nothing has changed since, else a new one."""
+        """Key of the encoder and its software: that of an existing cache if nothing has changed since, else a new one."""
         made_with: dict[str, Identity] = {}
         others = False
         for _, about in caches_in(self.root):
@@ -213,15 +210,15 @@ class Embeddings:
                 self.made_with = joined(self.made_with, then)
                 return encoder
         if changed:
-            self._say("are not used, since this has changed: " + "; ".join(in_words(changed)))
+            self._say("are not reused because of changes: " + "; ".join(in_words(changed)))
         elif others:
             self._say(
-                "that an older version wrote do not say what code and versions they depend on, and are not used"
+                "by an older version are not reused because they do not record the code and versions they depend on"
             )
         return digest([asked, software_of(ROOMS)])
 
     def _record(self, cache: Cache) -> None:
-        """Keep beside a cache, and in `made_with`, which modules and packages its embeddings depend on."""
+        """Record in `made_with` and beside the cache which modules and packages its embeddings depend on."""
         self.made_with = joined(self.made_with, software_of(ROOMS))
         describe(cache, made_with=self.made_with)
 
@@ -238,18 +235,18 @@ class Embeddings:
 
 
 def keyed_settings(encoder: Embeds, mode: Mode) -> dict[str, Any]:
-    """What of an encoder's settings decides its embeddings, with the prompts' wording itself."""
+    """The encoder settings that affect embeddings, including prompt templates."""
     settings = {
         key: value for key, value in encoder.settings.content().items() if key not in ("notes", "identity")
     }
     profile = encoder.settings.profile
     if profile in PROFILES:
         settings["templates"] = asdict(PROFILES[profile])
-    if mode in SILENT:  # nothing is generated, so another cap on rationales changes nothing
+    if mode in SILENT:  # nothing is generated, so generation settings have no effect
         settings.pop("generation", None)
     return settings
 
 
 def is_sampled(encoder: Embeds) -> bool:
-    """Whether its rationales are drawn, so that a seed changes them."""
+    """Whether the encoder samples rationales, so that they depend on a seed."""
     return encoder.settings.generation.temperature > 0

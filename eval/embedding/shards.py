@@ -1,12 +1,12 @@
-"""Cached embeddings and rationales: shards that survive a kill, under keys that cannot go stale.
+"""Cached embeddings and rationales, in crash-safe shards under content-derived keys.
 
 A cache is a directory of Parquet shards, each renamed into place when complete. Its name is a hash of everything that
 determines the embeddings (`cache_key`): checkpoint, prompts, pixels, generation settings, software, side, mode, modality,
-retrieval set and the bytes of every text and picture. A cache of anything else has another name, so a stale one is
-never even opened. A shard's name says which rows it holds, so a resumed run may use another batch size.
+retrieval set and the bytes of every text and picture, so a stale cache is never used. A shard's name contains its range of
+rows, so a resumed run may use another batch size.
 
-Every row also carries the hash of what it shows. An embedding depends on nothing else of a set, so a changed or another
-set takes over the rows that the same encoder has already made (`adopt`): no rationale is written twice.
+Every row also has its content hash. Since an embedding depends on nothing else of a set, a changed or different set reuses
+rows of the same encoder (`adopt`), and no rationale is written twice.
 """
 
 import hashlib
@@ -28,20 +28,20 @@ from rge.common.files import remove_left_over, write_bytes
 from rge.common.schema import Encoded
 
 FORMAT = 2
-"""Of the shards; part of the key, so that a new format never meets an old shard."""
+"""Version of the shard format; part of the key."""
 ABOUT = "about.json"
 ADOPTED_ROWS = 4096
-"""Rows of a shard that is put together from another cache."""
+"""Rows per shard of adopted rows."""
 
 
 @dataclass(frozen=True)
 class Cache:
-    """Where the shards of one side in one condition are kept.
+    """The directory of the shards of one side and condition.
 
     Attributes:
-        path: the directory; it exists.
-        num_items: rows that all shards together hold.
-        names: hash of what each row shows, or None where nothing is to be taken over.
+        path: existing directory.
+        num_items: number of rows of a complete cache.
+        names: content hash of each row; None disables reuse of rows.
     """
 
     path: Path
@@ -50,14 +50,14 @@ class Cache:
 
 
 def encoder_key(*, checkpoint_hash: str, settings: dict[str, Any], side: str, mode: str) -> str:
-    """Name of everything that determines an item's embedding but the item, 64 hexadecimal digits."""
+    """Hash of everything that determines an item's embedding except the item, 64 hexadecimal digits."""
     return _hash(
         [str(FORMAT), checkpoint_hash, json.dumps(settings, sort_keys=True, default=str), side, mode]
     )
 
 
 def cache_key(encoder: str, *, modality: str, fingerprint: str, contents: Iterable[str]) -> str:
-    """Name of everything that determines a side's embeddings, 64 hexadecimal digits."""
+    """Hash of everything that determines a side's embeddings, 64 hexadecimal digits."""
     return _hash([encoder, modality, fingerprint, *contents])
 
 
@@ -70,10 +70,10 @@ def open_cache(
     encoder: str | None = None,
     names: Sequence[str] | None = None,
 ) -> Cache:
-    """Create or reopen the cache of a key; to be done by one process.
+    """Create or reopen the cache of a key; call it in one process only.
 
-    ``about``: written beside the shards for people who wonder what they are. ``encoder``: see `encoder_key`; a new cache
-    takes over the rows of others with the same. ``names``: hash of what each row shows; needed for that.
+    ``about``: description to write beside the shards. ``encoder``: see `encoder_key`; a new cache reuses rows of caches with
+    the same one. ``names``: content hash of each row, required for that.
     """
     cache = cache_at(root, key, num_items, about, names)
     cache.path.mkdir(parents=True, exist_ok=True)
@@ -86,29 +86,29 @@ def open_cache(
 def cache_at(
     root: Path, key: str, num_items: int, about: dict[str, Any], names: Sequence[str] | None = None
 ) -> Cache:
-    """The cache that `open_cache` has opened, in another process."""
+    """The cache opened by `open_cache`, for other processes."""
     name = f"{about['side']}-{about['mode']}-{about['modality']}-{key[:20]}"
     return Cache(root / name, num_items, names)
 
 
 def describe(cache: Cache, **about: Any) -> Cache:
-    """Write or complete what stands beside the shards."""
+    """Write or extend the description beside the shards."""
     text = json.dumps(_about(cache.path) | about, indent=1, default=str)
     write_bytes(cache.path / ABOUT, text.encode())
     return cache
 
 
 def caches_in(root: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Folders of all caches, and what stands beside their shards."""
+    """Folders and descriptions of all caches."""
     for path in sorted(root.glob(f"*/{ABOUT}")):
         yield path.parent, _about(path.parent)
 
 
 def adopt(cache: Cache, root: Path, encoder: str) -> int:
-    """Take over rows that show the same from other caches of the same encoder.
+    """Copy rows with the same content from other caches of the same encoder.
 
     Returns:
-        How many rows.
+        Number of copied rows.
 
     Raises:
         UserError: a shard of another cache cannot be read.
@@ -132,16 +132,13 @@ def adopt(cache: Cache, root: Path, encoder: str) -> int:
 
 
 def shards_of(cache: Cache) -> list[tuple[int, int]]:
-    """First row and row after the last of every complete shard, ascending."""
-    found = []
-    for path in cache.path.glob("*.parquet"):
-        start, stop = map(int, path.stem.split("-"))
-        found.append((start, stop))
-    return sorted(found)
+    """(start, stop) row ranges of all complete shards, ascending."""
+    stems = (path.stem.partition("-") for path in cache.path.glob("*.parquet"))
+    return sorted((int(start), int(stop)) for start, _, stop in stems)
 
 
 def covered(cache: Cache) -> np.ndarray:
-    """Which rows some shard holds, (num_items,) bool."""
+    """Mask of the rows that are in some shard, (num_items,) bool."""
     done = np.zeros(cache.num_items, bool)
     for start, stop in shards_of(cache):
         done[start:stop] = True
@@ -149,7 +146,7 @@ def covered(cache: Cache) -> np.ndarray:
 
 
 def write_shard(cache: Cache, start: int, encoded: Encoded) -> None:
-    """Keep rows from ``start`` on; on return they survive a kill."""
+    """Write rows from ``start`` on durably."""
     num, dim = encoded.embeddings.shape
     names = None if cache.names is None else list(cache.names[start : start + num])
     columns = {
@@ -167,7 +164,7 @@ def write_shard(cache: Cache, start: int, encoded: Encoded) -> None:
 
 
 def read(cache: Cache) -> Encoded:
-    """Everything that a complete cache holds, rows in the order of the items.
+    """Read a complete cache, rows in item order.
 
     Raises:
         UserError: a shard is damaged, or rows are missing.
@@ -185,16 +182,16 @@ def read(cache: Cache) -> Encoded:
 
 
 def read_embeddings(cache: Cache, place: np.ndarray, memory_mb: float) -> np.ndarray:
-    """Embeddings of a complete cache, (num_items, D) float32, in another order.
+    """Embeddings of a complete cache, (num_items, D) float32, permuted.
 
     Args:
-        cache: complete.
-        place: where each row goes, a permutation.
-        memory_mb: what is larger becomes a memory map of a file without a name in the cache's directory, which is gone
-            when this process ends, however it ends.
+        cache: a complete cache.
+        place: target position of each row.
+        memory_mb: larger arrays become a memory map of an anonymous file in the cache's directory, which disappears with
+            this process.
 
     Raises:
-        UserError: a shard is damaged, rows are missing, or there is no room for the file.
+        UserError: a shard is damaged, rows are missing, or the disk has no room for the file.
     """
     out: np.ndarray | None = None
     for start, stop, table in _parts(cache, ("embedding",)):
@@ -207,7 +204,7 @@ def read_embeddings(cache: Cache, place: np.ndarray, memory_mb: float) -> np.nda
 
 
 def read_costs(cache: Cache) -> dict[str, float]:
-    """Mean generated tokens and milliseconds of a row of a complete cache: ``tokens``, ``generate_ms``, ``embed_ms``."""
+    """Means over the rows of a complete cache: ``tokens`` generated, ``generate_ms``, ``embed_ms``."""
     names = {"num_rationale_tokens": "tokens", "generate_ms": "generate_ms", "embed_ms": "embed_ms"}
     total = dict.fromkeys(names.values(), 0.0)
     for _, _, table in _parts(cache, tuple(names)):
@@ -219,7 +216,7 @@ def read_costs(cache: Cache) -> dict[str, float]:
 def _hash(parts: Sequence[str]) -> str:
     digest = hashlib.sha256()
     for part in parts:
-        digest.update(f"{len(part.encode())}:".encode() + part.encode())  # lengths keep the parts apart
+        digest.update(f"{len(part.encode())}:".encode() + part.encode())  # lengths delimit the parts
     return digest.hexdigest()
 
 
@@ -227,7 +224,7 @@ def _about(folder: Path) -> dict[str, Any]:
     try:
         return json.loads((folder / ABOUT).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return {}  # of a run that was killed while it opened the cache: there is nothing in it to take over
+        return {}  # a run was killed while opening the cache, so it has no rows to reuse
 
 
 def _allocate(folder: Path, shape: tuple[int, int], memory_mb: float) -> np.ndarray:
@@ -236,17 +233,17 @@ def _allocate(folder: Path, shape: tuple[int, int], memory_mb: float) -> np.ndar
         return np.empty(shape, np.float32)
     try:
         file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  # lives as long as the map does
-        os.posix_fallocate(file.fileno(), 0, size)  # a full disk shows here, not as SIGBUS in the middle
+        os.posix_fallocate(file.fileno(), 0, size)  # report a full disk now, not as SIGBUS later
     except OSError as error:
         raise UserError(
-            f"embeddings of {shape[0]} items take {size / 2**30:.1f} GB, more than memory_mb={memory_mb:g}, and there is "
-            f"no room for them in {folder} ({error.strerror}): free some, give another cache=, or raise memory_mb"
+            f"embeddings of {shape[0]} items take {size / 2**30:.1f} GB, more than memory_mb={memory_mb:g}, and do not fit "
+            f"in {folder} ({error.strerror}): free some space, choose another cache=, or raise memory_mb"
         ) from None
     return np.memmap(file, np.float32, mode="r+", shape=shape)
 
 
 def _parts(cache: Cache, columns: tuple[str, ...] | None = None) -> Iterator[tuple[int, int, pa.Table]]:
-    """Tables of all rows in order, each row once, with first row and row after the last."""
+    """Yield (start, stop, table) for all rows in order, each row once."""
     row = 0
     for start, stop in shards_of(cache):
         path = cache.path / _name(start, stop)
@@ -257,7 +254,7 @@ def _parts(cache: Cache, columns: tuple[str, ...] | None = None) -> Iterator[tup
             )
         if start > row:
             raise UserError(f"rows {row} to {start} are missing from {cache.path}: run again")
-        if stop > row:  # two runs at once may have written overlapping shards
+        if stop > row:  # concurrent runs may have written overlapping shards
             yield row, stop, table.slice(row - start)
             row = stop
     if row != cache.num_items:

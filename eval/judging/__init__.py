@@ -1,1 +1,1 @@
-"""Vision-language models that judge: endpoints, answers that are kept, yes or no."""
+"""Vision-language models that rerank candidates or rewrite queries."""

@@ -1,11 +1,10 @@
-"""A judge that reads the other way round: it says what the right answer shows, and how likely that is after a candidate.
+"""A judge that describes the right answer and scores candidates by the likelihood of that description.
 
-Having read a query's rationale (its text, where the ranking was made without), the judge describes the right answer, once. By
-Bayes' rule, among the candidates of one query, the likelihood of that description given a candidate orders them as the
-probability of the candidate does, as far as candidates are alike likely beforehand: the noisy channel, and UPR's score
-(Sachan et al., arXiv:2204.07496).
+From a query's rationale (or its text, if it has none), the judge describes the right answer once. By Bayes' rule, with a
+uniform prior over a query's candidates, the likelihood of the description given a candidate orders them as the candidate's
+probability given the description: the noisy-channel model, and UPR's score (Sachan et al., arXiv:2204.07496).
 
-`write_records` makes training records for such a judge; the LM loss of a cold start then teaches it.
+`write_records` makes training records for such a judge, which learns from the LM loss of a cold start.
 """
 
 import os
@@ -27,13 +26,13 @@ from rge.data.sources import write_records as records_to_file
 from rge.identity.run_identity import digest, still_valid
 
 QUESTION = "What does this show?"
-"""What is asked about a candidate."""
+"""Question about a candidate."""
 ANSWER_SHOWS = "What does the answer show?"
-"""What is asked about a rationale."""
+"""Question after a rationale."""
 DESCRIPTION_TOKENS = 64
 MAX_PROMPT_TOKENS = 8192
 SOFTWARE, MOST_SOFTWARE = "software of local models", 1000
-"""Where a store keeps the software that its scores and texts were made with, and how many kinds of it."""
+"""Key of a store's records of the software behind its scores and texts, and their maximum number."""
 
 
 def _with(text: str | None, question: str) -> str:
@@ -41,14 +40,14 @@ def _with(text: str | None, question: str) -> str:
 
 
 class DescriptionJudge:
-    """Describes right answers; scores are the log likelihood, summed over the tokens, of a description after a candidate.
+    """Describes right answers, and scores candidates by a description's log-likelihood, summed over its tokens.
 
     Args:
-        path: directory, or id on the hub, of a model that `rge.model.backbone` loads.
-        dtype: of the weights; None: float32 on CPU, bfloat16 on a GPU.
+        path: directory or hub id of a model that `rge.model.backbone` can load.
+        dtype: dtype of the weights; None: float32 on CPU, bfloat16 on a GPU.
 
     Attributes:
-        name: what decides its scores, except for the software; part of the keys under which they are kept.
+        name: everything that determines its scores except the software; part of the cache keys.
 
     Raises:
         rge.model.backbone.BackboneError: it cannot be loaded.
@@ -77,7 +76,7 @@ class DescriptionJudge:
         }
 
     def score(self, pairs: Sequence[tuple[Item, Item]]) -> list[float]:
-        """Log likelihoods of (description, candidate) pairs, in nats; a candidate's prompt is encoded once for all of its texts."""
+        """Log-likelihoods of (description, candidate) pairs, in nats; each candidate's prompt is encoded once."""
         import torch
 
         from rge.model.packing import Branch
@@ -105,16 +104,16 @@ class DescriptionJudge:
         return found
 
     def describe(self, texts: Sequence[Item], answers: AnswerStore) -> list[Item]:
-        """What the right answer shows, in the judge's own words, after each text; written greedily, once for equal texts.
+        """Describe the right answer after each text, greedily and once for equal texts.
 
         Raises:
-            UserError: a text is empty, or the judge never ends a description itself.
+            UserError: a text is empty, or the judge never ends a description by itself.
         """
         from rge.rollout.generate import generate
 
         if empty := [one.id for one in texts if not one.text]:
             raise UserError(
-                f"query {empty[0]!r} has neither a rationale nor a text, so nothing can be described"
+                f"query {empty[0]!r} has neither a rationale nor a text to describe an answer from"
             )
         about = self.name | {"after": ANSWER_SHOWS, "tokens": DESCRIPTION_TOKENS}
         about["software"] = local_software(answers)
@@ -134,14 +133,14 @@ class DescriptionJudge:
         known |= new
         if texts and all(known[key][1] or not known[key][0] for key in keys):
             raise UserError(
-                f"the judge wrote {known[keys[0]][0]!r} and never ended with <emb>: a judge has to be "
-                "trained to describe the right answer (rge eval records descriptions=FILE)"
+                f"the judge wrote {known[keys[0]][0]!r} and never ended with <emb>: it must be trained to describe the "
+                "right answer (rge eval records descriptions=FILE)"
             )
         return [Item(one.id, text=known[key][0] or one.text) for key, one in zip(keys, texts, strict=True)]
 
 
 def local_software(store: AnswerStore) -> str:
-    """Hash of the software that scores and texts of models in this process are kept under, see `still_valid`."""
+    """Hash of the software of models in this process, for cache keys; see `still_valid`."""
     keys = [value_key(SOFTWARE, number) for number in range(MOST_SOFTWARE)]
     known = store.get_values(keys)
     found = still_valid(list(known.values()), ("rge", "eval.judging"))
@@ -167,7 +166,7 @@ def write_records(options: JudgeRecordsOptions) -> Path:
     """Write the records and return their file.
 
     Raises:
-        UserError: a file cannot be read, or no positive with a rationale is described.
+        UserError: a file cannot be read, or no positive with a rationale has a description.
     """
     records, described = _read(options.src), _read(options.descriptions)
     made = [
@@ -186,10 +185,10 @@ def write_records(options: JudgeRecordsOptions) -> Path:
 def _to_describe(
     records: Sequence[Record], described: Sequence[Record], out: Path
 ) -> Iterator[tuple[str, QueryPart, str]]:
-    """Group, prompt and text: what each picture shows, and what the answer of each rationale shows.
+    """(group, prompt, text) triples: descriptions of pictures, and descriptions of answers after rationales.
 
     Raises:
-        UserError: no positive with a rationale is described.
+        UserError: no positive with a rationale has a description.
     """
     said = {_identity(one): one.rationale for _, one in _reasoned(described)}
     found = {
@@ -198,7 +197,7 @@ def _to_describe(
         if _identity(one) in said
     }
     if not found:
-        raise UserError("descriptions= describes no positive of src=: they are found by identity, or by id")
+        raise UserError("descriptions= describes no positive of src=; they are matched by identity, or by id")
     pictures: dict[str, set[str]] = defaultdict(set)
     for record in (*records, *described):
         for target in (*record.positives, *record.negatives):
@@ -212,7 +211,7 @@ def _to_describe(
 
 
 def _reasoned(records: Sequence[Record]) -> Iterator[tuple[str, Any]]:
-    """Group and positive, where that has a rationale."""
+    """(group, positive) pairs of the positives with a rationale."""
     for record in records:
         yield from ((record.group, one) for one in record.positives if one.rationale)
 
@@ -226,6 +225,6 @@ def _identity(target: Target) -> str:
 
 
 def _beside(ref: str, out: Path) -> str:
-    """A reference as a file in another folder writes it."""
+    """A picture reference relative to the folder of `out`."""
     path, mark, row = ref.partition("#")
     return os.path.relpath(path, out.parent) + mark + row

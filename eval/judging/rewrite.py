@@ -1,9 +1,8 @@
 """Query rewriting by a vision-language model, before retrieval.
 
-Two baselines of MM-BRIGHT (section 5): a **caption** of the query's pictures, or a **reformulation** that spells out what
-is asked. Either is appended to the query's text. What follows, any embedder or BM25, sees a set with longer queries;
-together with ``query_modality=text`` a text model thus hears of pictures. The paper prints a template for
-reformulations; the words here are ours, and results.json has them.
+Two baselines of MM-BRIGHT (section 5): a **caption** of the query's pictures, or a **reformulation** that makes the query
+explicit. Either is appended to the query's text, for any embedder or BM25; with ``query_modality=text`` this lets a text
+model use pictures. The paper has a template for reformulations; the prompts here are ours, and are recorded in results.json.
 """
 
 import hashlib
@@ -46,7 +45,7 @@ CONCURRENCY = 8
 def known_and_open(
     answers: AnswerStore, keys: Sequence[str | None], items: Sequence[Item]
 ) -> tuple[dict[str, Any], dict[str, Item]]:
-    """What is kept by key, and an item for each key that nothing is kept for; a key of None asks for nothing."""
+    """Stored answers by key, and the items of keys without one; keys of None are skipped."""
     asked = {key: item for key, item in zip(keys, items, strict=True) if key is not None}
     known = answers.get_values(list(asked))
     return known, {key: item for key, item in asked.items() if key not in known}
@@ -55,10 +54,10 @@ def known_and_open(
 class Rewriter:
     """A vision-language model behind an OpenAI-compatible endpoint that rewrites queries.
 
-    ``kind``: key of `PROMPTS`. ``key_env``: environment variable with the key; None: it needs none. ``answers`` keeps the texts.
+    ``kind``: key of `PROMPTS`. ``key_env``: environment variable with the API key; None: no key. ``answers``: stores the texts.
 
     Attributes:
-        served: see `rge.calls.providers.transport.served_model`; part of the keys under which texts are kept.
+        served: see `rge.calls.providers.transport.served_model`; part of the cache keys.
 
     Raises:
         UserError: the variable is not set, or the endpoint cannot be reached.
@@ -71,18 +70,18 @@ class Rewriter:
         )
         self.served = served_model(config)
         self._shown = f"{model} at {url}"
-        self._caller = Caller({model: config}, AnswerStore(None))  # only texts are kept, in `answers`
+        self._caller = Caller({model: config}, AnswerStore(None))  # only texts are stored, in `answers`
 
     def about(self) -> dict[str, Any]:
-        """For results.json."""
+        """Description for results.json."""
         system, request = PROMPTS[self.kind]
         return {"kind": self.kind, "model": self.model, "system": system, "request": request} | self.served
 
     def additions(self, queries: Sequence[Item]) -> list[str | None]:
-        """What is appended to each query, asked for once and then kept; None where nothing was asked, "" where nothing came.
+        """Text to append to each query, cached; None if none was requested, "" if the model returned none.
 
         Raises:
-            UserError: a call has no answer, after all others; or nothing at all was written.
+            UserError: calls are unanswered (reported after all others were made), or all answers are empty.
         """
         keys = [
             value_key("rewrite", MAX_TOKENS, self.about(), content_digest(query)[0])
@@ -108,11 +107,11 @@ class Rewriter:
         return [None if key is None else known[key] for key in keys]
 
     def _write(self, todo: Mapping[str, Item], keep: Callable[[str, str], None]) -> list[str]:
-        """Ask about each query; returns the keys of those that the model refused or answered with nothing."""
+        """Make the calls; returns the keys of refused or empty answers."""
         system, request = PROMPTS[self.kind]
         requests, keys = [], list(todo)
         for query in todo.values():
-            # A caption is of the pictures alone: it must not repeat or answer the question.
+            # A caption must not repeat or answer the question, so the model sees only the pictures.
             asked = [] if self.kind == "caption" or not query.text else [query.text]
             pictures = [Picture(ref, hashlib.sha256(picture_bytes(ref)).hexdigest()) for ref in query.images]
             requests.append(Request(self.model, (*asked, *pictures, request), system, max_tokens=MAX_TOKENS))
@@ -130,15 +129,15 @@ class Rewriter:
         self._caller.run(requests, take)
         if unanswered:
             raise UserError(
-                f"{len(unanswered)} of {len(requests)} calls of {self._shown} have no answer, the first: "
-                f"{unanswered[0].error}; what was answered is kept, the same command continues"
+                f"{len(unanswered)} of {len(requests)} calls to {self._shown} are unanswered, such as: "
+                f"{unanswered[0].error}; the other answers are stored, run the same command again to continue"
             )
         return empty
 
 
 @dataclass(kw_only=True)
 class RewriteOptions:
-    """What a command that rewrites queries is told."""
+    """Options of commands that rewrite queries."""
 
     rewrite: str | None = None
     """caption or reformulate: text that a vision-language model adds to each query first, see `eval.judging.rewrite`."""
@@ -150,17 +149,17 @@ class RewriteOptions:
     """Environment variable with the key; null: no key."""
 
     def rewrite_told(self, meta: Mapping[str, Any]) -> dict[str, Any] | None:
-        """What results.json says of it, for an embedder's ranking; ``meta``: of the set from `rewritten`."""
+        """The ``rewrite`` block of results.json; ``meta``: meta of the set from `rewritten`."""
         if self.rewrite is None:
             return None
         asked = {"kind": self.rewrite, "model": self.rewriter_model, "prompts": PROMPTS[self.rewrite]}
         return asked | meta["rewriter"]
 
     def load_rewriter(self, cache: Path) -> Rewriter | None:
-        """The rewriter, None where none is named.
+        """Load the rewriter; None if ``rewrite`` is not set.
 
         Raises:
-            UserError: an unknown kind, or only half of what is needed.
+            UserError: an unknown kind, or incomplete options.
         """
         kind, url, model = self.rewrite, self.rewriter, self.rewriter_model
         if kind is None:
@@ -176,12 +175,12 @@ class RewriteOptions:
 
 
 def rewritten(wanted: RetrievalSet, rewriter: Rewriter) -> RetrievalSet:
-    """The same set with longer queries; a query without pictures gets no caption.
+    """The set with rewritten queries; queries without pictures get no caption.
 
-    What the model refuses, or answers with nothing, stays as it was; a note of the set counts it.
+    Queries whose rewriting was refused or empty are unchanged; a note of the set counts them.
 
     Raises:
-        UserError: a call was lost, or the endpoint writes nothing at all.
+        UserError: calls are unanswered, or all answers are empty.
     """
     added = rewriter.additions(wanted.queries)
     queries = [

@@ -1,1 +1,1 @@
-"""Embedders that `eval.commands.run` can measure: a registry, and one small adapter a family."""
+"""Embedders that `eval.commands.run` can measure: a registry, and one small adapter per family."""

@@ -1,8 +1,8 @@
-"""CLIP, SigLIP and SigLIP 2: two towers, one space.
+"""CLIP, SigLIP and SigLIP 2: two towers with a shared space.
 
 An item with text and pictures is the sum of its text feature and the mean of its picture features before either is
 normalised, which is how MMEB's own CLIP and SigLIP rows embed composed queries (VLM2Vec, ``evaluation/eval_clip.py``).
-The text is the query's without an instruction: these models read some 64 to 77 tokens, and what is longer is cut.
+Instructions are not used, since these models read only 64 to 77 tokens; longer texts are truncated.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ FAMILIES = ("clip", "siglip", "siglip2")
 
 @dataclass(frozen=True)
 class Shown:
-    """What is embedded: a text, pictures, or both."""
+    """Input of the model: a text, pictures, or both."""
 
     text: str
     images: list[Image.Image]
@@ -42,9 +42,9 @@ class TwoTowers(DirectEncoder[Shown]):
         max_tokens = config.text_config.max_position_embeddings
         settings = {"pooling": "text feature + mean of picture features", "max_text_tokens": max_tokens}
         super().__init__(facts, "clip", BARE, dtype, settings)
-        self.model: Any = model.eval()  # towers are attributes that no type of the library knows
+        self.model: Any = model.eval()  # Any: the library's types do not declare the towers
         self.tokenizer, self.image_processor = tokenizer, image_processor
-        # SigLIP was trained on padded texts and reads the last position; CLIP reads the end token wherever it is.
+        # SigLIP was trained on padded texts and pools the last position; CLIP pools at the end token.
         padding = True if config.model_type == "clip" else "max_length"
         self.reading = {
             "padding": padding,
@@ -61,7 +61,7 @@ class TwoTowers(DirectEncoder[Shown]):
         return len(shown.text), shown
 
     def embed(self, batch: Sequence[Shown]) -> Tensor:
-        """Features (B, D): see the module."""
+        """Features (B, D), see the module docstring."""
         parts: dict[int, list[Tensor]] = {row: [] for row in range(len(batch))}
         asked = [row for row, one in enumerate(batch) if one.text]
         if asked:

@@ -22,10 +22,10 @@ from rge.model.embedding_model import normalise
 from rge.model.packing import by_length
 
 WINDOW_BATCHES = 8
-"""Batches prepared at a time, within which rows are sorted by length; the pictures of one window are in memory."""
+"""Batches prepared at a time and sorted by length; their pictures are in memory together."""
 WEIGHTS = (".safetensors", ".bin", ".pt")
 LOADED = (*WEIGHTS, ".json", ".txt", ".jinja", ".model", ".spm", ".tiktoken", ".py")
-"""Endings of the files that decide a model."""
+"""Suffixes of the files that define a model."""
 VLM2VEC = Profile(
     query="{instruction} {text}",
     query_without_instruction="{text}",
@@ -33,7 +33,7 @@ VLM2VEC = Profile(
     candidate_image="Represent the given image.",
     candidate_both="Represent the given image with related text information: {text}",
 )
-"""Wordings of MMEB, which VLM2Vec and UME-R1 were trained and are evaluated with."""
+"""MMEB's prompts, which VLM2Vec and UME-R1 were trained with."""
 
 BARE = Profile(
     query="{text}",
@@ -53,20 +53,20 @@ T = TypeVar("T")
 
 
 def settings_of(facts: Facts, adapter: str, dtype: str, **own: Any) -> Settings:
-    """Settings that every embedder of others has, and its own."""
+    """Settings common to all third-party embedders, plus the given ones."""
     of_facts = {"model": facts.name, "revision": facts.revision}
     return Settings.model_validate({"adapter": adapter, **of_facts, "dtype": dtype, "recipe": {}, **own})
 
 
 class Asked:
-    """An embedder of others: `with_` copies it and lets it take a prompt profile in its own way."""
+    """Base of third-party embedders: `with_` copies the embedder, and subclasses handle prompt profiles."""
 
     settings: Settings
 
     def with_(
         self, *, exact: bool | None = None, profile: str | None = None, **generation: float | None
     ) -> Self:
-        """An embedder on the same model that asks otherwise, see `rge.embedder.Embedder.with_`."""
+        """An embedder with the same model and other settings, see `rge.embedder.Embedder.with_`."""
         other = copy.copy(self)
         told = self.settings.asking(**{key: value for key, value in generation.items() if value is not None})
         other.settings = told if exact is None else told.but(exact=exact)
@@ -75,20 +75,20 @@ class Asked:
         return other
 
     def reword(self, profile: str) -> None:
-        """Take the wording of a profile of `rge.common.prompt_profiles`.
+        """Use a profile of `rge.common.prompt_profiles`.
 
         Raises:
-            UserError: it words its prompts itself.
+            UserError: the embedder has fixed prompts.
         """
-        raise UserError(f"prompts={profile}: this encoder words its prompts itself")
+        raise UserError(f"prompts={profile}: this encoder has fixed prompts")
 
 
 class DirectEncoder(Asked, Generic[T]):
-    """An embedder that writes nothing; a subclass prepares items and embeds prepared batches.
+    """An embedder without rationales; subclasses prepare items and embed batches.
 
     Args:
-        wording: how items become text; replaced by `reword`.
-        settings: whatever else decides the embeddings: pixel limits, longest text, pooling.
+        wording: prompt templates; replaced by `reword`.
+        settings: everything else that affects embeddings: pixel limits, maximum text length, pooling.
     """
 
     def __init__(self, facts: Facts, adapter: str, wording: Profile, dtype: str, settings: dict[str, Any]):
@@ -98,12 +98,12 @@ class DirectEncoder(Asked, Generic[T]):
         self.settings = settings_of(facts, adapter, dtype, **own)
 
     def reword(self, profile: str) -> None:
-        """Take the wording of a profile of `rge.model.prompts`; ``plain`` is for sets whose texts carry their instructions."""
+        """Use a prompt profile; ``plain`` is for sets whose texts include their instructions."""
         self.wording = PROFILES[profile]
         self.settings = self.settings.but(profile=profile, wording=asdict(self.wording))
 
     def prepare(self, item: Item, side: str) -> tuple[int, T]:
-        """A length to sort by, and what `embed` needs."""
+        """A length to sort by, and the input for `embed`."""
         raise NotImplementedError
 
     def embed(self, batch: Sequence[T]) -> Tensor:
@@ -129,7 +129,7 @@ class DirectEncoder(Asked, Generic[T]):
             ImageError: a picture cannot be read.
         """
         if mode != "direct":
-            raise UserError(f"{self.settings.model} writes no rationale: give query_mode=direct")
+            raise UserError(f"{self.settings.model} writes no rationales: use query_mode=direct")
         rows: list[tuple[Any, ...]] = []
         together = 1 if self.settings.exact else batch_size
         for start in range(0, len(items), WINDOW_BATCHES * batch_size):
@@ -153,7 +153,7 @@ class DirectEncoder(Asked, Generic[T]):
 
 
 def encoded(rows: Sequence[tuple[Any, ...]]) -> Encoded:
-    """From state (D,), rationale, its number of tokens, stop reason, and milliseconds of writing and of embedding."""
+    """Combine rows of (state (D,), rationale, its tokens, stop reason, milliseconds of writing, and of embedding)."""
     columns: Any = zip(*rows, strict=True) if rows else ([] for _ in range(6))
     states, texts, tokens, reasons, generate_ms, embed_ms = columns
     return Encoded(
@@ -167,7 +167,7 @@ def encoded(rows: Sequence[tuple[Any, ...]]) -> Encoded:
 
 
 def placed(load: Callable[..., T]) -> Callable[..., T]:
-    """Makes a function of facts, device, dtype and what else `load_model` is told a loader: with the defaults of `place`."""
+    """Decorator for loaders that applies the defaults of `place`; other options of `load_model` are passed on."""
 
     @wraps(load)
     def loader(facts: Facts, *, device: str | None = None, dtype: str | None = None, **asked: Any) -> T:
@@ -177,17 +177,14 @@ def placed(load: Callable[..., T]) -> Callable[..., T]:
 
 
 def direct(load: Callable[[Facts, str, str], T]) -> Callable[..., T]:
-    """Makes a function of facts, device and dtype the loader of a family that writes no rationale.
-
-    The loader raises a UserError for options of generation, which such a model would ignore.
-    """
+    """Decorator for loaders of models without rationales, which rejects generation options with a UserError."""
 
     @placed
     @wraps(load)
     def loader(facts: Facts, device: str, dtype: str, **generation: float | None) -> T:
         for key, value in generation.items():
             if value is not None:
-                raise UserError(f"{key}={value}: {facts.name} writes no rationale")
+                raise UserError(f"{key}={value}: {facts.name} writes no rationales")
         return load(facts, device, dtype)
 
     return loader
@@ -195,7 +192,7 @@ def direct(load: Callable[[Facts, str, str], T]) -> Callable[..., T]:
 
 @contextmanager
 def loading(facts: Facts, *more: type[Exception], by: str = "") -> Iterator[None]:
-    """Turn what a library raises on files that it cannot load into a UserError."""
+    """Turn a library's loading errors into a UserError."""
     kinds: tuple[type[Exception], ...] = (OSError, ValueError, RuntimeError, *more)
     try:
         yield
@@ -207,7 +204,7 @@ def loading(facts: Facts, *more: type[Exception], by: str = "") -> Iterator[None
 
 
 def whole(facts: Facts, load: Callable[..., Any], dtype: str) -> Any:
-    """A model by the ``from_pretrained`` of one of transformers' classes.
+    """Load a model with a ``from_pretrained`` of transformers, checking that no weights are missing.
 
     Raises:
         UserError: weights are missing.
@@ -219,15 +216,15 @@ def whole(facts: Facts, load: Callable[..., Any], dtype: str) -> Any:
 
 
 def place(device: str | None, dtype: str | None) -> tuple[str, str]:
-    """Device and dtype with their defaults: a GPU if there is one, bfloat16 there and float32 on CPU."""
+    """Apply defaults: a GPU if there is one; bfloat16 on a GPU, float32 on CPU."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     return device, dtype or ("float32" if device == "cpu" else "bfloat16")
 
 
 def hash_of_files(facts: Facts) -> str:
-    """Sha256 over names and contents of all that is loaded: weights, configurations, tokenizer, subfolders, and a LoRA's base.
+    """SHA-256 over names and contents of weights, configurations, tokenizer, subfolders, and a LoRA's base.
 
-    Without a file of weights that is known here, every file counts: an embedder may have a format of its own.
+    If no weight file has a known format, all files count, since an embedder may have its own format.
     """
     path, digest = facts.path, hashlib.sha256()
     files = [file for file in sorted(path.rglob("*")) if file.is_file()]

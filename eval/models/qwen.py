@@ -1,9 +1,9 @@
 """Qwen's vision-language models as last-token embedders: plain ones, and VLM2Vec.
 
-Plain Qwen2-VL, Qwen2.5-VL and Qwen3-VL get their chat template, and the state at its last token (the end of the
-assistant header) is the embedding; no embedding prompt is published for them, ours is the wording of RGE. VLM2Vec
-(github.com/TIGER-AI-Lab/VLM2Vec) was trained without chat template: a placeholder a picture, a newline, the text; its
-model code finds pictures by a start token that this prompt lacks, so its tokens have plain consecutive positions.
+Plain Qwen2-VL, Qwen2.5-VL and Qwen3-VL use their chat template, and the state at its last token (the end of the assistant
+header) is the embedding. No embedding prompt is published for them, so we use RGE's. VLM2Vec
+(github.com/TIGER-AI-Lab/VLM2Vec) was trained without a chat template: one placeholder per picture, a newline, the text. Its
+code detects pictures by a start token that this prompt lacks, so its tokens have plain consecutive positions.
 
 Shape suffixes: B = rows, T = tokens, D = hidden size.
 """
@@ -31,7 +31,7 @@ FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 
 
 class RawBuilder(PromptBuilder):
-    """VLM2Vec's prompts: no chat template, no tokens around a picture."""
+    """VLM2Vec's prompts: no chat template, no tokens around pictures."""
 
     def _render(self, text: str, num_images: int) -> str:
         return self.processor.image_token * num_images + "\n" * bool(num_images) + text
@@ -41,11 +41,11 @@ ASKED: dict[str, tuple[type[PromptBuilder], Profile, bool]] = {
     "qwen-vl": (PromptBuilder, PROFILES["rge"], False),
     "vlm2vec": (RawBuilder, VLM2VEC, True),
 }
-"""Adapter -> layout of its prompts, wording, and whether tokens have consecutive positions instead of the model's own for pictures."""
+"""Adapter -> prompt builder, wording, and whether picture tokens have consecutive instead of multimodal positions."""
 
 
 class LastToken(DirectEncoder[Prompt]):
-    """The state at a prompt's last token, asked as `ASKED` says."""
+    """Embeds with the state at a prompt's last token; prompts follow `ASKED`."""
 
     def __init__(self, facts: Facts, adapter: str, device: str, dtype: str):
         model, processor = load_qwen(facts, adapter, dtype)
@@ -57,9 +57,7 @@ class LastToken(DirectEncoder[Prompt]):
             "pixels": {"min": size["shortest_edge"], "max": size["longest_edge"]},
         }
         super().__init__(facts, adapter, wording, dtype, settings)
-        self.model: Any = model.to(
-            device
-        ).eval()  # its inner model is an attribute that no type of the library knows
+        self.model: Any = model.to(device).eval()  # Any: the library's types do not declare the inner model
         self.builder = builder(processor, wording, MAX_PROMPT_TOKENS, emb_token=None)
         self.pad_id = processor.tokenizer.pad_token_id
 
@@ -75,7 +73,7 @@ class LastToken(DirectEncoder[Prompt]):
         return len(prompt), prompt
 
     def embed(self, batch: Sequence[Prompt]) -> Tensor:
-        """States (B, D); rows are padded on the right, so that padding comes after everything that is read."""
+        """States (B, D); right padding does not affect them under causal attention."""
         device = self.model.get_input_embeddings().weight.device
         lengths = torch.tensor([len(prompt) for prompt in batch])
         ids_BT = _padded([prompt.input_ids for prompt in batch], self.pad_id)
@@ -97,7 +95,7 @@ class LastToken(DirectEncoder[Prompt]):
 
 @direct
 def load_plain(facts: Facts, device: str, dtype: str) -> LastToken:
-    """A plain Qwen model with its chat template and RGE's wording."""
+    """A plain Qwen model with its chat template and RGE's prompts."""
     return LastToken(facts, "qwen-vl", device, dtype)
 
 
@@ -108,10 +106,10 @@ def load_vlm2vec(facts: Facts, device: str, dtype: str) -> LastToken:
 
 
 def load_qwen(facts: Facts, adapter: str, dtype: str) -> tuple[Any, Any]:
-    """A model of Qwen's families and its processor; a LoRA is added to its base.
+    """Load a Qwen model and its processor; a LoRA is merged into its base.
 
     Raises:
-        UserError: another family, a LoRA without its base, or files that cannot be loaded.
+        UserError: a different family, a LoRA without a base, or files that cannot be loaded.
     """
     if facts.model_type not in FAMILIES:
         raise UserError(
@@ -121,9 +119,7 @@ def load_qwen(facts: Facts, adapter: str, dtype: str) -> tuple[Any, Any]:
     base = facts
     if is_lora:
         if facts.base is None:
-            raise UserError(
-                f"{facts.path}/adapter_config.json does not name the model that this LoRA belongs to"
-            )
+            raise UserError(f"{facts.path}/adapter_config.json does not name the LoRA's base model")
         base = facts.base
     with loading(facts):
         of_processor = facts.path if _has_processor(facts) else base.path
@@ -139,7 +135,7 @@ def _has_processor(facts: Facts) -> bool:
 
 
 def _name_now(name: str) -> str:
-    """A LoRA's weight by the name of today: one saved before transformers 4.52 names modules otherwise."""
+    """A LoRA weight's current name; transformers before 4.52 used different module names."""
     name = re.sub(rf"^{re.escape(PREFIX)}visual\.", f"{PREFIX}model.visual.", name)
     return re.sub(
         rf"^{re.escape(PREFIX)}model\.(layers|norm|embed_tokens)\b", rf"{PREFIX}model.language_model.\1", name

@@ -4,9 +4,9 @@
     load_model("openai/clip-vit-large-patch14")  # config.json -> clip
     load_model("DIR", adapter="vlm2vec")         # an explicit choice
 
-A name is a directory or an id on the Hugging Face hub, which is fetched into the hub's cache. What the files say of
-themselves decides the adapter; the choice, the revision and the wording go into ``results.json``. Nothing of a family
-is imported before it is used. `register_embedder` adds one, also from a module of the user's (docs/extending.md).
+A name is a directory or an id on the Hugging Face hub, which is fetched into the hub's cache. The adapter is inferred from
+the files; adapter, revision and prompts are recorded in ``results.json``. Families are imported on use. `register_embedder`
+adds a family, also from a plugin (docs/extending.md).
 """
 
 import importlib
@@ -28,13 +28,13 @@ RELEASED = "qwen2_5_vl"
 """Architecture of the released RGE checkpoint."""
 QWEN = ("qwen2_vl", "qwen2_5_vl")
 ON_THE_HUB = {"MCG-NJU/RGE": "lcxrocks/RGE"}
-"""Names that a paper or a repository goes by -> where its weights are, which is tried when the name itself is not there."""
+"""Name of a paper or repository -> hub id of its weights, tried if the name itself does not exist."""
 NOT_HERE = {
-    "phi3_v": "VLM2Vec and UniME on Phi-3.5-V are such models. Model and picture processor are code of their own "
-    "repository, which transformers does not have and which is not run here. VLM2Vec on Qwen's models is supported "
+    "phi3_v": "VLM2Vec and UniME on Phi-3.5-V are such models. They need code from their own repository, which is not part "
+    "of transformers and is not run here. VLM2Vec on Qwen's models is supported "
     "(VLM2Vec/VLM2Vec-Qwen2VL-2B, VLM2Vec/VLM2Vec-V2.0)",
 }
-"""Known architectures -> why no adapter takes them."""
+"""Known architecture -> why no adapter supports it."""
 GUESSED = {
     "rge-release": "{name} has no rge.json and was taken for the released RGE checkpoint because it knows <emb>: its prompt, "
     "256 to 1024 patches a picture, 128 tokens. A checkpoint trained here has a rge.json; without it prompt, sizes "
@@ -42,24 +42,24 @@ GUESSED = {
     "qwen-vl": "{name} says of itself only that it is a {model_type}: it is asked with RGE's wording, last token",
     "vlm2vec": "{name} is asked as VLM2Vec because it is a LoRA on a Qwen model or is named so; adapter=vlm2vec says it",
 }
-"""Adapters whose models' files do not say whose they are -> a warning that it is a guess."""
+"""Adapters whose models cannot be identified with certainty -> warning that it is a guess."""
 FILES = ("*.safetensors", "*.json", "*.txt", "*.jinja", "*.model")
-"""What of a hub repository is fetched."""
+"""Patterns of the files to fetch from a hub repository."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a model's files say of it.
+    """Information about a model from its files.
 
     Attributes:
         path: its directory.
-        name: what the user wrote.
+        name: name as given by the user.
         revision: commit on the hub; None for a directory.
-        model_type: of ``config.json``, or of the base model where there is only a LoRA; empty if neither says.
-        files: relative names.
+        model_type: from ``config.json``, or that of a LoRA's base model; "" if unknown.
+        files: relative file names.
         tokens: added tokens of the tokenizer.
-        base: of the model that a LoRA belongs to; None for a model with weights of its own.
-        fetched: name that the hub knows it by, where that is not ``name``.
+        base: facts of a LoRA's base model; None for other models.
+        fetched: its id on the hub, if that is not ``name``.
     """
 
     path: Path
@@ -77,11 +77,11 @@ class Adapter:
     """How one family is recognised and loaded.
 
     Attributes:
-        name: what ``adapter=`` takes.
-        about: one line for the command's help and error messages.
-        matches: whether a model is of this family; the first adapter that says yes is taken.
-        target: called with `Facts` and the keywords of `load_model`; ``module:function`` is imported when needed.
-        released: the same for ``as=release``; None where that does not exist.
+        name: name for ``adapter=``.
+        about: one line for help and error messages.
+        matches: whether a model is of this family; the first match is used.
+        target: called with `Facts` and the keywords of `load_model`; ``module:function`` is imported on use.
+        released: the same for ``as=release``; None if not supported.
     """
 
     name: str
@@ -94,7 +94,7 @@ class Adapter:
         """Load a model of this family.
 
         Raises:
-            UserError: as its release asks it, which is not known.
+            UserError: ``as=release`` is not supported for this family.
         """
         target = self.released if as_released else self.target
         if target is None:
@@ -166,12 +166,12 @@ Loader = TypeVar("Loader", bound=Callable[..., Embeds])
 def register_embedder(
     name: str, *, about: str, matches: Callable[[Facts], bool]
 ) -> Callable[[Loader], Loader]:
-    """Decorator that makes a function the loader of a family of embedders.
+    """Decorator that registers a function as loader of a family of embedders.
 
     The function gets `Facts` and ``device``, ``dtype``, ``max_new_tokens`` and ``temperature`` of `load_model`, and
     returns something that `Embeds`; see `eval.models.common.DirectEncoder` for one that writes no rationale.
 
-    The other arguments are those of `Adapter`; families added here are asked before ours.
+    The other arguments are those of `Adapter`; families added here are matched before ours.
 
     Raises:
         UserError: the name is taken.
@@ -185,7 +185,7 @@ def register_embedder(
 
 
 def adapters() -> list[Adapter]:
-    """All families in the order in which they are asked whether a model is theirs: ours last."""
+    """All families in matching order: ours last."""
     return sorted(EMBEDDERS.values(), key=lambda one: one in OURS)
 
 
@@ -203,15 +203,15 @@ def load_model(
     engine: str = "own",
     **of_engine: Any,
 ) -> Embeds:
-    """Load any embedder that there is an adapter for.
+    """Load any supported embedder.
 
-    ``model``: directory, or id on the Hugging Face hub; None as a dtype or cap takes the model's own. ``of_engine``: its
+    ``model``: directory, or id on the Hugging Face hub; a dtype or cap of None means the model's own. ``of_engine``:
     ``vllm_memory`` and ``vllm_rows``. The others are as in `ModelOptions`.
 
     Raises:
-        UserError: there is no such model, no adapter for it, or an option that it has no use for.
+        UserError: the model does not exist, no adapter supports it, or an option does not apply to it.
     """
-    # looked up first: an unknown name is an error before anything is fetched
+    # first, so that an unknown name is reported before anything is fetched
     asked = None if adapter is None else EMBEDDERS[adapter]
     facts = facts_of(model, revision, base)
     chosen = _chosen(facts, asked)
@@ -224,12 +224,12 @@ def load_model(
         options |= {"engine": engine, **of_engine}
     if base is not None and facts.base is None:
         if chosen.name != "rge":
-            raise UserError(f"base={base} is for adapters, and {model} has all its weights")
+            raise UserError(f"base={base} is for adapters, but {model} is a full model")
         options["base"] = base
     encoder = chosen.load(facts, as_released=as_released, **options)
     notes = []
     if facts.fetched:
-        notes.append(f"{model} was fetched as {facts.fetched}, since the hub has nothing by its own name")
+        notes.append(f"{model} was fetched as {facts.fetched}, since the hub has no model of that name")
     if asked is None and chosen.name in GUESSED:
         notes.append(GUESSED[chosen.name].format(name=facts.name, model_type=facts.model_type))
     encoder.settings = encoder.settings.but(device=_device(device), notes=notes)
@@ -238,7 +238,7 @@ def load_model(
 
 @dataclass(kw_only=True)
 class ModelOptions:
-    """What a command that embeds is told of the embedder: which one, how it is loaded and how it is asked."""
+    """Options of commands that embed: which embedder, how to load it and how to prompt it."""
 
     checkpoint: Path | None = None
     """Checkpoint directory with ``rge.json``, or ``demo``; equivalent to model=DIR."""
@@ -274,10 +274,10 @@ class ModelOptions:
     """Prompt profile; null: the set's if it names one, else the checkpoint's."""
 
     def check_model(self) -> None:
-        """Refuse what can be seen to be wrong before anything is read.
+        """Check the options before anything is read.
 
         Raises:
-            UserError: naming the option and the fix.
+            UserError: an invalid option; the message names the fix.
         """
         if self.prompts is not None:
             one_of("prompts", [self.prompts], tuple(PROFILES))
@@ -290,10 +290,10 @@ class ModelOptions:
             raise UserError(f"give checkpoint=DIR or model=NAME, got {given}")
 
     def loader(self) -> Callable[..., Embeds]:
-        """`load_model` with what only it knows; `load` gives it the rest.
+        """`load_model` with these options; `load` adds those that depend on the set.
 
         Raises:
-            UserError: ``checkpoint`` is no finished checkpoint.
+            UserError: ``checkpoint`` is not a finished checkpoint.
         """
         if self.checkpoint is not None:
             _check_checkpoint(checkpoint_folder(self.checkpoint), self.adapter)
@@ -310,15 +310,15 @@ class ModelOptions:
         )
 
     def load(self, wanted: RetrievalSet, load: Callable[..., Embeds] | None = None) -> Embeds:
-        """The embedder, ready to ask as the options and the set want; ``load`` takes the place of `loader`.
+        """Load the embedder with the prompts that options and set require; ``load`` replaces `loader`.
 
         Raises:
-            UserError: there is no such embedder, or it does not read texts as the set has them.
+            UserError: the embedder does not exist, or its prompts do not fit the set.
         """
         verbatim = wanted.meta.get("prompts") == "verbatim"
         if verbatim and self.as_ != "release":
             raise UserError(
-                f"{wanted.path} was imported with verbatim=true: its texts hold places for pictures, which only as=release reads"
+                f"{wanted.path} was imported with verbatim=true: its texts contain picture placeholders, which only as=release supports"
             )
         name = self.model if self.checkpoint is None else checkpoint_folder(self.checkpoint)
         encoder = (load or self.loader())(
@@ -346,42 +346,42 @@ def _check_checkpoint(checkpoint: Path, adapter: str | None) -> None:
         )
     if adapter is None and not (checkpoint / "rge.json").is_file():
         raise UserError(
-            f"checkpoint {checkpoint} has no rge.json, which says how it is asked: it is not finished, or lost it on the "
-            "way. An embedder of others is named by model="
+            f"checkpoint {checkpoint} has no rge.json with its prompt settings: it is unfinished or incomplete. For "
+            "third-party embedders use model="
         )
 
 
 def _chosen(facts: Facts, asked: Adapter | None) -> Adapter:
-    """The family that was asked for, else the first that a model's files fit.
+    """The requested family, else the first that matches a model's files.
 
     Raises:
-        UserError: there is none, or its model code is not here.
+        UserError: there is none, or it needs code that is not available.
     """
     chosen = asked or _recognised(facts)
     if facts.model_type in NOT_HERE and chosen in (None, *OURS):
         raise UserError(
-            f"{facts.name} is a {facts.model_type}: {NOT_HERE[facts.model_type]}. A ranking made by the model's own code goes "
-            "through `rge eval score`; docs/extending.md shows how to add an embedder"
+            f"{facts.name} is a {facts.model_type}: {NOT_HERE[facts.model_type]}. Score rankings of the model's own code with "
+            "`rge eval score`; docs/extending.md shows how to add an embedder"
         )
     if chosen is None:
         kinds = "\n".join(f"  {one.name}: {one.about}" for one in adapters())
         raise UserError(
-            f"{facts.name} ({facts.model_type or 'no model_type in config.json'}) is none of the known embedders, which are\n"
-            f"{kinds}\nadapter=NAME chooses one; a ranking made by any other program goes through `rge eval score`"
+            f"{facts.name} ({facts.model_type or 'no model_type in config.json'}) is not a known embedder. Known are\n"
+            f"{kinds}\nadapter=NAME chooses one; rankings from any other program can be scored with `rge eval score`"
         )
     return chosen
 
 
 def _recognised(facts: Facts) -> Adapter | None:
-    """The first family that a model's files fit.
+    """The first family that matches a model's files.
 
     Raises:
-        UserError: the files are of a checkpoint of rge that lost its rge.json.
+        UserError: the files are a checkpoint of rge without its rge.json.
     """
     if "<emb>" in facts.tokens and "rge.json" not in facts.files and facts.model_type != RELEASED:
         raise UserError(
-            f"{facts.name} knows <emb>, so it was trained by rge, but its rge.json is missing, which says how it is asked; it "
-            f"is not the released RGE checkpoint either, which is a {RELEASED}. Copy rge.json from where it was trained"
+            f"{facts.name} has an <emb> token but no rge.json, and is not the released RGE checkpoint, which is a {RELEASED}. "
+            "If it was trained with rge, copy its rge.json from the training output"
         )
     return next((one for one in adapters() if one.matches(facts)), None)
 
@@ -394,16 +394,16 @@ def _device(device: str | None) -> str:
 
 
 def facts_of(model: str | Path, revision: str | None = None, base_named: str | None = None) -> Facts:
-    """Look at a model's files, fetching them from the hub where ``model`` is no directory; of a LoRA, at its base's too.
+    """Inspect a model's files, fetched from the hub unless ``model`` is a directory, and those of a LoRA's base.
 
     Raises:
-        UserError: there is no such directory and no such id, or a file is broken.
+        UserError: there is no such directory or hub id, or a file is invalid.
     """
     path, commit, fetched = Path(model), None, None
     if not path.is_dir():
         path, commit, fetched = _fetch(str(model), revision)
     elif revision is not None:
-        raise UserError(f"revision={revision} is for models on the hub, {model} is a directory")
+        raise UserError(f"revision={revision} is for models on the hub, but {model} is a directory")
     files = frozenset(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
     config, base = _json(path / "config.json"), None
     if not config:
@@ -414,7 +414,7 @@ def facts_of(model: str | Path, revision: str | None = None, base_named: str | N
 
 
 def _base_of(lora: Path, named: str | None) -> Facts | None:
-    """The model that a LoRA belongs to: the one that the user names, else that of its files; None for anything else."""
+    """A LoRA's base model: as named by the user, else by its files; None for other models."""
     told = _json(lora / "adapter_config.json")
     own = told.get("base_model_name_or_path") or ""
     name = (named or own) if told else ""
@@ -426,7 +426,7 @@ def _base_of(lora: Path, named: str | None) -> Facts | None:
 def _fetch(model: str, revision: str | None) -> tuple[Path, str, str | None]:
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
         raise UserError(
-            f"model {model} does not exist: give a directory, or an id on the Hugging Face hub (owner/name)"
+            f"model {model} does not exist: pass a directory, or an id on the Hugging Face hub (owner/name)"
         )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -440,7 +440,7 @@ def _fetch(model: str, revision: str | None) -> tuple[Path, str, str | None]:
             continue
         return found, found.name, None if name == model else name  # the cache names a snapshot by its commit
     raise UserError(
-        f"model {model} is neither a directory nor could it be fetched from the hub: {str(first).splitlines()[0]}"
+        f"model {model} is not a directory and could not be fetched from the hub: {str(first).splitlines()[0]}"
     ) from None
 
 
@@ -450,7 +450,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _tokens(path: Path) -> frozenset[str]:
-    """Added tokens, from whichever of the three files a tokenizer was saved with."""
+    """Added tokens, from any of the three tokenizer file formats."""
     listed = _json(path / "tokenizer.json").get("added_tokens") or []
     decoder = _json(path / "tokenizer_config.json").get("added_tokens_decoder") or {}
     found = {str(one.get("content")) for one in [*listed, *decoder.values()]}

@@ -1,13 +1,13 @@
-"""``as=release``: ask the released RGE checkpoint exactly as its authors' evaluation does.
+"""``as=release``: run the released RGE checkpoint exactly as its authors' evaluation does.
 
-The evaluation (github.com/MCG-NJU/RGE, ``eval_ar.py`` and what it imports, with the versions of its requirements.txt): the text goes into the
-user turn as MMEB has it, reworded, with the picture's tokens where the text has its placeholder and a newline at the end; sides
-below 28 pixels are resized to 28; pictures are scaled by PIL to 256 to 1024 patches; a query writes at most 128 tokens with the
-checkpoint's own generation settings, its repetition penalty among them, and no token is barred; it is read at the last token
-written, which is ``<emb>``, or an ordinary one where the cap came first. A candidate is read at an ``<emb>`` after the prompt. Each
-is computed alone, as queries are there; candidates go in batches there, which changes them by rounding.
+The evaluation (github.com/MCG-NJU/RGE, ``eval_ar.py`` with the versions of its requirements.txt) works as follows. The user turn
+is MMEB's text, reworded, with picture tokens at the placeholder and a newline at the end. Sides below 28 pixels are resized to
+28, and PIL scales pictures to 256 to 1024 patches. A query generates at most 128 tokens with the checkpoint's generation
+settings, including its repetition penalty and without suppressed tokens; its embedding is the state at the last generated token,
+which is ``<emb>`` unless the cap is reached. A candidate's embedding is the state at an ``<emb>`` after the prompt. Here all items
+are computed one by one; the release batches candidates, which changes them by rounding.
 
-What MMEB-eval's texts look like decides the rest: the set is imported with ``verbatim=true instructions=rge``.
+The set must be imported with ``verbatim=true instructions=rge``, which keeps MMEB-eval's texts.
 """
 
 import io
@@ -34,19 +34,19 @@ from rge.model.prompts import user_text
 PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
 SHORTEST_PX = 28
 GREEDY_BELOW = 1e-3
-"""Temperature, or nucleus, at which a draw is the likeliest token but for equal ones; Qwen's settings have 1e-6 and 1e-3."""
+"""Temperature or nucleus below which sampling is greedy up to ties; Qwen's settings have 1e-6 and 1e-3."""
 CODE = "MCG-NJU/RGE 60744447"
-"""Repository and revision of the evaluation that is followed."""
+"""Repository and revision of the reproduced evaluation."""
 WORDING = "rge"
-"""How MMEB's texts are worded for it: ``instructions=`` of the import."""
-UNPROMPTED = "the release has no prompts for this set: general wording, pictures first"
+"""Required ``instructions=`` of the MMEB import."""
+UNPROMPTED = "the release has no prompts for this set: general prompts are used, pictures first"
 
 
 class Released(Asked):
-    """The released RGE checkpoint in stock transformers, asked item by item as its own evaluation does.
+    """The released RGE checkpoint in stock transformers, run item by item as in its own evaluation.
 
     Args:
-        processor: with PIL's image backend.
+        processor: a processor with PIL's image backend.
     """
 
     def __init__(self, facts: Facts, model: Any, processor: Any, dtype: str, max_new_tokens: int):
@@ -71,21 +71,21 @@ class Released(Asked):
         )
 
     def reword(self, profile: str) -> None:
-        """Take the texts as they are, where the set has them ``verbatim``.
+        """Accept only the profile ``verbatim``, which leaves texts unchanged.
 
         Raises:
-            UserError: another profile; the release's wordings are fixed.
+            UserError: another profile, since the release's prompts are fixed.
         """
         if profile != "verbatim":
             raise UserError(
-                f"prompts={profile}: as=release words prompts as the release does; MMEB is imported for it with verbatim=true "
+                f"prompts={profile}: as=release has fixed prompts; import MMEB for it with verbatim=true "
                 f"instructions={WORDING}"
             )
         self.verbatim = True
         self.settings = self.settings.but(profile=profile, differs_from_release=[])
 
     def prompt(self, item: Item, side: str) -> str:
-        """The whole prompt of an item; what is read comes after it."""
+        """The whole prompt of an item, before any generated tokens."""
         if self.verbatim:
             text = item.text or ""
         else:
@@ -100,12 +100,12 @@ class Released(Asked):
         """Token ids and pixels, one row.
 
         Raises:
-            ValueError: the text has other places for pictures than there are pictures.
+            ValueError: the numbers of placeholders and pictures differ.
         """
         text = self.prompt(item, side) + (EMB_TOKEN if mode == "direct" else "")
         if (places := text.count(PICTURE)) != len(item.images):
             raise ValueError(
-                f"{side} {item.id!r} has {len(item.images)} pictures and {places} places for them in its text"
+                f"{side} {item.id!r} has {len(item.images)} pictures but {places} placeholders in its text"
             )
         pictures = [small_sides(opened(ref)).convert("RGB") for ref in item.images]
         found = self.processor(text=[text], images=pictures or None, return_tensors="pt")
@@ -157,32 +157,32 @@ class Released(Asked):
 
 
 def greedy(facts: Facts, model: Any) -> dict[str, Any]:
-    """Make a checkpoint's own generation settings repeatable, where they leave only the likeliest token anyway.
+    """Make a checkpoint's generation settings deterministic if they are effectively greedy.
 
     Returns:
-        What results.json says of it.
+        A description for results.json.
 
     Raises:
-        UserError: they draw.
+        UserError: the settings really sample.
     """
     own = model.generation_config
     alone = own.top_k == 1 or (own.temperature or 0) <= GREEDY_BELOW or (own.top_p or 1) <= GREEDY_BELOW
     if own.do_sample and not alone:
         raise UserError(
-            f"{facts.name}: its generation_config.json draws at temperature {own.temperature}: its evaluation would not be "
-            "repeatable, and is not what was released"
+            f"{facts.name}: its generation_config.json samples at temperature {own.temperature}, so its evaluation would not "
+            "be reproducible; the released settings do not sample"
         )
     own.do_sample, own.temperature, own.top_p, own.top_k = False, None, None, None
     return {"temperature": 0.0, "repetition_penalty": own.repetition_penalty or 1.0}
 
 
 def opened(ref: ImageRef) -> Image.Image:
-    """A picture as Pillow opens it: not turned, and transparency is dropped by its caller, as transformers 4 did, not laid on white."""
+    """A picture as Pillow opens it, without EXIF rotation; the caller drops transparency, as transformers 4 did."""
     return Image.open(io.BytesIO(picture_bytes(ref)))
 
 
 def small_sides(image: Image.Image) -> Image.Image:
-    """A picture none of whose sides is below `SHORTEST_PX`, by PIL's own default filter."""
+    """Resize sides below `SHORTEST_PX` to it, with PIL's default filter."""
     width, height = image.size
     if width < SHORTEST_PX:
         image = image.resize((SHORTEST_PX, height))
@@ -192,7 +192,7 @@ def small_sides(image: Image.Image) -> Image.Image:
 
 
 def longer(inputs: dict[str, Tensor], written: list[int]) -> dict[str, Tensor]:
-    """The same inputs with the ids that were written after them."""
+    """The inputs extended by generated ids."""
     ids_BT = inputs["input_ids"]
     row_BT = torch.cat([ids_BT, torch.tensor([written], dtype=ids_BT.dtype, device=ids_BT.device)], 1)
     more = {"input_ids": row_BT, "attention_mask": torch.ones_like(row_BT)}
@@ -210,14 +210,14 @@ def load_as_released(
     max_new_tokens: int | None = None,
     temperature: float | None = None,
 ) -> Released:
-    """The released RGE checkpoint, asked as its evaluation asks it.
+    """Load the released RGE checkpoint for its own evaluation procedure.
 
     Raises:
-        UserError: a temperature, since the release decodes as its checkpoint says; or files that cannot be loaded.
+        UserError: a temperature is given, although the checkpoint fixes decoding; or files cannot be loaded.
     """
     if temperature is not None:
         raise UserError(
-            "temperature= and as=release exclude each other: the release decodes as its checkpoint says"
+            "temperature= cannot be combined with as=release, which decodes with the checkpoint's settings"
         )
     with loading(facts):
         model: Any = AutoModelForImageTextToText.from_pretrained(facts.path, dtype=getattr(torch, dtype))

@@ -22,9 +22,9 @@ DIFFERS = (
     "pictures are resized by the installed image backend, and those below 28 pixels by the processor's rule, not by a "
     "resize of their short side before it",
 )
-"""What is known to differ from the released evaluation's code."""
+"""Known differences from the released evaluation code."""
 MAX_PROMPT_TOKENS = 32_768
-"""The released evaluation cuts nothing shorter."""
+"""The released evaluation does not truncate below this length."""
 
 
 def load_own(facts: Facts, **options: Any) -> Embedder:
@@ -41,11 +41,11 @@ def load_release(
     max_new_tokens: int | None = None,
     temperature: float | None = None,
 ) -> Embedder:
-    """The released RGE checkpoint (github.com/MCG-NJU/RGE), asked as its evaluation asks it.
+    """The released RGE checkpoint (github.com/MCG-NJU/RGE) with its prompts.
 
     Chat template with the default system prompt; pictures, a newline, instruction and text, a newline; the query writes
-    at most 128 tokens up to ``<emb>``; a candidate is wrapped in "Summarize the ... in one word". `DIFFERS`, which
-    results.json keeps, lists what differs.
+    at most 128 tokens up to ``<emb>``; a candidate is wrapped in "Summarize the ... in one word". Differences from the
+    released evaluation are listed in `DIFFERS` and recorded in results.json.
     """
     backbone = load_backbone(facts.path, dtype=dtype, min_pixels=RELEASE["min"], max_pixels=RELEASE["max"])
     cap = max_new_tokens or RELEASE_TOKENS

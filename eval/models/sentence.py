@@ -1,10 +1,9 @@
-"""Any model of the library sentence-transformers: the row of text embedders that a table of retrieval has.
+"""Any sentence-transformers model, mostly text embedders for comparison.
 
-The library applies what a model's own files say: its pooling, its normalisation, and its prompts for queries and for
-documents (``config_sentence_transformers.json``). Instructions of a set are left out, since they are not what such a
-model was trained with. Most of these models read texts only. Then a query's pictures have to be left out by name
-(``query_modality=text``), so that no figure passes for one of whole queries, and of a candidate with text and picture
-the text is read. A model that takes pictures gets them.
+The library applies pooling, normalisation and prompts from the model's files (``config_sentence_transformers.json``). A
+set's instructions are not used, since these models were not trained with them. Most models read only texts: then pictures
+of queries must be left out explicitly (``query_modality=text``), so that the figures are not mistaken for those of whole
+queries, and of candidates with text and picture only the text is used. Models that accept pictures get them.
 """
 
 from collections.abc import Sequence
@@ -27,10 +26,10 @@ TEXT, IMAGE, BOTH = "text", "image", "both"
 
 @dataclass(frozen=True)
 class Shown:
-    """One input of the library.
+    """One input for the library.
 
     Attributes:
-        side: query or candidate, which decides the model's prompt.
+        side: query or candidate, which selects the model's prompt.
         kind: text, image or both.
         content: a string, a picture, or ``{"text", "image"}``.
     """
@@ -56,10 +55,10 @@ class Sentences(DirectEncoder[Shown]):
         self.model = model.eval()
 
     def prepare(self, item: Item, side: str) -> tuple[int, Shown]:
-        """Text, picture or both, as the model takes it; sorted by the text's length in characters.
+        """Text, picture or both, as the model accepts; sorted by the text's length in characters.
 
         Raises:
-            UserError: the model cannot read this item.
+            UserError: the model does not support this item.
         """
         text, name = user_text(item, side, self.wording), self.settings.model
         where = f"{side} {item.id!r}"
@@ -67,14 +66,14 @@ class Sentences(DirectEncoder[Shown]):
         if pictures and IMAGE not in self.reads:
             if side == "query":
                 raise UserError(
-                    f"{where} has a picture, and {name} reads texts only: query_modality=text says that pictures are left "
-                    "out (rewrite=caption puts what they show into words)"
+                    f"{where} has a picture, but {name} reads only texts: use query_modality=text to leave pictures out "
+                    "(rewrite=caption describes them in words)"
                 )
             if not text:
-                raise UserError(f"{where} has no text, and {name} reads nothing else")
+                raise UserError(f"{where} has no text, but {name} reads only texts")
             pictures = ()
         if len(pictures) > 1:
-            raise UserError(f"{where} has {len(pictures)} pictures, and {name} reads one")
+            raise UserError(f"{where} has {len(pictures)} pictures, but {name} reads only one")
         shown: dict[str, Any] = {TEXT: text} if text else {}
         if pictures:
             shown[IMAGE] = load_image(pictures[0])
@@ -85,13 +84,13 @@ class Sentences(DirectEncoder[Shown]):
             return len(text), Shown(side, kind, content)
         if BOTH not in self.reads:
             raise UserError(
-                f"{where} has text and picture, and {name} reads either alone: query_modality=text or image; "
-                "adapter=clip adds the two for CLIP and SigLIP"
+                f"{where} has text and picture, but {name} reads only one of them: use query_modality=text or image; for "
+                "CLIP and SigLIP adapter=clip combines both"
             )
         return len(text), Shown(side, BOTH, shown)
 
     def embed(self, batch: Sequence[Shown]) -> Tensor:
-        """Embeddings (B, D); what differs in kind is embedded apart."""
+        """Embeddings (B, D); different kinds of inputs are embedded separately."""
         found: dict[int, Tensor] = {}
         for kind in dict.fromkeys((one.side, one.kind) for one in batch):
             rows = [row for row, one in enumerate(batch) if (one.side, one.kind) == kind]
@@ -108,7 +107,7 @@ class Sentences(DirectEncoder[Shown]):
 
 @direct
 def load_sentences(facts: Facts, device: str, dtype: str) -> Sentences:
-    """A model of sentence-transformers; code that comes with a model is not run.
+    """Load a sentence-transformers model, without running code from its repository.
 
     Raises:
         UserError: the library is not installed, or it cannot load the model.

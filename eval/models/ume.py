@@ -1,9 +1,9 @@
 """UME-R1 (github.com/XMUDeepLIT/UME-R1): generative embeddings at ``<gen_emb>``, discriminative ones at ``<disc_emb>``.
 
 ``reasoning`` is its generative mode and ``direct`` its discriminative one; RMIR's published rows embed queries in the
-first and candidates in the second, which is what `eval.commands.run` does. Both prompts end a user turn with ``<disc_emb>``;
-the generative one continues with an instruction to think, to answer and to write ``<gen_emb>``, whose state is read. The
-discriminative embedding is the state at ``<disc_emb>``, and a causal model does not see what comes after it.
+former and candidates in the latter, as `eval.commands.run` does. Both prompts have ``<disc_emb>`` after the input; the
+generative one continues with an instruction to think, answer and write ``<gen_emb>``, whose state is the embedding. The
+discriminative embedding is the state at ``<disc_emb>``, which does not depend on later tokens.
 """
 
 from collections.abc import Sequence
@@ -26,13 +26,13 @@ INSTRUCTION = (
     "First output the thinking process in <think> </think> tags and then summarize the entire input in a word or "
     "sentence. \nFinally, use the <gen_emb> tag to represent the entire input."
 )
-"""Of its README; the line breaks are part of it."""
+"""From its README, including the line breaks."""
 MAX_NEW_TOKENS = 8192
-"""Cap of its evaluation."""
+"""Cap on rationales in its evaluation."""
 MAX_PROMPT_TOKENS = 12_288
-"""Length that it was trained with."""
+"""Maximum length in its training."""
 WRITTEN = ("<think>", "</think>", "<answer>", "</answer>")
-"""Tags of a rationale, which may be tokens of their own and are never suppressed."""
+"""Tags of a rationale; if they are special tokens, they are not suppressed."""
 
 
 class UmeBuilder(PromptBuilder):
@@ -47,11 +47,11 @@ class UmeBuilder(PromptBuilder):
         )
         return (
             rendered if generative else rendered.partition(DISC)[0]
-        )  # <disc_emb> itself is appended and read
+        )  # in direct mode <disc_emb> itself is appended as the embedding token
 
 
 class UmeEncoder(Asked):
-    """Two encoders on one model, one a mode."""
+    """Two encoders on one model, one per mode."""
 
     def __init__(self, by_mode: dict[str, Embedder], settings: Settings):
         self.by_mode, self.settings = by_mode, settings
@@ -69,7 +69,7 @@ class UmeEncoder(Asked):
         self.settings = self.settings.but(profile=profile, wording=asdict(PROFILES[profile]))
 
     def encode(self, items: Sequence[Item], *, mode: Literal["reasoning", "direct"], **asked: Any) -> Encoded:
-        """Embed items; arguments as of `rge.embedder.Embedder.encode`."""
+        """Embed items; arguments as in `rge.embedder.Embedder.encode`."""
         encoder = self.by_mode.get(mode)
         if encoder is None:
             raise ValueError(f"mode must be reasoning or direct, got {mode!r}")
@@ -85,10 +85,10 @@ def load_ume(
     max_new_tokens: int | None = None,
     temperature: float | None = None,
 ) -> UmeEncoder:
-    """A UME-R1 checkpoint.
+    """Load a UME-R1 checkpoint.
 
-    Two things differ from its own code on purpose: a rationale that reaches the cap gets ``<gen_emb>`` appended (counted
-    as forced) instead of being read at its last token, and decoding is greedy.
+    Deliberate differences from its own code: a rationale that reaches the cap gets ``<gen_emb>`` appended (counted as
+    forced), and decoding is greedy.
     """
     backbone = load_backbone(facts.path, dtype=dtype, emb_token=GEN)
     tokenizer = backbone.processor.tokenizer

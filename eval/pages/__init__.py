@@ -1,1 +1,1 @@
-"""Pages, charts and tables that people read."""
+"""HTML pages, charts and tables."""

@@ -1,4 +1,4 @@
-"""``budget.json``: accuracy against cost, for a page and as a file."""
+"""Charts of ``budget.json``: accuracy against cost, for a page and as a file."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,12 +8,12 @@ from rge.common.modes import Mode
 
 BUDGET = "budget.json"
 BASES: tuple[Mode, ...] = ("direct", "reasoning")
-"""The two ways of asking that all others start from."""
-X_LABELS = {"tokens": "generated tokens a query", "ms": "milliseconds a query"}
+"""The two base points."""
+X_LABELS = {"tokens": "generated tokens per query", "ms": "milliseconds per query"}
 
 
 def curves_of(content: Mapping[str, Any]) -> dict[str, Curves]:
-    """The points of budget.json as curves, against each cost by its words."""
+    """The points of budget.json as curves, by the label of each cost."""
     out: dict[str, Curves] = {}
     for cost, words in X_LABELS.items():
         points: dict[str, list[Point]] = {}
@@ -40,5 +40,5 @@ def on_page(budget: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_file(budget: Mapping[str, Any]) -> str:
-    """The charts with a legend as one SVG file that needs no style sheet."""
+    """The charts with a legend as one standalone SVG file."""
     return curves_file(curves_of(budget), budget["metric"])

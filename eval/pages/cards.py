@@ -1,4 +1,4 @@
-"""Example cards of a report: a query, what the model wrote, what it found, and what was wanted."""
+"""Example cards of a report: a query, the model's rationale, its ranking, and the right answers."""
 
 import math
 import re
@@ -39,7 +39,7 @@ def cards_of(
     seed: int,
     gallery: Gallery,
 ) -> dict[str, Any]:
-    """Everything the template needs for the cards."""
+    """Template context of the cards."""
     k = re.search(r"@(\d+)", metric)
     success_rank = min(int(k.group(1)), NUM_SHOWN) if k else 1
     strata = varying(main.per_query, ("category", *loaded.report_by))
@@ -68,7 +68,7 @@ def cards_of(
 
 
 def _of_cards(cards: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The success and the failure that the page opens with, and counts of successes, negatives and forced stops."""
+    """The opening success and failure, and counts of successes, negatives and forced stops."""
     found, missed = ([card for card in cards if card["success"] is success] for success in (True, False))
     return {
         "found": _opening(found, given="right"),
@@ -106,16 +106,15 @@ def _card(
 
 
 def _says(written: str | None, right: set[str], sayings: Collection[str]) -> str:
-    """Whether the set gives these words as a reason of this query, of another one, or not at all."""
+    """Whether the set has this text as a rationale of this query, of another one, or not at all."""
     return "right" if written in right else "another" if written in sayings else "own"
 
 
 def _opening(cards: Sequence[dict[str, Any]], *, given: str) -> dict[str, Any] | None:
-    """The card that the page opens with: the first one, where the set gives reasons the first that wrote one of them.
+    """The opening card: the first one, preferably one whose rationale occurs in the set.
 
-    A model's own wording may contradict itself and still lead to a right answer, or to a wrong one for no reason that
-    can be seen; what a set gives as a reason of something does not. A success should give the ``right`` reason; a failure
-    a reason of ``another`` query, which shows what the model mistook the query for, or the right one.
+    A model's own text may contradict its result, but rationales of the set are consistent. A success should have the
+    ``right`` rationale; a failure that of ``another`` query, which shows what the query was mistaken for, or the right one.
     """
     order = (given, "right", "another", "own")
     return min(cards, key=lambda card: order.index(card["says"]), default=None)

@@ -1,7 +1,7 @@
-"""Charts as SVG, drawn by Vega-Lite (its own renderer: no browser, no network).
+"""Charts as SVG, rendered by Vega-Lite without a browser or network.
 
 On a page a chart is as wide as a phone's column, so that its text never shrinks, and takes its colours from the style
-sheet, which knows light from dark. `as_file` makes of a chart a file that stands alone.
+sheet, which has light and dark modes. `as_file` makes a standalone file.
 """
 
 import json
@@ -21,11 +21,11 @@ from eval.pages.wording import number
 
 WIDTH, HEIGHT = 352, 236
 LEFT, RIGHT, TOP, BOTTOM = 46, 18, 26, 44
-"""Around the plot: tick labels, half of the last one, stage names, the axis label."""
+"""Margins for tick labels, half of the last one, stage names, and the axis label."""
 PLOT_WIDTH, PLOT_HEIGHT = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
 MAX_POINTS = 160
 STYLES = 6
-"""Lines that differ in colour and dashes."""
+"""Number of line styles with distinct colours and dashes."""
 COLOURS = [f"var(--series-{place})" for place in range(STYLES)]
 DASHES = [[1, 0], [7, 3], [2, 3], [9, 3, 2, 3], [4, 4], [12, 4]]
 STYLE_SHEET = Path(__file__).with_name("templates") / "report.css"
@@ -46,7 +46,7 @@ CONFIG = {
     },
     "title": {"color": "var(--ink)", "fontSize": 14, "anchor": "start", "fontWeight": 600, "offset": 10},
     "text": {"color": "var(--ink)", "fontSize": 12, "aria": False},
-    # only dots are described: what else is drawn says the same
+    # only dots have descriptions; other marks would repeat them
     "line": {"aria": False}, "rule": {"aria": False}, "point": {"aria": False}, "rect": {"aria": False},
     "concat": {"spacing": 22},
 }  # fmt: skip
@@ -57,7 +57,7 @@ class Series:
     """One line of a chart.
 
     Attributes:
-        label: name in the legend and in the hover text; empty for a chart of one line.
+        label: name in the legend and hover text; "" for a single line.
         x: strictly increasing, at least one.
         y: as long as ``x``, finite.
 
@@ -76,7 +76,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Band:
-    """A stretch of the x axis with a name, such as a training stage; open at its start."""
+    """A named range of the x axis, such as a training stage; open at its start."""
 
     label: str
     start: float
@@ -85,9 +85,9 @@ class Band:
 
 @dataclass(frozen=True)
 class Point:
-    """One mark over a cost: ``y`` with its interval is a fraction of 1; the bounds are None without one.
+    """A point over a cost: ``y`` with its interval, as fractions; the bounds may be None.
 
-    ``number`` is what the page calls it by; None: its place among the points.
+    ``number``: its number on the page; None: its position among the points.
     """
 
     label: str
@@ -99,21 +99,21 @@ class Point:
 
 
 Curves = Mapping[str, Sequence[Point]]
-"""Points that are joined, by the name of the curve; each by ascending cost."""
+"""Name of a curve -> its points, by ascending cost."""
 
 
 @dataclass(frozen=True)
 class Mark:
-    """One mean and what surrounds it.
+    """A mean with its interval.
 
     Attributes:
         arm: row.
-        group: slice of the data; has its colour.
+        group: slice of the data, shown by colour.
         panel: metric.
-        mean: where the dot stands.
-        low: lower end of the interval; None without one.
-        high: upper end; None without one.
-        seeds: the means of single seeds, drawn as rings.
+        mean: position of the dot.
+        low: lower end of the interval, or None.
+        high: upper end of the interval, or None.
+        seeds: means of single seeds, drawn as rings.
     """
 
     arm: str
@@ -133,18 +133,17 @@ def line_chart(
     bands: Sequence[Band] = (),
     percent: bool = False,
 ) -> Markup:
-    """Lines over a shared x axis: the values faint, their moving average strong; the y axis includes zero.
+    """Lines over a shared x axis: values faint, moving averages strong; the y axis includes zero.
 
     Args:
         series: one or more; the first six have distinct colours and dashes.
-        name: what the y axis shows; the chart's accessible name.
-        x_label: text under the x axis.
-        bands: named stretches of x, drawn behind the lines where there is more than one.
-        percent: y is a fraction of 1, shown as per cent.
+        name: title of the y axis and the chart's accessible name.
+        x_label: title of the x axis.
+        bands: named ranges of x, drawn behind the lines if there is more than one.
+        percent: y values are fractions, shown in per cent.
 
     Returns:
-        An ``<svg>`` element. Its ``data-chart`` attribute holds what the page's script needs to show a value on
-        hover; without script the chart is complete but for that.
+        An ``<svg>`` element whose ``data-chart`` attribute has the data that the page's script shows on hover.
 
     Raises:
         ValueError: no series.
@@ -200,9 +199,9 @@ def line_chart(
 
 
 def smoothed(series: Series, bands: Sequence[Band] = ()) -> pd.DataFrame:
-    """What is drawn of a series: at most about `MAX_POINTS` means over equal stretches, and their moving average.
+    """Downsample a series to about `MAX_POINTS` means over equal ranges, with their moving average.
 
-    A line breaks where a band ends: the same name may stand for another sum of losses there.
+    Lines break at band boundaries, where the same name may be a different sum of losses.
 
     Returns:
         Columns ``series``, ``x``, ``y``, ``mean``, ``part`` (which band), ``last`` (whether it is the last point).
@@ -214,7 +213,7 @@ def smoothed(series: Series, bands: Sequence[Band] = ()) -> pd.DataFrame:
         if len(found) > MAX_POINTS:
             stretch = [row * MAX_POINTS // len(found) for row in range(len(found))]
             found = found[["x", "y"]].groupby(stretch).mean()
-        # a window as wide as a 16th of the line calms the noise of single steps and keeps every bend that can be seen
+        # a window of a 16th of the line smooths the noise of single steps and keeps visible trends
         width = len(found) // 16 // 2 * 2 + 1
         mean = found["y"].rolling(width, center=True, min_periods=1).mean()
         parts.append(found.assign(part=part, mean=mean))
@@ -223,7 +222,7 @@ def smoothed(series: Series, bands: Sequence[Band] = ()) -> pd.DataFrame:
 
 
 def scatter(points: Sequence[Point], *, name: str, x_label: str) -> Markup:
-    """Numbered points with vertical intervals, in per cent over a cost; logarithmic where costs differ tenfold.
+    """Numbered points with vertical intervals, in per cent over a cost; the x axis is logarithmic if costs differ tenfold.
 
     Raises:
         ValueError: no points, or a negative cost.
@@ -245,7 +244,7 @@ def scatter(points: Sequence[Point], *, name: str, x_label: str) -> Markup:
 
 
 def curves_chart(curves: Curves, *, metric: str, x_label: str) -> Markup:
-    """Curves of accuracy over a cost, each point with its interval; the same order gives the same colours."""
+    """Curves of accuracy over a cost, each point with its interval; colours follow the order of the curves."""
     ends = [
         f"{name}: {100 * points[-1].y:.1f} % at {number(points[-1].x)}" for name, points in curves.items()
     ]
@@ -253,7 +252,7 @@ def curves_chart(curves: Curves, *, metric: str, x_label: str) -> Markup:
 
 
 def curves_file(charts: Mapping[str, Curves], metric: str) -> str:
-    """Charts of the same curves over several costs (by the words for each), with a legend, as a file."""
+    """Charts of the same curves over several costs (by label), with a legend, as a file."""
     panels = [
         _over_cost(curves, x_label, legend={}) | {"width": 400, "height": 220}
         for x_label, curves in charts.items()
@@ -262,18 +261,18 @@ def curves_file(charts: Mapping[str, Curves], metric: str) -> str:
 
 
 def interval_chart(marks: Sequence[Mark], *, title: str, percent: bool = True) -> str:
-    """Means with intervals as a file: a row an arm, a panel a metric, a colour a slice, a ring a seed.
+    """Means with intervals as a file: rows are arms, panels metrics, colours slices, and rings seeds.
 
-    `percent` means that values are fractions of 1. Arms, slices and panels stand in the order of the marks.
+    `percent`: values are fractions. Arms, slices and panels keep the order of the marks.
 
     Raises:
-        ValueError: nothing to show, or more slices than there are colours.
+        ValueError: there are no marks, or more slices than colours.
     """
     if not marks:
         raise ValueError(f"plot {title!r} has nothing to show")
     groups = list(dict.fromkeys(mark.group for mark in marks))
     if len(groups) > STYLES:
-        raise ValueError(f"plot {title!r} has {len(groups)} slices, there are {STYLES} colours")
+        raise ValueError(f"plot {title!r} has {len(groups)} slices, but there are only {STYLES} colours")
     y_axis = {"domain": False, "ticks": False, "title": None, "labelFontSize": 13, "labelColor": "var(--ink)",
               "labelLimit": 200}  # fmt: skip
     arms = list(dict.fromkeys(mark.arm for mark in marks))
@@ -324,7 +323,7 @@ def _interval_panel(marks: Sequence[Mark], place: Mapping[str, Any], percent: bo
 
 
 def as_file(spec: Mapping[str, Any], title: str) -> str:
-    """A chart that stands alone: on paper white, light where a reader cannot choose, dark where they have."""
+    """A standalone chart, light by default and dark if the reader prefers it."""
     svg = _render({**spec, "title": textwrap.wrap(title, 52), "padding": 14})
     light, dark = palette()
     rules = []
@@ -343,7 +342,7 @@ def as_file(spec: Mapping[str, Any], title: str) -> str:
 
 @cache
 def palette() -> tuple[dict[str, str], dict[str, str]]:
-    """Colours by their names in the pages' style sheet, for light and for dark."""
+    """Colours by their names in the pages' style sheet, for light and dark mode."""
     light, dark = (
         dict(re.findall(r"--([\w-]+): (#\w{6})", part))
         for part in STYLE_SHEET.read_text("utf-8").split("@media", 1)
@@ -422,7 +421,7 @@ def _bands(bands: Sequence[Band], x_domain: Sequence[float]) -> list[dict[str, A
         (max(b.start, low), min(b.end, high), b.label) for b in bands if b.end > low and b.start < high
     ]
     rows = [
-        # a name that would run into the next one is left out
+        # names that would overlap the next one are left out
         {"start": start, "end": end, "odd": place % 2,
          "label": label if (end - start) / (high - low) * PLOT_WIDTH > 6.6 * len(label) else ""}
         for place, (start, end, label) in enumerate(visible)
@@ -444,7 +443,7 @@ def _bands(bands: Sequence[Band], x_domain: Sequence[float]) -> list[dict[str, A
 
 
 def _on_page(spec: Mapping[str, Any], label: str, hover: Mapping[str, Any] | None = None) -> Markup:
-    """As an element of a page: its size is the column's, its plot lies where the page's script expects it."""
+    """Embed a chart in a page: as wide as the column, with the plot where the page's script expects it."""
     padding = {"left": LEFT, "top": TOP, "right": RIGHT, "bottom": BOTTOM}
     size = {"width": PLOT_WIDTH, "height": PLOT_HEIGHT, "autosize": "none", "padding": padding}
     head, body = _render({**spec, **size}).split(">", 1)
@@ -457,7 +456,7 @@ def _on_page(spec: Mapping[str, Any], label: str, hover: Mapping[str, Any] | Non
 
 
 def _render(spec: Mapping[str, Any]) -> str:
-    """SVG text of a Vega-Lite chart. What a mark is described by becomes the words that a pointer shows."""
+    """SVG text of a Vega-Lite chart; descriptions of marks become tooltips."""
     svg = vl_convert.vegalite_to_svg({**spec, "config": CONFIG})
     svg = svg.replace(' class="marks"', "", 1).replace(' xmlns:xlink="http://www.w3.org/1999/xlink"', "", 1)
     return re.sub(r'<path aria-label="([^"]*)"([^>]*)/>', r"<path\2><title>\1</title></path>", svg)

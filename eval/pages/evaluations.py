@@ -1,4 +1,4 @@
-"""Finished evaluation directories, read and checked: what the pages are made from."""
+"""Read and check finished evaluation directories, the input of the pages."""
 
 import math
 from collections import Counter, defaultdict
@@ -15,7 +15,7 @@ from eval.sets.retrieval_set import RetrievalSet, load_set, with_readable_conten
 from rge.common.errors import UserError
 
 QUERY_COLUMN, TOP_COLUMN, RANK_COLUMN = "query_id", "top10", "first_hit_rank"
-_NAMES = {  # (query_mode, query_modality) -> order in the table, label, what it means
+_NAMES = {  # (query_mode, query_modality) -> order in the table, label, explanation
     ("reasoning", "text"): (1, "Question only", "picture withheld"),
     ("reasoning", "image"): (2, "Image only", "question withheld"),
     ("direct", "text"): (3, "Question only, direct", "picture withheld, no rationale"),
@@ -38,7 +38,7 @@ _FOREIGN_ORDER, _BASELINE_ORDER = 6, 7
 
 @dataclass(frozen=True)
 class Figure:
-    """A value with its 95 % interval, all fractions of 1; the interval is None where none was computed."""
+    """A value with its 95 % interval, as fractions; the bounds are None if there is no interval."""
 
     value: float
     low: float | None = None
@@ -49,7 +49,7 @@ class Figure:
 class Evaluation:
     """A finished evaluation directory.
 
-    Its `per_query` is per_query.parquet indexed by query id; a baseline is another checkpoint, named by the caller.
+    `per_query` is per_query.parquet indexed by query id; a baseline is another checkpoint, labelled by the caller.
     """
 
     directory: Path
@@ -62,20 +62,20 @@ class Evaluation:
 
     @property
     def mode(self) -> tuple[str, str]:
-        """Query mode and query modality; both ``None`` for a ranking made elsewhere."""
+        """Query mode and query modality; both ``None`` for an external ranking."""
         return str(self.results.get("query_mode")), str(self.results.get("query_modality"))
 
     @property
     def reported_by(self) -> list[str]:
-        """Columns of queries that it has figures by."""
+        """Query columns that it reports figures by."""
         return [key.removeprefix("by_") for key in self.results if key.startswith("by_")]
 
     def names(self, block: str) -> list[str]:
-        """What a block of results.json has: metrics, or values of a column; nothing where there is no such block."""
+        """Keys of a block of results.json (metrics, or values of a column); empty if there is no such block."""
         return list(self.results.get(block) or {})
 
     def figure(self, block: str, metric: str, slice_name: str | None = None) -> Figure | None:
-        """A figure of results.json, None where that slice or metric was not computed.
+        """A figure of results.json; None if that slice or metric was not computed.
 
         Raises:
             UserError: the value or a bound is not a finite number.
@@ -83,7 +83,7 @@ class Evaluation:
         return self.figure_at((block, metric) if slice_name is None else (block, slice_name, metric))
 
     def figure_at(self, path: Sequence[str]) -> Figure | None:
-        """The figure at these keys of results.json, None where there is none.
+        """The figure at a path of keys of results.json, or None.
 
         Raises:
             UserError: the value or a bound is not a finite number.
@@ -105,11 +105,11 @@ def read_evaluations(dirs: Sequence[Path], baselines: Mapping[str, Path]) -> lis
     """Read evaluation directories in the order of the table: ablations, direct, baselines, reasoning.
 
     Args:
-        dirs: evaluation directories; one without results.json whose subdirectories are evaluations stands for these.
+        dirs: evaluation directories, or directories whose subdirectories are evaluations.
         baselines: label -> evaluation directory.
 
     Raises:
-        UserError: no directory, one of them incomplete, or its files do not fit together.
+        UserError: there is no directory, or one is incomplete or inconsistent.
     """
     found = dict.fromkeys(path for directory in dirs for path in expand(Path(directory)))
     if not found:
@@ -124,7 +124,7 @@ def read_evaluations(dirs: Sequence[Path], baselines: Mapping[str, Path]) -> lis
         evaluations.append(_relabel(read_evaluation(path), label, is_baseline=True))
     (label, num) = Counter(one.label for one in evaluations).most_common(1)[0]
     if num > 1:
-        raise UserError(f"every evaluation needs a label of its own, got {label!r} twice")
+        raise UserError(f"labels of evaluations must be unique, got {label!r} twice")
     return sorted(evaluations, key=lambda one: one.order)
 
 
@@ -142,20 +142,22 @@ def expand(directory: Path, *, single: bool = False) -> list[Path]:
     """The directory itself if it is an evaluation, else the evaluations in it.
 
     Raises:
-        UserError: there is none, or several where ``single`` was asked for.
+        UserError: there is none, or, with ``single``, more than one.
     """
     if not directory.is_dir():
-        raise UserError(f"{directory} is not a directory: name the output of `rge eval run`")
+        raise UserError(f"{directory} is not a directory: pass the output of `rge eval run`")
     if _holds(directory, RESULTS, PER_QUERY):
         return [directory]
     inner = sorted(child for child in directory.iterdir() if _holds(child, RESULTS, PER_QUERY, RUN))
     if not inner:
         raise UserError(
-            f"{directory} has no results.json: the evaluation is incomplete, or was written elsewhere"
+            f"{directory} has no results.json: the evaluation is incomplete or in another directory"
         )
     if single and len(inner) > 1:
         names = ", ".join(child.name for child in inner)
-        raise UserError(f"a baseline is one evaluation, {directory} holds {len(inner)}: name one of {names}")
+        raise UserError(
+            f"a baseline is a single evaluation, but {directory} holds {len(inner)}: pass one of {names}"
+        )
     return inner
 
 
@@ -167,7 +169,7 @@ def read_evaluation(directory: Path) -> Evaluation:
     """Read one evaluation directory.
 
     Raises:
-        UserError: it is incomplete, or its files do not fit together.
+        UserError: it is incomplete or inconsistent.
     """
     results = read_results(directory)
     missing = [key for key in ("set", "micro") if not results.get(key)]
@@ -175,7 +177,7 @@ def read_evaluation(directory: Path) -> Evaluation:
     if missing:
         raise UserError(f"{directory / RESULTS} lacks {', '.join(missing)}")
     mode = results.get("query_mode")
-    order, label, note = _FOREIGN_ORDER, str(results.get("tag") or directory.name), "a ranking made elsewhere"
+    order, label, note = _FOREIGN_ORDER, str(results.get("tag") or directory.name), "external ranking"
     if mode is not None:
         asked = (str(mode), str(results.get("query_modality") or "both"))
         unnamed = (_FOREIGN_ORDER, " · ".join(asked), "see the foot of the page")
@@ -191,7 +193,7 @@ def _per_query(path: Path) -> pd.DataFrame:
         raise UserError(f"{path} cannot be read: {error}; run the evaluation again") from error
     absent = [name for name in (QUERY_COLUMN, RANK_COLUMN, TOP_COLUMN) if name not in table]
     if absent:
-        raise UserError(f"{path} has no column {absent[0]!r}; it has {', '.join(table.columns)}")
+        raise UserError(f"{path} has no column {absent[0]!r}; found: {', '.join(table.columns)}")
     table = table.set_index(QUERY_COLUMN)
     if table.index.has_duplicates:
         raise UserError(f"{path} has query {table.index[table.index.duplicated()][0]!r} more than once")
@@ -202,41 +204,38 @@ def check_one_set(evaluations: Sequence[Evaluation]) -> None:
     """Refuse evaluations of different retrieval sets, protocols or queries.
 
     Raises:
-        UserError: naming two that differ.
+        UserError: two evaluations differ.
     """
     first = evaluations[0]
     for other in evaluations[1:]:
         if why := set_mismatch(first.results, other.results):
             raise UserError(
                 f"{first.directory} was measured on {first.results['set']['name']}, {other.directory} on "
-                f"{other.results['set']['name']}: different retrieval sets ({why}), whose figures cannot be set side by side"
+                f"{other.results['set']['name']}: different retrieval sets ({why}), whose figures are not comparable"
             )
         for key in ("benchmark", "profile"):
             mine, theirs = (one.results.get(key) for one in (first, other))
             if mine != theirs:
                 raise UserError(
-                    f"{first.directory} has {key} {mine!r}, {other.directory} {theirs!r}: their figures mean different "
-                    "things; page=leaderboard gives each a board of its own"
+                    f"{first.directory} has {key} {mine!r}, {other.directory} {theirs!r}, so their figures are not "
+                    "comparable; page=leaderboard shows them on separate boards"
                 )
         missing = first.per_query.index.symmetric_difference(other.per_query.index)
         if len(missing):
             raise UserError(
                 f"{first.directory} has {len(first.per_query)} queries, {other.directory} {len(other.per_query)}; "
-                f"{missing[0]!r} is in one only. Was one of them run with limit=?"
+                f"{missing[0]!r} is only in one of them. Was one run with limit=?"
             )
 
 
 def featured(evaluations: Sequence[Evaluation]) -> Evaluation:
-    """The evaluation whose examples are shown: reasoning with picture and question, else the nearest to it."""
+    """The evaluation whose examples are shown: reasoning with picture and question, else the closest to it."""
     own = [one for one in evaluations if not one.is_baseline]
     return max(own or evaluations, key=lambda one: (one.mode[0] == "reasoning", one.mode[1] == "both"))
 
 
 def compared(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
-    """The rows of the main table: a shortcut (text or image only) without rationale is left to the details.
-
-    It stays where there is no such shortcut with rationale.
-    """
+    """Rows of the main table: leaves out direct shortcut ablations (text or image only) if the reasoning ones exist."""
     reasoned = {one.mode[1] for one in evaluations if one.mode[0] == "reasoning" and not one.is_baseline}
     return [
         one
@@ -249,16 +248,16 @@ def set_of(main: Evaluation, given: Path | None) -> RetrievalSet:
     """The retrieval set of an evaluation.
 
     Raises:
-        UserError: it is not there, or has changed since.
+        UserError: it does not exist, or has changed since.
     """
     path = given or main.results["set"].get("path")
     if path is None:
         raise UserError(
-            f"{main.directory}/results.json does not say where the retrieval set is: give set=DIR"
+            f"{main.directory}/results.json does not record the location of the retrieval set: pass set=DIR"
         )
     if not Path(path).is_dir():
         raise UserError(
-            f"retrieval set {path} of {main.directory} is not there; if it was moved, give set=DIR"
+            f"retrieval set {path} of {main.directory} does not exist; if it was moved, pass set=DIR"
         )
     loaded, _ = with_readable_content(load_set(path))
     now = {"set": {"fingerprint": loaded.fingerprint, "content": loaded.content}}
@@ -268,10 +267,9 @@ def set_of(main: Evaluation, given: Path | None) -> RetrievalSet:
 
 
 def warnings_of(evaluations: Sequence[Evaluation]) -> list[str]:
-    """What a reader has to know before the figures, each once; with the label where it is not said of all.
+    """Warnings for readers of the figures, without repeats, with labels if they do not apply to all evaluations.
 
-    These are the warnings of results.json, results of an older version, a ranking that lacks queries, and a look at the
-    first queries only.
+    Includes warnings of results.json, results of older versions, rankings that lack queries, and limits on queries.
     """
     said: dict[str, list[str]] = defaultdict(list)
     for one in evaluations:
@@ -290,14 +288,14 @@ def _warnings(results: Mapping[str, Any]) -> Iterator[str]:
     if (coverage := results.get("coverage", 1.0)) < 1:
         yield f"the ranking covers {100 * coverage:.4g} % of the queries"
     if limit := results["set"].get("limit"):
-        yield f"a look at the first {limit:,} queries only"
+        yield f"only the first {limit:,} queries were evaluated"
 
 
 def check_finite(value: object, where: str) -> None:
-    """Refuse what cannot be shown as a number.
+    """Check that a value is a finite number.
 
     Raises:
-        UserError: it is no number, not a number, or infinite.
+        UserError: it is not.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise UserError(f"{where} must be a finite number, got {value!r}")

@@ -1,4 +1,4 @@
-"""Which queries a page shows, with their pictures (each embedded once), right answers and rankings."""
+"""Choose example queries and show them with their pictures (each embedded once), right answers and rankings."""
 
 import base64
 import hashlib
@@ -21,35 +21,35 @@ from rge.common.errors import UserError
 from rge.common.images import ImageError, load_image, picture_bytes
 from rge.common.schema import ImageRef
 
-MAX_SIDE_PX = 360  # longest side of an embedded picture, as it is shown when enlarged
-MAX_PICTURE_BYTES = 16_384  # a larger file is re-encoded even where its sides are small
+MAX_SIDE_PX = 360  # longest side of an embedded picture, the size of the enlarged view
+MAX_PICTURE_BYTES = 16_384  # larger files are re-encoded even if their sides are short enough
 WEBP_QUALITY = 72
 NAME_COLUMNS = ("concept", "name", "label", "title")
-"""Of corpus.parquet, the first that is there."""
+"""Columns of corpus.parquet with names of candidates; the first existing one is used."""
 NUM_SHOWN = 5
-"""Candidates of a ranking on a card."""
+"""Number of candidates shown per ranking."""
 MAX_WANTED = 2
-"""Right answers shown beside a ranking."""
+"""Number of right answers shown beside a ranking."""
 
 
 def choose_examples(
     per_query: pd.DataFrame, *, success_rank: int, num: int, strata: Sequence[str] = (), seed: int = 0
 ) -> list[str]:
-    """Draw queries to show: half found, half missed, each half in turn over the strata.
+    """Draw queries to show: half successes, half failures, each alternating between the strata.
 
-    A query's place in the draw is a hash of the seed and its id, so the draw depends on neither the order of the
-    file nor the version of a random generator. Within a stratum, pictures (``group``) not shown yet go first. Where
-    one half has too few queries, the other fills up.
+    Queries are ordered by a hash of the seed and their id, so the choice depends on neither file order nor the version of
+    a random generator. Within a stratum, groups not shown yet come first. If one half has too few queries, the other fills
+    up.
 
     Args:
         per_query: indexed by query id; ``first_hit_rank``, ``group`` where known, and the columns of ``strata``.
         success_rank: a query counts as found if its first right candidate has this rank or a better one.
-        num: how many; fewer if there are not as many queries.
-        strata: columns whose combinations are visited in turn.
-        seed: draws others.
+        num: maximum number of queries.
+        strata: columns whose combinations form the strata.
+        seed: seed of the draw.
 
     Returns:
-        Query ids, found and missed in turn.
+        Query ids, alternating successes and failures.
     """
     groups = per_query["group"] if "group" in per_query else pd.Series(per_query.index, per_query.index)
     found = per_query[RANK_COLUMN].between(1, success_rank)
@@ -96,7 +96,7 @@ class Picture:
 
 @dataclass
 class Gallery:
-    """Every picture of the page, each once: cards refer to it by name."""
+    """The distinct pictures of the page; cards refer to them by name."""
 
     pictures: list[Picture] = field(default_factory=list)
     _names: dict[str, str] = field(default_factory=dict)
@@ -107,7 +107,7 @@ class Gallery:
         return {picture.name: (picture.width, picture.height) for picture in self.pictures}
 
     def add(self, ref: ImageRef, owner: str) -> str:
-        """Embed a picture unless it is there already.
+        """Embed a picture, unless it already is.
 
         Returns:
             Its name on the page.
@@ -142,12 +142,12 @@ def _embed(name: str, data: bytes) -> Picture:
 
 
 class SetView:
-    """Queries and candidates of one retrieval set as cards show them.
+    """Queries and candidates of one retrieval set, for cards.
 
     Args:
         loaded: the set.
-        rankings: query id -> the first candidates of every ranking that is shown for it.
-        gallery: where pictures go.
+        rankings: query id -> first candidates of all rankings shown for it.
+        gallery: collects the pictures.
 
     Raises:
         UserError: a query or a candidate is not in the set.
@@ -179,17 +179,17 @@ class SetView:
         self._names = _names(loaded.path / "corpus.parquet")
 
     def query(self, query_id: str) -> dict[str, Any]:
-        """Pictures and text of a query, and how many right answers it has."""
+        """Pictures, text and number of right answers of a query."""
         item = self._queries[query_id]
         pictures = [self._gallery.add(ref, f"query {query_id!r} of {self._path}") for ref in item.images]
         return {"pictures": pictures, "text": item.text, "num_positives": len(self.right[query_id])}
 
     def wanted(self, query_id: str) -> list[dict[str, Any]]:
-        """The best of its right answers."""
+        """A query's best right answers."""
         return [self._candidate(name) for name in self.right[query_id][:MAX_WANTED]]
 
     def ranked(self, query_id: str, names: Sequence[str], own: Sequence[str]) -> list[dict[str, Any]]:
-        """Candidates with their ranks and marks; ``own`` are the query's pictures on the page."""
+        """Candidates with ranks and marks; ``own`` are the query's pictures on the page."""
         found = []
         for rank, name in enumerate(names, start=1):
             shown = self._candidate(name)
@@ -211,7 +211,7 @@ class SetView:
 
 
 def _names(path: Path) -> dict[str, str]:
-    """What candidates are called, for those who do not see the pictures; empty where the set does not say."""
+    """Names of candidates, as text alternatives of their pictures; empty if the set has none."""
     known = pq.read_schema(path).names
     column = next((name for name in NAME_COLUMNS if name in known), None)
     if column is None:
@@ -222,17 +222,17 @@ def _names(path: Path) -> dict[str, str]:
 
 
 def varying(frame: pd.DataFrame, columns: Sequence[str]) -> list[str]:
-    """Those of the columns that a table has with more than one value."""
+    """The columns that have more than one value."""
     return [name for name in columns if name in frame and frame[name].nunique() > 1]
 
 
 def top_of(per_query: pd.DataFrame, query_id: str) -> list[str]:
-    """The first candidates of a ranking, as many as a card shows."""
+    """The candidates of a ranking that a card shows."""
     return list(map(str, per_query.at[query_id, TOP_COLUMN][:NUM_SHOWN]))
 
 
 def facets(frame: pd.DataFrame, columns: Sequence[str]) -> list[dict[str, Any]]:
-    """What cards can be filtered by: ``f0``, ``f1`` ... for columns of queries, with their values in words."""
+    """Filters of the cards: ``f0``, ``f1`` ... for query columns, with labels of their values."""
     return [
         {
             "name": f"f{place}",
@@ -249,10 +249,10 @@ def as_text(value: Any) -> str | None:
 
 
 def as_rank(value: Any) -> int | None:
-    """A rank, or another count from one; None where there is none, such as no right candidate in the ranking."""
+    """A rank as integer; None if missing or 0, such as without a right candidate in the ranking."""
     return None if pd.isna(value) or value < 1 else int(value)
 
 
 def outcome_of(rank: int | None) -> str:
-    """Whether the first right answer is ``first``, ``near`` (on the card) or ``below``."""
+    """Whether the first right answer is ``first``, ``near`` (shown on the card) or ``below``."""
     return "below" if rank is None or rank > NUM_SHOWN else "first" if rank == 1 else "near"

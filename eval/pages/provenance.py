@@ -1,4 +1,4 @@
-"""Where a page comes from: what all evaluations share, what differs, everything recorded, and the command to repeat it."""
+"""Provenance of a page: settings shared by all evaluations, differences, all recorded settings, and commands to reproduce it."""
 
 import json
 import shlex
@@ -10,7 +10,7 @@ from eval.pages.evaluations import Evaluation
 
 
 def provenance_of(evaluations: Sequence[Evaluation]) -> dict[str, Any]:
-    """What produced the evaluations: facts that all share, those that differ, and everything recorded but figures."""
+    """Shared facts, differing facts, and everything recorded except figures."""
     told = {one.label: _without_paths(_recorded(one.results)) for one in evaluations}
     blocks = {one.label: _facts(told[one.label], one) for one in evaluations}
     common = (
@@ -36,7 +36,7 @@ def _recorded(results: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _facts(recorded: Mapping[str, Any], one: Evaluation) -> dict[str, str]:
-    """What fits into a line each."""
+    """Facts that fit on one line each."""
     facts = {}
     for name, value in recorded.items():
         if isinstance(value, Mapping) and all(isinstance(v, (str, int, float)) for v in value.values()):
@@ -53,7 +53,7 @@ def _brief(value: object) -> str:
 
 
 def _command(evaluation: Evaluation) -> str | None:
-    """The command that makes this evaluation again, out= apart; None for one that does not say (marked answers, old ones)."""
+    """The command that reproduces this evaluation, except out=; None if it was not recorded."""
     again = evaluation.results.get("again")
     if not again:
         return None
@@ -68,7 +68,7 @@ def _command(evaluation: Evaluation) -> str | None:
 
 
 def _without_paths(value: Any) -> Any:
-    """The same with absolute paths made local: a page is passed on, a machine's folders need not be."""
+    """Replace absolute paths by relative ones, since a page may be shared."""
     if isinstance(value, Mapping):
         return {k: _without_paths(v) for k, v in value.items()}
     if isinstance(value, list):

@@ -5,8 +5,8 @@
 evaluation directories --evaluations--> Evaluation --tables, cards, training_log--> context
   --templates/report.html.j2--> one file: no network, every picture in it once, readable without script
 
-Anything that cannot be shown honestly is a `UserError` that names the directory and the fix: an incomplete evaluation,
-figures of different sets side by side, a number that is not finite, a missing picture.
+Anything that would be misleading raises a `UserError` that names the directory and the fix: incomplete evaluations, figures
+of different sets, numbers that are not finite, missing pictures.
 """
 
 from collections.abc import Mapping, Sequence
@@ -47,13 +47,11 @@ def write_report(
     seed: int = 0,
     budget: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write the report page of one or several evaluations of one retrieval set.
+    """Write the report page of one or more evaluations of one retrieval set.
 
-    The same input gives the same bytes: examples are drawn by a seeded hash of the query id, and nothing on the page
-    is a date.
+    The output is deterministic: examples are drawn by a seeded hash of the query id, and the page has no dates.
 
-    Baselines are evaluation directories of other checkpoints by label; logs are stages of one run, or runs to be
-    compared.
+    Baselines are evaluation directories of other checkpoints, by label; logs are stages of one run, or runs to compare.
 
     Returns:
         ``out``.
@@ -76,7 +74,7 @@ def write_report(
     examples = cards_of(rows, main, loaded, metric, num_examples, seed, gallery)
     table, other_tables = main_table(rows, main, metric, random_floors(main, loaded, metric))
     content = dict(
-        title=title or f"What reasoning bought on {main.results['set']['name']}",
+        title=title or f"What reasoning gained on {main.results['set']['name']}",
         set=main.results["set"],
         profile=main.results.get("profile"),
         metric=metric,

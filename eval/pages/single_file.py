@@ -1,4 +1,4 @@
-"""A page as one file: template, styles and script in it, opens offline, and nothing outside can change it."""
+"""Write a page as one self-contained file with embedded styles and script, which works offline."""
 
 import base64
 import hashlib
@@ -21,10 +21,10 @@ def write_page(
     styles: Sequence[str],
     content: Mapping[str, Any],
 ) -> Path:
-    """Render a template and replace the file in one go.
+    """Render a template and write it atomically.
 
-    The template gets ``style``, ``script`` and ``script_hash`` for its security policy; later style sheets override
-    earlier ones.
+    The template gets ``style``, ``script``, and ``script_hash`` for its content security policy; later style sheets
+    override earlier ones.
 
     Returns:
         ``out``.

@@ -17,12 +17,12 @@ from rge.common.errors import UserError
 from rge.stats.intervals import OF_DIFFERENCES, cluster_bootstrap, figures, index_of
 
 MAX_MAIN_SLICES = 4
-"""Slices beside "all queries" in the main table; more have a table of their own."""
+"""Maximum number of slices beside "all queries" in the main table; others get separate tables."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A table cell: a figure and where its dot and interval lie on the column's scale, in per cent."""
+    """A table cell: a figure, with the position of its dot and interval on the column's scale, in per cent."""
 
     figure: Figure | None
     at: float = 0.0
@@ -33,7 +33,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Row:
-    """A table row; ``featured`` is the row that the page is about."""
+    """A table row; ``featured`` marks the row that the page is about."""
 
     label: str
     note: str
@@ -57,7 +57,7 @@ class Table:
 
 @dataclass(frozen=True)
 class _Column:
-    """A figure of results.json, and the queries of per_query.parquet that it is about (None: that file does not say)."""
+    """A figure of results.json and its queries in per_query.parquet (None: unknown)."""
 
     heading: str
     block: str
@@ -74,7 +74,7 @@ class _Column:
 
     @property
     def by(self) -> str:
-        """The column of queries in words; empty for all queries."""
+        """Label of the query column; "" for all queries."""
         return self.block.removeprefix("by_").replace("_", " ") if self.name else ""
 
     @property
@@ -116,14 +116,14 @@ def _ends(figures: Iterable[Figure | None]) -> Iterator[float | None]:
 def _chance(
     main: Evaluation, metric: str, columns: Sequence[_Column], floor: np.ndarray | None
 ) -> list[Figure | None]:
-    """What a shuffled ranking has in each column; empty where that is not known."""
+    """Expected figures of a random ranking in each column; empty if unknown."""
     if floor is None:
         return []
     shown = [
         None if column.rows_Q is None else Figure(float(np.nanmean(floor[column.rows_Q])))
         for column in columns
     ]
-    if columns[0].name is None:  # as it was measured; the slices are not in results.json
+    if columns[0].name is None:  # recorded in results.json, unlike those of slices
         shown[0] = Figure(main.results["random"][metric])
     return shown
 
@@ -138,7 +138,7 @@ def _cell(figure: Figure | None, scale: Scale, where: str) -> Cell:
 def main_table(
     evaluations: Sequence[Evaluation], main: Evaluation, metric: str, floor: np.ndarray | None
 ) -> tuple[Table, list[Table]]:
-    """The main table (all queries, then pairs, or the categories of a set without pairs) and one for each other slice."""
+    """The main table (all queries, then pairs, or categories of a set without pairs), and one for each other slice."""
     sliced = _slices(evaluations, main)
     lead = next((block for block in sliced if len(sliced[block]) <= MAX_MAIN_SLICES), "")
     columns = [_Column.of(main, "All queries", "micro"), *sliced.pop(lead, [])]
@@ -148,7 +148,7 @@ def main_table(
 
 
 def _slices(evaluations: Sequence[Evaluation], main: Evaluation) -> dict[str, list[_Column]]:
-    """Columns of a table by block, pairs before categories before the rest; without blocks of a single value."""
+    """Columns by block: pairs, categories, then others; without blocks that have a single value."""
     blocks = {f"by_{column}" for one in evaluations for column in one.reported_by}
     found = {}
     for block in sorted(blocks, key=lambda b: (b != "by_pair", b != "by_category", b)):
@@ -158,7 +158,7 @@ def _slices(evaluations: Sequence[Evaluation], main: Evaluation) -> dict[str, li
 
 
 def random_floors(main: Evaluation, loaded: RetrievalSet, metric: str) -> np.ndarray | None:
-    """Expected value of the metric under a shuffled ranking, for each query of the evaluation; None if unknown."""
+    """Expected value of the metric under a random ranking, for each query of the evaluation; None if unknown."""
     value = (main.results.get("random") or {}).get(metric)
     if value is None:
         return None
@@ -179,7 +179,7 @@ def random_floors(main: Evaluation, loaded: RetrievalSet, metric: str) -> np.nda
 def _gains(
     evaluations: Sequence[Evaluation], main: Evaluation, metric: str, columns: Sequence[_Column]
 ) -> list[Row]:
-    """What the featured row has over each rival: per-query differences, groups resampled as in `eval.scoring.stats`."""
+    """Paired differences between the featured row and each rival, with groups resampled as in `eval.scoring.stats`."""
     rivals = [one for one in evaluations if one is not main and _is_rival(one, main)]
     rows = []
     for one in rivals if metric in main.per_query else ():
@@ -207,12 +207,12 @@ def _gain(main: Evaluation, difference_Q: pd.Series, rows_Q: np.ndarray | None) 
 
 
 def _is_rival(one: Evaluation, main: Evaluation) -> bool:
-    """The same checkpoint without a rationale, given the same; or another checkpoint."""
+    """Whether it is the same checkpoint and modality without a rationale, or another checkpoint."""
     return one.is_baseline or (main.mode[0] == "reasoning" and one.mode == ("direct", main.mode[1]))
 
 
 def metrics_table(evaluations: Sequence[Evaluation], main: Evaluation) -> dict[str, Any]:
-    """Every metric of every evaluation: mean over queries, and mean over categories."""
+    """All metrics of all evaluations, as means over queries and means over categories."""
     blocks, floors = [], {"micro": main.results.get("random") or {}, "macro": {}}
     for block, heading in (("micro", "Mean over queries"), ("macro", "Mean over categories")):
         rows = [
@@ -234,7 +234,7 @@ def metrics_table(evaluations: Sequence[Evaluation], main: Evaluation) -> dict[s
 
 
 def ceiling_of(main: Evaluation, metric: str) -> float | None:
-    """What a perfect ranking reaches where that is less than all: recall@k of queries with more than k positives."""
+    """Maximum of the metric if it is below 1: recall@k of queries with more than k positives."""
     name, _, k = metric.partition("@")
     if name != "recall" or "num_positives" not in main.per_query:
         return None
@@ -244,7 +244,7 @@ def ceiling_of(main: Evaluation, metric: str) -> float | None:
 
 
 def verdict_of(evaluations: Sequence[Evaluation], main: Evaluation, metric: str) -> list[tuple[str, Figure]]:
-    """The figures of the opening sentence: the featured row, its rivals, chance; each with its words."""
+    """Figures of the opening sentence, with their wording: the featured row, its rivals, and chance."""
     words = {"reasoning": "with its own rationale", "direct": "without a rationale"}
     found = [(words.get(main.mode[0], "in this ranking"), main.figure("micro", metric))]
     for one in evaluations:
@@ -259,10 +259,10 @@ def verdict_of(evaluations: Sequence[Evaluation], main: Evaluation, metric: str)
 
 
 def notes_of(loaded: RetrievalSet, by: str) -> list[tuple[str, str]]:
-    """What the set itself says of the slices of the main table (``slice_notes`` of its meta.json): heading and words.
+    """(heading, explanation) of the main table's slices, from ``slice_notes`` in the set's meta.json.
 
     Raises:
-        UserError: they are not words by value by column.
+        UserError: ``slice_notes`` does not have the right structure.
     """
     notes = loaded.meta.get("slice_notes") or {}
     of_column = notes.get(by) or {} if isinstance(notes, Mapping) else None
@@ -274,11 +274,11 @@ def notes_of(loaded: RetrievalSet, by: str) -> list[tuple[str, str]]:
 
 
 def cost_and_ties(evaluations: Sequence[Evaluation], metric: str) -> dict[str, Any]:
-    """Cost and trustworthiness: rationale length, forced stops, time, spread by ties.
+    """Costs and reliability: rationale length, forced stops, time, and spread by ties.
 
     Returns:
-        ``columns``: headings of what at least one evaluation has (a ranking made elsewhere has no cost); ``rows``: label
-        and a cell a column, None where that evaluation lacks it.
+        ``columns``: headings of values that at least one evaluation has (external rankings have no costs); ``rows``: label
+        and one cell per column, None if missing.
 
     Raises:
         UserError: a value is not a finite number.
@@ -311,8 +311,8 @@ def _cost_cells(one: Evaluation, metric: str) -> dict[str, str | None]:
         ),
     }
     return (written if one.mode[0] == "reasoning" else dict.fromkeys(written)) | {
-        "Generate, ms a query": spent("generate_ms", 0.0),
-        "Embed, ms a query": spent("embed_ms", -1.0),
+        "Generate, ms per query": spent("generate_ms", 0.0),
+        "Embed, ms per query": spent("embed_ms", -1.0),
         "Ties, worst–best": told(
             lambda worst, best: f"{percent(worst)}–{share(best)}",
             ("ties", metric, "worst"),

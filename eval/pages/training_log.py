@@ -15,13 +15,13 @@ from rge.common.errors import UserError
 
 CURVE_NAMES = {
     "loss": ("Loss", False),
-    "loss_lm": ("Rationale loss (nats a token)", False),
+    "loss_lm": ("Rationale loss (nats per token)", False),
     "loss_contrastive": ("Contrastive loss (nats)", False),
     "hit_at_1": ("In-batch hit@1", True),
     "forced_rate": ("Forced stops", True),
     "rationale_tokens_mean": ("Rationale length (tokens)", False),
 }
-"""Keys of ``metrics.jsonl`` that are drawn, in this order: name of the chart, and whether it shows per cent."""
+"""Keys of ``metrics.jsonl`` with charts, in order: title, and whether values are shown in per cent."""
 
 
 def curves_of(paths: Sequence[Path]) -> dict[str, Any] | None:
@@ -57,13 +57,13 @@ class Training:
 def read_training_logs(paths: Sequence[Path]) -> list[Training]:
     """Read ``metrics.jsonl`` files.
 
-    Files without a stage in common are stages of one run and are laid end to end, in the order given; otherwise each
-    file is a run of its own. A stage that counts its steps from the beginning continues the axis; a step met again
-    within a stage (a resumed run) replaces the earlier one.
+    Files without a common stage are stages of one run and are concatenated in the given order; otherwise each file is a
+    separate run. A stage that restarts its step count continues the axis; a repeated step within a stage (a resumed run)
+    replaces the earlier one.
 
     Args:
-        paths: one JSON object a line, with ``step`` and any of the losses, ``forced_rate``,
-            ``rationale_tokens_mean``; ``stage`` where the run has several.
+        paths: JSON lines files with ``step`` and any of the losses, ``forced_rate``, ``rationale_tokens_mean``; ``stage`` if
+            the run has several.
 
     Raises:
         UserError: a file is missing or empty, a line is not a JSON object with a step, or a value is not finite.
@@ -85,7 +85,7 @@ def _read_log(path: Path) -> list[dict[str, Any]]:
         try:
             entries += [_entry(line, f"{path}:{place}")] if line.strip() else []
         except json.JSONDecodeError as error:
-            # a run that was killed, or is still going, may end in half a line
+            # the last line of a killed or running job may be incomplete
             if place < len(lines) or content.endswith("\n"):
                 raise UserError(f"{path}:{place} is not JSON: {error}") from error
     if not entries:
@@ -94,7 +94,7 @@ def _read_log(path: Path) -> list[dict[str, Any]]:
 
 
 def _entry(line: str, where: str) -> dict[str, Any]:
-    """What a step logged; the values that are drawn are finite or None."""
+    """Parse one step's entry; plotted values must be finite or None."""
     entry = json.loads(line)
     if not isinstance(entry, dict) or "step" not in entry:
         raise UserError(f"{where} must be a JSON object with a step, got {line[:80]}")
@@ -131,7 +131,7 @@ def _training(label: str, entries: Sequence[Mapping[str, Any]]) -> Training:
 
 
 def _short_names(paths: Sequence[Path]) -> list[str]:
-    """What tells the files apart: their paths without the parts that all of them share."""
+    """Paths without their common parts, as labels."""
     parts = [path.with_suffix("").parts for path in paths]
     if len(parts) < 2:
         return [""]

@@ -1,20 +1,20 @@
-"""How numbers and names are put on a page."""
+"""Formatting of numbers and names on pages."""
 
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 LONG_QUESTION, LONG_RATIONALE = 260, 420
-"""Characters; what is longer folds."""
+"""Number of characters above which a text is folded."""
 _SLICE_WORDS = {"seen": "Seen pairs", "held_out": "Held\u2011out pairs"}
 
 
 def percent(value: float, like: float | None = None) -> str:
-    """A fraction as per cent without the sign: one decimal, two below one per cent, a true minus sign.
+    """A fraction in per cent, without the % sign: one decimal, two below one per cent, with a true minus sign.
 
     Args:
-        value: a fraction of 1.
-        like: take the number of decimals that this value has; a bound looks like the value it belongs to.
+        value: a fraction.
+        like: value whose number of decimals is used, for the bounds of its interval.
     """
     size = abs(value if like is None else like)
     digits = 2 if 0 < size < 0.00995 else 1
@@ -22,12 +22,12 @@ def percent(value: float, like: float | None = None) -> str:
 
 
 def signed(value: float, plus: str = "+") -> str:
-    """A difference in per cent points, one decimal, with a true minus sign or ``plus`` before it."""
+    """A difference in percentage points, one decimal, with a true minus sign or ``plus``."""
     return (f"{plus}{100 * value:.1f}" if value >= 0 else f"{100 * value:.1f}").replace("-", "\u2212")
 
 
 def cut_at(text: str, limit: int) -> int:
-    """Where to fold a text that is longer than ``limit`` characters: at the last space before, if one is near."""
+    """Position to fold a text longer than ``limit`` characters: the last space before it, if one is near."""
     space = text.rfind(" ", limit - 60, limit)
     return space if space > 0 else limit
 
@@ -39,19 +39,19 @@ def slice_label(name: str) -> str:
 
 
 def slice_order(name: str) -> tuple[int, str]:
-    """Sort key of slices: seen before held-out, the rest by name."""
+    """Sort key of slices: seen, held-out, then others by name."""
     known = list(_SLICE_WORDS)
     return (known.index(name) if name in known else len(known), name)
 
 
 def tag(column: str, value: str) -> str:
-    """A value of a column of queries, in words."""
+    """Label of a value of a query column."""
     words = value.replace("held_out", "held-out").replace("_", " ")
     return f"{words} pair" if column == "pair" else words
 
 
 def number(value: float, *, digits: int = 3) -> str:
-    """A number for people: ``digits`` significant digits, no exponent between 0.001 and a million."""
+    """Format a number with ``digits`` significant digits, without an exponent between 0.001 and a million."""
     if value == 0:
         return "0"
     if abs(value) >= 10 ** (digits - 1) or value == int(value):
@@ -63,7 +63,7 @@ def number(value: float, *, digits: int = 3) -> str:
 
 @dataclass(frozen=True)
 class Scale:
-    """Where values lie on a track, in per cent of its length."""
+    """Maps values to positions on a track, in per cent of its length."""
 
     low: float
     high: float

@@ -1,1 +1,1 @@
-"""From embeddings to figures: search, metrics, statistics, the files of an evaluation."""
+"""From embeddings to figures: search, metrics, statistics and output files."""

@@ -1,4 +1,4 @@
-"""One evaluation directory from one ranking: what `run`, `score`, `bm25`, `rerank` and `budget` all end with."""
+"""Write an evaluation directory from a ranking; shared by `run`, `score`, `bm25`, `rerank` and `budget`."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,7 +26,7 @@ from rge.stats.intervals import NUM_RESAMPLES
 
 
 def decides(wanted: RetrievalSet, protocol: Protocol, seed: int) -> dict[str, Any]:
-    """What decides the figures of any ranking of a set, by the keys of results.json; see `check_out`."""
+    """Keys of results.json that determine the figures of any ranking of a set; see `check_out`."""
     return {
         "set.fingerprint": wanted.fingerprint,
         "set.content": wanted.content,
@@ -55,18 +55,18 @@ def write_evaluation(
     """Score a ranking and write run.trec, per_query.parquet and, last, results.json.
 
     Args:
-        out: the directory; what it holds is replaced.
+        out: output directory; existing content is replaced.
         wanted: the set, from `Protocol.prepare`.
-        ranking: one row a query of the set.
-        protocol: what figures mean.
-        about: how the ranking was made; its keys replace those that every evaluation has.
+        ranking: one row per query of the set.
+        protocol: defines the figures.
+        about: how the ranking was made; its keys override the default content of results.json.
         tag: last column of the run file.
-        seed: of the resampling.
-        encoded: rationales and costs of the embedder; None where there was none.
-        missing: queries that the ranking has no line for.
-        limit: only the first so many queries of the set on disk were asked.
+        seed: seed of the resampling.
+        encoded: rationales and costs of the embedder, if any.
+        missing: queries without a ranking.
+        limit: number of queries used, if not all.
         made_with: software that the embeddings depend on, see `eval.embedding.set_embeddings.Embeddings`.
-        said: what was measured, in a word; it is printed with the table of figures. None prints nothing.
+        said: title printed with the table of figures; None prints nothing.
 
     Returns:
         Content of results.json.

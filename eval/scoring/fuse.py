@@ -1,4 +1,4 @@
-"""Several rationales, or several runs, one ranking: embeddings averaged, scores maximised, ranks or scores added.
+"""Fuse several rationales or runs into one ranking: mean of embeddings, maximum of scores, sum of ranks or scores.
 
 Shape suffixes: Q = queries, D = embedding dimension, W = width of a ranking, S = samples.
 """
@@ -12,7 +12,7 @@ from eval.scoring.search import Ranking, cut_ranking, in_final_order, stack_rank
 from rge.common.schema import Encoded
 
 RRF = 60
-"""Ranks above the first that reciprocal rank fusion pretends there are."""
+"""Rank offset of reciprocal rank fusion."""
 
 
 def mean_embedding(samples: Sequence[np.ndarray]) -> np.ndarray:
@@ -24,15 +24,15 @@ def mean_embedding(samples: Sequence[np.ndarray]) -> np.ndarray:
 def max_score(rankings: Sequence[Ranking]) -> Ranking:
     """Rank each candidate by its best score over several rankings.
 
-    Exact for the first ``depth`` ranks: a candidate among them is, by the ranking in which it scores best, among that
-    ranking's first too.
+    Exact for the first ``depth`` ranks, since each of their candidates is also in the top of the ranking in which it scores
+    best.
 
     Args:
-        rankings: of the same queries, equally deep, each with all ties of its last rank (as `eval.scoring.search` gives them).
+        rankings: rankings of the same queries and depth, each with all ties of its last rank (see `eval.scoring.search`).
     """
     rows_QW = np.concatenate([one.rows_QW for one in rankings], axis=1)
     score_QW = np.concatenate([one.score_QW for one in rankings], axis=1)
-    # by row, the best score first: what follows with the same row is a repetition
+    # sorted by row, best score first: further entries of the same row are repeats
     order = np.lexsort((-score_QW, rows_QW), axis=1)
     rows_QW = np.take_along_axis(rows_QW, order, axis=1)
     score_QW = np.take_along_axis(score_QW, order, axis=1)
@@ -45,10 +45,10 @@ def max_score(rankings: Sequence[Ranking]) -> Ranking:
 def added(
     rankings: Sequence[Ranking], by: Literal["rrf", "score"] = "rrf", weights: Sequence[float] | None = None
 ) -> Ranking:
-    """Rank candidates by what several rankings give them, added up; one that lacks a candidate gives it nothing.
+    """Rank candidates by the sum of their values in several rankings; a missing candidate counts 0.
 
-    ``by``: rrf gives 1 / (60 + rank) (Cormack, Clarke and Büttcher 2009); score the score itself, from 0 for a query's
-    lowest to 1 for its highest, since different programs' scores have different ranges.
+    ``by``: rrf sums 1 / (60 + rank) (Cormack, Clarke and Büttcher 2009); score sums scores scaled to [0, 1] per query, since
+    different programs' scores have different ranges.
     """
     found = []
     depth = max(one.depth for one in rankings)
@@ -75,7 +75,7 @@ def added(
 
 
 def together(samples: Sequence[Encoded], embeddings: np.ndarray) -> Encoded:
-    """What several samples of each query wrote and cost in all, under one embedding."""
+    """Total rationales and costs of several samples of each query, with one embedding."""
     reasons = zip(*(one.stop_reasons for one in samples), strict=True)
     return Encoded(
         embeddings=embeddings,

@@ -1,10 +1,10 @@
-"""A gate: which queries reason, decided by how far direct mode's first candidate leads its second.
+"""A gate decides which queries reason, by the margin between direct mode's top two candidates.
 
-A gate beats as many queries chosen at random exactly where the queries that it lets through gain more from a rationale than the
-others, that is where its signal goes with the gain (right after a rationale minus right without). A small lead means doubt only where
-direct mode knows something. Where direct mode is hardly ever right, the gain is whether reasoning succeeds, which a small
-lead says less of than a large one: crowded candidates are hard in both modes. So the direction is learned, on another set, and without a direction that is sure
-there is no gate.
+A gate beats a random choice of as many queries only if the chosen queries gain more from a rationale than the others, that is,
+if its signal correlates with the gain (accuracy with a rationale minus accuracy without). A small margin signals doubt only if
+direct mode is often right. If it hardly ever is, the gain depends on whether reasoning succeeds, which is more likely for
+large margins, because crowded candidates are hard in both modes. The direction is therefore learned on another set; if it is
+not significant, there is no gate.
 
 Shape suffixes: Q = queries, W = width of a ranking.
 """
@@ -22,13 +22,13 @@ from rge.stats.intervals import cluster_bootstrap, figures
 
 @dataclass(frozen=True)
 class Gate:
-    """Queries whose margin lies below a threshold reason; or those ``above`` it."""
+    """Lets queries reason whose margin is below a threshold, or ``above`` it."""
 
     threshold: float
     above: bool = False
 
     def opens(self, margin_Q: np.ndarray) -> np.ndarray:
-        """Which queries reason, (Q,) bool."""
+        """Mask of the queries that reason, (Q,) bool."""
         return margin_Q > self.threshold if self.above else margin_Q < self.threshold
 
     def about(self) -> dict[str, float]:
@@ -37,20 +37,20 @@ class Gate:
 
 
 def gate_for(margin_Q: np.ndarray, share: float, *, above: bool = False) -> Gate:
-    """The gate that lets a share of these queries through, those with the smallest margins, or the largest."""
+    """The gate for a share of the queries: those with the smallest margins, or with the largest."""
     return Gate(float(np.quantile(margin_Q, 1 - share if above else share)), above)
 
 
 def large_minus_small(
     margin_Q: np.ndarray, gain_Q: np.ndarray, group_Q: np.ndarray, *, seed: int
 ) -> dict[str, Any]:
-    """How much more queries with large margins gain from a rationale than those with small ones.
+    """Difference in gain from a rationale between queries with large and small margins.
 
-    ``margin_Q``: of direct mode. ``gain_Q``: metric after a rationale minus metric without; NaN where it is not defined.
+    ``margin_Q``: margins in direct mode. ``gain_Q``: metric with a rationale minus metric without; NaN if undefined.
 
     Returns:
-        ``value``, the mean gain above the median margin minus that below it, with ``low`` and ``high`` of its 95 % interval,
-        None where nothing can be said of it.
+        ``value``: mean gain above the median margin minus that below it, with ``low`` and ``high`` of its 95 % interval, which
+        are None if it is undefined.
     """
     known = np.isfinite(gain_Q)
     margin_Q, gain_Q, group_Q = margin_Q[known], gain_Q[known], group_Q[known]
@@ -64,7 +64,7 @@ def large_minus_small(
 
 
 def margin(ranking: Ranking) -> np.ndarray:
-    """By how much each query's first candidate beats its second, (Q,); infinite where there is no second."""
+    """Score difference between each query's first and second candidate, (Q,); infinite without a second."""
     second_Q = (
         ranking.score_QW[:, 1] if ranking.score_QW.shape[1] > 1 else np.full(len(ranking.score_QW), -np.inf)
     )
@@ -72,12 +72,12 @@ def margin(ranking: Ranking) -> np.ndarray:
 
 
 def lead(scores: Sequence[float]) -> float:
-    """`margin` of one query, by the scores of its candidates."""
+    """`margin` of one query, from the scores of its candidates."""
     return scores[0] - scores[1] if len(scores) > 1 else np.inf
 
 
 def choose(reason_Q: np.ndarray, reasoned: Ranking, direct: Ranking) -> Ranking:
-    """Each query's ranking from the one or the other."""
+    """Choose each query's ranking: `reasoned` where `reason_Q`, else `direct`."""
     found = [
         (chosen, one.rows_QW[chosen], one.score_QW[chosen])
         for chosen, one in ((reason_Q, reasoned), (~reason_Q, direct))
@@ -86,7 +86,7 @@ def choose(reason_Q: np.ndarray, reasoned: Ranking, direct: Ranking) -> Ranking:
 
 
 def gated(reason_Q: np.ndarray, reasoned: Encoded, direct: Encoded) -> Encoded:
-    """What a gate costs: every query is embedded directly, and those that it lets through reason as well."""
+    """Results and costs with a gate: all queries are embedded directly, and the chosen ones also reason."""
 
     def either(name: str) -> list[str]:
         pairs = zip(reason_Q, getattr(reasoned, name), getattr(direct, name), strict=True)

@@ -1,9 +1,8 @@
-"""From a ranking to the output directory: per-query values first, every other figure derived from them.
+"""Output directory of an evaluation: per-query values, and all other figures derived from them.
 
-``run.trec``           the ranking, scores strictly decreasing
-``per_query.parquet``  one row a query, see `per_query_table`
-``results.json``       figures with 95 % intervals and what they were measured with; written last, so that a directory
-                       that has it is complete
+``run.trec``           the ranking, with strictly decreasing scores
+``per_query.parquet``  one row per query, see `per_query_table`
+``results.json``       figures with 95 % intervals, and settings; written last, so that it marks a complete directory
 """
 
 import json
@@ -44,17 +43,17 @@ FORMAT = 1
 NUM_TOP = 10
 SELF_RANKS = (1, 20)
 PLACES = ("out", "cache", "overwrite", "report")
-"""Options of a command that decide nothing about its figures."""
+"""Options of a command that do not affect its figures."""
 UNSAID = {
     "benchmark": "generic", "profile": "clean", "seed": 0, "depth": DEPTH, "metrics": [],
 }  # fmt: skip
-"""What results stand for that were written before they named it; null for other keys."""
+"""Values assumed for keys that older results did not record; others are null."""
 NOT_ALWAYS_SAID = ("dtype", "exact", "set.content")
-"""What results that were written before may have been with any value."""
+"""Keys that older results did not record and that may have had any value."""
 MADE_WITH = (
     "instructions", "verbatim", "image_policy", "task", "keys", "gains", "layout", "pool", "exclude_query_image",
 )  # fmt: skip
-"""Choices of an import that decide what a set shows or counts; to say why two sets of the same ids differ."""
+"""Import options that affect a set's content or counts; they explain differences between sets with the same ids."""
 
 
 OF_ENCODED = {
@@ -64,7 +63,7 @@ OF_ENCODED = {
     "generate_ms": ("generate_ms", pa.float64()),
     "embed_ms": ("embed_ms", pa.float64()),
 }
-"""Columns of per_query.parquet that come from the embedder: attribute of `Encoded`, and type."""
+"""Embedder columns of per_query.parquet: attribute of `Encoded`, and type."""
 
 
 @dataclass(frozen=True)
@@ -73,10 +72,10 @@ class Scored:
 
     Attributes:
         names: metrics.
-        value_QM: per-query values; NaN where a metric is not defined for a query.
-        best_QM: the same with ties in the ranking's favour.
-        worst_QM: with ties against it.
-        random_QM: expectation under a random ranking.
+        value_QM: per-query values; NaN if a metric is undefined for a query.
+        best_QM: the same with ties resolved in favour of the ranking.
+        worst_QM: the same with ties resolved against it.
+        random_QM: expected values under a random ranking.
         first_hit_Q: rank of the first positive, 0 if there is none.
     """
 
@@ -89,10 +88,10 @@ class Scored:
 
 
 def score_ranking(wanted: RetrievalSet, ranking: Ranking, *, names: Sequence[str] | None = None) -> Scored:
-    """Every metric of every query.
+    """Compute all metrics for every query.
 
-    ``ranking``: one row a query of the set, deep enough for every metric. ``names``: metrics; None: those of every set, and
-    those of explicit negatives where it has them.
+    ``ranking``: one row per query of the set, deep enough for every metric. ``names``: metrics; None: the default ones,
+    including those of explicit negatives if the set has any.
     """
     if names is None:
         names = names_of(negatives=wanted.negatives is not None)
@@ -126,11 +125,11 @@ def score_ranking(wanted: RetrievalSet, ranking: Ranking, *, names: Sequence[str
 def per_query_table(
     wanted: RetrievalSet, ranking: Ranking, scored: Scored, encoded: Encoded | None
 ) -> pa.Table:
-    """The primary artefact, one row a query.
+    """The per-query table, from which all figures derive.
 
-    Columns: ``query_id``, ``category``, ``group``, those of ``report_by``; ``num_positives``; ``first_hit_rank`` (null
-    where the ranking ends before a positive); one a metric; ``top10`` (candidate ids, best first), ``top10_scores``;
-    ``rationale``, ``rationale_tokens``, ``stop_reason``, ``generate_ms``, ``embed_ms`` (null for a foreign ranking).
+    Columns: ``query_id``, ``category``, ``group``, those of ``report_by``; ``num_positives``; ``first_hit_rank`` (null if the
+    ranking has no positive); one per metric; ``top10`` (candidate ids, best first), ``top10_scores``; ``rationale``,
+    ``rationale_tokens``, ``stop_reason``, ``generate_ms``, ``embed_ms`` (null for an external ranking).
     """
     first = pa.array(scored.first_hit_Q, pa.int64(), mask=scored.first_hit_Q == 0)
     top = [[wanted.corpus_ids[row] for row in rows if row >= 0] for rows in _head(ranking.rows_QW, ranking)]
@@ -156,8 +155,8 @@ def figures(
 ) -> dict[str, Any]:
     """Micro, macro, per category and per ``report_by`` column, each with a 95 % interval; ties and random floor.
 
-    Micro is the mean over queries, macro the mean over categories of their means. Groups are resampled, see
-    `eval.scoring.stats`; one group alone has no interval. A metric that is defined for no query of a slice is left out of it.
+    Micro is the mean over queries, macro the mean of the categories' means. Groups are resampled, see `eval.scoring.stats`; a
+    single group has no interval. Metrics that are undefined for all queries of a slice are left out of it.
     """
     group_Q = index_of(wanted.columns["group"])
     category_Q = index_of(wanted.columns["category"])
@@ -179,13 +178,13 @@ def figures(
 
 
 def by_name(names: Sequence[str], found: Bootstrap) -> dict[str, dict[str, float | None]]:
-    """The figures of metrics, without those that are defined for no query."""
+    """Figures by metric, without those that are undefined for all queries."""
     figures_M = intervals.figures(found, (0.0, 1.0))
     return {name: one for name, one in zip(names, figures_M, strict=True) if one["value"] is not None}
 
 
 def rationale_figures(table: pd.DataFrame) -> dict[str, float | None]:
-    """Share of rationales cut at the cap, and their length in tokens; null where no rationale was written.
+    """Share of rationales cut at the cap, and their length in tokens; null without rationales.
 
     ``table``: ``stop_reason`` and ``rationale_tokens`` of each query, as in per_query.parquet.
     """
@@ -204,10 +203,10 @@ def self_retrieval(
 ) -> dict[str, Any]:
     """How often a query finds its own picture instead of an answer.
 
-    ``own``: per query the candidate rows that show one of its pictures, byte for byte.
+    ``own``: for each query the candidate rows with a byte-identical copy of one of its pictures.
 
     Returns:
-        ``num_queries`` whose picture is in the pool, and of these ``rate@k`` that have it in the top k; null if none.
+        ``num_queries`` whose picture is in the pool, and the share ``rate@k`` of these with it in the top k (null if none).
     """
     rows_QK = ranking.rows_QW[:, : ranking.depth]
     in_pool = [query for query, rows in enumerate(own) if len(rows)]
@@ -219,13 +218,13 @@ def self_retrieval(
 
 
 def rerun_command(command: str, options: Any) -> dict[str, Any]:
-    """The command that makes an evaluation again, for results.json; where its output goes is no part of it."""
+    """The command that reproduces an evaluation, for results.json, without its output directory."""
     told = {key: value for key, value in given(options).items() if key not in PLACES}
     return {"command": command, "options": told}
 
 
 def set_figures(wanted: RetrievalSet) -> dict[str, Any]:
-    """What results.json says of the retrieval set."""
+    """The ``set`` block of results.json."""
     return {
         "name": wanted.name,
         "fingerprint": wanted.fingerprint,
@@ -239,7 +238,7 @@ def set_figures(wanted: RetrievalSet) -> dict[str, Any]:
 
 
 def statistics_settings(seed: int, num_resamples: int) -> dict[str, Any]:
-    """How the intervals were made."""
+    """Settings of the intervals, for results.json."""
     return {
         "interval": "BCa",
         "level": LEVEL,
@@ -250,7 +249,7 @@ def statistics_settings(seed: int, num_resamples: int) -> dict[str, Any]:
 
 
 def means(names: Sequence[str], value_QM: np.ndarray) -> dict[str, float]:
-    """Mean over the queries for which a metric is defined; metrics without any are left out."""
+    """Means over the queries for which a metric is defined; metrics without any are left out."""
     return {
         name: float(np.nanmean(column))
         for name, column in zip(names, value_QM.T, strict=True)
@@ -261,13 +260,13 @@ def means(names: Sequence[str], value_QM: np.ndarray) -> dict[str, float]:
 def check_out(
     out: Path, decides: dict[str, Any], *, overwrite: bool, measured: Mapping[str, Any] | None = None
 ) -> None:
-    """Refuse to replace the output of something else.
+    """Refuse to replace the output of a different evaluation.
 
-    ``decides``: dotted keys of results.json that decide figures, and the values they will have. ``measured``: keys of
-    results.json that say how an embedder is asked, see `eval.embedding.identity.asked_of`.
+    ``decides``: dotted keys of results.json that determine figures, with their new values. ``measured``: keys of results.json
+    that describe how an embedder is used, see `eval.embedding.identity.asked_of`.
 
     Raises:
-        UserError: naming the first key that differs.
+        UserError: a key differs.
     """
     if out.is_file():
         raise UserError(f"out {out} is a file")
@@ -280,7 +279,7 @@ def check_out(
     for key, (was, new) in apart.items():
         raise UserError(
             f"{out} already holds an evaluation with {key} = {was!r}, this one has {new!r}: "
-            "give another out=, or overwrite=true"
+            "choose another out=, or pass overwrite=true"
         )
 
 
@@ -296,7 +295,7 @@ def _differing(old: Mapping[str, Any], decides: Mapping[str, Any]) -> dict[str, 
 
 
 def value_at(results: Mapping[str, Any], path: Sequence[str]) -> Any:
-    """What results.json holds at these keys; None where it has none."""
+    """The value at a path of keys of results.json, or None."""
     found: Any = results
     for key in path:
         found = found.get(key) if isinstance(found, Mapping) else None
@@ -311,10 +310,10 @@ def _how_asked(results: Mapping[str, Any]) -> Identity:
 
 
 def read_results(directory: Path) -> dict[str, Any]:
-    """``results.json`` of a finished output directory.
+    """Read ``results.json`` of a finished output directory.
 
     Raises:
-        UserError: there is none, with what there is instead; or it is not JSON.
+        UserError: it is missing or invalid.
     """
     path = directory / RESULTS
     try:
@@ -323,17 +322,17 @@ def read_results(directory: Path) -> dict[str, Any]:
         inner = sorted(child.parent.name for child in directory.glob(f"*/{RESULTS}"))
         if inner:
             raise UserError(
-                f"{directory} holds {len(inner)} evaluations: name one of {', '.join(inner)}"
+                f"{directory} holds {len(inner)} evaluations: pass one of {', '.join(inner)}"
             ) from None
         raise UserError(
-            f"{directory} has no {RESULTS}: the evaluation did not finish, or is elsewhere"
+            f"{directory} has no {RESULTS}: the evaluation is unfinished or in another directory"
         ) from None
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {error}") from None
 
 
 def invalidate(out: Path) -> None:
-    """Create an output directory, or take the mark of completeness off it before its files are replaced."""
+    """Create an output directory, or delete its results.json before other files are replaced."""
     out.mkdir(parents=True, exist_ok=True)
     (out / RESULTS).unlink(missing_ok=True)
 

@@ -1,9 +1,9 @@
-"""What the figures of an evaluation mean: one protocol for every benchmark and profile.
+"""Definition of an evaluation's figures: one protocol per benchmark and profile.
 
-``clean`` is the protocol that can be defended; ``official`` is what the benchmark's released code computes, so that
-published figures can be compared with. Both say in words what they do, and those words go into results.json. A protocol
-changes three things: which candidates are out of a ranking and which count as right (`Protocol.prepare`), the values of
-each query (`Protocol.score`), and figures that no single query has (`Protocol.figures`).
+``clean`` is the protocol that we consider sound; ``official`` is what the benchmark's released code computes, for comparison
+with published figures. Both describe themselves in statements that go into results.json. A protocol defines which candidates
+are excluded and which are right (`Protocol.prepare`), the values of each query (`Protocol.score`), and figures of the whole
+set (`Protocol.figures`).
 
 Shape suffixes: Q = queries, M = metrics.
 """
@@ -25,16 +25,16 @@ PROFILES = ("clean", "official")
 
 @dataclass(frozen=True)
 class Protocol:
-    """Protocol of a set without a benchmark of its own; the others derive from it.
+    """Protocol of sets without a benchmark, and base class of the others.
 
     Attributes:
-        benchmark: its name, ``generic`` for a set without one.
+        benchmark: its name; ``generic`` for sets without one.
         profile: one of `PROFILES`.
-        headline: metrics that the benchmark is known by, the first of them first.
+        headline: the benchmark's headline metrics, most important first.
         average: ``micro``, the mean over queries, or ``macro``.
-        statements: what is computed, in words.
-        skips_missing: whether a query without a line in a run file is left out instead of counting 0.
-        metrics: what the user asked for beside the metrics that every evaluation reports.
+        statements: description of what is computed.
+        skips_missing: whether queries without a ranking are left out instead of counting 0.
+        metrics: further metrics requested by the user.
     """
 
     benchmark: str = "generic"
@@ -48,29 +48,31 @@ class Protocol:
     def names(
         self, wanted: RetrievalSet, more: Sequence[str] = (), *, negatives: bool = True
     ) -> tuple[str, ...]:
-        """Metrics to compute: those of every evaluation, a protocol's own ``more``, and what the user asked for."""
+        """Metrics to compute: the default ones, the protocol's ``more``, and those requested by the user."""
         everywhere = names_of(negatives=negatives and wanted.negatives is not None)
         return tuple(dict.fromkeys((*everywhere, *more, *self.metrics)))
 
     def check_depth(self, wanted: RetrievalSet, depth: int) -> None:
-        """Refuse rankings that are shorter than a metric needs.
+        """Check that rankings are deep enough for all metrics.
 
         Raises:
-            UserError: they are.
+            UserError: they are not.
         """
         if depth < min(needed := deepest(self.names(wanted)), len(wanted.corpus_ids)):
-            raise UserError(f"depth must be at least {needed}, the deepest metric, got {depth}")
+            raise UserError(
+                f"depth must be at least {needed}, the largest cutoff of the metrics, got {depth}"
+            )
 
     def prepare(self, wanted: RetrievalSet) -> RetrievalSet:
         """The set with this protocol's exclusions and judgements."""
         return wanted
 
     def score(self, wanted: RetrievalSet, ranking: Ranking, missing: Sequence[str] = ()) -> Scored:
-        """Every metric of every query."""
+        """All metrics for every query."""
         return self._skip(wanted, score_ranking(wanted, ranking, names=self.names(wanted)), missing)
 
     def figures(self, wanted: RetrievalSet, scored: Scored, *, seed: int) -> dict[str, Any]:
-        """Figures of the whole set beside those of `eval.scoring.output_files.figures`; ``micro`` is merged into theirs."""
+        """Further figures of the whole set, merged with those of `eval.scoring.output_files.figures`."""
         return {}
 
     def suite_figures(self, results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -89,14 +91,14 @@ class Protocol:
 
 
 def all_figures(wanted: RetrievalSet, scored: Scored, protocol: Protocol, *, seed: int) -> dict[str, Any]:
-    """Figures of `eval.scoring.output_files.figures` and the protocol's own, with its headline."""
+    """Figures of `eval.scoring.output_files.figures` and of the protocol, with its headline."""
     out = figures(wanted, scored, seed=seed)
     more = protocol.figures(wanted, scored, seed=seed)
     out["micro"] |= more.pop("micro", {})
     if protocol.benchmark != "generic":
         average = (
             "micro" if protocol.average == "macro" else protocol.average
-        )  # one set is one member of a suite
+        )  # a single set counts as a suite of one member
         out["headline"] = [
             {"metric": name, "average": average, **out[average][name]}
             for name in protocol.headline

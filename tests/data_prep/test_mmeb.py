@@ -223,7 +223,7 @@ def test_so_many_rows_of_a_set(release, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], r"lacks original files of 17 sets: .*there are: ImageNet_1K, MSCOCO_t2i, OK-VQA, images"),
+        ([], r"lacks original files of 17 sets: .*found: ImageNet_1K, MSCOCO_t2i, OK-VQA, images"),
         (["sets=OKVQA"], r"sets must be one of .*got 'OKVQA'; did you mean 'OK-VQA'\?"),
         (["sets=OK-VQA", "split=diverse_instruction"], "lacks diverse_instruction files of 1 sets"),
         (
@@ -241,5 +241,5 @@ def test_wrong_words(release, tmp_path, words, message):
 def test_a_column_that_is_missing_is_named(release, tmp_path):
     rows = [{key: value for key, value in found.items() if key != "pos_text"} for found in ROWS["OK-VQA"]]
     pq.write_table(pa.Table.from_pylist(rows), release / "OK-VQA" / "original-00000-of-00001.parquet")
-    with pytest.raises(UserError, match="OK-VQA, row 1: column 'pos_text' is missing; there are qry"):
+    with pytest.raises(UserError, match="OK-VQA, row 1: column 'pos_text' is missing; found: qry"):
         convert(release, tmp_path / "out", sets=["OK-VQA"])

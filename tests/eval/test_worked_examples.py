@@ -56,9 +56,9 @@ def test_they_run(lively, tmp_path, monkeypatch, capsys):
     said = capsys.readouterr().err
     assert "2 problems" in said
     assert "C7: picture 'padlok.jpg' is not in the folder" in said
-    assert "the spreadsheet made a date of it (2024-04-03)" in said
+    assert "the spreadsheet turned the value into a date (2024-04-03)" in said
     assert main([*own, "queries=runs/small/own/corrected.xlsx"]) == 0
-    assert "pictures that cannot be opened and are not in the pool: notes.jpg" in capsys.readouterr().err
+    assert "pictures left out because they cannot be opened: notes.jpg" in capsys.readouterr().err
     page = (tmp_path / "runs/small/leaderboard.html").read_text()
     assert page.count('class="board"') == 4
     assert "What accuracy costs: curves" in page

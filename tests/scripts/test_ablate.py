@@ -347,7 +347,7 @@ def test_plot_refuses_nothing_and_too_much():
     with pytest.raises(ValueError, match="has nothing to show"):
         interval_chart([], title="empty")
     marks = [Mark("a", f"slice {number}", "m", 0.1, 0, 1) for number in range(STYLES + 1)]
-    with pytest.raises(ValueError, match="has 7 slices, there are 6 colours"):
+    with pytest.raises(ValueError, match="has 7 slices, but there are only 6 colours"):
         interval_chart(marks, title="many")
 
 

@@ -1,1 +1,1 @@
-"""A picture library and how its pictures are compared: download, near duplicates, encoders, clusters."""
+"""Picture libraries: listing, download, filters, near-duplicates and encoders."""

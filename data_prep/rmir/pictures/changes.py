@@ -1,6 +1,6 @@
 """Detect pictures that were added, removed or changed since a library was read.
 
-The table ``inspected`` of the seed stage is never rewritten. ``library.json`` beside it holds what no longer applies.
+The seed stage's table ``inspected`` is never rewritten; ``library.json`` beside it records what has changed since.
 """
 
 import hashlib
@@ -19,32 +19,32 @@ from rge.common.images import ImageError, picture_bytes
 from rge.tables.pictures import stamp_of
 
 SHOWN = 3
-"""Names of pictures in a message."""
+"""Picture names listed in a message."""
 
 
 @dataclass
 class LibraryState:
-    """What was settled since the library was first read."""
+    """Changes accepted since the library was first read."""
 
-    # stamp of each tar; while all are as they were, none has to be read to know that nothing changed
+    # stamp of each tar; while all stamps are equal, nothing changed and no tar has to be read
     files: dict[str, str] = field(default_factory=dict)
     # rows of ``inspected`` whose picture was removed or changed
     gone: list[int] = field(default_factory=list)
     captions: dict[str, str | None] = field(default_factory=dict)  # of pictures whose caption changed, by id
-    # of pictures whose file was touched and not changed, by id
+    # of pictures whose file was touched but not changed, by id
     stamps: dict[str, str] = field(default_factory=dict)
     in_order: bool = True  # whether ``inspected`` holds the library's first pictures, in its order
-    # rows of ``inspected`` before each extension of a finished seed set, and what it brought
+    # for each extension of a finished seed set: rows of ``inspected`` before it, and counts of its changes
     extensions: list[dict[str, int]] = field(default_factory=list)
 
     @classmethod
     def read(cls, folder: Path) -> "LibraryState":
-        """That of a seed stage; an empty one where there is none."""
+        """Load the state of a seed stage, or an empty one."""
         path = folder / "library.json"
         return cls(**json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else cls()
 
     def write(self, folder: Path) -> None:
-        """Keep it."""
+        """Save the state."""
         write_text(folder / "library.json", json.dumps(asdict(self)) + "\n")
 
 
@@ -60,7 +60,7 @@ class Changes:
     in_order: bool = True
 
     def __str__(self) -> str:
-        """In words."""
+        """Summary of the changes, for messages."""
         kinds = {
             "added": self.added, "removed": self.removed, "changed": self.changed, "given another caption": [*self.captions],
         }  # fmt: skip
@@ -72,15 +72,15 @@ def _some(ids: list[str]) -> str:
 
 
 def files_of(library: Library) -> dict[str, str]:
-    """Stamp of each file of a library whose rows cannot be listed without reading all of it."""
+    """Stamps of the files of a tar library, whose rows cannot be listed without reading all of it; else empty."""
     files = library.files
     return {path: stamp_of(files, path) for path in files.paths} if files.kind == "tar" else {}
 
 
 def compare(library: Library, inspected: pa.Table, state: LibraryState) -> Changes:
-    """How a library differs from what was read of it (with the rows that have gone since) and settled before.
+    """Compare a library with the table ``inspected`` and the changes accepted since.
 
-    Only pictures whose stamp is another one are opened.
+    Only pictures with a new stamp are opened.
 
     Raises:
         LibraryError: the library cannot be read, or an id occurs twice.
@@ -112,7 +112,7 @@ def compare(library: Library, inspected: pa.Table, state: LibraryState) -> Chang
 def _inspect_changed(
     library: Library, touched: set[str], digests: dict[str, str | None], found: Changes
 ) -> None:
-    """Tell pictures that changed from those whose file was only touched."""
+    """Separate changed pictures from those whose file was only touched."""
     rows = (row for row in library.rows() if encodable(row)["id"] in touched)
     for row in map(encodable, fetched(rows)):
         name = row["id"]
@@ -124,7 +124,7 @@ def _inspect_changed(
 
 
 def _digest(row: dict[str, Any]) -> str | None:
-    """Of a picture's bytes; None where another address says that it is another picture."""
+    """SHA-256 of a picture's bytes; None if it is missing, unreadable or at a web address (a new address is a new picture)."""
     if row["data"] is None and (row["ref"] is None or is_address(row["ref"])):
         return None
     try:
@@ -134,7 +134,7 @@ def _digest(row: dict[str, Any]) -> str | None:
 
 
 def rows_of(inspected: pa.Table, ids: Iterable[str], gone: Iterable[int]) -> list[int]:
-    """The rows of pictures, among those that have not gone before."""
+    """Rows of ``inspected`` with the given ids, except those already gone."""
     wanted, before = set(ids), set(gone)
     return [
         row for row, name in enumerate(inspected["id"].to_pylist()) if name in wanted and row not in before

@@ -1,4 +1,4 @@
-"""Download the pictures of a table of URLs: retried, rate-limited, atomic, with a reason for each failure."""
+"""Download pictures by URL, with retries, limited concurrency, atomic writes and a reason for each failure."""
 
 import asyncio
 import hashlib
@@ -16,38 +16,38 @@ from rge.common.files import FileError, write_bytes
 TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
 
 
-class _Lost(Exception):
-    def __init__(self, reason: str, *, again: bool = False):
+class _DownloadFailed(Exception):
+    def __init__(self, reason: str, *, retry: bool = False):
         super().__init__(reason)
-        self.again = again
+        self.retry = retry
 
 
 def is_address(ref: str) -> bool:
-    """Whether a picture is at a web address."""
+    """Whether a reference is a web address."""
     return ref.startswith(("http://", "https://"))
 
 
 def local_path(url: str, folder: Path) -> Path:
-    """Where the picture of an address is kept: under a name that its address alone decides."""
+    """Path of a downloaded picture, derived from its URL alone."""
     name = hashlib.sha256(url.encode()).hexdigest()[:32]
     return folder / name[:2] / name
 
 
 def without_secrets(url: str) -> str:
-    """An address without user, password and query, which may hold a signature."""
+    """The URL without credentials and query, which may contain a signature."""
     return str(httpx.URL(url).copy_with(userinfo=b"", query=None, fragment=None))
 
 
 def fetch(
     urls: Sequence[str], folder: Path, config: DownloadConfig, *, progress: bool = False
 ) -> dict[str, str]:
-    """Download what is not there yet.
+    """Download the pictures that are not in the folder yet.
 
     Returns:
-        Why an address could not be fetched, by address; empty where all is well.
+        Reason for each failure, by URL.
 
     Raises:
-        FileError: the disk is full, or the folder cannot be written.
+        FileError: the disk is full, or the folder is not writable.
     """
     todo = [url for url in dict.fromkeys(urls) if not local_path(url, folder).is_file()]
     if not todo:
@@ -66,7 +66,7 @@ async def _fetch_all(todo: list[str], folder: Path, config: DownloadConfig, prog
         for url in queue:
             try:
                 await _fetch_one(client, url, local_path(url, folder), config)
-            except _Lost as error:
+            except _DownloadFailed as error:
                 lost[url] = str(error)
             bar.update()
 
@@ -89,8 +89,8 @@ async def _fetch_one(client: httpx.AsyncClient, url: str, path: Path, config: Do
             data = await _get(client, url, config)
             write_bytes(path, data)
             return
-        except _Lost as error:
-            if not error.again or attempt == config.max_retries:
+        except _DownloadFailed as error:
+            if not error.retry or attempt == config.max_retries:
                 raise
         await asyncio.sleep(config.backoff_s * 2**attempt * random.random())
 
@@ -99,23 +99,23 @@ async def _get(client: httpx.AsyncClient, url: str, config: DownloadConfig) -> b
     try:
         async with asyncio.timeout(config.timeout_s), client.stream("GET", url) as answer:
             if answer.status_code in TRANSIENT:
-                raise _Lost(f"HTTP {answer.status_code}", again=True)
+                raise _DownloadFailed(f"HTTP {answer.status_code}", retry=True)
             if answer.status_code != 200:
-                raise _Lost(f"HTTP {answer.status_code}")
+                raise _DownloadFailed(f"HTTP {answer.status_code}")
             if answer.headers.get("content-type", "").startswith("text/"):
-                raise _Lost("a text, not a picture")
+                raise _DownloadFailed("a text, not a picture")
             data = bytearray()
             async for piece in answer.aiter_bytes():
                 data += piece
                 if len(data) > config.max_bytes:
-                    raise _Lost(f"over {config.max_bytes:,} bytes")
+                    raise _DownloadFailed(f"over {config.max_bytes:,} bytes")
             return bytes(data)
     except (TimeoutError, httpx.TimeoutException):
-        raise _Lost("no answer in time", again=True) from None
+        raise _DownloadFailed("no answer in time", retry=True) from None
     except httpx.TransportError:
-        raise _Lost("no connection", again=True) from None
+        raise _DownloadFailed("no connection", retry=True) from None
     except (httpx.HTTPError, httpx.InvalidURL):
-        raise _Lost("not a working address") from None
+        raise _DownloadFailed("not a working address") from None
 
 
 def resolve(
@@ -124,7 +124,7 @@ def resolve(
     """Download the pictures of rows of `data_prep.rmir.pictures.library.Library.rows` that are at addresses.
 
     Returns:
-        The rows with files in place of addresses, and why a picture is not there, by row id.
+        The rows with file paths instead of URLs, and the reason for each failure, by row id.
 
     Raises:
         FileError: see `fetch`.

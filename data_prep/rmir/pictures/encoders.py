@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from rge.embedder import Embedder  # imports torch
 
 HASHED_AT_ONCE = 4096
-"""Texts whose vectors are there in double precision."""
+"""Texts hashed at once; limits the memory for their float64 vectors."""
 
 
 class ImageEncoder(Protocol):
-    """Pictures and texts in one space."""
+    """Embeds pictures and texts in one space."""
 
     name: str
 
@@ -37,7 +37,7 @@ class ImageEncoder(Protocol):
 
 
 class TextEncoder(Protocol):
-    """Texts among themselves."""
+    """Embeds texts in a space of their own."""
 
     name: str
 
@@ -46,7 +46,7 @@ class TextEncoder(Protocol):
 
 
 class HashingEncoder:
-    """Words and letter triples hashed into a vector: matches words, knows nothing. Needs no model."""
+    """Hashes words and letter trigrams into a vector; lexical matching without a model."""
 
     name = "hashing of words and letter triples (no model: matches words, knows nothing)"
     width = 1024
@@ -81,7 +81,7 @@ def _features(text: str) -> list[tuple[str, float]]:
 
 
 class PixelEncoder:
-    """Thumbnails and colours of pictures: no model. A text stands where the pictures stand whose captions resemble it."""
+    """Embeds pictures by thumbnail and colours, without a model; a text is the mean of pictures with similar captions."""
 
     name = "pixels (no model: thumbnails; a text is the mean of the pictures whose captions resemble it)"
 
@@ -101,7 +101,7 @@ class PixelEncoder:
         return unit(np.stack(rows))
 
     def bridge(self, captions: Sequence[str | None], vectors: np.ndarray) -> None:
-        """Learn where captions stand, from the seed pictures' captions and vectors."""
+        """Set the captioned pictures that place texts in the picture space."""
         told = {row: caption for row, caption in enumerate(captions) if caption}
         self._captions = HashingEncoder().texts(list(told.values()))
         self._vectors = vectors[list(told)]
@@ -109,9 +109,9 @@ class PixelEncoder:
     def texts(self, texts: Sequence[str]) -> np.ndarray:
         """(N, D) float32, unit norm."""
         if self._captions is None or self._vectors is None or not len(self._captions):
-            raise NotThere(
-                "pixels can place a text only where some pictures have captions (library.caption_column), and none has; "
-                "give image_encoder.kind=siglip or checkpoint, or have captions written (caption.model=writer)"
+            raise EncoderUnavailable(
+                "the pixels encoder needs some pictures with captions (library.caption_column) to embed texts, but none has "
+                "any: use image_encoder.kind=siglip or checkpoint, or write captions with caption.model=writer"
             )
         alike = np.clip(HashingEncoder().texts(texts) @ self._captions.T, 0, None) ** 4
         if alike.shape[1] > self.num_neighbours:
@@ -121,7 +121,7 @@ class PixelEncoder:
 
 
 class CheckpointEncoder:
-    """A checkpoint of this project, or its path, in direct mode: pictures and texts as candidates."""
+    """A checkpoint of this project in direct mode; pictures and texts are both embedded as candidates."""
 
     def __init__(self, checkpoint: "str | Embedder", batch_size: int):
         from rge.embedder import Embedder
@@ -145,22 +145,22 @@ class CheckpointEncoder:
 
 
 class CheckpointTextEncoder(CheckpointEncoder):
-    """The same checkpoint for captions: what is searched and what is searched with are both candidates."""
+    """The same for captions; queries too are embedded as candidates."""
 
     def texts(self, texts: Sequence[str], *, query: bool = False) -> np.ndarray:
         """(N, D) float32, unit norm."""
         return super().texts(texts)
 
 
-class NotThere(UserError):
-    """An encoder cannot be used here: its checkpoint is missing, or thumbnails have no captions to place texts by."""
+class EncoderUnavailable(UserError):
+    """An encoder cannot be used: its checkpoint is missing, or `PixelEncoder` has no captions to embed texts by."""
 
 
 def image_encoder(config: EncoderConfig) -> ImageEncoder:
     """Build an encoder of pictures.
 
     Raises:
-        NotThere: there is no such checkpoint.
+        EncoderUnavailable: the checkpoint does not exist.
     """
     if config.kind == "pixels":
         return PixelEncoder()
@@ -175,7 +175,7 @@ def text_encoder(config: EncoderConfig) -> TextEncoder:
     """Build an encoder of captions.
 
     Raises:
-        NotThere: there is no such checkpoint.
+        EncoderUnavailable: the checkpoint does not exist.
     """
     if config.kind == "hashing":
         return HashingEncoder()
@@ -188,12 +188,12 @@ def text_encoder(config: EncoderConfig) -> TextEncoder:
 
 def _checkpoint(config: EncoderConfig) -> str:
     if not config.path or not (Path(config.path) / "rge.json").is_file():
-        raise NotThere(f"there is no checkpoint {config.path}")
+        raise EncoderUnavailable(f"encoder checkpoint {config.path} does not exist")
     return config.path
 
 
 def bridged(config: EncoderConfig, captions: Sequence[str | None], vectors_ND: np.ndarray) -> ImageEncoder:
-    """An encoder of pictures that can place texts: thumbnails learn where captions stand, the others know."""
+    """Build an encoder of pictures; `PixelEncoder` gets the captions that it needs to embed texts."""
     encoder = image_encoder(config)
     if isinstance(encoder, PixelEncoder):
         encoder.bridge(captions, vectors_ND)
@@ -201,20 +201,22 @@ def bridged(config: EncoderConfig, captions: Sequence[str | None], vectors_ND: n
 
 
 def identity(config: EncoderConfig) -> dict[str, Any]:
-    """What decides an encoder's vectors: its settings, and the content of its folder if it has one.
+    """Everything that determines an encoder's vectors: its settings, and the hash of its folder if it is local.
 
-    A name on a hub identifies itself: its content is not checked.
+    Models on a hub are identified by name alone.
     """
-    found = asdict(config) | {"fallback": None}  # a setting of earlier versions, whose runs go on
+    found = asdict(config) | {
+        "fallback": None
+    }  # a setting of earlier versions; keeps the fingerprints of their runs
     if config.kind not in ("pixels", "hashing") and config.path and Path(config.path).is_dir():
         found["content"] = content_hash(Path(config.path))
     return found
 
 
 def content_hash(folder: Path) -> str:
-    """Sha256 over names and contents of a folder's files, so that weights trained anew at the same path are others.
+    """SHA-256 over the names and contents of a folder's files, which detects retrained weights at the same path.
 
-    Not `rge.checkpoints.export.checkpoint_hash`, which needs torch: ``status`` and a dry run load no model.
+    `rge.checkpoints.export.checkpoint_hash` would need torch, which ``status`` and dry runs do not load.
     """
     digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):

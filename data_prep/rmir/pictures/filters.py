@@ -1,7 +1,6 @@
-"""Filters on content: functions of the user's that say why a picture is left out.
+"""User-defined content filters: functions that take a picture and return the reason to leave it out, or None.
 
-A filter is a function of a picture that returns a reason, or None. ``library.filters`` names those that run, as
-``module:function``; the card of the data set lists them.
+``library.filters`` lists them as ``module:function``; so does the card of the data set.
 """
 
 import importlib
@@ -19,15 +18,15 @@ Filter = Callable[[Image.Image], str | None]
 
 @lru_cache(maxsize=16)
 def load_filter(name: str) -> Filter:
-    """A filter by its name, ``module:function``; loaded once a process.
+    """Load a filter by its name, ``module:function``, once per process.
 
     Raises:
-        UserError: there is none of that name.
+        UserError: it does not exist.
     """
     module, mark, function = name.partition(":")
     if not mark:
         raise UserError(f"library.filters must be module:function; got {name!r}")
-    load_plugins([module])  # the current folder counts as installed
+    load_plugins([module])  # also finds modules in the current folder
     found = getattr(sys.modules.get(module) or importlib.import_module(module), function, None)
     if not callable(found):
         raise UserError(f"library.filters: {name}: the module has no function {function}")
@@ -35,10 +34,10 @@ def load_filter(name: str) -> Filter:
 
 
 def unwanted(image: Image.Image, filters: Sequence[str]) -> str | None:
-    """Why the first filter that objects does so; None where none does.
+    """The reason of the first filter that rejects a picture, or None.
 
     Raises:
-        UserError: a filter returned something else.
+        UserError: a filter returned neither a string nor None.
     """
     for name in filters:
         reason = load_filter(name)(image)

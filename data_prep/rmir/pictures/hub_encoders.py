@@ -1,4 +1,4 @@
-"""Encoders of the Hugging Face format: SigLIP 2 for pictures, Qwen3-Embedding for captions."""
+"""Encoders from the Hugging Face hub: SigLIP 2 for pictures, Qwen3-Embedding for captions."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -14,14 +14,14 @@ from rge.common.schema import ImageRef
 
 T = TypeVar("T")
 MAX_TEXT_TOKENS = 64
-"""SigLIP was trained on captions padded to this."""
+"""SigLIP was trained on captions padded to this length."""
 MAX_CAPTION_TOKENS = 512
 TASK = "Instruct: Given the description of a picture, find captions of pictures that show it\nQuery:"
-"""Qwen3-Embedding reads a task before a query and nothing before what is searched."""
+"""Qwen3-Embedding expects a task before queries and nothing before documents."""
 
 
-class _OnHub:
-    """A model of the hub, by name or folder, on the device that is there."""
+class _HubModel:
+    """A model by hub name or folder, on the GPU if there is one."""
 
     def __init__(self, path: str, batch_size: int):
         self.name, self.batch_size = path, batch_size
@@ -36,8 +36,8 @@ class _OnHub:
         return unit(torch.cat(rows).numpy())
 
 
-class SiglipEncoder(_OnHub):
-    """SigLIP and its like: anything with ``get_image_features`` and ``get_text_features``."""
+class SiglipEncoder(_HubModel):
+    """SigLIP and similar models: anything with ``get_image_features`` and ``get_text_features``."""
 
     def __init__(self, path: str, batch_size: int):
         super().__init__(path, batch_size)
@@ -72,12 +72,12 @@ class SiglipEncoder(_OnHub):
         return getattr(found, "pooler_output", found)
 
 
-class HubTextEncoder(_OnHub):
-    """A text encoder that is read at its last token, as Qwen3-Embedding is."""
+class HubTextEncoder(_HubModel):
+    """A text encoder with last-token pooling, such as Qwen3-Embedding."""
 
     def __init__(self, path: str, batch_size: int):
         super().__init__(path, batch_size)
-        # With padding on the left the last token is at the end of every row.
+        # With left padding the last token is at the end of every row.
         self.tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
 
     def texts(self, texts: Sequence[str], *, query: bool) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The picture library: list, inspect and filter it, with a reason for each picture left out."""
+"""List, inspect and filter the picture library, with a reason for each picture left out."""
 
 import hashlib
 import os
@@ -25,21 +25,21 @@ from rge.tables.rows import TableError
 DUPLICATE, NEAR_DUPLICATE, TOO_SMALL = "same bytes as another picture", "near-duplicate", "too small"
 NOT_UTF8 = "its name is not UTF-8"
 ORIGINS = {"source": "source_column", "author": "author_column", "licence": "licence_column"}
-"""Provenance fields of a picture, and the setting that names the column of each."""
+"""Provenance fields of a picture, and the settings that name their columns."""
 ENCODED_BY = {
     "id": "backslashreplace", "ref": "backslashreplace", "caption": "replace", "stamp": "backslashreplace",
 }  # fmt: skip
-"""Texts of a row, and what becomes of what is no UTF-8 in them."""
+"""Text fields of a row, and how characters that UTF-8 cannot encode are replaced."""
 FETCHED_AT_ONCE = 32
-"""Pictures of an object store that are under way at once."""
+"""Concurrent reads from an object store."""
 
 
 class LibraryError(UserError):
-    """The library cannot be listed, or has changed; the message names file, row and fix."""
+    """The library cannot be read, or has changed; the message names file, row and fix."""
 
 
 class Library:
-    """The pictures to start from, read from beginning to end as often as they are needed.
+    """The pictures to start from; each pass reads them from the beginning.
 
     Raises:
         LibraryError: see `rge.tables.pictures.find`.
@@ -48,7 +48,7 @@ class Library:
     def __init__(self, config: LibraryConfig):
         if not config.path:
             raise LibraryError(
-                "library.path is not given: a folder, a table, Parquet files, tars, or their address"
+                "library.path is missing: give a folder, a table, Parquet files or tars, by path or address"
             )
         try:
             self.config, self.files = config, tables.find(config.path)
@@ -56,21 +56,20 @@ class Library:
             raise LibraryError(f"library.path {error}") from None
 
     def rows(self, first: int = 0, *, pictures: bool = True) -> Iterator[dict[str, Any]]:
-        """Every picture as ``id``, ``ref``, ``data``, ``caption`` (or None) and ``stamp``, in a fixed order.
+        """Yield every picture as ``id``, ``ref``, ``data``, ``caption`` (or None) and ``stamp``, in a fixed order.
 
-        Either ``data`` holds its encoded bytes and ``ref`` is None, or ``ref`` is the path of a file, ``library.parquet#id``
-        or an address. A row of which neither is known has no picture. Where the stamps of two readings are equal, the
-        picture is the same.
+        Either ``data`` holds the encoded bytes and ``ref`` is None, or ``ref`` is a path, ``library.parquet#id`` or an
+        address. A row with neither has no picture. Equal stamps in two readings mean an unchanged picture.
 
         Args:
-            first: pictures before this one are passed over.
-            pictures: read bytes; without, they are left out.
+            first: number of pictures to skip.
+            pictures: read the pictures' bytes.
 
         Raises:
-            LibraryError: missing columns or values, a file that cannot be read, no picture at all.
+            LibraryError: missing columns or values, an unreadable file, or an empty library.
         """
         config, is_empty = self.config, not first
-        # Those that only the export reads as well: what is misspelt is to be found before anything is paid for.
+        # Includes the columns that only the export reads: a misspelt one must be reported before any cost arises.
         named = {} if first else self._named("caption_column", *ORIGINS.values())
         columns = [name for name in (config.id_column, config.caption_column, *named.values()) if name]
         for row in self._with_columns(self._listed(columns, first=first, pictures=pictures), named):
@@ -89,7 +88,7 @@ class Library:
 
     def _picture(self, row: tables.Row) -> tuple[str | None, bytes | None]:
         value = row.cells.get(self.config.image_column)
-        if isinstance(value, dict):  # as the library datasets stores pictures
+        if isinstance(value, dict):  # a picture as stored by Hugging Face `datasets`
             value = value.get("bytes") or value.get("path")
         if isinstance(value, bytes):
             return None, value
@@ -109,37 +108,37 @@ class Library:
             raise LibraryError(f"library.path: {error}{where}") from None
 
     def _named(self, *settings: str) -> dict[str, str]:
-        """Setting -> column, of those that the user named; those of the defaults may be missing."""
+        """Setting -> column of the settings that the user changed; columns of the defaults may be missing."""
         usual = LibraryConfig()
         given = {setting: getattr(self.config, setting) for setting in settings}
         return {key: name for key, name in given.items() if name not in (None, getattr(usual, key))}
 
     def _with_columns(self, rows: Iterable[tables.Row], named: dict[str, str]) -> Iterator[tables.Row]:
-        """The rows.
+        """Pass the rows on, checking that the columns in `named` exist.
 
         Raises:
-            LibraryError: a column that the user named is in none of them.
+            LibraryError: no row has such a column.
         """
-        # In JSON lines and tars a row may lack what others have.
+        # In JSON lines and tars the rows may have different keys.
         all_alike = self.files.kind == "parquet" or all(
             path.lower().endswith((".csv", ".tsv")) for path in self.files.paths
         )
-        there: Collection[str] = ()
+        present: Collection[str] = ()
         for row in rows:
-            there = row.cells.keys()
-            named = {key: name for key, name in named.items() if name not in there}
+            present = row.cells.keys()
+            named = {key: name for key, name in named.items() if name not in present}
             if named and all_alike:
                 break
             yield row
-        if named and there:
+        if named and present:
             key, name = next(iter(named.items()))
-            has = ", ".join(one for one in there if one)
+            has = ", ".join(filter(None, present))
             raise LibraryError(
                 f"library.path {self.config.path} has no column {name} (library.{key}); there are: {has}"
             )
 
     def _name(self, row: tables.Row) -> str:
-        given = row.cells.get(tables.NAME)  # of files the name
+        given = row.cells.get(tables.NAME)  # the file name, if each picture is a file
         if self.config.id_column is None:
             place = os.path.relpath(row.shard, self.files.root).replace(os.sep, "/")
             return str(given) if self.files.kind == "folder" else f"{place}/{given or row.number}"
@@ -159,7 +158,7 @@ class Library:
         return self.files.address(f"{self.files.root}/{value}")
 
     def origins(self, wanted: Collection[str]) -> dict[str, dict[str, str]]:
-        """Source, author and licence of some pictures, by id, where the library gives them."""
+        """Source, author and licence of the wanted pictures, by id, as far as the library has them."""
         config = self.config
         column_of = {key: getattr(config, setting) for key, setting in ORIGINS.items()}
         columns = [*column_of.values(), *([config.id_column] if config.id_column else [])]
@@ -174,7 +173,7 @@ class Library:
 
 def _stamp(ref: str) -> str:
     if is_address(ref):
-        return without_secrets(ref)  # a signature changes, the picture does not
+        return without_secrets(ref)  # signatures change while the picture does not
     if "://" in ref:
         return ref
     path, mark, _ = ref.partition(".parquet#")
@@ -182,7 +181,7 @@ def _stamp(ref: str) -> str:
 
 
 def blocks(rows: Iterable[dict[str, Any]], most: int, most_bytes: int) -> Iterator[list[dict[str, Any]]]:
-    """Rows of `Library.rows`, at most so many and so many bytes of pictures at a time."""
+    """Group rows of `Library.rows` into blocks of at most `most` rows and `most_bytes` bytes of pictures."""
     block: list[dict[str, Any]] = []
     size = 0
     for row in rows:
@@ -197,9 +196,9 @@ def blocks(rows: Iterable[dict[str, Any]], most: int, most_bytes: int) -> Iterat
 
 
 def fetched(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Rows with the bytes of pictures that lie in an object store; some are read at once, none far ahead.
+    """Read the bytes of pictures in object stores, `FETCHED_AT_ONCE` at a time.
 
-    A picture that is not there keeps its address as ``ref``, and `look` finds it missing.
+    A picture that cannot be read keeps its address as ``ref``; `look` then reports it as missing.
 
     Raises:
         LibraryError: the store needs a package that is not installed.
@@ -231,13 +230,13 @@ def fetched(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def inspect(rows: list[dict[str, Any]], config: LibraryConfig) -> pa.Table:
-    """Decode each picture once, on all cores, and note its hash and size, or why it is left out.
+    """Decode each picture once, on all cores, and record its hash and size, or the reason to leave it out.
 
     Returns:
-        The table ``inspected``; ``reason`` is null for a good picture.
+        The table ``inspected``; ``reason`` is null for usable pictures.
     """
     for name in config.filters:
-        load_filter(name)  # what is missing is reported before a picture is opened
+        load_filter(name)  # report a missing filter before opening any picture
 
     def looked(row: dict[str, Any]) -> dict[str, Any]:
         written = encodable(row)
@@ -251,14 +250,14 @@ def inspect(rows: list[dict[str, Any]], config: LibraryConfig) -> pa.Table:
 
 
 def encodable(row: dict[str, Any]) -> dict[str, Any]:
-    """A row of `Library.rows` as a table can hold it: file names and JSON may be no UTF-8; names stay different without it."""
+    """A row of `Library.rows` with its texts made encodable as UTF-8; different ids stay different."""
     return row | {
         name: row[name] and row[name].encode("utf-8", errors).decode() for name, errors in ENCODED_BY.items()
     }
 
 
 def look(ref: ImageRef, min_side_px: int, filters: Sequence[str] = ()) -> dict[str, Any]:
-    """Hashes and size of a picture, or the reason to leave it out; `filters` as of `load_filter`."""
+    """Hashes and size of a picture, or the reason to leave it out; `filters` as in `load_filter`."""
     found: dict[str, Any] = {"sha256": None, "width": None, "height": None, "phash": None, "reason": None}
     try:
         data = picture_bytes(ref)

@@ -1,7 +1,7 @@
-"""Near-duplicates by perceptual hash: pictures that differ only in size, compression or a little noise.
+"""Near-duplicates by perceptual hash: pictures that differ only in size, compression or slight noise.
 
-The hash is the usual DCT hash (32 x 32 grey pixels, the 8 x 8 lowest frequencies, above or below their median): 64 bits,
-the same as those of the library ImageHash, which would bring SciPy and PyWavelets for these few lines.
+The hash is the usual DCT hash (32 x 32 grey pixels, the 8 x 8 lowest frequencies compared with their median): 64 bits,
+identical to those of the ImageHash library, which would pull in SciPy and PyWavelets.
 """
 
 import numpy as np
@@ -17,22 +17,22 @@ _COSINES = 2 * np.cos(
 def phash(image: Image.Image) -> str:
     """Perceptual hash of a picture: 64 bits as 16 hexadecimal digits."""
     grey = image.convert("L").resize((SIDE_PX, SIDE_PX), Image.Resampling.LANCZOS)
-    # Rounded, so that the frequencies of an even surface are zero and not noise of the last digits.
+    # Rounding makes the frequencies of a uniform surface exactly zero instead of numerical noise.
     low = np.round(_COSINES @ np.asarray(grey, dtype=np.float64) @ _COSINES.T, 6)
     return np.packbits(low > np.median(low)).tobytes().hex()
 
 
 def near_duplicates(hashes: list[str], max_distance: int) -> list[int | None]:
-    """For each picture, the earlier picture that it repeats, or None.
+    """For each picture, the earlier picture that it duplicates, or None.
 
-    A picture is compared with the earlier ones that stay, so a chain of small changes does not swallow all its links.
+    Pictures are compared only with earlier ones that are kept, so that a chain of small changes is not removed as a whole.
 
     Args:
-        hashes: of `phash`, in the order in which pictures are preferred.
+        hashes: results of `phash`, preferred pictures first.
         max_distance: bits that may differ; 0 finds equal hashes only.
 
     Returns:
-        Row of the first earlier picture that stays and is near, a list as long as `hashes`.
+        For each picture, the row of the first near-duplicate among the earlier pictures that are kept.
     """
     first: dict[str, int] = {}
     found: list[int | None] = [None] * len(hashes)
@@ -52,15 +52,15 @@ def near_duplicates(hashes: list[str], max_distance: int) -> list[int | None]:
         if stays:
             gone.add(later)
             found[int(rows[later])] = int(rows[stays[0]])
-    # Copies of a hash follow the picture that their own original follows.
+    # An exact copy of a near-duplicate points to the picture that the near-duplicate points to.
     return [found[target] if target is not None and found[target] is not None else target for target in found]
 
 
 def _near_pairs(bits_NB: np.ndarray, max_distance: int) -> set[tuple[int, int]]:
-    """Rows that differ in so few bits, the earlier first."""
+    """Pairs of rows within the distance, the earlier first."""
     import faiss
 
-    # Pigeonhole: two near ones share one of max_distance + 1 bands of the hash, so each band is looked up as it is.
+    # Pigeonhole principle: near hashes agree in at least one of max_distance + 1 bands, so exact lookups of bands suffice.
     num_bands = max_distance + 1
     index = faiss.IndexBinaryMultiHash(NUM_BITS, num_bands, NUM_BITS // num_bands)
     index.add(bits_NB)

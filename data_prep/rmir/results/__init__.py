@@ -1,1 +1,1 @@
-"""What the stages made, as people read it: audit, page, review, agreement, export."""
+"""Results of a run for people: audit, report, review page, agreement, export and card."""

@@ -9,22 +9,22 @@ import numpy as np
 from data_prep.rmir.arithmetic import ABSTAIN, ERROR, FALSE, TRUE
 
 SAID = (TRUE, FALSE, ABSTAIN)
-"""What is counted; an answer that could not be read counts as an abstention, as in `arithmetic.tally`."""
+"""Counted verdicts; an unreadable answer counts as an abstention, as in `arithmetic.tally`."""
 
 
 def fleiss_kappa(counts_NK: np.ndarray, weight_N: np.ndarray | None = None) -> float:
     """Fleiss' kappa: agreement of a panel of fixed size, corrected for chance (Fleiss, 1971).
 
     Args:
-        counts_NK: how many raters put subject n into category k; every row has the same sum.
-        weight_N: how many subjects each row stands for; None: one.
+        counts_NK: number of raters who put subject n into category k; all rows have the same sum.
+        weight_N: number of subjects that each row stands for; None: one.
 
     Returns:
-        1 where all agree, 0 where they agree as often as chance would; nan for fewer than two raters or no subject, and
-        where all of them said one and the same (chance agrees fully then, and nothing is left to correct).
+        1 for full agreement, 0 for chance level; nan for fewer than two raters, no subjects, or a single category in use
+        (chance agreement is then 1).
 
     Raises:
-        ValueError: rows of different sums.
+        ValueError: the rows have different sums.
     """
     counts_NK = np.asarray(counts_NK, dtype=np.float64)
     if not len(counts_NK):
@@ -48,12 +48,12 @@ def panel_statistics(
 
     Args:
         votes: verdicts of each judge on the same triplets, in the same order.
-        families: of each judge.
-        weight_N: how many triplets each place of the votes stands for.
+        families: model family of each judge.
+        weight_N: number of triplets that each position in `votes` stands for.
 
     Returns:
-        ``kappa`` of the whole panel; ``judges``: share of true, false, abstain and error, and ``agrees`` (with the majority
-        of the others, where they have one); ``families``: kappa within a family, where it has two judges.
+        ``kappa`` of the whole panel; ``judges``: shares of true, false, abstain and error, and ``agrees`` (with the
+        majority of the others, if they have one); ``families``: kappa within each family of two or more judges.
     """
     if not len(weight_N):
         return {"kappa": math.nan, "judges": {}, "families": {}}
@@ -86,7 +86,7 @@ def _codes(verdicts: Sequence[str]) -> np.ndarray:
 
 
 def _counts(said: Sequence[np.ndarray], num: int) -> np.ndarray:
-    """(num, K): how many judges said each of `SAID` of a triplet."""
+    """(num, K): number of judges that gave each verdict of `SAID`."""
     found = np.zeros((num, len(SAID)))
     for codes_N in said:
         found[np.arange(num), codes_N] += 1
@@ -98,7 +98,7 @@ def _mean(found_N: np.ndarray, weight_N: np.ndarray) -> float:
 
 
 def defined(found: Any) -> Any:
-    """The same with None for every nan, which JSON does not know."""
+    """Replace nan by None, recursively through dicts, since JSON has no nan."""
     if isinstance(found, dict):
         return {key: defined(value) for key, value in found.items()}
     return None if isinstance(found, float) and math.isnan(found) else found

@@ -1,8 +1,8 @@
-"""The audit of a finished run: do judges agree, what does each index add, is a query solved without half of its input,
-and what do the two sets share? It asks no model and changes nothing.
+"""Audit of a finished run: agreement of judges, yield of each index, shortcut queries, and overlap of the two sets.
 
-Source: what the RMIR paper names as future work (section 5): model diversity, and shortcut rates by unimodal retrieval.
-"""  # noqa: D205
+It makes no model calls. Source: the RMIR paper's future work (section 5): model diversity, and shortcut rates measured by
+unimodal retrieval.
+"""
 
 import math
 from collections import Counter, defaultdict
@@ -30,14 +30,14 @@ TEXT, TEXT_TO_CAPTIONS, IMAGE, DESCRIPTION = (
     "the answer described",
 )
 PROBES = (TEXT, TEXT_TO_CAPTIONS, IMAGE, DESCRIPTION)
-"""What is searched with. The last is no shortcut but the yardstick: what the same encoder finds when told the answer."""
+"""Search inputs. The last is not a shortcut but the reference: what the same encoder finds when told the answer."""
 SHORTCUTS = (TEXT, TEXT_TO_CAPTIONS, IMAGE)
 SUSPECT_BITS = 4
-"""Hash distance up to which two pictures of the two sets are reported as near-duplicates."""
+"""Hash distance up to which pictures of the two sets are reported as near-duplicates."""
 
 
 def audit(run: Run) -> dict[str, Any]:
-    """Write ``audit/shortcuts.parquet`` and return everything the report shows."""
+    """Write ``audit/shortcuts.parquet`` and return the figures for the report."""
     rows = shortcuts(run)
     frames.write_rows(run.path("audit", "shortcuts.parquet"), "shortcuts", rows)
     return defined(
@@ -51,10 +51,7 @@ def audit(run: Run) -> dict[str, Any]:
 
 
 def judges(run: Run) -> dict[str, Any]:
-    """`panel_statistics` of all triplets.
-
-    Patterns of the panel's votes are counted: five judges have at most 1,024, however many triplets there are.
-    """
+    """`panel_statistics` of all triplets, computed over distinct vote patterns (at most 1,024 for five judges)."""
     patterns = Counter(
         tuple(sorted(votes))
         for panels in decisions.panels(run.path("judge", "judgements"))
@@ -72,13 +69,13 @@ def judges(run: Run) -> dict[str, Any]:
 
 
 def indices(run: Run) -> dict[str, dict[str, float]]:
-    """What each retrieval index found: how much of it was right, and how much of what is right it alone found."""
+    """Precision of each retrieval index, its share of all right candidates, and the right ones that it alone found."""
     state = {(row["query_id"], row["candidate_id"]): row["state"] for row in run.rows("keep", "decided")}
     found: dict[str, Counter[str]] = {}
     total = 0
     for row in run.rows("retrieve", "triplets"):
         if (decided := state.get((row["query_id"], row["candidate_id"]))) is None:
-            continue  # a judge has not answered yet (on_unanswered=proceed)
+            continue  # judgements are still missing (on_unanswered=proceed)
         right = decided == maths.KEPT
         total += right
         for name in row["found_by"]:
@@ -98,12 +95,12 @@ def indices(run: Run) -> dict[str, dict[str, float]]:
 
 @dataclass
 class _Probe:
-    """What the pool is searched with."""
+    """One way to search the pool."""
 
     name: str
     candidates: list[str]
-    vectors_PD: np.ndarray  # of these
-    embed: Callable[[list[Row]], np.ndarray]  # (B, D) of some queries
+    vectors_PD: np.ndarray  # of the candidates
+    embed: Callable[[list[Row]], np.ndarray]  # B queries -> (B, D)
 
 
 def _probes(run: Run, pool: list[str]) -> list[_Probe]:
@@ -132,11 +129,11 @@ def _probes(run: Run, pool: list[str]) -> list[_Probe]:
 
 
 def shortcuts(run: Run) -> list[Row]:
-    """Rank of the first right answer of each query in the pool, by probe; the query's own picture is never ranked."""
+    """Rank of each query's first right answer in the pool, for each probe; the query's own picture is not ranked."""
     pool, splits = list(run.by("id", "pool", "pool")), run.by("query_id", "split", "splits")
     queries = [row for row in run.queries() if row["query_id"] in splits]
     positives = candidates_by_query(run.out, maths.KEPT)
-    # As many queries at a time as their scores fit: queries times pool would be 37 GB at 100,000 of each.
+    # In blocks that fit in memory: all scores would be 37 GB at 100,000 queries and candidates.
     size = max(1, int(run.config.audit.memory_mb * 2**20 / (4 * max(len(pool), 1))))
     rows = []
     for probe in _probes(run, pool) if queries else ():
@@ -154,12 +151,12 @@ def shortcuts(run: Run) -> list[Row]:
 
 
 def first_rank(score_P: np.ndarray, right: Sequence[int], without: int | None) -> tuple[int | None, int]:
-    """Rank (from 1) of the best right candidate, ties against it, and how many candidates were ranked.
+    """Rank (from 1) of the best right candidate, with ties counted against it, and the number of ranked candidates.
 
     Args:
-        score_P: of each candidate.
-        right: places of the right ones; None is returned where none of them is ranked.
-        without: place of a candidate that is left out; None leaves out none.
+        score_P: score of each candidate.
+        right: positions of the right candidates; the rank is None if none of them is ranked.
+        without: position of a candidate to leave out, if any.
     """
     number = len(score_P) - (without is not None)
     good = [place for place in right if place != without]
@@ -171,7 +168,7 @@ def first_rank(score_P: np.ndarray, right: Sequence[int], without: int | None) -
 
 
 def chance(num_right: int, num_ranked: int, k: int) -> float:
-    """Probability that a random ranking has a right one among the first k."""
+    """Probability that a random ranking has a right candidate among the first k."""
     if num_right == 0 or num_ranked == 0:
         return 0.0
     if k > num_ranked - num_right:
@@ -180,15 +177,15 @@ def chance(num_right: int, num_ranked: int, k: int) -> float:
 
 
 def solved(rows: Sequence[Mapping[str, Any]], ks: Sequence[int]) -> dict[str, Any]:
-    """Share of queries with a right answer among the first k, by probe, and what chance would give.
+    """Share of queries with a right answer among the first k, by probe, with the chance level.
 
     Args:
-        rows: of `shortcuts`; a query without a ranked right answer counts as not solved.
+        rows: rows of `shortcuts`; a query without a ranked right answer counts as not solved.
         ks: cut-offs.
 
     Returns:
-        By probe: number of queries and, for each k, ``solved@k`` and ``chance@k``. Under ``any shortcut``: the share
-        that text alone or picture alone solves, also by split and by category.
+        By probe: the number of queries and, for each k, ``solved@k`` and ``chance@k``. Under ``any shortcut``: the share
+        solved by text alone or picture alone, overall, by split and by category.
     """
     by_probe = _grouped(rows, "probe")
     report: dict[str, Any] = {
@@ -201,7 +198,7 @@ def solved(rows: Sequence[Mapping[str, Any]], ks: Sequence[int]) -> dict[str, An
 
 
 def _grouped(rows: Sequence[Mapping[str, Any]], column: str) -> dict[str, list[Mapping[str, Any]]]:
-    """Rows by the values of a column, in order of these."""
+    """Rows by value of a column, in sorted order."""
     in_order = sorted(rows, key=itemgetter(column))
     return {value: list(found) for value, found in groupby(in_order, itemgetter(column))}
 
@@ -221,7 +218,7 @@ def _solved(
 
 
 def overlap(run: Run) -> dict[str, int]:
-    """Pictures and queries that training and test share, by the parts they play in each."""
+    """Number of pictures that training and test share, by their roles in each."""
     images, queries = run.by("id", "seed", "images"), run.by("query_id", "generate", "queries", "generated")
     splits = run.by("query_id", "split", "splits")
     roles: dict[tuple[str, str], set[str]] = defaultdict(set)
@@ -231,7 +228,7 @@ def overlap(run: Run) -> dict[str, int]:
         candidates = candidates_by_query(run.out, state)
         for name in candidates.keys() & splits.keys():
             roles[splits[name]["split"], role].update(candidates[name])
-    if run.config.split.disjoint == "all":  # the export left them out of the records
+    if run.config.split.disjoint == "all":  # the export removed these from the records
         roles["train", "negatives"] -= roles["test", "inputs"] | roles["test", "answers"]
     report = {
         f"train {a} that are test {b}": len(roles["train", a] & roles["test", b])

@@ -18,11 +18,11 @@ HUB_LICENCES = (
     "apache-2.0", "cc-by-2.0", "cc-by-2.5", "cc-by-3.0", "cc-by-4.0", "cc-by-nc-4.0", "cc-by-sa-3.0", "cc-by-sa-4.0",
     "cc0-1.0", "gpl-2.0", "gpl-3.0", "mit", "odc-by", "pddl",
 )  # fmt: skip
-"""Names that the hub knows; other licences stand in the table of pictures, one by one."""
+"""Licence identifiers that the hub accepts; others are listed per picture in the table of pictures."""
 
 
 def write(run: Path) -> Path:
-    """Write the card of a run's data set anew, from all reports so far, and return it."""
+    """Write the card of a run's data set from all its reports, and return its path."""
     report, people, reviewed = (
         read_json(run / name) or {} for name in ("report.json", "agreement.json", REVIEWED)
     )
@@ -35,14 +35,14 @@ def write_into(
     """Write ``README.md`` into the folder of a data set.
 
     Args:
-        folder: with the tables.
-        report: of `data_prep.rmir.results.report.collect`; empty where the run is not finished.
-        people: of `data_prep.rmir.results.review.compare`; empty where no person has checked.
-        reviewed: of `data_prep.rmir.results.review.settle`; empty where no verdicts were applied.
-        name: of the data set, where there is no report to say it.
+        folder: folder of the data set.
+        report: `data_prep.rmir.results.report.collect`; empty if the run is not finished.
+        people: `data_prep.rmir.results.review.compare`; empty without human verdicts.
+        reviewed: `data_prep.rmir.results.review.settle`; empty if no verdicts were applied.
+        name: name of the data set, used if the report is empty.
 
     Returns:
-        The card.
+        Path of the card.
     """
     settings, stages = report.get("settings", {}), report.get("stages", {})
     name = settings.get("export", {}).get("name", name)
@@ -83,7 +83,7 @@ def write_into(
 
 
 def cut_offs(audit: dict[str, Any] | None) -> list[str]:
-    """The numbers of first candidates that the shortcuts were counted at."""
+    """Cut-offs k of the audit's ``solved@k``."""
     solved = audit["shortcuts"].get("any shortcut", {}).get("all", {}) if audit else {}
     return [key.partition("@")[2] for key in solved if key.startswith("solved@")]
 
@@ -93,7 +93,7 @@ def _share(value: float | None) -> str:
 
 
 def template(name: str) -> Template:
-    """A file of ``templates/``, with the filters ``number``, ``share`` and ``cell``."""
+    """Load a file of ``templates/`` with the filters ``number``, ``share`` and ``cell``."""
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES), keep_trailing_newline=True, autoescape=False
     )
@@ -106,7 +106,7 @@ def template(name: str) -> Template:
 
 
 def tables(folder: Path) -> dict[str, tuple[str, str]]:
-    """Subset -> split and file, of those that exist."""
+    """Subset -> (split, file) of the existing tables."""
     found = {name: ("train", f"{name}.parquet") for name in ("train", "pictures")}
     found |= {
         path.stem: ("test", f"test/{path.name}") for path in sorted((folder / "test").glob("*.parquet"))
@@ -115,7 +115,7 @@ def tables(folder: Path) -> dict[str, tuple[str, str]]:
 
 
 def _head(folder: Path, licences: Counter[str], num_queries: int) -> str:
-    """What the hub and the library datasets read."""
+    """YAML header for the hub and Hugging Face `datasets`."""
     only = next(iter(licences)).lower().replace(" ", "-") if len(licences) == 1 else ""
     sizes = ((1_000, "n<1K"), (10_000, "1K<n<10K"), (100_000, "10K<n<100K"), (1_000_000, "100K<n<1M"))
     return DatasetCardData(
@@ -131,7 +131,7 @@ def _head(folder: Path, licences: Counter[str], num_queries: int) -> str:
 
 
 def _composition(folder: Path) -> list[tuple[str, int, int]]:
-    """Category, number of training and of test queries; the last row is their sum."""
+    """(category, training queries, test queries) rows; the last row is the total."""
     train, test = (
         Counter(str(name) for name in pq.read_table(path, columns=["category"])["category"].to_pylist())
         if path.is_file()

@@ -25,13 +25,13 @@ from rge.identity.set_fingerprint import set_fingerprint
 
 ENDINGS = {b"\xff\xd8": "jpg", b"\x89P": "png", b"RI": "webp"}
 ROWS_A_GROUP = 256
-"""Rows of a row group: a set is written and read without holding all its pictures."""
+"""Rows per row group, which limits the memory for pictures when a set is written or read."""
 
 
 @cache
 def features(table: str) -> Any:
     """Columns of a published table and their types, as a ``datasets.Features``."""
-    from datasets import Features, Image, List, Value  # seconds, which only a run that exports shall wait
+    from datasets import Features, Image, List, Value  # importing takes seconds
 
     text, image = Value("string"), Image()
     pair = {"query-id": text, "corpus-id": text}
@@ -53,16 +53,16 @@ def features(table: str) -> Any:
 
 
 def export(run: Run, splits: Mapping[str, str], positives: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    """Write ``dataset/`` anew, whole or not at all.
+    """Write ``dataset/`` from scratch, atomically.
 
-    ``train.jsonl`` with ``images/`` beside it, and the same in ``train.parquet``; ``test/`` as a retrieval set whose pool
-    serves all queries.
+    ``train.jsonl`` with pictures in ``images/``, the same records in ``train.parquet``, and ``test/`` as a retrieval set
+    with one pool for all queries.
 
     Returns:
-        What was written, by number.
+        Counts of what was written.
 
     Raises:
-        RunError: the disk is full, a picture has gone since it was listed, or two ids are one without white space.
+        RunError: the disk is full, a picture has disappeared, or two ids are equal once white space is escaped.
     """
     waiting = run.out / ".dataset"
     shutil.rmtree(waiting, ignore_errors=True)
@@ -73,7 +73,7 @@ def export(run: Run, splits: Mapping[str, str], positives: Mapping[str, Sequence
         waiting.rename(final)
         return counts
     except ImageError as error:
-        why = f"{error}. Put it back and run the same command again"
+        why = f"{error}. Restore it and run the same command again"
     except OSError as error:
         why = error.strerror or str(error)
     shutil.rmtree(waiting, ignore_errors=True)
@@ -81,7 +81,7 @@ def export(run: Run, splits: Mapping[str, str], positives: Mapping[str, Sequence
 
 
 class _Export:
-    """The tables of one data set; arguments as of `export`."""
+    """Writes the tables of one data set; arguments as in `export`."""
 
     def __init__(
         self, run: Run, folder: Path, splits: Mapping[str, str], positives: Mapping[str, Sequence[str]]
@@ -107,11 +107,11 @@ class _Export:
         self.files: dict[str, str] = {}
 
     def _shown(self, names: Iterable[str]) -> set[str]:
-        """Input pictures and right answers of some queries."""
+        """Input pictures and right answers of the given queries."""
         return {image for name in names for image in (self.queries[name]["image_id"], *self.positives[name])}
 
     def write(self) -> dict[str, Any]:
-        """All files; returns what they hold, by number."""
+        """Write all files and return their counts."""
         (self.folder / "images").mkdir(parents=True)
         records = [self._record(name) for name in self.train]
         write_jsonl(self.folder / "train.jsonl", records)
@@ -138,7 +138,7 @@ class _Export:
     def _pairs(
         self, found: Mapping[str, Sequence[str]], among: Collection[str] | None = None
     ) -> list[tuple[str, str]]:
-        """Ids, as they are written, of each test query and what was found for it."""
+        """(query id, candidate id) pairs of the test queries, as written to files."""
         return [
             (self.query_ids[name], self.image_ids[key])
             for name in self.test
@@ -170,7 +170,7 @@ class _Export:
         return without_metadata(picture_bytes(self.images[name]["ref"]))
 
     def _file(self, name: str) -> str:
-        # Ids may hold what file names may not; two ids never meet because a picture is named by its content.
+        # Named by content, since ids may contain characters that file names may not.
         if name not in self.files:
             data = self._picture(name)
             path = f"images/{self.images[name]['sha256'][:16]}.{ENDINGS[data[:2]]}"
@@ -221,10 +221,10 @@ class _Export:
         (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
 
     def _write_origins(self) -> None:
-        """Every picture of the data set with its caption, source, author and licence; who wrote the caption, if models did.
+        """Write caption, source, author and licence of every picture, and the model that wrote the caption, if any.
 
         Raises:
-            LibraryError: the library cannot be read any more, without which no author would be credited.
+            LibraryError: the library, needed for the credits, is no longer readable.
         """
         library: LibraryConfig = self.config.library
         in_test = (
@@ -241,16 +241,16 @@ class _Export:
 
 
 def _written(names: Iterable[str]) -> dict[str, str]:
-    """Ids as they are written, by those of the run, which may hold blanks.
+    """Map the run's ids, which may contain white space, to the ids written to files.
 
     Raises:
-        RunError: two are one.
+        RunError: two ids map to the same one.
     """
     given: dict[str, str] = {}
     for name in names:
         if (other := given.setdefault(safe_id(name), name)) != name:
             raise RunError(
-                f"dataset cannot be written: {other!r} and {name!r} are both {safe_id(name)!r} where white space is written "
+                f"dataset cannot be written: {other!r} and {name!r} are both {safe_id(name)!r} with white space escaped as "
                 "%20; rename one of them in the library"
             )
     return {name: written for written, name in given.items()}
@@ -261,7 +261,7 @@ def _cell(data: bytes) -> dict[str, Any]:
 
 
 def _with_pictures(folder: Path, record: Record) -> dict[str, Any]:
-    """A record as a row of ``train.parquet``, with its pictures instead of their paths."""
+    """A record as a row of ``train.parquet``, with pictures instead of paths."""
     row = record.model_dump()
 
     def shown(path: str) -> dict[str, Any]:
@@ -274,7 +274,7 @@ def _with_pictures(folder: Path, record: Record) -> dict[str, Any]:
 
 
 def _write(path: Path, table: str, rows: Iterable[dict[str, Any]]) -> None:
-    """A table that the library datasets and the hub's viewer read with their `features`."""
+    """Write a table with the metadata from which Hugging Face `datasets` and the hub's viewer read `features`."""
     schema = features(table).arrow_schema
     left: Iterator[dict[str, Any]] = iter(rows)
     with pq.ParquetWriter(path, schema, compression="zstd") as out:

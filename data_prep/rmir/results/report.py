@@ -20,23 +20,22 @@ PAPER: dict[str, float | None] = {
     "unanimous panels": None,
 }
 """From the paper: about 40 % filtered; a seed set of 500,000 images; 1,634 test and 6,687 training queries; a pool of 35,803
-images. How many of the seed pictures were asked about, and how many triplets were unanimous, it does not say."""
-
+images. It does not report how many seed pictures were asked about, nor how many triplets were unanimous."""
 
 MET = {
-    "reasked": "asked again, for it could not be read",
-    "unreadable": "unreadable to the end",
+    "reasked": "repeated because unreadable",
+    "unreadable": "unreadable after all attempts",
     "refused": "refused by the provider's policy",
     "rejected": "rejected by the endpoint",
-    "unanswered": "unanswered, to be asked again",
+    "unanswered": "unanswered so far",
     "limited": "429",
     "retries": "retries",
 }
-"""What happened to calls, see `rge.calls.caller.Counts`, in the words of the report."""
+"""Column titles of the report for the fields of `rge.calls.caller.Counts`."""
 
 
 def collect(run: Run) -> dict[str, Any]:
-    """Everything the finished stages reported, as one dict."""
+    """Collect the reports of all finished stages into one dict."""
     stages = {stage: found for stage in stages_of(run.config) if (found := run.done(stage))}
     return {
         "stages": stages,
@@ -48,7 +47,7 @@ def collect(run: Run) -> dict[str, Any]:
 
 
 def published(config: RmirConfig) -> dict[str, Any]:
-    """The settings that explain the data, without paths, addresses, names of keys and what only concerns the machine."""
+    """The settings that explain the data, without paths, addresses, key names and machine-specific settings."""
     whole = asdict(config)
     models = {
         label: {
@@ -72,7 +71,7 @@ def published(config: RmirConfig) -> dict[str, Any]:
 
 
 def funnel(stages: dict[str, dict[str, Any]]) -> list[tuple[str, int, str]]:
-    """(what, how many, unit) from the library to the two sets."""
+    """(title, count, unit) rows from the library to the two sets."""
     counts = {stage: found["counts"] for stage, found in stages.items()}
     steps = [
         ("seed", "listed", "pictures listed", "images"),
@@ -97,7 +96,7 @@ def funnel(stages: dict[str, dict[str, Any]]) -> list[tuple[str, int, str]]:
 
 
 def ratios(stages: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """The ratios of `PAPER` for this run, up to the stage that it reached."""
+    """The ratios of `PAPER` for this run, as far as its stages are finished."""
     counts = {stage: found["counts"] for stage, found in stages.items()}
     found = {}
     if "filter" in counts and counts["filter"]["queries"]:
@@ -123,7 +122,7 @@ def markdown(report: dict[str, Any]) -> str:
     return card.template("report.md").render(
         report=report,
         paper=PAPER,
-        # The address where it tells two apart; a server of one run is at another port in the next.
+        # With the address only if two endpoints serve the same model: ports change between runs.
         models=[
             (_model_of(one["endpoint"]) if names[_model_of(one["endpoint"])] == 1 else one["endpoint"], one)
             for one in report["models"]
@@ -135,7 +134,7 @@ def markdown(report: dict[str, Any]) -> str:
 
 
 def write(run: Run) -> Path:
-    """Write ``report.json``, ``report.md``, and where there is a data set its card.
+    """Write ``report.json`` and ``report.md``, and the card if the data set exists.
 
     Returns:
         The Markdown file.

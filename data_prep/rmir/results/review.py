@@ -1,9 +1,9 @@
-"""Human review of a sample of the panel's decisions: the page, and its verdicts.
+"""Human review of a sample of the panel's decisions: the page and its verdicts.
 
     rge data agreement run=DIR verdicts=FILE.json[,FILE.json]
 
-As in the RMIR paper (appendix B.1: 200 triplets, 81 % agreement) half of the sample are answers that the panel accepted, half
-ones that it rejected. The page does not say which, in no part of it.
+As in the RMIR paper (appendix B.1: 200 triplets, 81 % agreement), half of the sample was accepted by the panel and half
+rejected. Nothing in the page, including its source, reveals which.
 """
 
 import base64
@@ -42,7 +42,7 @@ PAPER = "the RMIR paper: 81 % of 200"
 
 
 class ReviewError(UserError):
-    """The run or the verdicts cannot be used; the message says why."""
+    """The run or the verdicts cannot be used."""
 
 
 @dataclass
@@ -56,13 +56,13 @@ class AgreementOptions:
 
 
 def draw(run: Path, size: int, split: str, seed: int) -> list[dict[str, Any]]:
-    """Draw triplets: half accepted, half rejected where there are enough, in random order.
+    """Draw triplets in random order: half accepted and half rejected, if there are enough.
 
     Returns:
         Rows with query_id, candidate_id, state, category, query and image_id.
 
     Raises:
-        ReviewError: the run is not finished, or has no such triplet.
+        ReviewError: the run is not finished, or has no decided triplet in the split.
     """
     queries = _by(run, "query_id", "generate/queries", "generated")
     splits = _by(run, "query_id", "split/splits.parquet", "splits")
@@ -90,7 +90,7 @@ def draw(run: Path, size: int, split: str, seed: int) -> list[dict[str, Any]]:
 
 
 def page(run: Path, chosen: Sequence[dict[str, Any]], side_px: int = 800) -> str:
-    """The page as one HTML file of triplets of `draw`: pictures inside, nothing loaded from elsewhere."""
+    """The review page for triplets of `draw`: one self-contained HTML file with embedded pictures."""
     images = _by(run, "id", "seed/images.parquet", "images")
     shown = dict.fromkeys(name for row in chosen for name in (row["image_id"], row["candidate_id"]))
     names = {name: str(number) for number, name in enumerate(shown)}
@@ -109,11 +109,11 @@ def page(run: Path, chosen: Sequence[dict[str, Any]], side_px: int = 800) -> str
         "items": items,
         "pictures": {number: _data_url(images[name]["ref"], side_px) for name, number in names.items()},
     }
-    # Without any "<" no text can end the script element that holds it, nor begin a comment or a script in it; and what is
-    # no Unicode, such as half of a pair, is escaped too.
+    # Escaping every "<" keeps texts from closing the script element or opening a comment in it. json.dumps also escapes
+    # lone surrogates.
     text = json.dumps(data).replace("<", "\\u003c")
     script = (TEMPLATES / "review.js").read_text(encoding="utf-8")
-    # The browser runs this script and no other, whatever else should ever get into the page.
+    # The content security policy allows only this script, even if other code gets into the page.
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return Template((TEMPLATES / "review.html").read_text(encoding="utf-8")).substitute(
         title=_escaped(run.name),
@@ -125,24 +125,24 @@ def page(run: Path, chosen: Sequence[dict[str, Any]], side_px: int = 800) -> str
 
 
 def _escaped(text: str) -> str:
-    # A path may hold bytes that are no text.
+    # A path may contain bytes that are not valid UTF-8.
     return html.escape(text.encode("utf-8", "replace").decode())
 
 
 def agreement(words: Sequence[str]) -> None:
-    """Compare verdicts with the panel's decisions, and print what was found.
+    """Compare verdicts with the panel's decisions and print the agreement.
 
     Raises:
-        UserError: a word is wrong, a file cannot be read, or a verdict is about no triplet of the run.
+        UserError: invalid arguments, an unreadable file, or a verdict on a triplet that the run does not have.
     """
     options = parse_options(AgreementOptions, words, "rge data agreement")
     print(agreement_of(options.run, read_verdicts(options.run, options.verdicts)))
     if (options.run / "dataset").is_dir():
-        print(f"written into {card.write(options.run)}")
+        print(f"added to {card.write(options.run)}")
 
 
 def agreement_of(run: Path, people: "Mapping[str, Said]") -> str:
-    """Write ``agreement.json``, for the card, and say it in words; arguments as of `compare`."""
+    """Write ``agreement.json`` (used by the card) and return the report as text; arguments as in `compare`."""
     report = compare(run, people)
     write_json(run / "agreement.json", report)
     lines = [
@@ -152,11 +152,9 @@ def agreement_of(run: Path, people: "Mapping[str, Said]") -> str:
     for name, row in report["rows"].items():
         counts = f"{row['agree']} | {row['of']} | {row['queries']} | {_figure(row['share'])}"
         lines.append(f"| {name} | {counts} | {in_words(row['low'], row['high'])} | {row['unsure']} |")
-    lines.append(f"\nKappa of person and panel {_figure(report['kappa'])} (Fleiss). For comparison, {PAPER}.")
+    lines.append(f"\nFleiss' kappa of people and panel: {_figure(report['kappa'])}. For comparison, {PAPER}.")
     for pair, row in report["between"].items():
-        lines.append(
-            f"{pair}: the same verdict on {row['same']} of {row['of']}, kappa {_figure(row['kappa'])}."
-        )
+        lines.append(f"{pair}: same verdict on {row['same']} of {row['of']}, kappa {_figure(row['kappa'])}.")
     lines += [
         f"{row['by']} on {row['key']} ({row['verdict'] or 'no verdict'}): {row['comment']}"
         for row in report["comments"]
@@ -165,14 +163,14 @@ def agreement_of(run: Path, people: "Mapping[str, Said]") -> str:
 
 
 Said = dict[str, dict[str, str]]
-"""A person's verdict (or "") and comment on each triplet."""
+"""A person's ``verdict`` (or "") and ``comment`` on each triplet."""
 STATES = {ACCEPT: maths.KEPT, REJECT: maths.REJECTED}
-"""What a verdict makes of a triplet."""
+"""State that each verdict gives a triplet."""
 
 
 @dataclass(frozen=True)
 class _Vote:
-    """A person's verdict beside the panel's decision."""
+    """A person's verdict and the panel's decision."""
 
     by: str
     query: str
@@ -182,11 +180,11 @@ class _Vote:
 
     @property
     def agrees(self) -> bool | None:
-        """Whether both say the same; None where the person is unsure."""
+        """Whether person and panel agree; None if the person is unsure."""
         return None if self.accepted is None else self.accepted == self.kept
 
     def groups(self) -> tuple[str, ...]:
-        """Rows of the report that it counts in."""
+        """Rows of the report that it counts towards."""
         return "all", f"by {self.by}", "panel accepted" if self.kept else "panel rejected", self.category
 
 
@@ -205,13 +203,12 @@ def _votes(run: Path, people: Mapping[str, Said]) -> list[_Vote]:
 def compare(run: Path, people: Mapping[str, Said]) -> dict[str, Any]:
     """Agreement of people with the panel.
 
-    Verdicts on one query are correlated: what a person thinks of a question decides several of its answers. So intervals
-    resample queries, not verdicts.
+    Verdicts on the same query are correlated, so the intervals resample queries, not verdicts.
 
     Returns:
-        ``rows``: agree, of, queries, share and its 95 % interval, and how many are unsure (left out of the others) over
-        all, by person, by what the panel decided and by category; ``kappa`` of verdicts and decisions; ``between``:
-        agreement of each two people on what both judged, unsure being a verdict; ``comments``.
+        ``rows``: agree, of, queries, share with its 95 % interval, and unsure (excluded from the others), overall, by
+        person, by the panel's decision and by category; ``kappa`` of verdicts and decisions; ``between``: agreement of
+        each pair of people on what both judged, with unsure as a verdict; ``comments``.
     """
     votes = _votes(run, people)
     groups: dict[str, list[_Vote]] = {"all": []}
@@ -233,7 +230,7 @@ def compare(run: Path, people: Mapping[str, Said]) -> dict[str, Any]:
 
 
 def _row(votes: Sequence[_Vote]) -> dict[str, Any]:
-    """A row of the report."""
+    """Figures of one row of the report."""
     sure = [vote for vote in votes if vote.agrees is not None]
     hits, queries = [vote.agrees for vote in sure], [vote.query for vote in sure]
     share: dict[str, float | None] = {"value": None, "low": None, "high": None}
@@ -246,7 +243,7 @@ def _row(votes: Sequence[_Vote]) -> dict[str, Any]:
 
 
 def _between(people: Mapping[str, Said]) -> dict[str, dict[str, Any]]:
-    """Agreement of each two people on what both judged."""
+    """Agreement of each pair of people on what both judged."""
     pairs = {f"{a} and {b}": _said_by_both(people[a], people[b]) for a, b in combinations(people, 2)}
     return {
         pair: {"same": sum(a == b for a, b in both), "of": len(both), "kappa": _kappa(both, VERDICTS)}
@@ -270,10 +267,10 @@ def _kappa(pairs: Sequence[Sequence[object]], categories: Sequence[object]) -> f
 
 
 def settle(run: Path, people: Mapping[str, Said], agree: int) -> dict[str, Any]:
-    """What people decide against the panel, as the file that `data_prep.rmir.decisions` reads.
+    """Decisions that overrule the panel, as the content of the file that `data_prep.rmir.decisions` reads.
 
     Returns:
-        ``states`` of the triplets that are overruled, and how many were checked, settled, removed, added, left open.
+        ``states`` of the overruled triplets, and numbers of checked, settled, removed, added and open ones.
     """
     decided = _decided(run)
     sure: dict[str, list[str]] = {}
@@ -293,11 +290,11 @@ def settle(run: Path, people: Mapping[str, Said], agree: int) -> dict[str, Any]:
 
 
 def read_verdicts(run: Path, files: Sequence[Path]) -> dict[str, Said]:
-    """What people said, by the name they gave or else that of their file.
+    """Read verdicts by person: the name saved in the file, else the file's name.
 
     Raises:
-        ReviewError: a file is no such file or is empty, two have one name, or a verdict is about a triplet that the run did not
-            decide.
+        ReviewError: a file holds no verdicts, two files have the same name, or a verdict is on a triplet that the run did
+            not decide.
     """
     decided = _decided(run)
     people: dict[str, Said] = {}
@@ -305,7 +302,7 @@ def read_verdicts(run: Path, files: Sequence[Path]) -> dict[str, Said]:
         by, said = _verdicts(file, decided)
         if by in people:
             raise ReviewError(
-                f"{file}: there are two files of {by!r}; each person needs a name of their own (by in the file, or its name)"
+                f"{file}: two files are from {by!r}; change the name (`by`) in one file, or its file name"
             )
         people[by] = said
     return people
@@ -323,11 +320,11 @@ def _verdicts(file: Path, decided: dict[str, dict[str, Any]]) -> tuple[str, Said
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ReviewError(f"{file} holds no verdicts: save them with the page's key S") from None
     if not rows or {row["verdict"] for row in rows.values()} - {*VERDICTS, ""}:
-        raise ReviewError(f"{file} holds no verdicts, or others than {', '.join(VERDICTS)}")
+        raise ReviewError(f"{file} holds no verdicts, or values other than {', '.join(VERDICTS)}")
     strange = [key for key in rows if decided.get(key, {}).get("state") not in STATES.values()]
     if strange:
         raise ReviewError(
-            f"{file}: a verdict is about {strange[0]!r}, which this run did not decide: is run= the right one?"
+            f"{file}: a verdict is on {strange[0]!r}, which this run did not decide; is run= correct?"
         )
     return by, rows
 
@@ -346,7 +343,7 @@ def _decided(run: Path) -> dict[str, dict[str, Any]]:
 
 
 def _by(run: Path, key: str, name: str, schema: str) -> dict[str, dict[str, Any]]:
-    """Rows of a table by a column."""
+    """Rows of a table, by the values of a column."""
     return {row[key]: row for row in _rows(run, name, schema)}
 
 

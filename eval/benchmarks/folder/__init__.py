@@ -1,1 +1,1 @@
-"""A folder of photos and a spreadsheet: a retrieval set of one's own."""
+"""Your own retrieval set from a folder of photos and a spreadsheet."""

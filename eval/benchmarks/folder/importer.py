@@ -1,7 +1,7 @@
-"""A folder of photos and a spreadsheet become a retrieval set: see docs/own_data.md.
+"""Make a retrieval set from a folder of photos and a spreadsheet, see docs/own_data.md.
 
-Copies of one picture under two names are one candidate, or a right answer would count as wrong. A query's own picture is
-its own best match, so it is taken out of that query's ranking. All problems are reported together, with their cells.
+Copies of a picture under two names are one candidate, or else a right answer would count as wrong. A query's own picture
+would be its best match, so it is removed from that query's ranking. All problems are reported together, with their cells.
 """
 
 import datetime
@@ -75,13 +75,13 @@ def import_folder(options: FolderOptions) -> RetrievalSet:
     """Read folder and table and write a retrieval set.
 
     Raises:
-        UserError: there is no table or no picture, or anything in the table is wrong; all of that is listed.
+        UserError: there is no table or no picture, or the table has problems, all of which are listed.
     """
     one_of("pictures", [options.pictures], ("embed", "link"))
     if not options.src.is_dir():
         raise ReleaseError(f"src {options.src} is not a directory")
     if options.src.resolve().is_relative_to(options.out.resolve()):
-        raise ReleaseError(f"out {options.out} is the folder of the pictures, or above it: give another")
+        raise ReleaseError(f"out {options.out} contains the pictures: choose a different folder")
     table = read_table(options.queries or _table_in(options.src), options.sheet)
     read = _Rows(table, Pool(options.src, exclude=options.out), options)
     for number, row in table.rows:
@@ -102,7 +102,7 @@ def import_folder(options: FolderOptions) -> RetrievalSet:
         negatives=read.wrong or None,
         excluded=read.own if options.exclude_query_image and read.own else None,
         embed=options.pictures == "embed",
-        decode=False,  # the pool has opened every picture
+        decode=False,  # the pool has already opened every picture
         overwrite=options.overwrite,
     )
 
@@ -113,14 +113,14 @@ def _table_in(src: Path) -> Path:
         path for path in src.glob("*") if path.suffix.lower() in ENDINGS and path.name[0] not in ".~"
     )
     if len(found) != 1:
-        there = " and ".join(path.name for path in found) or f"no table ({', '.join(names)})"
-        raise ReleaseError(f"{src} has {there}: give queries=FILE")
+        present = " and ".join(path.name for path in found) or f"no table ({', '.join(names)})"
+        raise ReleaseError(f"{src} has {present}: pass queries=FILE")
     return found[0]
 
 
 @dataclass
 class _Rows:
-    """Queries and judgements, row by row, and everything that is wrong with them."""
+    """Collects queries, judgements and problems, row by row."""
 
     table: Table
     pool: Pool
@@ -143,10 +143,12 @@ class _Rows:
             )
         for name in self.options.report_by:
             if name not in self.table.names:
-                there = ", ".join(self.table.names)
-                raise ReleaseError(f"report_by={name}: {self.table.path} has no such column; it has {there}")
+                columns = ", ".join(self.table.names)
+                raise ReleaseError(
+                    f"report_by={name}: {self.table.path} has no such column; it has {columns}"
+                )
             if len({str(row[name]) for _, row in self.table.rows}) > MAX_REPORT_VALUES:
-                raise ReleaseError(f"report_by={name}: more than {MAX_REPORT_VALUES} values are no grouping")
+                raise ReleaseError(f"report_by={name}: the column has more than {MAX_REPORT_VALUES} values")
 
     def add(self, number: int, row: dict[str, Any]) -> None:
         """Read one row."""
@@ -176,15 +178,15 @@ class _Rows:
         self.own += [(name, one) for one in shown if one not in good]
 
     def _name(self, number: int, cells: dict[str, _Cell]) -> str:
-        """The query's id, which no other may have."""
+        """The query's id, which must be unique."""
         name = safe_id(self._text(cells, "id")) or f"q{len(self.queries) + 1:05d}"
         where = cells["id"][0] if "id" in cells else f"row {number}"
         if (first := self.places.setdefault(name, where)) != where:
-            self.problems.append(f"{where}: id {name!r} is already that of {first}")
+            self.problems.append(f"{where}: id {name!r} is already used in {first}")
         return name
 
     def _check(self, number: int, row: dict[str, Any], cells: dict[str, _Cell], both: set[str]) -> None:
-        """What a row lacks, and ``both``, its pictures that are right and wrong."""
+        """Record a row's missing values, and ``both``: pictures listed as right and as wrong."""
 
         def is_empty(ours: str) -> bool:
             return ours not in cells or cells[ours][1] in ("", [])
@@ -199,10 +201,10 @@ class _Rows:
             self._refuse(self.table.address(number, column), row.get(column), dates=True)
 
     def finish(self) -> None:
-        """Raise what was wrong.
+        """Report the problems.
 
         Raises:
-            ReleaseError: anything was.
+            ReleaseError: there are any.
         """
         if self.problems:
             lines = [
@@ -240,7 +242,7 @@ class _Rows:
             self.problems.append(f"{where}: {value.why}")
         elif isinstance(value, datetime.date | datetime.time) and not dates:
             self.problems.append(
-                f"{where}: the spreadsheet made a date of it ({value}): format the column as text and type it again"
+                f"{where}: the spreadsheet turned the value into a date ({value}): format the column as text and retype it"
             )
         else:
             return False

@@ -1,4 +1,4 @@
-"""The pictures of a folder, and which of them a name in a table means."""
+"""The pictures of a folder, and how names in a table refer to them."""
 
 import difflib
 import hashlib
@@ -13,24 +13,24 @@ from rge.common.images import ImageError, load_image
 from rge.common.schema import safe_id
 
 OTHERS = (".heic", ".heif", ".avif", ".raw", ".cr2", ".nef", ".arw", ".dng", ".psd", ".svg", ".pdf", ".jp2")
-"""Endings of pictures that may not open here: those that do not are named, unlike other files beside the pictures."""
+"""Picture formats that may be unsupported; such files are reported, while other files are ignored."""
 SEPARATORS = re.compile(r"([;,|\n])")
 ESCAPE = re.compile(r"%(?=[0-9A-Fa-f]{2})")
-"""A percent sign that would read as an escaped blank: ``a b.png`` and ``a%20b.png`` are two pictures."""
+"""A literal percent sign that looks like an escape: ``a b.png`` and ``a%20b.png`` are two pictures."""
 
 
 class Pool:
-    """The pictures of a folder, each once however many names it has.
+    """The distinct pictures of a folder.
 
-    ``exclude``: a folder in it that is passed over.
+    ``exclude``: a subfolder to skip.
 
     Attributes:
-        files: candidate id -> picture, in the order of their paths.
-        unreadable: the same of files that cannot be opened -> why.
-        notes: what was left out or joined, in words.
+        files: candidate id -> path, sorted by path.
+        unreadable: id -> reason, for files that cannot be opened.
+        notes: messages about pictures that were left out or merged.
 
     Raises:
-        UserError: there is no picture.
+        UserError: no picture can be opened.
     """
 
     def __init__(self, root: Path, *, exclude: Path):
@@ -43,7 +43,7 @@ class Pool:
             self._add(path, id_of)
         if not self.files:
             raise ReleaseError(
-                f"no picture below {root} can be opened; endings that are read: {', '.join(PICTURES)}"
+                f"no picture below {root} can be opened; supported formats: {', '.join(PICTURES)}"
             )
 
     def _is_picture(self, path: Path, out: Path) -> bool:
@@ -61,7 +61,7 @@ class Pool:
             try:
                 load_image(data)
                 self.files[name] = path.resolve()
-            except ImageError as error:  # the message names bytes, not the file
+            except ImageError as error:  # its message names the bytes instead of the file
                 self.unreadable[name] = str(error).removeprefix(f"picture <{len(data)} bytes> ")
         exact = (inside, path.name, path.stem)
         for step, key in zip(self._steps, (*exact, *map(_normal, exact)), strict=True):
@@ -69,23 +69,19 @@ class Pool:
 
     @property
     def notes(self) -> list[str]:
-        """What was left out or joined, in words."""
+        """Messages about pictures that were left out or merged."""
         found = []
         if self._copies:
-            found.append(
-                f"copies of other pictures, byte for byte, which are in the pool once: {self._copies}"
-            )
+            found.append(f"byte-identical copies of other pictures, merged in the pool: {self._copies}")
         if self.unreadable:
-            found.append(
-                f"pictures that cannot be opened and are not in the pool: {', '.join(self.unreadable)}"
-            )
+            found.append(f"pictures left out because they cannot be opened: {', '.join(self.unreadable)}")
         return found
 
     def find(self, name: str) -> set[str]:
-        """Ids of the pictures that a path, file name or stem may mean, by the first rule under which there are any.
+        """Ids of the pictures that a name can refer to, by the first rule that matches.
 
-        As it is written: a path, a file name, a name without ending. Then the same without regard to case, to how
-        accents are composed, and to kinds of blanks. Then 7.0, which a spreadsheet makes of 7, as 7.
+        Rules: an exact path, file name or stem; then the same ignoring case, Unicode composition and kinds of white space;
+        then 7.0, into which a spreadsheet turns 7, as 7.
         """
         name = name.replace("\\", "/").removeprefix("./")
         parts = name.split("/")
@@ -97,10 +93,10 @@ class Pool:
         return self.find(name[:-2]) if re.fullmatch(r"\d+\.0", name) else set()
 
     def names(self, cell: str) -> list[str]:
-        """A cell's names: separated by ; , | or line breaks, each of which may also be part of a file's name.
+        """Split a cell into names at ; , | or line breaks, which may also be part of a file's name.
 
         Raises:
-            ReleaseError: the cell is one file's name, and the names of several others.
+            ReleaseError: the text is both one file's name and a list of other files' names.
         """
         parts = SEPARATORS.split(cell.strip())
         found, start = [], 0
@@ -110,21 +106,21 @@ class Pool:
             name = "".join(parts[start:stop]).strip()
             if stop > start + 1 and all(self.find(part.strip()) for part in parts[start:stop:2]):
                 raise ReleaseError(
-                    f"{name!r} is the name of a file, and a list of other files: rename one of them"
+                    f"{name!r} is both the name of a file and a list of other files: rename one of them"
                 )
             found.append(name)
             start = stop + 1
         return [name for name in found if name]
 
     def resolve(self, name: str) -> str:
-        """The one picture that a name means.
+        """The only picture that a name can refer to.
 
         Raises:
-            ReleaseError: none, several, or one that cannot be opened.
+            ReleaseError: there is none or more than one, or it cannot be opened.
         """
         found = sorted(self.find(name))
         if len(found) > 1:
-            raise ReleaseError(f"{name!r} could be {' or '.join(map(repr, found[:3]))}: write the path")
+            raise ReleaseError(f"{name!r} could be {' or '.join(map(repr, found[:3]))}: give the full path")
         if found and found[0] in self.unreadable:
             raise ReleaseError(f"picture {name!r} cannot be opened: {self.unreadable[found[0]]}")
         if found:

@@ -1,8 +1,8 @@
-"""Read a table of queries: a workbook, CSV or TSV with its cells as a spreadsheet names them, JSON lines, JSON or Parquet.
+"""Read a table of queries: a workbook, CSV or TSV (with spreadsheet addresses of cells), JSON lines, JSON or Parquet.
 
-A spreadsheet leaves traces that mean nothing and are passed over: a byte order mark, UTF-16, semicolons between columns,
-``sep=;`` on the first line, empty rows and columns, blanks around headings, whole numbers written as 7.0. What may mean
-something is never guessed: it becomes a problem with the address of its cell.
+Harmless artefacts of spreadsheets are ignored: byte order marks, UTF-16, semicolons as separators, ``sep=;`` on the first
+line, empty rows and columns, white space around headings, whole numbers written as 7.0. Anything ambiguous is reported as
+a problem with the address of its cell.
 """
 
 import csv
@@ -22,30 +22,29 @@ from eval.benchmarks.release_files import ReleaseError, iter_rows
 
 WORKBOOKS = (".xlsx", ".xlsm")
 SHEETS = (*WORKBOOKS, ".csv", ".tsv")
-"""Endings of tables whose cells have addresses."""
+"""Table formats whose cells have addresses."""
 ENDINGS = (*SHEETS, ".jsonl", ".json", ".parquet")
 SPACES = dict.fromkeys(map(ord, "\u200b\u200c\u200d\u2060\ufeff\u200e\u200f"))
-"""Invisible characters that pasted text brings along."""
+"""Invisible characters, common in pasted text."""
 
 
 @dataclass(frozen=True)
 class Broken:
-    """A cell without a usable value, and why."""
+    """A cell without a usable value, with the reason."""
 
     why: str
 
 
 @dataclass
 class Table:
-    """Rows under their headings.
+    """Rows of a table, by heading.
 
     Attributes:
-        path: of the file.
         names: headings, in order.
-        rows: (row number, heading -> value) without empty rows. A value is text, a list, a date, or `Broken`.
-        letters: heading -> column letter; empty for a file without cells.
-        problems: what is wrong with the table itself.
-        notes: what a reader of its figures has to know.
+        rows: (row number, heading -> value), without empty rows. A value is text, a list, a date, or `Broken`.
+        letters: heading -> column letter; empty for formats without cell addresses.
+        problems: problems of the table itself.
+        notes: remarks for readers of the figures.
     """
 
     path: Path
@@ -56,7 +55,7 @@ class Table:
     notes: list[str] = field(default_factory=list)
 
     def address(self, number: int, name: str) -> str:
-        """What people call a cell: ``C5``, or ``row 5, right``."""
+        """Address of a cell: ``C5``, or ``row 5, right``."""
         return f"{self.letters[name]}{number}" if name in self.letters else f"row {number}, {name}"
 
 
@@ -64,7 +63,7 @@ def read_table(path: Path, sheet: str | None = None) -> Table:
     """Read a table.
 
     Raises:
-        UserError: the file cannot be read as a table, or the sheet is not clear.
+        UserError: the file cannot be read as a table, or it is unclear which sheet to read.
     """
     ending = path.suffix.lower()
     if not path.is_file():
@@ -72,7 +71,7 @@ def read_table(path: Path, sheet: str | None = None) -> Table:
     if ending not in ENDINGS:
         raise ReleaseError(f"table {path} must end in {', '.join(ENDINGS)}: save it as .xlsx")
     if sheet is not None and ending not in WORKBOOKS:
-        raise ReleaseError(f"sheet={sheet} is for workbooks, and {path} is none")
+        raise ReleaseError(f"sheet={sheet} is for workbooks, but {path} is not one")
     table = Table(path)
     if ending in WORKBOOKS:
         _read_grid(table, _workbook(table, sheet), "")
@@ -88,7 +87,7 @@ def read_table(path: Path, sheet: str | None = None) -> Table:
 
 
 def _read_objects(table: Table) -> None:
-    """Rows of a file without cells."""
+    """Read a format without cell addresses."""
     rows = [{key: _plain(value) for key, value in row.items()} for row in iter_rows(table.path)]
     rows = [row for row in rows if any(value not in ("", []) for value in row.values())]
     table.names = list(dict.fromkeys(name for row in rows for name in row))
@@ -96,7 +95,7 @@ def _read_objects(table: Table) -> None:
 
 
 def _read_grid(table: Table, grid: Iterator[tuple[int, Sequence[Any]]], hint: str) -> None:
-    """Headings from the first row that is not empty, and the rows below it."""
+    """Read headings from the first non-empty row, and the rows below it."""
     lines = [(n, cells) for n, values in grid if any(cells := list(map(_plain, values)))]
     if not lines:
         return
@@ -163,35 +162,35 @@ def _workbook(table: Table, wanted: str | None) -> Iterator[tuple[int, Sequence[
         values, formulas = (load_workbook(path, data_only=only) for only in (True, False))
     except (InvalidFileException, zipfile.BadZipFile, KeyError, ValueError, OSError) as error:
         raise ReleaseError(
-            f"{path} cannot be read as a workbook ({error}): is it protected by a password, or another format under this "
-            "name? Save it as .xlsx"
+            f"{path} cannot be read as a workbook ({error}): it may be password-protected or in another format; save it "
+            "as .xlsx"
         ) from None
     title = _sheet(path, values, wanted)
     shown, typed = values[title], formulas[title]
-    covers = {  # a cell merged with those below it stands for all of them
+    covers = {  # a vertically merged cell holds the value of all its rows
         (row, block.min_col): (block.min_row, block.min_col)
         for block in typed.merged_cells.ranges
         for row in range(block.min_row + 1, block.max_row + 1)
     }
     if hidden := sum(dimension.hidden for dimension in typed.row_dimensions.values()):
-        table.notes.append(f"hidden rows of {path.name}, which are read like the others: {hidden}")
+        table.notes.append(f"hidden rows of {path.name}, read like the others: {hidden}")
     for number in range(1, shown.max_row + 1):
-        if any(cell.value is not None for cell in typed[number]):  # in a merged block a row may be empty
+        if any(cell.value is not None for cell in typed[number]):  # a row within a merged block may be empty
             places = [(number, column) for column in range(1, shown.max_column + 1)]
             places = [covers.get(place, place) for place in places]
             yield number, [_cell(shown.cell(*place), typed.cell(*place)) for place in places]
 
 
 def _sheet(path: Path, book: Workbook, wanted: str | None) -> str:
-    """The title of the sheet that is read."""
+    """The title of the sheet to read."""
     if wanted is not None:
         if wanted not in book.sheetnames:
-            raise ReleaseError(f"{path} has no sheet {wanted!r}; there are {', '.join(book.sheetnames)}")
+            raise ReleaseError(f"{path} has no sheet {wanted!r}; its sheets: {', '.join(book.sheetnames)}")
         return wanted
     filled = [sheet.title for sheet in book.worksheets if sheet.max_row > 1 or sheet["A1"].value is not None]
     if len(filled) != 1:
         raise ReleaseError(
-            f"{path} has {len(filled)} sheets with cells ({', '.join(filled)}): give sheet=NAME"
+            f"{path} has {len(filled)} non-empty sheets ({', '.join(filled)}): pass sheet=NAME"
         )
     return filled[0]
 
@@ -200,5 +199,5 @@ def _cell(shown: Any, typed: Any) -> Any:
     if shown.data_type == "e":
         return Broken(f"the formula gives {shown.value}")
     if typed.data_type == "f" and shown.value is None:
-        return Broken("the formula was never calculated: open the file in a spreadsheet and save it")
+        return Broken("the formula was never calculated: open and save the file in a spreadsheet program")
     return shown.value

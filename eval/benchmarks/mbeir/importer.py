@@ -1,4 +1,4 @@
-"""M-BEIR (UniIR, arXiv:2311.17136): 16 tasks on ten data sets, each against its own pool or against one of 5.6 million.
+"""M-BEIR (UniIR, arXiv:2311.17136): 16 tasks on ten data sets, each with its own pool or with a global one of 5.6 million.
 
 Layout (``TIGER-Lab/M-BEIR``, read by github.com/TIGER-AI-Lab/UniIR, 98dc570):
 
@@ -7,11 +7,11 @@ Layout (``TIGER-Lab/M-BEIR``, read by github.com/TIGER-AI-Lab/UniIR, 98dc570):
 ``cand_pool/local/mbeir_TASK_cand_pool.jsonl``   did, txt, img_path, modality (of MSCOCO ``mbeir_TASK_test_cand_pool.jsonl``)
 ``cand_pool/global/mbeir_union_test_cand_pool.jsonl``
 ``instructions/query_instructions.tsv``          query_modality, cand_modality, dataset_name, dataset_id, prompt_1 ... prompt_4
-``mbeir_images``                                 what the paths of pictures begin with
+``mbeir_images``                                 prefix of all picture paths
 
-Ids are ``DATASET:NUMBER``. Questions of OVEN and InfoSeek are about the same encyclopedia, and their judgements name right candidates
-of both data sets; a task's own pool holds those of one. The released code draws one of a data set's four instructions anew for
-every query; here all queries have the same one, as an instruction of their own.
+Ids are ``DATASET:NUMBER``. OVEN and InfoSeek ask about the same encyclopedia, and their judgements name right candidates of
+both data sets; a task's own pool holds only those of one. The released code draws one of a data set's four instructions for
+every query; here all queries get the same one, in their instruction field.
 """
 
 from collections import defaultdict
@@ -39,7 +39,7 @@ TASKS = (
     "mscoco_task3", "fashion200k_task3", "nights_task4", "oven_task6", "infoseek_task6", "fashioniq_task7", "cirr_task7",
     "oven_task8", "infoseek_task8",
 )  # fmt: skip
-"""In the order of the published tables; the number is the kind of task."""
+"""In the order of the published tables; the number is the kind of task, see `KINDS`."""
 KINDS = {
     "0": ("text", "image"),
     "1": ("text", "text"),
@@ -50,7 +50,7 @@ KINDS = {
     "7": ("image,text", "image"),
     "8": ("image,text", "image,text"),
 }
-"""Modalities of queries and of candidates."""
+"""Modalities of queries and candidates."""
 GLOBAL_POOL = "cand_pool/global/mbeir_union_test_cand_pool.jsonl"
 
 
@@ -90,22 +90,22 @@ def import_mbeir(options: MbeirOptions) -> list[str] | RetrievalSet:
 
 
 def query_file(task: str) -> str:
-    """Queries of a task, below the release's folder."""
+    """Path of a task's queries in the release."""
     return f"query/test/mbeir_{task}_test.jsonl"
 
 
 def local_pool(task: str) -> str:
-    """A task's own pool, below the release's folder."""
+    """Path of a task's own pool in the release."""
     return f"cand_pool/local/mbeir_{task}{'_test' * task.startswith('mscoco')}_cand_pool.jsonl"
 
 
 def kind_of(task: str) -> str:
-    """What a task asks with and for, such as ``image,text to image``."""
+    """Modalities of a task, such as ``image,text to image``."""
     return " to ".join(KINDS[task[-1]])
 
 
 def sentence(text: str | None) -> str:
-    """A text as the released loader makes it: without quotes around it, a capital first and a full stop last."""
+    """A text as the released loader formats it: no surrounding quotes, a capital letter first and a full stop last."""
     text = (text or "").replace("\r", "").strip().strip('"')
     if not text:
         return ""
@@ -113,16 +113,16 @@ def sentence(text: str | None) -> str:
 
 
 def _write(title: str, tasks: Iterable[str], pool: str, options: MbeirOptions, member: str) -> RetrievalSet:
-    """One set: the queries of some tasks and a pool."""
+    """Write one set from the queries of some tasks and a pool."""
     pictures, prompts = Pictures([options.images or options.src]), _prompts(options)
     queries: list[Query] = []
     pairs: list[tuple[str, str]] = []
     for task in tasks:
         right = _right(options.src / f"qrels/test/mbeir_{task}_test_qrels.txt")
-        for row, where in placed_rows([_there(options.src / query_file(task))]):
+        for row, where in placed_rows([_existing(options.src / query_file(task))]):
             queries.append(_query(row, where, task, prompts, pictures))
             pairs += [(queries[-1].id, one) for one in right.get(queries[-1].id, [])]
-    rows = partial(placed_rows, [_there(options.src / pool)])
+    rows = partial(placed_rows, [_existing(options.src / pool)])
     wanted = {one for _, one in pairs}
     lost = wanted - {str(cell(row, where, "did")) for row, where in rows()}
     own = {one for query, one in pairs if options.pool == "global" or _dataset(one) == _dataset(query)}
@@ -151,7 +151,7 @@ def _write(title: str, tasks: Iterable[str], pool: str, options: MbeirOptions, m
 
 
 def _picture(pictures: Pictures, path: str | None, where: str) -> bytes | Path | None:
-    return pictures.need(path, where, "unpack mbeir_images.tar.gz and give images=DIR") if path else None
+    return pictures.need(path, where, "unpack mbeir_images.tar.gz and pass images=DIR") if path else None
 
 
 def _query(
@@ -162,11 +162,9 @@ def _query(
     if prompts:
         key = (_dataset(name), modality, KINDS[task[-1]][1])
         if key not in prompts:
-            raise ReleaseError(
-                f"{where}: there is no instruction for data set {key[0]}, {key[1]} to {key[2]}"
-            )
+            raise ReleaseError(f"{where}: no instruction for data set {key[0]}, {key[1]} to {key[2]}")
         prompt = sentence(prompts[key])
-    # the released text is one sentence of both: instruction, blank, text
+    # the released code joins instruction and text with a space into one sentence
     text = sentence(f"{prompt or ''} {row.get('query_txt') or ''}").removeprefix(prompt or "").strip()
     image = _picture(pictures, row.get("query_img_path"), where)
     return Query(
@@ -180,22 +178,22 @@ def _query(
 
 
 def _right(path: Path) -> dict[str, list[str]]:
-    """Right candidates by query."""
+    """Right candidates of each query."""
     found: dict[str, list[str]] = defaultdict(list)
-    for number, line in enumerate(_there(path).read_text("utf-8").splitlines(), 1):
+    for number, line in enumerate(_existing(path).read_text("utf-8").splitlines(), 1):
         parts = line.split()
         if len(parts) not in (4, 5):
-            raise ReleaseError(f"{path}, line {number}: qid, 0, did and relevance are expected, got {line!r}")
+            raise ReleaseError(f"{path}, line {number}: expected qid, 0, did and relevance, got {line!r}")
         if int(parts[3]) > 0 and parts[2] not in found[parts[0]]:
             found[parts[0]].append(parts[2])
     return found
 
 
 def _prompts(options: MbeirOptions) -> dict[tuple[str, ...], str]:
-    """Data set, modalities of query and candidate -> instruction; none with ``instructions=none``."""
+    """(data set, query modality, candidate modality) -> instruction; empty with ``instructions=none``."""
     if options.instructions == "none":
         return {}
-    file = _there(options.src / "instructions/query_instructions.tsv")
+    file = _existing(options.src / "instructions/query_instructions.tsv")
     prompt, names = f"prompt_{options.instructions}", ("dataset_id", "query_modality", "cand_modality")
     return {
         tuple(str(cell(row, where, name)) for name in names): str(cell(row, where, prompt))
@@ -203,10 +201,10 @@ def _prompts(options: MbeirOptions) -> dict[tuple[str, ...], str]:
     }
 
 
-def _there(path: Path) -> Path:
+def _existing(path: Path) -> Path:
     if not path.is_file():
         raise ReleaseError(
-            f"{path} is not there: src must be a copy of TIGER-Lab/M-BEIR (rge eval fetch mbeir out=DIR)"
+            f"{path} does not exist: src must be a copy of TIGER-Lab/M-BEIR (rge eval fetch mbeir out=DIR)"
         )
     return path
 

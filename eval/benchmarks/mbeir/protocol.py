@@ -1,4 +1,4 @@
-"""The protocol of M-BEIR: the share of queries with a right candidate among the first 5, or 10 for fashion, by task.
+"""The protocol of M-BEIR: the share of queries with a right candidate in the top 5 (top 10 for fashion), by task.
 
 Shape suffixes: Q = queries, M = metrics.
 """
@@ -17,9 +17,9 @@ from eval.scoring.search import Ranking
 from eval.sets.retrieval_set import RetrievalSet
 
 MAIN = "task_hit"
-"""Name of the metric by which tasks are averaged: hit@10 where `CUTS` begin with 10, else hit@5."""
+"""Metric that is averaged over tasks: hit@10 for tasks whose `CUTS` begin with 10, else hit@5."""
 CUTS = {"fashion200k": (10, 20, 50), "fashioniq": (10, 20, 50)}
-"""What the released configuration reports of a data set, its main cutoff first; of the others ``USUAL``."""
+"""Cutoffs that the released configuration reports for a data set, the main one first; ``USUAL`` for the others."""
 USUAL = (5, 1, 10)
 
 
@@ -33,7 +33,7 @@ class Mbeir(Protocol):
     """M-BEIR: ``task_hit`` of each task, averaged over tasks."""
 
     def score(self, wanted: RetrievalSet, ranking: Ranking, missing: Sequence[str] = ()) -> Scored:
-        """As `Protocol.score`, with `MAIN` as one more metric."""
+        """As `Protocol.score`, with `MAIN` as a further metric."""
         scored = score_ranking(wanted, ranking, names=self.names(wanted))
         place_Q = np.array(
             [scored.names.index(f"hit@{cuts_of(task)[0]}") for task in wanted.columns["category"]]
@@ -71,7 +71,7 @@ class Mbeir(Protocol):
         }
 
     def suite_figures(self, results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        """Official: the tasks' figures side by side, as the released table has them."""
+        """Official: the figures of all tasks, as in the released table."""
         if self.profile == "clean":
             return {}
         return {

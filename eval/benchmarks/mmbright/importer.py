@@ -1,11 +1,11 @@
-"""MM-BRIGHT: questions with pictures from 29 forums; four tasks, each domain with its own corpus.
+"""MM-BRIGHT: questions with pictures from 29 forums; four tasks, with a corpus per domain.
 
-Layout (``mm-bright/MM-BRIGHT``): a folder a configuration, in it a Parquet file a domain (``DOMAIN.parquet``, or
-``DOMAIN-00000-of-00001.parquet`` and its further parts):
+Layout (``mm-bright/MM-BRIGHT``): a folder per configuration with a Parquet file per domain (``DOMAIN.parquet``, or parts
+``DOMAIN-00000-of-00001.parquet``):
 
 ``documents``            id, content
 ``examples``             id, query, gold_ids, negative_ids: task 1
-``examples_multimodal``  and image_paths, positive_images, negative_images (lists of {image_path}): tasks 2 to 4
+``examples_multimodal``  also image_paths, positive_images, negative_images (lists of {image_path}): tasks 2 to 4
 ``document_images``      path, bytes
 ``examples_images``      path, bytes
 
@@ -16,8 +16,8 @@ Layout (``mm-bright/MM-BRIGHT``): a folder a configuration, in it a Parquet file
 | 3 | text and pictures | the documents' pictures |
 | 4 | text and pictures | pairs ``document|||picture``, and ``document|||__NO_IMAGE__`` for every document |
 
-Task 4 joins a document with the pictures of the page it was cut from, by a hexadecimal key in both names. The pattern
-first released finds it only in ``KEY_N.txt``; documents in several chunks (``KEY_N_M.txt``, biology) got no picture.
+Task 4 joins a document with the pictures of its page by a hexadecimal key in both names. The pattern first released
+matches only ``KEY_N.txt``, so documents in several chunks (``KEY_N_M.txt``, biology) got no pictures.
 """
 
 import re
@@ -77,16 +77,16 @@ def import_mmbright(options: MmbrightOptions) -> list[str]:
     one_of("image_policy", [options.image_policy], POLICIES)
     one_of("keys", [options.keys], KEYS)
     if options.task != "4" and options.keys != "chunked":
-        raise ReleaseError(f"keys= is of task 4 and has no effect on task {options.task}: leave it out")
+        raise ReleaseError(f"keys= applies to task 4 only, not to task {options.task}: leave it out")
     config = "examples" if options.task == "1" else "examples_multimodal"
-    there = sorted(
+    domains = sorted(
         {re.sub(r"-\d{5}-of-\d{5}$", "", path.stem) for path in (options.src / config).glob("*.parquet")}
     )
-    if not there:
+    if not domains:
         raise ReleaseError(
             f"{options.src / config} has no DOMAIN.parquet: src must be a snapshot of mm-bright/MM-BRIGHT"
         )
-    names = chosen("domains", options.domains, there)
+    names = chosen("domains", options.domains, domains)
     return options.write_members(
         {name: {} for name in names},
         lambda name: _Domain(name, options).write(),
@@ -100,20 +100,20 @@ def import_mmbright(options: MmbrightOptions) -> list[str]:
 
 
 def document_key(name: str, *, legacy: bool) -> str:
-    """Key of the page that a document was cut from: ``biology/fec40b40_1635_4.txt`` -> ``fec40b40``; else the name."""
+    """Key of a document's page: ``biology/fec40b40_1635_4.txt`` -> ``fec40b40``; the name itself if it has none."""
     found = re.search(r"/([0-9a-f]+)_\d+\.txt$" if legacy else r"/([0-9a-f]+)_", name)
     return found[1] if found else name
 
 
 def image_key(path: str, domain: str) -> str:
-    """Key of the page that a picture stands on: ``academia/academia_a7beca61_0002/image_1.webp`` -> ``a7beca61``."""
+    """Key of a picture's page: ``academia/academia_a7beca61_0002/image_1.webp`` -> ``a7beca61``; "" if it has none."""
     found = re.search(rf"{re.escape(domain)}_([0-9a-f]+)_\d+", path)
     return found[1] if found else ""
 
 
 @dataclass
 class _Domain:
-    """One domain being read. It has up to 338,000 documents: their texts are read while the corpus is written."""
+    """Imports one domain. Texts of its documents (up to 338,000) are read only when the corpus is written."""
 
     name: str
     options: MmbrightOptions
@@ -125,13 +125,13 @@ class _Domain:
 
     @cached_property
     def doc_ids(self) -> dict[str, None]:
-        """Ids of documents; one that is listed twice counts once."""
+        """Ids of documents, without repeats."""
         listed = self._rows("documents", ("id",)) if self.task != "3" else ()
         return dict.fromkeys(str(row["id"]) for row in listed)
 
     @cached_property
     def images(self) -> dict[str, bytes]:
-        """Pictures of documents by path; the released loader drops broken ones too, without a word."""
+        """Pictures of documents by path; broken ones are dropped, as the released loader does silently."""
         found: dict[str, bytes] = {}
         for row in self._rows("document_images", ("path", "bytes")) if self.task in ("3", "4") else ():
             path = _path(row["path"])
@@ -147,7 +147,7 @@ class _Domain:
 
     @cached_property
     def pairs(self) -> dict[str, list[str]]:
-        """Task 4: document -> its candidates, ``document|||picture``, the one without a picture first."""
+        """Task 4: document -> its candidates ``document|||picture``, first the one without a picture."""
         if self.task != "4":
             return {}
         of_page: dict[str, list[str]] = {}
@@ -235,7 +235,7 @@ class _Domain:
         )
 
     def _judgements(self, row: dict[str, Any]) -> tuple[dict[str, int], list[str]]:
-        """Gains by candidate, 0 for what was judged and is not right; and candidates that are wrong."""
+        """Gains by candidate (0: judged, not right), and explicit negatives."""
         gold = [str(one) for one in dict.fromkeys(as_list(row["gold_ids"]))]
         if self.task in ("1", "2"):
             return dict.fromkeys(gold, 1), [str(one) for one in as_list(row["negative_ids"])]
@@ -248,16 +248,16 @@ class _Domain:
     def _of_pairs(
         self, gold: Sequence[str], right: Sequence[str], wrong: set[str]
     ) -> tuple[dict[str, int], list[str]]:
-        """The same for task 4, of gold documents and of pictures that are right and wrong."""
+        """The same for task 4, from gold documents, right pictures and wrong pictures."""
         golds = set(gold)
-        # the rest of a gold document's pairs were judged, and are not right
+        # all other pairs of a gold document count as judged and not right
         gains = {pair: 0 for doc, pairs in self.pairs.items() if doc in golds for pair in pairs}
         gains |= {f"{doc}|||{NO_IMAGE}": 1 for doc in gold} | self._graded(gold, right)
         every = (pair for pairs in self.pairs.values() for pair in pairs)
         return gains, [one for one in every if one.partition("|||")[2] in wrong and not gains.get(one)]
 
     def _graded(self, gold: Sequence[str], right: Sequence[str]) -> dict[str, int]:
-        """2 for a gold document with a positive picture of its page."""
+        """Gain 2 for each pair of a gold document and a positive picture of its page."""
         of_page: dict[str, list[str]] = {}
         for doc in gold:
             of_page.setdefault(self._key(doc), []).append(doc)
@@ -276,7 +276,7 @@ class _Domain:
             except (KeyError, TypeError, ImageError) as error:
                 raise ReleaseError(
                     f"{self.name}: picture {path!r} of query {query!r} is missing or cannot be opened ({error!r}). The "
-                    "released code would put a white picture in its place; remove it from image_paths to leave it out"
+                    "released code would substitute a white picture; remove it from image_paths to leave it out"
                 ) from None
         if self.options.image_policy == "vconcat" and len(pictures) > 1:
             return [stack(pictures)]
@@ -288,14 +288,14 @@ class _Domain:
         whole = folder / f"{name}.parquet"
         files = [whole] if whole.is_file() else sorted(folder.glob(f"{name}-{'[0-9]' * 5}-of-*.parquet"))
         if not files:
-            raise ReleaseError(f"{whole} is not there: src must be a snapshot of mm-bright/MM-BRIGHT")
+            raise ReleaseError(f"{whole} does not exist: src must be a snapshot of mm-bright/MM-BRIGHT")
         for path in files:
             need_columns(path, column_names(path), columns)
             yield from iter_rows(path, columns)
 
 
 def _images(value: Any) -> list[str]:
-    """Paths of a list of pictures."""
+    """Paths in a list of pictures."""
     return [_path(one["image_path"] if isinstance(one, dict) else one) for one in as_list(value)]
 
 

@@ -1,4 +1,4 @@
-"""The protocol of MM-BRIGHT: nDCG@10 by domain; officially as the released code, with trec_eval's order of ties."""
+"""The protocol of MM-BRIGHT: nDCG@10 by domain; official as in the released code, with trec_eval's tie-breaking."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,23 +22,23 @@ class Mmbright(Protocol):
     """MM-BRIGHT: the mean over domains of nDCG@10."""
 
     def prepare(self, wanted: RetrievalSet) -> RetrievalSet:
-        """Official: hard negatives of tasks 1 and 2, and task 4's pairs with a negative picture, leave the ranking."""
+        """Official: hard negatives (tasks 1 and 2) and pairs with a negative picture (task 4) are excluded from rankings."""
         removes = self.profile == "official" and wanted.meta.get("task") in (1, 2, 4)
         return replace(wanted, excluded=wanted.negatives) if removes else wanted
 
     def score(self, wanted: RetrievalSet, ranking: Ranking, missing: Sequence[str] = ()) -> Scored:
-        """As `Protocol.score`; official with trec_eval's order of ties and the cutoffs of the released code."""
+        """As `Protocol.score`; official with trec_eval's tie-breaking and the released code's cutoffs."""
         if self.profile == "clean":
             return super().score(wanted, ranking, missing)
         extra = [f"{ours}@{k}" for ours in _TREC.values() for k in CUTS]
         names = self.names(wanted, extra, negatives=False)
         if wanted.meta.get("task") == 3 and ranking.score_QW.dtype == np.float32:
-            # The released code of this task scales single float32 scores, which makes some of them equal.
+            # The released code of this task scales float32 scores by 100, whose rounding makes some of them equal.
             ranking = replace(ranking, score_QW=ranking.score_QW * np.float32(100))
         return self._skip(wanted, score_ranking(wanted, trec_ties(ranking), names=names), missing)
 
     def figures(self, wanted: RetrievalSet, scored: Scored, *, seed: int) -> dict[str, Any]:
-        """Official: the released code's names, rounded to five digits as it does."""
+        """Official: the released code's names, rounded to five digits."""
         if self.profile == "clean":
             return {}
         value = means(scored.names, scored.value_QM)
@@ -54,7 +54,7 @@ class Mmbright(Protocol):
 
 
 def trec_ties(ranking: Ranking) -> Ranking:
-    """The ranking with equal scores in trec_eval's order: larger ids first."""
+    """Reorder equal scores as trec_eval does: larger ids first."""
     rows_QW, score_QW = ranking.rows_QW.copy(), ranking.score_QW
     tied = (score_QW[:, 1:] == score_QW[:, :-1]) & np.isfinite(score_QW[:, 1:])
     for query in np.flatnonzero(tied.any(axis=1)):

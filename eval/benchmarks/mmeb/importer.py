@@ -1,12 +1,12 @@
-"""MMEB-V1: 36 sets of about 1,000 queries, each query with its own candidates of which the first is right.
+"""MMEB-V1: 36 sets of about 1,000 queries, each with its own candidates, the first of which is right.
 
-Layout (``TIGER-Lab/MMEB-eval``, split test): a folder or file a set, Parquet or JSON lines, with ``qry_text``,
-``qry_img_path``, ``tgt_text`` (a list) and ``tgt_img_path`` (a list); "" stands for a missing part, ``<|image_1|>`` in a
-text for the picture; pictures below one folder.
+Layout (``TIGER-Lab/MMEB-eval``, split test): a folder or file per set, Parquet or JSON lines, with ``qry_text``,
+``qry_img_path``, ``tgt_text`` (a list) and ``tgt_img_path`` (a list), where "" is a missing part and ``<|image_1|>`` in a
+text marks the picture; all pictures below one folder.
 
-The released scorers take candidate 0 as the answer and `argmax` as the prediction, so equal scores (a collapsed model, a
-NaN) count as right. Here a candidate's id is a hash of its content: nothing says where it stood, equal candidates are one,
-and ties are resolved against the model unless ``profile=official`` asks for the released rule.
+The released scorers compare `argmax` with candidate 0, so equal scores (a collapsed model, NaN) count as right. Here a
+candidate's id is a hash of its content, so its position is hidden, equal candidates are merged, and ties count against the
+model unless ``profile=official`` selects the released rule.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +32,7 @@ from rge.common.options import one_of
 
 COLUMNS = ("qry_text", "qry_img_path", "tgt_text", "tgt_img_path")
 APART = ("qry_inst", "tgt_inst")
-"""Columns of a later release, whose texts lack their instructions."""
+"""Columns of a later release, whose texts do not include their instructions."""
 
 
 @dataclass
@@ -54,7 +54,7 @@ def import_mmeb(options: MmebOptions) -> list[str]:
     """Read MMEB's evaluation sets and write a suite; returns the names of its sets.
 
     Raises:
-        UserError: a set is missing, a row has no candidates, or a picture is not there.
+        UserError: a set or picture is missing, or a row has no candidates.
     """
     one_of("instructions", [options.instructions], INSTRUCTIONS)
     names = chosen("sets", options.sets, SETS)
@@ -73,15 +73,15 @@ def import_mmeb(options: MmebOptions) -> list[str]:
 
 
 def refuse_lacking(src: Path, missing: Sequence[str], num: int, average_of_fewer: str) -> None:
-    """Refuse a release without some of its sets.
+    """Refuse an incomplete release.
 
     Raises:
-        UserError: any is missing.
+        UserError: any set is missing.
     """
     if missing:
         raise ReleaseError(
             f"{src} lacks {len(missing)} of {num} sets: {', '.join(missing)}. The average of fewer than "
-            f"{average_of_fewer} score; sets=NAME,... imports some on purpose"
+            f"{average_of_fewer} score; sets=NAME,... imports only the named ones"
         )
 
 
@@ -93,15 +93,15 @@ def _files(src: Path, name: str) -> list[Path]:
 
 @dataclass
 class OwnCandidates:
-    """A set in which every query brings its own candidates, the right one first.
+    """A set in which every query has its own candidates, the right one first.
 
     Attributes:
-        name: of the set.
-        find: the picture of a path; the second argument is what a message begins with.
-        word_query: the last change to a query's text.
-        word_candidate: the same for a candidate's.
-        num_equal: queries that have a candidate twice.
-        num_hidden: candidates that are not embedded, since another one has their id.
+        name: name of the set.
+        find: finds the picture of a path; the second argument is the prefix for error messages.
+        word_query: final rewording of a query's text.
+        word_candidate: the same for a candidate's text.
+        num_equal: number of queries with repeated candidates.
+        num_hidden: number of candidates not embedded because another one has their id.
     """
 
     name: str
@@ -116,7 +116,7 @@ class OwnCandidates:
     _content_of: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     def add(self, text: str, path: str, targets: Sequence[tuple[str, str, str]], where: str) -> None:
-        """A query with its candidates: (id, text, path of the picture), "" for what they lack."""
+        """Add a query and its candidates (id, text, picture path), with "" for missing parts."""
         for place, (_, *content) in enumerate(targets):
             if not any(content):
                 raise ReleaseError(f"{where}: candidate {place} has neither text nor picture")
@@ -131,14 +131,14 @@ class OwnCandidates:
         self.candidates += [(query, one) for one in own]
 
     def corpus(self) -> Iterator[Candidate]:
-        """Every candidate once, by id."""
+        """Distinct candidates, sorted by id."""
         for one in sorted(self._content_of):
             text, path = self._content_of[one]
             image = self.find(path, f"{self.name}: candidate") if path else None
             yield Candidate(one, self.word_candidate(text) or None, image)
 
     def parts(self) -> dict[str, Any]:
-        """What `ReleaseOptions.write` takes."""
+        """Arguments for `ReleaseOptions.write`."""
         return {
             "queries": self.queries, "corpus": self.corpus(), "qrels": self.qrels, "candidates": self.candidates,
         }  # fmt: skip
@@ -146,7 +146,7 @@ class OwnCandidates:
 
 def _import_one(name: str, files: Sequence[Path], pictures: Pictures, options: MmebOptions) -> None:
     clean = str if options.verbatim else plain
-    draft = OwnCandidates(name, partial(pictures.need, hint="unpack images.zip and give images=DIR"))
+    draft = OwnCandidates(name, partial(pictures.need, hint="unpack images.zip and pass images=DIR"))
     if options.instructions == "rge":
         draft.word_query = partial(reword, name, side="query")
         draft.word_candidate = lambda text: text and reword(name, text, "candidate")
@@ -154,8 +154,8 @@ def _import_one(name: str, files: Sequence[Path], pictures: Pictures, options: M
         need_columns(where, row, COLUMNS)
         if apart := list(filter(row.get, APART)):
             raise ReleaseError(
-                f"{where}: column {apart[0]!r} holds the instruction apart from the text, as the files of MMEB-V2 "
-                "(MMEB_Test_Instruct) do; without it other texts would be embedded: give the files of MMEB-eval"
+                f"{where}: column {apart[0]!r} holds the instruction separately, as in MMEB-V2 (MMEB_Test_Instruct), so the "
+                "texts alone would be embedded without it: use the files of MMEB-eval"
             )
         targets = [(clean(text), path) for text, path in _targets(row, where)]
         known = [(content_id(*content), *content) for content in targets]
@@ -169,7 +169,7 @@ def _import_one(name: str, files: Sequence[Path], pictures: Pictures, options: M
             "benchmark": "mmeb",
             "source": "TIGER-Lab/MMEB-eval, imported by eval.benchmarks.mmeb.importer",
             "instructions": options.instructions,
-            # the texts carry their instructions already: the checkpoint's own wording must not be put around them
+            # the texts already include their instructions, so the checkpoint's prompt wording must not be added
             "prompts": "verbatim" if options.verbatim else "plain",
             "verbatim": options.verbatim or None,
             "queries_with_equal_candidates": draft.num_equal,
@@ -180,7 +180,7 @@ def _import_one(name: str, files: Sequence[Path], pictures: Pictures, options: M
 
 
 def _targets(row: dict[str, Any], where: str) -> list[tuple[str, str]]:
-    """Text and picture's path of each candidate; a set without pictures (or texts) may leave that list empty or short."""
+    """(text, picture path) of each candidate; a set without pictures (or texts) may leave that list empty."""
     texts, paths = (
         [one or "" for one in ([cell] if cell == "" else as_list(cell))]
         for cell in (row["tgt_text"], row["tgt_img_path"])

@@ -1,4 +1,4 @@
-"""The protocol of MMEB: hit@1 within each query's own candidates, and what equal scores count for."""
+"""The protocol of MMEB: hit@1 within each query's own candidates, with a rule for equal scores."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ class Mmeb(Protocol):
     """MMEB: equal scores count for the model (official) or against it (clean)."""
 
     def score(self, wanted: RetrievalSet, ranking: Ranking, missing: Sequence[str] = ()) -> Scored:
-        """As `Protocol.score`, with ties resolved one way."""
+        """As `Protocol.score`, with ties resolved for or against the model."""
         scored = score_ranking(wanted, ranking, names=self.names(wanted))
         chosen = scored.best_QM if self.profile == "official" else scored.worst_QM
         return self._skip(wanted, replace(scored, value_QM=chosen), missing)

@@ -1,15 +1,15 @@
-"""MMEB-V2 (arXiv:2507.04590), its image and its visual-document part; the video part is not here.
+"""MMEB-V2 (arXiv:2507.04590): its image and visual-document parts; the video part is not supported.
 
 Layouts, as ``src/data/eval_dataset`` of github.com/TIGER-AI-Lab/VLM2Vec (6e1e1d4) reads them:
 
-``image``   the 36 sets of MMEB with instructions apart (``ziyjiang/MMEB_Test_Instruct``): a folder or file a set with
+``image``   the 36 sets of MMEB with separate instructions (``ziyjiang/MMEB_Test_Instruct``): a folder per set with
             ``qry_inst``, ``qry_text``, ``qry_img_path``, ``tgt_inst``, ``tgt_text`` and ``tgt_img_path`` (lists, the right one first);
             pictures below ``image-tasks`` of ``TIGER-Lab/MMEB-V2``
-``visdoc``  24 sets: a folder a set with ``queries``, ``corpus`` and ``qrels`` (``query-id``, ``query``; ``corpus-id``, ``image``; ``score``)
+``visdoc``  24 sets: a folder per set with ``queries``, ``corpus`` and ``qrels`` (``query-id``, ``query``; ``corpus-id``, ``image``; ``score``)
 
-What the release does with them, and so do we: texts are put together as for MMEB-V1, each kind of task in its own way. A candidate
-is known by a name, its text, its picture's path or both, and of candidates with one name only the first is embedded: in EDIS and WebQA
-a picture's second caption is never seen. Judgements of 0 are none, of two for one document the higher one counts.
+As in the released code, texts are assembled as for MMEB-V1, differently for each kind of task. A candidate is identified by
+its text, its picture's path or both, and of candidates with the same identity only the first is embedded: in EDIS and WebQA a
+picture's second caption is never used. Judgements of 0 are ignored; of two judgements of a document the higher one counts.
 """
 
 from collections.abc import Iterator
@@ -40,7 +40,7 @@ from rge.common.schema import safe_id
 PARTS = ("image", "visdoc")
 ASKED = "Find a document image that matches the given query:"
 SHOWN = "Understand the content of the provided document image."
-"""Of the release, for all visual documents."""
+"""The release's texts for all visual documents."""
 _TEXT_TO_IMAGE = ("VisDial", "MSCOCO_t2i", "VisualNews_t2i", "WebQA", "EDIS", "Wiki-SS-NQ")
 _IMAGE_TO_IMAGE = (
     "CIRR", "NIGHTS", "OVEN", "FashionIQ", "MSCOCO", "RefCOCO", "RefCOCO-Matching", "Visual7W-Pointing",
@@ -88,7 +88,7 @@ def import_mmeb2(options: Mmeb2Options) -> list[str]:
     one_of("part", [options.part], PARTS)
     if options.part == "visdoc" and options.images is not None:
         raise ReleaseError(
-            "images= is of part=image; the tables of part=visdoc hold their pictures: leave it out"
+            "images= applies to part=image only; the tables of part=visdoc include their pictures: leave it out"
         )
     documents = {name: {"meta_task": task} for name, (task, _) in DOCUMENTS.items()}
     members, import_one = {"image": (SETS, _import_images), "visdoc": (documents, _import_documents)}[
@@ -96,7 +96,7 @@ def import_mmeb2(options: Mmeb2Options) -> list[str]:
     ]
     names = chosen("sets", options.sets, members)
     missing = [name for name in names if not (options.src / name).is_dir()]
-    refuse_lacking(options.src, missing, len(names), f"{len(members)} is no MMEB-V2")
+    refuse_lacking(options.src, missing, len(names), f"{len(members)} is not an MMEB-V2")
     return options.write_members(
         {name: members[name] for name in names},
         lambda name: import_one(name, options, members[name]),
@@ -108,8 +108,8 @@ def import_mmeb2(options: Mmeb2Options) -> list[str]:
 
 
 def query_text(name: str, instruction: str, text: str) -> str:
-    """A query of the image part as the release puts it together, with the placeholder where its picture goes."""
-    if name in _TEXT_TO_IMAGE:  # the placeholder stays, though such a query has no picture
+    """A query of the image part as the release assembles it, with the placeholder for its picture."""
+    if name in _TEXT_TO_IMAGE:  # the placeholder stays although such a query has no picture
         return f"{instruction} {text}\n" + "\n" * (name == "VisDial")
     instruction = instruction.replace(PLACEHOLDER, "")
     if name in _IMAGE_TO_IMAGE or SETS[name]["meta_task"] == "VQA":
@@ -118,13 +118,13 @@ def query_text(name: str, instruction: str, text: str) -> str:
 
 
 def candidate_text(name: str, instruction: str, caption: str, *, captioned: bool) -> str:
-    """A candidate with a picture as the release puts it together.
+    """The text of a candidate with a picture, as the release assembles it.
 
     Args:
-        name: of the set.
+        name: name of the set.
         instruction: ``tgt_inst``.
         caption: ``tgt_text``.
-        captioned: whether the query's first candidate has a caption, by which the release decides for all of them.
+        captioned: whether the query's first candidate has a caption; the release applies this to all its candidates.
     """
     instruction = instruction.replace(PLACEHOLDER, "")
     if captioned:
@@ -137,15 +137,15 @@ def _beside(text: str) -> str:
 
 
 def _target(name: str, instruction: str, caption: str, path: str, *, captioned: bool) -> tuple[str, str, str]:
-    """What a candidate is known by (as an id), its text, and its picture's path."""
-    known_as = caption
+    """(id, text, picture path) of a candidate."""
+    identity = caption
     if name in _TEXT_TO_IMAGE:
-        known_as = path
+        identity = path
     elif name in _IMAGE_TO_IMAGE:
-        known_as = path + ":" + caption.strip('"')
+        identity = path + ":" + caption.strip('"')
     if path and name in (*_TEXT_TO_IMAGE, *_IMAGE_TO_IMAGE):
-        return content_id(known_as), candidate_text(name, instruction, caption, captioned=captioned), path
-    return content_id(known_as), caption if caption.strip() else "", ""
+        return content_id(identity), candidate_text(name, instruction, caption, captioned=captioned), path
+    return content_id(identity), caption if caption.strip() else "", ""
 
 
 def _targets(name: str, row: dict[str, Any], where: str) -> list[tuple[str, str, str]]:
@@ -160,10 +160,10 @@ def _targets(name: str, row: dict[str, Any], where: str) -> list[tuple[str, str,
 
 def _import_images(name: str, options: Mmeb2Options, about: dict[str, str]) -> None:
     pictures = Pictures([root for root in (options.images, options.src / "image-tasks", options.src) if root])
-    find = partial(pictures.need, hint="unpack image-tasks of TIGER-Lab/MMEB-V2 and give images=DIR")
+    find = partial(pictures.need, hint="unpack image-tasks of TIGER-Lab/MMEB-V2 and pass images=DIR")
     draft = OwnCandidates(name, find, word_query=plain, word_candidate=plain)
     for row, where in placed_rows(files_of_split(options.src / name, "test")):
-        need_columns(where, row, COLUMNS, ". Files of MMEB-eval (V1) go through import mmeb")
+        need_columns(where, row, COLUMNS, ". For files of MMEB-eval (V1) use import mmeb")
         asked = query_text(name, row["qry_inst"] or "", row["qry_text"] or "")
         image = "" if name in _TEXT_TO_IMAGE else row["qry_img_path"] or ""
         draft.add(asked, image, _targets(name, row, where), where)
@@ -186,7 +186,7 @@ def _import_documents(name: str, options: Mmeb2Options, about: dict[str, str]) -
         query = safe_id(str(cell(row, where, "query-id")))
         if not judged.get(query):
             raise ReleaseError(
-                f"{where}: query {query!r} has no judgement above 0, at which the released code ends too"
+                f"{where}: query {query!r} has no judgement above 0; the released code fails on it too"
             )
         queries.append(Query(query, f"{ASKED} {cell(row, where, 'query')}", group=query))
     ids = {query.id for query in queries}
@@ -208,6 +208,6 @@ def _meta(name: str, options: Mmeb2Options) -> dict[str, Any]:
         "source": "MMEB-V2, imported by eval.benchmarks.mmeb2.importer",
         "part": options.part,
         "instructions": "vlm2vec",
-        # the texts carry their instructions already: the checkpoint's own wording must not be put around them
+        # the texts already include their instructions, so the checkpoint's prompt wording must not be added
         "prompts": "plain",
     }

@@ -15,10 +15,10 @@ MAIN = {"image": "hit@1", "visdoc": "ndcg@5"}
 
 @dataclass(frozen=True)
 class Mmeb2(Protocol):
-    """MMEB-V2: each part by its own metric."""
+    """MMEB-V2: each part with its own metric."""
 
     def score(self, wanted: RetrievalSet, ranking: Ranking, missing: Sequence[str] = ()) -> Scored:
-        """As `Protocol.score`; in the image part ties are resolved one way, as in MMEB-V1."""
+        """As `Protocol.score`; ties in the image part are resolved as in MMEB-V1."""
         scored = score_ranking(wanted, ranking, names=self.names(wanted, tuple(MAIN.values())))
         if wanted.meta.get("part") == "image":
             chosen = scored.best_QM if self.profile == "official" else scored.worst_QM

@@ -1,13 +1,13 @@
-"""MRMR (reasoning-intensive multimodal retrieval, arXiv:2510.09510): five tasks of experts' questions with pictures.
+"""MRMR (reasoning-intensive multimodal retrieval, arXiv:2510.09510): five tasks of expert-level questions with pictures.
 
 Layout (``MRMRbenchmark/TASK`` on the Hugging Face hub; columns from the card of ``knowledge`` and from the tasks of
-github.com/rebeccaz4/MRMR): a folder a task with ``corpus``, ``query`` and ``qrels``, split test. Query and corpus have ``id``,
+github.com/rebeccaz4/MRMR): a folder per task with ``corpus``, ``query`` and ``qrels``, split test. Query and corpus have ``id``,
 ``modality`` (text, image or ``image,text``), ``text``, ``image``, ``image 1`` ..., the corpus also ``vision`` (everything as one
-picture, which is not read here), queries of knowledge and theorem a ``category``.
+picture, not used here), and queries of knowledge and theorem a ``category``.
 
-What differs between the tasks: qrels are ``query_id, corpus_id`` in some and ``query-id, corpus-id`` in others; what an item
-lacks is null; a query without judgements is left out, as MTEB does. The released evaluation shows ``image`` alone, whatever
-other pictures there are, and scales what is above 2,000 pixels in knowledge and theorem; here pictures stay as they are.
+Columns of qrels are ``query_id, corpus_id`` in some tasks and ``query-id, corpus-id`` in others; missing values are null;
+queries without judgements are left out, as in MTEB. The released evaluation uses only ``image``, even if there are further
+pictures, and in knowledge and theorem downscales pictures above 2,000 pixels; here pictures are not changed.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ INSTRUCTIONS = {
     "traffic": "Given a traffic case, retrieve the driving rule documents that it violates.",
     "negation": "Given an image caption, retrieve descriptions that have contradictory information with the image.",
 }
-"""The tasks, with the query prompts of the released code."""
+"""Task -> query prompt of the released code."""
 _DISCIPLINES = {
     "Art": "Art Art_Theory Design Music",
     "Humanities": "Sociology Literature History Psychology",
@@ -47,7 +47,7 @@ _DISCIPLINES = {
     "Physics": "Physics Energy_and_Power",
 }
 DISCIPLINES = {name: discipline for discipline, names in _DISCIPLINES.items() for name in names.split()}
-"""Domain of a query -> discipline, by which the paper reports; the released code puts the rest into ``other``."""
+"""Domain of a query -> discipline, as reported in the paper; the released code maps the rest to ``other``."""
 SHOWN = ("image", "numbered")
 TEXT, IMAGE = "text", "image"
 
@@ -67,14 +67,14 @@ def import_mrmr(options: MrmrOptions) -> list[str]:
     """Read MRMR's tasks and write a suite; returns their names.
 
     Raises:
-        UserError: a task or a column is missing, a modality promises what is not there, or a judgement names nothing.
+        UserError: a task or column is missing, a modality does not match the content, or a judgement's query is unknown.
     """
     one_of("query_images", [options.query_images], SHOWN)
     tasks = chosen("tasks", options.tasks, INSTRUCTIONS)
     if missing := [task for task in tasks if not (options.src / task).is_dir()]:
         raise ReleaseError(
             f"{options.src} lacks {', '.join(missing)}: download MRMRbenchmark/{missing[0]} into {options.src / missing[0]}, "
-            "or name the tasks that are there, tasks=NAME,..."
+            "or name the existing tasks, tasks=NAME,..."
         )
     return options.write_members(
         {task: {} for task in tasks},
@@ -98,7 +98,7 @@ def _import_one(task: str, options: MrmrOptions) -> None:
             queries.append(_query(asked[-1], row, where, task, options))
     if lost := sorted(set(judged) - set(asked)):
         raise ReleaseError(
-            f"{options.src / task / 'qrels'}: query {lost[0]!r} is not in query/: files of two releases?"
+            f"{options.src / task / 'qrels'}: query {lost[0]!r} is not in query/; are the files from different releases?"
         )
     options.write(
         task,
@@ -145,7 +145,7 @@ def _picture(cell: Any) -> bytes | None:
 
 
 def _content(row: dict[str, Any], where: str) -> tuple[str | None, bytes | None]:
-    """What the modality says that an item shows; a text beside a picture-only item is not shown, as in the release."""
+    """(text, picture) of an item, limited to its modality; as in the release, the text of an image-only item is not used."""
     parts = str(cell(row, where, "modality")).replace(" ", "").split(",")
     if unknown := sorted(set(parts) - {TEXT, IMAGE}):
         raise ReleaseError(f"{where}: modality {unknown[0]!r} is neither text nor image")

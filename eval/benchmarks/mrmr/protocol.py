@@ -1,4 +1,4 @@
-"""The protocol of MRMR: nDCG@10, for negation recall@1; officially with trec_eval's order of ties, rounded."""
+"""The protocol of MRMR: nDCG@10 (recall@1 for negation); official with trec_eval's tie-breaking and rounding."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from eval.scoring.search import Ranking
 from eval.sets.retrieval_set import RetrievalSet
 
 MAIN = {"negation": "recall@1"}
-"""Main score of a task where it is not `USUAL`."""
+"""Main score of tasks for which it is not `USUAL`."""
 USUAL = "ndcg@10"
 
 
@@ -21,7 +21,7 @@ class Mrmr(Protocol):
     """MRMR: five tasks, each with its main score."""
 
     def score(self, wanted: RetrievalSet, ranking: Ranking, missing: Sequence[str] = ()) -> Scored:
-        """As `Protocol.score`; official with trec_eval's order of ties."""
+        """As `Protocol.score`; official with trec_eval's tie-breaking."""
         if self.profile == "clean":
             return super().score(wanted, ranking, missing)
         return super().score(wanted, trec_ties(ranking), missing)
@@ -34,7 +34,7 @@ class Mrmr(Protocol):
         return {"main_score": {"metric": name, "value": value}}
 
     def suite_figures(self, results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        """Main scores of the tasks, side by side; the release averages none of them."""
+        """Main scores of all tasks; the release does not average them."""
         return {"main_scores": {name: one["main_score"] for name, one in results.items()}}
 
 

@@ -1,18 +1,18 @@
-"""PinPoint (pinterest/pinpoint-dataset): one or two pictures and an instruction in, pictures out of one index.
+"""PinPoint (pinterest/pinpoint-dataset): queries of one or two pictures and an instruction over one index of pictures.
 
 Layout: ``pinpoint_licensed.parquet`` (query_id, instruction, query_image_signature, query_image_signature2,
 positive_candidates, negative_candidates, is_single), ``index_signatures.txt``, and pictures named by their signature.
 
-What the shipped table holds and a plain reading would get wrong:
+Pitfalls of the shipped table:
 
-- an absent second picture is the *string* "None"; ``is_single`` disagrees with it in places, so the signature decides;
-- lists of candidates hold duplicates, and "None" among the negatives;
-- some candidates are positive and negative of one query;
+- a missing second picture is the *string* "None"; ``is_single`` sometimes contradicts it, so the signature decides;
+- lists of candidates have duplicates, and "None" among the negatives;
+- some candidates are both positive and negative for a query;
 - the query's own picture is in the index, and often listed as a negative;
-- rows that share their pictures are paraphrases only where they also share their positives.
+- rows with the same pictures are paraphrases only if they also have the same positives.
 
-The set holds each judgement once. The lengths of the lists as shipped, by which the released scorer divides, are kept
-beside them (``num_listed_positives``, ``num_listed_negatives``).
+The set holds each judgement once. The original lengths of the lists, by which the released scorer divides, are kept in
+``num_listed_positives`` and ``num_listed_negatives``.
 """
 
 from collections import Counter
@@ -65,7 +65,7 @@ def import_pinpoint(options: PinpointOptions) -> RetrievalSet:
     table, index_file = options.src / TABLE, options.src / INDEX
     for path in (table, index_file):
         if not path.is_file():
-            raise ReleaseError(f"{path} is not there: src must be a clone of pinterest/pinpoint-dataset")
+            raise ReleaseError(f"{path} does not exist: src must be a clone of pinterest/pinpoint-dataset")
     need_columns(table, column_names(table), COLUMNS)
     index = dict.fromkeys(line.strip() for line in index_file.read_text("utf-8").splitlines() if line.strip())
     pictures = Pictures([options.images or options.src / "images", options.src], options.manifest)
@@ -101,7 +101,7 @@ def import_pinpoint(options: PinpointOptions) -> RetrievalSet:
 
 @dataclass(frozen=True)
 class _Row:
-    """A row of the table: the lists as shipped, and what is different in them."""
+    """A row of the table: its lists as shipped and without duplicates."""
 
     name: str
     text: str
@@ -123,7 +123,7 @@ class _Row:
         return cls(name, text, own, _distinct(right), _distinct(wrong), right, wrong, single)
 
     def oddities(self, index: Mapping[str, None]) -> dict[str, int]:
-        """What a plain reading of this row would get wrong."""
+        """Counts of this row's irregularities."""
         own, right, wrong = set(self.own), set(self.right), set(self.wrong)
         return {
             "rows_without_positives": not right,
@@ -156,7 +156,7 @@ def _query(row: _Row, num_missing: int, pictures: Pictures, options: PinpointOpt
 
 
 def normalised_id(value: Any) -> str:
-    """Query id as the released scorer looks it up: ``query_`` dropped, five digits."""
+    """Query id as the released scorer normalises it: without ``query_``, padded to five digits."""
     return str(value).removeprefix("query_").zfill(5)
 
 
@@ -172,7 +172,7 @@ def _picture(pictures: Pictures, name: str, options: PinpointOptions) -> bytes |
     found = pictures.find(name, by_stem=True)
     if found is None:
         raise ReleaseError(
-            f"picture {name!r} is not below {options.images or options.src / 'images'}: fetch it with the release's "
-            "own tools, then give images=DIR or manifest=FILE"
+            f"picture {name!r} is not below {options.images or options.src / 'images'}: download it with the release's "
+            "tools, then pass images=DIR or manifest=FILE"
         )
     return found

@@ -1,4 +1,4 @@
-"""The protocol of PinPoint: AP@10, what explicit negatives cost, and how much a paraphrase changes.
+"""The protocol of PinPoint: AP@10, the cost of explicit negatives, and sensitivity to paraphrases.
 
 Shape suffixes: Q = queries, K = ranks, M = metrics, G = groups.
 """
@@ -35,7 +35,7 @@ CUTS = (1, 5, 10, 50)
 
 @dataclass(frozen=True)
 class Pinpoint(Protocol):
-    """PinPoint: AP@10, what explicit negatives cost, and how much a paraphrase changes."""
+    """PinPoint: AP@10, the cost of explicit negatives, and sensitivity to paraphrases."""
 
     def score(self, wanted: RetrievalSet, ranking: Ranking, missing: Sequence[str] = ()) -> Scored:
         """As `Protocol.score`; official with the released scorer's denominators, see `pinpoint_values`."""
@@ -50,13 +50,14 @@ class Pinpoint(Protocol):
             wanted.positives,
             None,
             num_candidates=len(wanted.corpus_ids),
-            num_missing_Q=listed_Q - in_pool_Q,  # a repeated positive divides like one that is never found
+            num_missing_Q=listed_Q
+            - in_pool_Q,  # repeated positives count in the denominator, like ones never found
         )
         negative_QK = np.stack(
             [np.isin(row, listed) for row, listed in zip(rows_QW, wanted.negatives or [], strict=True)]
         )
         wide = replace(wide, negative_QK=negative_QK, num_negatives_Q=bad_Q)
-        # Whatever is listed is scored: negatives leave the whole list, and only then it is cut.
+        # Negatives are removed from the whole list before it is cut.
         judged = cut(wide, ranking.depth)
         more = [
             f"{kind}@{k}" for kind in ("precision", "recall", "map_capped", "negative_recall") for k in CUTS
@@ -88,17 +89,16 @@ class Pinpoint(Protocol):
         )
 
     def figures(self, wanted: RetrievalSet, scored: Scored, *, seed: int) -> dict[str, Any]:
-        """Linguistic sensitivity, the relative cost of negatives, and officially the released scorer's own names."""
+        """Linguistic sensitivity, the relative cost of negatives, and, if official, the released scorer's names."""
         column = dict(zip(scored.names, scored.value_QM.T, strict=True))
         ap_Q, delta_Q, precision_Q = (
             column[f"{kind}@10"] for kind in ("map_capped", "delta_map_capped", "precision")
         )
         group, official = wanted.columns["group"], self.profile == "official"
-        if (
-            official
-        ):  # groups join rows that share one of two pictures; a set imported before that has no picture_ids
+        if official:
+            # groups also join rows that share only one of two pictures; older sets have no picture_ids
             same = ["+".join(ids) or own for ids, own in zip(picture_ids(wanted), group, strict=True)]
-        else:  # only rows that share pictures and positives are paraphrases of one question
+        else:  # only rows with the same pictures and positives are paraphrases
             same = string_column(wanted, "paraphrase")
         over = partial(over_groups, same=same, group=group, seed=seed)
         delta_Q = np.where(np.isfinite(ap_Q), np.nan_to_num(delta_Q), np.nan)
@@ -123,7 +123,7 @@ class Pinpoint(Protocol):
 
 
 def _official(value: Mapping[str, float], micro: Mapping[str, Mapping[str, Any] | None]) -> dict[str, Any]:
-    """Figures by the released scorer's own names."""
+    """Figures under the released scorer's names."""
     found: dict[str, Any] = {}
     for k in CUTS:
         found[f"mAP@{k}"] = value[f"map_capped@{k}"]
@@ -139,13 +139,13 @@ def _official(value: Mapping[str, float], micro: Mapping[str, Mapping[str, Any] 
 
 
 def pinpoint_values(names: Sequence[str], judged: Judged) -> np.ndarray:
-    """Per-query values by the released scorer of PinPoint, (Q, M).
+    """Per-query values as the released scorer of PinPoint computes them, (Q, M).
 
     Source: evaluate.py and utils/metrics.py of pinterest/pinpoint-dataset. Differs: none.
 
     Args:
         names: metrics.
-        judged: the whole list of each query; positives and negatives counted as listed, a candidate may be both.
+        judged: the whole list of each query, with positives and negatives as listed; a candidate may be both.
     """
     assert judged.negative_QK is not None
     removed_last = np.argsort(judged.negative_QK, axis=1, kind="stable")
@@ -171,19 +171,18 @@ def over_groups(
     of: Callable[..., Any] = np.ptp,
     least: int = 2,
 ) -> dict[str, float | None] | None:
-    """Mean over paraphrase groups of something about their values, by default how far they lie apart; with an interval.
+    """Mean over paraphrase groups of a statistic of their values, with an interval.
 
     Args:
         value_Q: per-query values; NaN is left out.
         same: name of each query's paraphrase group.
-        group: unit of resampling, which may join several paraphrase groups.
-        seed: of the resampling.
-        of: a group's values: largest minus smallest, `numpy.std`, or their mean, which weighs every group alike however
-            many paraphrases it has.
-        least: queries that a group must have.
+        group: unit of resampling, which may contain several paraphrase groups.
+        seed: seed of the resampling.
+        of: statistic of a group's values: range (default), `numpy.std`, or mean, which weights all groups equally.
+        least: minimum number of queries in a group.
 
     Returns:
-        value, low, high; None where no group has so many queries.
+        value, low, high; None if no group has enough queries.
     """
     table = pd.DataFrame({"value": value_Q, "group": group, "same": same}).dropna(subset="value")
     table = table.groupby("same", sort=False).filter(lambda rows: len(rows) >= least)

@@ -1,11 +1,11 @@
-"""RMIR (reasoning-intensive multimodal image retrieval): a picture and a question in, pictures out of one pool.
+"""RMIR (reasoning-intensive multimodal image retrieval): queries of a picture and a question over one pool of pictures.
 
-The release could not be seen when this was written, so columns may have several names (`ALIASES`), and right answers stand
-either beside each query, as a list, or in a table ``qrels`` (query-id, corpus-id, score), as BEIR and the retrieval-set format
-have it. The pool is a table of its own. Tables are Parquet, JSON lines, JSON, CSV or TSV.
+This was written before the release was available, so columns may have several names (`ALIASES`), and right answers are
+either a list beside each query or a table ``qrels`` (query-id, corpus-id, score), as in BEIR and our format. The pool is a
+separate table. Tables are Parquet, JSON lines, JSON, CSV or TSV.
 
-Pictures are bytes, paths, or ids of Open Images (16 hexadecimal digits, looked up by file name in any split's folder)
-and Visual Genome (integers, which are not file names: only a manifest resolves them).
+Pictures are bytes, paths, or ids of Open Images (16 hexadecimal digits, looked up by file name in any folder) or Visual
+Genome (integers, which are not file names and need a manifest).
 """
 
 import re
@@ -37,7 +37,7 @@ from rge.common.schema import safe_id
 
 NUM_QUERIES, NUM_CANDIDATES, MAX_POSITIVES = 1634, 35_803, 20
 CATEGORY_COUNTS = {"functional": 546, "temporal": 656, "causal": 432}
-"""As in the text of the paper, section 3.3; its Table 2 averages as if temporal and causal were swapped."""
+"""As in section 3.3 of the paper; the averages in its Table 2 imply that temporal and causal are swapped."""
 INSTRUCTION = "Given an image and a question about it, find the image that answers the question."
 SWAPPED = (
     "temporal has 656 queries, as in the paper's text; the Average column of its Table 2 holds only if 432 queries are "
@@ -100,7 +100,7 @@ class RmirOptions(PictureOptions):
 
 @dataclass
 class _Row:
-    """A query before its pictures are looked up; positives have gains."""
+    """A query whose pictures are not looked up yet; positives have gains."""
 
     id: str
     text: str
@@ -116,14 +116,14 @@ class _Row:
 
 
 class _Pool:
-    """The file that lists the pool: ``ids`` in its order, and its records."""
+    """The file that lists the pool, with its ``ids`` in order."""
 
     def __init__(self, path: Path):
         self.path, names = path, column_names(path)
         fields = Fields(POOL_ALIASES, prefer=("id", "image"))
         self.columns = fields.columns(path, names, [name.lower() for name in names])
         if not self.columns:
-            raise ReleaseError(f"{path}: the pool needs a column id or image; there are {', '.join(names)}")
+            raise ReleaseError(f"{path}: the pool needs a column id or image; found: {', '.join(names)}")
         self.ids: dict[str, None] = {}
         wanted = [self.columns.get("id") or self.columns["image"]]
         for number, record in enumerate(iter_rows(path, wanted), 1):
@@ -148,7 +148,7 @@ def import_rmir(options: RmirOptions) -> RetrievalSet:
     """Read a release of RMIR and write a retrieval set.
 
     Raises:
-        UserError: files, columns, counts or pictures that do not fit; the message says what to give.
+        UserError: files, columns, counts or pictures do not fit; the message says what to pass.
     """
     if not options.src.is_dir():
         raise ReleaseError(f"src {options.src} is not a directory")
@@ -156,8 +156,8 @@ def import_rmir(options: RmirOptions) -> RetrievalSet:
     rows = _read_queries(options, pool_file)
     if pool_file is None:
         raise ReleaseError(
-            f"{options.src} has no file that lists the pool ({', '.join(POOL)}): the positives alone are no pool, they "
-            "would be far too easy to find; give pool=FILE with an id a row"
+            f"{options.src} has no file that lists the pool ({', '.join(POOL)}), and a pool of the positives alone would be "
+            "far too easy: pass pool=FILE with one id per row"
         )
     roots = [root for root in (options.images, options.src / "images", options.src) if root]
     pictures, pool = Pictures(roots, options.manifest), _Pool(pool_file)
@@ -201,12 +201,12 @@ def _query(row: _Row, pictures: Pictures, num_missing: int, instruction: str) ->
 
 
 def _coco_names(ids: Sequence[str], coco: Mapping[str, int]) -> list[tuple[str, str]]:
-    """Half of Visual Genome is of COCO, whose pictures other training sets have under COCO's own numbers."""
+    """COCO names of pictures of Visual Genome, half of which come from COCO, for matching with other training sets."""
     return [(one, f"coco:{coco[one]}") for one in dict.fromkeys(ids) if one in coco]
 
 
 def _one_file(options: RmirOptions, *stems: str) -> Path | None:
-    """``queries.parquet``, ``queries/test-00000-of-00001.parquet`` or ``queries/test.parquet``, and the like."""
+    """Find ``queries.parquet``, ``queries/test-00000-of-00001.parquet``, ``queries/test.parquet`` or similar."""
     for stem in stems:
         places = [options.src / f"{stem}{suffix}" for suffix in TABLES]
         found = [path for path in (*places, *sorted((options.src / stem).glob("*"))) if _is_table(path)]
@@ -227,7 +227,7 @@ def _of_split(files: Sequence[Path], split: str) -> list[Path]:
 
 
 def _query_files(options: RmirOptions, others: Sequence[Path | None]) -> list[Path]:
-    """The table ``queries``, or the tables of the split in ``src``; ``others`` are known to be something else."""
+    """The table ``queries``, or the tables of the split in ``src`` except ``others``."""
     if found := _one_file(options, "queries"):
         return [found]
     passed = {*others, options.src / "meta.json"}
@@ -237,14 +237,14 @@ def _query_files(options: RmirOptions, others: Sequence[Path | None]) -> list[Pa
     named = files if len(files) == 1 else _of_split(files, options.split)
     if not named:
         raise ReleaseError(
-            f"{options.src}: which of {', '.join(path.name for path in files)} has the {options.split} queries? Name it "
-            f"{options.split}{files[0].suffix}, or give a folder with that file alone"
+            f"{options.src}: unclear which of {', '.join(path.name for path in files)} has the {options.split} queries: name "
+            f"it {options.split}{files[0].suffix}, or pass a folder with that file only"
         )
     return named
 
 
 def _read_queries(options: RmirOptions, pool: Path | None) -> list[_Row]:
-    """Queries with their judgements."""
+    """Read queries and judgements."""
     fields = Fields(ALIASES, options.field_map, prefer=("id", "text"))
     judged, wrong = _one_file(options, "qrels"), _one_file(options, "negatives")
     rows: dict[str, _Row] = {}
@@ -253,8 +253,8 @@ def _read_queries(options: RmirOptions, pool: Path | None) -> list[_Row]:
         needed = ("id", "text", "image", "category", *(["positives"] if judged is None else []))
         if lacking := [ours for ours in needed if ours not in columns]:
             raise ReleaseError(
-                f"{path}: no column is the query's {lacking[0]} ({', '.join(ALIASES[lacking[0]])}); there are "
-                f"{', '.join(columns.values())}: give field_map=THEIRS={lacking[0]}"
+                f"{path}: no column for the query's {lacking[0]} ({', '.join(ALIASES[lacking[0]])}); found: "
+                f"{', '.join(columns.values())}; pass field_map=THEIRS={lacking[0]}"
             )
         for record, where in placed_rows([path]):
             row = {ours: record.get(theirs) for ours, theirs in columns.items()}
@@ -263,12 +263,12 @@ def _read_queries(options: RmirOptions, pool: Path | None) -> list[_Row]:
     if judged is None:
         return list(rows.values())
     _judge(rows, judged, wrong)
-    # a file of queries may hold every split's, qrels one split's, or the reverse
+    # queries may cover all splits and qrels only one, or the reverse
     return [row for row in rows.values() if row.positives or row.negatives]
 
 
 def _add(rows: dict[str, _Row], row: Mapping[str, Any], where: str) -> None:
-    """One query, by our names of its columns."""
+    """Add one query, given by our column names."""
     images, name = as_list(row["image"]), safe_id(str(row["id"]))
     if not images or not row["text"]:
         raise ReleaseError(f"{where}: a query needs a picture and a text")
@@ -282,7 +282,7 @@ def _add(rows: dict[str, _Row], row: Mapping[str, Any], where: str) -> None:
 
 
 def _judge(rows: Mapping[str, _Row], judged: Path, wrong: Path | None) -> None:
-    """Judgements that stand in tables of their own; a gain of 0 makes a candidate negative."""
+    """Add judgements from separate tables; a gain of 0 makes a candidate a negative."""
     for query, gains in read_qrels([judged]).items():
         if row := rows.get(query):
             row.positives |= {one: gain for one, gain in gains.items() if gain > 0}
@@ -293,7 +293,7 @@ def _judge(rows: Mapping[str, _Row], judged: Path, wrong: Path | None) -> None:
 
 
 def _check_counts(rows: Sequence[_Row], num_candidates: int, options: RmirOptions) -> list[str]:
-    """Compare with what is published; what differs is an error, or a note with ``counts=false``."""
+    """Compare with the published counts; differences are an error, or notes with ``counts=false``."""
     if without := [row.id for row in rows if not row.positives]:
         raise ReleaseError(f"{len(without)} of {len(rows)} queries have no positive: {some(without)}")
     found = Counter(dict.fromkeys(CATEGORY_COUNTS, 0))
@@ -303,15 +303,15 @@ def _check_counts(rows: Sequence[_Row], num_candidates: int, options: RmirOption
         wrong.append(f"more than {MAX_POSITIVES} positives in {len(many)} queries ({some(many)})")
     if wrong and options.counts:
         raise ReleaseError(
-            f"{options.src} is not RMIR as published: {'; '.join(wrong)}. A subset or a new version is imported with "
-            "counts=false, which notes the differences in meta.json"
+            f"{options.src} is not RMIR as published: {'; '.join(wrong)}. For a subset or a new version pass counts=false, "
+            "which records the differences in meta.json"
         )
     notes = [f"not as published: {one}" for one in wrong]
     return notes + ([SWAPPED] if found["temporal"] == CATEGORY_COUNTS["temporal"] else [])
 
 
 def _unlike_published(found: Mapping[str, int], num_candidates: int) -> list[str]:
-    """Counts of the test set that are not the published ones."""
+    """Differences of the test set from the published counts."""
     swapped = CATEGORY_COUNTS | {"temporal": CATEGORY_COUNTS["causal"], "causal": CATEGORY_COUNTS["temporal"]}
     wrong = []
     if (num := sum(found.values())) != NUM_QUERIES:
@@ -329,12 +329,12 @@ def _unlike_published(found: Mapping[str, int], num_candidates: int) -> list[str
 def _category(value: Any, where: str) -> str:
     found = CODES.get(str(value).strip().lower())
     if found is None:
-        raise ReleaseError(f"{where}: category {value!r} is none of {', '.join(sorted(CODES))}")
+        raise ReleaseError(f"{where}: category {value!r} is not one of {', '.join(sorted(CODES))}")
     return found
 
 
 def _name(ref: Any) -> str:
-    """A picture's id, as the release writes it; bytes are named by their content."""
+    """A picture's id in the release; bytes are named by their content."""
     if isinstance(ref, Mapping):
         return _name(ref.get("path") or ref.get("id") or ref.get("bytes"))
     if isinstance(ref, bytes):
@@ -347,20 +347,20 @@ def _name(ref: Any) -> str:
 def _picture(pictures: Pictures, ref: Any) -> bytes | Path:
     """Bytes or file of a reference.
 
-    A name with 16 hexadecimal digits is an Open Images id, which is also its file's name in whatever split's folder.
-    An integer is a Visual Genome id, which is not (image 2412112 is the file 2370463.jpg): never guessed.
+    A name of 16 hexadecimal digits is an Open Images id, which is also the stem of its file. An integer is a Visual Genome
+    id, which is not (image 2412112 is the file 2370463.jpg), so it is never looked up by file name.
     """
     name = "" if isinstance(ref, bytes | Mapping) else str(ref)
     if "://" in name and name not in pictures.manifest:
-        raise ReleaseError(f"picture {name!r} is a URL: download it and give manifest=FILE with id and path")
+        raise ReleaseError(f"picture {name!r} is a URL: download it and pass manifest=FILE with id and path")
     stem = Path(name).stem
     found = pictures.find(ref, by_stem=bool(re.fullmatch(r"[0-9a-f]{16}", stem)))
     if found is not None:
         return found
     hint = (
-        "an integer is a Visual Genome id, and those are not file names: give manifest=image_data.json"
+        "an integer is a Visual Genome id, which is not a file name: pass manifest=image_data.json"
         if stem.isdigit()
-        else "give images=DIR, or manifest=FILE with id and path"
+        else "pass images=DIR, or manifest=FILE with id and path"
     )
     raise ReleaseError(
         f"picture {name!r} is neither in the manifest nor below {', '.join(map(str, pictures.roots))}: {hint}"

@@ -1,1 +1,1 @@
-"""Boards: many models on one set, published rows beside measured ones."""
+"""Leaderboards: many models on one set, with published rows beside measured ones."""

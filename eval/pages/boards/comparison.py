@@ -1,4 +1,4 @@
-"""One row against another: by how much it leads in each slice, and which queries either wins, as pictures."""
+"""Comparison of two rows: differences in each slice, and example queries that either wins."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,9 +17,9 @@ from eval.scoring.metrics import metric_words
 from rge.stats.intervals import NUM_RESAMPLES, OF_DIFFERENCES, figures
 
 MAX_OTHERS = 4
-"""Rows of a board that its best one is compared with."""
+"""Number of rows that a board's best row is compared with."""
 MAX_SLICES = 12
-"""Values of a column that are slices on a board; of more, `compare` says the differences."""
+"""Maximum number of values of a column shown as slices; for more use `compare`."""
 
 
 def write_comparison(
@@ -36,11 +36,11 @@ def write_comparison(
 ) -> Path:
     """Write the page of a comparison; the same input gives the same bytes.
 
-    The first metric of the rows (`eval.commands.compare.Row`) decides who wins a query; with no examples the set is
-    not needed.
+    The first metric of the rows (`eval.commands.compare.Row`) decides who wins a query. Without examples the set is not
+    needed.
 
     Raises:
-        UserError: the set is not there, or a picture is missing.
+        UserError: the set or a picture is missing.
     """
     sides = {"A": a, "B": b}
     labels = [f"{name_of(one)}, {note_of(one)}" for one in sides.values()]
@@ -55,7 +55,7 @@ def write_comparison(
         own = [row for row in rows if row["metric"] == name]
         metrics.append({"name": name, "words": metric_words(name), "rows": own, "scale": _scale(own)})
     content = dict(
-        title="A against B",
+        title="A versus B",
         a=labels[0],
         b=labels[1],
         set=sides["A"].results["set"],
@@ -71,7 +71,7 @@ def write_comparison(
 
 
 def against(runs: Mapping[str, Evaluation], metric: str, seed: int) -> list[dict[str, Any]]:
-    """The first run against each of the next few: paired differences over all queries and in every slice."""
+    """Paired differences between the first run and each of the next few, over all queries and in every slice."""
     known = [(name, one) for name, one in runs.items() if metric in one.per_query]
     if len(known) < 2:
         return []
@@ -104,7 +104,7 @@ def _paired(a: Evaluation, b: Evaluation, metric: str, seed: int) -> list[dict[s
 
 
 def _mean(frame: pd.DataFrame, column: str, suite: bool, seed: int) -> dict[str, Any]:
-    """A mean over queries, or over the members of a suite; only a difference has an interval."""
+    """A mean over queries, or over the members of a suite; only differences have intervals."""
     num = NUM_RESAMPLES if column == "difference" else 1
     found = mean_over(frame, [column], members=suite, seed=seed, num_resamples=num)
     return figures(found, OF_DIFFERENCES)[0]

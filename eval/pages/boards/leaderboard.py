@@ -2,9 +2,9 @@
 
     rge eval report runs=[LABEL:]DIR[,...] out=FILE page=leaderboard [published=auto|all|none]
 
-Evaluations of one retrieval set share a board. A published table stands on the board of its benchmark; where the set at
-hand is not the published one (other counts), its rows are kept apart and the page says that the two cannot be compared.
-Suites (MMEB, MM-BRIGHT) and single sets are treated alike.
+Evaluations of one retrieval set share a board. A published table is shown on the board of its benchmark; if the measured set
+is not the published one (different counts), its rows are listed separately and the page says why they are not comparable.
+Suites (MMEB, MM-BRIGHT) and single sets are handled alike.
 """
 
 from collections import defaultdict
@@ -49,7 +49,7 @@ from rge.identity.run_identity import differences, flattened
 
 @dataclass(frozen=True)
 class Board:
-    """Everything that one section of the page shows; ``apart`` says why published rows take no places on it."""
+    """Content of one section of the page; ``apart`` explains why published rows are not ranked on it."""
 
     id: str
     title: str
@@ -72,7 +72,7 @@ class Board:
 
     @property
     def runs(self) -> dict[str, Evaluation]:
-        """The evaluations of its measured rows, by name and note."""
+        """Evaluations of the measured rows, by label and note."""
         return {f"{row.label}, {row.note}": row.evaluation for row in self.rows if row.evaluation is not None}
 
 
@@ -86,21 +86,21 @@ def write_leaderboard(
     set_dir: Path | None = None,
     seed: int = 0,
 ) -> Path:
-    """Write the page, and each board's rows beside it as .csv and .tex; the same input gives the same bytes.
+    """Write the page, and each board's rows as .csv and .tex; the output is deterministic.
 
-    Published tables are those of the benchmarks at hand (``auto``), ``all``, or ``none``.
+    Published tables: those of the measured benchmarks (``auto``), ``all``, or ``none``.
 
     Returns:
         ``out``.
 
     Raises:
-        UserError: an evaluation is incomplete, two have the same name, or a set or a picture is missing.
+        UserError: an evaluation is incomplete, two have the same name, or a set or picture is missing.
     """
     if which not in ("auto", "all", "none"):
         raise UserError(f"published must be auto, all or none, got {which!r}")
     groups, budgets = _groups(runs)
     if set_dir is not None and len(groups) > 1:
-        raise UserError(f"set=DIR is for evaluations of one set, these are of {len(groups)}")
+        raise UserError(f"set=DIR is for evaluations of one set, but these are of {len(groups)}")
     gallery, boards, unused = Gallery(), [], dict(published())
     for number, (key, members) in enumerate(groups.items()):
         board = _board(number, members, which)
@@ -132,7 +132,7 @@ def _write(boards: Sequence[Board], gallery: Gallery, out: Path, title: str | No
 
 
 def board_tables(board: Board) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """The rows of a board with its numbers as fractions of one, and as people read them, in per cent."""
+    """The rows of a board as numbers (fractions), and formatted in per cent."""
     values, shown = [], []
     for row in [*board.rows, *board.foreign]:
         about = {"place": row.place, "model": row.label, "note": row.note, "published": row.published}
@@ -153,7 +153,7 @@ def board_tables(board: Board) -> tuple[pd.DataFrame, pd.DataFrame]:
 
 
 _Key = tuple[str, ...]
-"""Benchmark, profile, limit, fingerprint and content: only evaluations that agree in all of these share a board."""
+"""(benchmark, profile, limit, fingerprint, content); evaluations on one board agree in all of them."""
 
 
 def _groups(
@@ -162,9 +162,9 @@ def _groups(
     dict[_Key, list[tuple[str, str, Evaluation]]],
     dict[_Key, list[tuple[str, dict[str, Any]]]],
 ]:
-    """(label, note, evaluation) by retrieval set, in the order given; (label, curves) of the output of `budget`.
+    """(label, note, evaluation) by retrieval set, in the given order; and (label, curves) of outputs of `budget`.
 
-    Of such an output the two ways that all others start from are rows; the rest is in the curves.
+    Of a `budget` output only the two base points become rows; the curves show the others.
     """
     groups: dict[_Key, list[tuple[str, str, Evaluation]]] = defaultdict(list)
     budgets: dict[_Key, list[tuple[str, dict[str, Any]]]] = defaultdict(list)
@@ -193,7 +193,7 @@ def _refuse_namesakes(members: Sequence[tuple[str, str, Evaluation]]) -> None:
     for label, note, one in members:
         if (label, note) in seen:
             raise UserError(
-                f"{one.directory} is a second {label!r} ({note}) of one set: name them with runs=LABEL:DIR"
+                f"{one.directory} is a second {label!r} ({note}) on the same set: give labels with runs=LABEL:DIR"
             )
         seen.add((label, note))
 
@@ -205,7 +205,7 @@ def _key(results: Mapping[str, Any]) -> _Key:
 
 
 def _join_old(*tables: dict[_Key, list[Any]]) -> None:
-    """Results from before contents were known join the one board that they can be of; they get no number there."""
+    """Add results without a recorded content to the only board they can belong to; they are not ranked there."""
     for groups in tables:
         for key in [key for key in groups if not key[-1]]:
             same = [other for other in tables[0] if other[:-1] == key[:-1] and other[-1]]
@@ -244,7 +244,7 @@ def _board(number: int, members: Sequence[tuple[str, str, Evaluation]], which: s
 def _ranked_rows(
     ours: Sequence[Row], table: Published | None, main: int, apart: Sequence[str] = ()
 ) -> tuple[list[Row], list[Row]]:
-    """Our rows among those of a table that can be compared, numbered; and the table's other rows, the best first."""
+    """Our rows and the comparable published ones, ranked; and the other published rows, best first."""
     theirs = published_rows(table) if table else []
     fit = [row for row in theirs if row.comparable and not apart]
     rest = [row for row in theirs if apart or not row.comparable]
@@ -252,7 +252,7 @@ def _ranked_rows(
 
 
 def _facts(results: Mapping[str, Any]) -> str:
-    """The set of a board, in words."""
+    """Description of a board's set."""
     wanted = results["set"]
     facts = f"{wanted['num_queries']:,} queries, {wanted['num_candidates']:,} candidates"
     if wanted.get("num_members"):
@@ -273,7 +273,7 @@ def _published_only(number: int, table: Published) -> Board:
 
 
 def what_differs(members: Sequence[tuple[str, str, Evaluation]]) -> list[tuple[str, dict[str, str]]]:
-    """Of each measured row what its identity says and not all of them say alike; empty for a single row."""
+    """For each measured row the parts of its identity that differ between rows; empty for a single row."""
     identities = [identity_of(one.results) for _, _, one in members]
     apart = dict.fromkeys(name for pair in combinations(identities, 2) for name in differences(*pair))
     facts = [flattened(one) for one in identities]
@@ -285,13 +285,13 @@ def what_differs(members: Sequence[tuple[str, str, Evaluation]]) -> list[tuple[s
 
 
 def _cost_rows(measured: Sequence[Row], main: int) -> list[dict[str, Any]]:
-    """Numbered as in the heat map, so that a row without costs shifts no other."""
+    """Rows with costs, numbered as in the heat map even if some rows have none."""
     rows = [(place, _cost_row(row, main)) for place, row in enumerate(measured, 1)]
     return [{"number": place, **cost} for place, cost in rows if cost is not None]
 
 
 def _cost_row(row: Row, main: int) -> dict[str, Any] | None:
-    """What a query costs, and the figure that it buys; None for published rows and rankings made elsewhere."""
+    """Cost and figure of a row; None for published rows and external rankings."""
     if row.evaluation is None or row.figures[main] is None:
         return None
     columns = {
@@ -308,7 +308,7 @@ def _cost_row(row: Row, main: int) -> dict[str, Any] | None:
 
 
 def _cost(rows: Sequence[Mapping[str, Any]], name: str) -> Markup | None:
-    """The rows of the table as numbered points."""
+    """Scatter plot of the cost table's rows."""
     if not rows:
         return None
     points = [
@@ -322,4 +322,4 @@ def _cost(rows: Sequence[Mapping[str, Any]], name: str) -> Markup | None:
         )
         for row in rows
     ]
-    return scatter(points, name=name, x_label="milliseconds a query, on the machine of the run")
+    return scatter(points, name=name, x_label="milliseconds per query, on the machine of the run")

@@ -1,6 +1,6 @@
-"""Rows of a board: measured and published, what sets each apart, and which of them take a place.
+"""Rows of a board, measured and published: their labels, and which of them are ranked.
 
-A place means that two rows can be compared: the same set, profile, choices of the import and release.
+Only comparable rows are ranked: those with the same set, profile, import options and release.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,14 +15,14 @@ from eval.pages.evaluations import Evaluation, Figure
 from rge.common.errors import UserError
 
 MAX_COLUMNS = 8
-"""Columns of a board's table; further ones are in the heat map only."""
+"""Maximum number of columns of a board's table; others are only in the heat map."""
 ROUNDED = 1e-5
-"""Released scorers round: their figure and ours within this are the same figure."""
+"""Tolerance for equality with figures of released scorers, which round."""
 TRAINED, NO_PLACE = "TRAINED ON THE TEST", ": no place"
 COLUMNS = ("recall@1", "recall@10", "mrr", "ndcg@10")
-"""Of a set without a published table."""
+"""Columns for a set without a published table."""
 MAX_MODELS = 8
-"""Models of the heat map: all measured ones first, then the best published."""
+"""Maximum number of models in the heat map: first all measured ones, then the best published ones."""
 
 
 @dataclass(frozen=True)
@@ -32,14 +32,14 @@ class Row:
     Attributes:
         label: its name.
         note: mode, modality and profile of a measured row; a remark on a published one.
-        figures: one a column, None where there is none.
+        figures: one per column, or None.
         published: whether the figures are from a publication.
         slices: slice -> figure of the main metric.
-        evaluation: of a measured row.
-        labels: what sets the row apart, in a word or two each.
-        warnings: of its results.json.
-        comparable: whether it takes a place among the others; place None stands beside those that do not.
-        place: its number among the comparable rows of its board.
+        evaluation: evaluation of a measured row.
+        labels: short labels of its special properties.
+        warnings: warnings from its results.json.
+        comparable: whether it is ranked.
+        place: its rank among the comparable rows of its board, else None.
     """
 
     label: str
@@ -59,8 +59,8 @@ class HeatMap:
     """Figures by category.
 
     Attributes:
-        models: (label, note, whether published), one a column.
-        lines: (category, cells), a cell being a figure and how far it lies from the lowest (0) to the highest (1) of all.
+        models: (label, note, whether published), one per column.
+        lines: (category, cells); a cell is a figure and its position between the lowest (0) and the highest (1) of all.
     """
 
     models: list[tuple[str, str, bool]]
@@ -68,7 +68,7 @@ class HeatMap:
 
 
 def name_of(one: Evaluation) -> str:
-    """What a measured row is called where its run has no label."""
+    """Name of a measured row whose run has no label."""
     name = str((one.results.get("model") or {}).get("name") or one.results.get("checkpoint") or "")
     if not name:
         return str(one.results.get("tag") or one.directory.name)
@@ -77,25 +77,25 @@ def name_of(one: Evaluation) -> str:
 
 
 def note_of(one: Evaluation) -> str:
-    """How it was asked."""
+    """Conditions of a measured row."""
     mode, modality = one.results.get("query_mode"), one.results.get("query_modality")
-    words = [str(mode) if mode else "a ranking made elsewhere"]
+    words = [str(mode) if mode else "external ranking"]
     point = (one.results.get("budget") or {}).get("name")
-    if point not in (None, mode):  # one of the ways of asking of `budget`
+    if point not in (None, mode):  # a point of `budget`
         words = [str(point)]
     if judged := one.results.get("rerank"):
-        words.append(f"first {judged['top_n']} judged")
+        words.append(f"top {judged['top_n']} reranked")
     if modality not in (None, "both"):
-        words.append(f"{modality} of the query only")
+        words.append(f"query {modality} only")
     return ", ".join(words)
 
 
 def measured_row(
     label: str, note: str, one: Evaluation, columns: Sequence[Column], metric: str, known: bool
 ) -> Row:
-    """A row of ours.
+    """A row of one of our evaluations.
 
-    `known` says that the board knows the content of its set, so that a row which does not say takes no place.
+    `known`: the content of the board's set is known, so rows without a recorded content are not ranked.
     """
     official = one.results.get("profile") == "official"
     figures = [_official(one, column) if official else one.figure_at(column.path) for column in columns]
@@ -103,12 +103,14 @@ def measured_row(
     labels = _labels(one.results, warnings, known)
     comparable = not any(label.endswith(NO_PLACE) for label in labels)
     if official and one.results.get("coverage", 1.0) < 1.0:
-        comparable = False  # officially queries without a ranking are left out, which flatters
+        comparable = (
+            False  # the official profile leaves queries without a ranking out, which inflates figures
+        )
     return Row(label, note, figures, False, _slices(one, metric), one, labels, warnings, comparable)
 
 
 def _labels(results: Mapping[str, Any], warnings: Sequence[str], known: bool) -> list[str]:
-    """What sets a row apart; one that ends with `NO_PLACE` takes none."""
+    """Labels of a row; one that ends with `NO_PLACE` means that it is not ranked."""
     wanted, coverage = results["set"], results.get("coverage", 1.0)
     code = (results.get("settings") or {}).get("release_code", "")
     found = [
@@ -124,12 +126,12 @@ def _labels(results: Mapping[str, Any], warnings: Sequence[str], known: bool) ->
 
 
 def is_benchmark(results: Mapping[str, Any]) -> bool:
-    """Whether figures are by the protocol of a benchmark."""
+    """Whether the figures follow a benchmark's protocol."""
     return (results.get("benchmark") or GENERIC) != GENERIC
 
 
 def _official(one: Evaluation, column: Column) -> Figure | None:
-    """The released scorer's figure, with the interval of our own figure of the same name where they are the same."""
+    """The released scorer's figure, with the interval of our corresponding figure if both agree."""
     ours = one.figure_at(column.path)
     if column.official is None:
         return ours
@@ -140,22 +142,22 @@ def _official(one: Evaluation, column: Column) -> Figure | None:
 
 
 def why_unranked(results: Mapping[str, Any], table: Published) -> list[str]:
-    """Why rows of a published table cannot be numbered among measured ones; empty if they can."""
+    """Reasons why a published table cannot be ranked among measured rows; empty if it can."""
     wanted = results["set"]
     found = [why] if (why := table.not_this_set(wanted)) else []
     if results.get("profile") not in table.profiles:
         found.append(
-            f"the rows here have the {results.get('profile')} protocol, published ones the {table.profiles[0]} protocol"
+            f"the rows here have the {results.get('profile')} protocol, the published ones the {table.profiles[0]} protocol"
         )
     for key, value in table.made_with.items():
         made = (wanted.get("made_with") or {}).get(key)
         if made != value:
-            found.append(f"the set was imported with {key}={made}, published rows are of {key}={value}")
+            found.append(f"the set was imported with {key}={made}, the published rows have {key}={value}")
     return found
 
 
 def numbered(rows: Sequence[Row], main: int) -> list[Row]:
-    """Rows by their main figure; the comparable ones numbered."""
+    """Rows sorted by their main figure, with places for the comparable ones."""
     place, out = 0, []
     for row in sorted(rows, key=lambda row: order(row.figures[main])):
         place += row.comparable
@@ -164,12 +166,12 @@ def numbered(rows: Sequence[Row], main: int) -> list[Row]:
 
 
 def order(figure: Figure | None) -> tuple[bool, float]:
-    """Sorts figures, the best first, none last."""
+    """Sort key of figures: best first, None last."""
     return figure is None, -(figure.value if figure else 0.0)
 
 
 def generic_columns(results: Mapping[str, Any]) -> tuple[list[Column], int]:
-    """Columns of a set without a published table, and which is the main one."""
+    """Columns for a set without a published table, and the index of the main one."""
     block = "macro" if results.get("suite") else "micro"
     headline = [one["metric"] for one in results.get("headline") or []]
     names = [name for name in dict.fromkeys([*headline, *COLUMNS]) if name in (results.get(block) or {})]
@@ -195,7 +197,7 @@ def published_rows(table: Published) -> list[Row]:
 
 
 def _slices(one: Evaluation, metric: str) -> dict[str, Figure]:
-    """Figures of every category, and of whatever else the set is reported by."""
+    """Figures of all categories and other reported slices."""
     found: dict[str, Figure] = {}
     for block, slices in one.results.items():
         if block.startswith("by_") and isinstance(slices, Mapping) and len(slices) > 1:
@@ -207,8 +209,8 @@ def _slices(one: Evaluation, metric: str) -> dict[str, Figure]:
 
 
 def heat_map(rows: Sequence[Row], foreign: Sequence[Row]) -> HeatMap | None:
-    """Categories by models; every cell has its number, so nothing hangs on colour. None for fewer than two categories."""
-    # all measured rows, then the first published ones
+    """Categories by models; cells show numbers, so colour is not essential. None for fewer than two categories."""
+    # all measured rows, then the best published ones
     sliced = [row for row in (*rows, *foreign) if row.slices]
     chosen = sorted(sliced, key=lambda row: row.published)[:MAX_MODELS]
     names = list(dict.fromkeys(chain.from_iterable(row.slices for row in chosen)))

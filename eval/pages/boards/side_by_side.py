@@ -1,4 +1,4 @@
-"""Cards of queries with the rankings and rationales of several evaluations, and who wins each."""
+"""Example cards with the rankings and rationales of several evaluations, and the winner of each query."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ from eval.sets.retrieval_set import UNCATEGORISED, RetrievalSet, load_set
 from rge.common.errors import UserError
 
 MAX_MEMBERS = 6
-"""Members of a suite that examples are drawn from: each has to be read."""
+"""Maximum number of suite members that examples are drawn from, since each must be read."""
 ALIKE = "all alike"
 _RANKS = [("first", "1"), ("near", f"2–{NUM_SHOWN}"), ("below", f"below {NUM_SHOWN}"), ("none", "not ranked")]
 
@@ -40,12 +40,12 @@ def side_by_side(
     seed: int,
     metric: str | None = None,
 ) -> dict[str, Any]:
-    """Cards of queries with the first candidates of every run, and what they can be filtered by.
+    """Example cards with the first candidates of every run, and their filters.
 
-    The metric decides who wins; without one, the rank of the first right candidate.
+    The metric decides who wins; without one, the rank of the first right candidate does.
 
     Raises:
-        UserError: the set is not there, or is another one.
+        UserError: the set does not exist, or is not the measured one.
     """
     names, first = list(runs), next(iter(runs.values()))
     frame = _ranked(runs, metric)
@@ -71,7 +71,7 @@ def side_by_side(
 
 
 def _ranked(runs: Mapping[str, Evaluation], metric: str | None) -> pd.DataFrame:
-    """The first run's table of the queries that all have, with the ``winner`` and the best rank of each."""
+    """The first run's table, limited to queries of all runs, with the ``winner`` and best rank of each."""
     index = next(iter(runs.values())).per_query.index
     for one in runs.values():
         index = index.intersection(one.per_query.index)
@@ -89,7 +89,7 @@ def _ranked(runs: Mapping[str, Evaluation], metric: str | None) -> pd.DataFrame:
 
 
 def who_wins(values: np.ndarray, names: Sequence[str]) -> str:
-    """Whose value is lowest, such as the rank of the first right candidate; NaN is none."""
+    """Name with the lowest value, such as the rank of the first right candidate; NaN means none."""
     if np.isnan(values).all():
         return "none"
     best = np.flatnonzero(values == np.nanmin(values))
@@ -127,11 +127,13 @@ def _cards(
 def _sets_of(
     chosen: Sequence[str], first: Evaluation, set_dir: Path | None
 ) -> list[tuple[RetrievalSet, str, list[str]]]:
-    """The set of the evaluations, or the members of their suite that queries are of, each with its queries."""
+    """The set of the evaluations, or the members of their suite that the queries belong to, each with its queries."""
     told = first.results["set"]
     folder, suite = Path(set_dir or told.get("path") or ""), bool(first.results.get("suite"))
     if not folder.is_dir() or suite != is_suite(folder):
-        raise UserError(f"retrieval set {folder} is not there; if it was moved, give set=DIR, or examples=0")
+        raise UserError(
+            f"retrieval set {folder} does not exist; if it was moved, pass set=DIR, or examples=0"
+        )
     if not suite:
         return [(_load(folder, told["fingerprint"]), "", list(chosen))]
     members = sorted({query.partition("/")[0] for query in chosen})
@@ -145,7 +147,7 @@ def _sets_of(
 def _load(path: Path, fingerprint: str | None) -> RetrievalSet:
     loaded = load_set(path)
     if fingerprint is not None and loaded.fingerprint != fingerprint:
-        raise UserError(f"retrieval set {path} is not the one that was measured; give set=DIR, or examples=0")
+        raise UserError(f"retrieval set {path} is not the one that was measured; pass set=DIR, or examples=0")
     return loaded
 
 

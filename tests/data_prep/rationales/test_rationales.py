@@ -335,7 +335,7 @@ def test_what_only_the_target_picture_shows_is_a_leak(pictures_wanted, tmp_path,
             f"model.base_url={server.url}",
             "leak=drop",
         ]
-        with pytest.raises(UserError, match="leak=drop: no leak can be measured"):
+        with pytest.raises(UserError, match="leak=drop cannot be measured"):
             main(["rationales", *words])
         assert server.num_answered == 0, "said before a call is paid"
         words += [f"captions={captions}"]

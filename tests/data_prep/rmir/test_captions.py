@@ -88,7 +88,7 @@ def test_a_library_without_captions_gets_them_from_the_model(tmp_path):
         page = report.write(run).read_text()
         images = run.images()
         assert "| caption | writer | 60 |" in shown
-        assert "captions missing in the seed set as in the library" in shown
+        assert "captions missing as often in the seed set as in the library" in shown
         assert f"| caption (done) | writer | {len(images)} |" in estimate(config)
         assert "caption   done in" in status(run)
     assert len(server_side.asked) == len(images) == sum(server_side.asked.values())
@@ -115,7 +115,7 @@ def test_a_library_without_captions_gets_them_from_the_model(tmp_path):
     captions = {image["id"]: image["caption"] for image in images}
     assert read_captions(dataset / "train.jsonl", None) == {row["id"]: captions[row["id"]] for row in written}
     card = (dataset / "README.md").read_text()
-    assert f"`caption_by` in `pictures` says whose each is: writer {len(written)}." in card
+    assert f"`caption_by` in `pictures` names the source of each: writer {len(written)}." in card
     assert "caption:\n  model: writer" in card
     run.close()
 
@@ -212,7 +212,7 @@ def test_off_there_is_no_such_stage(tmp_path):
     config.caption.max_words = 7
     assert {stage: fingerprint(config, stage) for stage in stages_of(config)} == before
     run = Run(config, progress=False)
-    with pytest.raises(RunError, match="name one, such as caption.model=writer"):
+    with pytest.raises(RunError, match="set, for example, caption.model=writer"):
         run_stages(run, ["caption"])
     run.close()
     config.caption.model = "nobody"

@@ -183,7 +183,8 @@ def test_a_library_that_is_too_small_is_named_before_anything_is_embedded(world,
     world.config.seed.clusters, world.config.out = 1000, str(tmp_path / "out")
     with closing(Run(world.config, progress=False)) as run:
         with pytest.raises(
-            UserError, match=r"seed.clusters=1000 needs as many pictures.*lists 257.*seed.clusters=128"
+            UserError,
+            match=r"seed.clusters=1000 needs at least as many pictures.*lists 257.*seed.clusters=128",
         ):
             run_stages(run, STAGES)
     assert not (tmp_path / "out" / "seed" / "inspected").exists()
@@ -204,7 +205,7 @@ def test_the_estimate_is_asked_about_on_a_terminal_and_learns(world, tmp_path, m
         main(words)
     assert not world.asked
     first = capsys.readouterr().err
-    assert "of it in stages not done yet: at most" in first
+    assert "of it in stages not done yet (at most" in first
     main([*words, "yes=true", "stage=generate"])
     capsys.readouterr()
     main([*words, "dry_run=true"])

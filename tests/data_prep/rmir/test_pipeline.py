@@ -212,7 +212,7 @@ def test_kmeans_finds_the_clusters():
     found = seed_set.cluster(vectors, 3, 10, 0)
     assert [len(set(found[start : start + 10])) for start in (0, 10, 20)] == [1, 1, 1]
     assert len(set(found)) == 3
-    with pytest.raises(ConfigError, match="seed.clusters=31 needs as many pictures at least; 30 can be used"):
+    with pytest.raises(ConfigError, match="seed.clusters=31 needs at least as many pictures; 30 are usable"):
         seed_set.cluster(vectors, 31, 1, 0)
 
 
@@ -253,7 +253,7 @@ def test_defaults_are_the_papers():
         ("keep.min_confidence=0.4", "keep.min_confidence must be > 0.5"),
         ("split.disjoint=some", "split.disjoint must be one of none, inputs, all"),
         ("retrieve.by_image=0", "retrieve.by_image must be >= 1, got 0"),
-        ("judge.judges=[]", "needs one judge or more"),
+        ("judge.judges=[]", "needs at least one judge"),
         ("out", "arguments must be key=value"),
     ],
 )
@@ -554,7 +554,7 @@ def test_a_picture_that_has_gone_is_named(world, tmp_path):
     stages.pool(world)
     (tmp_path / "a.png").unlink()
     with pytest.raises(
-        RunError, match=r"dataset cannot be written: picture .*a.png cannot be read.*Put it back"
+        RunError, match=r"dataset cannot be written: picture .*a.png cannot be read.*Restore it"
     ):
         stages.split(world)
 

@@ -154,11 +154,11 @@ def test_splits_share_no_rendering(tables, chosen, made):
 
 
 def test_refuses_what_it_cannot_make(tmp_path):
-    with pytest.raises(UserError, match=r"doses are numbers of values, 1 to 100; got 101"):
+    with pytest.raises(UserError, match=r"doses must be between 1 and 100; got 101"):
         study.build(tmp_path / "new", [1, 101])
     with pytest.raises(UserError, match="doses is empty"):
         study.build(tmp_path / "new", [])
-    with pytest.raises(UserError, match="is there already"):
+    with pytest.raises(UserError, match="already exists"):
         study.build(tmp_path, [1])
     assert list(tmp_path.iterdir()) == []
 

@@ -180,14 +180,14 @@ def test_what_is_not_there_is_said(release, tmp_path):
         with pytest.raises(UserError, match=message):
             import_mbeir(MbeirOptions(release, tmp_path / "none", tasks=(task,), **more))
 
-    refused("cirr_task7", "mbeir_cirr_task7_test_qrels.txt is not there: .*rge eval fetch mbeir")
+    refused("cirr_task7", "mbeir_cirr_task7_test_qrels.txt does not exist: .*rge eval fetch mbeir")
     pool = release / local_pool("mscoco_task0")
     assert pool.name == "mbeir_mscoco_task0_test_cand_pool.jsonl"
     pool.write_text("".join(pool.read_text().splitlines(keepends=True)[:3]))
     refused("mscoco_task0", r"mbeir_mscoco_task0_test_cand_pool.jsonl lacks \d+ right candidates: '9:")
     tsv = release / "instructions/query_instructions.tsv"
     tsv.write_text("\n".join(line for line in tsv.read_text().splitlines() if "fashioniq" not in line))
-    refused("fashioniq_task7", "row 1: there is no instruction for data set 7, image,text to image")
+    refused("fashioniq_task7", "row 1: no instruction for data set 7, image,text to image")
     (release / "mbeir_images/5000.png").unlink()
     refused("fashioniq_task7", "picture 'mbeir_images/5000.png' is in none of", instructions="none")
 

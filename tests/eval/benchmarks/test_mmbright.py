@@ -135,7 +135,7 @@ def test_task_4_grades(src, tmp_path):
     legacy = imported(src, tmp_path / "l", task="4", keys="legacy")
     assert len(legacy.corpus_ids) == 4 + 2
     assert [len(rows) for rows, _ in legacy.positives] == [1, 2]
-    with pytest.raises(UserError, match="keys= is of task 4 and has no effect on task 2"):
+    with pytest.raises(UserError, match="keys= applies to task 4 only, not to task 2"):
         imported(src, tmp_path / "n", task="2", keys="legacy")
 
 
@@ -156,7 +156,7 @@ def test_documents_are_streamed_part_by_part_and_count_once(src, tmp_path):
     assert list(wanted.corpus_items()) == list(whole.corpus_items())
     assert wanted.fingerprint == whole.fingerprint
     rows.drop(columns="content").to_parquet(other / "documents" / "biology.parquet")
-    with pytest.raises(UserError, match="biology.parquet: column 'content' is missing; there are id"):
+    with pytest.raises(UserError, match="biology.parquet: column 'content' is missing; found: id"):
         imported(other, tmp_path / "q", task="1")
     assert not (tmp_path / "q" / "biology").exists()
 

@@ -206,7 +206,7 @@ def test_refusals(release, tmp_path):
         ({"tgt_text": ["a", ""], "tgt_img_path": ["", ""]}, "candidate 1 has neither text nor picture"),
         (
             {"qry_inst": "Represent it."},
-            "column 'qry_inst' holds the instruction apart from the text, as .* MMEB-V2",
+            "column 'qry_inst' holds the instruction separately, as in MMEB-V2",
         ),
         ({"qry_img_path": "no.png"}, "picture 'no.png' is in none of .* unpack images.zip"),
     ):

@@ -148,12 +148,12 @@ def test_what_does_not_fit_is_said(release, tmp_path):
         import_mmeb2(Mmeb2Options(release, tmp_path / "out"))
     with pytest.raises(UserError, match="lacks 24 of 24 sets"):
         import_mmeb2(Mmeb2Options(release, tmp_path / "out", part="visdoc"))
-    with pytest.raises(UserError, match="images= is of part=image"):
+    with pytest.raises(UserError, match="images= applies to part=image only"):
         import_mmeb2(Mmeb2Options(release, tmp_path / "out", part="visdoc", images=release))
     with pytest.raises(UserError, match="pictures must be one of embed, link, got 'copy'"):
         Mmeb2Options(release, tmp_path / "out", pictures="copy")
     import_mmeb2(Mmeb2Options(release, tmp_path / "twice", sets=("EDIS",)))
-    with pytest.raises(UserError, match="already holds a suite: give another, or overwrite=true"):
+    with pytest.raises(UserError, match="already holds a suite: choose another, or pass overwrite=true"):
         import_mmeb2(Mmeb2Options(release, tmp_path / "twice", sets=("EDIS",)))
     import_mmeb2(Mmeb2Options(release, tmp_path / "twice", sets=("CIRR",), overwrite=True))
     (release / "image-tasks/b.png").unlink()

@@ -73,7 +73,7 @@ def test_the_page_runs_as_it_stands(photos, lively, tmp_path, monkeypatch, capsy
     assert (tmp_path / "photos_eval/report.html").stat().st_size > 20_000
     said = capsys.readouterr().out
     assert "4 queries (3 with pictures, 4 with text) in 4 groups, 5 right answers" in said
-    assert "caveat: 4 groups: intervals will be wide" in said
+    assert "caveat: 4 groups: intervals are wide" in said
     results = json.loads((tmp_path / "runs/photos/reasoning-both/results.json").read_text())
     assert results["prompts"]["instructions"] == ["Answer with a picture."]
     assert (tmp_path / "runs/photos/report.html").stat().st_size > 20_000
@@ -145,8 +145,8 @@ def test_copies_are_one_candidate_under_all_their_names(photos):
     assert [found.corpus_ids[row] for row in found.positives[0][0]] == ["key.jpg"]
     assert not any("copy" in name for name in found.corpus_ids)
     assert found.meta["notes"] == [
-        "copies of other pictures, byte for byte, which are in the pool once: 1",
-        "pictures that cannot be opened and are not in the pool: holiday.heic",
+        "byte-identical copies of other pictures, merged in the pool: 1",
+        "pictures left out because they cannot be opened: holiday.heic",
     ]
 
 
@@ -161,11 +161,11 @@ def test_everything_that_is_wrong_is_listed_at_once(photos):
         import_folder(options(photos))
     for line in (
         "C2: picture 'padlok.jpg' is not in the folder; did you mean 'padlock.jpg'?",
-        "D3: 'ladder.jpg' could be 'library/ladder.jpg' or 'shed/ladder.jpg': write the path",
+        "D3: 'ladder.jpg' could be 'library/ladder.jpg' or 'shed/ladder.jpg': give the full path",
         "row 4: neither text nor picture",
         "E4: 'bench.jpg' is listed as right and as wrong",
         "D5: no right answer",
-        "A4: id '1' is already that of A2",
+        "A4: id '1' is already used in A2",
     ):
         assert line in str(error.value)
     assert not (photos.parent / "set").exists()
@@ -208,7 +208,7 @@ def test_names_that_differ_only_in_case_or_in_an_escaped_blank_are_two_pictures(
     assert answers(photos, "Key.png", "key.png", "a b.png", "a%20b.png") == [
         ["Key.png"], ["key.png"], ["a%20b.png"], ["a%2520b.png"],
     ]  # fmt: skip
-    with pytest.raises(UserError, match="'KEY.PNG' could be 'Key.png' or 'key.png': write the path"):
+    with pytest.raises(UserError, match="'KEY.PNG' could be 'Key.png' or 'key.png': give the full path"):
         answers(photos, "KEY.PNG", overwrite=True)
 
 
@@ -235,7 +235,7 @@ def test_numbers_as_a_spreadsheet_exports_them_name_pictures(photos):
 
 def test_a_set_is_not_written_into_its_own_pictures(photos):
     for out in (photos, photos.parent):
-        with pytest.raises(UserError, match="is the folder of the pictures, or above it"):
+        with pytest.raises(UserError, match="contains the pictures: choose a different folder"):
             import_folder(options(photos, out=out, overwrite=True))
 
 
@@ -250,7 +250,7 @@ def test_a_separator_may_be_part_of_a_name(photos):
         (photos / name).write_bytes(picture(600 + number))
     (photos / "queries.csv").write_text('text,right\na,"salt;key.jpg"\n')
     with pytest.raises(
-        UserError, match="B2: 'salt;key.jpg' is the name of a file, and a list of other files"
+        UserError, match="B2: 'salt;key.jpg' is both the name of a file and a list of other files"
     ):
         import_folder(options(photos, overwrite=True))
 
@@ -261,9 +261,7 @@ def test_pictures_that_cannot_be_opened_only_matter_where_a_query_needs_them(pho
     frames[0].save(photos / "moves.gif", save_all=True, append_images=frames[1:])
     found = import_folder(options(photos))
     assert not {"broken.png", "moves.gif"} & set(found.corpus_ids)
-    assert found.meta["notes"] == [
-        "pictures that cannot be opened and are not in the pool: broken.png, moves.gif"
-    ]
+    assert found.meta["notes"] == ["pictures left out because they cannot be opened: broken.png, moves.gif"]
     (photos / "queries.csv").write_text("text,right,wrong\na,moves.gif,broken.png\nb,key.jpg,\n")
     with pytest.raises(UserError) as error:
         import_folder(options(photos, overwrite=True))
@@ -331,7 +329,7 @@ def test_a_set_made_elsewhere_shows_and_writes_nothing_outside(tmp_path):
             list(load_set(path).corpus_items())
     for member in ("../x", str(tmp_path / "x")):
         write_suite(tmp_path / "suite", name="s", benchmark="generic", column="set", members={member: {}})
-        with pytest.raises(UserError, match="is no folder in the suite"):
+        with pytest.raises(UserError, match="is not a folder in the suite"):
             load_suite(tmp_path / "suite")
 
 
@@ -378,7 +376,7 @@ def test_a_workbook_with_the_usual_accidents(workbook):
     assert right_answers(found) == [["key.jpg"], ["bench.jpg"]]
     assert [len(query.images) for query in found.queries] == [1, 1]  # the merged cell holds for both rows
     assert found.columns["season"] == ["2024", "2024-03-04"]
-    assert found.meta["notes"] == ["hidden rows of my questions.xlsx, which are read like the others: 1"]
+    assert found.meta["notes"] == ["hidden rows of my questions.xlsx, read like the others: 1"]
 
 
 def test_what_a_spreadsheet_spoiled_is_listed_with_its_cells(workbook):
@@ -395,7 +393,7 @@ def test_what_a_spreadsheet_spoiled_is_listed_with_its_cells(workbook):
         "D4: column D has no heading in D1",
         "B2: the formula was never calculated",
         "B3: the formula gives #REF!",
-        "B4: the spreadsheet made a date of it (2024-04-03",
+        "B4: the spreadsheet turned the value into a date (2024-04-03",
         "B5: picture 'keys.jpg' is not in the folder; did you mean 'key.jpg'?",
     ):
         assert line in str(error.value)
@@ -405,9 +403,9 @@ def test_sheets_and_files_that_are_no_workbook(workbook, tmp_path):
     photos = workbook(
         [["text", "right"], ["a", "key.jpg"]], lambda book, _: book.create_sheet("b").append(["x"])
     )
-    with pytest.raises(UserError, match="has 2 sheets with cells .Sheet, b.: give sheet=NAME"):
+    with pytest.raises(UserError, match="has 2 non-empty sheets .Sheet, b.: pass sheet=NAME"):
         import_folder(options(photos))
-    with pytest.raises(UserError, match="has no sheet 'c'; there are Sheet, b"):
+    with pytest.raises(UserError, match="has no sheet 'c'; its sheets: Sheet, b"):
         import_folder(options(photos, sheet="c"))
     assert import_folder(options(photos, sheet="Sheet")).query_ids
     (tmp_path / "old.xlsx").write_bytes(b"\xd0\xcf\x11\xe0 an older format, or one with a password")
@@ -455,11 +453,11 @@ def test_check_names_caveats(tmp_path):
     made["queries"]["image"][4] = [made["corpus"]["image"][0]]
     found = check_set(write_tables(tmp_path / "set", made))
     said = "\n".join(found.caveats)
-    assert "2 candidates show the same as another" in said
-    assert f"query 'q00': {twin!r} shows the same as a right answer and counts as wrong" in said
+    assert "2 candidates are copies of another" in said
+    assert f"query 'q00': {twin!r} is a copy of a right answer but counts as wrong" in said
     assert "query 'q01' shares a picture with another group" in said
     assert "1 queries have their own picture in the pool" in said
-    assert "groups: intervals will be wide" in said
+    assert "groups: intervals are wide" in said
     assert found.wanted.content in "\n".join(found.lines)
     assert pq.read_table(tmp_path / "set" / "corpus.parquet").num_rows == 20
 
@@ -484,7 +482,7 @@ def test_from_files_to_a_page_in_one_command(workbook, monkeypatch, capsys):
     assert {path.name for path in out.iterdir() if path.is_dir()} == {
         "set", ".cache", "reasoning-both", "direct-both",
     }  # fmt: skip
-    assert "caveat: 2 groups: intervals will be wide" in capsys.readouterr().out
+    assert "caveat: 2 groups: intervals are wide" in capsys.readouterr().out
     seen = len(encoder.seen)
     workbook([*rows, ["cuts?", None, "hammer.jpg"]])
     assert main(words) == 2

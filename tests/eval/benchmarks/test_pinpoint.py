@@ -157,11 +157,11 @@ def test_rarer_traps_of_the_table(release, tmp_path):
     with pytest.raises(UserError, match="query '00001' occurs twice"):
         import_pinpoint(PinpointOptions(src=src, out=tmp_path / "p"))
     pd.DataFrame(rows[:1]).drop(columns="instruction").to_parquet(src / "pinpoint_licensed.parquet")
-    with pytest.raises(UserError, match="column 'instruction' is missing; there are query_id"):
+    with pytest.raises(UserError, match="column 'instruction' is missing; found: query_id"):
         import_pinpoint(PinpointOptions(src=src, out=tmp_path / "p"))
     pd.DataFrame(rows[:1]).to_parquet(src / "pinpoint_licensed.parquet")
     with pytest.raises(
-        UserError, match="picture 'sigi' is not below .*: fetch it with the release's own tools"
+        UserError, match="picture 'sigi' is not below .*: download it with the release's tools"
     ):
         import_pinpoint(PinpointOptions(src=src, out=tmp_path / "p", images=tmp_path / "nowhere"))
 
@@ -273,7 +273,7 @@ def test_options_and_refusals(release, tmp_path, capsys):
     assert main(["import", "pinpoint", *words, "exclude_query_image=true", "pictures=link"]) == 0
     (release / "index_signatures.txt").rename(tmp_path / "index")
     assert main(["import", "pinpoint", *words, "overwrite=true"]) == 2
-    assert "index_signatures.txt is not there" in capsys.readouterr().err
+    assert "index_signatures.txt does not exist" in capsys.readouterr().err
     (release / "index_signatures.txt").write_text("\n".join(INDEX[1:]))
     assert main(["import", "pinpoint", *words, "overwrite=true"]) == 2
     assert "2 right candidates are not in" in capsys.readouterr().err

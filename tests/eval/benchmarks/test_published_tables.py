@@ -73,5 +73,5 @@ def test_a_row_of_another_length_is_refused(tmp_path):
     (tmp_path / "x.json").write_text(json.dumps(content))
     with pytest.raises(UserError, match="row 'Qwen2.5-VL-3B-Instruct' has 7 of 8 values"):
         _read(tmp_path / "x.json", "rmir")
-    with pytest.raises(UserError, match=r"x.json is of benchmark 'rmir', but stands in the folder of 'mmeb'"):
+    with pytest.raises(UserError, match=r"x.json names benchmark 'rmir', but is in the folder of 'mmeb'"):
         _read(tmp_path / "x.json", "mmeb")

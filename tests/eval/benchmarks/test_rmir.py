@@ -179,7 +179,7 @@ def test_visual_genome_ids_are_never_guessed(release):
         picture(5)
     )  # another picture's file name
     with pytest.raises(
-        UserError, match="'2412112' is neither .* integer is a Visual Genome id, and those are not file"
+        UserError, match="'2412112' is neither .* integer is a Visual Genome id, which is not a file"
     ):
         import_rmir(options(release, manifest=None))
 
@@ -202,7 +202,7 @@ def test_ways_to_name_a_picture(release, ref, number):
 def test_a_url_needs_a_manifest(release):
     listed(release)
     jsonl(release / "src" / "corpus.jsonl", [{"id": n, "url": f"https://x.org/{n}.jpg"} for n in POOL])
-    with pytest.raises(UserError, match="is a URL: download it and give manifest=FILE"):
+    with pytest.raises(UserError, match="is a URL: download it and pass manifest=FILE"):
         import_rmir(options(release))
 
 
@@ -243,7 +243,7 @@ def test_bad_releases_are_named(release):
     ):
         import_rmir(options(release, counts=True))
     (release / "src" / "corpus.jsonl").rename(release / "src" / "other.txt")
-    with pytest.raises(UserError, match="no file that lists the pool .* positives alone are no pool"):
+    with pytest.raises(UserError, match="no file that lists the pool .* pool of the positives alone"):
         import_rmir(options(release))
     jsonl(release / "src" / "corpus.jsonl", [{"id": name} for name in [*POOL, POOL[0]]])
     with pytest.raises(UserError, match="row 9: picture '0000000000000001' is in the pool twice"):
@@ -253,7 +253,7 @@ def test_bad_releases_are_named(release):
         {"query_id": "a", "input_image": OWN[0], "query": "x", "type": "spatial", "target_images": [POOL[0]]}
     ]
     jsonl(release / "src" / "test.jsonl", rows)
-    with pytest.raises(UserError, match="row 1: category 'spatial' is none of affordance, caus"):
+    with pytest.raises(UserError, match="row 1: category 'spatial' is not one of affordance, caus"):
         import_rmir(options(release))
     (release / "src" / "images" / "open_images" / "test" / f"{POOL[0]}.jpg").write_bytes(b"no picture")
     rows[0]["type"] = "affordance"
@@ -270,7 +270,7 @@ def test_what_could_be_read_two_ways_is_asked_about(release):
     with pytest.raises(UserError, match="row 4: query 'a' occurs twice"):
         import_rmir(options(release))
     jsonl(release / "src" / "test.jsonl", [row | {"query_image": row["input_image"]} for row in rows])
-    with pytest.raises(UserError, match="'input_image' and 'query_image' could both be 'image': say which"):
+    with pytest.raises(UserError, match="'input_image' and 'query_image' could both be 'image': choose with"):
         import_rmir(options(release))
     assert len(import_rmir(options(release, field_map=("query_image=ignore",))).queries) == 3
     jsonl(release / "src" / "test.jsonl", rows)
@@ -279,7 +279,7 @@ def test_what_could_be_read_two_ways_is_asked_about(release):
     (images / "validation" / f"{POOL[0]}.png").write_bytes(
         picture(3)
     )  # the same id in another split's folder
-    with pytest.raises(UserError, match=f"picture '{POOL[0]}' could be .* or .*: give manifest=FILE"):
+    with pytest.raises(UserError, match=f"picture '{POOL[0]}' could be .* or .*: pass manifest=FILE"):
         import_rmir(options(release, overwrite=True))
     (images / "validation" / f"{POOL[0]}.png").unlink()
     no_right = [rows[0] | {"target_images": []}, *rows[1:]]

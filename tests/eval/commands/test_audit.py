@@ -85,7 +85,9 @@ def test_a_run_warns_in_results_and_on_stderr(set_dir, tmp_path, capsys):
     )
     outs = run(given, loader(encoder))
     reasoning, direct = (json.loads((out / "results.json").read_text()) for out in outs)
-    assert any(line.startswith("query_mode=reasoning, but rge.json says") for line in reasoning["warnings"])
+    assert any(
+        line.startswith("query_mode=reasoning, but according to rge.json") for line in reasoning["warnings"]
+    )
     assert not any(line.startswith("query_mode") for line in direct["warnings"])
     assert any("2 of 24 query pictures are in the training files" in line for line in direct["warnings"])
     assert direct["audit"]["train"] == [str(path)]

@@ -170,7 +170,7 @@ def test_a_gate_is_learned_on_another_set(done, set_dir, tmp_path, capsys):
     assert gates("none", pd.Series([0.0, 1.0] * (NUM_QUERIES // 2), margins.sort_values().index)) == []
     assert "no gate" in capsys.readouterr().err
     more["gate_from"] = learned_on
-    with pytest.raises(UserError, match="is of the set that is measured here"):
+    with pytest.raises(UserError, match="is of the set being measured"):
         budget(BudgetOptions(set=set_dir, out=tmp_path / "same", **more), loader(FakeEncoder()))
     with pytest.raises(UserError, match="is an evaluation of another checkpoint"):
         budget(BudgetOptions(set=other, out=tmp_path / "x", **more), loader(FakeEncoder(skill=0.5)))
@@ -197,8 +197,8 @@ def test_page_and_plot_show_every_point(done):
         assert f'<th scope="row">{row["name"]}</th>' in page
         assert f"<title>{row['name']}: {100 * row['value']:.1f} %" in plot
     assert plot.count("<title>") == 2 * len(content["points"])  # one a point and cost
-    assert "generated tokens a query" in page
-    assert "milliseconds a query" in page
+    assert "generated tokens per query" in page
+    assert "milliseconds per query" in page
     numbers = pd.read_csv(out / "budget.csv")
     assert numbers["value"].tolist() == pytest.approx([row["value"] for row in content["points"]])
     assert numbers["gain low"].notna().sum() == len(content["points"]) - 1
@@ -213,7 +213,7 @@ def test_page_and_plot_show_every_point(done):
     [
         ({"k": -1}, "k must be at least 0, got -1"),
         ({"draw_temperature": 0.0}, "draw_temperature must be above 0, got 0: greedy"),
-        ({"temperature": 0.5}, "temperature= makes the one rationale a drawn one"),
+        ({"temperature": 0.5}, "temperature= would sample the single rationale too"),
         ({"gate": (1.5,)}, "gate=1.5 must be between 0 and 1"),
         ({"fuse": ("median",)}, "fuse must be one of mean, max, got 'median'"),
         ({"query_mode": ("direct",)}, "leave out query_mode="),

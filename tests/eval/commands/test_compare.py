@@ -177,15 +177,15 @@ def test_queries_that_one_side_does_not_define_are_left_out_of_both():
             "a/direct-both",
             "few",
             {},
-            "has 40 queries, .* 10; 'q10' is in one only. Was one of them run with limit=",
+            "has 40 queries, .* 10; 'q10' is only in one of them. Was one run with limit=",
         ),
-        ("a", "b", {}, "a holds 2 evaluations: name one of direct-both, reasoning-both"),
-        ("set", "b", {}, "set has no results.json: the evaluation did not finish, or is elsewhere"),
+        ("a", "b", {}, "a holds 2 evaluations: pass one of direct-both, reasoning-both"),
+        ("set", "b", {}, "set has no results.json: the evaluation is unfinished or in another directory"),
         (
             "b",
             "b",
             {"metric": ("recall@3",)},
-            "metric 'recall@3' is not in both evaluations; they have recall@1",
+            "metric 'recall@3' is not in both evaluations; both have recall@1",
         ),
     ],
 )
@@ -200,7 +200,7 @@ def test_profiles_must_agree(dirs, tmp_path):
     results = json.loads((tmp_path / "results.json").read_text()) | {"profile": "official"}
     (tmp_path / "results.json").write_text(json.dumps(results))
     with pytest.raises(
-        UserError, match="has profile 'clean', .* 'official': their figures mean different things"
+        UserError, match="has profile 'clean', .* 'official', so their figures are not comparable"
     ):
         compare(CompareOptions(dirs / "b", tmp_path))
     (tmp_path / "results.json").write_text("{")

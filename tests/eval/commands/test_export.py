@@ -98,7 +98,7 @@ def test_the_card_of_the_checkpoint_that_was_evaluated(done, tmp_path):
     with pytest.raises(UserError, match=r"README.md does not exist"):
         export(ExportOptions("card", done, card))
     card.write_text("---\nlicense: mit\n---\n\n# me/mine\n\n## Use\n\nSo.\n")
-    with pytest.raises(UserError, match="is not the checkpoint that was evaluated"):
+    with pytest.raises(UserError, match="is not the evaluated checkpoint"):
         export(ExportOptions("card", done, card))
     results = json.loads((done / "results.json").read_text())
     results |= {"checkpoint_hash": checkpoint_hash(folder), "warnings": ["TRAINED ON THE TEST"]}
@@ -130,5 +130,7 @@ def test_a_partial_run_is_not_exported(done, tmp_path):
         (tmp_path / name).write_bytes((done / name).read_bytes())
     lines = [line for line in (tmp_path / "run.trec").read_text().splitlines() if not line.startswith("q00 ")]
     (tmp_path / "run.trec").write_text("\n".join(lines) + "\n")
-    with pytest.raises(UserError, match="has 23 of 24 queries; evaluate.py would leave the others out"):
+    with pytest.raises(
+        UserError, match="has only 23 of 24 queries; evaluate.py would silently leave the others out"
+    ):
         export(ExportOptions("pinpoint", tmp_path, tmp_path / "p.json"))

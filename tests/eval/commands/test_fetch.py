@@ -84,7 +84,7 @@ def test_less_than_was_published_is_refused_or_marked(held, tmp_path, capsys):
     del held.files["CIRR/test-00000-of-00001.parquet"]
     out = tmp_path / "r"
     with pytest.raises(
-        UserError, match=r"not the whole release: 35 of 36 sets; 34,003 of 36,000 queries.*partial=true"
+        UserError, match=r"is incomplete: 35 of 36 sets; 34,003 of 36,000 queries.*partial=true"
     ):
         fetch(FetchOptions("mmeb", out))
     fetch(FetchOptions("mmeb", out, partial=True))
@@ -102,7 +102,7 @@ def test_one_folder_holds_one_commit(held, tmp_path):
     (tmp_path / "r/fetch.json").write_text(json.dumps(about))
     with pytest.raises(UserError, match="holds TIGER-Lab/MMEB-eval at 222222222222, not at 111111111111"):
         fetch(FetchOptions("mmeb", tmp_path / "r", revision="main"))
-    with pytest.raises(UserError, match="holds mmeb: give another out="):
+    with pytest.raises(UserError, match="holds mmeb: choose another out="):
         fetch(FetchOptions("mmbright", tmp_path / "r"))
 
 
@@ -113,7 +113,7 @@ def test_mmbright_and_pinpoint_are_counted_too(held, tmp_path):
     with pytest.raises(UserError, match="1,450 of 1,585 queries of mmbright1. Run"):
         fetch(FetchOptions("mmbright", tmp_path / "b"))
     held.files = {"pinpoint_licensed.parquet": table(7635), "index_signatures.txt": b"a\nb\n"}
-    with pytest.raises(UserError, match="clone it there; repo=OWNER/NAME"):
+    with pytest.raises(UserError, match="or pass repo=OWNER/NAME"):
         fetch(FetchOptions("pinpoint", tmp_path / "p"))
     with pytest.raises(UserError, match="2 of 109,600 candidates"):
         fetch(FetchOptions("pinpoint", tmp_path / "p", repo="me/pinpoint"))

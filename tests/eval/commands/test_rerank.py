@@ -235,7 +235,7 @@ def test_the_command_reranks_a_finished_evaluation(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="is not the set that .* was measured on"):
         rerank_command(RerankOptions(**options, overwrite=True))
     data.rename(tmp_path / "elsewhere")
-    with pytest.raises(UserError, match="the set of .* is not at .* any more: give set=DIR"):
+    with pytest.raises(UserError, match="the set of .* is no longer at .*: pass set=DIR"):
         rerank_command(RerankOptions(**options, overwrite=True))
 
 

@@ -92,7 +92,9 @@ def test_metrics_at_any_cutoff(set_dir, tmp_path):
     results, table = results_of(out), per_query_of(out)
     assert results["micro"]["recall@55"]["value"] == pytest.approx(table["recall@55"].mean())
     assert 0 < results["micro"]["ndcg@5"]["value"] < results["micro"]["recall@55"]["value"] < 1
-    with pytest.raises(UserError, match="depth must be at least 55, the deepest metric, got 54"):
+    with pytest.raises(
+        UserError, match="depth must be at least 55, the largest cutoff of the metrics, got 54"
+    ):
         run(replace(asked, depth=54, overwrite=True), loader(FakeEncoder()))
     with pytest.raises(UserError, match="no metric 'recall@ten'; there are"):
         run(replace(asked, metrics=("recall@ten",)), loader(FakeEncoder()))
@@ -113,7 +115,7 @@ def test_several_runs_are_scored_as_one(done, set_dir, tmp_path):
     }
     alone = results_of(score(replace(asked, weights=(1.0, 0.0), out=tmp_path / "first")))
     assert alone["micro"]["mrr"] == results_of(reasoning)["micro"]["mrr"] != both["micro"]["mrr"]
-    with pytest.raises(UserError, match="weights must be 2 numbers, one a run, got 1"):
+    with pytest.raises(UserError, match="weights must be 2 numbers, one per run, got 1"):
         score(replace(asked, weights=(1.0,)))
 
 
@@ -268,7 +270,9 @@ def test_another_cap_on_rationales_leaves_direct_embeddings_alone(set_dir, tmp_p
 
 def test_several_evaluations_do_not_go_into_the_directory_of_one(set_dir, tmp_path):
     run(options(set_dir, tmp_path), loader(FakeEncoder()))
-    with pytest.raises(UserError, match="holds a single evaluation, these would be 2: give another out="):
+    with pytest.raises(
+        UserError, match="holds a single evaluation, but this command would write 2: choose another out="
+    ):
         run(options(set_dir, tmp_path, query_mode=("reasoning", "direct")), loader(FakeEncoder()))
 
 
@@ -429,7 +433,7 @@ def test_what_changes_no_figure_may_take_its_place(set_dir, tmp_path):
     )
     assert results_of(tmp_path)["batch_size"] == 5
     (tmp_path / "results.json").write_text(json.dumps(results))
-    with pytest.raises(UserError, match="with depth = 1000, this one has 50: give another out="):
+    with pytest.raises(UserError, match="with depth = 1000, this one has 50: choose another out="):
         run(options(set_dir, tmp_path, depth=50), loader(FakeEncoder()))
 
 
@@ -460,17 +464,17 @@ def test_nothing_half_written_looks_complete(set_dir, tmp_path, monkeypatch):
             {"benchmark": "rmirr"},
             "benchmark must be one of generic, .*rmir.* got 'rmirr'; did you mean 'rmir'",
         ),
-        ({"benchmark": "rmir"}, "benchmark=rmir, but .* was not imported as such"),
+        ({"benchmark": "rmir"}, "benchmark=rmir, but .* was not imported as that"),
         ({"profile": "paper"}, "profile must be one of clean, official, got 'paper'"),
         (
             {"profile": "official"},
-            "profile=official is what a benchmark's released code computes: give bench",
+            "profile=official is what a benchmark's released code computes, so it needs bench",
         ),
         ({"prompts": "rgee"}, "prompts must be one of plain, rge, got 'rgee'"),
         ({"memory_mb": 0.0}, "memory_mb must be above 0, got 0"),
         ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
         ({"limit": 0}, "limit must be at least 1, got 0"),
-        ({"depth": 20}, "depth must be at least 50, the deepest metric, got 20"),
+        ({"depth": 20}, "depth must be at least 50, the largest cutoff of the metrics, got 20"),
     ],
 )
 def test_wrong_options_are_named(set_dir, tmp_path, change, message):

@@ -184,17 +184,17 @@ def test_a_judge_reorders_every_member(suite, tmp_path, monkeypatch):
     assert results["macro"]["mrr"]["value"] == pytest.approx(mean_of_members(judged, "mrr"))
     assert results["set"]["fingerprint"] == results_of(before)["set"]["fingerprint"]
     page = write_leaderboard([str(before), str(judged)], tmp_path / "p.html", num_examples=0).read_text()
-    assert "reasoning, first 4 judged" in page
+    assert "reasoning, top 4 reranked" in page
 
-    with pytest.raises(UserError, match="is not the suite that .* was measured on: give set=DIR"):
+    with pytest.raises(UserError, match="is not the suite that .* was measured on: pass set=DIR"):
         rerank_command(RerankOptions(of=before, out=tmp_path / "x", judge="x", set=suite / "north"))
     (tmp_path / "run" / "members" / "south" / "reasoning-both").rename(tmp_path / "elsewhere")
-    with pytest.raises(UserError, match="the evaluation of south, is not there"):
+    with pytest.raises(UserError, match="the evaluation of south, is missing"):
         rerank_command(RerankOptions(of=before, out=tmp_path / "x", judge="x"))
     content = results_of(before)
     del content["member_dirs"]
     (before / "results.json").write_text(json.dumps(content))
-    with pytest.raises(UserError, match="does not say where its members' evaluations are"):
+    with pytest.raises(UserError, match="does not record where its members' evaluations are"):
         rerank_command(RerankOptions(of=before, out=tmp_path / "x", judge="x"))
 
 

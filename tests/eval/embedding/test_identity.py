@@ -161,7 +161,7 @@ def test_embeddings_are_kept_until_what_they_depend_on_changes(
     third, was_kept = again("three")
     patched.undo()
     assert was_kept == kept
-    assert ("are not used, since this has changed" in capsys.readouterr().err) == (not kept)
+    assert ("are not reused because of changes" in capsys.readouterr().err) == (not kept)
     assert list(differences(first, third)) == ([] if named is None else [named])
     assert (third["identity"]["key"] == first["identity"]["key"]) == (named in (None, "machine.threads"))
     assert again("four")[1]  # the first are still there
@@ -241,7 +241,10 @@ def test_embeddings_of_an_older_version_are_not_used_and_that_is_said(data, tmp_
     encoder = FakeEncoder()
     evaluate(data, tmp_path / "two", encoder, cache=tmp_path / "cache")
     assert encoder.calls
-    assert "an older version wrote do not say what code and versions" in capsys.readouterr().err
+    assert (
+        "by an older version are not reused because they do not record the code and versions"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_comparison_says_what_differs(data, tmp_path, capsys):
@@ -332,7 +335,7 @@ def test_a_checkpoint_that_lost_its_rge_json_is_no_other_model(lively, data, tmp
     (tmp_path / "own" / "rge.json").unlink()
     words = ["run", f"set={data}", f"out={tmp_path / 'out'}", "query_mode=direct", "report=false"]
     assert main([*words, f"checkpoint={tmp_path / 'own'}"]) == 2
-    assert "has no rge.json, which says how it is asked" in capsys.readouterr().err
+    assert "has no rge.json with its prompt settings" in capsys.readouterr().err
     assert main([*words, f"model={tmp_path / 'own'}"]) == 0
     assert any(
         "taken for the released RGE checkpoint" in one for one in results_of(tmp_path / "out")["warnings"]

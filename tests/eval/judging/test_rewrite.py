@@ -235,5 +235,5 @@ def test_bm25_writes_an_evaluation_and_hears_of_captions(content, server, tmp_pa
 def test_bm25_needs_texts(tmp_path):
     pytest.importorskip("bm25s")
     data = write_tables(tmp_path / "set", tables())
-    with pytest.raises(UserError, match="no candidate has text, and BM25 sees nothing else"):
+    with pytest.raises(UserError, match="no candidate has text, which BM25 needs"):
         bm25(Bm25Options(set=data, out=tmp_path / "out"))

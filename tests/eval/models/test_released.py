@@ -147,7 +147,7 @@ def test_what_the_release_never_asks_is_refused(released, path, tmp_path):
             released.encode([item], side=side, mode=mode)
     with pytest.raises(UserError, match="verbatim=true instructions=rge"):
         released.reword("plain")
-    with pytest.raises(ValueError, match="has 1 pictures and 0 places"):
+    with pytest.raises(ValueError, match="has 1 pictures but 0 placeholders"):
         released.encode([Item("q", "what", (png((56, 56)),))], side="query", mode="reasoning")
     with pytest.raises(UserError, match="adapter=qwen-vl has no as=release, only rge-release"):
         load_model(path, adapter="qwen-vl", as_released=True, device="cpu")
@@ -189,8 +189,8 @@ def test_from_the_release_s_files_to_a_row_that_says_so(path, tmp_path, capsys):
     assert results["asked_as_released"] is False
     capsys.readouterr()
     for given, wrong in (
-        ([f"set={sets['verbatim']}"], "which only as=release reads"),
-        ([f"set={sets['plain']}", "as=release"], "MMEB is imported for it with verbatim=true"),
+        ([f"set={sets['verbatim']}"], "which only as=release supports"),
+        ([f"set={sets['plain']}", "as=release"], "import MMEB for it with verbatim=true"),
         (
             [f"set={sets['vlm2vec']}", "as=release"],
             "imported with instructions=vlm2vec; as=release needs instructions=rge",

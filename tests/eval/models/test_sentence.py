@@ -65,13 +65,13 @@ def test_texts_alone_are_read_and_nothing_is_left_out_in_silence(facts):
     embed(encoder, *TEXTS)
     assert {one for _, one in library.asked} == {one.text for one in TEXTS}  # without the set's instruction
     with pytest.raises(
-        UserError, match="query '4' has a picture, and some/model reads texts only: query_modality=text"
+        UserError, match="query '4' has a picture, but some/model reads only texts: use query_modality=text"
     ):
         embed(encoder, SHOWN)
     library.asked.clear()
     embed(encoder, SHOWN, side="candidate")
     assert library.asked == [("document", "egg")]
-    with pytest.raises(UserError, match="candidate '5' has no text, and some/model reads nothing else"):
+    with pytest.raises(UserError, match="candidate '5' has no text, but some/model reads only texts"):
         embed(encoder, Item("5", None, (picture(1),)), side="candidate")
 
 
@@ -87,9 +87,11 @@ def test_pictures_reach_a_model_that_takes_them(facts):
     assert both["text"] == "egg"
     np.testing.assert_array_equal(np.asarray(both["image"])[0, 0], [37, 101, 0])
     assert found.shape == (3, 2)
-    with pytest.raises(UserError, match="query '6' has 2 pictures, and some/model reads one"):
+    with pytest.raises(UserError, match="query '6' has 2 pictures, but some/model reads only one"):
         embed(encoder, Item("6", "egg", (picture(1), picture(2))))
-    with pytest.raises(UserError, match="query '4' has text and picture, and some/model reads either alone"):
+    with pytest.raises(
+        UserError, match="query '4' has text and picture, but some/model reads only one of them"
+    ):
         embed(Sentences(facts, Library("text", "image"), "float32"), SHOWN)
 
 
@@ -167,7 +169,7 @@ def test_a_real_small_model_finds_what_means_the_same(tmp_path):
         "report": False,
         "query_mode": ("direct",),
     }
-    with pytest.raises(UserError, match="reads texts only: query_modality=text"):
+    with pytest.raises(UserError, match="reads only texts: use query_modality=text"):
         run(RunOptions(**options))
     (out,) = run(RunOptions(**options, query_modality=("text",)))
     results = json.loads((out / "results.json").read_text())

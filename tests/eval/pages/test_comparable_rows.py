@@ -81,7 +81,7 @@ def test_rows_of_another_release_take_no_place(made, tmp_path):
 
 def test_the_clean_profile_takes_no_place_among_published_rows(made, tmp_path):
     page = page_of(tmp_path, pinpoint(made, "theirs", "clean"))
-    assert "the rows here have the clean protocol, published ones the official protocol" in page
+    assert "the rows here have the clean protocol, the published ones the official protocol" in page
     assert [place.strip() for kind, place, _ in places(page) if kind == "published"] == [""] * 18
     (row,) = rows_of(page, "measured")
     assert "clean protocol" in row[1]
@@ -124,7 +124,7 @@ def test_another_import_takes_no_place_among_published_rows(made, tmp_path):
     wanted["made_with"] = {"image_policy": "all", "task": 2}
     macro = {"macro": {"ndcg@10": {"value": 0.2, "low": 0.1, "high": 0.3}}}
     page = page_of(tmp_path, made("a", benchmark="mmbright", profile="official", set=wanted, **macro))
-    assert "imported with image_policy=all, published rows are of image_policy=first" in page
+    assert "imported with image_policy=all, the published rows have image_policy=first" in page
     (row,) = rows_of(page, "measured")
     assert "image_policy=all" in row[1]
     wanted["made_with"] = {"image_policy": "first", "task": 2}

@@ -91,7 +91,7 @@ def test_a_set_that_was_moved_is_named(world, tmp_path):
         results["set"]["path"] = "gone"
         (folder / "results.json").write_text(json.dumps(results))
     with pytest.raises(
-        UserError, match="retrieval set gone is not there; if it was moved, give set=DIR, or examples=0"
+        UserError, match="retrieval set gone does not exist; if it was moved, pass set=DIR, or examples=0"
     ):
         compare(CompareOptions(a, b, metric=("mrr",), out=tmp_path / "c"))
     compare(CompareOptions(a, b, metric=("mrr",), out=tmp_path / "c", set=world / "set"))

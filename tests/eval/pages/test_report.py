@@ -459,7 +459,7 @@ def test_what_the_model_wrote_is_text_not_markup(world):
     assert not page.all("i", id=None) or all(
         n["attrs"].get("class") in ("span", "dot") for n in page.all("i")
     )
-    assert page.all("title")[0]["text"] == "What reasoning bought on tiny & <set>"
+    assert page.all("title")[0]["text"] == "What reasoning gained on tiny & <set>"
 
 
 def test_same_input_same_bytes_and_no_leftovers(world):
@@ -628,7 +628,7 @@ def test_warnings_of_results_stand_before_the_figures(world):
     assert said == [
         "Mind: TRAINED ON THE TEST: 3 of 40 <pictures>",
         "Mind: Direct: the ranking covers 97.5 % of the queries",
-        "Mind: Direct: a look at the first 40 queries only",
+        "Mind: Direct: only the first 40 queries were evaluated",
     ]
     places = [page.elements.index(node) for node in page.all("p", cls="warn")]
     assert max(places) < page.elements.index(page.all("table")[0])
@@ -647,7 +647,7 @@ def test_a_ranking_made_elsewhere_has_no_empty_columns_of_cost(world):
     page = Page(write_report([folder], world / "r.html").read_text())
     heads = {node["text"] for node in page.all("th", scope="col")}
     assert "Ties, worst–best" in heads
-    assert not heads & {"Forced stops", "Tokens, mean / p95", "Generate, ms a query", "Embed, ms a query"}
+    assert not heads & {"Forced stops", "Tokens, mean / p95", "Generate, ms per query", "Embed, ms per query"}
     edit(folder, lambda r: r.pop("ties"))
     assert "Cost and ties" not in write_report([folder], world / "r.html").read_text()
     both = Page(written(world))
@@ -720,7 +720,7 @@ def test_curves_are_drawn_with_axes_stages_and_a_spoken_summary(world):
     page = Page(written(world, training_logs=[world / "cold/metrics.jsonl", joint]))
     drawn = page.all("svg", cls="chart")
     names = [node["attrs"]["aria-label"].split(".")[0] for node in drawn]
-    assert names == ["Loss", "Rationale loss (nats a token)", "Contrastive loss (nats)", "Forced stops"]
+    assert names == ["Loss", "Rationale loss (nats per token)", "Contrastive loss (nats)", "Forced stops"]
     assert "25% at step 408" in drawn[3]["attrs"]["aria-label"]  # 399 cold steps, then 9
     texts = [node["text"] for node in page.inside(drawn[0], "text")]
     assert {"step", "cold", "0.0", "400"} <= set(texts)
@@ -809,7 +809,7 @@ def edit(folder: Path, change) -> None:
 
 def test_an_incomplete_evaluation_is_named(world):
     (world / "out/direct-both/results.json").unlink()
-    with pytest.raises(UserError, match="direct-both has no results.json: the evaluation did not finish"):
+    with pytest.raises(UserError, match="direct-both has no results.json: the evaluation is unfinished"):
         written(world)
 
 
@@ -831,7 +831,7 @@ def test_evaluations_of_different_sets_are_refused(world):
 def test_evaluations_of_different_queries_are_refused(world):
     path = world / "out/direct-both/per_query.parquet"
     pd.read_parquet(path).iloc[1:].to_parquet(path)
-    with pytest.raises(UserError, match="queries, .*; 'q0' is in one only"):
+    with pytest.raises(UserError, match="queries, .*; 'q0' is only in one of them"):
         written(world)
 
 
@@ -844,7 +844,7 @@ def test_a_set_that_changed_since_is_refused(world):
 
 def test_a_moved_set_is_found_where_it_is_said_to_be(world):
     (world / "set").rename(world / "elsewhere")
-    with pytest.raises(UserError, match="is not there; if it was moved, give set=DIR"):
+    with pytest.raises(UserError, match="does not exist; if it was moved, pass set=DIR"):
         written(world)
     assert "<article" in written(world, set_dir=world / "elsewhere")
 
@@ -886,9 +886,9 @@ def test_unknown_metric_names_those_there_are(world):
 
 
 def test_a_baseline_is_one_evaluation(world):
-    with pytest.raises(UserError, match="holds 4: name one of direct-both"):
+    with pytest.raises(UserError, match="holds 4: pass one of direct-both"):
         written(world, baselines={"other": world / "out"})
-    with pytest.raises(UserError, match="label of its own, got 'Direct' twice"):
+    with pytest.raises(UserError, match="must be unique, got 'Direct' twice"):
         written(world, baselines={"Direct": world / "none"})
 
 

@@ -91,4 +91,4 @@ def test_the_command(done, tmp_path, capsys):
     assert content["shortcuts"]["reasoning"]["num_queries"] == 24
     assert main(["audit"] + ["evals=nowhere"]) == 2
     assert main(["audit", "metric=hit@1"]) == 2
-    assert "give set=DIR train=FILE,... or evals=DIR" in capsys.readouterr().err
+    assert "give either set=DIR train=FILE,... or evals=DIR" in capsys.readouterr().err

@@ -1,25 +1,25 @@
 
 "use strict";
-// Texts of the run and of imported files only ever become text of a node, or the value of a field.
+// Texts of the run and of imported files are only ever set as textContent or as field values.
 const data = JSON.parse(document.getElementById("data").textContent);
 const place = "review-" + data.sample;
 const WORDS = { accept: "yes", reject: "no", unsure: "unsure" };
 const KEYS = { j: "accept", f: "reject", h: "unsure" };
 const show = (id) => document.getElementById(id);
 const known = new Set(data.items.map((item) => item.key));
-// A map, not a plain object: a key may be called like anything that objects have.
+// A Map, not a plain object: a key may equal a property name of Object.prototype.
 let said = new Map();
 let undone = [];
 let at = 0;
-let store = null;   // the browser's, where it has one
-let writing = 0;    // writes that it has not confirmed
+let store = null;   // IndexedDB, if available
+let writing = 0;    // unconfirmed writes
 let warning = "";
 
 function read(found) {
-  // Verdicts of a saved file or of the browser's store, as far as they are about pairs of this page.
+  // Verdicts on pairs of this page, from a saved file or the browser's store.
   const rows = new Map();
   for (const [key, value] of Object.entries(found || {})) {
-    // A file of an earlier version holds true and false.
+    // Files of earlier versions hold true and false.
     const row = typeof value === "boolean" ? { verdict: value ? "accept" : "reject" } : value || {};
     const verdict = Object.hasOwn(WORDS, row.verdict) ? row.verdict : null;
     const comment = typeof row.comment === "string" ? row.comment.slice(0, 2000) : "";
@@ -29,7 +29,7 @@ function read(found) {
 }
 
 function keep() {
-  // In IndexedDB: Chromium loses what a page that was opened as a file puts into localStorage.
+  // IndexedDB, because Chromium loses localStorage of pages opened as files.
   if (!store) return;
   let write;
   try { write = store.transaction("reviews", "readwrite", { durability: "strict" }); } catch (error) { return forget(); }
@@ -41,7 +41,7 @@ function keep() {
 
 function forget() {
   store = null;
-  warning = "This browser keeps nothing: save before you close the page.";
+  warning = "This browser cannot store verdicts: save before you close the page.";
   note("");
 }
 
@@ -103,7 +103,7 @@ function save() {
 async function load(file) {
   let rows;
   try { rows = read(JSON.parse(await file.text()).verdicts); } catch (error) { rows = new Map(); }
-  if (!rows.size) return note(`${file.name} holds no verdict about a pair of this page.`);
+  if (!rows.size) return note(`${file.name} holds no verdict on any pair of this page.`);
   remember();
   let changed = 0;
   for (const [key, row] of rows) {
@@ -155,7 +155,7 @@ function begin(stored) {
     if ((event.ctrlKey || event.metaKey) && event.key === "z") { event.preventDefault(); return press("u"); }
     if (event.ctrlKey || event.metaKey || event.altKey || show("keys").open) return;
     if (show("zoom").open && event.key.toLowerCase() !== "z") return;
-    if (event.key === "c") event.preventDefault();  // or the letter lands in the field
+    if (event.key === "c") event.preventDefault();  // else the letter is typed into the field
     press(event.key);
   });
   for (const button of document.querySelectorAll("button[data-key]")) {

@@ -20,7 +20,7 @@ from data_prep.rmir import stages
 from data_prep.rmir.config import EncoderConfig, load_config
 from data_prep.rmir.frames import SCHEMAS, write_rows
 from data_prep.rmir.pictures import hub_encoders as hub
-from data_prep.rmir.pictures.encoders import NotThere, image_encoder, text_encoder
+from data_prep.rmir.pictures.encoders import EncoderUnavailable, image_encoder, text_encoder
 from data_prep.rmir.run import Run
 from rge.checkpoints.export import export
 from rge.checkpoints.settings import read_settings
@@ -127,7 +127,7 @@ def test_a_checkpoint_in_direct_mode(checkpoint, pictures):
 
 def test_a_checkpoint_that_is_missing_is_an_error(tmp_path):
     for build in (image_encoder, text_encoder):
-        with pytest.raises(NotThere, match=f"there is no checkpoint {tmp_path}"):
+        with pytest.raises(EncoderUnavailable, match=f"checkpoint {tmp_path} does not exist"):
             build(EncoderConfig("checkpoint", str(tmp_path)))
 
 
@@ -183,6 +183,6 @@ def test_thumbnails_without_captions_are_refused_by_name(pictures, tmp_path):
     run = library_run(tmp_path, pictures, "image_encoder={kind: pixels}")
     stages.seed(run)
     asked_about(run)
-    with pytest.raises(NotThere, match="pixels can place a text only where some pictures have captions"):
+    with pytest.raises(EncoderUnavailable, match="the pixels encoder needs some pictures with captions"):
         stages.retrieve(run)
     run.close()

@@ -359,7 +359,7 @@ def test_the_input_is_a_candidate_where_one_asks_for_it(finished):
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("retrieve.more=[{name: image}]", "each index needs a name of its own; got 'image'"),
+        ("retrieve.more=[{name: image}]", "index names must be unique; got 'image' twice"),
         ("retrieve.more=[{name: x, side: sound}]", r"retrieve.more\[0\].side must be one of image, caption"),
         (
             "retrieve.more=[{name: x, side: caption}]",
@@ -424,14 +424,14 @@ def test_agreement_with_a_person(finished, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "| all | 5 | 6 | 2 | 0.833 |" in shown
     assert "| by two | 2 | 2 | 1 | 1.000 |" in shown
-    assert "one and two: the same verdict on 1 of 3" in shown
+    assert "one and two: same verdict on 1 of 3" in shown
     report = json.loads((finished.out / "agreement.json").read_text())
     assert (report["rows"]["all"]["of"], report["rows"]["all"]["unsure"]) == (6, 1)
 
 
 def test_two_files_of_one_person_are_refused(finished, tmp_path):
     files = [verdicts(tmp_path / f"{number}.json", by="two", a="accept") for number in range(2)]
-    with pytest.raises(UserError, match="there are two files of 'two'"):
+    with pytest.raises(UserError, match="two files are from 'two'"):
         review.read_verdicts(finished.out, files)
 
 
@@ -440,13 +440,13 @@ def test_two_files_of_one_person_are_refused(finished, tmp_path):
     [
         ("no json", "holds no verdicts: save them"),
         ('{"verdicts": {"q1 -> a": true}}', "holds no verdicts: save them"),
-        ('{"verdicts": {}}', "holds no verdicts, or others"),
+        ('{"verdicts": {}}', "holds no verdicts, or values other"),
         ('{"verdicts": {"q1 -> a": "yes"}}', "holds no verdicts: save them"),
-        ('{"verdicts": {"q1 -> a": {"verdict": "yes"}}}', "others than accept, reject, unsure"),
+        ('{"verdicts": {"q1 -> a": {"verdict": "yes"}}}', "values other than accept, reject, unsure"),
         ('["q1 -> a"]', "holds no verdicts: save them"),
         (
             '{"verdicts": {"q9 -> a": {"verdict": "accept"}}}',
-            "about 'q9 -> a', which this run did not decide",
+            "a verdict is on 'q9 -> a', which this run did not decide",
         ),
     ],
 )

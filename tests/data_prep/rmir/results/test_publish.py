@@ -98,7 +98,7 @@ def test_disjoint_sets_share_no_picture_in_whatever_role(run, disjoint):
     assert found["left_out_of_the_pool"] == 2
     assert not {"in", *corpus} & {record["group"], *positives, *negatives}
     card.write_into(run.out / "dataset", {"stages": {"split": run.done("split")}}, {}, {})
-    assert "2 pictures of the pool that training shows" in (run.out / "dataset/README.md").read_text()
+    assert "2 pictures of the pool that occur in training" in (run.out / "dataset/README.md").read_text()
 
 
 def verdicts(path, **said):
@@ -147,10 +147,10 @@ def test_what_two_people_say_against_the_panel_is_done_and_can_be_taken_back(tmp
     differ = f"{other['query_id']} -> {other['candidate_id']}"
     ada = verdicts(tmp_path / "ada.json", **{wrong: "reject", right: "accept", differ: "reject"})
     bo = verdicts(tmp_path / "bo.json", **{wrong: "reject", right: "accept", differ: "accept"})
-    with pytest.raises(UserError, match="names 1 people, and agree=2"):
+    with pytest.raises(UserError, match="has the verdicts of 1 people, but agree=2"):
         main(["review", f"run={out}", f"apply={ada}"])
     main(["review", f"run={out}", f"apply={ada},{bo}"])
-    said = "agreed on 2 of 3 triplets: 1 answers removed, 1 added; 1 stay as the panel decided"
+    said = "agreed on 2 of 3 triplets: 1 answers removed, 1 added; 1 left as the panel decided"
     assert said in capsys.readouterr().out
     after = sets_of(out)
     assert after[0][shared] == before[0][shared] - {kept[0]["candidate_id"]} | {extra}
@@ -169,5 +169,5 @@ def test_what_two_people_say_against_the_panel_is_done_and_can_be_taken_back(tmp
     main(["review", f"run={out}", f"apply={same}", "agree=1"])
     assert sets_of(out) == before
     for words in ([], [f"out={tmp_path / 'a.html'}", f"apply={ada}"]):
-        with pytest.raises(UserError, match="give out=FILE.html to write a page, or apply=FILES"):
+        with pytest.raises(UserError, match="give either out=FILE.html to write a page, or apply=FILES"):
             main(["review", f"run={out}", *words])

@@ -379,7 +379,7 @@ def check_card(out, tmp_path):
         "| judge | ",
         "Fleiss' kappa",
         "## Known shortcuts",
-        "No person has checked",
+        "No human has reviewed",
     ):
         assert words in text
     secret = [str(tmp_path), "127.0.0.1", "key_env", "base_url"]
@@ -395,9 +395,9 @@ def check_card(out, tmp_path):
     (tmp_path / "ada.json").write_text(json.dumps({"verdicts": verdicts}))
     main(["agreement", f"run={out}", f"verdicts={tmp_path / 'ada.json'}"])
     row = json.loads((out / "agreement.json").read_text())["rows"]["panel accepted"]
-    shown = f"people accepted 66.7 % {in_words(row['low'], row['high'])} (95 %, {row['queries']} queries as"
+    shown = f"people accepted 66.7 % {in_words(row['low'], row['high'])} (95 % interval, clustered by {row['queries']} queries"
     assert shown in card.read_text()
-    assert "1 more were left unsure" in card.read_text()
+    assert "on 1 more they were unsure" in card.read_text()
 
 
 def test_doubted_images_may_leave_the_list_before_tsr(tmp_path):

@@ -199,7 +199,7 @@ def test_a_browser_that_keeps_nothing_says_so_after_every_verdict(browser, page)
         reopened(browser, page[0])
         press(browser, "j", "f")
         assert count(browser) == "3 of 4, 2 judged"
-        assert "keeps nothing" in browser.js("document.getElementById('note').textContent")
+        assert "cannot store verdicts" in browser.js("document.getElementById('note').textContent")
         asked = "!dispatchEvent(new Event('beforeunload', {cancelable: true}))"
         assert browser.js(asked)
         press(browser, "u", "u")

@@ -121,7 +121,7 @@ def test_another_wording_redoes_the_stages_that_say_it(tmp_path, name, redone):
         ({"kind.md": "x"}, r"kind\.md does not replace any prompt; the files are generate\.md"),
         (
             {"judge.md": "Answer in exactly this format:"},
-            r"judge\.md lacks '<consistent>True, False or ABSTAIN",
+            r"judge\.md must contain '<consistent>True, False or ABSTAIN",
         ),
         ({"kinds.md": "no line of that kind"}, "has no line such as 'FUNC"),
         ({"constraints.md": b"\xff\xfe\xff"}, r"constraints\.md cannot be read"),

@@ -128,8 +128,7 @@ class DirectEncoder(Asked, Generic[T]):
             ValueError: an item that cannot be embedded.
             ImageError: a picture cannot be read.
         """
-        if mode != "direct":
-            raise UserError(f"{self.settings.model} writes no rationales: use query_mode=direct")
+        self.settings.check_mode(mode)
         rows: list[tuple[Any, ...]] = []
         together = 1 if self.settings.exact else batch_size
         for start in range(0, len(items), WINDOW_BATCHES * batch_size):

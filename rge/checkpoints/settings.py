@@ -126,7 +126,7 @@ class Settings(_Frozen):
         """
         if self.modes is not None and mode not in self.modes:
             raise UserError(
-                f"{self.model or 'this model'} writes no rationale: give query_mode={self.modes[0]}"
+                f"{self.model or 'this model'} writes no rationales: use query_mode={self.modes[0]}"
             )
         if mode == "auto" and not self.decides_itself:
             raise UserError(

@@ -228,14 +228,14 @@ def estimate(records: Path, out: Path, model: ModelConfig, settings: Settings) -
     """
     path = _replies(records, out)
     with closing(AnswerStore(path if path.is_file() else None)) as store:
-        learnt = {kind: store.billing_stats(model.endpoint, kind) for kind in (False, True)}
+        stats = {kind: store.billing_stats(model.endpoint, kind) for kind in (False, True)}
         kept = store.num_replies()
     tasks: Counter[str] = Counter()
     total: Counter[str] = Counter()
     for file in _files(records, out):
         for pair in file.pairs():
             request = _request(pair, file.records.parent, model, settings, look=False)
-            bills = learnt[bool(request.num_pictures())]
+            bills = stats[bool(request.num_pictures())]
             given, answered = model.estimate(request)
             most_in, most_out = model.estimate(request, bills)
             total.update({"in": round(settings.candidates * given * bills.mean_input)})

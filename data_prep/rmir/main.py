@@ -258,13 +258,13 @@ def estimate(config: RmirConfig) -> str:
 def _costs(config: RmirConfig, store: AnswerStore, stage: str, asked: _Asked) -> tuple[str, float, float]:
     """The cells of a row, the expected cost and the maximum cost."""
     model = config.models[asked.model]
-    learnt = store.billing_stats(model.endpoint, pictures=True)
+    stats = store.billing_stats(model.endpoint, pictures=True)
     number, most = asked.calls
     per_call = asked.characters / CHARACTERS_A_TOKEN + asked.pictures * model.picture_tokens
     answers = {**ExpectConfig().output_tokens, **config.expect.output_tokens}
-    tokens_in, tokens_out = number * per_call * learnt.mean_input, number * answers[stage]
-    most_in = most * per_call * learnt.max_input
-    most_out = most * getattr(config, stage).max_tokens * learnt.max_output
+    tokens_in, tokens_out = number * per_call * stats.mean_input, number * answers[stage]
+    most_in = most * per_call * stats.max_input
+    most_out = most * getattr(config, stage).max_tokens * stats.max_output
     cost, most_cost = (
         model.cost(int(given), int(written), batch=model.mode == "batch")
         for given, written in ((tokens_in, tokens_out), (most_in, most_out))

@@ -546,7 +546,7 @@ def verdict(found: Mapping[str, Any], sign: int) -> str:
         return ""
     if found["low"] is None or found["low"] <= 0 <= found["high"]:
         return "undecided"
-    return "found again" if (found["mean"] > 0) == (sign > 0) else "the opposite"
+    return "confirmed" if (found["mean"] > 0) == (sign > 0) else "contradicted"
 
 
 def markdown(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

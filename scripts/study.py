@@ -7,8 +7,8 @@
 
 This file declares arms, contrasts, doses and seeds; scripts/arms.py trains, evaluates and compares them. A claim is a paired contrast
 on the same test queries, which no choice was made on, with a 95 % interval over seeds and groups of queries together. The verdict is
-*found again* if the interval lies on the paper's side of zero, *the opposite* if it lies on the other side, and *undecided* if it
-contains zero. Tables are written to ``page_NAME.md`` in the study's folder, per-query results to ``kept.json``.
+*confirmed* if the interval is on the paper's side of zero, *contradicted* if it is on the other side, and *undecided* if it contains
+zero. Tables are written to ``page_NAME.md`` in the study's folder, per-query results to ``kept.json``.
 """
 
 import json

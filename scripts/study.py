@@ -43,7 +43,7 @@ from arms import (
 from demo import judge_words
 
 from data_prep.demo import spoil
-from data_prep.demo.build import write_mixed
+from data_prep.demo.build import write_mixed, write_rotated
 from data_prep.study.build import build
 from rge.common.commands import start
 from rge.common.errors import UserError
@@ -104,6 +104,7 @@ TITLES = {
     "d": "Fig. 4: what is learned from the oracle's text alone (study set)",
     "e": "The cold start's length, greedy and sampled rollouts (study set)",
     "f": "One checkpoint in several modes, a cold start for each seed (demo)",
+    "g": "The demo's own ratio of losses, chosen on two training families that are held back (demo)",
     "rl": "Reinforcement learning of rationales where a share of the oracle's is wrong (demo)",
 }
 
@@ -457,12 +458,16 @@ def cold_starts(options: Options) -> Finding:
     return on_study_set(options, arms, [Table("hit@1, points", rows_of(text), ALL)])
 
 
-# --- the demo: b, f
+# --- the demo: b, f, g
 
 TABLE_3 = {
     "1:1": 66.2, "100:1": 53.1, "20:1": 60.8, "10:1": 62.7, "1:10": 67.4, "1:20": 67.0, "1:100": 67.2, "none": 63.7,
 }  # fmt: skip
 """The paper's figures by ratio."""
+RATIOS = ("1:1", "10:1", "20:1")
+"""Ratios that the demo's own is chosen from, the simplest first."""
+PAIRS = {"all": (), "seen pairs": ("pair", "seen"), "held-out pairs": ("pair", "held_out")}
+"""Slices of the demo's queries: column and value."""
 ADAPTIVE = ("loss.adaptive.share=0.5", "loss.adaptive.margin=0.05", "loss.adaptive.warmup_steps=60")
 LATENT = ("loss.states={direct: 1, latent: 1}", "loss.think_lm=0.5")
 STATES = {
@@ -520,7 +525,7 @@ def on_demo(options: Options, folder: str, arms: Sequence[Arm], names: Sequence[
         options.out / folder, arms, ("recipe=demo",), {options.on: DEMO_SET.with_name(options.on)}, options.seeds, options.launcher,
         metrics=("hit@1", "rationale_tokens"), columns=("pair", "kind"),
     )  # fmt: skip
-    slices = ALL | {"seen pairs": Slice("", "pair", "seen"), "held-out pairs": Slice("", "pair", "held_out")}
+    slices = {title: Slice("", *which) for title, which in PAIRS.items()}
     return Finding(study, names, [Table("hit@1, % and points", rows_of(rows), slices)])
 
 
@@ -538,6 +543,37 @@ def table_3(options: Options) -> Finding:
     for ratio in ("100:1", "10:1", "1:100", "none"):
         text += f"\n1:10 over {ratio} = 1_10 - {names[ratio]} | {TABLE_3['1:10'] - TABLE_3[ratio]:+.1f} | +"
     return on_demo(options, "demo", arms, list(names.values()), text)
+
+
+def default_ratio(options: Options) -> Finding:
+    """Finding g: the demo's ratio, chosen on two training families that nothing here is trained on, the base included."""
+    out = options.out / "rotated"
+    data, recipe = out / "data", load_recipe(["recipe=demo"])
+    records = [f"model.scratch.naming={data}/train/naming.jsonl"]
+    for stage in ("cold_start", "joint"):
+        sources = [
+            f"{{path: {data}/train/{Path(str(source.path)).name}, weight: {source.weight}}}"
+            for source in getattr(recipe, stage).sources
+        ]
+        records.append(f"{stage}.sources=[{', '.join(sources)}]")
+    quick = () if options.steps is None else (f"model.scratch.naming_steps={options.steps}",)
+    cold = (*steps_words("cold_start", options), *quick)
+    arms = [Arm("cold", "cold_start", "", cold, shared=True, query_mode="")]
+    names = {ratio: ratio.replace(":", "_") for ratio in RATIOS}
+    for ratio, name in names.items():
+        arms.append(Arm(name, "joint", "cold", (f"loss.ratio={ratio}", *steps_words("joint", options))))
+    study = Study(
+        out, arms, ("recipe=demo", *records), {"valid": data / "valid"}, options.seeds, options.launcher, columns=("pair",)
+    )  # fmt: skip
+    rows = "\n".join(f"{ratio} = {name}" for ratio, name in names.items())
+    rows += "".join(f"\n{ratio} over 1:1 = {name} - 1_1" for ratio, name in names.items() if ratio != "1:1")
+    slices = {title: Slice("valid", *which) for title, which in PAIRS.items()}
+    return Finding(
+        study,
+        [*names.values()],
+        [Table("hit@1, % and points", rows_of(rows), slices)],
+        prepare=lambda: None if (data / "valid" / "meta.json").is_file() else write_rotated(data),
+    )
 
 
 def modes(options: Options) -> Finding:
@@ -766,7 +802,7 @@ def written_figures(frame: pd.DataFrame, path: Path) -> pd.DataFrame:
 
 DECLARED: dict[str, Callable[[Options], Finding]] = {
     "eyes": eyes, "a": table_4, "b": table_3, "c": tables_6_and_7, "d": figure_4, "e": cold_starts, "f": modes,
-    "rl": reinforcement,
+    "g": default_ratio, "rl": reinforcement,
 }  # fmt: skip
 
 

@@ -14,7 +14,7 @@ The tables beside this file are the source; the result is written from them alon
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -25,7 +25,7 @@ from data_prep.demo.families import FAMILIES, GALLERY, QUERIES, TRAINING
 from data_prep.demo.pictures import render_family, write_library
 from data_prep.demo.records import naming_records, reference, relation_records, text_records
 from data_prep.demo.splits import VALID_GALLERY, VALID_QUERIES, split
-from data_prep.demo.tables import HERE, read_tables
+from data_prep.demo.tables import HERE, Tables, read_tables
 from data_prep.jsonl import write_jsonl
 from rge.common.options import parse_options
 
@@ -95,10 +95,10 @@ def build(out: Path, icons: Path) -> None:
     (out / "train" / "openmoji" / "LICENSE.md").write_text(share_alike(), encoding="utf-8")
 
 
-def write_records(out: Path) -> None:
-    """Write the training records; they need only the tables, not the drawings."""
-    tables = read_tables()
-    splits = split(tables)
+def write_records(out: Path, tables: Tables | None = None) -> None:
+    """Write the training records; they need only the tables, not the drawings. Default: the shipped tables."""
+    tables = tables or read_tables()
+    splits = split(read_tables())
     write_jsonl(out / "train" / "relations.jsonl", relation_records(tables, splits))
     write_jsonl(out / "train" / "text.jsonl", text_records(tables, splits))
     write_jsonl(out / "train" / "naming.jsonl", naming_records(tables))
@@ -111,6 +111,28 @@ def copy_pictures(out: Path) -> None:
         shutil.copyfile(OUT / "train" / library, out / "train" / library)
     shutil.copyfile(OUT / "train" / "openmoji" / "LICENSE.md", out / "train" / "openmoji" / "LICENSE.md")
     shutil.copyfile(OUT / "LICENSES.md", out / "LICENSES.md")
+
+
+def write_rotated(out: Path) -> None:
+    """Write records and a large validation set for choosing defaults: the two validation families are held back entirely.
+
+    Args:
+        out: folder to write ``train/`` and ``valid/`` to.
+    """
+    tables, held = read_tables(), (VALID_QUERIES.name, VALID_GALLERY.name)
+    write_records(
+        out, replace(tables, icons={key: icon for key, icon in tables.icons.items() if key[0] not in held})
+    )
+    copy_pictures(out)
+    retrieval.write_set(
+        out / "valid",
+        "rge-demo-rotated",
+        retrieval.rotated_rows(tables, split(tables)),
+        VALID_GALLERY,
+        retrieval.referred(VALID_QUERIES, "../train"),
+        retrieval.referred(VALID_GALLERY, "../train"),
+        f"queries {VALID_QUERIES.licence}, gallery {VALID_GALLERY.licence}",
+    )
 
 
 def write_mixed(out: Path) -> None:

@@ -12,7 +12,7 @@ import pyarrow as pa
 from data_prep.demo.families import GALLERY, Family
 from data_prep.demo.pictures import IMAGE, write_table
 from data_prep.demo.records import INSTRUCTION, NAMING_INSTRUCTION, NAMING_PHRASINGS, reference
-from data_prep.demo.splits import VALID_GALLERY, Splits, stable_hash
+from data_prep.demo.splits import VALID_GALLERY, Splits, is_drawn, stable_hash
 from data_prep.demo.tables import Concept, Fact, Tables
 from rge.identity.set_fingerprint import set_fingerprint
 
@@ -76,6 +76,19 @@ def valid_rows(tables: Tables, splits: Splits) -> SetRows:
     for fact in facts:
         pair = "held_out" if fact.pair in splits.valid else "seen"
         ask(rows, tables, fact, pair, VALID_GALLERY, 1)
+    return rows
+
+
+def rotated_rows(tables: Tables, splits: Splits) -> SetRows:
+    """All facts that the validation families can show, in two phrasings each; the gallery shows all that its family draws."""
+    shown = [
+        concept for concept in tables.concepts.values() if (VALID_GALLERY.name, concept.key) in tables.icons
+    ]
+    rows = SetRows(corpus=shown)
+    for fact in tables.facts:
+        if is_drawn(tables, fact):
+            pair = "held_out" if fact.pair in splits.words_only else "seen"
+            ask(rows, tables, fact, pair, VALID_GALLERY, NUM_TEST_PHRASINGS)
     return rows
 
 

@@ -71,7 +71,7 @@ def split(tables: Tables) -> Splits:
         if left[fact.question] and trained.remove(fact):
             left[fact.question] -= 1
             test.add(fact.pair)
-    candidates = [fact for fact in tables.facts if fact.pair not in test and _valid(tables, fact)]
+    candidates = [fact for fact in tables.facts if fact.pair not in test and is_drawn(tables, fact)]
     valid: set[Pair] = set()
     for fact in shuffled(candidates, "valid"):
         if len(valid) < NUM_VALID and trained.remove(fact):
@@ -101,7 +101,8 @@ class _Trained:
         return True
 
 
-def _valid(tables: Tables, fact: Fact) -> bool:
+def is_drawn(tables: Tables, fact: Fact) -> bool:
+    """Whether the validation families have the drawings that a query about a fact needs."""
     gallery = (*fact.answers, *fact.wrong)
     drawn = all((VALID_GALLERY.name, concept) in tables.icons for concept in gallery)
     return drawn and (VALID_QUERIES.name, fact.source) in tables.icons

@@ -105,7 +105,8 @@ def study(monkeypatch, tmp_path):
     monkeypatch.setattr(module, "run", run)
     monkeypatch.setattr(module, "build", build)
     monkeypatch.setattr(module.spoil, "write", lambda out, dose, seed: out.mkdir(parents=True, exist_ok=True))
-    monkeypatch.setattr(module, "write_mixed", lambda out: module.built.append(out))
+    for name in ("write_mixed", "write_rotated"):
+        monkeypatch.setattr(module, name, lambda out: module.built.append(out))
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     module.arms, module.folder = arms, tmp_path / "a study"
     module.given = [f"out={module.folder}", f"kept={tmp_path / 'kept'}", "launcher=accelerate launch"]
@@ -300,6 +301,24 @@ def test_think_tokens_are_ablated_once(study):
     assert {"sensitivity", "mode=latent", "data=data_prep/demo/data/valid"} <= set(asked)
     text = (study.folder / "modes" / "page_f_valid.md").read_text()
     assert "| latent_2, own | 50.0 | -20.0 [-30.0, -10.0] | 0.500 |" in text
+
+
+def test_the_demos_ratio_is_chosen_from_nothing_and_on_families_held_back(study):
+    study.main(["g", "seeds=2", *study.given])
+    assert study.built == [study.folder / "rotated" / "data"]
+    assert trained(study) == [
+        ("cold", ""),
+        *((name, "rotated/cold/shared/cold_start/final") for name in ("1_1", "10_1", "20_1")),
+        *((name, "rotated/cold/shared/cold_start/final") for name in ("1_1", "10_1", "20_1")),
+    ]
+    for command in study.commands:
+        given = dict(part.split("=", 1) for part in command if "=" in part)
+        if "rge/train.py" in command:
+            assert str(study.built[0]) in given["model.scratch.naming"]
+            assert "data_prep/demo/data" not in " ".join(command)
+        else:
+            assert given["set"] == str(study.built[0] / "valid")
+    assert rows(study, "g", "rotated")["10:1 over 1:1", "all", "hit@1"]["seeds"] == [0.0, 0.0]
 
 
 def test_a_run_that_another_process_makes_comes_last(study, monkeypatch):

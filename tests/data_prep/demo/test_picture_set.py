@@ -386,3 +386,25 @@ def test_a_dose_of_the_oracles_is_spoiled_and_held_back_drawings_are_the_test(tm
     assert not shown & {query["image"][0]["path"].partition("#")[2] for query in asked}
     with pytest.raises(UserError, match="dose must be between"):
         spoil.main([f"out={tmp_path / 'x'}", "dose=50"])
+
+
+def test_rotated_records_never_show_the_families_that_ask_and_answer(tmp_path):
+    demo.write_rotated(tmp_path)
+    for name in ("relations", "text", "naming"):
+        records = list(RecordFile(tmp_path / "train" / f"{name}.jsonl", need_rationale=True))
+        shown = {
+            picture.partition("#")[2].partition("/")[0]
+            for record in records
+            for picture in (
+                *record.query.images,
+                *(target.image for target in (*record.positives, *record.negatives)),
+            )
+        }
+        assert shown == {"noto-v1", "emojione", "fxemoji"}
+    assert load_set(tmp_path / "valid").report_by == ("pair",)
+    queries = pq.read_table(tmp_path / "valid" / "queries.parquet").to_pylist()
+    assert Counter(row["pair"] for row in queries) == {"seen": 882, "held_out": 296}
+    families = {row["image"][0]["path"].partition("#")[2].partition("/")[0] for row in queries}
+    assert families == {VALID_QUERIES.name}
+    trained = {record.id.rpartition(".")[0] for record in RecordFile(tmp_path / "train" / "relations.jsonl")}
+    assert {row["pair"] for row in queries if row["id"].rpartition(".")[0] in trained} == {"seen"}

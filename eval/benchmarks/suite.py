@@ -76,11 +76,7 @@ def is_suite(path: Path) -> bool:
 
 
 def refuse_old_suite(out: Path, overwrite: bool) -> None:
-    """Check before an import that it replaces an existing suite only with ``overwrite``.
-
-    Raises:
-        UserError: ``out`` holds a suite and ``overwrite`` is false.
-    """
+    """Raise a `UserError` before an import if ``out`` holds a suite and ``overwrite`` is false."""
     if is_suite(out) and not overwrite:
         raise UserError(f"out {out} already holds a suite: choose another, or pass overwrite=true")
 
@@ -117,23 +113,6 @@ def load_suite(path: Path) -> Suite:
     return suite
 
 
-def join_members(
-    suite: Suite,
-    dirs: Mapping[str, Path],
-    out: Path,
-    said: str,
-    *,
-    seed: int,
-    overwrite: bool = False,
-    more: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """`aggregate`, and print the summary table under the title ``said``."""
-    content = aggregate(suite, dirs, out, seed=seed, overwrite=overwrite, more=more)
-    metrics = (*protocol_for(suite.benchmark, content["profile"]).headline, *content.get("metrics", []))
-    print(f"\n{suite.name}: {said} -> {out}\n{summary(content, metrics)}", flush=True)
-    return content
-
-
 def member_dirs(directory: Path, results: Mapping[str, Any]) -> dict[str, Path]:
     """Evaluation directories of a suite's members.
 
@@ -157,11 +136,11 @@ def aggregate(
     seed: int,
     overwrite: bool = False,
     more: Mapping[str, Any] | None = None,
+    title: str | None = None,
 ) -> dict[str, Any]:
-    """Join the evaluations of all members and write the joint output directory.
+    """Join the evaluations of all members and write the joint output directory; returns the content of results.json.
 
-    Returns:
-        Content of results.json.
+    ``more``: further keys of results.json. ``title``: printed with the summary table; None prints nothing.
 
     Raises:
         UserError: members were measured with different settings, or ``out`` holds something else.
@@ -179,7 +158,7 @@ def aggregate(
     check_out(out, identity | _part(first, DECIDES), overwrite=overwrite)
 
     columns = list(dict.fromkeys(chain.from_iterable(suite.members.values())))
-    names = _metrics(results, table)
+    names = [name for name in in_all(list(_of_all(results, "micro").values())) if name in table]
     protocol = protocol_for(suite.benchmark, first["profile"])
     content: dict[str, Any] = {
         "format": FORMAT,
@@ -207,6 +186,9 @@ def aggregate(
     ]
     invalidate(out)
     write_tables(out, pa.Table.from_pandas(table, preserve_index=False), content)
+    if title is not None:
+        metrics = (*protocol.headline, *content.get("metrics", []))
+        print(f"\n{suite.name}: {title} -> {out}\n{summary(content, metrics)}", flush=True)
     return content
 
 
@@ -267,11 +249,6 @@ def _of_all(results: Mapping[str, Mapping[str, Any]], block: str) -> dict[str, A
     return {name: one[block] for name, one in results.items()}
 
 
-def _metrics(results: Mapping[str, Mapping[str, Any]], table: pd.DataFrame) -> list[str]:
-    """Metrics that all members have; only these have a mean over members."""
-    return [name for name in in_all(list(_of_all(results, "micro").values())) if name in table]
-
-
 def in_all(blocks: Sequence[Mapping[str, Any]]) -> list[str]:
     """Keys common to all blocks, in the order of the first."""
     return [key for key in blocks[0] if all(key in one for one in blocks)]
@@ -329,23 +306,22 @@ def mean_over(
 def _reported(results: Mapping[str, Mapping[str, Any]], columns: Sequence[str]) -> list[str]:
     """Query columns that members report figures by."""
     blocks = dict.fromkeys(block for one in results.values() for block in one if block.startswith("by_"))
-    return [
-        name for name in (block.removeprefix("by_") for block in blocks) if name not in ("category", *columns)
-    ]
+    names = [block.removeprefix("by_") for block in blocks]
+    return [name for name in names if name not in ("category", *columns)]
 
 
 def _by_query(
     table: pd.DataFrame, names: Sequence[str], columns: Sequence[str], *, seed: int
 ) -> dict[str, Any]:
     """Figures by query column: unweighted means over the members that have such queries."""
-    out: dict[str, Any] = {}
-    for column in columns:
-        if column not in table:
-            continue
-        out[f"by_{column}"] = {}
-        for value, rows in table.dropna(subset=[column]).groupby(column):
-            out[f"by_{column}"][str(value)] = by_name(names, mean_over(rows, names, members=True, seed=seed))
-    return out
+    return {
+        f"by_{column}": {
+            str(value): by_name(names, mean_over(rows, names, members=True, seed=seed))
+            for value, rows in table.groupby(column)
+        }
+        for column in columns
+        if column in table
+    }
 
 
 def mean_of(parts: Sequence[Bootstrap]) -> Bootstrap:
@@ -366,7 +342,7 @@ def mean_of(parts: Sequence[Bootstrap]) -> Bootstrap:
 
 
 def loaded_once(load: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a loader so that it loads once: all members share one model."""
+    """Wrap a loader so that it loads once, whatever its arguments: all members share one model."""
     held: list[Any] = []
 
     def once(*args: Any, **keys: Any) -> Any:
@@ -378,31 +354,31 @@ def loaded_once(load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def measure_members(
-    options: MeasureOptions, measure: Callable[[str, Path, Path], Sequence[Path]], said: str
+    options: MeasureOptions, measure: Callable[[str, Path, Path], Sequence[Path]], title: str
 ) -> list[Path]:
-    """Measure every member separately and join the evaluations of each condition.
+    """Measure every member of a suite separately and join the evaluations of each condition.
 
     Args:
         options: options of the command, with the suite as set.
         measure: called with a member's name, set and output directory; returns the directories of its evaluations, which
             are that directory or subfolders of it.
-        said: title if there is only one condition.
+        title: printed if there is only one condition.
 
     Returns:
         The joint output directory of every condition.
     """
     suite = load_suite(options.set)
-    found: dict[str, dict[str, Path]] = {}
+    conditions: dict[str, dict[str, Path]] = {}
     for name in suite.members:
-        own = options.out / "members" / name
-        for done in measure(name, suite.path / name, own):
-            found.setdefault(os.path.relpath(done, own), {})[name] = done
+        out = options.out / "members" / name
+        for done in measure(name, suite.path / name, out):
+            conditions.setdefault(os.path.relpath(done, out), {})[name] = done
     if join().is_first:
-        for condition, dirs in found.items():
-            shown = said if condition == os.curdir else condition
+        for condition, dirs in conditions.items():
+            shown = title if condition == os.curdir else condition
             out = options.out / condition
-            join_members(suite, dirs, out, shown, seed=options.seed, overwrite=options.overwrite)
-    return [options.out / condition for condition in found]
+            aggregate(suite, dirs, out, seed=options.seed, overwrite=options.overwrite, title=shown)
+    return [options.out / condition for condition in conditions]
 
 
 def _member_means(blocks: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

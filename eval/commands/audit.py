@@ -27,7 +27,7 @@ from eval.scoring.output_files import read_results
 from eval.scoring.rationale_quality import rationale_quality, shortcut_rates
 from eval.sets.retrieval_set import RetrievalSet, further_names, load_set, picture_ids
 from rge.common.errors import UserError
-from rge.common.files import find_shipped, write_bytes
+from rge.common.files import find_shipped, write_json
 from rge.common.images import ImageError, picture_bytes
 from rge.common.registry import PluginOptions
 from rge.common.schema import ImageRef, Item
@@ -101,38 +101,37 @@ def audit_command(options: AuditOptions) -> Any:
         raise UserError("train= needs set=DIR")
     files = [Path(name) for name in options.train]
     if not is_suite(options.set):
-        found = audit_training(load_set(options.set), files)
-        _say(found.content, found.warnings)
-        return found
+        audit = audit_training(load_set(options.set), files)
+        _print(audit.content, audit.warnings)
+        return audit
     members = load_suite(options.set).members
-    of = {name: audit_training(load_set(options.set / name), files) for name in members}
-    warnings = [f"{name}: {warning}" for name, one in of.items() for warning in one.warnings]
-    _say({name: one.content for name, one in of.items()}, warnings)
-    return of
+    audits = {name: audit_training(load_set(options.set / name), files) for name in members}
+    warnings = [f"{name}: {warning}" for name, one in audits.items() for warning in one.warnings]
+    _print({name: one.content for name, one in audits.items()}, warnings)
+    return audits
 
 
-def _say(content: dict[str, Any], warnings: Sequence[str]) -> None:
+def _print(content: dict[str, Any], warnings: Sequence[str]) -> None:
     print(json.dumps(content, indent=1))
     print("\n".join(warnings or ["nothing is shared"]))
 
 
 def _evaluations(options: AuditOptions) -> dict[str, Any]:
     dirs = [path for word in options.evals for path in expand(Path(word))]
-    content: dict[str, Any] = {"rationales": {}, "shortcuts": {}}
+    rationales = {}
     by_mode: dict[str, list[Path]] = {}
     for path in dirs:
         results = read_results(path)
         folder = options.set or Path(results["set"].get("path") or "")
-        content["rationales"][str(path)] = rationale_quality(path, _questions(folder), options.metric)
+        rationales[str(path)] = rationale_quality(path, _questions(folder), options.metric)
         by_mode.setdefault(str(results.get("query_mode")), []).append(path)
-    for mode, paths in by_mode.items():
-        if len(paths) > 1:
-            content["shortcuts"][mode] = shortcut_rates(paths, options.metric)
-    text = json.dumps(content, indent=1, ensure_ascii=False)
-    print(text)
+    shortcuts = {
+        mode: shortcut_rates(paths, options.metric) for mode, paths in by_mode.items() if len(paths) > 1
+    }
+    content = {"rationales": rationales, "shortcuts": shortcuts}
+    print(json.dumps(content, indent=1, ensure_ascii=False))
     if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        write_bytes(options.out, text.encode() + b"\n")
+        write_json(options.out, content)
     return content
 
 
@@ -154,7 +153,7 @@ def _questions(folder: Path) -> dict[str, str]:
 def training_files(recipe: Any) -> list[Path]:
     """All existing JSON-lines files named in a recipe."""
     if isinstance(recipe, dict):
-        return list(dict.fromkeys(path for value in recipe.values() for path in training_files(value)))
+        recipe = list(recipe.values())
     if isinstance(recipe, list):
         return list(dict.fromkeys(path for value in recipe for path in training_files(value)))
     if isinstance(recipe, str) and recipe.endswith(".jsonl") and find_shipped(recipe).is_file():
@@ -165,16 +164,12 @@ def training_files(recipe: Any) -> list[Path]:
 def audit_training(wanted: RetrievalSet, files: Sequence[Path]) -> Audit:
     """Count pictures and pairs of a set that also occur in training files.
 
-    Args:
-        wanted: the retrieval set; its pictures are read.
-        files: training records, see `rge.common.schema.Record`; other JSON lines are ignored.
+    ``files``: training records, see `rge.common.schema.Record`; other JSON lines are ignored.
 
     Raises:
         UserError: a file cannot be read.
     """
-    seen = _seen(
-        tuple((path, path.stat().st_size, path.stat().st_mtime_ns) for path in map(_existing, files))
-    )
+    seen = _seen(tuple(map(_stamp, files)))
     found: dict[str, list[bool]] = {key: [] for key in COUNTED}
     names_of = _candidate_names(wanted, seen, found)
     further = further_names(wanted)
@@ -214,10 +209,10 @@ def _candidate_names(
     return names_of
 
 
-def _existing(path: Path) -> Path:
+def _stamp(path: Path) -> tuple[Path, int, int]:
     if not path.is_file():
         raise UserError(f"training file {path} cannot be read: it does not exist")
-    return path
+    return path, path.stat().st_size, path.stat().st_mtime_ns
 
 
 @lru_cache(maxsize=1)

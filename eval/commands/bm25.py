@@ -7,7 +7,7 @@ Needs the extra ``baselines`` (bm25s). Candidates that share no word with the qu
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -19,17 +19,14 @@ from eval.scoring.output_files import check_out, rerun_command
 from eval.scoring.search import DEPTH, Ranking, stack_rankings
 from eval.sets.retrieval_set import RetrievalSet
 from rge.common.errors import UserError
-from rge.common.options import one_of
-
-METHODS = ("lucene", "robertson", "atire", "bm25l", "bm25+")
 
 
 @dataclass(kw_only=True)
 class Bm25Options(RewriteOptions, MeasureOptions):
     """Rank a set's texts with BM25, the text baseline, and score the ranking."""
 
-    method: str = "lucene"
-    """Variant: lucene, robertson, atire, bm25l or bm25+."""
+    method: Literal["lucene", "robertson", "atire", "bm25l", "bm25+"] = "lucene"
+    """Variant of the score."""
     k1: float = 0.9
     """Saturation of term counts."""
     b: float = 0.4
@@ -48,7 +45,6 @@ def bm25(options: Bm25Options) -> Path:
     Raises:
         UserError: bm25s is not installed, no candidate has text, or an option is invalid.
     """
-    one_of("method", [options.method], METHODS)
     if is_suite(options.set):
         options.protocol()
         cache = options.cache or options.out / ".cache"
@@ -77,7 +73,7 @@ def bm25(options: Bm25Options) -> Path:
         "warnings": [*wanted.meta.get("notes", []), *unread],
     }
     ranking = rank(wanted, options)
-    write_evaluation(options.out, wanted, ranking, protocol, about, tag=tag, seed=options.seed, said=tag)
+    write_evaluation(options.out, wanted, ranking, protocol, about, tag=tag, seed=options.seed, title=tag)
     return options.out
 
 

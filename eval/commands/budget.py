@@ -2,7 +2,7 @@
 
     rge eval budget checkpoint=DIR set=DIR out=DIR [k=8] [gate=0.25,0.5]
 
-Each point has its own evaluation directory under ``out``, like those of ``run``, which `compare` and `report` accept;
+Each point gets an evaluation directory under ``out``, which `compare` and `report` accept like those of ``run``;
 ``budget.json``, ``budget.svg`` and the page plot accuracy against generated tokens and against milliseconds.
 
 ``direct``, ``reasoning``    no rationale, one greedy rationale
@@ -43,7 +43,7 @@ from eval.scoring.output_files import FORMAT, PER_QUERY, check_out, read_results
 from eval.scoring.search import Ranking
 from eval.scoring.tables import write_tables
 from rge.common.errors import UserError
-from rge.common.files import write_bytes
+from rge.common.files import write_text
 from rge.common.modes import Mode
 from rge.common.options import one_of
 from rge.common.schema import Encoded
@@ -57,7 +57,7 @@ DECIDED = "direct to reasoning, decided by the model"
 
 @dataclass(kw_only=True)
 class BudgetOptions(RunOptions):
-    """Evaluate every way of asking a checkpoint: accuracy against tokens and time."""
+    """Evaluate a checkpoint in all modes: accuracy against tokens and time."""
 
     k: int = 8
     """Rationales sampled per query, for fusion; 0: none."""
@@ -104,17 +104,10 @@ class Point:
         return "direct" if self.name.startswith("direct") else "reasoning"
 
 
-Way = Callable[["_Asked"], Iterable[Point]]
-"""Generates the points of one kind."""
-
-
 def budget(options: BudgetOptions, load: Callable[..., Embeds] | None = None) -> Path:
     """Evaluate all points, print the table, write curves and page; returns ``out``.
 
     ``load``: as in `eval.commands.run.run`.
-
-    Raises:
-        UserError: invalid options or data.
     """
     _check(options)
     metric = options.metric or options.protocol().headline[0]
@@ -130,12 +123,12 @@ def budget(options: BudgetOptions, load: Callable[..., Embeds] | None = None) ->
         if row["name"] in BASES:  # the ends of the gated curve: no query reasons, all queries reason
             row["curve"] = GATED
     content = _content(options, metric, rows)
-    shown = table(content)
-    print(f"\n{shown.to_string(index=False)}")
+    formatted = table(content)
+    print(f"\n{formatted.to_string(index=False)}")
     text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False, default=str)
-    write_bytes(options.out / BUDGET, text.encode() + b"\n")
-    write_bytes(options.out / PLOT, as_file(content).encode())
-    write_tables(options.out / TABLE, pd.json_normalize(rows, sep=" "), shown)
+    write_text(options.out / BUDGET, text + "\n")
+    write_text(options.out / PLOT, as_file(content))
+    write_tables(options.out / TABLE, pd.json_normalize(rows, sep=" "), formatted)
     if options.report:
         print(f"\n{_page(options.out, content, suite=suite)}")
     return options.out
@@ -192,18 +185,16 @@ def _of_set(options: BudgetOptions, metric: str, load: Callable[..., Embeds]) ->
     always = _always_writing(session.embeddings) if decides else None
     if base is None:
         return None
-    ways: list[Way] = [
-        _in_both_modes,
-        partial(_fused, drawn=drawn, seeds=seeds, by=options.fuse, temperature=options.draw_temperature),
-        partial(
-            _gated, shares=options.gate, learned_from=options.gate_from, metric=metric, below=options.margin
-        ),
-        partial(_decided, always=always),
-        partial(_thresholds, above=options.auto),
-        partial(_both_sides, wanted=options.both_sides),
-    ]
+    points = chain(
+        (Point(mode, mode, 1, base.ranked[mode], base.encoded[mode]) for mode in BASES),
+        _fused(base, options, drawn, seeds),
+        _gated(base, options, metric),
+        _decided(base, always) if always else (),
+        _thresholds(base, options.auto),
+        _both_sides(base) if options.both_sides else (),
+    )
     rows = []
-    for point in chain.from_iterable(way(base) for way in ways):
+    for point in points:
         place = replace(condition, mode=point.mode, out=options.out / point.name)
         row = _write(session, point, place, metric, overwrite=options.overwrite)
         print(f"{point.name:24} {metric} {100 * row['value']:6.2f}  {row['tokens']:7.1f} tokens", flush=True)
@@ -231,7 +222,7 @@ def _learned(directory: Path, session: Session, metric: str, shares: Sequence[fl
     paths = [path if (path := directory / mode).is_dir() else directory / f"{mode}-both" for mode in BASES]
     for path in paths:
         results = read_results(path)
-        if results.get("checkpoint_hash") != session.told["checkpoint_hash"]:
+        if results.get("checkpoint_hash") != session.shared["checkpoint_hash"]:
             raise UserError(f"gate_from: {path} is an evaluation of another checkpoint")
         if results["set"]["fingerprint"] == session.wanted.fingerprint:
             raise UserError(
@@ -242,13 +233,13 @@ def _learned(directory: Path, session: Session, metric: str, shares: Sequence[fl
         raise UserError(f"gate_from: {paths[0]} and {paths[1]} need the metric {metric} of the same queries")
     margin_Q = direct["top10_scores"].map(lead).to_numpy(np.float64)
     gain_Q = (reasoned[metric].loc[direct.index] - direct[metric]).to_numpy(np.float64)
-    found = large_minus_small(margin_Q, gain_Q, index_of(direct["group"].tolist()), seed=session.seed)
-    message = f"in {directory} queries with large margins gain {_signed(found)} points more than those with small ones"
-    if found["low"] is None or found["low"] <= 0 <= found["high"]:
+    difference = large_minus_small(margin_Q, gain_Q, index_of(direct["group"].tolist()), seed=session.seed)
+    message = f"in {directory} queries with large margins gain {_signed(difference)} points more than those with small ones"
+    if difference["low"] is None or difference["low"] <= 0 <= difference["high"]:
         print(f"WARNING: no gate: {message}, so the direction is unclear", file=sys.stderr, flush=True)
         return {}
     print(f"gate: {message}")
-    return {share: gate_for(margin_Q, share, above=found["value"] > 0) for share in shares}
+    return {share: gate_for(margin_Q, share, above=difference["value"] > 0) for share in shares}
 
 
 def table(content: Mapping[str, Any]) -> pd.DataFrame:
@@ -310,7 +301,7 @@ def _always_writing(embeddings: Embeddings) -> Embeddings | None:
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Base:
     """A set measured in both modes: the pool's embeddings (C, D), and the results of each mode."""
 
     session: Session
@@ -326,92 +317,74 @@ class _Asked:
         return Point(name, curve, share, ranking, chosen, {"gate": {**about, "share": share}})
 
 
-def _base(session: Session, candidate_mode: Mode) -> _Asked:
+def _base(session: Session, candidate_mode: Mode) -> _Base:
     candidate_CD = session.embeddings.candidates(candidate_mode)
     encoded = {mode: session.embeddings.queries(mode, "both") for mode in BASES}
     ranked = {mode: session.rank(one.embeddings, candidate_CD) for mode, one in encoded.items()}
-    return _Asked(session, candidate_CD, encoded, ranked)
+    return _Base(session, candidate_CD, encoded, ranked)
 
 
-def _in_both_modes(asked: _Asked) -> Iterator[Point]:
-    for mode in BASES:
-        yield Point(mode, mode, 1, asked.ranked[mode], asked.encoded[mode])
-
-
-def _fused(
-    asked: _Asked, *, drawn: Embeddings, seeds: Sequence[int], by: Sequence[str], temperature: float
-) -> Iterator[Point]:
+def _fused(base: _Base, options: BudgetOptions, drawn: Embeddings, seeds: Sequence[int]) -> Iterator[Point]:
     """Fusion of one to k sampled rationales."""
     samples: list[Encoded] = []
     rankings: list[Ranking] = []
     for number, seed in enumerate(seeds, 1):
         samples.append(drawn.queries("reasoning", "both", seed))
         fused = together(samples, mean_embedding([one.embeddings for one in samples]))
-        about = {"k": number, "draw_temperature": temperature}
-        if "mean" in by:
-            ranking = asked.session.rank(fused.embeddings, asked.candidate_CD)
+        about = {"k": number, "draw_temperature": options.draw_temperature}
+        if "mean" in options.fuse:
+            ranking = base.session.rank(fused.embeddings, base.candidate_CD)
             yield Point(f"mean-{number}", "mean of k", number, ranking, fused, about)
-        if "max" in by:
-            rankings.append(asked.session.rank(samples[-1].embeddings, asked.candidate_CD))
+        if "max" in options.fuse:
+            rankings.append(base.session.rank(samples[-1].embeddings, base.candidate_CD))
             yield Point(f"max-{number}", "max of k", number, max_score(rankings), fused, about)
 
 
-def _gated(
-    asked: _Asked,
-    *,
-    shares: Sequence[float],
-    learned_from: Path | None,
-    metric: str,
-    below: Sequence[float],
-) -> Iterator[Point]:
-    """Gating by the margin in direct mode, with gates for ``shares`` and thresholds ``below``."""
-    margin_Q, shares, learned = margin(asked.ranked["direct"]), sorted(set(shares)), dict[str, str]()
-    if learned_from is None:
+def _gated(base: _Base, options: BudgetOptions, metric: str) -> Iterator[Point]:
+    """Gating by the margin in direct mode."""
+    margin_Q, shares, learned = margin(base.ranked["direct"]), sorted(set(options.gate)), dict[str, str]()
+    if options.gate_from is None:
         gates = {share: gate_for(margin_Q, share) for share in shares}
     else:
-        gates = _learned(learned_from, asked.session, metric, shares)
-        learned = {"learned_from": str(learned_from)}
+        gates = _learned(options.gate_from, base.session, metric, shares)
+        learned = {"learned_from": str(options.gate_from)}
     for share, gate in gates.items():
-        yield asked.gated(f"gate-{100 * share:g}", GATED, gate.opens(margin_Q), gate.about() | learned)
-    for gate in map(Gate, sorted(set(below))):
-        yield asked.gated(f"gate-below-{gate.threshold:g}", GATED, gate.opens(margin_Q), gate.about())
+        yield base.gated(f"gate-{100 * share:g}", GATED, gate.opens(margin_Q), gate.about() | learned)
+    for gate in map(Gate, sorted(set(options.margin))):
+        yield base.gated(f"gate-below-{gate.threshold:g}", GATED, gate.opens(margin_Q), gate.about())
 
 
-def _decided(asked: _Asked, *, always: Embeddings | None) -> Iterator[Point]:
+def _decided(base: _Base, always: Embeddings) -> Iterator[Point]:
     """A model that writes nothing for some queries: forced to write, and as it decides."""
-    if always is None:
-        return
     written = always.queries("reasoning", "both")
-    yield Point("always", DECIDED, 1, asked.session.rank(written.embeddings, asked.candidate_CD), written)
-    reasoned = asked.encoded["reasoning"]
+    yield Point("always", DECIDED, 1, base.session.rank(written.embeddings, base.candidate_CD), written)
+    reasoned = base.encoded["reasoning"]
     share = float((reasoned.num_rationale_tokens > 0).mean())
     about = {"gate": {"decided_by": "the model", "share": share}}
-    yield Point("adaptive", DECIDED, share, asked.ranked["reasoning"], reasoned, about)
+    yield Point("adaptive", DECIDED, share, base.ranked["reasoning"], reasoned, about)
 
 
-def _thresholds(asked: _Asked, *, above: Sequence[float]) -> Iterator[Point]:
+def _thresholds(base: _Base, above: Sequence[float]) -> Iterator[Point]:
     """A model trained to decide, at several thresholds on the probability of writing nothing."""
-    encoder: Any = asked.session.embeddings.encoder
+    encoder: Any = base.session.embeddings.encoder
     if not above or not encoder.settings.decides_itself:
         return
-    probability_Q = encoder.direct_probabilities(asked.session.wanted.query_items("both"))
+    probability_Q = encoder.direct_probabilities(base.session.wanted.query_items("both"))
     for threshold in sorted(set(above)):
         reason_Q = probability_Q < threshold
         about = {"decided_by": "the model", "direct_above": threshold}
-        point = asked.gated(f"auto-{threshold:g}", DECIDED, reason_Q, about)
+        point = base.gated(f"auto-{threshold:g}", DECIDED, reason_Q, about)
         # the prompt is encoded once, so a query that reasons does not also pay for direct mode
-        spent = np.where(reason_Q, asked.encoded["reasoning"].embed_ms, asked.encoded["direct"].embed_ms)
+        spent = np.where(reason_Q, base.encoded["reasoning"].embed_ms, base.encoded["direct"].embed_ms)
         yield replace(point, encoded=replace(point.encoded, embed_ms=spent))
 
 
-def _both_sides(asked: _Asked, *, wanted: bool) -> Iterator[Point]:
-    if not wanted:
-        return
-    embeddings = asked.session.embeddings
+def _both_sides(base: _Base) -> Iterator[Point]:
+    embeddings = base.session.embeddings
     reasoned_CD, costs = embeddings.candidates("reasoning"), embeddings.candidate_costs("reasoning")
-    for mode, encoded in asked.encoded.items():
+    for mode, encoded in base.encoded.items():
         about = {"candidate_mode": "reasoning", "a_candidate_costs": costs}
-        ranking = asked.session.rank(encoded.embeddings, reasoned_CD)
+        ranking = base.session.rank(encoded.embeddings, reasoned_CD)
         yield Point(f"{mode}-both", "candidates reason too", 1, ranking, encoded, about)
 
 
@@ -422,7 +395,7 @@ def _write(
     identity = {
         "set.fingerprint": session.wanted.fingerprint,
         "set.content": session.wanted.content,
-        "checkpoint_hash": session.told["checkpoint_hash"],
+        "checkpoint_hash": session.shared["checkpoint_hash"],
         "budget.draw_temperature": point.about.get("draw_temperature"),
     }
     check_out(condition.out, identity, overwrite=overwrite)
@@ -447,38 +420,35 @@ def _add_gains(
     direct = values["direct"]
 
     def figure(difference: pd.Series) -> dict[str, float | None]:
-        (found,) = figures(mean(direct.assign(value=difference)), OF_DIFFERENCES)
-        return found
+        return figures(mean(direct.assign(value=difference)), OF_DIFFERENCES)[0]
 
     for row in rows:
-        own = values[row["name"]][metric]
-        row["gain"] = None if row["name"] == "direct" else figure(own - direct[metric])
+        value_Q = values[row["name"]][metric]
+        row["gain"] = None if row["name"] == "direct" else figure(value_Q - direct[metric])
         if "gate" in row:  # compare with the same number of random queries of each member
             share = row["gate"]["share"]
             share_Q = direct["category"].map(row["gate"]["shares"]) if "shares" in row["gate"] else share
             written = values["always" if row["name"] == "adaptive" else "reasoning"][metric]
             expected = (1 - share_Q) * direct[metric] + share_Q * written
-            row["over_random"] = figure(own - expected)
+            row["over_random"] = figure(value_Q - expected)
             row["at_random"] = row["value"] - row["over_random"]["value"]
 
 
 def _joined(of_member: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Join one point over all members: means of costs and shares."""
     parts = list(of_member.values())
-    own = ("metric", "value", "low", "high")
-    row = {key: value for key, value in parts[0].items() if key not in own}
+    row = {key: value for key, value in parts[0].items() if key not in ("metric", "value", "low", "high")}
     row |= _means(parts, ("at", "tokens", "ms"))
     if "gate" in row:
         gates = {name: part["gate"] for name, part in of_member.items()}
-        parted = [key for key in row["gate"] if key == "share" or key.startswith("margin_")]
-        apart = {
-            key.replace("share", "shares"): {name: one[key] for name, one in gates.items()} for key in parted
+        of_each = {
+            key.replace("share", "shares"): {name: gate[key] for name, gate in gates.items()}
+            for key in row["gate"]
+            if key == "share" or key.startswith("margin_")
         }
-        row["gate"] |= apart | _means(list(gates.values()), ("share",))
-    if "a_candidate_costs" in row:
-        row["a_candidate_costs"] = _means(
-            [part["a_candidate_costs"] for part in parts], row["a_candidate_costs"]
-        )
+        row["gate"] |= of_each | _means(list(gates.values()), ("share",))
+    if costs := row.get("a_candidate_costs"):
+        row["a_candidate_costs"] = _means([part["a_candidate_costs"] for part in parts], costs)
     return row
 
 
@@ -491,10 +461,10 @@ def _content(options: BudgetOptions, metric: str, rows: Sequence[Mapping[str, An
         "k", "draw_temperature", "fuse", "gate", "gate_from", "margin", "auto", "both_sides", "batch_size", "seed",
     )  # fmt: skip
     results = read_results(options.out / BASES[0])
-    wanted = results["set"]
+    about = results["set"]
     return {
-        "set": {key: wanted[key] for key in ("name", "fingerprint", "content")},
-        **{key: wanted[key] for key in ("num_queries", "num_members") if key in wanted},
+        "set": {key: about[key] for key in ("name", "fingerprint", "content")},
+        **{key: about[key] for key in ("num_queries", "num_members") if key in about},
         "checkpoint_hash": results["checkpoint_hash"],
         "format": FORMAT,
         "metric": metric,

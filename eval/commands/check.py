@@ -54,12 +54,11 @@ def check(options: CheckOptions) -> list[Checked]:
     paths = [options.set]
     if is_suite(options.set):
         paths = [options.set / name for name in load_suite(options.set).members]
-    found = []
+    out = []
     for path in paths:
-        one = check_set(path)
-        print("\n".join([*one.lines, *(f"caveat: {line}" for line in one.caveats)]), flush=True)
-        found.append(one)
-    return found
+        out.append(check_set(path))
+        print("\n".join([*out[-1].lines, *(f"caveat: {line}" for line in out[-1].caveats)]), flush=True)
+    return out
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ class _Facts:
 
     wanted: RetrievalSet
     ids_of: Mapping[str, list[str]]
-    asked: list[str]
+    queries: list[str]
 
     @cached_property
     def num_groups(self) -> int:
@@ -81,11 +80,7 @@ class _Facts:
 
 
 def check_set(path: Path) -> Checked:
-    """Read all content of a set and find caveats.
-
-    Raises:
-        SetError: see `check`.
-    """
+    """Read all content of a set and find caveats; errors as in `check`."""
     wanted = load_set(path)
     bad: list[str] = []
     ids_of: dict[str, list[str]] = defaultdict(list)
@@ -95,19 +90,19 @@ def check_set(path: Path) -> Checked:
     ):
         digests.append(_digest(item, "candidate", bad))
         ids_of[digests[-1]].append(item.id)
-        pool.update(_shows(item))
+        pool.update(_parts(item))
     facts = _Facts(wanted, ids_of, [_digest(query, "query", bad) for query in wanted.queries])
     if bad:
         more = f"\nand {len(bad) - MOST} more" if len(bad) > MOST else ""
         raise SetError(f"{path}: {len(bad)} items cannot be read:\n" + "\n".join(bad[:MOST]) + more)
     wanted = with_content(wanted, digests)
-    asked = Counter(part for query in wanted.queries for part in _shows(query))
+    queries = Counter(part for query in wanted.queries for part in _parts(query))
     rights = [len(rows) for rows, _ in wanted.positives]
     each = " to ".join(map(str, sorted({min(rights), max(rights)})))
     lines = [
         f"{wanted.path}: {wanted.name}",
-        f"{len(wanted.queries)} queries ({asked['pictures']} with pictures, {asked['text']} with text) in "
-        f"{facts.num_groups} groups, {sum(rights)} right answers, {each} a query",
+        f"{len(wanted.queries)} queries ({queries['pictures']} with pictures, {queries['text']} with text) in "
+        f"{facts.num_groups} groups, {sum(rights)} right answers, {each} per query",
         f"{len(wanted.corpus_ids)} candidates ({pool['pictures']} with pictures, {pool['text']} with text)",
         f"fingerprint {wanted.fingerprint}",
         f"content     {wanted.content}",
@@ -116,7 +111,7 @@ def check_set(path: Path) -> Checked:
     return Checked(wanted, lines, [*wanted.meta.get("notes", []), *caveats])
 
 
-def _shows(item: Item) -> list[str]:
+def _parts(item: Item) -> list[str]:
     return ["pictures"] * bool(item.images) + ["text"] * bool(item.text)
 
 
@@ -157,7 +152,7 @@ def _right_and_wrong(facts: _Facts) -> Iterator[str]:
 
 
 def _duplicate_queries(facts: _Facts) -> Iterator[str]:
-    if twice := len(facts.asked) - len(set(facts.asked)):
+    if twice := len(facts.queries) - len(set(facts.queries)):
         yield f"{twice} queries are exact copies of another"
 
 

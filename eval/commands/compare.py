@@ -28,7 +28,7 @@ from eval.scoring.output_files import FORMAT, statistics_settings
 from eval.scoring.stats import POWER, effect_size, holm, minimum_detectable, sign_flip_p
 from eval.scoring.tables import write_tables
 from rge.common.errors import UserError
-from rge.common.files import write_bytes
+from rge.common.files import write_text
 from rge.common.registry import PluginOptions
 from rge.identity.run_identity import in_words as what_differs
 from rge.stats.intervals import (
@@ -42,7 +42,7 @@ from rge.stats.intervals import (
 )
 
 COMPARE, PLOT, PAGE, TABLE = "compare.json", "compare.svg", "compare.html", "compare"
-BY_THE_WAY = ("software.", "machine.", "settings.dtype", "settings.exact")
+INCIDENTAL = ("software.", "machine.", "settings.dtype", "settings.exact")
 """Parts of an identity that usually differ by accident: versions, machine, dtype."""
 DEFAULT_METRICS = ("recall@1", "recall@5", "recall@10", "mrr", "ndcg@10")
 
@@ -103,20 +103,19 @@ def compare(options: CompareOptions) -> list[Row]:
     columns = [name for name in a.reported_by if name in b.reported_by]
     suite = bool(a.results.get("suite"))
     rows = paired_tests(a.per_query, frame_b, names, columns, seed=options.seed, suite=suite)
-    notes = _notes(a, b)
-    for note in notes:
-        print(f"WARNING: {note}", file=sys.stderr, flush=True)
-    print(_heading(a, b), _shown(rows).to_string(index=False), sep="\n")
+    warnings = _warnings(a, b)
+    for warning in warnings:
+        print(f"WARNING: {warning}", file=sys.stderr, flush=True)
+    print(_heading(a, b), _formatted(rows).to_string(index=False), sep="\n")
     if options.out is not None:
-        _write(options.out, options, a, b, rows, notes)
+        _write(options.out, options, a, b, rows, warnings)
     return rows
 
 
 def _write(
-    out: Path, options: CompareOptions, a: Evaluation, b: Evaluation, rows: list[Row], notes: list[str]
+    out: Path, options: CompareOptions, a: Evaluation, b: Evaluation, rows: list[Row], warnings: list[str]
 ) -> None:
     """Write compare.json, the plot of the first metric, both tables and the page."""
-    out.mkdir(parents=True, exist_ok=True)
     content = {
         "format": FORMAT,
         "set": a.results["set"],
@@ -124,16 +123,16 @@ def _write(
         "b": _about(b),
         "difference": "a - b",
         "differs": {key: list(pair) for key, pair in differences(a.results, b.results).items()},
-        "warnings": notes,
+        "warnings": warnings,
         "rows": [vars(row) for row in rows],
         "statistics": statistics_settings(options.seed, NUM_RESAMPLES)
         | {"test": "sign flips by group, two-sided", "adjusted": "Holm", "effect": "d_z", "power": POWER},
         "versions": versions(),
     }
     first = rows[0].metric
-    write_bytes(out / PLOT, plot([row for row in rows if row.metric == first], first).encode())
-    write_bytes(out / COMPARE, json.dumps(content, indent=1, allow_nan=False).encode() + b"\n")
-    tables = write_tables(out / TABLE, pd.DataFrame(content["rows"]), _shown(rows))
+    write_text(out / PLOT, plot([row for row in rows if row.metric == first], first))
+    write_text(out / COMPARE, json.dumps(content, indent=1, allow_nan=False) + "\n")
+    tables = write_tables(out / TABLE, pd.DataFrame(content["rows"]), _formatted(rows))
     print("", out / COMPARE, out / PLOT, *tables, sep="\n")
     page = write_comparison(
         a,
@@ -141,7 +140,7 @@ def _write(
         out / PAGE,
         content["rows"],
         differs=content["differs"],
-        warnings=notes,
+        warnings=warnings,
         num_examples=options.examples,
         set_dir=options.set,
         seed=options.seed,
@@ -172,9 +171,11 @@ def paired_tests(
         if len(parts) > 1:
             over = "members" if suite and column != "category" else None
             family = [
-                test(f"{column} {value}", one, frame_b.loc[one.index], over=over) for value, one in parts
+                row
+                for value, part in parts
+                for row in test(f"{column} {value}", part, frame_b.loc[part.index], over=over)
             ]
-            rows += _adjusted([row for part in family for row in part], names)
+            rows += _adjusted(family, names)
     return rows
 
 
@@ -182,9 +183,9 @@ def _adjusted(family: list[Row], names: list[str]) -> list[Row]:
     """Rows ordered by metric, with p adjusted for the number of slices."""
     rows: list[Row] = []
     for name in names:
-        own = [row for row in family if row.metric == name]
-        adjusted = holm([row.p for row in own])
-        rows += [replace(row, p_holm=float(p)) for row, p in zip(own, adjusted, strict=True)]
+        of_metric = [row for row in family if row.metric == name]
+        adjusted = holm([row.p for row in of_metric])
+        rows += [replace(row, p_holm=float(p)) for row, p in zip(of_metric, adjusted, strict=True)]
     return rows
 
 
@@ -243,31 +244,31 @@ def plot(rows: list[Row], metric: str) -> str:
         Mark(f"{row.slice} ({row.num_queries})", metric, "", row.difference, row.low, row.high)
         for row in rows
     ]
-    return interval_chart(marks, title=f"{metric}, a - b, points of 100, 95 % intervals")
+    return interval_chart(marks, title=f"{metric}, a - b, percentage points, 95 % intervals")
 
 
-def _notes(a: Evaluation, b: Evaluation) -> list[str]:
+def _warnings(a: Evaluation, b: Evaluation) -> list[str]:
     """Warnings about the comparison."""
-    told: dict[str, list[str]] = defaultdict(list)
+    recorded: dict[str, list[str]] = defaultdict(list)
     for one in (a, b):
         for warning in one.results.get("warnings") or []:
-            told[warning].append(str(one.directory))
-    by_the_way = {
+            recorded[warning].append(str(one.directory))
+    incidental = {
         key: pair
         for key, pair in differences(a.results, b.results).items()
-        if key.startswith(BY_THE_WAY) or (key.startswith("plugins.") and None not in pair)
+        if key.startswith(INCIDENTAL) or (key.startswith("plugins.") and None not in pair)
     }
-    found = [f"{one.directory} {OLD}" for one in (a, b) if old_results(one.results)]
-    found += [f"{'a and b' if len(paths) > 1 else paths[0]}: {warning}" for warning, paths in told.items()]
-    if by_the_way:
-        changes = "; ".join(what_differs(by_the_way))
-        found.append(f"a and b also differ in settings that are not being compared: {changes}")
-    return found
+    out = [f"{one.directory} {OLD}" for one in (a, b) if old_results(one.results)]
+    out += [f"{'a and b' if len(paths) > 1 else paths[0]}: {warning}" for warning, paths in recorded.items()]
+    if incidental:
+        changes = "; ".join(what_differs(incidental))
+        out.append(f"a and b also differ in settings that are not being compared: {changes}")
+    return out
 
 
-def _metrics(asked: tuple[str, ...], a: Evaluation, frame_b: pd.DataFrame) -> list[str]:
+def _metrics(requested: tuple[str, ...], a: Evaluation, frame_b: pd.DataFrame) -> list[str]:
     known = [name for name in a.results["micro"] if name in a.per_query and name in frame_b]
-    names = known if asked == ("all",) else list(dict.fromkeys(asked))
+    names = known if requested == ("all",) else list(dict.fromkeys(requested))
     for name in names:
         if name not in known:
             raise UserError(f"metric {name!r} is not in both evaluations; both have {', '.join(known)}")
@@ -281,18 +282,22 @@ def _about(one: Evaluation) -> dict[str, Any]:
 
 def _heading(a: Evaluation, b: Evaluation) -> str:
     head = [
-        f"{a.results['set']['name']}: differences are a - b, in points of 100; 95 % intervals over groups"
+        f"{a.results['set']['name']}: differences are a - b, in percentage points; 95 % intervals over groups"
     ]
     for letter, one in (("a", a), ("b", b)):
-        told = one.results
-        words = [told.get("query_mode"), told.get("query_modality"), (told.get("checkpoint_hash") or "")[:12]]
-        head.append(f"{letter} = {one.directory} ({', '.join(filter(None, words)) or told.get('tag')})")
+        about = one.results
+        words = [
+            about.get("query_mode"),
+            about.get("query_modality"),
+            (about.get("checkpoint_hash") or "")[:12],
+        ]
+        head.append(f"{letter} = {one.directory} ({', '.join(filter(None, words)) or about.get('tag')})")
     apart = "; ".join(what_differs(differences(a.results, b.results)))
     head.append(f"a and b differ in {apart or 'nothing: they are two measurements of the same thing'}")
     return "\n".join(head)
 
 
-def _shown(rows: list[Row]) -> pd.DataFrame:
+def _formatted(rows: list[Row]) -> pd.DataFrame:
     """The rows, formatted for printing."""
     return pd.DataFrame(
         {

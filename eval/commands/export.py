@@ -14,7 +14,7 @@
 """
 
 import datetime
-import json
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ from eval.scoring.protocol import Protocol
 from eval.scoring.tables import in_per_cent, latex, numbers
 from eval.scoring.trec import read_lines
 from rge.common.errors import UserError
-from rge.common.files import write_bytes
+from rge.common.files import write_json, write_text
 from rge.common.mmeb_prompts import SETS
 from rge.common.options import one_of
 from rge.common.registry import PluginOptions
@@ -38,16 +38,9 @@ from rge.common.registry import PluginOptions
 MOST = 50
 EVALUATION = "## Evaluation"
 _HEAD = ("| set | asked | metric | all queries, with 95 % interval |", "|---|---|---|---|")
-_UNSAID = (
+_UNKNOWN = (
     "model_backbone", "model_size", "embedding_dimension", "max_length_tokens", "model_release_date",
 )  # fmt: skip
-_MTEB = {
-    "ndcg": "ndcg_at_",
-    "map": "map_at_",
-    "recall": "recall_at_",
-    "precision": "precision_at_",
-    "hit": "hit_rate_at_",
-}
 
 
 @dataclass
@@ -80,27 +73,29 @@ def export(options: ExportOptions) -> Path:
     for warning in [*old, *results.get("warnings", [])]:
         print(f"WARNING: {warning}", file=sys.stderr, flush=True)
     content = FORMATS[options.format](options, results)
-    text = content if isinstance(content, str) else json.dumps(content, indent=1, ensure_ascii=False) + "\n"
-    write_bytes(options.out, text.encode())
+    if isinstance(content, str):
+        write_text(options.out, content)
+    else:
+        write_json(options.out, content)
     print(options.out)
     return options.out
 
 
 def _headline(results: dict[str, Any]) -> list[str]:
-    found = [one["metric"] for one in results.get("headline") or []] or list(Protocol().headline)
-    return [*found, *results.get("metrics", [])]
+    headline = [one["metric"] for one in results.get("headline") or []]
+    return [*(headline or Protocol().headline), *results.get("metrics", [])]
 
 
 def _ranked(options: ExportOptions, results: dict[str, Any]) -> dict[str, list[str]]:
     """Candidates of each query, best first; our run files keep a query's lines together."""
     lines = read_lines(options.eval / RUN).select(["query", "candidate"]).to_pandas().astype(str)
-    found = lines.groupby("query", sort=False)["candidate"].agg(list).to_dict()
-    if len(found) < results["set"]["num_queries"]:
+    rankings = lines.groupby("query", sort=False)["candidate"].agg(list).to_dict()
+    if len(rankings) < results["set"]["num_queries"]:
         raise UserError(
-            f"{options.eval / RUN} has only {len(found)} of {results['set']['num_queries']} queries; evaluate.py would "
+            f"{options.eval / RUN} has only {len(rankings)} of {results['set']['num_queries']} queries; evaluate.py would "
             "silently leave the others out"
         )
-    return found
+    return rankings
 
 
 def _mmeb(options: ExportOptions, results: dict[str, Any]) -> dict[str, Any]:
@@ -115,7 +110,7 @@ def _mmeb(options: ExportOptions, results: dict[str, Any]) -> dict[str, Any]:
     return {
         "metadata": {
             "model_name": options.model,
-            **dict.fromkeys(_UNSAID),
+            **dict.fromkeys(_UNKNOWN),
             "data_source": "Self-Reported",
             "url": None,
             "report_generated_date": _now(),
@@ -135,14 +130,12 @@ def _mmeb(options: ExportOptions, results: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mteb(options: ExportOptions, results: dict[str, Any]) -> dict[str, Any]:
-    scores = {}
-    for name, figure in results["micro"].items():
-        kind, _, k = name.partition("@")
-        theirs = f"{_MTEB[kind]}{k}" if k and kind in _MTEB else name.replace("@", "_at_")
-        scores[theirs] = round(figure["value"], 5)
     if options.main not in results["micro"]:
         raise UserError(f"main must be one of {', '.join(results['micro'])}, got {options.main!r}")
-    scores |= {
+    scores = {
+        re.sub("^hit@", "hit_rate@", name).replace("@", "_at_"): round(figure["value"], 5)
+        for name, figure in results["micro"].items()
+    } | {
         "main_score": round(results["micro"][options.main]["value"], 5),
         "hf_subset": "default",
         "languages": ["eng-Latn"],
@@ -178,31 +171,31 @@ def with_evaluation(card: str, results: dict[str, Any]) -> str:
 
     Figures of other evaluations are kept; those of the same set and conditions are replaced.
     """
-    name, way = results["set"]["name"], f"{results['query_mode']}, {results['query_modality']}"
+    name, condition = results["set"]["name"], f"{results['query_mode']}, {results['query_modality']}"
     if results["benchmark"] != "generic":
-        way += f", {results['benchmark']} {results['profile']}"
-    found = results.get("headline") or [
+        condition += f", {results['benchmark']} {results['profile']}"
+    figures = results.get("headline") or [
         {"metric": metric, **results["micro"][metric]} for metric in Protocol().headline
     ]
-    mine = (row := f"| {name} | {way} |", note := f"* {name}, {way}: ", _HEAD[0])
+    replaced = (row := f"| {name} | {condition} |", note := f"* {name}, {condition}: ", _HEAD[0])
     before, _, rest = card.partition(f"\n{EVALUATION}\n")
-    own, _, after = rest.partition("\n## ")
+    old, _, after = rest.partition("\n## ")
 
     def kept(mark: str) -> list[str]:
-        return [line for line in own.splitlines() if line.startswith(mark) and not line.startswith(mine)]
+        return [line for line in old.splitlines() if line.startswith(mark) and not line.startswith(replaced)]
 
-    rows = [f"{row} {one['metric']} | {one['value']:.4f} {_interval(one)} |" for one in found]
+    rows = [f"{row} {one['metric']} | {one['value']:.4f} {_interval(one)} |" for one in figures]
     notes = [note + warning for warning in results.get("warnings", [])]
     section = "\n".join([EVALUATION, "", *_HEAD, *kept("| "), *rows, "", *kept("* "), *notes])
     text = f"{before.rstrip()}\n\n{section.rstrip()}\n" + (f"\n## {after}" if after else "")
-    return _indexed(text, name, way, found)
+    return _indexed(text, name, condition, figures)
 
 
 def _interval(one: dict[str, Any]) -> str:
     return "–" if one["low"] is None else f"[{one['low']:.4f}, {one['high']:.4f}]"
 
 
-def _indexed(card: str, name: str, way: str, found: list[dict[str, Any]]) -> str:
+def _indexed(card: str, name: str, condition: str, figures: list[dict[str, Any]]) -> str:
     """Add the figures to the card's front matter as the hub's ``model-index``."""
     _, mark, rest = card.partition("---\n")
     front, _, body = rest.partition("\n---\n")
@@ -212,16 +205,15 @@ def _indexed(card: str, name: str, way: str, found: list[dict[str, Any]]) -> str
     entry["results"] = [
         one
         for one in entry["results"]
-        if (one["dataset"]["name"], one["dataset"].get("config")) != (name, way)
+        if (one["dataset"]["name"], one["dataset"].get("config")) != (name, condition)
     ]
     metrics = [
         {"type": one["metric"].replace("@", "_at_"), "name": one["metric"], "value": one["value"]}
-        for one in found
+        for one in figures
     ]
     task = {"type": "image-text-retrieval", "name": "Retrieval"}
-    entry["results"].append(
-        {"task": task, "dataset": {"name": name, "type": name, "config": way}, "metrics": metrics}
-    )
+    dataset = {"name": name, "type": name, "config": condition}
+    entry["results"].append({"task": task, "dataset": dataset, "metrics": metrics})
     about["model-index"] = [entry]
     front = yaml.safe_dump(about, sort_keys=False, allow_unicode=True, width=120)
     return f"---\n{front}---\n{body if mark else card}"

@@ -15,9 +15,9 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from eval.benchmarks.mbeir.importer import TASKS, local_pool, query_file
 from eval.benchmarks.mmeb2.importer import DOCUMENTS
@@ -37,8 +37,6 @@ _LONG_DOCUMENTS = {
     "MMLongBench-doc": "MMLongBench-doc",
     "MMLongBench-page": "MMLongBench-page-fixed",
 }
-
-
 _MBEIR_FILES = (
     "query/test/*", "qrels/test/*", "instructions/*", "cand_pool/local/*", "cand_pool/global/*test*", "mbeir_images*",
 )  # fmt: skip
@@ -52,7 +50,7 @@ class FetchOptions:
     """mmeb, mmeb2, rmir, mmbright, pinpoint or mbeir; short form: `rge eval fetch mmeb`."""
     out: Path
     """Folder for the release; `rge eval import` takes it as src=."""
-    part: str = "image"
+    part: Literal["image", "visdoc"] = "image"
     """mmeb2: image or visdoc."""
     repo: str | None = None
     """Another repository with the same layout; null: the published one."""
@@ -93,9 +91,9 @@ def fetch(options: FetchOptions) -> Path:
         raise UserError(f"{options.out} holds {about['benchmark']}: choose another out=")
     _download_all(options, release, about)
     _unpack_all(options.out, release, about)
-    found = None if release.count is None else release.count(options.out)
-    lacking = _lacking(found or {})
-    write_json(options.out / FETCHED, about | {"counts": found, "partial": lacking})
+    counts = None if release.count is None else release.count(options.out)
+    lacking = _lacking(counts or {})
+    write_json(options.out / FETCHED, about | {"counts": counts, "partial": lacking})
     if lacking and not options.partial:
         raise UserError(
             f"{options.out} is incomplete: {'; '.join(lacking)}. Run the same command again, or pass partial=true to "
@@ -103,27 +101,37 @@ def fetch(options: FetchOptions) -> Path:
         )
     for words in lacking:
         print(f"WARNING: partial: {words}", file=sys.stderr)
-    said = (
-        "counted on import"
-        if found is None
-        else "; ".join(
-            ", ".join(f"{number:,} {COUNTED[key]}" for key, number in one.items()) for one in found.values()
-        )
-    )
-    print(f"{options.out}: {said}\nrge eval import {options.benchmark} src={options.out}{part} out=DIR")
+    sizes = [
+        ", ".join(f"{number:,} {COUNTED[key]}" for key, number in table.items())
+        for table in (counts or {}).values()
+    ]
+    print(f"{options.out}: {'; '.join(sizes) or 'counted on import'}")
+    print(f"rge eval import {options.benchmark} src={options.out}{part} out=DIR")
     return options.out
 
 
 def _download_all(options: FetchOptions, release: Release, about: dict[str, Any]) -> None:
-    """Fetch every repository at the commit of an earlier call, or at the one asked for."""
+    """Fetch every repository at the requested commit, or at that of an earlier call."""
+    from huggingface_hub import HfApi, snapshot_download
+
     for repo, (folder, patterns) in release.repos.items():
-        commit = _commit(repo, options.revision or about["commits"].get(repo) or "main")
+        with _asking(repo):
+            revision = options.revision or about["commits"].get(repo) or "main"
+            commit = str(HfApi().dataset_info(repo, revision=revision).sha)
         if (known := about["commits"].setdefault(repo, commit)) != commit:
             raise UserError(
                 f"{options.out} holds {repo} at {known[:12]}, not at {commit[:12]}: choose another out=, or leave out revision="
             )
         write_json(options.out / FETCHED, about)
-        _download(repo, commit, options.out / folder, patterns, options.workers)
+        with _asking(repo):
+            snapshot_download(
+                repo,
+                repo_type="dataset",
+                revision=commit,
+                local_dir=options.out / folder,
+                allow_patterns=list(patterns) or None,
+                max_workers=options.workers,
+            )
 
 
 def _unpack_all(out: Path, release: Release, about: dict[str, Any]) -> None:
@@ -138,7 +146,6 @@ def _unpack_all(out: Path, release: Release, about: dict[str, Any]) -> None:
 
 
 def _release(options: FetchOptions) -> Release:
-    one_of("part", [options.part], ("image", "visdoc"))
     documents = {_repo_of(name): (name, ()) for name in DOCUMENTS}
     pictures = {"image-tasks/mmeb_v1.tar.gz": "image-tasks"}
     releases = {
@@ -156,23 +163,20 @@ def _release(options: FetchOptions) -> Release:
         "mbeir": Release({"TIGER-Lab/M-BEIR": ("", _MBEIR_FILES)}, _count_mbeir, {"mbeir_images.tar.gz": ""}),
     }
     one_of("benchmark", [options.benchmark], tuple(releases))
-    found = releases[options.benchmark]
-    if options.repo is not None:
-        if len(found.repos) > 1:
+    release = releases[options.benchmark]
+    for key in ("repo", "revision"):
+        if getattr(options, key) is not None and len(release.repos) > 1:
             raise UserError(
-                f"repo= is for a release in one repository; {options.benchmark} is in {len(found.repos)}"
+                f"{key}= is for a release in one repository; {options.benchmark} is in {len(release.repos)}"
             )
-        found = Release({options.repo: ("", ())}, found.count, found.unpack)
-    if not found.repos:
+    if options.repo is not None:
+        return replace(release, repos={options.repo: ("", ())})
+    if not release.repos:
         raise UserError(
             "PinPoint is not on the hub: clone github.com/pinterest/pinpoint-dataset, or pass repo=OWNER/NAME to fetch a copy "
             "on the hub"
         )
-    if options.revision is not None and len(found.repos) > 1:
-        raise UserError(
-            f"revision= is for a release in one repository; {options.benchmark} is in {len(found.repos)}"
-        )
-    return found
+    return release
 
 
 def _repo_of(name: str) -> str:
@@ -188,27 +192,6 @@ def _repo_of(name: str) -> str:
     return f"vidore/{rest}_test_{sampled}beir"
 
 
-def _commit(repo: str, revision: str) -> str:
-    from huggingface_hub import HfApi
-
-    with _asking(repo):
-        return str(HfApi().dataset_info(repo, revision=revision).sha)
-
-
-def _download(repo: str, commit: str, folder: Path, patterns: Sequence[str], workers: int) -> None:
-    from huggingface_hub import snapshot_download
-
-    with _asking(repo):
-        snapshot_download(
-            repo,
-            repo_type="dataset",
-            revision=commit,
-            local_dir=folder,
-            allow_patterns=list(patterns) or None,
-            max_workers=workers,
-        )
-
-
 @contextmanager
 def _asking(repo: str) -> Iterator[None]:
     """Turn errors of the hub into one message."""
@@ -218,9 +201,9 @@ def _asking(repo: str) -> Iterator[None]:
     try:
         yield
     except (OSError, HTTPError, HFValidationError) as error:
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(
-            f"{repo} could not be fetched from the hub: {said}. Downloaded files are kept; run the same command again"
+            f"{repo} could not be fetched from the hub: {reason}. Downloaded files are kept; run the same command again"
         ) from None
 
 
@@ -274,38 +257,36 @@ def _count_documents(src: Path) -> dict[str, dict[str, int]]:
 
 
 def _count_mmbright(src: Path) -> dict[str, dict[str, int]]:
-    found = {}
+    counts = {}
     for key, config in (("mmbright1", "examples"), ("mmbright2", "examples_multimodal")):
         files = sorted((src / config).glob("*.parquet"))
         domains = {path.stem.partition("-0")[0] for path in files}
-        found[key] = {"num_members": len(domains), "num_queries": sum(map(_num_rows, files))}
-    return found
+        counts[key] = {"num_members": len(domains), "num_queries": sum(map(_num_rows, files))}
+    return counts
 
 
 def _count_pinpoint(src: Path) -> dict[str, dict[str, int]]:
-    table, index = src / TABLE, src / INDEX
-    ids = (
-        {line.strip() for line in index.read_text("utf-8").splitlines()} - {""} if index.is_file() else set()
-    )
-    return {
-        "pinpoint": {"num_queries": _num_rows(table) if table.is_file() else 0, "num_candidates": len(ids)}
-    }
+    index = src / INDEX
+    lines = index.read_text("utf-8").splitlines() if index.is_file() else []
+    num_candidates = len({line.strip() for line in lines} - {""})
+    return {"pinpoint": {"num_queries": _num_rows(src / TABLE), "num_candidates": num_candidates}}
 
 
 def _count_mbeir(src: Path) -> dict[str, dict[str, int]]:
-    asked, pools = ([src / name(task) for task in TASKS] for name in (query_file, local_pool))
+    files = [(src / query_file(task), src / local_pool(task)) for task in TASKS]
     return {
         "mbeir": {
-            "num_members": sum(
-                query.is_file() and pool.is_file() for query, pool in zip(asked, pools, strict=True)
-            ),
-            "num_queries": sum(_num_rows(path) for path in asked if path.is_file()),
-            "num_candidates": sum(_num_rows(path) for path in pools if path.is_file()),
+            "num_members": sum(queries.is_file() and pool.is_file() for queries, pool in files),
+            "num_queries": sum(_num_rows(queries) for queries, _ in files),
+            "num_candidates": sum(_num_rows(pool) for _, pool in files),
         }
     }
 
 
 def _num_rows(path: Path) -> int:
+    """Number of rows of a table; 0 if it does not exist."""
+    if not path.is_file():
+        return 0
     try:
         return num_rows(path) if path.suffix in (".parquet", ".jsonl") else sum(1 for _ in iter_rows(path))
     except ValueError as error:
@@ -313,12 +294,11 @@ def _num_rows(path: Path) -> int:
 
 
 def _lacking(found: Mapping[str, Mapping[str, int]]) -> list[str]:
-    wanted = {key: table.counts for key, table in published().items()} | {
-        "visdoc": {"num_members": len(DOCUMENTS)}
-    }
+    expected = {key: table.counts for key, table in published().items()}
+    expected["visdoc"] = {"num_members": len(DOCUMENTS)}
     return [
-        f"{counts[key]:,} of {wanted[name][key]:,} {COUNTED[key]}" + (f" of {name}" if len(found) > 1 else "")
+        f"{number:,} of {expected[name][key]:,} {COUNTED[key]}" + (f" of {name}" if len(found) > 1 else "")
         for name, counts in found.items()
-        for key in counts
-        if counts[key] < wanted[name].get(key, 0)
+        for key, number in counts.items()
+        if number < expected[name].get(key, 0)
     ]

@@ -47,11 +47,7 @@ class ReportOptions(PluginOptions):
 
 
 def report(options: ReportOptions) -> Path:
-    """``rge eval report``: write the page that the options describe, and return it.
-
-    Raises:
-        UserError: an invalid option; for others see `write_report`.
-    """
+    """``rge eval report``: write the page that the options describe, and return it; errors as in `write_report`."""
     runs = [word for word in options.runs if word]
     board = _is_for_leaderboard(runs) if options.page == "auto" else options.page == "leaderboard"
     path = _leaderboard(options, runs) if board else _page(options, [Path(name) for name in runs])
@@ -61,11 +57,11 @@ def report(options: ReportOptions) -> Path:
 
 def _is_for_leaderboard(runs: Sequence[str]) -> bool:
     """Whether runs are of a suite or of several sets, or have labels."""
-    dirs = [Path(word) for word in runs]
-    if lost := [word for word, path in zip(runs, dirs, strict=True) if not path.is_dir()]:
-        return ":" in lost[0]
-    found = [read_evaluation(one).results for path in dirs for one in expand(path)]
-    return any(one.get("suite") for one in found) or len({one["set"]["fingerprint"] for one in found}) > 1
+    for word in runs:
+        if not Path(word).is_dir():
+            return ":" in word
+    results = [read_evaluation(path).results for word in runs for path in expand(Path(word))]
+    return any(one.get("suite") for one in results) or len({one["set"]["fingerprint"] for one in results}) > 1
 
 
 def _leaderboard(options: ReportOptions, runs: Sequence[str]) -> Path:
@@ -102,10 +98,10 @@ def _page(options: ReportOptions, dirs: Sequence[Path]) -> Path:
 
 def _baselines(words: Sequence[str]) -> dict[str, Path]:
     """``LABEL:DIR`` as label -> directory."""
-    found = {}
+    baselines = {}
     for word in filter(None, words):
         label, _, directory = word.partition(":")
         if not (label and directory):
             raise UserError(f"baseline must be LABEL:DIR, got {word!r}")
-        found[label] = Path(directory)
-    return found
+        baselines[label] = Path(directory)
+    return baselines

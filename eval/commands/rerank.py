@@ -19,7 +19,7 @@ import numpy as np
 import pandas as pd
 
 from eval.benchmarks.registry import protocol_for
-from eval.benchmarks.suite import is_suite, join_members, load_suite, member_dirs
+from eval.benchmarks.suite import aggregate, is_suite, load_suite, member_dirs
 from eval.embedding.fill_cache import NO_BAR
 from eval.embedding.identity import ranked_with, set_mismatch
 from eval.embedding.processes import ALONE, ProcessGroup, join
@@ -79,12 +79,9 @@ class RerankOptions(PluginOptions):
 
 @dataclass(frozen=True)
 class Judged:
-    """A reranked ranking and what it cost.
+    """A ranking from `reorder`, the number of scored pairs, and the milliseconds per query.
 
-    Attributes:
-        ranking: reordered ranking with float64 scores, see `reorder`.
-        num_pairs: total number of scored pairs.
-        ms_Q: milliseconds per query: sum over its pairs of the mean time of a pair in its batch.
+    ``ms_Q``: sum over a query's pairs of the mean time of a pair in its batch.
     """
 
     ranking: Ranking
@@ -99,7 +96,6 @@ def rerank_command(options: RerankOptions) -> Path:
         UserError: the evaluation or its set does not exist, or see `rerank`.
     """
     old = read_results(options.of)
-    process_group = join()
 
     @cache
     def judge() -> DescriptionJudge:
@@ -108,22 +104,18 @@ def rerank_command(options: RerankOptions) -> Path:
             options.judge, batch_size=options.batch_size, device=options.device, dtype=options.dtype
         )
 
-    answers = AnswerStore(options.cache or options.out / "judge.sqlite") if process_group.is_first else None
+    # only the first process stores scores
+    answers = AnswerStore((options.cache or options.out / "judge.sqlite") if join().is_first else None)
     if old.get("suite"):
-        _members(options, old, judge, answers, process_group)
+        _rerank_suite(options, old, judge, answers)
     else:
-        _one(options, judge, answers, process_group)
-    if answers is not None:
-        answers.close()
+        _rerank_set(options, judge, answers)
+    answers.close()
     return options.out
 
 
-def _members(
-    options: RerankOptions,
-    old: dict[str, Any],
-    judge: Callable[[], DescriptionJudge],
-    answers: AnswerStore | None,
-    process_group: ProcessGroup,
+def _rerank_suite(
+    options: RerankOptions, old: dict[str, Any], judge: Callable[[], DescriptionJudge], answers: AnswerStore
 ) -> None:
     """Rerank each member of a suite, then join them."""
     path = options.set or Path(old["set"].get("path", ""))
@@ -135,28 +127,30 @@ def _members(
             f"{path} and {options.of} have different members: {lacking[0]!r} is only in one of them"
         )
     dirs = {name: options.out / "members" / name for name in suite.members}
-    found = [
-        _one(replace(options, of=of[name], set=path / name, out=out), judge, answers, process_group)
+    blocks = [
+        _rerank_set(replace(options, of=of[name], set=path / name, out=out), judge, answers)
         for name, out in dirs.items()
     ]
-    if not process_group.is_first:
+    if not join().is_first:
         return
-    about = found[0] | {
+    about = blocks[0] | {
         "of": str(options.of),
-        "num_pairs": sum(one["num_pairs"] for one in found),
-        "ms_mean": float(np.mean([one["ms_mean"] for one in found])),
+        "num_pairs": sum(block["num_pairs"] for block in blocks),
+        "ms_mean": float(np.mean([block["ms_mean"] for block in blocks])),
     }
-    said = f"top {options.top_n} of {options.of}"
-    join_members(
-        suite, dirs, options.out, said, seed=options.seed, overwrite=options.overwrite, more={"rerank": about}
+    aggregate(
+        suite,
+        dirs,
+        options.out,
+        seed=options.seed,
+        overwrite=options.overwrite,
+        more={"rerank": about},
+        title=f"top {options.top_n} of {options.of}",
     )
 
 
-def _one(
-    options: RerankOptions,
-    judge: Callable[[], DescriptionJudge],
-    answers: AnswerStore | None,
-    process_group: ProcessGroup,
+def _rerank_set(
+    options: RerankOptions, judge: Callable[[], DescriptionJudge], answers: AnswerStore
 ) -> dict[str, Any]:
     """Rerank the evaluation of one set; returns the ``rerank`` block of results.json."""
     old = read_results(options.of)
@@ -182,13 +176,15 @@ def _one(
         "depth": read.ranking.depth,
     }
     check_out(options.out, identity, overwrite=options.overwrite)
-    asked = judge()
-    check_out(options.out, {"rerank.judge": asked.name}, overwrite=options.overwrite)
-    found = rerank(
+    loaded, process_group = judge(), join()
+    check_out(options.out, {"rerank.judge": loaded.name}, overwrite=options.overwrite)
+    rationales = pd.read_parquet(options.of / PER_QUERY).set_index("query_id")["rationale"].dropna()
+    texts = [Item(query.id, text=rationales.get(query.id) or query.text) for query in wanted.queries]
+    judged = rerank(
         wanted,
-        _descriptions(options, asked, wanted, answers, process_group),
+        process_group.once(lambda: loaded.describe(texts, answers)),
         read.ranking,
-        asked,
+        loaded,
         answers,
         top_n=options.top_n,
         chunk=8 * options.batch_size,
@@ -197,10 +193,10 @@ def _one(
     )
     about = {key: getattr(options, key) for key in ("top_n", "mix")} | {
         "of": str(options.of),
-        "judge": asked.name,
+        "judge": loaded.name,
         "question": QUESTION,
-        "num_pairs": found.num_pairs,
-        "ms_mean": float(found.ms_Q.mean()),
+        "num_pairs": judged.num_pairs,
+        "ms_mean": float(judged.ms_Q.mean()),
     }
     if not process_group.is_first:
         return about
@@ -215,29 +211,16 @@ def _one(
     write_evaluation(
         options.out,
         wanted,
-        found.ranking,
+        judged.ranking,
         protocol,
         made,
         tag=tag,
         seed=options.seed,
         missing=read.missing,
         limit=limit,
-        said=f"top {options.top_n} of {options.of}",
+        title=f"top {options.top_n} of {options.of}",
     )
     return about
-
-
-def _descriptions(
-    options: RerankOptions,
-    judge: DescriptionJudge,
-    wanted: RetrievalSet,
-    answers: AnswerStore | None,
-    process_group: ProcessGroup,
-) -> list[Item]:
-    """Descriptions of each query's right answer, from its rationale, or its text if it has none."""
-    written = pd.read_parquet(options.of / PER_QUERY).set_index("query_id")["rationale"].dropna()
-    texts = [Item(one.id, text=written.get(one.id) or one.text) for one in wanted.queries]
-    return process_group.once(lambda: judge.describe(texts, _opened(answers)))
 
 
 def rerank(
@@ -245,7 +228,7 @@ def rerank(
     descriptions: Sequence[Item],
     ranking: Ranking,
     judge: DescriptionJudge,
-    answers: AnswerStore | None,
+    answers: AnswerStore,
     *,
     top_n: int,
     chunk: int,
@@ -258,9 +241,9 @@ def rerank(
     Pairs without a cached score are distributed in chunks, in file order of the candidates. After every round of one chunk
     per process, the first process stores all new scores, so a kill loses at most one round.
 
-    ``descriptions``: one per query, scored after each candidate. ``answers``: cache of scores; only the first process
-    needs it. ``chunk``: pairs scored between saves. ``progress``: like `rge.common.commands.progress_bar`; the first
-    process counts the work of all. ``mix``: see `reorder`.
+    ``descriptions``: one per query, scored after each candidate. ``answers``: cache of scores; only that of the first
+    process is used. ``chunk``: pairs scored between saves. ``progress``: like `rge.common.commands.progress_bar`; the
+    first process counts the work of all. ``mix``: see `reorder`.
 
     Returns:
         The same result in every process.
@@ -273,26 +256,26 @@ def rerank(
     head_QN = ranking.rows_QW[:, : min(top_n, ranking.depth)]
     query_P, place_P = np.nonzero(head_QN >= 0)
     row_P = head_QN[query_P, place_P].astype(np.int64)
-    software = process_group.once(lambda: local_software(_opened(answers)))
+    software = process_group.once(lambda: local_software(answers))
     about = {"version": VERSION, "question": QUESTION} | judge.name | {"software": software}
     keys = process_group.once(lambda: _keys(wanted, descriptions, query_P, row_P, about))
     unique = list(dict.fromkeys(keys))
-    known: dict[str, Any] = process_group.once(lambda: _opened(answers).get_values(unique))
+    known: dict[str, Any] = process_group.once(lambda: answers.get_values(unique))
     pairs = zip(query_P.tolist(), row_P.tolist(), strict=True)
     todo = {key: pair for key, pair in zip(keys, pairs, strict=True) if key not in known}
     order = sorted(todo, key=lambda key: int(wanted.file_rows_C[todo[key][1]]))
     # smaller chunks if there are few pairs, so that no process is idle
     chunk = max(min(chunk, -(-len(order) // process_group.size)), 1)
     parts = [order[start : start + chunk] for start in range(0, len(order), chunk)]
-    shown = progress if process_group.is_first else NO_BAR
+    show = progress if process_group.is_first else NO_BAR
     scored = _scored(wanted, descriptions, judge, todo, parts[process_group.rank :: process_group.size])
-    with shown(total=len(unique), initial=len(known), desc="reranking", unit="pair") as bar:
+    with show(total=len(unique), initial=len(known), desc="reranking", unit="pair") as bar:
         for _ in range(-(-len(parts) // process_group.size)):  # gather is collective
-            for found in process_group.gather(next(scored, {})):
-                if process_group.is_first and found:
-                    _opened(answers).put_values(found)
-                known |= found
-                bar.update(len(found))
+            for scores in process_group.gather(next(scored, {})):
+                if process_group.is_first and scores:
+                    answers.put_values(scores)
+                known |= scores
+                bar.update(len(scores))
     score_QN, ms_QN = np.full(head_QN.shape, -np.inf), np.zeros(head_QN.shape)
     score_QN[query_P, place_P] = [known[key][0] for key in keys]
     ms_QN[query_P, place_P] = [known[key][1] for key in keys]
@@ -342,12 +325,6 @@ def reorder(ranking: Ranking, score_QN: np.ndarray, mix: float | None = None) ->
     return Ranking(rows_QW, score_QW, ranking.depth)
 
 
-def _opened(answers: AnswerStore | None) -> AnswerStore:
-    if answers is None:
-        raise ValueError("the first process needs an answer store")
-    return answers
-
-
 def _keys(
     wanted: RetrievalSet,
     queries: Sequence[Item],
@@ -361,9 +338,9 @@ def _keys(
     parts = [rows[start : start + HELD_CANDIDATES] for start in range(0, len(rows), HELD_CANDIDATES)]
     for items in _candidates(wanted, parts):
         digest_of |= {row: content_digest(item)[0] for row, item in items.items()}
-    asked = [content_digest(item)[0] for item in queries]
+    query_digests = [content_digest(item)[0] for item in queries]
     return [
-        value_key(about, asked[query], digest_of[row])
+        value_key(about, query_digests[query], digest_of[row])
         for query, row in zip(query_P.tolist(), row_P.tolist(), strict=True)
     ]
 
@@ -377,8 +354,7 @@ def _candidates(wanted: RetrievalSet, parts: Sequence[Sequence[int]]) -> Iterato
     at, held = -1, dict[int, Item]()
     for part in parts:
         row_of = {int(wanted.file_rows_C[row]): row for row in part}
-        wanted_rows = set(part)
-        held = {row: item for row, item in held.items() if row in wanted_rows}
+        held = {row: held[row] for row in set(part) & held.keys()}
         while at < max(row_of):
             at, item = next(items)
             if at in row_of:

@@ -93,9 +93,6 @@ def run(options: RunOptions, load: Callable[..., Embeds] | None = None) -> list[
     """Evaluate, write the outputs, and return their directories.
 
     ``load``: loads the encoder; default `eval.models.registry.load_model`.
-
-    Raises:
-        UserError: invalid options or data.
     """
     conditions = _conditions(options)
     if is_suite(options.set):
@@ -121,7 +118,7 @@ def run(options: RunOptions, load: Callable[..., Embeds] | None = None) -> list[
             "embedding_dim": candidate_CD.shape[1],
         }
         print()
-        session.write(one, ranking, encoded, figures, said=f"{one.mode}, {one.modality}")
+        session.write(one, ranking, encoded, figures, title=f"{one.mode}, {one.modality}")
     if options.report:
         from eval.pages.report import write_report
 
@@ -154,7 +151,7 @@ class Session:
         draw_seed: seed of sampled rationales; None for greedy decoding.
         warnings: caveats for readers of the figures.
         audit: overlap with the training files; None if none are known.
-        told: content of results.json that is the same for all conditions.
+        shared: content of results.json that is the same for all conditions.
     """
 
     wanted: RetrievalSet
@@ -166,7 +163,7 @@ class Session:
     draw_seed: int | None
     warnings: list[str]
     audit: Audit | None
-    told: Mapping[str, Any] = field(repr=False)
+    shared: Mapping[str, Any] = field(repr=False)
 
     def rank(self, query_QD: np.ndarray, candidate_CD: np.ndarray) -> Ranking:
         """Exact search with the set's exclusions and candidate lists."""
@@ -187,18 +184,15 @@ class Session:
         more: Mapping[str, Any],
         *,
         tag: str = "",
-        said: str | None = None,
+        title: str | None = None,
     ) -> dict[str, Any]:
-        """Score a ranking and write its output directory.
+        """Score a ranking and write its output directory; returns the content of results.json.
 
-        ``more``: further keys of results.json. ``tag``: suffix of the run file's tag; default: mode and modality. ``said``:
+        ``more``: further keys of results.json. ``tag``: suffix of the run file's tag; default: mode and modality. ``title``:
         see `write_evaluation`.
-
-        Returns:
-            Content of results.json.
         """
         about = {
-            **_of_condition(self.told, condition),
+            **_of_condition(self.shared, condition),
             "warnings": self.warnings,
             "audit": self.audit.content if self.audit is not None else None,
             "self_retrieval": self_retrieval(ranking, self.embeddings.contents.own),
@@ -211,12 +205,12 @@ class Session:
             ranking,
             self.protocol,
             about,
-            tag=f"{self.told['checkpoint_hash'][:12]}-{tag or f'{condition.mode}-{condition.modality}'}",
+            tag=f"{self.shared['checkpoint_hash'][:12]}-{tag or f'{condition.mode}-{condition.modality}'}",
             seed=self.seed,
             encoded=encoded,
             limit=self.limit,
             made_with=self.embeddings.made_with,
-            said=said,
+            title=title,
         )
 
 
@@ -226,7 +220,7 @@ def start(
     """Check the set, read its pictures once, load the encoder and print warnings.
 
     Raises:
-        UserError: invalid options or data, or an output directory holds something else.
+        UserError: invalid options or data, or an output directory holds another evaluation.
     """
     process_group = join()
     wanted = load_set(options.set, by=options.by)
@@ -251,12 +245,13 @@ def start(
     warnings = _warnings(conditions, encoder, wanted, audit)
     for warning in warnings if process_group.is_first else ():
         print(f"WARNING: {warning}", file=sys.stderr, flush=True)
-    told = _told(options, wanted, encoder)
-    identity = decides(wanted, protocol, options.seed) | _decides(options, told)
+    shared = _shared(options, wanted, encoder)
+    identity = decides(wanted, protocol, options.seed) | _decides(options, shared)
     for one in conditions:
-        measured = _of_condition(told, one)
-        told_apart = identity | {key: measured[key] for key in ("query_mode", "query_modality")}
-        check_out(one.out, told_apart, overwrite=options.overwrite, measured=measured)
+        of_condition = {"query_mode": one.mode, "query_modality": one.modality}
+        check_out(
+            one.out, identity | of_condition, overwrite=options.overwrite, measured=_of_condition(shared, one)
+        )
     embeddings = Embeddings(
         encoder,
         wanted,
@@ -277,7 +272,7 @@ def start(
         draw_seed=options.seed if is_sampled(encoder) else None,
         warnings=warnings,
         audit=audit,
-        told=told,
+        shared=shared,
     )
 
 
@@ -288,26 +283,23 @@ def _conditions(options: RunOptions) -> list[Condition]:
         raise UserError(f"memory_mb must be above 0, got {options.memory_mb:g}")
     options.protocol()
     options.check_model()
-    asked = product(
-        [mode for mode in MODES if mode in options.query_mode],
-        [modality for modality in MODALITIES if modality in options.query_modality],
-    )
-    found = [
+    conditions = [
         Condition(
             mode,
             modality,
             options.out / f"{mode}-{modality}",
             rerun_command("run", replace(options, query_mode=(mode,), query_modality=(modality,))),
         )
-        for mode, modality in asked
+        for mode, modality in product(MODES, MODALITIES)
+        if mode in options.query_mode and modality in options.query_modality
     ]
-    if len(found) == 1:
-        return [replace(found[0], out=options.out)]
+    if len(conditions) == 1:
+        return [replace(conditions[0], out=options.out)]
     if (options.out / RESULTS).exists():
         raise UserError(
-            f"{options.out} holds a single evaluation, but this command would write {len(found)}: choose another out="
+            f"{options.out} holds a single evaluation, but this command would write {len(conditions)}: choose another out="
         )
-    return found
+    return conditions
 
 
 def _audit(train: Sequence[str], encoder: Embeds, wanted: RetrievalSet) -> Audit | None:
@@ -330,25 +322,26 @@ def _warnings(
     return out + list(encoder.settings.notes) + (audit.warnings if audit is not None else [])
 
 
-def _of_condition(told: Mapping[str, Any], condition: Condition) -> dict[str, Any]:
-    return {"query_mode": condition.mode, "query_modality": condition.modality, **told}
+def _of_condition(shared: Mapping[str, Any], condition: Condition) -> dict[str, Any]:
+    return {"query_mode": condition.mode, "query_modality": condition.modality, **shared}
 
 
-def _decides(options: RunOptions, told: Mapping[str, Any]) -> dict[str, Any]:
+def _decides(options: RunOptions, shared: Mapping[str, Any]) -> dict[str, Any]:
     """Settings that determine the figures, except software, machine, batch size and condition; see `check_out`."""
     keys = ("checkpoint_hash", "decoding", "embedding_dims", "candidate_mode", "depth", "dtype", "exact")
     return {
         "set.limit": options.limit,
-        **{key: told[key] for key in keys},
-        "prompts.profile": told["prompts"]["profile"],
+        **{key: shared[key] for key in keys},
+        "prompts.profile": shared["prompts"]["profile"],
         "rewrite.kind": options.rewrite,
         "rewrite.model": options.rewriter_model,
     }
 
 
-def _told(options: RunOptions, wanted: RetrievalSet, encoder: Embeds) -> dict[str, Any]:
-    """Settings of the measurement for results.json."""
+def _shared(options: RunOptions, wanted: RetrievalSet, encoder: Embeds) -> dict[str, Any]:
+    """Content of results.json that is the same for all conditions."""
     known = encoder.settings
+    instructions = sorted({item.instruction or "" for item in wanted.queries})
     return {
         "embedding_dims": options.embedding_dims,
         "candidate_mode": options.candidate_mode,
@@ -359,8 +352,13 @@ def _told(options: RunOptions, wanted: RetrievalSet, encoder: Embeds) -> dict[st
         },
         "checkpoint": str(encoder.checkpoint),
         "checkpoint_hash": encoder.checkpoint_hash,
-        "prompts": _prompts(wanted, known.profile),
-        "rewrite": options.rewrite_told(wanted.meta),
+        "prompts": {
+            "profile": known.profile,
+            "templates": asdict(PROFILES[known.profile]) if known.profile in PROFILES else None,
+            "instructions": instructions[:MAX_INSTRUCTIONS],
+            "num_instructions": len(instructions),
+        },
+        "rewrite": options.rewrite_settings(wanted.meta),
         "settings": {
             key: value for key, value in known.content().items() if key not in ("recipe", "identity")
         },
@@ -371,15 +369,4 @@ def _told(options: RunOptions, wanted: RetrievalSet, encoder: Embeds) -> dict[st
         "asked_as_released": None if (differs := known.differs_from_release) is None else not differs,
         "batch_size": options.batch_size,
         "depth": options.depth,
-    }
-
-
-def _prompts(wanted: RetrievalSet, profile: str) -> dict[str, Any]:
-    """Prompt templates and instructions, for results.json."""
-    instructions = sorted({item.instruction or "" for item in wanted.queries})
-    return {
-        "profile": profile,
-        "templates": asdict(PROFILES[profile]) if profile in PROFILES else None,
-        "instructions": instructions[:MAX_INSTRUCTIONS],
-        "num_instructions": len(instructions),
     }

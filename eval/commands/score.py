@@ -66,13 +66,11 @@ def score(options: ScoreOptions) -> Path:
     protocol, wanted, unread = options.prepared()
     paths = [path / RUN if path.is_dir() else path for path in (options.run, *options.fuse)]
     read = _read_runs(options, paths, wanted)
-    skips = protocol.skips_missing
     if read.missing and not options.allow_missing:
+        counted = "leaves them out, as the released code does," if protocol.skips_missing else "scores them 0"
         raise UserError(
             f"{options.run}: {len(read.missing)} of {len(wanted.queries)} queries have no line, first {read.missing[0]!r}. "
-            "Leaving them out would flatter the run; allow_missing=true "
-            + ("leaves them out, as the released code does," if skips else "scores them 0")
-            + " and reports the coverage"
+            f"Leaving them out would flatter the run; allow_missing=true {counted} and reports the coverage"
         )
     run_hash = hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
     fusion = {"runs": list(map(str, paths)), "by": options.fuse_by, "weights": list(options.weights)}
@@ -98,11 +96,11 @@ def score(options: ScoreOptions) -> Path:
         tag=read.tag,
         seed=options.seed,
         missing=read.missing,
-        said=str(options.run),
+        title=str(options.run),
     )
     if read.missing:
-        what = "are left out" if skips else "count as 0"
-        print(f"coverage {results['coverage']:.4f}: {len(read.missing)} queries without a line {what}")
+        counted = "are left out" if protocol.skips_missing else "count as 0"
+        print(f"coverage {results['coverage']:.4f}: {len(read.missing)} queries without a line {counted}")
     if short:
         print(f"{short} queries list fewer than {needed} candidates; the others count as not found")
     return options.out
@@ -125,12 +123,13 @@ def _runs_of_members(options: ScoreOptions) -> dict[str, list[Path]]:
     """The run files of each member of a suite."""
     members = load_suite(options.set).members
 
-    def own(folder: Path, name: str) -> Path:
+    def run_of(folder: Path, name: str) -> Path:
         places = (folder / f"{name}.trec", folder / f"{name}.trec.gz", folder / "members" / name / RUN)
-        if found := next((path for path in places if path.is_file()), None):
-            return found
+        for path in places:
+            if path.is_file():
+                return path
         raise UserError(
             f"{places[0]} does not exist: a suite needs a run file for each of its {len(members)} members"
         )
 
-    return {name: [own(one, name) for one in (options.run, *options.fuse)] for name in members}
+    return {name: [run_of(folder, name) for folder in (options.run, *options.fuse)] for name in members}

@@ -148,12 +148,12 @@ class RewriteOptions:
     rewriter_key_env: str | None = None
     """Environment variable with the key; null: no key."""
 
-    def rewrite_told(self, meta: Mapping[str, Any]) -> dict[str, Any] | None:
+    def rewrite_settings(self, meta: Mapping[str, Any]) -> dict[str, Any] | None:
         """The ``rewrite`` block of results.json; ``meta``: meta of the set from `rewritten`."""
         if self.rewrite is None:
             return None
-        asked = {"kind": self.rewrite, "model": self.rewriter_model, "prompts": PROMPTS[self.rewrite]}
-        return asked | meta["rewriter"]
+        settings = {"kind": self.rewrite, "model": self.rewriter_model, "prompts": PROMPTS[self.rewrite]}
+        return settings | meta["rewriter"]
 
     def load_rewriter(self, cache: Path) -> Rewriter | None:
         """Load the rewriter; None if ``rewrite`` is not set.

@@ -15,24 +15,22 @@ X_LABELS = {"tokens": "generated tokens per query", "ms": "milliseconds per quer
 def curves_of(content: Mapping[str, Any]) -> dict[str, Curves]:
     """The points of budget.json as curves, by the label of each cost."""
     out: dict[str, Curves] = {}
-    for cost, words in X_LABELS.items():
-        points: dict[str, list[Point]] = {}
+    for cost, label in X_LABELS.items():
+        points: dict[str, list[Point]] = {row["curve"]: [] for row in content["points"]}
         for row in sorted(content["points"], key=lambda row: row[cost]):
-            point = Point(row["name"], row[cost], row["value"], row["low"], row["high"])
-            points.setdefault(row["curve"], []).append(point)
-        names = dict.fromkeys(row["curve"] for row in content["points"])
-        out[words] = {name: points[name] for name in names}
+            points[row["curve"]].append(Point(row["name"], row[cost], row["value"], row["low"], row["high"]))
+        out[label] = points
     return out
 
 
 def on_page(budget: Mapping[str, Any]) -> dict[str, Any]:
     """Charts and table of a budget.json for a page."""
-    found = curves_of(budget)
+    charts = curves_of(budget)
     return {
         "charts": [
-            curves_chart(curves, metric=budget["metric"], x_label=words) for words, curves in found.items()
+            curves_chart(curves, metric=budget["metric"], x_label=label) for label, curves in charts.items()
         ],
-        "labels": list(next(iter(found.values()))),
+        "labels": list(next(iter(charts.values()))),
         "rows": budget["points"],
         "metric": budget["metric"],
         "costs": budget["costs"],

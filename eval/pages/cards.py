@@ -23,9 +23,9 @@ from eval.pages.examples import (
 from eval.pages.wording import tag
 from eval.sets.retrieval_set import RetrievalSet, given_rationales
 
-_FOUND = {
+_FIRST_HIT = {
     "name": "outcome",
-    "label": "Found",
+    "label": "First hit",
     "values": [("first", "rank 1"), ("near", f"rank 2–{NUM_SHOWN}"), ("below", f"below {NUM_SHOWN}")],
 }
 
@@ -44,16 +44,18 @@ def cards_of(
     success_rank = min(int(k.group(1)), NUM_SHOWN) if k else 1
     strata = varying(main.per_query, ("category", *loaded.report_by))
     chosen = choose_examples(main.per_query, success_rank=success_rank, num=num, strata=strata, seed=seed)
-    tops = {one: top_of(main.per_query, one) for one in chosen}
-    view = SetView(loaded, {one: [names] for one, names in tops.items()}, gallery)
+    tops = {query: top_of(main.per_query, query) for query in chosen}
+    view = SetView(loaded, {query: [names] for query, names in tops.items()}, gallery)
     given = given_rationales(loaded)
     right = pd.Series(given, dtype=object).groupby(level=0).agg(set).to_dict() if given else {}
     cards = []
-    for one in chosen:
-        card = _card(one, main.per_query.loc[one], tops[one], view, strata)
+    for query in chosen:
+        card = _card(query, main.per_query.loc[query], tops[query], view, strata)
         card["success"] = (card["rank"] or math.inf) <= success_rank
-        card["says"] = _says(card["rationale"], right.get(one, set()), given.values())
-        card["ranks"] = [(e.label, as_rank(e.per_query.at[one, RANK_COLUMN]), e is main) for e in evaluations]
+        card["says"] = _says(card["rationale"], right.get(query, set()), given.values())
+        card["ranks"] = [
+            (e.label, as_rank(e.per_query.at[query, RANK_COLUMN]), e is main) for e in evaluations
+        ]
         cards.append(card)
     return {
         "cards": cards,
@@ -62,7 +64,7 @@ def cards_of(
         "reasons": main.mode[0] == "reasoning",
         "success_rank": success_rank,
         **_num_by_rank(main.per_query[RANK_COLUMN]),
-        "filters": [*facets(main.per_query, strata), _FOUND],
+        "filters": [*facets(main.per_query, strata), _FIRST_HIT],
         "strata": [name.replace("_", " ") for name in strata],
     }
 

@@ -54,12 +54,7 @@ CONFIG = {
 
 @dataclass(frozen=True)
 class Series:
-    """One line of a chart.
-
-    Attributes:
-        label: name in the legend and hover text; "" for a single line.
-        x: strictly increasing, at least one.
-        y: as long as ``x``, finite.
+    """One line of a chart: strictly increasing x, finite y, and a label ("" for a single line).
 
     Raises:
         ValueError: no points, or x and y of different length.
@@ -104,16 +99,9 @@ Curves = Mapping[str, Sequence[Point]]
 
 @dataclass(frozen=True)
 class Mark:
-    """A mean with its interval.
+    """A mean with its interval, as fractions; the bounds may be None.
 
-    Attributes:
-        arm: row.
-        group: slice of the data, shown by colour.
-        panel: metric.
-        mean: position of the dot.
-        low: lower end of the interval, or None.
-        high: upper end of the interval, or None.
-        seeds: means of single seeds, drawn as rings.
+    ``arm``: row. ``group``: slice, shown by colour. ``panel``: metric. ``seeds``: means of single seeds.
     """
 
     arm: str
@@ -126,19 +114,13 @@ class Mark:
 
 
 def line_chart(
-    series: Sequence[Series],
-    *,
-    name: str,
-    x_label: str = "step",
-    bands: Sequence[Band] = (),
-    percent: bool = False,
+    series: Sequence[Series], *, name: str, bands: Sequence[Band] = (), percent: bool = False
 ) -> Markup:
-    """Lines over a shared x axis: values faint, moving averages strong; the y axis includes zero.
+    """Lines over training steps: values faint, moving averages strong; the y axis includes zero.
 
     Args:
         series: one or more; the first six have distinct colours and dashes.
-        name: title of the y axis and the chart's accessible name.
-        x_label: title of the x axis.
+        name: the chart's accessible name.
         bands: named ranges of x, drawn behind the lines if there is more than one.
         percent: y values are fractions, shown in per cent.
 
@@ -151,9 +133,9 @@ def line_chart(
     if not series:
         raise ValueError(f"chart {name!r} must have a series, got none")
     scale, unit = (100.0, "%") if percent else (1.0, "")
-    tables = [smoothed(one, bands) for one in series]
-    for one in tables:
-        one[["y", "mean"]] *= scale
+    tables = [smoothed(line, bands) for line in series]
+    for table in tables:
+        table[["y", "mean"]] *= scale
     table = pd.concat(tables, ignore_index=True)
     low, high = min(0.0, table["y"].min()), max(table["y"].max(), 0.0)
     y_domain = [low, high + 0.04 * ((high - low) or 1.0)]
@@ -162,7 +144,7 @@ def line_chart(
         x_domain = [x_domain[0] - 0.5, x_domain[0] + 0.5]
     y: dict[str, Any] = {"axis": {"labelExpr": f"datum.label + '{unit}'"}, "scale": _fixed(y_domain)}
     line = {"type": "line", "strokeJoin": "round", "strokeCap": "round"}
-    x = _of("x", title=x_label, scale=_fixed(x_domain))
+    x = _of("x", title="step", scale=_fixed(x_domain))
     colour = _by("series", sort=None, legend=None, scale={"range": COLOURS})
     dashes = _by("series", sort=None, legend=None, scale={"range": DASHES})
 
@@ -178,21 +160,21 @@ def line_chart(
             "encoding": along("mean"),
         },
     ]
-    lines = list(zip((one.label for one in series), tables, strict=True))
+    labels = [line.label for line in series]
     hover = {
         "plot": [LEFT, TOP, PLOT_WIDTH, PLOT_HEIGHT],
         "domain": [*x_domain, *y_domain],
         "unit": unit,
-        "xLabel": x_label,
+        "xLabel": "step",
         "series": [
-            {"label": label, "x": found["x"].map(_short).tolist(), "y": found["mean"].map(_short).tolist()}
-            for label, found in lines
+            {"label": label, "x": part["x"].map(_short).tolist(), "y": part["mean"].map(_short).tolist()}
+            for label, part in zip(labels, tables, strict=True)
         ],
     }
     ends = [
         f"{label + ': ' if label else ''}"
-        + ", ".join(f"{number(found['mean'].iloc[at])}{unit} at {x_label} {number(found['x'].iloc[at])}" for at in (0, -1))
-        for label, found in lines
+        + ", ".join(f"{number(part['mean'].iloc[at])}{unit} at step {number(part['x'].iloc[at])}" for at in (0, -1))
+        for label, part in zip(labels, tables, strict=True)
     ]  # fmt: skip
     spec = {"data": {"values": table.to_dict("records")}, "layer": _bands(bands, x_domain) + layers}
     return _on_page(spec, f"{name}. {'; '.join(ends)}", hover)
@@ -209,14 +191,15 @@ def smoothed(series: Series, bands: Sequence[Band] = ()) -> pd.DataFrame:
     table = pd.DataFrame({"x": series.x, "y": series.y}, dtype=float)
     table["part"] = [next((i for i, b in enumerate(bands) if b.start < x <= b.end), -1) for x in table["x"]]
     parts = []
-    for part, found in table.groupby("part", sort=False):
-        if len(found) > MAX_POINTS:
-            stretch = [row * MAX_POINTS // len(found) for row in range(len(found))]
-            found = found[["x", "y"]].groupby(stretch).mean()
+    for part, rows in table.groupby("part", sort=False):
+        if len(rows) > MAX_POINTS:
+            rows = (
+                rows[["x", "y"]].groupby([row * MAX_POINTS // len(rows) for row in range(len(rows))]).mean()
+            )
         # a window of a 16th of the line smooths the noise of single steps and keeps visible trends
-        width = len(found) // 16 // 2 * 2 + 1
-        mean = found["y"].rolling(width, center=True, min_periods=1).mean()
-        parts.append(found.assign(part=part, mean=mean))
+        width = len(rows) // 16 // 2 * 2 + 1
+        mean = rows["y"].rolling(width, center=True, min_periods=1).mean()
+        parts.append(rows.assign(part=part, mean=mean))
     out = pd.concat(parts, ignore_index=True).assign(series=series.label)
     return out.assign(last=out.index == len(out) - 1)
 
@@ -260,10 +243,10 @@ def curves_file(charts: Mapping[str, Curves], metric: str) -> str:
     return as_file({"vconcat": panels}, f"{metric} against cost, 95 % intervals")
 
 
-def interval_chart(marks: Sequence[Mark], *, title: str, percent: bool = True) -> str:
+def interval_chart(marks: Sequence[Mark], *, title: str) -> str:
     """Means with intervals as a file: rows are arms, panels metrics, colours slices, and rings seeds.
 
-    `percent`: values are fractions. Arms, slices and panels keep the order of the marks.
+    Arms, slices and panels keep the order of the marks.
 
     Raises:
         ValueError: there are no marks, or more slices than colours.
@@ -282,24 +265,23 @@ def interval_chart(marks: Sequence[Mark], *, title: str, percent: bool = True) -
         "color": _by("group", scale={"domain": groups, "range": COLOURS}, legend={} if len(groups) > 1 else None),
     }  # fmt: skip
     panels = [
-        _interval_panel([mark for mark in marks if mark.panel == panel], place, percent)
+        _interval_panel([mark for mark in marks if mark.panel == panel], place)
         for panel in dict.fromkeys(mark.panel for mark in marks)
     ]
     return as_file({"vconcat": panels}, title)
 
 
-def _interval_panel(marks: Sequence[Mark], place: Mapping[str, Any], percent: bool) -> dict[str, Any]:
+def _interval_panel(marks: Sequence[Mark], place: Mapping[str, Any]) -> dict[str, Any]:
     """The marks of one panel: a rule for each interval, a ring for each seed, a dot for each mean."""
-    scale, unit = (100.0, "%") if percent else (1.0, "")
     panel = marks[0].panel
     rows = [
-        {"arm": m.arm, "group": m.group, "mean": scale * m.mean,
-         "low": scale * (m.mean if m.low is None else m.low), "high": scale * (m.mean if m.high is None else m.high),
-         "words": f"{m.arm}, {m.group}, {panel}: {scale * m.mean:.1f}{unit}{_interval(m, scale) or ' –'}"}
+        {"arm": m.arm, "group": m.group, "mean": 100 * m.mean,
+         "low": 100 * (m.mean if m.low is None else m.low), "high": 100 * (m.mean if m.high is None else m.high),
+         "words": f"{m.arm}, {m.group}, {panel}: {100 * m.mean:.1f}%{_interval(m) or ' –'}"}
         for m in marks
     ]  # fmt: skip
-    seeds = [{"arm": m.arm, "group": m.group, "seed": scale * seed} for m in marks for seed in m.seeds]
-    axis = {"grid": True, "domain": False, "labelExpr": f"datum.label + '{unit}'"}
+    seeds = [{"arm": m.arm, "group": m.group, "seed": 100 * seed} for m in marks for seed in m.seeds]
+    axis = {"grid": True, "domain": False, "labelExpr": "datum.label + '%'"}
     x = {"title": None, "axis": axis, "scale": {"zero": False, "padding": 8}}
     words = {"description": {"field": "words"}}
     return {
@@ -366,8 +348,8 @@ def _fixed(domain: Sequence[float]) -> dict[str, Any]:
     return {"domain": list(domain), "nice": False}
 
 
-def _interval(one: Mark | Point, scale: float) -> str:
-    return "" if one.low is None or one.high is None else f" [{scale * one.low:.1f}, {scale * one.high:.1f}]"
+def _interval(of: Mark | Point) -> str:
+    return "" if of.low is None or of.high is None else f" [{100 * of.low:.1f}, {100 * of.high:.1f}]"
 
 
 def _over_cost(
@@ -382,7 +364,7 @@ def _over_cost(
     rows = [
         {"curve": name, "number": str(point.number), "x": point.x, "y": 100 * point.y,
          "low": point.low and 100 * point.low, "high": point.high and 100 * point.high,
-         "words": f"{point.label}: {100 * point.y:.1f} %{_interval(point, 100.0)} at {number(point.x)}"}
+         "words": f"{point.label}: {100 * point.y:.1f} %{_interval(point)} at {number(point.x)}"}
         for name, point in points
     ]  # fmt: skip
     y_scale: dict[str, Any] = {"zero": zero}

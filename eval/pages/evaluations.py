@@ -47,10 +47,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A finished evaluation directory.
-
-    `per_query` is per_query.parquet indexed by query id; a baseline is another checkpoint, labelled by the caller.
-    """
+    """A finished evaluation directory, with per_query.parquet indexed by query id; a baseline is another checkpoint."""
 
     directory: Path
     label: str
@@ -75,11 +72,7 @@ class Evaluation:
         return list(self.results.get(block) or {})
 
     def figure(self, block: str, metric: str, slice_name: str | None = None) -> Figure | None:
-        """A figure of results.json; None if that slice or metric was not computed.
-
-        Raises:
-            UserError: the value or a bound is not a finite number.
-        """
+        """A figure of results.json; None if that slice or metric was not computed."""
         return self.figure_at((block, metric) if slice_name is None else (block, slice_name, metric))
 
     def figure_at(self, path: Sequence[str]) -> Figure | None:
@@ -117,25 +110,20 @@ def read_evaluations(dirs: Sequence[Path], baselines: Mapping[str, Path]) -> lis
     evaluations = list(map(read_evaluation, found))
     counts = Counter(one.label for one in evaluations)
     evaluations = [
-        one if counts[one.label] == 1 else _relabel(one, _placed_label(one)) for one in evaluations
+        one
+        if counts[one.label] == 1
+        else replace(one, label=f"{one.label} · {one.directory.parent.name}/{one.directory.name}")
+        for one in evaluations
     ]
     for label, directory in baselines.items():
         (path,) = expand(Path(directory), single=True)
-        evaluations.append(_relabel(read_evaluation(path), label, is_baseline=True))
+        one = read_evaluation(path)
+        note = f"other checkpoint, {one.label.lower()}"
+        evaluations.append(replace(one, label=label, note=note, order=_BASELINE_ORDER, is_baseline=True))
     (label, num) = Counter(one.label for one in evaluations).most_common(1)[0]
     if num > 1:
         raise UserError(f"labels of evaluations must be unique, got {label!r} twice")
     return sorted(evaluations, key=lambda one: one.order)
-
-
-def _placed_label(one: Evaluation) -> str:
-    return f"{one.label} · {one.directory.parent.name}/{one.directory.name}"
-
-
-def _relabel(evaluation: Evaluation, label: str, *, is_baseline: bool = False) -> Evaluation:
-    note = f"other checkpoint, {evaluation.label.lower()}" if is_baseline else evaluation.note
-    order = _BASELINE_ORDER if is_baseline else evaluation.order
-    return replace(evaluation, label=label, note=note, order=order, is_baseline=is_baseline)
 
 
 def expand(directory: Path, *, single: bool = False) -> list[Path]:
@@ -146,9 +134,13 @@ def expand(directory: Path, *, single: bool = False) -> list[Path]:
     """
     if not directory.is_dir():
         raise UserError(f"{directory} is not a directory: pass the output of `rge eval run`")
-    if _holds(directory, RESULTS, PER_QUERY):
+
+    def holds(folder: Path, *files: str) -> bool:
+        return any((folder / name).exists() for name in files)
+
+    if holds(directory, RESULTS, PER_QUERY):
         return [directory]
-    inner = sorted(child for child in directory.iterdir() if _holds(child, RESULTS, PER_QUERY, RUN))
+    inner = sorted(child for child in directory.iterdir() if holds(child, RESULTS, PER_QUERY, RUN))
     if not inner:
         raise UserError(
             f"{directory} has no results.json: the evaluation is incomplete or in another directory"
@@ -159,10 +151,6 @@ def expand(directory: Path, *, single: bool = False) -> list[Path]:
             f"a baseline is a single evaluation, but {directory} holds {len(inner)}: pass one of {names}"
         )
     return inner
-
-
-def _holds(folder: Path, *files: str) -> bool:
-    return any((folder / name).exists() for name in files)
 
 
 def read_evaluation(directory: Path) -> Evaluation:
@@ -179,9 +167,9 @@ def read_evaluation(directory: Path) -> Evaluation:
     mode = results.get("query_mode")
     order, label, note = _FOREIGN_ORDER, str(results.get("tag") or directory.name), "external ranking"
     if mode is not None:
-        asked = (str(mode), str(results.get("query_modality") or "both"))
-        unnamed = (_FOREIGN_ORDER, " · ".join(asked), "see the foot of the page")
-        order, label, note = _NAMES.get(asked, unnamed)
+        condition = (str(mode), str(results.get("query_modality") or "both"))
+        unknown = (_FOREIGN_ORDER, " · ".join(condition), "see the end of the page")
+        order, label, note = _NAMES.get(condition, unknown)
     per_query = _per_query(directory / PER_QUERY)
     return Evaluation(directory, label, note, order, False, results, per_query)
 
@@ -271,13 +259,13 @@ def warnings_of(evaluations: Sequence[Evaluation]) -> list[str]:
 
     Includes warnings of results.json, results of older versions, rankings that lack queries, and limits on queries.
     """
-    said: dict[str, list[str]] = defaultdict(list)
+    labels_of: dict[str, list[str]] = defaultdict(list)
     for one in evaluations:
         for warning in dict.fromkeys(_warnings(one.results)):
-            said[warning].append(one.label)
+            labels_of[warning].append(one.label)
     return [
         warning if len(labels) == len(evaluations) else f"{', '.join(labels)}: {warning}"
-        for warning, labels in said.items()
+        for warning, labels in labels_of.items()
     ]
 
 
@@ -292,10 +280,6 @@ def _warnings(results: Mapping[str, Any]) -> Iterator[str]:
 
 
 def check_finite(value: object, where: str) -> None:
-    """Check that a value is a finite number.
-
-    Raises:
-        UserError: it is not.
-    """
+    """Raise a `UserError` unless a value is a finite number."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise UserError(f"{where} must be a finite number, got {value!r}")

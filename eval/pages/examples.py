@@ -6,6 +6,7 @@ import io
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,11 @@ MAX_WANTED = 2
 def choose_examples(
     per_query: pd.DataFrame, *, success_rank: int, num: int, strata: Sequence[str] = (), seed: int = 0
 ) -> list[str]:
-    """Draw queries to show: half successes, half failures, each alternating between the strata.
+    """Draw up to ``num`` queries: successes and failures alternate, and both alternate between the strata.
 
     Queries are ordered by a hash of the seed and their id, so the choice depends on neither file order nor the version of
-    a random generator. Within a stratum, groups not shown yet come first. If one half has too few queries, the other fills
-    up.
+    a random generator. Within a stratum, groups not shown yet come first. If there are too few of one kind, there are more
+    of the other.
 
     Args:
         per_query: indexed by query id; ``first_hit_rank``, ``group`` where known, and the columns of ``strata``.
@@ -47,9 +48,6 @@ def choose_examples(
         num: maximum number of queries.
         strata: columns whose combinations form the strata.
         seed: seed of the draw.
-
-    Returns:
-        Query ids, alternating successes and failures.
     """
     groups = per_query["group"] if "group" in per_query else pd.Series(per_query.index, per_query.index)
     found = per_query[RANK_COLUMN].between(1, success_rank)
@@ -66,10 +64,7 @@ def choose_examples(
     hits, misses = halves
     num_hits = min(len(hits), max(num - num // 2, num - len(misses)))
     hits, misses = hits[:num_hits], misses[: max(num - num_hits, 0)]
-    mixed: list[str] = []
-    for place in range(max(len(hits), len(misses))):
-        mixed += hits[place : place + 1] + misses[place : place + 1]
-    return mixed
+    return [name for pair in zip_longest(hits, misses) for name in pair if name is not None]
 
 
 def _in_turn(queues: list[list[str]], groups: pd.Series) -> list[str]:
@@ -107,10 +102,7 @@ class Gallery:
         return {picture.name: (picture.width, picture.height) for picture in self.pictures}
 
     def add(self, ref: ImageRef, owner: str) -> str:
-        """Embed a picture, unless it already is.
-
-        Returns:
-            Its name on the page.
+        """Embed a picture, unless it already is, and return its name on the page.
 
         Raises:
             UserError: it is missing or cannot be decoded.
@@ -190,17 +182,16 @@ class SetView:
 
     def ranked(self, query_id: str, names: Sequence[str], own: Sequence[str]) -> list[dict[str, Any]]:
         """Candidates with ranks and marks; ``own`` are the query's pictures on the page."""
-        found = []
-        for rank, name in enumerate(names, start=1):
-            shown = self._candidate(name)
-            marks = {
+        return [
+            (candidate := self._candidate(name))
+            | {
                 "rank": rank,
                 "hit": name in self.right[query_id],
                 "negative": name in self._wrong[query_id],
-                "is_query": shown["picture"] in own,
+                "is_query": candidate["picture"] in own,
             }
-            found.append(shown | marks)
-        return found
+            for rank, name in enumerate(names, start=1)
+        ]
 
     def _candidate(self, name: str) -> dict[str, Any]:
         item = self._corpus[name]

@@ -11,8 +11,16 @@ from eval.pages.evaluations import Evaluation
 
 def provenance_of(evaluations: Sequence[Evaluation]) -> dict[str, Any]:
     """Shared facts, differing facts, and everything recorded except figures."""
-    told = {one.label: _without_paths(_recorded(one.results)) for one in evaluations}
-    blocks = {one.label: _facts(told[one.label], one) for one in evaluations}
+    figures = {"again", "set", "micro", "macro", "ties", "rationale", "random"}
+    recorded = {
+        one.label: {
+            key: _without_paths(value)
+            for key, value in one.results.items()
+            if key not in figures and not key.startswith("by_")
+        }
+        for one in evaluations
+    }
+    blocks = {one.label: _facts(recorded[one.label], one) for one in evaluations}
     common = (
         set.intersection(*(set(facts.items()) for facts in blocks.values())) if len(blocks) > 1 else set()
     )
@@ -24,18 +32,13 @@ def provenance_of(evaluations: Sequence[Evaluation]) -> dict[str, Any]:
         "common": part(next(iter(blocks.values())), shared=True),
         "own": [(label, part(facts, shared=False)) for label, facts in blocks.items()],
         "recorded": [
-            (label, json.dumps(rest, indent=1, ensure_ascii=False, default=str))
-            for label, rest in told.items()
+            (label, json.dumps(content, indent=1, ensure_ascii=False, default=str))
+            for label, content in recorded.items()
         ],
     }
 
 
-def _recorded(results: Mapping[str, Any]) -> dict[str, Any]:
-    figures = {"again", "set", "micro", "macro", "ties", "rationale", "random"}
-    return {k: v for k, v in results.items() if k not in figures and not k.startswith("by_")}
-
-
-def _facts(recorded: Mapping[str, Any], one: Evaluation) -> dict[str, str]:
+def _facts(recorded: Mapping[str, Any], evaluation: Evaluation) -> dict[str, str]:
     """Facts that fit on one line each."""
     facts = {}
     for name, value in recorded.items():
@@ -43,8 +46,8 @@ def _facts(recorded: Mapping[str, Any], one: Evaluation) -> dict[str, str]:
             value = ", ".join(f"{k} {_brief(v)}" for k, v in value.items())
         if isinstance(value, (str, int, float)) and 0 < len(_brief(value)) <= 300:
             facts[name.replace("_", " ")] = _brief(value)
-    if (command := _command(one)) is not None:
-        facts["again with"] = command
+    if (command := _command(evaluation)) is not None:
+        facts["reproduce with"] = command
     return facts
 
 
@@ -58,12 +61,12 @@ def _command(evaluation: Evaluation) -> str | None:
     if not again:
         return None
 
-    def written(value: Any) -> str:
+    def as_word(value: Any) -> str:
         if isinstance(value, list):
-            return ",".join(map(written, value)) or "[]"
+            return ",".join(map(as_word, value)) or "[]"
         return _local(value) if isinstance(value, str) else json.dumps(value)
 
-    words = [f"{key}={written(value)}" for key, value in again["options"].items()]
+    words = [f"{key}={as_word(value)}" for key, value in again["options"].items()]
     return shlex.join(["rge", "eval", again["command"], *words])
 
 

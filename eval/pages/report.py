@@ -47,14 +47,10 @@ def write_report(
     seed: int = 0,
     budget: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write the report page of one or more evaluations of one retrieval set.
+    """Write the report page of one or more evaluations of one retrieval set, and return ``out``.
 
     The output is deterministic: examples are drawn by a seeded hash of the query id, and the page has no dates.
-
     Baselines are evaluation directories of other checkpoints, by label; logs are stages of one run, or runs to compare.
-
-    Returns:
-        ``out``.
 
     Raises:
         UserError: an evaluation is incomplete, holds a number that is not finite, or is of another retrieval set;

@@ -10,24 +10,16 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from eval.pages.wording import LONG_QUESTION, LONG_RATIONALE, cut_at, percent, signed
-from rge.common.files import write_bytes
+from rge.common.files import write_text
 
 TEMPLATES = Path(__file__).with_name("templates")
 
 
-def write_page(
-    out: Path,
-    template: str,
-    styles: Sequence[str],
-    content: Mapping[str, Any],
-) -> Path:
-    """Render a template and write it atomically.
+def write_page(out: Path, template: str, styles: Sequence[str], content: Mapping[str, Any]) -> Path:
+    """Render a template, write it atomically and return ``out``.
 
     The template gets ``style``, ``script``, and ``script_hash`` for its content security policy; later style sheets
     override earlier ones.
-
-    Returns:
-        ``out``.
     """
     script = (TEMPLATES / "report.js").read_text(encoding="utf-8")
     environment = Environment(
@@ -49,7 +41,5 @@ def write_page(
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         **content,
     )
-    out = Path(out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    write_bytes(out, page.encode())
+    write_text(out, page)
     return out

@@ -43,10 +43,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """Figures of one metric.
-
-    Gains are paired differences between the featured row and its rivals.
-    """
+    """Figures of one metric; gains are paired differences between the featured row and its rivals."""
 
     by: str
     columns: list[tuple[str, int | None]]
@@ -66,11 +63,10 @@ class _Column:
 
     @classmethod
     def of(cls, main: Evaluation, heading: str, block: str, name: str | None = None) -> "_Column":
-        column = block.removeprefix("by_")
+        column = main.per_query.get(block.removeprefix("by_"))
         if name is None:
             return cls(heading, block, name, np.ones(len(main.per_query), bool))
-        known = column in main.per_query
-        return cls(heading, block, name, (main.per_query[column] == name).to_numpy() if known else None)
+        return cls(heading, block, name, None if column is None else (column == name).to_numpy())
 
     @property
     def by(self) -> str:
@@ -91,19 +87,19 @@ def _table(
 ) -> Table:
     chance = _chance(main, metric, columns, floor)
     grid = [[one.figure(c.block, metric, c.name) for c in columns] for one in evaluations]
-    scale = Scale.around(_ends(figure for shown in (*grid, chance) for figure in shown))
+    scale = Scale.around(_ends(chain(*grid, chance)))
 
-    def row(label: str, note: str, shown: Sequence[Figure | None], block: str = "", **more: bool) -> Row:
+    def row(label: str, note: str, figures: Sequence[Figure | None], block: str = "", **more: bool) -> Row:
         cells = [
             _cell(figure, scale, f"{label}|{block or c.block}|{c.name or ''}|{metric}")
-            for c, figure in zip(columns, shown, strict=True)
+            for c, figure in zip(columns, figures, strict=True)
         ]
         return Row(label, note, cells, **more)
 
     rows = [row("Random floor", "a shuffled ranking", chance, "random")] if chance else []
     rows += [
-        row(one.label, one.note, shown, featured=one is main)
-        for one, shown in zip(evaluations, grid, strict=True)
+        row(one.label, one.note, figures, featured=one is main)
+        for one, figures in zip(evaluations, grid, strict=True)
     ]
     return Table(columns[-1].by, [(c.heading, c.num_queries) for c in columns], rows, scale)
 
@@ -119,13 +115,10 @@ def _chance(
     """Expected figures of a random ranking in each column; empty if unknown."""
     if floor is None:
         return []
-    shown = [
-        None if column.rows_Q is None else Figure(float(np.nanmean(floor[column.rows_Q])))
-        for column in columns
-    ]
+    figures = [None if c.rows_Q is None else Figure(float(np.nanmean(floor[c.rows_Q]))) for c in columns]
     if columns[0].name is None:  # recorded in results.json, unlike those of slices
-        shown[0] = Figure(main.results["random"][metric])
-    return shown
+        figures[0] = Figure(main.results["random"][metric])
+    return figures
 
 
 def _cell(figure: Figure | None, scale: Scale, where: str) -> Cell:
@@ -142,7 +135,7 @@ def main_table(
     sliced = _slices(evaluations, main)
     lead = next((block for block in sliced if len(sliced[block]) <= MAX_MAIN_SLICES), "")
     columns = [_Column.of(main, "All queries", "micro"), *sliced.pop(lead, [])]
-    others = [_table(evaluations, main, metric, own, floor) for own in sliced.values()]
+    others = [_table(evaluations, main, metric, rest, floor) for rest in sliced.values()]
     table = _table(evaluations, main, metric, columns, floor)
     return replace(table, gains=_gains(evaluations, main, metric, columns)), others
 
@@ -150,11 +143,12 @@ def main_table(
 def _slices(evaluations: Sequence[Evaluation], main: Evaluation) -> dict[str, list[_Column]]:
     """Columns by block: pairs, categories, then others; without blocks that have a single value."""
     blocks = {f"by_{column}" for one in evaluations for column in one.reported_by}
-    found = {}
+    out = {}
     for block in sorted(blocks, key=lambda b: (b != "by_pair", b != "by_category", b)):
         names = sorted(set().union(*(one.names(block) for one in evaluations)), key=slice_order)
-        found[block] = [_Column.of(main, slice_label(name), block, name) for name in names]
-    return {block: columns for block, columns in found.items() if len(columns) > 1}
+        if len(names) > 1:
+            out[block] = [_Column.of(main, slice_label(name), block, name) for name in names]
+    return out
 
 
 def random_floors(main: Evaluation, loaded: RetrievalSet, metric: str) -> np.ndarray | None:
@@ -182,16 +176,12 @@ def _gains(
     """Paired differences between the featured row and each rival, with groups resampled as in `eval.scoring.stats`."""
     rivals = [one for one in evaluations if one is not main and _is_rival(one, main)]
     rows = []
-    for one in rivals if metric in main.per_query else ():
-        if metric in one.per_query:
+    for one in rivals:
+        if metric in main.per_query and metric in one.per_query:
             difference_Q = main.per_query[metric] - one.per_query.loc[main.per_query.index, metric]
-            cells = [
-                Cell(
-                    _gain(main, difference_Q, c.rows_Q),
-                    where=f"{one.label}|gain {c.block}|{c.name or ''}|{metric}",
-                )
-                for c in columns
-            ]
+            where = [f"{one.label}|gain {c.block}|{c.name or ''}|{metric}" for c in columns]
+            gains = [_gain(main, difference_Q, c.rows_Q) for c in columns]
+            cells = [Cell(gain, where=at) for gain, at in zip(gains, where, strict=True)]
             rows.append(Row(f"Gain over {one.label}", "", cells))
     return rows
 
@@ -207,7 +197,7 @@ def _gain(main: Evaluation, difference_Q: pd.Series, rows_Q: np.ndarray | None) 
 
 
 def _is_rival(one: Evaluation, main: Evaluation) -> bool:
-    """Whether it is the same checkpoint and modality without a rationale, or another checkpoint."""
+    """Whether an evaluation is of another checkpoint, or of the same one and modality without a rationale."""
     return one.is_baseline or (main.mode[0] == "reasoning" and one.mode == ("direct", main.mode[1]))
 
 
@@ -246,16 +236,16 @@ def ceiling_of(main: Evaluation, metric: str) -> float | None:
 def verdict_of(evaluations: Sequence[Evaluation], main: Evaluation, metric: str) -> list[tuple[str, Figure]]:
     """Figures of the opening sentence, with their wording: the featured row, its rivals, and chance."""
     words = {"reasoning": "with its own rationale", "direct": "without a rationale"}
-    found = [(words.get(main.mode[0], "in this ranking"), main.figure("micro", metric))]
+    parts = [(words.get(main.mode[0], "in this ranking"), main.figure("micro", metric))]
     for one in evaluations:
         if one.is_baseline:
-            found.append((f"for “{one.label}”", one.figure("micro", metric)))
+            parts.append((f"for “{one.label}”", one.figure("micro", metric)))
         elif _is_rival(one, main):
-            found.append(("by the same checkpoint without it", one.figure("micro", metric)))
+            parts.append(("by the same checkpoint without it", one.figure("micro", metric)))
     floor = (main.results.get("random") or {}).get(metric)
     if floor is not None:
-        found.append(("by chance", Figure(floor)))
-    return [(words, figure) for words, figure in found if figure is not None]
+        parts.append(("by chance", Figure(floor)))
+    return [(words, figure) for words, figure in parts if figure is not None]
 
 
 def notes_of(loaded: RetrievalSet, by: str) -> list[tuple[str, str]]:
@@ -279,44 +269,38 @@ def cost_and_ties(evaluations: Sequence[Evaluation], metric: str) -> dict[str, A
     Returns:
         ``columns``: headings of values that at least one evaluation has (external rankings have no costs); ``rows``: label
         and one cell per column, None if missing.
-
-    Raises:
-        UserError: a value is not a finite number.
     """
-    columns: dict[str, list[str | None]] = {}
-    for one in evaluations:
-        for heading, cell in _cost_cells(one, metric).items():
-            columns.setdefault(heading, []).append(cell)
-    kept = {heading: cells for heading, cells in columns.items() if any(cells)}
-    rows = [(one.label, [cells[place] for cells in kept.values()]) for place, one in enumerate(evaluations)]
-    return {"columns": list(kept), "rows": rows}
+    cells = [_cost_cells(one, metric) for one in evaluations]
+    columns = [heading for heading in cells[0] if any(row[heading] for row in cells)]
+    rows = [(one.label, [row[name] for name in columns]) for one, row in zip(evaluations, cells, strict=True)]
+    return {"columns": columns, "rows": rows}
 
 
 def _cost_cells(one: Evaluation, metric: str) -> dict[str, str | None]:
-    def told(words: Callable[..., str], *paths: tuple[str, ...]) -> str | None:
-        found = [one.figure_at(path) for path in paths]
-        return None if None in found else words(*(figure.value for figure in found if figure))
+    def shown(words: Callable[..., str], *paths: tuple[str, ...]) -> str | None:
+        figures = [one.figure_at(path) for path in paths]
+        return None if None in figures else words(*(figure.value for figure in figures if figure))
 
-    def spent(key: str, least: float) -> str | None:
+    def milliseconds(key: str, least: float) -> str | None:
         mean = one.per_query[key].mean() if key in one.per_query else math.nan
         return f"{mean:.1f}" if mean > least else None
 
     def share(value: float) -> str:
         return f"{percent(value)} %"
 
-    written = {
-        "Forced stops": told(share, ("rationale", "forced_rate")),
-        "Tokens, mean / p95": told(
+    rationale = {
+        "Forced stops": shown(share, ("rationale", "forced_rate")),
+        "Tokens, mean / p95": shown(
             "{:.1f} / {:.0f}".format, ("rationale", "tokens_mean"), ("rationale", "tokens_p95")
         ),
     }
-    return (written if one.mode[0] == "reasoning" else dict.fromkeys(written)) | {
-        "Generate, ms per query": spent("generate_ms", 0.0),
-        "Embed, ms per query": spent("embed_ms", -1.0),
-        "Ties, worst–best": told(
+    return (rationale if one.mode[0] == "reasoning" else dict.fromkeys(rationale)) | {
+        "Generate, ms per query": milliseconds("generate_ms", 0.0),
+        "Embed, ms per query": milliseconds("embed_ms", -1.0),
+        "Ties, worst–best": shown(
             lambda worst, best: f"{percent(worst)}–{share(best)}",
             ("ties", metric, "worst"),
             ("ties", metric, "best"),
         ),
-        "Own picture first": told(share, ("self_retrieval", "rate@1")),
+        "Own picture first": shown(share, ("self_retrieval", "rate@1")),
     }

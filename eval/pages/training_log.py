@@ -3,7 +3,7 @@
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -31,8 +31,10 @@ def curves_of(paths: Sequence[Path]) -> dict[str, Any] | None:
     runs = read_training_logs(paths)
     keys = list(dict.fromkeys(key for run in runs for key in run.curves))
     keys = [key for key in CURVE_NAMES if key in keys] + sorted(set(keys) - set(CURVE_NAMES))
-    labels = [run.label for run in runs] if len(runs) > 1 else []
-    return {"charts": [_chart(key, runs) for key in keys], "labels": labels}
+    return {
+        "charts": [_chart(key, runs) for key in keys],
+        "labels": [run.label for run in runs] if len(runs) > 1 else [],
+    }
 
 
 def _chart(key: str, runs: Sequence["Training"]) -> dict[str, Any]:
@@ -55,20 +57,16 @@ class Training:
 
 
 def read_training_logs(paths: Sequence[Path]) -> list[Training]:
-    """Read ``metrics.jsonl`` files.
+    """Read ``metrics.jsonl`` files: JSON lines with ``step``, any curves, and ``stage`` if the run has several.
 
     Files without a common stage are stages of one run and are concatenated in the given order; otherwise each file is a
     separate run. A stage that restarts its step count continues the axis; a repeated step within a stage (a resumed run)
     replaces the earlier one.
 
-    Args:
-        paths: JSON lines files with ``step`` and any of the losses, ``forced_rate``, ``rationale_tokens_mean``; ``stage`` if
-            the run has several.
-
     Raises:
         UserError: a file is missing or empty, a line is not a JSON object with a step, or a value is not finite.
     """
-    logs = {Path(path): _read_log(Path(path)) for path in paths}
+    logs = {path: _read_log(path) for path in paths}
     stages = [stage for entries in logs.values() for stage in {entry.get("stage") for entry in entries}]
     if len(logs) > 1 and None not in stages and len(stages) == len(set(stages)):
         return [_training("", list(chain(*logs.values())))]
@@ -120,7 +118,7 @@ def _training(label: str, entries: Sequence[Mapping[str, Any]]) -> Training:
             training.stages.append(Band(str(stage or "").replace("_", " "), last, last))
         x = entry["step"] + offset
         last = max(last, x)
-        training.stages[-1] = Band(training.stages[-1].label, training.stages[-1].start, last)
+        training.stages[-1] = replace(training.stages[-1], end=last)
         for key in filter(_is_curve, entry):
             if entry[key] is not None:
                 values[key][x] = float(entry[key])
@@ -132,11 +130,11 @@ def _training(label: str, entries: Sequence[Mapping[str, Any]]) -> Training:
 
 def _short_names(paths: Sequence[Path]) -> list[str]:
     """Paths without their common parts, as labels."""
-    parts = [path.with_suffix("").parts for path in paths]
-    if len(parts) < 2:
+    all_parts = [path.with_suffix("").parts for path in paths]
+    if len(paths) < 2:
         return [""]
-    kept = [
-        [part for place, part in enumerate(one) if any(place >= len(o) or o[place] != part for o in parts)]
-        for one in parts
+    labels = [
+        "/".join(p for i, p in enumerate(parts) if any(other[i : i + 1] != (p,) for other in all_parts))
+        for parts in all_parts
     ]
-    return ["/".join(one) or str(path) for one, path in zip(kept, paths, strict=True)]
+    return [label or str(path) for label, path in zip(labels, paths, strict=True)]

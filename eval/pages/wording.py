@@ -12,9 +12,7 @@ _SLICE_WORDS = {"seen": "Seen pairs", "held_out": "Held\u2011out pairs"}
 def percent(value: float, like: float | None = None) -> str:
     """A fraction in per cent, without the % sign: one decimal, two below one per cent, with a true minus sign.
 
-    Args:
-        value: a fraction.
-        like: value whose number of decimals is used, for the bounds of its interval.
+    ``like``: value whose number of decimals is used, for the bounds of its interval.
     """
     size = abs(value if like is None else like)
     digits = 2 if 0 < size < 0.00995 else 1
@@ -50,15 +48,15 @@ def tag(column: str, value: str) -> str:
     return f"{words} pair" if column == "pair" else words
 
 
-def number(value: float, *, digits: int = 3) -> str:
-    """Format a number with ``digits`` significant digits, without an exponent between 0.001 and a million."""
+def number(value: float) -> str:
+    """Format a number with three significant digits, without an exponent between 0.001 and a million."""
     if value == 0:
-        return "0"
-    if abs(value) >= 10 ** (digits - 1) or value == int(value):
+        return "0"  # also for -0.0
+    if abs(value) >= 100 or value == int(value):
         return f"{value:,.0f}"
     if abs(value) < 1e-3:
-        return f"{value:.{digits - 1}g}"
-    return f"{value:.{digits - 1 - math.floor(math.log10(abs(value)))}f}".rstrip("0").rstrip(".")
+        return f"{value:.2g}"
+    return f"{value:.{2 - math.floor(math.log10(abs(value)))}f}".rstrip("0").rstrip(".")
 
 
 @dataclass(frozen=True)

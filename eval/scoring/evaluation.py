@@ -50,7 +50,7 @@ def write_evaluation(
     missing: Sequence[str] = (),
     limit: int | None = None,
     made_with: Identity | None = None,
-    said: str | None = None,
+    title: str | None = None,
 ) -> dict[str, Any]:
     """Score a ranking and write run.trec, per_query.parquet and, last, results.json.
 
@@ -66,7 +66,7 @@ def write_evaluation(
         missing: queries without a ranking.
         limit: number of queries used, if not all.
         made_with: software that the embeddings depend on, see `eval.embedding.set_embeddings.Embeddings`.
-        said: title printed with the table of figures; None prints nothing.
+        title: printed with the table of figures; None prints nothing.
 
     Returns:
         Content of results.json.
@@ -96,7 +96,7 @@ def write_evaluation(
     invalidate(out)
     write_run(out / RUN, ranking, wanted.query_ids, wanted.corpus_ids, tag)
     write_tables(out, table, results)
-    if said is not None:
+    if title is not None:
         figures = summary(results, (*protocol.headline, *protocol.metrics))
-        print(f"{wanted.name}: {said} -> {out}\n{figures}", flush=True)
+        print(f"{wanted.name}: {title} -> {out}\n{figures}", flush=True)
     return results

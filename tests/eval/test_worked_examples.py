@@ -61,7 +61,7 @@ def test_they_run(lively, tmp_path, monkeypatch, capsys):
     assert "pictures left out because they cannot be opened: notes.jpg" in capsys.readouterr().err
     page = (tmp_path / "runs/small/leaderboard.html").read_text()
     assert page.count('class="board"') == 4
-    assert "What accuracy costs: curves" in page
+    assert "Accuracy and cost: curves" in page
     assert '<span class="kind">measured</span>' in page
     assert ">bm25 <" in page
     assert {words[2] for words in asked if words[0] == "rge"} >= {

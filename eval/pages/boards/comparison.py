@@ -43,23 +43,20 @@ def write_comparison(
         UserError: the set or a picture is missing.
     """
     sides = {"A": a, "B": b}
-    labels = [f"{name_of(one)}, {note_of(one)}" for one in sides.values()]
+    labels = [f"{name_of(one)}, {note_of(one)}" for one in (a, b)]
     if labels[0] == labels[1]:
-        labels = [
-            f"{label} ({one.directory.parent.name}/{one.directory.name})"
-            for label, one in zip(labels, sides.values(), strict=True)
-        ]
+        labels = [f"{labels[0]} ({one.directory.parent.name}/{one.directory.name})" for one in (a, b)]
     gallery, main = Gallery(), rows[0]["metric"]
     metrics = []
     for name in dict.fromkeys(row["metric"] for row in rows):
-        own = [row for row in rows if row["metric"] == name]
-        metrics.append({"name": name, "words": metric_words(name), "rows": own, "scale": _scale(own)})
+        tests = [row for row in rows if row["metric"] == name]
+        metrics.append({"name": name, "words": metric_words(name), "rows": tests, "scale": _scale(tests)})
     content = dict(
         title="A versus B",
         a=labels[0],
         b=labels[1],
-        set=sides["A"].results["set"],
-        profile=sides["A"].results.get("profile"),
+        set=a.results["set"],
+        profile=a.results.get("profile"),
         warnings=warnings,
         metrics=metrics,
         examples=side_by_side(sides, gallery, num_examples, set_dir, seed, main) if num_examples else None,
@@ -76,11 +73,8 @@ def against(runs: Mapping[str, Evaluation], metric: str, seed: int) -> list[dict
     if len(known) < 2:
         return []
     (best, first), *others = known
-    found = []
-    for name, other in others[:MAX_OTHERS]:
-        rows = _paired(first, other, metric, seed)
-        found.append({"a": best, "b": name, "rows": rows, "scale": _scale(rows)})
-    return found
+    pairs = [(name, _paired(first, other, metric, seed)) for name, other in others[:MAX_OTHERS]]
+    return [{"a": best, "b": name, "rows": rows, "scale": _scale(rows)} for name, rows in pairs]
 
 
 def _paired(a: Evaluation, b: Evaluation, metric: str, seed: int) -> list[dict[str, Any]]:
@@ -92,22 +86,19 @@ def _paired(a: Evaluation, b: Evaluation, metric: str, seed: int) -> list[dict[s
     for column in varying(frame, a.reported_by):
         if frame[column].nunique() <= MAX_SLICES:
             slices += [(f"{column} {value}", part) for value, part in frame.groupby(column, sort=True)]
+
+    def mean(part: pd.DataFrame, column: str, num_resamples: int) -> dict[str, Any]:
+        means = mean_over(part, [column], members=suite, seed=seed, num_resamples=num_resamples)
+        return figures(means, OF_DIFFERENCES)[0]
+
     rows = []
     for label, part in slices:
-        means = {name: _mean(part, name, suite, seed) for name in ("a", "b", "difference")}
+        difference = mean(part, "difference", NUM_RESAMPLES)
         rows.append(
-            {"slice": label, "num_queries": len(part)}
-            | {name: mean["value"] for name, mean in means.items()}
-            | {bound: means["difference"][bound] for bound in ("low", "high")}
+            {"slice": label, "num_queries": len(part), "difference": difference.pop("value"), **difference}
+            | {side: mean(part, side, 1)["value"] for side in ("a", "b")}
         )
     return rows
-
-
-def _mean(frame: pd.DataFrame, column: str, suite: bool, seed: int) -> dict[str, Any]:
-    """A mean over queries, or over the members of a suite; only differences have intervals."""
-    num = NUM_RESAMPLES if column == "difference" else 1
-    found = mean_over(frame, [column], members=suite, seed=seed, num_resamples=num)
-    return figures(found, OF_DIFFERENCES)[0]
 
 
 def _scale(rows: Sequence[Mapping[str, Any]]) -> Scale:

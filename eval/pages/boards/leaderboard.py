@@ -70,11 +70,6 @@ class Board:
     against: Sequence[dict[str, Any]] = ()
     budgets: Sequence[tuple[str, dict[str, Any]]] = ()
 
-    @property
-    def runs(self) -> dict[str, Evaluation]:
-        """Evaluations of the measured rows, by label and note."""
-        return {f"{row.label}, {row.note}": row.evaluation for row in self.rows if row.evaluation is not None}
-
 
 def write_leaderboard(
     runs: Sequence[str],
@@ -86,12 +81,9 @@ def write_leaderboard(
     set_dir: Path | None = None,
     seed: int = 0,
 ) -> Path:
-    """Write the page, and each board's rows as .csv and .tex; the output is deterministic.
+    """Write the page, and each board's rows as .csv and .tex, and return ``out``; the output is deterministic.
 
     Published tables: those of the measured benchmarks (``auto``), ``all``, or ``none``.
-
-    Returns:
-        ``out``.
 
     Raises:
         UserError: an evaluation is incomplete, two have the same name, or a set or picture is missing.
@@ -104,8 +96,9 @@ def write_leaderboard(
     gallery, boards, unused = Gallery(), [], dict(published())
     for number, (key, members) in enumerate(groups.items()):
         board = _board(number, members, which)
-        rivals = against(board.runs, board.columns[board.main].path[-1], seed)
-        examples = side_by_side(board.runs, gallery, num_examples, set_dir, seed) if num_examples else None
+        measured = {f"{row.label}, {row.note}": row.evaluation for row in board.rows if row.evaluation}
+        rivals = against(measured, board.columns[board.main].path[-1], seed)
+        examples = side_by_side(measured, gallery, num_examples, set_dir, seed) if num_examples else None
         boards.append(replace(board, examples=examples, against=rivals, budgets=budgets[key]))
         if board.source is not None:
             unused.pop(board.source.key, None)
@@ -135,20 +128,18 @@ def board_tables(board: Board) -> tuple[pd.DataFrame, pd.DataFrame]:
     """The rows of a board as numbers (fractions), and formatted in per cent."""
     values, shown = [], []
     for row in [*board.rows, *board.foreign]:
-        about = {"place": row.place, "model": row.label, "note": row.note, "published": row.published}
-        cells = {column.name: found for column, found in zip(board.columns, row.figures, strict=True)}
+        model = {"model": row.label, "note": row.note}
+        cells = {column.name: one for column, one in zip(board.columns, row.figures, strict=True)}
         values.append(
-            about
+            {"place": row.place, **model, "published": row.published}
             | {
-                f"{name} {key}".removesuffix(" value"): getattr(found, key, None)
-                for name, found in cells.items()
+                f"{name} {key}".removesuffix(" value"): getattr(one, key, None)
+                for name, one in cells.items()
                 for key in ("value", "low", "high")
             }
         )
-        words = {"": row.place or "–", "model": row.label, "note": row.note}
-        shown.append(
-            words | {name: figure(None if found is None else vars(found)) for name, found in cells.items()}
-        )
+        formatted = {name: figure(None if one is None else vars(one)) for name, one in cells.items()}
+        shown.append({"": row.place or "–", **model, **formatted})
     return pd.DataFrame(values).astype({"place": "Int64"}), pd.DataFrame(shown).astype({"": str})
 
 
@@ -156,18 +147,19 @@ _Key = tuple[str, ...]
 """(benchmark, profile, limit, fingerprint, content); evaluations on one board agree in all of them."""
 
 
-def _groups(
-    runs: Sequence[str],
-) -> tuple[
-    dict[_Key, list[tuple[str, str, Evaluation]]],
-    dict[_Key, list[tuple[str, dict[str, Any]]]],
-]:
-    """(label, note, evaluation) by retrieval set, in the given order; and (label, curves) of outputs of `budget`.
+_Member = tuple[str, str, Evaluation]
+"""Label, note, evaluation."""
+_Budget = tuple[str, dict[str, Any]]
+"""Label, curves."""
+
+
+def _groups(runs: Sequence[str]) -> tuple[dict[_Key, list[_Member]], dict[_Key, list[_Budget]]]:
+    """Evaluations by retrieval set, in the given order; and outputs of `budget`.
 
     Of a `budget` output only the two base points become rows; the curves show the others.
     """
-    groups: dict[_Key, list[tuple[str, str, Evaluation]]] = defaultdict(list)
-    budgets: dict[_Key, list[tuple[str, dict[str, Any]]]] = defaultdict(list)
+    groups: dict[_Key, list[_Member]] = defaultdict(list)
+    budgets: dict[_Key, list[_Budget]] = defaultdict(list)
     for word in runs:
         label, colon, directory = word.partition(":")
         if not colon or Path(word).exists():
@@ -188,20 +180,19 @@ def _groups(
     return dict(groups), budgets
 
 
-def _refuse_namesakes(members: Sequence[tuple[str, str, Evaluation]]) -> None:
-    seen: set[tuple[str, str]] = set()
+def _refuse_namesakes(members: Sequence[_Member]) -> None:
+    first: dict[tuple[str, str], Evaluation] = {}
     for label, note, one in members:
-        if (label, note) in seen:
+        if first.setdefault((label, note), one) is not one:
             raise UserError(
                 f"{one.directory} is a second {label!r} ({note}) on the same set: give labels with runs=LABEL:DIR"
             )
-        seen.add((label, note))
 
 
 def _key(results: Mapping[str, Any]) -> _Key:
-    wanted = results["set"]
-    words = (results.get("benchmark") or "generic", results.get("profile"), wanted.get("limit"))
-    return *map(str, words), wanted["fingerprint"], wanted.get("content") or ""
+    about = results["set"]
+    words = (results.get("benchmark") or "generic", results.get("profile"), about.get("limit"))
+    return *map(str, words), about["fingerprint"], about.get("content") or ""
 
 
 def _join_old(*tables: dict[_Key, list[Any]]) -> None:
@@ -213,14 +204,14 @@ def _join_old(*tables: dict[_Key, list[Any]]) -> None:
                 groups[same[0]] = [*groups.get(same[0], []), *groups.pop(key)]
 
 
-def _board(number: int, members: Sequence[tuple[str, str, Evaluation]], which: str) -> Board:
+def _board(number: int, members: Sequence[_Member], which: str) -> Board:
     first = members[0][2].results
     table = table_of(first.get("benchmark"), str(first["set"]["name"])) if which != "none" else None
     columns, main = (table.columns, table.main) if table else generic_columns(first)
     known = any(one.results["set"].get("content") for _, _, one in members)
-    ours = [measured_row(*member, columns, columns[main].path[-1], known) for member in members]
+    measured = [measured_row(*member, columns, columns[main].path[-1], known) for member in members]
     apart = [] if table is None else why_unranked(first, table)
-    rows, foreign = _ranked_rows(ours, table, main, apart)
+    rows, foreign = _ranked_rows(measured, table, main, apart)
     costs = _cost_rows([row for row in rows if not row.published], main)
     return Board(
         id=f"board{number}",
@@ -235,32 +226,32 @@ def _board(number: int, members: Sequence[tuple[str, str, Evaluation]], which: s
         foreign=foreign,
         warnings=warnings_of([replace(one, label=f"{label}, {note}") for label, note, one in members]),
         heat=heat_map(rows, foreign),
-        differs=what_differs(members),
+        differs=_what_differs(members),
         cost=_cost(costs, columns[main].name),
         cost_rows=costs,
     )
 
 
 def _ranked_rows(
-    ours: Sequence[Row], table: Published | None, main: int, apart: Sequence[str] = ()
+    measured: Sequence[Row], table: Published | None, main: int, apart: Sequence[str] = ()
 ) -> tuple[list[Row], list[Row]]:
-    """Our rows and the comparable published ones, ranked; and the other published rows, best first."""
-    theirs = published_rows(table) if table else []
-    fit = [row for row in theirs if row.comparable and not apart]
-    rest = [row for row in theirs if apart or not row.comparable]
-    return numbered([*ours, *fit], main), sorted(rest, key=lambda row: order(row.figures[main]))
+    """Measured rows and the comparable published ones, ranked; and the other published rows, best first."""
+    copied = published_rows(table) if table else []
+    fit = [row for row in copied if row.comparable and not apart]
+    rest = [row for row in copied if apart or not row.comparable]
+    return numbered([*measured, *fit], main), sorted(rest, key=lambda row: order(row.figures[main]))
 
 
 def _facts(results: Mapping[str, Any]) -> str:
     """Description of a board's set."""
-    wanted = results["set"]
-    facts = f"{wanted['num_queries']:,} queries, {wanted['num_candidates']:,} candidates"
-    if wanted.get("num_members"):
-        facts += f" in {wanted['num_members']} sets"
+    about = results["set"]
+    facts = f"{about['num_queries']:,} queries, {about['num_candidates']:,} candidates"
+    if about.get("num_members"):
+        facts += f" in {about['num_members']} sets"
     if is_benchmark(results):
         facts += f", {results.get('profile')} protocol"
-    if wanted.get("limit"):
-        facts += f", only the first {wanted['limit']:,} queries"
+    if about.get("limit"):
+        facts += f", only the first {about['limit']:,} queries"
     return facts
 
 
@@ -272,7 +263,7 @@ def _published_only(number: int, table: Published) -> Board:
     )  # fmt: skip
 
 
-def what_differs(members: Sequence[tuple[str, str, Evaluation]]) -> list[tuple[str, dict[str, str]]]:
+def _what_differs(members: Sequence[_Member]) -> list[tuple[str, dict[str, str]]]:
     """For each measured row the parts of its identity that differ between rows; empty for a single row."""
     identities = [identity_of(one.results) for _, _, one in members]
     apart = dict.fromkeys(name for pair in combinations(identities, 2) for name in differences(*pair))
@@ -285,26 +276,20 @@ def what_differs(members: Sequence[tuple[str, str, Evaluation]]) -> list[tuple[s
 
 
 def _cost_rows(measured: Sequence[Row], main: int) -> list[dict[str, Any]]:
-    """Rows with costs, numbered as in the heat map even if some rows have none."""
-    rows = [(place, _cost_row(row, main)) for place, row in enumerate(measured, 1)]
-    return [{"number": place, **cost} for place, cost in rows if cost is not None]
-
-
-def _cost_row(row: Row, main: int) -> dict[str, Any] | None:
-    """Cost and figure of a row; None for published rows and external rankings."""
-    if row.evaluation is None or row.figures[main] is None:
-        return None
-    columns = {
-        key: row.evaluation.per_query.get(key) for key in ("rationale_tokens", "generate_ms", "embed_ms")
-    }
-    found: dict[str, float | None] = {
-        key: None if values is None or values.isna().all() else float(values.mean())
-        for key, values in columns.items()
-    }
-    if found["embed_ms"] is None:
-        return None
-    forced = (row.evaluation.results.get("rationale") or {}).get("forced_rate")
-    return {"label": row.label, "note": row.note, "figure": row.figures[main], "forced": forced, **found}
+    """Costs and figures of embedders, numbered as in the heat map; external rankings have none."""
+    rows = []
+    for number, row in enumerate(measured, 1):
+        if row.evaluation is None or row.figures[main] is None:
+            continue
+        table, rationale = row.evaluation.per_query, row.evaluation.results.get("rationale") or {}
+        costs = {
+            key: float(table[key].mean()) if key in table and table[key].notna().any() else None
+            for key in ("rationale_tokens", "generate_ms", "embed_ms")
+        }
+        if costs["embed_ms"] is not None:
+            about = {"number": number, "label": row.label, "note": row.note, "figure": row.figures[main]}
+            rows.append({**about, "forced": rationale.get("forced_rate"), **costs})
+    return rows
 
 
 def _cost(rows: Sequence[Mapping[str, Any]], name: str) -> Markup | None:

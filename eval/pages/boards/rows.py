@@ -18,7 +18,7 @@ MAX_COLUMNS = 8
 """Maximum number of columns of a board's table; others are only in the heat map."""
 ROUNDED = 1e-5
 """Tolerance for equality with figures of released scorers, which round."""
-TRAINED, NO_PLACE = "TRAINED ON THE TEST", ": no place"
+TRAINED, UNRANKED = "TRAINED ON THE TEST", ": unranked"
 COLUMNS = ("recall@1", "recall@10", "mrr", "ndcg@10")
 """Columns for a set without a published table."""
 MAX_MODELS = 8
@@ -27,19 +27,16 @@ MAX_MODELS = 8
 
 @dataclass(frozen=True)
 class Row:
-    """A model on a board.
+    """A model on a board, measured (with its ``evaluation``) or published.
 
     Attributes:
-        label: its name.
         note: mode, modality and profile of a measured row; a remark on a published one.
-        figures: one per column, or None.
-        published: whether the figures are from a publication.
+        figures: one per column.
         slices: slice -> figure of the main metric.
-        evaluation: evaluation of a measured row.
         labels: short labels of its special properties.
-        warnings: warnings from its results.json.
+        warnings: from its results.json.
         comparable: whether it is ranked.
-        place: its rank among the comparable rows of its board, else None.
+        place: its rank among the comparable rows of its board.
     """
 
     label: str
@@ -101,28 +98,26 @@ def measured_row(
     figures = [_official(one, column) if official else one.figure_at(column.path) for column in columns]
     warnings = [str(warning) for warning in one.results.get("warnings") or []]
     labels = _labels(one.results, warnings, known)
-    comparable = not any(label.endswith(NO_PLACE) for label in labels)
+    comparable = not any(label.endswith(UNRANKED) for label in labels)
     if official and one.results.get("coverage", 1.0) < 1.0:
-        comparable = (
-            False  # the official profile leaves queries without a ranking out, which inflates figures
-        )
+        comparable = False  # this profile leaves out queries without a ranking, which inflates figures
     return Row(label, note, figures, False, _slices(one, metric), one, labels, warnings, comparable)
 
 
 def _labels(results: Mapping[str, Any], warnings: Sequence[str], known: bool) -> list[str]:
-    """Labels of a row; one that ends with `NO_PLACE` means that it is not ranked."""
-    wanted, coverage = results["set"], results.get("coverage", 1.0)
+    """Labels of a row; one that ends with `UNRANKED` means that it is not ranked."""
+    about, coverage = results["set"], results.get("coverage", 1.0)
     code = (results.get("settings") or {}).get("release_code", "")
-    found = [
+    labels = [
         (f"{results.get('profile')} protocol", is_benchmark(results)),
-        *((f"{key}={value}", key != "task") for key, value in (wanted.get("made_with") or {}).items()),
-        (f"trained on the test{NO_PLACE}", TRAINED in "\n".join(warnings)),
+        *((f"{key}={value}", key != "task") for key, value in (about.get("made_with") or {}).items()),
+        (f"trained on the test{UNRANKED}", TRAINED in "\n".join(warnings)),
         (f"{100 * coverage:.1f} % of the queries", coverage < 1.0),
         *((f"plugin {name}", True) for name in results.get("plugins") or {}),
         (f"as released, {code}".removesuffix(", "), results.get("asked_as_released")),
-        (f"written before sets had a content{NO_PLACE}", known and not wanted.get("content")),
+        (f"written before sets had a content{UNRANKED}", known and not about.get("content")),
     ]
-    return [label for label, applies in found if applies]
+    return [label for label, applies in labels if applies]
 
 
 def is_benchmark(results: Mapping[str, Any]) -> bool:
@@ -143,17 +138,17 @@ def _official(one: Evaluation, column: Column) -> Figure | None:
 
 def why_unranked(results: Mapping[str, Any], table: Published) -> list[str]:
     """Reasons why a published table cannot be ranked among measured rows; empty if it can."""
-    wanted = results["set"]
-    found = [why] if (why := table.not_this_set(wanted)) else []
+    about = results["set"]
+    reasons = [why] if (why := table.not_this_set(about)) else []
     if results.get("profile") not in table.profiles:
-        found.append(
+        reasons.append(
             f"the rows here have the {results.get('profile')} protocol, the published ones the {table.profiles[0]} protocol"
         )
     for key, value in table.made_with.items():
-        made = (wanted.get("made_with") or {}).get(key)
+        made = (about.get("made_with") or {}).get(key)
         if made != value:
-            found.append(f"the set was imported with {key}={made}, the published rows have {key}={value}")
-    return found
+            reasons.append(f"the set was imported with {key}={made}, the published rows have {key}={value}")
+    return reasons
 
 
 def numbered(rows: Sequence[Row], main: int) -> list[Row]:
@@ -182,15 +177,13 @@ def generic_columns(results: Mapping[str, Any]) -> tuple[list[Column], int]:
 
 def published_rows(table: Published) -> list[Row]:
     """Rows of a published table."""
-    out = []
+    out, metric = [], table.columns[table.main].path[-1]
     for number, (model, note, values) in enumerate(table.rows):
         figures = [None if value is None else Figure(value) for value in values]
         slices = {
             column.path[1]: figure
             for column, figure in zip(table.columns, figures, strict=True)
-            if len(column.path) == 3
-            and figure is not None
-            and column.path[-1] == table.columns[table.main].path[-1]
+            if len(column.path) == 3 and column.path[-1] == metric and figure is not None
         }
         out.append(Row(model, note, figures, True, slices, comparable=number not in table.other_release))
     return out
@@ -198,14 +191,13 @@ def published_rows(table: Published) -> list[Row]:
 
 def _slices(one: Evaluation, metric: str) -> dict[str, Figure]:
     """Figures of all categories and other reported slices."""
-    found: dict[str, Figure] = {}
+    out: dict[str, Figure] = {}
     for block, slices in one.results.items():
-        if block.startswith("by_") and isinstance(slices, Mapping) and len(slices) > 1:
+        if block.startswith("by_") and len(slices) > 1:
             for name in slices:
-                figure = one.figure_at((block, name, metric))
-                if figure is not None:
-                    found.setdefault(str(name), figure)
-    return found
+                if figure := one.figure(block, metric, name):
+                    out.setdefault(name, figure)
+    return out
 
 
 def heat_map(rows: Sequence[Row], foreign: Sequence[Row]) -> HeatMap | None:

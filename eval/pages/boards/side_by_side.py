@@ -1,6 +1,7 @@
 """Example cards with the rankings and rationales of several evaluations, and the winner of each query."""
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from rge.common.errors import UserError
 
 MAX_MEMBERS = 6
 """Maximum number of suite members that examples are drawn from, since each must be read."""
-ALIKE = "all alike"
+TIE = "tie"
 _RANKS = [("first", "1"), ("near", f"2–{NUM_SHOWN}"), ("below", f"below {NUM_SHOWN}"), ("none", "not ranked")]
 
 
@@ -50,18 +51,22 @@ def side_by_side(
     names, first = list(runs), next(iter(runs.values()))
     frame = _ranked(runs, metric)
     counts = frame["winner"].value_counts()
-    winners = [name for name in (*names, ALIKE, "several", "none") if name in counts]
+    winners = [name for name in (*names, TIE, "several", "none") if name in counts]
     columns = varying(frame, [name for name in first.reported_by if name != "category"])
     drawn = frame if not first.results.get("suite") else _of_some_members(frame, seed)
     chosen = choose_examples(drawn, success_rank=1, num=num, strata=["category", "winner"], seed=seed)
     cards = _cards(chosen, runs, drawn, columns, gallery, first, set_dir)
-    shown = sorted({card["data"]["category"] for card in cards})
+    categories = sorted({card["data"]["category"] for card in cards})
     return {
         "cards": cards,
         "runs": names,
         "filters": [
-            {"name": "category", "label": "Category", "values": [(one, tag("", one)) for one in shown]},
-            {"name": "winner", "label": "Who wins", "values": [(name, name) for name in winners]},
+            {
+                "name": "category",
+                "label": "Category",
+                "values": [(name, tag("", name)) for name in categories],
+            },
+            {"name": "winner", "label": "Winner", "values": [(name, name) for name in winners]},
             {"name": "rank", "label": "Best rank", "values": _RANKS},
             *facets(drawn, columns),
         ],
@@ -95,7 +100,7 @@ def who_wins(values: np.ndarray, names: Sequence[str]) -> str:
     best = np.flatnonzero(values == np.nanmin(values))
     if len(best) == 1 and len(names) > 1:
         return names[int(best[0])]
-    return ALIKE if len(best) == len(names) else "several"
+    return TIE if len(best) == len(names) else "several"
 
 
 def _of_some_members(frame: pd.DataFrame, seed: int) -> pd.DataFrame:
@@ -116,11 +121,10 @@ def _cards(
     tops = {query: [top_of(run.per_query, query) for run in runs.values()] for query in chosen}
     cards = {}
     for loaded, prefix, queries in _sets_of(chosen, first, set_dir):
-        view = SetView(loaded, {query.removeprefix(prefix): tops[query] for query in queries}, gallery)
+        names = {query: query.removeprefix(prefix) for query in queries}
+        view = SetView(loaded, {names[query]: tops[query] for query in queries}, gallery)
         for query in queries:
-            cards[query] = _card(
-                query, query.removeprefix(prefix), runs, tops[query], frame.loc[query], columns, view
-            )
+            cards[query] = _card(query, names[query], runs, tops[query], frame.loc[query], columns, view)
     return [cards[query] for query in chosen]
 
 
@@ -128,20 +132,19 @@ def _sets_of(
     chosen: Sequence[str], first: Evaluation, set_dir: Path | None
 ) -> list[tuple[RetrievalSet, str, list[str]]]:
     """The set of the evaluations, or the members of their suite that the queries belong to, each with its queries."""
-    told = first.results["set"]
-    folder, suite = Path(set_dir or told.get("path") or ""), bool(first.results.get("suite"))
+    about = first.results["set"]
+    folder, suite = Path(set_dir or about.get("path") or ""), bool(first.results.get("suite"))
     if not folder.is_dir() or suite != is_suite(folder):
         raise UserError(
             f"retrieval set {folder} does not exist; if it was moved, pass set=DIR, or examples=0"
         )
     if not suite:
-        return [(_load(folder, told["fingerprint"]), "", list(chosen))]
-    members = sorted({query.partition("/")[0] for query in chosen})
-    known = told.get("members", {})
-    return [
-        (_load(folder / one, known.get(one)), f"{one}/", [q for q in chosen if q.partition("/")[0] == one])
-        for one in members
-    ]
+        return [(_load(folder, about["fingerprint"]), "", list(chosen))]
+    members: dict[str, list[str]] = defaultdict(list)
+    for query in chosen:
+        members[query.partition("/")[0]].append(query)
+    known = about.get("members", {})
+    return [(_load(folder / name, known.get(name)), f"{name}/", members[name]) for name in sorted(members)]
 
 
 def _load(path: Path, fingerprint: str | None) -> RetrievalSet:
@@ -156,13 +159,13 @@ def _card(
     name: str,
     runs: Mapping[str, Evaluation],
     tops: Sequence[Sequence[str]],
-    about: pd.Series,
+    row: pd.Series,
     columns: Sequence[str],
     view: SetView,
 ) -> dict[str, Any]:
     shown = view.query(name)
-    best, winner, category = as_rank(about[RANK_COLUMN]), str(about["winner"]), str(about["category"])
-    values = [str(about[column]) for column in columns]
+    best, winner, category = as_rank(row[RANK_COLUMN]), str(row["winner"]), str(row["category"])
+    values = [str(row[column]) for column in columns]
     return shown | {
         "data": {
             "query": query,
@@ -181,9 +184,7 @@ def _card(
             {
                 "label": label,
                 "rank": as_rank(run.per_query.at[query, RANK_COLUMN]),
-                "rationale": as_text(run.per_query.at[query, "rationale"])
-                if "rationale" in run.per_query
-                else None,
+                "rationale": as_text(run.per_query.loc[query].get("rationale")),
                 "results": view.ranked(name, top, shown["pictures"]),
                 "wins": label == winner,
             }

@@ -1,5 +1,5 @@
 "use strict";
-// Filters, sorting and hover values. Without this script the page shows every row, card and chart, only without them.
+// Filters, sorting and hover values. Without this script, the page still shows all rows, cards and charts.
 (() => {
   const PAGE = 12;
   for (const form of document.querySelectorAll(".filters")) {
@@ -16,7 +16,7 @@
       for (const list of lists) list.hidden = pair.length === 2 && !pair.includes(list.dataset.run);
       if (pair.length < 2) return card.dataset.winner;
       const [a, b] = pair.map((run) => Number(lists.find((list) => list.dataset.run === run).dataset.place) || Infinity);
-      return a === b ? (a === Infinity ? "none" : "all alike") : pair[a < b ? 0 : 1];
+      return a === b ? (a === Infinity ? "none" : "tie") : pair[a < b ? 0 : 1];
     };
     const show = () => {
       const wanted = [...form.querySelectorAll("select:not(.one-run)")].filter((s) => s.value);
@@ -34,7 +34,7 @@
       more.textContent = `Show ${Math.min(rest, PAGE)} more`;
       shown.textContent = fits.length
         ? `${visible.size} of ${fits.length} shown`
-        : "No example here fits all of these.";
+        : "No example matches.";
     };
     for (const kind of ["input", "change"]) form.addEventListener(kind, () => { limit = PAGE; show(); });
     form.addEventListener("submit", (event) => event.preventDefault());
@@ -89,7 +89,7 @@
       }
       shown.textContent = count === all ? "" : `${count} of ${all} rows`;
     };
-    // A column's first order is the best first; places and names begin with the smallest. A second click turns it round.
+    // The first click sorts best first (ranks and names: ascending), the second one reverses the order.
     const sort = (column, ascending) => {
       const key = (row) => {
         const cell = row.cells[column];
@@ -138,7 +138,7 @@
         row.hidden = row.cells[pair[0]].textContent === row.cells[pair[1]].textContent;
         count += !row.hidden;
       }
-      shown.textContent = count ? "" : "Nothing: two measurements of the same thing.";
+      shown.textContent = count ? "" : "None: two measurements of the same setup.";
     };
     form.addEventListener("change", show);
     form.hidden = false;

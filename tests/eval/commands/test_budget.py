@@ -192,7 +192,7 @@ def test_a_larger_k_draws_only_what_is_new(done, set_dir, tmp_path):
 def test_page_and_plot_show_every_point(done):
     _, out, content = done
     page, plot = (out / "report.html").read_text(), (out / "budget.svg").read_text()
-    assert "What accuracy costs" in page
+    assert "Accuracy and cost" in page
     for row in content["points"]:
         assert f'<th scope="row">{row["name"]}</th>' in page
         assert f"<title>{row['name']}: {100 * row['value']:.1f} %" in plot

@@ -146,7 +146,7 @@ def test_several_processes_share_the_pairs_and_the_first_keeps_the_scores(tmp_pa
             self.count += num
 
     def work(rank):
-        kept = answers if rank == 0 else None
+        kept = answers if rank == 0 else AnswerStore(None)
         process_group = Linked(rank, barrier, box)
         return rerank(
             wanted,

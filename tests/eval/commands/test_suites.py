@@ -155,7 +155,7 @@ def test_the_leaderboard_page_shows_the_curves(curves, tmp_path):
     assert (out / "report.html").exists()
     page = write_leaderboard([f"Mine:{out}"], tmp_path / "p.html").read_text()
     assert page.count('<tr class="measured" ') == 2  # the rest is in the curves
-    assert "What accuracy costs: Mine" in page
+    assert "Accuracy and cost: Mine" in page
     for row in content["points"]:
         assert f'<th scope="row">{row["name"]}</th>' in page
         assert page.count(f"<title>{row['name']}: {100 * row['value']:.1f} %") == 2  # against tokens and ms

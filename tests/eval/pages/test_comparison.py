@@ -40,9 +40,9 @@ def test_every_query_is_won_by_the_side_with_the_better_metric(world):
     assert len(cards) == 24
     a, b = (per_query(world / path)["mrr"] for path in ("a/reasoning-both", "b"))
     for query, winner in cards:
-        assert winner == ("A" if a[query] > b[query] else "B" if b[query] > a[query] else "all alike")
+        assert winner == ("A" if a[query] > b[query] else "B" if b[query] > a[query] else "tie")
     said = page.split("By mrr, of 24 queries ")[1].split(".")[0]
-    for name, words in (("A", "won by A"), ("B", "won by B"), ("all alike", "alike")):
+    for name, words in (("A", "won by A"), ("B", "won by B"), ("tie", "ties")):
         num = [winner for _, winner in cards].count(name)
         assert not num or re.search(rf"\b{num} are {words}", said)
     assert page.count("because of q") == 24  # A's rationale of every query; B writes none
@@ -70,14 +70,14 @@ def test_slices_have_the_figures_and_intervals_of_the_tests(world):
 def test_a_board_holds_its_best_row_against_the_others(world, tmp_path):
     runs = [str(world / "a"), str(world / "b")]
     page = write_leaderboard(runs, tmp_path / "p.html").read_text()
-    shown = page.split("against each other row, by slice")[1].split("</details>")[0]
+    shown = page.split("versus the other rows, by slice")[1].split("</details>")[0]
     assert shown.count("<table") == 2
     assert page.count('class="one-run"') == 2
-    best = re.search(r"<summary>(.*?) against each other row", page)[1]
+    best = re.search(r"<summary>(.*?) versus the other rows", page)[1]
     dirs = {"x, reasoning": "a/reasoning-both", "x, direct": "a/direct-both", "x/b, direct": "b"}
-    for other in re.findall(rf"<figcaption>{best} against (.*?): ", shown):
+    for other in re.findall(rf"<figcaption>{best} versus (.*?): ", shown):
         (row, *_) = compare(CompareOptions(world / dirs[best], world / dirs[other], metric=("recall@1",)))
-        figure = shown.split(f'aria-label="{best} against {other}')[1].split("</figure>")[0]
+        figure = shown.split(f'aria-label="{best} versus {other}')[1].split("</figure>")[0]
         assert f"{signed(row.low)} to {signed(row.high)}" in figure
 
 

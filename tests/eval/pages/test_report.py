@@ -399,10 +399,10 @@ def test_says_in_which_proportion_examples_were_chosen(world):
     text = " ".join(page.all("section", id="examples")[0]["text"].split())
     assert "Of all 40 queries, 20 have a right candidate at rank 1, 10 at rank 2 to 5, and 10 below." in text
     assert (
-        "The 24 on this page are not in that proportion: 12 are successes (rank 1) and 12 are failures"
+        "The 24 on this page do not have these proportions: 12 are successes (rank 1) and 12 are failures"
         in text
     )
-    assert "in turn over category and pair" in text
+    assert "alternates between values of category and pair" in text
     assert [node["attrs"]["data-outcome"] for node in page.all("article")].count("first") == 12
     text = " ".join(Page(written(world, num_examples=40)).all("section", id="examples")[0]["text"].split())
     assert "All are on this page: 20 are successes (rank 1) and 20 are failures." in text
@@ -520,7 +520,7 @@ def test_long_texts_fold_without_losing_a_character(tmp_path):
     card = page.all("article")[0]
     heading, folded = page.inside(card, "h3")[0]["text"], page.inside(card, "details")[0]["text"]
     i = card["attrs"]["data-query"][1:]
-    assert heading.removesuffix("…") + folded.removeprefix("read on…") == f"{question} <i>{i}</i>"
+    assert heading.removesuffix("…") + folded.removeprefix("more…") == f"{question} <i>{i}</i>"
     assert len(heading) <= LONG_QUESTION + 1
 
 
@@ -600,7 +600,7 @@ def test_the_page_opens_with_reasons_that_the_set_gives(world):
     )
     html = written(world)
     assert opening(html) == [found[3], missed[5]]
-    assert "whose words the set gives as a reason too" in html
+    assert "whose rationale the set also contains" in html
 
 
 def test_results_of_two_protocols_do_not_share_a_page(world):
@@ -626,9 +626,9 @@ def test_warnings_of_results_stand_before_the_figures(world):
     page = Page(written(world))
     said = [node["text"] for node in page.all("p", cls="warn")]
     assert said == [
-        "Mind: TRAINED ON THE TEST: 3 of 40 <pictures>",
-        "Mind: Direct: the ranking covers 97.5 % of the queries",
-        "Mind: Direct: only the first 40 queries were evaluated",
+        "Warning: TRAINED ON THE TEST: 3 of 40 <pictures>",
+        "Warning: Direct: the ranking covers 97.5 % of the queries",
+        "Warning: Direct: only the first 40 queries were evaluated",
     ]
     places = [page.elements.index(node) for node in page.all("p", cls="warn")]
     assert max(places) < page.elements.index(page.all("table")[0])

@@ -38,7 +38,7 @@ from rge.plan.costs import (
 from rge.plan.known_models import outline
 from rge.plan.machine import cpu_speed, main_memory
 from rge.plan.options import PlanCommand, PlanOptions
-from rge.plan.search import Room, decided, fastest, overrides
+from rge.plan.search import Room, back_ends, decided, fastest, overrides
 from rge.towers.smollm2 import is_smollm2
 
 
@@ -430,7 +430,7 @@ def _changes(recipe: Recipe, options: PlanOptions) -> Iterator[list[Change]]:
         ("rollout.batch_size", _halves(recipe.rollout.batch_size), ": slower rollouts, the same result"),
         (
             "back_end",
-            [name for name in ("zero2", "zero3", "fsdp2") if on_gpu and name != back_end],
+            [name for name in back_ends(recipe, options) if name not in ("ddp", "zero1", back_end)],
             " (recipes/accelerate has launch configs)",
         ),
         ("num_gpus", more_gpus * on_gpu, ""),

@@ -168,6 +168,13 @@ def _why_nothing(load: Load, setup: Setup) -> str:
     return "one micro batch" if load.chunks == 1 else f"not possible under {setup.back_end}"
 
 
+def back_ends(recipe: Recipe, options: PlanOptions) -> tuple[str, ...]:
+    """Back ends to suggest. Muon needs whole gradients, so training refuses it with ZeRO and FSDP2."""
+    if options.num_gpus == 1 or options.cpu:
+        return ()
+    return ("ddp",) if recipe.optim.name == "muon" else BACK_ENDS
+
+
 def fastest(
     recipe: Recipe, shapes: Shapes, load: Load, setup: Setup, options: PlanOptions, room: Room, count: int = 3
 ) -> list[Way]:
@@ -185,7 +192,7 @@ def fastest(
 
     for size in sorted(size for size in sizes if size <= load.queries):
         taken = replace(load, chunks=-(-load.queries // size))
-        for back_end in BACK_ENDS if options.num_gpus > 1 else (setup.back_end,):
+        for back_end in dict.fromkeys((setup.back_end, *back_ends(recipe, options))):
             for checkpointing in (False, True):
                 base = replace(setup, micro_queries=size, back_end=back_end, checkpointing=checkpointing)
                 for one in ways(free, taken, base):
@@ -205,7 +212,8 @@ def overrides(recipe: Recipe, way: Way, setup: Setup) -> list[str]:
         "train.keep_activations": (one.keep, recipe.train.keep_activations),
         "train.back_end": (one.back_end, setup.back_end),
     }
-    if way.load.own and way.load.chunks > 1 and one.keep != "none":
+    kept = way.load.chunks > 1 and one.keep != "none"
+    if way.load.own and (kept or recipe.rollout.prompt_pass != "auto"):
         wanted["rollout.prompt_pass"] = ("once" if one.once else "twice", recipe.rollout.prompt_pass)
     if way.load.chunks == 1:
         del wanted["train.keep_activations"]

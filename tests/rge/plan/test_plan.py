@@ -313,6 +313,28 @@ def test_the_fastest_ways_fit_and_take_the_overrides_that_they_name(the_3b, caps
         assert again["memory_total"] <= 80 * 2**30
 
 
+def test_the_fastest_ways_are_ones_that_training_accepts(the_3b, capsys):
+    def found(*words: str) -> dict:
+        main(["recipe=qwen25vl_3b", "data.max_negatives=0", *words])
+        return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+    # A recipe may name how often prompts are encoded: what is suggested names it too where it differs.
+    for asked in ("once", "twice"):
+        command = ["gpu_gib=140", f"rollout.prompt_pass={asked}"]
+        for one in found(*command)["fastest"]:
+            again = found(*command, *one["overrides"])
+            assert again["flops"] == pytest.approx(one["flops"])
+            nothing_kept = again["keep"] == "none" and again["load"]["chunks"] > 1
+            assert not (nothing_kept and asked == "once") or "rollout.prompt_pass=twice" in one["overrides"]
+    # Muon needs whole gradients, which ZeRO and FSDP2 do not have.
+    plans = [found("optim.name=muon", "train.back_end=ddp", size) for size in ("gpu_gib=80", "gpu_gib=50")]
+    assert [one["fits"] for one in plans] == [True, False]
+    assert plans[0]["fastest"]
+    for one in plans:
+        suggested = [*one["advice"], *(word for way in one["fastest"] for word in way["overrides"])]
+        assert not [word for word in suggested if "back_end" in word]
+
+
 def test_keeping_is_chosen_by_the_room_that_there_is(the_3b, capsys):
     def kept(*words: str) -> tuple[str, str, float]:
         assert main(["recipe=qwen25vl_3b", "data.max_negatives=0", "back_end=zero2", *words]) in (0, 1)

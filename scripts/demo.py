@@ -46,6 +46,8 @@ ROOT = Path(__file__).resolve().parent.parent
 DATA = "data_prep/demo/data"
 RUN = "runs/demo"
 BASE = "rge/demo_base"
+TRAIN, FIRST_STAGE = 10, 15
+"""Shares of the demo's time: training from `BASE`, and the stage before it, which makes such a base."""
 BASELINE = ("stage=joint", "loss.anchor=none", "loss.ratio=none", "joint.lr=2e-3", "loss.temperature=0.05")
 """Overrides of the model without rationales: no LM loss, InfoNCE on the state directly after the prompt."""
 
@@ -121,7 +123,7 @@ def steps(baseline: bool, run: str = RUN) -> list[Step]:
     pairs = {name: f"{run}/eval/{folder}" for name, folder in rivals.items()}
     base = (f"{BASE}/model.safetensors",) if from_base else ()
     trained, modes = f"{run}/joint/final", ("query_mode=reasoning,direct", "query_modality=both,text,image")
-    train_own, share = (*train, *start, f"out={run}"), 10 if from_base else 25
+    train_own, share = (*train, *start, f"out={run}"), TRAIN if from_base else FIRST_STAGE + TRAIN
     eval_own = (*evaluate, f"checkpoint={trained}", f"out={run}/eval", *modes)
     found = [
         Step("train", train_own, (*recipe, *base), f"{trained}/rge.json", share),
@@ -291,7 +293,7 @@ class Progress:
         )
 
     def _trained(self) -> float:
-        """Share of the training that is done, by the last steps that were logged."""
+        """Share of the training that is done, by the last steps that were logged; the first stage logs none."""
         recipe = load_recipe(["recipe=demo"])
         stages = {name: getattr(recipe, name).steps for name in recipe.stages()}
         seen = 0
@@ -299,7 +301,11 @@ class Progress:
             path = ROOT / self.run / name / "metrics.jsonl"
             with contextlib.suppress(OSError, IndexError, ValueError):
                 seen += json.loads(path.read_text(encoding="utf-8").splitlines()[-1])["step"]
-        return min(seen / sum(stages.values()), 1.0)
+        trained = min(seen / sum(stages.values()), 1.0)
+        if self.run == RUN:
+            return trained
+        first = (ROOT / self.run / "backbone").is_dir()
+        return (FIRST_STAGE * first + TRAIN * trained) / (FIRST_STAGE + TRAIN)
 
     def _write(self, number: int, done: float) -> None:
         whole = sum(step.share for step in self.todo)

@@ -472,6 +472,20 @@ def test_demo_stops_at_a_failure_and_continues_there(demo, tmp_path, capfd):
     assert demo.main([]) == 0
 
 
+def test_the_demos_progress_counts_the_first_stage_where_it_is_trained(demo, tmp_path):
+    def trained(run: str) -> float:
+        return demo.Progress(run, [])._trained()
+
+    nothing, base = f"{demo.RUN}_from_nothing", demo.RUN
+    assert (trained(nothing), trained(base)) == (0.0, 0.0)
+    (tmp_path / nothing / "backbone").mkdir(parents=True)
+    assert trained(nothing) == pytest.approx(0.6)
+    for run in (nothing, base):
+        (tmp_path / run / "cold_start").mkdir(parents=True)
+        (tmp_path / run / "cold_start/metrics.jsonl").write_text('{"step": 155}\n{"step": 310}\n')
+    assert (trained(nothing), trained(base)) == (pytest.approx(0.8), pytest.approx(0.5))
+
+
 @pytest.mark.parametrize("baseline", [False, True])
 def test_the_real_steps_read_files_that_exist_or_are_made_before(monkeypatch, baseline):
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))

@@ -19,11 +19,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run one command.
-
-    Raises:
-        UserError: an unknown command, or arguments that it does not accept.
-    """
+    """Run one command."""
     name, words = pick(argv, {name: about for name, (_, about) in COMMANDS.items()}, "rge data")
     module, _, function = COMMANDS[name][0].partition(":")
     getattr(importlib.import_module(module), function)(words)

@@ -74,11 +74,7 @@ class _Work:
 
 
 def main(words: Sequence[str]) -> None:
-    """Convert.
-
-    Raises:
-        UserError: invalid arguments, a missing set or picture, or a row that does not fit the layout.
-    """
+    """Convert, and print the counts."""
     options = parse_options(MmebOptions, words, "rge data mmeb")
     report = convert(options)
     for name, counts in report["sets"].items():
@@ -94,7 +90,7 @@ def convert(options: MmebOptions) -> dict[str, Any]:
         The report: rows read, written and left out, by set.
 
     Raises:
-        UserError: see `main`.
+        UserError: a set or picture is missing, or a row does not fit the layout.
     """
     src, out, split = options.src, options.out, options.split
     names = [canonical(name) for name in (TRAINED if options.sets == ("all",) else options.sets)]

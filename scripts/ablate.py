@@ -5,9 +5,9 @@
         with.none='loss.ratio=none joint.lr=2e-3 loss.temperature=0.05'
 
 Every run trains one stage of the recipe (the joint stage unless ``stage=rl``) from the same `init`, with ``train.seed`` 0, 1, ....
-``with.VALUE`` adds overrides to one arm, for an arm that needs settings of its own; any other ``key=value`` goes to every run. All
-arms are checked before the first run starts. Stop it at any time: the same command skips finished runs and resumes the rest.
-Started in several terminals, it makes several runs at a time.
+``with.VALUE`` adds overrides to one arm; any other ``key=value`` goes to every run. All arms are checked before the first run
+starts. Stop it at any time: the same command skips finished runs and resumes the rest. Started in several terminals, it makes
+several runs at a time.
 
 Job arrays: ``index=5`` makes only the sixth run (``index=$SLURM_ARRAY_TASK_ID``), and ``list=true`` prints the list. The same command
 with ``collect=true`` then writes the tables. ``launcher`` is the command before ``rge/train.py``, such as an `accelerate launch` line.
@@ -110,7 +110,7 @@ def main(arguments: list[str]) -> None:
         run_all(study, chosen(options, runs))
     if options.index is not None:
         return
-    if missing := [number for number, one in enumerate(runs) if not study.is_finished(*one)]:
+    if missing := [number for number, run in enumerate(runs) if not study.is_finished(*run)]:
         folder = study.folder(*runs[missing[0]])
         raise SweepError(
             f"{len(missing)} of {len(runs)} runs are not finished, e.g. index={missing[0]} ({folder}); run them first"
@@ -180,16 +180,16 @@ def plan(
         raise SweepError(f"with.{unknown[0]} names no value of the sweep: {', '.join(values)}")
     options = complete(options, key, load_recipe([f"recipe={options.recipe}"]).out)
     recipe = (f"recipe={options.recipe}", f"init={options.init}")
-    found = []
+    runs = []
     for value in values:
         overrides = (f"{key}={value}", *extra, *arms.get(value, []))
         load_recipe([*recipe, f"stage={options.stage}", f"out={options.out}", *overrides])
-        found.append(Arm(folder_name(value), options.stage, overrides=overrides))
+        runs.append(Arm(folder_name(value), options.stage, overrides=overrides))
     ask = [f"benchmark={load_suite(Path(options.set)).benchmark}"] if is_suite(Path(options.set)) else []
     if more := [name for name in options.metrics if name not in names_of_metrics(negatives=True)]:
         ask.append(f"metrics={','.join(more)}")
     study = Study(
-        Path(options.out), found, recipe, {"": Path(options.set)}, options.seeds, options.launcher, tuple(ask),
+        Path(options.out), runs, recipe, {"": Path(options.set)}, options.seeds, options.launcher, tuple(ask),
         metrics=options.metrics, columns=(options.by, "category"),
     )  # fmt: skip
     return options, study
@@ -208,11 +208,7 @@ def complete(options: Options, key: str, recipe_out: str) -> Options:
 
 
 def chosen(options: Options, runs: list[tuple[Arm, int]]) -> list[tuple[Arm, int]]:
-    """The runs to make: all, or the one that `Options.index` names.
-
-    Raises:
-        SweepError: an index outside the list.
-    """
+    """The runs to make: all, or the one that `Options.index` names."""
     if options.index is None:
         return runs
     if not 0 <= options.index < len(runs):
@@ -248,19 +244,14 @@ def slices_of(frame: pd.DataFrame, options: Options) -> tuple[dict[str, Slice], 
     if not is_suite(Path(options.set)):
         return {"all": Slice()} | (values(options.by) if options.by in frame else {}), {}
     shown = {"all": Slice(of_members=True)}
-    for column in dict.fromkeys(
-        key for more in load_suite(Path(options.set)).members.values() for key in more
-    ):
+    members = load_suite(Path(options.set)).members.values()
+    for column in dict.fromkeys(key for columns in members for key in columns):
         shown |= values(column, of_members=True)
     return shown, values("category")
 
 
 def write_tables(study: Study, key: str, values: list[str], options: Options) -> None:
-    """Write every table and the plot, and print them.
-
-    Raises:
-        SweepError: a metric was not measured.
-    """
+    """Write every table and the plot, and print them."""
     results = Results(study)
     for arm in study.arms:
         for seed in range(study.seeds):

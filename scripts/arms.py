@@ -1,7 +1,7 @@
 """The study runner: train and evaluate named arms over several seeds, and compare them query by query.
 
 An `Arm` is one training, started from another arm's checkpoint. A `Study` lists arms, retrieval sets and seeds; `run_all` makes the
-runs that are missing; `Results` reads them; `in_table` puts 95 % intervals on any weighted sum of arms. Finished runs are skipped and
+missing runs; `Results` reads them; `in_table` puts 95 % intervals on any weighted sum of arms. Finished runs are skipped and
 interrupted ones resume. The same command started twice makes two runs at a time: each waits only for the run that it starts from.
 
 Per-query results are kept in the study's ``kept.json``, small enough to commit and enough to recompute every interval.
@@ -161,10 +161,8 @@ def refuse_launcher(script: str) -> None:
 
 def default_launcher() -> str:
     """`accelerate launch` as configured on a machine with a GPU, else two processes on CPU."""
-    launch = f"{shlex.quote(sys.executable)} -m accelerate.commands.launch"
-    if shutil.which("nvidia-smi"):
-        return launch
-    return f"{launch} --config_file recipes/accelerate/cpu_2.yaml"
+    config = "" if shutil.which("nvidia-smi") else " --config_file recipes/accelerate/cpu_2.yaml"
+    return f"{shlex.quote(sys.executable)} -m accelerate.commands.launch{config}"
 
 
 def run(command: list[str]) -> None:
@@ -180,7 +178,7 @@ def run(command: list[str]) -> None:
 
 def run_all(study: Study, wanted: Sequence[tuple[Arm, int]]) -> None:
     """Make these runs; those that another process is making are left for last."""
-    busy = [one for one in wanted if not run_arm(study, *one, wait=False)]
+    busy = [(arm, seed) for arm, seed in wanted if not run_arm(study, arm, seed, wait=False)]
     for arm, seed in busy:
         run_arm(study, arm, seed)
 
@@ -214,12 +212,12 @@ def _held(folder: Path, wait: bool) -> Iterator[bool]:
 def _train(study: Study, arm: Arm, seed: int, folder: Path) -> None:
     steps = [f"{arm.stage}.steps={equal_steps(study, arm)}"] if arm.flops_of else []
     train = [*study.words(arm, seed), f"out={folder}", *steps]
-    note, asked = folder / "arm.json", json.dumps(train, indent=1)
-    if not note.is_file() or note.read_text() != asked:
+    note, command = folder / "arm.json", json.dumps(train, indent=1)
+    if not note.is_file() or note.read_text() != command:
         print(f"{study.run_name(arm, seed)}: {shlex.join(train)}", flush=True)
         # rge/train.py refuses a checkpoint of other settings.
         run([*shlex.split(study.launcher or default_launcher()), "rge/train.py", *train])
-        write_text(note, asked)
+        write_text(note, command)
 
 
 def _evaluate(study: Study, arm: Arm, seed: int, name: str, path: Path) -> None:
@@ -259,8 +257,8 @@ def flops_per_step(study: Study, arm: Arm) -> float:
 
 def equal_steps(study: Study, arm: Arm) -> int:
     """Most steps that cost no more FLOPs than those of the arm named by `Arm.flops_of`."""
-    model = study.by_name[arm.flops_of]
-    return max(1, int(steps_of(study, model) * flops_per_step(study, model) // flops_per_step(study, arm)))
+    other = study.by_name[arm.flops_of]
+    return max(1, int(steps_of(study, other) * flops_per_step(study, other) // flops_per_step(study, arm)))
 
 
 def steps_of(study: Study, arm: Arm) -> int:
@@ -338,12 +336,6 @@ class Results:
         self, weights: Mapping[str, float], set_name: str, metric: str, where: "Slice"
     ) -> dict[str, Any] | None:
         """The mean of a weighted sum of arms over queries, with its 95 % interval; None without a complete seed.
-
-        Args:
-            weights: by arm; weights that sum to 0 make a difference.
-            set_name: retrieval set.
-            metric: column.
-            where: queries that count.
 
         Returns:
             ``mean``, ``low`` and ``high`` over seeds and groups of queries together; ``of_groups``, the interval over groups alone, with
@@ -448,36 +440,22 @@ def unpack(text: str, number: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of a table: a weighted sum of arms.
-
-    Attributes:
-        says: label.
-        weights: by arm.
-        paper: the paper's figure, as text.
-        sign: side of zero on which the paper's difference lies; 0: no verdict.
-    """
+    """A line of a table: a weighted sum of arms."""
 
     says: str
     weights: Mapping[str, float]
-    paper: str = ""
-    sign: int = 0
+    paper: str = ""  # the paper's figure
+    sign: int = 0  # of the paper's difference; 0: no verdict
 
 
 @dataclass(frozen=True)
 class Slice:
-    """Queries that a column of a table is about.
+    """Queries that a column of a table is about."""
 
-    Attributes:
-        set_name: retrieval set; empty: the one that the table is asked on.
-        column: column and value that select queries; empty: all of them.
-        value: see ``column``.
-        of_members: whether the mean is over a suite's members instead of over queries.
-    """
-
-    set_name: str = ""
-    column: str = ""
+    set_name: str = ""  # empty: the table's own set
+    column: str = ""  # queries with this value in this column; empty: all queries
     value: str = ""
-    of_members: bool = False
+    of_members: bool = False  # the mean is over a suite's members instead of over queries
 
 
 @dataclass(frozen=True)
@@ -497,15 +475,13 @@ def rows_of(text: str) -> list[Row]:
     """
     found = []
     for line in filter(None, map(str.strip, text.splitlines())):
-        told, paper, side = (*(part.strip() for part in line.split("|")), "", "")[:3]
-        says, _, total = told.rpartition(" = ")
-        weights, sign = {}, 1.0
-        for part in re.split(r"\s([-+])\s", total):
-            if part in "+-":
-                sign = 1.0 if part == "+" else -1.0
-                continue
-            weight, _, name = part.rpartition("*")
-            weights[name] = weights.get(name, 0.0) + sign * float(weight or 1)
+        row, paper, side = (*(part.strip() for part in line.split("|")), "", "")[:3]
+        says, _, total = row.rpartition(" = ")
+        first, *more = re.split(r"\s([-+])\s", total)
+        weights: dict[str, float] = {}
+        for sign, term in [("+", first), *zip(more[::2], more[1::2], strict=True)]:
+            weight, _, name = term.rpartition("*")
+            weights[name] = weights.get(name, 0.0) + (1 if sign == "+" else -1) * float(weight or 1)
         found.append(Row(says or total, weights, paper, {"+": 1, "-": -1, "": 0}[side]))
     return found
 

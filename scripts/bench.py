@@ -22,17 +22,13 @@ def main(words: list[str]) -> None:
     """Run the named bench."""
     if not words or words[0] not in NAMES:
         raise UserError("name a bench:\n" + "\n".join(f"  {name:10} {_about(name)}" for name in NAMES))
-    bench = importlib.import_module(f"benches.{words[0]}")
-    Options, command, words = bench.Options, f"python scripts/bench.py {words[0]}", words[1:]
+    name, *given = words
+    bench, command, more = importlib.import_module(f"benches.{name}"), f"python scripts/bench.py {name}", []
     if getattr(bench, "TAKES_A_RECIPE", False):
-        offer_help(Options, words, command)
-        others = [word for word in words if split_word(word)[0] not in names_of(Options)]
-        figures = bench.measure(
-            parse_options(Options, [word for word in words if word not in others], command), others
-        )
-    else:
-        figures = bench.measure(parse_options(Options, words, command))
-    print(json.dumps(figures))
+        offer_help(bench.Options, given, command)
+        recipe = [word for word in given if split_word(word)[0] not in names_of(bench.Options)]
+        given, more = [word for word in given if word not in recipe], [recipe]
+    print(json.dumps(bench.measure(parse_options(bench.Options, given, command), *more)))
 
 
 def _about(name: str) -> str:

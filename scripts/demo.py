@@ -14,7 +14,7 @@ writes to runs/demo_from_nothing instead of runs/demo. Each step is a command th
 
 Steps 3 and 4 train the baseline without rationales and run only with ``baseline=true`` (`make demo-baseline`). A finished step is
 skipped as long as its command and inputs are unchanged; an interrupted one resumes. ``progress.html`` shows the progress and leads to the
-report at the end. ``steps.json`` records finished steps, ``summary.json`` minutes, CPU time and figures.
+report at the end. ``steps.json`` records finished steps; ``summary.json`` has minutes, CPU time and figures.
 """
 
 import contextlib
@@ -48,13 +48,12 @@ RUN = "runs/demo"
 BASE = "rge/demo_base"
 TRAIN, FIRST_STAGE = 10, 15
 """Shares of the demo's time: training from `BASE`, and the stage before it, which makes such a base."""
+EVAL = ("-m", "rge", "eval")
 BASELINE = ("stage=joint", "loss.anchor=none", "loss.ratio=none", "joint.lr=2e-3", "loss.temperature=0.05")
 """Overrides of the model without rationales: no LM loss, InfoNCE on the state directly after the prompt."""
 
 PAIRS = {"seen": "seen pairs, %", "held_out": "held-out pairs, %"}
 SHOWN = ("hit@1", "recall@1", "recall@10", "mrr")
-
-
 CONDITIONS = (
     "reasoning-both", "direct-both", "reasoning-text", "reasoning-image", "direct-text", "direct-image",
 )  # fmt: skip
@@ -91,14 +90,8 @@ class Step:
 
 
 def steps(baseline: bool, run: str = RUN) -> list[Step]:
-    """All steps, in order.
-
-    Args:
-        baseline: whether the model without rationales is among them.
-        run: folder that everything is written to; from any but `RUN`, the backbone is trained too.
-    """
-    from_base = run == RUN
-    none = f"{run}_none"
+    """All steps, in order; for any folder `run` but `RUN`, training includes the backbone."""
+    from_base, none = run == RUN, f"{run}_none"
     train = (*launcher(), "rge/train.py", "recipe=demo")
     start = (f"init={BASE}",) if from_base else ()
     training_data = sorted(
@@ -107,16 +100,7 @@ def steps(baseline: bool, run: str = RUN) -> list[Step]:
     recipe = ("recipes/demo.yaml", *training_data)
     test_set = tuple(sorted(str(path.relative_to(ROOT)) for path in (ROOT / DATA / "test").glob("*")))
     # One item at a time would make run.trec independent of the batch, and take twice as long here.
-    evaluate = (
-        "-m",
-        "rge",
-        "eval",
-        "run",
-        f"set={DATA}/test",
-        "overwrite=true",
-        "report=false",
-        "exact=false",
-    )
+    evaluate = (*EVAL, "run", f"set={DATA}/test", "overwrite=true", "report=false", "exact=false")
     weights, weights_none = f"{run}/joint/final/model.safetensors", f"{none}/joint/final/model.safetensors"
     conditions = tuple(f"{run}/eval/{name}/results.json" for name in CONDITIONS)
     rivals = {"question_only": "reasoning-text", "picture_only": "reasoning-image", "direct": "direct-both"}
@@ -130,7 +114,7 @@ def steps(baseline: bool, run: str = RUN) -> list[Step]:
         Step("eval", eval_own, (*test_set, weights), conditions[0], share=3),
     ]
     report: tuple[str, ...] = (
-        *("-m", "rge", "eval", "report", f"runs={run}/eval", f"out={run}/report.html", "metric=hit@1"),
+        *(*EVAL, "report", f"runs={run}/eval", f"out={run}/report.html", "metric=hit@1"),
         f"log={run}/cold_start/metrics.jsonl,{run}/joint/metrics.jsonl",
     )
     figures = conditions
@@ -154,18 +138,10 @@ def steps(baseline: bool, run: str = RUN) -> list[Step]:
             ),
         ]
     for name, folder in pairs.items():
-        command = (
-            "-m",
-            "rge",
-            "eval",
-            "compare",
-            f"a={run}/eval/{CONDITIONS[0]}",
-            f"b={folder}",
-            "metric=hit@1",
-        )
         out = f"{run}/compare/{name}"
-        files = (figures, f"{out}/compare.json")
-        found.append(Step(f"compare_{name}", (*command, f"out={out}"), *files, share=0.3))
+        words = (f"a={run}/eval/{CONDITIONS[0]}", f"b={folder}", "metric=hit@1", f"out={out}")
+        command = (*EVAL, "compare", *words)
+        found.append(Step(f"compare_{name}", command, figures, f"{out}/compare.json", share=0.3))
     found.append(Step("report", report, (*figures, f"{run}/joint/metrics.jsonl"), f"{run}/report.html"))
     return found
 
@@ -176,17 +152,10 @@ def launcher() -> tuple[str, ...]:
     Two processes of one thread are faster here than one process of two threads, and slow down less on a busy machine.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    command = ("-m", "accelerate.commands.launch")
+    words = "--num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no"
     if cores >= 2 and shutil.which("nvidia-smi") is None:
-        return (
-            *command,
-            "--config_file",
-            "recipes/accelerate/cpu_2.yaml",
-            "--num_cpu_threads_per_process",
-            "1",
-        )
-    single = "--num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no"
-    return (*command, *single.split())
+        words = "--config_file recipes/accelerate/cpu_2.yaml --num_cpu_threads_per_process 1"
+    return ("-m", "accelerate.commands.launch", *words.split())
 
 
 def main(arguments: list[str]) -> int:
@@ -200,10 +169,7 @@ def main(arguments: list[str]) -> int:
     todo = steps(options.baseline, run)
     page = ROOT / run / "report.html"
     progress = Progress(run, todo)
-    print(
-        f"demo: open {ROOT / run / 'progress.html'} to watch it; it leads to the report at the end",
-        flush=True,
-    )
+    print(f"demo: open {progress.path} to watch it; it leads to the report at the end", flush=True)
     for number, step in enumerate(todo, start=1):
         title = f"demo [{number}/{len(todo)}] {step.name}"
         entry = record.get(step.name, {})
@@ -218,7 +184,7 @@ def main(arguments: list[str]) -> int:
         seconds = entry.get("seconds_so_far", 0.0) + time.monotonic() - began
         cpu = entry.get("cpu_so_far", 0.0) + children_cpu() - cpu
         if code == 0:
-            # Its inputs may have been written by the step before: the key is of what it really read.
+            # Computed again, since the step may have read files that an earlier step has just written.
             record[step.name] = {"key": digest(step), "seconds": seconds, "cpu_seconds": cpu}
         else:
             record[step.name] = {"seconds_so_far": seconds, "cpu_so_far": cpu}
@@ -232,18 +198,9 @@ def main(arguments: list[str]) -> int:
     cpu_minutes = sum(record[step.name].get("cpu_seconds", 0.0) for step in todo) / 60
     rows = figures(options.baseline, run)
     links = chain(ROOT / run / "eval" / CONDITIONS[0], ROOT / DATA / "test")
-    write_json(
-        ROOT / run / "summary.json",
-        {
-            "minutes": minutes,
-            "total_minutes": round(sum(minutes.values()), 2),
-            "cpu_minutes": round(cpu_minutes, 2),
-            "figures": rows,
-            "chain": links,
-            "page": f"{run}/report.html",
-        },
-        indent=2,
-    )
+    times = {"total_minutes": round(sum(minutes.values()), 2), "cpu_minutes": round(cpu_minutes, 2)}
+    summary = {"minutes": minutes, **times, "figures": rows, "chain": links, "page": f"{run}/report.html"}
+    write_json(ROOT / run / "summary.json", summary, indent=2)
     spent = f"{sum(minutes.values()):.1f} minutes in all, {cpu_minutes:.1f} of CPU time"
     print(f"\n{table(rows)}\n\n{chain_lines(links)}\n\n{spent}\npage: {page}")
     return 0
@@ -256,7 +213,7 @@ def children_cpu() -> float:
 
 
 class Progress:
-    """progress.html while the demo runs: which step it is at, and the minutes left."""
+    """Writes progress.html while the demo runs: the current step, and the minutes left."""
 
     def __init__(self, run: str, todo: Sequence[Step]):
         self.run, self.todo, self.began = run, todo, time.monotonic()
@@ -287,13 +244,13 @@ class Progress:
             thread.join(timeout=5)
 
     def lead_to(self, page: Path) -> None:
-        """Let a browser that shows the progress go on to the report."""
+        """Redirect from the progress page to the report."""
         write_text(
             self.path, f'<meta charset="utf-8"><meta http-equiv="refresh" content="0; url={page.name}">'
         )
 
     def _trained(self) -> float:
-        """Share of the training that is done, by the last steps that were logged; the first stage logs none."""
+        """Share of the training that is done, from the last logged steps; the first stage logs none."""
         recipe = load_recipe(["recipe=demo"])
         stages = {name: getattr(recipe, name).steps for name in recipe.stages()}
         seen = 0
@@ -405,8 +362,8 @@ def chain(eval_folder: Path, set_folder: Path) -> dict[str, dict[str, float]]:
     """Where answers are lost: is the thing named right, is the answer, is its picture found?
 
     Returns:
-        For seen and held-out pairs per cent of queries: ``named``; of these ``answered``; of those ``found``, the first
-        candidate being right; and ``found_otherwise`` of the queries whose thing is named wrong.
+        For seen and held-out pairs, per cent: ``named`` of all queries; ``answered`` of these; ``found`` of those (the first
+        candidate is right); and ``found_otherwise`` of the queries whose thing is named wrong.
     """
     queries = pd.read_parquet(
         eval_folder / "per_query.parquet", columns=["query_id", "pair", "rationale", "hit@1"]
@@ -427,20 +384,13 @@ def chain(eval_folder: Path, set_folder: Path) -> dict[str, dict[str, float]]:
 
 
 def judge_words(query_ids: Iterable[str], rationales: Iterable[str], set_folder: Path) -> pd.DataFrame:
-    """Whether rationales are right, held against those of a set.
-
-    Args:
-        query_ids: queries of the set; one of which it has no rationale has nothing that is right.
-        rationales: what was written for each.
-        set_folder: with rationales.parquet.
+    """Compare rationales with those of a set (``rationales.parquet``); without one, a query counts as wrong.
 
     Returns:
-        Per query ``named``, whether the first clause is that of one of the set's rationales, and so names the thing right, and
-        ``answered``, whether it is one of them as a whole.
+        Per query ``named``, whether the first clause equals that of a rationale of the set, and so names the thing right, and
+        ``answered``, whether the whole text does.
     """
-    known = (
-        pd.read_parquet(set_folder / "rationales.parquet").groupby("query-id")["rationale"].agg(set).to_dict()
-    )
+    known = pd.read_parquet(set_folder / "rationales.parquet").groupby("query-id")["rationale"].agg(set)
     rows = []
     for name, text in zip(query_ids, rationales, strict=True):
         right, written = known.get(name, set()), text.strip()

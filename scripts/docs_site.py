@@ -1,6 +1,6 @@
-"""Hooks of `mkdocs.yml`: README, CONTRIBUTING and CHANGELOG are pages of the site too, with links that fit there.
+"""Hooks of `mkdocs.yml`: README, CONTRIBUTING and CHANGELOG become pages of the site, with links adapted.
 
-Also prints the annotated tree, one line a file from its own docstring: `python scripts/docs_site.py > docs/tree.md`.
+Also prints the annotated tree, one line per file from its docstring: `python scripts/docs_site.py > docs/tree.md`.
 """
 
 import ast
@@ -11,17 +11,12 @@ ROOT = Path(__file__).resolve().parent.parent
 BESIDE = {"README.md": "index.md", "CONTRIBUTING.md": "CONTRIBUTING.md", "CHANGELOG.md": "CHANGELOG.md"}
 """Pages outside docs/, and their names on the site."""
 
-READ_FIRST = (
-    "rge/train.py",
-    "rge/step.py",
-    "rge/model/packing.py",
-    "rge/rollout/generate.py",
-    "rge/losses.py",
-)
+READ_FIRST = ("train.py", "step.py", "model/packing.py", "rollout/generate.py", "losses.py")
+"""Files of rge/."""
 
 
 def on_files(files, config):
-    """Add the pages that stand beside docs/."""
+    """Add the pages outside docs/."""
     from mkdocs.structure.files import File
 
     for name, page in BESIDE.items():
@@ -31,7 +26,7 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Links as they are in the repository, turned into links of the site; files that are no pages lose theirs."""
+    """Turn links of the repository into links of the site; links to files that are not pages become plain text."""
     beside = page.file.src_uri in BESIDE.values()
     folder = ROOT if beside else ROOT / "docs"
 
@@ -54,7 +49,7 @@ def tree() -> str:
         "# What each file is for",
         "",
         "The first sentence of every file, as it says it itself (`python scripts/docs_site.py > docs/tree.md`). Read first: "
-        + ", ".join(f"`{name}`" for name in READ_FIRST)
+        + ", ".join(f"`rge/{name}`" for name in READ_FIRST)
         + ".",
     ]
     for top in ("rge", "data_prep", "eval", "scripts"):

@@ -2,8 +2,7 @@
 
     python scripts/gpu_check.py [out=gpu_check] [steps=20] [queries=64] [micro_batch=8] [checks=all] [rehearse=false]
 
-Please attach ``gpu_check.md`` and ``gpu_check.json`` from ``out`` to an issue, whatever they say. The checks are independent of each
-other:
+Please attach ``gpu_check.md`` and ``gpu_check.json`` from ``out`` to an issue, whatever the result. The checks are independent:
 
     kernels     flash attention of prompts, branches, pictures and single tokens against ordinary attention, with gradients
     form        a step of a small model: the GPU's form against padded rows in float32
@@ -37,7 +36,7 @@ sys.path.insert(0, str(ROOT))
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
-from benches.harness import make_batch, random_picture  # noqa: E402
+from benches.harness import make_batch, random_backbone, random_picture  # noqa: E402
 from transformers import AutoModelForImageTextToText  # noqa: E402
 
 from rge.common.commands import start  # noqa: E402
@@ -49,11 +48,10 @@ from rge.config import Recipe, load_recipe  # noqa: E402
 from rge.data.collate import Batch  # noqa: E402
 from rge.distributed.transfer import moved  # noqa: E402
 from rge.model import varlen, vision_tower  # noqa: E402
-from rge.model.backbone import Backbone, load_backbone  # noqa: E402
 from rge.model.embedding_model import EmbeddingModel, encode_prompts  # noqa: E402
 from rge.model.prompts import PromptBuilder  # noqa: E402
 from rge.objective import Objective  # noqa: E402
-from rge.plan.costs import GIB, RESERVED_GIB, Setup, Shapes, flops, memory, shapes_of  # noqa: E402
+from rge.plan.costs import GIB, RESERVED_GIB, Setup, flops, memory, shapes_of  # noqa: E402
 from rge.plan.known_models import TABLE  # noqa: E402
 from rge.plan.options import PlanOptions  # noqa: E402
 from rge.plan.report import load_of  # noqa: E402
@@ -102,7 +100,7 @@ class Options:
 
 
 class NotRun(Exception):
-    """A check needs something that this machine lacks."""
+    """The machine lacks something that a check needs."""
 
 
 @dataclass
@@ -135,7 +133,7 @@ class Machine:
             torch.cuda.synchronize(self.device)
 
     def describe(self) -> dict[str, Any]:
-        """Device and versions, without anything that names the machine."""
+        """Device and versions, without anything that identifies the machine."""
         found = {
             "date": datetime.now().strftime("%Y-%m-%d %H:%M"),
             "rehearsal": not self.on_gpu,
@@ -170,15 +168,11 @@ def _embedder(
     **settings: Any,
 ) -> EmbeddingModel:  # fmt: skip
     """A model of these sizes on the device, with a small tokenizer; `rows` of its embedding matrix if not the tokenizer's."""
-    with tempfile.TemporaryDirectory() as folder:
-        words = ["what opens this", "a key opens a lock", "an egg becomes a chick"]
-        # The processor is of the real kind; the weights here are only made where they are used.
-        tiny = SMALL_TEXT if rows is None else {**SMALL_TEXT, "num_hidden_layers": 1}
-        scratch.build(
-            Path(folder) / "model", words, seed=0, vocab_size=512, text=tiny, vision=SMALL_VISION,
-            min_pixels=least, max_pixels=most,
-        )  # fmt: skip
-        backbone = load_backbone(Path(folder) / "model", add_emb=True, min_pixels=least, max_pixels=most)
+    words = ["what opens this", "a key opens a lock", "an egg becomes a chick"]
+    # The processor is of the real kind; the weights here are only made where they are used.
+    tiny = SMALL_TEXT if rows is None else {**SMALL_TEXT, "num_hidden_layers": 1}
+    small = {"vocab_size": 512, "text": tiny, "vision": SMALL_VISION}
+    backbone = random_backbone(words, small, min_pixels=least, max_pixels=most)
     model = backbone.model
     if rows is not None:
         of_token = backbone.processor.tokenizer.convert_tokens_to_ids  # type: ignore[attr-defined]
@@ -191,23 +185,15 @@ def _embedder(
     for module in model.modules():
         if hasattr(module, "asked"):
             module.asked = form
-    unused = range(len(backbone.processor.tokenizer), rows or 0)  # type: ignore[attr-defined]
-    return EmbeddingModel(
-        Backbone(
-            model.to(machine.device, dtype),
-            backbone.processor,
-            backbone.emb_id,
-            [*backbone.suppressed_ids, *unused],
-            form,
-        ),
-        **settings,
-    )
+    barred = [*backbone.suppressed_ids, *range(len(backbone.processor.tokenizer), rows or 0)]  # type: ignore[attr-defined]
+    backbone = replace(backbone, model=model.to(machine.device, dtype), suppressed_ids=barred, attention=form)
+    return EmbeddingModel(backbone, **settings)
 
 
 def random_batch(
     machine: Machine, embedder: EmbeddingModel, queries: int, side_px: int = 112, rationale: int = 12
 ) -> Batch:
-    """Queries with a picture and a labelled negative each; oracle rationales of ``rationale`` tokens."""
+    """Queries, each with a picture and a labelled negative; oracle rationales of ``rationale`` tokens."""
     chance, data = np.random.default_rng(0), machine.recipe.data
     builder = PromptBuilder(embedder.processor, data.profile, data.max_prompt_tokens)
 
@@ -247,15 +233,14 @@ def _one_step(
     machine: Machine, embedder: EmbeddingModel, batch: Batch, micro: int
 ) -> tuple[dict, dict[str, torch.Tensor]]:
     """A step on given rationales, so that forms see the same tokens."""
-    chosen = [[7] * (3 + row % 5) for row in range(len(batch.queries))]
-    rationales = [Rationale(tuple(ids), False, None, 0.0) for ids in chosen]
-    report = TrainingStep(embedder, embedder, Objective(1 / 11, 10 / 11), micro)(batch, Rollout(rationales))  # fmt: skip
+    rationales = [Rationale((7,) * (3 + row % 5), False, None, 0.0) for row in range(len(batch.queries))]
+    report = TrainingStep(embedder, embedder, Objective(1 / 11, 10 / 11), micro)(batch, Rollout(rationales))
     machine.wait()
     return report, {n: p.grad.float().cpu() for n, p in embedder.named_parameters() if p.grad is not None}
 
 
 def check_form(machine: Machine) -> tuple[str, dict[str, Any]]:
-    """The form of a GPU against rows side by side in float32."""
+    """The GPU's form against padded rows in float32."""
     dtype = torch.bfloat16 if machine.on_gpu else torch.float32
     plain = small_embedder(machine, torch.float32, "sdpa")
     batch = random_batch(machine, plain, 5)
@@ -276,11 +261,7 @@ def check_form(machine: Machine) -> tuple[str, dict[str, Any]]:
 
 
 def check_rollout(machine: Machine) -> tuple[str, dict[str, Any]]:
-    """Captured steps against plain ones; the first use in a process checks itself besides.
-
-    Again after the weights have changed in place, which replays what was captured, and after they were put elsewhere, which
-    captures anew.
-    """
+    """Captured steps against plain ones; also after weights changed in place (replayed) and after they moved (captured anew)."""
     dtype = torch.bfloat16 if machine.on_gpu else torch.float32
     written, seconds = [], []
     for graphs in (False, True):
@@ -296,20 +277,17 @@ def check_rollout(machine: Machine) -> tuple[str, dict[str, Any]]:
         written.append([rationale.ids for rationale in rationales])
         weight = embedder.model.get_output_embeddings().weight
         noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)).to(weight)
-        for there in (False, True):
+        for move in (False, True):
             with torch.no_grad():
                 weight.add_(noise, alpha=0.5 * float(weight.std()))
-            if there:
+            if move:
                 weight.data = weight.data.clone()
-            written[-1] += [one.ids for one in generate(embedder, batch.queries, **settings)]
-    equal = sum(one == other for one, other in zip(*written, strict=True))
-    figures = {
-        "rows": len(written[0]),
-        "equal": equal,
-        "s, kernel by kernel": seconds[0],
-        "s, captured": seconds[1],
-    }
-    if equal < len(written[0]):
+            written[-1] += [rationale.ids for rationale in generate(embedder, batch.queries, **settings)]
+    plain, captured = written
+    equal = sum(a == b for a, b in zip(plain, captured, strict=True))
+    figures = {"rows": len(plain), "equal": equal}
+    figures |= {"s, kernel by kernel": seconds[0], "s, captured": seconds[1]}
+    if equal < len(plain):
         raise AssertionError(f"captured steps wrote other tokens: {figures}")
     if not machine.on_gpu:
         return "steps are captured on a GPU only: here both are plain", figures
@@ -328,21 +306,16 @@ def check_training(machine: Machine) -> tuple[str, dict[str, Any]]:
         sizes = dict(known["text_config"])
         rows = sizes.pop("vocab_size")
         sizes["tie_word_embeddings"] = known["tie_word_embeddings"]
-        dtype, side, rationale = (
-            torch.bfloat16,
-            math.isqrt(recipe.model.max_pixels),
-            recipe.rollout.max_new_tokens,
-        )
         vision = {name: value for name, value in known["vision_config"].items() if name != "out_hidden_size"}
-        form = "auto"
+        pixels = recipe.model.min_pixels, recipe.model.max_pixels
+        side, rationale = math.isqrt(recipe.model.max_pixels), recipe.rollout.max_new_tokens
         queries, micro, steps = options.queries, options.micro_batch, options.steps
-        embedder = _embedder(
-            machine, sizes, vision, rows, dtype, form, recipe.model.min_pixels, recipe.model.max_pixels
-        )
+        embedder = _embedder(machine, sizes, vision, rows, torch.bfloat16, "auto", *pixels)
     else:
-        dtype, side, rationale = torch.float32, 112, 12
+        side, rationale = 112, 12
         queries, micro, steps = min(options.queries, 4), min(options.micro_batch, 2), min(options.steps, 3)
-        embedder = _embedder(machine, SMALL_TEXT, SMALL_VISION, 1024, dtype, "varlen", 28 * 28, 112 * 112)
+        small = machine, SMALL_TEXT, SMALL_VISION, 1024
+        embedder = _embedder(*small, torch.float32, "varlen", 28 * 28, side * side)
     if recipe.model.gradient_checkpointing:
         embedder.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     embedder.train()
@@ -365,7 +338,7 @@ def check_training(machine: Machine) -> tuple[str, dict[str, Any]]:
         )
         machine.wait()
         rollouts.append(time.perf_counter() - began)
-        report = TrainingStep(embedder, embedder, objective, micro)(batch, Rollout(rationales, encoded))  # fmt: skip
+        report = TrainingStep(embedder, embedder, objective, micro)(batch, Rollout(rationales, encoded))
         torch.nn.utils.clip_grad_norm_(embedder.parameters(), recipe.optim.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -376,7 +349,8 @@ def check_training(machine: Machine) -> tuple[str, dict[str, Any]]:
         raise AssertionError(f"losses are not finite: {losses}")
     # The first step compiles, checks and captures.
     seconds = statistics.median(whole[1:] or whole)
-    counted = _flops_of(machine, embedder, batch, rationales, micro)
+    own = max(1, round(statistics.mean(len(written.ids) for written in rationales)))
+    counted, planned = _plan(machine, embedder, batch, own, rationale, micro)
     figures: dict[str, Any] = {
         "parameters, G": sum(parameter.numel() for parameter in embedder.parameters()) / 1e9,
         "queries": queries,
@@ -392,7 +366,6 @@ def check_training(machine: Machine) -> tuple[str, dict[str, Any]]:
     }
     if peak := machine.peak_tflops() if machine.on_gpu else None:
         figures |= {"peak TFLOP/s": peak, "utilisation": counted / seconds / peak / 1e12}
-    planned = _planned_memory(machine, embedder, batch, rationale, micro)
     figures |= {
         "GiB, planned": sum(planned.values()) / GIB,
         "GiB, planned by kind": {kind: round(size / GIB, 3) for kind, size in planned.items()},
@@ -402,43 +375,31 @@ def check_training(machine: Machine) -> tuple[str, dict[str, Any]]:
     return f"random weights, {embedder.model.dtype}, one process, AdamW", figures
 
 
-def _load(machine: Machine, embedder: EmbeddingModel, batch: Batch, own: float, micro: int) -> Any:
-    recipe = machine.recipe
-    planned = load_of(recipe, _shapes(embedder, batch), PlanOptions(num_gpus=8))
-    mean = round(statistics.mean(map(len, batch.queries)))
-    return replace(
-        planned, queries=len(batch.queries), candidates=len(batch.candidates), chunks=-(-len(batch.queries) // micro),
-        prompt=mean, candidate=round(statistics.mean(map(len, batch.candidates))), own=own,
-        oracle=len(batch.oracle_ids[0]) - 1, query_pictures=1, candidate_pictures=1,
-    )  # fmt: skip
-
-
-def _shapes(embedder: EmbeddingModel, batch: Batch) -> Shapes:
-    pixels = batch.queries[0].pixels
+def _plan(
+    machine: Machine, embedder: EmbeddingModel, batch: Batch, own: int, longest: int, micro: int
+) -> tuple[float, dict[str, float]]:
+    """FLOPs of a step with rationales of ``own`` tokens, and bytes by kind with those of ``longest``, by the plan."""
+    recipe, pixels = machine.recipe, batch.queries[0].pixels
     assert pixels is not None
-    return shapes_of(embedder.model, pixels[:, 0].numel())
-
-
-def _flops_of(machine: Machine, embedder: EmbeddingModel, batch: Batch, rationales: Any, micro: int) -> float:
-    own = max(1, round(statistics.mean(len(rationale.ids) for rationale in rationales)))
-    load = _load(machine, embedder, batch, own, micro)
-    setup = Setup(checkpointing=machine.recipe.model.gradient_checkpointing)
-    return sum(flops(_shapes(embedder, batch), load, setup).values())
-
-
-def _planned_memory(
-    machine: Machine, embedder: EmbeddingModel, batch: Batch, rationale: int, micro: int
-) -> dict[str, float]:
-    shapes = _shapes(embedder, batch)
-    setup = Setup(
-        back_end="zero2", num_gpus=8, dtype_bytes=embedder.model.dtype.itemsize, trained=shapes.parameters,
-        checkpointing=machine.recipe.model.gradient_checkpointing, rollout_rows=machine.recipe.rollout.batch_size,
-        micro_queries=min(micro, len(batch.queries)),
+    shapes = shapes_of(embedder.model, pixels[:, 0].numel())
+    load = replace(
+        load_of(recipe, shapes, PlanOptions(num_gpus=8)),
+        queries=len(batch.queries), candidates=len(batch.candidates), chunks=-(-len(batch.queries) // micro),
+        prompt=round(statistics.mean(map(len, batch.queries))),
+        candidate=round(statistics.mean(map(len, batch.candidates))),
+        own=own, oracle=len(batch.oracle_ids[0]) - 1, query_pictures=1, candidate_pictures=1,
     )  # fmt: skip
-    found = memory(shapes, _load(machine, embedder, batch, rationale, micro), setup)
+    setup = Setup(checkpointing=recipe.model.gradient_checkpointing)
+    counted = sum(flops(shapes, load, setup).values())
+    dtype_bytes = embedder.model.dtype.itemsize
+    setup = replace(
+        setup, back_end="zero2", num_gpus=8, dtype_bytes=dtype_bytes, trained=shapes.parameters,
+        rollout_rows=recipe.rollout.batch_size, micro_queries=min(micro, len(batch.queries)),
+    )  # fmt: skip
     # The work of one of eight processes, but unsharded, and everything in the weights' dtype.
-    each = float(shapes.parameters * embedder.model.dtype.itemsize)
-    return {**found, "weights": each, "gradients": each, "optimizer": 2 * each}
+    each = float(shapes.parameters * dtype_bytes)
+    unsharded = {"weights": each, "gradients": each, "optimizer": 2 * each}
+    return counted, memory(shapes, replace(load, own=longest), setup) | unsharded
 
 
 def check_back_ends(machine: Machine) -> tuple[str, dict[str, Any]]:
@@ -447,13 +408,13 @@ def check_back_ends(machine: Machine) -> tuple[str, dict[str, Any]]:
         raise NotRun(
             f"DDP, ZeRO-1, ZeRO-2, ZeRO-3 and FSDP2 need two GPUs, here {'is one' if machine.gpus else 'are none'}"
         )
-    figures: dict[str, Any] = {}
+    figures = {}
     for name in ("ddp", "zero1", "zero2", "zero3", "fsdp2"):
         with tempfile.TemporaryDirectory() as folder:
             began = time.perf_counter()
             out = _run(launch_command(f"{name}_8", machine.gpus, Path(folder) / "run"))
             figures[name] = f"{time.perf_counter() - began:.0f} s" if out is None else f"failed: {out}"
-    if any(str(value).startswith("failed") for value in figures.values()):
+    if any(value.startswith("failed") for value in figures.values()):
         raise AssertionError(json.dumps(figures))
     return f"two steps of both stages on {machine.gpus} GPUs", figures
 
@@ -470,7 +431,7 @@ def launch_command(config: str, processes: int, out: Path) -> list[str]:
 
 
 def _run(command: list[str]) -> str | None:
-    """Run a command; the end of what it wrote if it fails."""
+    """Run a command; returns the end of its output if it fails."""
     try:
         done = subprocess.run(
             command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False,
@@ -481,7 +442,7 @@ def _run(command: list[str]) -> str | None:
     if done.returncode == 0:
         return None
     lines = (done.stdout + done.stderr).splitlines()
-    # A launcher writes a page of its own below what went wrong.
+    # A launcher writes a page of its own below the error.
     reasons = [line for line in lines if "rror: " in line]
     return "\n".join([*reasons[:20], "...", *lines[-40:]])
 
@@ -551,7 +512,6 @@ def main(argv: list[str]) -> int:
         )
     described = machine.describe()
     results = run_checks(machine)
-    options.out.mkdir(parents=True, exist_ok=True)
     found = {
         "machine": described,
         "options": asdict(options),

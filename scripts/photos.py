@@ -4,10 +4,10 @@
     dpkg-deb -x tuxpaint-stamps-default_*.deb stamps
     python scripts/photos.py stamps=stamps checkpoints=runs/photos/joint/final,rge/demo_checkpoint
 
-The Debian package has stamps for children to paint with, and some are photographs, cut out. ``scripts/photos.tsv`` lists those
-whose text names a concept of the demo; nothing of them is in this repository. Each stands, on a white square as drawings
-do, in place of the drawing in every question of the demo's test set about that thing (its first phrasing); gallery and right
-answers stay. Every checkpoint answers both sets, ``drawings`` and ``photographs``, under ``out``.
+The Debian package has stamps for children to paint with; some are cut-out photographs. ``scripts/photos.tsv`` lists those whose
+text names a concept of the demo; the pictures are not in this repository. Each replaces, on a white square, the drawing in every
+question of the demo's test set about that thing (first phrasing only); gallery and right answers stay the same. Every checkpoint
+is evaluated on both sets, ``drawings`` and ``photographs``, under ``out``.
 
 A rationale names the thing right if its first clause is that of the set's own rationales. Intervals are 95 %, resampled by
 the thing shown; differences are paired by question and thing.
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
-from arms import run
+from arms import DEMO_SET, ROOT, run
 from demo import judge_words
 from PIL import Image
 
@@ -31,13 +31,13 @@ from rge.common.errors import UserError
 from rge.common.options import parse_options
 from rge.stats import intervals
 
-ROOT = Path(__file__).resolve().parent.parent
-TEST = ROOT / "data_prep" / "demo" / "data" / "test"
+TEST = ROOT / DEMO_SET
 LIST = ROOT / "scripts" / "photos.tsv"
 INSIDE = Path("usr/share/tuxpaint/stamps")
 MARGIN = 0.05
 """Of a square's side, left white around a photograph."""
 KINDS = ("drawings", "photographs")
+ABOUT = ["text", "category", "group", "instruction"]
 FIGURES = ("named", "hit@1")
 
 
@@ -112,42 +112,22 @@ def write(sets: dict[str, Path], photographs: dict[str, list[Path]]) -> None:
     shown = {concept: [square(path) for path in paths] for concept, paths in photographs.items()}
     for kind, folder in sets.items():
         queries, qrels = [], []
-        for row in rows.to_dict("records"):
-            own = [image["bytes"] for image in row["image"]]
+        for row, about in zip(rows.to_dict("records"), rows[ABOUT].to_dict("records"), strict=True):
+            own = tuple(image["bytes"] for image in row["image"])
             for number, picture in enumerate(shown[row["group"]]):
                 name = f"{row['id']}.{number}"
-                queries.append(
-                    Query(
-                        id=name,
-                        text=row["text"],
-                        images=tuple(own) if kind == "drawings" else (picture,),
-                        category=row["category"],
-                        group=row["group"],
-                        instruction=row["instruction"],
-                    )
-                )
-                right = judged.get_group(row["id"])
-                qrels += [
-                    (name, one, int(score))
-                    for one, score in zip(right["corpus-id"], right["score"], strict=True)
-                ]
+                images = own if kind == "drawings" else (picture,)
+                queries.append(Query(id=name, images=images, **about))
+                right = judged.get_group(row["id"])[["corpus-id", "score"]]
+                qrels += [(name, target, int(score)) for target, score in right.itertuples(index=False)]
         meta = {"name": f"rge-demo-{kind}", "source": "the demo's test set; tuxpaint-stamps-default"}
         write_set(folder, meta=meta, queries=queries, corpus=corpus, qrels=qrels, overwrite=True)
 
 
 def evaluate(checkpoint: str, folder: Path, out: Path) -> None:
     """Run `rge eval run`; exit with its code if it fails."""
-    command = [
-        sys.executable,
-        "-m",
-        "rge",
-        "eval",
-        "run",
-        f"checkpoint={checkpoint}",
-        f"set={folder}",
-        f"out={out}",
-    ]
-    run([*command, "overwrite=true", "report=false", "exact=false"])
+    words = [f"checkpoint={checkpoint}", f"set={folder}", f"out={out}", "overwrite=true", "report=false"]
+    run([sys.executable, "-m", "rge", "eval", "run", *words, "exact=false"])
 
 
 def values(out: Path) -> pd.DataFrame:
@@ -168,22 +148,16 @@ def table(
         f"{'':44s}{'named, %':>22s}{'hit@1, %':>22s}",
     ]
     for checkpoint in checkpoints:
-        for kind in KINDS:
-            lines.append(line(f"{checkpoint[-30:]}, {kind}", found[checkpoint, kind], None))
+        lines += [line(f"{checkpoint[-30:]}, {kind}", found[checkpoint, kind]) for kind in KINDS]
     for checkpoint in checkpoints[1:]:
         for kind in KINDS:
-            lines.append(
-                line(
-                    f"first - {checkpoint[-20:]}, {kind}",
-                    found[checkpoints[0], kind],
-                    found[checkpoint, kind],
-                )
-            )
+            label, base = f"first - {checkpoint[-20:]}, {kind}", found[checkpoints[0], kind]
+            lines.append(line(label, base, less=found[checkpoint, kind]))
     return "\n".join(lines)
 
 
-def line(label: str, rows: pd.DataFrame, less: pd.DataFrame | None) -> str:
-    """One line of the table."""
+def line(label: str, rows: pd.DataFrame, less: pd.DataFrame | None = None) -> str:
+    """One line of the table; with ``less``, of the differences."""
     value_QM = rows[list(FIGURES)].to_numpy(float)
     if less is not None:
         value_QM = value_QM - less.loc[rows.index, list(FIGURES)].to_numpy(float)

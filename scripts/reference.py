@@ -70,27 +70,16 @@ def page() -> str:
     for command, schema, shared in commands():
         known = {key.name for key in keys(shared)} if shared else set()
         title = f"{command} recipe=NAME" if command in ("rge train", "rge check", "rge plan") else command
-        lines += [
-            "",
-            f"## {command}",
-            "",
-            inspect.cleandoc(schema.__doc__ or ""),
-            "",
-            f"`{title} key=value ...`",
-            "",
-        ]
+        about = inspect.cleandoc(schema.__doc__ or "")
+        lines += ["", f"## {command}", "", about, "", f"`{title} key=value ...`", ""]
         if shared or command == "rge plan":
             whose = "rge eval run" if shared and shared is not Recipe else "rge train"
             lines += [f"Also every key of [{whose}](#{whose.replace(' ', '-')}).", ""]
         lines += ["| key | default | type | meaning |", "|---|---|---|---|"]
         for key in keys(schema):
             if key.name not in known:
-                cells = (
-                    f"`{key.name}`",
-                    "..." if key.default is None else f"`{key.default}`",
-                    key.kind,
-                    key.about,
-                )
+                default = "..." if key.default is None else f"`{key.default}`"
+                cells = (f"`{key.name}`", default, key.kind, key.about)
                 lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
 

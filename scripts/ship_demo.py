@@ -33,13 +33,13 @@ class Options:
     """Make the models that come with the package."""
 
     checkpoint: Path = ROOT / "runs/demo/joint/final"
-    """What rge/demo_checkpoint is made of."""
+    """Source of rge/demo_checkpoint."""
     base: Path | None = None
-    """What rge/demo_base is made of: a backbone after its first stage. Given, nothing else is made."""
+    """Source of rge/demo_base, a backbone after its first stage; if given, only that is made."""
 
 
 def ship(trained: Path, folder: Path) -> int:
-    """Write a model in bfloat16; its size in bytes.
+    """Write a model in bfloat16 and return its size in bytes.
 
     Raises:
         UserError: it would be too large for the repository.
@@ -79,9 +79,9 @@ def _in_bfloat16(config: dict) -> dict:
 
 def main(words: list[str]) -> int:
     """Convert the named model."""
-    asked = parse_options(Options, words, "python scripts/ship_demo.py")
-    made, folder = (asked.base, DEMO_BASE) if asked.base else (asked.checkpoint, DEMO_CHECKPOINT)
-    print(f"{folder}: {ship(made, folder):,} bytes")
+    options = parse_options(Options, words, "python scripts/ship_demo.py")
+    source, folder = (options.base, DEMO_BASE) if options.base else (options.checkpoint, DEMO_CHECKPOINT)
+    print(f"{folder}: {ship(source, folder):,} bytes")
     return 0
 
 

@@ -6,7 +6,7 @@
     python scripts/study.py all collect=true   # no training: all tables again, from finished runs and docs/kept
 
 This file declares arms, contrasts, doses and seeds; scripts/arms.py trains, evaluates and compares them. A claim is a paired contrast
-on the same test queries, which no choice was made on, with a 95 % interval over seeds and groups of queries together. The verdict is
+on the same test queries, which no choice was based on, with a 95 % interval over seeds and groups of queries together. The verdict is
 *confirmed* if the interval is on the paper's side of zero, *contradicted* if it is on the other side, and *undecided* if it contains
 zero. Tables are written to ``page_NAME.md`` in the study's folder, per-query results to ``kept.json``.
 """
@@ -16,6 +16,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -62,51 +63,30 @@ class Options:
     seeds: AtLeastOne = 3
     """Runs per arm, seeds 0, 1, ...; cold starts are shared, except in finding f."""
     arms: tuple[str, ...] = ()
-    """Only these arms, with the arms that they start from and all modes that they are asked in; empty: all."""
+    """Only these arms, with the arms that they start from, in all their query modes; empty: all."""
     on: Literal["test", "valid"] = "test"
-    """Queries that are asked: test for results, valid for choices."""
+    """Queries to evaluate on: test for results, valid for choices."""
     collect: bool = False
     """Train nothing; write the tables from finished and kept runs."""
     kept: Path = Path("docs/kept")
     """Folder of kept results, one file per study."""
     steps: int | None = None
-    """Steps of every stage instead of the recipes', to try the machinery; the results mean nothing."""
+    """Steps of every stage instead of the recipes', for a trial run; the results mean nothing."""
     launcher: str = ""
     """Command before rge/train.py; empty: accelerate as configured, or two processes if there is no GPU."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What one word of the command line stands for.
-
-    Attributes:
-        study: arms, and where they are trained.
-        arms: names of the arms that it needs, the most telling first.
-        tables: tables of its page.
-        diagnoses: name -> words of ``python -m rge.diagnose``, and the arm that is diagnosed.
-        prepare: makes the data if it is missing.
-        extra: further lines of its page.
-    """
+    """One finding: its arms and its page."""
 
     study: Study
-    arms: Sequence[str]
+    arms: Sequence[str]  # that it needs, the most telling first
     tables: Sequence[Table]
+    # by name: arguments of ``python -m rge.diagnose``, and the diagnosed arm
     diagnoses: Mapping[str, tuple[tuple[str, ...], str]] = field(default_factory=dict)
-    prepare: Callable[[], None] = lambda: None
-    extra: Callable[[], list[str]] = list
-
-
-TITLES = {
-    "eyes": "Does the vision tower read things, grounds and serials? The study set's first link; no training beyond the tower's",
-    "a": "Table 4: whose rationale the contrastive loss sees, by how much the oracle's text tells (study set)",
-    "b": "Table 3: the ratio of LM to contrastive loss (demo)",
-    "c": "Tables 6 and 7: reasoning on and off at test (study set)",
-    "d": "Fig. 4: what is learned from the oracle's text alone (study set)",
-    "e": "The cold start's length, greedy and sampled rollouts (study set)",
-    "f": "One checkpoint in several modes, a cold start for each seed (demo)",
-    "g": "The demo's own ratio of losses, chosen on two training families that are held back (demo)",
-    "rl": "Reinforcement learning of rationales where a share of the oracle's is wrong (demo)",
-}
+    prepare: Callable[[], None] = lambda: None  # makes the data if it is missing
+    extra: Callable[[], list[str]] = list  # further lines of the page
 
 
 def main(words: list[str]) -> None:
@@ -116,24 +96,17 @@ def main(words: list[str]) -> None:
     given = [word for word in words if "=" in word or word in HELP]
     options = parse_options(Options, given, f"python scripts/study.py {'|'.join(TITLES)}|all")
     refuse_launcher("scripts/study.py")
-    names = named([word for word in words if word not in given])
+    names = [word for word in words if word not in given]
+    one_of("finding", names, [*TITLES, "all"])
+    if "all" in names:
+        names = [*TITLES]
     os.chdir(ROOT)
     findings = {name: DECLARED[name](options) for name in names}
     if options.arms:
-        one_of("arms", options.arms, sorted({arm for one in findings.values() for arm in one.arms}))
+        one_of("arms", options.arms, sorted({arm for finding in findings.values() for arm in finding.arms}))
     if not options.collect:
         train(findings, options)
     print("\n".join(write_page(name, finding, options) for name, finding in findings.items()))
-
-
-def named(words: list[str]) -> list[str]:
-    """The findings that the words name.
-
-    Raises:
-        UserError: none is named, or an unknown one.
-    """
-    one_of("finding", words, [*TITLES, "all"])
-    return [*TITLES] if "all" in words else words
 
 
 def train(findings: Mapping[str, Finding], options: Options) -> None:
@@ -150,12 +123,12 @@ def train(findings: Mapping[str, Finding], options: Options) -> None:
 
 
 def is_wanted(arm: Arm, only: Sequence[str]) -> bool:
-    """Whether an arm is named, or asks the checkpoint of a named arm in another mode; with no names, every arm is."""
+    """Whether ``only`` is empty or names the arm, or the arm whose checkpoint it evaluates in another mode."""
     return not only or arm.name in only or (not arm.stage and arm.after in only)
 
 
-def diagnose(finding: Finding, only: Sequence[str] = ()) -> None:
-    """Diagnose seed 0 of all arms, or only of these."""
+def diagnose(finding: Finding, only: Sequence[str]) -> None:
+    """Diagnose seed 0 of the arms in ``only``, or of all arms if it is empty."""
     for name, (words, arm) in finding.diagnoses.items():
         if only and arm not in only:
             continue
@@ -246,22 +219,15 @@ def study_set(options: Options) -> Study:
         arms.append(cold(f"cold_{variant}", variant))
         arms += [joint(f"{anchor}_{variant}", variant, *words) for anchor, words in ANCHORS.items()]
     for length, times in LENGTHS.items():
-        arms += [
-            joint(f"{anchor}_{length}", "hidden_100", *words, multiple=times)
-            for anchor, words in ANCHORS.items()
-        ]
+        for anchor, words in ANCHORS.items():
+            arms.append(joint(f"{anchor}_{length}", "hidden_100", *words, multiple=times))
+    in_mode = partial(Arm, stage="", sets=sets("hidden_100"))
     for mode, (query, candidate) in MODES.items():
         ask = (f"candidate_mode={candidate}",)
-        arms.append(
-            Arm(f"self, {mode}", "", "self_hidden_100", query_mode=query, ask=ask, sets=sets("hidden_100"))
-        )
-    arms.append(
-        Arm("none, reasoning", "", "none_hidden_100", query_mode="reasoning", sets=sets("hidden_100"))
-    )
+        arms.append(in_mode(f"self, {mode}", after="self_hidden_100", query_mode=query, ask=ask))
+    arms.append(in_mode("none, reasoning", after="none_hidden_100", query_mode="reasoning"))
     arms.append(joint("half_direct", "hidden_100", "rollout.direct_share=0.5"))
-    arms.append(
-        Arm("half_direct, no reasoning", "", "half_direct", query_mode="direct", sets=sets("hidden_100"))
-    )
+    arms.append(in_mode("half_direct, no reasoning", after="half_direct", query_mode="direct"))
     for name, multiple in COLD_STARTS.items():
         arms.append(cold(f"cold_{name}", "hidden_100", multiple))
         arms.append(joint(f"self_{name}", "hidden_100", after=f"cold_{name}"))
@@ -301,7 +267,7 @@ def on_study_set(options: Options, arms: Sequence[str], tables: Sequence[Table],
 
 
 def eyes(options: Options) -> Finding:
-    """Whether the vision tower reads what the study set asks about."""
+    """Does the vision tower read things, grounds and serials? The study set's first link; no training beyond the tower's."""
     place, backbone = options.out / "reading.json", options.out / "eyes" / "shared" / "backbone"
 
     def reading() -> list[str]:
@@ -310,17 +276,15 @@ def eyes(options: Options) -> Finding:
             write_text(place, json.dumps(found, indent=1))
         if not place.is_file():
             return ["Not run yet."]
-        rows = [
-            (name, str(number), f"{100 * share:.1f}")
-            for name, (number, share) in json.loads(place.read_text()).items()
-        ]
+        found = json.loads(place.read_text())
+        rows = [(name, str(number), f"{100 * share:.1f}") for name, (number, share) in found.items()]
         return markdown(["of validation pictures", "values", "read right, %"], rows)
 
     return on_study_set(options, ["eyes"], [], extra=reading)
 
 
 def read_pictures(backbone: Path, path: Path) -> dict[str, tuple[int, float]]:
-    """How many values the things, grounds and serials of pictures have, and the share that a tower names right."""
+    """Number of values of things, grounds and serials in pictures, and the share that a tower names right."""
     import torch
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -338,7 +302,7 @@ def read_pictures(backbone: Path, path: Path) -> dict[str, tuple[int, float]]:
     )
     vision_tower.speed_up(model)
     found = {}
-    # A name's score is a sum over its tokens, so each part of a picture's name can be asked on its own.
+    # A name's score is a sum over its tokens, so each part of a picture's name can be scored alone.
     for name, texts in {
         "thing": [concepts[key].sentence for key in rows["concept"]],
         "ground": [f" {ground}" for ground in rows["ground"]],
@@ -351,7 +315,7 @@ def read_pictures(backbone: Path, path: Path) -> dict[str, tuple[int, float]]:
 
 
 def table_4(options: Options) -> Finding:
-    """Finding a."""
+    """Table 4: whose rationale the contrastive loss sees, by how much the oracle's text tells (study set)."""
     shown = [f"{anchor}_{variant}" for variant in VARIANTS[:3] for anchor in ANCHORS]
     text = """
         self_hidden_100 | 67.4
@@ -386,13 +350,12 @@ def table_4(options: Options) -> Finding:
     tables += [Table(title, rows_of("\n".join(shown)), ALL, metric) for metric, title in links.items()]
     # Order and controls first, then doses, then length.
     arms = [*shown, *(f"{anchor}_{variant}" for variant in VARIANTS[3:] for anchor in ("self", "oracle"))]
-    return on_study_set(
-        options, [*arms, *(f"{anchor}_{length}" for length in LENGTHS for anchor in ANCHORS)], tables
-    )
+    arms += [f"{anchor}_{length}" for length in LENGTHS for anchor in ANCHORS]
+    return on_study_set(options, arms, tables)
 
 
 def tables_6_and_7(options: Options) -> Finding:
-    """Finding c."""
+    """Tables 6 and 7: reasoning on and off at test (study set)."""
     text = """
         self_hidden_100 | 67.4
         self, no reasoning | 65.7
@@ -405,20 +368,13 @@ def tables_6_and_7(options: Options) -> Finding:
         half of the queries direct in training: no reasoning at test, over trained without = half_direct, no reasoning - none_hidden_100
         the same: reasoning at test, over none direct in training = half_direct - self_hidden_100
     """
-    asked = [f"self, {mode}" for mode in MODES]
-    arms = [
-        "self_hidden_100",
-        "none_hidden_100",
-        *asked,
-        "none, reasoning",
-        "half_direct",
-        "half_direct, no reasoning",
-    ]
+    in_modes = ["none, reasoning", "half_direct", "half_direct, no reasoning"]
+    arms = ["self_hidden_100", "none_hidden_100", *(f"self, {mode}" for mode in MODES), *in_modes]
     return on_study_set(options, arms, [Table("hit@1, % and points", rows_of(text), ALL)])
 
 
 def figure_4(options: Options) -> Finding:
-    """Finding d."""
+    """Fig. 4: what is learned from the oracle's text alone (study set)."""
     diagnoses, arms = {}, []
     for variant in VARIANTS[:3]:
         data = f"data={options.out}/data/train/{variant}.jsonl"
@@ -441,15 +397,15 @@ def figure_4(options: Options) -> Finding:
             else:
                 cells = [found["conditions"][kind]["hit@1"] for kind in ("own", "oracle", "oracle, swapped")]
                 hits.append((label, "; ".join(percent(*cell) for cell in cells)))
-        told = "right triplets; wrong query, oracle's text; wrong query, own text: nats below chance"
-        tested = "hit@1 after own text; oracle's; another query's oracle's, %"
-        return [*markdown(["records", told], gains), "", *markdown(["trained", tested], hits)]
+        gain = "right triplets; wrong query, oracle's text; wrong query, own text: nats below chance"
+        hit = "hit@1 after own text; oracle's; another query's oracle's, %"
+        return [*markdown(["records", gain], gains), "", *markdown(["trained", hit], hits)]
 
     return on_study_set(options, arms, [], diagnoses=diagnoses, extra=figures)
 
 
 def cold_starts(options: Options) -> Finding:
-    """Finding e."""
+    """The cold start's length, greedy and sampled rollouts (study set)."""
     text = "\n".join(
         f"cold start {name}, over the recipe's = self_{name} - self_hidden_100" for name in COLD_STARTS
     )
@@ -470,40 +426,25 @@ PAIRS = {"all": (), "seen pairs": ("pair", "seen"), "held-out pairs": ("pair", "
 """Slices of the demo's queries: column and value."""
 ADAPTIVE = ("loss.adaptive.share=0.5", "loss.adaptive.margin=0.05", "loss.adaptive.warmup_steps=60")
 LATENT = ("loss.states={direct: 1, latent: 1}", "loss.think_lm=0.5")
+WITH_LATENT = ("reasoning", "direct", "latent")
 STATES = {
     "words": (("reasoning", "direct"), ()),
     "both": (("reasoning", "direct"), ("loss.states.direct=1",)),
     "adaptive": (("reasoning", "direct", "auto"), ("loss.states.direct=1", *ADAPTIVE)),
     "quarter": (("reasoning", "direct"), ("loss.states.direct=0.25",)),
     "aligned": (("reasoning", "direct"), ("loss.states.direct=0.25", "loss.align=1")),
-    "latent": (("reasoning", "direct", "latent"), ("model.think_tokens=4", *LATENT)),
-    **{
-        f"latent_{num}": (("reasoning", "direct", "latent"), (f"model.think_tokens={num}", *LATENT))
-        for num in (1, 2, 8)
-    },
-    "taught": (
-        ("reasoning", "direct", "latent"),
-        (
-            "model.think_tokens=4",
-            "loss.states={direct: 0.25, latent: 1}",
-            "loss.think_lm=0.5",
-            "loss.align=1",
-        ),
-    ),
-    "silent": (
-        ("latent", "direct"),
-        (
-            "model.think_tokens=4",
-            "loss.anchor=latent",
-            "loss.states.direct=1",
-            "loss.think_lm=1",
-            "joint.lr=2e-3",
-        ),
-    ),
+    "latent": (WITH_LATENT, ("model.think_tokens=4", *LATENT)),
+    **{f"latent_{num}": (WITH_LATENT, (f"model.think_tokens={num}", *LATENT)) for num in (1, 2, 8)},
+    "taught": (WITH_LATENT, (
+        "model.think_tokens=4", "loss.states={direct: 0.25, latent: 1}", "loss.think_lm=0.5", "loss.align=1",
+    )),
+    "silent": (("latent", "direct"), (
+        "model.think_tokens=4", "loss.anchor=latent", "loss.states.direct=1", "loss.think_lm=1", "joint.lr=2e-3",
+    )),
     "none": (("direct",), ANCHORS["none"]),
     "none_lm": (("direct",), ("loss.anchor=none", "joint.lr=2e-3")),
-}
-"""By arm: the query modes that it is asked in, and the settings that it is trained with."""
+}  # fmt: skip
+"""By arm: the query modes of its evaluations, and the settings of its training."""
 MIXED = {
     "mixed_words": (),
     "mixed_both": ("loss.states.direct=1",),
@@ -529,11 +470,16 @@ def on_demo(options: Options, folder: str, arms: Sequence[Arm], names: Sequence[
     return Finding(study, names, [Table("hit@1, % and points", rows_of(rows), slices)])
 
 
-def table_3(options: Options) -> Finding:
-    """Finding b."""
+def demo_cold_start(options: Options) -> Arm:
+    """A cold start of the demo that includes the backbone."""
     quick = () if options.steps is None else (f"model.scratch.naming_steps={options.steps}",)
-    cold = (*steps_words("cold_start", options), *quick)
-    arms = [Arm("cold", "cold_start", "", cold, shared=True, query_mode="")]
+    words = (*steps_words("cold_start", options), *quick)
+    return Arm("cold", "cold_start", "", words, shared=True, query_mode="")
+
+
+def table_3(options: Options) -> Finding:
+    """Table 3: the ratio of LM to contrastive loss (demo)."""
+    arms = [demo_cold_start(options)]
     names = {ratio: ratio.replace(":", "_") for ratio in TABLE_3}
     for ratio, name in names.items():
         # As in the paper, an arm without LM loss has no rationale either.
@@ -546,7 +492,10 @@ def table_3(options: Options) -> Finding:
 
 
 def default_ratio(options: Options) -> Finding:
-    """Finding g: the demo's ratio, chosen on two training families that nothing here is trained on, the base included."""
+    """The demo's own ratio of losses, chosen on two training families that are held back (demo).
+
+    Nothing here is trained on these families, the base included.
+    """
     out = options.out / "rotated"
     data, recipe = out / "data", load_recipe(["recipe=demo"])
     records = [f"model.scratch.naming={data}/train/naming.jsonl"]
@@ -556,9 +505,7 @@ def default_ratio(options: Options) -> Finding:
             for source in getattr(recipe, stage).sources
         ]
         records.append(f"{stage}.sources=[{', '.join(sources)}]")
-    quick = () if options.steps is None else (f"model.scratch.naming_steps={options.steps}",)
-    cold = (*steps_words("cold_start", options), *quick)
-    arms = [Arm("cold", "cold_start", "", cold, shared=True, query_mode="")]
+    arms = [demo_cold_start(options)]
     names = {ratio: ratio.replace(":", "_") for ratio in RATIOS}
     for ratio, name in names.items():
         arms.append(Arm(name, "joint", "cold", (f"loss.ratio={ratio}", *steps_words("joint", options))))
@@ -577,7 +524,7 @@ def default_ratio(options: Options) -> Finding:
 
 
 def modes(options: Options) -> Finding:
-    """Finding f: one checkpoint in several modes, against checkpoints trained for one mode."""
+    """One checkpoint in several modes, a cold start for each seed (demo)."""
     cold = ("init=rge/demo_base", *steps_words("cold_start", options))
     arms = [Arm("cold", "cold_start", "", cold, query_mode="")]
     for name, ((first, *others), settings) in STATES.items():
@@ -634,7 +581,7 @@ def modes(options: Options) -> Finding:
 
 
 def mixed_arms(options: Options, data: Path, set_name: str) -> list[Arm]:
-    """Arms on records with a share of easy pairs, and all modes that their checkpoints are asked in."""
+    """Arms on records with a share of easy pairs, and all query modes of their checkpoints."""
     shipped = DEMO_SET.parent / "train"
     files = {"relations": shipped, "text": shipped, "naming": data / "train"}
     sources = [
@@ -656,7 +603,7 @@ def mixed_arms(options: Options, data: Path, set_name: str) -> list[Arm]:
 
 
 def decided(study: Study, options: Options, set_name: str) -> list[str]:
-    """What deciding gains over writing for as many queries chosen at random, by threshold, over all seeds."""
+    """Gain of deciding over writing for as many random queries, by threshold, over all seeds."""
     results, rows = Results(study, options.kept / "study_modes.json"), []
     for trained in (name for name in MIXED if name != "mixed_words"):
         always, never = f"{trained}, words", f"{trained}, direct"
@@ -683,7 +630,7 @@ def decided(study: Study, options: Options, set_name: str) -> list[str]:
 
 
 def ablated(study: Study, options: Options) -> list[str]:
-    """What it costs to swap, zero, average or shuffle the think tokens' states, seed 0."""
+    """Cost of swapping, zeroing, averaging or shuffling the think tokens' states, seed 0."""
     rows = []
     for name in LATENTS:
         place = study.out / "diagnoses" / f"{name}_{options.on}" / "sensitivity.json"
@@ -727,9 +674,12 @@ RL_SLICES = {
 
 
 def reinforcement(options: Options) -> Finding:
-    """Second halves after a joint stage on oracles of which a share is spoiled (`data_prep.demo.spoil`), tested on unspoiled queries."""
+    """Reinforcement learning of rationales where a share of the oracle's is wrong (demo).
+
+    Second halves after a joint stage on partly spoiled oracles (`data_prep.demo.spoil`), tested on unspoiled queries.
+    """
     if options.on != "test":
-        raise UserError("finding rl is asked its test sets alone: give on=test, or other findings")
+        raise UserError("finding rl has test sets only: give on=test, or other findings")
     out = options.out / "rl"
     once: dict[str, Any] = {"shared": True, "query_mode": ""}
     # Tower and tokens are the same at every dose. One step, since some stage must be named.
@@ -793,7 +743,7 @@ def reinforcement(options: Options) -> Finding:
 
 
 def written_figures(frame: pd.DataFrame, path: Path) -> pd.DataFrame:
-    """Whether the rationale equals one of the set's, and whether the first hit is right although it does not."""
+    """Whether the rationale equals one of the set's, and whether the first hit is right even if it does not."""
     if not (path / "rationales.parquet").is_file() or "rationale" not in frame:
         return frame
     right = judge_words(frame["query_id"], frame["rationale"], path)["answered"].astype(float)
@@ -804,6 +754,7 @@ DECLARED: dict[str, Callable[[Options], Finding]] = {
     "eyes": eyes, "a": table_4, "b": table_3, "c": tables_6_and_7, "d": figure_4, "e": cold_starts, "f": modes,
     "g": default_ratio, "rl": reinforcement,
 }  # fmt: skip
+TITLES = {name: (declare.__doc__ or "").partition("\n")[0].rstrip(".") for name, declare in DECLARED.items()}
 
 
 # --- pages

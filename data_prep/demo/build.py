@@ -24,6 +24,7 @@ from data_prep.demo import retrieval
 from data_prep.demo.families import FAMILIES, GALLERY, QUERIES, TRAINING
 from data_prep.demo.pictures import render_family, write_library
 from data_prep.demo.records import naming_records, reference, relation_records, text_records
+from data_prep.demo.retrieval import SetRows
 from data_prep.demo.splits import VALID_GALLERY, VALID_QUERIES, split
 from data_prep.demo.tables import HERE, Tables, read_tables
 from data_prep.jsonl import write_jsonl
@@ -44,11 +45,7 @@ class DemoOptions:
 
 
 def main(words: Sequence[str]) -> None:
-    """The command line.
-
-    Raises:
-        UserError: an unknown key, or a package that cannot be fetched.
-    """
+    """Rebuild the set and list its files."""
     options = parse_options(DemoOptions, words, "rge data demo")
     out = options.out or OUT
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rge" / "icons"
@@ -73,26 +70,31 @@ def build(out: Path, icons: Path) -> None:
             for concept, data in pictures[family].items()
         ]
         write_library(out / "train" / library, rows)
-    retrieval.write_set(
-        out / "test",
-        "rge-demo-test",
-        retrieval.test_rows(tables, splits),
-        GALLERY,
-        retrieval.stored(QUERIES, pictures[QUERIES]),
-        retrieval.stored(GALLERY, pictures[GALLERY]),
-        f"queries {QUERIES.licence}, gallery {GALLERY.licence}",
-    )
-    retrieval.write_set(
-        out / "valid",
-        "rge-demo-valid",
-        retrieval.valid_rows(tables, splits),
-        VALID_GALLERY,
-        retrieval.referred(VALID_QUERIES, "../train"),
-        retrieval.referred(VALID_GALLERY, "../train"),
-        f"queries {VALID_QUERIES.licence}, gallery {VALID_GALLERY.licence}",
-    )
+    test = retrieval.test_rows(tables, splits)
+    drawn = pictures[QUERIES], pictures[GALLERY]
+    _write_test(out / "test", "rge-demo-test", test, *drawn, retrieval.SLICE_NOTES)
+    _write_valid(out / "valid", "rge-demo-valid", retrieval.valid_rows(tables, splits))
     (out / "LICENSES.md").write_text(licences(), encoding="utf-8")
     (out / "train" / "openmoji" / "LICENSE.md").write_text(share_alike(), encoding="utf-8")
+
+
+Notes = dict[str, dict[str, str]]
+
+
+def _write_test(
+    folder: Path, name: str, rows: SetRows, asking: dict[str, bytes], shown: dict[str, bytes], notes: Notes
+) -> None:
+    """Write a set by the held-out families; ``asking`` and ``shown`` are pictures of queries and gallery, by concept."""
+    cells = retrieval.stored(QUERIES, asking), retrieval.stored(GALLERY, shown)
+    licence = f"queries {QUERIES.licence}, gallery {GALLERY.licence}"
+    retrieval.write_set(folder, name, rows, GALLERY, *cells, licence, notes)
+
+
+def _write_valid(folder: Path, name: str, rows: SetRows, notes: Notes = retrieval.SLICE_NOTES) -> None:
+    """Write a set by the validation families, whose pictures are in the training libraries."""
+    cells = retrieval.referred(VALID_QUERIES, "../train"), retrieval.referred(VALID_GALLERY, "../train")
+    licence = f"queries {VALID_QUERIES.licence}, gallery {VALID_GALLERY.licence}"
+    retrieval.write_set(folder, name, rows, VALID_GALLERY, *cells, licence, notes)
 
 
 def write_records(out: Path, tables: Tables | None = None) -> None:
@@ -114,25 +116,12 @@ def copy_pictures(out: Path) -> None:
 
 
 def write_rotated(out: Path) -> None:
-    """Write records and a large validation set for choosing defaults: the two validation families are held back entirely.
-
-    Args:
-        out: folder to write ``train/`` and ``valid/`` to.
-    """
+    """Write records and a large validation set for choosing defaults: the two validation families are held back entirely."""
     tables, held = read_tables(), (VALID_QUERIES.name, VALID_GALLERY.name)
-    write_records(
-        out, replace(tables, icons={key: icon for key, icon in tables.icons.items() if key[0] not in held})
-    )
+    icons = {key: icon for key, icon in tables.icons.items() if key[0] not in held}
+    write_records(out, replace(tables, icons=icons))
     copy_pictures(out)
-    retrieval.write_set(
-        out / "valid",
-        "rge-demo-rotated",
-        retrieval.rotated_rows(tables, split(tables)),
-        VALID_GALLERY,
-        retrieval.referred(VALID_QUERIES, "../train"),
-        retrieval.referred(VALID_GALLERY, "../train"),
-        f"queries {VALID_QUERIES.licence}, gallery {VALID_GALLERY.licence}",
-    )
+    _write_valid(out / "valid", "rge-demo-rotated", retrieval.rotated_rows(tables, split(tables)))
 
 
 def write_mixed(out: Path) -> None:
@@ -140,9 +129,6 @@ def write_mixed(out: Path) -> None:
 
     An easy query asks for another drawing of the thing in its picture, which is what naming records train. The naming
     records written here therefore exclude the drawings of the validation queries.
-
-    Args:
-        out: folder to write ``test/``, ``valid/`` and ``train/naming.jsonl`` to.
     """
     tables = read_tables()
     splits = split(tables)
@@ -151,31 +137,14 @@ def write_mixed(out: Path) -> None:
     held = {reference(concept, VALID_QUERIES) for concept in valid.sources}
     kept = [record for record in naming_records(tables) if held.isdisjoint(record.query.images)]
     write_jsonl(out / "train" / "naming.jsonl", kept)
-    shipped = {
-        name: pq.read_table(OUT / "test" / f"{name}.parquet").to_pylist() for name in ("queries", "corpus")
-    }
-    asking = {row["group"]: row["image"][0]["bytes"] for row in shipped["queries"]}
-    shown = {row["concept"]: row["image"]["bytes"] for row in shipped["corpus"]}
-    retrieval.write_set(
-        out / "test",
-        "rge-demo-mixed-test",
-        retrieval.mixed_rows(retrieval.test_rows(tables, splits), GALLERY),
-        GALLERY,
-        retrieval.stored(QUERIES, asking),
-        retrieval.stored(GALLERY, shown),
-        f"queries {QUERIES.licence}, gallery {GALLERY.licence}",
-        retrieval.KIND_NOTES,
+    queries, corpus = (
+        pq.read_table(OUT / "test" / f"{name}.parquet").to_pylist() for name in ("queries", "corpus")
     )
-    retrieval.write_set(
-        out / "valid",
-        "rge-demo-mixed-valid",
-        valid,
-        VALID_GALLERY,
-        retrieval.referred(VALID_QUERIES, "../train"),
-        retrieval.referred(VALID_GALLERY, "../train"),
-        f"queries {VALID_QUERIES.licence}, gallery {VALID_GALLERY.licence}",
-        retrieval.KIND_NOTES,
-    )
+    asking = {row["group"]: row["image"][0]["bytes"] for row in queries}
+    shown = {row["concept"]: row["image"]["bytes"] for row in corpus}
+    test = retrieval.mixed_rows(retrieval.test_rows(tables, splits), GALLERY)
+    _write_test(out / "test", "rge-demo-mixed-test", test, asking, shown, retrieval.KIND_NOTES)
+    _write_valid(out / "valid", "rge-demo-mixed-valid", valid, retrieval.KIND_NOTES)
 
 
 def licences() -> str:

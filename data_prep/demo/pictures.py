@@ -44,12 +44,8 @@ def render(icon: dict) -> bytes:
     side = max(icon["width"], icon["height"])
     left = icon["left"] - (side - icon["width"]) / 2
     top = icon["top"] - (side - icon["height"]) / 2
-    ink = (
-        _rasterise(icon["body"], left, top, side, MEASURE_PX)
-        .getchannel("A")
-        .point(lambda alpha: 255 * (alpha > 8))
-    )
-    box = ink.getbbox()
+    alpha = _rasterise(icon["body"], left, top, side, MEASURE_PX).getchannel("A")
+    box = alpha.point(lambda value: 255 * (value > 8)).getbbox()
     assert box is not None, "an icon without ink"
     x_0, y_0, x_1, y_1 = (edge * side / MEASURE_PX for edge in box)
     wanted = max(x_1 - x_0, y_1 - y_0) * SIZE_PX / (SIZE_PX - 2 * MARGIN_PX)
@@ -78,13 +74,12 @@ def write_table(path: Path, table: pa.Table) -> None:
     """Write a Parquet file; Hugging Face `datasets` shows its ``image`` columns as pictures."""
     features: dict[str, object] = {}
     for field in table.schema:
+        features[field.name] = {"dtype": str(field.type), "_type": "Value"}
         if field.name == "image":
             listed = pa.types.is_list(field.type)
             features["image"] = (
                 {"feature": {"_type": "Image"}, "_type": "List"} if listed else {"_type": "Image"}
             )
-        else:
-            features[field.name] = {"dtype": str(field.type), "_type": "Value"}
     metadata = {"huggingface": json.dumps({"info": {"features": features}})}
     path.parent.mkdir(parents=True, exist_ok=True)
     # The dictionary page must be large enough for all pictures, so that repeated ones are stored once.

@@ -25,13 +25,9 @@ def relation_records(tables: Tables, splits: Splits) -> list[Record]:
             families = [family for family in families if family != VALID_QUERIES]
         first = stable_hash("phrasing", *fact.pair)
         for number, family in enumerate(families):
-            query = QueryPart(
-                text=tables.questions[fact.question].shown(first + number),
-                images=[reference(tables.concepts[fact.source], family)],
-            )
-            records.append(
-                _record(tables, fact, family.name, query, tables.questions[fact.question].category)
-            )
+            text = tables.questions[fact.question].shown(first + number)
+            query = QueryPart(text=text, images=[reference(tables.concepts[fact.source], family)])
+            records.append(_record(tables, fact, family.name, query))
     return records
 
 
@@ -43,7 +39,7 @@ def text_records(tables: Tables, splits: Splits) -> list[Record]:
         first = stable_hash("named", *fact.pair)
         for number in range(NUM_WORDS_ONLY if fact.pair in splits.words_only else 1):
             query = QueryPart(text=question.named(first + number, tables.concepts[fact.source]))
-            records.append(_record(tables, fact, f"text{number}", query, question.category))
+            records.append(_record(tables, fact, f"text{number}", query))
     return records
 
 
@@ -55,17 +51,15 @@ def naming_records(tables: Tables) -> list[Record]:
         first = stable_hash("naming", concept.key)
         for number, family in enumerate(families):
             other = _drawing(tables, concept, concept.key, family.name, avoid=family)
-            query = QueryPart(
-                text=NAMING_PHRASINGS[(first + number) % len(NAMING_PHRASINGS)],
-                images=[reference(concept, family)],
-            )
-            positives = [Positive(**other, rationale=f"{concept.sentence}.")]
+            text = NAMING_PHRASINGS[(first + number) % len(NAMING_PHRASINGS)]
+            query = QueryPart(text=text, images=[reference(concept, family)])
+            positive = Positive(**other, rationale=f"{concept.sentence}.")
             name = f"name.{concept.key}.{family.name}"
-            records.append(naming_record("demo", name, concept.key, query, positives))
+            records.append(naming_record("demo", name, concept.key, query, positive))
     return records
 
 
-def naming_record(source: str, name: str, group: str, query: QueryPart, positives: list[Positive]) -> Record:
+def naming_record(source: str, name: str, group: str, query: QueryPart, positive: Positive) -> Record:
     """A record that asks what a picture shows."""
     return Record(
         id=name,
@@ -75,7 +69,7 @@ def naming_record(source: str, name: str, group: str, query: QueryPart, positive
         category="naming",
         instruction=NAMING_INSTRUCTION,
         query=query,
-        positives=positives,
+        positives=[positive],
     )
 
 
@@ -84,17 +78,18 @@ def reference(concept: Concept, family: Family) -> str:
     return f"{family.library}#{concept.picture(family)}"
 
 
-def _record(tables: Tables, fact: Fact, variant: str, query: QueryPart, category: str) -> Record:
+def _record(tables: Tables, fact: Fact, variant: str, query: QueryPart) -> Record:
+    avoid = next((family for family in TRAINING if family.name == variant), None)
+
     def target(key: str) -> dict[str, str]:
-        avoid = [family for family in TRAINING if family.name == variant]
-        return _drawing(tables, tables.concepts[key], *fact.pair, variant, avoid=avoid[0] if avoid else None)
+        return _drawing(tables, tables.concepts[key], *fact.pair, variant, avoid=avoid)
 
     return Record(
         id=f"{fact.question}.{fact.source}.{variant}",
         group=fact.source,
         source="demo",
         split="train",
-        category=category,
+        category=tables.questions[fact.question].category,
         instruction=INSTRUCTION,
         query=query,
         positives=[Positive(**target(key), rationale=rationale) for key, rationale in fact.answers.items()],

@@ -93,13 +93,9 @@ def rotated_rows(tables: Tables, splits: Splits) -> SetRows:
 
 
 def mixed_rows(rows: SetRows, family: Family) -> SetRows:
-    """Pair each relation query with an easy query about the same drawing.
+    """Pair each relation query with an easy query about the same drawing; `family` is that of the gallery.
 
-    Relations about a drawing beyond the number of naming phrasings are dropped.
-
-    Args:
-        rows: relation queries, see `test_rows`; the gallery must show their sources too.
-        family: family of the gallery.
+    The gallery must show the queries' sources too. Relations about a drawing beyond the number of naming phrasings are dropped.
     """
     mixed, asked = SetRows(corpus=rows.corpus), Counter[str]()
     for query, source in zip(rows.queries, rows.sources, strict=True):
@@ -152,12 +148,10 @@ def write_set(
         "image": pa.array([corpus_cell(concept) for concept in rows.corpus], IMAGE),
         "concept": [concept.key for concept in rows.corpus],
     }
-    cells = pa.array([[query_cell(concept)] for concept in rows.sources], pa.list_(IMAGE))
-    names = ("category", "group", "instruction", *notes)
-    queries = {
-        **{key: [query[key] for query in rows.queries] for key in ("id", "text")},
-        "image": cells,
-        **{key: [query[key] for query in rows.queries] for key in names},
+    pictures = pa.array([[query_cell(concept)] for concept in rows.sources], pa.list_(IMAGE))
+    queries: dict[str, Any] = {
+        column: pictures if column == "image" else [query[column] for query in rows.queries]
+        for column in ("id", "text", "image", "category", "group", "instruction", *notes)
     }
     write_tables(
         folder,
@@ -191,16 +185,11 @@ def write_tables(
     write_table(folder / "corpus.parquet", pa.table(corpus))
     write_table(folder / "queries.parquet", pa.table(queries))
     pair = ("query-id", "corpus-id")
-    for table, columns in (
-        ("qrels", (*pair, "score")),
-        ("negatives", pair),
-        ("rationales", (*pair, "rationale")),
-    ):
-        rows = getattr(judged, table)
-        if not rows:  # a set without negatives has no such table
-            continue
-        cells = {column: [row[place] for row in rows] for place, column in enumerate(columns)}
-        write_table(folder / f"{table}.parquet", pa.table(cells))
+    layout = {"qrels": (*pair, "score"), "negatives": pair, "rationales": (*pair, "rationale")}
+    for table, columns in layout.items():
+        if rows := getattr(judged, table):  # a set without negatives has no such table
+            cells = dict(zip(columns, map(list, zip(*rows, strict=True)), strict=True))
+            write_table(folder / f"{table}.parquet", pa.table(cells))
     num = {"queries": len(queries["id"]), "corpus": len(corpus["id"]), "qrels": len(judged.qrels)}
     meta = {
         "name": name,

@@ -58,11 +58,7 @@ def shuffled(facts: Iterable[Fact], purpose: str) -> list[Fact]:
 
 
 def split(tables: Tables) -> Splits:
-    """Hold out pairs, greedily in a seeded order, as long as their parts stay trained.
-
-    Raises:
-        ValueError: the tables leave too few pairs to hold out.
-    """
+    """Hold out pairs, greedily in a seeded order, as long as their parts stay trained."""
     trained = _Trained(tables.facts)
     per_question = Counter(fact.question for fact in tables.facts)
     left = {question: round(TEST_SHARE * count) for question, count in per_question.items()}

@@ -37,11 +37,7 @@ class SpoilOptions:
 
 
 def main(words: Sequence[str]) -> None:
-    """The command line.
-
-    Raises:
-        UserError: an unknown key, or a dose outside 0 to 1.
-    """
+    """Write records and test, and print the counts."""
     options = parse_options(SpoilOptions, words, "rge data spoiled")
     spoiled, records = write(options.out, options.dose, options.seed)
     print(
@@ -63,22 +59,19 @@ def write(out: Path, dose: float, seed: int) -> tuple[int, int]:
     tables = read_tables()
     splits = split(tables)
     held = {concept.key: _held_back(tables, concept) for concept in tables.concepts.values()}
-    facts = {fact.pair: fact for fact in tables.facts}
-    mistakes = {pair: _mistake(tables, fact, seed) for pair, fact in facts.items()}
+    mistakes = {fact.pair: _mistake(tables, fact, seed) for fact in tables.facts}
     spoiled = total = 0
-    for name, records in (
-        ("relations", relation_records(tables, splits)),
-        ("text", text_records(tables, splits)),
-    ):
+    written = {"relations": relation_records(tables, splits), "text": text_records(tables, splits)}
+    for name, records in written.items():
         kept = []
         for record in records:
             question, source, variant = record.id.split(".", 2)
-            if held[source] is not None and variant == held[source].name:  # type: ignore[union-attr]
+            if (family := held[source]) is not None and variant == family.name:
                 continue
             wrong = mistakes[question, source] if _drawn(dose, seed, record.id) else None
             kept.append(record if wrong is None else _with_inference(record, wrong))
             total += len(record.positives)
-            spoiled += 0 if wrong is None else len(record.positives)
+            spoiled += (wrong is not None) * len(record.positives)
         write_jsonl(out / "train" / f"{name}.jsonl", kept)
     write_jsonl(out / "train" / "naming.jsonl", naming_records(tables))
     copy_pictures(out)
@@ -94,15 +87,14 @@ def _held_back(tables: Tables, concept: Concept) -> Family | None:
 
 def _mistake(tables: Tables, fact: Fact, seed: int) -> str | None:
     """A wrong inference (the part after the semicolon): one that is true of another thing under the same question."""
-    others = [
+    others = {
         text.partition("; ")[2]
         for other in tables.facts
         if other.question == fact.question and other.source != fact.source
         for answer, text in other.answers.items()
         if answer not in fact.answers
-    ]
-    true = {text.partition("; ")[2] for text in fact.answers.values()}
-    wrong = sorted(set(others) - true)
+    }
+    wrong = sorted(others - {text.partition("; ")[2] for text in fact.answers.values()})
     return choose(wrong, "mistake", str(seed), *fact.pair) if wrong else None
 
 
@@ -140,12 +132,5 @@ def _write_test(folder: Path, tables: Tables, splits: Splits, held: dict[str, Fa
 
     shown = {held[concept.key] for concept in rows.sources}
     licence = ", ".join(sorted({family.licence for family in shown if family} | {VALID_GALLERY.licence}))
-    retrieval.write_set(
-        folder,
-        "rge-demo-unseen",
-        rows,
-        VALID_GALLERY,
-        query,
-        retrieval.referred(VALID_GALLERY, "../train"),
-        licence,
-    )
+    gallery = retrieval.referred(VALID_GALLERY, "../train")
+    retrieval.write_set(folder, "rge-demo-unseen", rows, VALID_GALLERY, query, gallery, licence)

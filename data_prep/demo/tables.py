@@ -90,9 +90,9 @@ class Tables:
     questions: dict[str, Question]
     facts: list[Fact]
 
-    def families(self, concept: str, among: tuple[Family, ...] = TRAINING) -> list[Family]:
-        """Families with a drawing of a concept."""
-        return [family for family in among if (family.name, concept) in self.icons]
+    def families(self, concept: str) -> list[Family]:
+        """Training families with a drawing of a concept."""
+        return [family for family in TRAINING if (family.name, concept) in self.icons]
 
 
 def read_tables() -> Tables:

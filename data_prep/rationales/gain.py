@@ -31,11 +31,8 @@ def gains(
     Returns:
         (K,) float64, nats.
     """
-    scores = (
-        np.vstack([without_D[None], with_KD]).astype(np.float64)
-        @ target_CD.T.astype(np.float64)
-        / temperature
-    )
+    query_QD = np.vstack([without_D[None], with_KD]).astype(np.float64)
+    scores = query_QD @ target_CD.T.astype(np.float64) / temperature
     scores -= scores.max(axis=1, keepdims=True)
     log_p = scores[:, right] - np.log(np.exp(scores).sum(axis=1))
     return log_p[1:] - log_p[0]
@@ -55,13 +52,10 @@ class GainJudge:
     def judge(
         self, folder: Path, pairs: Sequence[tuple[Record, Target]], candidates: Sequence[Sequence[str]]
     ) -> list[np.ndarray]:
-        """Gains of each pair's candidates.
+        """Gains of each pair's candidates, (number of candidates,) for each pair.
 
         The softmax runs over the targets of all given pairs and the query's own negatives, except targets that are also
         right for it (another positive of its record, or an equal identity).
-
-        Returns:
-            For each pair an array of shape (number of candidates,).
         """
         by_id: dict[str, Target] = {}
         for record, positive in pairs:
@@ -75,9 +69,9 @@ class GainJudge:
         target_CD = self.encoder.encode(items, side="candidate", mode="direct", batch_size=size).embeddings
         found: list[np.ndarray] = []
         for start in range(0, len(pairs), size):
-            some = pairs[start : start + size]
-            states = self._states(folder, [record for record, _ in some], candidates[start : start + size])
-            for (record, positive), state_KD in zip(some, states, strict=True):
+            batch = pairs[start : start + size]
+            states = self._states(folder, [record for record, _ in batch], candidates[start : start + size])
+            for (record, positive), state_KD in zip(batch, states, strict=True):
                 rows = _distinct_targets(record, positive, targets)
                 right = [targets[row].id for row in rows].index(positive.id)
                 found.append(gains(state_KD[0], state_KD[1:], target_CD[rows], right, self.temperature))
@@ -114,9 +108,9 @@ def _query(record: Record, folder: Path) -> Item:
 
 def _distinct_targets(record: Record, positive: Target, targets: Sequence[Target]) -> list[int]:
     """Rows of the right target and of all targets that are wrong for the query."""
-    also_right = {name for one in record.positives for name in (one.id, one.identity or one.id)}
+    also_right = {name for target in record.positives for name in (target.id, target.identity or target.id)}
     return [
         row
-        for row, one in enumerate(targets)
-        if one.id == positive.id or not {one.id, one.identity or one.id} & also_right
+        for row, target in enumerate(targets)
+        if target.id == positive.id or not {target.id, target.identity or target.id} & also_right
     ]

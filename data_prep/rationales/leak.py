@@ -9,6 +9,7 @@ Shape suffixes: N = target pictures, T = rationales, D = embedding size.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -20,8 +21,8 @@ from data_prep.rmir.pictures.encoders import (
     image_encoder,
     text_encoder,
 )
-from rge.common.errors import UserError
 from rge.common.mmeb_prompts import content, set_of
+from rge.common.options import one_of
 from rge.common.schema import Record, Target
 from rge.diagnose.knowability import content_words
 
@@ -101,28 +102,16 @@ class Shown:
 
 
 class PictureLeak:
-    """Scores rationales against target pictures with an encoder.
-
-    Args:
-        encoder: encoder of pictures and texts; or of texts only, to which captions stand for the pictures.
-        by_picture: whether the encoder embeds pictures.
-    """
+    """Scores rationales against target pictures with an encoder; without ``by_picture``, captions stand for the pictures."""
 
     def __init__(self, encoder: ImageEncoder | TextEncoder, *, by_picture: bool):
-        self.name = encoder.name
-        self._pictures: ImageEncoder | None = encoder if by_picture else None  # type: ignore[assignment]
-        self._captions: TextEncoder | None = None if by_picture else encoder  # type: ignore[assignment]
+        self.name, self.by_picture = encoder.name, by_picture
+        self._encoder: Any = encoder
 
     @classmethod
     def of(cls, config: EncoderConfig) -> "PictureLeak":
-        """Build the configured encoder.
-
-        Raises:
-            UserError: an unknown kind.
-        """
-        kinds = tuple(dict.fromkeys((*IMAGE_ENCODERS, *CAPTION_ENCODERS)))
-        if config.kind not in kinds:
-            raise UserError(f"encoder.kind must be one of {', '.join(kinds)}, got {config.kind!r}")
+        """Build the configured encoder."""
+        one_of("encoder.kind", [config.kind], tuple(dict.fromkeys((*IMAGE_ENCODERS, *CAPTION_ENCODERS))))
         by_picture = config.kind in IMAGE_ENCODERS
         return cls(image_encoder(config) if by_picture else text_encoder(config), by_picture=by_picture)
 
@@ -138,11 +127,10 @@ class PictureLeak:
         Returns:
             None for targets that are not among the pictures, and for all if there are fewer than `MIN_OTHERS` others.
         """
-        looks = {
-            name: one.ref if self._pictures is not None else name
-            for name, one in pictures.items()
-            if self._pictures is not None or one.caption
-        }
+        if self.by_picture:
+            looks = {name: picture.ref for name, picture in pictures.items()}
+        else:
+            looks = {name: name for name, picture in pictures.items() if picture.caption}
         # One row per picture, even if several targets show it.
         row_of = {look: row for row, look in enumerate(dict.fromkeys(looks.values()))}
         shown = list({row_of[look]: pictures[name] for name, look in looks.items()}.values())
@@ -162,12 +150,11 @@ class PictureLeak:
 
     def _look(self, shown: Sequence[Shown]) -> tuple[np.ndarray, Callable[[list[str]], np.ndarray]]:
         """(N, D) embeddings of the pictures, and a function that embeds texts in the same space."""
-        captions = [one.caption for one in shown]
-        if self._captions is not None:
-            read = partial(self._captions.texts, query=False)
-            return read([caption or "" for caption in captions]), read
-        assert self._pictures is not None
-        picture_ND = self._pictures.pictures([one.ref for one in shown])
-        if isinstance(self._pictures, PixelEncoder):
-            self._pictures.bridge(captions, picture_ND)
-        return picture_ND, self._pictures.texts
+        captions = [picture.caption for picture in shown]
+        if not self.by_picture:
+            embed = partial(self._encoder.texts, query=False)
+            return embed([caption or "" for caption in captions]), embed
+        picture_ND = self._encoder.pictures([picture.ref for picture in shown])
+        if isinstance(self._encoder, PixelEncoder):
+            self._encoder.bridge(captions, picture_ND)
+        return picture_ND, self._encoder.texts

@@ -109,8 +109,9 @@ class RationaleOptions(Settings):
 
 
 @dataclass
-class _Written:
-    # One candidate: its text, or None with the reason in `faults`. Scores are None if they could not be measured.
+class _Candidate:
+    """One candidate: its text, or None with the reason in `faults`. Scores are None if they could not be measured."""
+
     text: str | None
     faults: list[str]
     leaks: dict[str, float] = field(default_factory=dict)
@@ -131,10 +132,11 @@ class _Written:
 
 @dataclass
 class _Pair:
-    # A query and one of its targets, the candidates, and the rationale that the checkpoint of `select` itself writes.
+    """A query and one of its targets, the candidates, and the rationale that the checkpoint of `select` itself writes."""
+
     record: Record
     positive: Positive
-    samples: list[_Written] = field(default_factory=list)
+    samples: list[_Candidate] = field(default_factory=list)
     own: str | None = None
 
     @property
@@ -143,22 +145,22 @@ class _Pair:
         return f"{self.record.instruction or ''} {self.record.query.text or ''}".strip()
 
     @property
-    def good(self) -> list[_Written]:
+    def good(self) -> list[_Candidate]:
         """Candidates that passed the checks."""
-        return [one for one in self.samples if one.text is not None and not one.faults]
+        return [sample for sample in self.samples if sample.text is not None and not sample.faults]
 
     @property
-    def unmeasured(self) -> list[_Written]:
+    def unmeasured(self) -> list[_Candidate]:
         """Candidates without a leak score."""
-        return [one for one in self.samples if one.text is not None and not one.measured]
+        return [sample for sample in self.samples if sample.text is not None and not sample.measured]
 
     def weigh(self, gain_K: np.ndarray, own: str | None) -> None:
         """Set gain and knowability of the candidates that passed, given the checkpoint's own rationale."""
         self.own = own
-        for one, gain in zip(self.good, gain_K, strict=True):
-            one.gain = float(gain)
+        for candidate, gain in zip(self.good, gain_K, strict=True):
+            candidate.gain = float(gain)
             if own is not None:
-                one.knowability = knowability(one.text or "", own, self.known)
+                candidate.knowability = knowability(candidate.text or "", own, self.known)
 
 
 Window = list[list[_Pair]]
@@ -172,9 +174,9 @@ class _File:
     records: Path
     out: Path
     captions: dict[str, str] = field(default_factory=dict)  # by picture id or path
-    written: list[list[_Written]] = field(default_factory=list)  # candidates of each pair
+    written: list[list[_Candidate]] = field(default_factory=list)  # candidates of each pair
     counts: Counter[str] = field(default_factory=Counter)
-    chosen: list[_Written] = field(default_factory=list)
+    chosen: list[_Candidate] = field(default_factory=list)
     # (chosen rationale, the checkpoint's own, text of the query, group)
     beside_own: list[tuple[str, str, str, str]] = field(default_factory=list)
 
@@ -183,8 +185,11 @@ class _File:
         written = iter(self.written)
         with self.records.open(encoding="utf-8-sig") as lines:
             records = (Record.model_validate_json(line) for line in lines if line.strip())
-            while some := list(islice(records, WINDOW)):
-                yield [[_Pair(record, one, next(written, [])) for one in record.positives] for record in some]
+            while batch := list(islice(records, WINDOW)):
+                yield [
+                    [_Pair(record, target, next(written, [])) for target in record.positives]
+                    for record in batch
+                ]
 
     def pairs(self) -> Iterator[_Pair]:
         """All pairs."""
@@ -196,11 +201,7 @@ class _File:
 
 
 def main(words: Sequence[str]) -> None:
-    """Write rationales, or estimate their cost (``dry_run=true``).
-
-    Raises:
-        UserError: invalid arguments, an unreadable file, or calls that cannot continue.
-    """
+    """Write rationales, or estimate their cost (``dry_run=true``)."""
     options = parse_options(RationaleOptions, words, "rge data rationales")
     model = fill_prices({"model": options.model}, options.prices)["model"]
     check_model("model", model)
@@ -266,7 +267,7 @@ def write(records: Path, out: Path, model: ModelConfig, settings: Settings) -> d
         The report; for a folder, the reports by file name.
 
     Raises:
-        UserError: see `main`; another process writes there; calls are unanswered.
+        UserError: an unreadable file; another process writes there; calls are unanswered.
     """
     files = _files(records, out)
     judge = _judge(settings)
@@ -286,11 +287,10 @@ def write(records: Path, out: Path, model: ModelConfig, settings: Settings) -> d
         reports = {}
         for file in files:
             _finish(file, settings, judge)
-            found = _report(file, settings, judge, by_sight) | {
-                "models": [asdict(one) for one in store.ledger()]
-            }
-            write_json(file.beside(".report.json"), found)
-            reports[file.out.name] = found
+            report = _report(file, settings, judge, by_sight)
+            report["models"] = [asdict(entry) for entry in store.ledger()]
+            write_json(file.beside(".report.json"), report)
+            reports[file.out.name] = report
     return reports if records.is_dir() else reports[out.name]
 
 
@@ -308,11 +308,7 @@ def _judge(settings: Settings) -> "GainJudge | None":
 
 
 def _files(records: Path, out: Path) -> list[_File]:
-    """List the files to process.
-
-    Raises:
-        UserError: no records, or `out` would overwrite them.
-    """
+    """The files to process."""
     if out.resolve() == records.resolve():
         raise UserError(f"out={out} would overwrite the records")
     found = [_File(records, out)]
@@ -333,10 +329,10 @@ def _replies(records: Path, out: Path) -> Path:
 def _finish(file: _File, settings: Settings, judge: "GainJudge | None") -> None:
     """Choose among the candidates, and write the result and the scores."""
     folder = file.records.parent
-    for one in chain.from_iterable(file.written):
-        if settings.leak != "keep" and _leaky(one, settings):
-            one.faults.append("leak")
-        file.counts.update(f"dropped: {fault}" for fault in one.faults)
+    for candidate in chain.from_iterable(file.written):
+        if settings.leak != "keep" and _leaky(candidate, settings):
+            candidate.faults.append("leak")
+        file.counts.update(f"dropped: {fault}" for fault in candidate.faults)
     with replacing(file.out) as out, replacing(file.beside(SCORES)) as beside:
         with out.open("w", encoding="utf-8") as records, beside.open("w", encoding="utf-8") as scores:
             for window in file.windows():
@@ -349,7 +345,7 @@ def _finish(file: _File, settings: Settings, judge: "GainJudge | None") -> None:
                     records.write(_record_line(pairs, chosen, file))
 
 
-def _record_line(pairs: Sequence[_Pair], chosen: Sequence[_Written | None], file: _File) -> str:
+def _record_line(pairs: Sequence[_Pair], chosen: Sequence[_Candidate | None], file: _File) -> str:
     """The record with the targets that have a rationale; "" if none has."""
     kept = [
         pair.positive.model_copy(update={"rationale": best.text})
@@ -368,7 +364,7 @@ def _record_line(pairs: Sequence[_Pair], chosen: Sequence[_Written | None], file
 def _report(
     file: _File, settings: Settings, judge: "GainJudge | None", by_sight: PictureLeak | None
 ) -> dict[str, Any]:
-    leaks = [one.leak for one in file.chosen if one.leak is not None]
+    leaks = [candidate.leak for candidate in file.chosen if candidate.leak is not None]
     report: dict[str, Any] = {
         "records": 0,
         "records without a rationale": 0,
@@ -382,7 +378,7 @@ def _report(
         report["leak_encoder"] = by_sight.name
     if judge is not None:
         report["select"] = settings.select
-        report["gain_mean"] = _mean([one.gain for one in file.chosen if one.gain is not None])
+        report["gain_mean"] = _mean([best.gain for best in file.chosen if best.gain is not None])
         beside = file.beside_own
         report["knowability"] = measure_knowability(*zip(*beside, strict=True)) if beside else None
     return report
@@ -415,27 +411,27 @@ def _weigh(judge: "GainJudge", folder: Path, window: Window) -> None:
     written: Sequence[str | None] = judge.own(folder, records) or [None] * len(records)
     flat = [(pair, own) for pairs, own in zip(window, written, strict=True) for pair in pairs]
     for start in range(0, len(flat), GAIN_WINDOW):
-        some = flat[start : start + GAIN_WINDOW]
-        asked = [(pair.record, pair.positive) for pair, _ in some]
-        texts = [[one.text or "" for one in pair.good] for pair, _ in some]
-        for (pair, own), gain_K in zip(some, judge.judge(folder, asked, texts), strict=True):
+        batch = flat[start : start + GAIN_WINDOW]
+        asked = [(pair.record, pair.positive) for pair, _ in batch]
+        texts = [[candidate.text or "" for candidate in pair.good] for pair, _ in batch]
+        for (pair, own), gain_K in zip(batch, judge.judge(folder, asked, texts), strict=True):
             pair.weigh(gain_K, own)
 
 
-def _score_lines(pair: _Pair, best: _Written | None) -> list[str]:
+def _score_lines(pair: _Pair, best: _Candidate | None) -> list[str]:
     rows = [
         {
             "record": pair.record.id,
             "target": pair.positive.id,
             "sample": sample,
-            "chosen": one is best,
-            "faults": one.faults,
-            "rationale": one.text,
-            **{f"leak_{name}": round(leak, 4) for name, leak in one.leaks.items()},
-            "gain": one.gain,
-            "knowability": one.knowability,
+            "chosen": candidate is best,
+            "faults": candidate.faults,
+            "rationale": candidate.text,
+            **{f"leak_{name}": round(leak, 4) for name, leak in candidate.leaks.items()},
+            "gain": candidate.gain,
+            "knowability": candidate.knowability,
         }
-        for sample, one in enumerate(pair.samples)
+        for sample, candidate in enumerate(pair.samples)
     ]
     return [f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows]
 
@@ -445,9 +441,10 @@ def _measure_leaks(files: Sequence[_File], by_sight: PictureLeak | None) -> None
     for file in files:
         for window in file.windows():
             pairs = list(chain.from_iterable(window))
-            new = [(pair, one) for pair in pairs for one in pair.unmeasured]
-            for pair, one in new:
-                one.leaks, one.measured = _leaks_of_words(pair, one.text or "", file.captions), True
+            new = [(pair, candidate) for pair in pairs for candidate in pair.unmeasured]
+            for pair, candidate in new:
+                candidate.leaks = _leaks_of_words(pair, candidate.text or "", file.captions)
+                candidate.measured = True
             if new and by_sight is not None:
                 _measure_by_sight(file, pairs, new, by_sight)
 
@@ -461,7 +458,7 @@ def _leaks_of_words(pair: _Pair, rationale: str, captions: Mapping[str, str]) ->
 
 
 def _measure_by_sight(
-    file: _File, pairs: Sequence[_Pair], new: Sequence[tuple[_Pair, _Written]], by_sight: PictureLeak
+    file: _File, pairs: Sequence[_Pair], new: Sequence[tuple[_Pair, _Candidate]], by_sight: PictureLeak
 ) -> None:
     shown = {
         target.id: Shown(str(located(target.image, file.records.parent)), _caption(target, file.captions))
@@ -469,25 +466,21 @@ def _measure_by_sight(
         for target in (*pair.record.positives, *pair.record.negatives)
         if target.image is not None
     }
-    asked = [(pair.positive.id, one.text or "", pair.known) for pair, one in new]
-    for (_, one), leak in zip(new, by_sight.scores(shown, asked), strict=True):
+    asked = [(pair.positive.id, candidate.text or "", pair.known) for pair, candidate in new]
+    for (_, candidate), leak in zip(new, by_sight.scores(shown, asked), strict=True):
         if leak is not None:
-            one.leaks["picture"] = leak
+            candidate.leaks["picture"] = leak
 
 
 def _ask(
     caller: Caller, files: Sequence[_File], model: ModelConfig, settings: Settings, *, rewrite: bool
 ) -> None:
-    """Request the candidates of every pair, or rewrites of those that give too much away.
-
-    Raises:
-        UserError: calls are unanswered and ``on_unanswered=wait``.
-    """
+    """Request the candidates of every pair, or rewrites of those that give too much away."""
     places: dict[int, tuple[_File, int, int]] = {}
     unanswered: list[Outcome] = []
     for file in files:
         file.written = file.written or [[] for _ in file.pairs()]
-        samples = [_wanted(some, settings, rewrite) for some in file.written]
+        samples = [_wanted(of_pair, settings, rewrite) for of_pair in file.written]
         file.counts["rewritten" if rewrite else "asked"] = sum(map(len, samples))
 
     def requests() -> Iterator[Request]:
@@ -505,7 +498,7 @@ def _ask(
         if outcome.unanswered:
             unanswered.append(outcome)
         samples = file.written[number]
-        samples += [_Written(None, [])] * (sample + 1 - len(samples))
+        samples += [_Candidate(None, [])] * (sample + 1 - len(samples))
         samples[sample] = _read(outcome, settings)
 
     total = None if rewrite else sum(file.counts["asked"] for file in files)
@@ -520,39 +513,39 @@ def _ask(
         print(message, file=sys.stderr)
 
 
-def _wanted(written: Sequence[_Written], settings: Settings, rewrite: bool) -> list[int]:
+def _wanted(written: Sequence[_Candidate], settings: Settings, rewrite: bool) -> list[int]:
     """Numbers of a pair's candidates to write or rewrite."""
     if not rewrite:
         return list(range(settings.candidates))
-    return [sample for sample, one in enumerate(written) if _leaky(one, settings)]
+    return [sample for sample, candidate in enumerate(written) if _leaky(candidate, settings)]
 
 
-def _leaky(one: _Written, settings: Settings) -> bool:
-    return one.leak is not None and one.leak > settings.max_leak
+def _leaky(candidate: _Candidate, settings: Settings) -> bool:
+    return candidate.leak is not None and candidate.leak > settings.max_leak
 
 
-def _read(outcome: Outcome, settings: Settings) -> _Written:
+def _read(outcome: Outcome, settings: Settings) -> _Candidate:
     try:
         text = prompts.read(outcome.answer())
     except ReplyError as error:
-        return _Written(None, [error.kind])
-    return _Written(text, checks.faults(text, max_words=settings.max_words))
+        return _Candidate(None, [error.kind])
+    return _Candidate(text, checks.faults(text, max_words=settings.max_words))
 
 
-def _choose(pair: _Pair, settings: Settings, file: _File) -> _Written | None:
+def _choose(pair: _Pair, settings: Settings, file: _File) -> _Candidate | None:
     """The candidate with the highest gain among those that pass; the first of equals."""
     good, least = pair.good, settings.min_knowability
     if not good:
         return None
     if least is not None:
         # None: it says nothing beyond the query, hence nothing that the model could not know.
-        known = [one for one in good if one.knowability is None or one.knowability >= least]
+        known = [sample for sample in good if sample.knowability is None or sample.knowability >= least]
         file.counts["below min_knowability"] += len(good) - len(known)
         if not known:
             file.counts["dropped: knowability"] += 1
             return None
         good = known
-    best = max(good, key=lambda one: one.rank)
+    best = max(good, key=lambda candidate: candidate.rank)
     file.counts["not chosen"] += len(good) - 1
     if settings.min_gain is not None and best.rank < settings.min_gain:
         file.counts["dropped: gain"] += 1
@@ -636,11 +629,13 @@ def _picture(ref: ImageRef, folder: Path, model: ModelConfig, look: bool) -> Pic
 def _moved(record: Record, old: Path, new: Path) -> str:
     row = record.model_dump(exclude_none=True, exclude_defaults=True)
     shift = os.path.relpath(old, new)
+
+    def moved(image: str) -> str:
+        return os.path.normpath(os.path.join(shift, image))
+
     for part in (*row["positives"], *row.get("negatives", ())):
         if "image" in part:
-            part["image"] = os.path.normpath(os.path.join(shift, part["image"]))
+            part["image"] = moved(part["image"])
     if "images" in row["query"]:
-        row["query"]["images"] = [
-            os.path.normpath(os.path.join(shift, image)) for image in row["query"]["images"]
-        ]
+        row["query"]["images"] = list(map(moved, row["query"]["images"]))
     return json_line(row)

@@ -75,21 +75,17 @@ def tsr(negativeness_K: Sequence[float], k: int) -> float:
     return total / k
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """An image found for a query, with its rank (from 1) in each index that found it."""
+def merge_candidates(found: Mapping[str, Sequence[str]]) -> dict[str, dict[str, int]]:
+    """Union of several indices' results without repeats: the first index's, best first, then the next one's (3.1.3).
 
-    id: str
-    ranks: dict[str, int]
-
-
-def merge_candidates(found: Mapping[str, Sequence[str]]) -> list[Candidate]:
-    """Union of several indices' results without repeats: the first index's, best first, then the next one's (3.1.3)."""
+    Returns:
+        For each image its rank (from 1) in each index that found it.
+    """
     ranks: dict[str, dict[str, int]] = {}
     for index, names in found.items():
         for rank, name in enumerate(names, start=1):
             ranks.setdefault(name, {})[index] = rank
-    return [Candidate(name, of) for name, of in ranks.items()]
+    return ranks
 
 
 def split_queries(scores: Mapping[str, float], threshold: float) -> dict[str, str]:
@@ -100,14 +96,7 @@ def split_queries(scores: Mapping[str, float], threshold: float) -> dict[str, st
 def overlapping(
     splits: Mapping[str, str], inputs: Mapping[str, str], positives: Mapping[str, Collection[str]], mode: str
 ) -> set[str]:
-    """Training queries that share images with the test set.
-
-    Args:
-        splits: split of each query.
-        inputs: input image of each query.
-        positives: right answers of each query.
-        mode: ``inputs`` compares input images only; ``all`` also compares right answers.
-    """
+    """Training queries that share images with the test set: inputs only (mode ``inputs``), or also right answers (``all``)."""
 
     def images(query: str) -> set[str]:
         return {inputs[query]} | (set(positives[query]) if mode == "all" else set())
@@ -122,16 +111,13 @@ def without_shared_pictures(
     in_test: Collection[str],
     negatives: Mapping[str, Sequence[str]],
 ) -> tuple[list[str], dict[str, list[str]]]:
-    """Reduce the test corpus and the training negatives so that training and test share no picture in any role.
+    """The pool without training pictures, and the training negatives without test pictures, so that no picture is in both sets.
 
     Args:
         pool: the retrieval pool, which includes the right answers of training queries.
         in_training: inputs and right answers of the training queries; disjoint from `in_test`.
         in_test: inputs and right answers of the test queries.
         negatives: negatives of each training query.
-
-    Returns:
-        The pool without training pictures, and the negatives without test pictures.
     """
     corpus = [name for name in pool if name not in in_training]
     shown = {*corpus, *in_test}

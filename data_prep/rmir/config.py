@@ -12,7 +12,7 @@ from rge.calls.model_config import ModelConfig, check_model
 from rge.calls.prices import fill_prices
 from rge.common.errors import UserError
 from rge.common.files import RECIPES
-from rge.common.options import parse_file
+from rge.common.options import one_of, parse_file
 
 CONFIGS = RECIPES / "data_prep"
 AtLeastOne = Annotated[int, Field(ge=1)]
@@ -339,19 +339,17 @@ class RmirConfig:
 def load_config(words: Sequence[str], schema: type[C] = RmirConfig) -> C:  # type: ignore[assignment]
     """Read ``config=NAME`` (a file of `CONFIGS` without its ending, or a path) and apply ``key=value`` overrides.
 
-    Args:
-        words: command-line arguments.
-        schema: the config class, or a subclass with further options of a command.
+    ``schema`` is the config class, or a subclass with further options of a command.
 
     Raises:
         ConfigError: a missing or unknown config, an unknown key (with a suggestion), or an invalid value.
     """
     try:
         found = parse_file(schema, words, key="config", folder=CONFIGS, command="rge data rmir config=NAME")
+        found.models = fill_prices(found.models, found.prices)
+        check(found)
     except UserError as error:
         raise ConfigError(str(error)) from None
-    found.models = fill_prices(found.models, found.prices)
-    check(found)
     return found
 
 
@@ -359,7 +357,7 @@ def check(config: RmirConfig) -> None:
     """Check what the types do not.
 
     Raises:
-        ConfigError: an invalid value; the message names the key and the allowed values.
+        UserError: an invalid value; the message names the key and the allowed values.
     """
     _check_encoders(config)
     if not config.audit.ks or min(config.audit.ks) < 1:
@@ -367,7 +365,7 @@ def check(config: RmirConfig) -> None:
     if not config.judge.judges:
         raise ConfigError("judge.judges needs at least one judge")
     for category in config.generate.categories:
-        _one_of("generate.categories", category, tuple(wording(config.prompts).codes))
+        one_of("generate.categories", [category], tuple(wording(config.prompts).codes))
     for stage, name in models_used(config):
         if name not in config.models:
             raise ConfigError(
@@ -388,7 +386,7 @@ def _check_encoders(config: RmirConfig) -> None:
         kinds: tuple[str, ...] = IMAGE_ENCODERS if spec.side == "image" else CAPTION_ENCODERS
         encoders[f"retrieve.more.{number}.encoder"] = spec.encoder, kinds
     for key, (encoder, kinds) in encoders.items():
-        _one_of(f"{key}.kind", encoder.kind, kinds)
+        one_of(f"{key}.kind", [encoder.kind], kinds)
     names = ["image", "caption", *(spec.name for spec in config.retrieve.more)]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ConfigError(f"retrieve.more: index names must be unique; got {twice[0]!r} twice")
@@ -404,8 +402,3 @@ def models_used(config: RmirConfig) -> list[tuple[str, str]]:
         ("filter.model", config.filter.model),
         *judges,
     ]
-
-
-def _one_of(key: str, value: str, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        raise ConfigError(f"{key} must be one of {', '.join(allowed)}; got {value!r}")

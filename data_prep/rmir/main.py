@@ -11,7 +11,7 @@ from typing import Any, Literal
 import yaml
 
 from data_prep.rmir.config import ExpectConfig, RmirConfig, load_config, models_used
-from data_prep.rmir.oracle import OracleProcess, write_library
+from data_prep.rmir.oracle import oracle_process, write_library
 from data_prep.rmir.pictures.download import is_address
 from data_prep.rmir.pictures.library import Library
 from data_prep.rmir.results import report
@@ -35,9 +35,7 @@ class RmirCommand(RmirConfig):
     Takes ``config=NAME``, these options, and every key of the config; ``config=demo`` needs no model, key or network.
     """
 
-    stage: Literal[
-        "all", "seed", "caption", "generate", "filter", "retrieve", "judge", "keep", "pool", "split", "audit"
-    ] = "all"
+    stage: Literal[("all", *STAGES)] = "all"  # type: ignore[valid-type]
     """Stage to run; by default all, in order."""
     dry_run: bool = False
     """Make no calls; print the number of calls, tokens and the cost."""
@@ -48,11 +46,7 @@ class RmirCommand(RmirConfig):
 
 
 def main(words: Sequence[str]) -> None:
-    """Run stages, show progress, or estimate the cost.
-
-    Raises:
-        UserError: invalid arguments, or the run cannot continue.
-    """
+    """Run stages, show progress, or estimate the cost."""
     config = load_config(["status=true" if word == "status" else word for word in words], RmirCommand)
     if config.oracle is not None and config.library.path is None:
         config.library.path = str(Path(config.out) / "library.csv")
@@ -67,7 +61,7 @@ def main(words: Sequence[str]) -> None:
         return
     with ExitStack() as stack:
         if config.oracle is not None:
-            url = stack.enter_context(OracleProcess(config.oracle))
+            url = stack.enter_context(oracle_process(config.oracle))
             for model in config.models.values():
                 model.base_url = url
         run = stack.enter_context(closing(Run(config)))
@@ -129,14 +123,12 @@ def status(run: Run) -> str:
         if found and found.get("unanswered"):
             state += f", {found['unanswered']:,} unanswered"
         lines.append(f"{stage:<9} {state}{f' ({parts} parts written)' if parts and not found else ''}")
-    for one in run.store.ledger():
-        lost = (
-            f", plus at most {one.lost_cost:.4f} for {one.lost_calls:,} lost attempts"
-            if one.lost_calls
-            else ""
-        )
-        batches = f" ({one.batch_calls:,} in batches)" if one.batch_calls else ""
-        lines.append(f"{one.endpoint}: {one.calls:,} calls{batches}, {one.cost:.4f} spent{lost}")
+    for entry in run.store.ledger():
+        batches = f" ({entry.batch_calls:,} in batches)" if entry.batch_calls else ""
+        line = f"{entry.endpoint}: {entry.calls:,} calls{batches}, {entry.cost:.4f} spent"
+        if entry.lost_calls:
+            line += f", plus at most {entry.lost_cost:.4f} for {entry.lost_calls:,} lost attempts"
+        lines.append(line)
     return "\n".join(lines)
 
 
@@ -232,8 +224,8 @@ def estimate(config: RmirConfig) -> str:
         asked = funnel.asked()
         for stage in stages:
             mark = f"{stage} (done)" if stage in finished else stage
-            for one in asked.get(stage, ()):
-                row, cost, most = _costs(config, run.store, stage, one)
+            for calls in asked.get(stage, ()):
+                row, cost, most = _costs(config, run.store, stage, calls)
                 total += cost
                 if stage not in finished:
                     left, most_left = left + cost, most_left + most
@@ -245,10 +237,8 @@ def estimate(config: RmirConfig) -> str:
         f"{most_left:,.2f}, if every question is valid, every answer max_tokens long and no call repeated)."
     )
     lines.append(f"No calls were made yet. Guesses (expect.*): {', '.join(funnel.guesses())}.")
-    if funnel.addresses:
-        lines.append(
-            f"{funnel.addresses:,} pictures are at web addresses; the seed stage will download them."
-        )
+    if num := funnel.addresses:
+        lines.append(f"{num:,} pictures are at web addresses; the seed stage will download them.")
     keys = {config.models[name].key_env for _, name in models_used(config)}
     if unset := sorted(key for key in keys if key and not os.environ.get(key)):
         lines.append(f"Not set in the environment: {', '.join(unset)}")
@@ -265,9 +255,8 @@ def _costs(config: RmirConfig, store: AnswerStore, stage: str, asked: _Asked) ->
     tokens_in, tokens_out = number * per_call * stats.mean_input, number * answers[stage]
     most_in = most * per_call * stats.max_input
     most_out = most * getattr(config, stage).max_tokens * stats.max_output
-    cost, most_cost = (
-        model.cost(int(given), int(written), batch=model.mode == "batch")
-        for given, written in ((tokens_in, tokens_out), (most_in, most_out))
-    )
+    batch = model.mode == "batch"
+    cost = model.cost(int(tokens_in), int(tokens_out), batch=batch)
+    most_cost = model.cost(int(most_in), int(most_out), batch=batch)
     row = f"{model.name} | {number:,.0f} | {tokens_in:,.0f} | {tokens_out:,.0f} | {cost:,.2f}"
     return row, cost, max(cost, most_cost)

@@ -14,14 +14,16 @@ import random
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, TypedDict
+from typing import Any
 
 import pyarrow.parquet as pq
 
-from data_prep.demo.tables import HERE, Fact, Question, Tables, read_tables
+from data_prep.demo.tables import HERE, Concept, Fact, read_tables
 from data_prep.rmir import prompts
 from data_prep.rmir.config import CATEGORIES, OracleConfig
 from data_prep.rmir.wording import wording
@@ -48,19 +50,12 @@ def write_library(path: Path) -> None:
             rows.writerow([name, f"{LIBRARY}#{name}", caption])
 
 
-class Tokens(TypedDict):
-    """Token usage reported for an answer."""
-
-    input_tokens: int
-    output_tokens: int
-
-
 class Oracle:
     """Answers requests; a pure function of the request except for transient errors on first attempts."""
 
     def __init__(self, config: OracleConfig):
         self.config = config
-        self.tables: Tables = read_tables()
+        self.tables = read_tables()
         table = pq.read_table(LIBRARY, columns=["image", "concept"])
         self.shown = {
             hashlib.sha256(image["bytes"]).hexdigest(): concept
@@ -116,13 +111,9 @@ class Oracle:
         if answer is None or len(known) < len(concepts):
             return Answer({"error": {"message": "the oracle does not know this task or this picture"}}, 400)
         text = answer(rng, texts, known)
-        tokens: Tokens = {
-            "input_tokens": len(texts) // 4 + 80 * len(concepts),
-            "output_tokens": len(text) // 4,
-        }
-        if rng.random() < self.config.malformed:
-            return self._malformed(rng, text, tokens)
-        return chat(text, **tokens)
+        tokens = len(texts) // 4 + 80 * len(concepts)
+        reply = partial(chat, input_tokens=tokens, output_tokens=len(text) // 4)
+        return _malformed(rng, text, reply) if rng.random() < self.config.malformed else reply(text)
 
     def _read(self, body: dict[str, Any]) -> tuple[str, list[str | None]]:
         texts, concepts = [], []
@@ -140,33 +131,34 @@ class Oracle:
     def _generate(self, rng: random.Random, texts: str, concepts: list[str]) -> str:
         concept = self.tables.concepts[concepts[0]]
         blocks = [f"<input_desc>{concept.sentence}.</input_desc>"]
-        for category, code in ((name, wording().codes[name]) for name in CATEGORIES):
-            facts = [
-                fact
-                for fact in self.facts.get(concept.key, ())
-                if self.tables.questions[fact.question].category == category
-            ]
-            if code not in texts.rpartition("one block for each of")[2].partition("\n")[0]:
-                continue
-            if not facts:
-                query = target = reasoning = "ABSTAIN"
-            else:
-                fact = rng.choice(facts)
-                question: Question = self.tables.questions[fact.question]
-                answer = rng.choice(list(fact.answers))
-                query, reasoning = question.shown(rng.randrange(9)), fact.answers[answer]
-                if rng.random() < self.config.bad_queries:
-                    # One that needs no picture, or one whose target does not answer it.
-                    if rng.random() < 0.5:
-                        query = question.named(rng.randrange(9), concept)
-                    else:
-                        answer = rng.choice([key for key in self.tables.concepts if key not in fact.answers])
-                target = self.tables.concepts[answer].name.capitalize() + "."
-            blocks.append(
-                f"<Example_{code}_1>\n<query>{query}</query>\n<target_desc>{target}</target_desc>\n"
-                f"<reasoning>{reasoning}</reasoning>\n</Example_{code}_1>"
-            )
+        wanted = texts.rpartition("one block for each of")[2].partition("\n")[0]
+        codes = {category: wording().codes[category] for category in CATEGORIES}
+        for category, code in codes.items():
+            if code in wanted:
+                query, target, reasoning = self._question(rng, concept, category)
+                blocks.append(
+                    f"<Example_{code}_1>\n<query>{query}</query>\n<target_desc>{target}</target_desc>\n"
+                    f"<reasoning>{reasoning}</reasoning>\n</Example_{code}_1>"
+                )
         return "\n".join(blocks)
+
+    def _question(self, rng: random.Random, concept: Concept, category: str) -> tuple[str, str, str]:
+        """Query, target description and reasoning."""
+        questions, known = self.tables.questions, self.facts.get(concept.key, ())
+        facts = [fact for fact in known if questions[fact.question].category == category]
+        if not facts:
+            return "ABSTAIN", "ABSTAIN", "ABSTAIN"
+        fact = rng.choice(facts)
+        question = questions[fact.question]
+        answer = rng.choice(list(fact.answers))
+        query, reasoning = question.shown(rng.randrange(9)), fact.answers[answer]
+        if rng.random() < self.config.bad_queries:
+            # One that needs no picture, or one whose target does not answer it.
+            if rng.random() < 0.5:
+                query = question.named(rng.randrange(9), concept)
+            else:
+                answer = rng.choice([key for key in self.tables.concepts if key not in fact.answers])
+        return query, f"{self.tables.concepts[answer].name.capitalize()}.", reasoning
 
     def _filter(self, rng: random.Random, texts: str, concepts: list[str]) -> str:
         target = _last(texts, "target_desc").rstrip(".").lower()
@@ -206,38 +198,26 @@ class Oracle:
         meant = self.phrasings.get(query, set())
         return [fact for fact in self.facts.get(concept, ()) if fact.question in meant]
 
-    def _malformed(self, rng: random.Random, text: str, tokens: Tokens) -> Answer:
-        kinds = {
-            "truncated": chat(text[: len(text) // 2], stop="length", **tokens),
-            "no tag": chat("Yes, I think that is fine.", **tokens),
-            "refusal": chat("I'm sorry, I can't help with this picture.", **tokens),
-            "empty": chat("", **tokens),
-            "sensitive": chat("ABSTAIN DUE TO SENSITIVE IMAGE", **tokens),
-        }
-        kinds["empty"].body["choices"] = []
-        return kinds[rng.choice(list(kinds))]
+
+@contextmanager
+def oracle_process(config: OracleConfig) -> Iterator[str]:
+    """Run the oracle in a subprocess and yield its address; it exits with its parent."""
+    command = [sys.executable, "-m", "data_prep.rmir.oracle", json.dumps(asdict(config))]
+    pipe, root = subprocess.PIPE, Path(__file__).resolve().parents[2]
+    with subprocess.Popen(command, cwd=root, stdin=pipe, stdout=pipe, text=True) as process:
+        if not (url := process.stdout.readline().strip()):  # type: ignore[union-attr]
+            raise RuntimeError(f"the oracle did not start (exit code {process.wait()})")
+        yield url
 
 
-class OracleProcess:
-    """Context manager that runs the oracle in a subprocess and returns its address; it exits with the parent."""
-
-    def __init__(self, config: OracleConfig):
-        self.config = config
-
-    def __enter__(self) -> str:
-        command = [sys.executable, "-m", "data_prep.rmir.oracle", json.dumps(asdict(self.config))]
-        folder = Path(__file__).resolve().parents[2]
-        self._process = subprocess.Popen(
-            command, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        url = self._process.stdout.readline().strip()  # type: ignore[union-attr]
-        if not url:
-            raise RuntimeError(f"the oracle did not start (exit code {self._process.wait()})")
-        return url
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._process.stdin.close()  # type: ignore[union-attr]
-        self._process.wait()
+def _malformed(rng: random.Random, text: str, reply: Callable[..., Answer]) -> Answer:
+    empty = reply("")
+    empty.body["choices"] = []
+    truncated = reply(text[: len(text) // 2], stop="length")
+    no_tag = reply("Yes, I think that is fine.")
+    refusal = reply("I'm sorry, I can't help with this picture.")
+    sensitive = reply("ABSTAIN DUE TO SENSITIVE IMAGE")
+    return rng.choice([truncated, no_tag, refusal, empty, sensitive])
 
 
 def _last(text: str, name: str) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from data_prep.rmir.arithmetic import ABSTAIN, FALSE, TRUE
-from data_prep.rmir.wording import FORM, Wording, wording
+from data_prep.rmir.wording import FORM, Wording
 from rge.calls.replies import (
     Abstained,
     BadValue,
@@ -24,7 +24,6 @@ CAPTION_TASK, GENERATE_TASK, FILTER_TASK, JUDGE_TASK = (
     "Task: judge an answer",
 )
 """How the shipped prompts begin."""
-_GENERATED = (("query", None), ("target_desc", None), ("reasoning", None))
 
 
 class BreaksConstraint(ReplyError):
@@ -33,12 +32,10 @@ class BreaksConstraint(ReplyError):
     kind = "breaks a constraint"
 
 
-def caption_request(
-    model: str, picture: Picture, *, texts: Wording | None = None, **settings: Any
-) -> Request:
-    """Ask for a caption; see `generate_request`."""
-    text = (texts or wording()).caption
-    return Request(model, (text, picture), form=_form(text), fields=(("caption", None),), **settings)
+def caption_request(model: str, picture: Picture, *, texts: Wording, **settings: Any) -> Request:
+    """Ask for a caption."""
+    fields = (("caption", None),)
+    return Request(model, (texts.caption, picture), form=_form(texts.caption), fields=fields, **settings)
 
 
 def generate_request(
@@ -47,47 +44,35 @@ def generate_request(
     categories: Sequence[str],
     *,
     content_policy: bool,
-    texts: Wording | None = None,
+    texts: Wording,
     **settings: Any,
 ) -> Request:
     """Ask for one question of each category."""
-    texts = texts or wording()
     codes = [texts.codes[category] for category in categories]
     text = texts.asked(list(categories), content_policy=content_policy)
-    fields = (("input_desc", None), *((f"Example_{code}_1", _GENERATED) for code in codes))
+    example = (("query", None), ("target_desc", None), ("reasoning", None))
+    fields = (("input_desc", None), *((f"Example_{code}_1", example) for code in codes))
     return Request(model, (text, picture), form=_form(text), fields=fields, **settings)
 
 
 def filter_request(
-    model: str, picture: Picture, query: str, target: str, *, texts: Wording | None = None, **settings: Any
+    model: str, picture: Picture, query: str, target: str, *, texts: Wording, **settings: Any
 ) -> Request:
-    """Ask whether a question is valid; see `generate_request`."""
-    text = (texts or wording()).filter
+    """Ask whether a question is valid."""
     fields = (("input_desc", None), ("reasoning", None), ("is_valid", ("yes", "no")))
-    parts = (text, picture, f"<query>{query}</query>\n<target_desc>{target}</target_desc>")
-    return Request(model, parts, form=_form(text), fields=fields, **settings)
+    parts = (texts.filter, picture, f"<query>{query}</query>\n<target_desc>{target}</target_desc>")
+    return Request(model, parts, form=_form(texts.filter), fields=fields, **settings)
 
 
 def judge_request(
-    model: str,
-    picture: Picture,
-    query: str,
-    target: Picture,
-    *,
-    texts: Wording | None = None,
-    **settings: Any,
+    model: str, picture: Picture, query: str, target: Picture, *, texts: Wording, **settings: Any
 ) -> Request:
-    """Ask whether a target answers a question; see `generate_request`."""
-    text = (texts or wording()).judge
-    fields = (
-        ("target_desc", None),
-        ("input_desc", None),
-        ("reasoning", None),
-        ("consistent", ("True", "False", "ABSTAIN")),
-    )
+    """Ask whether a target answers a question."""
+    described = (("target_desc", None), ("input_desc", None), ("reasoning", None))
+    fields = (*described, ("consistent", ("True", "False", "ABSTAIN")))
     # The part that all candidates of a query share comes first, so that a provider's prompt cache covers it.
-    parts = (f"{text}\n\nINPUT:", picture, f"<query>{query}</query>\nTARGET:", target)
-    return Request(model, parts, form=_form(text), fields=fields, **settings)
+    parts = (f"{texts.judge}\n\nINPUT:", picture, f"<query>{query}</query>\nTARGET:", target)
+    return Request(model, parts, form=_form(texts.judge), fields=fields, **settings)
 
 
 def _form(prompt: str) -> str:
@@ -136,7 +121,10 @@ def read_generated(reply: Reply, code: str, max_query_words: int, max_target_wor
     """
     name = f"Example_{code}_1"
     check_complete(reply, name)
-    block = _block(reply.text, name)
+    try:
+        block = tag(reply.text, name)
+    except MissingTag:
+        raise MissingTag(f"no block <{name}>") from None
     found = {key: tag(block, key) for key in ("query", "target_desc", "reasoning")}
     if any(value.upper().startswith("ABSTAIN") for value in found.values()):
         raise Abstained(f"{code}: the writer abstains")
@@ -173,13 +161,6 @@ def read_judged(reply: Reply) -> tuple[str, str]:
         return ABSTAIN, str(error)
     verdict = parse_choice(reply.text, "consistent", {"true": TRUE, "false": FALSE, "abstain": ABSTAIN})
     return verdict, _optional(reply.text, "reasoning")
-
-
-def _block(text: str, name: str) -> str:
-    try:
-        return tag(text, name)
-    except MissingTag:
-        raise MissingTag(f"no block <{name}>") from None
 
 
 def _optional(text: str, name: str) -> str:

@@ -1,6 +1,7 @@
 """The command line: ``rge data review run=DIR out=PAGE.html``, and ``apply=FILES`` to apply reviewers' verdicts."""
 
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -41,11 +42,7 @@ class ReviewOptions:
 
 
 def review(words: Sequence[str]) -> None:
-    """Write the page, or apply verdicts.
-
-    Raises:
-        UserError: invalid arguments, or the run is not finished.
-    """
+    """Write the page, or apply verdicts."""
     options = parse_options(ReviewOptions, words, "rge data review")
     if (options.out is None) == (not options.apply):
         raise ReviewError("give either out=FILE.html to write a page, or apply=FILES to apply verdicts")
@@ -61,11 +58,7 @@ def review(words: Sequence[str]) -> None:
 
 
 def apply(out: Path, files: Sequence[Path], agree: int) -> None:
-    """Write ``reviewed.json`` and redo pool, sets, audit, report and card; makes no model calls.
-
-    Raises:
-        UserError: an unusable file, too few people, or the run is not finished.
-    """
+    """Write ``reviewed.json`` and redo pool, sets, audit, report and card; makes no model calls."""
     if len(files) < agree:
         raise ReviewError(
             f"apply= has the verdicts of {len(files)} people, but agree={agree} people must give the same verdict"
@@ -76,14 +69,11 @@ def apply(out: Path, files: Sequence[Path], agree: int) -> None:
         )
     people = read_verdicts(out, files)
     found = settle(out, people, agree)
-    run = Run(load_config([f"config={out / SETTINGS}", f"out={out}"]))
-    try:
+    with closing(Run(load_config([f"config={out / SETTINGS}", f"out={out}"]))) as run:
         write_json(out / REVIEWED, found)
         agreement_of(out, people)
         run_stages(run, ("pool", "split", "audit"))
         report.write(run)
-    finally:
-        run.close()
     print(
         f"{agree} or more of {len(people)} people agreed on {found['settled']} of {found['checked']} triplets: "
         f"{found['removed']} answers removed, {found['added']} added; {found['open']} left as the panel decided\n"

@@ -32,8 +32,6 @@ REPLIES, OPEN = "replies.sqlite", "unanswered.json"
 NOT_IN_FINGERPRINT = ("memory_mb", "shard_size", "changed")
 """Settings that change how a stage works but not its result."""
 
-STAGES = ("seed", "caption", "generate", "filter", "retrieve", "judge", "keep", "pool", "split", "audit")
-"""All stages, in order; see `stages_of`."""
 READS = {
     "seed": (),
     "caption": ("seed",),
@@ -46,7 +44,8 @@ READS = {
     "split": ("seed", "caption", "generate", "retrieve", "keep", "pool"),
     "audit": ("seed", "caption", "generate", "retrieve", "judge", "keep", "pool", "split"),
 }
-"""Stages whose tables a stage reads; only changes to these outdate it."""
+"""All stages, in order, with the stages whose tables each reads; only changes to these outdate it."""
+STAGES = tuple(READS)
 
 
 class RunError(UserError):
@@ -67,19 +66,13 @@ def identities(config: RmirConfig) -> list[dict[str, Any]]:
 def fingerprint(config: RmirConfig, stage: str, encoders: Sequence[dict[str, Any]] | None = None) -> str:
     """Hash of exactly what a stage's result depends on: the settings that it reads, and the stages before it.
 
-    Args:
-        config: config of the run.
-        stage: one of `stages_of`.
-        encoders: result of `identities`; None computes it, which reads local weights.
+    ``encoders`` is the result of `identities`; None computes it, which reads local weights.
     """
     encoders = encoders or identities(config)
+    before = [name for name in READS[stage] if name in stages_of(config)]
     found = {
         "settings": _settings(config, stage, encoders),
-        "stages": {
-            before: fingerprint(config, before, encoders)
-            for before in READS[stage]
-            if before in stages_of(config)
-        },
+        "stages": {name: fingerprint(config, name, encoders) for name in before},
     }
     if stage != "seed" and (version := _extended(Path(config.out) / "seed" / "library.json")):
         found["library"] = version
@@ -121,25 +114,18 @@ def _settings(config: RmirConfig, stage: str, encoders: Sequence[dict[str, Any]]
     def asked(text: str) -> list[Any]:
         return [whole[stage], text, answers_of(whole[stage]["model"])]
 
-    def indices() -> list[dict[str, Any]]:
-        specs = zip(whole["retrieve"]["more"], more, strict=True)
-        return [{**spec, "encoder": encoder} for spec, encoder in specs]
-
+    specs = zip(whole["retrieve"]["more"], more, strict=True)
+    indices = [{**spec, "encoder": encoder} for spec, encoder in specs]
     panel = [spec.model for spec in config.judge.judges]
     exported = {key: whole["library"][key] for key in EXPORTED}
-    policy = config.generate.content_policy
+    policy, inspected = config.generate.content_policy, frames.SCHEMAS["inspected"].names
+    library = without("library", (*EXPORTED, *NOT_IN_FINGERPRINT))
     rules: dict[str, Callable[[], list[Any]]] = {
-        "seed": lambda: [
-            without("library", (*EXPORTED, *NOT_IN_FINGERPRINT)),
-            image,
-            caption,
-            whole["seed"],
-            frames.SCHEMAS["inspected"].names,
-        ],
+        "seed": lambda: [library, image, caption, whole["seed"], inspected],
         "caption": lambda: asked(texts.caption),
         "generate": lambda: asked(texts.asked(config.generate.categories, content_policy=policy)),
         "filter": lambda: asked(texts.filter),
-        "retrieve": lambda: [without("retrieve", NOT_IN_FINGERPRINT) | {"more": indices()}],
+        "retrieve": lambda: [without("retrieve", NOT_IN_FINGERPRINT) | {"more": indices}],
         "judge": lambda: [whole["judge"], texts.judge, [answers_of(label) for label in panel]],
         "keep": lambda: [config.keep.min_confidence],
         "pool": lambda: [states] if (states := overruled(Path(config.out))) else [],
@@ -152,10 +138,7 @@ def _settings(config: RmirConfig, stage: str, encoders: Sequence[dict[str, Any]]
 class Run:
     """The folder of a run.
 
-    Args:
-        config: config of the run.
-        progress: show progress bars.
-        read_only: take no lock and write nothing, since another process may be running.
+    ``read_only`` takes no lock and writes nothing, since another process may be running.
 
     Raises:
         RunError: another process is using the folder.
@@ -182,9 +165,9 @@ class Run:
 
     def rows(self, stage: str, name: str, schema: str | None = None) -> list[dict[str, Any]]:
         """Rows of a table that a finished stage wrote."""
-        found = self.path(stage, name)
+        path = self.path(stage, name)
         return frames.read_rows(
-            found if found.is_dir() else found.with_name(f"{name}.parquet"), schema or name
+            path if path.is_dir() else self.path(stage, f"{name}.parquet"), schema or name
         )
 
     def by(self, key: str, stage: str, name: str, schema: str | None = None) -> dict[str, dict[str, Any]]:
@@ -202,14 +185,13 @@ class Run:
             Rows of the table ``images`` with ``caption_by``: library, the name of the model that wrote it, or None.
         """
         images = self.rows("seed", "images")
-        written: dict[str, str] = {}
-        if (model := self.config.caption.model) is not None:
-            written = {row["id"]: row["caption"] for row in self.rows("caption", "captions")}
         for image in images:
             image["caption_by"] = "library" if image["caption"] else None
-            if model is not None and image["id"] in written:
-                image["caption"] = written[image["id"]]
-                image["caption_by"] = self.config.models[model].name
+        if (model := self.config.caption.model) is not None:
+            written, writer = self.by("id", "caption", "captions"), self.config.models[model].name
+            for image in images:
+                if image["id"] in written:
+                    image.update(caption=written[image["id"]]["caption"], caption_by=writer)
         return images
 
     def caption_vectors(self) -> Path:
@@ -240,10 +222,11 @@ class Run:
         """
         if (found := self.done(stage)) and not found.get("unanswered"):
             return found
-        self._renew(stage)
-        spent = self.store.total_cost()
-        asked = self.store.num_replies()
-        before = self._met()
+        # Parts are valid only for the settings (including the shard size) they were made with.
+        if not self.begun(stage):
+            self.empty(stage)
+            write_text(self.path(stage, "settings"), self._made_with(stage))
+        spent, calls, met = self.store.total_cost(), self.store.num_replies(), self._met()
         began = time.perf_counter()
         counts = work(self)
         report = {
@@ -252,9 +235,9 @@ class Run:
             "counts": counts,
             "unanswered": sum(self.open_parts(stage).values()),
             "seconds": round(time.perf_counter() - began, 2),
-            "calls": self.store.num_replies() - asked,
+            "calls": self.store.num_replies() - calls,
             "cost": round(self.store.total_cost() - spent, 6),
-            "met": dict(self._met() - before),
+            "met": dict(self._met() - met),
         }
         write_text(self.path(stage, "done.json"), json.dumps(report, indent=1) + "\n")
         return report
@@ -263,12 +246,6 @@ class Run:
         counts = Counter(vars(self._caller.counts) if self._caller is not None else {})
         del counts["asked"], counts["cached"]
         return counts
-
-    def _renew(self, stage: str) -> None:
-        # Parts are valid only for the settings (including the shard size) they were made with.
-        if not self.begun(stage):
-            self.empty(stage)
-            write_text(self.path(stage, "settings"), self._made_with(stage))
 
     def begun(self, stage: str) -> bool:
         """Whether a stage was started with these settings, so that its parts are valid."""
@@ -280,11 +257,9 @@ class Run:
         return self.fingerprint(stage) + shard
 
     def empty(self, stage: str) -> None:
-        """Delete what a stage wrote."""
-        folder = self.path(stage)
-        if folder.is_dir():
-            for file in sorted(folder.rglob("*"), reverse=True):
-                file.rmdir() if file.is_dir() else file.unlink()
+        """Delete what a stage wrote; its folder may be a link to another disk."""
+        for file in sorted(self.path(stage).rglob("*"), reverse=True):
+            file.rmdir() if file.is_dir() else file.unlink()
 
     # ---------------------------------------------------------------------------------------------------------- calls
 
@@ -337,26 +312,23 @@ class Asking:
 
 @dataclass
 class _Shard:
-    # Items whose calls are pending; written when all of them are settled, independently of other shards.
+    """Items whose calls are pending; written when all of them are settled, independently of other shards."""
+
     number: int
     items: Sequence[Any]
     outcomes: list[dict[int, Outcome]] = field(default_factory=list)  # of each item, by number of the request
-    under_way: int = 0
+    pending: int = 0
     complete: bool = False  # all of its requests were made
 
     def calls(self) -> list[Outcome]:
         """Outcomes of all its requests."""
-        return [one for some in self.outcomes for one in some.values()]
-
-    def unanswered(self) -> list[Outcome]:
-        """Its calls without an answer."""
-        return [one for one in self.calls() if one.unanswered]
+        return [outcome for of_item in self.outcomes for outcome in of_item.values()]
 
     def settled(self) -> Iterator[tuple[Any, list[Outcome]]]:
         """Items without unanswered calls, with the outcomes of their requests in order."""
-        for item, some in zip(self.items, self.outcomes, strict=True):
-            outcomes = [some[place] for place in sorted(some)]
-            if not any(one.unanswered for one in outcomes):
+        for item, of_item in zip(self.items, self.outcomes, strict=True):
+            outcomes = [of_item[place] for place in sorted(of_item)]
+            if not any(outcome.unanswered for outcome in outcomes):
                 yield item, outcomes
 
 
@@ -372,9 +344,8 @@ class _Shards:
         shards = [_Shard(number, items[start : start + size]) for number, start in enumerate(starts)]
         self.todo = [shard for shard in shards if not self._is_written(shard)]
         self.asked = 0
-        self.num_answered = len(shards) - len(
-            self.todo
-        )  # a part is only written after some call was answered
+        # A part is only written after some call was answered.
+        self.num_answered = len(shards) - len(self.todo)
         self.rejected: list[Outcome] = []
         self.unanswered: list[Outcome] = []
         self._held_back: list[_Shard] = []
@@ -395,7 +366,7 @@ class _Shards:
                 shard.outcomes.append(outcomes)
                 for place, request in enumerate(self.asking.requests(item)):
                     self._owners[self.asked] = shard, outcomes, place
-                    shard.under_way += 1
+                    shard.pending += 1
                     self.asked += 1
                     yield request
             shard.complete = True
@@ -405,22 +376,22 @@ class _Shards:
         """Record the outcome of a request."""
         shard, outcomes, place = self._owners.pop(position)
         outcomes[place] = outcome
-        shard.under_way -= 1
+        shard.pending -= 1
         self._finish_if_settled(shard)
 
     def _finish_if_settled(self, shard: _Shard) -> None:
-        if not shard.complete or shard.under_way:
+        if not shard.complete or shard.pending:
             return
         outcomes = shard.calls()
-        self.rejected += [one for one in outcomes if one.rejected]
-        self.num_answered += sum(not (one.rejected or one.unanswered) for one in outcomes)
+        self.rejected += [outcome for outcome in outcomes if outcome.rejected]
+        self.num_answered += sum(not (outcome.rejected or outcome.unanswered) for outcome in outcomes)
         if self.num_answered or not outcomes:
             self._write(shard)
         else:
             self._held_back.append(shard)  # not yet known whether the endpoint works at all
 
     def _write(self, shard: _Shard) -> None:
-        missing = shard.unanswered()
+        missing = [outcome for outcome in shard.calls() if outcome.unanswered]
         self.unanswered += missing
         before = self.open_parts.get(str(shard.number), 0)
         proceed = self.run.config.on_unanswered == "proceed"
@@ -443,12 +414,7 @@ class _Shards:
         write_text(self.run.path(self.stage, OPEN), json.dumps(found))
 
     def close(self) -> None:
-        """Write the shards that were held back.
-
-        Raises:
-            RunError: calls are unanswered and ``on_unanswered=wait``.
-            RequestRejected: all calls were rejected.
-        """
+        """Write the shards that were held back, and raise as `Run.in_shards` does."""
         for shard in self._held_back:
             self._write(shard)
         if self.unanswered:

@@ -156,11 +156,10 @@ def _before(run: Run, table: pa.Table, state: LibraryState) -> tuple[Rows, np.nd
     """Seed pictures from before the last extension that are still in the library, and their vectors."""
     if not state.extensions:
         return [], np.empty((0, 0), np.float32)
-    left = table.select(["id", "sha256"]).take(pa.array(state.gone, pa.int64())).to_pylist()
-    gone = {(row["id"], row["sha256"]) for row in left}
+    gone = set(map(_key, table.select(["id", "sha256"]).take(pa.array(state.gone, pa.int64())).to_pylist()))
     number = len(state.extensions)
     images = run.rows("seed", f"images-{number}", "images")
-    stays = [row for row, image in enumerate(images) if (image["id"], image["sha256"]) not in gone]
+    stays = [row for row, image in enumerate(images) if _key(image) not in gone]
     vectors_ND = np.load(run.path("seed", f"images-{number}.npy"), mmap_mode="r")
     return [images[row] for row in stays], vectors_ND[stays]
 
@@ -177,14 +176,16 @@ def drawn(run: Run, most: int | None) -> Rows:
     original = run.rows("seed", "images-1", "images") if extended else images
     rng = np.random.default_rng(run.config.seed.seed)
     rows = sorted(rng.choice(len(original), min(most, len(original)), replace=False).tolist())
-    chosen = {(original[row]["id"], original[row]["sha256"]) for row in rows}
-    first, rest = (
-        [image for image in images if ((image["id"], image["sha256"]) in chosen) is is_chosen]
-        for is_chosen in (True, False)
-    )
-    old = {(image["id"], image["sha256"]) for image in original}
-    fresh = [image for image in rest if (image["id"], image["sha256"]) not in old]
+    old = [_key(image) for image in original]
+    chosen, known = {old[row] for row in rows}, set(old)
+    first = [image for image in images if _key(image) in chosen]
+    fresh = [image for image in images if _key(image) not in known]
     return [*first, *fresh[: most - len(first)]]
+
+
+def _key(image: dict[str, Any]) -> tuple[str, str]:
+    """Id and content of a picture."""
+    return image["id"], image["sha256"]
 
 
 def settle_library(run: Run) -> None:
@@ -330,7 +331,7 @@ def _unread(library: Library, state: LibraryState, count: int, known: frozenset[
 
 
 def keep_pictures(run: Run, library: Library, images: Rows) -> None:
-    """Copy the seed pictures that are not separate files into files of their own.
+    """Copy the seed pictures that are not separate files into separate files.
 
     Raises:
         LibraryError: the library has changed since it was inspected.
@@ -389,19 +390,11 @@ def cluster(vectors_ND: np.ndarray, num_clusters: int, iterations: int, seed: in
     num, width = vectors_ND.shape
     if num_clusters > num:
         raise ConfigError(f"seed.clusters={num_clusters} needs at least as many pictures; {num} are usable")
-    means = faiss.Kmeans(
-        width,
-        num_clusters,
-        niter=iterations,
-        seed=seed,
-        min_points_per_centroid=1,
-        max_points_per_centroid=256,
-    )
+    limits = {"min_points_per_centroid": 1, "max_points_per_centroid": 256}
+    means = faiss.Kmeans(width, num_clusters, niter=iterations, seed=seed, **limits)
     means.train(vectors_ND)
-    found = [
-        means.index.search(vectors_ND[start : start + 65536], 1)[1][:, 0] for start in range(0, num, 65536)
-    ]
-    return np.concatenate(found)
+    blocks_BD = (vectors_ND[start : start + 65536] for start in range(0, num, 65536))
+    return np.concatenate([means.index.search(block_BD, 1)[1][:, 0] for block_BD in blocks_BD])
 
 
 def sample_clusters(cluster_N: np.ndarray, per_cluster: int, seed: int) -> list[int]:

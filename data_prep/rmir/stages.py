@@ -195,18 +195,18 @@ def retrieve(run: Run) -> dict[str, Any]:
     num_triplets = both = 0
     with frames.writing(run.path("retrieve", "triplets.parquet"), "triplets") as write:
         for start in range(0, len(queries), QUERIES_A_GROUP):
-            some = slice(start, start + QUERIES_A_GROUP)
+            block = slice(start, start + QUERIES_A_GROUP)
             rows = [
                 {
                     "query_id": query["query_id"],
-                    "candidate_id": candidate.id,
+                    "candidate_id": candidate,
                     "position": position,
-                    "image_rank": candidate.ranks.get("image"),
-                    "caption_rank": candidate.ranks.get("caption"),
-                    "found_by": list(candidate.ranks),
+                    "image_rank": ranks.get("image"),
+                    "caption_rank": ranks.get("caption"),
+                    "found_by": list(ranks),
                 }
-                for query, per_query in zip(queries[some], found[some], strict=True)
-                for position, candidate in enumerate(maths.merge_candidates(per_query))
+                for query, per_query in zip(queries[block], found[block], strict=True)
+                for position, (candidate, ranks) in enumerate(maths.merge_candidates(per_query).items())
             ]
             write(rows)
             num_triplets += len(rows)
@@ -217,34 +217,21 @@ def retrieve(run: Run) -> dict[str, Any]:
 
 def _search(run: Run, index: _Index, queries: Rows, found: list[list[str]]) -> None:
     """Append to each query's list the candidates nearest to its target description."""
-    config = run.config.retrieve
-    most = min(len(index.ids), index.count + config.exclude_input)
-    described = [query["target_desc"] for query in queries]
-    for start, places_QK in _nearest(index.vectors_ND, index.texts_of, described, most, config.memory_mb):
-        for number, row in enumerate(places_QK.tolist(), start):
-            nearest = [index.ids[place] for place in row]
-            if config.exclude_input:
-                nearest = [name for name in nearest if name != queries[number]["image_id"]]
-            found[number] += nearest[: index.count]
-
-
-def _nearest(
-    vectors_ND: np.ndarray,
-    texts_of: Callable[[list[str]], np.ndarray],
-    texts: list[str],
-    most: int,
-    memory_mb: int,
-) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield for each block of texts its start and the (Q, most) positions of the nearest vectors, nearest first.
-
-    Block sizes leave room for two scores per text and vector.
-    """
     import faiss
 
-    size = max(1, int(memory_mb * 2**20 / (16 * max(1, len(vectors_ND)))))
-    for start in range(0, len(texts), size):
-        block_QD = np.ascontiguousarray(texts_of(texts[start : start + size]), np.float32)
-        yield start, faiss.knn(block_QD, vectors_ND, most, metric=faiss.METRIC_INNER_PRODUCT)[1]
+    config = run.config.retrieve
+    most = min(len(index.ids), index.count + config.exclude_input)
+    # Blocks leave room for two scores per query and vector.
+    size = max(1, int(config.memory_mb * 2**20 / (16 * max(1, len(index.ids)))))
+    for start in range(0, len(queries), size):
+        block = queries[start : start + size]
+        described_QD = np.ascontiguousarray(index.texts_of([row["target_desc"] for row in block]), np.float32)
+        _, place_QK = faiss.knn(described_QD, index.vectors_ND, most, metric=faiss.METRIC_INNER_PRODUCT)
+        for query, names, places in zip(block, found[start : start + size], place_QK.tolist(), strict=True):
+            nearest = [index.ids[place] for place in places]
+            if config.exclude_input:
+                nearest = [name for name in nearest if name != query["image_id"]]
+            names += nearest[: index.count]
 
 
 def judge(run: Run) -> dict[str, Any]:
@@ -265,32 +252,24 @@ def judge(run: Run) -> dict[str, Any]:
     def ask(name: str) -> Iterator[Request]:
         query = queries[name]
         for candidate, model, sample in asked(name):
-            given = run.picture(images[query["image_id"]], model)
-            target = run.picture(images[candidate], model)
-            yield prompts.judge_request(
-                model, given, query["query"], target, sample=sample, texts=texts, **_sampling(config)
-            )
+            given, target = (run.picture(images[shown], model) for shown in (query["image_id"], candidate))
+            settings = {"sample": sample, **_sampling(config)}
+            yield prompts.judge_request(model, given, query["query"], target, texts=texts, **settings)
 
     def rows(name: str, outcomes: list[Outcome]) -> Iterator[tuple[str, Row]]:
         for (candidate, model, sample), outcome in zip(asked(name), outcomes, strict=True):
             verdict, reasoning = _verdict(outcome)
-            yield (
-                "judgements",
-                {
-                    "query_id": name,
-                    "candidate_id": candidate,
-                    "judge": model,
-                    "sample": sample,
-                    "verdict": verdict,
-                    "reasoning": reasoning,
-                    "key": outcome.key,
-                },
-            )
+            about = {"query_id": name, "candidate_id": candidate, "judge": model, "sample": sample}
+            said = {"verdict": verdict, "reasoning": reasoning, "key": outcome.key}
+            yield "judgements", about | said
 
-    def count(name: str) -> int:
-        return len(candidates[name]) * len(panel)
-
-    asking = Asking({"judgements": "judgements"}, ask, prompts.read_judged, rows, count)
+    asking = Asking(
+        {"judgements": "judgements"},
+        ask,
+        prompts.read_judged,
+        rows,
+        lambda name: len(candidates[name]) * len(panel),
+    )
     run.in_shards("judge", sorted(candidates), asking)
     by_judge = count_votes(run)
     return {

@@ -96,7 +96,7 @@ def _replaced(folder: Path) -> dict[str, str]:
             raise WordingError(
                 f"{folder / name} does not replace any prompt; the files are {', '.join(PLACES)}"
             )
-        if missing := [one for one in NEEDED.get(name, ()) if one not in text]:
+        if missing := [part for part in NEEDED.get(name, ()) if part not in text]:
             raise WordingError(
                 f"{folder / name} must contain {missing[0]!r}, or its answers cannot be parsed"
             )

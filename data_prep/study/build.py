@@ -57,11 +57,7 @@ class StudyOptions:
 
 
 def main(words: Sequence[str]) -> None:
-    """The command line.
-
-    Raises:
-        UserError: an unknown key, a dose outside 1 to 100, or a folder that already exists.
-    """
+    """Build the set and list its files."""
     options = parse_options(StudyOptions, words, "rge data study")
     build(options.out, options.doses)
     files = sorted(path for path in options.out.rglob("*") if path.is_file())
@@ -129,9 +125,8 @@ def warm_records(tables: Tables, chosen: list[Fact]) -> list[tuple[Record, Query
     for query in design.train_queries(tables, chosen):
         if design.embedded(query.fact):
             target = design.warm_target(tables, query)
-            found.append(
-                (_record(tables, query, _target(target) | {"identity": target.concept}), query, target)
-            )
+            record = _record(tables, query, _target(target) | {"identity": target.concept})
+            found.append((record, query, target))
     return found
 
 
@@ -144,9 +139,9 @@ def naming_pictures(tables: Tables, chosen: list[Fact]) -> list[tuple[Shown, str
                 name = f"naming-{family.name}-{number}"
                 first = stable_hash("naming", concept, name)
                 ground, serial = first % len(GROUNDS), first // 7 % design.NUM_SERIALS
-                one = Shown(concept, family, ground, serial, name)
+                picture, in_full = Shown(concept, family, ground, serial, name), number % IN_FULL == 0
                 found.append(
-                    (one, design.naming_text(tables.concepts[concept], one, in_full=number % IN_FULL == 0))
+                    (picture, design.naming_text(tables.concepts[concept], picture, in_full=in_full))
                 )
     return found
 
@@ -156,25 +151,25 @@ def _write_training(
 ) -> None:
     folder.mkdir(parents=True)
     naming = naming_pictures(tables, chosen)
-    write_jsonl(folder / "naming.jsonl", [_naming_record(one, text) for one, text in naming])
-    shown = {one.id: one for one, _ in naming}
+    write_jsonl(folder / "naming.jsonl", [_naming_record(picture, text) for picture, text in naming])
+    shown = {picture.id: picture for picture, _ in naming}
     warm = warm_records(tables, chosen)
     write_jsonl(folder / "warm.jsonl", [record for record, _, _ in warm])
-    shown |= {one.id: one for _, query, target in warm for one in (query.picture, target)}
+    shown |= {picture.id: picture for _, query, target in warm for picture in (query.picture, target)}
     for arm, dose in variants(doses):
         found = records(tables, chosen, arm, dose)
         write_jsonl(folder / f"{arm}_{dose}_cold.jsonl", [record for record, _, _ in found])
         embedded = [record for record, query, _ in found if design.embedded(query.fact)]
         write_jsonl(folder / f"{arm}_{dose}.jsonl", embedded)
-        shown |= {one.id: one for _, query, target in found for one in (query.picture, target)}
+        shown |= {picture.id: picture for _, query, target in found for picture in (query.picture, target)}
     write_table(folder / "pictures.parquet", pa.table(_columns(list(shown.values()), draw)))
 
 
 def _naming_record(picture: Shown, text: str) -> Record:
     question = choose(NAMING_PHRASINGS, "naming", picture.id)
     query = QueryPart(text=question, images=[_reference(picture)])
-    positives = [Positive(**_target(picture), rationale=text)]
-    return naming_record("study", f"name.{picture.id}", picture.concept, query, positives)
+    positive = Positive(**_target(picture), rationale=text)
+    return naming_record("study", f"name.{picture.id}", picture.concept, query, positive)
 
 
 def _write_set(
@@ -189,14 +184,14 @@ def _write_set(
     columns: dict[str, Any] = {
         "id": [query.id for query in queries],
         "text": [query.text(tables) for query in queries],
-        "image": pa.array([[_cell(one, draw)] for one in shown], pa.list_(IMAGE)),
+        "image": pa.array([[_cell(picture, draw)] for picture in shown], pa.list_(IMAGE)),
         "category": [tables.questions[query.fact.question].category for query in queries],
         "group": [query.fact.source for query in queries],
         "instruction": [INSTRUCTION] * len(queries),
         "fact": ["embedded" if design.embedded(query.fact) else "written" for query in queries],
         "answer": [query.answer for query in queries],
-        "ground": [GROUNDS[one.ground] for one in shown],
-        "serial": [design.code(one.serial) for one in shown],
+        "ground": [GROUNDS[picture.ground] for picture in shown],
+        "serial": [design.code(picture.serial) for picture in shown],
     }
     write_tables(
         folder,
@@ -214,20 +209,20 @@ def judgements(queries: Iterable[Query], corpus: list[Shown], arm: str) -> Judge
     """Right candidates of each query, with their oracle texts."""
     found = Judgements()
     for query in queries:
-        for one in design.right(query, corpus):
-            found.qrels.append((query.id, one.id, 1))
-            found.rationales.append((query.id, one.id, design.oracle_text(query, one, arm)))
+        for picture in design.right(query, corpus):
+            found.qrels.append((query.id, picture.id, 1))
+            found.rationales.append((query.id, picture.id, design.oracle_text(query, picture, arm)))
     return found
 
 
 def _columns(pictures: Sequence[Shown], draw: Printer) -> dict[str, Any]:
     return {
-        "id": [one.id for one in pictures],
-        "image": pa.array([_cell(one, draw) for one in pictures], IMAGE),
-        "concept": [one.concept for one in pictures],
-        "family": [one.family.name for one in pictures],
-        "ground": [GROUNDS[one.ground] for one in pictures],
-        "serial": [design.code(one.serial) for one in pictures],
+        "id": [picture.id for picture in pictures],
+        "image": pa.array([_cell(picture, draw) for picture in pictures], IMAGE),
+        "concept": [picture.concept for picture in pictures],
+        "family": [picture.family.name for picture in pictures],
+        "ground": [GROUNDS[picture.ground] for picture in pictures],
+        "serial": [design.code(picture.serial) for picture in pictures],
     }
 
 

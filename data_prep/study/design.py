@@ -29,7 +29,6 @@ from data_prep.demo.tables import Concept, Fact, Tables
 GROUNDS = ("rose", "sand", "lime", "aqua", "sky", "lilac")
 """Pale grounds, in the order of the colour wheel."""
 NUM_SERIALS = 100
-ARMS = ("hidden", "known", "silent")
 MIN_FAMILIES = 4
 """Things with drawings by fewer training families are left out, since they are not recognised reliably."""
 NUM_ANSWERS = 16
@@ -105,11 +104,8 @@ def facts(tables: Tables) -> list[Fact]:
     def drawn(concept: str) -> bool:
         return len(tables.families(concept)) >= MIN_FAMILIES
 
-    found = [
-        fact
-        for fact in tables.facts
-        if len(fact.answers) == 1 and all(map(drawn, (fact.source, *fact.answers)))
-    ]
+    single = [fact for fact in tables.facts if len(fact.answers) == 1]
+    found = [fact for fact in single if all(map(drawn, (fact.source, *fact.answers)))]
     shared = Counter(answer for fact in found for answer in fact.answers)
     kept = sorted(shared, key=lambda answer: (-shared[answer], answer))[:NUM_ANSWERS]
     return [fact for fact in found if set(fact.answers) <= set(kept)]

@@ -35,13 +35,11 @@ class Printer:
 
     def __init__(self, tables: Tables, data: Path):
         self.tables = tables
-        libraries = {family.library for family in TRAINING}
-        rows = [
-            row
-            for library in sorted(libraries)
+        stored = {
+            row["id"]: row["image"]["bytes"]
+            for library in sorted({family.library for family in TRAINING})
             for row in pq.read_table(data / "train" / library).to_pylist()
-        ]
-        stored = {row["id"]: row["image"]["bytes"] for row in rows}
+        }
         self.drawing = cache(lambda key: Image.open(io.BytesIO(stored[key])).convert("RGB"))
 
     def __call__(self, picture: Shown) -> bytes:

@@ -3,9 +3,9 @@
     python scripts/bench.py data_prep pictures=10000 out=runs/bench_data_prep/10000
     python scripts/bench.py data_prep table=runs/bench_data_prep paper=1000000
 
-The library is Parquet files of small pictures with captions. The model is a server on this machine, in a process of its own,
-that reads off each picture what it shows and answers in a millisecond: what is measured is the pipeline. A run that was
-stopped continues where it was; a stage that was stopped is marked. The second command prints the runs as tables.
+The library is Parquet files of small pictures with captions. The model is a local server in its own process that reads off each
+picture what it shows and answers in a millisecond, so that the pipeline is what is measured. An interrupted run continues;
+interrupted stages are marked. The second command prints the runs as tables.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ from data_prep.rmir.wording import wording
 from rge.calls.local_server import Answer, LocalServer, chat
 from rge.calls.model_config import ModelConfig
 from rge.common.errors import UserError
-from rge.common.files import replacing, write_json
+from rge.common.files import read_json, replacing, write_json
 
 PICTURES_A_FILE, A_CONCEPT, SIDE_PX = 10_000, 10, 48
 A_CLUSTER, DRAWN, A_QUESTION = 100, 10, 400
@@ -53,16 +53,13 @@ class Options:
     pictures: int = 1000
     """Pictures of the library; a cluster for every 100, an input for every 400."""
     out: str = "runs/bench_data_prep/1000"
-    """Folder of the run, named by its size; what is finished there is not done again."""
+    """Folder of the run, named by its size; finished stages are skipped."""
     concurrency: int = 64
-    """Calls to each of the two models at once."""
+    """Concurrent calls to each of the two models."""
     table: str | None = None
     """Show the runs in this folder instead."""
     paper: int = 1_000_000
-    """With ``table``: size to reckon with."""
-
-
-# --------------------------------------------------------------------------------------------------------------- the world
+    """With ``table``: size to extrapolate to."""
 
 
 def picture(number: int, concept: int) -> bytes:
@@ -77,17 +74,12 @@ def picture(number: int, concept: int) -> bytes:
 
 
 def caption(concept: int) -> str:
-    """Words that no other concept has all of."""
+    """A unique set of words."""
+    mixed = concept * 2654435761 % 2**32  # so that neighbours share no words
+    digits = [mixed >> shift & 15 for shift in range(0, 32, 4)]
     return " ".join(
-        f"{'bcdfghklmnprstvz'[digit]}{'aeiou'[digit % 5]}{place}x"
-        for place, digit in enumerate(_digits(concept))
+        f"{'bcdfghklmnprstvz'[digit]}{'aeiou'[digit % 5]}{place}x" for place, digit in enumerate(digits)
     )
-
-
-def _digits(number: int) -> list[int]:
-    # Mixed, so that neighbours share no words.
-    mixed = number * 2654435761 % 2**32
-    return [mixed >> shift & 15 for shift in range(0, 32, 4)]
 
 
 def answer_to(concept: int, kind: int, num_concepts: int) -> int:
@@ -103,21 +95,19 @@ def write_library(folder: Path, num: int) -> None:
         if path.is_file():
             continue
         numbers = range(first, min(first + PICTURES_A_FILE, num))
+        table = pa.table(
+            {
+                "id": [f"picture {number}" for number in numbers],
+                "image": pa.array([picture(number, number % concepts) for number in numbers], pa.binary()),
+                "caption": [caption(number % concepts) for number in numbers],
+            }
+        )
         with replacing(path) as waiting:
-            table = pa.table(
-                {
-                    "id": [f"picture {number}" for number in numbers],
-                    "image": pa.array(
-                        [picture(number, number % concepts) for number in numbers], pa.binary()
-                    ),
-                    "caption": [caption(number % concepts) for number in numbers],
-                }
-            )
             pq.write_table(table, waiting, compression="none")
 
 
 class World:
-    """Answers as an OpenAI-compatible model would that knows everything."""
+    """An OpenAI-compatible model that knows everything."""
 
     def __init__(self, num_concepts: int):
         self.num = num_concepts
@@ -130,12 +120,11 @@ class World:
         await asyncio.sleep(0.001)
         if text.startswith(prompts.GENERATE_TASK):
             return chat(self._generate(shown[0], parts[-1]["image_url"]["url"]))
-        asked = _last(text, "query")
-        right = answer_to(shown[0], int(asked.split()[2]), self.num)
+        right = answer_to(shown[0], int(_last(text, "query").split()[2]), self.num)
         if text.startswith(prompts.FILTER_TASK):
-            valid = _last(text, "target_desc") == caption(right)
+            valid = "yes" if _last(text, "target_desc") == caption(right) else "no"
             return chat(
-                f"<input_desc>{shown[0]}</input_desc>\n<reasoning>r</reasoning>\n<is_valid>{'yes' if valid else 'no'}</is_valid>"
+                f"<input_desc>{shown[0]}</input_desc>\n<reasoning>r</reasoning>\n<is_valid>{valid}</is_valid>"
             )
         return chat(
             f"<target_desc>t</target_desc>\n<reasoning>r</reasoning>\n<consistent>{shown[1] == right}</consistent>"
@@ -181,19 +170,16 @@ def served(num_concepts: int) -> Iterator[str]:
         process.join()
 
 
-# ------------------------------------------------------------------------------------------------------------- measurement
-
-
-def measure(asked: Options) -> dict:
-    """Run all stages in this process, and note the time and the peak memory of each; or show what such runs took."""
-    if asked.table is not None:
-        print("\n".join(lines := tables(Path(asked.table), asked.paper)))
+def measure(options: Options) -> dict:
+    """Run all stages in this process, recording time and peak memory of each; or show such runs."""
+    if options.table is not None:
+        print("\n".join(lines := tables(Path(options.table), options.paper)))
         return {"table": lines}
-    out = Path(asked.out)
-    write_library(out / "library", asked.pictures)
-    with served(max(1, asked.pictures // A_CONCEPT)) as url:
+    out = Path(options.out)
+    write_library(out / "library", options.pictures)
+    with served(max(1, options.pictures // A_CONCEPT)) as url:
         models = {
-            name: ModelConfig(name=name, base_url=url, concurrency=asked.concurrency)
+            name: ModelConfig(name=name, base_url=url, concurrency=options.concurrency)
             for name in ("writer", "judge")
         }
         config = RmirConfig(
@@ -202,14 +188,11 @@ def measure(asked: Options) -> dict:
             image_encoder=EncoderConfig("pixels", None),
             caption_encoder=EncoderConfig("hashing", None),
             models=models,
-            generate=GenerateConfig(max_inputs=max(1, asked.pictures // A_QUESTION)),
+            generate=GenerateConfig(max_inputs=max(1, options.pictures // A_QUESTION)),
         )
-        config.seed.clusters, config.seed.per_cluster = max(1, asked.pictures // A_CLUSTER), DRAWN
+        config.seed.clusters, config.seed.per_cluster = max(1, options.pictures // A_CLUSTER), DRAWN
         run = Run(config)
-        noted = out / MEASURED
-        found = (
-            json.loads(noted.read_text()) if noted.is_file() else {"pictures": asked.pictures, "stages": {}}
-        )
+        found = read_json(out / MEASURED) or {"pictures": options.pictures, "stages": {}}
         for stage in stages_of(config):
             if run.done(stage) is not None and stage in found["stages"]:
                 continue
@@ -225,21 +208,18 @@ def measure(asked: Options) -> dict:
                 "resumed": resumed,
                 "counts": {key: value for key, value in report["counts"].items() if isinstance(value, int)},
             }
-            write_json(noted, found)
+            write_json(out / MEASURED, found)
             print(stage, json.dumps(found["stages"][stage]), flush=True)
         run.close()
     return found
 
 
 def tables(folder: Path, paper: int) -> list[str]:
-    """The runs below a folder as Markdown, smallest first; the last two tell what another size needs.
+    """The runs below a folder as Markdown, smallest first, extrapolated from the last two.
 
-    CPU time of a stage grows by the power that its last two runs show, at least in proportion; memory by a straight line.
+    CPU time of a stage is assumed to grow by the power between its last two runs, at least linearly; memory linearly.
     """
-    runs = sorted(
-        (json.loads(path.read_text()) for path in folder.glob(f"*/{MEASURED}")),
-        key=lambda run: run["pictures"],
-    )
+    runs = sorted(map(read_json, folder.glob(f"*/{MEASURED}")), key=lambda run: run["pictures"])
     stages = stages_of(RmirConfig())
     runs = [run for run in runs if set(run["stages"]) == set(stages)]
     if len(runs) < 2:
@@ -256,36 +236,29 @@ def tables(folder: Path, paper: int) -> list[str]:
     hours = most = 0.0
     for stage in stages:
         found = [run["stages"][stage] for run in runs]
-        grown = _grown(found, "cpu_s")
-        hours += (
-            needed := found[-1]["cpu_s"] * (paper / sizes[-1]) ** max(1.0, math.log(grown) / times) / 3600
-        )
-        slope = max(0.0, (found[-1]["peak_mb"] - found[-2]["peak_mb"]) / (sizes[-1] - sizes[-2]))
-        most = max(most, memory := (found[-1]["peak_mb"] + slope * (paper - sizes[-1])) / 1024)
-        cells = [
-            f"{one['seconds']:,.1f}{' (resumed)' if one['resumed'] else ''} | {one['cpu_s']:,.1f} | {one['peak_mb']:,.0f}"
-            for one in found
-        ]
-        lines.append(
-            f"| {stage} | {found[-1]['calls']:,} | {' | '.join(cells)} | {_grown(found, 'seconds'):.1f} | {grown:.1f} "
-            f"| {needed:.2f} | {memory:.1f} |"
-        )
-    whole = [
-        {key: sum(stage[key] for stage in run["stages"].values()) for key in ("seconds", "cpu_s", "calls")}
-        for run in runs
-    ]
-    peaks = [max(stage["peak_mb"] for stage in run["stages"].values()) for run in runs]
+        before, last = found[-2:]
+        power = max(1.0, math.log(_grown(found, "cpu_s")) / times)
+        hours += (needed := last["cpu_s"] * (paper / sizes[-1]) ** power / 3600)
+        slope = max(0.0, (last["peak_mb"] - before["peak_mb"]) / (sizes[-1] - sizes[-2]))
+        most = max(most, memory := (last["peak_mb"] + slope * (paper - sizes[-1])) / 1024)
+        lines.append(_line(stage, found, needed, memory))
+    whole = []
+    for run in runs:
+        parts = run["stages"].values()
+        sums = {key: sum(part[key] for part in parts) for key in ("seconds", "cpu_s", "calls")}
+        whole.append(sums | {"peak_mb": max(part["peak_mb"] for part in parts), "resumed": False})
+    return [*lines, _line("all", whole, hours, most)]
+
+
+def _line(name: str, found: list[dict], hours: float, memory_gb: float) -> str:
     cells = [
-        f"{one['seconds']:,.1f} | {one['cpu_s']:,.1f} | {peak:,.0f}"
-        for one, peak in zip(whole, peaks, strict=True)
+        f"{run['seconds']:,.1f}{' (resumed)' if run['resumed'] else ''} | {run['cpu_s']:,.1f} | {run['peak_mb']:,.0f}"
+        for run in found
     ]
-    lines.append(
-        f"| all | {whole[-1]['calls']:,} | {' | '.join(cells)} | {_grown(whole, 'seconds'):.1f} | {_grown(whole, 'cpu_s'):.1f} "
-        f"| {hours:.2f} | {most:.1f} |"
-    )
-    return lines
+    growth = f"{_grown(found, 'seconds'):.1f} | {_grown(found, 'cpu_s'):.1f}"
+    return f"| {name} | {found[-1]['calls']:,} | {' | '.join(cells)} | {growth} | {hours:.2f} | {memory_gb:.1f} |"
 
 
 def _grown(found: list[dict], key: str) -> float:
-    # What takes less than a hundredth of a second has no growth to speak of.
+    # Below a hundredth of a second, growth means nothing.
     return max(found[-1][key], 0.01) / max(found[-2][key], 0.01)

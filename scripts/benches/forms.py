@@ -12,11 +12,9 @@ the same code in both forms, so both write the same tokens; transformers keeps f
 """
 
 import math
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -25,7 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationConfig
 
-from benches.harness import count_flops, make_batch, random_picture
+from benches.harness import count_flops, make_batch, random_backbone, random_picture
 from rge.common.errors import UserError
 from rge.common.schema import Item
 from rge.config import load_recipe
@@ -34,7 +32,7 @@ from rge.data.readers import open_records
 from rge.data.sources import Mixture
 from rge.losses import info_nce, rationale_nll
 from rge.model.attention import EncodedParts, EncodedPrompts
-from rge.model.backbone import load_backbone, text_model
+from rge.model.backbone import text_model
 from rge.model.embedding_model import EmbeddingModel, Readout, encode_in_parts, encode_prompts, normalise
 from rge.model.families import normalised
 from rge.model.packing import Branch
@@ -43,7 +41,6 @@ from rge.objective import Objective
 from rge.plan.known_models import TABLE
 from rge.rollout.generate import Rationale, generate
 from rge.rollout.writer import Rollout
-from rge.scratch import build as scratch
 from rge.step import TrainingStep, candidate_masks
 
 TOLERANCE = 1e-6
@@ -64,39 +61,40 @@ class Sizes:
 
 @dataclass
 class Setting:
-    """Everything a form needs.
-
-    Attributes:
-        name: of the setting.
-        embedder: random weights, float32.
-        batch: prompts of queries and candidates, oracle rationales.
-        objective: losses and weights.
-        stop_B: tokens each query's own rationale has, ``<emb>`` not counted.
-        max_new_tokens: cap, ``<emb>`` counted.
-        note: one line that says what it is.
-    """
+    """A random model, and the batch and losses of a step."""
 
     name: str
-    embedder: EmbeddingModel
+    embedder: EmbeddingModel  # float32
     batch: Batch
     objective: Objective
-    stop_B: list[int]
-    max_new_tokens: int
-    note: str
+    stop_B: list[int]  # tokens of each query's own rationale, without ``<emb>``
+    max_new_tokens: int  # cap, ``<emb>`` included
+
+    @property
+    def note(self) -> str:
+        """Size of the model and lengths of the batch, in one line."""
+
+        def span(values: Iterable[int]) -> str:
+            lengths = list(values)
+            return f"{min(lengths)} to {max(lengths)}"
+
+        batch, size = self.batch, sum(parameter.numel() for parameter in self.embedder.parameters()) / 1e6
+        return (
+            f"{size:.1f} M parameters, {len(batch.queries)} queries with prompts of {span(map(len, batch.queries))} tokens, "
+            f"own rationales {span(self.stop_B)}, oracles {span(len(ids) - 1 for ids in batch.oracle_ids)}; "
+            f"{len(batch.candidates)} candidates of {span(map(len, batch.candidates))} tokens"
+        )
 
 
-def demo_setting(_: Sizes | None = None) -> Setting:
+def demo_setting(_: Sizes) -> Setting:
     """The demo recipe: its architecture, objective and the batch of its first joint step."""
     recipe = load_recipe(["recipe=demo"])
     config, stage = recipe.model.scratch, recipe.joint
     assert config is not None
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "backbone"
-        texts = list(dict.fromkeys(text for one in stage.sources for text in open_records(one).texts()))
-        pixels = {"min_pixels": recipe.model.min_pixels, "max_pixels": recipe.model.max_pixels}
-        sizes = {"vocab_size": config.vocab_size, "text": config.text, "vision": config.vision}
-        scratch.build(path, texts, seed=0, **sizes, **pixels)
-        embedder = EmbeddingModel(load_backbone(path, add_emb=True, **pixels)).eval()
+    texts = list(dict.fromkeys(text for source in stage.sources for text in open_records(source).texts()))
+    pixels = {"min_pixels": recipe.model.min_pixels, "max_pixels": recipe.model.max_pixels}
+    sizes = {"vocab_size": config.vocab_size, "text": config.text, "vision": config.vision}
+    embedder = EmbeddingModel(random_backbone(texts, sizes, **pixels)).eval()
     files = [open_records(source, need_rationale=True) for source in stage.sources]
     weights = [source.weight for source in stage.sources]
     loss = recipe.loss
@@ -109,16 +107,13 @@ def demo_setting(_: Sizes | None = None) -> Setting:
     cap = recipe.rollout.max_new_tokens
     # Own rationales as long as other records' oracles: the lengths that a trained model writes.
     lengths = [min(len(ids) - 1, cap - 1) for ids in batch.oracle_ids]
-    stop_B = lengths[1:] + lengths[:1]
-    return Setting("demo", embedder, batch, objective, stop_B, cap, _note(embedder, batch, stop_B))
+    return Setting("demo", embedder, batch, objective, lengths[1:] + lengths[:1], cap)
 
 
 def long_setting(options: Sizes, sizes: dict | None = None) -> Setting:
-    """A picture and text of `prompt_tokens`, long rationales, a language model large enough to dominate.
+    """A picture and text of `prompt_tokens`, long rationales, and a language model large enough to dominate.
 
-    Args:
-        options: sizes of the step, and of the model.
-        sizes: of another model: vocab_size, text and vision, as `rge.scratch.build.build` takes them.
+    ``sizes``, as for `rge.scratch.build.build`, are those of another model than `options` describes.
     """
     vision = {
         **{"depth": 4, "hidden_size": options.hidden // 2, "intermediate_size": options.hidden * 3 // 2},
@@ -130,13 +125,10 @@ def long_setting(options: Sizes, sizes: dict | None = None) -> Setting:
     }
     rng = np.random.default_rng(0)
     words = ["key", "lock", "door", "open", "close"]
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "backbone"
-        pixels = {"min_pixels": 28 * 28, "max_pixels": 4096 * 4096}
-        texts = [" ".join(rng.choice(words, 20)) for _ in range(50)]
-        sizes = sizes or {"vocab_size": 2048, "text": text, "vision": vision}
-        scratch.build(path, texts, seed=0, **sizes, **pixels)
-        embedder = EmbeddingModel(load_backbone(path, add_emb=True, **pixels)).eval()
+    texts = [" ".join(rng.choice(words, 20)) for _ in range(50)]
+    sizes = sizes or {"vocab_size": 2048, "text": text, "vision": vision}
+    backbone = random_backbone(texts, sizes, min_pixels=28 * 28, max_pixels=4096 * 4096)
+    embedder = EmbeddingModel(backbone).eval()
     builder = PromptBuilder(embedder.processor, "plain", max_tokens=10**6)
 
     side_px = 28 * math.isqrt(max(1, int(0.94 * (options.prompt_tokens - 64))))  # the template takes about 60
@@ -150,13 +142,9 @@ def long_setting(options: Sizes, sizes: dict | None = None) -> Setting:
             raise UserError(
                 f"prompt_tokens={options.prompt_tokens} is too few: picture and template take {base}"
             )
-        text_ = " key" * (wanted - base + 1)
-        queries.append(builder.build(Item(f"q{row}", text_, ()), "query", [image]))
-        candidates.append(
-            builder.build(
-                Item(f"c{row}", None, ()), "candidate", [random_picture(rng, options.candidate_side_px)]
-            )
-        )
+        queries.append(builder.build(Item(f"q{row}", " key" * (wanted - base + 1), ()), "query", [image]))
+        picture = random_picture(rng, options.candidate_side_px)
+        candidates.append(builder.build(Item(f"c{row}", None, ()), "candidate", [picture]))
 
     def lengths() -> list[int]:
         drawn = np.exp(rng.normal(np.log(0.6 * options.rationale_tokens), 0.35, options.batch))
@@ -166,34 +154,18 @@ def long_setting(options: Sizes, sizes: dict | None = None) -> Setting:
     high = min(embedder.suppressed_ids)
     oracle_ids = [[*rng.integers(0, high, length).tolist(), embedder.emb_id] for length in lengths()]
     batch = make_batch(queries, [[candidate] for candidate in candidates], oracle_ids)
-    stop_B = lengths()
     objective = Objective(1 / 11, 10 / 11)
-    return Setting(
-        "long", embedder, batch, objective, stop_B, options.rationale_tokens, _note(embedder, batch, stop_B)
-    )
+    return Setting("long", embedder, batch, objective, lengths(), options.rationale_tokens)
 
 
 SETTINGS: dict[str, Callable[[Sizes], Setting]] = {"demo": demo_setting, "long": long_setting}
 
 
-def _note(embedder: EmbeddingModel, batch: Batch, stop_B: Sequence[int]) -> str:
-    size = sum(parameter.numel() for parameter in embedder.parameters()) / 1e6
-
-    def span(values: Sequence[int]) -> str:
-        return f"{min(values)} to {max(values)}"
-
-    return (
-        f"{size:.1f} M parameters, {len(batch.queries)} queries with prompts of {span([len(p) for p in batch.queries])} "
-        f"tokens, own rationales {span(stop_B)}, oracles {span([len(ids) - 1 for ids in batch.oracle_ids])}; "
-        f"{len(batch.candidates)} candidates of {span([len(p) for p in batch.candidates])} tokens"
-    )
-
-
 class StoppingHead(nn.Module):
-    """An output head that ends row r's rationale after ``stop_B[r]`` tokens, and not before.
+    """An output head that ends row r's rationale after exactly ``stop_B[r]`` tokens.
 
-    Called once a generated token, with (rows, D) by our rollout and (rows, 1, D) by transformers. Where the batch
-    shrinks, finished rows have been dropped; the others keep their order.
+    Called once per generated token, with (rows, D) by our rollout and (rows, 1, D) by transformers. If the batch shrinks,
+    finished rows have been dropped; the others keep their order.
     """
 
     def __init__(self, head: nn.Module, emb_id: int, stop_B: Sequence[int]):
@@ -203,11 +175,11 @@ class StoppingHead(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The wrapped head's."""
+        """Weight of the wrapped head."""
         return self.head.weight  # type: ignore[return-value]
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Logits of the wrapped head, those of ``<emb>`` overwritten."""
+        """Logits of the wrapped head, with those of ``<emb>`` overwritten."""
         logits = self.head(hidden)
         if logits.shape[0] != len(self.stop_R):
             self.stop_R = [stop for stop in self.stop_R if stop >= self.step]
@@ -222,7 +194,7 @@ class StoppingHead(nn.Module):
 
 @contextmanager
 def stopping(embedder: EmbeddingModel, stop_B: Sequence[int]) -> Iterator[None]:
-    """Let the model's rows stop after so many tokens."""
+    """Make the model end its rationales after so many tokens."""
     head = embedder.model.lm_head
     embedder.model.lm_head = StoppingHead(head, embedder.emb_id, stop_B)
     try:
@@ -235,14 +207,9 @@ def our_rollout(setting: Setting, encoded: EncodedPrompts | EncodedParts | None 
     """Own rationales, by rge."""
     prompts = setting.batch.queries
     order = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))  # the order rows are written in
+    settings = {"max_new_tokens": setting.max_new_tokens, "batch_size": len(prompts), "encoded": encoded}
     with stopping(setting.embedder, [setting.stop_B[row] for row in order]):
-        return generate(
-            setting.embedder,
-            prompts,
-            max_new_tokens=setting.max_new_tokens,
-            batch_size=len(prompts),
-            encoded=encoded,
-        )
+        return generate(setting.embedder, prompts, **settings)
 
 
 @torch.no_grad()
@@ -293,7 +260,7 @@ def stock_inputs(
 
 
 def our_full_step(setting: Setting) -> dict[str, float]:
-    """Own rationales and gradients of one step, prompts encoded once, by rge."""
+    """Own rationales and gradients of one step by rge, with prompts encoded once."""
     encoded = encode_prompts(setting.embedder, setting.embedder, setting.batch.queries)
     return our_step(setting, our_rollout(setting, encoded), encoded)
 
@@ -340,13 +307,13 @@ def _labelled(objective: Objective) -> bool:
 
 
 def candidate_readout(setting: Setting, prompts: Sequence[Prompt]) -> Readout:
-    """States of candidates, and their part of the LM loss, by rge in both forms."""
+    """States of candidates, and their part of the LM loss; by rge in both forms."""
     branch = Branch([setting.embedder.emb_id], read_state=True, predict=_labelled(setting.objective))
     return setting.embedder(setting.embedder.pack(prompts, [[branch]] * len(prompts)))[0]
 
 
 def contrastive(setting: Setting, q_BD: Tensor, c_CD: Tensor) -> Tensor:
-    """InfoNCE, a mean over queries; with several states a query, all of one query come together."""
+    """Mean InfoNCE; several states per query must be adjacent."""
     batch, each = setting.batch, len(q_BD) // len(setting.batch.queries)
     positive_BC, ignored_BC, _ = candidate_masks(batch, torch.tensor(batch.candidate_identity), 0)
     masks = (mask.repeat_interleave(each, dim=0) for mask in (positive_BC, ignored_BC))
@@ -436,10 +403,7 @@ def candidates_alone(setting: Setting) -> None:
 
 
 def check_equal(embedder: EmbeddingModel, steps: Sequence[Callable[[], dict[str, float]]]) -> float:
-    """Compare the losses and all gradients of several forms of one step with those of the first.
-
-    Returns:
-        The largest relative difference.
+    """Largest relative difference of losses and gradients between the first form of a step and the others.
 
     Raises:
         RuntimeError: it exceeds `TOLERANCE`, or two forms reach different parameters.
@@ -465,16 +429,13 @@ def check_equal(embedder: EmbeddingModel, steps: Sequence[Callable[[], dict[str,
 
 
 class Uncomputed(TorchDispatchMode):
-    """Products give zeros of the right shape; everything else is computed, so that lengths are what they are."""
+    """Matrix products and attention give zeros of the right shape; everything else, such as lengths, is computed."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """Stands in for one operation."""
+        """Replace or call one operation."""
         aten = torch.ops.aten
-        if func in (aten.mm.default, aten.bmm.default):
-            left, right = args
-            return left.new_zeros(*left.shape[:-1], right.shape[-1])
-        if func in (aten.addmm.default, aten.baddbmm.default):
-            _, left, right = args
+        if func in (aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default):
+            left, right = args[-2:]
             return left.new_zeros(*left.shape[:-1], right.shape[-1])
         if func is aten._scaled_dot_product_flash_attention_for_cpu.default:
             query, _, value = args[:3]
@@ -491,10 +452,7 @@ def count_3b(
 ) -> dict[str, float]:
     """FLOPs of each piece of work at the shape of Qwen2.5-VL-3B, from models of a few layers whose products are not computed.
 
-    Args:
-        options: sizes of the step; those of the model are not used.
-        work_of: the work on a setting.
-        train: checkpoint gradients, as the recipe does.
+    Of `options`, only the sizes of the step are used. ``train`` checkpoints gradients, as the recipe does.
     """
     shape = TABLE["Qwen/Qwen2.5-VL-3B-Instruct"]
     text, vision = shape["text_config"], shape["vision_config"]
@@ -516,24 +474,19 @@ def count_3b(
             },
         }
         setting = long_setting(options, sizes)
-        # A tokenizer of that size cannot be learned here; the head's and the embeddings' rows decide what they cost.
+        # A tokenizer of that size cannot be learned here; only the number of rows affects the cost.
         setting.embedder.model.resize_token_embeddings(text["vocab_size"], mean_resizing=False)
         setting.embedder.to(torch.bfloat16)  # half the memory; the counts do not depend on it
         if train:
             checkpoint_gradients(setting.embedder)
         with Uncomputed():
             found.append(flops_of(setting.embedder, work_of(setting)))
-        print(
-            f"{layers[0]} text, {layers[1]} windowed and {layers[2]} global vision layers: counted",
-            flush=True,
-        )
+        num_text, windowed, whole = layers
+        print(f"{num_text} text, {windowed} windowed and {whole} global vision layers: counted", flush=True)
+    base, *others = found
     return {
-        name: found[0][name]
-        + sum(
-            (number - 1) * (more[name] - found[0][name])
-            for number, more in zip(wanted, found[1:], strict=True)
-        )
-        for name in found[0]
+        name: flops + sum((num - 1) * (more[name] - flops) for num, more in zip(wanted, others, strict=True))
+        for name, flops in base.items()
     }
 
 

@@ -2,6 +2,7 @@
 
 import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -14,6 +15,7 @@ from PIL import Image
 
 if TYPE_CHECKING:
     from rge.data.collate import Batch
+    from rge.model.backbone import Backbone
     from rge.model.prompts import Prompt
 
 GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
@@ -62,17 +64,9 @@ def peak_growth(work: Callable[[], object]) -> int:
 
 def in_new_process(work: Callable[..., Any], *arguments: Any) -> Any:
     """Call a module's function in a fresh process, with `GIVES_BACK`."""
-    kept = {name: os.environ.get(name) for name in GIVES_BACK}
-    os.environ.update(GIVES_BACK)
-    try:
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-            return pool.submit(work, *arguments).result()
-    finally:
-        for name, value in kept.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+    os.environ |= GIVES_BACK  # glibc reads it at the start of a process, so this one is not affected
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(work, *arguments).result()
 
 
 def count_flops(work: Callable[[], object]) -> float:
@@ -97,6 +91,17 @@ def count_flops(work: Callable[[], object]) -> float:
 def random_picture(chance: np.random.Generator, side_px: int) -> Image.Image:
     """A square picture of random pixels."""
     return Image.fromarray(chance.integers(0, 255, (side_px, side_px, 3), dtype=np.uint8))
+
+
+def random_backbone(texts: Sequence[str], sizes: Mapping[str, Any], **pixels: int) -> "Backbone":
+    """A model with random weights whose tokenizer is learned from the texts; arguments as of `rge.scratch.build.build`."""
+    from rge.model.backbone import load_backbone
+    from rge.scratch.build import build
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "backbone"
+        build(path, texts, seed=0, **sizes, **pixels)
+        return load_backbone(path, add_emb=True, **pixels)
 
 
 def make_batch(

@@ -1,7 +1,7 @@
 """An index's speed: adding, searching, changing, and what approximate search finds. `python scripts/bench.py index rows=20000`.
 
-The vectors are drawn: around 2,000 centres, as embeddings of pictures are around things, and once evenly over the sphere, where
-nothing is near anything and every approximate index is at its worst. Rows go in as `rge index` writes them, 256 a commit.
+The vectors are random: around 2,000 centres, like embeddings of pictures, and evenly spread over the sphere, the worst case for
+any approximate index. Rows are written as by `rge index`, 256 per commit.
 """
 
 import tempfile
@@ -26,7 +26,7 @@ class Options:
     rows: Annotated[int, Field(ge=1000)] = 100_000
     """Vectors in the index."""
     dimensions: Annotated[int, Field(ge=8)] = 1024
-    """Components of one."""
+    """Dimensions of a vector."""
 
 
 def drawn(count: int, size: int, clustered: bool, seed: int) -> np.ndarray:
@@ -57,13 +57,12 @@ def searched(index: Index, query_QD: np.ndarray, exact: bool) -> tuple[float, li
     return float(np.median(times)), found
 
 
-def _column(folder: Path, asked: Options, clustered: bool) -> dict[str, float]:
+def _column(folder: Path, options: Options, clustered: bool) -> dict[str, float]:
     """Print one column of the table."""
-    print(
-        f"\n{asked.rows:,} vectors of {asked.dimensions}, {'around 2,000 centres' if clustered else 'evenly spread'}"
-    )
-    vector_ND = drawn(asked.rows, asked.dimensions, clustered, seed=1)
-    query_QD = drawn(QUERIES, asked.dimensions, clustered, seed=2)
+    spread = "around 2,000 centres" if clustered else "evenly spread"
+    print(f"\n{options.rows:,} vectors of {options.dimensions}, {spread}")
+    vector_ND = drawn(options.rows, options.dimensions, clustered, seed=1)
+    query_QD = drawn(QUERIES, options.dimensions, clustered, seed=2)
 
     def timed(what: str, work):
         began = time.perf_counter()
@@ -72,9 +71,11 @@ def _column(folder: Path, asked: Options, clustered: bool) -> dict[str, float]:
         return answer
 
     with writing(folder):
-        index = Index.create(folder, checkpoint="none", checkpoint_hash="0" * 64, dimensions=asked.dimensions)
+        index = Index.create(
+            folder, checkpoint="none", checkpoint_hash="0" * 64, dimensions=options.dimensions
+        )
         timed(f"add all, {A_COMMIT} a commit", lambda: put(index, vector_ND))
-        timed("merge small files", lambda: index.refresh(ann_from=asked.rows + 1))
+        timed("merge small files", lambda: index.refresh(ann_from=options.rows + 1))
         exact_ms, right = searched(index, query_QD, exact=True)
         numpy_right = [
             {f"{place:07d}.jpg" for place in np.argsort(-(vector_ND @ query_D), kind="stable")[:K]}
@@ -97,22 +98,16 @@ def _column(folder: Path, asked: Options, clustered: bool) -> dict[str, float]:
         share = np.mean([len(a & b) / K for a, b in zip(right, found, strict=True)])
         print(f"  {'a search, approximate':<58}{ann_ms:>9.1f} ms")
         print(f"  {f'recall@{K} against exact, {QUERIES} new queries':<58}{share:>9.3f}")
-        tenth = asked.rows // 10
-        other_ND = drawn(tenth, asked.dimensions, clustered, seed=3)
+        tenth = options.rows // 10
+        other_ND = drawn(tenth, options.dimensions, clustered, seed=3)
         timed(f"change {tenth:,} rows", lambda: put(index, other_ND))
-        timed(
-            f"remove {tenth:,} rows",
-            lambda: index.remove("/photos", [f"{n:07d}.jpg" for n in range(tenth, 2 * tenth)]),
-        )
+        gone = [f"{number:07d}.jpg" for number in range(tenth, 2 * tenth)]
+        timed(f"remove {tenth:,} rows", lambda: index.remove("/photos", gone))
         timed("which rows there are, with their stamps", lambda: index.known("/photos"))
         again = timed("refresh, and measure again", lambda: index.refresh(ann_from=1))
         print(f"  {'recall@10 afterwards':<58}{again.recall:>9.3f}")
-    recalls = {
-        "recall": recall.recall,
-        "recall_of_new_queries": float(share),
-        "recall_afterwards": again.recall,
-    }
-    return {"exact_ms": exact_ms, "approximate_ms": ann_ms} | recalls
+    recalls = {"recall": recall.recall, "recall_of_new_queries": float(share)}
+    return {"exact_ms": exact_ms, "approximate_ms": ann_ms, **recalls, "recall_afterwards": again.recall}
 
 
 def measure(options: Options) -> dict:

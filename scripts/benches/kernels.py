@@ -1,15 +1,16 @@
 """Kernels, launches, waits, captures and copies of a training step, counted without a GPU; ours beside three passes. `bench.py kernels places=true`.
 
 Runs a step (rollout, both losses, backward) in bfloat16 on `tests/helpers/fake_gpu.py`, and the same step in stock transformers:
-`generate`, a pass for the LM loss, one for the contrastive state, one for the candidates. Both have taken a step before, so
-that what happens once in a process is not counted. A kernel is an operation that writes new memory; a GPU's own count is
-higher for some, lower where libraries fuse. A launch is a single kernel, or a captured step of any number of them. A wait
-is the host standing still until the device has done all it was given; capturing a graph is one too, and has a column of its
-own. A copy is one from host to device that is not waited for; unpinned ones come from pageable memory, which the driver copies
-once more. Below the table: how often positions of prompts were computed, with the prompts and in a step; and what consecutive
-rollouts capture whose rows end one after the other, so that the batch shrinks.
+`generate`, then one pass each for the LM loss, the contrastive state and the candidates. The second step of each is counted,
+without one-time work.
 
-``places=true`` lists the lines that wait.
+    kernel   an operation that writes new memory; a GPU counts more for some, and fewer where libraries fuse
+    launch   a single kernel, or a captured step of any number of kernels
+    wait     the host is idle until the device has finished; capturing a graph waits too, and has its own column
+    copy     from host to device, without a wait; the driver copies unpinned (pageable) memory once more
+
+Below the table: how often positions of prompts were computed; and what consecutive rollouts capture while their rows end one
+after another and the batch shrinks. ``places=true`` lists the lines that wait.
 """
 
 import sys
@@ -39,11 +40,11 @@ class Options:
     prompt_tokens: int = 160
     rationale_tokens: int = 24
     places: bool = False
-    """Whether the lines that wait are listed."""
+    """List the lines that wait."""
 
 
 def count(options: Options) -> dict[str, dict[str, dict[str, int]]]:
-    """Counts by form and phase: `COLUMNS`; and by form the places that wait."""
+    """Counts of `COLUMNS` by form and phase, and the places that wait by form."""
     sizes = {"layers": options.layers, "batch": options.batch, "prompt_tokens": options.prompt_tokens}
     found: dict[str, dict[str, dict[str, int]]] = {}
     positions = _CountedPositions()
@@ -92,8 +93,7 @@ def count(options: Options) -> dict[str, dict[str, dict[str, int]]]:
 def count_captures(options: Options, rollouts: int = 3) -> list[dict[str, int]]:
     """Captures and waits of consecutive rollouts; an eighth of the rows ends after every eighth of the tokens.
 
-    Each prompt is continued by what the model writes, which does not end, and by seven given rationales, each longer than
-    the one before.
+    Each prompt is continued by the model, which writes to the cap, and by seven given rationales of increasing length.
     """
     sizes = {"layers": options.layers, "batch": options.batch, "prompt_tokens": options.prompt_tokens}
     setting = forms.long_setting(forms.Sizes(**sizes, hidden=64, candidate_side_px=56))
@@ -128,7 +128,7 @@ class _CountedPositions:
 
 
 def _kernels_of_graphs(gpu: FakeGpu) -> dict[str, int]:
-    """Filled with the kernels that replayed graphs hold, by phase."""
+    """A dict that fills with the number of kernels in replayed graphs, by phase."""
     inside: dict[str, int] = {}
     capture = gpu.capture
 
@@ -151,13 +151,12 @@ def _ours(setting: forms.Setting, gpu: FakeGpu) -> None:
     gpu.phase = "prompts"
     encoded = encode_prompts(embedder, embedder, batch.queries)
     gpu.phase = "rollout"
-    rationales = generate(
-        embedder,
-        batch.queries,
-        max_new_tokens=setting.max_new_tokens,
-        batch_size=len(batch.queries),
-        encoded=encoded,
-    )
+    settings = {
+        "max_new_tokens": setting.max_new_tokens,
+        "batch_size": len(batch.queries),
+        "encoded": encoded,
+    }
+    rationales = generate(embedder, batch.queries, **settings)
     gpu.phase = "losses and backward"
     forms.our_step(setting, rationales, encoded)
 
@@ -187,10 +186,11 @@ def measure(options: Options) -> dict:
         for phase, row in (*rows.items(), ("all", totals[form])):
             print(f"{form:22}{phase:22}" + "".join(f"{row[name]:10,}" for name in COLUMNS))
     tokens = options.rationale_tokens + 1
-    a_layer = {form: phases["rollout"]["kernels"] / tokens / options.layers for form, phases in found.items()}
-    print(
-        f"\nkernels of the rollout a token and layer, all else shared out: { {k: round(v, 1) for k, v in a_layer.items()} }"
-    )
+    per_layer = {
+        form: phases["rollout"]["kernels"] / tokens / options.layers for form, phases in found.items()
+    }
+    shown = {form: round(kernels, 1) for form, kernels in per_layer.items()}
+    print(f"\nkernels of the rollout a token and layer, all else shared out: {shown}")
     for form, phases in found.items():
         print(f"positions computed, {form}: {phases['positions']}")
     captures = count_captures(options)
@@ -204,6 +204,6 @@ def measure(options: Options) -> dict:
         "counts": found,
         "captures": captures,
         "all": totals,
-        "kernels a layer and token": a_layer,
+        "kernels a layer and token": per_layer,
         "options": vars(options),
     }

@@ -1,8 +1,8 @@
 """Peak memory of a training step against its contrastive batch. `python scripts/bench.py memory batches=64,256 micro_batch=16`.
 
-One process, a small Qwen2.5-VL in float32, queries with a picture each, own rationales of the rollout, both losses. Every point is
-a process of its own. Measured is how far the resident memory rises while the step runs, after a first step at the micro batch's
-size; the batch itself (its pictures' pixels) is made before and given beside it.
+One process, a small Qwen2.5-VL in float32, one picture per query, own rationales of the rollout, both losses. Each point is measured
+in a fresh process: the rise of resident memory during a step, after a first step of one micro batch. The batch's pixels are
+made before, and listed separately.
 """
 
 import statistics
@@ -30,23 +30,21 @@ from rge.step import TrainingStep
 TEXT = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
 VISION = {"depth": 2, "hidden_size": 64, "intermediate_size": 256, "num_heads": 4, "patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1]}  # fmt: skip
 SIDE_PX = 56
+RATIONALE_TOKENS = 24
 
 
 @dataclass
 class Options:
-    """Sizes that are measured."""
+    """Sizes to measure."""
 
     batches: tuple[int, ...] = (64, 128, 256, 512, 1024)
     """Contrastive batches, taken in micro batches."""
     micro_batch: int = 16
     """Queries of a micro batch."""
     repeats: int = 3
-    """Processes a point; the median counts."""
+    """Processes per point; the median counts."""
     whole: tuple[int, ...] = (64, 128, 256)
-    """Those of the batches that are also run undivided; [] for none."""
-
-
-RATIONALE_TOKENS = 24
+    """Batches that are also run undivided; [] for none."""
 
 
 def random_batch(builder: PromptBuilder, size: int) -> Batch:
@@ -58,11 +56,11 @@ def random_batch(builder: PromptBuilder, size: int) -> Batch:
         return [builder.build(item, side, [random_picture(chance, SIDE_PX)]) for item in items]
 
     oracles = [builder.rationale_ids("a key opens it " * 6, "")] * size
-    return make_batch(prompts("query"), [[one] for one in prompts("candidate")], oracles)
+    return make_batch(prompts("query"), [[candidate] for candidate in prompts("candidate")], oracles)
 
 
 def point(folder: str, size: int, micro_batch: int, first: int) -> dict[str, float]:
-    """Run one step of `size` queries, after one of `first` so that what is made once is not counted, and measure it."""
+    """Measure one step of `size` queries, after one of `first` queries for one-time allocations."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     embedder = EmbeddingModel(load_backbone(folder, add_emb=True)).train()
@@ -78,7 +76,7 @@ def point(folder: str, size: int, micro_batch: int, first: int) -> dict[str, flo
 
     step(random_batch(builder, first))
     batch = random_batch(builder, size)
-    pixels = sum(one.pixels.nbytes for one in (*batch.queries, *batch.candidates))  # type: ignore[union-attr]
+    pixels = sum(prompt.pixels.nbytes for prompt in (*batch.queries, *batch.candidates))  # type: ignore[union-attr]
     began = time.perf_counter()
     growth = peak_growth(lambda: step(batch))
     return {"growth": growth, "inputs": pixels, "seconds": time.perf_counter() - began}
@@ -118,12 +116,12 @@ def measure(options: Options) -> dict:
 
 def _repeated(repeats: int, *point_of: Any) -> dict[str, Any]:
     found = [in_new_process(point, *point_of) for _ in range(repeats)]
-    growth = [one["growth"] / 1e6 for one in found]
+    growth = [run["growth"] / 1e6 for run in found]
     median, low, high = statistics.median(growth), min(growth), max(growth)
     return {
         "growth_mb": median,
         "spread_mb": high - low,
         "shown": f"{median:.1f} [{low:.1f}, {high:.1f}]",
         "inputs_mb": found[0]["inputs"] / 1e6,
-        "seconds": statistics.median(one["seconds"] for one in found),
+        "seconds": statistics.median(run["seconds"] for run in found),
     }

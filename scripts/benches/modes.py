@@ -1,8 +1,8 @@
 """What a query costs in each mode of a checkpoint, in one run: `python scripts/bench.py modes checkpoint=demo`.
 
-Every mode that the checkpoint was trained to be asked in embeds the same queries, in turns; seconds are of all work from opened
-records to embeddings: pictures, tokens, the model. FLOPs are counted. A decode step is one more token of one query, ``<emb>`` included;
-where nothing is written there is none, since think tokens and ``<emb>`` stand in the prompt's own pass.
+All modes that the checkpoint was trained for embed the same queries, in turns. Seconds cover everything from open records to
+embeddings; FLOPs are counted. A decode step is one more token of a query, ``<emb>`` included; modes that write nothing have none,
+since think tokens and ``<emb>`` are part of the prompt's pass.
 """
 
 from dataclasses import dataclass
@@ -17,22 +17,22 @@ from rge.embedder import Embedder
 
 @dataclass
 class Options:
-    """Which checkpoint is asked what."""
+    """Checkpoint and queries."""
 
     checkpoint: Path = Path("demo")
     """Directory with ``rge.json``, or ``demo``."""
     set: Path = Path("data_prep/demo/data/test")
     """Retrieval set or training records, for their queries."""
     limit: int = 256
-    """Queries."""
+    """Maximum number of queries."""
     batch_size: int = 64
-    """Of them at once."""
+    """Queries per batch."""
     repeats: int = 5
-    """Of each mode; the median counts."""
+    """Repetitions of each mode; the median counts."""
 
 
 def measure(options: Options) -> dict:
-    """Ask in all modes."""
+    """Embed the queries in all modes."""
     encoder = Embedder.from_pretrained(options.checkpoint)
     queries = read_pairs(options.set, options.limit).queries
     modes = ["direct"]
@@ -51,9 +51,8 @@ def measure(options: Options) -> dict:
         flops[mode] = count_flops(lambda mode=mode: ask(mode)) / len(queries)
     wall, cpu = map(medians, in_turns({mode: lambda mode=mode: ask(mode) for mode in modes}, options.repeats))
     print(f"{len(queries)} queries, {options.batch_size} at once, {torch.get_num_threads()} threads")
-    print(
-        f"{'mode':12}{'decode steps':>14}{'MFLOP':>10}{'x direct':>10}{'ms':>10}{'x direct':>10}{'CPU ms':>10}{'x direct':>10}"
-    )
+    titles = ("MFLOP", "x direct", "ms", "x direct", "CPU ms", "x direct")
+    print(f"{'mode':12}{'decode steps':>14}" + "".join(f"{title:>10}" for title in titles))
     found = {}
     for mode in modes:
         times = [1000 * of[mode] / len(queries) for of in (wall, cpu)]

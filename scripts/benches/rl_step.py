@@ -2,13 +2,11 @@
 
     plain         `generate` from k copies of each prompt; a forward over each [prompt][rationale, <emb>] without gradient
                   for the rewards; one with gradient for the log probabilities; one for the states of InfoNCE; the LM forward
-    leaner        the same, but prompts encoded once for generating, and log probabilities and states read from one forward
-    ours          prompts encoded once; k branches and the oracle's in `rge.step.TrainingStep`, which is all there is
+    leaner        the same, but prompts encoded once for generation, and log probabilities and states from one forward
+    ours          prompts encoded once; k branches and the oracle's in `rge.step.TrainingStep`
 
-``settings=3b`` counts the step at the shape of Qwen2.5-VL-3B, one query with a prompt of `prompt_tokens`. Of the layers, which
-are all alike, a few are built; a further one of each kind (text, windowed and global vision) says what one costs, and the rest
-is added. Products are counted and not computed: a matrix product or an attention gives zeros of the right shape. That the
-forms compute the same step is compared by the other settings, in float64.
+``settings=3b`` counts the step at the shape of Qwen2.5-VL-3B, for one query with a prompt of `prompt_tokens`, as
+`benches.forms.count_3b` does. The other settings first compare losses and gradients in float64.
 """
 
 from collections.abc import Callable, Sequence
@@ -57,21 +55,18 @@ class Options(Sizes):
     settings: tuple[str, ...] = ("demo",)
     """demo, long and/or 3b."""
     rationales: Annotated[int, Field(ge=2)] = 4
-    """Rationales a query."""
+    """Rationales per query."""
     repeats: Annotated[int, Field(ge=1)] = 3
     """Turns of timing."""
 
 
 def measure(options: Options) -> dict:
-    """Measure every setting; the last one's figures stand beside the dictionary of all."""
+    """Measure every setting; the last one's figures are repeated at the top level."""
     one_of("settings", options.settings, [*SETTINGS, "3b"])
     torch.manual_seed(0)
     results = {}
     for name in options.settings:
-        if name == "3b":
-            results[name] = _count_3b(options)
-        else:
-            results[name] = _time(SETTINGS[name](options), options)
+        results[name] = _count_3b(options) if name == "3b" else _time(SETTINGS[name](options), options)
     return results[options.settings[-1]] | {"settings": results, "options": asdict(options)}
 
 
@@ -104,40 +99,30 @@ def _time(setting: Setting, options: Options) -> dict[str, float]:
 def rl_recipe(setting: Setting, options: Options) -> Recipe:
     """The stage rl as recipes have it by default."""
     objective = setting.objective
+    same = {"temperature": objective.temperature, "lm_on_candidates": objective.lm_on_candidates}
     return Recipe(
         recipe="bench",
         stage="rl",
-        loss=LossConfig(
-            alpha_lm=0.5,
-            alpha_con=0.5,
-            temperature=objective.temperature,
-            lm_on_candidates=objective.lm_on_candidates,
-        ),
+        loss=LossConfig(alpha_lm=0.5, alpha_con=0.5, **same),
         rollout=RolloutConfig(max_new_tokens=setting.max_new_tokens),
         rl=RLConfig(num_rationales=options.rationales, std_floor=0.1),
     )
 
 
 def groups_of(setting: Setting, count: int) -> Setting:
-    """The setting with `count` rationales a query, of lengths that the setting's rationales have."""
+    """The setting with `count` rationales per query, with lengths drawn from the setting's."""
     drawn = np.random.default_rng(1).choice(setting.stop_B, (len(setting.stop_B), count))
     return replace(setting, stop_B=drawn.flatten().tolist())
 
 
 def our_groups(setting: Setting, count: int, encoded: EncodedPrompts | None = None) -> list[Rationale]:
-    """`count` rationales a query, by rge; greedy ones that end at different places, for the plain form to write them too."""
+    """`count` rationales per query, by rge; greedy, with different lengths, so that the plain form can write the same."""
     prompts = setting.batch.queries
     order = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))
     stops = [setting.stop_B[row * count + number] for row in order for number in range(count)]
+    settings = {"max_new_tokens": setting.max_new_tokens, "batch_size": len(stops), "encoded": encoded}
     with stopping(setting.embedder, stops):
-        return generate(
-            setting.embedder,
-            prompts,
-            max_new_tokens=setting.max_new_tokens,
-            batch_size=len(stops),
-            num_each=count,
-            encoded=encoded,
-        )
+        return generate(setting.embedder, prompts, num_each=count, **settings)
 
 
 def our_rl_step(
@@ -161,11 +146,7 @@ def plain_rl_step(
 ) -> dict[str, float]:
     """Gradients of one step of the stage rl, in passes: rewards, log probabilities, states, LM, candidates.
 
-    Args:
-        setting: model and batch.
-        recipe: of the stage.
-        own_ids: rationales, equally many a query.
-        lean: log probabilities and states are read from one forward.
+    With ``lean``, log probabilities and states come from one forward. Each query has equally many rationales.
     """
     embedder, batch, rl = setting.embedder, setting.batch, recipe.rl
     K, head = rl.num_rationales, embedder.model.get_output_embeddings()
@@ -216,14 +197,7 @@ def rl_work(
 
 
 def rl_ratios(found: dict[str, float], what: str, unit: str, scale: float = 1.0) -> dict[str, float]:
-    """Print a figure of `rl_work` as a table, and give its ratios.
-
-    Args:
-        found: the figure of each part.
-        what: name of the figure in the ratios.
-        unit: for the table.
-        scale: what a unit is worth in `found`.
-    """
+    """Print the figures of `rl_work` in a unit of ``scale``, and return their ratios, named after ``what``."""
     plain = found["generate, k copies"] + found["score, log probabilities, embed, LM"]
     lean = found["generate, prompts once"] + found["score, one forward for both, LM"]
     for name, value in [*found.items(), ("plain, all", plain), ("leaner, all", lean)]:
@@ -255,6 +229,6 @@ def _count_3b(options: Options) -> dict[str, float]:
 
 
 def repeated_prompts(setting: Setting, count: int) -> Setting:
-    """The setting with `count` copies of each query, as a rollout without shared prompts has them."""
+    """The setting with `count` copies of each query, as for a rollout without shared prompts."""
     queries = [prompt for prompt in setting.batch.queries for _ in range(count)]
     return replace(setting, batch=replace(setting.batch, queries=queries))

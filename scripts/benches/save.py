@@ -1,9 +1,8 @@
 """How long training pauses while a state is saved, in the background or not. `python scripts/bench.py save millions=20,80`.
 
-One process, float32 weights with AdamW, so a state is three times the weights. A step here is a matrix product of about a
-twentieth of a second; steps go on while the thread writes, and their slow-down is printed beside the gap.
-``back_ends=zero2,zero3,fsdp2`` also measures two processes on this CPU, each of which writes its shard; the main process's
-figures count.
+One process, float32 weights with AdamW, so a state is three times the weights. Steps of matrix products, about a twentieth of a
+second each, go on while the thread writes; their slow-down is printed too. ``back_ends=zero2,zero3,fsdp2`` also measures two
+processes on this CPU that write a shard each; the main process's figures count.
 """
 
 import json
@@ -31,16 +30,16 @@ COLUMNS = ("state_mb", "waited_gap_s", "background_gap_s", "background_written_s
 
 @dataclass
 class Options:
-    """Sizes that are measured."""
+    """Sizes to measure."""
 
     millions: tuple[float, ...] = (20.0, 80.0)
     """Parameters of the model, in millions."""
     repeats: int = 3
     """Saves of each kind; the median counts."""
     back_ends: tuple[str, ...] = ()
-    """Sharded back ends measured besides: zero1, zero2, zero3, fsdp2."""
+    """Sharded back ends to measure too: zero1, zero2, zero3, fsdp2."""
     folder: Path = Path("runs/bench_save")
-    """Where states are written, and removed again."""
+    """Folder for the states, which are removed again."""
 
 
 def measure(options: Options) -> dict:
@@ -133,7 +132,7 @@ def _times(accelerator: Accelerator, layers: torch.nn.Module, optimizer, folder:
 
 
 def _busy(seconds: float, thread=None) -> list[float]:
-    """Durations of steps taken one after the other, at least so long and while a thread lives."""
+    """Durations of consecutive steps, for at least so many seconds and as long as the thread lives."""
     matrix = torch.randn(WIDTH, WIDTH)
     durations, end = [], time.perf_counter() + seconds
     while time.perf_counter() < end or (thread is not None and thread.is_alive()):

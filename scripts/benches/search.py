@@ -1,8 +1,8 @@
 """Exact search against the bare faiss call it is built on, numpy and torch; scoring. `python scripts/bench.py search others=true`.
 
-Random unit vectors; ``spread`` < 1 crowds them around a common direction, as trained embeddings are, which makes near ties more
+Random unit vectors; ``spread`` < 1 crowds them around a common direction, like trained embeddings, which makes near ties more
 frequent. The best of the repeats counts. ``others=true`` adds a product with a partial sort in numpy and `torch.topk`, in blocks of
-queries, which break ties as it happens. ``score`` is every metric of every query from the ranking, with both tie orders.
+queries, with arbitrary order of ties. ``score`` is every metric of every query from the ranking, with both tie orders.
 """
 
 from dataclasses import dataclass

@@ -3,10 +3,10 @@
     python scripts/bench.py serving checkpoint=runs/demo/joint/final [engines=own,vllm] [clients=1,16,1000]
     python scripts/bench.py serving checkpoint=demo types=true       # what int8 and binary embeddings cost in accuracy
 
-Every query is one of the shipped test set: a question and a picture, with a rationale. For each engine a server is started on
-the loopback and asked by so many clients at once, each of which asks again as soon as it is answered; its embeddings are
-compared with the loop's. A lone client and the loop take turns, query by query, so that both see the same load; the row of a lone
-client also has the CPU time of each, which says more on a busy machine. At most ``requests`` a row, and ``limit_s`` seconds.
+Every query is a question and a picture of the shipped test set, with a rationale. A server per engine runs on the loopback; each
+client sends its next request when the last is answered, and embeddings are compared with the loop's. A lone client and the loop
+take turns, query by query, so that both see the same load; their CPU times, which say more on a busy machine, are printed too. A
+row takes at most ``requests`` requests and ``limit_s`` seconds.
 """
 
 import asyncio
@@ -33,8 +33,8 @@ from rge.common.errors import UserError
 from rge.common.files import find_shipped
 from rge.common.images import picture_bytes
 from rge.common.options import one_of
+from rge.config import AtLeastOne
 
-AtLeastOne = Annotated[int, Field(ge=1)]
 SET = "data_prep/demo/data/test"
 
 
@@ -47,9 +47,9 @@ class Options:
     engines: tuple[str, ...] = ("own",)
     """own and/or vllm."""
     clients: tuple[str, ...] = ("1", "16", "1000")
-    """Clients at once, a row of the table each."""
+    """Numbers of concurrent clients, one row of the table each."""
     requests: AtLeastOne = 480
-    """Requests of a row with fewer clients; with more, each client asks once. A tenth of it with one client."""
+    """Requests per row; a tenth of it with one client, and one per client if there are more clients."""
     limit_s: Annotated[float, Field(gt=0)] = 300.0
     """Time for a row."""
     types: bool = False
@@ -59,8 +59,8 @@ class Options:
 def measure(options: Options) -> dict:
     """Measure and print."""
     one_of("engines", options.engines, ("own", "vllm"))
-    counts = [int(one) for one in options.clients]
-    if not all(1 <= one <= 4000 for one in counts):
+    counts = [int(count) for count in options.clients]
+    if not all(1 <= count <= 4000 for count in counts):
         raise UserError("clients must be between 1 and 4000")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -92,20 +92,11 @@ def measure(options: Options) -> dict:
                 began = time.perf_counter()
                 answers = asyncio.run(_load(port, asked, count, options.limit_s))
                 seconds = time.perf_counter() - began
-                good = [one for one in answers if one is not None]
-                lost += len(answers) - len(good)
-                expected = [loop(row) for row in range(few)]
-                worst = min(
-                    (one[1] @ other for one, other in zip(answers, expected, strict=False) if one), default=0
-                )
-                _print(
-                    f"rge serve engine={engine}",
-                    count,
-                    seconds,
-                    [one[0] for one in good],
-                    len(answers) - len(good),
-                    worst,
-                )
+                times = [answer[0] for answer in answers if answer is not None]
+                lost += (missing := len(answers) - len(times))
+                pairs = zip(answers, map(loop, range(few)), strict=False)
+                worst = min((answer[1] @ expected for answer, expected in pairs if answer), default=0)
+                _print(f"rge serve engine={engine}", count, seconds, times, missing, worst)
     return {"lost": lost}
 
 
@@ -126,22 +117,22 @@ def _in_turns(
         answer = json.loads(connection.getresponse().read())
         return np.frombuffer(base64.b64decode(answer["data"][0]["embedding"]), "<f4")
 
-    ways = (("loop over encode_query", loop, time.process_time), (f"rge serve engine={engine}", ask, cpu))
-    times: dict[str, list[float]] = {name: [] for name, _, _ in ways}
+    sides = (("loop over encode_query", loop, time.process_time), (f"rge serve engine={engine}", ask, cpu))
+    times: dict[str, list[float]] = {name: [] for name, _, _ in sides}
     used = dict.fromkeys(times, 0.0)
     worst = 1.0
     for row in range(len(bodies)):
         found = []
-        for name, way, clock in ways:
+        for name, encode, clock in sides:
             began, before = time.perf_counter(), clock()
-            found.append(way(row))
+            found.append(encode(row))
             times[name].append(time.perf_counter() - began)
             used[name] += clock() - before
         worst = min(worst, float(found[0] @ found[1]))
-    for name, _, _ in ways:
+    for name, _, _ in sides:
         _print(name, 1, sum(times[name]), times[name], 0, None if "loop" in name else worst)
-    of_loop, of_server = (float(np.median(times[name])) for name, _, _ in ways)
-    ms = [used[name] * 1000 / len(bodies) for name, _, _ in ways]
+    of_loop, of_server = (float(np.median(times[name])) for name, _, _ in sides)
+    ms = [used[name] * 1000 / len(bodies) for name, _, _ in sides]
     print(
         f"a lone client takes {of_server / of_loop:.2f} times a loop's median time; CPU time {ms[1]:.0f} ms a query, in the loop "
         f"{ms[0]:.0f}; load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
@@ -154,8 +145,8 @@ def _body(item: Any) -> bytes:
         data = base64.b64encode(picture_bytes(ref)).decode()
         parts.append({"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}})
     parts.append({"type": "text", "text": item.text or ""})
-    body = {"messages": [{"role": "user", "content": parts}], "instruction": item.instruction or "", "encoding_format": "base64"}  # fmt: skip
-    return json.dumps(body).encode()
+    body = {"messages": [{"role": "user", "content": parts}], "instruction": item.instruction or ""}
+    return json.dumps(body | {"encoding_format": "base64"}).encode()
 
 
 @contextlib.contextmanager
@@ -187,7 +178,7 @@ def _server(checkpoint: Path, engine: str) -> Iterator[tuple[int, Callable[[], f
 async def _load(
     port: int, bodies: list[bytes], clients: int, limit_s: float
 ) -> list[tuple[float, np.ndarray] | None]:
-    """Seconds and embedding of every request, in their order; None of what failed."""
+    """Seconds and embedding of each request, in order; None if it failed."""
     found: list[tuple[float, np.ndarray] | None] = [None] * len(bodies)
     left = iter(range(len(bodies)))
 
@@ -238,10 +229,10 @@ def _types(embedder: Any) -> dict:
     for kind, size in (("float", 4.0), ("int8", 1.0), ("binary", 0.125)):
         scores = as_float(queries, kind) @ as_float(pool, kind).T
         ranked = np.argsort(-scores, axis=1, kind="stable")[:, :10]
+        judged = [(own, row) for own, row in zip(right, ranked.tolist(), strict=True) if own]
         recalls = [
-            np.mean([len(own & {*row[:k]}) / min(len(own), k) for own, row in zip(right, ranked.tolist(), strict=True) if own])
-            for k in (1, 10)
-        ]  # fmt: skip
+            np.mean([len(own & {*row[:k]}) / min(len(own), k) for own, row in judged]) for k in (1, 10)
+        ]
         kept = np.mean([len({*a} & {*b}) / 10 for a, b in zip(ranked, nearest, strict=True)])
         print(f"{kind:8} {size * pool.shape[1]:>6.0f} {recalls[0]:>9.3f} {recalls[1]:>10.3f} {kept:>17.3f}")
         found[kind] = {"recall@1": float(recalls[0]), "recall@10": float(recalls[1]), "kept": float(kept)}

@@ -1,20 +1,20 @@
 """Our training step against the three-pass form: FLOPs and time. `python scripts/bench.py step settings=demo,long repeats=3`.
 
-``demo`` is the demo recipe's model and one of its real batches; ``long`` is a random Qwen2.5-VL with a picture and text of
-`prompt_tokens`, rationales of 40 tokens to `rationale_tokens` (lognormal), and a picture of 256 placeholders as each query's
-candidate. ``rollout`` is generation alone, prompts included, and ``in a step`` generation as our step runs it, from prompts that
-are encoded already; ``forward and backward`` is the step after it, prompts included; ``both`` the whole step, in which ours encodes
-the prompts once. A query's picture runs through the vision tower three times a step in the three-pass form, and once in ours.
+``demo`` is the demo recipe's model with one of its real batches; ``long`` is a random Qwen2.5-VL with a picture and text of
+`prompt_tokens`, rationales of 40 to `rationale_tokens` tokens (lognormal), and one picture of 256 placeholders per query as
+candidate. ``rollout`` is generation, prompts included; ``in a step`` is generation in our step, whose prompts are already encoded;
+``forward and backward`` is the rest of the step, prompts included; ``both`` is the whole step, in which ours encodes the prompts
+once. The three-pass form runs a query's picture through the vision tower three times per step, ours once.
 
-Before anything is timed, tokens, losses and all gradients of the two forms are compared in float64; a difference is an error.
-``form=recipe`` counts the step of the main run on 8 GPUs, which takes micro batches and checkpoints gradients: prompts encoded
-twice, candidates too (`train.keep_activations=none`), or both once and their layers' inputs kept; against three passes with the
-same gradient checkpointing, and these with gradient caching as VLM2Vec's trainer has it. What a query costs does not depend on how
-many there are, so two are counted, in micro batches of one. ``settings=3b`` does so at the shape of Qwen2.5-VL-3B, without its
-weights; other settings compare losses and gradients first.
+Tokens, losses and all gradients of the two forms are first compared in float64; a difference is an error. ``form=recipe`` counts
+the step of the main run on 8 GPUs, with micro batches and gradient checkpointing: prompts and candidates encoded twice
+(`train.keep_activations=none`), or once with their layers' inputs kept; against three passes with the same checkpointing, and
+these with gradient caching as in VLM2Vec's trainer. The cost per query does not depend on their number, so two are counted, in
+micro batches of one. ``settings=3b`` counts at the shape of Qwen2.5-VL-3B, without its weights; other settings compare losses and
+gradients first.
 
-FLOPs: `torch.utils.flop_counter`, attention counted dense, as it does for CUDA kernels. Ratios are three-pass over ours, except
-the ratios of tokens per second, which are ours over three-pass. The JSON's top level repeats the figures of the last setting.
+FLOPs: `torch.utils.flop_counter`, attention counted dense, as for CUDA kernels. Ratios are three-pass over ours, except those of
+tokens per second, which are ours over three-pass. The JSON's top level repeats the figures of the last setting.
 """
 
 from collections.abc import Callable
@@ -75,12 +75,8 @@ def measure(options: Options) -> dict:
         print(f"\n{name}: {setting.note}", flush=True)
         _compare(setting)
         results[name] = _time(setting, options.repeats)
-    more = {"settings": results, "options": asdict(options)}
-    return (
-        results[options.settings[-1]]
-        | more
-        | {"threads": torch.get_num_threads(), "torch": torch.__version__}
-    )
+    versions = {"threads": torch.get_num_threads(), "torch": torch.__version__}
+    return results[options.settings[-1]] | {"settings": results, "options": asdict(options)} | versions
 
 
 def _count_recipe(name: str, options: Options) -> dict[str, float]:
@@ -125,11 +121,7 @@ def _work_of_recipe(setting: Setting) -> dict[str, Callable[[], dict[str, float]
 
 
 def _compare(setting: Setting) -> None:
-    """Tokens, losses and gradients of the two forms, in float64.
-
-    Raises:
-        RuntimeError: they differ.
-    """
+    """Fail unless tokens, losses and gradients of the two forms agree in float64."""
     embedder = setting.embedder.double()
     rationales = our_rollout(setting)
     own_ids = [list(rationale.ids) for rationale in rationales]

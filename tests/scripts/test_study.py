@@ -377,7 +377,7 @@ def test_values_come_back_from_their_packed_form(study, values):
         (["g"], "finding must be one of eyes, a, b, c, d, e, f, rl, all, got 'g'"),
         (["a", "seeds=0"], "seeds must be >= 1, got 0"),
         (["a", "seed=1"], r"unknown key seed; did you mean seeds\?"),
-        (["rl", "on=valid"], "finding rl is asked its test sets alone"),
+        (["rl", "on=valid"], "finding rl has test sets only"),
         (["a", "arms=selfish"], "arms must be one of"),
     ],
 )

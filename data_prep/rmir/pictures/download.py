@@ -41,10 +41,7 @@ def without_secrets(url: str) -> str:
 def fetch(
     urls: Sequence[str], folder: Path, config: DownloadConfig, *, progress: bool = False
 ) -> dict[str, str]:
-    """Download the pictures that are not in the folder yet.
-
-    Returns:
-        Reason for each failure, by URL.
+    """Download the pictures that are not in the folder yet, and return the reason for each failure, by URL.
 
     Raises:
         FileError: the disk is full, or the folder is not writable.
@@ -125,9 +122,6 @@ def resolve(
 
     Returns:
         The rows with file paths instead of URLs, and the reason for each failure, by row id.
-
-    Raises:
-        FileError: see `fetch`.
     """
     urls = [row["ref"] for row in rows if row["ref"] and is_address(row["ref"])]
     lost = fetch(urls, folder, config, progress=progress)

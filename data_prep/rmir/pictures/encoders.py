@@ -55,13 +55,13 @@ class HashingEncoder:
         """(N, 1024) float32, unit norm."""
         found = np.empty((len(texts), self.width), np.float32)
         for start in range(0, len(texts), HASHED_AT_ONCE):
-            some = texts[start : start + HASHED_AT_ONCE]
-            vectors = np.zeros((len(some), self.width))
-            for row, text in enumerate(some):
+            batch = texts[start : start + HASHED_AT_ONCE]
+            vectors = np.zeros((len(batch), self.width))
+            for row, text in enumerate(batch):
                 for feature, weight in _features(text):
                     place, sign = _hashed(feature)
                     vectors[row, place % self.width] += sign * weight
-            found[start : start + len(some)] = unit(vectors)
+            found[start : start + len(batch)] = unit(vectors)
         return found
 
 
@@ -85,8 +85,10 @@ class PixelEncoder:
 
     name = "pixels (no model: thumbnails; a text is the mean of the pictures whose captions resemble it)"
 
-    def __init__(self, side_px: int = 12, num_neighbours: int = 8):
-        self.side_px, self.num_neighbours = side_px, num_neighbours
+    side_px = 12
+    num_neighbours = 8
+
+    def __init__(self) -> None:
         self._captions: np.ndarray | None = None
         self._vectors: np.ndarray | None = None
 
@@ -102,9 +104,9 @@ class PixelEncoder:
 
     def bridge(self, captions: Sequence[str | None], vectors: np.ndarray) -> None:
         """Set the captioned pictures that place texts in the picture space."""
-        told = {row: caption for row, caption in enumerate(captions) if caption}
-        self._captions = HashingEncoder().texts(list(told.values()))
-        self._vectors = vectors[list(told)]
+        captioned = {row: caption for row, caption in enumerate(captions) if caption}
+        self._captions = HashingEncoder().texts(list(captioned.values()))
+        self._vectors = vectors[list(captioned)]
 
     def texts(self, texts: Sequence[str]) -> np.ndarray:
         """(N, D) float32, unit norm."""
@@ -145,7 +147,7 @@ class CheckpointEncoder:
 
 
 class CheckpointTextEncoder(CheckpointEncoder):
-    """The same for captions; queries too are embedded as candidates."""
+    """The same for captions; queries are also embedded as candidates."""
 
     def texts(self, texts: Sequence[str], *, query: bool = False) -> np.ndarray:
         """(N, D) float32, unit norm."""
@@ -205,9 +207,8 @@ def identity(config: EncoderConfig) -> dict[str, Any]:
 
     Models on a hub are identified by name alone.
     """
-    found = asdict(config) | {
-        "fallback": None
-    }  # a setting of earlier versions; keeps the fingerprints of their runs
+    # fallback: a setting of earlier versions; keeps the fingerprints of their runs
+    found = asdict(config) | {"fallback": None}
     if config.kind not in ("pixels", "hashing") and config.path and Path(config.path).is_dir():
         found["content"] = content_hash(Path(config.path))
     return found

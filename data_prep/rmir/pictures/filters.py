@@ -13,11 +13,9 @@ from PIL import Image
 from rge.common.errors import UserError
 from rge.common.registry import load_plugins
 
-Filter = Callable[[Image.Image], str | None]
-
 
 @lru_cache(maxsize=16)
-def load_filter(name: str) -> Filter:
+def load_filter(name: str) -> Callable[[Image.Image], str | None]:
     """Load a filter by its name, ``module:function``, once per process.
 
     Raises:

@@ -56,13 +56,9 @@ class SiglipEncoder(_HubModel):
         """(N, D) float32, unit norm."""
 
         def forward(batch: list[str]) -> Tensor:
-            fields = self.processor(
-                text=[text.lower() for text in batch],
-                padding="max_length",
-                truncation=True,
-                max_length=MAX_TEXT_TOKENS,
-                return_tensors="pt",
-            )
+            settings = {"padding": "max_length", "truncation": True, "max_length": MAX_TEXT_TOKENS}
+            texts = [text.lower() for text in batch]
+            fields = self.processor(text=texts, return_tensors="pt", **settings)
             return self._read(self.model.get_text_features, fields)
 
         return self.in_batches(texts, forward)

@@ -114,11 +114,7 @@ class Library:
         return {key: name for key, name in given.items() if name not in (None, getattr(usual, key))}
 
     def _with_columns(self, rows: Iterable[tables.Row], named: dict[str, str]) -> Iterator[tables.Row]:
-        """Pass the rows on, checking that the columns in `named` exist.
-
-        Raises:
-            LibraryError: no row has such a column.
-        """
+        """Pass the rows on, checking that each column in `named` exists in some row."""
         # In JSON lines and tars the rows may have different keys.
         all_alike = self.files.kind == "parquet" or all(
             path.lower().endswith((".csv", ".tsv")) for path in self.files.paths
@@ -161,12 +157,10 @@ class Library:
         """Source, author and licence of the wanted pictures, by id, as far as the library has them."""
         config = self.config
         column_of = {key: getattr(config, setting) for key, setting in ORIGINS.items()}
-        columns = [*column_of.values(), *([config.id_column] if config.id_column else [])]
+        rows = self._listed([*column_of.values(), *filter(None, [config.id_column])], pictures=False)
         return {
             name: {key: str(row.cells[column]) for key, column in column_of.items() if row.cells.get(column)}
-            for row in self._with_columns(
-                self._listed(columns, pictures=False), self._named(*ORIGINS.values())
-            )
+            for row in self._with_columns(rows, self._named(*ORIGINS.values()))
             if (name := self._name(row)) in wanted
         }
 
@@ -213,7 +207,7 @@ def fetched(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             raise LibraryError(f"picture {row['id']!r}, {without_secrets(row['ref'])}: {error}") from None
         try:
             return {**row, "ref": None, "data": fs.cat_file(place)}
-        except Exception:  # noqa: BLE001 - each store has errors of its own
+        except Exception:  # noqa: BLE001 - each store raises its own errors
             return row
 
     waiting: deque[Future] = deque()
@@ -230,10 +224,9 @@ def fetched(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def inspect(rows: list[dict[str, Any]], config: LibraryConfig) -> pa.Table:
-    """Decode each picture once, on all cores, and record its hash and size, or the reason to leave it out.
+    """The table ``inspected``: hash and size of each picture, or the reason to leave it out (null for usable pictures).
 
-    Returns:
-        The table ``inspected``; ``reason`` is null for usable pictures.
+    Decodes each picture once, on all cores.
     """
     for name in config.filters:
         load_filter(name)  # report a missing filter before opening any picture

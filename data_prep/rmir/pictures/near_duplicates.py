@@ -23,16 +23,13 @@ def phash(image: Image.Image) -> str:
 
 
 def near_duplicates(hashes: list[str], max_distance: int) -> list[int | None]:
-    """For each picture, the earlier picture that it duplicates, or None.
+    """For each picture, the row of its first near-duplicate among the earlier pictures that are kept, or None.
 
-    Pictures are compared only with earlier ones that are kept, so that a chain of small changes is not removed as a whole.
+    Comparing only with kept pictures keeps a chain of small changes from being removed as a whole.
 
     Args:
         hashes: results of `phash`, preferred pictures first.
         max_distance: bits that may differ; 0 finds equal hashes only.
-
-    Returns:
-        For each picture, the row of the first near-duplicate among the earlier pictures that are kept.
     """
     first: dict[str, int] = {}
     found: list[int | None] = [None] * len(hashes)

@@ -60,7 +60,7 @@ def panel_statistics(
     said = {name: _codes(verdicts) for name, verdicts in votes.items()}
     judges = {}
     for name, own_N in said.items():
-        counts_NK = _counts([one for other, one in said.items() if other != name], len(weight_N))
+        counts_NK = _counts([codes for other, codes in said.items() if other != name], len(weight_N))
         first_N, second_N = np.sort(counts_NK, axis=1)[:, [-1, -2]].T
         agrees = _mean(own_N == counts_NK.argmax(axis=1), weight_N * (first_N > second_N))
         said_N = np.array(votes[name])

@@ -23,15 +23,10 @@ from data_prep.rmir.pictures.near_duplicates import near_duplicates
 from data_prep.rmir.results.agreement import defined, panel_statistics
 from data_prep.rmir.run import Row, Run
 
-TEXT, TEXT_TO_CAPTIONS, IMAGE, DESCRIPTION = (
-    "text alone",
-    "text alone, by captions",
-    "picture alone",
-    "the answer described",
-)
-PROBES = (TEXT, TEXT_TO_CAPTIONS, IMAGE, DESCRIPTION)
+TEXT, TEXT_TO_CAPTIONS, IMAGE = SHORTCUTS = "text alone", "text alone, by captions", "picture alone"
+DESCRIPTION = "the answer described"
+PROBES = (*SHORTCUTS, DESCRIPTION)
 """Search inputs. The last is not a shortcut but the reference: what the same encoder finds when told the answer."""
-SHORTCUTS = (TEXT, TEXT_TO_CAPTIONS, IMAGE)
 SUSPECT_BITS = 4
 """Hash distance up to which pictures of the two sets are reported as near-duplicates."""
 
@@ -40,14 +35,8 @@ def audit(run: Run) -> dict[str, Any]:
     """Write ``audit/shortcuts.parquet`` and return the figures for the report."""
     rows = shortcuts(run)
     frames.write_rows(run.path("audit", "shortcuts.parquet"), "shortcuts", rows)
-    return defined(
-        {
-            "judges": judges(run),
-            "indices": indices(run),
-            "shortcuts": solved(rows, run.config.audit.ks),
-            "overlap": overlap(run),
-        }
-    )
+    found = {"judges": judges(run), "indices": indices(run), "shortcuts": solved(rows, run.config.audit.ks)}
+    return defined(found | {"overlap": overlap(run)})
 
 
 def judges(run: Run) -> dict[str, Any]:
@@ -115,7 +104,9 @@ def _probes(run: Run, pool: list[str]) -> list[_Probe]:
 
     found = [
         _Probe(TEXT, pool, pool_PD, texts("query", encoder.texts)),
-        _Probe(IMAGE, pool, pool_PD, lambda queries: image_ND[[places[one["image_id"]] for one in queries]]),
+        _Probe(
+            IMAGE, pool, pool_PD, lambda queries: image_ND[[places[query["image_id"]] for query in queries]]
+        ),
         _Probe(DESCRIPTION, pool, pool_PD, texts("target_desc", encoder.texts)),
     ]
     captioned = [image["id"] for image in images if image["caption"]]
@@ -142,7 +133,7 @@ def shortcuts(run: Run) -> list[Row]:
             block = queries[start : start + size]
             for query, score_P in zip(block, probe.embed(block) @ probe.vectors_PD.T, strict=True):
                 name = query["query_id"]
-                right = [place_of[one] for one in positives[name] if one in place_of]
+                right = [place_of[answer] for answer in positives[name] if answer in place_of]
                 rank, num_ranked = first_rank(score_P, right, place_of.get(query["image_id"]))
                 about = {"query_id": name, "category": query["category"], "split": splits[name]["split"]}
                 found = {"rank": rank, "num_right": len(right), "num_ranked": num_ranked}
@@ -153,10 +144,7 @@ def shortcuts(run: Run) -> list[Row]:
 def first_rank(score_P: np.ndarray, right: Sequence[int], without: int | None) -> tuple[int | None, int]:
     """Rank (from 1) of the best right candidate, with ties counted against it, and the number of ranked candidates.
 
-    Args:
-        score_P: score of each candidate.
-        right: positions of the right candidates; the rank is None if none of them is ranked.
-        without: position of a candidate to leave out, if any.
+    ``without`` is the position of a candidate to leave out, if any. The rank is None if no right candidate is ranked.
     """
     number = len(score_P) - (without is not None)
     good = [place for place in right if place != without]
@@ -179,9 +167,7 @@ def chance(num_right: int, num_ranked: int, k: int) -> float:
 def solved(rows: Sequence[Mapping[str, Any]], ks: Sequence[int]) -> dict[str, Any]:
     """Share of queries with a right answer among the first k, by probe, with the chance level.
 
-    Args:
-        rows: rows of `shortcuts`; a query without a ranked right answer counts as not solved.
-        ks: cut-offs.
+    A query without a ranked right answer counts as not solved.
 
     Returns:
         By probe: the number of queries and, for each k, ``solved@k`` and ``chance@k``. Under ``any shortcut``: the share

@@ -32,7 +32,7 @@ def write(run: Path) -> Path:
 def write_into(
     folder: Path, report: dict[str, Any], people: dict[str, Any], reviewed: dict[str, Any], name: str = ""
 ) -> Path:
-    """Write ``README.md`` into the folder of a data set.
+    """Write ``README.md`` into the folder of a data set, and return its path.
 
     Args:
         folder: folder of the data set.
@@ -40,15 +40,11 @@ def write_into(
         people: `data_prep.rmir.results.review.compare`; empty without human verdicts.
         reviewed: `data_prep.rmir.results.review.settle`; empty if no verdicts were applied.
         name: name of the data set, used if the report is empty.
-
-    Returns:
-        Path of the card.
     """
     settings, stages = report.get("settings", {}), report.get("stages", {})
     name = settings.get("export", {}).get("name", name)
-    pictures = pq.read_table(
-        folder / "pictures.parquet", columns=["licence", "source", "author", "caption_by"]
-    )
+    columns = ["licence", "source", "author", "caption_by"]
+    pictures = pq.read_table(folder / "pictures.parquet", columns=columns)
     licences = Counter(str(licence) for licence in pictures["licence"].to_pylist())
     captions_by = Counter(by or "none" for by in pictures["caption_by"].to_pylist())
     composition = _composition(folder)
@@ -88,18 +84,18 @@ def cut_offs(audit: dict[str, Any] | None) -> list[str]:
     return [key.partition("@")[2] for key in solved if key.startswith("solved@")]
 
 
-def _share(value: float | None) -> str:
+def figure(value: float | None) -> str:
+    """A share or kappa with three digits."""
     return "undefined" if value is None else f"{value:.3f}"
 
 
 def template(name: str) -> Template:
     """Load a file of ``templates/`` with the filters ``number``, ``share`` and ``cell``."""
-    environment = Environment(
-        loader=FileSystemLoader(TEMPLATES), keep_trailing_newline=True, autoescape=False
-    )
+    loader = FileSystemLoader(TEMPLATES)
+    environment = Environment(loader=loader, keep_trailing_newline=True, autoescape=False)
     environment.filters |= {
         "number": "{:,}".format,
-        "share": _share,
+        "share": figure,
         "cell": lambda text: " ".join(str(text).split()).replace("|", "\\|").replace("<", "&lt;"),
     }
     return environment.get_template(name)
@@ -107,11 +103,10 @@ def template(name: str) -> Template:
 
 def tables(folder: Path) -> dict[str, tuple[str, str]]:
     """Subset -> (split, file) of the existing tables."""
-    found = {name: ("train", f"{name}.parquet") for name in ("train", "pictures")}
-    found |= {
-        path.stem: ("test", f"test/{path.name}") for path in sorted((folder / "test").glob("*.parquet"))
-    }
-    return {name: (split, path) for name, (split, path) in found.items() if (folder / path).is_file()}
+    names = [name for name in ("train", "pictures") if (folder / f"{name}.parquet").is_file()]
+    tests = sorted((folder / "test").glob("*.parquet"))
+    found = {name: ("train", f"{name}.parquet") for name in names}
+    return found | {path.stem: ("test", f"test/{path.name}") for path in tests}
 
 
 def _head(folder: Path, licences: Counter[str], num_queries: int) -> str:

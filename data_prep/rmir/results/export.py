@@ -13,7 +13,6 @@ import pyarrow.parquet as pq
 
 from data_prep.jsonl import write_jsonl
 from data_prep.rmir import arithmetic as maths
-from data_prep.rmir.config import LibraryConfig
 from data_prep.rmir.decisions import candidates_by_query
 from data_prep.rmir.pictures.library import Library
 from data_prep.rmir.results import card
@@ -53,13 +52,10 @@ def features(table: str) -> Any:
 
 
 def export(run: Run, splits: Mapping[str, str], positives: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    """Write ``dataset/`` from scratch, atomically.
+    """Write ``dataset/`` from scratch, atomically, and return counts.
 
     ``train.jsonl`` with pictures in ``images/``, the same records in ``train.parquet``, and ``test/`` as a retrieval set
     with one pool for all queries.
-
-    Returns:
-        Counts of what was written.
 
     Raises:
         RunError: the disk is full, a picture has disappeared, or two ids are equal once white space is escaped.
@@ -116,9 +112,8 @@ class _Export:
         records = [self._record(name) for name in self.train]
         write_jsonl(self.folder / "train.jsonl", records)
         if records:
-            _write(
-                self.folder / "train.parquet", "train", (_with_pictures(self.folder, one) for one in records)
-            )
+            rows = (_with_pictures(self.folder, record) for record in records)
+            _write(self.folder / "train.parquet", "train", rows)
         qrels = [(*pair, 1) for pair in self._pairs(self.positives)]
         in_corpus = set(self.corpus)
         negatives, excluded = (self._pairs(found, in_corpus) for found in (self.rejected, self.abstained))
@@ -149,6 +144,10 @@ class _Export:
     def _record(self, name: str) -> Record:
         query = self.queries[name]
         rationale = query["reasoning"] if self.config.export.rationale == "generator" else None
+
+        def target(key: str) -> dict[str, str]:
+            return {"id": self.image_ids[key], "image": self._file(key)}
+
         return Record(
             id=self.query_ids[name],
             group=self.image_ids[query["image_id"]],
@@ -157,13 +156,8 @@ class _Export:
             category=query["category"],
             instruction=self.config.export.instruction,
             query=QueryPart(text=query["query"], images=[self._file(query["image_id"])]),
-            positives=[
-                Positive(id=self.image_ids[key], image=self._file(key), rationale=rationale)
-                for key in self.positives[name]
-            ],
-            negatives=[
-                Target(id=self.image_ids[key], image=self._file(key)) for key in self.train_negatives[name]
-            ],
+            positives=[Positive(**target(key), rationale=rationale) for key in self.positives[name]],
+            negatives=[Target(**target(key)) for key in self.train_negatives[name]],
         )
 
     def _picture(self, name: str) -> bytes:
@@ -205,39 +199,29 @@ class _Export:
         for table, rows in tables.items():
             _write(folder / f"{table}.parquet", table, rows)
         ids = [self.query_ids[name] for name in self.test], [self.image_ids[name] for name in self.corpus]
+        counts = {"queries": len(self.test), "corpus": len(self.corpus)}
         meta = {
             "name": f"{self.config.export.name}-test",
             "split": "test",
             "licence": self.config.library.licence,
             "source": "python -m data_prep rmir",
-            "counts": {
-                "queries": len(ids[0]),
-                "corpus": len(ids[1]),
-                "qrels": len(qrels),
-                "negatives": len(negatives),
-            },
+            "counts": counts | {"qrels": len(qrels), "negatives": len(negatives)},
             "fingerprint": set_fingerprint(*ids, qrels, negatives=negatives, excluded=excluded),
         }
         (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
 
     def _write_origins(self) -> None:
-        """Write caption, source, author and licence of every picture, and the model that wrote the caption, if any.
-
-        Raises:
-            LibraryError: the library, needed for the credits, is no longer readable.
-        """
-        library: LibraryConfig = self.config.library
-        in_test = (
-            {*self.corpus, *(self.queries[name]["image_id"] for name in self.test)} if self.test else set()
-        )
-        used = sorted({*self.files, *in_test})
-        origins = Library(library).origins(set(used))
+        """Write caption, source, author and licence of every picture, and the model that wrote the caption, if any."""
+        library, used = self.config.library, set(self.files)
+        if self.test:
+            used |= {*self.corpus, *(self.queries[name]["image_id"] for name in self.test)}
+        origins = Library(library).origins(used)
 
         def row(name: str) -> dict[str, Any]:
             known = {"source": None, "author": None, "licence": library.licence, **origins.get(name, {})}
             return {**self.images[name], **known, "id": self.image_ids[name], "path": self.files.get(name)}
 
-        _write(self.folder / "pictures.parquet", "pictures", map(row, used))
+        _write(self.folder / "pictures.parquet", "pictures", map(row, sorted(used)))
 
 
 def _written(names: Iterable[str]) -> dict[str, str]:
@@ -278,5 +262,5 @@ def _write(path: Path, table: str, rows: Iterable[dict[str, Any]]) -> None:
     schema = features(table).arrow_schema
     left: Iterator[dict[str, Any]] = iter(rows)
     with pq.ParquetWriter(path, schema, compression="zstd") as out:
-        while some := list(islice(left, ROWS_A_GROUP)):
-            out.write_table(pa.Table.from_pylist(some, schema=schema))
+        while batch := list(islice(left, ROWS_A_GROUP)):
+            out.write_table(pa.Table.from_pylist(batch, schema=schema))

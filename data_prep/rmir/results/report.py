@@ -42,24 +42,22 @@ def collect(run: Run) -> dict[str, Any]:
         "settings": published(run.config),
         "funnel": funnel(stages),
         "ratios": ratios(stages),
-        "models": [asdict(one) for one in run.store.ledger()],
+        "models": [asdict(entry) for entry in run.store.ledger()],
     }
 
 
 def published(config: RmirConfig) -> dict[str, Any]:
     """The settings that explain the data, without paths, addresses, key names and machine-specific settings."""
     whole = asdict(config)
-    models = {
-        label: {
+    models = {}
+    for label, model in config.models.items():
+        about = {
             "name": model.name,
             "family": model.family,
             **model.cache_settings(),
             "max_side_px": model.max_side_px,
         }
-        for label, model in config.models.items()
-    }
-    for found in models.values():
-        found.pop("extra_body", None)
+        models[label] = {key: value for key, value in about.items() if key != "extra_body"}
     library = {
         key: value for key, value in whole["library"].items() if key not in ("path", "shard_size", "changed")
     }
@@ -106,9 +104,8 @@ def ratios(stages: dict[str, dict[str, Any]]) -> dict[str, float]:
     if "pool" in counts:
         found["pool share of the seed set"] = counts["pool"]["images"] / counts["seed"]["seed"]
     if "split" in counts and (total := counts["split"]["test"] + counts["split"]["train"]):
-        found["queries with an answer, of the seed set"] = (
-            counts["split"]["queries_with_an_answer"] / counts["seed"]["seed"]
-        )
+        answered = counts["split"]["queries_with_an_answer"]
+        found["queries with an answer, of the seed set"] = answered / counts["seed"]["seed"]
         found["test share of the queries"] = counts["split"]["test"] / total
         found["pool images a query"] = counts["pool"]["images"] / total
     return {name: found[name] for name in PAPER if name in found}
@@ -116,17 +113,15 @@ def ratios(stages: dict[str, dict[str, Any]]) -> dict[str, float]:
 
 def markdown(report: dict[str, Any]) -> str:
     """The report as a page of Markdown tables."""
-    names = Counter(_model_of(figures["endpoint"]) for figures in report["models"])
+    named = [(entry["endpoint"].partition(" at ")[0], entry) for entry in report["models"]]
+    names = Counter(name for name, _ in named)
     met = [found["met"] for found in report["stages"].values() if found.get("met")]
     audit = report["stages"].get("audit", {}).get("counts")
     return card.template("report.md").render(
         report=report,
         paper=PAPER,
         # With the address only if two endpoints serve the same model: ports change between runs.
-        models=[
-            (_model_of(one["endpoint"]) if names[_model_of(one["endpoint"])] == 1 else one["endpoint"], one)
-            for one in report["models"]
-        ],
+        models=[(name if names[name] == 1 else entry["endpoint"], entry) for name, entry in named],
         met_kinds={kind: about for kind, about in MET.items() if any(found.get(kind) for found in met)},
         audit=audit,
         ks=card.cut_offs(audit),
@@ -134,18 +129,10 @@ def markdown(report: dict[str, Any]) -> str:
 
 
 def write(run: Run) -> Path:
-    """Write ``report.json`` and ``report.md``, and the card if the data set exists.
-
-    Returns:
-        The Markdown file.
-    """
+    """Write ``report.json`` and ``report.md``, which is returned, and the card if the data set exists."""
     report = collect(run)
     write_text(run.out / "report.json", json.dumps(report, indent=1) + "\n")
     write_text(run.out / "report.md", markdown(report))
     if (run.out / "dataset").is_dir():
         card.write(run.out)
     return run.out / "report.md"
-
-
-def _model_of(endpoint: str) -> str:
-    return endpoint.partition(" at ")[0]

@@ -11,7 +11,6 @@ import hashlib
 import html
 import io
 import json
-import math
 import random
 import shlex
 from collections.abc import Mapping, Sequence
@@ -59,7 +58,7 @@ def draw(run: Path, size: int, split: str, seed: int) -> list[dict[str, Any]]:
     """Draw triplets in random order: half accepted and half rejected, if there are enough.
 
     Returns:
-        Rows with query_id, candidate_id, state, category, query and image_id.
+        Rows of ``decided`` joined with those of the queries.
 
     Raises:
         ReviewError: the run is not finished, or has no decided triplet in the split.
@@ -73,11 +72,9 @@ def draw(run: Path, size: int, split: str, seed: int) -> list[dict[str, Any]]:
         for row in _rows(run, "keep/decided.parquet", "decided")
         if splits.get(row["query_id"], {}).get("split") in parts and row["candidate_id"] not in doubted
     ]
-    about, asked = ("query_id", "candidate_id", "state"), ("category", "query", "image_id")
 
     def in_state(state: str) -> list[dict[str, Any]]:
-        rows = [(row, queries[row["query_id"]]) for row in decided if row["state"] == state]
-        return [{key: row[key] for key in about} | {key: query[key] for key in asked} for row, query in rows]
+        return [queries[row["query_id"]] | row for row in decided if row["state"] == state]
 
     kept, rejected = in_state(maths.KEPT), in_state(maths.REJECTED)
     if not kept and not rejected:
@@ -130,11 +127,7 @@ def _escaped(text: str) -> str:
 
 
 def agreement(words: Sequence[str]) -> None:
-    """Compare verdicts with the panel's decisions and print the agreement.
-
-    Raises:
-        UserError: invalid arguments, an unreadable file, or a verdict on a triplet that the run does not have.
-    """
+    """Compare verdicts with the panel's decisions and print the agreement."""
     options = parse_options(AgreementOptions, words, "rge data agreement")
     print(agreement_of(options.run, read_verdicts(options.run, options.verdicts)))
     if (options.run / "dataset").is_dir():
@@ -150,11 +143,15 @@ def agreement_of(run: Path, people: "Mapping[str, Said]") -> str:
         "|---|---:|---:|---:|---:|---|---:|",
     ]
     for name, row in report["rows"].items():
-        counts = f"{row['agree']} | {row['of']} | {row['queries']} | {_figure(row['share'])}"
+        counts = f"{row['agree']} | {row['of']} | {row['queries']} | {card.figure(row['share'])}"
         lines.append(f"| {name} | {counts} | {in_words(row['low'], row['high'])} | {row['unsure']} |")
-    lines.append(f"\nFleiss' kappa of people and panel: {_figure(report['kappa'])}. For comparison, {PAPER}.")
+    lines.append(
+        f"\nFleiss' kappa of people and panel: {card.figure(report['kappa'])}. For comparison, {PAPER}."
+    )
     for pair, row in report["between"].items():
-        lines.append(f"{pair}: same verdict on {row['same']} of {row['of']}, kappa {_figure(row['kappa'])}.")
+        lines.append(
+            f"{pair}: same verdict on {row['same']} of {row['of']}, kappa {card.figure(row['kappa'])}."
+        )
     lines += [
         f"{row['by']} on {row['key']} ({row['verdict'] or 'no verdict'}): {row['comment']}"
         for row in report["comments"]
@@ -244,26 +241,17 @@ def _row(votes: Sequence[_Vote]) -> dict[str, Any]:
 
 def _between(people: Mapping[str, Said]) -> dict[str, dict[str, Any]]:
     """Agreement of each pair of people on what both judged."""
-    pairs = {f"{a} and {b}": _said_by_both(people[a], people[b]) for a, b in combinations(people, 2)}
-    return {
-        pair: {"same": sum(a == b for a, b in both), "of": len(both), "kappa": _kappa(both, VERDICTS)}
-        for pair, both in pairs.items()
-        if both
-    }
-
-
-def _said_by_both(one: Said, other: Said) -> list[list[str]]:
-    keys = sorted(one.keys() & other.keys())
-    pairs = [[one[key]["verdict"], other[key]["verdict"]] for key in keys]
-    return [pair for pair in pairs if all(pair)]
+    found = {}
+    for (a, of_a), (b, of_b) in combinations(people.items(), 2):
+        pairs = [[of_a[key]["verdict"], of_b[key]["verdict"]] for key in sorted(of_a.keys() & of_b.keys())]
+        if both := [pair for pair in pairs if all(pair)]:
+            same = sum(one == other for one, other in both)
+            found[f"{a} and {b}"] = {"same": same, "of": len(both), "kappa": _kappa(both, VERDICTS)}
+    return found
 
 
 def _kappa(pairs: Sequence[Sequence[object]], categories: Sequence[object]) -> float:
-    return (
-        fleiss_kappa(np.array([[pair.count(one) for one in categories] for pair in pairs]))
-        if pairs
-        else math.nan
-    )
+    return fleiss_kappa(np.array([[pair.count(category) for category in categories] for pair in pairs]))
 
 
 def settle(run: Path, people: Mapping[str, Said], agree: int) -> dict[str, Any]:
@@ -311,10 +299,8 @@ def read_verdicts(run: Path, files: Sequence[Path]) -> dict[str, Said]:
 def _verdicts(file: Path, decided: dict[str, dict[str, Any]]) -> tuple[str, Said]:
     try:
         whole = json.loads(file.read_text(encoding="utf-8"))
-        by, rows = (
-            str(whole.get("by") or file.stem),
-            {key: _saved(row) for key, row in whole["verdicts"].items()},
-        )
+        by = str(whole.get("by") or file.stem)
+        rows = {key: _saved(row) for key, row in whole["verdicts"].items()}
     except OSError as error:
         raise ReviewError(f"{file} cannot be read: {error.strerror or error}") from None
     except (ValueError, KeyError, TypeError, AttributeError):
@@ -331,10 +317,6 @@ def _verdicts(file: Path, decided: dict[str, dict[str, Any]]) -> tuple[str, Said
 
 def _saved(row: dict[str, Any]) -> dict[str, str]:
     return {"verdict": row["verdict"] or "", "comment": str(row.get("comment") or "")}
-
-
-def _figure(value: float | None) -> str:
-    return "undefined" if value is None else f"{value:.3f}"
 
 
 def _decided(run: Path) -> dict[str, dict[str, Any]]:

@@ -139,7 +139,7 @@ def test_files_that_cannot_be_used_are_named(tmp_path, files, message):
 def test_a_kind_that_no_file_names_is_refused(tmp_path):
     config = config_of(tmp_path, "http://host/v1", generate=GenerateConfig(categories=["material"]))
     with pytest.raises(
-        UserError, match="generate.categories must be one of functional, causal, temporal; got 'material'"
+        UserError, match="generate.categories must be one of functional, causal, temporal, got 'material'"
     ):
         check(config)
 

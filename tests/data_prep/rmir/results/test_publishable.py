@@ -190,7 +190,7 @@ def test_judges_that_a_policy_stops_abstain(tmp_path):
 def test_the_content_policy_is_asked_for_and_its_abstention_is_counted():
     picture = Picture("a", "1")
     with_policy, without = (
-        prompts.generate_request("m", picture, ["causal"], content_policy=wanted).parts[0]
+        prompts.generate_request("m", picture, ["causal"], content_policy=wanted, texts=wording()).parts[0]
         for wanted in (True, False)
     )
     policy = wording().content_policy
@@ -203,12 +203,15 @@ def test_the_content_policy_is_asked_for_and_its_abstention_is_counted():
 
 
 def test_every_prompt_says_its_format_again():
-    picture = Picture("a", "1")
+    picture, texts = Picture("a", "1"), wording()
     for request, last in (
-        (prompts.generate_request("m", picture, ["causal"], content_policy=True), "</Example_CODE_1>"),
-        (prompts.filter_request("m", picture, "q", "t"), "<is_valid>yes or no</is_valid>"),
         (
-            prompts.judge_request("m", picture, "q", picture),
+            prompts.generate_request("m", picture, ["causal"], content_policy=True, texts=texts),
+            "</Example_CODE_1>",
+        ),
+        (prompts.filter_request("m", picture, "q", "t", texts=texts), "<is_valid>yes or no</is_valid>"),
+        (
+            prompts.judge_request("m", picture, "q", picture, texts=texts),
             "<consistent>True, False or ABSTAIN</consistent>",
         ),
     ):

@@ -490,7 +490,7 @@ def in_table(results: Results, table: Table, on: str) -> tuple[pd.DataFrame, lis
     """A table's cells in per cent, its rows as data, and the labels of rows without a run; ``on``: set of unnamed slices."""
     shown, data, missing = [], [], []
     for row in table.rows:
-        cells, seeds, said = {}, 0, ""
+        cells, seeds, result = {}, 0, ""
         sign = "+" if abs(sum(row.weights.values())) < 1e-9 else ""
         for title, where in table.slices.items():
             found = results.measure(row.weights, where.set_name or on, table.metric, where)
@@ -498,12 +498,11 @@ def in_table(results: Results, table: Table, on: str) -> tuple[pd.DataFrame, lis
                 cells[title] = ""
                 continue
             cells[title] = percent(found["mean"], found["low"], found["high"], sign)
-            said, seeds = said or verdict(found, row.sign), len(found["seeds"])
-            data.append({"row": row.says, "slice": title, "metric": table.metric, "verdict": said, **found})
+            result, seeds = result or verdict(found, row.sign), len(found["seeds"])
+            data.append({"row": row.says, "slice": title, "metric": table.metric, "verdict": result, **found})
         if seeds:
-            shown.append(
-                {"arm": row.says, "the paper": row.paper, **cells, "seeds": str(seeds), "verdict": said}
-            )
+            columns = {"arm": row.says, "the paper": row.paper, **cells}
+            shown.append({**columns, "seeds": str(seeds), "verdict": result})
         else:
             missing.append(row.says)
     frame = pd.DataFrame(shown, columns=["arm", "the paper", *table.slices, "seeds", "verdict"])

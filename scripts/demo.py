@@ -402,10 +402,10 @@ def judge_words(query_ids: Iterable[str], rationales: Iterable[str], set_folder:
 def chain_lines(figures: dict[str, dict[str, float]]) -> str:
     """`chain` in words."""
     return "\n".join(
-        f"{PAIRS[pair].removesuffix(', %')}: the thing is named right in {it['named']:.1f} %; then the answer in "
-        f"{it['answered']:.1f} %; then its picture comes first in {it['found']:.1f} % "
-        f"(thing named wrong: {it['found_otherwise']:.1f} %)"
-        for pair, it in figures.items()
+        f"{PAIRS[pair].removesuffix(', %')}: the thing is named right in {shares['named']:.1f} %; then the answer in "
+        f"{shares['answered']:.1f} %; then its picture comes first in {shares['found']:.1f} % "
+        f"(thing named wrong: {shares['found_otherwise']:.1f} %)"
+        for pair, shares in figures.items()
     )
 
 

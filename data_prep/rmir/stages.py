@@ -244,24 +244,24 @@ def judge(run: Run) -> dict[str, Any]:
         candidates.setdefault(row["query_id"], []).append(row["candidate_id"])
     panel, texts = _panel(run), wording(run.config.prompts)
 
-    def asked(name: str) -> Iterator[tuple[str, str, int]]:
+    def calls(name: str) -> Iterator[tuple[str, str, int]]:
         for candidate in candidates[name]:
             for model, sample in panel:
                 yield candidate, model, sample
 
     def ask(name: str) -> Iterator[Request]:
         query = queries[name]
-        for candidate, model, sample in asked(name):
+        for candidate, model, sample in calls(name):
             given, target = (run.picture(images[shown], model) for shown in (query["image_id"], candidate))
             settings = {"sample": sample, **_sampling(config)}
             yield prompts.judge_request(model, given, query["query"], target, texts=texts, **settings)
 
     def rows(name: str, outcomes: list[Outcome]) -> Iterator[tuple[str, Row]]:
-        for (candidate, model, sample), outcome in zip(asked(name), outcomes, strict=True):
+        for (candidate, model, sample), outcome in zip(calls(name), outcomes, strict=True):
             verdict, reasoning = _verdict(outcome)
             about = {"query_id": name, "candidate_id": candidate, "judge": model, "sample": sample}
-            said = {"verdict": verdict, "reasoning": reasoning, "key": outcome.key}
-            yield "judgements", about | said
+            answer = {"verdict": verdict, "reasoning": reasoning, "key": outcome.key}
+            yield "judgements", about | answer
 
     asking = Asking(
         {"judgements": "judgements"},

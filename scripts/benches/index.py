@@ -64,10 +64,10 @@ def _column(folder: Path, options: Options, clustered: bool) -> dict[str, float]
     vector_ND = drawn(options.rows, options.dimensions, clustered, seed=1)
     query_QD = drawn(QUERIES, options.dimensions, clustered, seed=2)
 
-    def timed(what: str, work):
+    def timed(label: str, work):
         began = time.perf_counter()
         answer = work()
-        print(f"  {what:<58}{time.perf_counter() - began:>9.1f} s", flush=True)
+        print(f"  {label:<58}{time.perf_counter() - began:>9.1f} s", flush=True)
         return answer
 
     with writing(folder):
@@ -88,8 +88,8 @@ def _column(folder: Path, options: Options, clustered: bool) -> dict[str, float]
             for start in range(0, QUERIES - number + 1, number):
                 index.search(query_QD[start : start + number], K, exact=True)
             spent = (time.process_time() - began) * 1000 / (QUERIES // number)
-            what = f"CPU time of an exact search, {number} in one call"
-            print(f"  {what:<58}{spent:>9.1f} ms")
+            label = f"CPU time of an exact search, {number} in one call"
+            print(f"  {label:<58}{spent:>9.1f} ms")
         recall = timed(
             "make the approximate index, and measure its recall", lambda: index.refresh(ann_from=1)
         )

@@ -8,7 +8,7 @@ import numpy as np
 
 from data_prep.rmir.arithmetic import ABSTAIN, ERROR, FALSE, TRUE
 
-SAID = (TRUE, FALSE, ABSTAIN)
+COUNTED = (TRUE, FALSE, ABSTAIN)
 """Counted verdicts; an unreadable answer counts as an abstention, as in `arithmetic.tally`."""
 
 
@@ -57,21 +57,21 @@ def panel_statistics(
     """
     if not len(weight_N):
         return {"kappa": math.nan, "judges": {}, "families": {}}
-    said = {name: _codes(verdicts) for name, verdicts in votes.items()}
+    codes_of = {name: _codes(verdicts) for name, verdicts in votes.items()}
     judges = {}
-    for name, own_N in said.items():
-        counts_NK = _counts([codes for other, codes in said.items() if other != name], len(weight_N))
+    for name, own_N in codes_of.items():
+        counts_NK = _counts([codes for other, codes in codes_of.items() if other != name], len(weight_N))
         first_N, second_N = np.sort(counts_NK, axis=1)[:, [-1, -2]].T
         agrees = _mean(own_N == counts_NK.argmax(axis=1), weight_N * (first_N > second_N))
-        said_N = np.array(votes[name])
-        shares = {verdict: _mean(said_N == verdict, weight_N) for verdict in (*SAID, ERROR)}
+        verdict_N = np.array(votes[name])
+        shares = {verdict: _mean(verdict_N == verdict, weight_N) for verdict in (*COUNTED, ERROR)}
         judges[name] = {"family": families[name], **shares, "agrees": agrees}
     within = {
-        family: [said[name] for name in votes if families[name] == family]
+        family: [codes_of[name] for name in votes if families[name] == family]
         for family in dict.fromkeys(families[name] for name in votes)
     }
     return {
-        "kappa": fleiss_kappa(_counts([*said.values()], len(weight_N)), weight_N),
+        "kappa": fleiss_kappa(_counts([*codes_of.values()], len(weight_N)), weight_N),
         "judges": judges,
         "families": {
             family: fleiss_kappa(_counts(rows, len(weight_N)), weight_N)
@@ -82,13 +82,13 @@ def panel_statistics(
 
 
 def _codes(verdicts: Sequence[str]) -> np.ndarray:
-    return np.array([SAID.index(ABSTAIN if verdict == ERROR else verdict) for verdict in verdicts])
+    return np.array([COUNTED.index(ABSTAIN if verdict == ERROR else verdict) for verdict in verdicts])
 
 
-def _counts(said: Sequence[np.ndarray], num: int) -> np.ndarray:
-    """(num, K): number of judges that gave each verdict of `SAID`."""
-    found = np.zeros((num, len(SAID)))
-    for codes_N in said:
+def _counts(judges: Sequence[np.ndarray], num: int) -> np.ndarray:
+    """(num, K): number of judges that gave each verdict of `COUNTED`."""
+    found = np.zeros((num, len(COUNTED)))
+    for codes_N in judges:
         found[np.arange(num), codes_N] += 1
     return found
 

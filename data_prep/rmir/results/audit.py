@@ -46,15 +46,15 @@ def judges(run: Run) -> dict[str, Any]:
         for panels in decisions.panels(run.path("judge", "judgements"))
         for votes in panels.values()
     )
-    said: dict[str, list[str]] = {}
+    verdicts: dict[str, list[str]] = {}
     families: dict[str, str] = {}
     for pattern in sorted(patterns):
         for judge, sample, verdict in pattern:
             name = f"{judge} {sample + 1}"
-            said.setdefault(name, []).append(verdict)
+            verdicts.setdefault(name, []).append(verdict)
             families[name] = run.config.models[judge].family or judge
     weight_N = np.array([patterns[pattern] for pattern in sorted(patterns)])
-    return panel_statistics(dict(sorted(said.items())), families, weight_N)
+    return panel_statistics(dict(sorted(verdicts.items())), families, weight_N)
 
 
 def indices(run: Run) -> dict[str, dict[str, float]]:

@@ -35,10 +35,13 @@ def measure(options: Options) -> dict:
     """Embed the queries in all modes."""
     encoder = Embedder.from_pretrained(options.checkpoint)
     queries = read_pairs(options.set, options.limit).queries
-    modes = ["direct"]
-    modes += ["latent"] if encoder.settings.think_tokens else []
-    modes += ["auto"] if encoder.settings.decides_itself else []
-    modes += ["reasoning"] if encoder.settings.reasons != "none" else []
+    settings = encoder.settings
+    trained = {
+        "latent": settings.think_tokens,
+        "auto": settings.decides_itself,
+        "reasoning": settings.reasons != "none",
+    }
+    modes = ["direct", *filter(trained.get, trained)]
 
     def ask(mode: str):
         return encoder.encode(queries, side="query", mode=mode, batch_size=options.batch_size, progress=False)

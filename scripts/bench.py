@@ -23,12 +23,13 @@ def main(words: list[str]) -> None:
     if not words or words[0] not in NAMES:
         raise UserError("name a bench:\n" + "\n".join(f"  {name:10} {_about(name)}" for name in NAMES))
     name, *given = words
-    bench, command, more = importlib.import_module(f"benches.{name}"), f"python scripts/bench.py {name}", []
+    bench = importlib.import_module(f"benches.{name}")
+    Options, command, more = bench.Options, f"python scripts/bench.py {name}", []
     if getattr(bench, "TAKES_A_RECIPE", False):
-        offer_help(bench.Options, given, command)
-        recipe = [word for word in given if split_word(word)[0] not in names_of(bench.Options)]
+        offer_help(Options, given, command)
+        recipe = [word for word in given if split_word(word)[0] not in names_of(Options)]
         given, more = [word for word in given if word not in recipe], [recipe]
-    print(json.dumps(bench.measure(parse_options(bench.Options, given, command), *more)))
+    print(json.dumps(bench.measure(parse_options(Options, given, command), *more)))
 
 
 def _about(name: str) -> str:

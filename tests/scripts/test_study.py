@@ -374,7 +374,7 @@ def test_values_come_back_from_their_packed_form(study, values):
     ("words", "message"),
     [
         ([], "finding must list at least one value"),
-        (["g"], "finding must be one of eyes, a, b, c, d, e, f, rl, all, got 'g'"),
+        (["h"], "finding must be one of eyes, a, b, c, d, e, f, g, rl, all, got 'h'"),
         (["a", "seeds=0"], "seeds must be >= 1, got 0"),
         (["a", "seed=1"], r"unknown key seed; did you mean seeds\?"),
         (["rl", "on=valid"], "finding rl has test sets only"),

@@ -1,13 +1,13 @@
-"""What a training step takes: tokens, FLOPs, memory and communication, from a model's shapes and a recipe's numbers.
+"""Costs of a training step: tokens, FLOPs, memory and communication, from a model's shapes and a recipe's numbers.
 
-What a picture costs is read off a pass of the vision tower; the rest is formulas. FLOPs count matrix products (a
-multiplication and an addition are two) and attention densely, as `torch.utils.flop_counter` does; ``tests/rge/plan/test_plan.py``
-holds them against it. Memory is an estimate: what is kept is added up, what an allocator wastes is not.
+Picture costs are measured in a pass of the vision tower; the rest is formulas. FLOPs count matrix products (a multiplication
+and an addition are two) and attention densely, as `torch.utils.flop_counter` does; ``tests/rge/plan/test_plan.py`` compares
+the two. Memory is an estimate: it adds up what is kept and ignores what an allocator wastes.
 
-A step is (rge/step.py): the queries' prompts are encoded, the rollout continues from their keys and values, one forward
-takes each prompt with its own and its oracle rationale, one takes the candidates, and the backward. Where a rank's share of
+In a step (rge/step.py), the queries' prompts are encoded, the rollout continues from their keys and values, one forward
+runs each prompt with its own and its oracle rationale, another the candidates, and the backward follows. If a rank's share of
 the batch takes several micro batches, candidates are encoded once more without gradient, and so are prompts, unless what
-their backward needs is kept (`train.keep_activations`). A frozen vision tower sees each picture once.
+their backward needs is kept (`train.keep_activations`). A frozen vision tower runs on each picture once.
 """
 
 import math
@@ -31,19 +31,19 @@ from rge.model.vision_tower import speed_up
 
 GIB = 2**30
 RESERVED_GIB = 4.0
-"""Set aside a GPU: context, communication buffers, fragments."""
+"""Reserved per GPU: context, communication buffers, fragments."""
 
 PROCESS_GIB, WORKER_GIB = 3.0, 0.5
-"""Set aside of a host's memory: for a process with torch and its libraries, and for what a forked data worker makes its own."""
+"""Reserved host memory: per process with torch and its libraries, and per forked data worker for the pages it writes."""
 
 PROCESS_DESCRIPTORS, WORKER_DESCRIPTORS = 128, 8
-"""Open files of a process, sockets and libraries included, and those of each data worker that it has: upper bounds."""
+"""Upper bounds on open files: per process, sockets and libraries included, and per data worker."""
 
 NCCL_GIB = 1.0
-"""Shared memory that NCCL's guide asks a container to have for its processes (docker run --shm-size=1g)."""
+"""Shared memory per container that NCCL's guide asks for (docker run --shm-size=1g)."""
 
 ACTIVATIONS_OFF_BY = 1 / 3
-"""Share of the activations by which an estimate of them may be wrong: what tests/rge/plan/test_plan.py holds them to."""
+"""Relative error of the activation estimate; tests/rge/plan/test_plan.py enforces it."""
 
 SPEEDS = {
     "B200": (2250.0, 8.0),
@@ -57,33 +57,41 @@ SPEEDS = {
     "A100": (312.0, 2.039),
     "L40S": (362.0, 0.864),
 }
-"""TFLOP/s in bfloat16 without sparsity, and TB/s, as the maker gives them, by a part of the device's name; the first that fits."""
+"""Vendors' TFLOP/s in bfloat16 without sparsity, and TB/s, by a part of the device's name; the first match counts."""
+
+SHARDED: dict[str, tuple[str, ...]] = {
+    "ddp": (),
+    "zero1": ("optimizer",),
+    "zero2": ("gradients", "optimizer"),
+    "zero3": ("weights", "gradients", "optimizer"),
+    "fsdp2": ("weights", "gradients", "optimizer"),
+}
+"""What each back end shards over the GPUs."""
 
 OPTIMIZER_STATES = {"adamw": 2, "muon": 1}
-"""Numbers kept a parameter; Muon keeps one, except for what it leaves to AdamW."""
+"""Numbers kept per parameter; Muon keeps one, except for what it leaves to AdamW."""
 
 HOST_TBS = 0.04
-"""TB/s at which a GPU copies to main memory and back while it does nothing else: two thirds of PCIe 5's 16 lanes."""
+"""TB/s of copies between an otherwise idle GPU and main memory: two thirds of PCIe 5's 16 lanes."""
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 UTILISATION = (0.2, 0.5)
-"""Shares of a GPU's peak between which training of large models usually runs; a plan's hours are as uncertain as that."""
+"""Usual range of the share of a GPU's peak that training of large models reaches; it bounds a plan's hours."""
 CPU_UTILISATION = (0.5, 0.9)
-"""The same of a CPU's, which is measured."""
+"""The same for a CPU, whose peak is measured."""
 
 
 @dataclass(frozen=True)
 class PictureCost:
-    """What one picture costs in the vision tower.
+    """Cost of one picture in the vision tower.
 
     Attributes:
-        placeholders: tokens that stand for it; `feature` numbers are put in place of each.
-        num_bytes: of its pixels as they are handed on, 8 bits a channel.
+        placeholders: its placeholder tokens; each is replaced by `feature` numbers.
+        num_bytes: of its pixels between processes, 8 bits per channel.
         products: FLOPs of a pass in matrix products, `attention` in attention, `fixed` in what is never trained.
-        layers: of the tower.
-        states: numbers that a layer is given.
-        inside: numbers that autograd keeps of a layer.
+        states: numbers in a layer's input.
+        inside: numbers that autograd keeps per layer.
     """
 
     placeholders: int = 0
@@ -99,14 +107,13 @@ class PictureCost:
 
 @dataclass(frozen=True)
 class Shapes:
-    """Sizes of a model, read off its modules.
+    """Sizes of a model and its text layers.
 
     Attributes:
         parameters: all; `vision_parameters` of them in the vision tower.
-        layer: parameters of one text layer's matrices; `key_value` of them make keys and values.
-        layers: text layers. `hidden`, `inner`, `heads`, `key_heads` and `head_size` are theirs.
+        layer: parameters of one text layer's matrices; `key_value` of them compute keys and values.
         vocabulary: rows of the output matrix.
-        picture: of the largest size.
+        picture: the largest.
     """
 
     parameters: int
@@ -124,14 +131,14 @@ class Shapes:
 
 
 def speed_of(device: str, dtype: str) -> tuple[float, float] | None:
-    """TFLOP/s and TB/s of a device by its name; None where that is not known, as for any in float32."""
+    """TFLOP/s and TB/s of a device by its name; None if unknown, as for any in float32."""
     if dtype != "bfloat16":
         return None
     return next((speed for name, speed in SPEEDS.items() if name in device), None)
 
 
 def shapes_of(model: HubModel, num_pixels: int) -> Shapes:
-    """Read a model's sizes, also on `meta`, with what a square picture of so many pixels costs."""
+    """Sizes of a model, also on `meta`, with the cost of a square picture of `num_pixels`."""
     family, text = family_of(model), model.config.get_text_config()
     layer = family.decoder(model).layers[0]
     matrices = {name: matrix.weight.numel() for name, matrix in _matrices(layer).items()}
@@ -153,21 +160,19 @@ def shapes_of(model: HubModel, num_pixels: int) -> Shapes:
 
 
 def _size(module: nn.Module) -> int:
-    """Parameters of a module."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _matrices(module: nn.Module) -> dict[str, nn.Linear]:
-    """Its matrix products, by name."""
     return {name: part for name, part in module.named_modules() if isinstance(part, nn.Linear)}
 
 
-_known: WeakKeyDictionary[nn.Module, dict[int, PictureCost]] = WeakKeyDictionary()
+_costs: WeakKeyDictionary[nn.Module, dict[int, PictureCost]] = WeakKeyDictionary()
 
 
 def cost_of_picture(model: HubModel, num_pixels: int) -> PictureCost:
-    """What a square picture of so many pixels costs: counted in one pass on `meta`, which computes shapes alone."""
-    costs = _known.setdefault(model, {})
+    """Cost of a square picture of `num_pixels`, counted in one pass on `meta`, which computes only shapes."""
+    costs = _costs.setdefault(model, {})
     if num_pixels not in costs:
         on_meta = model.device.type == "meta"
         costs[num_pixels] = _count(model if on_meta else skeleton(model.config), num_pixels)
@@ -182,14 +187,14 @@ def _count(model: HubModel, num_pixels: int) -> PictureCost:
     parts = [module for part in family.vision(model) for module in part.modules()]
     stacks = (part for part in parts if isinstance(part, nn.ModuleList) and hasattr(part[0], "mlp"))
     blocks: Any = next(stacks, ())
-    given: list[Tensor] = []
+    inputs: list[Tensor] = []
 
     def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given.append(next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)))
+        inputs.append(next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)))
 
     first = blocks[0] if blocks else nn.Identity()
     hook = first.register_forward_pre_hook(note, with_kwargs=True)
-    speed_up(model, "sdpa")  # else a tower of Qwen's reads the pictures' sizes back from the device
+    speed_up(model, "sdpa")  # else Qwen's towers read the pictures' sizes back from the device
     values = torch.zeros(shape, dtype=model.dtype, device="meta")
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         features = family.features(model, values, grid)
@@ -200,7 +205,7 @@ def _count(model: HubModel, num_pixels: int) -> PictureCost:
         return sum(count for operation, count in flops.items() if re.search(kinds, str(operation)))
 
     attention, fixed = counted("bmm|attention"), counted("convolution") * _is_fixed(parts)
-    states, inside = _numbers_of(first, given[0]) if given else (0, 0)
+    states, inside = _numbers_of(first, inputs[0]) if inputs else (0, 0)
     return PictureCost(
         placeholders=features.shape[0],
         feature=features.shape[1],
@@ -215,12 +220,12 @@ def _count(model: HubModel, num_pixels: int) -> PictureCost:
 
 
 def _is_fixed(parts: Sequence[nn.Module]) -> bool:
-    """Whether convolutions' weights are buffers, as in a tower that came with a package."""
+    """Whether the weights of convolutions are buffers, as in a tower that comes with a package."""
     return not any(isinstance(part.weight, nn.Parameter) for part in parts if isinstance(part, nn.Conv2d))
 
 
 def _numbers_of(block: Any, states: Tensor) -> tuple[int, int]:
-    """Numbers that go into a block of a tower, and that are made inside it."""
+    """Numbers in a tower block's input, and those that it computes."""
     hidden = states.shape[-1]
     inner = max(max(matrix.weight.shape) for matrix in _matrices(block.mlp).values())
     return states.numel(), states.numel() // hidden * (12 * hidden + 4 * inner)
@@ -228,17 +233,17 @@ def _numbers_of(block: Any, states: Tensor) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Load:
-    """What one rank works on in a step.
+    """Work of one rank in a step.
 
     Attributes:
         chunks: micro batches.
         prompt: tokens of a query's prompt, pictures included; `candidate` of a candidate's.
-        own: tokens of a rationale that the model writes, `<emb>` not counted; 0 where it writes none.
-        oracle: tokens of an oracle rationale; 0 where there is none.
-        read_own: whether InfoNCE reads a branch of its own (after the model's rationale, or directly after the prompt).
+        own: tokens of a generated rationale without `<emb>`; 0 if none is generated.
+        oracle: tokens of an oracle rationale; 0 if none is used.
+        read_own: whether InfoNCE reads a separate branch (after the generated rationale, or directly after the prompt).
         label_candidates: whether `<emb>` after a candidate's prompt is predicted.
-        query_pictures: of the largest size, in a query's prompt; `candidate_pictures` likewise.
-        each: rationales that the model writes for a query.
+        query_pictures: pictures of the largest size in a query's prompt; `candidate_pictures` likewise.
+        each: generated rationales per query.
         sampled: whether their tokens' log probabilities are read, for a policy gradient.
         oracles: branches with the oracle rationale: after the prompt, after think tokens.
         beside: tokens of branches of further states, and think tokens before an oracle rationale.
@@ -263,7 +268,7 @@ class Load:
 
     @property
     def tail(self) -> int:
-        """Tokens of a query's row after the part that is attended to causally: its last prompt token and branches."""
+        """Tokens of a query's row after the causal part: its last prompt token and branches."""
         return 1 + self.read_own * self.own_tokens + self.beside + self.oracle_tokens
 
     @property
@@ -273,39 +278,39 @@ class Load:
 
     @property
     def own_tokens(self) -> int:
-        """Tokens of a query's own rationales, `<emb>` counted."""
+        """Tokens of a query's own rationales, `<emb>` included."""
         return self.each * (self.own + 1)
 
     @property
     def oracle_tokens(self) -> int:
-        """Tokens of a query's branches with the oracle rationale, `<emb>` counted."""
+        """Tokens of a query's branches with the oracle rationale, `<emb>` included."""
         return self.oracles * (self.oracle + 1) if self.oracle else 0
 
     @property
     def pictures(self) -> float:
-        """Of a step."""
+        """Pictures per step."""
         return self.queries * self.query_pictures + self.candidates * self.candidate_pictures
 
 
 @dataclass(frozen=True)
 class Setup:
-    """How a rank works.
+    """Settings of a rank.
 
     Attributes:
         back_end: one of `BACK_ENDS`.
-        num_gpus: over which ZeRO and FSDP2 share out.
-        dtype_bytes: of what is computed in, and of weights that are not trained; those that are trained are float32.
+        num_gpus: over which ZeRO and FSDP2 shard.
+        dtype_bytes: of the computing dtype and of frozen weights; trained weights are float32.
         trained: parameters with a gradient.
-        checkpointing: whether only layers' inputs are kept, and layers computed once more in the backward.
-        adapters: whether the text model's own matrices get no gradient.
-        train_vision: whether the backward goes through the vision tower.
-        optimizer_states: numbers the optimizer keeps a parameter.
-        rollout_rows: rationales written at once.
-        captures: whether steps of writing are captured as CUDA graphs, whose buffers stay for the run.
-        micro_queries: queries of a forward.
-        keep: where what several micro batches' backwards need is kept, ``device`` or ``host``; ``none``.
-        once: whether prompts are encoded once; None: where there is a single micro batch.
-        engine: bytes of another engine that writes the rationales, and has them only meanwhile.
+        checkpointing: keep only layers' inputs, and recompute layers in the backward.
+        adapters: the text model's own matrices get no gradient.
+        train_vision: the backward goes through the vision tower.
+        optimizer_states: numbers that the optimizer keeps per parameter.
+        rollout_rows: rationales generated at once.
+        captures: generation steps are captured as CUDA graphs, whose buffers stay for the run.
+        micro_queries: queries per forward.
+        keep: where the activations of several micro batches are kept: ``device``, ``host`` or ``none``.
+        once: prompts are encoded once; None: only with a single micro batch.
+        engine: bytes of an external engine during the rollout.
     """
 
     back_end: str = "ddp"
@@ -323,17 +328,21 @@ class Setup:
     once: bool | None = None
     engine: float = 0.0
 
+    def shards(self, kind: str) -> int:
+        """GPUs over which ``weights``, ``gradients`` or ``optimizer`` states are sharded."""
+        return self.num_gpus if kind in SHARDED[self.back_end] else 1
+
     @property
     def shares_weights(self) -> bool:
-        """Whether weights are spread over GPUs."""
-        return self.num_gpus > 1 and self.back_end in ("zero3", "fsdp2")
+        """Whether weights are sharded."""
+        return self.shards("weights") > 1
 
     def encodes_once(self, load: Load) -> bool:
-        """Whether the rollout goes on from the pass over the prompts that has a gradient."""
+        """Whether the rollout continues from the prompts' pass with gradient."""
         return load.chunks == 1 if self.once is None else self.once
 
     def remembers(self, load: Load) -> bool:
-        """Whether a frozen tower sees each picture once a step, and what it makes of them stays (`make_writer`)."""
+        """Whether a frozen tower runs once per picture and step, and its features are kept (`make_writer`)."""
         return bool(load.own) and not self.train_vision and not self.shares_weights
 
 
@@ -344,7 +353,7 @@ def flops(shapes: Shapes, load: Load, setup: Setup) -> dict[str, float]:
     seen = picture.products + picture.attention + picture.fixed
 
     def text(prompt: int, tail: int, read: int) -> tuple[float, float]:
-        """Products and attention of one row; the last layer computes what is read, and keys and values."""
+        """Products and attention of one row; the last layer computes only what is read, and keys and values."""
         tokens = prompt - 1 + tail
         products = 2.0 * (
             (s.layers - 1) * s.layer * tokens + s.key_value * tokens + (s.layer - s.key_value) * read
@@ -357,7 +366,7 @@ def flops(shapes: Shapes, load: Load, setup: Setup) -> dict[str, float]:
     unseen = {"queries": query_pictures, "candidates": candidate_pictures}
 
     def see(side: str) -> float:
-        """The tower's pass over a side's pictures; a frozen one makes it once."""
+        """The tower's pass over a side's pictures; a frozen tower runs once."""
         pictures = unseen[side]
         if setup.remembers(load):
             unseen[side] = 0.0
@@ -380,7 +389,7 @@ def flops(shapes: Shapes, load: Load, setup: Setup) -> dict[str, float]:
     products, looks = (n.queries * query[part] + n.candidates * candidate[part] for part in (0, 1))
     head = 2.0 * s.hidden * s.vocabulary * (n.queries * n.labels + n.candidates * n.label_candidates)
     found["forward"] = products + looks + see("queries") + see("candidates") + head
-    # Attention's backward computes the scores once more: five products for the forward's two.
+    # Attention's backward recomputes the scores: five products for the forward's two.
     backward = (1 if setup.adapters else 2) * (products + head) + 2.5 * looks
     recomputed = products + looks
     if setup.train_vision:
@@ -391,13 +400,9 @@ def flops(shapes: Shapes, load: Load, setup: Setup) -> dict[str, float]:
 
 
 def naming_flops(shapes: Shapes, *, pictures: int, name_tokens: int, train_text: bool) -> tuple[float, float]:
-    """FLOPs of one step of ``model.scratch.naming`` (`rge.scratch.pretrain_vision.teach`): choosing alone, and saying too.
+    """FLOPs of a step of ``model.scratch.naming`` (`rge.scratch.pretrain_vision.teach`): choosing alone, and with saying.
 
-    Args:
-        shapes: of the model.
-        pictures: of a step.
-        name_tokens: of the longest name; rows are padded to it.
-        train_text: whether the text model gets gradients of its weights.
+    Rows are padded to `name_tokens`. Without `train_text` the text model's weights get no gradient.
     """
     s, picture = shapes, shapes.picture
     seeing = pictures * (picture.fixed + 3 * picture.products + 3.5 * picture.attention)
@@ -408,17 +413,17 @@ def naming_flops(shapes: Shapes, *, pictures: int, name_tokens: int, train_text:
 
 
 def memory(shapes: Shapes, load: Load, setup: Setup) -> dict[str, float]:
-    """Bytes on one GPU at its fullest, by kind; estimates."""
+    """Estimated peak bytes on one GPU, by kind."""
     s, n = shapes, load
-    activation_bytes, weights, gradients, states = _of_parameters(shapes, setup)
+    activation_bytes, weights, gradients, states = _parameter_bytes(shapes, setup)
     rows_each = -(-n.candidates // n.chunks)
     tokens = setup.micro_queries * (n.prompt - 1 + n.tail) + rows_each * (n.candidate + 1)
     pictures = setup.micro_queries * n.query_pictures + rows_each * n.candidate_pictures
     kept = _kept(shapes, setup, tokens, pictures)
-    if setup.checkpointing:  # and a layer that is being computed again
+    if setup.checkpointing:  # and the layer that is being recomputed
         kept += max(tokens * _inside(shapes), setup.train_vision * pictures * s.picture.inside)
     predicted = setup.micro_queries * (n.oracle + 1 if n.oracle else 0) + rows_each * n.label_candidates
-    # A policy's logits are made some at a time, and again in the backward.
+    # A policy's logits are computed in chunks, and again in the backward.
     predicted += n.sampled * min(CHUNK_TOKENS, setup.micro_queries * n.own_tokens)
     training = kept * activation_bytes + 12.0 * predicted * s.vocabulary
     writing = 0.0
@@ -428,7 +433,7 @@ def memory(shapes: Shapes, load: Load, setup: Setup) -> dict[str, float]:
         if setup.captures:
             rows, room = bucket(rows), bucket(math.ceil(room))
         writing = _cache(shapes, setup) * rows * room + setup.engine
-        if setup.shares_weights:  # gathered, in the computing dtype, while rationales are written
+        if setup.shares_weights:  # gathered during the rollout, in the computing dtype
             writing += 2.0 * s.parameters
     stays = setup.remembers(load)
     made = n.pictures * s.picture.placeholders * s.picture.feature * setup.dtype_bytes
@@ -444,15 +449,13 @@ def memory(shapes: Shapes, load: Load, setup: Setup) -> dict[str, float]:
 
 
 def _inside(shapes: Shapes) -> int:
-    """Numbers that autograd keeps of a text layer, a token.
-
-    Norms and residuals; queries, keys and values before and after rotation, the output; gate, up, activation and product.
-    """
+    """Numbers that autograd keeps per token and text layer."""
+    # Norms and residuals; queries, keys and values before and after rotation, the output; gate, up, activation and product.
     return 6 * shapes.hidden + 6 * shapes.heads * shapes.head_size + 4 * shapes.inner
 
 
 def _kept(shapes: Shapes, setup: Setup, tokens: float, pictures: float) -> float:
-    """Numbers that autograd keeps of a forward until its backward; a frozen tower has none."""
+    """Numbers that autograd keeps between a forward and its backward; none for a frozen tower."""
     picture, seen = shapes.picture, pictures * setup.train_vision
     if setup.checkpointing:
         return tokens * shapes.hidden * shapes.layers + seen * picture.states * picture.layers
@@ -460,9 +463,9 @@ def _kept(shapes: Shapes, setup: Setup, tokens: float, pictures: float) -> float
 
 
 def kept_bytes(shapes: Shapes, load: Load, setup: Setup) -> tuple[float, float]:
-    """Bytes on a GPU, and in main memory for it, of what several micro batches keep between first forward and backward.
+    """Bytes on a GPU, and in main memory for it, that several micro batches keep between first forward and backward.
 
-    Those of the micro batch that is being computed are not among them.
+    Excludes the micro batch that is being computed.
     """
     n = load
     if setup.keep == "none" or n.chunks == 1 or not n.contrastive:
@@ -474,45 +477,41 @@ def kept_bytes(shapes: Shapes, load: Load, setup: Setup) -> tuple[float, float]:
     elif setup.encodes_once(load):
         tokens, pictures = tokens + n.queries * n.prompt, n.pictures
         known = n.queries * n.prompt * _cache(shapes, setup)  # of the prompts, for the rollout
-    activation_bytes = _of_parameters(shapes, setup)[0]
-    # Outside of the layers: the final norm, and in the tower patches and what maps them to the text model's width.
+    activation_bytes = _parameter_bytes(shapes, setup)[0]
+    # Outside the layers: the final norm; the tower's patches and their projection to the text model's width.
     outside = 6 * tokens * shapes.hidden + 4 * setup.train_vision * pictures * shapes.picture.states
     kept = _kept(shapes, setup, tokens, pictures) + outside
     if not setup.checkpointing and setup.back_end == "ddp" and setup.dtype_bytes < 4:
-        kept += n.chunks * setup.trained  # autocast's copies of the weights, of each forward
+        kept += n.chunks * setup.trained  # autocast's copies of the weights, per forward
     kept *= activation_bytes
     return (kept + known, 0.0) if setup.keep == "device" else (known, kept)
 
 
-def _of_parameters(shapes: Shapes, setup: Setup) -> tuple[float, float, float, float]:
-    """Bytes of an activation, and of all weights, gradients and the optimizer's numbers on one GPU."""
-    trained, num_gpus = setup.trained, setup.num_gpus
-    back_end = setup.back_end if num_gpus > 1 else "ddp"
-    gradients, states = 4.0 * trained, 4.0 * setup.optimizer_states * trained
-    mixed, activation_bytes = setup.dtype_bytes < 4, float(setup.dtype_bytes)
-    if back_end in ("ddp", "fsdp2"):  # weights that are trained are float32; FSDP2 has everything in shares
-        weights = 4.0 * trained + setup.dtype_bytes * (shapes.parameters - trained)
-        if back_end == "fsdp2":
-            return activation_bytes, weights / num_gpus, gradients / num_gpus, states / num_gpus
-        if mixed:
-            # Autocast keeps copies of them for the length of a forward and backward. What it adds up and normalises,
-            # which is half of what autograd keeps, it leaves in the float32 of the weights.
-            weights += setup.dtype_bytes * trained
+def _parameter_bytes(shapes: Shapes, setup: Setup) -> tuple[float, float, float, float]:
+    """Bytes of an activation, and of all weights, gradients and optimizer states on one GPU."""
+    trained, dtype_bytes = setup.trained, setup.dtype_bytes
+    back_end = setup.back_end if setup.num_gpus > 1 else "ddp"
+    states, activation_bytes = 4.0 * setup.optimizer_states * trained, float(dtype_bytes)
+    if back_end in ("ddp", "fsdp2"):  # trained weights are float32
+        weights = 4.0 * trained + dtype_bytes * (shapes.parameters - trained)
+        if back_end == "ddp" and dtype_bytes < 4:
+            # Autocast keeps copies of them during a forward and backward. It leaves sums and norms, which are half of what
+            # autograd keeps, in the float32 of the weights.
+            weights += dtype_bytes * trained
             activation_bytes = 3.0 if trained > shapes.parameters / 2 else activation_bytes
-        return activation_bytes, weights, gradients, states
-    # DeepSpeed has float32 copies, in shares, beside weights in the computing dtype; they are one if that is float32.
-    weights = setup.dtype_bytes * shapes.parameters / (num_gpus if back_end == "zero3" else 1)
-    gradients /= 1 if back_end == "zero1" else num_gpus
-    return activation_bytes, weights, gradients, (states + 4.0 * mixed * trained) / num_gpus
+    else:
+        # DeepSpeed keeps sharded float32 copies beside weights in another computing dtype.
+        weights, states = dtype_bytes * shapes.parameters, states + 4.0 * (dtype_bytes < 4) * trained
+    gradients, states = 4.0 * trained / setup.shards("gradients"), states / setup.shards("optimizer")
+    return activation_bytes, weights / setup.shards("weights"), gradients, states
 
 
 def _cache(shapes: Shapes, setup: Setup) -> float:
-    """Bytes of a token's keys and values in all layers."""
     return 2.0 * shapes.key_heads * shapes.head_size * shapes.layers * setup.dtype_bytes
 
 
 def pixel_bytes(shapes: Shapes, load: Load) -> float:
-    """Bytes of the pictures of a rank's batch as they are handed on: 8 bits a channel, once a picture."""
+    """Bytes of the pictures of a rank's batch between processes: 8 bits per channel."""
     return float(load.pictures * shapes.picture.num_bytes)
 
 
@@ -526,16 +525,16 @@ def host(
     processes: int,
     on_gpu: bool = True,
 ) -> dict[str, float]:
-    """What one machine gives besides its GPUs, at its fullest: bytes of memory, bytes of shared memory, open files.
+    """Peak use of one machine besides its GPUs: bytes of memory, bytes of shared memory, open files.
 
-    The machine has so many `processes`, each with `num_workers` and batches of `batch_bytes` (`pixel_bytes`), of which one
-    waits even where `prefetch_bytes` are less. On a GPU pixels wait in pinned memory, and processes talk by NCCL.
+    It runs `processes`, each with `num_workers` and batches of `batch_bytes` (`pixel_bytes`). At least one batch is
+    prefetched, even if `prefetch_bytes` is less. For a GPU, pixels are prefetched to pinned memory and processes use NCCL.
     """
-    # Batches that wait, and one in use, are in pinned memory, which comes in powers of two. A worker holds its prompts'
-    # pictures and the run that they are put together in.
+    # Prefetched batches, and the one in use, are in pinned memory, allocated in powers of two. A worker holds its prompts'
+    # pictures and the buffer that joins them.
     pinned = 2.0 ** math.ceil(math.log2(batch_bytes)) if on_gpu and batch_bytes else batch_bytes
     batches = max(prefetch_bytes, pinned) + pinned + 2 * num_workers * batch_bytes
-    weights = float(dtype_bytes * parameters)  # read here, before they are on a GPU
+    weights = float(dtype_bytes * parameters)  # loaded here before they go to a GPU
     each = PROCESS_GIB * GIB + num_workers * WORKER_GIB * GIB + max(batches, weights)
     return {
         "memory": processes * each,
@@ -547,36 +546,31 @@ def host(
 
 
 def state_copy(shapes: Shapes, setup: Setup, processes: int) -> float:
-    """Bytes of main memory, on the run's first machine, of the copy from which a training state is written in the background.
+    """Bytes of main memory, on the run's first machine, of the copy that a background save of a training state writes.
 
-    The machine has so many `processes`. Without shards, only the main process writes. DeepSpeed's model file under ZeRO-1 and
-    ZeRO-2 is whole, and the main process writes it.
+    The machine runs `processes`. Without sharding, the main process alone writes, and only what is trained. Under ZeRO-1 and
+    ZeRO-2 it writes DeepSpeed's model file, which is whole.
     """
     numbers = 4.0 * (1 + setup.optimizer_states) * setup.trained
     if setup.num_gpus == 1 or setup.back_end == "ddp":
         return numbers
     share = processes / setup.num_gpus
-    if setup.back_end == "fsdp2":
-        return share * (numbers + setup.dtype_bytes * (shapes.parameters - setup.trained))
-    return share * numbers + setup.dtype_bytes * shapes.parameters * (
-        share if setup.back_end == "zero3" else 1
-    )
+    others = setup.dtype_bytes * (shapes.parameters - setup.trained * (setup.back_end == "fsdp2"))
+    return share * numbers + others * (share if setup.shares_weights else 1)
 
 
 def descriptors(num_workers: int) -> int:
-    """Open files of a process with so many data workers, at most."""
+    """Maximum number of open files of a process."""
     return PROCESS_DESCRIPTORS + num_workers * WORKER_DESCRIPTORS
 
 
 def step_seconds(
     shapes: Shapes, load: Load, setup: Setup, *, num_flops: float, peak: float, bandwidth: float
 ) -> float:
-    """Seconds of a step: FLOPs by what of the peak is reached; writing by what has to be read for each token.
+    """Seconds of a step: FLOPs at the achieved `peak` (FLOP/s), generation at the achieved `bandwidth` (bytes per second).
 
-    A step of writing reads all weights of the text model and the rows' keys and values, and computes little: it waits for
+    Generating a token reads all weights of the text model and the rows' keys and values, and computes little: it is bound by
     memory.
-
-    `peak` and `bandwidth` are the FLOP/s that a GPU reaches, and the bytes a second that its memory does.
     """
     seconds = num_flops / peak
     if load.own:
@@ -589,17 +583,17 @@ def step_seconds(
 
 
 def communication(shapes: Shapes, load: Load, setup: Setup) -> float:
-    """Bytes that one GPU sends in a step, by rings: a gather or a scatter of x bytes sends x (N - 1) / N."""
+    """Bytes that one GPU sends per step in rings: a gather or a scatter of x bytes sends x (N - 1) / N."""
     num_gpus, back_end = setup.num_gpus, setup.back_end
     share = (num_gpus - 1) / num_gpus
-    # DDP, ZeRO-1 and FSDP2 add gradients up over GPUs in float32, ZeRO-2 and 3 in the computing dtype.
+    # DDP, ZeRO-1 and FSDP2 sum gradients over GPUs in float32, ZeRO-2 and 3 in the computing dtype.
     gradient = setup.trained * (setup.dtype_bytes if back_end in ("zero2", "zero3") else 4) * share
     weight = shapes.parameters * setup.dtype_bytes * share
     embeddings = 4.0 * shapes.hidden * load.candidates * (num_gpus - 1) * (2 if load.contrastive else 0)
     if back_end == "ddp":
-        sent = 2 * gradient  # once a step, with the last micro batch
+        sent = 2 * gradient  # once per step, with the last micro batch
     elif back_end in ("zero1", "zero2"):
-        # Gradients are shared out with every micro batch under ZeRO-2, once under ZeRO-1; then weights are gathered.
+        # Gradients are scattered with every micro batch under ZeRO-2, once under ZeRO-1; then weights are gathered.
         sent = gradient * (load.chunks if back_end == "zero2" else 1)
         sent += setup.trained * setup.dtype_bytes * share
     else:
@@ -610,7 +604,7 @@ def communication(shapes: Shapes, load: Load, setup: Setup) -> float:
 
 
 def num_parameters(model: HubModel, recipe_model: Any) -> tuple[int, int]:
-    """Parameters, and those that get a gradient: with adapters theirs, the `<emb>` row's and those of modules trained whole."""
+    """All parameters, and those with a gradient: with adapters theirs, the `<emb>` row and `modules_to_save`."""
     family = family_of(model)
     tower, total = family.vision(model), _size(model)
     lora = getattr(recipe_model, "lora", None)
@@ -620,7 +614,6 @@ def num_parameters(model: HubModel, recipe_model: Any) -> tuple[int, int]:
     inside = set(chain.from_iterable(module.modules() for module in whole))
 
     def adapted(part: nn.Module) -> int:
-        """Parameters of the adapters in a part of the model."""
         matrices = [
             matrix
             for name, matrix in _matrices(part).items()

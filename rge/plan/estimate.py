@@ -13,34 +13,25 @@ from rge.data.sources import Records
 from rge.distributed import launch
 from rge.model.embedding_model import Kept
 from rge.model.hub_model import HubModel
-from rge.plan.costs import GIB, RESERVED_GIB, speed_of
+from rge.plan.costs import GIB, speed_of
 from rge.plan.machine import cpu_speed, main_memory
 from rge.plan.options import PlanOptions
 from rge.plan.report import Plan, plan
 from rge.plan.search import ImpossibleKeeping
 
 WORTH_MEASURING = 2e13
-"""FLOPs of a stage from which on a CPU is measured for its hours: minutes of a core."""
+"""FLOPs of a stage above which the CPU's speed is measured to estimate hours: minutes on one core."""
 WORTH_SAYING = 0.95
-"""Share of a step's seconds below which a faster way is named."""
+"""Faster settings are suggested if their step takes less than this share of the seconds."""
 
 
 class Plans:
-    """The plans of a run's open stages, on the machine that it runs on.
+    """Plans of a run's open stages on this machine.
 
-    Args:
-        recipe: of the run.
-        num_steps: by open stage.
-        records: opened, by source.
-        layouts: of those that were laid out, by source.
-        model: without its weights.
-        accelerator: knows the device and the back end.
-
-    Attributes:
-        found: by stage, see `plan`, or why there is none.
+    `num_steps` are by open stage, `records` and `layouts` by source; `found` has each stage's plan, or why there is none.
 
     Raises:
-        RecipeError: `train.keep_activations` asks for what cannot be.
+        RecipeError: `train.keep_activations` cannot be satisfied.
     """
 
     def __init__(
@@ -81,31 +72,29 @@ class Plans:
 
     def _plan(self, name: str, options: PlanOptions) -> Plan:
         stage: StageConfig = getattr(self.recipe, name)
-        # Without all of them, such as a stream's, the largest that the recipe allows.
+        # If a source was not laid out, such as a stream, plan the largest that the recipe allows.
         longest = _longest([self._layouts.get(source.key) for source in stage.sources if source.key])
-        # Context, NCCL's buffers and fragments are a GPU's.
-        reserved = RESERVED_GIB if self.gib is not None else 0.0
         options = replace(options, for_=name, steps=self.num_steps[name])  # type: ignore[arg-type]
-        return plan(self.recipe, self._model, options, longest, reserved, on_gpu=self.gib is not None)
+        return plan(self.recipe, self._model, options, longest, on_gpu=self.gib is not None)
 
     def on_measured_cpu(self, name: str) -> tuple[Plan, PlanOptions]:
-        """A stage's plan at this CPU's speed. For people: what is decided must not hang on what else runs on the machine."""
+        """A stage's plan at this CPU's measured speed; for display only, since other processes affect the measurement."""
         tflops, tbs = cpu_speed(self.recipe.model.dtype)
         options = replace(self.options, cpu=True, peak_tflops=tflops, bandwidth_tbs=tbs)
         return self._plan(name, options), options
 
     def kept(self, name: str) -> Kept:
-        """What a stage keeps between its micro batches; nothing unless a plan finds room."""
+        """What a stage keeps between its micro batches; nothing unless its plan has room."""
         found, recipe = self.found[name], self.recipe
         if isinstance(found, str):
-            asked = recipe.train.keep_activations
-            return Kept("none" if asked == "auto" else asked, recipe.rollout.prompt_pass)
+            keep = recipe.train.keep_activations
+            return Kept("none" if keep == "auto" else keep, recipe.rollout.prompt_pass)
         twice = found.keep != "none" and found.prompt_pass == "twice"
         return Kept(found.keep, "twice" if twice else recipe.rollout.prompt_pass)
 
 
 def banner(plans: Plans) -> Iterator[str]:
-    """Back end, processes, device, dtypes, and for each open stage what is trained on what, with the plan's figures."""
+    """Back end, processes, device and dtypes; for each open stage its data and the plan's figures."""
     recipe, back_end = plans.recipe, launch.back_end(plans.accelerator)
     yield (
         f"{back_end}, {plans.device_name}; float32 weights trained, computed in {recipe.model.dtype}; into {recipe.out}"
@@ -137,28 +126,28 @@ def _trained_on(name: str, stage: StageConfig, steps: int, files: Sequence[Recor
 
 
 def _time(plans: Plans, name: str, figures: Plan) -> str:
-    """How long a stage takes and on which grounds, or why that is not known."""
+    """A stage's duration and the assumed speed, or why it is unknown."""
     device, options = plans.device_name, plans.options
     if plans.speed is not None:
-        grounds = f"what its maker gives for {device}"
+        speed = f"the vendor's figures for {device}"
     elif device == "cpu" and figures.steps * figures.flops > WORTH_MEASURING:
         figures, options = plans.on_measured_cpu(name)
-        grounds = f"the {options.peak_tflops:.2g} TFLOP/s and {options.bandwidth_tbs:.2g} TB/s measured here"
+        speed = f"the {options.peak_tflops:.2g} TFLOP/s and {options.bandwidth_tbs:.2g} TB/s measured here"
     else:
-        dtype, way = plans.recipe.model.dtype, "cpu=true" if device == "cpu" else "peak_tflops="
-        return f"no time estimate: unknown throughput of {device} in {dtype} (`rge plan` takes {way})"
+        dtype, option = plans.recipe.model.dtype, "cpu=true" if device == "cpu" else "peak_tflops="
+        return f"no time estimate: unknown throughput of {device} in {dtype} (`rge plan` takes {option})"
     least, most = _duration(figures.hours_from), _duration(figures.hours_to)
-    return f"{_duration(figures.hours)} ({least} to {most}) at {options.reached:.0%} of {grounds}"
+    return f"{_duration(figures.hours)} ({least} to {most}) at {options.reached:.0%} of {speed}"
 
 
 def _estimated(plans: Plans, name: str, figures: Plan) -> Iterator[str]:
     load, room = figures.load, f" of {plans.gib:,.1f}" if plans.gib is not None else ""
     yield (
         f"  {figures.trained_parameters:,} of {figures.parameters:,} parameters trained; at most "
-        f"{sum(figures.tokens.values()):,} tokens and {figures.flops / 1e12:,.3g} TFLOP a step"
+        f"{sum(figures.tokens.values()):,} tokens and {figures.flops / 1e12:,.3g} TFLOP per step"
     )
     yield (
-        f"  estimated by rge.plan: {figures.memory_total / GIB:,.1f}{room} GiB a process "
+        f"  estimated by rge.plan: {figures.memory_total / GIB:,.1f}{room} GiB per process "
         f"({figures.memory_from / GIB:,.1f} to {figures.memory_to / GIB:,.1f}); {_time(plans, name, figures)}"
     )
     if load.chunks > 1 and load.contrastive:
@@ -170,25 +159,24 @@ def _estimated(plans: Plans, name: str, figures: Plan) -> Iterator[str]:
         return
     if not figures.fits:
         yield "  warning: by the plan this does not fit: " + "; or ".join(figures.advice)
-    for one in figures.fastest[:1]:
-        if one.seconds < WORTH_SAYING * figures.seconds:
+    for way in figures.fastest[:1]:
+        if way.seconds < WORTH_SAYING * figures.seconds:
             yield (
-                f"  a faster way to take the same step fits by the plan, {figures.seconds / one.seconds:.2f} x, in "
-                f"{one.memory_total / GIB:,.1f} (to {one.memory_to / GIB:,.1f}) GiB: {' '.join(one.overrides)}"
+                f"  by the plan, faster settings for the same step fit, {figures.seconds / way.seconds:.2f} x, in "
+                f"{way.memory_total / GIB:,.1f} (to {way.memory_to / GIB:,.1f}) GiB: {' '.join(way.overrides)}"
             )
 
 
 def _longest(layouts: Sequence[Layout | None]) -> dict[str, int] | None:
-    """The greatest of each size among the records of several sources; None where one of them was not laid out."""
-    laid = [layout for layout in layouts if layout is not None]
-    if len(laid) < len(layouts):
+    """Maximum of each size over the records of several sources; None if one of them was not laid out."""
+    known = [layout for layout in layouts if layout is not None]
+    if len(known) < len(layouts):
         return None
-
-    def greatest(name: str) -> int:
-        return max((int(layout.column(name).max(initial=0)) for layout in laid), default=0)
-
-    found = {name: greatest(name) for name in ("query", "query_pictures", "candidate", "candidate_pictures")}
-    return {**found, "rationale": max(greatest("rationale") - 1, 1)}  # without `<emb>`
+    names = ("query", "query_pictures", "candidate", "candidate_pictures", "rationale")
+    most = {
+        name: max((int(layout.column(name).max(initial=0)) for layout in known), default=0) for name in names
+    }
+    return most | {"rationale": max(most["rationale"] - 1, 1)}  # without `<emb>`
 
 
 def _duration(hours: float) -> str:

@@ -1,7 +1,6 @@
 """A recipe's model without its weights: architecture on the `meta` device, from the hub, a directory or a table.
 
-The table holds the shapes of the models that recipes here name, as their published configs give them, so that
-``python -m rge.plan`` works where the hub cannot be reached.
+The table has the published configs of the models in our recipes, so that ``rge plan`` works offline.
 """
 
 from pathlib import Path
@@ -74,19 +73,15 @@ TABLE: dict[str, dict[str, Any]] = {
 
 
 def outline(model: ModelConfig, init: str | None = None) -> tuple[HubModel, str]:
-    """The model that a recipe trains, on `meta`, whole under every back end and without a word to other processes.
-
-    Args:
-        model: the recipe's.
-        init: checkpoint that replaces it, where the recipe has one.
+    """The model of a recipe, or its checkpoint `init`, on `meta`; whole under every back end, without communication.
 
     Returns:
         The model, and where its shapes come from.
 
     Raises:
-        BackboneError: its shapes cannot be found, or its family is not supported.
+        BackboneError: its shapes are unknown, or its family is not supported.
     """
-    families = list(FAMILIES)  # first: one that is not of transformers brings its config
+    families = list(FAMILIES)  # first, since loading the families registers configs that transformers lacks
     config, origin = _config(model, init)
     if config.model_type not in families:
         raise BackboneError(f"{origin} is a {config.model_type}; supported families: {', '.join(families)}")

@@ -34,33 +34,33 @@ def problems(recipe: Recipe) -> Iterator[str]:
 
 
 def warnings(accelerator: Accelerator) -> Iterator[str]:
-    """Too little shared memory for NCCL; of what runs here only that puts anything there, batches go through pipes."""
-    beside = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
-    if accelerator.device.type == "cuda" and beside > 1:
+    """Too little shared memory for NCCL; nothing else needs it, since batches go through pipes."""
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
+    if accelerator.device.type == "cuda" and processes > 1:
         free = shutil.disk_usage(SHARED_MEMORY).free if os.path.isdir(SHARED_MEMORY) else 0
         if free < NCCL_GIB * GIB:
             yield (
                 f"warning: {SHARED_MEMORY} has {free / 2**20:,.0f} MiB free, and NCCL's guide asks for {NCCL_GIB:g} GiB "
-                f"for {beside} processes: where their GPUs cannot reach one another directly they will fail to start. In a "
-                "container, give it more (docker run --shm-size=1g)"
+                f"for {processes} processes: they will fail to start if their GPUs cannot reach one another directly. In a "
+                "container, raise it (docker run --shm-size=1g)"
             )
 
 
 def disk_problems(
     recipe: Recipe, num_steps: Mapping[str, int], model: HubModel, accelerator: Accelerator
 ) -> Iterator[str]:
-    """Too small a disk for what the open stages keep."""
+    """Too little disk space for what the open stages keep."""
     out = Path(recipe.out)
     needed = bytes_to_keep(recipe, num_steps, model, accelerator)
     folder = next(path for path in (out.absolute(), *out.absolute().parents) if path.is_dir())
     free = shutil.disk_usage(folder).free
-    there = sum(
+    used = sum(
         path.stat().st_size for name in num_steps for path in (out / name).rglob("*") if path.is_file()
     )
-    if needed > free + there:
+    if needed > free + used:
         yield (
             f"{out} will hold up to {needed / GIB:,.1f} GiB of states and checkpoints, and its disk has "
-            f"{free / GIB:,.1f} GiB free: free some, give an out= on another disk, or lower train.keep_last "
+            f"{free / GIB:,.1f} GiB free: free some, set out= to another disk, or lower train.keep_last "
             f"({recipe.train.keep_last}) or validation.keep_best ({recipe.validation.keep_best})"
         )
 
@@ -68,10 +68,10 @@ def disk_problems(
 def bytes_to_keep(
     recipe: Recipe, num_steps: Mapping[str, int], model: HubModel, accelerator: Accelerator
 ) -> float:
-    """Most that a run's folder will hold at once of what its open stages save.
+    """Maximum size of what a run's open stages save.
 
-    A state has the trained weights and the optimizer's numbers in float32, and under ZeRO or FSDP2 all weights beside them.
-    One more than is kept is there while it is written; the last step has one too.
+    A state has trained weights and optimizer states in float32, and under ZeRO or FSDP2 all weights besides. While a state is
+    written there is one more than `train.keep_last`.
     """
     parameters, trained = num_parameters(model, recipe.model)
     state = trained * 4 * (1 + OPTIMIZER_STATES[recipe.optim.name])
@@ -101,14 +101,13 @@ def main_memory() -> float:
 
 @functools.cache
 def cpu_speed(dtype: str) -> tuple[float, float]:
-    """TFLOP/s of a matrix product and TB/s of a copy with as many threads as torch has; of a second's short tries the best.
+    """TFLOP/s of a matrix product and TB/s of a copy with torch's number of threads: the best of many tries in a second.
 
-    Short, so that some of them are not interrupted by what else runs on the machine; products and copies by turns, so that both
-    have the whole second.
+    Tries are short, so that other processes leave some undisturbed, and alternate, so that both kinds use the whole second.
     """
     side = 512
-    one, product = (torch.ones(side, side, dtype=getattr(torch, dtype)) for _ in range(2))
-    words, copy = (torch.ones(1 << 24) for _ in range(2))  # 64 MiB, which caches do not hold
+    factor, product = (torch.ones(side, side, dtype=getattr(torch, dtype)) for _ in range(2))
+    words, copy = (torch.ones(1 << 24) for _ in range(2))  # 64 MiB, more than caches hold
 
     def seconds(work: Callable[[], object]) -> float:
         began = time.perf_counter()
@@ -118,8 +117,8 @@ def cpu_speed(dtype: str) -> tuple[float, float]:
     product_s = copy_s = math.inf
     end = time.perf_counter() + 1.0
     while math.isinf(copy_s) or time.perf_counter() < end:
-        for _ in range(3):  # the first reads its factors from memory again
-            product_s = min(product_s, seconds(lambda: torch.mm(one, one, out=product)))
+        for _ in range(3):  # the copy has evicted the factors from the cache
+            product_s = min(product_s, seconds(lambda: torch.mm(factor, factor, out=product)))
         copy_s = min(copy_s, seconds(lambda: copy.copy_(words)))
     return 2 * side**3 / product_s / 1e12, 2 * words.nbytes / copy_s / 1e12
 

@@ -2,15 +2,15 @@
 
     rge plan recipe=qwen25vl_3b num_gpus=8 gpu_gib=80 back_end=zero2 [key=value of the recipe ...]
 
-No weights are loaded and nothing is trained (rge/plan/costs.py). A step is planned at its largest: every prompt with its
-pictures at model.max_pixels, every rationale at the cap. The last line is the plan as JSON. The exit code is 1 where it
-does not fit, and then the report says what would.
+No weights are loaded and nothing is trained (rge/plan/costs.py). The plan is for the largest possible step: all pictures at
+model.max_pixels, all rationales at the cap. The last line is the plan as JSON. If it does not fit, the exit code is 1 and the
+report lists changes that would make it fit.
 """
 
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from rge.config import BACK_ENDS, Recipe, RecipeError, StageConfig
 from rge.model.hub_model import HubModel
@@ -44,7 +44,7 @@ from rge.towers.smollm2 import is_smollm2
 
 @dataclass(frozen=True)
 class FasterWay:
-    """Another way to take the same step, with the words of the command line that take it; see `Plan`."""
+    """Faster settings for the same step, with the command-line arguments that select them; see `Plan`."""
 
     overrides: list[str]
     seconds: float
@@ -57,19 +57,19 @@ class FasterWay:
 
 @dataclass
 class Plan:
-    """All numbers of a plan, for one stage; its last line is this as JSON.
+    """The plan of one stage; the command's last line is this as JSON.
 
     Attributes:
-        tokens: of a step over all GPUs, by kind.
-        flops_per_gpu: of a step, by phase; `flops` over all GPUs.
+        tokens: per step over all GPUs, by kind.
+        flops_per_gpu: per step, by phase; `flops` over all GPUs.
         memory: bytes on a GPU, by kind; `memory_from` and `memory_to` bound `memory_total`.
-        bytes_sent: by a GPU in a step, by back end.
+        bytes_sent: per GPU and step, by back end.
         batch_bytes: pictures of a rank's batch.
         host: of one machine, see `rge.plan.costs.host`.
-        keep: `train.keep_activations` with ``auto`` decided, and `why`.
-        seconds: of a step.
-        hours: of all steps at the utilisation asked for; `hours_from` and `hours_to` at the largest and the least.
-        advice: changes that would make it fit; empty where it does.
+        keep: `train.keep_activations` with ``auto`` resolved, and `why`.
+        seconds: per step.
+        hours: of all steps at the given utilisation; `hours_from` and `hours_to` at the highest and the lowest.
+        advice: changes that would make it fit; empty if it does.
     """
 
     parameters: int
@@ -102,7 +102,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class NamingPlan:
-    """FLOPs of all steps of ``model.scratch.naming``, and their hours."""
+    """Steps, FLOPs and hours of ``model.scratch.naming``."""
 
     steps: int
     flops: float
@@ -110,7 +110,7 @@ class NamingPlan:
 
 
 def show(recipe: PlanCommand) -> int:
-    """Print the plan, of every stage if so asked; 1 if it does not fit."""
+    """Print the plan of one stage or all; 1 if it does not fit."""
     if recipe.cpu:
         tflops, tbs = cpu_speed(recipe.model.dtype)
         recipe = replace(
@@ -130,10 +130,9 @@ def show(recipe: PlanCommand) -> int:
     fit = True
     for name in stages:
         options = replace(recipe, for_=name)  # type: ignore[arg-type]  # one of them
-        reserved_gib = RESERVED_GIB * (not recipe.cpu)  # context and buffers are a GPU's
-        found = plans[name] = plan(recipe, model, options, None, reserved_gib, on_gpu=not recipe.cpu)
-        fit &= found.fits
-        print(report(recipe, found, origin, options), end="\n" * (1 + (len(stages) > 1)))  # noqa: T201 - a command
+        stage_plan = plans[name] = plan(recipe, model, options, on_gpu=not recipe.cpu)
+        fit &= stage_plan.fits
+        print(report(recipe, stage_plan, origin, options), end="\n" * (1 + (len(stages) > 1)))  # noqa: T201 - a command
     if everything:
         hours = {name: one.hours for name, one in plans.items()}
         parts = ", ".join(f"{name} {number:,.2f}" for name, number in hours.items())
@@ -143,7 +142,7 @@ def show(recipe: PlanCommand) -> int:
 
 
 def plan_naming(recipe: Recipe, model: HubModel, options: PlanOptions) -> NamingPlan | None:
-    """The plan of ``model.scratch.naming``; None for a recipe without it."""
+    """The plan of ``model.scratch.naming``; None without it."""
     scratch = recipe.model.scratch
     if recipe.init is not None or scratch is None or scratch.naming is None:
         return None
@@ -164,7 +163,6 @@ def plan(
     model: HubModel,
     options: PlanOptions,
     longest: Mapping[str, int] | None = None,
-    reserved_gib: float = RESERVED_GIB,
     *,
     on_gpu: bool = True,
 ) -> Plan:
@@ -174,13 +172,11 @@ def plan(
         recipe: of the run.
         model: without its weights.
         options: of the command.
-        longest: tokens of the largest prompts, their pictures and rationales, where the records are known.
-        reserved_gib: set aside a GPU.
-        on_gpu: whether there is one; without, nothing is chosen by its memory.
+        longest: tokens of the largest prompts, their pictures and rationales, if the records are known.
+        on_gpu: reserve memory for its context and buffers, and choose settings by its memory.
 
     Raises:
-        RecipeError: the batch cannot be shared out, a prompt is longer than allowed, or what the recipe asks to be kept
-            cannot be.
+        RecipeError: the batch cannot be divided, a prompt is longer than allowed, or activations cannot be kept as asked.
     """
     shapes = shapes_of(model, recipe.model.max_pixels)
     load = load_of(recipe, shapes, options, longest)
@@ -199,16 +195,13 @@ def plan(
     machine["memory"] += copied
     room = Room(
         options.gpu_gib * GIB if on_gpu else None,
-        reserved(recipe, options, reserved_gib),
+        reserved(recipe, options, on_gpu=on_gpu),
         max(options.host_gib * GIB - machine["memory"], 0.0) / processes if options.host_gib else None,
         options.peak_tflops * options.reached * 1e12,
         options.bandwidth_tbs * options.reached * 1e12,
     )
     way, why = decided(recipe, shapes, load, base, room)
-    setup, kinds = way.setup, way.memory
-    total, uncertain = way.total, way.uncertain
-    per_gpu = flops(shapes, load, setup)
-    num_flops = way.num_flops
+    setup, num_flops = way.setup, way.num_flops
     machine["memory"] += processes * way.host
     machine |= {"of that, kept": processes * way.host, "of that, a state being written": copied}
     steps = options.steps or getattr(recipe, options.for_).steps or 1000
@@ -219,7 +212,7 @@ def plan(
         return steps * seconds / 3600
 
     least, most = _utilisations(options)
-    fits = total <= options.gpu_gib * GIB
+    fits = way.total <= options.gpu_gib * GIB
     faster = fastest(recipe, shapes, load, base, options, room) if on_gpu else []
     return Plan(
         parameters=shapes.parameters,
@@ -228,12 +221,12 @@ def plan(
         shapes=shapes,
         load=load,
         tokens=tokens_of(load, options.num_gpus),
-        flops_per_gpu=per_gpu,
+        flops_per_gpu=flops(shapes, load, setup),
         flops=num_flops * options.num_gpus,
-        memory=kinds,
-        memory_total=total,
-        memory_from=total - uncertain,
-        memory_to=total + uncertain,
+        memory=way.memory,
+        memory_total=way.total,
+        memory_from=way.total - way.uncertain,
+        memory_to=way.total + way.uncertain,
         bytes_sent={name: communication(shapes, load, replace(setup, back_end=name)) for name in BACK_ENDS},
         batch_bytes=batch_bytes,
         host=machine,
@@ -263,7 +256,6 @@ def plan(
 
 
 def _utilisations(options: PlanOptions) -> tuple[float, float]:
-    """The least and the largest share of the peak that hours are given for."""
     least, most = CPU_UTILISATION if options.cpu else UTILISATION
     return min(least, options.reached), max(most, options.reached)
 
@@ -271,7 +263,7 @@ def _utilisations(options: PlanOptions) -> tuple[float, float]:
 def load_of(
     recipe: Recipe, shapes: Shapes, options: PlanOptions, longest: Mapping[str, int] | None = None
 ) -> Load:
-    """What one rank works on in a step of the stage: the largest that the recipe allows, or that ``longest`` says there is.
+    """Work of one rank in a step: the largest that the recipe allows, or that occurs in the records (`longest`).
 
     Raises:
         RecipeError: see `plan`.
@@ -306,11 +298,6 @@ def load_of(
 
 
 def _stage(recipe: Recipe, options: PlanOptions) -> tuple[StageConfig, int]:
-    """The stage that is planned, and queries of a rank's share of its batch.
-
-    Raises:
-        RecipeError: the recipe does not run it, or its batch cannot be shared out.
-    """
     name, gpus = options.for_, options.num_gpus
     if recipe.stage not in ("all", name):
         raise RecipeError(
@@ -326,23 +313,22 @@ def _stage(recipe: Recipe, options: PlanOptions) -> tuple[StageConfig, int]:
 
 
 def _largest(recipe: Recipe, shapes: Shapes, options: PlanOptions) -> dict[str, int]:
-    """Tokens of the largest prompts and of their pictures."""
-    found: dict[str, int] = {}
-    most = recipe.data.max_prompt_tokens
+    largest: dict[str, int] = {}
+    limit = recipe.data.max_prompt_tokens
     for side, pictures in (("query", options.query_pictures), ("candidate", options.candidate_pictures)):
-        shown = pictures * shapes.picture.placeholders
-        tokens = options.template_tokens + shown + 2 * pictures  # one before a picture, and one after
-        if tokens > most:
+        placeholders = pictures * shapes.picture.placeholders
+        tokens = options.template_tokens + placeholders + 2 * pictures  # one before a picture, and one after
+        if tokens > limit:
             raise RecipeError(
-                f"{pictures} pictures of model.max_pixels={recipe.model.max_pixels} take {shown} tokens, "
-                f"which data.max_prompt_tokens={most} cannot hold; lower the one or raise the other"
+                f"{pictures} pictures of model.max_pixels={recipe.model.max_pixels} take {placeholders} tokens, "
+                f"which data.max_prompt_tokens={limit} cannot hold; lower the one or raise the other"
             )
-        found |= {f"{side}_pictures": shown, side: min(tokens + options.text_tokens, most)}
-    return found
+        largest |= {f"{side}_pictures": placeholders, side: min(tokens + options.text_tokens, limit)}
+    return largest
 
 
 def setup_of(recipe: Recipe, model: HubModel, options: PlanOptions) -> Setup:
-    """How a rank works in a stage of the recipe."""
+    """Settings of a rank in the planned stage."""
     lora = getattr(recipe.model, "lora", None)
     _, queries = _stage(recipe, options)
     return Setup(
@@ -352,7 +338,7 @@ def setup_of(recipe: Recipe, model: HubModel, options: PlanOptions) -> Setup:
         trained=num_parameters(model, recipe.model)[1],
         checkpointing=recipe.model.gradient_checkpointing,
         adapters=lora is not None,
-        # What is trained whole is the tower's merger, or there is little reason to.
+        # `modules_to_save` is meant for the tower's merger.
         train_vision=lora.vision or bool(lora.modules_to_save) if lora else not recipe.model.freeze_vision,
         optimizer_states=OPTIMIZER_STATES[recipe.optim.name],
         rollout_rows=recipe.rollout.batch_size,
@@ -366,7 +352,7 @@ def setup_of(recipe: Recipe, model: HubModel, options: PlanOptions) -> Setup:
 
 
 def tokens_of(load: Load, num_gpus: int) -> dict[str, int]:
-    """Tokens of a step over all GPUs."""
+    """Tokens per step over all GPUs."""
     queries, candidates = load.queries * num_gpus, load.candidates * num_gpus
     return {
         "query prompts": queries * load.prompt,
@@ -376,13 +362,14 @@ def tokens_of(load: Load, num_gpus: int) -> dict[str, int]:
     }
 
 
-def reserved(recipe: Recipe, options: PlanOptions, gib: float = RESERVED_GIB) -> float:
-    """Bytes set aside, with the share of vLLM's engine unless it sleeps between rollouts."""
-    return gib * GIB + (0.0 if recipe.rollout.vllm_sleep else engine_bytes(recipe, options))
+def reserved(recipe: Recipe, options: PlanOptions, *, on_gpu: bool = True) -> float:
+    """Reserved bytes, including vLLM's engine unless it sleeps between rollouts."""
+    engine = 0.0 if recipe.rollout.vllm_sleep else engine_bytes(recipe, options)
+    return RESERVED_GIB * GIB * on_gpu + engine
 
 
 def engine_bytes(recipe: Recipe, options: PlanOptions) -> float:
-    """What vLLM's engine takes of a GPU where it writes the rationales."""
+    """GPU memory of vLLM's engine if it generates the rationales."""
     writes = recipe.rollout.backend == "vllm" and options.for_ != "cold_start"
     return writes * recipe.rollout.vllm_memory * options.gpu_gib * GIB
 
@@ -395,26 +382,23 @@ def advice(
     longest: Mapping[str, int] | None,
     room: Room,
 ) -> list[str]:
-    """Changes that would make it fit, one alone each, the least intrusive first; none if nothing here does."""
-    found = []
-    for kind in _changes(recipe, options):
-        for line, changed, others in kind:
+    """Single changes that would make it fit, the least intrusive first."""
+    lines = []
+    for changes in _changes(recipe, options):
+        for line, changed, others in changes:
             load = load_of(changed, shapes, others, longest)
             try:
                 way, _ = decided(changed, shapes, load, setup_of(changed, model, others), room)
             except RecipeError:
                 continue
             if way.fits(room):
-                found.append(line)
+                lines.append(line)
                 break
-    return found
+    return lines
 
 
-Change = tuple[str, Recipe, PlanOptions]
-
-
-def _changes(recipe: Recipe, options: PlanOptions) -> Iterator[list[Change]]:
-    """Changes to try: what to say of each, and the recipe and options with it; the first of a kind that fits is advised."""
+def _changes(recipe: Recipe, options: PlanOptions) -> Iterator[list[tuple[str, Recipe, PlanOptions]]]:
+    """Changes to try, by kind: a description, and the changed recipe and options."""
     model, back_end = recipe.model, options.back_end or recipe.train.back_end
     batch_size, on_gpu = getattr(recipe, options.for_).batch_size, not options.cpu
     doubled = [options.num_gpus << shift for shift in range(1, 11)]
@@ -437,130 +421,102 @@ def _changes(recipe: Recipe, options: PlanOptions) -> Iterator[list[Change]]:
         ("model.freeze_vision", [True] * whole, ": the vision tower is not trained"),
     ]
     for key, values, about in kinds:
-        yield [(f"{key}={str(value).lower()}{about}", *_set(recipe, options, key, value)) for value in values]
+        yield [
+            (f"{key}={str(value).lower()}{about}", *_changed(recipe, options, key, value)) for value in values
+        ]
 
 
 def _halves(size: int) -> list[int]:
     return [size >> shift for shift in range(1, size.bit_length())]
 
 
-def _set(recipe: Recipe, options: PlanOptions, key: str, value: Any) -> tuple[Recipe, PlanOptions]:
-    """The recipe, or the options, with another value of a key."""
-    part, dot, name = key.partition(".")
+def _changed(recipe: Recipe, options: PlanOptions, key: str, value: Any) -> tuple[Recipe, PlanOptions]:
+    section, dot, name = key.partition(".")
     if not dot:
         return recipe, replace(options, **{key: value})
-    return replace(recipe, **{part: replace(getattr(recipe, part), **{name: value})}), options
+    return replace(recipe, **{section: replace(getattr(recipe, section), **{name: value})}), options
 
 
 def _fastest(found: Plan, options: PlanOptions) -> list[str]:
-    """The fastest ways to take the same step that fit."""
-    lines = ["the fastest that fit, by these FLOPs: the same gradients to rounding"]
-    for number, one in enumerate(found.fastest, start=1):
-        place = f", {one.host / GIB:,.0f} GiB of a machine's memory" if one.host else ""
+    lines = ["fastest settings that fit, with the same gradients up to rounding"]
+    for number, way in enumerate(found.fastest, start=1):
+        host_memory = f", {way.host / GIB:,.0f} GiB of a machine's memory" if way.host else ""
         lines.append(
-            f"  {number}. {one.flops / 1e15:,.1f} PFLOP, {one.seconds:,.2f} s a step "
-            f"({found.seconds / one.seconds:.2f} x), {one.memory_total / GIB:,.1f} (to {one.memory_to / GIB:,.1f}) of {options.gpu_gib:g} GiB{place}: "
-            + (" ".join(one.overrides) or "as planned above")
+            f"  {number}. {way.flops / 1e15:,.1f} PFLOP, {way.seconds:,.2f} s per step "
+            f"({found.seconds / way.seconds:.2f} x), {way.memory_total / GIB:,.1f} (to {way.memory_to / GIB:,.1f}) "
+            f"of {options.gpu_gib:g} GiB{host_memory}: {' '.join(way.overrides) or 'as planned above'}"
         )
-    return lines if found.fastest else ["no other way to take the same step fits either"]
-
-
-class _Words(NamedTuple):
-    """What a report calls the device, and its units."""
-
-    all: str
-    one: str
-    flops: float
-    unit: str
-    digits: int
-
-
-_ON_CPU = _Words("", "the CPU", 1e12, "TFLOP", 2)
-_ON_GPUS = _Words(", all GPUs", "a GPU", 1e15, "PFLOP", 1)
+    return lines if found.fastest else ["no other settings for the same step fit either"]
 
 
 def _gib(size: float, digits: int = 2) -> str:
     return f"{size / GIB:,.{digits}f} GiB"
 
 
-def _tables(found: Plan, options: PlanOptions, words: _Words) -> dict[str, dict[str, str]]:
-    """The figures of a plan as titled rows of name and value, but for those of machines with GPUs."""
-
-    def billions(count: int) -> str:
-        return f"{count / 1e9:.3f} G"
-
-    def counted(count: float) -> str:
-        return f"{count / words.flops:,.3f} {words.unit}"
-
-    return {
-        "parameters": {
-            "all": billions(found.parameters),
-            "of the vision tower": billions(found.vision_parameters),
-            "trained": billions(found.trained_parameters),
-        },
-        f"tokens of a step{words.all}": {name: f"{count:,}" for name, count in found.tokens.items()}
-        | {"a query's prompt": f"{found.load.prompt:,}"},
-        f"FLOPs of a step{words.all}": {
-            phase: counted(count * options.num_gpus) for phase, count in found.flops_per_gpu.items()
-        }
-        | {"all": counted(found.flops)},
-        f"memory of {words.one} at its fullest (estimate)": {
-            kind: _gib(size) for kind, size in found.memory.items() if size
-        }
-        | {
-            "all": f"{found.memory_total / GIB:,.2f} of {options.gpu_gib:.4g} GiB",
-            "by what activations may be off": f"{found.memory_from / GIB:,.1f} to {_gib(found.memory_to, 1)}",
-        },
-    }
-
-
-def _machine_tables(found: Plan, options: PlanOptions, back_end: str) -> dict[str, dict[str, str]]:
-    digits = {
-        "memory": 0,
-        "of that, batches": 1,
-        "of that, kept": 0,
-        "of that, a state being written": 0,
-        "shared memory": 0,
-    }
-    processes = min(options.num_gpus, options.gpus_per_machine)
-    return {
-        "sent by a GPU in a step (estimate)": {
-            name + " (planned)" * (name == back_end): _gib(size) for name, size in found.bytes_sent.items()
-        },
-        f"a machine of {processes} processes (estimate)": {
-            name: _gib(found.host[name], number) for name, number in digits.items()
-        }
-        | {"descriptors of a process": f"{found.host['descriptors of a process']:,.0f}"},
-    }
-
-
-def report(recipe: Recipe, found: Plan, origin: str, options: PlanOptions) -> str:
-    """The plan for people."""
-    load, back_end = found.load, options.back_end or recipe.train.back_end
-    stage: StageConfig = getattr(recipe, options.for_)
-    least, most = _utilisations(options)
-    if options.cpu:
-        words, where, each = _ON_CPU, f"this CPU, {options.gpu_gib:.3g} GiB free", ""
-        sections = _tables(found, options, words)
-    else:
-        words, where, each = _ON_GPUS, f"{options.num_gpus} GPUs of {options.gpu_gib:g} GiB", " a GPU"
-        sections = _tables(found, options, words) | _machine_tables(found, options, back_end)
-    digits = words.digits
-    sections |= {
-        f"time of {found.steps:,} steps at {options.peak_tflops:.3g} TFLOP/s and {options.bandwidth_tbs:.3g} TB/s (estimate)": {
+def _sections(found: Plan, options: PlanOptions, back_end: str) -> Iterator[tuple[str, dict[str, str]]]:
+    scale, unit = (1e12, "TFLOP") if options.cpu else (1e15, "PFLOP")
+    over_all = "" if options.cpu else ", all GPUs"
+    counts = {
+        "all": found.parameters, "of the vision tower": found.vision_parameters, "trained": found.trained_parameters
+    }  # fmt: skip
+    yield "parameters", {name: f"{count / 1e9:.3f} G" for name, count in counts.items()}
+    tokens = found.tokens | {"a query's prompt": found.load.prompt}
+    yield f"tokens per step{over_all}", {name: f"{count:,}" for name, count in tokens.items()}
+    phases = {phase: count * options.num_gpus for phase, count in found.flops_per_gpu.items()}
+    phases["all"] = found.flops
+    yield (
+        f"FLOPs per step{over_all}",
+        {name: f"{count / scale:,.3f} {unit}" for name, count in phases.items()},
+    )
+    memory = {kind: _gib(size) for kind, size in found.memory.items() if size}
+    memory["all"] = f"{found.memory_total / GIB:,.2f} of {options.gpu_gib:.4g} GiB"
+    memory["range of the estimate"] = f"{found.memory_from / GIB:,.1f} to {_gib(found.memory_to, 1)}"
+    yield f"peak memory of {'the CPU' if options.cpu else 'a GPU'} (estimate)", memory
+    if not options.cpu:
+        yield from _machine_sections(found, options, back_end)
+    (least, most), digits = _utilisations(options), 2 if options.cpu else 1
+    yield (
+        f"{found.steps:,} steps at {options.peak_tflops:.3g} TFLOP/s and {options.bandwidth_tbs:.3g} TB/s (estimate)",
+        {
             f"hours at a utilisation of {options.reached:g}": f"{found.hours:,.{digits}f}",
             f"from {most:g} to {least:g}": f"{found.hours_from:,.{digits}f} to {found.hours_to:,.{digits}f}",
         },
-    }
+    )
+
+
+def _machine_sections(
+    found: Plan, options: PlanOptions, back_end: str
+) -> Iterator[tuple[str, dict[str, str]]]:
+    yield (
+        "sent per GPU and step (estimate)",
+        {name + " (planned)" * (name == back_end): _gib(size) for name, size in found.bytes_sent.items()},
+    )
+    digits = {
+        "memory": 0, "of that, batches": 1, "of that, kept": 0, "of that, a state being written": 0, "shared memory": 0
+    }  # fmt: skip
+    machine = {name: _gib(found.host[name], number) for name, number in digits.items()}
+    descriptors = "descriptors of a process"
+    machine[descriptors] = f"{found.host[descriptors]:,.0f}"
+    processes = min(options.num_gpus, options.gpus_per_machine)
+    yield f"machine with {processes} processes (estimate)", machine
+
+
+def report(recipe: Recipe, found: Plan, origin: str, options: PlanOptions) -> str:
+    """The plan as text."""
+    load, back_end = found.load, options.back_end or recipe.train.back_end
+    stage: StageConfig = getattr(recipe, options.for_)
+    device = f"{options.num_gpus} GPUs of {options.gpu_gib:g} GiB"
+    if options.cpu:
+        device = f"this CPU, {options.gpu_gib:.3g} GiB free"
     lines = [
         f"{recipe.recipe}, {options.for_}: {origin}",
-        f"{where}, {back_end}, {recipe.model.dtype}, "
-        f"batch {stage.batch_size}: {load.queries} queries and {load.candidates} candidates{each}, "
+        f"{device}, {back_end}, {recipe.model.dtype}, batch {stage.batch_size}: {load.queries} queries and "
+        f"{load.candidates} candidates{'' if options.cpu else ' per GPU'}, "
         f"{load.chunks} micro batches of {recipe.train.micro_batch_size}",
         f"kept between them: {found.keep} ({found.why}); prompts encoded {found.prompt_pass}",
         "",
     ]
-    for title, rows in sections.items():
+    for title, rows in _sections(found, options, back_end):
         lines += [title, *(f"  {name:<34}{value:>22}" for name, value in rows.items()), ""]
     if not options.cpu:
         lines += [*_fastest(found, options), ""]
@@ -568,4 +524,4 @@ def report(recipe: Recipe, found: Plan, origin: str, options: PlanOptions) -> st
         return "\n".join([*lines, "It fits."])
     lines.append(f"It does not fit: {found.memory_total / GIB:,.1f} GiB of {options.gpu_gib:.4g}.")
     advised = found.advice or ["adapters (model.lora), which train a hundredth of the parameters"]
-    return "\n".join([*lines, *(f"  would do: {line}" for line in advised)])
+    return "\n".join([*lines, *(f"  this would: {line}" for line in advised)])

@@ -26,7 +26,7 @@ KEPT = "kept until the backward"
 
 
 class ImpossibleKeeping(RecipeError):
-    """`train.keep_activations` asks for something that the back end does not support."""
+    """`train.keep_activations` or `rollout.prompt_pass` cannot be satisfied."""
 
 
 @dataclass(frozen=True)
@@ -53,13 +53,10 @@ class Way:
     """Costs of a step with one choice of settings.
 
     Attributes:
-        load: of a rank.
-        setup: the settings.
-        num_flops: per rank and step.
-        seconds: per step.
+        num_flops: per rank.
         memory: bytes on a GPU, by kind.
         host: bytes of main memory per process.
-        sent: bytes sent per GPU and step.
+        sent: bytes sent per GPU.
     """
 
     load: Load
@@ -115,10 +112,10 @@ def ways(recipe: Recipe, load: Load, setup: Setup) -> Iterator[Setup]:
     places = ["none"]
     if several and not setup.shares_weights:
         places = ["none", "device", "host"] if asked == "auto" else [asked]
+    wanted = {"once": [True], "twice": [False], "auto": [False, True] if several else [True]}[prompt_pass]
     for keep in places:
-        can = _may_encode_once(recipe, load, setup) and (load.chunks == 1 or keep != "none")
-        wanted = {"once": [True], "twice": [False], "auto": [False, True] if several else [True]}[prompt_pass]
-        for once in dict.fromkeys(one and can for one in wanted):
+        possible = _may_encode_once(recipe, load, setup) and (load.chunks == 1 or keep != "none")
+        for once in dict.fromkeys(once and possible for once in wanted):
             yield replace(setup, keep=keep, once=once)
 
 
@@ -150,8 +147,8 @@ def decided(recipe: Recipe, shapes: Shapes, load: Load, setup: Setup, room: Room
     if best is none:
         if load.own and recipe.rollout.prompt_pass == "once":
             raise ImpossibleKeeping(
-                f"rollout.prompt_pass=once keeps what {load.chunks} micro batches need of their prompts, for which by the plan "
-                "the device has no room: set train.keep_activations=host, or rollout.prompt_pass=auto"
+                f"rollout.prompt_pass=once keeps what {load.chunks} micro batches need of their prompts, for which the device "
+                "has no room by the plan: set train.keep_activations=host, or rollout.prompt_pass=auto"
             )
         least = min((way for way in found if way.setup.keep == "device"), key=lambda way: way.total)
         most = (least.total + least.uncertain) / GIB
@@ -162,7 +159,6 @@ def decided(recipe: Recipe, shapes: Shapes, load: Load, setup: Setup, room: Room
 
 
 def _why_nothing(load: Load, setup: Setup) -> str:
-    """Why no activations can be kept."""
     if not load.contrastive:
         return "nothing is compared"
     return "one micro batch" if load.chunks == 1 else f"not possible under {setup.back_end}"
@@ -195,9 +191,9 @@ def fastest(
         for back_end in dict.fromkeys((setup.back_end, *back_ends(recipe, options))):
             for checkpointing in (False, True):
                 base = replace(setup, micro_queries=size, back_end=back_end, checkpointing=checkpointing)
-                for one in ways(free, taken, base):
-                    way = Way.of(shapes, taken, one, room)
-                    kind = (checkpointing, one.keep, one.once)
+                for choice in ways(free, taken, base):
+                    way = Way.of(shapes, taken, choice, room)
+                    kind = (checkpointing, choice.keep, choice.once)
                     if way.fits(room) and (kind not in best or rank(way) < rank(best[kind])):
                         best[kind] = way
     return sorted(best.values(), key=rank)[:count]
@@ -205,16 +201,16 @@ def fastest(
 
 def overrides(recipe: Recipe, way: Way, setup: Setup) -> list[str]:
     """Command-line arguments that switch the recipe, planned as `setup`, to these settings."""
-    one = way.setup
-    wanted: dict[str, tuple[object, object]] = {
-        "train.micro_batch_size": (one.micro_queries, setup.micro_queries),
-        "model.gradient_checkpointing": (one.checkpointing, recipe.model.gradient_checkpointing),
-        "train.keep_activations": (one.keep, recipe.train.keep_activations),
-        "train.back_end": (one.back_end, setup.back_end),
+    new = way.setup
+    keys: dict[str, tuple[object, object]] = {
+        "train.micro_batch_size": (new.micro_queries, setup.micro_queries),
+        "model.gradient_checkpointing": (new.checkpointing, recipe.model.gradient_checkpointing),
+        "train.keep_activations": (new.keep, recipe.train.keep_activations),
+        "train.back_end": (new.back_end, setup.back_end),
     }
-    kept = way.load.chunks > 1 and one.keep != "none"
+    kept = way.load.chunks > 1 and new.keep != "none"
     if way.load.own and (kept or recipe.rollout.prompt_pass != "auto"):
-        wanted["rollout.prompt_pass"] = ("once" if one.once else "twice", recipe.rollout.prompt_pass)
+        keys["rollout.prompt_pass"] = ("once" if new.once else "twice", recipe.rollout.prompt_pass)
     if way.load.chunks == 1:
-        del wanted["train.keep_activations"]
-    return [f"{key}={str(value).lower()}" for key, (value, now) in wanted.items() if value != now]
+        del keys["train.keep_activations"]
+    return [f"{key}={str(value).lower()}" for key, (value, now) in keys.items() if value != now]

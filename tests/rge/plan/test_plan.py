@@ -687,7 +687,7 @@ def test_a_plan_that_does_not_fit_says_what_would(capsys):
     assert "It does not fit: " in shown
     assert found["advice"]
     for line in found["advice"]:
-        assert f"would do: {line}" in shown
+        assert f"this would: {line}" in shown
     # Each is true: with it, the same command fits.
     sizes = [
         line.split(":")[0]

@@ -17,22 +17,18 @@ from rge.distributed import collectives as dist
 NAME = "bad_records.jsonl"
 
 LEAST = 1000
-"""Records of a stream before so many are drawn: the first bad one is not a large share of them."""
+"""Minimum assumed number of records of a stream, so that the first bad one is not a large share."""
 
 
 class BadRecords:
     """A stage's bad records so far, equal on all processes; the main process lists them in ``bad_records.jsonl``.
 
-    A line a record, never two: ``step`` (the first that drew it; 0 for those that break the format), ``source``, ``place``
-    (where in it: byte, row, or ``shard:row`` of a stream), ``id`` and ``reason``. After a resume, what later steps had
-    found is found again.
+    One line per record: ``step`` (the first that drew it; 0 for those that break the format), ``source``, ``place``
+    (byte, row, or ``shard:row`` of a stream), ``id`` and ``reason``. After a resume, records of later steps are found again.
 
     Args:
-        settings: the recipe's `data`; with ``on_bad=stop`` nothing happens here.
-        files: the stage's sources.
-        folder: the stage's.
-        first_step: number of steps already done.
-        mixture: of the files, needed for streams: their records are those drawn so far, but count for `LEAST` at least.
+        first_step: number of finished steps.
+        mixture: of the files, needed for streams, whose number of records is that drawn so far, but at least `LEAST`.
 
     Raises:
         RecordError: more than ``max_bad_share`` of the records break the format.
@@ -63,13 +59,13 @@ class BadRecords:
         self._check()
 
     def after_step(self, step: int, batch: Batch) -> dict[str, float]:
-        """Add the records skipped in the step's batch; called on every process.
+        """Add the records skipped in the step's batch; all processes call it.
 
         Returns:
-            ``bad_records``: how many different ones there have been; nothing with ``on_bad=stop``.
+            ``bad_records``: the number of distinct ones so far; nothing with ``on_bad=stop``.
 
         Raises:
-            RecordError: too many; the same on every process.
+            RecordError: too many, on all processes.
         """
         if not self.skips:
             return {}
@@ -78,7 +74,7 @@ class BadRecords:
         if len(self.found) > before:
             self._write()
             if before == 0 and dist.rank() == 0:
-                tqdm.write(f"a bad record was skipped; this and all further ones are listed in {self.path}")
+                tqdm.write(f"a bad record was skipped; all bad records are listed in {self.path}")
             self._check()
         return {"bad_records": len(self.found)}
 

@@ -33,12 +33,10 @@ class Needs(Protocol):
     """What a stage's objective needs from a record; implemented by `rge.objective.Objective`."""
 
     @property
-    def needs_oracle(self) -> bool:
-        """Its oracle rationale."""
+    def needs_oracle(self) -> bool: ...  # noqa: D102
 
     @property
-    def needs_candidates(self) -> bool:
-        """Its candidates."""
+    def needs_candidates(self) -> bool: ...  # noqa: D102
 
 
 Chunk = tuple[slice, slice]
@@ -50,18 +48,16 @@ class Batch:
     """One rank's share of a step. Lists over queries have length B, lists over candidates length C.
 
     Attributes:
-        record_ids: of the queries.
-        queries: B prompts.
-        oracle_ids: B rationales as token ids, each ending with ``<emb>``; empty lists where none is needed.
-        candidates: C prompts: each query's drawn positive, its other positives if all are wanted, its drawn
+        oracle_ids: B rationales as token ids, each ending with ``<emb>``; empty if not needed.
+        candidates: C prompts: each query's drawn positive, its other positives with ``data.positives=all``, its drawn
             negatives, query after query.
         candidate_identity: C identities, see `rge.data.sources.identity`.
-        positive: B columns: where among the candidates the query's positive is.
+        positive: B columns of the queries' drawn positives among the candidates.
         negatives: B lists of columns of the query's labelled negatives, never masked.
         right_answers: B lists of identities of everything that answers the query.
         seeds: B seeds for sampling.
-        more_positives: B lists of columns of the query's other positives; empty where one is drawn.
-        bad: records that were drawn and could not be used, others standing in their place.
+        more_positives: B lists of columns of the query's other positives; empty if one is drawn.
+        bad: records that were drawn, could not be used and were replaced.
     """
 
     record_ids: list[str]
@@ -80,8 +76,8 @@ class Batch:
 def flatten(batch: Batch) -> tuple[dict[str, Any], Tensor]:
     """Flatten a batch for transfer: all pixels in one tensor, everything else in plain lists and arrays.
 
-    A tensor of its own for each array of each prompt would cost a process some thousand file descriptors or blocks of
-    shared memory, and a device as many copies.
+    A tensor for each array of each prompt would cost a process some thousand file descriptors or blocks of shared memory,
+    and a device as many copies.
 
     Returns:
         Everything but pixels, which pickles; (P, channels, height, width) uint8, or (0,) without pictures.
@@ -157,18 +153,16 @@ class _Row:
 
 
 MAX_REPLACEMENTS = 16
-"""Bad records in a row after which it is not a record that is bad, but the whole source: a folder that is not mounted."""
+"""Consecutive bad records after which the source itself is considered bad, such as a folder that is not mounted."""
 
 
 class Collator:
     """Makes batches of records: pictures decoded, prompts tokenised, targets drawn.
 
     Args:
-        files: the sources that draws name by number.
-        builder: makes prompts.
-        settings: the recipe's `data`.
-        need_oracle: whether oracle rationales are tokenised.
-        need_candidates: whether targets are drawn at all (the LM loss alone may do without).
+        files: the sources, as numbered in draws.
+        need_oracle: tokenise oracle rationales.
+        need_candidates: draw targets, which the LM loss alone may not need.
     """
 
     def __init__(
@@ -188,8 +182,8 @@ class Collator:
         """Make the batch of these draws.
 
         Raises:
-            RecordError: a record cannot become a prompt and ``data.on_bad=stop``, or too many in a row cannot; names it.
-            ImageError: the same, for a picture's sake.
+            RecordError: a record cannot become a prompt and ``data.on_bad=stop``, or too many consecutive ones; names it.
+            ImageError: likewise because of a picture.
         """
         batch = Batch([], [], [], [], [], [], [], [], [])
         taken = {(draw.source, draw.index) for draw in drawn or draws}
@@ -202,7 +196,7 @@ class Collator:
     ) -> tuple[Record, _Row]:
         """The drawn record, or a replacement from its source if it is bad.
 
-        Which one it is follows from the draw alone, so that it is the same on any number of processes and after a resume.
+        The draw alone decides which one, so that it is the same on any number of processes and after a resume.
         """
         file, tries = self.files[draw.source], 0
         for tries, chosen in enumerate(replacements(draw, file.replacements_of(draw.index), taken), start=1):  # noqa: B007 - counts them
@@ -217,11 +211,12 @@ class Collator:
                     return record, self._row(chosen, record)
                 except ValueError as error:
                     problem = error
-            named = repr(record.id) if record is not None else file.place(chosen.index)
+            place, name = file.place(chosen.index), None if record is None else record.id
             if self.settings.on_bad == "stop":
                 kind = ImageError if isinstance(problem, ImageError) else RecordError
+                named = place if name is None else repr(name)
                 raise kind(f"record {named} of {file.name}: {problem}") from problem
-            bad.append(file.bad_record(chosen.index, None if record is None else record.id, str(problem)))
+            bad.append(BadRecord(file.name, place, name, str(problem)))
         raise RecordError(
             f"{tries} records of {file.name}, each drawn to replace the last, were all bad, so data.on_bad=skip gives up; "
             f"the last: record {bad[-1].id!r}: {bad[-1].reason}"
@@ -274,7 +269,6 @@ class Collator:
 
 
 def _add_candidates(batch: Batch, found: Sequence[tuple[Prompt, int]]) -> list[int]:
-    """Append candidates and return their column indices."""
     first = len(batch.candidates)
     batch.candidates.extend(prompt for prompt, _ in found)
     batch.candidate_identity.extend(number for _, number in found)
@@ -282,24 +276,18 @@ def _add_candidates(batch: Batch, found: Sequence[tuple[Prompt, int]]) -> list[i
 
 
 def replacements(draw: Draw, others: Sequence[int], taken: Collection[tuple[int, int]]) -> Iterator[Draw]:
-    """Yield the draw, then its replacements while records turn out bad.
-
-    Args:
-        draw: decides all of them.
-        others: records of its source that may be chosen.
-        taken: source and index of what is not to be drawn twice, as long as the source has others.
-    """
+    """Yield the draw, then replacements among `others` of its source; those already `taken` last."""
     yield draw
     count = min(len(others), MAX_REPLACEMENTS + len(taken) + 1)
     chance = np.random.default_rng([draw.seed, _REPLACEMENT])
-    found = [others[place] for place in chance.choice(len(others), size=count, replace=False).tolist()]
-    found.sort(key=lambda index: (draw.source, index) in taken)  # stable: the order stays random
-    for index in [index for index in found if index != draw.index][:MAX_REPLACEMENTS]:
+    indices = [others[place] for place in chance.choice(len(others), size=count, replace=False).tolist()]
+    indices.sort(key=lambda index: (draw.source, index) in taken)  # stable: the order stays random
+    for index in [index for index in indices if index != draw.index][:MAX_REPLACEMENTS]:
         yield replace(draw, index=index)
 
 
 _REPLACEMENT = 0xBAD
-"""Separates the draw of replacements from what else a draw's seed decides."""
+"""Salt: makes the draw of replacements independent of other uses of a draw's seed."""
 
 
 def problems(recipe: Recipe, stages: Sequence[str], num_processes: int) -> Iterator[str]:
@@ -318,11 +306,7 @@ class StepBatches(Collator):
     """Batches by step number, for one rank: `batches[step]` is this rank's share of the step's global batch.
 
     Args:
-        files: the sources, in the order of the mixture. Of a stream, each data worker of each rank reads a part of its own.
-        mixture: which records a step draws.
-        builder: makes prompts.
-        settings: the recipe's `data`.
-        rank: this process.
+        files: the sources, in the order of the mixture. Each data worker of each rank reads a separate part of a stream.
         world_size: number of processes, at most the batch size.
         needs: as of `Collator`.
     """
@@ -341,11 +325,11 @@ class StepBatches(Collator):
         assert mixture.batch_size >= world_size, "refused before training, see `problems`"
         super().__init__(files, builder, settings, **needs)
         self.mixture = mixture
-        # Shares differ by one at most; losses are means over all queries, so every query weighs the same.
+        # Shares differ by at most one; losses are means over all queries, so every query weighs the same.
         self.share = slice(
             rank * mixture.batch_size // world_size, (rank + 1) * mixture.batch_size // world_size
         )
-        # A step belongs to the same data worker before and after a resume, so each worker can be a reader of its own.
+        # A step belongs to the same data worker before and after a resume, so each worker can be a separate reader.
         self.readers_a_rank = max(settings.num_workers, 1)
         self.rank, self.world_size = rank, world_size
         self.streams = {source: file for source, file in enumerate(files) if isinstance(file, Stream)}
@@ -361,7 +345,7 @@ class StepBatches(Collator):
         return self.collate(own, [*own, *(draw for draw in drawn if draw.source not in self.streams)])
 
     def _of_readers(self, step: int, draws: Sequence[Draw]) -> list[Draw]:
-        """Draws of streams numbered as this rank's reader of the step counts them, and the reader put where they look."""
+        """Renumber draws of streams as this rank's reader of the step counts them, and select that reader in `files`."""
         turn = step % self.readers_a_rank
         first, before = self._drawn.get(turn, (turn, np.zeros(len(self.files), dtype=np.int64)))
         if first > step:
@@ -385,7 +369,7 @@ class StepBatches(Collator):
 
 
 def prompt_builder(processor: Any, recipe: Recipe) -> PromptBuilder:
-    """Create the prompt maker of a recipe."""
+    """The prompt builder of a recipe."""
     data = recipe.data
     return PromptBuilder(
         processor,
@@ -426,34 +410,32 @@ def sorted_by_length(batch: Batch) -> Batch:
     columns = sorted(range(len(batch.candidates)), key=lambda column: len(batch.candidates[column]))
     now_at = {column: place for place, column in enumerate(columns)}
 
-    def by_row(values: list) -> list:
-        return [values[row] for row in rows] if values else []
+    def ordered(values: list, order: list[int] = rows) -> list:
+        return [values[index] for index in order] if values else []
+
+    def renumbered(of_rows: list[list[int]]) -> list[list[int]]:
+        return [[now_at[column] for column in own] for own in ordered(of_rows)]
 
     return replace(
         batch,
-        record_ids=by_row(batch.record_ids),
-        queries=by_row(batch.queries),
-        oracle_ids=by_row(batch.oracle_ids),
-        candidates=[batch.candidates[column] for column in columns],
-        candidate_identity=[batch.candidate_identity[column] for column in columns],
-        positive=[now_at[column] for column in by_row(batch.positive)],
-        negatives=[[now_at[column] for column in own] for own in by_row(batch.negatives)],
-        right_answers=by_row(batch.right_answers),
-        seeds=by_row(batch.seeds),
-        more_positives=[[now_at[column] for column in own] for own in by_row(batch.more_positives)],
+        record_ids=ordered(batch.record_ids),
+        queries=ordered(batch.queries),
+        oracle_ids=ordered(batch.oracle_ids),
+        candidates=ordered(batch.candidates, columns),
+        candidate_identity=ordered(batch.candidate_identity, columns),
+        positive=[now_at[column] for column in ordered(batch.positive)],
+        negatives=renumbered(batch.negatives),
+        right_answers=ordered(batch.right_answers),
+        seeds=ordered(batch.seeds),
+        more_positives=renumbered(batch.more_positives),
     )
 
 
 def chunks_of(batch: Batch, shares: Sequence[int], micro_batch_size: int) -> list[Chunk]:
-    """Split queries and candidates (possibly more) into the same number of nearly equal chunks.
+    """Split queries and candidates into the same number of nearly equal chunks.
 
-    Every rank gets as many parts as the others: ZeRO and FSDP2 exchange something in each forward. Where a rank has
-    fewer queries than another needs parts (micro batches of one, uneven shares), the other's hold one more.
-
-    Args:
-        batch: this rank's share of the step.
-        shares: number of queries of every rank.
-        micro_batch_size: queries per forward.
+    Every rank gets equally many, since ZeRO and FSDP2 communicate in each forward. If a rank has fewer queries than another
+    needs chunks (micro batches of one, uneven `shares` of the ranks), the other's chunks have one more.
     """
     count = min(max(-(-share // micro_batch_size) for share in shares), min(shares))
 

@@ -1,7 +1,7 @@
-"""Lengths of every record as training will lay it out, from picture headers and texts alone.
+"""Prompt and rationale lengths of every record in training, from picture headers and texts alone.
 
-Wording, tokens, what is cut and what is refused come from the code that makes prompts (`rge.model.prompts`); nothing is
-decoded. On all cores where there are many records.
+The code that makes prompts (`rge.model.prompts`) decides wording, tokens, cuts and refusals; no picture is decoded. Many
+records are laid out on all cores.
 """
 
 import hashlib
@@ -33,10 +33,10 @@ from rge.model import families, prompts
 from rge.model.prompts import Measured, PromptBuilder
 
 FEW = 2000
-"""Records that are laid out sooner than processes would be started."""
+"""Up to this number of records, starting processes takes longer than the layout."""
 
 LONGEST = 10
-"""Records that are named."""
+"""Number of longest records in the summary."""
 
 COLUMNS = (
     "query",
@@ -53,9 +53,9 @@ COLUMNS = (
     "target",
     "shows",
 )
-"""Of a record: tokens of its query and its longest candidate, and of their pictures; most pictures of a prompt; tokens of its
-longest rationale, `<emb>` included; how many of its prompts are cut, and how many it has; its labelled negatives; numbers that are
-equal for equal ids, for equal content of its query, for equal ids of its first positive, and for equal content of that."""
+"""Per record: tokens of its query and its longest candidate, and of their pictures; most pictures of a prompt; tokens of its
+longest rationale, `<emb>` included; number of cut prompts and of all; labelled negatives; hashes of its id, of its query's content,
+of its first positive's id and of that one's content."""
 
 
 @dataclass
@@ -63,9 +63,9 @@ class Layout:
     """Layout statistics of a source.
 
     Attributes:
-        sizes_NK: int64, a row a record that can be trained on; see `COLUMNS`.
-        numbers_N: theirs within the source.
-        faults: record number -> why it cannot be trained on.
+        sizes_NK: int64, a row per usable record; see `COLUMNS`.
+        numbers_N: of these records in the source.
+        faults: by record number, why it cannot be trained on.
     """
 
     sizes_NK: np.ndarray
@@ -78,7 +78,7 @@ class Layout:
 
 
 def lay_out(file: Records, builder: PromptBuilder, *, need_oracle: bool, need_candidates: bool) -> Layout:
-    """Lay out every record of a source whose length is known."""
+    """Lay out every record of a source of known length."""
     _Shared.set(file, builder, need_oracle, need_candidates)
     rows, numbers = array("q"), array("q")
     faults: dict[int, str] = {}
@@ -160,16 +160,14 @@ def _mapped(action: Callable[[int], Any], numbers: Iterable[int], here: bool) ->
 
 
 def _sizes(number: int) -> list[int] | str:
-    """A record's `COLUMNS`, or why it cannot be used."""
     file, builder = _Shared.file, _Shared.builder
     record = None
     try:
         record = file[number]
         return _measured(record, builder, _Shared.need_oracle, _Shared.need_candidates)
     except ValueError as error:
-        return (
-            f"record {repr(record.id) if record is not None else file.place(number)} of {file.name}: {error}"
-        )
+        name = file.place(number) if record is None else repr(record.id)
+        return f"record {name} of {file.name}: {error}"
 
 
 def _measured(record: Record, builder: PromptBuilder, need_oracle: bool, need_candidates: bool) -> list[int]:
@@ -179,11 +177,10 @@ def _measured(record: Record, builder: PromptBuilder, need_oracle: bool, need_ca
     query = measure(query_item(record), "query")
     targets = (*record.positives, *record.negatives) if need_candidates else ()
     candidates = [measure(target_item(target), "candidate") for target in targets]
-    rationales = (
-        [len(builder.rationale_ids(target.rationale or "", record.id)) for target in record.positives]
-        if need_oracle
-        else []
-    )
+    rationales = [
+        len(builder.rationale_ids(target.rationale or "", record.id))
+        for target in (record.positives if need_oracle else ())
+    ]
     return [
         query.num_tokens,
         query.num_picture_tokens,
@@ -199,14 +196,15 @@ def _measured(record: Record, builder: PromptBuilder, need_oracle: bool, need_ca
 
 
 def _names(record: Record) -> list[int]:
-    """See "id" to "shows" of `COLUMNS`; the content of a target with an ``identity`` may differ and is 0."""
+    """Columns "id" to "shows" of `COLUMNS`; targets with equal ``identity`` may differ in content, which is 0 for them."""
 
     def content(text: str | None, images: Sequence[ImageRef]) -> int:
-        # of a file its name: the same one may lie in another folder
-        shown = [
-            hashlib.sha256(one).hexdigest() if isinstance(one, bytes) else Path(one).name for one in images
+        # Of a file only the name: the same file may be in another folder.
+        names = [
+            hashlib.sha256(each).hexdigest() if isinstance(each, bytes) else Path(each).name
+            for each in images
         ]
-        return number_of("\0".join([text or "", *shown]))
+        return number_of("\0".join([text or "", *names]))
 
     first = record.positives[0]
     return [
@@ -218,7 +216,7 @@ def _names(record: Record) -> list[int]:
 
 
 def clashes(laid: Sequence[tuple[Records, Layout]]) -> list[str]:
-    """Warnings of sources that give the same ids to different records or targets; first positives stand for all targets."""
+    """Warnings of sources with equal ids of different records or targets (only first positives are compared)."""
     lines = []
     for (one, layout), (other, theirs) in combinations(laid, 2):
         for what, name, content, meaning in (
@@ -238,13 +236,11 @@ def clashes(laid: Sequence[tuple[Records, Layout]]) -> list[str]:
     return lines
 
 
+_size_of_file = lru_cache(maxsize=1 << 16)(picture_size)
+
+
 def _size_of(ref: ImageRef) -> tuple[int, int]:
     return picture_size(ref) if isinstance(ref, bytes) else _size_of_file(ref)
-
-
-@lru_cache(maxsize=1 << 16)
-def _size_of_file(ref: str) -> tuple[int, int]:
-    return picture_size(ref)
 
 
 def summary(found: Sequence[tuple[Records, Layout]], recipe: Recipe) -> list[str]:
@@ -256,27 +252,22 @@ def summary(found: Sequence[tuple[Records, Layout]], recipe: Recipe) -> list[str
     def column(name: str) -> np.ndarray:
         return np.concatenate([layout.column(name) for _, layout in laid])
 
-    lines = [f"tokens of a query's prompt: {_spread(column('query'))}"]
+    lines = [f"tokens per query prompt: {_spread(column('query'))}"]
     if column("candidate").any():
-        lines[0] += f"; of a record's longest candidate: {_spread(column('candidate'))}"
+        lines[0] += f"; per record's longest candidate: {_spread(column('candidate'))}"
     pictures, rationales = column("pictures"), column("rationale")
-    lines[0] += f"; pictures of a prompt: {pictures.mean():.1f} on average, at most {pictures.max()}"
+    lines[0] += f"; pictures per prompt: {pictures.mean():.1f} on average, at most {pictures.max()}"
     if rationales.any():
         cap = recipe.rollout.max_new_tokens
         lines.append(
-            f"tokens of a rationale: {_spread(rationales)}; {(rationales > cap).mean():.1%} longer than the model may write "
+            f"tokens per rationale: {_spread(rationales)}; {(rationales > cap).mean():.1%} longer than the model may generate "
             f"(rollout.max_new_tokens={cap})"
         )
     cut, count = column("cut").sum(), column("prompts").sum()
     lines.append(
         f"{cut / count:.1%} of {count:,} prompts are cut to data.max_prompt_tokens={recipe.data.max_prompt_tokens}"
     )
-    total = np.concatenate(
-        [
-            layout.column("query") + layout.column("candidate") + layout.column("rationale")
-            for _, layout in laid
-        ]
-    )
+    total = column("query") + column("candidate") + rationales
     ends = np.cumsum([len(layout.sizes_NK) for _, layout in laid])
     named = []
     for place in np.argsort(-total, kind="stable")[:LONGEST].tolist():

@@ -3,10 +3,10 @@
     worker 0: step 0, step 2, ... --pipe 0-->  reading thread --at most so many bytes wait--> training
     worker 1: step 1, step 3, ... --pipe 1-->
 
-A batch travels as one run of pixels and one of everything else (`rge.data.collate.flatten`). Pipes hold next to nothing, so a
-worker that is ahead waits in its write, with the one batch that it made; there is no shared memory to overflow and no file
-descriptor a tensor. PyTorch's `DataLoader` bounds batches and not bytes, keeps them in shared memory, and waits at its end
-for workers that must outlive a SIGTERM.
+A batch is sent as one buffer of pixels and one of everything else (`rge.data.collate.flatten`). Pipes hold next to nothing, so
+a worker that is ahead blocks in its write, with one finished batch; there is no shared memory to overflow and no file
+descriptor per tensor. PyTorch's `DataLoader` bounds batches instead of bytes, keeps them in shared memory, and waits at its
+end for workers that must outlive a SIGTERM.
 """
 
 import contextlib
@@ -34,10 +34,10 @@ from rge.config import DataConfig
 from rge.data.collate import Batch, StepBatches, flatten, unflatten
 
 PATIENCE_S = 1800.0
-"""How long training waits for one batch: a file system that hangs hangs its workers."""
+"""How long training waits for one batch, e.g. while a file system hangs."""
 
 PIPE_BYTES = 1 << 20
-"""Linux's greatest size of a pipe without privileges; a batch passes in fewer pieces."""
+"""Linux's maximum pipe size without privileges, so that a batch passes in fewer pieces."""
 
 _FORK = multiprocessing.get_context("fork")
 _HEADER = struct.Struct("<QQ")
@@ -53,11 +53,11 @@ class Loader:
     """Batches of the given steps in order, prefetched by worker processes. Can be iterated once.
 
     Args:
-        batches: makes them; in the workers, which are forks of this process.
-        steps: which.
-        settings: the recipe's `data`: how many processes, 0 to make every batch in this one when it is asked for; and how
-            many bytes of batches wait here at most. One may always wait, however large; each worker holds one more.
-        device: where pixels are put, copied once from pinned memory; everything else stays on the CPU.
+        batches: makes them in the workers, which are forks of this process.
+        steps: of the batches.
+        settings: the recipe's `data`: `num_workers`, 0 to make batches on demand in this process; and `prefetch_mb`, the
+            maximum size of prefetched batches. One is always prefetched, however large; each worker holds another.
+        device: of the pixels, which are copied once from pinned memory; everything else stays on the CPU.
     """
 
     def __init__(
@@ -73,12 +73,7 @@ class Loader:
         self.device = torch.device(device)
 
     def __iter__(self) -> Iterator[Batch]:
-        """The batches.
-
-        Raises:
-            RecordError: of the workers, as any other error of theirs; theirs end with it.
-            WorkerError: a worker was killed, or no batch came for `PATIENCE_S`.
-        """
+        """The batches. Raises the workers' errors, and WorkerError if one was killed or no batch came for `PATIENCE_S`."""
         if not self.num_workers:
             for step in self.steps:
                 yield self._on_device(*flatten(self.batches[step]))
@@ -100,7 +95,7 @@ class _Worker:
     def __init__(self, number: int, batches: StepBatches, steps: Sequence[int], others: Sequence["_Worker"]):
         self.number = number
         self.inlet, outlet = os.pipe()
-        with contextlib.suppress(OSError, AttributeError):  # smaller pieces, where the system wants it so
+        with contextlib.suppress(OSError, AttributeError):  # smaller pieces, if the system does not allow it
             fcntl.fcntl(outlet, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         inlets = [self.inlet, *(worker.inlet for worker in others)]
         self.process: BaseProcess = _FORK.Process(
@@ -113,11 +108,7 @@ class _Worker:
         os.close(outlet)  # so that reading ends when the worker does
 
     def read_into(self, view: memoryview, step: int) -> None:
-        """Fill `view` from the pipe.
-
-        Raises:
-            WorkerError: the worker is gone.
-        """
+        """Fill `view` from the pipe; WorkerError if the worker is gone."""
         while len(view):
             count = os.readv(self.inlet, [view])
             if not count:
@@ -138,7 +129,7 @@ class _Queue:
     ):
         self.steps, self.limit, self.device = steps, limit, device
         self.workers: list[_Worker] = []
-        # Before multiprocessing's own clean-up at exit, which would wait for them.
+        # Runs before multiprocessing's own clean-up at exit, which would wait for them.
         self._end = Finalize(self, _kill, args=(self.workers,), exitpriority=100)
         for number in range(num_workers):
             self.workers.append(_Worker(number, batches, steps[number::num_workers], self.workers))
@@ -177,12 +168,9 @@ class _Queue:
             os.close(worker.inlet)
 
     def _read(self) -> None:
-        """Read batches in step order while the buffer has room."""
         try:
             if self.device.type == "cuda":
-                torch.cuda.set_device(
-                    self.device.index or 0
-                )  # a thread's own; memory is pinned for this one's context
+                torch.cuda.set_device(self.device.index or 0)  # per thread; memory is pinned for its context
             for place, step in enumerate(self.steps):
                 if not self._read_one(self.workers[place % len(self.workers)], step):
                     return
@@ -197,7 +185,9 @@ class _Queue:
         pinned = self.device.type == "cuda" and pixel_bytes > 0
         num_bytes = head_bytes + (1 << (pixel_bytes - 1).bit_length() if pinned else pixel_bytes)
         with self.changed:
-            self.changed.wait_for(lambda: self.closed or self._has_room(num_bytes))
+            self.changed.wait_for(
+                lambda: self.closed or not self.waiting or self.num_bytes + num_bytes <= self.limit
+            )
             if self.closed:
                 return False
         packed = bytearray(head_bytes)
@@ -211,9 +201,6 @@ class _Queue:
         self._put(num_bytes, (found["head"], pixels.view(found["shape"])))
         return True
 
-    def _has_room(self, num_bytes: int) -> bool:
-        return not self.waiting or self.num_bytes + num_bytes <= self.limit
-
     def _put(self, num_bytes: int, found: Any) -> None:
         with self.changed:
             self.waiting.append((num_bytes, found))
@@ -222,7 +209,6 @@ class _Queue:
 
 
 def _kill(workers: Sequence[_Worker]) -> None:
-    """Kill the workers; they hold no state, and ignore weaker signals."""
     for worker in workers:
         worker.process.kill()
     for worker in workers:
@@ -233,8 +219,8 @@ def _work(
     batches: StepBatches, steps: Sequence[int], outlet: int, inlets: Sequence[int], parent: int
 ) -> None:
     """Make and write batches until none are left or the reader has exited."""
-    # Schedulers send SIGTERM, and terminals SIGINT, to every process of a job; training still needs its workers to finish
-    # the step and save. They end with it: it kills them, and so does the kernel where it cannot.
+    # Schedulers send SIGTERM, and terminals SIGINT, to every process of a job, but training needs its workers to finish
+    # the step and save. Training kills them at its end, or the kernel does.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if _LIBC is not None:
@@ -243,7 +229,7 @@ def _work(
         return  # the parent ended before prctl
     for inlet in inlets:
         os.close(inlet)  # so that writing fails when the reader is gone
-    # Workers are processes already; threads inside them would fight for the training step's cores.
+    # Threads in the workers would compete with the training step for cores.
     torch.set_num_threads(1)
     with contextlib.suppress(BrokenPipeError):
         for step in steps:

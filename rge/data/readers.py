@@ -15,14 +15,14 @@ from rge.data.sources import RecordError, RecordFile, Records
 from rge.data.streams import Stream
 
 DataSource = Callable[..., Rows]
-"""Called with the source's `options`; returns rows by number: a list, or anything with a length and ``[number]``. A row has
-values by the names of the record's fields, or of columns that `columns` maps; a picture is encoded bytes or a path."""
+"""Called with the source's `options`; returns rows: a list, or anything with a length and ``[number]``. A row maps names of the
+record's fields, or of columns that `columns` maps, to values; a picture is encoded bytes or a path."""
 
 DATA_SOURCES: Registry[DataSource] = Registry("data source", "rge.data_sources")
 """By the name that a source's ``type`` gives."""
 
 SHARDS = 256
-"""Parts that a data set on the disk is read in as a stream: enough for each worker of many processes."""
+"""Shards of a local data set read as a stream: enough for each worker of many processes."""
 
 
 def register_data_source(name: str) -> Callable[[DataSource], DataSource]:
@@ -44,24 +44,21 @@ def open_records(
     """Open a source and check its records; a stream's are checked as they are read.
 
     Args:
-        config: what it is.
+        config: the source.
         need_rationale: every positive must have an oracle rationale.
-        pictures: checks that each picture exists; None leaves that to later.
+        pictures: checks that each picture exists; None: not checked.
         progress: show a progress bar while checking.
         on_bad: ``stop`` raises if records break the format; ``skip`` leaves them out.
-        first: of a stream, read so many records and no others, as a set that stays.
+        first: of a stream, read only this number of records, as a fixed set.
         seed: of a stream's order.
-        notes: file in which a stream remembers how long its parts are; see `rge.data.streams.Stream`.
+        notes: see `rge.data.streams.Stream`.
 
     Raises:
-        RecordError: it is not there, cannot be read, or has records that break the format.
+        RecordError: it is missing or unreadable, or has records that break the format.
     """
     checks: dict[str, Any] = {
-        "need_rationale": need_rationale,
-        "pictures": pictures,
-        "progress": progress,
-        "on_bad": on_bad,
-    }
+        "need_rationale": need_rationale, "pictures": pictures, "progress": progress, "on_bad": on_bad
+    }  # fmt: skip
     if config.path is not None:
         return RecordFile(config.path, **checks)
     if config.type is not None:
@@ -83,9 +80,7 @@ def some_records(config: RecordsConfig, most: int) -> Iterator[dict[str, Any]]:
     else:
         rows, columns, _ = (_open_registered if config.type is not None else _open_dataset)(config)
     count = len(rows)
-    for number in sorted(
-        {count * place // most for place in range(min(most, count))} if count > most else range(count)
-    ):
+    for number in (count * place // most for place in range(most)) if count > most else range(count):
         row = rows.without_pictures(number, number + 1)[0] if isinstance(rows, ArrowRows) else rows[number]
         record, _ = parsed(columns, row, number)
         if record is not None:
@@ -106,7 +101,7 @@ def _open_registered(config: RecordsConfig) -> tuple[Rows, Columns, Path]:
 
 
 class _Guarded:
-    """Rows of a registered source; exceptions from its code become errors that name the source."""
+    """Rows of a registered source; its exceptions become errors that name the source."""
 
     def __init__(self, rows: Rows, number: int, label: str):
         self._rows, self._number, self._label = rows, number, label
@@ -135,7 +130,7 @@ def _open_dataset(config: RecordsConfig) -> tuple[Rows, Columns, Path]:
 
 
 class _First:
-    """The first rows of a stream, cached; optionally with `PRESENT` instead of picture bytes."""
+    """Opens the first rows of a stream as a list; optionally with `PRESENT` instead of picture bytes."""
 
     def __init__(self, count: int, without_pictures: bool = False):
         self.count, self.without_pictures = count, without_pictures
@@ -170,10 +165,10 @@ def load(config: RecordsConfig) -> tuple[Any, Path]:
     Raises:
         RecordError: it cannot be loaded; says why and what to do.
     """
-    import datasets  # takes a second, which training on files need not wait for
+    import datasets  # takes a second, and training on files does not need it
 
     assert config.dataset is not None
-    datasets.disable_progress_bars()  # ours are the bars to watch
+    datasets.disable_progress_bars()  # we show our own
     folder = find_shipped(config.dataset)
     local = folder.is_dir()
     try:
@@ -194,7 +189,6 @@ def load(config: RecordsConfig) -> tuple[Any, Path]:
 
 
 def _saved(config: RecordsConfig, folder: Path) -> Any:
-    """Load a data set written by `save_to_disk`."""
     import datasets
 
     found = datasets.load_from_disk(str(folder))
@@ -224,14 +218,10 @@ def _load_failure(config: RecordsConfig, local: bool, error: Exception) -> str:
         config.dataset.count("/") > 1 or config.dataset.startswith((".", "/", "~"))
     ):
         return f"data set {config.dataset}: there is no such folder"
-    offline = [
-        name
-        for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
-        if os.environ.get(name, "0") not in ("0", "")
-    ]
-    if offline:
-        return (
-            f"data set {config.label} is neither a folder nor in this machine's cache, and {offline[0]} keeps it from being "
-            f"fetched: unset that, or give a folder that holds it ({type(error).__name__})"
-        )
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+        if os.environ.get(name, "0") not in ("0", ""):
+            return (
+                f"data set {config.label} is neither a folder nor in this machine's cache, and {name} keeps it from being "
+                f"fetched: unset that, or give a folder that holds it ({type(error).__name__})"
+            )
     return f"{text}; is it a missing folder, or a hub name that needs `hf auth login`?"

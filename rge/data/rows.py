@@ -1,11 +1,10 @@
 """Training records from the rows of a data set: maps columns to fields.
 
-A data set is Arrow tables; rows are read from them as they are, so that no picture is decoded here, and while records are
-checked the pictures' bytes are not even read.
+A data set is Arrow tables; rows are read without decoding pictures, and checking does not even read the pictures' bytes.
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,10 +30,10 @@ from rge.data.sources import (
 )
 
 PRESENT = "<bytes>"
-"""Placeholder for a picture's bytes where they are not needed."""
+"""Placeholder for unneeded bytes of a picture."""
 
 AT_ONCE = 1024
-"""Rows that are checked together."""
+"""Rows checked together."""
 
 _PARTS = {
     "query": set(QueryPart.model_fields),
@@ -42,7 +41,7 @@ _PARTS = {
     "negatives": set(Target.model_fields),
 }
 FIELDS = {*Record.model_fields, *(f"{part}.{leaf}" for part, leaves in _PARTS.items() for leaf in leaves)}
-"""What ``columns`` can map."""
+"""Fields that ``columns`` can map."""
 
 
 class Rows(Protocol):
@@ -62,13 +61,10 @@ class ArrowRows:
         self._dataset = dataset.select_columns(list(columns)).with_format("arrow")
 
     def __len__(self) -> int:
-        """Number of rows."""
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
-        """One row."""
-        row: Mapping[str, Any] = self._dataset[index].to_pylist()[0]
-        return row
+        return self._dataset[index].to_pylist()[0]
 
     def without_pictures(self, start: int, stop: int) -> list[dict[str, Any]]:
         """Rows with `PRESENT` in place of pictures' bytes."""
@@ -84,10 +80,7 @@ def drop_image_bytes(table: pa.Table) -> pa.Table:
 
 
 def _is_picture(kind: pa.DataType) -> bool:
-    return pa.types.is_struct(kind) and {kind.field(place).name for place in range(kind.num_fields)} == {
-        "bytes",
-        "path",
-    }
+    return pa.types.is_struct(kind) and {field.name for field in kind} == {"bytes", "path"}
 
 
 def _is_list(kind: pa.DataType) -> bool:
@@ -112,13 +105,13 @@ def _array_without_bytes(array: pa.Array) -> pa.Array:
     if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
         return pc.if_else(pc.is_valid(array), pa.scalar(PRESENT), pa.scalar(None, pa.string()))
     if _is_list(kind):
-        # `flatten` leaves out what null rows and slices hide; their lengths say where rows begin.
+        # `flatten` drops values hidden by null rows and slices, so offsets follow from the lengths.
         lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False)
-        offsets = [0, *lengths.cumsum().tolist()]
-        found = pa.ListArray.from_arrays(
-            pa.array(offsets, pa.int32()), _array_without_bytes(array.flatten()), mask=pc.is_null(array)
+        offsets = pa.array([0, *lengths.cumsum().tolist()], pa.int32())
+        values = _array_without_bytes(array.flatten())
+        return pa.ListArray.from_arrays(offsets, values, mask=pc.is_null(array)).cast(
+            _type_without_bytes(kind)
         )
-        return found.cast(_type_without_bytes(kind))
     if pa.types.is_struct(kind):
         parts = [_array_without_bytes(pc.struct_field(array, field.name)) for field in kind]
         return pa.StructArray.from_arrays(
@@ -132,10 +125,10 @@ class Columns:
 
     Args:
         config: the source.
-        there: columns that the source has; None where only its rows know.
+        there: columns of the source; None if known only by row.
 
     Attributes:
-        used: columns that are read; None for all, of which none may be without a meaning.
+        used: columns that are read; None for all, each of which must be mapped.
 
     Raises:
         RecordError: a field or a column that does not exist.
@@ -171,14 +164,11 @@ class Columns:
                 )
 
     def record(self, row: Mapping[str, Any], number: int | str) -> dict[str, Any]:
-        """A row as the fields of a record.
-
-        Returns:
-            What `Record` is made of, ids, group, source and split filled in where the data set has none.
+        """A row as the fields of a record, with defaults for id, group, source and split.
 
         Raises:
-            ValueError: columns of one list have different lengths; or a registered source's row has a name that is no
-                field's and that `columns` does not map.
+            ValueError: columns of one list have different lengths; or a registered source's row has a name that is neither a
+                field nor mapped by `columns`.
         """
         if self.used is None and (unknown := row.keys() - Record.model_fields.keys() - self._mapped):
             name = sorted(unknown)[0]
@@ -207,7 +197,6 @@ def _did_you_mean(name: str, known: Any) -> str:
 
 
 def _get_path(row: Mapping[str, Any], path: str) -> Any:
-    """Value of a column, or of a nested field."""
     if path in row:
         return row[path]
     first, *rest = path.split(".")
@@ -238,8 +227,7 @@ class RowRecords(Records):
 
     Args:
         config: the source.
-        open_rows: opens it. It is opened again in each process that the records are sent to.
-        folder: that paths of pictures are relative to.
+        open_rows: opens it, again in each process that the records are sent to.
         need_rationale, pictures, progress, on_bad: see `rge.data.sources.RecordFile`.
 
     Raises:
@@ -292,12 +280,10 @@ class RowRecords(Records):
         ) as bar:
             for start in range(0, len(rows), AT_ONCE):
                 numbers = range(start, min(start + AT_ONCE, len(rows)))
-                found = (
-                    rows.without_pictures(start, numbers.stop)
-                    if isinstance(rows, ArrowRows)
-                    else map(rows.__getitem__, numbers)
-                )
-                for number, row in zip(numbers, found, strict=True):
+                part: Iterable[Mapping[str, Any]] = map(rows.__getitem__, numbers)
+                if isinstance(rows, ArrowRows):
+                    part = rows.without_pictures(start, numbers.stop)
+                for number, row in zip(numbers, part, strict=True):
                     yield number, *parsed(columns, row, number)
                 bar.update(len(numbers))
 
@@ -307,37 +293,34 @@ class RowRecords(Records):
                 yield number, number, record.id
 
     def __getitem__(self, index: int) -> Record:
-        """The record of a row.
-
-        Raises:
-            RecordError: the data set has changed since it was opened, or is gone.
-        """
-        number = int(self._numbers[index])
+        number = self.place(index)
         rows, columns, folder = self._opened()
-        found, problems = parsed(columns, rows[number], number)
-        if found is None:
+        record, problems = parsed(columns, rows[number], number)
+        if record is None:
             raise RecordError(
                 f"{self.name} has changed since this run opened it: row {number} is no longer a record: {'; '.join(problems)}"
             )
-        return absolute(found, folder)
+        return absolute(record, folder)
 
     def place(self, index: int) -> int:
         """Number of its row."""
         return int(self._numbers[index])
 
     def texts(self) -> list[str]:
-        """Distinct texts of all valid records."""
+        """Distinct texts of all records."""
         kept = set(self._numbers.tolist())
-        found = (
-            record
-            for number, record, _ in self._records_without_pictures()
-            if record is not None and number in kept
+        return list(
+            dict.fromkeys(
+                text
+                for number, record, _ in self._records_without_pictures()
+                if record is not None and number in kept
+                for text in texts_of(record)
+            )
         )
-        return list(dict.fromkeys(text for record in found for text in texts_of(record)))
 
 
 class Opener(Protocol):
-    """Open a source; a module-level function, so that it can be pickled."""
+    """Opens a source; picklable."""
 
     def __call__(self, config: RecordsConfig) -> tuple[Rows, Columns, Path]:
         """Its rows, how they become records, and the folder that paths of pictures are relative to."""

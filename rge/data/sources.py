@@ -1,7 +1,6 @@
-"""Read training records and choose those of step s, a pure function of seed and step; identity of targets.
+"""Read training records and choose those of a step, a pure function of seed and step; identity of targets.
 
-Because the batch of a step depends on nothing but the seed, a run resumes exactly by knowing its step, on any number
-of processes.
+Since a step's batch depends only on the seed, a run resumes exactly by its step number, on any number of processes.
 """
 
 import codecs
@@ -46,9 +45,8 @@ class BadRecord:
 
     Attributes:
         source: name of its source.
-        place: where in the source it stands, with which it can be found again: the byte where it starts in a file, the
-            number of its row in a data set, ``shard:row`` in a stream.
-        id: its id, or None where it cannot be read.
+        place: in the source: byte offset in a file, row number in a data set, ``shard:row`` in a stream.
+        id: None if it cannot be read.
         reason: what is wrong with it.
     """
 
@@ -63,10 +61,10 @@ class Records(ABC):
 
     Attributes:
         name: what messages call the source.
-        size: number of records; None where it is not known before the end.
-        bad: records that were left out because they break the format.
-        content: what of the source decides which records there are, for `rge.identity.run_identity`: size and hash of what was read, how
-            many records are used and left out.
+        size: number of records; None if unknown before the end.
+        bad: records left out because they break the format.
+        content: identity of the records, for `rge.identity.run_identity`: size and hash of what was read, numbers of records
+            used and left out.
     """
 
     name: str
@@ -79,85 +77,66 @@ class Records(ABC):
         """The record at `index`, its picture references absolute.
 
         Raises:
-            RecordError: it is no longer what it was when the source was opened.
-            BrokenRecord: it breaks the format, which is found only now.
+            RecordError: it has changed since the source was opened.
+            BrokenRecord: it breaks the format; only in streams.
         """
 
     @abstractmethod
     def place(self, index: int) -> int | str:
-        """Where the record at `index` stands, see `BadRecord`."""
+        """Place of the record at `index`, see `BadRecord`."""
 
     @abstractmethod
     def texts(self) -> list[str]:
-        """Every text of every record: what a tokenizer is trained on."""
+        """Distinct texts of all records, for training a tokenizer."""
 
     def replacements_of(self, index: int) -> range:
-        """Records of which one may take the place of that at `index`, itself among them."""
+        """Records that may replace the one at `index`, including itself."""
         return range(len(self))
 
-    def bad_record(self, index: int, name: str | None, reason: str) -> BadRecord:
-        """The record at `index` as a `BadRecord`."""
-        return BadRecord(self.name, self.place(index), name, reason)
-
     def __len__(self) -> int:
-        """Number of records."""
         assert self.size is not None, f"{self.name} does not say how many records it has"
         return self.size
 
-    def _check(self, found: "Iterable[Scanned]", on_bad: str) -> np.ndarray:
-        """Move records that break the format to `bad`.
-
-        Args:
-            found: every record, in order.
-            on_bad: ``stop`` raises if records break the format; ``skip`` leaves them out.
-
-        Returns:
-            (N,) int64, places of those that do not.
-
-        Raises:
-            RecordError: see `RecordFile`.
-        """
+    def _check(self, records: "Iterable[Scanned]", on_bad: str) -> np.ndarray:
+        """Move records that break the format to `bad`, or raise RecordError with ``on_bad=stop``; (N,) int64 places of the others."""
         places, ids = Column(), Column()
-        faults: list[_Fault] = []
-        for one in found:
-            faults += [_Fault(one.label, one.place, one.id, problem) for problem in one.problems]
-            places.append(one.place)
-            if one.id is not None:
-                ids.append(number_of(one.id))
-        faults = sorted([*faults, *self._repeated(ids.read())], key=lambda fault: fault.place)
-        if faults and on_bad == "stop":
-            raise RecordError("training records break the format:\n" + self._listed(faults))
+        broken: dict[int, Scanned] = {}
+        for record in records:
+            if record.problems:
+                broken[record.place] = record
+            places.append(record.place)
+            if record.id is not None:
+                ids.append(number_of(record.id))
+        for repeated in self._repeated(ids.read()):
+            known = broken.setdefault(repeated.place, repeated)
+            if known is not repeated:
+                known.problems.extend(repeated.problems)
+        broken = dict(sorted(broken.items()))
+        if broken and on_bad == "stop":
+            raise RecordError("training records break the format:\n" + self._listed(broken.values()))
         kept = places.read()
         if not len(kept):
             raise RecordError(f"training records {self.name}: {self._EMPTY}")
-        reasons: dict[int, list[_Fault]] = {}
-        for fault in faults:
-            reasons.setdefault(fault.place, []).append(fault)
-        if reasons:
-            kept = kept[~np.isin(kept, list(reasons))]
         self.bad = [
-            BadRecord(
-                self.name,
-                place,
-                each[0].id,
-                f"{self._UNIT} {each[0].label}: {'; '.join(fault.problem for fault in each)}",
-            )
-            for place, each in reasons.items()
+            BadRecord(self.name, place, one.id, f"{self._UNIT} {one.label}: {'; '.join(one.problems)}")
+            for place, one in broken.items()
         ]
+        if broken:
+            kept = kept[~np.isin(kept, list(broken))]
         if not len(kept):
             raise RecordError(
                 "training records break the format, and data.on_bad=skip leaves none:\n"
-                + self._listed(faults)
+                + self._listed(broken.values())
             )
-        self.content |= {"records": len(kept), "left_out": len(reasons)}
-        if reasons:
-            self.content["left_out_at"] = number_of(str(list(reasons)))
+        self.content |= {"records": len(kept), "left_out": len(broken)}
+        if broken:
+            self.content["left_out_at"] = number_of(str(list(broken)))
         return kept
 
-    _UNIT, _EMPTY = "row", "there is none"
+    _UNIT, _EMPTY = "row", "the source is empty"
 
-    def _listed(self, faults: "Sequence[_Fault]") -> str:
-        problems = [f"{self.name}:{fault.label}: {fault.problem}" for fault in faults]
+    def _listed(self, broken: "Iterable[Scanned]") -> str:
+        problems = [f"{self.name}:{one.label}: {problem}" for one in broken for problem in one.problems]
         more = f"\n... and {len(problems) - MAX_REPORTED} more" if len(problems) > MAX_REPORTED else ""
         return "\n".join(problems[:MAX_REPORTED]) + more
 
@@ -165,36 +144,30 @@ class Records(ABC):
     def _named(self) -> "Iterator[tuple[int, int, str]]":
         """Label, place and id of every record that has one, in order."""
 
-    def _repeated(self, ids_N: np.ndarray) -> "list[_Fault]":
-        """Every record whose id an earlier one has.
-
-        Ids are compared as 64-bit numbers first; only if two of those are equal are the texts read again.
-        """
+    def _repeated(self, ids_N: np.ndarray) -> "Iterator[Scanned]":
+        """Every record with the id of an earlier one. Texts are read again only if two ids' 64-bit hashes are equal."""
         ordered = np.sort(ids_N)
         suspects = set(ordered[1:][ordered[1:] == ordered[:-1]].tolist())
         if not suspects:
-            return []
-        found: list[_Fault] = []
+            return
         seen: dict[str, int] = {}
         for label, place, name in self._named():
             if number_of(name) not in suspects:
                 continue
             if name in seen:
-                found.append(
-                    _Fault(label, place, name, f"id: {name!r} is already used in {self._UNIT} {seen[name]}")
-                )
+                problem = f"id: {name!r} is already used in {self._UNIT} {seen[name]}"
+                yield Scanned(label, place, name, [problem])
             seen.setdefault(name, label)
-        return found
 
 
 @dataclass(frozen=True, slots=True)
 class Scanned:
-    """A record that has been checked.
+    """A checked record.
 
     Attributes:
-        label: its number for people: line of a file (from 1), row of a data set (from 0).
+        label: number in messages: line of a file (from 1), row of a data set (from 0).
         place: see `BadRecord`.
-        id: its own, or None where it has none.
+        id: None if it cannot be read.
         problems: what is wrong with it.
     """
 
@@ -207,22 +180,22 @@ class Scanned:
 class RecordFile(Records):
     """The records of one JSON-lines file, read by position so that a file may be larger than memory.
 
-    Every record is checked once when the file is opened. What stays is where each record starts, eight bytes, on the
-    disk and memory-mapped from a million records on; checking takes as much again for a moment.
+    Every record is checked once when the file is opened. Only the offsets stay, eight bytes per record, memory-mapped from
+    a million records on; checking briefly takes as much again.
 
     Args:
         path: the file.
         need_rationale: every positive must have an oracle rationale.
-        pictures: checks that each picture exists; None leaves that to later.
+        pictures: checks that each picture exists; None: not checked.
         progress: show a progress bar while checking.
         on_bad: ``stop`` raises if records break the format; ``skip`` leaves them out.
 
     Attributes:
-        bad: records that were left out.
+        offsets: byte where each record starts.
 
     Raises:
-        RecordError: no such file, one that cannot be read, an empty file, or records that break the format (all of them
-            are listed, at most `MAX_REPORTED` in full); with ``skip``, a file without any that does not.
+        RecordError: a file that is missing, unreadable or empty, or records that break the format (`MAX_REPORTED` are
+            listed); with ``skip``, a file without any good record.
     """
 
     def __init__(
@@ -238,8 +211,8 @@ class RecordFile(Records):
         if not self.path.is_file():
             raise RecordError(f"training records {self.path} do not exist")
         self.name = str(self.path)
-        self._offsets = self._check(self._read(need_rationale, pictures, progress), on_bad)
-        self.size = len(self._offsets)
+        self.offsets = self._check(self._read(need_rationale, pictures, progress), on_bad)
+        self.size = len(self.offsets)
 
     _UNIT, _EMPTY = "line", "the file is empty"
 
@@ -277,23 +250,13 @@ class RecordFile(Records):
     def known(
         cls, path: Path, offsets: np.ndarray, bad: list[BadRecord], content: dict[str, Any]
     ) -> "RecordFile":
-        """A file that was opened and checked before, as it was found then; see `rge.data.verdicts`."""
+        """A file with the cached result of an earlier check, see `rge.data.verdicts`."""
         file = cls.__new__(cls)
-        file.path, file._offsets, file.bad, file.content = path, offsets, bad, content
+        file.path, file.offsets, file.bad, file.content = path, offsets, bad, content
         file.name, file.size = str(path), len(offsets)
         return file
 
-    @property
-    def offsets(self) -> np.ndarray:
-        """Where in the file each record starts, bytes."""
-        return self._offsets
-
     def __getitem__(self, index: int) -> Record:
-        """The record at `index`, its picture references made absolute.
-
-        Raises:
-            RecordError: the file has changed since it was opened, or is gone.
-        """
         place = self.place(index)
         with _open(self.path) as lines:
             lines.seek(place)
@@ -307,8 +270,8 @@ class RecordFile(Records):
         return absolute(record, self.path.parent)
 
     def place(self, index: int) -> int:
-        """Byte where it starts."""
-        return int(self._offsets[index])
+        """Its byte offset."""
+        return int(self.offsets[index])
 
     def texts(self) -> list[str]:
         """Distinct texts of all records."""
@@ -339,22 +302,10 @@ class Column:
 
     def _flush(self) -> None:
         if self._file is None:
-            self._file = (
-                tempfile.TemporaryFile()
-            )  # without a name: it is gone with the last process that maps it
+            self._file = tempfile.TemporaryFile()  # unlinked: it vanishes with the last process that maps it
         self._tail.tofile(self._file)
         self._file.flush()
         self._tail = array("q")
-
-
-@dataclass(frozen=True, slots=True)
-class _Fault:
-    """Format errors of a record, with its label, place and id; see `Scanned`."""
-
-    label: int
-    place: int
-    id: str | None
-    problem: str
 
 
 def _open(path: Path) -> BinaryIO:
@@ -365,7 +316,7 @@ def _open(path: Path) -> BinaryIO:
 
 
 def _numbered(lines: Iterable[bytes]) -> Iterator[tuple[int, int, bytes]]:
-    """Number, position in bytes and content of each line; a byte order mark is only where the file begins."""
+    """Number, byte offset and content of each line, without the file's byte order mark."""
     start = 0
     for number, line in enumerate(lines, start=1):
         yield number, start, line if start else strip_bom(line)
@@ -373,18 +324,12 @@ def _numbered(lines: Iterable[bytes]) -> Iterator[tuple[int, int, bytes]]:
 
 
 def strip_bom(line: bytes) -> bytes:
-    """The line without the byte order mark that some editors and Windows programs put before a file's first."""
+    """The line without the byte order mark that some programs write at the beginning of a file."""
     return line.removeprefix(codecs.BOM_UTF8)
 
 
 def parsed_line(line: bytes, title: str, place: int) -> tuple[Record | None, list[str]]:
-    """Parse a line into a record, or None and its problems.
-
-    Args:
-        line: of a file of records.
-        title: of the file, see `with_defaults`.
-        place: byte where the line begins.
-    """
+    """Parse a line of a file (its `title` and byte offset as of `with_defaults`) into a record, or None and its problems."""
     try:
         return Record.model_validate_json(line), []
     except ValidationError as error:
@@ -401,32 +346,25 @@ def parsed_line(line: bytes, title: str, place: int) -> tuple[Record | None, lis
         return None, problems_of(error)
 
 
-def with_defaults(found: dict[str, Any], title: str, split: str, place: int | str) -> dict[str, Any]:
-    """Fill in the fields that a source may omit: id, group, source, split, target ids.
-
-    Args:
-        found: the fields that are given; changed.
-        title: of the source.
-        split: of the source.
-        place: of the record in it, for an id.
-    """
-    found.setdefault("id", f"{title}:{place}")
-    found.setdefault("group", found["id"])
-    found.setdefault("source", title)
-    found.setdefault("split", split)
-    query = found.get("query")
+def with_defaults(fields: dict[str, Any], title: str, split: str, place: int | str) -> dict[str, Any]:
+    """Fill in the fields that a source may omit: id (of its `title` and the record's `place`), group, source, split, target ids."""
+    fields.setdefault("id", f"{title}:{place}")
+    fields.setdefault("group", fields["id"])
+    fields.setdefault("source", title)
+    fields.setdefault("split", split)
+    query = fields.get("query")
     if isinstance(query, dict) and "images" in query and not isinstance(query["images"], list):
         query["images"] = [query["images"]]
     for part in ("positives", "negatives"):
-        targets = found.get(part)
+        targets = fields.get(part)
         for target in targets if isinstance(targets, list) else []:
             if isinstance(target, dict):
                 target.setdefault("id", _id_of(target))
-    return found
+    return fields
 
 
 def without_nulls(value: Any) -> Any:
-    """Pictures as bytes or paths, and no key without a value: Arrow gives every row every field."""
+    """Pictures as bytes or paths, and no empty fields: Arrow gives every row every field."""
     if isinstance(value, Mapping):
         if value.keys() == {"bytes", "path"}:
             return value["bytes"] if value["bytes"] is not None else value["path"]
@@ -456,35 +394,19 @@ def problems_of(error: ValidationError) -> list[str]:
 def faults_of(
     record: Record, need_rationale: bool, folder: Path | None = None, pictures: PictureIndex | None = None
 ) -> list[str]:
-    """Problems of a record whose format is valid.
-
-    Args:
-        record: with picture references as they are written.
-        need_rationale: every positive must have an oracle rationale.
-        folder: that references are relative to.
-        pictures: checks that each picture exists; None leaves that to later.
-    """
-    found = []
+    """Problems of a record whose format is valid: missing rationales and, of references relative to `folder`, pictures."""
+    faults = []
     if need_rationale:
-        found = [
+        faults = [
             f"positives.{index}.rationale: {fault} (record {record.id!r})"
             for index, positive in enumerate(record.positives)
             if (fault := _rationale_fault(positive.rationale or ""))
         ]
-    return found if pictures is None else found + _picture_faults(record, folder or Path(), pictures)
+    return faults if pictures is None else faults + _picture_faults(record, folder or Path(), pictures)
 
 
 def check_wording(record: Record, source: str, profile: str) -> None:
-    """Refuse to put a profile's words around texts that already hold theirs.
-
-    Args:
-        record: any of a source.
-        source: name of the source, for the message.
-        profile: name of the prompts' wording.
-
-    Raises:
-        RecordError: the record's texts include their wording, and the profile adds another.
-    """
+    """Refuse a profile that adds words to texts that already include their wording; RecordError names the source."""
     if record.wording == "included" and PROFILES[profile].adds_words:
         raise RecordError(
             f"{source}: the texts of record {record.id!r} include their wording (wording: included), and "
@@ -494,22 +416,22 @@ def check_wording(record: Record, source: str, profile: str) -> None:
 
 def texts_of(record: Record) -> list[str]:
     """All non-empty texts of a record."""
-    found = [record.instruction, record.query.text]
+    texts = [record.instruction, record.query.text]
     for target in (*record.positives, *record.negatives):
-        found += [target.text, getattr(target, "rationale", None)]
-    return [text for text in found if text]
+        texts += [target.text, getattr(target, "rationale", None)]
+    return [text for text in texts if text]
 
 
 def _picture_faults(record: Record, folder: Path, pictures: PictureIndex) -> list[str]:
-    named = [(f"query.images.{place}", ref) for place, ref in enumerate(record.query.images)]
+    refs = [(f"query.images.{place}", ref) for place, ref in enumerate(record.query.images)]
     for side in ("positives", "negatives"):
         targets: Sequence[Target] = getattr(record, side)
-        named += [(f"{side}.{place}.image", it.image) for place, it in enumerate(targets) if it.image]
-    # Bytes are there.
-    found = [
-        (field, pictures.fault(os.path.join(folder, ref))) for field, ref in named if isinstance(ref, str)
+        refs += [(f"{side}.{place}.image", it.image) for place, it in enumerate(targets) if it.image]
+    return [
+        f"{field}: {fault} (record {record.id!r})"
+        for field, ref in refs
+        if isinstance(ref, str) and (fault := pictures.fault(os.path.join(folder, ref)))
     ]
-    return [f"{field}: {fault} (record {record.id!r})" for field, fault in found if fault]
 
 
 def _rationale_fault(rationale: str) -> str | None:
@@ -521,7 +443,7 @@ def _rationale_fault(rationale: str) -> str | None:
 
 
 def located(ref: ImageRef, folder: Path) -> ImageRef:
-    """A picture reference joined to a folder; bytes stay as they are."""
+    """A picture reference joined to a folder, unless it is bytes."""
     return ref if isinstance(ref, bytes) else str(folder / ref)
 
 
@@ -559,7 +481,7 @@ class Draw:
     Attributes:
         source: number of the source.
         index: number of the record in it.
-        seed: for everything random about this record in this step (drawn positive, augmentation, sampling).
+        seed: of everything random about this record in this step (drawn positive, augmentation, sampling).
     """
 
     source: int
@@ -568,19 +490,19 @@ class Draw:
 
 
 class Mixture:
-    """Which records make up each step's global batch.
+    """The records of each step's global batch.
 
-    Every source is gone through in a new random order each epoch; its share of the batches follows its weight, exact
-    over time: of n records drawn so far, a source with share s has s * n, give or take the rounding of one record a
-    source (with share 0.3 of 8 it gets 2 or 3 records a step, seldom one more or less, 2.4 on average).
+    Every source is read in a new random order each epoch. Its share of the batches follows its weight, exact over time:
+    of n records drawn so far, a source with share s has s * n, up to rounding by one record per source (with share 0.3 of 8
+    it gets 2 or 3 records per step, seldom one more or less, 2.4 on average).
 
     Args:
-        sizes: number of records of each source; None for a stream, whose draws are numbered one after the other.
-        weights: share of each source, relative.
-        batch_size: records of a step, all processes together.
+        sizes: number of records of each source; None for a stream, whose draws are numbered consecutively.
+        weights: relative share of each source.
+        batch_size: records per step over all processes.
         seed: of everything.
-        homogeneous: each step's records come from one source, and weights are shares of the steps: then a query's
-            in-batch negatives are targets of its own kind.
+        homogeneous: each step's records come from one source, and weights are shares of the steps: a query's in-batch
+            negatives are then targets of its own kind.
 
     Raises:
         ValueError: an empty source.
@@ -604,7 +526,7 @@ class Mixture:
         self._orders: dict[tuple[int, int], np.ndarray] = {}
 
     def steps_per_epoch(self) -> int:
-        """Steps after which as many records were drawn as the sources, none of them a stream, hold together."""
+        """Steps in which as many records are drawn as all sources but streams have."""
         return max(1, -(-sum(size for size in self.sizes if size is not None) // self.batch_size))
 
     def batch(self, step: int) -> list[Draw]:
@@ -636,9 +558,8 @@ class Mixture:
         return self._counts_by_source(step * self.batch_size)
 
     def _counts_by_source(self, total: int) -> list[int]:
-        # Whole numbers that sum to the total. A source takes its share of what the sources before it leave. Every
-        # count then only ever grows with the total, which differences of rounded cumulative shares do not: they would
-        # draw a negative number from a small source now and then.
+        # Integers that sum to the total. A source takes its share of what the sources before it leave, so every count grows
+        # with the total. Differences of rounded cumulative shares would sometimes draw a negative number from a small source.
         counts, left, share_left = [], total, 1.0
         for share in self.share[:-1]:
             counts.append(math.floor(left * share / share_left + 1e-6))
@@ -646,7 +567,6 @@ class Mixture:
         return [*counts, left]
 
     def _index(self, source: int, epoch: int, place: int) -> int:
-        """Index of the record at a position of an epoch's order."""
         size = self.sizes[source]
         assert size is not None
         if size > LARGE:
@@ -660,14 +580,14 @@ class Mixture:
 
 
 LARGE = 1 << 22
-"""Records from which an epoch's order is computed place by place instead of held in memory, 8 bytes a record."""
+"""Number of records above which an epoch's order is computed on demand instead of stored, 8 bytes per record."""
 
 
 def permuted(place: int, size: int, key: str) -> int:
     """Position of an index in a pseudo-random permutation of `size`, without materialising it.
 
-    A Feistel network of four rounds permutes the numbers of 2k bits; results beyond the size are sent through again,
-    which ends since it is a permutation, after fewer than four turns on average.
+    A Feistel network of four rounds permutes the numbers of 2k bits. Results beyond the size are permuted again; that takes
+    fewer than four passes on average.
     """
     half = ((size - 1).bit_length() + 1) // 2
     mask = (1 << half) - 1

@@ -1,12 +1,12 @@
 """Streaming data sets: shuffled, sharded over workers, resumed at the next record.
 
-A stream has shards, such as files. Every data worker of every process is a reader with shards of its own, as long as there
-are enough of them; of a shard that several share, each takes every so many-th row:
+A stream has shards, such as files. Every data worker of every process is a reader with its own shards, if there are enough;
+readers that share a shard take turns in its rows:
 
-    epoch e: shards in a random order --dealt out--> reader --rows, a buffer at a time, in random order--> records 0, 1, ...
+    epoch e: shards in random order --dealt out--> reader --rows, shuffled within a buffer--> records 0, 1, ...
 
-Which row is a reader's n-th follows from the seed and n alone. So a position is a number: after a resume whole shards are
-passed over unread, and within one the rows before.
+A reader's n-th row depends only on the seed and n. A position is therefore a number: a resumed run skips whole shards unread,
+and earlier rows within a shard.
 """
 
 import json
@@ -24,7 +24,7 @@ from rge.data.rows import Columns, parsed
 from rge.data.sources import BrokenRecord, RecordError, Records, absolute, faults_of
 
 BATCH = 64
-"""Rows that are read at once."""
+"""Rows read together."""
 
 
 class _Endless(Records):
@@ -33,7 +33,7 @@ class _Endless(Records):
     size = None
 
     def texts(self) -> list[str]:
-        """They have no known end."""
+        """Unsupported: a stream has no known end."""
         raise TypeError(f"{self.name} is a stream, whose texts have no known end")
 
     def _named(self) -> Iterator[tuple[int, int, str]]:
@@ -47,13 +47,12 @@ class Stream(_Endless):
 
     Args:
         config: the source.
-        open_stream: opens it: a ``datasets.IterableDataset`` of tables, how its rows become records, and the folder that paths
-            of pictures are relative to. It is opened again in each process.
+        open_stream: opens it, in each process: a ``datasets.IterableDataset`` of tables, how its rows become records, and the
+            folder that paths of pictures are relative to.
         need_rationale: every positive must have an oracle rationale.
-        pictures: looks whether the pictures of the first record are there.
+        pictures: checks the pictures of the first record.
         seed: of the order.
-        notes: file in which readers note how many rows a shard has, so that a resumed run need not read it to know; None, or
-            a missing file: it is read.
+        notes: file in which readers record shards' lengths, so that a resumed run can skip them.
 
     Raises:
         RecordError: it cannot be opened, is empty, or its first record breaks the format.
@@ -77,7 +76,7 @@ class Stream(_Endless):
         stream, columns, folder = self.opened()
         row = next((table.to_pylist()[0] for table in stream.iter(batch_size=1)), None)
         if row is None:
-            raise RecordError(f"training records {self.name}: there is none")
+            raise RecordError(f"training records {self.name}: the stream is empty")
         record, problems = parsed(columns, row, "0:0")
         if record is not None:
             problems = faults_of(absolute(record, folder), need_rationale, folder, pictures)
@@ -94,7 +93,7 @@ class Stream(_Endless):
         return self._open
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the data set: others open it themselves."""
+        """Pickle without the data set, which the receiver opens itself."""
         return {**self.__dict__, "_open": None}
 
     def __getitem__(self, index: int) -> Record:
@@ -111,13 +110,13 @@ class Stream(_Endless):
 
 
 class Reader(_Endless):
-    """A reader's records by number, which are asked for in ascending order."""
+    """A reader's records by number, efficient in ascending order."""
 
     def __init__(self, stream: Stream, number: int, of: int):
         self.stream, self.name, self.bad = stream, stream.name, []
         self._dataset, self._columns, self._folder = stream.opened()
         self._shards = self._dataset.num_shards
-        # As many groups of readers as the shards can be dealt out to evenly; a group shares its shards row by row.
+        # The largest number of groups that divides readers and shards evenly; a group shares its shards row by row.
         groups = max(n for n in range(1, of + 1) if of % n == 0 and self._shards % n == 0)
         self._group, self._groups = number % groups, groups
         self._turn, self._turns = number // groups, of // groups
@@ -146,7 +145,7 @@ class Reader(_Endless):
         return self._row(index)[0]
 
     def replacements_of(self, index: int) -> range:
-        """What is in the buffer with it."""
+        """Records in the same buffer."""
         self._row(index)
         return range(self._first, self._first + len(self._block))
 
@@ -158,7 +157,7 @@ class Reader(_Endless):
         return self._block[index - self._first]
 
     def _blocks_from(self, index: int) -> Iterator[tuple[int, list[tuple[str, Mapping[str, Any]]]]]:
-        """Number of the first record of a buffer, and the buffer; the first one holds `index`."""
+        """Buffers with the number of their first record, from the one with `index` on."""
         size = self.stream.config.shuffle_buffer
         begins, epoch = 0, 0
         while True:
@@ -190,7 +189,6 @@ class Reader(_Endless):
         return [block[place] for place in chance.permutation(len(block))]
 
     def _order(self, epoch: int) -> list[int]:
-        """This reader's shards, in the order of an epoch."""
         order = np.random.default_rng([self.stream.seed, _SHARDS, epoch]).permutation(self._shards)
         return order[self._group :: self._groups].tolist()
 
@@ -202,7 +200,7 @@ class Reader(_Endless):
         return len(range(self._turn, sum(length for length in lengths if length is not None), self._turns))
 
     def _rows(self, epoch: int, done: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """This reader's rows of an epoch, but for the first `done`, with their places."""
+        """This reader's rows of an epoch after the first `done`, with their places."""
         next_one = self._turn + done * self._turns  # counted over the rows of all shards of the group
         begins = 0
         for shard in self._order(epoch):
@@ -248,10 +246,10 @@ class Reader(_Endless):
 
 
 _SHARDS, _MIXED = 0x5A4D, 0x313D
-"""Separate what a seed decides here from what it decides elsewhere."""
+"""Salts: make these draws independent of other uses of the seed."""
 
 
 def _noted(notes: Path | None, key: str | None) -> dict[int, int]:
-    """Lengths of shards that were read to their end; a shard whose note a kill cut off is read again."""
+    """Lengths of shards that were read completely; a truncated note is ignored."""
     lines = read_json_lines(notes) if notes is not None else []
     return {note["shard"]: note["rows"] for note in lines if note["stream"] == key}

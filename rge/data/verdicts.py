@@ -1,9 +1,9 @@
 """Cache of record and picture validation.
 
-A record file is read, and a picture decoded, again only after it changed: its size or time of the last change, or that of a
-folder or library that its pictures are in. The cache is in ``$RGE_CACHE``, else in ``rge`` below ``$XDG_CACHE_HOME`` or
-``~/.cache``; deleting it costs nothing but time, and one that cannot be read or written counts as empty. Only good files are
-remembered, with what ``data.on_bad=skip`` leaves out: the others have to be fixed.
+A record file is read, and a picture decoded, again only after its size or modification time changed, or that of a
+folder or library with its pictures. The cache is in ``$RGE_CACHE``, otherwise in ``rge`` below ``$XDG_CACHE_HOME`` or
+``~/.cache``; deleting it only costs time, and an unreadable or unwritable one counts as empty. Only good files are
+cached, with what ``data.on_bad=skip`` leaves out: others have to be fixed.
 """
 
 import hashlib
@@ -35,19 +35,19 @@ from rge.data import sources
 from rge.data.sources import MAX_REPORTED, BadRecord, Column, RecordFile, Records
 
 RECENT_NS = 2 * 10**9
-"""A file that changed this recently is not remembered: it may change again within a tick of the file system's clock."""
+"""A file that changed this recently is not cached: it may change again within a tick of the file system's clock."""
 
 AT_ONCE = 4096
-"""Pictures that are handed to the processes at a time: those of a data set are their bytes."""
+"""Pictures sent to the processes at a time; those of a data set are bytes."""
 
 KEPT_S = 90 * 24 * 3600.0
-"""After how long unused entries are deleted."""
+"""Unused entries are deleted after this time."""
 
 
 def cache_folder() -> Path:
     """Cache of verdicts, see the module docstring."""
-    if found := os.environ.get("RGE_CACHE"):
-        return Path(found)
+    if folder := os.environ.get("RGE_CACHE"):
+        return Path(folder)
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "rge"
 
 
@@ -76,20 +76,14 @@ class Verdicts:
         places = {place: _stamp(place) for place in sorted(self.pictures.asked)}
         if all(map(self._settled, (before, *places.values()))) and before == _stamp(path):
             self._states[file.name] = {"stamp": before, "places": places}
-            self._keep(
-                entry,
-                np.asarray(file.offsets),
-                {**self._states[file.name], "bad": file.bad, "content": file.content},
-            )
+            verdict = {**self._states[file.name], "bad": file.bad, "content": file.content}
+            self._keep(entry, np.asarray(file.offsets), verdict)
         return file
 
     def numbers(self, file: Records, asked: str, find: Callable[[], np.ndarray | None]) -> np.ndarray | None:
-        """What `find` gives for a record file that this has opened, or gave for it in the state that it is in.
+        """`find`'s int64 numbers for a record file opened here, cached until the file changes.
 
-        Args:
-            file: of records.
-            asked: everything else that the numbers depend on.
-            find: gives int64 numbers; None is not remembered.
+        `asked` is everything else that the numbers depend on; None is not cached.
         """
         entry = self._entry(Path(file.name), "numbers", asked)
         state = self._states.get(file.name)
@@ -101,9 +95,9 @@ class Verdicts:
         return found
 
     def undecodable(self, files: Sequence[Records]) -> list[str]:
-        """Pictures that exist and cannot be decoded, each with the first record that shows it; on all cores.
+        """Existing pictures that cannot be decoded, each with its first record; on all cores.
 
-        Pictures of streams are left out. Those that are bytes of a data set are decoded every time.
+        Pictures of streams are left out. Bytes in data sets are decoded every time.
         """
         files = [file for file in files if file.size is not None]
         if not files:
@@ -141,7 +135,7 @@ class Verdicts:
         return faults
 
     def _entry(self, path: Path, *settings: object) -> Path:
-        """Where a file's verdict is kept, by its name and the settings; a later state of the file replaces an earlier one."""
+        """Cache path of a file's verdict, by its name and the settings; a changed file overwrites it."""
         return self.folder / _digest(str(path.absolute()), str(path), *settings)
 
     def _settled(self, stamp: list[int] | None) -> bool:
@@ -150,7 +144,7 @@ class Verdicts:
     def _cached(
         self, entry: Path, state: dict[str, Any] | None = None
     ) -> tuple[dict[str, Any], np.ndarray] | None:
-        """The entry and its numbers, if nothing has changed since, and as `state` has it."""
+        """The entry and its numbers, if nothing has changed since, and it matches `state`."""
         try:
             known = json.loads(entry.with_suffix(".json").read_text(encoding="utf-8"))
             numbers = _numbers(entry)
@@ -183,7 +177,7 @@ class Verdicts:
 
 
 class _Known:
-    """State that the decoding processes inherit by fork."""
+    """State inherited by the decoding processes."""
 
     numbers: np.ndarray = np.zeros(0, np.int64)
     began_ns = 0
@@ -194,14 +188,13 @@ class _Known:
 
 
 def _shown(file: Records) -> Iterator[tuple[ImageRef, str]]:
-    """Every picture of a source, with the id of the record that shows it."""
     for record in map(file.__getitem__, range(len(file))):
         targets = [it.image for it in (*record.positives, *record.negatives) if it.image]
         yield from ((ref, record.id) for ref in (*record.query.images, *targets))
 
 
 def _named_pictures(files: Sequence[Records]) -> Iterator[tuple[str, str, str]]:
-    """Every picture that is a file or in a library, once, with the source and record that show it first."""
+    """Every picture in a file or library, once, with its first source and record."""
     seen: set[str] = set()
     for file in files:
         for ref, record_id in _shown(file):
@@ -211,13 +204,12 @@ def _named_pictures(files: Sequence[Records]) -> Iterator[tuple[str, str, str]]:
 
 
 def _embedded_pictures(files: Sequence[Records]) -> Iterator[tuple[ImageRef, str, str]]:
-    """Every picture that is bytes, with its source and record."""
     for file in files:
         yield from ((ref, file.name, name) for ref, name in _shown(file) if isinstance(ref, bytes))
 
 
 def _look_at(ref: ImageRef) -> tuple[int | None, str | None]:
-    """A picture's state as a number, if that can be remembered, and why it cannot be decoded."""
+    """A picture's state as a number, if it can be cached, and why it cannot be decoded."""
     if isinstance(ref, bytes):
         return None, _fault_of(ref)
     path, mark, _ = ref.partition(".parquet#")
@@ -268,12 +260,12 @@ def _digest(*parts: object) -> str:
 def _numbers(entry: Path) -> np.ndarray:
     """The numbers of an entry; empty if unreadable."""
     try:
-        found = np.load(entry.with_suffix(".npy"), allow_pickle=False)
+        numbers = np.load(entry.with_suffix(".npy"), allow_pickle=False)
+        if numbers.dtype == np.int64 and numbers.ndim == 1:
+            return numbers
     except (OSError, ValueError, EOFError):
-        found = None
-    return (
-        found if found is not None and found.dtype == np.int64 and found.ndim == 1 else np.zeros(0, np.int64)
-    )
+        pass
+    return np.zeros(0, np.int64)
 
 
 def _write_array(entry: Path, numbers: np.ndarray) -> bool:
@@ -286,7 +278,6 @@ def _write_array(entry: Path, numbers: np.ndarray) -> bool:
 
 
 def _spill_if_large(numbers: np.ndarray) -> np.ndarray:
-    """The numbers, on the disk if there are many; see `Column`."""
     if len(numbers) <= Column.SPILL:
         return numbers
     file = tempfile.TemporaryFile()

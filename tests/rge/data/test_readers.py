@@ -689,7 +689,7 @@ def test_a_registered_source_gives_records(registered):
         ({"type": "shet"}, "data source must be one of sheet, got 'shet'; did you mean 'sheet'"),
         ({"type": "sheet"}, "TypeError: .*missing 1 required positional argument: 'count'"),
         ({"type": "sheet", "options": {"count": 1, "rows": 2}}, "a sheet has a count"),
-        ({"type": "sheet", "options": {"count": 0}}, "there is none"),
+        ({"type": "sheet", "options": {"count": 0}}, "the source is empty"),
         (
             {"type": "sheet", "options": {"count": 5}},
             ":5: negativs: a record has no such field; did you mean 'negatives'",

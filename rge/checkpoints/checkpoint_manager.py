@@ -1,7 +1,6 @@
-"""Which states and checkpoints of a stage are kept: to resume from, the best so far, the final one.
+"""Keeps a stage's states and checkpoints: to resume from, the best so far, the final one.
 
-A cluster's SIGTERM and a user's Ctrl-C are handled here too: the step is finished, a state is saved, and the process exits
-with 143 or 130.
+On a cluster's SIGTERM or a user's Ctrl-C the step is finished, a state is saved, and the process exits with 143 or 130.
 """
 
 import json
@@ -43,7 +42,7 @@ _asked_to_stop: dict[signal.Signals, float] = {}
 
 
 def stop_after_this_step_at_signals() -> None:
-    """From now on SIGTERM and SIGINT take effect in `CheckpointManager.after_step`; a second SIGINT ends the process."""
+    """Let SIGTERM and SIGINT take effect in `CheckpointManager.after_step`; a second SIGINT ends the process."""
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, _remember)
@@ -56,7 +55,9 @@ def _remember(number: int, _: object) -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.raise_signal(signal.SIGINT)
     if number == signal.SIGINT and now == first and dist.rank() == 0:
-        os.write(2, b"\nstopping after this step, with a state to go on from; Ctrl-C again stops at once\n")
+        os.write(
+            2, b"\nstopping after this step and saving a state; press Ctrl-C again to stop immediately\n"
+        )
 
 
 class DivergedError(UserError, FloatingPointError):
@@ -65,11 +66,7 @@ class DivergedError(UserError, FloatingPointError):
 
 @contextmanager
 def divergence_explained(name: str, folder: Path) -> Iterator[None]:
-    """Training of a stage inside, which ends with one message where a loss or gradient is not finite.
-
-    Raises:
-        DivergedError: the message says which state is left.
-    """
+    """Inside, a loss or gradient that is not finite raises DivergedError, which names the last good state."""
     try:
         yield
     except FloatingPointError as error:
@@ -80,9 +77,9 @@ def divergence_explained(name: str, folder: Path) -> Iterator[None]:
             else "No state was saved before (train.save_every)"
         )
         raise DivergedError(
-            f"{name} has diverged: {error}. {last}. The same command would diverge again: begin under another out= with a "
-            f"lower {name}.lr, more {name}.warmup_steps or a smaller optim.max_grad_norm; if it is always the same records, "
-            "look at them"
+            f"{name} has diverged: {error}. {last}. The same command would diverge again: start with another out= and a "
+            f"lower {name}.lr, more {name}.warmup_steps or a smaller optim.max_grad_norm; if it always happens with the same "
+            "records, inspect them"
         ) from error
 
 
@@ -118,7 +115,7 @@ class CheckpointManager:
         metric = recipe.validation.metric
         self._saved = 0  # step of the newest state
         self._validated: dict[str, Any] | None = None
-        # Read now: at the end of the stage a hub that is out of reach would cost what was trained.
+        # Read now: at the end of the stage, an unreachable hub would cost the training.
         sources = getattr(recipe, name).sources if accelerator.is_main_process else []
         self._training_data = training_data(sources)
         if recipe.export.adapters_only and accelerator.is_main_process:
@@ -128,19 +125,16 @@ class CheckpointManager:
         stop_after_this_step_at_signals()
 
     def resume(self) -> int:
-        """Load the newest intact state, if there is one.
-
-        Returns:
-            The number of finished steps.
+        """Load the newest intact state, if any, and return the number of finished steps.
 
         Raises:
             CheckpointError: all states are damaged, or another recipe made them.
-            LaunchError: the state was saved by a launch whose files this one cannot read.
+            LaunchError: this launch cannot read the state's files.
         """
         found = self.states.latest()
         if found is None:
             return 0
-        path, done = found  # the newest intact one, which need not be the one checked in pre-flight
+        path, done = found  # not necessarily the one checked in pre-flight
         rounding = check_same_recipe(done["recipe"], self.recipe, self.name, path)
         launch.check_resume(done["launch"], self.accelerator, path)
         rounding += check_same_run(done, self.identity, path)
@@ -149,16 +143,16 @@ class CheckpointManager:
         self.accelerator.print(f"{self.name}: resuming after step {done['step']} from {path}")
         if rounding:
             self.accelerator.print(
-                f"{self.name}: the result is no longer that of an undisturbed run bit for bit, since these were changed: "
+                f"{self.name}: the result will not be bit-identical to that of an uninterrupted run, since these were changed: "
                 + "; ".join(rounding)
             )
         return done["step"]
 
     def validate(self, step: int) -> dict[str, float]:
-        """Measure the held-out records after `step` steps, if it is time to, and keep the checkpoint if it is good.
+        """Every `validation.every` steps, measure the held-out records, and keep the checkpoint if it is among the best.
 
         Returns:
-            The figures, see `Validation.measure`, and ``val_s``, the seconds that this took; else nothing.
+            The figures, see `Validation.measure`, and ``val_s``, the seconds that this took; otherwise nothing.
         """
         if self.validation is None or (step % self.recipe.validation.every and step != self.num_steps):
             return {}
@@ -174,12 +168,12 @@ class CheckpointManager:
         return {**figures, "val_s": time.perf_counter() - began}
 
     def after_step(self, step: int) -> None:
-        """Save after `step` steps, if it is time to or a SIGTERM or SIGINT has come.
+        """Save a state every `train.save_every` steps, and after a SIGTERM or SIGINT.
 
         Raises:
             CheckpointError: this or an earlier state could not be written.
-            SystemExit: after such a signal to any process: with 143 or 130, which is neither success, after which a scheduler
-                would go on to the next job, nor the 1 of a crash.
+            SystemExit: after such a signal to any process: with 143 or 130, neither success, after which a scheduler would
+                start the next job, nor the 1 of a crash.
         """
         self.states.check()
         signals = (signal.SIGTERM, signal.SIGINT)
@@ -194,7 +188,7 @@ class CheckpointManager:
         if self.accelerator.is_main_process:
             print(  # noqa: T201
                 f"{self.name}: stopped by {stop.name} after step {step} of {self.num_steps}; the state is in "
-                f"{self.folder / 'state'}, the same command continues from there",
+                f"{self.folder / 'state'}; run the same command to continue",
                 file=sys.stderr,
             )
         dist.close()
@@ -203,7 +197,7 @@ class CheckpointManager:
     def finish(self) -> None:
         """Export the trained model as a checkpoint that evaluation and plain transformers load.
 
-        A state of the last step is saved first, so that an export that fails costs no training.
+        A state of the last step is saved first, so that a failed export costs no training.
 
         Raises:
             CheckpointError: the checkpoint could not be written.
@@ -213,7 +207,7 @@ class CheckpointManager:
         try:
             self.states.close()
         except CheckpointError as error:
-            # The checkpoint is smaller and may still fit on the disk; the state is not needed then.
+            # The checkpoint is smaller and may still fit on the disk; then the state is not needed.
             self.accelerator.print(f"{self.name}: warning: {error}")
         self._export(self.folder / "final", self.num_steps, self._validated)  # the last step is measured
         self.accelerator.free_memory()
@@ -233,28 +227,20 @@ class CheckpointManager:
         keep = self.recipe.validation.keep_best
         if keep == 0:
             return
-        others = self._kept() if self.accelerator.is_main_process else None
-        others = [entry for entry in dist.from_main(others) if entry[1] != step]
-        ranked = sorted([*others, (figures[self.metric], step)], key=self._rank)
-        if (figures[self.metric], step) not in ranked[:keep]:
+        saved: Any = None
+        if self.accelerator.is_main_process:
+            files = (self.folder / "best").glob(f"step_*/{RGE_JSON}")
+            saved = [json.loads(path.read_text()) for path in files]
+            saved = [(settings["validation"][self.metric], settings["step"]) for settings in saved]
+        values = {at: value for value, at in dist.from_main(saved)} | {step: figures[self.metric]}
+        sign = -1 if self.metric == "val_hit_at_1" else 1
+        ranked = sorted(values, key=lambda at: (sign * values[at], at))  # best first; of equals the earlier
+        if step not in ranked[:keep]:
             return
         self._export(self.folder / "best" / step_name(step), step, self._validated)
         if self.accelerator.is_main_process:
-            for _, old in ranked[keep:]:
+            for old in ranked[keep:]:
                 discard(self.folder / "best" / step_name(old))
-
-    def _kept(self) -> list[tuple[float, int]]:
-        """Value and step of every checkpoint in ``best``."""
-        found = []
-        for path in (self.folder / "best").glob(f"step_*/{RGE_JSON}"):
-            settings = json.loads(path.read_text())
-            found.append((settings["validation"][self.metric], settings["step"]))
-        return found
-
-    def _rank(self, entry: tuple[float, int]) -> tuple[float, int]:
-        """Best first; of equals the earlier."""
-        value, step = entry
-        return (-value if self.metric == "val_hit_at_1" else value), step
 
     def _export(self, path: Path, step: int, validation: dict[str, Any] | None) -> None:
         recipe = self.recipe

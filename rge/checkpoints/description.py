@@ -51,13 +51,11 @@ def training_data(sources: Sequence[SourceConfig]) -> dict[str, Any]:
     total: defaultdict[str | None, float] = defaultdict(float)
     tasks: dict[tuple[str, str], Counter[str | None]] = defaultdict(Counter)
     for source in sources:
-        found = [
-            (record.get("source", ""), record.get("category", ""), record.get("instruction") or None)
-            for record in _some_records(source)
-        ]
-        for name, category, instruction in found:
-            total[instruction] += source.weight / len(found)
-            tasks[name, category][instruction] += 1
+        records = list(_some_records(source))
+        for record in records:
+            instruction = record.get("instruction") or None
+            total[instruction] += source.weight / len(records)
+            tasks[record.get("source", ""), record.get("category", "")][instruction] += 1
     ranked = sorted(total, key=total.__getitem__, reverse=True)  # stable: of equals the first
     by_task: dict[str, str | None] = {}
     for name in sorted({name for name, _ in tasks}):

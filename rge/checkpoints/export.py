@@ -45,14 +45,14 @@ def export(
     Args:
         embedder: unwrapped.
         folder: the checkpoint; written under a temporary name and renamed.
-        settings: content of ``rge.json``, see `settings_of`. Where they name a ``base``, no weights are written but
-            `rge.model.adapter_files.adapter_weights`.
-        state_dict: weights of ``embedder.model`` that are not its own: gathered, merged. They are written in the dtype
-            that the model was loaded in; where that is bfloat16, float32 ones are trained.
+        settings: content of ``rge.json``, see `settings_of`. With a ``base``, only
+            `rge.model.adapter_files.adapter_weights` are written.
+        state_dict: gathered or merged weights instead of ``embedder.model``'s own. They are written in the dtype that the
+            model was loaded in; for bfloat16 the trained ones are float32.
 
     Raises:
-        CheckpointError: the weights' names are not those that the model is loaded with, or writing failed, or what was
-            written reads back otherwise; nothing partial is left.
+        CheckpointError: the weights' names differ from those that the model is loaded with, writing failed, or the written
+            weights differ; nothing partial is left.
     """
     temporary = folder.with_name(f"tmp_{folder.name}")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -74,7 +74,7 @@ def export(
         else:
             model.save_pretrained(temporary, state_dict=state_dict)
         if _dtype_loaded(model) != loaded:
-            # transformers has written down the dtype of the weights that are trained.
+            # transformers has recorded the dtype of the trained weights.
             model.config.dtype = loaded
             model.config.save_pretrained(temporary)
         embedder.processor.save_pretrained(temporary)
@@ -83,7 +83,7 @@ def export(
         same_mode(temporary, temporary / RGE_JSON)
         files = [*temporary.iterdir()]
         for path in files:
-            flush(path, evict=True)  # what is compared next comes from the disk
+            flush(path, evict=True)  # so that the comparison reads from the disk
         _check_weights(weights, temporary)
         write_manifest(temporary, {}, files=[path for path in files if path.suffix in IDENTIFYING])
     except WRITE_ERRORS as error:
@@ -97,7 +97,6 @@ def export(
 
 
 def _describe(folder: Path, settings: dict[str, Any], name: str) -> None:
-    """``rge.json``, the model card, and what sentence-transformers reads."""
     (folder / RGE_JSON).write_text(json.dumps(settings, indent=2) + "\n")
     card = model_card(CheckpointSettings.model_validate(settings), name)
     (folder / "README.md").write_text(card, encoding="utf-8")
@@ -106,37 +105,29 @@ def _describe(folder: Path, settings: dict[str, Any], name: str) -> None:
 
 
 def _check_names(model: HubModel, weights: dict[str, Tensor], folder: Path) -> None:
-    """Whether the weights have the names that the model is loaded with; a tied matrix may be named once."""
-    wanted = weight_names(model)
-    unknown, missing = weights.keys() - wanted, wanted - weights.keys() - set(tied_names(model))
+    """Refuse weights with other names than the model is loaded with; a tied matrix may be named once."""
+    names = weight_names(model)
+    unknown, missing = sorted(weights.keys() - names), sorted(names - weights.keys() - set(tied_names(model)))
     if unknown or missing:
-        found = (
-            f"{sorted(unknown)[0]} is not one of its weights"
-            if unknown
-            else f"{sorted(missing)[0]} is missing"
-        )
+        problem = f"{unknown[0]} is not one of its weights" if unknown else f"{missing[0]} is missing"
         raise CheckpointError(
-            f"checkpoint {folder} is not written, since it could not be loaded: {found} ({len(unknown)} unknown names, "
-            f"{len(missing)} missing ones). Something in the launch wraps the model, such as torch.compile: leave that out, "
-            "and the same command continues from the last state"
+            f"checkpoint {folder} is not written, since it could not be loaded: {problem} ({len(unknown)} unknown names, "
+            f"{len(missing)} missing ones). Something in the launch wraps the model, such as torch.compile: remove it, "
+            "and run the same command to continue from the last state"
         )
 
 
 def _check_weights(weights: dict[str, Tensor], folder: Path) -> None:
-    """Compare what is on the disk with what was to be written, tensor by tensor; names on the disk are transformers' own.
-
-    Raises:
-        OSError: they differ.
-    """
-    found: Counter = Counter()
+    """Compare the written tensors with `weights`, ignoring names, which transformers may change; OSError if they differ."""
+    written: Counter = Counter()
     for path in folder.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
-            found.update(_fingerprints(file.get_tensor(name) for name in file.keys()))  # noqa: SIM118
+            written.update(_fingerprints(file.get_tensor(name) for name in file.keys()))  # noqa: SIM118
     distinct = {(value.data_ptr(), value.shape): value for value in weights.values()}
-    written = list(distinct.values())
-    if (wanted := Counter(_fingerprints(written))) != found:
+    expected = Counter(_fingerprints(distinct.values()))
+    if expected != written:
         raise OSError(
-            f"{(wanted - found).total()} of {len(written)} weights read back otherwise than they were written"
+            f"{(expected - written).total()} of {len(distinct)} weights differ from what was written when read back"
         )
 
 
@@ -152,18 +143,18 @@ def _fingerprints(tensors: Iterable[Tensor]) -> list[tuple]:
 
 
 def _shown_name(folder: Path) -> str:
-    """``runs/demo/joint/final`` as its card calls it: ``demo/joint/final``, without the machine's folders."""
+    """The name in the model card: ``demo/joint/final`` for ``/home/me/runs/demo/joint/final``."""
     return "/".join(folder.resolve().parts[-3:]).lstrip("/")
 
 
 def _dtype_loaded(model: HubModel) -> torch.dtype | None:
-    # Saving a model once turns its config's dtype into a name.
-    found = model.config.dtype
-    return None if found is None else getattr(torch, str(found).removeprefix("torch."))
+    # Saving a model turns its config's dtype into a name.
+    dtype = model.config.dtype
+    return None if dtype is None else getattr(torch, str(dtype).removeprefix("torch."))
 
 
 def _cast(weights: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    # By tensor, not by name: tied ones stay one.
+    # By tensor, not by name, so that tied ones stay one.
     cast = {
         id(value): value.detach().to(dtype) if value.is_floating_point() else value
         for value in weights.values()
@@ -196,17 +187,13 @@ def settings_of(
 
 
 def checkpoint_hash(checkpoint: Path) -> str:
-    """Sha256 over names and contents of weights, configs, tokenizer and ``rge.json``: equal only for equal checkpoints.
-
-    What ``rge.json`` says of the run (``identity``) does not count.
-    """
+    """Sha256 over names and contents of weights, configs, tokenizer and ``rge.json``, except the run's ``identity`` in it."""
     digest = hashlib.sha256()
     for path in sorted(checkpoint.iterdir()):
         if path.suffix in IDENTIFYING and path.name != DONE:
             digest.update(path.name.encode() + b"\0")
             if path.name == RGE_JSON and "identity" in (settings := json.loads(path.read_text())):
-                # The machine and the code that trained it are no part of what it is.
-                settings.pop("identity")
+                settings.pop("identity")  # the machine and code that trained it
                 digest.update(hashlib.sha256(json.dumps(settings, indent=2).encode() + b"\n").digest())
                 continue
             with path.open("rb") as content:
@@ -215,7 +202,7 @@ def checkpoint_hash(checkpoint: Path) -> str:
 
 
 def git_commit() -> str | None:
-    """Commit of the working tree that this package stands in, with ``+`` appended if it was changed; None outside git."""
+    """Commit of this package's working tree, with ``+`` appended if it was changed; None outside git."""
     command = ["git", "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty=+"]
     root = Path(rge.__file__).resolve().parent.parent
     try:

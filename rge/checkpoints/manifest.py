@@ -14,13 +14,9 @@ DONE = "done.json"
 def write_manifest(
     folder: Path, meta: dict[str, Any], *, files: Iterable[Path] | None = None, checksums: bool = True
 ) -> None:
-    """Flush a folder to the disk, read it back, and write its ``done.json``.
+    """Flush a folder to the disk and write its ``done.json`` with `meta` and a list of `files` (None: all).
 
-    Args:
-        folder: complete but for its manifest.
-        meta: further entries of ``done.json``.
-        files: listed in it; None: all there are.
-        checksums: also read the files' contents; without, only sizes are kept.
+    With `checksums` the files are read back; otherwise only sizes are recorded.
     """
     every = sorted(path for path in folder.rglob("*") if path.is_file())
     for path in every:
@@ -38,7 +34,7 @@ def write_manifest(
 
 
 def read_done(folder: Path) -> dict[str, Any] | None:
-    """Content of a folder's ``done.json``, or None where it cannot be read."""
+    """Content of a folder's ``done.json``, or None if it cannot be read."""
     try:
         return json.loads((folder / DONE).read_text())
     except (OSError, ValueError):
@@ -46,10 +42,7 @@ def read_done(folder: Path) -> dict[str, Any] | None:
 
 
 def damage(folder: Path, *, contents: bool = True) -> str | None:
-    """What is wrong with a folder that has a ``done.json``, or None: files that are missing, cut short or changed.
-
-    Without `contents` only sizes are compared, not checksums.
-    """
+    """The first missing, truncated or changed file of a folder with a ``done.json``, or None; by size, and with `contents` checksum."""
     try:
         files = json.loads((folder / DONE).read_text())["files"]
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -66,10 +59,7 @@ def damage(folder: Path, *, contents: bool = True) -> str | None:
 
 
 def discard(folder: Path) -> None:
-    """Delete a state or checkpoint, if it is there.
-
-    It is renamed first: a kill in the middle of deleting must not leave half of it under its name.
-    """
+    """Delete a state or checkpoint, if it exists; renamed first, so that a kill does not leave half of it under its name."""
     if folder.exists():
         gone = folder.with_name(f"tmp_{folder.name}_old")
         shutil.rmtree(gone, ignore_errors=True)
@@ -78,7 +68,7 @@ def discard(folder: Path) -> None:
 
 
 def flush(path: Path, *, evict: bool = False) -> None:
-    """Wait until a file's content, or a folder's list of names, is on the disk; `evict` drops it from the page cache."""
+    """Flush a file's content, or a folder's list of names, to the disk; `evict` drops it from the page cache."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

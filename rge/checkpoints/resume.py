@@ -23,28 +23,27 @@ from rge.rl.pool import pool_path
 MAY_DIFFER = ("out", "stage", "recipe", "log.", "train.save_every", "train.keep_last", "train.log_every", "data.num_workers",
               "data.prefetch_mb", "data.on_bad", "data.max_bad_share",
               "train.num_processes", "train.back_end", "train.silence_s", "train.background_save", "validation.")  # fmt: skip
-"""Keys that do not affect the result: they may change on resume."""
+"""Keys that do not affect the result and may change on resume."""
 
 ROUNDING = ("train.micro_batch_size", "train.keep_activations", "train.deterministic", "model.gradient_checkpointing", "model.attn_implementation",
             "model.vision_attn_implementation", "model.cuda_graphs", "rollout.batch_size", "rollout.prompt_pass",
             "rollout.vllm_memory", "rollout.vllm_sleep")  # fmt: skip
-"""Keys of memory and speed, which change the result by rounding alone (with dropout, also which numbers it draws): a run that ran
-out of memory may be resumed with other values."""
+"""Keys of memory and speed, which affect only rounding (with dropout, also the drawn numbers): a run that ran out of memory may
+be resumed with other values."""
 
 NOT_OF = {
     "cold_start": ("joint.", "loss.", "rollout.", "rl."),
     "joint": ("rl.",),
     "rl": ("cold_start.", "joint."),
 }
-"""Keys that a stage, in the stages' order, does not depend on; `rl` begins with a checkpoint, which has its own recipe."""
+"""Keys that each stage does not depend on, in the stages' order; `rl` starts from a checkpoint with its own recipe."""
 
 
 def finished(folder: Path, recipe: Recipe, name: str) -> bool:
-    """Whether the stage's checkpoint is there, made with this recipe.
+    """Whether the stage's checkpoint exists.
 
     Raises:
-        CheckpointError: it was made with another recipe; the differing keys are named. Or a file of it is missing or has
-            another size than was written.
+        CheckpointError: it was made with another recipe (names the differing keys) or other records, or is damaged.
     """
     final = folder / "final"
     if not (final / RGE_JSON).is_file():
@@ -61,7 +60,7 @@ def finished(folder: Path, recipe: Recipe, name: str) -> bool:
 
 
 def problems(recipe: Recipe, stages: Sequence[str], accelerator: Accelerator) -> Iterator[str]:
-    """What keeps the open stages from starting where they are to: what is in the folder belongs to something else."""
+    """Reasons why the open stages cannot start or resume in the run's folder."""
     checks: list[Callable[[], None]] = [lambda: check_start(recipe)]
     checks += [partial(check_state, Path(recipe.out) / name, recipe, name, accelerator) for name in stages]
     for check in checks:
@@ -79,7 +78,7 @@ def stage_identity(
     commit: str | None,
     accelerator: Accelerator,
 ) -> Identity:
-    """What a stage's result depends on beside the recipe; all processes call it, and the main one looks."""
+    """Everything besides the recipe that a stage's result depends on; all processes call it."""
     found = None
     if accelerator.is_main_process:
         folder = Path(start)
@@ -92,17 +91,17 @@ def stage_identity(
 
 
 def _content_of_start(folder: Path) -> dict[str, Any]:
-    """Of adapters the base too, which their files do not hold."""
+    """Content of a checkpoint; of adapters with that of their base."""
     base = read_settings(folder).base if is_adapter_checkpoint(folder) else None
     return content_of(folder, but=ABOUT) | ({"base": base.sha256} if base else {})
 
 
 ABOUT = ("README.md", RGE_JSON, "identity.json", "done.json", "eyes.json")
-"""Files of a checkpoint that say how it was made; nothing that starts from it reads them."""
+"""Files about a checkpoint's origin, which have no influence on what starts from it."""
 
 
 def records_identity(recipe: Recipe, name: str, records: Mapping[str, Records]) -> dict[str, Any]:
-    """Content of the sources of a stage that are open, and of its pool, for `rge.identity.run_identity`."""
+    """Content of a stage's open sources and of its pool, for `rge.identity.run_identity`."""
     keys = [source.key for source in getattr(recipe, name).sources]
     found = {key: records[key].content for key in keys if key in records}
     if name == "rl" and recipe.rl.candidates != "batch":
@@ -111,66 +110,56 @@ def records_identity(recipe: Recipe, name: str, records: Mapping[str, Records]) 
 
 
 def check_records(folder: Path, recipe: Recipe, name: str, records: Mapping[str, Records]) -> None:
-    """Whether the stage's newest state, if there is one, was trained on these records.
-
-    Raises:
-        CheckpointError: they have changed; says which file, and how.
-    """
+    """Raise CheckpointError if the records have changed since the stage's newest state."""
     for path in complete_states(folder / "state")[-1:]:
         if (done := read_done(path)) is not None:
             _check_same_records(records_identity(recipe, name, records), done, path)
 
 
 def check_same_run(found: Mapping[str, Any], now: Identity, path: Path) -> list[str]:
-    """Refuse to go on with other records or from another start.
+    """Refuse to continue with other records or from another start.
 
     Returns:
-        What else has changed, in words: code, versions, machine.
+        Other changes as text: code, versions, machine.
 
     Raises:
-        CheckpointError: says which file has changed, and how.
+        CheckpointError: names the changed files.
     """
     then = found.get("identity", {})
     _check_same_records(now.get("records", {}), found, path)
     apart = differences(then, now)
     if start := in_words({key: pair for key, pair in apart.items() if key.startswith("start.")}):
         raise CheckpointError(
-            f"{path} started from other weights than there are now (then and now): {'; '.join(start)}. Use another out=, or "
+            f"the weights from which {path} started have changed (then and now): {'; '.join(start)}. Use another out=, or "
             f"delete {path.parent}"
         )
     return in_words(apart)
 
 
 def _check_same_records(now: Mapping[str, Any], found: Mapping[str, Any], path: Path) -> None:
-    """Compare the records that are there now with those that a state or checkpoint was trained on."""
     then = (found.get("identity") or {}).get("records", {})
     pairs = [{key: one[key] for key in now.keys() & then.keys()} for one in (then, now)]
     apart = differences({"records": pairs[0]}, {"records": pairs[1]})
     if apart:
         raise CheckpointError(
-            f"{path} was trained on other records (then and now): {'; '.join(in_words(apart))}. Which record comes when depends on "
-            f"all of them: bring the files back, use another out=, or delete {path.parent}"
+            f"{path} was trained on other records (then and now): {'; '.join(in_words(apart))}. The order of records depends on "
+            f"all of them: restore the files, use another out=, or delete {path.parent}"
         )
 
 
 def _files_now(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Content of the files that a finished stage was trained on, those that still exist."""
-    found = {}
+    """Content of those files of a finished stage's records that still exist."""
+    contents = {}
     for key, then in ((settings.get("identity") or {}).get("records") or {}).items():
         path = find_shipped(key)
         if "bytes" in then and path.exists():
             now = content_of(path)
-            found[key] = then | (now if now["read"] == then["read"] else {"bytes": now["bytes"]})
-    return found
+            contents[key] = then | (now if now["read"] == then["read"] else {"bytes": now["bytes"]})
+    return contents
 
 
 def check_state(folder: Path, recipe: Recipe, name: str, accelerator: Accelerator) -> None:
-    """Whether the stage's newest state, if there is one, can be resumed from by this recipe and launch.
-
-    Raises:
-        CheckpointError: another recipe made it.
-        LaunchError: see `rge.distributed.launch.check_resume`.
-    """
+    """Raise CheckpointError or LaunchError if this recipe or launch cannot resume from the stage's newest state."""
     for path in complete_states(folder / "state")[-1:]:
         if (done := read_done(path)) is not None:
             check_same_recipe(done["recipe"], recipe, name, path)
@@ -181,7 +170,7 @@ def check_state(folder: Path, recipe: Recipe, name: str, accelerator: Accelerato
 def _check_streams(
     done: dict[str, Any], recipe: Recipe, name: str, accelerator: Accelerator, path: Path
 ) -> None:
-    """What each reader of a stream reads depends on how many there are: data workers of all processes."""
+    """Refuse another number of readers of a stream, which are the data workers of all processes."""
     streams = [source.label for source in getattr(recipe, name).sources if source.streaming]
     if not streams:
         return
@@ -190,17 +179,15 @@ def _check_streams(
     if (then[0], max(then[1], 1)) != (now[0], max(now[1], 1)):
         raise CheckpointError(
             f"{path} was saved by {then[0]} processes with data.num_workers={then[1]}, and now there are {now[0]} with "
-            f"{now[1]}: the stream {streams[0]} is dealt out over all of them, so go on with as many as before"
+            f"{now[1]}: the stream {streams[0]} is divided among all of them, so continue with the same numbers"
         )
 
 
 def check_start(recipe: Recipe) -> None:
-    """Refuse to ignore a finished stage: a stage that is run alone starts from `init`, else from the model.
-
-    One that has begun continues as it began.
+    """Refuse to ignore a finished earlier stage: a stage that is run alone starts from `init`, otherwise from the model.
 
     Raises:
-        CheckpointError: a stage before it is finished in the same folder, and there is no `init`.
+        CheckpointError: an earlier stage is finished in the same folder, there is no `init`, and the stage has not begun.
     """
     out, stages = Path(recipe.out), list(NOT_OF)
     if recipe.stage == "all" or recipe.init is not None or complete_states(out / recipe.stage / "state"):
@@ -210,21 +197,16 @@ def check_start(recipe: Recipe) -> None:
         if (final / RGE_JSON).is_file():
             model = recipe.model.path or "model.scratch"
             raise CheckpointError(
-                f"{final} is there, but stage={recipe.stage} without init= starts from {model}: say init={final}, or give "
+                f"{final} exists, but stage={recipe.stage} without init= starts from {model}: set init={final}, or use "
                 f"another out= to start from {model}"
             )
 
 
 def check_same_recipe(found: dict[str, Any], recipe: Recipe, name: str, path: Path) -> list[str]:
-    """Refuse to continue or reuse what another recipe made.
-
-    Only keys that matter to the stage are compared: see `NOT_OF`.
+    """Refuse to continue or reuse another recipe's result; CheckpointError names the differing keys.
 
     Returns:
-        The differing keys that change no more than rounding, with both values: see `ROUNDING`.
-
-    Raises:
-        CheckpointError: names the differing keys.
+        Differing keys that affect only rounding (`ROUNDING`), with both values.
     """
     ignored = MAY_DIFFER + NOT_OF[name]
     ours, theirs = flat(to_dict(recipe)), flat(found)
@@ -249,7 +231,7 @@ def check_same_recipe(found: dict[str, Any], recipe: Recipe, name: str, path: Pa
 
 
 def _start(keys: dict[str, Any], name: str, out: str) -> str | None:
-    """What a recipe has a stage start from: `init`, or the stage before it in its own folder, which is now `out`."""
+    """A recipe's start of a stage: `init`, or the previous stage in its own folder, which is now `out`."""
     stages, init = list(NOT_OF), keys["init"]
     if name == stages[0]:
         return init

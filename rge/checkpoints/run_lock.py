@@ -1,8 +1,7 @@
-"""One run per folder: a lock that the kernel releases when the process ends.
+"""One run per folder: a lock on ``<folder>/.lock`` that the kernel releases when the process ends.
 
-The lock is the kernel's, on ``<folder>/.lock``: it ends with the process that holds it, whatever ends that. It is a
-POSIX record lock and not ``flock``, whose lock would live on in every data worker that was forked from the run, and it
-holds between containers that share the folder, and over NFS between machines.
+It is a POSIX record lock: ``flock`` would live on in every forked data worker. It holds between containers that share the
+folder, and over NFS between machines.
 """
 
 import errno
@@ -22,18 +21,16 @@ LOCK = ".lock"
 
 
 class InUseError(UserError):
-    """Another run works in the folder; the message names it."""
+    """Another run uses the folder; the message names it."""
 
 
 @contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """While inside, no other process gets in.
-
-    Not reentrant: a process does not lock itself out, and the first to leave frees the lock.
+    """Hold the folder's lock. Not reentrant: a process does not lock itself out, and the first to leave frees the lock.
 
     Raises:
-        InUseError: another process is inside; names it, its machine and since when.
-        OSError: the folder cannot be written to.
+        InUseError: another process holds it; names it, its machine and since when.
+        OSError: the folder is not writable.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / LOCK
@@ -61,4 +58,4 @@ def _holder(path: Path) -> str:
         found = json.loads(path.read_text())
         return f"process {found['pid']} on {found['host']} since {found['since']}"
     except (OSError, ValueError, KeyError, TypeError):
-        return "another process"  # which has not said yet who it is
+        return "another process"  # which has not written its name yet

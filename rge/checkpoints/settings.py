@@ -1,4 +1,4 @@
-"""How an embedder asks: the content of a checkpoint's ``rge.json``, and what was chosen when it was loaded."""
+"""Settings of an embedder: the content of a checkpoint's ``rge.json``, and what was chosen on loading."""
 
 import json
 from pathlib import Path
@@ -17,12 +17,12 @@ class CheckpointError(UserError):
 
 
 class _Frozen(BaseModel):
-    """Typed and unchangeable; keys that are not listed are kept, so that newer versions and plugins may add some."""
+    """Typed and immutable; unknown keys are kept, so that newer versions and plugins may add some."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
     def content(self) -> dict[str, Any]:
-        """What was given, for files; defaults are left out."""
+        """Explicitly set values, for files."""
         return self.model_dump(exclude_unset=True)
 
     def but(self, **changes: Any) -> Self:
@@ -38,14 +38,7 @@ class Pixels(_Frozen):
 
 
 class Generation(_Frozen):
-    """How a rationale is written.
-
-    Attributes:
-        max_new_tokens: cap.
-        temperature: 0 is greedy.
-        min_new_tokens: ``<emb>`` is barred before so many.
-        direct_above: probability of ``<emb>`` as the first token from which on ``mode=auto`` writes nothing.
-    """
+    """Generation settings of rationales, see `rge.rollout.generate.generate`."""
 
     max_new_tokens: int
     temperature: float = 0.0
@@ -54,7 +47,7 @@ class Generation(_Frozen):
 
 
 class Instructions(_Frozen):
-    """What queries were asked with in training, see `rge.checkpoints.description.training_data`."""
+    """Instructions of the training queries, see `rge.checkpoints.description.training_data`."""
 
     default: str | None
     known: list[str]
@@ -62,7 +55,7 @@ class Instructions(_Frozen):
 
 
 class BaseOfAdapters(_Frozen):
-    """The model that a checkpoint of adapters belongs to, see `rge.model.adapter_files.Base`."""
+    """The base of a checkpoint of adapters, see `rge.model.adapter_files.Base`."""
 
     path: str
     revision: str | None
@@ -72,19 +65,19 @@ class BaseOfAdapters(_Frozen):
 
 
 class Settings(_Frozen):
-    """What decides an embedder's embeddings beside its weights, and what a reader of its figures has to know.
+    """Everything besides the weights that decides an embedder's embeddings, and caveats about its figures.
 
     Attributes:
         profile: wording of its prompts.
-        generation: how rationales are written.
-        recipe: that it was trained by; empty for models of others.
-        reasons: the side that writes a rationale; ``none`` for a model trained without.
+        generation: of rationales.
+        recipe: of its training; empty for other models.
+        reasons: the side that gets a rationale; ``none`` for a model trained without.
         dtype: of its weights.
         exact: every row is computed alone.
-        engine: set where vLLM writes the rationales.
-        modes: that queries may be asked in; None: all that its training allows.
+        engine: set if vLLM generates the rationales.
+        modes: query modes that it has; None: all that its training allows.
         notes: warnings about how it was found and loaded.
-        differs_from_release: of a released model: what is known to differ from its authors' own evaluation.
+        differs_from_release: known differences from a released model's original evaluation.
     """
 
     profile: str
@@ -109,21 +102,17 @@ class Settings(_Frozen):
     differs_from_release: list[str] | None = None
 
     def asking(self, **generation: Any) -> Self:
-        """A copy that writes rationales otherwise."""
+        """A copy with other generation settings."""
         return self.but(generation=self.generation.content() | generation)
 
     @property
     def decides_itself(self) -> bool:
-        """Whether it was trained to answer some queries with ``<emb>`` at once."""
+        """Whether it was trained to answer some queries directly with ``<emb>``."""
         loss = self.recipe.get("loss") or {}
         return bool((loss.get("adaptive") or {}).get("share"))
 
     def check_mode(self, mode: str) -> None:
-        """Refuse a mode that it was not trained for.
-
-        Raises:
-            UserError: says which mode to take, or what to train with.
-        """
+        """Raise UserError for a mode that it was not trained for."""
         if self.modes is not None and mode not in self.modes:
             raise UserError(
                 f"{self.model or 'this model'} writes no rationales: use query_mode={self.modes[0]}"
@@ -141,7 +130,7 @@ class Settings(_Frozen):
 
 
 class CheckpointSettings(Settings):
-    """Content of ``rge.json``: what an embedder needs and a model config does not hold."""
+    """Content of ``rge.json``: what an embedder needs and a model config lacks."""
 
     format: Literal[1]
     emb_id: int

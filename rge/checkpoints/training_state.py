@@ -2,13 +2,12 @@
 
 A state is ``<stage>/state/step_00000100``: weights, optimizer, random states and ``done.json``, which lists every file
 with its size and checksum. It is written under a temporary name, flushed to the disk and renamed when complete, so a
-kill or a full disk leaves the last good one; a file torn later (a lost disk cache, a half-copied folder) is found by
-its checksum, and the state before is taken.
+kill or a full disk leaves the last good one. A file damaged later (a lost disk cache, a half-copied folder) is detected by
+its checksum, and the previous state is used.
 
-Weights, optimizer and random states are copied into main memory, and a thread writes the copy while training continues:
-the gap is the copy. On one process and under DDP the main process writes. Weights that are not trained are left out;
-they come from where the stage started. Sharded back ends have their own file formats: every process copies and writes
-its shard, and the state is complete once all have.
+Training only waits for the copy to main memory; a thread writes it. On one process and under DDP the main process writes.
+Frozen weights are left out: they come from the stage's start. Sharded back ends have their own file formats: every process
+copies and writes its shard, and the state is complete once all have.
 """
 
 import json
@@ -35,7 +34,7 @@ from rge.distributed import collectives as dist
 
 WEIGHTS, OPTIMIZER, RANDOM = "model.safetensors", "optimizer.bin", "random_states.bin"
 REGISTERED = "registered.bin"
-"""States of what was registered with the accelerator, such as the rationales kept for reuse; equal on all processes."""
+"""States of objects registered with the accelerator, such as reusable rationales; equal on all processes."""
 
 
 class States:
@@ -58,8 +57,6 @@ class States:
         self._group = dist.background_group() if dist.is_sharded(accelerator) else None
         self._failure: Exception | None = None
         self._damaged: set[Path] = set()
-
-    # ------------------------------------------------------------------------------------------------------ saving
 
     def save(self, step: int, meta: dict[str, Any]) -> None:
         """Save the state after `step` steps, then delete all but the newest `keep_last`. All processes call it.
@@ -87,33 +84,22 @@ class States:
             self.wait()
 
     def check(self) -> None:
-        """Raise what went wrong in the background, if anything did.
-
-        Raises:
-            CheckpointError: a state could not be written.
-        """
+        """Raise CheckpointError if a state could not be written in the background."""
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
 
     def wait(self) -> None:
-        """Wait for the state that is being written.
-
-        Raises:
-            CheckpointError: it could not be written.
-        """
+        """Wait for the state that is being written, then `check`."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         self.check()
 
     def close(self) -> None:
-        """The stage is over: wait for its last state, and let go of what it registered with the accelerator.
+        """End the stage: `wait` for its last state, and unregister its objects from the accelerator.
 
-        A later stage's states must not hold it: a run that resumes there skips this stage and does not register it again.
-
-        Raises:
-            CheckpointError: the last state could not be written.
+        A later stage's states must not contain them: a run that resumes there does not register them again.
         """
         try:
             self.wait()
@@ -124,12 +110,14 @@ class States:
         rngs = dist.gather_objects(_random_states())
         if not self.accelerator.is_main_process:
             return {}
-        return {
-            WEIGHTS: {name: _copied(value) for name, value in trained_tensors(self.embedder).items()},
-            OPTIMIZER: _copied(self.optimizer.state_dict()),
-            RANDOM: rngs,
-            REGISTERED: [_copied(kept.state_dict()) for kept in self._registered()],
+        # Safetensors wants each weight contiguous and in memory of its own.
+        weights = {
+            name: value.detach().to("cpu", copy=True).contiguous()
+            for name, value in trained_tensors(self.embedder).items()
         }
+        registered = [each.state_dict() for each in self._registered()]
+        others = dist.in_main_memory({OPTIMIZER: self.optimizer.state_dict(), REGISTERED: registered})
+        return {WEIGHTS: weights, RANDOM: rngs, **others}
 
     def _registered(self) -> list[Any]:
         return self.accelerator._custom_objects
@@ -155,7 +143,7 @@ class States:
     ) -> None:
         def write() -> None:
             while writes:
-                writes.pop(0)()  # lets go of its copy
+                writes.pop(0)()  # frees its copy
 
         def complete() -> None:
             # Other nodes wrote most of a sharded state: sizes are checked, contents are not read again.
@@ -170,7 +158,7 @@ class States:
             self._failure = error if dist.is_connection_loss(error) else _unwritten(step, self.folder, error)
 
     def _together(self, work: Callable[[], None]) -> None:
-        """Do this process's part of a write; what went wrong in any process is raised in all that write."""
+        """Do this process's part of a write; raise any process's failure in all that write."""
         failure = None
         try:
             work()
@@ -189,22 +177,18 @@ class States:
         discard(final)
         temporary.rename(final)
         flush(self.folder)
-        # A damaged state takes no sound one's place; it goes once there is a newer good one.
+        # Damaged states do not count towards `keep_last`, and are deleted once there is a newer good one.
         self._damaged.discard(final)
         states = complete_states(self.folder)
         sound = [path for path in states if path not in self._damaged]
         for old in {*sound[: -self.keep_last], *self._damaged.intersection(states)}:
             discard(old)
 
-    # ----------------------------------------------------------------------------------------------------- resuming
-
     def latest(self) -> tuple[Path, dict[str, Any]] | None:
-        """The newest intact state and its ``done.json``, or None where there is no state at all.
-
-        All processes call it; the main process looks and tells the others. A damaged state is named and passed over.
+        """The newest intact state and its ``done.json``, or None if there is no state; all processes call it.
 
         Raises:
-            CheckpointError: there are states, and every one of them is damaged.
+            CheckpointError: there are states, and all are damaged.
         """
         found: tuple[str, dict[str, Any]] | str | None = None
         if self.accelerator.is_main_process:
@@ -230,10 +214,10 @@ class States:
         return None if found is None else (Path(found[0]), found[1])
 
     def load(self, path: Path) -> None:
-        """Bring weights, optimizer and random states back.
+        """Restore weights, optimizer and random states.
 
         Raises:
-            CheckpointError: the state holds other parameters than are trained now.
+            CheckpointError: the state has other parameters than are trained now.
         """
         if dist.is_sharded(self.accelerator):
             self.accelerator.load_state(str(path))
@@ -264,7 +248,7 @@ class States:
 
 
 def trained_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters that are trained and buffers that belong to a state, by name; shared ones once."""
+    """Trained parameters and persistent buffers, by name; shared ones once."""
     found = {name: value for name, value in module.named_parameters() if value.requires_grad}
     kept = module.state_dict(keep_vars=True)
     return found | {name: value for name, value in module.named_buffers() if name in kept}
@@ -295,7 +279,7 @@ def _fresh(folder: Path) -> None:
 
 
 def complete_states(folder: Path) -> list[Path]:
-    """States that were written to their end, the oldest first."""
+    """Completely written states, the oldest first."""
     if not folder.is_dir():
         return []
     return sorted(
@@ -303,17 +287,6 @@ def complete_states(folder: Path) -> list[Path]:
         for path in folder.iterdir()
         if re.fullmatch(r"step_\d{8}", path.name) and (path / DONE).is_file()
     )
-
-
-def _copied(tree: Any) -> Any:
-    """The same structure with every tensor copied into main memory."""
-    if isinstance(tree, torch.Tensor):
-        return tree.detach().to("cpu", copy=True).contiguous()
-    if isinstance(tree, dict):
-        return {key: _copied(value) for key, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(_copied(value) for value in tree)
-    return tree
 
 
 def _random_states() -> dict[str, Any]:

@@ -40,9 +40,8 @@ def gather_sizes(num_rows: int, device: torch.device) -> list[int]:
 def gather_rows(rows_ND: Tensor, sizes: Sequence[int]) -> Tensor:
     """Rows of all ranks, in rank order, with gradient: (C, D); ranks may differ in number of rows (`gather_sizes`).
 
-    A rank's gradient is the sum of what all ranks' losses send back to its rows. Together with a loss over *local*
-    queries divided by the global count and multiplied by the world size, the mean that DDP takes is exactly the
-    single-process gradient.
+    A rank's rows receive the sum of all ranks' gradients. With a loss over *local* queries, divided by the global count and
+    multiplied by the world size, DDP's mean is exactly the single-process gradient.
     """
     if not _initialized():
         return rows_ND
@@ -50,7 +49,7 @@ def gather_rows(rows_ND: Tensor, sizes: Sequence[int]) -> Tensor:
     padded = torch.cat([rows_ND, rows_ND.new_zeros(longest - rows_ND.shape[0], *rows_ND.shape[1:])])
     if rows_ND.requires_grad:
         with warnings.catch_warnings():
-            # Deprecated in favour of a function that is still private; the gradient is what a test here pins.
+            # Deprecated in favour of a function that is still private; a test here pins the gradient.
             warnings.simplefilter("ignore", FutureWarning)
             parts = differentiable.all_gather(padded.contiguous())
     else:
@@ -107,15 +106,15 @@ def rank() -> int:
 
 
 def join_workers() -> tuple[int, int]:
-    """Initialise a process group for work that shares only files and short messages.
+    """Initialise a process group for work that shares only files and short messages, and select the local rank's GPU.
 
-    The group is gloo's whatever the devices, and waits as long as it takes: one process may be hours ahead of another.
+    The group is always gloo's, with a long time-out: one process may be hours ahead of another.
 
     Returns:
-        (rank, number of processes). The current GPU, where there is one, is that of the local rank.
+        (rank, number of processes).
 
     Raises:
-        LaunchError: the launcher did not say how they find each other, or they do not.
+        LaunchError: the processes do not find each other.
     """
     if not _initialized():
         try:
@@ -131,9 +130,9 @@ def join_workers() -> tuple[int, int]:
 
 
 def connect_to_store() -> torch.distributed.Store:
-    """A connection of its own to the key-value store that the processes found each other with.
+    """A new connection to the launch's key-value store.
 
-    Keys are those of this attempt: torchrun can start processes that died again, on the same store.
+    Keys are prefixed with the attempt, since torchrun can restart processes on the same store.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = torch.distributed.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=30))
@@ -149,10 +148,7 @@ def is_connection_loss(error: BaseException) -> bool:
 
 
 def ensure_group() -> None:
-    """Create a single-process group if there is none; some libraries require one.
-
-    It needs no port: one from the environment may be another run's.
-    """
+    """Create a single-process group if there is none; some libraries require one. It needs no port."""
     if not _initialized():
         back_end = "cuda:nccl,cpu:gloo" if torch.cuda.is_available() else "gloo"
         torch.distributed.init_process_group(
@@ -161,22 +157,22 @@ def ensure_group() -> None:
 
 
 def background_group() -> Any:
-    """A group of all processes for threads, whose exchanges must not meet training's; all processes call it.
+    """A group of all processes for threads, separate from training's; all processes call it.
 
-    It is gloo's whatever the devices, and waits for the slowest disk.
+    It is always gloo's, and waits for the slowest disk.
     """
     return torch.distributed.new_group(backend="gloo", timeout=timedelta(days=1))
 
 
 @contextmanager
 def writes_deferred(accelerator: Accelerator, group: Any) -> Iterator[list[Callable[[], None]]]:
-    """Inside, ``accelerator.save_state`` copies this process's shard of weights and optimizer state to main memory.
+    """Inside, ``accelerator.save_state`` only copies this process's shard of weights and optimizer state to main memory.
 
-    Small files, such as random states, are written at once; so are whole weights (FSDP's FULL_STATE_DICT), and everything
-    where the launch configures a checkpoint writer of DeepSpeed's.
+    Small files, such as random states, are written immediately; so are whole weights (FSDP's FULL_STATE_DICT), and everything
+    if the launch configures one of DeepSpeed's checkpoint writers.
 
     Args:
-        accelerator: of a sharded back end.
+        accelerator: with a sharded back end.
         group: of `background_group`.
 
     Yields:
@@ -203,9 +199,9 @@ def _engine_deferred(writes: list[Callable[[], None]], engine: Any) -> Iterator[
     write = engine.save
 
     def save(state_dict: Any, path: str) -> None:
-        writes.append(partial(write, _in_main_memory(state_dict), path))
+        writes.append(partial(write, in_main_memory(state_dict), path))
 
-    # Else DeepSpeed copies the weights into main memory once more.
+    # Otherwise DeepSpeed copies the weights to main memory once more.
     engine.save, engine.preserves_storage_sharing = save, lambda: False
     try:
         yield
@@ -227,7 +223,7 @@ def _checkpoints_deferred(writes: list[Callable[[], None]], group: Any) -> Itera
             raise OSError("; ".join(reasons)) from error
 
     def save(state_dict: Any, **given: Any) -> None:
-        writes.append(partial(finish, state_dict=_in_main_memory(state_dict), **given))
+        writes.append(partial(finish, state_dict=in_main_memory(state_dict), **given))
 
     checkpoint.save = save
     try:
@@ -236,7 +232,7 @@ def _checkpoints_deferred(writes: list[Callable[[], None]], group: Any) -> Itera
         checkpoint.save = write
 
 
-def _in_main_memory(state: Any) -> Any:
+def in_main_memory(state: Any) -> Any:
     """Copy a nested state to main memory, preserving shared storage."""
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
@@ -251,7 +247,7 @@ def _in_main_memory(state: Any) -> Any:
     try:
         return stager.stage(state)
     finally:
-        stager.close()  # else it keeps the copy for its next use
+        stager.close()  # otherwise it keeps the copy for its next use
 
 
 def close() -> None:
@@ -267,9 +263,8 @@ def _initialized() -> bool:
 def let_deepspeed_build() -> None:
     """Let DeepSpeed compile in a virtual environment whose path has a space, and on CPU not at all.
 
-    What it compiles (its own optimizer, where a launch config puts the states into main memory) is linked by a shell
-    command in which torch's folder stands unquoted. On CPU it would spend a minute on shared-memory collectives, which
-    gloo does without.
+    It links its own optimizer, for a launch config with states in main memory, by a shell command with torch's folder unquoted.
+    On CPU it would spend a minute compiling shared-memory collectives, which gloo does not need.
     """
     from torch.utils import cpp_extension
 
@@ -285,8 +280,8 @@ def prepare(
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Wrap model and optimizer for the back end, with float32 master weights.
 
-    At a learning rate of 2e-5 a bfloat16 weight would hardly ever move: its spacing is 0.4 to 0.8 % of its size. ZeRO
-    makes float32 copies itself, in shares; elsewhere the weights become float32, and forwards run under autocast.
+    At a learning rate of 2e-5 a bfloat16 weight would hardly ever change: its spacing is 0.4 to 0.8 % of its size. ZeRO
+    makes sharded float32 copies itself; otherwise the weights become float32, and forwards run under autocast.
     """
     plugin = accelerator.state.deepspeed_plugin
     if plugin is None:
@@ -298,11 +293,11 @@ def prepare(
         plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = 1
         # Unset, accelerate clips at 1.0 here and not at all elsewhere.
         plugin.deepspeed_config["gradient_clipping"] = max_grad_norm
-        # Else there is nothing to export under ZeRO-3. Asked for here, since a run that cannot be exported is of no use.
+        # Required to export under ZeRO-3.
         zero = plugin.deepspeed_config["zero_optimization"]
         zero["stage3_gather_16bit_weights_on_model_save"] = True
         if auto := [key for key, value in zero.items() if value == "auto"]:
-            # Accelerate fills these in for models of transformers alone, by the same rule.
+            # Accelerate fills these in, by the same rule, only for models of transformers.
             model: Any = embedder.model
             hidden = model.config.get_text_config().hidden_size
             sizes = {
@@ -336,10 +331,10 @@ def whole(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 def whole_model(accelerator: Accelerator, model: nn.Module) -> Iterator[None]:
     """Gather all parameters on every process, for forwards without gradient that bypass `model`.
 
-    ZeRO-3 and FSDP2 gather a layer's parameters in hooks around its forward and drop them again. Writing a rationale
-    that way gathers the model once a token, and hangs as soon as one process writes a token more than another. Here
-    all of it is gathered once, in the same order everywhere; inside, the hooks are off, so nothing is sent at all and
-    processes may differ in the number, length and kind of their forwards. A process holds the whole model meanwhile.
+    ZeRO-3 and FSDP2 gather a layer's parameters in hooks around its forward and drop them again. Generating a rationale
+    that way would gather the model once per token, and hang as soon as one process generates more tokens than another. Here
+    everything is gathered once, in the same order everywhere; inside, the hooks are off, so nothing is sent and
+    processes may differ in the number, length and kind of their forwards. Each process holds the whole model meanwhile.
     """
     import torch.distributed.fsdp
 
@@ -360,36 +355,36 @@ def whole_model(accelerator: Accelerator, model: nn.Module) -> Iterator[None]:
         with deepspeed.zero.GatheredParameters(parameters), _without_hooks(model):
             yield
     else:
-        # What mixed precision does to the wrapped forward.
+        # As mixed precision does in the wrapped forward.
         with accelerator.autocast():
             yield
 
 
 @contextmanager
 def _without_hooks(model: nn.Module) -> Iterator[None]:
-    """Takes the back end's hooks off and puts them back; hooks of others, such as the ``<emb>`` row's, stay."""
+    """Disable the back end's hooks; others, such as the ``<emb>`` row's, stay."""
+
+    def of_back_end(hook: object) -> bool:
+        return (getattr(hook, "__module__", None) or "").startswith(("deepspeed.", "torch.distributed.fsdp."))
+
     names = ("_forward_pre_hooks", "_forward_hooks")
-    kept = [(module, name, getattr(module, name)) for module in model.modules() for name in names]
+    saved = [(module, name, getattr(module, name)) for module in model.modules() for name in names]
     try:
-        for module, name, hooks in kept:
-            others = [(key, hook) for key, hook in hooks.items() if not _of_back_end(hook)]
+        for module, name, hooks in saved:
+            others = [(key, hook) for key, hook in hooks.items() if not of_back_end(hook)]
             setattr(module, name, type(hooks)(others))
         yield
     finally:
-        for module, name, hooks in kept:
+        for module, name, hooks in saved:
             setattr(module, name, hooks)
-
-
-def _of_back_end(hook: object) -> bool:
-    return (getattr(hook, "__module__", None) or "").startswith(("deepspeed.", "torch.distributed.fsdp."))
 
 
 @contextmanager
 def no_sync(accelerator: Accelerator, model: nn.Module) -> Iterator[None]:
     """Accumulate gradients without synchronising: more backward passes of the step follow.
 
-    DDP exchanges gradients once, with the last. The back ends that share gradients out exchange them every time, so
-    that no process ever holds them whole.
+    DDP reduces gradients once, with the last backward. Back ends that shard gradients reduce them every time, so that no
+    process ever holds them whole.
     """
     if accelerator.distributed_type == DistributedType.FSDP:
         yield
@@ -415,10 +410,10 @@ def optimizer_step(
         The gradient's global norm before clipping.
 
     Raises:
-        FloatingPointError: the norm is not finite, on all processes at once; the weights are as they were.
+        FloatingPointError: the norm is not finite, on all processes; the weights are unchanged.
     """
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        # Clipping and step happened inside backward; DeepSpeed leaves a step out whose norm is not finite.
+        # Clipping and step happened inside backward; DeepSpeed skips a step whose norm is not finite.
         norm = float(model.get_global_grad_norm())  # type: ignore[operator]  # of DeepSpeed's engine
         _check_norm(norm, source)
         optimizer.zero_grad()
@@ -432,7 +427,7 @@ def optimizer_step(
 
 
 def _check_norm(norm: float, source: str) -> None:
-    if not math.isfinite(norm) or norm < 0:  # -1 is DeepSpeed's word for it where it did not look
+    if not math.isfinite(norm) or norm < 0:  # DeepSpeed reports an unknown norm as -1
         raise FloatingPointError(f"the loss is finite, but the norm of its gradient is {norm}; {source}")
 
 
@@ -442,19 +437,17 @@ def is_sharded(accelerator: Accelerator) -> bool:
 
 
 def full_weights(accelerator: Accelerator, model: nn.Module, embedder: nn.Module) -> dict[str, Tensor] | None:
-    """Full weights of ``embedder.model``, gathered on the main process.
-
-    Every process must call it.
+    """Full weights of ``embedder.model``, gathered on the main process; all processes call it.
 
     Returns:
-        None where the embedder holds its weights whole itself, and, under ZeRO-3 and FSDP2, on all processes but the main one.
+        None if the embedder itself holds its weights whole, and, under ZeRO-3 and FSDP2, on other processes.
     """
     if not is_sharded(accelerator):
         return None
     gathered = accelerator.get_state_dict(model)
     if not gathered:
         return None
-    # What is not found here is missed where names are compared, on export.
+    # Missing names are detected on export.
     whole_model: Any = embedder.model
     names = whole_model.state_dict(keep_vars=True)
     found = {name: gathered[f"model.{name}"] for name in names if f"model.{name}" in gathered}

@@ -1,8 +1,8 @@
 """When one process dies, end the others with its reason instead of letting them wait.
 
-A launcher ends the processes of its own machine. Those of other machines would wait in their next exchange until its time
-limit, which has to be long, since others wait there while a checkpoint is written. So every process sends heartbeats, and the
-reason of its end, over the key-value store that started them.
+A launcher ends the processes of its own machine. Those of other machines would wait in their next collective until its
+time-out, which must be long enough for writing a checkpoint. So every process publishes heartbeats, and the reason if it
+fails, in the launch's key-value store.
 """
 
 import json
@@ -20,17 +20,17 @@ from rge.common.errors import SIGNALLED, UserError
 from rge.distributed import collectives as dist
 
 POLL_S = 1.0
-"""Between two looks at the store."""
+"""Polling interval."""
 
 SILENCE_S = 45.0
-"""A process without a heartbeat for so long counts as dead: killed, out of memory, or its machine is gone."""
+"""A process without a heartbeat for this long counts as dead: killed, out of memory, or its machine is gone."""
 
 GRACE_S = 5.0
-"""Time for a process to end with its own message once another one has failed."""
+"""Time for a process to end with its own message after another one has failed."""
 
 
 class RankError(UserError):
-    """Another process failed first; the message is its reason, and the exit code its own."""
+    """Another process failed first; has its reason and exit code."""
 
     def __init__(self, failure: dict[str, Any]):
         super().__init__(_message(failure))
@@ -38,15 +38,15 @@ class RankError(UserError):
 
 
 class CoordinatedExit(SystemExit):
-    """An exit that all processes reach by themselves, so none needs to be notified."""
+    """An exit that all processes reach by themselves."""
 
 
 @contextmanager
 def watch_other_ranks(silence_s: float = SILENCE_S) -> Iterator[None]:
-    """Inside this context, processes end together: one that fails publishes its reason, and the others exit with it.
+    """End processes together: one that fails publishes its reason, and the others exit with it.
 
     Raises:
-        RankError: another process failed, and this one only noticed, e.g. because a connection broke.
+        RankError: another process failed first, and this one only as a consequence, e.g. of a broken connection.
     """
     if dist.world_size() == 1:
         yield
@@ -59,12 +59,12 @@ def watch_other_ranks(silence_s: float = SILENCE_S) -> Iterator[None]:
         raise
     except (Exception, KeyboardInterrupt, SystemExit) as error:
         if dist.is_connection_loss(error):
-            # Another process's end, seen from here. Its reason comes, or silence in its place; both end this process.
+            # Another process has ended. Its published reason, or its silence, ends this process.
             watch.join(silence_s + 2 * GRACE_S)
         first = watch.failed(error)
         if first["rank"] != watch.rank and first["reason"] != _reason(error):
             raise RankError(first) from error
-        # The store may go with this process, and the others look once in a while.
+        # The store may end with this process; let the others poll it first.
         watch.join(2 * POLL_S)
         raise
     finally:
@@ -72,12 +72,9 @@ def watch_other_ranks(silence_s: float = SILENCE_S) -> Iterator[None]:
 
 
 def after_main(what: str) -> None:
-    """Wait for the main process to reach this point, without a time limit.
+    """Wait for the main process to reach this point, identified by `what`.
 
-    An exchange would give up after its time limit. Here `watch_other_ranks` ends the wait if the main process fails or dies.
-
-    Args:
-        what: the main process has done by then; another word in each place.
+    Unlike a collective, this has no time-out; `watch_other_ranks` ends the wait if the main process fails or dies.
     """
     if dist.world_size() == 1:
         return
@@ -89,12 +86,12 @@ def after_main(what: str) -> None:
 
 
 class _Watch(threading.Thread):
-    """Sends heartbeats, watches those of the next process, and checks for failures."""
+    """Publishes heartbeats, watches those of the next process, and checks for failures."""
 
     def __init__(self, silence_s: float):
         super().__init__(name="fellow ranks", daemon=True)
         self.rank, self.silence_s = dist.rank(), silence_s
-        # In a ring, so that a thousand processes ask the store a thousand times a second, not a million.
+        # In a ring, so that the load on the store grows linearly with the number of processes.
         self.next_rank = (self.rank + 1) % dist.world_size()
         self.store = dist.connect_to_store()
         self._rounds, self._is_ending = 0, False
@@ -103,24 +100,24 @@ class _Watch(threading.Thread):
         self._say("0")
 
     def failed(self, error: BaseException) -> dict[str, Any]:
-        """Publish why this process ends; returns the first failure, its own or another's."""
+        """Publish this process's failure, and return the first one, its own or another's."""
         reason = {"reason": _reason(error), "code": _code(error)}
         mine = {"rank": self.rank, "host": socket.gethostname(), **reason}
         try:
             with self._lock:
-                # Sets the value only where there is none.
+                # Sets the value only if it is unset.
                 return json.loads(self.store.compare_set("failed", "", json.dumps(mine)))
         except RuntimeError:
-            return mine  # the store is gone, and with it the process that held it
+            return mine  # the store's process has ended
 
     def stop(self) -> None:
-        """Stop watching; the others no longer expect heartbeats of this process."""
+        """Stop watching, and let the others expect no more heartbeats."""
         self._ended.set()
         self.join()
         try:
             self._say("left")
         except RuntimeError:
-            pass  # the store went first
+            pass  # the store ended first
 
     def run(self) -> None:
         """Watch until this process stops, or end it."""
@@ -141,7 +138,7 @@ class _Watch(threading.Thread):
                 found = json.loads(failure)
                 self._end(_message(found), found["code"])
                 return
-            # Polls are counted, not seconds: a suspended machine has silenced itself along with the others.
+            # Count polls, not seconds: a suspended machine has missed the others' heartbeats along with its own.
             silent_s = 0.0 if said != seen or said == "left" else silent_s + POLL_S
             seen = said
             if silent_s >= self.silence_s:
@@ -155,7 +152,7 @@ class _Watch(threading.Thread):
                     self.store.compare_set("failed", "", json.dumps(missed))
 
     def _watch_the_store(self) -> None:
-        """End this process if the store no longer answers: torch has no time-out there, so `run` would hang."""
+        """End this process if the store no longer answers: torch's calls have no time-out, so `run` would hang."""
         seen, silent_s = 0, 0.0
         while not self._ended.wait(POLL_S):
             silent_s = 0.0 if self._rounds != seen else silent_s + POLL_S
@@ -183,7 +180,7 @@ class _Watch(threading.Thread):
         if self._is_ending:
             return
         self._is_ending = True
-        # The main thread may be about to say more than this; where it hangs in an exchange, it never will.
+        # The main thread may end with a better message, unless it hangs in a collective.
         if not self._ended.wait(GRACE_S):
             print(f"error: {message}", file=sys.stderr, flush=True)  # noqa: T201
             os._exit(code)
@@ -194,7 +191,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _code(error: BaseException) -> int:
-    """Exit code of the other processes; never 0, since they did not finish."""
+    """Exit code for the other processes; never 0, since they did not finish."""
     if isinstance(error, KeyboardInterrupt):
         return SIGNALLED + signal.SIGINT
     code = error.code if isinstance(error, SystemExit) else getattr(error, "exit_code", 1)

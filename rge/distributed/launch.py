@@ -1,11 +1,11 @@
 """Initialise accelerate for the recipe, and refuse launches that do not match it.
 
-A recipe names what it needs: what is shared out at the least (``train.back_end``) and what is computed in
-(``model.dtype``); weights that are trained, gradients summed over micro batches and the optimizer's state are float32. A
-launch that names no back end, such as plain ``accelerate launch rge/train.py recipe=...`` or torchrun, gets the
-recipe's. A launch config that names one is left as it is where it gives what is needed.
+A recipe sets the minimum sharding (``train.back_end``) and the computing dtype (``model.dtype``); trained weights, gradients
+summed over micro batches and the optimizer's state are float32. A launch without a back end, such as plain
+``accelerate launch rge/train.py recipe=...`` or torchrun, gets the recipe's. A launch config with one is used if it is
+sufficient.
 
-Some launches silently start one process, leave each of several processes alone, or run another back end than the one named.
+Some launches silently start one process, do not connect several processes, or run another back end than configured.
 Training would continue with a fraction of the batch or of the memory.
 """
 
@@ -33,7 +33,7 @@ from rge.config import BACK_ENDS, RECIPES, TrainConfig
 from rge.distributed.collectives import LaunchError, let_deepspeed_build
 
 PATIENCE = timedelta(minutes=30)
-"""How long a process waits for the others, e.g. while the first writes a checkpoint. `rge.distributed.failure_detection` notices dead ones."""
+"""How long a process waits for the others, e.g. while the first writes a checkpoint; `rge.distributed.failure_detection` detects dead ones."""
 
 CONFIGS = RECIPES / "accelerate"
 NAMES = {"ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "fsdp2": "FSDP2"}
@@ -41,24 +41,19 @@ NAMES = {"ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3", 
 
 @dataclass(frozen=True)
 class BackEnd:
-    """How a run is spread over processes.
-
-    Attributes:
-        name: ``one process``, ``DDP``, ``ZeRO-1``, ``ZeRO-2``, ``ZeRO-3`` or ``FSDP2``.
-        num_processes: all machines together.
-    """
+    """The back end of a run (``one process``, ``DDP``, ``ZeRO-1``, ``ZeRO-2``, ``ZeRO-3``, ``FSDP2``) and its number of processes."""
 
     name: str
     num_processes: int
 
     @property
     def is_ddp(self) -> bool:
-        """Whether every process holds weights, gradients and optimizer state whole."""
+        """Whether nothing is sharded."""
         return self.name in ("one process", "DDP")
 
     @property
     def key(self) -> str:
-        """The recipe's word for it."""
+        """Its name in recipes."""
         return next((key for key, name in NAMES.items() if name == self.name), "ddp")
 
     def __str__(self) -> str:
@@ -69,12 +64,11 @@ def make_accelerator(train: TrainConfig, dtype: str = "float32") -> Accelerator:
     """Initialise the process group, the back end and its precision.
 
     Raises:
-        LaunchError: the launch asks for another precision, or divides gradients; names both and a launch that has the
-            recipe's. `check_launch` looks at the rest.
+        LaunchError: the launch asks for another precision, gradient accumulation or torch.compile. `check_launch` checks the
+            rest.
     """
     _check_precision(dtype)
-    asked = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
-    _check_accumulation(asked, "the launch, by its words or its config, has")
+    _check_accumulation(os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS"), "the launch has")
     _check_compiler()
     plugin: DeepSpeedPlugin | FullyShardedDataParallelPlugin | None = None
     if _asked("DEEPSPEED"):
@@ -87,7 +81,7 @@ def make_accelerator(train: TrainConfig, dtype: str = "float32") -> Accelerator:
         plugin = _fsdp2(
             FullyShardedDataParallelPlugin(
                 fsdp_version=2,
-                auto_wrap_policy="TRANSFORMER_BASED_WRAP",  # one unit a layer
+                auto_wrap_policy="TRANSFORMER_BASED_WRAP",  # one unit per layer
                 reshard_after_forward=True,
                 state_dict_type="SHARDED_STATE_DICT",
                 cpu_ram_efficient_loading=False,
@@ -96,11 +90,11 @@ def make_accelerator(train: TrainConfig, dtype: str = "float32") -> Accelerator:
             dtype,
         )
     use_deepspeed = isinstance(plugin, DeepSpeedPlugin)
-    # Without a GPU, DeepSpeed leaves each rank alone unless a communication library is named, silently.
+    # Without a GPU, DeepSpeed silently does not connect ranks unless a communication library is given.
     library = {"backend": "gloo"} if use_deepspeed and not torch.accelerator.is_available() else {}
     if train.deterministic:
         torch.use_deterministic_algorithms(True)
-    # Several processes without a GPU: unless told so, accelerate leaves each of them alone, silently.
+    # Likewise accelerate without a GPU, unless `cpu` is set.
     on_cpu = not use_deepspeed and not torch.accelerator.is_available()
     return Accelerator(
         cpu=on_cpu,
@@ -109,7 +103,7 @@ def make_accelerator(train: TrainConfig, dtype: str = "float32") -> Accelerator:
         fsdp_plugin=plugin if isinstance(plugin, FullyShardedDataParallelPlugin) else None,
         kwargs_handlers=[
             InitProcessGroupKwargs(timeout=PATIENCE, **library),
-            # Gradients lie in DDP's buckets, which would hold them a second time: 4 bytes a parameter.
+            # Gradients are views of DDP's buckets instead of copies: saves 4 bytes per parameter.
             DistributedDataParallelKwargs(gradient_as_bucket_view=True),
         ],
         step_scheduler_with_optimizer=False,
@@ -117,11 +111,7 @@ def make_accelerator(train: TrainConfig, dtype: str = "float32") -> Accelerator:
 
 
 def check_launch(accelerator: Accelerator, train: TrainConfig, optimizer: str = "adamw") -> None:
-    """Compare what runs with what the launcher and the recipe asked for.
-
-    Raises:
-        LaunchError: names what runs, what was asked, and a launch that works.
-    """
+    """Compare the running back end with the launcher's and the recipe's settings; LaunchError names a launch that works."""
     launched = _launched()
     running, kind = accelerator.num_processes, accelerator.distributed_type
     if launched != running:
@@ -171,7 +161,7 @@ def check_launch(accelerator: Accelerator, train: TrainConfig, optimizer: str = 
 
 
 def back_end(accelerator: Accelerator) -> BackEnd:
-    """How this run is spread over processes."""
+    """The back end of this run."""
     kind = accelerator.distributed_type
     if kind == DistributedType.DEEPSPEED:
         name = f"ZeRO-{accelerator.state.deepspeed_plugin.zero_stage}"
@@ -188,13 +178,10 @@ def describe(accelerator: Accelerator) -> dict[str, Any]:
 
 
 def check_resume(saved: dict[str, Any], accelerator: Accelerator, path: object) -> None:
-    """Whether a state saved by one launch can be loaded by another.
+    """Refuse to load a state that another kind of launch saved; LaunchError names both launches and the fix.
 
-    One process and DDP write the same files, which any number of processes loads; FSDP2's shards are dealt out anew
-    for any number of processes. DeepSpeed's are tied to its stage and to the number of processes.
-
-    Raises:
-        LaunchError: names both launches and the fix.
+    One process and DDP write the same files, for any number of processes; FSDP2's shards can be redistributed over any
+    number of processes. DeepSpeed's are tied to its stage and to the number of processes.
     """
     then, now = BackEnd(**saved), back_end(accelerator)
     if (then.is_ddp and now.is_ddp) or (then.name == now.name == "FSDP2") or then == now:
@@ -211,7 +198,7 @@ def _asked(plugin: str) -> bool:
 
 
 def _check_precision(dtype: str) -> None:
-    """Refuse a launcher's ``mixed_precision`` other than the recipe's; ``no`` is what launchers say unasked."""
+    """Refuse a launcher's ``mixed_precision`` other than the recipe's; ``no`` is the launchers' default."""
     asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
     if asked == "no" or (asked, dtype) == ("bf16", "bfloat16"):
         return
@@ -227,15 +214,15 @@ def _check_accumulation(found: object, where: str) -> None:
     """Refuse gradient accumulation settings, by which accelerate and DeepSpeed would divide gradients."""
     if str(found) not in ("None", "auto", "1"):
         raise LaunchError(
-            f"{where} gradient_accumulation_steps={found}, which would divide every gradient; remove it: a step is a "
-            "stage's whole batch_size already, of which train.micro_batch_size are computed at once"
+            f"{where} gradient_accumulation_steps={found}, which would divide every gradient; remove it: a step already is a "
+            "stage's whole batch_size, of which train.micro_batch_size are computed at once"
         )
 
 
 def _check_compiler() -> None:
-    """Refuse torch.compile, which `accelerate config` asks about.
+    """Refuse torch.compile, which `accelerate config` offers.
 
-    Every prompt has another length, and neither the rollout nor passes without gradient go through what would be compiled.
+    Prompts differ in length, and neither the rollout nor passes without gradient would run the compiled code.
     """
     found = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
     if found.lower() != "no":
@@ -245,16 +232,8 @@ def _check_compiler() -> None:
         )
 
 
-def _check_deepspeed(settings: dict[str, Any], path: str | None) -> None:
-    """Refuse settings that DeepSpeed would reject with a traceback after the model is loaded.
-
-    Raises:
-        LaunchError: names the line to change.
-    """
-    where, zero = (
-        f"DeepSpeed's settings {path or 'of the launch config'}",
-        settings.get("zero_optimization", {}),
-    )
+def _check_deepspeed(settings: dict[str, Any], origin: str) -> None:
+    """Refuse settings that DeepSpeed would reject with a traceback after the model is loaded."""
     refused = {
         "optimizer": "the recipe's optim and each stage's lr determine how weights are updated",
         "scheduler": "each stage's schedule and warmup_steps determine the learning rate",
@@ -262,40 +241,35 @@ def _check_deepspeed(settings: dict[str, Any], path: str | None) -> None:
     }
     for name, reason in refused.items():
         if name in settings:
-            raise LaunchError(f'{where} have "{name}": remove it, since {reason}')
+            raise LaunchError(f'{origin} have "{name}": remove it, since {reason}')
     if (size := settings.get("train_batch_size", "auto")) != "auto":
         raise LaunchError(
-            f'{where} have "train_batch_size": {size}; set it to "auto", since a stage\'s batch_size counts the queries of a step'
+            f'{origin} have "train_batch_size": {size}; set it to "auto", since a stage\'s batch_size counts the queries of a step'
         )
+    zero = settings.get("zero_optimization", {})
     if zero.get("stage") not in (1, 2, 3):
         raise LaunchError(
-            f'{where} have "stage": {zero.get("stage")} in zero_optimization, which shards nothing: set it to 1, 2 or '
+            f'{origin} have "stage": {zero.get("stage")} in zero_optimization, which shards nothing: set it to 1, 2 or '
             f"3, or launch without DeepSpeed: {_command('ddp')}"
         )
 
 
 def _deepspeed(path: str | None, train: TrainConfig, dtype: str) -> DeepSpeedPlugin:
-    """ZeRO as the launch config, or else the recipe, asks for it.
-
-    Raises:
-        LaunchError: settings that cannot be read, that do not keep to the recipe's precision, or that divide gradients.
-    """
+    """ZeRO as in the launch config or the recipe; LaunchError for unreadable settings, or ones that contradict the recipe."""
     let_deepspeed_build()
+    origin = f"DeepSpeed's settings {path or 'of the launch config'}"
     try:
         if path is None:
             plugin = DeepSpeedPlugin()
         else:
-            # Those in recipes/accelerate are named as seen from the repository, which need not be where one stands.
+            # Paths in recipes/accelerate are relative to the repository, which need not be the working directory.
             files = [file for file in (Path(path), RECIPES.parent / path) if file.is_file()]
             plugin = DeepSpeedPlugin(hf_ds_config=json.loads(files[0].read_text()) if files else path)
     except (OSError, ValueError) as error:
-        raise LaunchError(f"DeepSpeed's settings {path or 'of the launch config'}: {error}") from error
+        raise LaunchError(f"{origin}: {error}") from error
     settings, computed_in = plugin.deepspeed_config, dtype == "bfloat16"
-    _check_deepspeed(settings, path)
-    _check_accumulation(
-        settings.get("gradient_accumulation_steps"),
-        f"DeepSpeed's settings {path or 'of the launch config'} have",
-    )
+    _check_deepspeed(settings, origin)
+    _check_accumulation(settings.get("gradient_accumulation_steps"), f"{origin} have")
     for name, wanted in (("bf16", computed_in), ("fp16", False)):
         part = settings.setdefault(name, {})
         said = str(part.get("enabled", "auto")).lower()
@@ -305,8 +279,8 @@ def _deepspeed(path: str | None, train: TrainConfig, dtype: str) -> DeepSpeedPlu
                 f"(model.dtype); remove {name} from them, or launch with {_command(train.back_end)}"
             )
         part["enabled"] = wanted
-    # ZeRO-1 adds to its float32 gradients after a backward, and forgets the last chunk's only where it finds tensors in
-    # the forward's outputs, which here are dataclasses: chunks would count several times. At once, none is kept.
+    # ZeRO-1 adds to its float32 gradients after a backward, and clears the last chunk's only if it finds tensors in the
+    # forward's outputs, which here are dataclasses: chunks would count several times. Immediate updates avoid that.
     settings["bf16"]["immediate_grad_update"] = True
     accumulated_in = settings.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
     if accumulated_in != "fp32" or settings["bf16"].get("bf16_master_weights_and_grads"):
@@ -319,11 +293,10 @@ def _deepspeed(path: str | None, train: TrainConfig, dtype: str) -> DeepSpeedPlu
 
 
 def _fsdp2(plugin: FullyShardedDataParallelPlugin, dtype: str) -> FullyShardedDataParallelPlugin:
-    """Gather and compute in bfloat16 if that is computed in; add up in float32, which accelerate would not."""
     if dtype == "bfloat16" and plugin.fsdp_version == 2:
         plugin.mixed_precision_policy = {
             "param_dtype": torch.bfloat16,
-            "reduce_dtype": torch.float32,
+            "reduce_dtype": torch.float32,  # unlike accelerate's default
             "output_dtype": torch.bfloat16,
         }
     return plugin
@@ -334,7 +307,7 @@ def _launched() -> int:
 
 
 def _started_one_of_several() -> bool:
-    """Whether accelerate was asked for several processes and started one: it says where they meet, not how many there are."""
+    """Whether accelerate was asked for several processes and started one: it sets their address but not their number."""
     here = os.environ.keys()
     by_mpi = any(name.endswith(("COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS")) for name in here)
     return {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR", "MASTER_PORT"} <= here and not by_mpi | (
@@ -343,7 +316,7 @@ def _started_one_of_several() -> bool:
 
 
 def _sharding_level(key: str) -> int:
-    """Sharding level of a back end, for comparisons: from nothing (DDP, one process) to everything (ZeRO-3, FSDP2)."""
+    """Sharding level of a back end: from nothing (DDP, one process) to everything (ZeRO-3, FSDP2)."""
     return min(BACK_ENDS.index(key), BACK_ENDS.index("zero3"))
 
 
@@ -352,7 +325,6 @@ def _script() -> str:
 
 
 def _command(key: str) -> str:
-    """A launch that runs a back end."""
     if torch.accelerator.is_available():
         config = f"{key}_8"
     else:
@@ -361,6 +333,6 @@ def _command(key: str) -> str:
 
 
 def _config_file() -> str | None:
-    """The json that a launch config names; those that are shipped are found from any folder."""
-    found = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
-    return None if found is None else str(find_shipped(found))
+    """The launch config's DeepSpeed settings; shipped ones are found from any folder."""
+    path = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
+    return None if path is None else str(find_shipped(path))

@@ -1,7 +1,7 @@
 """Move many small tensors to a device by one copy from one pinned buffer.
 
-A copy from pageable memory goes through a buffer of the driver's and is not queued behind the device's work; and a step has
-hundreds of indices and lengths to hand over, none of them larger than a few kilobytes.
+A copy from pageable memory goes through a buffer of the driver and is not queued behind the device's work, and a step has
+hundreds of index tensors of a few kilobytes.
 """
 
 from collections.abc import Callable
@@ -14,32 +14,28 @@ from torch import Tensor
 Tree = TypeVar("Tree")
 
 ALIGNMENT = 64
-"""Bytes; an allocator's own, so that no kernel sees other addresses than it would."""
+"""Bytes; that of the allocator, so that kernels see equally aligned addresses."""
 
 
 def moved(tree: Tree, device: torch.device | str) -> Tree:
-    """The same on a device: every tensor in lists, tuples, dicts and dataclasses, all of them views of one buffer.
+    """The same on a device: every host tensor in lists, tuples, dicts and dataclasses becomes a view of one buffer.
 
-    Without a GPU the buffer is made all the same, and not pinned. Nothing waits for the copy.
-
-    Args:
-        tree: its tensors are on the host.
-        device: where they are needed.
+    Without a GPU the buffer is not pinned. Nothing waits for the copy.
     """
     device = torch.device(device)
-    found: list[Tensor] = []
-    _each(tree, found.append)
+    tensors: list[Tensor] = []
+    _each(tree, tensors.append)
     starts, size = [], 0
-    for tensor in found:
+    for tensor in tensors:
         starts.append(size)
         size += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
     buffer = torch.empty(size, dtype=torch.uint8)
-    for tensor, start in zip(found, starts, strict=True):
+    for tensor, start in zip(tensors, starts, strict=True):
         _view(buffer, start, tensor).copy_(tensor)
     if device.type == "cuda":
         buffer = buffer.pin_memory()
-    there = buffer.to(device, non_blocking=True)
-    views = (_view(there, start, tensor) for tensor, start in zip(found, starts, strict=True))
+    on_device = buffer.to(device, non_blocking=True)
+    views = (_view(on_device, start, tensor) for tensor, start in zip(tensors, starts, strict=True))
     return _each(tree, lambda _: next(views))
 
 
@@ -48,7 +44,7 @@ def _view(buffer: Tensor, start: int, like: Tensor) -> Tensor:
 
 
 def _each(tree: Any, change: Callable[[Tensor], object]) -> Any:
-    """A tree of what `change` makes of every tensor, in order."""
+    """The tree with `change` applied to every tensor, in order."""
     if isinstance(tree, Tensor):
         return change(tree)
     if isinstance(tree, dict):

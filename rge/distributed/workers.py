@@ -1,11 +1,11 @@
-"""Worker processes, one a device, for an embedder that uses several.
+"""Worker processes, one per device, for an embedder that uses several.
 
     workers = Workers(make, ["cuda:0", "cuda:1"])
     workers.run(jobs, on_result)
 
 Each worker imports this process's plugins, calls ``make(device)`` once, and calls the result for every job; an idle worker
-gets the next job. Workers are started on first use, as programs of their own: a script without ``if __name__ == "__main__"``
-does not run a second time, and nothing is forked beside a GPU's threads. They end with this process, and all of them end when
+gets the next job. Workers are started on first use as separate programs: a script without ``if __name__ == "__main__"``
+does not run a second time, and no process with GPU threads is forked. They end with this process, and all of them end when
 one dies, is silent for too long, or this process is interrupted.
 """
 
@@ -19,6 +19,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -26,7 +27,7 @@ from rge.common.errors import UserError, how_it_ended, portable
 from rge.common.registry import load_plugins, plugins_loaded
 
 SILENCE_S = 1800.0
-"""How long a worker may be silent: while it loads, and between two signs of progress."""
+"""How long a worker may be silent, while loading or between two progress reports."""
 
 PARENT_S = 1.0
 """How often a worker checks that the process that started it is alive."""
@@ -44,12 +45,11 @@ class WorkerError(UserError):
 
 
 class Workers:
-    """Worker processes, one a device. Calls from several threads take turns.
+    """Worker processes, one per device. Calls from several threads take turns.
 
     Args:
-        make: ``make(device)`` returns what does a job, see `Work`. It travels by pickle: a function of a module, or a
-            `functools.partial` of one.
-        devices: one a process; the same may stand there twice.
+        make: ``make(device)`` returns a `Work`. It is pickled: a module's function, or a `functools.partial` of one.
+        devices: one per process; may repeat.
     """
 
     def __init__(self, make: Callable[[str], Work], devices: Sequence[str]):
@@ -68,13 +68,13 @@ class Workers:
         """Run jobs; each is drawn when a worker is idle.
 
         Args:
-            jobs: each travels to a worker.
-            on_result: called with a job's number and its result, in the order in which they are finished.
+            jobs: pickled to a worker.
+            on_result: called with a job's number and its result, in the order of completion.
             on_progress: called with the number of items just finished.
 
         Raises:
             WorkerError: a worker died or fell silent. All are ended then; the next call starts new ones.
-            Exception: what a job or `make` raised. The call is over for all workers.
+            Exception: what a job or `make` raised. It ends the call for all workers.
         """
         with self._one_at_a_time:
             self._round += 1
@@ -119,7 +119,7 @@ class Workers:
             self._workers.extend(_Worker(self.make, device) for device in self.devices)
 
     def _message(self, worker: "_Worker") -> tuple[str, list[Any]] | None:
-        """What a worker says of this round; None where it was busy with what an error had ended."""
+        """A worker's message of this round; None for one of an earlier round that ended with an error."""
         kind, round_, *said = worker.receive()
         if kind == "cannot start":
             _end(self._workers)
@@ -129,7 +129,7 @@ class Workers:
         return (kind, said) if round_ == self._round else None
 
     def _heard(self) -> list["_Worker"]:
-        """Workers that have something to say, at least one."""
+        """Wait for workers with a message, at least one."""
         busy = [worker for worker in self._workers if not worker.is_idle]
         until = min(worker.heard_at for worker in busy) + SILENCE_S
         ready = wait([worker.connection for worker in busy], max(0.0, until - time.monotonic()))
@@ -143,17 +143,15 @@ class Workers:
 
 
 class _Worker:
-    """One process, seen from the one that started it."""
-
     def __init__(self, make: Callable[[str], Work], device: str):
         self.device = device
         self.is_ready = self.is_idle = False
         self.heard_at = time.monotonic()
         ours, theirs = socket.socketpair()
-        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):  # against one that stops in mid-message
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):  # in case it stops in mid-message
             ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(SILENCE_S), 0))
         program = _PROGRAM.format(path=sys.path, handle=theirs.fileno(), parent=os.getpid())
-        # A session of its own: a terminal's Ctrl-C is for the process that started it, which decides what it means.
+        # A separate session: a terminal's Ctrl-C must reach only the process that started the worker.
         self.process = subprocess.Popen(
             [sys.executable, "-c", program],
             pass_fds=[theirs.fileno()],
@@ -202,7 +200,7 @@ class _Worker:
         )
 
     def end(self) -> None:
-        """Kill it. A fork of the process that started it leaves it alone."""
+        """Kill it, unless called in a fork of the process that started it."""
         if os.getpid() != self.owner:
             return
         self.process.kill()
@@ -211,13 +209,12 @@ class _Worker:
 
 
 def _end(workers: list[_Worker]) -> None:
-    """Kill the workers; they hold no state."""
     while workers:
         workers.pop().end()
 
 
 def serve(handle: int, parent: int) -> None:
-    """Run a worker: call `make`, then do jobs until the process that asks for them is gone."""
+    """Run a worker: call `make`, then do jobs until the parent process is gone."""
     threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()
     connection = Connection(handle)
     with contextlib.suppress(EOFError, OSError):
@@ -225,29 +222,23 @@ def serve(handle: int, parent: int) -> None:
         try:
             load_plugins(plugins)
             work = make(device)
-        except Exception as error:  # noqa: BLE001 - raised where it was asked for
+        except Exception as error:  # noqa: BLE001 - raised in the parent
             connection.send(("cannot start", 0, portable(error)))
             return
         connection.send(("ready", 0))
         while True:
             round_, number, job = connection.recv()
-            say = _ProgressReporter(connection, round_)
+            report = partial(_report_progress, connection, round_)
             try:
-                result = work(job, say)
+                result = work(job, report)
             except Exception as error:  # noqa: BLE001 - likewise
                 connection.send(("error", round_, portable(error)))
             else:
                 connection.send(("result", round_, number, result))
 
 
-class _ProgressReporter:
-    """Reports progress, which is also the worker's sign of life."""
-
-    def __init__(self, connection: Connection, round_: int):
-        self.connection, self.round = connection, round_
-
-    def __call__(self, num_items: int) -> None:
-        self.connection.send(("progress", self.round, num_items))
+def _report_progress(connection: Connection, round_: int, num_items: int) -> None:
+    connection.send(("progress", round_, num_items))
 
 
 def _exit_with_parent(parent: int) -> None:

@@ -272,7 +272,10 @@ def test_what_reads_back_otherwise_is_no_checkpoint(lively, settings, tmp_path, 
             path.write_bytes(content)
 
     monkeypatch.setattr("rge.checkpoints.export.flush", flip)
-    with pytest.raises(CheckpointError, match=r"could not be written: 1 of \d+ weights read back otherwise"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"could not be written: 1 of \d+ weights differ from what was written when read back",
+    ):
         export(lively, tmp_path / "final", settings)
     assert not list(tmp_path.iterdir())
 
@@ -285,7 +288,7 @@ def test_a_stage_alone_does_not_pass_by_the_one_before_it(lively, settings, reci
     for name in ("joint", "rl"):
         with pytest.raises(
             CheckpointError,
-            match=rf"cold_start/final is there, but stage={name} without init= starts from {model}: say init={cold}, or",
+            match=rf"cold_start/final exists, but stage={name} without init= starts from {model}: set init={cold}, or",
         ):
             check_start(recipe(out, f"stage={name}"))
         check_start(recipe(out, f"stage={name}", f"init={cold}"))

@@ -252,9 +252,9 @@ def test_a_resume_with_a_key_that_changes_rounding_says_so(tmp_path, monkeypatch
         assert manager.resume() == 3
         return capsys.readouterr().out
 
-    assert "bit for bit" not in resume()
+    assert "bit-identical" not in resume()
     assert (
-        "no longer that of an undisturbed run bit for bit, since these were changed: train.micro_batch_size (there"
+        "not be bit-identical to that of an uninterrupted run, since these were changed: train.micro_batch_size (there"
         in (resume("train.micro_batch_size=1"))
     )
 

@@ -287,7 +287,7 @@ def test_a_compiler_is_refused(monkeypatch):
 def test_a_launcher_that_divides_gradients(monkeypatch):
     """As `accelerate launch --gradient_accumulation_steps 8` has every back end do."""
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "8")
-    message = "the launch, .* has gradient_accumulation_steps=8, .* remove it: .* train.micro_batch_size"
+    message = "the launch has gradient_accumulation_steps=8, .* remove it: .* train.micro_batch_size"
     with pytest.raises(launch.LaunchError, match=message):
         launch.make_accelerator(TrainConfig())
 
@@ -298,7 +298,7 @@ def test_a_launcher_that_divides_gradients(monkeypatch):
         (
             Running(2, "DEEPSPEED", 3),
             "null",
-            "model.scratch is built by one process, which ZeRO-3 does not let it",
+            "model.scratch is built by one process, which ZeRO-3 does not allow",
         ),
         (Running(2, "DEEPSPEED", 2), "names.jsonl", "vision tower with Muon, which ZeRO-2 cannot run"),
         (Running(2, "FSDP"), "names.jsonl", "vision tower with Muon, which FSDP2 cannot run"),

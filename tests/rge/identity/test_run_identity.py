@@ -105,7 +105,7 @@ def problems(home: Path, *overrides: str) -> str:
 def test_a_backbone_of_another_recipe_is_not_trained(stopped, override, said):
     """Killed after the backbone was written and before there was a state."""
     shutil.rmtree(stopped / "out/cold_start")
-    assert f"{stopped}/out/backbone was built from something else than this run says" in problems(
+    assert f"{stopped}/out/backbone was built from other inputs than this run's" in problems(
         stopped, override
     )
     assert said in problems(stopped, override)
@@ -191,7 +191,7 @@ def test_another_start_is_refused_and_what_an_older_version_did_not_record_is_sa
     assert check_same_run(done, now(), state) == same
     with (start / "model.safetensors").open("ab") as weights:
         weights.write(b"\0")
-    with pytest.raises(CheckpointError, match="started from other weights than there are now"):
+    with pytest.raises(CheckpointError, match="the weights from which .* started have changed"):
         check_same_run(done, now(), state)
 
 

@@ -2,7 +2,7 @@
 
 `Reinforcement` belongs to a stage, a `Credit` to one of its rollouts. States and log probabilities are `rge.step`'s.
 
-Shape suffixes: B = queries of this rank, K = rationales a query, N = B * K, L = their tokens with ``<emb>``, C = candidates of
+Shape suffixes: B = queries of this rank, K = rationales per query, N = B * K, L = their tokens with ``<emb>``, C = candidates of
 all ranks, D = hidden size.
 """
 
@@ -34,13 +34,11 @@ DIFFERS = 1e-4
 
 
 class Reinforcement:
-    """The stage rl of a run: its rewards, its reference, and how long nothing differed.
+    """Rewards, reference and candidate pool of the stage rl.
 
     Args:
-        recipe: of the run.
-        embedder: unwrapped.
-        reference: what the KL is measured from; None without a KL term.
-        folder: of the stage, where a reward may keep what it paid for.
+        reference: of the KL term; None without it.
+        folder: of the stage, where rewards may cache paid answers.
 
     Raises:
         UserError: a reward that does not exist, or does not take its options; a pool that cannot be read.
@@ -51,7 +49,7 @@ class Reinforcement:
         self.cap, self.folder = recipe.rollout.max_new_tokens, folder
         self.from_vllm = recipe.rollout.backend == "vllm"
         self.embedder, self.reference = embedder, reference
-        # Without a policy gradient a reward would be computed, and a judge paid, for nothing.
+        # Without a policy gradient, computing rewards and paying a judge would be wasted.
         chosen = [config for config in recipe.rl.rewards if config.weight and recipe.rl.alpha_rl]
         names = _names(chosen)
         self.terms = {name: (config, find_reward(config)) for name, config in zip(names, chosen, strict=True)}
@@ -60,7 +58,7 @@ class Reinforcement:
         self.idle_steps = 0
 
     def begin(self, batch: Batch, rationales: Sequence[Rationale], measure: bool) -> "Credit":
-        """The credit of a rollout, whose rationales stand query after query; `measure`: the step is logged."""
+        """The credit of a rollout; with `measure`, since the step is logged, its controls are measured too."""
         if self.with_direct:
             rationales = _add_direct_members(rationales, len(batch.queries))
         if self.pool is not None:
@@ -71,11 +69,7 @@ class Reinforcement:
         return Credit(self, batch, rationales, reference_L, measure)
 
     def after_step(self, report: dict[str, float]) -> None:
-        """Count steps in which there was nothing to learn from.
-
-        Raises:
-            UserError: as many as `rl.patience` in a row.
-        """
+        """Raise UserError after `rl.patience` consecutive steps with nothing to learn from."""
         if "groups_that_differ" not in report:
             return
         self.idle_steps = 0 if report["groups_that_differ"] > 0 else self.idle_steps + 1
@@ -113,14 +107,14 @@ class Reinforcement:
 
 
 class Credit:
-    """What the rationales of one rollout are worth.
+    """Rewards and advantages of one rollout's rationales.
 
     Attributes:
-        rationales: what the step is trained on; with a direct member where a reward needs one.
-        written_N: bool; rationales that were sampled, so not those members.
+        rationales: of the step, with direct members if a reward needs them.
+        written_N: bool; sampled rationales, i.e. not direct members.
 
     Raises:
-        UserError: vLLM gave no probabilities, and they are to be corrected for.
+        UserError: vLLM returned no probabilities, which the importance sampling correction needs.
     """
 
     def __init__(
@@ -165,10 +159,9 @@ class Credit:
         masks: tuple[Tensor, Tensor, Tensor],
         read: Callable[[Callable[[int], list[Branch]]], Tensor],
     ) -> None:
-        """Rewards and advantages, once a rollout: what the weights that wrote it deserved holds for all updates.
+        """Compute rewards and advantages once per rollout, for all its updates; see `rge.step.RolloutLoss.judge`.
 
-        Where the step is logged, also hits of states without a rationale and after another query's. See
-        `rge.step.RolloutLoss.judge`.
+        If the step is logged, also measure hits of states without a rationale and after another query's.
         """
         positive_BC, ignored_BC, labelled_BC = masks
         if self.advantage_N is None and self.rl.terms:
@@ -196,8 +189,8 @@ class Credit:
             std_floor=settings.std_floor,
             std_batch=standard_deviation(all_BK),
         ).flatten()
-        # The direct member was not sampled. Better than what was, it is an example to follow; worse, its `<emb>` would be
-        # pushed down in each step as if the model had written it, however unlikely that already is.
+        # The direct member was not sampled. If it is better than the samples, it is learned from; if worse, its `<emb>` would
+        # be pushed down in each step as if the model had written it, however unlikely it already is.
         refused_N = ~self.written_N & (self.advantage_N <= 0)
         self.advantage_N = self.advantage_N.masked_fill(refused_N, 0.0)
         self.credit_L = self.credit_L & ~refused_N[self.owner_L]
@@ -209,13 +202,13 @@ class Credit:
         self.figures = self._figures_of(group, values, total_BK)
 
     def loss(self, readout: Readout, rows: slice) -> Tensor:
-        """A chunk's share of the policy gradient: summed over all chunks and ranks, it is the loss."""
+        """A chunk's share of the policy loss; the shares of all chunks and ranks add up to it."""
         settings, tokens = self.rl.settings, slice(self.starts[rows.start], self.starts[rows.stop])
         log_prob_L = readout.log_prob_L
         assert log_prob_L is not None
         assert self.advantage_N is not None
         assert readout.entropy_L is not None
-        # In the first update the weights are those that wrote the rationales.
+        # In the first update the weights are those that generated the rationales.
         old_L = self.old.setdefault(rows.start, log_prob_L.detach())
         owner_L, credit_L = self.owner_L[tokens] - rows.start, self.credit_L[tokens]
         weight_L = None
@@ -287,7 +280,7 @@ class Credit:
             self.figures["hit_at_1_counterfactual"] = other / others
 
     def report(self) -> dict[str, float]:
-        """Figures of the update that was just computed, equal on all ranks; then the next one's are counted."""
+        """Figures of the last update, equal on all ranks; resets the sums for the next."""
         if not self.rl.terms:
             return dict(self.figures)
         sums = torch.stack([value.double() for value in self.sums.values()]).tolist()
@@ -309,7 +302,7 @@ class Credit:
         self.sums: dict[str, Tensor] = dict.fromkeys(names, zero)
 
     def _sampled(self) -> Tensor:
-        """Log probabilities as the sampler gave them; NaN for the direct state and for a forced `<emb>`."""
+        """The sampler's log probabilities; NaN for direct states and forced `<emb>`."""
         parts = []
         for one in self.rationales:
             given = list(one.log_probs or ())
@@ -350,9 +343,9 @@ class Credit:
         )
 
     def _figures_of(self, group: Rollouts, values: dict[str, Tensor], total_BK: Tensor) -> dict[str, float]:
-        """Rewards by term, what share of groups says anything, and whether right rationales are the better ones.
+        """Mean rewards by term over sampled rationales, shares of informative and unscored groups, advantages of right and wrong ones.
 
-        Means are over what was sampled; a group differs by its direct member too, of which something is learned.
+        A group's direct member counts for whether its rewards differ, since it is learned from.
         """
         assert self.advantage_N is not None
         known_B = total_BK.isfinite().all(dim=1)
@@ -387,7 +380,7 @@ class Credit:
 
 
 def _names(rewards: Sequence[RewardConfig]) -> list[str]:
-    """What rewards are logged as: a second ``ndcg``, with other options, is ``ndcg_2``."""
+    """Names in the log: a second ``ndcg``, with other options, is ``ndcg_2``."""
     seen: Counter[str] = Counter()
     names = []
     for config in rewards:
@@ -399,21 +392,20 @@ def _names(rewards: Sequence[RewardConfig]) -> list[str]:
 def make_reinforcement(
     recipe: Recipe, embedder: EmbeddingModel, folder: Path, accelerator: Accelerator
 ) -> Reinforcement:
-    """The stage rl of a run, made before `embedder` is wrapped, while it still is what the stage starts from.
+    """The stage rl of a run; called before `embedder` is wrapped, since its weights are the reference's.
 
     Raises:
         UserError: see `Reinforcement` and `make_reference`.
     """
-    reference = (
-        make_reference(recipe, embedder, accelerator) if recipe.rl.beta and recipe.rl.alpha_rl else None
-    )
+    reference = None
+    if recipe.rl.beta and recipe.rl.alpha_rl:
+        reference = make_reference(recipe, embedder, accelerator)
     reinforcement = Reinforcement(recipe, embedder, reference, folder)
     accelerator.register_for_checkpointing(reinforcement)
     return reinforcement
 
 
 def _add_direct_members(rationales: Sequence[Rationale], num_queries: int) -> list[Rationale]:
-    """The rationales with one more a query, last of its group, that wrote nothing."""
     num_each = len(rationales) // num_queries
     groups = [rationales[start : start + num_each] for start in range(0, len(rationales), num_each)]
     return [

@@ -1,7 +1,7 @@
 """A reward from a judge model behind an OpenAI-compatible endpoint.
 
-Calls are those of `rge.calls`: limited, retried, within a budget, and never paid for twice: answers are kept in
-``judge.sqlite`` of the stage's folder, so that a resumed run gets the same ones.
+Calls go through `rge.calls`: rate-limited, retried and within a budget. Answers are cached in ``judge.sqlite`` in the stage's
+folder, so that none is paid for twice and a resumed run gets the same ones.
 """
 
 import json
@@ -22,7 +22,7 @@ from rge.common.options import build
 from rge.rl.rewards import Rollouts, reward
 
 BEST = 10
-"""The mark for a rationale that could not be better."""
+"""The best possible mark."""
 
 INSTRUCTION = f"""A search engine writes a short line of reasoning about a query before it looks the answer up.
 Say how well the reasoning works out what is asked for, from 0 (misleading or empty) to {BEST} (names exactly what answers the
@@ -43,11 +43,11 @@ def _endpoint(endpoint: dict[str, Any], instruction: str = INSTRUCTION) -> Model
 
 @reward("judge", needs_oracle=True, check=_endpoint)
 def judge_reward(group: Rollouts, endpoint: dict[str, Any], instruction: str = INSTRUCTION) -> Tensor:
-    """The mark of a judge, 0 to 1; 0 for an empty rationale, which is not asked about.
+    """The mark of a judge, 0 to 1; 0 for an empty rationale, without a call.
 
-    The judge reads the query's text, the oracle rationale and the rationale; pictures it does not see. A rationale
-    for which no readable mark came in spite of retries has no number, so its group is left out of the step and counted
-    (``unscored_groups``). Where the endpoint is down or the budget spent, the run ends with a message. Source: the
+    The judge reads the query's text, the oracle rationale and the rationale, but sees no pictures. If no readable mark
+    comes in spite of retries, the rationale's value is NaN, so its group is left out of the step and counted
+    (``unscored_groups``). If the endpoint is down or the budget spent, the run ends with a message. Source: the
     process reward of Embed-RL (arXiv:2602.13823). Differs: there the judge picks the positive among candidates.
 
     Args:
@@ -82,11 +82,7 @@ def _value(outcome: Outcome) -> float:
 
 
 def mark(reply: Reply) -> float:
-    """The number that was answered.
-
-    Raises:
-        BadValue: there is none, or it is out of range.
-    """
+    """The number in the answer; BadValue if it is missing or out of range."""
     found = re.fullmatch(r"\D{0,20}?(\d+(?:\.\d+)?)(?:\s*/\s*10)?\s*\.?\s*", reply.text.strip())
     if found is None or float(found[1]) > BEST:
         raise BadValue(f"a number from 0 to {BEST} was asked for, and {reply.text[:80]!r} answered")

@@ -1,8 +1,8 @@
 """Policy losses (GRPO and its variants) as pure functions: rewards and log probabilities in, a loss out.
 
-Rationales stand one after the other and their tokens too, without padding: `owner_L` says whose a token is.
+Tokens of all rationales are concatenated without padding; `owner_L` has each token's rationale.
 
-Shape suffixes: B = queries, K = rationales a query, N = B * K rationales, L = sampled tokens.
+Shape suffixes: B = queries, K = rationales per query, N = B * K rationales, L = sampled tokens.
 """
 
 from dataclasses import dataclass
@@ -14,20 +14,19 @@ LOSS_TYPES = ("grpo", "dr_grpo", "dapo")
 SCALES = ("group", "batch", "none")
 CORRECTIONS = ("sequence_truncate", "sequence_mask")
 MAX_LOG_RATIO = 20.0
-"""Log ratios to another sampler are clamped to this on both sides: e^20 is off whatever the bound, and still a number."""
+"""Log ratios to another sampler are clamped to this on both sides: e^20 exceeds any bound, and is finite."""
 
 
 def advantages(reward_BK: Tensor, *, scale: str, std_floor: float, std_batch: float = 1.0) -> Tensor:
-    """How much better than its group each rationale is.
+    """Advantage of each rationale over its group.
 
     Source: GRPO (arXiv:2402.03300) section 4.1.2, r - mean over std. Scales as TRL's ``scale_rewards``. Differs: `std_floor`,
-    which is 1e-4 in TRL, is a setting, since states of equal rationales differ by rounding, and a group of them would be told
-    apart by it.
+    which is 1e-4 in TRL, is a setting, since rounding differences between states of equal rationales would be amplified.
 
     Args:
-        reward_BK: a group a row. A group with a value that is not finite gets no advantage at all: its mean is unknown.
+        reward_BK: one group per row. A group with a value that is not finite gets no advantage: its mean is unknown.
         scale: ``group``: divide by the group's standard deviation; ``batch``: by `std_batch`; ``none``.
-        std_floor: added to the standard deviation; where both are 0 there is no advantage.
+        std_floor: added to the standard deviation; if both are 0, there is no advantage.
         std_batch: standard deviation of all rewards of all ranks, see `standard_deviation`.
 
     Raises:
@@ -48,7 +47,7 @@ def advantages(reward_BK: Tensor, *, scale: str, std_floor: float, std_batch: fl
         divisor_B1 = reward_BK.std(dim=1, keepdim=True) + std_floor
     else:
         divisor_B1 = reward_BK.new_full((len(reward_BK), 1), std_batch + std_floor)
-    # Without a floor, rewards that are all equal have nothing to be divided by, and nothing to divide.
+    # Without a floor, equal rewards would give 0 / 0.
     return torch.where(divisor_B1 > 0, found_BK / divisor_B1, 0.0)
 
 
@@ -60,19 +59,17 @@ def standard_deviation(reward_BK: Tensor) -> float:
 
 @dataclass(frozen=True)
 class PolicyTerms:
-    """What a policy loss is made of, over these rationales.
+    """Terms of a policy loss over these rationales.
 
     Attributes:
         loss: their share of the loss, with gradient; shares of all chunks and ranks add up.
         kl: summed k3 estimates over credited tokens; 0 without a reference.
-        clipped: credited tokens whose gradient the clip took.
-        tokens: credited tokens.
+        clipped: number of credited tokens without gradient because of the clip.
     """
 
     loss: Tensor
     kl: Tensor
     clipped: Tensor
-    tokens: Tensor
 
 
 def policy_loss(
@@ -133,7 +130,7 @@ def policy_loss(
     if beta and reference_L is None:
         raise ValueError("beta needs log probabilities of a reference")
     mask_L = credit_L.to(log_prob_L.dtype)
-    # Where a token does not count, its ratio must not either: minus infinity less itself is no number.
+    # Uncredited tokens may have infinite log probabilities, whose difference is NaN.
     ratio_L = torch.where(credit_L, log_prob_L - old_L, 0.0).exp()
     advantage_L = advantage_N[owner_L]
     clipped_L = ratio_L.clamp(1 - epsilon, 1 + epsilon_high)
@@ -155,7 +152,6 @@ def policy_loss(
         ((loss_L * share_L + penalty_L * share_L) * mask_L).sum() / divisor,
         (kl_L * mask_L).sum().detach(),
         (cut_L & credit_L).sum(),
-        credit_L.sum(),
     )
 
 
@@ -170,24 +166,24 @@ def sampling_weights(
     low: float | None,
     high: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """What makes up for a sampler that is not quite the model: truncated importance sampling.
+    """Truncated importance sampling weights for a sampler that deviates from the model.
 
     Source: TRL's ``vllm_importance_sampling_mode`` (https://fengyao.notion.site/off-policy-rl). The ratio is pi / pi_sampler of
-    the whole rationale. Truncated, it is clamped to [low, high]; masked, it counts nothing outside. Differs: its logarithm is
-    first clamped to +-`MAX_LOG_RATIO`, since a token that the sampler holds for impossible makes it infinite.
+    the whole rationale. Truncated, it is clamped to [low, high]; masked, it is 0 outside. Differs: its logarithm is
+    first clamped to +-`MAX_LOG_RATIO`, since it is infinite for a token that the sampler considers impossible.
 
     Args:
-        old_L: log probabilities under the model that was to be sampled from.
-        sampler_L: as the sampler gave them; NaN where it gave none, which counts as equal.
+        old_L: log probabilities under the model.
+        sampler_L: under the sampler; NaN, if unknown, counts as equal.
         owner_L: number of each token's rationale.
         credit_L: tokens that count.
         num_rationales: N.
         mode: ``sequence_truncate`` or ``sequence_mask``.
-        low: least ratio; None: no such bound.
-        high: greatest; None: no such bound.
+        low: lower bound of the ratio; None: unbounded.
+        high: upper bound, likewise.
 
     Returns:
-        (L,) weights without gradient; (L,) the ratios before they were clamped.
+        (L,) weights without gradient; (L,) the unclamped ratios.
 
     Raises:
         ValueError: another mode.

@@ -1,7 +1,7 @@
-"""A fixed pool of candidates that rewards rank against, since a batch's negatives are easy.
+"""A fixed pool of candidates for rewards, since a batch's negatives are easy.
 
-Every `rl.pool_every` steps the model in training embeds it anew, each process a share; all keep all of it. In between the
-embeddings lag behind, as in MoCo (arXiv:1911.05722). They have no gradient, and are part of a resumable state.
+Every `rl.pool_every` steps the model in training embeds it again, each process a share; all keep everything. In between the
+embeddings are stale, as in MoCo (arXiv:1911.05722). They have no gradient, and are part of a resumable state.
 
 Shape suffixes: B = queries of this rank, P = pool, D = hidden size.
 """
@@ -28,18 +28,11 @@ from rge.tables.rows import table_rows
 
 CORPUS = "corpus.parquet"
 LOOKED_AT = 1000
-"""Records of a source whose right answers are looked for before a run."""
+"""Records per source whose right answers are looked up before a run."""
 
 
 class Pool:
-    """Candidates that stay the same, and what the model made of them last.
-
-    Attributes:
-        state_PD: unit-norm embeddings, of all processes' shares.
-
-    Raises:
-        UserError: see `read_pool`.
-    """
+    """Fixed candidates and their latest unit-norm embeddings, `state_PD`."""
 
     def __init__(self, recipe: Recipe, embedder: EmbeddingModel):
         self.embedder, self.every = embedder, recipe.rl.pool_every
@@ -51,24 +44,19 @@ class Pool:
         self.state_PD: Tensor | None = None
 
     def before_step(self) -> None:
-        """Embed the pool if it is due; every process calls it, where the weights are whole."""
+        """Embed the pool if it is due; all processes call it while the weights are whole."""
         if self.state_PD is None or self.age >= self.every:
             self.state_PD, self.age = self._embedded(), 0
         self.age += 1
 
     def masks(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """What of the pool answers each query (B, P), and what is labelled wrong for it; bool, on the host.
+        """Right answers and labelled negatives of each query in the pool by identity: (B, P) bool, on the host."""
 
-        All by identity: a right answer's drawing in the pool need not be the one that training draws.
-        """
-        right_BP = [torch.isin(self.identity_P, torch.tensor(right)) for right in batch.right_answers]
-        labelled_BP = [
-            torch.isin(
-                self.identity_P, torch.tensor([batch.candidate_identity[column] for column in columns])
-            )
-            for columns in batch.negatives
-        ]
-        return torch.stack(right_BP), torch.stack(labelled_BP)
+        def among(identities: list[list[int]]) -> Tensor:
+            return torch.stack([torch.isin(self.identity_P, torch.tensor(each)) for each in identities])
+
+        negatives = [[batch.candidate_identity[column] for column in columns] for columns in batch.negatives]
+        return among(batch.right_answers), among(negatives)
 
     @torch.no_grad()
     def _embedded(self) -> Tensor:
@@ -77,7 +65,7 @@ class Pool:
         sizes = [end - start for start, end in zip(bounds, bounds[1:], strict=False)]
         embedder, direct, parts = self.embedder, [Branch([self.embedder.emb_id], read_state=True)], []
         with eval_mode(embedder):
-            # Where parameters are sharded, a forward of one process is a forward of all: equally many on each.
+            # With sharded parameters every forward is collective: each process must run equally many.
             for start in range(bounds[rank], bounds[rank] + max(sizes), self.micro_batch_size):
                 chosen = self.targets[start : min(start + self.micro_batch_size, bounds[rank + 1])]
                 prompts = [
@@ -93,23 +81,19 @@ class Pool:
         return {"age": self.age, "state_PD": None if self.state_PD is None else self.state_PD.cpu()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """From a resumable checkpoint.
-
-        Raises:
-            UserError: of a pool of another size.
-        """
-        found = state["state_PD"]
-        if found is not None and len(found) != len(self.targets):
+        """From a resumable checkpoint; UserError if the pool's size has changed."""
+        state_PD = state["state_PD"]
+        if state_PD is not None and len(state_PD) != len(self.targets):
             raise UserError(
-                f"rl.candidates: the pool has {len(self.targets)} candidates, and had {len(found)} when this run was "
+                f"rl.candidates: the pool has {len(self.targets)} candidates, and had {len(state_PD)} when this run was "
                 "stopped: restore it, or start with another out="
             )
         self.age = state["age"]
-        self.state_PD = None if found is None else found.to(self.embedder.device)
+        self.state_PD = None if state_PD is None else state_PD.to(self.embedder.device)
 
 
 def pool_path(recipe: Recipe) -> Path:
-    """Where the pool lies."""
+    """Path of the pool."""
     return Path(recipe.rl.candidates.removeprefix("pool:"))
 
 
@@ -117,11 +101,11 @@ def read_pool(path: Path) -> list[Target]:
     """The candidates of a pool, each id once.
 
     Args:
-        path: training records, whose positives and negatives are the pool; or a folder with ``corpus.parquet``, as retrieval
-            sets have it: columns id, text and/or image, and ``identity`` where ids are not what records mean by their targets.
+        path: training records, whose positives and negatives are the pool; or a folder with ``corpus.parquet``, as in retrieval
+            sets: columns id, text and/or image, and ``identity`` if ids differ from those of the records' targets.
 
     Raises:
-        UserError: there is no such thing, or nothing in it.
+        UserError: it is missing or empty.
     """
     found: dict[str, Target] = {}
     if not path.exists():
@@ -159,42 +143,35 @@ def _of_corpus(folder: Path) -> Iterator[Target]:
 
 
 def check_pool(recipe: Recipe, sources: Mapping[str, Records]) -> str | None:
-    """Whether a pool can be read and holds what training's queries ask for.
+    """Check that a pool is readable and has right answers of training's queries.
 
     Returns:
-        A warning, if only a part of the queries has a right answer in it.
+        A warning, if some queries have no right answer in it.
 
     Raises:
-        UserError: see `read_pool`; or nothing in it answers any of the queries.
+        UserError: see `read_pool`; or it answers none of the queries.
     """
     if recipe.rl.candidates == "batch":
         return None
     path = pool_path(recipe)
     pool = {identity(target) for target in read_pool(path)}
-    asked = [
-        record
-        for source in recipe.rl.sources
-        if (records := sources.get(source.key or "")) is not None
-        and records.size is not None  # a stream's records come as they come
-        for record in _spread(records)
-    ]
-    missing = [record for record in asked if not any(identity(one) in pool for one in record.positives)]
+    sampled: list[Record] = []
+    for source in recipe.rl.sources:
+        records = sources.get(source.key or "")
+        if records is not None and records.size is not None:  # streams cannot be sampled
+            number = min(records.size, LOOKED_AT)
+            sampled += [records[records.size * place // number] for place in range(number)]
+    missing = [record for record in sampled if not any(identity(each) in pool for each in record.positives)]
     if not missing:
         return None
     first = missing[0]
     example = f"{first.id} wants {first.positives[0].identity or first.positives[0].id}"
-    if len(missing) == len(asked):
+    if len(missing) == len(sampled):
         raise UserError(
-            f"rl.candidates: nothing among the {len(pool)} candidates of {path} answers any of {len(asked)} queries "
+            f"rl.candidates: nothing among the {len(pool)} candidates of {path} answers any of {len(sampled)} queries "
             f"({example}): ids, or identities, must be those of the records' positives"
         )
     return (
-        f"warning: {len(missing)} of {len(asked)} queries have no right answer in the pool {path} ({example}); "
+        f"warning: {len(missing)} of {len(sampled)} queries have no right answer in the pool {path} ({example}); "
         "they get no reward and count as unscored_groups"
     )
-
-
-def _spread(records: Records) -> Iterator[Record]:
-    """At most `LOOKED_AT` records, evenly spaced."""
-    count, looked_at = len(records), min(len(records), LOOKED_AT)
-    return (records[count * place // looked_at] for place in range(looked_at))

@@ -1,6 +1,6 @@
-"""The reference model of the KL divergence: where the stage started.
+"""The reference model of the KL divergence: the stage's start.
 
-With adapters that is the model without them, which costs nothing to keep; otherwise it is a frozen copy.
+With adapters it is the model without them, at no cost; otherwise a frozen copy.
 """
 
 import copy
@@ -21,11 +21,11 @@ from rge.rollout.generate import Rationale
 
 
 class Reference:
-    """Log probabilities of rationales under the weights that the stage started from.
+    """Log probabilities of rationales under the stage's initial weights.
 
     Args:
         embedder: a frozen copy, or the model in training if it has adapters.
-        temperature: at which rationales are sampled.
+        temperature: of the sampled rationales.
         micro_batch_size: queries per forward.
     """
 
@@ -49,7 +49,7 @@ class Reference:
 
 @contextmanager
 def eval_mode(embedder: EmbeddingModel) -> Iterator[None]:
-    """Without dropout, and without the pictures that the tower has encoded for the step under way."""
+    """Without dropout, and without the picture features of the current step."""
     pictures, was_training = embedder.pictures, embedder.training
     embedder.pictures = None
     embedder.eval()
@@ -61,11 +61,7 @@ def eval_mode(embedder: EmbeddingModel) -> Iterator[None]:
 
 
 def make_reference(recipe: Recipe, embedder: EmbeddingModel, accelerator: Accelerator) -> Reference:
-    """The reference of a stage that is about to start.
-
-    Raises:
-        RecipeError: see `problems`.
-    """
+    """The reference of a stage that is about to start; RecipeError for `problems`."""
     for problem in problems(recipe, dist.is_zero3(accelerator)):
         raise RecipeError(problem)
     if has_adapters(embedder.model):
@@ -94,10 +90,10 @@ def problems(recipe: Recipe, zero3: bool) -> Iterator[str]:
 
 
 def _as_under_autocast(embedder: EmbeddingModel) -> None:
-    """Make a copy compute what the trained model does in mixed precision, before it has moved: a divergence of 0.
+    """Make a copy compute exactly what the trained model computes in mixed precision at step 0, so that the KL is 0.
 
-    `dist.prepare` makes trained weights float32. Autocast multiplies by matrices in bfloat16 in any case, so for those a
-    bfloat16 copy is the same; but embeddings and norms decide what the sum that runs through the layers is held in.
+    `dist.prepare` makes trained weights float32. Autocast multiplies matrices in bfloat16 in any case, so a bfloat16 copy of
+    those is the same; but embeddings and norms decide the dtype of the residual stream.
     """
     for module in embedder.modules():
         for parameter in module.parameters(recurse=False):

@@ -1,10 +1,10 @@
 """Rewards of rationales, as pure functions of the text and of its retrieval.
 
-A recipe names them, ``rl.rewards: [{name: margin, weight: 1.0, options: {...}}]``; your own is a function of a `Rollouts`,
-registered with `reward` in a module of ``plugins=``, or named ``module:function``. Greater is better; a group of rationales
-with a value that is not finite is left out of the policy gradient and counted.
+A recipe names them, ``rl.rewards: [{name: margin, weight: 1.0, options: {...}}]``. A custom reward is a function of a `Rollouts`,
+registered with `reward` in a module of ``plugins=``, or named ``module:function``. Greater is better; a group with a value that
+is not finite is left out of the policy gradient and counted.
 
-Shape suffixes: B = queries of this rank, K = rationales a query, C = candidates of all ranks, D = hidden size.
+Shape suffixes: B = queries of this rank, K = rationales per query, C = candidates of all ranks, D = hidden size.
 """
 
 import inspect
@@ -27,22 +27,22 @@ from rge.config import Recipe, RewardConfig
 
 @dataclass(frozen=True)
 class Rollouts:
-    """What a reward sees: this rank's rationales, query after query, and the candidates of all ranks.
+    """Input of a reward: this rank's rationales, query after query, and the candidates of all ranks.
 
     Attributes:
         state_BKD: unit-norm states at ``<emb>``, without gradient.
         candidate_CD: unit-norm embeddings of the candidates: the step's, or a fixed pool's.
-        right_BC: bool; everything that answers the query, by identity. What is not right is wrong.
+        right_BC: bool; everything that answers the query, by identity. All others are wrong.
         labelled_BC: bool; the query's own labelled negatives.
-        ids: rationales without ``<emb>``: token ids, K a query.
-        oracle_ids: the query's oracle, ending with ``<emb>``; empty where none was read.
-        query_ids: the query's prompt.
+        ids: token ids of K rationales per query, without ``<emb>``.
+        oracle_ids: of the query's oracle, ending with ``<emb>``; empty if not read.
+        query_ids: of the query's prompt.
         forced_BK: bool; cut off at the cap, ``<emb>`` appended.
-        direct_BK: bool; nothing was written, on purpose.
-        temperature: of InfoNCE, cosines are divided by it.
-        cap: greatest number of generated tokens.
+        direct_BK: bool; deliberately empty.
+        temperature: of InfoNCE; cosines are divided by it.
+        cap: maximum number of generated tokens.
         decode: token ids to text.
-        folder: where a reward may keep what it paid for.
+        folder: where a reward may cache paid answers.
         record_ids: of the queries.
     """
 
@@ -73,7 +73,7 @@ class Rollouts:
 
     @cached_property
     def length_BK(self) -> Tensor:
-        """Tokens of each rationale, ``<emb>`` not counted."""
+        """Tokens of each rationale without ``<emb>``."""
         return self.state_BKD.new_tensor([[len(ids) for ids in group] for group in self.ids])
 
     @cached_property
@@ -83,11 +83,11 @@ class Rollouts:
 
     @cached_property
     def hit_BK(self) -> Tensor:
-        """Bool; whether a right answer comes first. A tie with a wrong one is a miss."""
+        """Bool; whether a right answer ranks first. A tie with a wrong one is a miss."""
         return rank_of_right(self) == 1
 
     def mean_where(self, mask_BC: Tensor) -> Tensor:
-        """(B, K) mean cosine with these candidates; NaN where there are none."""
+        """(B, K) mean cosine with these candidates; NaN without any."""
         mask_BKC = mask_BC[:, None].expand_as(self.score_BKC)
         return (self.score_BKC * mask_BKC).sum(dim=2) / mask_BKC.sum(dim=2)
 
@@ -102,9 +102,9 @@ class Reward:
 
     Attributes:
         function: see `RewardFunction`.
-        needs_direct: whether the group has to hold the direct state, as a further member that wrote nothing.
-        needs_oracle: whether the oracle rationale has to be read.
-        check: called with the options before anything runs; raises a UserError for what could not be right.
+        needs_direct: the group must contain the direct state, as a further, empty member.
+        needs_oracle: the oracle rationale must be read.
+        check: called with the options before training; raises UserError for invalid ones.
     """
 
     function: RewardFunction
@@ -123,7 +123,7 @@ def reward(
     needs_oracle: bool = False,
     check: Callable[..., object] | None = None,
 ) -> Callable[[RewardFunction], RewardFunction]:
-    """Decorator: ``rl.rewards=[{name: NAME}]`` can name the function, see `Reward`; it is logged as ``reward_NAME``."""
+    """Decorator: ``rl.rewards=[{name: NAME}]`` selects the function, see `Reward`; logged as ``reward_NAME``."""
 
     def add(function: RewardFunction) -> RewardFunction:
         REWARDS.add(name, Reward(function, needs_direct, needs_oracle, check))
@@ -133,7 +133,7 @@ def reward(
 
 
 def problems(recipe: Recipe) -> Iterator[str]:
-    """What is wrong with the rewards of a recipe."""
+    """Problems with a recipe's rewards."""
     for config in recipe.rl.rewards if "rl" in recipe.stages() else ():
         try:
             find_reward(config)
@@ -145,35 +145,32 @@ def find_reward(config: RewardConfig) -> Reward:
     """The reward that a recipe names, by its registered name or as ``module:function``.
 
     Raises:
-        UserError: there is none of that name, or it does not take these options.
+        UserError: it does not exist, or does not take these options.
     """
-    module, mark, name = config.name.partition(":")
-    if mark:
+    module, colon, name = config.name.partition(":")
+    if colon:
         try:
             load_plugins([module])  # the current folder counts as installed
-            found = Reward(getattr(sys.modules[module], name))
+            chosen = Reward(getattr(sys.modules[module], name))
         except (ImportError, AttributeError, UserError) as error:
             raise UserError(f"rl.rewards: {config.name} cannot be loaded: {error}") from error
     else:
-        found = REWARDS[config.name]
+        chosen = REWARDS[config.name]
+    signature = inspect.signature(chosen.function)
     try:
-        inspect.signature(found.function).bind(None, **config.options)
+        signature.bind(None, **config.options)
     except TypeError as error:
-        known = [one for one in list(inspect.signature(found.function).parameters)[1:] if one != "_"]
+        known = [option for option in list(signature.parameters)[1:] if option != "_"]
         raise UserError(
             f"rl.rewards: options of {config.name}: {error}; there are: {', '.join(known) or 'none'}"
         ) from None
-    if found.check is not None:
-        found.check(**config.options)
-    return found
+    if chosen.check is not None:
+        chosen.check(**config.options)
+    return chosen
 
 
 def evaluate(config: RewardConfig, found: Reward, group: Rollouts) -> Tensor:
-    """A reward's values, (B, K), in the dtype of the states.
-
-    Raises:
-        UserError: it failed, or gave something of another shape.
-    """
+    """A reward's values, (B, K), in the dtype of the states; UserError if it failed or returned another shape."""
     try:
         value = found.function(group, **config.options)
     except UserError:
@@ -209,28 +206,24 @@ def number_above(score_BKC: Tensor, others_BKC: Tensor, *, ties: bool) -> Tensor
 
 @reward("format")
 def format_reward(group: Rollouts, script: str | None = None) -> Tensor:
-    """1 where the rationale was ended by the model's own ``<emb>`` within the cap, in the script asked for; else 0.
+    """1 if the model itself ended the rationale with ``<emb>`` within the cap, in the given script; otherwise 0.
 
-    Source: the format rewards of UME-R1 (arXiv:2511.00405) and Embed-RL (arXiv:2602.13823). Differs: their tags are our
-    ``<emb>``. A language is recognised by its script alone, so English and German cannot be distinguished.
+    Source: the format rewards of UME-R1 (arXiv:2511.00405) and Embed-RL (arXiv:2602.13823). Differs: ``<emb>`` replaces their
+    tags. A language is recognised by its script alone, so English and German cannot be distinguished.
 
     Args:
         group: rationales.
-        script: what the Unicode names of all its letters begin with, e.g. LATIN or CJK; None: any.
+        script: prefix of the Unicode names of all its letters, e.g. LATIN or CJK; None: any.
     """
     value = (~group.forced_BK).to(group.state_BKD)
     if script is None:
         return value
-    within = [
-        [
-            all(
-                unicodedata.name(letter, "").startswith(script.upper()) for letter in text if letter.isalpha()
-            )
-            for text in texts
-        ]
-        for texts in group.texts
-    ]
-    return value * value.new_tensor(within)
+    prefix = script.upper()
+
+    def in_script(text: str) -> bool:
+        return all(unicodedata.name(char, "").startswith(prefix) for char in text if char.isalpha())
+
+    return value * value.new_tensor([[in_script(text) for text in texts] for texts in group.texts])
 
 
 @reward("rank")
@@ -241,7 +234,7 @@ def rank_reward(group: Rollouts) -> Tensor:
 
 @reward("hit")
 def hit_reward(group: Rollouts) -> Tensor:
-    """1 where a right answer comes first in the global batch, else 0."""
+    """1 if a right answer ranks first in the global batch, otherwise 0."""
     return group.hit_BK.to(group.state_BKD)
 
 
@@ -249,8 +242,7 @@ def hit_reward(group: Rollouts) -> Tensor:
 def margin_reward(group: Rollouts) -> Tensor:
     """Log p(right): log sum over right answers of e^(s/tau), less log sum over all candidates; nats, at most 0.
 
-    tau is the loss's temperature. All right answers count, since the one that was drawn contradicts a rationale that names
-    another.
+    tau is the loss's temperature. All right answers count, since a rationale may name another one than was drawn.
     """
     logit = group.score_BKC / group.temperature
     return logit.masked_fill(~group.right_BKC, float("-inf")).logsumexp(dim=2) - logit.logsumexp(dim=2)
@@ -264,7 +256,7 @@ def ndcg_reward(group: Rollouts, among: str = "batch") -> Tensor:
 
     Args:
         group: rationales.
-        among: ``batch``: all candidates; ``labelled``: right answers and the query's labelled negatives, the hard part;
+        among: ``batch``: all candidates; ``labelled``: right answers and the query's labelled negatives, which are hard;
             a query without any has 1.
 
     Raises:
@@ -274,7 +266,7 @@ def ndcg_reward(group: Rollouts, among: str = "batch") -> Tensor:
         raise UserError(f"rl.rewards: ndcg's among must be batch or labelled, got {among!r}")
     right, score = group.right_BKC, group.score_BKC
     wrong = ~right if among == "batch" else (group.labelled_BC & ~group.right_BC)[:, None].expand_as(right)
-    # Rank of a right answer: one, and who is above: wrong ones that are no worse, right ones that are better.
+    # Above a right answer rank wrong ones that are no worse, and right ones that are better.
     rank = 1 + number_above(score, wrong, ties=True) + number_above(score, right, ties=False)
     gain = (1 / torch.log2(1 + rank)).masked_fill(~right, 0.0).sum(dim=2)
     place = torch.arange(1, score.shape[2] + 1, device=score.device)
@@ -284,11 +276,11 @@ def ndcg_reward(group: Rollouts, among: str = "batch") -> Tensor:
 
 @reward("gain_over_direct", needs_direct=True)
 def gain_over_direct_reward(group: Rollouts) -> Tensor:
-    """Margin with the rationale, less margin of the direct state: what the words were worth, nats.
+    """Margin with the rationale, less margin of the direct state: the words' worth in nats.
 
-    Within a group of rationales the direct margin is a constant, which centring takes away. So the group gets the direct
-    state as a further member, whose gain is 0 and whose one token is ``<emb>``: where words do not help, it is better
-    than they are, and ``<emb>`` at once is what is learned. Where they help, it gets no credit, since it was not sampled.
+    Within a group of rationales the direct margin is a constant, which centring removes. So the group gets the direct
+    state as a further member with a gain of 0 and ``<emb>`` as its only token: if words do not help, it is better than they
+    are, and direct ``<emb>`` is learned. If they help, it gets no credit, since it was not sampled.
     """
     margin = margin_reward(group)
     direct = margin.masked_fill(~group.direct_BK, float("-inf")).amax(dim=1, keepdim=True)
@@ -297,7 +289,7 @@ def gain_over_direct_reward(group: Rollouts) -> Tensor:
 
 @reward("length")
 def length_reward(group: Rollouts) -> Tensor:
-    """Less the number of tokens, so that its weight is the price of one; a direct state costs nothing."""
+    """Minus the number of tokens, so that its weight is the price per token; a direct state costs nothing."""
     return -group.length_BK
 
 
@@ -354,7 +346,7 @@ def grace_reward(
 ) -> Tensor:
     """(s+ - s- + consistency * c - others * o) / temperature.
 
-    s+ is the mean cosine with right answers, s- with the query's labelled negatives (with the best wrong candidate where there
+    s+ is the mean cosine with right answers, s- with the query's labelled negatives (or the best wrong candidate if there
     are none), c the mean cosine with the group's other states, o that with other queries' candidates. Source: GRACE
     (arXiv:2510.04506), which does not scale by the standard deviation (``rl.scale_rewards=none``). Differs: there
     candidates write rationales too and o takes the best of each group's; here each has one embedding.

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from rge.distributed.transfer import moved
 from rge.model.attention import Cache, EncodedParts, EncodedPrompts, RunningCache, bucket, fresh
-from rge.model.embedding_model import EmbeddingModel, normalise
+from rge.model.embedding_model import EmbeddingModel, encode_prompts, normalise
 from rge.model.families import Rotations, family_of
 from rge.model.hub_model import HubModel
 from rge.model.prompts import Prompt
@@ -123,7 +123,7 @@ class Rationale:
     """What the model wrote for one prompt.
 
     Attributes:
-        ids: token ids without ``<emb>``; empty if the model wrote ``<emb>`` at once.
+        ids: token ids without ``<emb>``; empty if the model directly wrote ``<emb>``.
         forced: the cap was reached and ``<emb>`` was appended.
         state_D: unit-norm state at ``<emb>``, float32, without gradient; None unless computed with the current weights.
         seconds: wall time of its batch divided by the batch's rows.
@@ -132,7 +132,7 @@ class Rationale:
         oracle: not generated: the ids are the oracle's rationale.
         given: not generated: the ids were passed in, for an additional state of the query.
         margin: smallest decision margin over its tokens: the lead of the best logit over the second, or the distance of a
-            drawn number to the nearest one that would have drawn another token; infinite if not asked for.
+            drawn number to the nearest one that would have drawn another token; infinite unless requested.
         log_probs: of its tokens, and of ``<emb>`` if the model wrote it, as reported by an external sampler such as vLLM;
             None if our own forward computes them.
     """
@@ -215,31 +215,28 @@ def generate(
             captured.begin(embedder)
         for start in range(0, len(order), at_once):
             chosen = order[start : start + at_once]
-            members = [(index, number) for index in chosen for number in range(num_rows)]
-            rows = [index * num_rows + number for index, number in members]
-            own_seeds = None
+            rows = [index * num_rows + number for index in chosen for number in range(num_rows)]
+            own_seeds: list[int | None] | None = None
             if seeds is not None and temperature > 0:
-                own_seeds = [
-                    seeds[index * num_each + number] if number < num_each else None
-                    for index, number in members
-                ]
-            read = [given[number - num_each] if number >= num_each else None for _, number in members]
+                own_seeds = []
+                for index in chosen:
+                    own_seeds += [*seeds[index * num_each : (index + 1) * num_each], *[None] * len(given)]
+            read = [*[None] * num_each, *given] * len(chosen) if given else None
             began = time.perf_counter()
             if encoded is None:
-                known: EncodedPrompts | EncodedParts = _encode(embedder, [prompts[index] for index in chosen])
+                known = _encode(embedder, [prompts[index] for index in chosen])
                 known_at = [*range(len(chosen))]
             else:
                 known, known_at = encoded, [index if places is None else places[index] for index in chosen]
-            repeated = [place for place in known_at for _ in range(num_rows)]
             writing = _Writing(
-                embedder, known, repeated, choice, own_seeds, read if given else None, captured
+                embedder, known, np.repeat(known_at, num_rows).tolist(), choice, own_seeds, read, captured
             )
             if on_token is not None:
                 writing.on_token = lambda place, token, rows=rows: on_token(rows[place], token)
-            found = writing.run()
+            written = writing.run()
             seconds = (time.perf_counter() - began) / len(rows)
-            for row, (_, number), (ids, forced, state_D, margin) in zip(rows, members, found, strict=True):
-                added = number >= num_each
+            for row, (ids, forced, state_D, margin) in zip(rows, written, strict=True):
+                added = row % num_rows >= num_each
                 results[row] = Rationale(
                     ids, forced, state_D, seconds, direct=added and not ids, given=added, margin=margin
                 )
@@ -253,9 +250,14 @@ def generate(
     return [results[row] for row in range(len(results))]
 
 
+@torch.no_grad()
+def _encode(embedder: EmbeddingModel, prompts: Sequence[Prompt]) -> EncodedPrompts | EncodedParts:
+    return encode_prompts(embedder, embedder, prompts)
+
+
 @dataclass(frozen=True)
 class _Choice:
-    """How tokens are chosen, see `generate`."""
+    """How `generate` chooses tokens."""
 
     max_new_tokens: int
     temperature: float
@@ -274,13 +276,6 @@ class _Choice:
             raise ValueError(f"temperature must be >= 0, got {self.temperature}")
         if self.direct_above is not None and not 0 <= self.direct_above <= 1:
             raise ValueError(f"direct_above is a probability, got {self.direct_above}")
-
-
-@torch.no_grad()
-def _encode(embedder: EmbeddingModel, prompts: Sequence[Prompt]) -> EncodedPrompts:
-    encoded = embedder(embedder.pack_prompts(prompts))[0].encoded
-    assert encoded is not None
-    return encoded
 
 
 class _Writing:
@@ -369,21 +364,20 @@ class _Writing:
 
     @torch.no_grad()
     def run(self) -> list[tuple[tuple[int, ...], bool, Tensor, float]]:
-        """Write: of each row the ids, whether ``<emb>`` was forced, the state at it, and the smallest margin."""
+        """Generate: each row's ids, whether ``<emb>`` was forced, the state there, and the smallest margin."""
         self._write()
-        found, real = [], slice(self.num_rows)
+        results, real = [], slice(self.num_rows)
         least = [float("inf")] * self.num_rows if self.margin_R is None else self.margin_R[real].tolist()
-        # The next rollout writes where this one did.
+        # The next rollout reuses this memory.
         state_RD = self.state_RD if self.captured is None else self.state_RD[real].clone()
         for ids, state_D, margin in zip(self.written_RL[real].tolist(), state_RD, least, strict=True):
             length = ids.index(self.embedder.emb_id)
-            found.append((tuple(ids[:length]), length == self.choice.max_new_tokens, state_D, margin))
-        return found
+            results.append((tuple(ids[:length]), length == self.choice.max_new_tokens, state_D, margin))
+        return results
 
     def _write(self) -> None:
-        """Write until every row has ended."""
         device = self.row_B.device
-        # A look at the device costs a wait on a GPU, and running a row on that is done costs little: look rarely there.
+        # Reading from a GPU synchronises, and keeping a finished row in the batch costs little: check rarely there.
         look_every = 1 if device.type == "cpu" and self.captured is None else 8
         warm = False
         for step in range(self.num_steps):
@@ -418,7 +412,7 @@ class _Writing:
             warm = True
 
     def _read(self) -> None:
-        """Run the layers over each row's newest token, and take the states of rows that end in it."""
+        """Run the layers over each row's newest token, and store the states of rows that end with it."""
         hidden_BTD = self.words(self.token_B[None])
         now = {
             kind: (
@@ -431,13 +425,12 @@ class _Writing:
         self.hidden_BD = family_of(model).run_layers(model, hidden_BTD, now, self.cache)[0]
         state_BD = normalise(self.hidden_BD)
         ends_B = (self.token_B == self.embedder.emb_id) & ~self.done_B & (self.step_1 > 0)
-        # Without a branch on what the device knows: rows that do not end write back what was there.
+        # Without branching on values on the device: rows that do not end write back their old state.
         kept_BD = torch.where(ends_B[:, None], state_BD, self.state_RD[self.row_B])
         self.state_RD.index_put_((self.row_B,), kept_BD)
         self.done_B |= ends_B
 
     def _choose(self, chooses: bool = True) -> None:
-        """Choose each row's next token, or force `<emb>`; then the next step begins."""
         emb_id = self.embedder.emb_id
         if not chooses:
             self.token_B.fill_(emb_id)
@@ -469,13 +462,10 @@ class _Writing:
         self.step_1 += 1
 
     def _tell(self) -> None:
-        """Hand on the tokens just chosen, of rows that are being written."""
+        """Report the tokens just chosen in unfinished rows."""
         if self.on_token is not None:
-            for row, token, done in zip(
-                self.row_B.tolist(), self.token_B.tolist(), self.done_B.tolist(), strict=True
-            ):
-                if not done:
-                    self.on_token(row, token)
+            for row, token in torch.stack([self.row_B, self.token_B], dim=1)[~self.done_B].tolist():
+                self.on_token(row, token)
 
     def _whole_step(self) -> None:
         self._read()
@@ -491,9 +481,8 @@ class _Writing:
         self.replay = None
 
     def _size(self) -> tuple:
-        """What a captured step depends on beside the memory that it reads."""
-        how = self.choice, self.uniform_RL is None, self.given_RL is None
-        return len(self.row_B), self.capacity, *how
+        """Everything but memory that a captured step depends on."""
+        return len(self.row_B), self.capacity, self.choice, self.uniform_RL is None, self.given_RL is None
 
     def _run_captured(self) -> None:
         assert self.captured is not None
@@ -508,11 +497,7 @@ class _Writing:
         self.replay()
 
     def _check(self) -> None:
-        """Take one step plainly and once more as captured, from the same state.
-
-        Raises:
-            KernelError: they differ.
-        """
+        """Compare a plain and a captured step from the same state; KernelError if they differ."""
         changed = [self.token_B, self.done_B, self.step_1, self.written_RL, self.state_RD]
         changed.append(self.cache.length_B)  # type: ignore[union-attr]
         before = [tensor.clone() for tensor in changed]
@@ -551,14 +536,14 @@ def _rotations(model: HubModel, last_position_3B: Tensor, after_B: Tensor, num_s
 def _choose(logit_BV: Tensor, temperature: float, uniform_B: Tensor | None) -> Tensor:
     if uniform_B is None:
         return logit_BV.argmax(dim=-1)
-    # Inverse of the cumulative distribution: one random number a row and token, so a row's draw is its own.
+    # Inverse of the cumulative distribution: one random number per row and token, independent of other rows.
     cumulative_BV = torch.softmax(logit_BV.double() / temperature, dim=-1).cumsum(dim=-1)
     threshold_B1 = (uniform_B.to(logit_BV.device) * cumulative_BV[:, -1])[:, None]
     return torch.searchsorted(cumulative_BV, threshold_B1, right=True).flatten()
 
 
 def _margin(logit_BV: Tensor, temperature: float, uniform_B: Tensor | None, token_B: Tensor) -> Tensor:
-    """By how much each row's token was chosen, (B,) float32, see `Rationale.margin`."""
+    """Decision margin of each row's token, (B,) float32, see `Rationale.margin`."""
     if uniform_B is None:
         best_B2 = logit_BV.topk(2, dim=-1).values
         return best_B2[:, 0] - best_B2[:, 1]

@@ -1,11 +1,11 @@
-"""vLLM in this process, beside a model of ours that it writes rationales for.
+"""vLLM in this process, generating rationales for one of our models.
 
-* Pictures: features of our model's own vision tower are passed, so that both see the same, and nothing that vLLM remembers
-  about a picture can be older than the weights.
-* Weights: vLLM reads those of a finished checkpoint itself. Those in training are given to it before each rollout by its own
-  reload, which lets every layer repack what it was given.
+* Pictures: features of our own vision tower are passed, so that both see the same, and vLLM cannot cache any that are older
+  than the weights.
+* Weights: vLLM reads those of a finished checkpoint itself. In training it gets them before each rollout through its own
+  reload, which lets every layer repack them.
 
-vLLM is imported when an engine is made; see `rge.rollout.vllm_writer`.
+vLLM is imported when an engine is created; see `rge.rollout.vllm_writer`.
 """
 
 import os
@@ -24,29 +24,29 @@ from rge.model.embedding_model import EmbeddingModel
 from rge.model.hub_model import HubModel
 
 ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in this process, where its weights can be reached
-    "VLLM_NO_USAGE_STATS": "1",  # it tells its makers about every start unless told not to
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in this process, where its weights are accessible
+    "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else this thread, and all that it starts, would be bound to one core
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # otherwise this thread, and all that it starts, is bound to one core
     "VLLM_CPU_KVCACHE_SPACE": "1",
 }
-"""What vLLM reads when it is imported, where it is not set already."""
+"""Defaults of variables that vLLM reads on import."""
 
 
 class Engine:
-    """vLLM on the device of a model of ours.
+    """vLLM on the device of one of our models.
 
     Args:
         embedder: the model, unwrapped.
         model: checkpoint that vLLM reads.
         device: of both.
-        max_model_tokens: longest prompt with its rationale, tokens.
-        batch_size: rationales written at once.
+        max_model_tokens: longest prompt with its rationale.
+        batch_size: rationales generated at once.
         memory: share of the device's memory for the engine: its copy of the weights, and the cache.
         more: further arguments of vLLM's `LLM`.
 
     Raises:
-        ValueError: vLLM cannot hold such a model, or not in that much memory.
+        ValueError: vLLM does not support such a model, or it needs more memory.
         RuntimeError: likewise.
     """
 
@@ -67,7 +67,7 @@ class Engine:
 
         self.model, self.device = embedder.model, device
         config: Any = self.model.config
-        # A tower that is never run need not be built. But vLLM takes its absence for that of DeepStack.
+        # An unused tower need not be built. But vLLM takes its absence for that of DeepStack.
         self.has_tower = hasattr(config.vision_config, "deepstack_visual_indexes")
         _know_architectures(config.architectures)
         self.llm = LLM(
@@ -78,32 +78,24 @@ class Engine:
             max_model_len=max_model_tokens,
             max_num_seqs=batch_size,
             max_num_batched_tokens=max(8192, max_model_tokens),
-            # Features are passed. They change with the weights: nothing to remember.
+            # Features are passed, and must not be cached since they change with the weights.
             enable_mm_embeds=True,
             limit_mm_per_prompt={"video": 0} if self.has_tower else {"image": 0, "video": 0},
             skip_mm_profiling=True,
             mm_processor_cache_gb=0,
             enforce_eager=device.type == "cpu",  # compiling for a CPU takes minutes
-            # vLLM seeds the random numbers of the process, which training continues drawing from.
+            # vLLM seeds the process's random generator, which training uses too.
             seed=torch.initial_seed() % 2**31,
-            # Of the distribution that is sampled from: temperature divided, barred tokens barred.
+            # Of the distribution that is sampled from: with temperature, without barred tokens.
             logprobs_mode="processed_logprobs",
             **more,
         )
 
     def sync_weights(self) -> None:
-        """Nothing to do: a finished checkpoint's weights stay what they are."""
+        """Nothing to do: a finished checkpoint's weights do not change."""
 
     def write(self, requests: Sequence[dict[str, Any]], parameters: Sequence[dict[str, Any]]) -> list[Any]:
-        """Continue prompts.
-
-        Args:
-            requests: prompts as vLLM takes them.
-            parameters: arguments of vLLM's `SamplingParams`, one a request.
-
-        Returns:
-            vLLM's outputs, in the order of the requests.
-        """
+        """Outputs of vLLM for prompts in its format, each with arguments of `SamplingParams`."""
         from vllm import SamplingParams
 
         sampling = [SamplingParams(**each) for each in parameters]
@@ -111,7 +103,7 @@ class Engine:
             return self.llm.generate(list(requests), sampling_params=sampling, use_tqdm=False)
 
     def close(self) -> None:
-        """Give the memory back; another engine may be made then."""
+        """Free the memory; then another engine may be created."""
         from vllm.distributed import cleanup_dist_env_and_memory
 
         self.llm.llm_engine.engine_core.shutdown()
@@ -119,17 +111,17 @@ class Engine:
         del self.llm
 
     def _without_autocast(self) -> torch.autocast:
-        # A rollout happens in the context of the run's mixed precision; merging and vLLM's layers are no part of it.
+        # A rollout runs in the context of the run's mixed precision, which must not affect merging and vLLM's layers.
         return torch.autocast(self.device.type, enabled=False)
 
 
 class TrainingEngine(Engine):
-    """An engine that is given the weights in training before each rollout (`sync_weights`).
+    """An engine that gets the weights in training before each rollout (`sync_weights`).
 
     Args:
         embedder: the model in training, unwrapped.
         accelerator: of the run.
-        sleep: free the engine's memory from the end of a rollout to the next; CUDA only.
+        sleep: free the engine's memory between rollouts; CUDA only.
         settings: see `Engine`.
     """
 
@@ -140,13 +132,13 @@ class TrainingEngine(Engine):
         num_rows = model.get_input_embeddings().num_embeddings  # the weight itself may be sharded
 
         def with_emb(config: Any) -> Any:
-            # The checkpoint on the disk may be a plain model, and adding <emb> may have added rows.
+            # The saved checkpoint may be a plain model, and adding <emb> may have added rows.
             config.get_text_config().vocab_size = num_rows
             return config
 
         self.sleeps = sleep
         dist.ensure_group()
-        # vLLM reads who it is from the environment; a single process was started without.
+        # vLLM reads its rank from the environment, which a single process lacks.
         with patch_environment(
             rank=accelerator.process_index,
             local_rank=accelerator.local_process_index,
@@ -167,20 +159,20 @@ class TrainingEngine(Engine):
         accelerator.wait_for_everyone()
 
     def write(self, requests: Sequence[dict[str, Any]], parameters: Sequence[dict[str, Any]]) -> list[Any]:
-        """Continue prompts, see `Engine.write`; then sleep, if so set."""
+        """See `Engine.write`; then sleep, if set."""
         outputs = super().write(requests, parameters)
         self._rest()
         return outputs
 
     def _rest(self) -> None:
         if self.sleeps:
-            self.llm.sleep(level=2)  # weights are given anew before each rollout: no copy in main memory
+            self.llm.sleep(level=2)  # weights are loaded again before each rollout: no copy in main memory
 
     @torch.no_grad()
     def sync_weights(self) -> None:
-        """Wake the engine, give it the model's present weights, and let it forget what it computed with older ones."""
+        """Wake the engine, load the model's current weights, and clear its caches."""
         if self.sleeps:
-            torch.cuda.empty_cache()  # the engine maps memory of its own, which the cached blocks of training would deny it
+            torch.cuda.empty_cache()  # the engine needs the memory of training's cached blocks
             self.llm.wake_up(tags=["weights"])
         without = () if self.has_tower else vision_prefixes(self.model)
         weights = (named for named in present_weights(self.model) if not named[0].startswith(without))
@@ -188,28 +180,24 @@ class TrainingEngine(Engine):
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
             self.llm.collective_rpc(_prepare_head)
         self.llm.reset_prefix_cache()
-        # The reload empties the worker's store of features alone; the scheduler would count on those that come again.
+        # The reload clears only the worker's cache of features; the scheduler would still rely on it.
         self.llm.llm_engine.reset_encoder_cache()
         if self.sleeps:
             self.llm.wake_up(tags=["kv_cache"])
 
 
 def present_weights(model: HubModel) -> Iterator[tuple[str, Tensor]]:
-    """Names and weights of a model in training as an engine loads them, adapters merged.
-
-    Whole, where a back end shares them out, inside `rge.distributed.collectives.whole_model`.
-    """
+    """Names and weights of a model in training for an engine, adapters merged; whole inside `dist.whole_model`."""
     if has_adapters(model):
-        # Not state_dict(), on which FSDP2 would share the weights out again.
+        # Not state_dict(), with which FSDP2 would shard the weights again.
         return merge(model, dict(model.named_parameters(remove_duplicate=False)))
     return iter(model.named_parameters())
 
 
 def _know_architectures(names: Sequence[str]) -> None:
-    """Let vLLM know models' classes without looking at them in a process of its own.
+    """Register models' classes with vLLM, which otherwise inspects them in a new process to keep CUDA out of this one.
 
-    It would, lest CUDA starts in this one, where it has long started. That takes ten seconds, and the process would not know
-    of `rge.common.torchvision_cpu`.
+    That would take ten seconds, and the process would lack `rge.common.torchvision_cpu`.
     """
     from vllm import ModelRegistry
 
@@ -219,7 +207,7 @@ def _know_architectures(names: Sequence[str]) -> None:
 
 
 def _prepare_head(worker: Any) -> None:
-    """Let the output matrix prepare its weights: where it is the embedding matrix too, vLLM does not do it."""
+    """Let the output matrix prepare its weights, which vLLM omits for tied matrices."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     for module in worker.model_runner.get_model().modules():

@@ -1,4 +1,4 @@
-"""Where a step's rationales come from: generated now, reused from earlier steps, left out (direct), or the oracle's.
+"""The source of a step's rationales: generated now, reused from earlier steps, empty (direct), or the oracle's.
 
 Shape suffixes: B = queries of this rank.
 """
@@ -33,10 +33,8 @@ from rge.rollout.vllm_writer import VllmWriter, check_possible
 Written = list[tuple[tuple[int, ...], bool]]
 """Token ids and forced flag of each of a query's rationales."""
 
-_DIRECT = 0x0D12EC7
-"""Salt: makes the draw of direct queries independent of other uses of a query's seed."""
-_ORACLE = 0x02AC1E
-"""Likewise for the draw of queries that get the oracle's rationale."""
+_DIRECT, _ORACLE = 0x0D12EC7, 0x02AC1E
+"""Salts: make the draws of direct and oracle queries independent of other uses of a query's seed."""
 
 
 def encodes_once(
@@ -48,31 +46,31 @@ def encodes_once(
     has_dropout: bool,
     keep: str = "none",
 ) -> bool:
-    """Whether the prompts of a step are encoded once in all: `rollout.prompt_pass`, with ``auto`` decided.
+    """Whether the prompts of a step are encoded once: `rollout.prompt_pass` with ``auto`` resolved.
 
     Args:
         asked: ``auto``, ``once`` or ``twice``.
-        queries_a_rank: greatest share of a step's batch.
+        queries_a_rank: largest share of a step's batch.
         micro_batch_size: queries per forward.
-        sharded: whether parameters are spread over processes (ZeRO-3, FSDP2).
-        has_dropout: whether training draws dropout, which a rollout must not see.
-        keep: `train.keep_activations`, with ``auto`` decided; several chunks' prompts must be kept to be encoded once.
+        sharded: parameters are sharded (ZeRO-3, FSDP2).
+        has_dropout: training uses dropout, which must not affect a rollout.
+        keep: `train.keep_activations` with ``auto`` resolved; several chunks' prompts must be kept to be encoded once.
 
     Raises:
-        RecipeError: ``once`` was asked for and cannot be.
+        RecipeError: ``once`` is not possible.
     """
     reasons = []
     if queries_a_rank > micro_batch_size and keep == "none":
         reasons.append(
-            f"a process has {queries_a_rank} queries a step, train.micro_batch_size is {micro_batch_size}, and nothing is "
+            f"a process has {queries_a_rank} queries per step, train.micro_batch_size is {micro_batch_size}, and nothing is "
             "kept between them (train.keep_activations)"
         )
     if sharded:
         reasons.append(
-            "parameters are sharded, and the rollout cannot stand between a forward and its backward"
+            "parameters are sharded, and no rollout is possible between a forward and its backward"
         )
     if has_dropout:
-        reasons.append("dropout is on, and the rollout must not see it")
+        reasons.append("dropout is on, and must not affect the rollout")
     if asked == "once" and reasons:
         raise RecipeError(
             f"rollout.prompt_pass=once is not possible: {'; '.join(reasons)}. Set rollout.prompt_pass=auto"
@@ -81,13 +79,13 @@ def encodes_once(
 
 
 class Rollout(NamedTuple):
-    """What a step's losses are computed on, beside its batch.
+    """A step's rationales.
 
     Attributes:
-        rationales: equally many a query, query after query; given ones last in each group.
-        encoded: the queries' prompts, encoded with gradient, where one encoding serves the whole step; in parts where that
-            is taken in several chunks.
-        easy_share: at most so many of the queries may be trained to be answered without a rationale.
+        rationales: equally many per query, query after query; given ones last in each group.
+        encoded: the queries' prompts, encoded with gradient, if one encoding serves the whole step; in parts for several
+            chunks.
+        easy_share: maximum share of queries trained to be answered without a rationale.
     """
 
     rationales: Sequence[Rationale]
@@ -95,17 +93,14 @@ class Rollout(NamedTuple):
     easy_share: float = 0.0
 
     def after_update(self) -> "Rollout":
-        """The same for the next update on it: what was written stays, its states and the encoding do not."""
-        return Rollout([replace(one, state_D=None) for one in self.rationales])
+        """The same for the next update: without states and encoding, which belong to the old weights."""
+        return Rollout([replace(rationale, state_D=None) for rationale in self.rationales])
 
 
 def problems(recipe: Recipe, stages: Sequence[str], accelerator: Accelerator) -> Iterator[str]:
-    """Why rationales cannot be written as the recipe asks, in stages that write some."""
-    sharded, lora, keep = (
-        dist.shards_parameters(accelerator),
-        recipe.model.lora,
-        recipe.train.keep_activations,
-    )
+    """Reasons why the stages cannot generate rationales as configured."""
+    sharded, lora = dist.shards_parameters(accelerator), recipe.model.lora
+    keep = recipe.train.keep_activations
     if keep == "auto" and accelerator.device.type == "cpu":
         keep = "none"  # on a GPU the plan decides
     for name in stages:
@@ -126,25 +121,21 @@ def problems(recipe: Recipe, stages: Sequence[str], accelerator: Accelerator) ->
 
 
 class Store:
-    """Rationales of the last steps by query, the same on every process.
-
-    Args:
-        max_age: steps for which one may be used again.
-    """
+    """Rationales of the last `max_age` steps by query, the same on every process."""
 
     def __init__(self, max_age: int):
         self.max_age = max_age
         self.entries: dict[str, tuple[int, Written]] = {}
 
     def find(self, key: str, step: int) -> tuple[int, Written] | None:
-        """Age and rationales of a query, if they are young enough."""
+        """Age and rationales of a query, if they may be reused."""
         if key not in self.entries or step - self.entries[key][0] > self.max_age:
             return None
         written_at, rationales = self.entries[key]
         return step - written_at, rationales
 
     def add(self, step: int, written: Sequence[tuple[str, Written]]) -> None:
-        """Keep what all processes wrote in this step, and forget what is too old for the next."""
+        """Add the rationales of all processes from this step, and drop those too old for the next."""
         for of_one_process in dist.gather_objects(list(written)):
             self.entries |= {key: (step, rationales) for key, rationales in of_one_process}
         self.entries = {
@@ -161,20 +152,20 @@ class Store:
 
 
 class Writer:
-    """Own rationales of every step.
+    """Provides the rationales of every step.
 
     Args:
         model: the wrapped embedder.
         embedder: the same, unwrapped.
         settings: of the rollout.
         once: see `encodes_once`.
-        vllm: writes in the model's place, for `rollout.backend=vllm`.
-        micro_batch_size: queries per forward of the step, where its chunks' prompts are kept.
-        keep: where they are kept, see `rge.model.embedding_model.keeping`; ``none``: the step has one chunk.
-        loss: says whose rationale a query gets.
+        vllm: for `rollout.backend=vllm`.
+        loss: decides whose rationale a query gets.
+        micro_batch_size: queries per forward of the step, if its chunks' prompts are kept.
+        keep: see `rge.model.embedding_model.keeping`; ``none``: the step has one chunk.
 
     Attributes:
-        store: what a resumed run must get back, or None.
+        store: of reusable rationales, restored on resume; or None.
     """
 
     def __init__(
@@ -195,12 +186,7 @@ class Writer:
         self.store = Store(settings.reuse_steps) if settings.reuse_steps else None
 
     def __call__(self, step: int, batch: Batch) -> Rollout:
-        """Write `num_rationales` a query.
-
-        Args:
-            step: number of the step; with the batch it decides everything that is random here.
-            batch: this rank's share of it.
-        """
+        """`num_rationales` per query of this rank's batch; step and batch decide everything random here."""
         if self.embedder.pictures is not None:
             self.embedder.pictures.open()
         encoded = self._encode(batch) if self.once else None
@@ -220,7 +206,7 @@ class Writer:
         return Rollout(rationales, encoded, easy_share(self.loss, step))
 
     def _unwritten(self, step: int, batch: Batch, row: int, key: str) -> list[Rationale] | None:
-        """A query's rationales where none is written for it in this step."""
+        """A query's rationales if none are generated for it in this step."""
         num_each, seed = self.settings.num_rationales, batch.seeds[row]
         if is_direct(seed, self.settings.direct_share):
             return [Rationale((), False, None, 0.0, direct=True)] * num_each
@@ -233,7 +219,6 @@ class Writer:
     def _write(
         self, batch: Batch, rows: Sequence[int], encoded: EncodedPrompts | EncodedParts | None
     ) -> list[list[Rationale]]:
-        """The rationales of the queries in some rows, written now."""
         num_each, prompts = self.settings.num_rationales, [batch.queries[row] for row in rows]
         draw: dict[str, Any] = {
             "temperature": self.settings.temperature,
@@ -257,12 +242,11 @@ class Writer:
         return [new[number * num_new : (number + 1) * num_new] for number in range(len(rows))]
 
     def _whole(self, group: Sequence[Rationale]) -> list[Rationale]:
-        """A query's rationales with the given ones last, whose states the step computes where writing has not."""
+        """A query's rationales with the given ones last; the step computes their states unless generation has."""
         given = self.given[len(group) - self.settings.num_rationales :]
         return [*group, *(Rationale(ids, False, None, 0.0, direct=not ids, given=True) for ids in given)]
 
     def _encode(self, batch: Batch) -> EncodedPrompts | EncodedParts:
-        """The queries' prompts, with gradient."""
         if self.keep != "none":
             shares = dist.gather_sizes(len(batch.queries), self.embedder.device)
             chunks = chunks_of(batch, shares, self.micro_batch_size)
@@ -280,24 +264,24 @@ def make_writer(
     accelerator: Accelerator,
     kept: Kept | None = None,
 ) -> Writer:
-    """A stage's writer; what it remembers is saved and loaded with the accelerator's state.
+    """A stage's writer; its store is saved and loaded with the accelerator's state.
 
     Args:
         model: the wrapped embedder.
         embedder: the same, unwrapped.
         recipe: of the run.
-        stage: that of its stages which is trained.
-        accelerator: knows the back end.
+        stage: of the recipe.
+        accelerator: of the run.
         kept: what the stage's micro batches keep; None: nothing.
 
     Raises:
-        RecipeError: `rollout.prompt_pass=once` was asked for and cannot be.
-        BackboneError: `rollout.backend=vllm` was asked for and cannot be.
+        RecipeError: `rollout.prompt_pass=once` is not possible.
+        BackboneError: `rollout.backend=vllm` is not possible.
     """
     settings = recipe.rollout_of(stage)
     sharded = dist.shards_parameters(accelerator)
     if not sharded and not any(parameter.requires_grad for parameter in vision_parameters(embedder.model)):
-        # Where parameters are sharded, every process has to run the tower as often as the others.
+        # With sharded parameters, all processes must run the tower equally often.
         embedder.pictures = PictureMemory()
     vllm = None
     if settings.backend == "vllm":
@@ -327,12 +311,12 @@ def make_writer(
 
 
 def is_direct(seed: int, share: float) -> bool:
-    """Whether a query with this seed goes without a rationale."""
+    """Whether a query with this seed gets no rationale."""
     return _drawn(seed, _DIRECT, share)
 
 
 def is_oracle(seed: int, share: float) -> bool:
-    """Whether a query with this seed is embedded after the oracle's rationale."""
+    """Whether a query with this seed gets the oracle's rationale."""
     return _drawn(seed, _ORACLE, share)
 
 
@@ -341,12 +325,7 @@ def _drawn(seed: int, purpose: int, share: float) -> bool:
 
 
 def oracle_share(loss: LossConfig, step: int) -> float:
-    """Share of a step's queries that are embedded after the oracle's rationale.
-
-    Args:
-        loss: with ``anchor=mix``; every other anchor has one kind of state, and the share is 0.
-        step: counted from 0.
-    """
+    """Share of a step's queries that get the oracle's rationale; 0 unless ``anchor=mix``."""
     if loss.anchor != "mix":
         return 0.0
     if loss.oracle_decay_steps is None:
@@ -355,12 +334,7 @@ def oracle_share(loss: LossConfig, step: int) -> float:
 
 
 def easy_share(loss: LossConfig, step: int) -> float:
-    """Greatest share of a step's queries whose LM target is ``<emb>`` alone; rises linearly during the warm-up.
-
-    Args:
-        loss: with `adaptive`.
-        step: counted from 0.
-    """
+    """Maximum share of a step's queries whose LM target is ``<emb>`` alone; rises linearly during the warm-up."""
     adaptive = loss.adaptive
     return adaptive.share * min(1.0, step / adaptive.warmup_steps if adaptive.warmup_steps else 1.0)
 

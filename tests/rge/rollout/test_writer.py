@@ -93,7 +93,7 @@ def test_when_prompts_are_encoded_once(lively):
     for change, reason in [
         (
             {"queries_a_rank": 9},
-            "a process has 9 queries a step, train.micro_batch_size is 8, and nothing is kept",
+            "a process has 9 queries per step, train.micro_batch_size is 8, and nothing is kept",
         ),
         ({"sharded": True}, "parameters are sharded"),
         ({"has_dropout": True}, "dropout is on"),

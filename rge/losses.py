@@ -14,7 +14,7 @@ from rge.common.registry import Registry
 from rge.distributed.transfer import moved
 
 CHUNK_TOKENS = 1024
-"""Rows of logits that are held at once: of Qwen2.5-VL's vocabulary 0.6 GB in float32."""
+"""Rows of logits that are held at once: 0.6 GB in float32 for Qwen2.5-VL's vocabulary."""
 
 ContrastiveLoss = Callable[..., Tensor]
 """As `info_nce`: called with (q_BD, c_CD, positive_BC, ignored_BC, temperature=...), returns a sum over the B queries."""
@@ -23,11 +23,7 @@ CONTRASTIVE_LOSSES: Registry[ContrastiveLoss] = Registry("contrastive loss", "rg
 
 
 def register_loss(name: str) -> Callable[[ContrastiveLoss], ContrastiveLoss]:
-    """Decorator: ``loss.terms={NAME: WEIGHT}`` can name the function, in training and in validation alike.
-
-    Args:
-        name: what recipes call it; it is logged as ``loss_NAME``.
-    """
+    """Decorator: ``loss.terms={NAME: WEIGHT}`` selects the function in training and validation; logged as ``loss_NAME``."""
     return lambda loss: CONTRASTIVE_LOSSES.add(name, loss)
 
 
@@ -52,8 +48,7 @@ def info_nce(
     Args:
         q_BD: unit-norm query states of this rank, float32.
         c_CD: unit-norm candidates of all ranks, gathered with gradient, float32.
-        positive_BC: bool, the columns that answer the query. On the host, like the next, it is checked without waiting
-            for a device.
+        positive_BC: bool, the columns that answer the query. On the host, like the next, so that checks do not synchronise.
         ignored_BC: bool, columns left out for this query: duplicates of its target, other right answers.
         temperature: tau > 0; cosine similarities are divided by it. No unit.
 
@@ -95,20 +90,14 @@ def contrastive_losses(
     Source of the mean: Matryoshka Representation Learning (arXiv:2205.13147). Differs: the paper's sum with weights of
     one is a mean here, so that the ratio to the LM loss stays what the recipe says. A cut embedding is normalised again.
 
-    Args:
-        q_BD: as of `info_nce`, like the next three and `temperature`.
-        c_CD: candidates.
-        positive_BC: right answers.
-        ignored_BC: neither right nor wrong.
-        terms: names of registered losses, and their weights.
-        temperature: tau.
-        sizes: numbers of components besides the full one.
+    Tensors and `temperature` are those of `info_nce`; `terms` are weights by registered name, `sizes` further numbers of
+    components.
 
     Returns:
         By name, without the weights, summed over B; and ``contrastive_loss``, their weighted sum, which is trained.
 
     Raises:
-        ValueError: a size that is not below the full one, or is named twice; and as the losses.
+        ValueError: a size that is not below the full one, or is given twice; and as the losses.
     """
     full = q_BD.shape[1]
     if len({full, *sizes}) != len(sizes) + 1 or max(sizes, default=0) > full:
@@ -117,17 +106,17 @@ def contrastive_losses(
         )
     cuts = [(q_BD, c_CD)]
     cuts += [(F.normalize(q_BD[:, :n], dim=-1), F.normalize(c_CD[:, :n], dim=-1)) for n in sizes]
-    found = {}
+    losses = {}
     for name in terms:
         loss = CONTRASTIVE_LOSSES[name]
-        found[name] = torch.stack(
+        losses[name] = torch.stack(
             [loss(q, c, positive_BC, ignored_BC, temperature=temperature) for q, c in cuts]
         ).mean()
     (first, weight), *others = terms.items()
-    total = found[first] * weight
+    total = losses[first] * weight
     for name, weight in others:
-        total = total + found[name] * weight
-    return found | {"contrastive_loss": total}
+        total = total + losses[name] * weight
+    return losses | {"contrastive_loss": total}
 
 
 def alignment(
@@ -140,7 +129,7 @@ def alignment(
 
     Args:
         q_BD: unit-norm states that learn, with gradient.
-        teacher_BD: states of the same queries that are learnt from; neither they nor their candidates get a gradient.
+        teacher_BD: target states of the same queries; neither they nor their candidates get a gradient.
         c_CD: unit-norm candidates of all ranks.
         ignored_BC: bool, columns left out.
         temperature: > 0; cosine similarities of both sides are divided by it.
@@ -205,7 +194,7 @@ def rationale_nll(
         head: the model's output projection, D -> V.
         label_N: token ids, int64.
         chunk_tokens: rows of logits held at once.
-        reduction: ``sum``, or ``none`` for one value a token.
+        reduction: ``sum``, or ``none`` for one value per token.
 
     Returns:
         Scalar float32, in nats, summed over N; zero for N = 0, still part of the graph. (N,) without reduction.
@@ -224,16 +213,9 @@ def rationale_nll(
 
     if label_N.shape[0] <= chunk_tokens:
         return chunk_nll(hidden_ND, label_N)
-    parts = []
-    for start in range(0, label_N.shape[0], chunk_tokens):
-        part = slice(start, start + chunk_tokens)
-        parts.append(checkpoint(chunk_nll, hidden_ND[part], label_N[part], use_reentrant=False))
-    if reduction == "none":
-        return torch.cat(parts)
-    total = hidden_ND.new_zeros((), dtype=torch.promote_types(hidden_ND.dtype, torch.float32))
-    for one in parts:
-        total = total + one
-    return total
+    chunks = zip(hidden_ND.split(chunk_tokens), label_N.split(chunk_tokens), strict=True)
+    parts = [checkpoint(chunk_nll, hidden, label, use_reentrant=False) for hidden, label in chunks]
+    return torch.cat(parts) if reduction == "none" else sum(parts[1:], parts[0])
 
 
 def rationale_log_probs(
@@ -247,14 +229,14 @@ def rationale_log_probs(
 ) -> tuple[Tensor, Tensor]:
     """Log probabilities of sampled tokens under the distribution that `rge.rollout.generate` draws from.
 
-    That is softmax(logits / temperature) without the barred tokens. Leaving them in would make the model raise their
-    share, which costs nothing in a rollout, instead of the words' own.
+    That is softmax(logits / temperature) without the barred tokens. Otherwise the model could raise their share, which
+    has no effect on a rollout, instead of the words'.
 
     Args:
         hidden_ND: states that predict, one before each label.
         head: the model's output projection, D -> V.
-        label_N: token ids that were sampled, int64; none of them barred.
-        barred_ids: tokens that never are sampled.
+        label_N: sampled token ids, int64; none of them barred.
+        barred_ids: tokens that are never sampled.
         temperature: > 0; logits are divided by it.
         chunk_tokens: rows of logits held at once, see `rationale_nll`.
 
@@ -280,13 +262,6 @@ def rationale_log_probs(
 
     if label_N.shape[0] <= chunk_tokens:
         return chunk(hidden_ND, label_N)
-    parts = [
-        checkpoint(
-            chunk,
-            hidden_ND[start : start + chunk_tokens],
-            label_N[start : start + chunk_tokens],
-            use_reentrant=False,
-        )
-        for start in range(0, label_N.shape[0], chunk_tokens)
-    ]
+    chunks = zip(hidden_ND.split(chunk_tokens), label_N.split(chunk_tokens), strict=True)
+    parts = [checkpoint(chunk, hidden, label, use_reentrant=False) for hidden, label in chunks]
     return torch.cat([log_prob for log_prob, _ in parts]), torch.cat([entropy for _, entropy in parts])

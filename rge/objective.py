@@ -21,13 +21,12 @@ from rge.rollout.generate import Rationale
 
 
 class Contrast(NamedTuple):
-    """What the comparison of query states with candidates gives.
+    """Result of comparing query states with candidates.
 
     Attributes:
         loss: summed over all states of the queries.
-        figures: by the name in the report, a sum and how many values of each query it is over.
-        lead_B: by how much the direct state ranks a right candidate first, see `rge.losses.lead_over_negatives`; None where no
-            direct state is trained.
+        figures: by name in the report, a sum and its number of values per query.
+        lead_B: the direct state's lead, see `rge.losses.lead_over_negatives`; None if no direct state is trained.
     """
 
     loss: Tensor
@@ -43,21 +42,20 @@ class Objective:
         alpha_lm: weight of the LM loss; 1 in the cold start.
         alpha_con: weight of the contrastive loss; 0 in the cold start.
         temperature: of InfoNCE.
-        anchor: ``self``, ``oracle``, ``none``, ``mix`` or ``latent``: which query state InfoNCE sees. With ``mix`` some of
+        anchor: ``self``, ``oracle``, ``none``, ``mix`` or ``latent``: the query state that InfoNCE sees. With ``mix`` some of
             the rationales given to a step are the oracle's (`rge.rollout.writer`); the step is that of ``self``.
-        states: shares of L_con that are computed on further states of the same queries, ``direct`` or ``latent``; what is
-            left is the anchor's.
+        states: shares of L_con for further states of the same queries, ``direct`` or ``latent``; the rest is the anchor's.
         align: weight within L_con of the KL divergence from the anchor's ranking to that of each further state.
         align_temperature: of both sides of that divergence.
         adaptive: which queries' LM target becomes ``<emb>`` alone; None: none.
-        think_lm: share of the LM loss on oracle rationales that is computed after the think tokens.
-        lm_on_candidates: whether ``<emb>`` after a candidate's prompt is an LM label too.
-        matryoshka_dims: further sizes of the embedding that the contrastive losses are averaged over.
-        terms: contrastive losses by their registered names, with their weights within L_con.
+        think_lm: share of the LM loss on oracle rationales after the think tokens.
+        lm_on_candidates: ``<emb>`` after a candidate's prompt is an LM label too.
+        matryoshka_dims: further embedding sizes that the contrastive losses are averaged over.
+        terms: registered contrastive losses, with their weights within L_con.
         alpha_rl: weight of the policy gradient.
-        sampled_at: temperature at which the rationales of a policy gradient are sampled.
-        num_updates: optimizer updates a rollout.
-        rewards_oracle: whether a reward reads the oracle rationale.
+        sampled_at: temperature of the policy gradient's rationales.
+        num_updates: optimizer updates per rollout.
+        rewards_oracle: a reward reads the oracle rationale.
     """
 
     alpha_lm: float
@@ -149,18 +147,13 @@ class Objective:
         return self.alpha_con > 0 or (self.alpha_lm > 0 and self.lm_on_candidates)
 
     def num_states(self, batch: Batch, rationales: Sequence[Rationale]) -> int:
-        """States a query that are compared with the candidates."""
+        """States per query that are compared with the candidates."""
         if self.needs_rollout:
             return len(rationales) // len(batch.queries)
         return 1 + len(self.states)
 
     def num_lm_tokens(self, batch: Batch, easy_B: Sequence[bool] | None = None) -> float:
-        """Labels of the LM loss in a batch, each counted by its weight.
-
-        Args:
-            batch: of this rank.
-            easy_B: queries whose target after the prompt is ``<emb>`` alone.
-        """
+        """Weighted number of LM labels in a batch, in which the target of queries in `easy_B` is ``<emb>`` alone."""
         if self.alpha_lm == 0:
             return 0
         count = sum(map(len, batch.oracle_ids)) + (len(batch.candidates) if self.lm_on_candidates else 0)
@@ -169,20 +162,15 @@ class Objective:
 
     @property
     def lm_targets(self) -> list[str]:
-        """What the LM loss wants of a query, in the order of `query_branches`.
+        """LM targets of a query, in the order of `query_branches`.
 
-        ``words`` is the oracle rationale, ``direct`` is ``<emb>`` alone, ``think`` the oracle rationale after think tokens.
+        ``words``: the oracle rationale; ``direct``: ``<emb>`` alone; ``think``: the oracle rationale after think tokens.
         """
         wanted = {"words": self.think_lm < 1, "direct": self.adaptive is not None, "think": self.think_lm > 0}
         return [name for name, is_wanted in wanted.items() if is_wanted and self.alpha_lm > 0]
 
     def query_nll(self, q: Readout, easy_B: Tensor | None = None) -> Tensor:
-        """Summed LM loss of queries, each of its targets by its weight.
-
-        Args:
-            q: of their branches.
-            easy_B: which of them have ``<emb>`` alone as their target after the prompt.
-        """
+        """Summed LM loss of queries over their weighted targets; `easy_B` as in `num_lm_tokens`."""
         targets = self.lm_targets
         if len(targets) < 2:
             return q.nll
@@ -206,26 +194,26 @@ class Objective:
         *,
         sampled: bool = False,
     ) -> list[Branch]:
-        """The continuations of one query's prompt: those whose state is read, the anchor's first, then those to be learned.
+        """The continuations of one query's prompt: those whose state is read, the anchor's first, then the LM targets.
 
         Args:
             batch: of this rank.
-            rationales: own ones, equally many a query, followed by those of further states.
-            embedder: says what stands before ``<emb>`` in which state.
+            rationales: of the rollout, equally many per query, those of further states last.
+            embedder: has the tokens before ``<emb>`` in each state.
             row: of the query.
-            sampled: whether log probabilities of the own ones are read, for the policy gradient.
+            sampled: read the log probabilities of the rollout's tokens, for the policy gradient.
         """
         given, emb_id, targets = embedder.given, embedder.emb_id, self.lm_targets
         branches = []
         if self.needs_rollout:
             num_each = self.num_states(batch, rationales)
             own = rationales[row * num_each : (row + 1) * num_each]
-            branches = [Branch([*one.ids, emb_id], read_state=True, sampled=sampled) for one in own]
+            branches = [Branch([*each.ids, emb_id], read_state=True, sampled=sampled) for each in own]
         elif self.alpha_con > 0:
             anchor = {"none": "direct"}.get(self.anchor, self.anchor)
             names = [name for name in (anchor, *self.states) if name != "oracle"]
             branches = [Branch([*given[name], emb_id], read_state=True) for name in names]
-            if anchor == "oracle":  # its words may be read and learned at once
+            if anchor == "oracle":  # one branch may be both read and learned
                 branches.insert(0, Branch(batch.oracle_ids[row], read_state=True, predict="words" in targets))
                 targets = [name for name in targets if name != "words"]
         for name in targets:
@@ -249,7 +237,7 @@ class Objective:
             c_CD: candidates.
             positive_BC: right answers.
             ignored_BC: neither right nor wrong.
-            num_added: states at the end of each query's that `Contrast.hits` leaves out.
+            num_added: states at the end of each query's that are not counted in hit_at_1.
         """
         num_each = q_ND.shape[0] // positive_BC.shape[0]
         q_BSD = q_ND.unflatten(0, (-1, num_each))
@@ -288,7 +276,7 @@ class Objective:
         return Contrast(total["contrastive_loss"], figures, lead_B)
 
     def _parts(self, num_each: int) -> Iterator[tuple[str, slice, float]]:
-        """Of a query's states those after rationales, and each further one: ending of its figures, places and weight."""
+        """The anchor's states, then each further state: suffix of its figures, columns and weight."""
         first = num_each - len(self.states)
         yield "", slice(0, first), 1 - sum(self.states.values())
         for place, (name, share) in enumerate(self.states.items(), start=first):

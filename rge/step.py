@@ -2,18 +2,17 @@
 
 A step's contrastive batch is global: every query is compared with every candidate of every rank. If it does not fit
 into memory as a whole, gradients are computed exactly by gradient caching (arXiv:2101.06983): first all states without
-gradient, then dL/dstate of the InfoNCE over all ranks, then one forward a chunk with the surrogate <state, dL/dstate>.
+gradient, then dL/dstate of the InfoNCE over all ranks, then one forward per chunk with the surrogate <state, dL/dstate>.
 Here the query side's first pass is free, since the rollout already ends in the state at ``<emb>``.
 
-That second forward is only computed where memory has no room for what a first one with gradient would keep
-(`train.keep_activations`): of every layer its input, or all of it without gradient checkpointing. Then the chunks' first
-forward is their only one, and prompts are encoded once chunk by chunk, before the rollout.
+If memory has room for the activations of a first forward with gradient (`train.keep_activations`), that is the chunks' only
+forward, and prompts are encoded once, chunk by chunk, before the rollout.
 
-If the step does fit, the prompts are encoded once in all: `encode_prompts` runs them with gradient, the rollout continues
+If the step fits as a whole, prompts are encoded once: `encode_prompts` runs them with gradient, the rollout continues
 from their keys and values without, and the branches continue from the same ones with gradient. Otherwise a prompt is
 encoded once for the rollout and once in its chunk.
 
-The stage rl takes the same step with more branches a query and one loss more, a `RolloutLoss`.
+The stage rl takes the same step with more branches per query and one more loss, a `RolloutLoss`.
 
 Shape suffixes: B = queries of this rank, N = query states or candidates of this rank, C = candidates of all ranks,
 D = hidden size.
@@ -22,7 +21,7 @@ D = hidden size.
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -45,23 +44,23 @@ Read = Callable[[Callable[[int], list[Branch]]], Tensor]
 
 
 class RolloutLoss(Protocol):
-    """A loss on the rationales of a rollout in addition to the contrastive one; in the stage rl, `rge.rl.credit.Credit`."""
+    """A loss on a rollout's rationales besides the contrastive one; in the stage rl, `rge.rl.credit.Credit`."""
 
     def judge(self, q_ND: Tensor, c_CD: Tensor, masks: Masks, read: Read) -> None:
-        """See the states of the rollout and the candidates, once they are known and before any backward.
+        """Receive the rollout's states and the candidates before any backward.
 
         Args:
             q_ND: this rank's states, without gradient.
             c_CD: candidates of all ranks, without gradient.
             masks: see `candidate_masks`.
-            read: returns states of other branches of the same queries, row by row, for figures that are only measured.
+            read: computes states of other branches of the same queries, row by row, for metrics.
         """
 
     def loss(self, readout: Readout, rows: slice) -> Tensor:
         """A chunk's share of the loss; `rows` selects the chunk's rationales among this rank's."""
 
     def report(self) -> dict[str, float]:
-        """Figures of the update just computed, equal on all ranks; ``loss_rl`` among them."""
+        """Figures of the last update, equal on all ranks; ``loss_rl`` among them."""
 
 
 class TrainingStep:
@@ -70,10 +69,9 @@ class TrainingStep:
     Args:
         model: the wrapped embedder (DDP, DeepSpeed or itself), called for every forward with gradient.
         embedder: the same, unwrapped.
-        objective: losses and weights.
         micro_batch_size: queries per forward.
-        keep: where what the backward of several chunks needs of their first forwards is kept, ``device`` or ``host``, see
-            `rge.model.embedding_model.keeping`; ``none`` computes these forwards without gradient and again.
+        keep: where several chunks' activations wait for the backward, ``device`` or ``host``, see
+            `rge.model.embedding_model.keeping`; ``none`` recomputes them.
         backward: `Accelerator.backward` or `Tensor.backward`.
         no_sync: context without gradient synchronisation, used for all chunks but the last.
     """
@@ -100,16 +98,15 @@ class TrainingStep:
 
         Args:
             batch: this rank's share of the step.
-            rollout: this rank's own rationales (with ``anchor=mix`` some oracle ones), equally many a query, query
+            rollout: this rank's own rationales (with ``anchor=mix`` some oracle ones), equally many per query, query
                 after query. Each is an anchor of its query, and the loss is the mean over them.
             extra: a loss on these rationales.
 
         Returns:
-            Report, equal on all ranks: loss, loss_lm, loss_contrastive, its terms where there are several
-            (``loss_info_nce``) and hit_at_1 where they exist, those of further states under ``..._direct`` and
-            ``..._latent``; with them how many negatives a query had in the loss's
-            denominator, on average, and how many of those are labelled ones; cut_prompts, how many prompts were too
-            long and lost the end of their text.
+            Report, equal on all ranks: loss, loss_lm, loss_contrastive, its terms if there are several
+            (``loss_info_nce``) and hit_at_1 if they exist, those of further states as ``..._direct`` and ``..._latent``;
+            the mean number of negatives and of labelled negatives in the loss's denominator per query; cut_prompts, the
+            number of prompts that were too long and lost the end of their text.
 
         Raises:
             FloatingPointError: the loss is not finite; names the records of this rank.
@@ -117,7 +114,7 @@ class TrainingStep:
         """
         objective = self.objective
         forward = _Forward(self.embedder, objective, batch, rollout, self.micro_batch_size)
-        share = _Share.of(forward)
+        share = _Share(forward)
         several = objective.compares and len(forward.chunks) > 1
         comparing = (
             _GradientCache(forward, share.con_scale, extra, self.keep)
@@ -149,13 +146,7 @@ class TrainingStep:
 
 @dataclass
 class _First:
-    """What is kept of a chunk's first forward for its second.
-
-    Attributes:
-        q: queries computed with gradient, which are not computed again.
-        t: likewise candidates.
-        draw: random state that the second forward has to restore.
-    """
+    """Kept from a chunk's first forward: queries and candidates computed with gradient, and the random state to restore."""
 
     q: Readout | None = None
     t: Readout | None = None
@@ -169,9 +160,6 @@ class _Forward:
         chunks: one forward each; the same number on every rank.
         num_queries: of all ranks.
         num_each: states per query that InfoNCE uses.
-
-    Raises:
-        ValueError: prompts are encoded in other parts than these chunks.
     """
 
     def __init__(
@@ -221,20 +209,17 @@ class _Forward:
         return readouts[0], readouts[1]
 
     def first_pass(self, keep: str) -> tuple[Tensor, Tensor, list[_First]]:
-        """What InfoNCE compares, query states (N, D) and candidates (N, D) of this rank, and what the second pass takes over.
+        """This rank's query states (N, D) and candidates (N, D) for InfoNCE, and what the second pass takes over.
 
-        Where nothing is kept, only branches whose state is read are computed, without gradient. With dropout the masks decide
-        the states, so everything is computed that the second pass will compute, from the same random numbers. Queries whose
-        states a rollout ended in need no forward here.
-
-        Args:
-            keep: see `TrainingStep`.
+        If nothing is kept (`keep` as in `TrainingStep`), only branches whose state is read are computed, without gradient. With
+        dropout, masks affect the states, so everything that the second pass computes is computed, from the same random numbers.
+        Queries whose rollout ended in their state need no forward here.
         """
         objective, is_random = self.objective, has_dropout(self.embedder)
         as_second = is_random or keep != "none"
         with_queries = is_random or not objective.needs_rollout
         with_candidates = objective.trains_candidates or not as_second
-        q_parts, t_parts, found = [], [], []
+        q_parts, t_parts, firsts = [], [], []
         for number in range(len(self.chunks)):
             first = _First(draw=RandomState(self.embedder.device) if is_random and keep == "none" else None)
             packs = [self._queries(number, states_only=not as_second)] if with_queries else []
@@ -248,10 +233,10 @@ class _Forward:
             if keep != "none":
                 first.q = readouts[0] if with_queries else None
                 first.t = readouts[-1] if with_candidates else None
-            found.append(first)
+            firsts.append(first)
         if not with_queries:
             q_parts = [self._own_states()]
-        return torch.cat(q_parts), torch.cat(t_parts), found
+        return torch.cat(q_parts), torch.cat(t_parts), firsts
 
     @torch.no_grad()
     def candidate_states(self, numbers: Sequence[int]) -> Tensor:
@@ -288,15 +273,15 @@ class _Forward:
             extra.judge(q_ND.detach(), c_CD.detach(), masks, self.read)
         if objective.alpha_con == 0:
             q_ND, c_CD = q_ND.detach(), c_CD.detach()
-        given = 0 if objective.states else sum(one.given for one in self.rationales)
-        found = objective.contrastive(q_ND, c_CD, positive_BC, ignored_BC, given // len(batch.queries))
-        compared = Comparison(found, int(negative_BC.sum()), int((negative_BC & labelled_BC).sum()))
+        given = 0 if objective.states else sum(rationale.given for rationale in self.rationales)
+        contrast = objective.contrastive(q_ND, c_CD, positive_BC, ignored_BC, given // len(batch.queries))
+        compared = Comparison(contrast, int(negative_BC.sum()), int((negative_BC & labelled_BC).sum()))
         if objective.adaptive is not None:
-            assert found.lead_B is not None
-            easy_B = easy_queries(found.lead_B, objective.adaptive, self.rollout.easy_share)
+            assert contrast.lead_B is not None
+            easy_B = easy_queries(contrast.lead_B, objective.adaptive, self.rollout.easy_share)
             labels = objective.num_lm_tokens(batch, easy_B.tolist())
             (compared.lm_tokens,) = dist.sum_over_ranks([labels], device)
-            found.figures["easy_rate"] = easy_B.sum(), 1
+            contrast.figures["easy_rate"] = easy_B.sum(), 1
             compared.easy_B = easy_B
         return compared
 
@@ -318,9 +303,8 @@ class _Forward:
 
     def _pack(self, number: int, branches: Sequence[Sequence[Branch]]) -> Packed:
         prompts, temperature = self.batch.queries[self.chunks[number][0]], self.objective.sampled_at
-        if self._encoded:
-            return self.embedder.pack_branches(prompts, branches, self._encoded[number], temperature)
-        return self.embedder.pack(prompts, branches, temperature)
+        encoded = self._encoded[number] if self._encoded else None
+        return self.embedder.pack(prompts, branches, temperature, encoded)
 
     def _candidates(self, number: int, *, states_only: bool = False) -> Packed:
         emb_id, prompts = self.embedder.emb_id, self.batch.candidates[self.chunks[number][1]]
@@ -329,11 +313,11 @@ class _Forward:
 
     @torch.no_grad()
     def _own_states(self) -> Tensor:
-        """The rollout's final states; those not computed with the current weights are computed now."""
+        """The rollout's final states; those missing for the current weights are computed now."""
         embedder, batch, rationales = self.embedder, self.batch, self.rationales
         states = [rationale.state_D for rationale in rationales]
         missing = [number for number, state in enumerate(states) if state is None]
-        # With sharded parameters every forward is collective: each rank has to run the same number.
+        # With sharded parameters every forward is collective: each rank must run equally many.
         most = max(dist.gather_sizes(len(missing), embedder.device))
         for start in range(0, most, self.micro_batch_size):
             numbers = missing[start : start + self.micro_batch_size] or [0]
@@ -352,15 +336,15 @@ class Comparison:
     """Result of comparing this rank's query states with the candidates of all ranks.
 
     Attributes:
-        found: losses and hits, see `Objective.contrastive`.
+        contrast: losses and hits, see `Objective.contrastive`.
         num_negatives: in the losses' denominators.
-        num_labelled: of these, labelled ones.
-        easy_B: which of this rank's queries are to be answered directly: their LM target is ``<emb>`` alone, the others'
-            the oracle rationale. None without `Objective.adaptive`.
+        num_labelled: labelled negatives among them.
+        easy_B: this rank's queries to be answered directly: their LM target is ``<emb>`` alone, the others' the oracle
+            rationale. None without `Objective.adaptive`.
         lm_tokens: labels of all ranks with these targets.
     """
 
-    found: Contrast
+    contrast: Contrast
     num_negatives: int
     num_labelled: int
     easy_B: Tensor | None = None
@@ -375,11 +359,11 @@ class _AtOnce:
         self.compared: Comparison | None = None
 
     def readouts(self, model: nn.Module, number: int) -> tuple[Readout, Readout]:
-        """Of a chunk's queries and candidates, with gradient."""
+        """A chunk's queries and candidates, with gradient."""
         return self.forward(model, number)
 
     def compare(self, q: Readout, t: Readout) -> Comparison | None:
-        """The comparison of this step, computed once; None if there is none."""
+        """The comparison of this step, if any."""
         objective = self.forward.objective
         if objective.compares:
             t_ND = t.state_ND if objective.trains_candidates else self.forward.candidate_states([0])
@@ -390,7 +374,7 @@ class _AtOnce:
         """The comparison's share of a chunk's loss."""
         if self.compared is None or self.forward.objective.alpha_con == 0:
             return q.nll.new_zeros(())
-        return self.compared.found.loss * self.scale
+        return self.compared.contrast.loss * self.scale
 
 
 class _GradientCache(_AtOnce):
@@ -404,16 +388,16 @@ class _GradientCache(_AtOnce):
             q_ND, t_ND = q_ND.requires_grad_(), t_ND.requires_grad_()
         self.compared = forward.compare(q_ND, t_ND, extra)
         if trains:
-            (self.compared.found.loss * scale).backward()
+            (self.compared.contrast.loss * scale).backward()
         self.grad_q_ND, self.grad_t_ND = q_ND.grad, t_ND.grad
 
     def readouts(self, model: nn.Module, number: int) -> tuple[Readout, Readout]:
-        """Of a chunk's queries and candidates, with gradient; frees what was kept of the first pass."""
+        """A chunk's queries and candidates, with gradient; frees what was kept from the first pass."""
         first, self.firsts[number] = self.firsts[number], _First()
         return self.forward(model, number, first)
 
     def compare(self, q: Readout, t: Readout) -> Comparison | None:
-        """Of all chunks, computed before the first backward."""
+        """The comparison of all chunks, computed before the first backward."""
         return self.compared
 
     def loss(self, q: Readout, t: Readout, number: int) -> Tensor:
@@ -424,37 +408,23 @@ class _GradientCache(_AtOnce):
         return (q.state_ND * self.grad_q_ND[rows]).sum() + (t.state_ND * self.grad_t_ND[candidates]).sum()
 
 
-@dataclass
 class _Share:
     """This rank's share of a step: the factors that make sums over it means over the global batch, and the sums.
 
     DDP averages gradients over ranks, the losses are means over all ranks' rows: sums / global count * world size.
-
-    Attributes:
-        objective: losses and weights.
-        num_queries: of all ranks.
-        num_each: states per query.
-        lm_tokens: labels of all ranks; a different number if easy queries have another target.
-        cut_prompts: of all ranks.
-        totals: losses of the chunks, and `nlls` the LM losses in them, kept on the device until the report reads them at once.
     """
 
-    objective: Objective
-    num_queries: int
-    num_each: int
-    lm_tokens: float
-    cut_prompts: float
-    totals: list[Tensor] = field(default_factory=list)
-    nlls: list[Tensor] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, forward: _Forward) -> "_Share":
-        objective, batch = forward.objective, forward.batch
+    def __init__(self, forward: _Forward):
+        batch, self.objective = forward.batch, forward.objective
+        self.num_queries, self.num_each = forward.num_queries, forward.num_each
         num_cut = sum(prompt.num_cut_tokens > 0 for prompt in (*batch.queries, *batch.candidates))
-        lm_tokens, cut = dist.sum_over_ranks(
-            [objective.num_lm_tokens(batch), num_cut], forward.embedder.device
+        # Of all ranks; easy queries, whose LM target is another one, change the number of labels.
+        self.lm_tokens, self.cut_prompts = dist.sum_over_ranks(
+            [self.objective.num_lm_tokens(batch), num_cut], forward.embedder.device
         )
-        return cls(objective, forward.num_queries, forward.num_each, lm_tokens, cut)
+        # Losses of the chunks, and the LM losses in them, on the device until the report reads all of them.
+        self.totals: list[Tensor] = []
+        self.nlls: list[Tensor] = []
 
     @property
     def lm_scale(self) -> float:
@@ -473,7 +443,7 @@ class _Share:
 
     def report(self, record_ids: Sequence[str], compared: Comparison | None) -> dict[str, float]:
         """Means over the global batch, see `TrainingStep.__call__`."""
-        figures = {} if compared is None else compared.found.figures
+        figures = {} if compared is None else compared.contrast.figures
         counts = [0, 0] if compared is None else [compared.num_negatives, compared.num_labelled]
         # Wait for the device once instead of for each value.
         scalars = [*self.totals, *self.nlls, *(value for value, _ in figures.values())]
@@ -492,9 +462,8 @@ class _Share:
                 report[name] = total / (self.num_queries * num_each)
             report["negatives_mean"] = negatives / self.num_queries
             report["labelled_negatives_mean"] = labelled / self.num_queries
-        report["loss"] = self.objective.alpha_lm * report.get(
-            "loss_lm", 0.0
-        ) + self.objective.alpha_con * report.get("loss_contrastive", 0.0)
+        lm, contrastive = report.get("loss_lm", 0.0), report.get("loss_contrastive", 0.0)
+        report["loss"] = self.objective.alpha_lm * lm + self.objective.alpha_con * contrastive
         return report
 
 
@@ -509,11 +478,10 @@ def easy_queries(lead_B: Tensor, adaptive: AdaptiveConfig, most: float) -> Tenso
 
 
 def candidate_masks(batch: Batch, identity_C: Tensor, offset: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Which candidates of the global batch are each query's positives, which are ignored, and which are labelled negatives.
+    """Positive, ignored and labelled negative candidates of each query in the global batch.
 
-    A candidate of any rank that stands for one of the query's right answers is ignored, unless it is one of the
-    query's positives in this batch or one of the query's own labelled negatives: a label is stronger than an equal
-    identity.
+    A candidate of any rank that equals one of the query's right answers is ignored, unless it is one of the query's positives
+    in this batch or one of its own labelled negatives: a label overrides an equal identity.
 
     Args:
         batch: this rank's batch.
@@ -521,7 +489,7 @@ def candidate_masks(batch: Batch, identity_C: Tensor, offset: int) -> tuple[Tens
         offset: column of this rank's first candidate.
 
     Returns:
-        Three (B, C) bool masks, on the host, where they are built from lists: positive, ignored, labelled negative.
+        Three (B, C) bool masks on the host: positive, ignored, labelled negative.
     """
     B, C, identity_C = len(batch.queries), identity_C.shape[0], identity_C.cpu()
     positive_BC = torch.zeros(B, C, dtype=torch.bool)

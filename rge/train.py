@@ -158,7 +158,7 @@ def train_stage(
             "step_s": ended - began,
         }
         report |= rollout_report(rollout, rolled_out - began, embedder.device)
-        # 4. Every so many steps: measure held-out records, keep the best, save a state to resume from.
+        # 4. Periodically measure held-out records, keep the best, save a state to resume from.
         report |= bad_records.after_step(step + 1, batch)
         report |= manager.validate(step + 1)
         logs.step(step + 1, report)

@@ -1,9 +1,8 @@
-"""Adapters as a checkpoint of their own: PEFT's files, and the base that they belong to.
+"""Checkpoints of adapters alone: PEFT's files, and their base.
 
-``export.adapters_only`` writes them: the adapters, modules that were trained whole beside them (``modules_to_save``), the rows of
-``<emb>`` and think tokens, and in ``rge.json`` what the base is.
-Whatever loads a checkpoint loads them merged into the base, which is found where ``rge.json`` says, or named (``base=``). PEFT loads
-them too: ``PeftModel.from_pretrained(base, folder)``.
+``export.adapters_only`` writes the adapters, modules that were trained whole (``modules_to_save``), the rows of ``<emb>`` and
+think tokens, and in ``rge.json`` the identity of the base. Loading merges them into the base, found by ``rge.json`` or given
+as ``base=``. PEFT loads them too: ``PeftModel.from_pretrained(base, folder)``.
 """
 
 import json
@@ -26,11 +25,11 @@ from rge.model.hub_model import HubModel
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """PEFT's files."""
 PREFIX = "base_model.model."
-"""Of every name in `WEIGHTS`: where PEFT puts the model that it wraps."""
+"""Of every name in `WEIGHTS`: PEFT's attributes around the model that it wraps."""
 ROWS = "token_adapter.trainable_tokens_delta"
-"""PEFT's name of rows that take the place of a matrix's own."""
+"""PEFT's name of rows that replace those of a matrix."""
 BASE_FILES = "*.safetensors"
-"""What counts of a base: configuration, tokenizer and processor stand beside the adapters."""
+"""Identify a base; configuration, tokenizer and processor are stored with the adapters."""
 FORM = {
     "r": "rank",
     "lora_alpha": "alpha",
@@ -39,30 +38,27 @@ FORM = {
     "target_modules": "targets",
     "modules_to_save": "modules_to_save",
 }
-"""PEFT's keys that adapters must have in common to go on from one another, and ours for them."""
+"""PEFT's keys that must be equal to continue training adapters, and our names for them."""
 
 
 def is_adapter_checkpoint(path: str | Path) -> bool:
-    """Whether a folder is a checkpoint of ours that holds adapters alone."""
+    """Whether a folder is one of our checkpoints of adapters alone."""
     return (Path(path) / CONFIG).is_file() and (Path(path) / "rge.json").is_file()
 
 
 def adapter_weights(
     model: HubModel, rows_of_base: int, weights: dict[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """What a checkpoint of adapters alone holds, by PEFT's names.
+    """Weights of a checkpoint of adapters alone, by PEFT's names.
 
-    Args:
-        model: with adapters.
-        rows_of_base: rows of the base's embedding matrix.
-        weights: the model's state dict where the back end had to gather it; None takes the model's own.
+    `weights` is the model's state dict if the back end had to gather it; `rows_of_base` are those of the base's embedding matrix.
     """
-    found = model.state_dict() if weights is None else weights
+    state = model.state_dict() if weights is None else weights
     whole = tuple(f"{name}." for name in modules_to_save(model))
-    saved = {_in_peft(name): it for name, it in found.items() if ".lora_" in name or name.startswith(whole)}
+    saved = {_in_peft(name): it for name, it in state.items() if ".lora_" in name or name.startswith(whole)}
     for matrix, rows in trained_rows(model).items():
-        trained = torch.stack([found[f"{name}.weight"] for name in rows])
-        others = found[matrix][_token_ids(model, rows_of_base)[len(rows) :]]
+        trained = torch.stack([state[f"{name}.weight"] for name in rows])
+        others = state[matrix][_token_ids(model, rows_of_base)[len(rows) :]]
         saved[_rows_in_peft(matrix)] = torch.cat([trained, others.to(trained)])
     return saved
 
@@ -84,15 +80,7 @@ def write_adapters(model: HubModel, folder: Path, base: dict[str, Any], weights:
 
 @torch.no_grad()
 def load_trainable_adapters(model: HubModel, folder: Path) -> None:
-    """Give adapters the weights of a checkpoint's.
-
-    Args:
-        model: the checkpoint's base, with adapters; changed in place.
-        folder: of the checkpoint.
-
-    Raises:
-        AdapterError: its adapters have another form.
-    """
+    """Load a checkpoint's adapters into those of its base `model`, in place; AdapterError if they have another form."""
     then = json.loads((folder / CONFIG).read_text())
     now = model.peft_config[ADAPTER].to_dict() | {"target_modules": _targets(model)}
     if apart := [ours for theirs, ours in FORM.items() if then.get(theirs) != now[theirs]]:
@@ -120,17 +108,17 @@ def load_trainable_adapters(model: HubModel, folder: Path) -> None:
 
 
 def merge_saved(model: HubModel, folder: Path, rename: Callable[[str], str] = lambda name: name) -> HubModel:
-    """The base with adapters merged into it, ours or anyone's, as PEFT merges them.
+    """The base with any PEFT adapters merged into it.
 
     Args:
         model: the base; changed.
         folder: with PEFT's files.
-        rename: gives a weight of theirs, `PREFIX` included, the name that it has in this model.
+        rename: maps names of its weights, `PREFIX` included, to this model's.
 
     Raises:
-        AdapterError: a weight has no place, or a place no weight; or ZeRO-3 has shared out the base.
+        AdapterError: weights and model do not match, or ZeRO-3 has sharded the base.
     """
-    from peft import PeftConfig, get_peft_model, set_peft_model_state_dict  # seconds
+    from peft import PeftConfig, get_peft_model, set_peft_model_state_dict  # a slow import
 
     if hasattr(model.get_input_embeddings().weight, "ds_id"):
         raise AdapterError(
@@ -154,14 +142,7 @@ def merge_saved(model: HubModel, folder: Path, rename: Callable[[str], str] = la
 
 @dataclass(frozen=True)
 class Base:
-    """What adapters are trained on.
-
-    Attributes:
-        path: directory or hub id, as it was given.
-        revision: commit of a model on the hub.
-        sha256: of its weights.
-        rows: of its embedding matrix.
-    """
+    """The model that adapters are trained on: directory or hub id, commit, hash of its weights, rows of its embedding matrix."""
 
     path: str
     revision: str | None
@@ -170,11 +151,7 @@ class Base:
 
     @classmethod
     def of(cls, start: str, commit: str | None, rows: int) -> "Base":
-        """The base of a stage that starts from a directory or a hub id; of a checkpoint of adapters, theirs.
-
-        Raises:
-            AdapterError: it has no weights.
-        """
+        """The base of a stage that starts from a directory or a hub id, or from a checkpoint of adapters."""
         if is_adapter_checkpoint(start):
             recorded = _recorded(Path(start))
             return cls(**{field.name: recorded[field.name] for field in fields(cls)})
@@ -182,21 +159,21 @@ class Base:
         return cls(start, commit, _hash_of(place), rows)
 
     def as_recorded_in(self, folder: Path) -> dict[str, Any]:
-        """What ``rge.json`` in a folder says of it; where both are moved together, it is found by its relative path."""
+        """Its entry in the ``rge.json`` of a folder; the relative path finds it if both are moved together."""
         beside = os.path.relpath(self.path, folder) if Path(self.path).is_dir() else None
         return asdict(self) | {"beside": beside}
 
 
 def find_base(checkpoint: Path, asked: str | Path | None = None, instead: str | None = None) -> Path:
-    """The directory of the base that a checkpoint's adapters belong to.
+    """The directory of the base of a checkpoint's adapters.
 
     Args:
         checkpoint: of adapters.
-        asked: directory or hub id of the base; None: where ``rge.json`` says.
-        instead: directory or hub id that may be it too, where it is not there.
+        asked: directory or hub id of the base; None: as in ``rge.json``.
+        instead: another directory or hub id to try.
 
     Raises:
-        AdapterError: it is not there, or has other weights.
+        AdapterError: it is missing, or has other weights.
     """
     wanted, others = _recorded(checkpoint), []
     for place in _places(checkpoint, wanted, asked, instead):
@@ -212,14 +189,13 @@ def find_base(checkpoint: Path, asked: str | Path | None = None, instead: str | 
 
 
 def rows_of_base(checkpoint: Path) -> int:
-    """Rows of the embedding matrix of the base that a checkpoint's adapters belong to."""
+    """Rows of the embedding matrix of a checkpoint's base."""
     return _recorded(checkpoint)["rows"]
 
 
 def _places(
     checkpoint: Path, wanted: dict[str, Any], asked: str | Path | None, instead: str | None
 ) -> Iterator[Path]:
-    """Directories that may be the base."""
     given = [asked] if asked is not None else [wanted["path"], instead]
     for name in given:
         if name is not None and Path(name).is_dir():
@@ -232,16 +208,11 @@ def _places(
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a name that is no path here is one of the Hugging Face hub: ``owner/model``."""
+    """Whether a name is ``owner/model`` on the Hugging Face hub, and not a local path."""
     return name.count("/") == 1 and not name.startswith((".", "/", "~")) and not Path(name).exists()
 
 
 def _fetched(name: str, revision: str | None) -> Path:
-    """The directory of a model's files on the hub, fetched where they are not there.
-
-    Raises:
-        AdapterError: they cannot be fetched.
-    """
     from huggingface_hub import snapshot_download
 
     try:
@@ -272,9 +243,9 @@ def _targets(model: HubModel) -> list[str]:
 
 
 def _in_peft(name: str) -> str:
-    """The name of an adapter's weight in PEFT's file; a magnitude (DoRA) has no ``weight`` at its end there."""
-    found = PREFIX + name.replace(f".{ADAPTER}", "")
-    return found.removesuffix(".weight") if "lora_magnitude_vector" in name else found
+    """The name of an adapter's weight in PEFT's file, where a magnitude (DoRA) has no suffix ``weight``."""
+    renamed = PREFIX + name.replace(f".{ADAPTER}", "")
+    return renamed.removesuffix(".weight") if "lora_magnitude_vector" in name else renamed
 
 
 def _rows_in_peft(matrix: str) -> str:
@@ -282,7 +253,7 @@ def _rows_in_peft(matrix: str) -> str:
 
 
 def _token_ids(model: HubModel, rows_of_base: int) -> list[int]:
-    """Tokens whose rows stand beside the adapters: trained ones, then others that the matrix has grown by."""
+    """Tokens whose rows are stored with the adapters: trained ones, then others that the matrix has grown by."""
     trained = [row.token_id for row in next(iter(trained_rows(model).values())).values()]
     grown = range(rows_of_base, model.get_input_embeddings().num_embeddings)
     return [*trained, *(each for each in grown if each not in trained)]

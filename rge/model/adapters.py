@@ -1,9 +1,9 @@
-"""Low-rank adapters (LoRA, DoRA) from PEFT, the rows of ``<emb>`` and think tokens beside them, and all merged into plain weights.
+"""Low-rank adapters (LoRA, DoRA) from PEFT, the rows of ``<emb>`` and think tokens, and merging them into plain weights.
 
-Adapters are injected into the model, which stays the model it was: rollout, packing and step do not know about them.
-The embedding matrix is frozen, but these are new tokens: their rows must learn. PEFT can train single rows, at the
-price of a copy of the whole matrix in every forward, twice a generated token where the matrices are tied; here a
-row is a vector that takes the place of one row of the lookup and of one column of the logits. As files: `rge.model.adapter_files`.
+Adapters are injected into the model without wrapping it: rollout, packing and step do not know about them.
+The embedding matrix is frozen, but rows of new tokens must be trained. PEFT can train single rows, but copies the whole
+matrix in every forward, and twice per generated token for tied matrices; here a row is a vector that replaces one row of
+the lookup and one column of the logits. Files: `rge.model.adapter_files`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,16 +21,11 @@ ADAPTER = "default"
 
 
 class AdapterError(UserError):
-    """Adapters cannot be put where they were asked for; the message lists the alternatives."""
+    """Adapters cannot be applied; the message lists the alternatives."""
 
 
 class EmbRow(nn.Module):
-    """The row of one token in the embedding matrix or, transposed, in the output matrix, trained alone.
-
-    Args:
-        row: (D,) where it starts.
-        token_id: the token's.
-    """
+    """A trainable row (D,) of one token in the frozen embedding matrix or, transposed, in the output matrix."""
 
     def __init__(self, row: Tensor, token_id: int):
         super().__init__()
@@ -40,13 +35,13 @@ class EmbRow(nn.Module):
     def forward(
         self, inputs: Tensor, outputs: Tensor, *, lookup: bool, scale: Tensor | float = 1.0
     ) -> Tensor:
-        """What the frozen module would give if the row were in its matrix.
+        """The frozen module's output as if the row were in its matrix.
 
         Args:
             inputs: token ids for a lookup, states (..., D) for logits.
-            outputs: what the frozen module gave: embeddings (..., D) or logits (..., V).
-            lookup: whether that was a lookup.
-            scale: what it multiplies rows by, as Gemma's does.
+            outputs: of the frozen module: embeddings (..., D) or logits (..., V).
+            lookup: whether it is a lookup.
+            scale: by which the module multiplies rows, as Gemma's does.
         """
         if not self.enabled:
             return outputs
@@ -71,47 +66,23 @@ def add_adapters(
     vision: bool,
     modules_to_save: Sequence[str] = (),
 ) -> None:
-    """Freeze a model and put adapters and trainable rows of its new tokens into it.
-
-    Args:
-        model: the Hugging Face model; changed in place.
-        emb_id: id of ``<emb>``.
-        think_ids: ids of the think tokens.
-        rank: inner size of the adapters.
-        alpha: adapters are scaled by alpha / rank (by alpha / sqrt(rank) with `rslora`).
-        dropout: share of an adapter's inputs that is dropped while training.
-        targets: last parts of the names of the linear layers that get one, e.g. ``q_proj``; empty: all of them.
-        dora: learn magnitude and direction apart (DoRA).
-        rslora: the other scaling, for large ranks.
-        vision: whether layers of the vision tower get one too; otherwise it stays as it is.
-        modules_to_save: last parts of the names of modules that are trained whole; their layers get no adapter.
+    """Freeze a model in place, and add adapters (options of `rge.config.LoraConfig`) and trainable rows of its new tokens.
 
     Raises:
-        AdapterError: no layer, or no module, has such a name; or one to train whole has the embeddings.
+        AdapterError: no layer, or no module, has such a name; or `modules_to_save` includes the embeddings.
     """
-    from peft import LoraConfig, inject_adapter_in_model  # here, since few runs need it and it takes seconds
+    from peft import LoraConfig, inject_adapter_in_model  # a slow import that few runs need
     from peft.tuners.tuners_utils import cast_adapter_dtype
 
-    tower = {module for part in family_of(model).vision(model) for module in part.modules()}
     words, head = model.get_input_embeddings(), model.get_output_embeddings()
     whole = _named_modules(model, modules_to_save)
-    inside = {module for each in whole.values() for module in each.modules()}
-    if inside & {words, head}:
-        raise AdapterError("model.lora.modules_to_save: the embedding matrix is not trained beside adapters")
-    linear = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear)
-        and module is not head
-        and module not in inside
-        and (vision or module not in tower)
-    }
-    chosen = [name for name in linear if not targets or name.rsplit(".", 1)[-1] in targets]
-    known = sorted({name.rsplit(".", 1)[-1] for name in linear})
-    if unknown := sorted(set(targets) - set(known)):
-        raise AdapterError(
-            f"model.lora.targets: no linear layer is named {', '.join(unknown)}; there are: {', '.join(known)}"
-        )
+    excluded = {module for each in whole.values() for module in each.modules()}
+    if excluded & {words, head}:
+        raise AdapterError("model.lora.modules_to_save: the embedding matrix is not trained with adapters")
+    excluded.add(head)
+    if not vision:
+        excluded |= {module for part in family_of(model).vision(model) for module in part.modules()}
+    chosen = _linear_layers(model, targets, excluded)
     config = LoraConfig(
         r=rank,
         lora_alpha=alpha,  # type: ignore[arg-type]  # PEFT says int and takes any number
@@ -124,7 +95,7 @@ def add_adapters(
     model.requires_grad_(False)
     inject_adapter_in_model(config, model, ADAPTER)
     cast_adapter_dtype(model, ADAPTER)
-    # Not before: PEFT would wrap them, and the model should stay the model that it was.
+    # Set only now, since PEFT would wrap these modules.
     config.modules_to_save = sorted(whole) or None
     for module in whole.values():
         module.requires_grad_(True)
@@ -132,24 +103,34 @@ def add_adapters(
         _train_row(model, f"think_{number}" if number else "emb", token_id, tied)
 
 
-def _named_modules(model: HubModel, last_parts: Sequence[str]) -> dict[str, nn.Module]:
-    found = {name: module for name, module in model.named_modules() if name.rsplit(".", 1)[-1] in last_parts}
-    if unknown := sorted(set(last_parts) - {name.rsplit(".", 1)[-1] for name in found}):
-        above = sorted(
-            {
-                name.rsplit(".", 1)[-1]
-                for part in family_of(model).vision(model)
-                for name, _ in part.named_children()
-            }
-        )
+def _linear_layers(model: HubModel, targets: Sequence[str], excluded: set[nn.Module]) -> list[str]:
+    """Names of linear layers whose last part is among `targets`, if any."""
+    linear = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module not in excluded
+    ]
+    known = {name.rsplit(".", 1)[-1] for name in linear}
+    if unknown := sorted(set(targets) - known):
         raise AdapterError(
-            f"model.lora.modules_to_save: no module is named {', '.join(unknown)}; the vision tower has {', '.join(above)}"
+            f"model.lora.targets: no linear layer is named {', '.join(unknown)}; there are: {', '.join(sorted(known))}"
         )
-    return found
+    return [name for name in linear if not targets or name.rsplit(".", 1)[-1] in targets]
+
+
+def _named_modules(model: HubModel, last_parts: Sequence[str]) -> dict[str, nn.Module]:
+    named = {name: module for name, module in model.named_modules() if name.rsplit(".", 1)[-1] in last_parts}
+    if unknown := sorted(set(last_parts) - {name.rsplit(".", 1)[-1] for name in named}):
+        tower = {name for part in family_of(model).vision(model) for name, _ in part.named_children()}
+        raise AdapterError(
+            f"model.lora.modules_to_save: no module is named {', '.join(unknown)}; the vision tower has "
+            f"{', '.join(sorted(tower))}"
+        )
+    return named
 
 
 def modules_to_save(model: HubModel) -> list[str]:
-    """Names of the modules that are trained whole beside adapters."""
+    """Names of the modules that are trained whole besides adapters."""
     return model.peft_config[ADAPTER].modules_to_save or []
 
 
@@ -171,7 +152,7 @@ def _train_row(model: HubModel, name: str, token_id: int, tied: bool) -> None:
 
 @contextmanager
 def without_adapters(model: HubModel) -> Iterator[None]:
-    """Inside, the model computes what it did before `add_adapters`, the rows included."""
+    """Disable adapters and rows: the model computes what it did before `add_adapters`."""
     from peft.tuners.lora import LoraLayer
 
     layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
@@ -188,32 +169,26 @@ def without_adapters(model: HubModel) -> Iterator[None]:
             layer.enable_adapters(True)
         for row in rows:
             row.enabled = True
-        for parameter, trained in frozen:  # PEFT sets it as it goes
+        for parameter, trained in frozen:  # PEFT changes it
             parameter.requires_grad_(trained)
 
 
 def has_adapters(model: HubModel) -> bool:
-    """Whether `add_adapters` has been here."""
+    """Whether `add_adapters` was applied."""
     return hasattr(model, "emb_row")
 
 
 def merged_weights(model: HubModel, weights: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """All of `merge` at once: a state dict that the plain model loads."""
+    """`merge` as a state dict for the plain model."""
     return dict(merge(model, weights))
 
 
 @torch.no_grad()
 def merge(model: HubModel, weights: dict[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """The model's weights with adapters and rows merged in, under the names that it had without them, one by one.
+    """Yield names and weights of the plain model, with adapters and rows merged in; unadapted weights are not copied.
 
-    The model itself is left as it is: merging in place and taking it back would change its last bits.
-
-    Args:
-        model: with adapters.
-        weights: its state dict where the back end had to gather it; None takes the model's own.
-
-    Yields:
-        Names and weights; what was not adapted is the model's own tensor.
+    The model itself is unchanged: merging in place and reverting it would change last bits. `weights` is its state dict if the
+    back end had to gather it.
     """
     from peft.tuners.lora import LoraLayer
 
@@ -253,7 +228,7 @@ def matrix_names(model: HubModel) -> tuple[str, str]:
 
 
 def trained_rows(model: HubModel) -> dict[str, dict[str, EmbRow]]:
-    """The rows of new tokens, by the name of their matrix and then by their own; of tied matrices the embedding's alone."""
+    """The rows of new tokens, by the name of their matrix and their own; for tied matrices only the embedding's."""
     embedding, head = matrix_names(model)
     found: dict[str, dict[str, EmbRow]] = {}
     for name, row in model.named_children():

@@ -1,22 +1,22 @@
 """Attention over flat runs of tokens: prompts among themselves, tails over prompts, one generated token over all.
 
 The backbone's own layers compute everything but attention, on tokens without padding. At each layer they call
-`attend`, registered with transformers under `NAMES`; it is given a plan in place of a mask. Any other mask goes to
-transformers' own kernel, so a model behaves as before to everybody else.
+`attend`, registered with transformers under `NAMES`, with a plan instead of a mask. Any other mask goes to
+transformers' own kernel, so that other callers see an unchanged model.
 
-There are two forms. As `rge.model.varlen`, which is what a GPU computes: the prompts, then one sequence a branch, which looks
-at its prompt, the prompt's last token and itself; no padding, no mask. As rows side by side, which is faster on a CPU:
-the prompts causally, then each row's whole tail under a mask.
+There are two forms. `rge.model.varlen`, on a GPU: the prompts, then one sequence per branch, which attends to its prompt, the
+prompt's last token and itself, without padding or mask. Padded rows, faster on a CPU: the prompts causally, then each
+row's whole tail under a mask.
 
-Two computations whose results are unused are skipped. Prompts attend causally without a mask, so a kernel skips what lies
-ahead. And the last layer computes queries, outputs and its MLP only for tokens whose state is read; all others are
-needed there for their keys and values alone.
+Two unused computations are skipped. Prompts attend causally without a mask, so that kernels skip later tokens. And the last
+layer computes queries, outputs and its MLP only for tokens whose state is read; others only need keys and values there.
 
 Shape suffixes: B = rows, T = tokens of all rows, P = tokens of the longest prompt but its last, S = tokens of the
 longest tail, U = tokens looked at, C = capacity of a cache, H = heads, K = key heads, G = heads a key head, d = head size.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -37,20 +37,19 @@ from rge.model.packing import PromptPart, TailPart, tail_mask
 from rge.model.varlen import Runs, attend_last, attend_runs, make_runs, wanted
 
 NAMES = {"sdpa": "rge_sdpa", "eager": "rge_eager"}
-"""Names under which `attend` is registered, by the kernel that transformers was asked for."""
+"""Names under which `attend` is registered, by transformers' kernel."""
 
 KEY = "model.attn_implementation"
 
 
 @dataclass(frozen=True)
 class EncodedPrompts:
-    """What continuing prompts takes.
+    """Keys and values of prompts, to continue them.
 
     Attributes:
         part: their layout.
-        keys: of each layer, in the form that they were computed in: rows side by side (B, P, K, d), or flat (T, K, d);
-            with gradient where they were computed with it.
-        values: the same.
+        keys: of each layer, as computed: padded rows (B, P, K, d), or flat (T, K, d); with or without gradient.
+        values: likewise.
     """
 
     part: PromptPart
@@ -59,16 +58,16 @@ class EncodedPrompts:
 
     @property
     def is_flat(self) -> bool:
-        """Whether tokens stand one after the other."""
+        """Whether tokens are concatenated without padding."""
         return self.keys[0].dim() == 3
 
     def buffers(
         self, places: Sequence[int], capacity: int, *, heads_first: bool, room_of: "Room"
     ) -> list[tuple[Tensor, Tensor]]:
-        """Each layer's keys and values of some rows, without gradient, with room behind: (rows, capacity, K, d).
+        """Each layer's keys and values of some rows, without gradient, zero-padded to (rows, capacity, K, d).
 
-        Under autocast keys are rotated in float32 and used in the dtype that values have: once, not in every step. The room
-        is zeros, since the plain kernel multiplies what stands behind a row by a weight of zero.
+        Under autocast keys are rotated in float32 and used in the dtype of values: cast once, not in every step. The padding
+        is zeros, since the plain kernel multiplies it by a weight of zero.
         """
         longest = max(self.part.lengths[place] for place in places)
         rows = moved(torch.tensor(places), self.values[0].device)
@@ -91,16 +90,16 @@ class EncodedPrompts:
 
 
 Room = Callable[[str, tuple[int, ...], Tensor], Tensor]
-"""Zeros of a name and shape, of the dtype and on the device of another tensor."""
+"""Returns zeros of a shape, with the dtype and device of another tensor, in the memory of a name."""
 
 
 def fresh(name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """Zeros in new memory, which nothing else has under any name."""
+    """Zeros in new memory."""
     return like.new_zeros(shape)
 
 
 class _Ends(NamedTuple):
-    """What of the layout of prompts is needed to go on from them, see `PromptPart`."""
+    """The fields of `PromptPart` needed to continue prompts."""
 
     lengths: tuple[int, ...]
     last_id_B: Tensor
@@ -109,11 +108,7 @@ class _Ends(NamedTuple):
 
 
 class EncodedParts:
-    """Prompts encoded some at a time, each part with a backward of its own, and continued by one rollout.
-
-    Args:
-        parts: in the order of the prompts.
-    """
+    """Prompts encoded in `parts`, each with its own backward, and continued by one rollout."""
 
     def __init__(self, parts: Sequence[EncodedPrompts]):
         self.parts, layouts = list(parts), [one.part for one in parts]
@@ -128,40 +123,40 @@ class EncodedParts:
     def buffers(
         self, places: Sequence[int], capacity: int, *, heads_first: bool, room_of: "Room"
     ) -> list[tuple[Tensor, Tensor]]:
-        """As those of `EncodedPrompts`; places are counted through all parts."""
+        """As in `EncodedPrompts`; places are counted through all parts."""
         device, dtype = self.values[0].device, self.values[0].dtype
-        found, start = [], 0
-        for one in self.parts:
-            end = start + len(one.part.lengths)
-            here = [number for number, place in enumerate(places) if start <= place < end]
-            if here:
-                inside = [places[number] - start for number in here]
-                longest = max(one.part.lengths[place] for place in inside)
-                rows, into = moved((torch.tensor(inside), torch.tensor(here)), device)
-                found.append((one, rows, into, longest))
+        copies, start = [], 0
+        for encoded in self.parts:
+            end = start + len(encoded.part.lengths)
+            targets = [number for number, place in enumerate(places) if start <= place < end]
+            if targets:
+                sources = [places[number] - start for number in targets]
+                longest = max(encoded.part.lengths[place] for place in sources)
+                rows, into = moved((torch.tensor(sources), torch.tensor(targets)), device)
+                copies.append((encoded, rows, into, longest))
             start = end
 
         def buffer(layer: int, name: str) -> Tensor:
             heads = self.values[layer].shape[-2:]
             room = room_of(f"{name} {layer}", (len(places), capacity, *heads), self.values[0])
-            for one, rows, into, longest in found:
-                states = getattr(one, name)[layer]
-                room[into, :longest] = one.padded(states, rows, longest).to(dtype)
+            for encoded, rows, into, longest in copies:
+                states = getattr(encoded, name)[layer]
+                room[into, :longest] = encoded.padded(states, rows, longest).to(dtype)
             return room.transpose(1, 2).contiguous() if heads_first else room
 
         return [(buffer(layer, "keys"), buffer(layer, "values")) for layer in range(len(self.values))]
 
 
 class Pass:
-    """Plan of a forward over prompts, tails, or prompts and then tails.
+    """Plan of a forward over prompts, tails, or both.
 
     Args:
-        prompts: rows to encode; None if `encoded` has them already.
+        prompts: rows to encode; None if already `encoded`.
         tails: their continuations; None to encode prompts alone.
         encoded: prompts' keys and values from an earlier pass.
         num_layers: of the text model.
-        form: ``auto``, ``varlen``, or anything else for rows side by side; see `rge.model.varlen.wanted`.
-        whole_pictures: whether all tokens of a picture see one another.
+        form: ``auto``, ``varlen``, or anything else for padded rows; see `rge.model.varlen.wanted`.
+        whole_pictures: whether all tokens of a picture attend to each other.
     """
 
     def __init__(
@@ -186,7 +181,7 @@ class Pass:
     def attend(self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, kernel: "_Kernel") -> Tensor:
         """Outputs (T, H, d)."""
         if self._layout is None:
-            # Here, since only the states say which dtype is computed in.
+            # Decided here, since only the states have the computing dtype.
             if self.encoded is None:
                 flat = wanted(self.form, v_TKd.device, v_TKd.dtype, KEY)
             else:
@@ -201,7 +196,7 @@ class Pass:
         if self.encoded is None:
             known = layout.known(k_TKd[:split], v_TKd.dtype), layout.known(v_TKd[:split], v_TKd.dtype)
             if self.tails is None:
-                # Checkpointing computes a layer once more in the backward pass; the first result is the one in use.
+                # Checkpointing recomputes a layer in the backward pass; the first result is in use.
                 self.kept.setdefault(layer, known)
             if layer == self.num_layers - 1:
                 outputs.append(torch.zeros_like(q_THd[:split], dtype=v_TKd.dtype))
@@ -215,22 +210,20 @@ class Pass:
 
 
 class _Flat:
-    """Sequences one after the other: the prompts, and for each branch its prompt, the prompt's last token and itself.
+    """Concatenated sequences: the prompts, and for each branch its prompt, the prompt's last token and itself.
 
-    The prompt's last token looks once, with its row's first branch: since the causal mask is aligned at the sequences'
-    ends, other branches' queries can do without it, and queries stand in the tails' own order.
+    The prompt's last token is a query only in its row's first branch: the causal mask is aligned at the sequences' ends, so
+    other branches do not need it, and queries keep the tails' order.
     """
 
     def __init__(self, part: PromptPart, tails: TailPart | None, device: torch.device, whole_pictures: bool):
-        # The masked picture before the first row is a sequence of its own.
+        # The masked picture before the first row is a separate sequence.
         lengths = (part.start, *part.lengths)
-        has_pictures = whole_pictures and any(part.spans)
-        segments = _segments(part) if has_pictures else []
-        found = make_runs(lengths, lengths), segments, *self._tails(part, tails)
-        self.prompt_runs, self.segments, self.tail_runs, self.index_U = moved(found, device)
+        segments = _segments(part) if whole_pictures and any(part.spans) else []
+        on_host = make_runs(lengths, lengths), segments, *self._tails(part, tails)
+        self.prompt_runs, self.segments, self.tail_runs, self.index_U = moved(on_host, device)
 
     def _tails(self, part: PromptPart, tails: TailPart | None) -> tuple[Runs, Tensor] | tuple[None, None]:
-        """Sequences of the branches, and the places of the keys that they look at."""
         if tails is None:
             return None, None
         q_lengths, k_lengths, places = [], [], []
@@ -250,16 +243,17 @@ class _Flat:
         return make_runs(q_lengths, k_lengths), torch.cat(places)
 
     def known(self, states_TKd: Tensor, dtype: torch.dtype) -> Tensor:
-        # Under autocast keys are rotated in float32; they are kept in the dtype that they are used in.
+        # Under autocast keys are rotated in float32, but used in another dtype.
         return states_TKd.to(dtype)
 
     def prompts(self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, kernel: "_Kernel") -> Tensor:
         if not self.segments:
             return kernel.runs(q_THd, k_TKd, v_TKd, self.prompt_runs)
         out_THd = torch.zeros_like(q_THd, dtype=v_TKd.dtype)
-        for one in self.segments:
-            q, k, v = q_THd[one.look_T], k_TKd[one.seen_U], v_TKd[one.seen_U]
-            out_THd = out_THd.index_copy(0, one.look_T, kernel.runs(q, k, v, one.runs, causal=one.causal))
+        for segment in self.segments:
+            k, v = k_TKd[segment.seen_U], v_TKd[segment.seen_U]
+            out = kernel.runs(q_THd[segment.look_T], k, v, segment.runs, causal=segment.causal)
+            out_THd = out_THd.index_copy(0, segment.look_T, out)
         return out_THd
 
     def tails(
@@ -274,7 +268,7 @@ class _Flat:
 
 @dataclass(frozen=True)
 class _Segment:
-    """Pieces of prompts of one kind, texts or whole pictures: where their tokens are, and those that they see."""
+    """Pieces of prompts of one kind, texts or whole pictures: places of their tokens, and of those that they attend to."""
 
     causal: bool
     look_T: Tensor
@@ -283,7 +277,6 @@ class _Segment:
 
 
 def _segments(part: PromptPart) -> list[_Segment]:
-    """Prompts cut at their pictures: each piece sees its prompt up to its own end."""
     pieces: dict[bool, list[tuple[int, int, int]]] = {True: [], False: []}
     row = part.start
     for length, spans in zip(part.lengths, part.spans, strict=True):
@@ -303,7 +296,7 @@ def _segments(part: PromptPart) -> list[_Segment]:
 
 
 class _Padded:
-    """Rows side by side, filled up behind: prompts causally, tails under a mask."""
+    """Padded rows: prompts causally, tails under a mask."""
 
     def __init__(self, part: PromptPart, tails: TailPart | None):
         self.part, self.tail_part = part, tails
@@ -330,7 +323,7 @@ class _Padded:
         return rows.concatenated(kernel(q_BSHd, k_BUKd, v_BUKd, self._bias(q_THd.dtype)))
 
     def _bias(self, dtype: torch.dtype) -> Tensor:
-        """The tails' mask as a sum: made once, where a boolean one would be converted, and kept, in every layer."""
+        """The tails' additive mask, made once; a boolean one would be converted, and kept, in every layer."""
         if self._mask is None or self._mask.dtype != dtype:
             longest = self.part.index_BP.shape[1]
             seen = tail_mask(self.part.length_B, longest, self.tail_part.segment_BS)  # type: ignore[union-attr]
@@ -339,7 +332,7 @@ class _Padded:
 
 
 class _Rows:
-    """Moves tokens between a flat run, whose first row begins at `start`, and rows side by side."""
+    """Converts between concatenated tokens, whose first row begins at `start`, and padded rows."""
 
     def __init__(self, index_BT: Tensor, lengths: Sequence[int], start: int, num_tokens: int):
         self.shape = index_BT.shape
@@ -347,7 +340,7 @@ class _Rows:
         self.exact = index_BT.numel() == num_tokens and min(lengths) == longest
         if not self.exact:
             self.index = index_BT.flatten()
-            # Tokens of no row (the masked picture) read some row's output; nothing depends on theirs.
+            # Tokens of no row (the masked picture) read any row's output, since theirs is unused.
             back = [torch.zeros(start, dtype=torch.long)]
             back += [
                 torch.arange(row * longest, row * longest + length) for row, length in enumerate(lengths)
@@ -365,14 +358,12 @@ class _Rows:
 
 
 class Cache:
-    """Plan of generation: keys and values of rows being written, in buffers made once; one new token a row and step.
-
-    Rows begin side by side, and new tokens stand behind the longest prompt.
+    """Plan of generation: preallocated keys and values of padded rows; one new token per row and step, after the longest prompt.
 
     Args:
         encoded: of the prompts, read without gradient.
-        places: which of them, each as often as it is continued.
-        num_new_tokens: greatest number of tokens put after a prompt.
+        places: indices of prompts, repeated for several continuations.
+        num_new_tokens: maximum per prompt.
     """
 
     read_R = None
@@ -380,7 +371,7 @@ class Cache:
     def __init__(self, encoded: EncodedPrompts | EncodedParts, places: Sequence[int], num_new_tokens: int):
         lengths = [encoded.part.lengths[place] for place in places]
         self.length = longest = max(lengths)
-        # Heads come before tokens, as the kernel reads them.
+        # Heads before tokens, as the kernel reads them.
         self.buffers = encoded.buffers(places, longest + num_new_tokens, heads_first=True, room_of=fresh)
         dtype, device = encoded.values[0].dtype, encoded.values[0].device
         self.bias: Tensor | None = None
@@ -415,7 +406,7 @@ class Cache:
 
 
 def bucket(number: int) -> int:
-    """The number of rows, or of tokens a row has room for, that a step is captured for: few sizes, so that few are captured."""
+    """Round up a number of rows, or of tokens per row, to one of few sizes, so that few steps are captured."""
     size = 4
     while number > 2:
         for rounded in (size, size * 3 // 2):
@@ -426,16 +417,16 @@ def bucket(number: int) -> int:
 
 
 class RunningCache:
-    """Plan of generation in which nothing depends on the host: every step is the same kernels on the same memory.
+    """Plan of generation independent of the host: every step runs the same kernels on the same memory.
 
-    So a step can be captured once as a CUDA graph and replayed. Each row's tokens stand one after the other from the
-    beginning of its own buffer, and the kernel is told on the device how many there are.
+    So a step can be captured as a CUDA graph and replayed. Each row's tokens start at the beginning of its own buffer, and
+    their number is a tensor on the device.
 
     Args:
         encoded: of the prompts, read without gradient.
-        places: which of them, each as often as it is continued.
-        capacity: tokens that each row has room for.
-        room_of: gives the memory of everything that a step reads or writes.
+        places: indices of prompts, repeated for several continuations.
+        capacity: tokens per row.
+        room_of: allocates everything that a step reads or writes.
 
     Attributes:
         length_B: int32 tokens of each row.
@@ -454,9 +445,9 @@ class RunningCache:
             rows.int(),
             rows.int() * capacity,
         ]
-        found = moved(numbers, encoded.values[0].device)
         self.numbers = [
-            room_of(f"cache {place}", tuple(one.shape), one).copy_(one) for place, one in enumerate(found)
+            room_of(f"cache {place}", tuple(number.shape), number).copy_(number)
+            for place, number in enumerate(moved(numbers, encoded.values[0].device))
         ]
         self._take(len(places))
 
@@ -497,7 +488,7 @@ class RunningCache:
 
 @dataclass(frozen=True)
 class _Kernel:
-    """Scaled dot-product attention of several tokens a row, without repeating keys for the heads that share them."""
+    """Scaled dot-product attention of several tokens per row, without repeating keys for heads that share them."""
 
     scale: float
     dropout: float
@@ -505,7 +496,7 @@ class _Kernel:
     window: int | None = None
 
     def refuse_window(self) -> None:
-        """Raise ValueError in a layer whose tokens see a window only."""
+        """Raise ValueError in a layer with sliding-window attention."""
         if self.window is not None:
             raise ValueError(f"this model has layers with a window of {self.window} tokens; set {KEY}=varlen")
 
@@ -534,10 +525,8 @@ class _Kernel:
         return torch.stack([part.transpose(1, 2) for part in parts], dim=3).flatten(2, 3)
 
     def _run(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, settings: dict) -> Tensor:
-        if self.plain:
-            with sdpa_kernel(SDPBackend.MATH):
-                return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, **settings)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, **settings)
+        with sdpa_kernel(SDPBackend.MATH) if self.plain else nullcontext():
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, **settings)
 
 
 def attend(
@@ -570,7 +559,7 @@ for _asked, _name in NAMES.items():
 
 
 def install(text: HubModel, form: str = "auto", whole_pictures: bool = False) -> str:
-    """Let a text model's layers call `attend`, and its last layer compute only what is read. Twice is once.
+    """Let a text model's layers call `attend`, and its last layer compute only what is read; idempotent.
 
     Args:
         text: a decoder of transformers with ``config`` and ``layers``, each with ``self_attn`` and ``mlp``.
@@ -578,11 +567,11 @@ def install(text: HubModel, form: str = "auto", whole_pictures: bool = False) ->
         whole_pictures: see `Pass`.
 
     Returns:
-        The form to plan with: ``varlen`` in place of ``auto`` where layers see a window, or pictures are seen whole: rows
-        side by side do not have that.
+        The form to plan with: ``varlen`` instead of ``auto`` for layers with a window, or `whole_pictures`, which padded rows
+        do not support.
 
     Raises:
-        UserError: another form was asked for, and pictures are seen whole.
+        UserError: another form was asked for with `whole_pictures`.
     """
     if form == "auto" and (
         whole_pictures or "sliding_attention" in (getattr(text.config, "layer_types", None) or ())
@@ -604,12 +593,12 @@ def install(text: HubModel, form: str = "auto", whole_pictures: bool = False) ->
     return form
 
 
-# The hooks below run modules of the last layer on the tokens that are read, and leave the others zero. Hooks, since they
-# hold for every family, under every wrapper of the modules and in the recomputation of checkpointing, where only the
-# attention module is given the plan. A context variable, since each thread has its own: several may use one model at once.
+# These hooks run modules of the last layer only on tokens that are read, and leave the others zero. Hooks work for every family,
+# under every wrapper of the modules and in the recomputation of checkpointing, where only the attention module gets the plan. A
+# context variable is per thread: several threads may use one model.
 
 _read: ContextVar[tuple[Tensor, int] | None] = ContextVar("rge_read", default=None)
-"""The last layer's tokens that are read, and the number of all of them; of the forward that runs in this thread."""
+"""The last layer's tokens that are read, and the number of all tokens, in this thread's forward."""
 
 
 def _note(module: nn.Module, args: Sequence, kwargs: dict) -> None:
@@ -625,7 +614,7 @@ def _select(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor] | None:
 
 
 def _spread(module: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor | None:
-    """After a module: put them back in their places."""
+    """After a module: put them back in place."""
     read = _read.get()
     if read is None:
         return None

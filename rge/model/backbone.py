@@ -33,7 +33,7 @@ from rge.model.families import FAMILIES, Family, family_of
 from rge.model.hub_model import HubModel
 
 _STOCK = {"auto": "sdpa", "varlen": "sdpa"}
-"""What transformers is asked for where the attention is ours."""
+"""transformers' kernels behind our forms of attention."""
 
 
 class BackboneError(UserError):
@@ -48,11 +48,11 @@ class Backbone:
         model: the Hugging Face model, ``...ForConditionalGeneration``.
         processor: its processor; the tokenizer knows ``<emb>``.
         emb_id: id of ``<emb>``.
-        suppressed_ids: ids that a rationale never contains: every special token but ``<emb>``, and the padding rows
-            of the embedding matrix, which no token has.
+        suppressed_ids: ids that a rationale never contains: every special token but ``<emb>``, and the unused padding rows
+            of the embedding matrix.
         attention: form of the text model's attention, see `rge.model.varlen.wanted`.
         think_ids: ids of the think tokens, in order.
-        rows_of_base: rows that the embedding matrix had on the disk, before any token was added.
+        rows_of_base: rows of the saved embedding matrix, before any token was added.
     """
 
     model: HubModel
@@ -65,7 +65,7 @@ class Backbone:
 
     @property
     def family(self) -> Family:
-        """What differs between its family and others."""
+        """The conventions of its family."""
         return family_of(self.model)
 
 
@@ -77,7 +77,7 @@ def read_config(path: str | Path, revision: str | None = None) -> PretrainedConf
     """
     if not Path(path).exists() and (str(path).startswith((".", "/", "~")) or str(path).count("/") != 1):
         raise BackboneError(f"no model can be loaded from {path}: there is no such directory")
-    families = list(FAMILIES)  # first: one that is not of transformers brings its config
+    families = list(FAMILIES)  # first, since loading the families registers configs that transformers lacks
     try:
         config = AutoConfig.from_pretrained(path, revision=revision)
     except (OSError, ValueError) as error:
@@ -114,19 +114,19 @@ def load_backbone(
         vision_attn_implementation: the vision tower's, likewise.
         min_pixels: smallest picture; None keeps the processor's.
         max_pixels: largest picture; None keeps the processor's.
-        add_emb: add ``<emb>`` where it is missing (training from a plain model). Without it, its absence is an error.
+        add_emb: add a missing ``<emb>`` (training from a plain model); otherwise its absence is an error.
         emb_token: its name in another project's checkpoint.
-        quantization: see `quantized`; None: none.
-        device: where quantized weights go, which are made there.
-        think_tokens: how many there are; with `add_emb`, those that are missing are added.
-        base: of adapters, as `find_base` gives it; None asks it.
+        quantization: see `quantized`.
+        device: of quantized weights, which are created there.
+        think_tokens: their number; with `add_emb`, missing ones are added.
+        base: of adapters; None: see `find_base`.
         merge: False leaves adapters out, for `rge.model.adapter_files.load_trainable_adapters`.
 
     Raises:
         BackboneError: nothing to load there, an unsupported family, no ``<emb>``, or too few think tokens.
-        AdapterError: adapters whose base is not there, or is another.
+        AdapterError: the base of the adapters is missing or different.
     """
-    transformers_logging.disable_progress_bar()  # ours are the bars to watch
+    transformers_logging.disable_progress_bar()  # we show our own
     config = read_config(path, revision)
     weights, own, adapted = path, {}, is_adapter_checkpoint(path)
     if adapted:
@@ -179,11 +179,11 @@ def load_backbone(
     if add_emb:
         add_emb_token(model, tokenizer)
         if thinks:
-            # A line break: models have read many in a row, and none of them means anything.
+            # A line break: models have seen many in a row, without meaning.
             add_tokens(model, tokenizer, thinks, tokenizer("\n", add_special_tokens=False).input_ids[-1])
     _check_tokens(path, tokenizer, emb_token, thinks)
     emb_id = tokenizer.convert_tokens_to_ids(emb_token)
-    num_rows = model.get_input_embeddings().num_embeddings  # a weight that ZeRO-3 has shared out has no shape
+    num_rows = model.get_input_embeddings().num_embeddings  # under ZeRO-3 the weight has no shape
     special = set(tokenizer.all_special_ids) | set(range(len(tokenizer), num_rows))
     special |= {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     think_ids = tuple(tokenizer.convert_tokens_to_ids(thinks))
@@ -211,11 +211,7 @@ def load_processor(
     min_pixels: int | None = None,
     max_pixels: int | None = None,
 ) -> Any:
-    """A model's processor, which scales pictures to these sizes; arguments as of `load_backbone`.
-
-    Raises:
-        OSError: there is none.
-    """
+    """A model's processor, with these picture sizes; arguments as of `load_backbone`. OSError if there is none."""
     processor = AutoProcessor.from_pretrained(path, revision=revision)
     processor.rge_family = FAMILIES[config.model_type]
     processor.rge_family.limit_pixels(processor, min_pixels, max_pixels)
@@ -226,18 +222,18 @@ QUANTIZATIONS = ("8bit", "4bit")
 
 
 def quantized(kind: str | None, config: PretrainedConfig, dtype: str, device: str) -> dict[str, Any]:
-    """Options of transformers that load the text model's matrices in few bits, by bitsandbytes.
+    """Options of transformers that quantize the text model's matrices with bitsandbytes.
 
-    The vision tower and the matrix that chooses tokens stay as they are: small, and an error in them is in everything.
+    The vision tower and the output matrix are not quantized: they are small, and their errors affect everything.
 
     Args:
         kind: ``8bit`` (LLM.int8) or ``4bit`` (NF4); None: none.
         config: of the model.
         dtype: of everything else, and of the products.
-        device: where the weights go; 4 bits only on a GPU.
+        device: of the weights; 4 bits only on a GPU.
 
     Raises:
-        BackboneError: unknown, not possible on that device, or bitsandbytes is not there.
+        BackboneError: an unknown kind, not possible on that device, or bitsandbytes is missing.
     """
     if kind is None:
         return {}
@@ -250,27 +246,22 @@ def quantized(kind: str | None, config: PretrainedConfig, dtype: str, device: st
         )
     if importlib.util.find_spec("bitsandbytes") is None:
         raise BackboneError(f"quantization={kind} needs bitsandbytes: pip install -e '.[quantization]'")
-    kept = vision_prefixes(skeleton(config))
-    wanted: dict[str, Any] = {"llm_int8_skip_modules": [*(name.rstrip(".") for name in kept), "lm_head"]}
-    if kind == "8bit":
-        wanted["load_in_8bit"] = True
-    else:
-        wanted |= {
-            "load_in_4bit": True,
-            "bnb_4bit_quant_type": "nf4",
-            "bnb_4bit_compute_dtype": getattr(torch, dtype),
-        }
-    return {"quantization_config": BitsAndBytesConfig(**wanted), "device_map": {"": device}}
+    skipped = [*(name.rstrip(".") for name in vision_prefixes(skeleton(config))), "lm_head"]
+    four_bits = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": getattr(torch, dtype)}
+    settings = BitsAndBytesConfig(
+        llm_int8_skip_modules=skipped, **{f"load_in_{kind}": True}, **(four_bits if kind == "4bit" else {})
+    )
+    return {"quantization_config": settings, "device_map": {"": device}}
 
 
 def _drop_unused_renamings(model: HubModel) -> None:
     """Under ZeRO-3 transformers also keeps renamings that loading did not use; saving would apply them backwards."""
-    kept = getattr(model, "_weight_conversions", None) or []
-    model.__dict__["_weight_conversions"] = [change for change in kept if change.was_used()]
+    renamings = getattr(model, "_weight_conversions", None) or []
+    model.__dict__["_weight_conversions"] = [change for change in renamings if change.was_used()]
 
 
 def load_plain(path: str | Path, base: Path | None = None) -> HubModel:
-    """The model as transformers alone loads it, float32, to compare with; adapters merged into their `base` by PEFT."""
+    """The model as plain transformers loads it, float32, for comparison; adapters merged into their `base` by PEFT."""
     model: Any = AutoModelForImageTextToText.from_pretrained(base or path, dtype=torch.float32)
     if base is not None:
         model.resize_token_embeddings(read_config(path).get_text_config().vocab_size, mean_resizing=False)
@@ -279,32 +270,20 @@ def load_plain(path: str | Path, base: Path | None = None) -> HubModel:
 
 
 def add_emb_token(model: HubModel, tokenizer) -> int:
-    """Give ``<emb>`` an id and a row to start from; a model that has it already is left alone.
+    """Add ``<emb>`` unless the model has it, and return its id.
 
-    Its row starts as a copy of the end of turn's (``<|im_end|>`` on Qwen), a token that the model already writes where an
-    answer is complete. On Qwen2.5-VL it takes the id 151665.
-
-    Returns:
-        The id of ``<emb>``.
+    Its row starts as a copy of the end of turn's (``<|im_end|>`` on Qwen), a token that the model already writes after a
+    complete answer. On Qwen2.5-VL it gets the id 151665.
     """
     return add_tokens(model, tokenizer, [EMB_TOKEN], tokenizer.eos_token_id)[0]
 
 
 def add_tokens(model: HubModel, tokenizer, names: Sequence[str], source: int) -> list[int]:
-    """Give tokens ids and rows to start from; those that the tokenizer has already are left alone.
+    """Add tokens to model and tokenizer in place, except those that exist, and return their ids.
 
-    They take the first free ids, and their rows start as copies of another token's, in the input and, if untied, in the
-    output matrix. The matrix is never shrunk to the tokenizer's length: Qwen's has padding rows, and it grows only when
+    They get the first free ids, and their rows start as copies of the token `source`'s, in the input and, if untied, the
+    output matrix. The matrix is never shrunk to the tokenizer's length: Qwen's has padding rows, and grows only if
     they are used up.
-
-    Args:
-        model: changed in place.
-        tokenizer: changed in place.
-        names: of the tokens.
-        source: id of the token whose row is copied.
-
-    Returns:
-        The ids of the names.
     """
     new = [name for name in names if name not in tokenizer.get_vocab()]
     name_tokens(tokenizer, new)
@@ -320,18 +299,14 @@ def add_tokens(model: HubModel, tokenizer, names: Sequence[str], source: int) ->
 
 
 def name_tokens(tokenizer, names: Sequence[str]) -> None:
-    """Put tokens into a tokenizer, where they are not in it."""
+    """Add missing tokens to a tokenizer."""
     tokenizer.add_tokens(
         [AddedToken(name, special=True, normalized=False) for name in names], special_tokens=True
     )
 
 
 def check_sizes(sizes: Sequence[int], model: HubModel) -> None:
-    """Refuse sizes to which the model's embeddings cannot be cut.
-
-    Raises:
-        BackboneError: names the sizes and the embedding's own.
-    """
+    """Refuse sizes to which the model's embeddings cannot be truncated."""
     full = model.config.get_text_config().hidden_size
     if any(size >= full for size in sizes) or len(set(sizes)) < len(sizes):
         raise BackboneError(
@@ -342,42 +317,33 @@ def check_sizes(sizes: Sequence[int], model: HubModel) -> None:
 
 def skeleton(config: PretrainedConfig) -> HubModel:
     """A model of a config on `meta`: shapes without numbers, whole under every back end."""
-    with set_zero3_state(), torch.device("meta"):  # else ZeRO-3 would share even this out
+    with set_zero3_state(), torch.device("meta"):  # otherwise ZeRO-3 would shard it
         return AutoModelForImageTextToText.from_config(config).eval()
 
 
 def weight_names(model: HubModel) -> set[str]:
-    """Names of the weights that a model of this config is loaded with, whatever has been put around or into this one."""
+    """Names of the weights of a plain model of this config, whatever wraps or extends this one."""
     return set(skeleton(model.config).state_dict())
 
 
 def tied_names(model: HubModel) -> dict[str, str]:
-    """Names of matrices that are another one's too, to that one's."""
+    """Names of tied matrices to those of the matrices that they share."""
     return getattr(model, "all_tied_weights_keys", {})
 
 
-def text_model(model: HubModel) -> HubModel:
-    """The part that maps ids or input embeddings to last-layer states (after the final norm), as transformers has it."""
-    return model.model
-
-
 def vision_parameters(model: HubModel) -> list[nn.Parameter]:
-    """Parameters of everything that turns pixels into features."""
+    """Parameters of the vision tower and its projection."""
     return [parameter for part in family_of(model).vision(model) for parameter in part.parameters()]
 
 
 def vision_prefixes(model: HubModel) -> tuple[str, ...]:
-    """What the names of everything that turns pixels into features begin with."""
+    """Prefixes of the names of the vision tower and its projection."""
     names = {id(module): name for name, module in model.named_modules()}
     return tuple(f"{names[id(part)]}." for part in family_of(model).vision(model))
 
 
 def collapsed_ids(model: HubModel, ids: Sequence[int]) -> list[int]:
-    """A prompt's ids with one placeholder a picture, as vLLM takes them.
-
-    Raises:
-        BackboneError: the family's pictures are more than a run of placeholders.
-    """
+    """A prompt's ids with one placeholder per picture, as vLLM takes them; BackboneError for unsupported families."""
     collapsed = family_of(model).collapsed(model.config, ids)
     if collapsed is None:
         raise BackboneError(

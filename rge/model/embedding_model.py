@@ -25,12 +25,11 @@ class Packed:
     """One batch of rows for `EmbeddingModel.forward`.
 
     Attributes:
-        prompts: to encode; None if `encoded` has them.
+        prompts: to encode; None if already `encoded`.
         tails: to read states and predictions from; None to encode prompts alone.
-        encoded: what an earlier forward made of the prompts.
         owners: the prompts themselves, for `EmbeddingModel.pictures`.
-        temperature: at which sampled branches were sampled.
-        by_branch: whether `Readout.nll_P` is read too.
+        temperature: of the sampled branches.
+        by_branch: compute `Readout.nll_P` too.
     """
 
     prompts: PromptPart | None
@@ -42,15 +41,15 @@ class Packed:
 
 
 class PictureMemory:
-    """Features of pictures that a frozen vision tower has seen in this step, so that it sees each once."""
+    """A step's cache of picture features, so that a frozen vision tower runs once per picture."""
 
     def __init__(self) -> None:
-        # The prompt is kept as well: while it lives, no other has its id.
+        # Keeping the prompt alive keeps its id unique.
         self._known: dict[int, tuple[Prompt, Tensor]] = {}
         self._is_open = False
 
     def open(self) -> None:
-        """A step begins: remember from now on."""
+        """Start caching: a step begins."""
         self._is_open = True
 
     def recall(self, prompts: Sequence[Prompt]) -> Tensor | None:
@@ -61,7 +60,7 @@ class PictureMemory:
         return torch.cat([self._known[key][1] for key in pictured])
 
     def keep(self, prompts: Sequence[Prompt], features: Tensor) -> None:
-        """Remember features, in the order of the prompts' placeholders."""
+        """Cache features, in the order of the prompts' placeholders."""
         pictured = [prompt for prompt in prompts if prompt.pixels is not None]
         if not pictured or not self._is_open:
             return
@@ -69,23 +68,23 @@ class PictureMemory:
         self._known |= {id(prompt): (prompt, part) for prompt, part in zip(pictured, parts, strict=True)}
 
     def clear(self) -> None:
-        """The step is over: forget everything, and remember nothing until the next (validation comes between)."""
+        """Drop everything, and cache nothing until the next step (validation comes in between)."""
         self._known.clear()
         self._is_open = False
 
 
 @dataclass
 class Readout:
-    """What one packed batch gives.
+    """Results of one packed batch.
 
     Attributes:
         state_ND: unit-norm states at the branches' ``<emb>``, float32 (float64 for a float64 model).
         nll: summed negative log likelihood of the predicted tokens, in nats.
-        num_tokens: how many tokens that sum is over.
-        encoded: keys and values of the prompts, where there were no tails.
+        num_tokens: number of predicted tokens.
+        encoded: keys and values of the prompts, if there were no tails.
         log_prob_L: of the sampled tokens, branch after branch, see `rge.losses.rationale_log_probs`; None without any.
-        entropy_L: of the distributions that they come from, without gradient.
-        nll_P: `nll` by branch with predicted tokens, branch after branch; None unless asked for.
+        entropy_L: of their distributions, without gradient.
+        nll_P: `nll` per branch with predicted tokens; None unless `Packed.by_branch`.
     """
 
     state_ND: Tensor
@@ -135,41 +134,38 @@ class EmbeddingModel(nn.Module):
         return self.model.get_input_embeddings().weight.device
 
     def pack(
-        self, prompts: Sequence[Prompt], branches: Sequence[Sequence[Branch]], temperature: float = 1.0
-    ) -> Packed:
-        """Lay prompts and their branches out for `forward`; see `rge.model.packing`."""
-        part, tails = to_device(self._prompts(prompts), pack_tails(prompts, branches), device=self.device)
-        return Packed(part, tails, owners=prompts, temperature=temperature)
-
-    def pack_prompts(self, prompts: Sequence[Prompt]) -> Packed:
-        """Lay prompts alone out, to be continued later."""
-        (part,) = to_device(self._prompts(prompts), device=self.device)
-        return Packed(part, None, owners=prompts)
-
-    def pack_branches(
         self,
         prompts: Sequence[Prompt],
         branches: Sequence[Sequence[Branch]],
-        encoded: EncodedPrompts,
         temperature: float = 1.0,
+        encoded: EncodedPrompts | None = None,
     ) -> Packed:
-        """Lay branches of prompts out that have been encoded already, in this order."""
-        (tails,) = to_device(pack_tails(prompts, branches), device=self.device)
-        return Packed(None, tails, encoded, temperature=temperature)
+        """Lay out prompts, unless already `encoded`, and their branches for `forward`; see `rge.model.packing`."""
+        tails = pack_tails(prompts, branches)
+        if encoded is not None:
+            (tails,) = to_device(tails, device=self.device)
+            return Packed(None, tails, encoded, temperature=temperature)
+        part, tails = to_device(self._prompts(prompts), tails, device=self.device)
+        return Packed(part, tails, owners=prompts, temperature=temperature)
+
+    def pack_prompts(self, prompts: Sequence[Prompt]) -> Packed:
+        """Lay out prompts alone, to be continued later."""
+        (part,) = to_device(self._prompts(prompts), device=self.device)
+        return Packed(part, None, owners=prompts)
 
     def _prompts(self, prompts: Sequence[Prompt]) -> PromptPart:
         empty = self.family.square_picture(self.model.config)
         return pack_prompts(prompts, picture_ids=self.picture_ids, empty_picture=empty)
 
     def forward(self, *packs: Packed | Readout) -> list[Readout]:
-        """Run every pack through the backbone, all in one call, so that a wrapper sees few forwards a step.
+        """Run every pack through the backbone in one call, so that a wrapper sees few forwards per step.
 
         Args:
             packs: e.g. the queries' rows and the candidates' rows, which have nothing to share. A readout of an earlier
-                forward of this module alone is given back as it is: its wrapper prepares a backward in each forward.
+                forward of the unwrapped module is returned unchanged: the wrapper prepares a backward in each forward.
 
         Returns:
-            One readout a pack.
+            One readout per pack.
         """
         return [packed if isinstance(packed, Readout) else self._read(packed) for packed in packs]
 
@@ -182,12 +178,10 @@ class EmbeddingModel(nn.Module):
         return hidden_TD[plan.num_prompt_tokens :]
 
     def _run(self, packed: Packed) -> tuple[Tensor, Pass]:
-        """Last-layer states of all tokens, those that are read; and the plan that says which."""
+        """Last-layer states of all tokens, valid for those that are read, and the plan."""
         prompts, tails = packed.prompts, packed.tails
         parts = [part for part in (prompts, tails) if part is not None]
-        features = None
-        if prompts is not None:
-            features = self._features(prompts, packed.owners)
+        features = None if prompts is None else self._features(prompts, packed.owners)
         num_layers = len(self.family.decoder(self.model).layers)
         plan = Pass(prompts, tails, packed.encoded, num_layers, self.attention, self.family.whole_pictures)
         inputs = {
@@ -250,17 +244,17 @@ class EmbeddingModel(nn.Module):
 
 
 def embedder_to_train(start: str, config: ModelConfig, adapters_only: bool = False) -> EmbeddingModel:
-    """Backbone, processor, ``<emb>`` and think tokens as a recipe holds them in memory, with what it trains and what it does not.
+    """The embedder that a recipe trains, with frozen and trainable parts.
 
     Args:
-        start: hub id or directory; `ModelConfig.path`, or a checkpoint that stands in for it.
-        config: the recipe's.
-        adapters_only: go on from the adapters of a checkpoint that holds nothing else, so that their base stays the same; else
-            they are merged, as on export.
+        start: hub id or directory: `ModelConfig.path`, or a checkpoint instead.
+        config: of the recipe.
+        adapters_only: continue the adapters of a checkpoint that has nothing else, on the same base; otherwise they are merged,
+            as on export.
 
     Raises:
         BackboneError: nothing usable is there.
-        AdapterError: the adapters fit nowhere; or those of the checkpoint have another form, or no base here.
+        AdapterError: the adapters do not fit; or those of the checkpoint have another form, or their base is missing.
     """
     adapted = is_adapter_checkpoint(start)
     backbone = load_backbone(
@@ -294,7 +288,7 @@ def normalise(state: Tensor) -> Tensor:
 
 
 LEAST_BYTES = 2**20
-"""A tensor smaller than this stays where it is: copying it would cost more than its memory is worth."""
+"""Smaller tensors stay on the device: copying them would cost more than their memory is worth."""
 
 
 @dataclass(frozen=True)
@@ -303,7 +297,7 @@ class Kept:
 
     Attributes:
         where: see `keeping`; ``none``: nothing.
-        prompt_pass: `rollout.prompt_pass`; ``twice`` too where there is room for the candidates' alone.
+        prompt_pass: `rollout.prompt_pass`; ``twice`` if there is room for the candidates' activations alone.
     """
 
     where: str
@@ -311,12 +305,10 @@ class Kept:
 
 
 def keeping(where: str) -> AbstractContextManager:
-    """Where that stays, until the backward, which autograd keeps of the forwards inside.
+    """Context of forwards whose saved tensors wait for the backward on the ``device`` or the ``host``, pinned for a GPU.
 
-    Copies to and from main memory are in the order of the device's own work, so that the host never waits for them.
-
-    Args:
-        where: ``device``, or ``host`` for main memory, pinned on a GPU. Weights stay on the device in any case.
+    Copies to and from the host are queued with the device's own work, so that the host never waits for them. Weights always
+    stay on the device.
     """
     return (
         torch.autograd.graph.saved_tensors_hooks(_to_host, _from_host) if where == "host" else nullcontext()
@@ -339,9 +331,9 @@ def encode_prompts(model: nn.Module, embedder: EmbeddingModel, prompts: Sequence
     """Keys and values of prompts, with gradient, for the rollout and then `rge.step.TrainingStep`.
 
     Args:
-        model: the wrapped embedder; its next forward is the training step's, and both belong to one backward.
+        model: the wrapped embedder; its next forward is the training step's, and both share one backward.
         embedder: the same, unwrapped.
-        prompts: of this rank's queries.
+        prompts: of any queries.
     """
     (readout,) = model(embedder.pack_prompts(prompts))
     return readout.encoded
@@ -350,20 +342,16 @@ def encode_prompts(model: nn.Module, embedder: EmbeddingModel, prompts: Sequence
 def encode_in_parts(
     embedder: EmbeddingModel, prompts: Sequence[Prompt], parts: Sequence[slice], where: str
 ) -> EncodedParts:
-    """The same for a step in several chunks, each of which has a backward of its own.
+    """The same for a step in several chunks (`parts`), each with its own backward; kept as in `keeping`.
 
-    Args:
-        embedder: unwrapped; the forwards of the wrapper are the chunks'.
-        prompts: of this rank's queries.
-        parts: the queries of each chunk.
-        where: see `keeping`.
+    The embedder is unwrapped, since the wrapper's forwards are the chunks'.
     """
     with keeping(where):
         return EncodedParts([encode_prompts(embedder, embedder, prompts[part]) for part in parts])
 
 
 def has_dropout(module: nn.Module) -> bool:
-    """Whether a forward of the module, as it is now, is random."""
+    """Whether a forward of the module in its current mode is random."""
     if not module.training:
         return False
     return any(
@@ -374,9 +362,9 @@ def has_dropout(module: nn.Module) -> bool:
 
 
 class RandomState:
-    """The random numbers that come next, on the CPU and on the model's device.
+    """State of the random generators of the CPU and the model's device.
 
-    Under gradient caching a chunk is computed twice, and has to draw the same dropout masks again.
+    Gradient caching computes a chunk twice, with the same dropout masks.
     """
 
     def __init__(self, device: torch.device):
@@ -385,7 +373,7 @@ class RandomState:
         self.cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
     def set(self) -> None:
-        """Make them come next again."""
+        """Restore it."""
         torch.set_rng_state(self.cpu)
         if self.cuda is not None:
             torch.cuda.set_rng_state(self.cuda, self.device)

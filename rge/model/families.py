@@ -35,7 +35,7 @@ class Family:
         return model.model.language_model
 
     def vision(self, model: HubModel) -> list[HubModel]:
-        """Everything that turns pixels into features, with what maps these to the text model's width."""
+        """The vision tower, and the projection of its features to the text model's width."""
         return [model.model.visual]
 
     # From a picture to pixels and tokens.
@@ -49,10 +49,10 @@ class Family:
         }
 
     def scaled_size(self, size: tuple[int, int], image_processor: Any) -> tuple[int, int]:
-        """Width and height that a picture of this size is scaled to before the processor gets it.
+        """Width and height that a picture of this size is scaled to before the processor.
 
         As for the released Qwen models, by qwen-vl-utils: sides become multiples of a placeholder's, within the processor's
-        limits where possible. Where that rounds a side of a long picture down to nothing, the processor's own rule counts.
+        limits if possible. If that rounds a side of a long picture down to 0, the processor's own rule is used.
 
         Raises:
             ValueError: a side is more than 200 times as long as the other.
@@ -73,10 +73,10 @@ class Family:
         return image if size == image.size else image.resize(size)
 
     def options(self, image_processor: Any) -> dict[str, Any]:
-        """Arguments with which the processor cuts a picture that `scaled` gave, and leaves its pixels as they are.
+        """Arguments with which the processor cuts the result of `scaled` without changing its pixels.
 
-        Scaled pictures have 8 bits a channel. Normalising makes four bytes of each, and Qwen's patches hold every pixel once
-        a frame: eight times the bytes to hand from process to process and on to a device, see `normalised`.
+        Scaled pictures have 8 bits per channel. Normalising makes them float32, and Qwen's patches repeat every pixel per
+        frame: eight times the bytes to send between processes and to a device, see `normalised`.
         """
         return {"do_rescale": False, "do_normalize": False, "do_resize": False, "temporal_patch_size": 1}
 
@@ -100,11 +100,11 @@ class Family:
         return int(processor._get_num_multimodal_tokens(image_sizes=[size[::-1]]).num_image_tokens[0])
 
     def picture_mark(self, processor: Any) -> str:
-        """What the processor writes for a picture, around and including one placeholder."""
+        """The processor's text for a picture, around and including one placeholder."""
         return processor.image_token
 
     def placeholder_id(self, processor: Any) -> int:
-        """The token that a feature takes the place of."""
+        """The token that features replace."""
         return processor.tokenizer.convert_tokens_to_ids(processor.image_token)
 
     def picture_ids(self, config: Any, tokenizer: Any) -> list[int]:
@@ -112,11 +112,11 @@ class Family:
         return [config.vision_start_token_id, config.image_token_id, config.vision_end_token_id]
 
     def square_picture(self, config: Any, num_pixels: int = 0) -> tuple[Tensor, Tensor]:
-        """A black square of at most that many pixels, or the smallest possible: pixels and grid, see `pictures_of`.
+        """A black square of at most `num_pixels`, or the smallest possible: pixels and grid, see `pictures_of`.
 
         A batch without pictures gets the smallest behind a mask, so that every rank runs the vision tower in every step.
-        Otherwise DDP waits for gradients that never come and ZeRO-2 averages different parameters with one another. Of the
-        largest, `rge.plan` measures what it costs.
+        Otherwise DDP would wait for missing gradients and ZeRO-2 average different parameters. `rge.plan` measures the cost of
+        the largest.
         """
         vision = config.vision_config
         channels = vision.in_channels if hasattr(vision, "in_channels") else vision.in_chans
@@ -126,9 +126,9 @@ class Family:
         return pixels, torch.tensor([[1, along, along]])
 
     def collapsed(self, config: Any, ids: Sequence[int]) -> list[int] | None:
-        """A prompt's ids with one placeholder a picture, as vLLM takes them; None where that is not known.
+        """A prompt's ids with one placeholder per picture, as vLLM takes them; None if unsupported.
 
-        Pictures stand between tokens of their own, so each is one run of placeholders.
+        Pictures are between special tokens, so each is one run of placeholders.
         """
         image = config.image_token_id
         return [
@@ -142,13 +142,8 @@ class Family:
     ) -> Tensor:
         """Rotary positions (3, T) of a prompt's tokens on the time, height and width axes.
 
-        Those of transformers' `get_rope_index`, which takes a model; data workers have none.
-
-        Args:
-            image_processor: of the family.
-            input_ids_T: of the prompt.
-            type_ids_T: 1 on placeholders, else 0.
-            grid: of its pictures, see `pictures_of`; None without any.
+        The same as transformers' `get_rope_index`, which needs a model; data workers have none. `type_ids_T` is 1 on
+        placeholders, else 0; `grid` as in `pictures_of`, None without pictures.
         """
         pieces, end, after, seen = [], 0, 0, 0
         placeholders = type_ids_T.nonzero().flatten().tolist()
@@ -170,10 +165,7 @@ class Family:
         return position_ids_3BT
 
     def rotations(self, model: HubModel, like: Tensor, position_ids_3BT: Tensor) -> Rotations:
-        """Cosines and sines (B, T, head size) of positions, in the dtype of `like`, by kind of layer.
-
-        Most models have one kind, here named ``""``; where ``rotary_emb`` names several, each has its own.
-        """
+        """Cosines and sines (B, T, head size) of positions, in the dtype of `like`, by kind of layer; ``""`` if there is only one."""
         rotary, positions = self.decoder(model).rotary_emb, self.rotary_positions(position_ids_3BT)
         if kinds := getattr(rotary, "layer_types", None):
             return {kind: rotary(like, positions, kind) for kind in kinds}
@@ -188,8 +180,8 @@ class Family:
             grid: theirs, on the host.
 
         Returns:
-            (F, D): one row a placeholder token, in order. Rows of (1 + L) * D are cut: the first D take the placeholder's
-            place, and the next are added to its state after the first text layer, the second, ... (DeepStack).
+            (F, D): one row per placeholder token, in order. Rows of (1 + L) * D are split: the first D replace the
+            placeholder, and the next are added to its state after the first text layer, the second, ... (DeepStack).
         """
         return self._tower(model, pixel_values, grid).pooler_output
 
@@ -203,13 +195,13 @@ class Family:
     ) -> Tensor:
         """Last-layer states (B, T, D) after the final norm.
 
-        Not by the model's own forward, which counts placeholders on the device and waits for the sum, and may make a mask of
-        its own; features are put by place, since by mask the backward would wait as well.
+        The model's own forward would count placeholders on the device and synchronise, and may create a mask. Features are put
+        by index, since a mask would synchronise in the backward too.
 
         Args:
             model: of this family.
             features: from `features`.
-            picture_index_F: where placeholders are among the B * T tokens, in order.
+            picture_index_F: places of placeholders among the B * T tokens, in order.
             inputs: ``input_ids`` (B, T), ``position_ids`` (3, B, T) and ``attention_mask`` (a plan of `rge.model.attention`, or
                 None for causal attention over rows without padding).
         """
@@ -232,7 +224,7 @@ class Family:
         added: Sequence[Tensor] = (),
         picture_index_F: Tensor | None = None,
     ) -> Tensor:
-        """The text model's layers one after the other, with the mask as it is given, and its final norm."""
+        """Run the text model's layers and its final norm."""
         text = self.decoder(model)
         kinds = [""] * len(text.layers) if "" in rotations else text.config.layer_types
         for number, (layer, kind) in enumerate(zip(text.layers, kinds, strict=True)):
@@ -252,7 +244,7 @@ class Family:
         input_ids: Tensor,
         attention_mask: Tensor,
     ) -> dict[str, Tensor]:
-        """Arguments of the model's own forward over padded rows, to compare with.
+        """Arguments of the model's own forward over padded rows, for comparison.
 
         Args:
             config: of the model.
@@ -261,7 +253,7 @@ class Family:
             attention_mask: (B, T), 0 on padding.
         """
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
-        if shown := [found for found in pictures if found is not None]:
+        if shown := [each for each in pictures if each is not None]:
             inputs["pixel_values"] = torch.cat([pixel_values for pixel_values, _ in shown])
             inputs["image_grid_thw"] = torch.cat([grid for _, grid in shown])
             inputs["mm_token_type_ids"] = (input_ids == config.image_token_id).long()
@@ -273,12 +265,12 @@ class Qwen3VL(Family):
 
     def features(self, model: HubModel, pixel_values: Tensor, grid: Tensor) -> Tensor:
         """(F, (1 + L) * D): the main feature, then one for each of the first L text layers."""
-        found = self._tower(model, pixel_values, grid)
-        return torch.cat([found.pooler_output, *found.deepstack_features], dim=-1)
+        output = self._tower(model, pixel_values, grid)
+        return torch.cat([output.pooler_output, *output.deepstack_features], dim=-1)
 
 
 class Tiles(Family):
-    """Families whose processor makes square tiles of one size of a picture, one or several; positions are counted."""
+    """Families whose processor splits pictures into square tiles of one size; positions are consecutive."""
 
     def tile_side(self, config: Any) -> int:
         """Width and height of a tile in pixels."""
@@ -286,7 +278,7 @@ class Tiles(Family):
         return side if isinstance(side, int) else side[0]
 
     def num_tiles(self, config: Any, num_pixels: int) -> int:
-        """Tiles of a square picture of so many pixels: as many along each side as fit, and if several, the whole once more."""
+        """Tiles of a square picture of `num_pixels`: as many per side as fit, and if several, the whole picture once more."""
         along = max(math.isqrt(num_pixels) // self.tile_side(config), 1)
         return along**2 + (along > 1)
 
@@ -314,13 +306,13 @@ class Tiles(Family):
         return tiles, torch.tensor([[1, side, side]] * num_tiles)
 
     def collapsed(self, config: Any, ids: Sequence[int]) -> list[int] | None:
-        """Not known: vLLM lays tiles out itself."""
+        """Unsupported: vLLM lays out tiles itself."""
         return None
 
     def positions(
         self, image_processor: Any, input_ids_T: Tensor, type_ids_T: Tensor, grid: Tensor | None
     ) -> Tensor:
-        """Counted, the same on all axes."""
+        """Consecutive, the same on all axes."""
         return torch.arange(len(input_ids_T)).expand(3, -1)
 
     def rotary_positions(self, position_ids_3BT: Tensor) -> Tensor:
@@ -342,9 +334,9 @@ class Tiles(Family):
 
 
 class Idefics3(Tiles):
-    """Idefics3, which is also what the first SmolVLM models are, with a Llama as its text model.
+    """Idefics3 and the first SmolVLM models, with a Llama as their text model.
 
-    Every picture is scaled to the same longest edge, so there is a greatest number of pixels and no least one.
+    Every picture is scaled to the same longest edge, so there is a maximum number of pixels and no minimum.
     """
 
     def decoder(self, model: HubModel) -> HubModel:
@@ -356,7 +348,7 @@ class Idefics3(Tiles):
         return [model.model.vision_model, model.model.connector]
 
     def limit_pixels(self, processor: Any, min_pixels: int | None, max_pixels: int | None) -> None:
-        """As many whole tiles along the longest edge as a square of `max_pixels` holds, at least one."""
+        """As many whole tiles along the longest edge as in a square of `max_pixels`, at least one."""
         if max_pixels is not None:
             tile = processor.image_processor.max_image_size["longest_edge"]
             processor.image_processor.size = {"longest_edge": tile * max(math.isqrt(max_pixels) // tile, 1)}
@@ -366,7 +358,7 @@ class Idefics3(Tiles):
         return super().options(image_processor) | {"do_pad": False}
 
     def picture_ids(self, config: Any, tokenizer: Any) -> list[int]:
-        """A tile between the tokens that stand around pictures."""
+        """A tile between the tokens around pictures."""
         vision, around = config.vision_config, tokenizer.convert_tokens_to_ids("<fake_token_around_image>")
         num_placeholders = (vision.image_size // vision.patch_size) ** 2 // config.scale_factor**2
         return [around, *[config.image_token_id] * num_placeholders, around]
@@ -374,8 +366,8 @@ class Idefics3(Tiles):
     def features(self, model: HubModel, pixel_values: Tensor, grid: Tensor) -> Tensor:
         """(F, D).
 
-        Not by the model's own `get_image_features`, which looks for tiles that are padding and for a mask's zeros on the
-        device and waits for the answers: tiles here are whole and of one size, so that none of them needs a mask.
+        The model's own `get_image_features` would look for padding tiles and masked pixels on the device and synchronise; here
+        all tiles are whole and of one size.
         """
         tower = model.model.vision_model
         height, width = (side // tower.patch_size for side in pixel_values.shape[2:])
@@ -391,7 +383,7 @@ class Idefics3(Tiles):
         input_ids: Tensor,
         attention_mask: Tensor,
     ) -> dict[str, Tensor]:
-        """Tiles row by row, filled up with zeros, which the model drops."""
+        """Tiles row by row, padded with zeros, which the model drops."""
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
         if shown := [found[0] for found in pictures if found is not None]:
             most = max(map(len, shown))
@@ -407,7 +399,7 @@ FAMILIES: Registry[Family] = Registry("family of models", "rge.families", ["rge.
 
 
 def register_family(model_type: str, family: Family) -> Family:
-    """Let backbones of a type be trained and used."""
+    """Register the family of a model type."""
     return FAMILIES.add(model_type, family)
 
 
@@ -423,15 +415,15 @@ def family_of(model: HubModel) -> Family:
 
 
 def family_of_processor(processor: Any) -> Family:
-    """The family whose model a processor was loaded for; one that was loaded otherwise is taken for Qwen2-VL's."""
+    """The family of a processor from `load_processor`; for others Qwen2-VL's."""
     return getattr(processor, "rge_family", None) or FAMILIES["qwen2_vl"]
 
 
 def normalised(image_processor: Any, pixels_PCHW: Tensor) -> Tensor:
-    """What the model takes: pixels (see `Family.pictures_of`) in float32, rescaled, normalised, repeated for every frame.
+    """Inputs of the model: pixels (see `Family.pictures_of`) in float32, rescaled, normalised, repeated for every frame.
 
-    The processor's own arithmetic, on the device where the pixels are; bit-equal to its whole output, since both steps
-    look at one pixel at a time.
+    The processor's own arithmetic on the pixels' device; bit-equal to its whole output, since both steps process single
+    pixels.
 
     Returns:
         (P, channels * frames * height * width) patches, or (P, channels, height, width) tiles.

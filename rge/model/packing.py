@@ -4,13 +4,12 @@
     tail: [ the prompt's last token ][ branch: self rationale, <emb> ][ branch: oracle rationale, <emb> ][ ... ]
 
 Every branch continues from the end of its prompt: it starts at the position after the prompt's last on all three
-rotary axes, sees the prompt and itself, and never another branch. The mask is what makes it impossible for the
-contrastive state of one branch to see the oracle's tokens in the next. The result equals separate forwards of
-prompt + branch, at the price of one prompt.
+rotary axes, and attends to the prompt and itself, never to another branch. So the contrastive state of one branch cannot
+depend on the oracle's tokens in the next. The result equals separate forwards of prompt + branch, at the cost of one prompt.
 
-There is no padding: tokens stand one after the other, and only attention (`rge.model.attention`) sets rows side by side. A
-prompt's last token opens the tail because it is the first whose state is read, by the rollout and by the LM loss; of
-all tokens before it nothing but keys and values is ever used.
+There is no padding: tokens are concatenated, and only attention (`rge.model.attention`) pads rows. A prompt's last token opens
+the tail because it is the first whose state is read, by the rollout and by the LM loss; of earlier tokens only keys and
+values are used.
 
 Shape suffixes: B = rows, T = tokens of all rows, P = tokens of the longest prompt but its last, S = tokens of the
 longest tail, N = read-out states, M = predicted tokens, L = sampled tokens.
@@ -30,7 +29,7 @@ PROMPT, PADDING = 0, -1
 """Segments of a tail; branches are 1, 2, ..."""
 
 _ALONE = ("image_grid", "pixels")
-"""Left out when a part is moved. Of the grid sizes are taken: reading it back from a device would be a wait."""
+"""Left out when a part is moved. The grid stays on the host, since reading sizes from a device would synchronise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +38,10 @@ class Branch:
 
     Attributes:
         ids: token ids, ending with ``<emb>``.
-        read_state: whether the state at the last token, ``<emb>``, is read out as an embedding.
-        predict: whether the ids are labels of the LM loss (the prompt's last state predicts the first).
-        unlabelled: how many of the first ids are not labels all the same.
-        sampled: whether the ids were sampled and their log probabilities are read.
+        read_state: the state at the last token, ``<emb>``, is an embedding.
+        predict: the ids are labels of the LM loss (the prompt's last state predicts the first).
+        unlabelled: number of first ids that are not labels.
+        sampled: the ids were sampled, and their log probabilities are read.
     """
 
     ids: Sequence[int]
@@ -57,19 +56,19 @@ class PromptPart:
     """Prompts of a batch, each without its last token.
 
     Attributes:
-        lengths: tokens of each row; with `start`, what lays attention out without asking the device.
-        start: tokens before the first row: those of the masked picture, where no row has one.
-        spans: of each row, where its pictures' placeholders begin and end.
+        lengths: tokens of each row; on the host, like `start`, so that attention is laid out without synchronising.
+        start: tokens before the first row: those of the masked picture, if no row has one.
+        spans: of each row, begins and ends of its pictures' placeholders.
         input_ids_T: token ids, row after row.
         position_ids_3T: rotary positions.
-        picture_index_F: where in T the pictures' placeholders are.
-        index_BP: where in T each row's tokens are; the rows' ends are filled up with 0.
+        picture_index_F: places in T of the pictures' placeholders.
+        index_BP: places in T of each row's tokens, padded with 0.
         length_B: `lengths` on the device.
         last_id_B: id of each prompt's last token.
         last_position_3B: its positions.
         after_B: position of the first token after the prompt, the same on all axes.
         pixels: patches or tiles of all pictures, rows in order, uint8.
-        image_grid: (number of pictures, 3); stays on the host, where the vision tower's sizes are worked out.
+        image_grid: (number of pictures, 3), on the host, see `rge.model.vision_tower.sizes_of`.
     """
 
     lengths: tuple[int, ...]
@@ -95,14 +94,14 @@ class TailPart:
         branch_lengths: tokens of each row's branches.
         input_ids_T: token ids, row after row.
         position_ids_3T: rotary positions.
-        index_BS: where in T each row's tokens are; the rows' ends are filled up with 0.
+        index_BS: places in T of each row's tokens, padded with 0.
         segment_BS: `PROMPT` for the prompt's last token, the branch's number, or `PADDING`.
         state_index_N: places in T of the states to read, row by row, branch by branch.
         predict_index_M: places in T of the states that predict `label_M`.
         label_M: token ids.
-        label_lengths: how many of them each branch with labels has, branch after branch.
+        label_lengths: number of labels of each branch with labels.
         sampled_index_L: places in T of the states that predict `sampled_L`.
-        sampled_L: token ids that were sampled.
+        sampled_L: sampled token ids.
         read_index_R: all places in T whose state is read or predicts, in order.
     """
 
@@ -121,21 +120,17 @@ class TailPart:
 
 
 def to_device(*parts: Any, device: torch.device | str) -> list[Any]:
-    """Prompt and tail parts on a device, by one copy; pixels by one of their own where they are not there yet.
-
-    Data workers' are: `rge.data.loader.Loader` has copied them.
-    """
-    found = [
+    """Prompt and tail parts on a device, in one copy; pixels separately, unless `rge.data.loader.Loader` has copied them."""
+    on_host = [
         {item.name: getattr(part, item.name) for item in fields(part) if item.name not in _ALONE}
         for part in parts
     ]
-    there = [replace(part, **values) for part, values in zip(parts, moved(found, device), strict=True)]
-    return [
-        replace(part, pixels=part.pixels.to(device, non_blocking=True))
-        if isinstance(part, PromptPart)
-        else part
-        for part in there
-    ]
+    on_device = []
+    for part, values in zip(parts, moved(on_host, device), strict=True):
+        if isinstance(part, PromptPart):
+            values["pixels"] = part.pixels.to(device, non_blocking=True)
+        on_device.append(replace(part, **values))
+    return on_device
 
 
 def pack_prompts(
@@ -144,13 +139,13 @@ def pack_prompts(
     picture_ids: Sequence[int],
     empty_picture: tuple[Tensor, Tensor],
 ) -> PromptPart:
-    """Lay prompts out, each without its last token.
+    """Lay out prompts, each without its last token.
 
     Args:
-        prompts: one a row.
+        prompts: one per row.
         picture_ids: ids of the smallest picture's tokens (start, one placeholder, end), see `empty_picture`.
-        empty_picture: pixels and grid put before the first row where no prompt has a picture. Its tokens belong
-            to no row, so no row sees them.
+        empty_picture: pixels and grid put before the first row if no prompt has a picture. Its tokens belong
+            to no row, so no row attends to them.
 
     Raises:
         ValueError: no rows, or a prompt that ends in a picture.
@@ -184,7 +179,7 @@ def pack_prompts(
         length_B=torch.tensor(lengths),
         last_id_B=torch.stack([prompt.input_ids[-1] for prompt in prompts]),
         last_position_3B=torch.stack([prompt.position_3T[:, -1] for prompt in prompts], dim=1),
-        # The prompt's last position is not its greatest: a wide picture's columns may reach further than its rows.
+        # The last position need not be the greatest: a wide picture's columns may reach further than its rows.
         after_B=torch.stack([prompt.position_3T.max() + 1 for prompt in prompts]),
         pixels=torch.cat(pixels),
         image_grid=torch.cat(grids),
@@ -197,10 +192,10 @@ def pack_tails(
     *,
     read_prompts: bool = False,
 ) -> TailPart:
-    """Lay the continuations of prompts out.
+    """Lay out the continuations of prompts.
 
     Args:
-        prompts: one a row.
+        prompts: one per row.
         branches: continuations of each prompt, any number and any lengths.
         read_prompts: also read the state at each prompt's last token, before those of its branches.
 
@@ -259,14 +254,13 @@ def pack_tails(
 
 
 def _spans(type_ids_T: Tensor) -> tuple[tuple[int, int], ...]:
-    """Where runs of ones begin and end."""
     edges = torch.diff(type_ids_T, prepend=type_ids_T.new_zeros(1), append=type_ids_T.new_zeros(1))
     begins, ends = (edges == 1).nonzero().flatten(), (edges == -1).nonzero().flatten()
     return tuple(zip(begins.tolist(), ends.tolist(), strict=True))
 
 
 def _index(lengths: Sequence[int], start: int) -> Tensor:
-    """Places of rows of these lengths that stand one after the other, as a rectangle; filled up with 0."""
+    """Places of concatenated rows of these lengths, as a rectangle padded with 0."""
     index = torch.zeros(len(lengths), max(*lengths, 1), dtype=torch.long)
     for row, length in enumerate(lengths):
         index[row, :length] = torch.arange(start, start + length)
@@ -275,16 +269,11 @@ def _index(lengths: Sequence[int], start: int) -> Tensor:
 
 
 def tail_mask(length_B: Tensor, longest_prompt: int, segment_BS: Tensor) -> Tensor:
-    """What a tail's token may look at: (B, 1, S, P + S) bool, True where row looks at column.
+    """Attention mask of tails: (B, 1, S, P + S) bool, True where a row's token attends to a column.
 
-    The columns are the row's prompt without its last token, then the tail. A token sees the prompt, and of the tail
-    the earlier tokens of the prompt and of its own branch. Padding sees itself only, since a softmax over nothing is
-    NaN, and no other token sees padding.
-
-    Args:
-        length_B: tokens of each row's prompt, the last not counted.
-        longest_prompt: P.
-        segment_BS: of the tails.
+    Columns are the row's prompt without its last token (`length_B`, at most P = `longest_prompt`), then the tail. A token
+    attends to the prompt and to earlier tokens of its own branch. Padding attends only to itself, since a softmax over nothing
+    is NaN, and no other token attends to padding.
     """
     S, device = segment_BS.shape[1], segment_BS.device
     order = torch.arange(S, device=device)
@@ -299,12 +288,7 @@ def tail_mask(length_B: Tensor, longest_prompt: int, segment_BS: Tensor) -> Tens
 
 
 def by_length(lengths: Sequence[int], batch_size: int) -> Iterator[list[int]]:
-    """Rows in batches of about equal length, the shortest first, so that little is padded.
-
-    Args:
-        lengths: of each row.
-        batch_size: rows a batch.
-    """
+    """Batches of rows of similar length, the shortest first, so that little is padded."""
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     for start in range(0, len(order), batch_size):
         yield order[start : start + batch_size]

@@ -1,4 +1,4 @@
-"""Turn an item into token ids and pixels, resized as the family does it; the only place where prompts are built.
+"""Turn an item into token ids and resized pixels; the only place where prompts are built.
 
 The default profile writes the prompts of the released RGE checkpoint (pictures first, then a newline, the text and a
 newline inside one user turn). The chat template, the expansion of picture placeholders and all token ids come from
@@ -21,10 +21,10 @@ from rge.common.schema import Item
 from rge.model.families import family_of_processor
 
 _TEXT = "\ufffc"
-"""Stands for the text in a wording: Unicode's own mark for an object that is elsewhere."""
+"""Placeholder of the text in a wording: Unicode's object replacement character."""
 
 KNOWN_PROMPTS = 16_384
-"""Texts whose token ids a builder remembers; some 10 MB."""
+"""Texts whose token ids a builder caches; some 10 MB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,26 +51,18 @@ class Prompt:
     num_cut_tokens: int = 0
 
     def __len__(self) -> int:
-        """Number of tokens."""
         return self.input_ids.shape[0]
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A prompt's size, without the prompt.
-
-    Attributes:
-        num_tokens: of the prompt; its length.
-        num_picture_tokens: those of them that stand for pictures.
-        num_cut_tokens: tokens of the user's text that were cut to fit.
-    """
+    """A prompt's size: all tokens, picture placeholders among them, and tokens of the user's text that were cut to fit."""
 
     num_tokens: int
     num_picture_tokens: int
     num_cut_tokens: int = 0
 
     def __len__(self) -> int:
-        """Number of tokens."""
         return self.num_tokens
 
 
@@ -78,7 +70,7 @@ P = TypeVar("P", Prompt, Measured)
 
 
 def user_text(item: Item, side: str, profile: Profile) -> str:
-    """Wording of the text part: what the user turn says after the pictures, without the newlines around it."""
+    """The worded text of the user turn after the pictures, without surrounding newlines."""
     text = (item.text or "").strip()
     if side == "query":
         if item.instruction:
@@ -97,11 +89,10 @@ class PromptBuilder:
     """Turns items into prompts with one processor and one profile.
 
     Args:
-        processor: the backbone's processor: tokenizer, image processor and chat template.
-        profile: name of a profile in `PROFILES`, or another wording.
-        max_tokens: longest prompt; see `build`.
-        emb_token: the token whose state is the embedding; None for models that are read at their last token.
-        max_rationale_tokens: longest oracle rationale; None: any.
+        profile: a profile, or its name in `PROFILES`.
+        max_tokens: of a prompt; see `build`.
+        emb_token: the token whose state is the embedding; None for models that embed at their last token.
+        max_rationale_tokens: of an oracle rationale; None: unlimited.
 
     Raises:
         ValueError: unknown profile, or a tokenizer without ``<emb>``.
@@ -127,7 +118,7 @@ class PromptBuilder:
                 raise ValueError(
                     f"the tokenizer has no {emb_token} token; add it with rge.model.backbone.add_emb_token"
                 )
-        # `all_special_tokens` knows the named ones only: neither <emb> nor, on some tokenizers, the placeholders.
+        # `all_special_tokens` has only named ones: neither <emb> nor, on some tokenizers, the placeholders.
         added = self.tokenizer.added_tokens_decoder.values()
         self._control_tokens = sorted({token.content for token in added if token.special})
         self._image_id = self.family.placeholder_id(processor)
@@ -141,17 +132,17 @@ class PromptBuilder:
     def build(self, item: Item, side: str, images: Sequence[Image.Image] | None = None) -> Prompt:
         """Token ids and pictures of one prompt.
 
-        A prompt over `max_tokens` loses the end of the user's text and nothing else: cutting the ids themselves would
-        take the assistant header, or a picture's placeholders.
+        A prompt over `max_tokens` loses only the end of the user's text: cutting the ids would remove the assistant header,
+        or a picture's placeholders.
 
         Args:
-            item: what to embed.
+            item: to embed.
             side: ``query`` or ``candidate``.
             images: decoded pictures to use instead of loading ``item.images``, e.g. augmented ones.
 
         Raises:
-            ValueError: an empty item, or one that stays too long with its text cut entirely. Of interleaved text and
-                pictures (`Item.parts`) nothing is cut.
+            ValueError: an empty item, or one that is too long even without its text. Interleaved text and
+                pictures (`Item.parts`) are never cut.
             ImageError: a picture cannot be read.
         """
         if images is None:
@@ -165,12 +156,7 @@ class PromptBuilder:
         )
 
     def measure(self, item: Item, side: str, sizes: Sequence[tuple[int, int]]) -> Measured:
-        """The size of what `build` makes of an item, not an interleaved one, whose pictures have these widths and heights.
-
-        Raises:
-            ValueError: as `build`.
-            ImageError: a picture's sides do not go together.
-        """
+        """The size of `build`'s prompt of an item that is not interleaved, with these widths and heights; errors as there."""
         with _of_pictures(item.id):
             for_pictures = sum(map(self._tokens_of_picture, sizes))
 
@@ -181,13 +167,9 @@ class PromptBuilder:
         return self._fitted(item, side, len(sizes), counted)
 
     def _fitted(self, item: Item, side: str, num_images: int, encode: Callable[[str, int], P]) -> P:
-        """A prompt within `max_tokens`: encoded again, with less text each time, until it fits.
+        """A prompt within `max_tokens`: encoded again with less text until it fits.
 
-        Args:
-            item: what to embed.
-            side: ``query`` or ``candidate``.
-            num_images: shown in it.
-            encode: makes a prompt of a text; also given how many tokens of the whole text are missing.
+        `encode` takes the text and the number of its missing tokens.
         """
         text = self._plain(user_text(item, side, self.profile))
         if not num_images and not text:
@@ -213,10 +195,9 @@ class PromptBuilder:
     def _interleaved(self, item: Item, side: str, images: Sequence[Image.Image]) -> Prompt:
         pieces = [None if part is None else self._plain(part.strip()) for part in item.parts]
         texts = [place for place, piece in enumerate(pieces) if piece is not None]
-        # The wording goes around all of the text: what it puts first before the first piece, what last after the last.
-        before, _, after = self._plain(user_text(replace(item, text=_TEXT), side, self.profile)).rpartition(
-            _TEXT
-        )
+        # The wording surrounds the whole text: it begins before the first piece and ends after the last.
+        wording = self._plain(user_text(replace(item, text=_TEXT), side, self.profile))
+        before, _, after = wording.rpartition(_TEXT)
         pieces[texts[0]] = before + str(pieces[texts[0]])
         pieces[texts[-1]] = str(pieces[texts[-1]]) + after
         content = []
@@ -260,13 +241,13 @@ class PromptBuilder:
         return self.tokenizer.decode(ids, skip_special_tokens=True).strip()
 
     def _render(self, text: str, num_images: int) -> str:
-        """The prompt as a string with one placeholder a picture; other models' adapters word it otherwise."""
+        """The prompt as a string with one placeholder per picture; other models' adapters override it."""
         content = [{"type": "image"} for _ in range(num_images)]
         content.append({"type": "text", "text": f"\n{text}\n" if num_images else f"{text}\n"})
         return self._turn(content)
 
     def _count_tokens(self, text: str, num_images: int) -> int:
-        """Tokens of a prompt in which each picture is one placeholder and what the processor writes around it."""
+        """Tokens of a prompt in which each picture is one placeholder with the processor's text around it."""
         mark = self.family.picture_mark(self.processor)
         rendered = self._render(text, num_images).replace(self.processor.image_token, mark)
         return len(self.tokenizer(rendered).input_ids)
@@ -277,8 +258,8 @@ class PromptBuilder:
         )
 
     def _encode(self, name: str, text: str, images: Sequence[Image.Image], num_cut: int = 0) -> Prompt:
-        # Rendering and tokenising depend on the text and the pictures' sizes alone. Candidates without a text, and
-        # small sets, repeat them: a second time, only the pictures are processed.
+        # Rendering and tokenising depend only on the text and the pictures' sizes. Candidates without a text, and
+        # small sets, repeat them; then only the pictures are processed.
         key = (text, *(image.size for image in images))
         if known := self._known.get(key):
             input_ids, grid = known
@@ -320,8 +301,8 @@ class PromptBuilder:
         )
 
     def _plain(self, text: str) -> str:
-        # The text comes from data: a picture placeholder or a turn marker in it must not become a control token. A
-        # word joiner inside (of no width) keeps it readable.
+        # A picture placeholder or a turn marker in the data must not become a control token. A (zero-width) word joiner inside
+        # keeps it readable.
         for token in self._control_tokens:
             if token in text:
                 text = text.replace(token, token[:1] + "\u2060" + token[1:])
@@ -330,7 +311,7 @@ class PromptBuilder:
 
 @contextmanager
 def _of_pictures(name: str) -> Iterator[None]:
-    """What the processor does not take, such as a side 200 times as long as the other, is an error of the item's pictures."""
+    """Report the processor's errors, such as a side 200 times as long as the other, as errors of the item's pictures."""
     try:
         yield
     except ValueError as error:

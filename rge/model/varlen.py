@@ -1,11 +1,10 @@
 """Variable-length attention: sequences one after another, without padding or mask.
 
-On a GPU this is one call of flash attention. Nothing else computes it that way, so the first call of each kind in a
-process is compared, values and gradients, with ordinary attention, one sequence after the other; a kernel that gives
-something else is an error, never a slower kernel. Everywhere else that ordinary attention is the result.
+On a GPU this is one call of flash attention. In each process, values and gradients of the first call of each kind are compared
+with ordinary attention, one sequence after the other; a difference is an error, without a fallback. Other devices use ordinary
+attention.
 
-Shape suffixes: T = tokens of all sequences that look, U = tokens of all that are looked at, H = heads, K = key heads,
-d = head size, N = sequences.
+Shape suffixes: T = query tokens of all sequences, U = key tokens, H = heads, K = key heads, d = head size, N = sequences.
 """
 
 import logging
@@ -20,25 +19,25 @@ from torch import Tensor
 from rge.common.errors import UserError
 
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3}
-"""Norm of the difference over norm of the result that rounding explains: a few units of the dtype's last place."""
+"""Relative difference (of norms) due to rounding: a few units of the dtype's last place."""
 
 _log = logging.getLogger(__name__)
 _verified: set[tuple] = set()
 
 
 class KernelError(UserError):
-    """A fast kernel does not compute what the plain one does; the message says by how much, and how to do without."""
+    """A fast kernel's result differs from the plain one's; the message says by how much, and how to disable it."""
 
 
 @dataclass(frozen=True)
 class Runs:
-    """Where sequences begin, and their lengths, which stay on the host.
+    """Lengths of sequences, on the host, and their starts.
 
     Attributes:
-        q_lengths: tokens of each sequence that look.
-        k_lengths: tokens that they look at. The last of the one stands where the last of the other does.
+        q_lengths: query tokens of each sequence.
+        k_lengths: key tokens; queries are aligned at their end.
         q_start_N: (N + 1) int32 sums of `q_lengths`.
-        k_start_N: the same of `k_lengths`.
+        k_start_N: likewise of `k_lengths`.
     """
 
     q_lengths: tuple[int, ...]
@@ -48,7 +47,7 @@ class Runs:
 
 
 def make_runs(q_lengths: Sequence[int], k_lengths: Sequence[int]) -> Runs:
-    """Runs of these lengths, on the host; sequences without a token are left out."""
+    """Runs of these lengths, on the host; empty sequences are left out."""
     pairs = [(q, k) for q, k in zip(q_lengths, k_lengths, strict=True) if q]
     starts = torch.tensor([(0, 0), *pairs], dtype=torch.int32).cumsum(dim=0, dtype=torch.int32)
     q_start_N, k_start_N = starts.T.contiguous().unbind()
@@ -59,13 +58,13 @@ def wanted(asked: str, device: torch.device, dtype: torch.dtype, key: str) -> bo
     """Whether attention is computed in this form.
 
     Args:
-        asked: ``auto`` takes it wherever flash attention can, ``varlen`` everywhere; other names never.
+        asked: ``auto``: if flash attention supports it; ``varlen``: always; other names: never.
         device: of the states.
-        dtype: that is computed in.
+        dtype: of the computation.
         key: of the recipe, for the message.
 
     Raises:
-        KernelError: ``varlen`` was asked for on a GPU in a dtype that flash attention does not have.
+        KernelError: ``varlen`` on a GPU in a dtype that flash attention does not support.
     """
     on_gpu = device.type == "cuda"
     if asked == "varlen" and on_gpu and dtype not in TOLERANCE:
@@ -87,20 +86,20 @@ def attend_runs(
     window: int | None = None,
     key: str,
 ) -> Tensor:
-    """Outputs (T, H, d) of every sequence by itself.
+    """Attention outputs (T, H, d) of separate sequences.
 
     Args:
         q_THd: queries.
-        k_UKd: keys; key heads may be fewer, each then serves equally many heads.
+        k_UKd: keys; each key head may serve several heads.
         v_UKd: values.
         runs: the sequences.
         scale: of the products.
-        causal: whether a token sees itself and what stands before it, counted from the sequences' ends, or all.
-        window: how many tokens up to itself it sees at most, itself included; None: all.
-        key: of the recipe, that chooses another kernel.
+        causal: a token attends only to itself and earlier ones, counted from the sequences' ends.
+        window: maximum number of tokens up to itself that it attends to; None: all.
+        key: of the recipe, for the message.
 
     Raises:
-        KernelError: the GPU's kernel gives something else than ordinary attention.
+        KernelError: the GPU's kernel differs from ordinary attention.
     """
     settings: dict[str, Any] = {"scale": scale, "causal": causal, "window": window}
     if not q_THd.is_cuda:
@@ -124,20 +123,20 @@ def attend_last(
     window: int | None = None,
     key: str,
 ) -> Tensor:
-    """Outputs (B, H, d) of one token a row over the first `seen_B` tokens of its buffer, itself the last; no gradient.
+    """Outputs (B, H, d) of one token per row over the first `seen_B` tokens of its buffer, itself the last; no gradient.
 
     Args:
         q_BHd: queries.
-        k_BCKd: buffers of keys, C tokens a row.
+        k_BCKd: buffers of keys, C tokens per row.
         v_BCKd: of values.
-        seen_B: int32, on the device: a captured step sees it grow.
+        seen_B: int32, on the device, where captured steps increment it.
         starts: int32 (B + 1) each: 0, 1, 2 ..., and 0, C, 2C ...
         scale: of the products.
-        window: how many tokens are seen, itself included; None: all.
-        key: of the recipe, that chooses another kernel.
+        window: see `attend_runs`.
+        key: see `attend_runs`.
 
     Raises:
-        KernelError: the GPU's kernel gives something else than ordinary attention.
+        KernelError: the GPU's kernel differs from ordinary attention.
     """
     if not q_BHd.is_cuda:
         return _attend_last_reference(q_BHd, k_BCKd, v_BCKd, seen_B, scale, window)
@@ -151,7 +150,7 @@ def attend_last(
         1,
         k_BCKd.shape[1],
         scale=scale,
-        # Without a window one token sees everything, and need not be told that it is causal.
+        # Without a window a single token attends to everything, so causality does not matter.
         window_size=(-1, -1) if window is None else (window - 1, 0),
         enable_gqa=q_BHd.shape[1] != k_BCKd.shape[2],
         seqused_k=seen_B,
@@ -160,7 +159,7 @@ def attend_last(
     if kind not in _verified:
         plain = _attend_last_reference(q_BHd.float(), k_BCKd.float(), v_BCKd.float(), seen_B, scale, window)
         apart = float((out.float() - plain).norm() / plain.norm().clamp(min=1e-12))
-        _judge(apart, f"output of one new token a row {apart:.1e}", q_BHd.dtype, key)
+        _judge(apart, f"output of one new token per row {apart:.1e}", q_BHd.dtype, key)
         _verified.add(kind)
     return out
 
@@ -172,7 +171,7 @@ def _attend_last_reference(
     seen_BC = place_C < seen_B[:, None]
     if window is not None:
         seen_BC &= place_C >= seen_B[:, None] - window
-    # The heads of one key head stand where a row's queries do, so that no key is repeated for them.
+    # Heads of one key head become its queries, so that no key is repeated.
     q_BKGd = q_BHd.unflatten(1, (k_BCKd.shape[2], -1))
     k_BKCd, v_BKCd = k_BCKd.transpose(1, 2), v_BCKd.transpose(1, 2)
     out = F.scaled_dot_product_attention(
@@ -184,7 +183,7 @@ def _attend_last_reference(
 def _flash(
     q_THd: Tensor, k_UKd: Tensor, v_UKd: Tensor, runs: Runs, *, scale: float, causal: bool, window: int | None
 ) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn  # torch 2.13; nothing without a GPU needs it
+    from torch.nn.attention.varlen import varlen_attn  # torch 2.13; needed only with a GPU
 
     return varlen_attn(  # type: ignore[return-value]  # a pair where return_aux asks for it
         q_THd.contiguous(),
@@ -203,7 +202,7 @@ def _flash(
 def one_by_one(
     q_THd: Tensor, k_UKd: Tensor, v_UKd: Tensor, runs: Runs, *, scale: float, causal: bool, window: int | None
 ) -> Tensor:
-    """What `attend_runs` computes, by ordinary attention, one sequence after the other."""
+    """Reference for `attend_runs`: ordinary attention, one sequence after the other."""
     outputs = []
     parts = zip(
         q_THd.split(list(runs.q_lengths)),
@@ -236,34 +235,26 @@ def one_by_one(
 def verify(
     kernel: Callable[..., Tensor], states: Sequence[Tensor], runs: Runs, settings: dict, key: str
 ) -> float:
-    """Compare a kernel's outputs and gradients with ordinary attention in float32, on the states at hand.
+    """Compare a kernel's outputs and gradients with ordinary attention in float32, on given queries, keys and values.
 
-    Args:
-        kernel: takes queries, keys and values, the runs and the settings.
-        states: queries, keys and values.
-        runs: the sequences.
-        settings: of `attend_runs`.
-        key: of the recipe, for the message.
+    `runs`, `settings` and `key` are those of `attend_runs`.
 
     Returns:
-        The greatest relative difference of the four.
+        The greatest relative difference.
 
     Raises:
         KernelError: it is more than `TOLERANCE`.
     """
-    dtype, names = (
-        states[0].dtype,
-        ("output", "gradient of queries", "gradient of keys", "gradient of values"),
-    )
+    dtype = states[0].dtype
+    names = ("output", "gradient of queries", "gradient of keys", "gradient of values")
     with torch.enable_grad(), torch.autocast(states[0].device.type, enabled=False):
         results = []
         for function, to in ((kernel, dtype), (one_by_one, torch.promote_types(dtype, torch.float32))):
             given = [part.detach().to(to).requires_grad_() for part in states]
             out = function(given[0], given[1], given[2], runs, **settings)
-            # A cotangent without pattern: kernels that mix up rows or columns give other gradients.
-            cotangent = (
-                torch.arange(out.numel(), device=out.device).view(out.shape).double().cos().to(dtype).to(to)
-            )
+            # An irregular cotangent reveals kernels that mix up rows or columns.
+            places = torch.arange(out.numel(), device=out.device).view(out.shape)
+            cotangent = places.double().cos().to(dtype).to(to)
             results.append([out.detach(), *torch.autograd.grad(out, given, cotangent)])
     apart = {
         name: float((fast.double() - plain.double()).norm() / plain.double().norm().clamp(min=1e-12))

@@ -30,10 +30,10 @@ KEY = "model.vision_attn_implementation"
 
 
 class PatchProjection(nn.Conv3d):
-    """A convolution over one patch at a time, as the matrix product that it is.
+    """A convolution over single patches, as a matrix product.
 
     Convolution kernels are slow at kernel = stride = input: several times slower than the product on CPU, and slow in
-    bfloat16 on GPU too.
+    bfloat16 on GPU.
     """
 
     def forward(self, patch: Tensor) -> Tensor:
@@ -43,12 +43,12 @@ class PatchProjection(nn.Conv3d):
 
 @dataclass(frozen=True)
 class Spans:
-    """Runs of patches that attend among themselves: pictures, or windows.
+    """Runs of patches that attend to each other: pictures, or windows.
 
     Attributes:
-        sizes: of the runs, each once.
-        places: (G, S) places of the patches of the runs of each size; none where all are of one size.
-        back_P: where each patch is once runs of a size stand together.
+        sizes: distinct sizes of the runs.
+        places: for each size, (G, S) places of the patches of its runs; empty if all have one size.
+        back_P: place of each patch after grouping by size.
         runs: the same for `rge.model.varlen`.
     """
 
@@ -59,7 +59,7 @@ class Spans:
 
 
 def make_spans(lengths: Sequence[int]) -> Spans:
-    """Spans of these lengths, one after the other, on the host."""
+    """Spans of consecutive runs of these lengths, on the host."""
     runs, sizes = make_runs(lengths, lengths), sorted(set(lengths))
     if len(sizes) == 1:
         return Spans(sizes, [], None, runs)
@@ -71,9 +71,9 @@ def make_spans(lengths: Sequence[int]) -> Spans:
 
 
 def sizes_of(tower: HubModel, grid: Tensor, device: torch.device) -> dict[str, Any]:
-    """All that a Qwen tower's forward derives from the pictures' sizes, worked out on the host, once for all layers.
+    """Arguments of a Qwen tower's forward that depend on the pictures' sizes, computed on the host, once for all layers.
 
-    The tower itself would ask the device, several times a forward.
+    The tower itself would synchronise with the device several times per forward.
 
     Args:
         tower: of Qwen2-VL, Qwen2.5-VL or Qwen3-VL.
@@ -81,8 +81,8 @@ def sizes_of(tower: HubModel, grid: Tensor, device: torch.device) -> dict[str, A
         device: of the weights.
 
     Returns:
-        Keyword arguments of the tower. ``spans`` has the spans by their number: windows are parts of pictures, so where
-        there are as many of the one as of the other they are the same.
+        Keyword arguments of the tower. ``spans`` has the spans by their number: windows are parts of pictures, so if there
+        are equally many, they are the same.
     """
     config, merge, grid = tower.config, tower.spatial_merge_size, grid.cpu()
     boundaries = [get_vision_cu_seqlens(grid)]
@@ -113,10 +113,9 @@ else:
 
 
 class _InGroups(_Stock):
-    """Attention within pictures (or windows), one call for all of a size, or on a GPU one call of flash attention.
+    """Attention within pictures (or windows), in one call per size, or on a GPU one call of flash attention.
 
-    Without the latter, transformers calls the kernel once a picture and layer, or once a window: hundreds of calls, each
-    with a few dozen patches.
+    Otherwise transformers calls the kernel once per picture (or window) and layer: hundreds of calls with a few dozen patches.
     """
 
     asked = "auto"
@@ -128,27 +127,26 @@ class _InGroups(_Stock):
             )
         family = sys.modules[type(self).__mro__[2].__module__]
         P, count = hidden_states.shape[0], len(cu_seqlens) - 1
-        found = (
-            spans[count]
-            if spans is not None
-            else moved(make_spans(cu_seqlens.diff().tolist()), cu_seqlens.device)
-        )
+        if spans is None:
+            chosen = moved(make_spans(cu_seqlens.diff().tolist()), cu_seqlens.device)
+        else:
+            chosen = spans[count]
         q_PHD, k_PHD, v_PHD = self.qkv(hidden_states).reshape(P, 3, self.num_heads, -1).unbind(1)
         q_PHD, k_PHD = family.apply_rotary_pos_emb_vision(q_PHD, k_PHD, *position_embeddings)
         if wanted(self.asked, v_PHD.device, v_PHD.dtype, KEY):
-            out = attend_runs(q_PHD, k_PHD, v_PHD, found.runs, scale=self.scaling, causal=False, key=KEY)
+            out = attend_runs(q_PHD, k_PHD, v_PHD, chosen.runs, scale=self.scaling, causal=False, key=KEY)
             return self.proj(out.flatten(1))
-        if len(found.sizes) == 1:
-            shape = (-1, found.sizes[0], *q_PHD.shape[1:])
+        if len(chosen.sizes) == 1:
+            shape = (-1, chosen.sizes[0], *q_PHD.shape[1:])
             return self.proj(
                 _attend(q_PHD.view(shape), k_PHD.view(shape), v_PHD.reshape(shape), self.scaling)
             )
         parts = [
             _attend(q_PHD[place_GS], k_PHD[place_GS], v_PHD[place_GS], self.scaling)
-            for place_GS in found.places
+            for place_GS in chosen.places
         ]
         # Back to the order of the patches.
-        return self.proj(torch.cat(parts)[found.back_P])
+        return self.proj(torch.cat(parts)[chosen.back_P])
 
 
 def _attend(q_GSHD: Tensor, k_GSHD: Tensor, v_GSHD: Tensor, scale: float) -> Tensor:
@@ -176,12 +174,7 @@ FASTER = {
 
 
 def speed_up(model: HubModel, attention: str = "auto") -> None:
-    """Give the parts of `model` that have a faster form that form, in place; parts of other kinds stay.
-
-    Args:
-        model: with a vision tower.
-        attention: ``auto``, ``varlen`` or ``sdpa``, see `rge.model.varlen.wanted`.
-    """
+    """Replace parts of a model by their faster form, in place; `attention` as in `rge.model.varlen.wanted`."""
     for module in model.modules():
         if type(module) is nn.Conv3d and module.kernel_size == module.stride:
             module.__class__ = PatchProjection

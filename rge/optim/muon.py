@@ -18,14 +18,14 @@ class Muon(torch.optim.Optimizer):
     """Nesterov momentum whose update of a matrix is orthogonalised and scaled to AdamW's root mean square.
 
     The same rule as `torch.optim.Muon` with ``adjust_lr_fn="match_rms_adamw"``, against which it is tested. That one
-    takes one matrix after the other, in bfloat16, on every process alike; on a CPU without bfloat16 instructions a
-    step of a two million parameter model then takes seconds. Here matrices of one shape are one batched product, in
-    float32 where there is no GPU; every process takes its share of the matrices, and one gather shares the results.
-    Gradients must be equal on all processes, as under DDP, and whole, as they are not under ZeRO-2, ZeRO-3 and FSDP.
+    processes single matrices, in bfloat16, on every process; on a CPU without bfloat16 instructions a step of a two
+    million parameter model then takes seconds. Here matrices of one shape are one batched product, in float32 without a
+    GPU; every process computes a share of the matrices, and one gather distributes the results.
+    Gradients must be equal on all processes, as under DDP, and unsharded, unlike under ZeRO-2, ZeRO-3 and FSDP.
 
     Args:
         params: parameter groups of 2-D parameters, and of kernels of convolutions, which are flattened.
-        lr: learning rate, a good one for AdamW.
+        lr: learning rate, as for AdamW.
         weight_decay: decoupled, multiplied by the rate.
     """
 
@@ -42,7 +42,7 @@ class Muon(torch.optim.Optimizer):
             for parameter in group["params"]
             if parameter.grad is not None
         ]
-        # A kernel counts as the matrix that its patches are multiplied by: (out channels, all the rest).
+        # A kernel counts as the matrix (out channels, all the rest) that multiplies patches.
         matrices = [self._momentum(parameter, parameter.grad).flatten(1) for _, parameter in moved]
         for (group, parameter), update in zip(moved, orthogonal_on_all_ranks(matrices), strict=True):
             parameter.mul_(1 - group["lr"] * group["weight_decay"])
@@ -59,12 +59,12 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal_on_all_ranks(matrices: list[Tensor]) -> list[Tensor]:
-    """`orthogonal` of every matrix, each computed by one process and known to all."""
+    """`orthogonal` of every matrix, each computed by one process, with the result on all."""
     if not matrices:
         return []
     shares: list[list[int]] = [[] for _ in range(dist.world_size())]
     load = [0] * len(shares)
-    # Dearest first, each to the process that has least to do.
+    # Most expensive first, each to the process with the least work.
     for index in sorted(range(len(matrices)), key=lambda index: -_cost(matrices[index])):
         least = load.index(min(load))
         shares[least].append(index)
@@ -88,15 +88,13 @@ def orthogonal(matrices: list[Tensor]) -> list[Tensor]:
         by_shape.setdefault((min(matrix.shape), max(matrix.shape)), []).append(index)
     results = list(matrices)
     for indices in by_shape.values():
-        wide = [
-            matrices[i] if matrices[i].shape[0] <= matrices[i].shape[1] else matrices[i].T for i in indices
-        ]
-        x_KMN = torch.stack(wide)
+        x_KMN = torch.stack(
+            [m if m.shape[0] <= m.shape[1] else m.T for m in map(matrices.__getitem__, indices)]
+        )
         x_KMN = x_KMN.bfloat16() if x_KMN.is_cuda else x_KMN.float()
         x_KMN = x_KMN / x_KMN.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
-        x_KMN = (
-            _leveled(x_KMN) if x_KMN.is_cuda or not _is_wide(matrices[indices[0]]) else _leveled_wide(x_KMN)
-        )
+        on_gram = not x_KMN.is_cuda and _is_wide(matrices[indices[0]])
+        x_KMN = _leveled_wide(x_KMN) if on_gram else _leveled(x_KMN)
         for index, x_MN in zip(indices, x_KMN, strict=True):
             matrix = matrices[index]
             results[index] = (x_MN if matrix.shape[0] <= matrix.shape[1] else x_MN.T).to(matrix.dtype)

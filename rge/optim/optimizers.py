@@ -11,17 +11,17 @@ from rge.optim.muon import Muon
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """Muon for the matrices, AdamW for embeddings and vectors, as one optimizer.
+    """Muon for matrices, AdamW for embeddings and vectors, as one optimizer.
 
     Muon (`rge.optim.muon`) orthogonalises the update of a matrix. Its step is scaled to AdamW's root mean square, so that
-    both take the same learning rate. On models trained from scratch it needs far fewer steps than AdamW; the paper's
+    both use the same learning rate. On models trained from scratch it needs far fewer steps than AdamW; the paper's
     fine-tuning uses AdamW.
 
     Args:
         matrices: parameter groups of weights of linear layers and kernels of convolutions.
-        others: parameter groups of everything else that is trained.
+        others: parameter groups of all other trained parameters.
         lr: learning rate of both.
-        betas: of AdamW; Muon has a momentum of its own.
+        betas: of AdamW; Muon's momentum is fixed.
         eps: of AdamW.
     """
 
@@ -34,12 +34,10 @@ class MuonAdamW(torch.optim.Optimizer):
         self._link()
 
     def _link(self) -> None:
-        # The two share this optimizer's groups and state, so that saving, loading and a changed rate reach them.
+        # Both share this optimizer's groups and state, for saving, loading and changes of the rate.
         count = len(self._muon.param_groups)
-        self._muon.param_groups, self._adamw.param_groups = (
-            self.param_groups[:count],
-            self.param_groups[count:],
-        )
+        self._muon.param_groups = self.param_groups[:count]
+        self._adamw.param_groups = self.param_groups[count:]
         self._muon.state = self._adamw.state = self.state
 
     def load_state_dict(self, state_dict: dict) -> None:
@@ -78,36 +76,27 @@ def make_optimizer(
     groups: dict[tuple[bool, bool, bool], list[nn.Parameter]] = {}
     for parameter in model.parameters():
         if parameter.requires_grad:
-            # A weight that ZeRO-3 has shared out on loading is a vector here, and would not be decayed.
+            # Weights sharded by ZeRO-3 on loading are vectors here, which would not be decayed.
             num_axes = len(getattr(parameter, "ds_shape", parameter.shape))
             is_matrix = num_axes == 2 or (num_axes > 2 and config.muon_kernels)
             by_muon = name == "muon" and is_matrix and id(parameter) not in lookups
             groups.setdefault((by_muon, id(parameter) in is_slow, num_axes >= 2), []).append(parameter)
-    found = [
-        (
-            by_muon,
-            {
-                "params": parameters,
-                "weight_decay": config.weight_decay if decayed else 0.0,
-                "lr_ratio": config.vision_lr_ratio if slowed else 1.0,
-            },
-        )
-        for (by_muon, slowed, decayed), parameters in groups.items()
-    ]
-    others = [group for by_muon, group in found if not by_muon]
+    matrices: list[dict] = []
+    others: list[dict] = []
+    for (by_muon, slowed, decayed), parameters in groups.items():
+        group = {
+            "params": parameters,
+            "weight_decay": config.weight_decay if decayed else 0.0,
+            "lr_ratio": config.vision_lr_ratio if slowed else 1.0,
+        }
+        (matrices if by_muon else others).append(group)
     if name == "adamw":
         return torch.optim.AdamW(others, lr=lr, betas=(betas[0], betas[1]), eps=eps)
-    return MuonAdamW([group for by_muon, group in found if by_muon], others, lr=lr, betas=betas, eps=eps)
+    return MuonAdamW(matrices, others, lr=lr, betas=betas, eps=eps)
 
 
 def learning_rate(step: int, num_steps: int, stage: StageConfig) -> float:
-    """Learning rate of a step: linear warm-up to `StageConfig.lr`, then the stage's schedule.
-
-    Args:
-        step: counts from zero.
-        num_steps: of the stage.
-        stage: gives peak, warm-up, schedule, and the share of the peak that the schedule ends at.
-    """
+    """Learning rate of a step, counted from 0: linear warm-up to `StageConfig.lr`, then the stage's schedule."""
     if step < stage.warmup_steps:
         return stage.lr * (step + 1) / stage.warmup_steps
     progress = (step - stage.warmup_steps) / max(1, num_steps - stage.warmup_steps)
@@ -118,6 +107,6 @@ def learning_rate(step: int, num_steps: int, stage: StageConfig) -> float:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Write the rate into every parameter group, times the group's own ratio."""
+    """Set the rate of every parameter group, times the group's ratio."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group["lr_ratio"]

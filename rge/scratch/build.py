@@ -1,8 +1,7 @@
 """Build a small backbone offline: real architecture and processor, own sizes.
 
-The tokenizer is a byte-level BPE with Qwen2's own normaliser, pre-tokenizer and special tokens, learned from the
-training records' texts. Everything is saved as a Hugging Face directory, so that the rest of rge loads it exactly as
-it loads ``Qwen/Qwen2.5-VL-3B-Instruct``.
+The tokenizer is a byte-level BPE with Qwen2's normaliser, pre-tokenizer and special tokens, trained on the records' texts.
+Everything is saved as a Hugging Face directory, so that the rest of rge loads it like ``Qwen/Qwen2.5-VL-3B-Instruct``.
 """
 
 import json
@@ -27,21 +26,10 @@ from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 from rge.towers import efficientnet, smollm2
 
 SPECIAL_TOKENS = (
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|object_ref_start|>",
-    "<|object_ref_end|>",
-    "<|box_start|>",
-    "<|box_end|>",
-    "<|quad_start|>",
-    "<|quad_end|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|vision_pad|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
-)
+    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>",
+    "<|box_end|>", "<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>",
+    "<|image_pad|>", "<|video_pad|>",
+)  # fmt: skip
 """Qwen2.5-VL's special tokens in the order of their ids."""
 
 VOCAB_MULTIPLE = 64
@@ -49,14 +37,9 @@ VOCAB_MULTIPLE = 64
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Qwen2Tokenizer:
-    """Learn a byte-level BPE the way Qwen2's was built.
+    """Train a byte-level BPE tokenizer like Qwen2's, with left padding.
 
-    Args:
-        texts: training texts; the result depends on nothing else.
-        vocab_size: learned tokens, the 256 bytes included, the special tokens not.
-
-    Returns:
-        A Qwen2 tokenizer that pads on the left.
+    `vocab_size` includes the 256 bytes, but not the special tokens.
     """
     pretokenizer = pre_tokenizers.Sequence(
         [
@@ -74,7 +57,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Qwen2Tokenizer:
     learned = json.loads(learner.to_str())["model"]
     vocab, merges = learned["vocab"], [tuple(merge) for merge in learned["merges"]]
 
-    # Qwen2Tokenizer(vocab=...) would give the special tokens their ids in another order than Qwen's.
+    # Qwen2Tokenizer(vocab=...) would number the special tokens in another order than Qwen's.
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, fuse_unk=False, byte_fallback=False))
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pretokenizer
@@ -97,11 +80,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Qwen2Tokenizer:
 
 
 def make_tokenizer(texts: Iterable[str], vocab_size: int, text: dict[str, Any]) -> PreTrainedTokenizerBase:
-    """The tokenizer of a backbone: learned from texts, or that of the pretrained text model that ``text`` names.
-
-    Raises:
-        SmolError: its package is not installed.
-    """
+    """The tokenizer of a backbone: trained on texts, or that of the pretrained text model in ``text``."""
     if not smollm2.is_smollm2(text):
         return train_tokenizer(texts, vocab_size)
     tokenizer = smollm2.tokenizer()
@@ -122,7 +101,7 @@ def make_processor(
 ) -> Qwen2_5_VLProcessor:
     """Qwen2.5-VL's processor around a tokenizer, with its published chat template (shipped in trl).
 
-    Pictures have `min_pixels` to `max_pixels`, and are cut and normalised as the tower of `vision` was trained.
+    Pictures have `min_pixels` to `max_pixels`, and are cut and normalised for the tower in `vision`.
     """
     template = (Path(trl.__file__).parent / "chat_templates" / "qwen2_5_vl.jinja").read_text()
     if smollm2.is_smollm2(text):  # the same form, another greeting
@@ -143,12 +122,12 @@ def make_processor(
 def make_model(
     tokenizer: PreTrainedTokenizerBase, text: dict[str, Any], vision: dict[str, Any]
 ) -> Qwen2_5_VLForConditionalGeneration:
-    """A randomly initialised Qwen2.5-VL, float32, but for the pretrained parts that the sizes name; seed torch before.
+    """A Qwen2.5-VL, float32, with random weights (seed torch before) except for pretrained parts.
 
     Args:
-        tokenizer: gives the special ids and the vocabulary size.
+        tokenizer: has the special ids and the vocabulary size.
         text: overrides of the text config: sizes, ``tie_word_embeddings``; or ``model_type: smollm2`` alone.
-        vision: overrides of the vision config; its ``model_type`` may name a tower of `rge.towers`.
+        vision: overrides of the vision config; its ``model_type`` may be a tower of `rge.towers`.
 
     Raises:
         TowerError: its package is not installed.
@@ -167,33 +146,32 @@ def make_model(
 
 
 def origins(text: dict[str, Any], vision: dict[str, Any]) -> list[dict[str, Any]]:
-    """Pretrained parts of a backbone of these sizes: name, licence, and the file that they come from, with its hash.
+    """Pretrained parts of a backbone: name, licence, and source file with its hash.
 
     Raises:
         SmolError: its package is not installed, or has another file.
         TowerError: its package is not installed.
     """
-    found = [smollm2.origin()] if smollm2.is_smollm2(text) else []
     is_photo = vision.get("model_type") == efficientnet.EfficientNetConfig.model_type
-    return [*found, efficientnet.origin()] if is_photo else found
+    return [smollm2.origin()] * smollm2.is_smollm2(text) + [efficientnet.origin() for _ in range(is_photo)]
 
 
 def vocabulary(vocab_size: int, text: dict[str, Any]) -> int:
-    """How many tokens `make_tokenizer` gives, special ones included."""
+    """Number of tokens of `make_tokenizer`, special ones included."""
     if smollm2.is_smollm2(text):
         return smollm2.VOCABULARY + len(set(SPECIAL_TOKENS) - smollm2.SPECIAL_TOKENS)
     return vocab_size + len(SPECIAL_TOKENS)
 
 
 def num_rows(vocabulary: int) -> int:
-    """Embedding rows: one more than the tokenizer has, so that adding <emb> never grows the matrix, and then padding."""
+    """Embedding rows: one more than tokens, so that adding <emb> never grows the matrix, and padding."""
     return -(-(vocabulary + 1) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
 def make_config(
     rows: int, ids: Mapping[str, int], text: dict[str, Any], vision: dict[str, Any]
 ) -> Qwen2_5_VLConfig:
-    """Config of a Qwen2.5-VL of own sizes, with so many rows in its embedding matrix; see `make_model`."""
+    """Config of a Qwen2.5-VL with these sizes and rows in its embedding matrix; see `make_model`."""
     text = dict(smollm2.TEXT if smollm2.is_smollm2(text) else text)
     tie = text.pop("tie_word_embeddings", True)
     head_dim = text["hidden_size"] // text["num_attention_heads"]
@@ -235,12 +213,10 @@ def build(
     min_pixels: int,
     max_pixels: int,
 ) -> None:
-    """Write a backbone, random but for its pretrained parts, and its processor as a Hugging Face directory.
+    """Write a backbone (`make_model`), random except for its pretrained parts, and its processor as a Hugging Face directory.
 
-    ``config.json`` says what the parts are made of (``origins``), and so does that of every checkpoint trained from it.
-
-    `texts` are what the tokenizer is trained on (`train_tokenizer`), `text` and `vision` sizes (`make_model`), and `seed` is that of
-    the weights.
+    Its ``config.json``, and that of every checkpoint trained from it, lists the parts' ``origins``. The tokenizer is trained on
+    `texts`; `seed` is that of the weights.
     """
     tokenizer = make_tokenizer(texts, vocab_size, text)
     processor = make_processor(

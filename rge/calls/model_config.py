@@ -15,7 +15,7 @@ from rge.common.options import build
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
-CHARACTERS_A_TOKEN = 3
+CHARACTERS_PER_TOKEN = 3
 """For token estimates of prompts; low on purpose, so that estimates err on the high side."""
 
 
@@ -118,11 +118,10 @@ class ModelConfig:
 
     def estimate(self, request: Request, stats: BillingStats | None = None) -> tuple[int, int]:
         """Estimate input tokens and maximum output tokens."""
-        prompt = request.num_characters() // CHARACTERS_A_TOKEN + request.num_pictures() * self.picture_tokens
-        answer = request.max_tokens * request.n
-        if stats is None:
-            return prompt, answer
-        return int(prompt * stats.max_input), int(answer * stats.max_output)
+        prompt = request.num_characters() // CHARACTERS_PER_TOKEN
+        prompt += request.num_pictures() * self.picture_tokens
+        stats = stats or BillingStats()
+        return int(prompt * stats.max_input), int(request.max_tokens * request.n * stats.max_output)
 
     def max_cost(self, request: Request, stats: BillingStats | None = None, *, batch: bool = False) -> float:
         """Estimate the maximum cost of a call."""
@@ -134,13 +133,9 @@ class ModelConfig:
 
     def cache_settings(self) -> dict[str, Any]:
         """The non-default settings that affect answers; part of the cache key."""
-        defaults: dict[str, Any] = {
-            "extra_body": {},
-            "reasoning_effort": None,
-            "send_temperature": True,
-            "structured": False,
-        }
-        return {key: value for key, default in defaults.items() if (value := getattr(self, key)) != default}
+        default = ModelConfig(self.name)
+        keys = ("extra_body", "reasoning_effort", "send_temperature", "structured")
+        return {key: value for key in keys if (value := getattr(self, key)) != getattr(default, key)}
 
 
 def check_model(where: str, model: ModelConfig) -> None:

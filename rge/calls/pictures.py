@@ -31,8 +31,13 @@ def prepare_picture(ref: ImageRef, max_side_px: int) -> tuple[str, bytes]:
     Raises:
         ImageError: the picture cannot be read or decoded.
     """
-    data = picture_bytes(ref)
-    return _unchanged(data, max_side_px) or _as_jpeg(ref, max_side_px)
+    if (unchanged := _unchanged(picture_bytes(ref), max_side_px)) is not None:
+        return unchanged
+    image = load_image(ref)
+    image.thumbnail((max_side_px, max_side_px), Image.Resampling.LANCZOS)
+    out = io.BytesIO()
+    image.save(out, "JPEG", quality=JPEG_QUALITY)
+    return "image/jpeg", out.getvalue()
 
 
 def _unchanged(data: bytes, max_side_px: int) -> tuple[str, bytes] | None:
@@ -46,19 +51,6 @@ def _unchanged(data: bytes, max_side_px: int) -> tuple[str, bytes] | None:
     if kind not in SENDABLE or mode not in ("RGB", "RGBA", "L", "P") or longest > max_side_px or not upright:
         return None
     return SENDABLE[kind], without_metadata(data)
-
-
-def _as_jpeg(ref: ImageRef, max_side_px: int) -> tuple[str, bytes]:
-    image = load_image(ref)
-    image.thumbnail((max_side_px, max_side_px), Image.Resampling.LANCZOS)
-    out = io.BytesIO()
-    image.save(out, "JPEG", quality=JPEG_QUALITY)
-    return "image/jpeg", out.getvalue()
-
-
-def to_base64(data: bytes) -> str:
-    """Encode bytes as base64 text."""
-    return base64.b64encode(data).decode()
 
 
 class Pictures:
@@ -100,6 +92,6 @@ class Pictures:
         media_type, data = await loop.run_in_executor(
             self._threads, prepare_picture, picture.ref, picture.max_side_px
         )
-        text = to_base64(data)
+        text = base64.b64encode(data).decode()
         self._num_bytes += len(text)
         return media_type, text

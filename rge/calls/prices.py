@@ -25,11 +25,7 @@ class Prices:
 
 
 def fill_prices(models: Mapping[str, ModelConfig], table: Path | None = None) -> dict[str, ModelConfig]:
-    """Fill in missing prices from the table.
-
-    Args:
-        models: by any label; the table's keys are `ModelConfig.name`.
-        table: None: the shipped table, which applies to the providers' own addresses only.
+    """Fill in missing prices, by `ModelConfig.name`, from a table; None: the shipped one, for the providers' own addresses only.
 
     Raises:
         UserError: the table cannot be read.

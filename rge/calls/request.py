@@ -32,9 +32,8 @@ class Request:
     # Sample number, sent as ``seed``. Part of the cache key, so two judges that are the same model get separate answers.
     sample: int = 0
     n: int = 1  # samples per call, numbered from ``sample``
-    form: str | None = (
-        None  # description of the output format, added when an unreadable answer is requested again
-    )
+    # Description of the output format, added when an unreadable answer is requested again.
+    form: str | None = None
     # Tags of the answer, each with its allowed words (None: any text) or nested tags, for endpoints that constrain answers to a
     # JSON schema. None: no schema.
     fields: tuple[tuple[str, Any], ...] | None = None

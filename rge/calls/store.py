@@ -240,13 +240,9 @@ class AnswerStore:
             )
             self._db.execute(_SPEND, (attempt,))
             if estimate is not None:
-                num_input, num_output, pictures = (
-                    max(estimate[0], _MIN_ESTIMATE),
-                    max(estimate[1], 1),
-                    estimate[2],
-                )
+                num_input, num_output = max(estimate[0], _MIN_ESTIMATE), max(estimate[1], 1)
                 ratios = reply.input_tokens / num_input, reply.output_tokens / num_output
-                self._db.execute(_LEARN, (attempt, pictures, num_input, reply.input_tokens, *ratios))
+                self._db.execute(_LEARN, (attempt, estimate[2], num_input, reply.input_tokens, *ratios))
 
     def billing_stats(self, endpoint: str, pictures: bool) -> BillingStats:
         """How bills compare with estimates, for calls with or without pictures."""
@@ -428,11 +424,7 @@ class AnswerStore:
 
 
 def _open(path: Path) -> sqlite3.Connection:
-    """Open or create a database in WAL mode with autocommit.
-
-    Raises:
-        sqlite3.DatabaseError: not an SQLite file, unreadable, or locked for longer than `_WAIT_S`.
-    """
+    """Open or create a database in WAL mode with autocommit, waiting up to `_WAIT_S` for locks."""
     connection = sqlite3.connect(path, timeout=_WAIT_S, isolation_level=None, check_same_thread=False)
     deadline = time.monotonic() + _WAIT_S
     while True:

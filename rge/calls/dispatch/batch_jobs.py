@@ -15,7 +15,7 @@ from functools import partial
 from typing import TypeVar
 
 from rge.calls.dispatch.grouping import Call
-from rge.calls.dispatch.sender import Sender, budget_reached
+from rge.calls.dispatch.sender import Sender
 from rge.calls.failures import AttemptFailed, EndpointDown, NotFound, Rejected, RequestRejected, StopCalls
 from rge.calls.model_config import BillingStats
 from rge.calls.providers.batches import MAX_BYTES, MAX_CALLS, BatchApi, Line, State
@@ -43,7 +43,7 @@ class BatchJobs:
     def __init__(self, sender: Sender, api: BatchApi, *, encode: Encode, settle: Settle, say: Say):
         self.sender, self.api, self.encode, self.settle, self.say = sender, api, encode, settle, say
         self.model, self.store, self.mask = sender.model, sender.store, sender.mask
-        self.left: dict[str, str] = {}  # key -> why the batch gave no answer
+        self.unanswered: dict[str, str] = {}  # key -> reason
         self._wanted: Mapping[str, Call] = {}
         self._waiting: list[BatchRow] = []
         self._last_status: dict[str, str] = {}  # by label
@@ -66,7 +66,7 @@ class BatchJobs:
             await self._submit_all(queue)
             if self._waiting:
                 queue.extend(wanted[key] for key in await self._wait_for_any() if key in wanted)
-        return {key: why for key, why in self.left.items() if key in wanted}
+        return {key: why for key, why in self.unanswered.items() if key in wanted}
 
     async def _resume(self) -> list[Call]:
         """Resume the batches of earlier runs; returns the calls that none of them contains."""
@@ -86,16 +86,11 @@ class BatchJobs:
     # --------------------------------------------------------------------------------------------------------- sending
 
     async def _submit_all(self, queue: deque[Call]) -> None:
-        """Submit batches until the queue is empty or a budget or the provider's own queue is full.
-
-        Raises:
-            BudgetReached: nothing was submitted, and no batch is in flight that could free up budget.
-        """
+        """Submit batches until the queue is empty, or a budget or the provider's own queue is full."""
         while queue:
             if await self._submit_next(queue):
                 if not self._waiting:
-                    max_cost = self._max_cost(queue[0].request)
-                    raise budget_reached(self.model, self.store, self.sender.budget, max_cost)
+                    raise self.sender.budget_reached(self._max_cost(queue[0].request))
                 return
 
     async def _submit_next(self, queue: deque[Call]) -> bool:
@@ -137,7 +132,9 @@ class BatchJobs:
             try:
                 content = to_json(body(self.model, call.request, await self.encode(call.request)))
             except ImageError as error:
-                self.left[call.key] = str(error)  # the single call fails the same way and is counted there
+                self.unanswered[call.key] = str(
+                    error
+                )  # the single call fails the same way and is counted there
                 continue
             if packed and num_bytes + len(content) > MAX_BYTES:
                 queue.appendleft(call)
@@ -153,11 +150,7 @@ class BatchJobs:
         return self.model.max_cost(request, self._stats(request), batch=True)
 
     async def _submit(self, row: BatchRow, bodies: list[bytes]) -> bool:
-        """Create a batch, with retries. False: the provider's queue is full and other batches are in flight.
-
-        Raises:
-            StopCalls: the batch was not created.
-        """
+        """Create a batch, with retries. False: the provider's queue is full and other batches are in flight."""
         model, num_tries, limited_since = self.model, 0, None
         while True:
             try:
@@ -220,11 +213,7 @@ class BatchJobs:
         return False
 
     async def _poll(self, what: str, ask: Callable[[], Awaitable[T]]) -> T:
-        """Make a free request about batches, retrying until the provider answers.
-
-        Raises:
-            EndpointDown: no answer after `MAX_FAILED_POLLS` attempts.
-        """
+        """Make a free request about batches, with up to `MAX_FAILED_POLLS` attempts."""
         for _ in range(MAX_FAILED_POLLS):
             try:
                 return await ask()
@@ -243,14 +232,14 @@ class BatchJobs:
         began = time.monotonic()
         while True:
             await asyncio.sleep(self.model.batch_poll_s)
-            num_before, again = len(self._waiting), list[str]()
+            num_before, resubmit = len(self._waiting), list[str]()
             for row in list(self._waiting):
                 state = await self._state(row)
                 if state.ended:
                     self._waiting.remove(row)
-                    again += await self._settle_ended(row, state)
+                    resubmit += await self._settle_ended(row, state)
             if len(self._waiting) < num_before:
-                return again
+                return resubmit
             if time.monotonic() - began > self.model.batch_wait_s:
                 batches = ", ".join(f"{row.id} ({self._last_status[row.label]})" for row in self._waiting)
                 raise EndpointDown(
@@ -278,11 +267,9 @@ class BatchJobs:
             self.store.close_batch(row.label, billed=False)
             if state.queue_full and self._waiting:
                 return [key for key, _ in row.calls.values()]
-            fix = (
-                "Wait until fewer tokens are queued at the provider"
-                if state.queue_full
-                else "Change the model's settings"
-            )
+            fix = "Change the model's settings"
+            if state.queue_full:
+                fix = "Wait until fewer tokens are queued at the provider"
             raise RequestRejected(
                 f"{self.model.name}: batch {row.id} failed: {self.mask(state.reason)}. {fix}, or use single calls (mode=calls), "
                 "and run the same command again"
@@ -291,7 +278,7 @@ class BatchJobs:
         await self._keep_results(row, state, stop)
         missing = self.store.batch_calls(row.label)
         for key, _ in missing.values():
-            self.left[key] = f"batch {row.id} ({state.status}) contains no result for it"
+            self.unanswered[key] = f"batch {row.id} ({state.status}) contains no result for it"
         self.store.close_batch(row.label, billed=not state.partial)
         if missing and state.status == "cancelled":
             raise self._resubmit_error(
@@ -347,7 +334,7 @@ class BatchJobs:
         try:
             read_replies(raw)
         except NotAChat as error:
-            self.left[key] = self.mask(str(error))
+            self.unanswered[key] = self.mask(str(error))
             return False
         except ReplyError:  # an answer, though without content
             pass
@@ -356,7 +343,7 @@ class BatchJobs:
     def _read_failure(self, line: Line, key: str, stop: list[StopCalls]) -> bytes | None:
         """Handle a result without an answer; returns the body of a policy refusal, which is stored like an answer."""
         if line.status is None or line.status < 400:
-            self.left[key] = self.mask(line.error.decode("utf-8", "replace"))
+            self.unanswered[key] = self.mask(line.error.decode("utf-8", "replace"))
             return None
         failed, wanted = failure(line.status, line.error, {}, self.model, self.mask), self._wanted.get(key)
         if failed is None:
@@ -366,5 +353,5 @@ class BatchJobs:
         elif isinstance(failed, StopCalls):
             stop.append(failed)
         else:
-            self.left[key] = self.mask(str(failed))
+            self.unanswered[key] = self.mask(str(failed))
         return None

@@ -108,21 +108,22 @@ class Grouping:
         calls: list[Call] = []
         waiting = pending
         while waiting:
-            again: list[PendingSample] = []
+            reasks: list[PendingSample] = []
             for group in self._group_samples(waiting):
-                request = replace(group[0].request, n=_span(group))
+                first, last = group[0].request, group[-1].request
+                request = replace(first, n=last.sample - first.sample + 1)
                 model = self.models[request.model]
                 key = request.key(self._cache_names[request.model], model.cache_settings())
                 if key in self._open:
                     self._open[key].pending += group
                 elif stored := self.store.get(key):
-                    again += self._deliver(Call(key, request, group), stored)
+                    reasks += self._deliver(Call(key, request, group), stored)
                 elif why := self.store.rejection(key, model.sent_by()):
                     self._deliver_error(Call(key, request, group), Rejection(why))
                 else:
                     calls.append(Call(key, request, group))
                     self._open[key] = calls[-1]
-            waiting = again
+            waiting = reasks
         return calls
 
     def record(self, call: Call, result: StoredReply | ReplyError) -> list[Call]:
@@ -142,7 +143,7 @@ class Grouping:
 
     def _deliver(self, call: Call, stored: StoredReply) -> list[PendingSample]:
         """Settle the requests of an answered call; returns those to request again."""
-        again: list[PendingSample] = []
+        reasks: list[PendingSample] = []
         try:
             replies = read_replies(stored.raw)
         except ReplyError as error:
@@ -152,19 +153,19 @@ class Grouping:
             index = sample.request.sample - call.request.sample
             if index >= len(replies) and not isinstance(replies[0], Refused):
                 # A server that ignores `n` returns one sample: request the others.
-                again.append(sample)
+                reasks.append(sample)
                 continue
             reply = replies[index] if index < len(replies) else replies[0]
             problem = self._problem(reply)
             if problem is not None and sample.reasked < model.reasks:
                 self.counts.reasked += 1
                 request = _reask_request(sample.request, problem, sample.reasked + 1)
-                again.append(PendingSample(sample.position, request, sample.reasked + 1, sample.cached))
+                reasks.append(PendingSample(sample.position, request, sample.reasked + 1, sample.cached))
                 continue
             self.counts.unreadable += problem is not None
             self.counts.cached += sample.cached
             self.done(sample.position, self._outcome(sample, call.key, reply))
-        return again
+        return reasks
 
     def _problem(self, reply: Reply | ReplyError) -> ReplyError | None:
         """Why a reply is unreadable, or None; refusals and abstentions are readable."""
@@ -285,10 +286,6 @@ class Feed:
         self._closed.add(name)
         self.waiting[name].clear()
         self._changed.set()
-
-
-def _span(group: list[PendingSample]) -> int:
-    return group[-1].request.sample - group[0].request.sample + 1
 
 
 def _reask_request(request: Request, error: ReplyError, number: int) -> Request:

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 
 from rge.calls.failures import EndpointDown, StopCalls, Unanswered
-from rge.calls.providers.transport import remaining_allowance
+from rge.calls.providers.transport import remaining_quota
 
 MAX_UNANSWERED_IN_A_ROW = 20
 """Consecutive unanswered calls before the endpoint counts as down."""
@@ -29,28 +29,21 @@ class Health:
 
     def __init__(self) -> None:
         self.pace = Pace()
-        self.stopped: StopCalls | None = None
-        """Why calls have stopped for this run."""
         self.accepted_at = float("-inf")
         """Send time of the latest accepted call."""
-        self.in_flight = 0
-        self.unanswered_in_a_row = 0
+        self.start()
 
     def start(self) -> None:
         """Reset for a new run: events and locks belong to its event loop."""
-        self._completed = asyncio.Event()
-        self.canary = asyncio.Lock()
+        self._completed, self.canary = asyncio.Event(), asyncio.Lock()
         self.in_flight = self.unanswered_in_a_row = 0
-        self.stopped = None
+        self.stopped: StopCalls | None = None
+        """Why calls have stopped for this run."""
 
     async def wait_for_completion(self) -> None:
         """Wait until any call ends."""
         self._completed.clear()
         await self._completed.wait()
-
-    def call_started(self) -> None:
-        """Count a call as in flight."""
-        self.in_flight += 1
 
     def call_ended(self) -> None:
         """Count a call as ended, and wake up those that wait for it."""
@@ -121,19 +114,14 @@ class Pace:
             self.rate *= RECOVERY if self.rate < 0.9 * self._ceiling else GROWTH
             if self.rate > 4 * max(self._answer_rate(now, WINDOW_S), 1.0):
                 self.rate = None
-        for kind in ("requests", "tokens"):
-            left, reset_s = remaining_allowance(headers, kind)
-            if left == 0 and reset_s:
+        for remaining, reset_s in (remaining_quota(headers, "requests"), remaining_quota(headers, "tokens")):
+            if remaining == 0 and reset_s:
                 self._pause(now + reset_s)
 
     def on_limited(self, sent_at: float, wait_s: float | None, backoff_s: float, max_wait_s: float) -> None:
-        """Lower the rate and pause after a 429.
+        """Lower the rate after a 429 of a call that was sent at this time (of `wait_turn`), and pause.
 
-        Args:
-            sent_at: when the call was sent, as returned by `wait_turn`.
-            wait_s: Retry-After, if given.
-            backoff_s: pause without Retry-After; doubles with every further cut until an answer comes.
-            max_wait_s: longest pause.
+        `wait_s` is Retry-After, if given; `backoff_s` the pause without it, doubled with every further cut until an answer comes.
         """
         now = self._clock()
         if sent_at >= self._cut_at:

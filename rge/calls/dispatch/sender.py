@@ -1,6 +1,7 @@
 """Make one call: retries, budget, ledger entry, and the handling of its errors."""
 
 import asyncio
+import base64
 import functools
 import io
 import random
@@ -8,6 +9,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import httpx
 from PIL import Image
 
 from rge.calls.dispatch.grouping import Call, Counts
@@ -24,9 +26,8 @@ from rge.calls.failures import (
 )
 from rge.calls.keys import Mask
 from rge.calls.model_config import ModelConfig
-from rge.calls.pictures import to_base64
 from rge.calls.providers.bodies import EncodedPictures
-from rge.calls.providers.transport import Answer, Send
+from rge.calls.providers.transport import Send
 from rge.calls.replies import NotAChat, ReplyError, read_replies, usage
 from rge.calls.request import Part, Picture, Request
 from rge.calls.store import AnswerStore, StoredReply
@@ -82,17 +83,13 @@ class Sender:
                 message = self._still_limited(message, limited_since)
             elif num_tries < model.max_retries:
                 self.counts.retries += 1
-                await asyncio.sleep(self._backoff_s(num_tries, result))
+                wait_s = min(model.max_backoff_s, model.backoff_s * 2**num_tries) * self.rng.random()
+                await asyncio.sleep(max(wait_s, min(result.wait_s or 0.0, model.max_backoff_s)))
                 num_tries += 1
                 continue
             else:
                 message += f" ({num_tries + 1} attempts)"
             return self.unanswered(call, message, result.raw)
-
-    def _backoff_s(self, num_tries: int, failed: AttemptFailed) -> float:
-        model = self.model
-        wait_s = min(model.max_backoff_s, model.backoff_s * 2**num_tries) * self.rng.random()
-        return max(wait_s, min(failed.wait_s or 0.0, model.max_backoff_s))
 
     def _still_limited(self, message: str, limited_since: float) -> str:
         """The error of a call that got nothing but 429s; stops the endpoint if no other call was accepted either."""
@@ -113,9 +110,9 @@ class Sender:
             return None
         sent_at = time.monotonic()
         result = await self._attempt(send, call.request, pictures, attempt)
-        if isinstance(result, Answer):
+        if isinstance(result, httpx.Response):
             request = None if canary else call.request
-            stored = self.keep(call.key, request, attempt, result.body, time.monotonic() - sent_at)
+            stored = self.keep(call.key, request, attempt, result.content, time.monotonic() - sent_at)
             self.health.call_accepted(sent_at)
             self.health.pace.on_answer(result.headers)
             self.health.call_ended()
@@ -137,19 +134,19 @@ class Sender:
 
     async def _attempt(
         self, send: Send, request: Request, pictures: EncodedPictures, attempt: int
-    ) -> Answer | AttemptFailed | Rejected | StopCalls:
+    ) -> httpx.Response | AttemptFailed | Rejected | StopCalls:
         """Make one attempt; if it gives no answer, close its ledger entry."""
         failed: AttemptFailed | Rejected | StopCalls
         try:
             async with asyncio.timeout(self.model.timeout_s):
-                answer = await send(request, pictures)
-            read_replies(answer.body)
-            return answer
+                response = await send(request, pictures)
+            read_replies(response.content)
+            return response
         except NotAChat as error:
             message = f"the endpoint's response is not a chat completion: {error}"
-            failed = AttemptFailed(message, billed=True, raw=answer.body)
+            failed = AttemptFailed(message, billed=True, raw=response.content)
         except ReplyError:
-            return answer  # an empty answer counts as one: it may have been billed
+            return response  # an empty answer counts as one: it may have been billed
         except TimeoutError:
             failed = AttemptFailed(f"no answer within {self.model.timeout_s:g} s", billed=True)
         except (AttemptFailed, Rejected, StopCalls) as error:
@@ -161,11 +158,7 @@ class Sender:
         return failed
 
     async def _send_canary(self, send: Send, call: Call, why: Rejected) -> ReplyError | Literal[True] | None:
-        """Find out whether a rejection concerns this request only, by sending harmless contents with the same settings.
-
-        Returns:
-            True: this request only. None: all requests are rejected, and calls stop. An error: the canary got no answer.
-        """
+        """Send harmless contents with the same settings. True: only this request is rejected; None: all are, and calls stop."""
         health, rejected_at = self.health, time.monotonic()
         async with health.canary:
             if health.accepted_at > rejected_at:  # a call sent after the rejection was accepted
@@ -201,10 +194,10 @@ class Sender:
                     model.endpoint, call.key, tokens, max_cost, model.budget, total=self.budget
                 )
                 if attempt is not None:
-                    health.call_started()
+                    health.in_flight += 1
                     return attempt
                 if not health.in_flight:
-                    health.stop(budget_reached(model, self.store, self.budget, max_cost))
+                    health.stop(self.budget_reached(max_cost))
                     return None
             await health.wait_for_completion()
         return None
@@ -252,30 +245,28 @@ class Sender:
         self.health.call_unanswered(error)
         return error
 
+    def budget_reached(self, max_cost: float) -> BudgetReached:
+        """The error of a call whose maximum cost exceeds what is left of a budget."""
+        model, total = self.model, self.budget
+        spent, all_spent = self.store.spent(model.endpoint), self.store.spent(None)
+        if model.budget is not None and (total is None or spent + max_cost > model.budget):
+            used, option = f"{spent:.4f} of the budget {model.budget:g} is spent", "the model's budget"
+        else:
+            used, option = f"{all_spent:.4f} of the command's budget {total:g} is spent", "budget"
+        return BudgetReached(
+            f"{model.name}: {used}, and the next call might cost {max_cost:.4f}, so calls stop here. Raise {option} and run the "
+            "same command again"
+        )
+
     def _excerpt(self, raw: bytes | None) -> str | None:
         return self.mask(raw.decode("utf-8", "replace"))[:MAX_FAILURE_CHARACTERS] if raw else None
-
-
-def budget_reached(
-    model: ModelConfig, store: AnswerStore, total: float | None, max_cost: float
-) -> BudgetReached:
-    """The error of a call whose maximum cost exceeds what is left of a budget."""
-    spent, all_spent = store.spent(model.endpoint), store.spent(None)
-    if model.budget is not None and (total is None or spent + max_cost > model.budget):
-        used, option = f"{spent:.4f} of the budget {model.budget:g} is spent", "the model's budget"
-    else:
-        used, option = f"{all_spent:.4f} of the command's budget {total:g} is spent", "budget"
-    return BudgetReached(
-        f"{model.name}: {used}, and the next call might cost {max_cost:.4f}, so calls stop here. Raise {option} and run the same "
-        "command again"
-    )
 
 
 @functools.cache
 def _grey_picture() -> tuple[Picture, tuple[str, str]]:
     out = io.BytesIO()
     Image.new("RGB", (64, 64), "grey").save(out, "PNG")
-    return Picture(out.getvalue(), "canary"), ("image/png", to_base64(out.getvalue()))
+    return Picture(out.getvalue(), "canary"), ("image/png", base64.b64encode(out.getvalue()).decode())
 
 
 def _canary(request: Request) -> tuple[Request, EncodedPictures]:

@@ -132,18 +132,12 @@ class BatchApi:
         return lines
 
     async def _fetch(self, method: str, url: str, **options: Any) -> httpx.Response:
-        """Send a request and return a successful response.
-
-        Raises:
-            AttemptFailed: no connection, 429, 5xx.
-            Rejected: this request is rejected, also by policy.
-            StopCalls: no request can succeed.
-        """
+        """Send a request; raises `AttemptFailed`, `Rejected` (also by policy) or `StopCalls` unless it succeeds."""
         response = await exchange(self.client, method, url, self.mask, **options)
         if response.is_success:
             return response
-        raw, given = response.content, response.headers
-        error = failure(response.status_code, raw, given, self.model, self.mask)
+        raw = response.content
+        error = failure(response.status_code, raw, response.headers, self.model, self.mask)
         raise error or Rejected(raw.decode("utf-8", "replace"), certain=True, raw=raw)
 
     async def _json(self, method: str, url: str, **options: Any) -> Json:

@@ -11,7 +11,7 @@ from rge.calls.replies import as_dict, dict_items
 
 
 class Meaning(Enum):
-    """What an error concerns, which decides how it is handled."""
+    """What an error concerns, which decides how it is handled; the most specific first."""
 
     POLICY = "declined by the provider's policy"
     ACCOUNT = "the account cannot make calls"
@@ -68,25 +68,16 @@ WORDS = {
 
 def classify(status: int, body: Any) -> Meaning:
     """Classify an error by its HTTP status (may be 200 behind a gateway) and JSON body (None: no JSON)."""
-    if (meaning := _by_code(codes(body))) is not None:
-        return meaning
+    meanings = {CODES[code] for code in codes(body) if code in CODES}
+    if meanings:  # an error may carry several codes
+        return next(meaning for meaning in Meaning if meaning in meanings)
     error = error_of(body)
     if "flagged_input" in as_dict(error.get("metadata")):  # OpenRouter's moderation, a 403
         return Meaning.POLICY
     message = str(error.get("message") or "").lower()
-    for words, meaning in WORDS.items():
-        if words in message:
-            return meaning
-    if status in STATUSES:
-        return STATUSES[status]
-    return Meaning.OVERLOAD if status >= 500 or status < 400 else Meaning.UNKNOWN
-
-
-def _by_code(error_codes: set[str]) -> Meaning | None:
-    meanings = {CODES[code] for code in error_codes if code in CODES}
-    # An error may carry several codes; the most specific meaning wins.
-    by_priority = (Meaning.POLICY, Meaning.ACCOUNT, Meaning.REQUEST, Meaning.OVERLOAD)
-    return next((meaning for meaning in by_priority if meaning in meanings), None)
+    by_words = next((meaning for words, meaning in WORDS.items() if words in message), None)
+    default = Meaning.UNKNOWN if 400 <= status < 500 else Meaning.OVERLOAD
+    return by_words or STATUSES.get(status, default)
 
 
 def codes(body: Any) -> set[str]:

@@ -8,10 +8,9 @@ import functools
 import json
 import re
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 
@@ -46,15 +45,7 @@ SHOWN_CHARACTERS = 300
 NOT_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.UnsupportedProtocol)
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A response: body and headers."""
-
-    body: bytes
-    headers: Mapping[str, str]
-
-
-Send = Callable[[Request, EncodedPictures], Awaitable[Answer]]
+Send = Callable[[Request, EncodedPictures], Awaitable[httpx.Response]]
 """Sends a request and returns the response; raises `AttemptFailed`, `Rejected` or `StopCalls`."""
 
 
@@ -77,15 +68,16 @@ class Connections:
         for client in self.clients:
             await client.aclose()
 
-    async def _send(self, client: httpx.AsyncClient, request: Request, pictures: EncodedPictures) -> Answer:
+    async def _send(
+        self, client: httpx.AsyncClient, request: Request, pictures: EncodedPictures
+    ) -> httpx.Response:
         content = to_json(body(self.model, request, pictures))
         response = await exchange(client, "POST", PATH, self.mask, content=content)
-        answer = Answer(response.content, response.headers)
-        if not response.is_success or _is_error(answer.body):
-            error = failure(response.status_code, answer.body, answer.headers, self.model, self.mask)
+        if not response.is_success or _is_error(response.content):
+            error = failure(response.status_code, response.content, response.headers, self.model, self.mask)
             if error is not None:
                 raise error
-        return answer
+        return response
 
 
 def make_client(model: ModelConfig, **options: Any) -> httpx.AsyncClient:
@@ -119,7 +111,7 @@ async def exchange(
 
 
 def failure(
-    status: int, raw: bytes, given: Mapping[str, str], model: ModelConfig, mask: Mask
+    status: int, raw: bytes, response_headers: Mapping[str, str], model: ModelConfig, mask: Mask
 ) -> AttemptFailed | Rejected | StopCalls | None:
     """The exception for an error response; None: a policy refusal, which counts as an answer."""
     excerpt = mask(" ".join(raw.decode("utf-8", "replace").split()))[:SHOWN_CHARACTERS]
@@ -127,7 +119,7 @@ def failure(
     if 300 <= status < 400:
         # Redirects are not followed, so that the key goes only to the configured address.
         return EndpointDown(
-            f"{model.name}: the address has moved to {mask(str(given.get('location')))}: set base_url"
+            f"{model.name}: the address has moved to {mask(str(response_headers.get('location')))}: set base_url"
         )
     try:
         content = parse(raw)
@@ -139,7 +131,7 @@ def failure(
     if meaning is Meaning.ACCOUNT:
         return _account_error(status, codes(content), message, model)
     if meaning is Meaning.OVERLOAD:
-        wait_s = parse_seconds(given.get("retry-after")) or _retry_delay(content)
+        wait_s = parse_seconds(response_headers.get("retry-after")) or _retry_delay(content)
         return AttemptFailed(
             message, limited=status == 429, wait_s=wait_s, billed=status in MAYBE_BILLED, raw=raw
         )
@@ -179,15 +171,16 @@ def _retry_delay(content: Any) -> float | None:
     return parse_seconds(str(delays[0])) if delays else None
 
 
-def remaining_allowance(given: Mapping[str, str], kind: str) -> tuple[int | None, float | None]:
+def remaining_quota(
+    response_headers: Mapping[str, str], kind: Literal["requests", "tokens"]
+) -> tuple[int | None, float | None]:
     """Remaining quota, and seconds until it resets; None if not reported.
 
-    Args:
-        given: response headers, such as ``x-ratelimit-remaining-requests: 0`` and ``x-ratelimit-reset-requests: 6m0s``.
-        kind: requests or tokens.
+    Read from headers such as ``x-ratelimit-remaining-requests: 0`` and ``x-ratelimit-reset-requests: 6m0s``.
     """
-    left = given.get(f"x-ratelimit-remaining-{kind}", "")
-    return (int(left) if left.isdigit() else None), parse_seconds(given.get(f"x-ratelimit-reset-{kind}"))
+    remaining = response_headers.get(f"x-ratelimit-remaining-{kind}", "")
+    reset_s = parse_seconds(response_headers.get(f"x-ratelimit-reset-{kind}"))
+    return (int(remaining) if remaining.isdigit() else None), reset_s
 
 
 def parse_seconds(text: str | None) -> float | None:

@@ -18,7 +18,7 @@ from rge.calls.keys import Mask
 from rge.calls.local_server import Answer, LocalServer, chat
 from rge.calls.model_config import ModelConfig, cache_names, check_model
 from rge.calls.pictures import Pictures
-from rge.calls.providers.transport import parse_seconds, remaining_allowance
+from rge.calls.providers.transport import parse_seconds, remaining_quota
 from rge.calls.replies import EmptyChoices, MissingTag, Refused, read_replies, tag
 from rge.calls.request import Picture, Request
 from rge.calls.store import AnswerStore
@@ -500,7 +500,7 @@ def test_an_allowance_that_is_used_up_is_waited_for():
     pace = Pace(clock=lambda: now[0])
     pace.on_answer({"x-ratelimit-remaining-requests": "0", "x-ratelimit-reset-requests": "1m30s"})
     assert pace._paused_until == 190.0
-    assert remaining_allowance({"x-ratelimit-remaining-tokens": "7"}, "tokens") == (7, None)
+    assert remaining_quota({"x-ratelimit-remaining-tokens": "7"}, "tokens") == (7, None)
     assert [parse_seconds(text) for text in ("1.5", "6m0s", "20ms", "1h2m3s", "soon", None)] == [
         1.5,
         360,

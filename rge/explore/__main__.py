@@ -17,23 +17,23 @@ from rge.common.options import parse_options
 from rge.explore.address import bound, url_of
 from rge.explore.options import ExploreOptions
 from rge.index.search import absolute
-from rge.index.warm import asked as ask_server
+from rge.index.warm import ask_server
 
 
 def main(words: list[str]) -> int:
-    """Listen until a signal ends it."""
-    asked = parse_options(ExploreOptions, words, "rge explore")
+    """Serve the page until a signal ends it."""
+    options = parse_options(ExploreOptions, words, "rge explore")
     if missing := [name for name in ("fastapi", "lancedb", "uvicorn") if find_spec(name) is None]:
         raise UserError(f"rge explore needs {', '.join(missing)}: pip install -e '.[explore]'")
-    listening = bound(asked.host, asked.port, listens=True)
-    address = url_of(listening)
-    there = {"index": None if asked.index is None else absolute(asked.index), "host": asked.host}
-    found = None if asked.plugins or asked.checkpoint else ask_server(asked.server, "/explore", there)
-    if found is not None:
-        place, page = found
-        print(f"answered by rge serve with {page['name']}, at {place}")  # noqa: T201
-        _announce(asked, page["name"], page["items"], address)
-        asyncio.run(_forward(listening, page["socket"]))
+    listener = bound(options.host, options.port, listens=True)
+    address = url_of(listener)
+    body = {"index": None if options.index is None else absolute(options.index), "host": options.host}
+    reply = None if options.plugins or options.checkpoint else ask_server(options.server, "/explore", body)
+    if reply is not None:
+        path, page = reply
+        print(f"answered by rge serve with {page['name']}, at {path}")  # noqa: T201
+        _announce(options, page["name"], page["items"], address)
+        asyncio.run(_forward(listener, page["socket"]))
         return 0
     import uvicorn
 
@@ -42,30 +42,30 @@ def main(words: list[str]) -> int:
     from rge.explore.explorer import Explorer, demo_examples, demo_gallery
     from rge.index.store import Index
 
-    if asked.index is None:
-        checkpoint = asked.checkpoint or "demo"
-        embedder = Embedder.from_pretrained(checkpoint, base=asked.base)
+    if options.index is None:
+        checkpoint = options.checkpoint or "demo"
+        embedder = Embedder.from_pretrained(checkpoint, base=options.base)
         explorer = Explorer(embedder, demo_gallery(embedder), demo_examples())
     else:
-        index = Index.open(asked.index)
-        checkpoint = asked.checkpoint or index.about["checkpoint"]
-        explorer = Explorer(index.embedder(asked.checkpoint, asked.base), index, [])
-    _announce(asked, checkpoint, len(explorer.index), address)
+        index = Index.open(options.index)
+        checkpoint = options.checkpoint or index.about["checkpoint"]
+        explorer = Explorer(index.embedder(options.checkpoint, options.base), index, [])
+    _announce(options, checkpoint, len(explorer.index), address)
     config = uvicorn.Config(
-        application(explorer, asked.host), log_level="warning", timeout_graceful_shutdown=5
+        application(explorer, options.host), log_level="warning", timeout_graceful_shutdown=5
     )
-    uvicorn.Server(config).run(sockets=[listening])
+    uvicorn.Server(config).run(sockets=[listener])
     return 0
 
 
-def _announce(asked: ExploreOptions, checkpoint: str, items: int, address: str) -> None:
+def _announce(options: ExploreOptions, checkpoint: str, items: int, address: str) -> None:
     print(f"{checkpoint}, {items} items: {address}  (Ctrl-C ends it)", flush=True)  # noqa: T201
-    if asked.open:
+    if options.open:
         threading.Timer(1, webbrowser.open, [address]).start()
 
 
-async def _forward(listening: socket.socket, place: str) -> None:
-    """Hand every connection to the server that has the model."""
+async def _forward(listener: socket.socket, path: str) -> None:
+    """Forward every connection to the server that has the model."""
 
     async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -73,21 +73,21 @@ async def _forward(listening: socket.socket, place: str) -> None:
                 writer.write(part)
                 await writer.drain()
         except OSError:
-            pass  # one side has disconnected, which ends the other's stream
+            pass  # one side has disconnected
         finally:
             writer.close()
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            from_server, to_server = await asyncio.open_unix_connection(place)
+            from_server, to_server = await asyncio.open_unix_connection(path)
         except OSError:
-            ended = "error: the server that has the model has ended; start `rge explore` again"
-            print(ended, file=sys.stderr)  # noqa: T201
+            message = "error: the server that has the model has ended; start `rge explore` again"
+            print(message, file=sys.stderr)  # noqa: T201
             writer.close()
             return
         await asyncio.gather(copy(reader, to_server), copy(from_server, writer))
 
-    server = await asyncio.start_server(handle, sock=listening)
+    server = await asyncio.start_server(handle, sock=listener)
     async with server:
         await server.serve_forever()
 

@@ -1,4 +1,4 @@
-"""The address that a server listens on; bound before a model is loaded, so that a wrong one fails at once."""
+"""The address that a server listens on; bound before a model is loaded, so that a wrong one fails early."""
 
 import ipaddress
 import socket
@@ -7,14 +7,14 @@ from rge.common.errors import UserError
 
 
 def bound(host: str, port: int, *, listens: bool = False) -> socket.socket:
-    """A socket on an address; unless it `listens` already, clients are refused until its server does.
+    """Bind a socket to an address; unless `listens`, clients are refused until the server starts.
 
     Raises:
         UserError: the host is not this machine's, or the port is taken.
     """
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, protocol, _, address = found[0]
+        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = infos[0]
         listener = socket.socket(family, kind, protocol)
     except OSError as error:
         raise UserError(f"host={host} is not an address to listen on: {error.strerror or error}") from None
@@ -37,7 +37,7 @@ def cannot_listen(host: str, port: int, error: OSError) -> UserError:
 
 
 def url_of(listener: socket.socket) -> str:
-    """Where a browser finds the server behind a socket."""
+    """The URL of the server behind a socket."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 

@@ -18,11 +18,11 @@ from rge.explore.address import is_local
 from rge.explore.explorer import Explorer, Query, StoppedError
 from rge.index.sources import thumbnail
 
-MOST_BYTES = 32 << 20
-"""A body above this is refused: a photo has some 5 MB, and a third more as text."""
+MAX_BYTES = 32 << 20
+"""Maximum size of a body: a photo has about 5 MB, and a third more in base64."""
 SHOWN_PX, LARGE_PX = 384, 1600
 STRIP = 60
-"""Pictures of an index that are offered to begin with."""
+"""Pictures of an index that are offered at the start."""
 HEADERS = {
     "Content-Security-Policy": "default-src 'self'; img-src 'self' data: blob:; object-src 'none'; base-uri 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -39,7 +39,7 @@ class _Body(BaseModel):
 
 
 class Picture(_Body):
-    """Where a query's picture is: in the index, among the examples, or in the request."""
+    """A query's picture: in the index, among the examples, or in the request."""
 
     source: str | None = None
     id: str | None = None
@@ -60,7 +60,7 @@ class Question(_Body):
 
 
 class Other(_Body):
-    """The question that another one is wanted for."""
+    """The question to which another query is compared."""
 
     question: Text = ""
 
@@ -68,7 +68,7 @@ class Other(_Body):
 def application(explorer: Explorer, host: str) -> FastAPI:
     """The page's server.
 
-    If only this machine can reach `host`, requests must name it: no web page can ask under a name of its own (DNS rebinding).
+    If only this machine can reach `host`, requests must name it, which protects from DNS rebinding.
     """
     app = FastAPI(openapi_url=None)
     if is_local(host):
@@ -76,13 +76,13 @@ def application(explorer: Explorer, host: str) -> FastAPI:
 
     @app.middleware("http")
     async def headers(request: Request, call_next: Any) -> Response:
-        answer: Response = await call_next(request)
-        answer.headers.update(HEADERS)
-        return answer
+        response: Response = await call_next(request)
+        response.headers.update(HEADERS)
+        return response
 
     @app.exception_handler(ValueError)
-    async def wrong(_: Request, error: ValueError) -> Response:
-        return JSONResponse({"error": _words(error)}, status_code=400)
+    async def invalid(_: Request, error: ValueError) -> Response:
+        return JSONResponse({"error": _message(error)}, status_code=400)
 
     @app.get("/api/about")
     def about() -> dict[str, Any]:
@@ -98,8 +98,8 @@ def application(explorer: Explorer, host: str) -> FastAPI:
             "knows_icons_only": explorer.embedder.checkpoint == DEMO_CHECKPOINT,
             "columns": list(index.columns),
             "examples": [
-                {"question": one.question, "picture": {"example": place}}
-                for place, one in enumerate(explorer.examples)
+                {"question": example.question, "picture": {"example": number}}
+                for number, example in enumerate(explorer.examples)
             ],
             "pictures": [] if explorer.examples else strip,
         }
@@ -115,7 +115,7 @@ def application(explorer: Explorer, host: str) -> FastAPI:
         try:
             shown = thumbnail(_picture(explorer, asked), LARGE_PX if large else SHOWN_PX)
         except UserError as error:
-            return JSONResponse({"error": _words(error)}, status_code=404)
+            return JSONResponse({"error": _message(error)}, status_code=404)
         return Response(shown, media_type="image/webp")
 
     @app.post("/api/other")
@@ -134,7 +134,7 @@ def application(explorer: Explorer, host: str) -> FastAPI:
 
 
 async def _answers(explorer: Explorer, asked: Question, data: bytes | None) -> AsyncIterator[str]:
-    """What becomes known of a query, a line of JSON each. When the client disconnects, the model stops writing."""
+    """Results of a query as lines of JSON, as they become known. When the client disconnects, the model stops writing."""
     loop, queue = asyncio.get_running_loop(), asyncio.Queue[dict[str, Any] | None]()
     stopped = False
 
@@ -149,7 +149,7 @@ async def _answers(explorer: Explorer, asked: Question, data: bytes | None) -> A
         except StoppedError:
             return
         except ValueError as error:
-            loop.call_soon_threadsafe(queue.put_nowait, {"error": _words(error)})
+            loop.call_soon_threadsafe(queue.put_nowait, {"error": _message(error)})
         finally:
             loop.call_soon_threadsafe(queue.put_nowait, None)
 
@@ -164,7 +164,7 @@ async def _answers(explorer: Explorer, asked: Question, data: bytes | None) -> A
 
 def _picture(explorer: Explorer, asked: Picture) -> bytes:
     if asked.data is not None:
-        if not asked.data.startswith("data:"):  # an address would be fetched
+        if not asked.data.startswith("data:"):  # `fetch_picture` would fetch an address
             raise UserError("the picture cannot be read: a data URL in base64 is needed")
         return fetch_picture(asked.data)
     if asked.example is not None:
@@ -177,16 +177,16 @@ def _picture(explorer: Explorer, asked: Picture) -> bytes:
 
 
 async def _body(request: Request) -> bytes:
-    found = bytearray()
+    body = bytearray()
     async for part in request.stream():
-        found += part
-        if len(found) > MOST_BYTES:
-            raise UserError(f"the picture is larger than {MOST_BYTES >> 20} MB")
-    return bytes(found)
+        body += part
+        if len(body) > MAX_BYTES:
+            raise UserError(f"the picture is larger than {MAX_BYTES >> 20} MB")
+    return bytes(body)
 
 
-def _words(error: ValueError) -> str:
-    """A message for the page: of a wrong request which field is wrong, of a picture not how many bytes it has."""
+def _message(error: ValueError) -> str:
+    """The message for the page; for an invalid request, it names the fields."""
     if isinstance(error, ValidationError):
-        return "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+        return "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
     return str(error)

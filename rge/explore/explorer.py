@@ -19,9 +19,9 @@ from rge.common.files import find_shipped
 from rge.common.images import WEB, load_image, picture_bytes
 from rge.common.schema import Item
 from rge.embedder import Embedder
-from rge.index.reading import Reader, Unreadable, row_of
-from rge.index.sources import read_source
-from rge.index.store import Hit, Index, SearchIndexError
+from rge.index.reading import Reader
+from rge.index.sources import Unreadable, read_source
+from rge.index.store import Hit, Index, Row, SearchIndexError
 from rge.model.prompts import Prompt
 from rge.rollout.generate import generate
 
@@ -29,16 +29,16 @@ GALLERY = "data_prep/demo/data/test"
 """The demo's retrieval set: drawings and questions that its training never saw."""
 NUM_EXAMPLES = 24
 WAIT_S, TELL_S = 300.0, 0.5
-"""How long a question waits for those before it (there is one model), and how often it reports how many are left."""
+"""How long a question waits for earlier ones (there is one model), and how often it reports their number."""
 COMPARED = 100
-"""Ranks of the search without a rationale that hits are compared with."""
+"""Depth of the search without a rationale, for comparing ranks."""
 TRIED = 8
-"""Examples that are asked, until the first hit of one is right: with that one the page begins."""
+"""Examples tried at the start: the page begins with the first one whose first hit is right."""
 Tell = Callable[[dict[str, Any]], object]
 
 
 class BusyError(UserError):
-    """The model is still at work on another question."""
+    """The model is still working on another question."""
 
 
 class StoppedError(UserError):
@@ -47,7 +47,7 @@ class StoppedError(UserError):
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A query to begin with, its encoded picture, and the ids of the right answers."""
+    """An example query, its encoded picture, and the ids of the right answers."""
 
     question: str
     picture: bytes
@@ -56,32 +56,22 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """What is asked.
+    """A query."""
 
-    Attributes:
-        question: may be empty where there is a picture.
-        picture: encoded bytes.
-        rationale: embed after this one; None lets the model write.
-        instruction: put before the question; None takes the checkpoint's own, an empty one is none.
-        k: hits.
-        where: condition on the index's columns.
-        hybrid: look the question's words up too.
-    """
-
-    question: str = ""
-    picture: bytes | None = None
-    rationale: str | None = None
-    instruction: str | None = None
-    k: int = 8
-    where: str | None = None
-    hybrid: bool = False
+    question: str = ""  # may be empty if there is a picture
+    picture: bytes | None = None  # encoded
+    rationale: str | None = None  # embed after this one; None: the model writes one
+    instruction: str | None = None  # None: the checkpoint's own; "": none
+    k: int = 8  # number of hits
+    where: str | None = None  # condition on the index's columns
+    hybrid: bool = False  # also search for the question's words
 
 
 class Explorer:
-    """A checkpoint, an index and queries to begin with. Questions of several users are answered in turn."""
+    """A checkpoint, an index and example queries. Questions of several users are answered in turn."""
 
     def __init__(self, embedder: Embedder, index: Index, examples: list[Example]):
-        self.embedder, self.index, self.examples = embedder, index, examples
+        self.embedder, self.index, self.examples = embedder, index, list(examples)
         self.cap = embedder.settings.generation.max_new_tokens
         self.reasons = embedder.settings.reasons != "none"
         self._turn = threading.Condition()
@@ -89,27 +79,24 @@ class Explorer:
         self._put_correct_example_first()
 
     def _put_correct_example_first(self) -> None:
-        """Put an example first that is answered right."""
-        for place, example in enumerate(self.examples[:TRIED]):
+        for number, example in enumerate(self.examples[:TRIED]):
             news: list[dict[str, Any]] = []
             self.ask(Query(example.question, example.picture, k=1), news.append)
             if {hit["id"] for hit in news[-1]["hits"]} & example.right:
-                self.examples = [example, *self.examples[:place], *self.examples[place + 1 :]]
+                self.examples.insert(0, self.examples.pop(number))
                 return
 
     def ask(self, query: Query, tell: Tell) -> None:
-        """Answer a query.
+        """Answer a query, and `tell` results as they become known.
 
-        Args:
-            query: to answer.
-            tell: called with what is known, as it becomes known: ``waiting`` (questions before this one), ``direct`` (hits
-                without a rationale), ``rationale`` (all that is written so far), ``hits`` (each with ``was``, its place
-                without the rationale), and ``forced`` (the cap was reached). What it raises ends the writing.
+        These are ``waiting`` (number of earlier questions), ``direct`` (hits without a rationale), ``rationale`` (the text so far),
+        ``hits`` (each with ``was``, its rank without the rationale), and ``forced`` (the cap was reached). If `tell` raises an
+        exception, the model stops writing.
 
         Raises:
-            ValueError: nothing is asked, the rationale is too long or holds ``<emb>``, or `where` is no condition.
+            ValueError: the query is empty, the rationale is too long or contains ``<emb>``, or `where` is not a valid condition.
             ImageError: the picture cannot be read.
-            BusyError: the model was not free in time.
+            BusyError: the model was busy for too long.
         """
         with self._wait_for_turn(tell):
             prompt = self._prompt(query.question, query.picture, query.instruction)
@@ -121,15 +108,15 @@ class Explorer:
             else:
                 ids = self._ids(query.rationale)
             hits = self._search(self.embedder.encode_after([prompt], [ids]), query, query.k)
-            before = {(hit["source"], hit["id"]): place for place, hit in enumerate(direct, start=1)}
+            before = {(hit["source"], hit["id"]): rank for rank, hit in enumerate(direct, start=1)}
             for hit in hits:
                 hit["was"] = before.get((hit["source"], hit["id"]))
             tell({"hits": hits, "forced": forced, "compared": len(direct)})
 
     def another(self, question: str) -> dict[str, Any]:
-        """What the model writes for a query other than this one: an example, or another picture of the index."""
+        """Write a rationale for another query: an example, or this question about another picture of the index."""
         with self._wait_for_turn(lambda news: None):
-            others = [one for one in self.examples if one.question != question]
+            others = [example for example in self.examples if example.question != question]
             if others:
                 chosen = random.choice(others)
                 asked, picture = chosen.question, chosen.picture
@@ -142,62 +129,51 @@ class Explorer:
             return {"question": asked, "rationale": self.embedder.builder.decode(ids)}
 
     def picture(self, source: str, name: str) -> bytes:
-        """Encoded bytes of an item's picture: as it was indexed, else the small copy that the index keeps.
+        """Encoded bytes of an item's picture: the original, else the index's thumbnail.
 
         Raises:
-            UserError: there is none.
+            UserError: there is no picture.
         """
-        ref, small = self.index.picture(source, name)
+        ref, thumbnail = self.index.picture(source, name)
         if ref is not None and not ref.startswith(WEB):
             try:
                 return picture_bytes(ref)
             except UserError:
-                if small is None:
+                if thumbnail is None:
                     raise
-        if small is None:
+        if thumbnail is None:
             raise SearchIndexError(f"{name!r} has no picture in {self.index.uri}")
-        return small
-
-    def shown(self, hit: Hit) -> dict[str, Any]:
-        """A hit as the page gets it."""
-        return {
-            "source": hit.source,
-            "id": hit.id,
-            "score": hit.score,
-            "text": hit.text,
-            "metadata": hit.metadata,
-            "folder": Path(hit.source).name,
-            "has_picture": hit.image is not None,
-            "gone": hit.gone,
-        }
+        return thumbnail
 
     @contextmanager
     def _wait_for_turn(self, tell: Tell) -> Iterator[None]:
-        mine, end = object(), time.monotonic() + WAIT_S
+        ticket, deadline = object(), time.monotonic() + WAIT_S
         with self._turn:
-            self._tickets.append(mine)
+            self._tickets.append(ticket)
         try:
             while True:
                 with self._turn:
-                    if self._tickets[0] is not mine:
+                    if self._tickets[0] is not ticket:
                         self._turn.wait(TELL_S)
-                    before = self._tickets.index(mine)
-                if not before:
+                    num_before = self._tickets.index(ticket)
+                if not num_before:
                     break
-                if time.monotonic() > end:
+                if time.monotonic() > deadline:
                     raise BusyError(f"the model was busy with other questions for {WAIT_S:g} s; ask again")
-                tell({"waiting": before})
+                tell({"waiting": num_before})
             with torch.no_grad():
                 yield
         finally:
             with self._turn:
-                self._tickets.remove(mine)
+                self._tickets.remove(ticket)
                 self._turn.notify_all()
 
     def _prompt(self, question: str, picture: bytes | None, instruction: str | None = None) -> Prompt:
         images = () if picture is None else (load_image(picture, first_frame=True),)
-        asked = self.embedder.default_instruction if instruction is None else instruction.strip() or None
-        item = Item("query", question.strip() or None, images, asked)  # type: ignore[arg-type]
+        instruction = (
+            self.embedder.default_instruction if instruction is None else instruction.strip() or None
+        )
+        item = Item("query", question.strip() or None, images, instruction)  # type: ignore[arg-type]
         if not images and item.text is None:
             raise ValueError("ask a question, give a picture, or both")
         return self.embedder.prompt(item, "query", images)
@@ -218,49 +194,54 @@ class Explorer:
                 written.append(token)
                 tell(self.embedder.builder.decode(written))
 
-        [found] = generate(
+        [rationale] = generate(
             self.embedder.model, [prompt], max_new_tokens=self.cap, batch_size=1, on_token=on_token
         )
-        return list(found.ids), found.forced
+        return list(rationale.ids), rationale.forced
 
     def _search(self, query_ND: np.ndarray, query: Query, k: int) -> list[dict[str, Any]]:
         query_ND = self.embedder.cut(query_ND, self.index.about["dimensions"])
         words = [query.question] if query.hybrid and query.question.strip() else None
         [hits] = self.index.search(query_ND, k, where=(query.where or "").strip() or None, words=words)
-        return [self.shown(hit) for hit in hits]
+        return [_for_page(hit) for hit in hits]
+
+
+def _for_page(hit: Hit) -> dict[str, Any]:
+    keys = ("source", "id", "score", "text", "metadata", "gone")
+    about = {"folder": Path(hit.source).name, "has_picture": hit.image is not None}
+    return {key: getattr(hit, key) for key in keys} | about
 
 
 def demo_gallery(embedder: Embedder) -> Index:
-    """The demo's test drawings, in memory."""
-    path = find_shipped(f"{GALLERY}/corpus.parquet")
-    source = read_source(path)
+    """Index the demo's test drawings in memory."""
+    source = read_source(find_shipped(f"{GALLERY}/corpus.parquet"))
     index = Index.create(
         "memory://",
         checkpoint=str(embedder.checkpoint),
         checkpoint_hash=embedder.checkpoint_hash,
         dimensions=embedder.size,
     )
-    entries = [replace(one, text=one.metadata["concept"], metadata={}) for one in source.entries]
+    entries = [replace(entry, text=entry.metadata["concept"], metadata={}) for entry in source.entries]
     reader = Reader(embedder, thumbnail_px=256, captions=False)
     for window in reader.embed(entries, Unreadable(len(entries), 0.0)):
-        index.put([row_of(source, one.entry, one.content, one.vector) for one in window])
+        index.put([Row.of(source, item.entry, item.content, item.vector) for item in window])
     index.refresh(ann_from=len(entries) + 1)
     return index
 
 
 def demo_examples(count: int = NUM_EXAMPLES) -> list[Example]:
-    """Queries of the demo's test set, each about another thing."""
+    """Queries of the demo's test set, each about a different thing."""
     rows = pq.read_table(
         find_shipped(Path(GALLERY) / "queries.parquet"), columns=["id", "text", "image", "group", "pair"]
     )
     right: dict[str, set[str]] = {}
     for row in pq.read_table(find_shipped(Path(GALLERY) / "qrels.parquet")).to_pylist():
         right.setdefault(row["query-id"], set()).add(row["corpus-id"])
-    found: dict[str, Example] = {}
+    by_group: dict[str, Example] = {}
     for row in rows.to_pylist():
         if row["pair"] == "seen" and row["image"]:
             answers = frozenset(right.get(row["id"], ()))
-            found.setdefault(row["group"], Example(row["text"], row["image"][0]["bytes"], answers))
-    chosen = sorted(found)
-    random.Random(0).shuffle(chosen)
-    return [found[group] for group in chosen[:count]]
+            by_group.setdefault(row["group"], Example(row["text"], row["image"][0]["bytes"], answers))
+    groups = sorted(by_group)
+    random.Random(0).shuffle(groups)
+    return [by_group[group] for group in groups[:count]]

@@ -1,6 +1,6 @@
 """The Unix socket over which `rge search` and `rge explore` use the model of a running `rge serve`.
 
-Only the user can connect, since the folder is private; nothing of this is reachable over the network.
+Only this user can connect, since the folder is private; nothing here is reachable over the network.
 """
 
 import os
@@ -34,7 +34,7 @@ class OtherError(UserError):
 
 @contextmanager
 def found_by_commands(embedder: Embedder, name: str) -> Iterator[None]:
-    """Answer `rge search` and `rge explore` of this user while inside; `embedder` must be safe for threads."""
+    """Answer `rge search` and `rge explore` of this user inside the block; `embedder` must be thread-safe."""
     folder = run_folder()
     with ExitStack() as stack:
         try:
@@ -44,14 +44,14 @@ def found_by_commands(embedder: Embedder, name: str) -> Iterator[None]:
             path = folder / f"{os.getpid()}.sock"
             stack.enter_context(_served(_Local(embedder, name, folder, stack).app, path))
         except OSError as error:
-            said = f"rge serve: rge search and rge explore will not find this server: {error}"
-            print(said, file=sys.stderr)  # noqa: T201
+            message = f"rge serve: rge search and rge explore will not find this server: {error}"
+            print(message, file=sys.stderr)  # noqa: T201
         yield
 
 
 @contextmanager
 def _served(app: FastAPI, path: Path) -> Iterator[None]:
-    """An application on a Unix socket, in a thread of its own."""
+    """Serve an application on a Unix socket, in a separate thread."""
     path.unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(str(path))
@@ -78,29 +78,29 @@ class _Local:
         self._embedder, self._name, self._folder, self._stack = embedder, name, folder, stack
         self._indices: dict[str, Any] = {}
         self._pages: dict[tuple[str | None, str], tuple[str, int]] = {}
-        self._opening, self._one_at_a_time = threading.Lock(), threading.Lock()
+        self._index_lock, self._page_lock = threading.Lock(), threading.Lock()
         self.app = FastAPI(openapi_url=None)
         self.app.add_api_route("/search", self.search, methods=["POST"])
         self.app.add_api_route("/explore", self.explore, methods=["POST"])
         self.app.add_exception_handler(ValueError, _refused)
 
     def search(self, body: dict[str, Any] = Body()) -> dict[str, Any]:  # noqa: B008 - FastAPI's own form
-        """Do what `rge search` does."""
+        """Search like `rge search`."""
         from rge.index.search import answer
 
         self._check_version(body)
-        asked = SearchOptions(**body)
-        rationale, hits = answer(self._embedder, self._index(asked.index), asked)
+        options = SearchOptions(**body)
+        rationale, hits = answer(self._embedder, self._index(options.index), options)
         return {"name": self._name, "rationale": rationale, "hits": [asdict(hit) for hit in hits]}
 
     def explore(self, body: dict[str, Any] = Body()) -> dict[str, Any]:  # noqa: B008
-        """Make the page of `rge explore` reachable at a socket of its own."""
+        """Serve the page of `rge explore` on another socket."""
         from rge.explore.app import application
         from rge.explore.explorer import Explorer, demo_examples, demo_gallery
 
         self._check_version(body)
         key = body["index"], body["host"]
-        with self._one_at_a_time:
+        with self._page_lock:
             if key not in self._pages:
                 if body["index"] is not None:
                     explorer = Explorer(self._embedder, self._index(body["index"]), [])
@@ -111,8 +111,8 @@ class _Local:
                 path = self._folder / f"{os.getpid()}-{len(self._pages)}.page"
                 self._stack.enter_context(_served(application(explorer, body["host"]), path))
                 self._pages[key] = str(path), len(explorer.index)
-            path_of, items = self._pages[key]
-        return {"name": self._name, "socket": path_of, "items": items}
+            page_socket, num_items = self._pages[key]
+        return {"name": self._name, "socket": page_socket, "items": num_items}
 
     def _check_version(self, body: dict[str, Any]) -> None:
         if body.pop("version", None) != __version__:
@@ -121,9 +121,9 @@ class _Local:
     def _index(self, uri: str) -> Any:
         from rge.index.store import Index
 
-        with self._opening:
+        with self._index_lock:
             index = self._indices.get(uri)
-            # Vectors stay in memory with the object, so it is kept; one that was made anew in its place is another.
+            # Keep the object, which caches its vectors, unless the index was created anew.
             if index is None or Index.open(uri).about != index.about:
                 index = self._indices[uri] = Index.open(uri)
         if index.about["checkpoint_hash"] != self._embedder.checkpoint_hash:

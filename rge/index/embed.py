@@ -23,10 +23,10 @@ from rge.common.errors import UserError
 from rge.common.files import replacing, write_json
 from rge.common.options import parse_options
 from rge.index.options import EmbedOptions
-from rge.index.sources import Source, read_source
+from rge.index.sources import Source, Unreadable, read_source
 
 if TYPE_CHECKING:
-    from rge.index.reading import Embedded, Reader, Unreadable
+    from rge.index.reading import Embedded, Reader
 
 PART_ROWS = 4096
 """Rows of a finished part: what a kill costs at most."""
@@ -35,47 +35,47 @@ ABOUT = "about.json"
 
 def main(words: list[str]) -> int:
     """Run the command."""
-    asked = parse_options(EmbedOptions, words, "rge embed")
-    if asked.out.suffix != ".parquet":
-        raise UserError(f"out={asked.out} must end in .parquet")
-    if asked.out.exists():
-        raise UserError(f"{asked.out} is there already: delete it, or give another out=")
-    if asked.side == "document" and asked.instruction is not None:
+    options = parse_options(EmbedOptions, words, "rge embed")
+    if options.out.suffix != ".parquet":
+        raise UserError(f"out={options.out} must end in .parquet")
+    if options.out.exists():
+        raise UserError(f"{options.out} already exists: delete it, or give another out=")
+    if options.side == "document" and options.instruction is not None:
         raise UserError("instruction= goes before queries: side=query")
-    source = read_source(asked.src, id=asked.id, text=asked.text, image=asked.image)
-    parts = asked.out.with_name(asked.out.name + ".parts")
+    source = read_source(options.src, id=options.id, text=options.text, image=options.image)
+    parts = options.out.with_name(options.out.name + ".parts")
     with held(parts):
-        return embed(asked, source, parts)
+        return embed(options, source, parts)
 
 
-def embed(asked: EmbedOptions, source: Source, parts: Path) -> int:
+def embed(options: EmbedOptions, source: Source, parts: Path) -> int:
     """Embed what no part contains yet, then merge the parts."""
     from rge.embedder import Embedder
-    from rge.index.reading import Reader, Unreadable
+    from rge.index.reading import Reader
 
-    embedder = Embedder.from_pretrained(asked.checkpoint, base=asked.base)
-    embedder.check_dimensions(asked.dimensions)
-    settings = {key: getattr(asked, key) for key in ("side", "mode", "instruction", "dimensions")}
-    hashed = {"checkpoint": asked.checkpoint, "checkpoint_hash": embedder.checkpoint_hash}
-    about = hashed | settings | {"src": source.name}
+    embedder = Embedder.from_pretrained(options.checkpoint, base=options.base)
+    embedder.check_dimensions(options.dimensions)
+    settings = {key: getattr(options, key) for key in ("side", "mode", "instruction", "dimensions")}
+    checkpoint = {"checkpoint": options.checkpoint, "checkpoint_hash": embedder.checkpoint_hash}
+    about = checkpoint | settings | {"src": source.name}
     _check_same_settings(parts, about)
-    unreadable = Unreadable.of(source, asked)
+    unreadable = Unreadable.of(source, options)
     unreadable.check()
     current = {entry.id: entry.stamp for entry in source.entries}
     try:
-        reader = Reader(embedder, batch_size=asked.batch_size, **settings)
+        reader = Reader(embedder, batch_size=options.batch_size, **settings)
         _embed_missing(reader, source, parts, current, unreadable)
     finally:
-        unreadable.write(asked.unreadable)
-    rows = _merge_parts(asked.out, parts, current, about)
+        unreadable.write(options.unreadable)
+    rows = _merge_parts(options.out, parts, current, about)
     shutil.rmtree(parts)
     unreadable.report()
-    print(f"written: {asked.out}, {rows} vectors of {asked.dimensions or embedder.size}")  # noqa: T201
+    print(f"written: {options.out}, {rows} vectors of {options.dimensions or embedder.size}")  # noqa: T201
     return 0
 
 
 def _embed_missing(
-    reader: "Reader", source: Source, parts: Path, current: dict[str, str], unreadable: "Unreadable"
+    reader: "Reader", source: Source, parts: Path, current: dict[str, str], unreadable: Unreadable
 ) -> None:
     finished = (pq.read_table(path, columns=["id", "stamp"]) for path in parts.glob("*.parquet"))
     done = {
@@ -85,20 +85,20 @@ def _embed_missing(
         print(f"{len(done)} of {unreadable.total} items were embedded before", file=sys.stderr)  # noqa: T201
     todo = [entry for entry in source.entries if entry.id not in done]
     number = max((int(path.stem) for path in parts.glob("*.parquet")), default=-1) + 1
-    waiting: list[Embedded] = []
+    pending: list[Embedded] = []
     try:
         with tqdm(
             total=unreadable.total, initial=len(done), unit="item", disable=not sys.stderr.isatty()
         ) as bar:
             for window in reader.embed(todo, unreadable):
-                waiting += window
+                pending += window
                 bar.update(len(window))
-                if len(waiting) >= PART_ROWS:
-                    _write(parts / f"{number:06d}.parquet", waiting)
-                    number, waiting = number + 1, []
+                if len(pending) >= PART_ROWS:
+                    _write(parts / f"{number:06d}.parquet", pending)
+                    number, pending = number + 1, []
     finally:
-        if waiting:  # after Ctrl-C and after an error too
-            _write(parts / f"{number:06d}.parquet", waiting)
+        if pending:  # after Ctrl-C and after an error too
+            _write(parts / f"{number:06d}.parquet", pending)
 
 
 def _check_same_settings(parts: Path, about: dict[str, Any]) -> None:
@@ -108,14 +108,14 @@ def _check_same_settings(parts: Path, about: dict[str, Any]) -> None:
         write_json(path, about)
         return
     try:
-        begun = json.loads(path.read_text(encoding="utf-8"))
+        before = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
-        begun = {}
-    differs = [key for key, value in about.items() if begun.get(key) != value and key != "checkpoint"]
+        before = {}
+    differs = [key for key, value in about.items() if before.get(key) != value and key != "checkpoint"]
     if differs:
-        shown = ", ".join(f"{key}: {begun.get(key)!r}, now {about[key]!r}" for key in differs)
+        changes = ", ".join(f"{key}: {before.get(key)!r}, now {about[key]!r}" for key in differs)
         raise UserError(
-            f"{parts} was started with other settings ({shown}): continue with the same settings, delete it, or give another out="
+            f"{parts} was started with other settings ({changes}): continue with the same settings, delete it, or give another out="
         )
 
 
@@ -129,23 +129,23 @@ def _write(path: Path, rows: "Sequence[Embedded]") -> None:
             "rationale": pa.array([row.rationale or None for row in rows], pa.string()),
         }
     )
-    with replacing(path) as waiting:
-        pq.write_table(table, waiting)
+    with replacing(path) as temporary:
+        pq.write_table(table, temporary)
 
 
 def _merge_parts(out: Path, parts: Path, current: dict[str, str], about: dict[str, Any]) -> int:
-    """One file of all parts, without rows whose item has changed or gone since."""
+    """Merge all parts into one file, without rows whose item has changed or gone since; returns the number of rows."""
     paths = sorted(parts.glob("*.parquet"))
     nothing = UserError("nothing was embedded: no item of the source is readable")
     if not paths:
         raise nothing
     rationales = (pq.read_table(path, columns=["rationale"])["rationale"] for path in paths)
-    reasons = any(column.null_count < len(column) for column in rationales)
-    columns = ["id", "vector", *(["rationale"] if reasons else [])]
+    has_rationales = any(column.null_count < len(column) for column in rationales)
+    columns = ["id", "vector", *(["rationale"] if has_rationales else [])]
     schema = pq.read_schema(paths[0])
     schema = pa.schema([schema.field(name) for name in columns], metadata={"rge": json.dumps(about)})
     rows = 0
-    with replacing(out) as waiting, pq.ParquetWriter(waiting, schema) as writer:
+    with replacing(out) as temporary, pq.ParquetWriter(temporary, schema) as writer:
         for path in paths:
             table = pq.read_table(path)
             keep = [

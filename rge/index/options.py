@@ -16,7 +16,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 @dataclass(kw_only=True)
 class Reading(PluginOptions):
-    """What is read, and with which checkpoint."""
+    """Options of commands that read a source."""
 
     src: Path
     """A folder of pictures and texts, or a table (``.csv``, ``.tsv``, ``.jsonl``, ``.parquet``). In a folder, ``x.txt``
@@ -43,9 +43,9 @@ class Reading(PluginOptions):
 
 @dataclass(kw_only=True)
 class EmbedOptions(Reading):
-    """Embed a folder or a table of pictures and texts to one Parquet file: ``id``, ``vector``, ``rationale`` where there is one.
+    """Embed a folder or a table of pictures and texts to one Parquet file: ``id``, ``vector``, ``rationale`` if there is one.
 
-    A command that was stopped continues where it was: until all is done, what is finished is in ``OUT.parts``.
+    A command that was stopped continues where it was; until it is finished, results are in ``OUT.parts``.
     """
 
     checkpoint: str

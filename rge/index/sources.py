@@ -1,7 +1,7 @@
 """What to embed: pictures (HEIC too) and texts of a folder, or rows of a table.
 
-Listing opens no picture file. Each entry has a stamp that differs as soon as its content may have changed; `load` reads it and
-gives a digest of the content.
+Listing opens no picture file. An entry's stamp changes whenever its content may have changed; `load` reads the entry and computes
+a digest of the content.
 """
 
 import hashlib
@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -21,83 +22,109 @@ import pyarrow.parquet as pq
 from PIL import ExifTags, Image
 
 from rge.common.errors import UserError
+from rge.common.files import write_text
 from rge.common.images import WEB, ImageError, fetch_picture, load_image, open_picture, picture_bytes
+from rge.index.options import Reading
 from rge.tables.pictures import SUFFIXES, file_stamp
 from rge.tables.rows import TABLES, reading, table_rows
 
 MAX_TEXT_BYTES = 1 << 20
-"""A larger text file is no item: a prompt holds some thousand tokens."""
+"""Largest text file that counts as an item: a prompt has a few thousand tokens."""
+SHOWN = 20
+"""Unreadable items that are printed."""
 _NUMBERS = (
     (re.compile(r"-?(0|[1-9]\d{0,17})"), int),
     (re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?"), float),
 )
-"""Cells of CSV that are numbers. With a leading zero they are codes, and stay texts."""
+"""Numbers in a CSV. Digits with a leading zero are a code and stay text."""
 
 
 class SourceError(UserError):
-    """A folder or table cannot be read as one of pictures and texts; the message names it and the fix."""
+    """A folder or table cannot be read as pictures and texts; the message names it and the fix."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One picture, text, or both, before it is read.
+    """One picture, text, or both, before it is read."""
 
-    Attributes:
-        id: its name in the source: a path relative to the folder, or a row's id.
-        stamp: differs where the content may differ.
-        text: caption or text, where it is known without opening a file.
-        text_file: the file that has it otherwise.
-        image: path of a picture, ``library.parquet#row`` or a web address.
-        metadata: a row's other columns.
-    """
-
-    id: str
-    stamp: str
-    text: str | None = None
-    text_file: str | None = None
-    image: str | None = None
-    metadata: dict[str, Any] = field(default_factory=dict)
+    id: str  # a path relative to the folder, or a row's id
+    stamp: str  # differs if the content may differ
+    text: str | None = None  # caption or text, if it is known without opening a file
+    text_file: str | None = None  # file with the text otherwise
+    image: str | None = None  # path of a picture, ``library.parquet#row`` or a web address
+    metadata: dict[str, Any] = field(default_factory=dict)  # a row's other columns
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A folder or a table.
+    """A folder or a table."""
 
-    Attributes:
-        name: its absolute path.
-        entries: in a fixed order.
-        faults: what cannot be an item, and why, by name.
-        num_skipped: files of a folder that are neither pictures nor texts.
-        unseen: folders and files that exist but could not be read, so their present content is unknown.
-    """
-
-    name: str
-    entries: list[Entry]
-    faults: dict[str, str]
-    num_skipped: int = 0
+    name: str  # absolute path
+    entries: list[Entry]  # in a fixed order
+    faults: dict[str, str]  # unusable files or rows: name -> reason
+    num_skipped: int = 0  # files of a folder that are neither pictures nor texts
+    # Folders and files that exist but could not be read, so their present content is unknown.
     unseen: frozenset[str] = frozenset()
 
     def may_hold(self, name: str) -> bool:
-        """Whether an entry that was not found may still be there."""
+        """Whether an entry that was not listed may still exist."""
         return not self.unseen.isdisjoint(map(str, (PurePosixPath(name), *PurePosixPath(name).parents)))
+
+
+@dataclass
+class Unreadable:
+    """Unreadable items of a source, with the reason, by name; `max_share` of `total` is allowed."""
+
+    total: int
+    max_share: float
+    faults: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, source: Source, options: Reading) -> "Unreadable":
+        """Start with the faults of a source's listing."""
+        return cls(len(source.entries) + len(source.faults), options.max_unreadable, dict(source.faults))
+
+    def add(self, name: str, reason: object) -> None:
+        """Record an item; raises as `check` does."""
+        self.faults[name] = " ".join(str(reason).split())
+        self.check()
+
+    def check(self) -> None:
+        """Raise `UserError` if there are more than allowed."""
+        if len(self.faults) > self.max_share * self.total:
+            raise UserError(
+                f"{len(self.faults)} of {self.total} items are unreadable so far, more than max_unreadable={self.max_share:g}:\n"
+                + self.listed()
+            )
+
+    def listed(self) -> str:
+        """The first `SHOWN`, one per line."""
+        lines = [f"  {name}: {reason}" for name, reason in list(self.faults.items())[:SHOWN]]
+        if len(self.faults) > SHOWN:
+            lines.append(f"  and {len(self.faults) - SHOWN} more; unreadable=FILE lists all")
+        return "\n".join(lines)
+
+    def report(self, what: str = "") -> None:
+        """Print their number and the first of them."""
+        if self.faults:
+            count = f"{len(self.faults)} of {self.total} items are unreadable{what}"
+            print(f"{count}:\n{self.listed()}", file=sys.stderr)  # noqa: T201
+
+    def write(self, path: Path | None) -> None:
+        """Write all of them to a file, unless `path` is None."""
+        if path is not None:
+            write_text(path, "".join(f"{name}\t{reason}\n" for name, reason in self.faults.items()))
 
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """An entry that has been read.
+    """An entry that has been read."""
 
-    Attributes:
-        text: caption or text.
-        data: encoded bytes of the picture.
-        digest: SHA-256 over what is embedded of it.
-        thumbnail: a small copy of the picture, WebP; None where none was asked for.
-        facts: from the picture's EXIF: ``taken``, ``year``, ``month``, ``latitude``, ``longitude``.
-    """
-
-    text: str | None
-    data: bytes | None
-    digest: str
-    thumbnail: bytes | None = None
+    text: str | None  # caption or text
+    data: bytes | None  # encoded picture
+    digest: str  # SHA-256 over what is embedded
+    thumbnail: bytes | None = None  # WebP
+    # From the picture's EXIF: ``taken``, ``year``, ``month``, ``latitude``, ``longitude``.
     facts: dict[str, Any] = field(default_factory=dict)
 
 
@@ -105,28 +132,28 @@ def read_source(path: Path, *, id: str = "id", text: str = "text", image: str = 
     """List a folder or a table; `id`, `text` and `image` are a table's columns with names, texts and pictures.
 
     Raises:
-        SourceError: it is neither, or holds nothing that could be an item.
+        SourceError: it is neither, or empty.
         TableError: it cannot be read.
     """
     path = path.expanduser()
     if path.is_dir():
-        found = _folder(path)
+        source = _folder(path)
         empty = f"{path} holds no pictures ({', '.join(SUFFIXES)}) and no texts (.txt)"
-        if found.num_skipped:
-            empty += f", only {found.num_skipped} other files"
+        if source.num_skipped:
+            empty += f", only {source.num_skipped} other files"
     elif path.suffix.lower() in TABLES and path.is_file():
-        found = _table(path, id, text, image)
+        source = _table(path, id, text, image)
         empty = f"{path} has no rows"
     else:
         reason = "is neither a folder nor a table" if path.exists() else "does not exist"
         raise SourceError(f"src={path} {reason}: give a folder, or a file that ends in {', '.join(TABLES)}")
-    if not found.entries and not found.faults:
+    if not source.entries and not source.faults:
         raise SourceError(empty)
-    return found
+    return source
 
 
 def load(entry: Entry, thumbnail_px: int = 0, captions: bool = True) -> Content:
-    """Read an entry, with a small copy of its picture if `thumbnail_px`; `captions`: its text counts as content.
+    """Read an entry, with a thumbnail unless `thumbnail_px` is 0; `captions`: a picture's text is part of its digest.
 
     Raises:
         ImageError: its picture cannot be read.
@@ -142,24 +169,24 @@ def load(entry: Entry, thumbnail_px: int = 0, captions: bool = True) -> Content:
     digest = hashlib.sha256(data + embedded_text if captions else data).hexdigest()
     try:
         data, facts = _first_frame(data)
-        small = thumbnail(data, thumbnail_px) if thumbnail_px else None
+        small_copy = thumbnail(data, thumbnail_px) if thumbnail_px else None
     except ImageError as error:
         raise ImageError(re.sub(r"<\d+ bytes>", lambda _: str(entry.image), str(error))) from error
-    return Content(text, data, digest, small, facts)
+    return Content(text, data, digest, small_copy, facts)
 
 
 def _first_frame(data: bytes) -> tuple[bytes, dict[str, Any]]:
-    """A picture of one frame, and its EXIF: of an animation the first frame, as PNG."""
+    """The picture, or an animation's first frame as PNG, and facts from its EXIF."""
     try:
         image = open_picture(data)
         facts = exif_facts(image)
         if not getattr(image, "is_animated", False) or image.format in ("MPO", "HEIF"):
             return data, facts
-    except Exception:  # noqa: BLE001 - whatever Pillow's readers run into, `load_image` says in words
+    except Exception:  # noqa: BLE001 - `load_image` reports whatever Pillow's readers run into
         return data, {}
-    written = io.BytesIO()
-    load_image(data, first_frame=True).save(written, "PNG")
-    return written.getvalue(), facts
+    out = io.BytesIO()
+    load_image(data, first_frame=True).save(out, "PNG")
+    return out.getvalue(), facts
 
 
 def exif_facts(image: Image.Image) -> dict[str, Any]:
@@ -168,7 +195,7 @@ def exif_facts(image: Image.Image) -> dict[str, Any]:
     facts: dict[str, Any] = {}
     original = exif.get_ifd(ExifTags.IFD.Exif).get(ExifTags.Base.DateTimeOriginal)
     date = str(original or exif.get(ExifTags.Base.DateTime))
-    with suppress(ValueError, TypeError):  # no date, or zeros, as cameras write without a clock
+    with suppress(ValueError, TypeError):  # no date, or the zeros of a camera without a clock
         taken = datetime.strptime(date.strip("\0 "), "%Y:%m:%d %H:%M:%S")
         facts |= {"taken": taken.isoformat(), "year": taken.year, "month": taken.month}
     place = exif.get_ifd(ExifTags.IFD.GPSInfo)
@@ -181,23 +208,23 @@ def exif_facts(image: Image.Image) -> dict[str, Any]:
 
 def _degrees(parts: Sequence[Any], is_negative: bool) -> float:
     degrees, minutes, seconds = map(float, parts)
-    found = degrees + minutes / 60 + seconds / 3600
-    if not math.isfinite(found):
+    angle = degrees + minutes / 60 + seconds / 3600
+    if not math.isfinite(angle):
         raise ValueError("no number")
-    return round(-found if is_negative else found, 6)
+    return round(-angle if is_negative else angle, 6)
 
 
 def thumbnail(data: bytes, size_px: int) -> bytes:
-    """A small copy of an encoded picture, WebP.
+    """Scale an encoded picture down to WebP.
 
     Raises:
         ImageError: it cannot be decoded.
     """
-    small = load_image(data, near_px=size_px, first_frame=True)
-    small.thumbnail((size_px, size_px), Image.Resampling.BICUBIC)
-    written = io.BytesIO()
-    small.save(written, "WEBP", quality=80)
-    return written.getvalue()
+    image = load_image(data, near_px=size_px, first_frame=True)
+    image.thumbnail((size_px, size_px), Image.Resampling.BICUBIC)
+    out = io.BytesIO()
+    image.save(out, "WEBP", quality=80)
+    return out.getvalue()
 
 
 def _text(path: Path) -> str:
@@ -215,11 +242,9 @@ def _text(path: Path) -> str:
 
 
 class _Walk:
-    """The picture and text files below a folder. Links to folders are followed, each folder once; hidden files are left out.
+    """The picture and text files below a folder: stamps by relative name, and further attributes as of `Source`.
 
-    Attributes:
-        files: stamps by name, relative to the folder.
-        faults: as of `Source`, as are `unseen` and `num_skipped`.
+    Links to folders are followed, each folder once; hidden files are left out.
     """
 
     def __init__(self, root: Path):
@@ -230,11 +255,11 @@ class _Walk:
         self.num_skipped = 0
         seen: set[tuple[int, int]] = set()
         for folder, folders, names in os.walk(root, followlinks=True, onerror=self._unreadable):
-            here = self._stat(folder)
-            if here is None or (here.st_dev, here.st_ino) in seen:
+            status = self._stat(folder)
+            if status is None or (status.st_dev, status.st_ino) in seen:
                 folders.clear()
                 continue
-            seen.add((here.st_dev, here.st_ino))
+            seen.add((status.st_dev, status.st_ino))
             folders[:] = _visible(folders)
             for name in _visible(names):
                 if name.lower().endswith((*SUFFIXES, ".txt")):
@@ -285,7 +310,8 @@ def _folder(root: Path) -> Source:
 
 def _picture(walk: _Walk, name: str) -> Entry:
     root, stamp, text_file = walk.root, walk.files[name], None
-    caption = next((one for one in (f"{name}.txt", f"{_stem(name)}.txt") if one in walk.files), None)
+    captions = (f"{name}.txt", f"{_stem(name)}.txt")
+    caption = next((caption for caption in captions if caption in walk.files), None)
     if caption is not None:
         stamp += f" {walk.files[caption]}"
         text_file = str(root / caption)
@@ -376,7 +402,7 @@ def _entry(name: str, text: str | None, image: str | bytes | None, row: dict[str
 
 
 def _rows(path: Path, id_column: str, image_column: str) -> tuple[list[str], Iterable[dict[str, Any]]]:
-    """The names of the columns, and the rows."""
+    """Column names and rows."""
     if path.suffix.lower() == ".parquet":
         names = pq.read_schema(path).names
         return names, _parquet(path, names, id_column, image_column)

@@ -28,6 +28,7 @@ import pyarrow as pa
 from rge.checkpoints.run_lock import held
 from rge.common.errors import UserError
 from rge.common.images import WEB, is_there
+from rge.index.sources import Content, Entry, Source
 
 if TYPE_CHECKING:
     from lancedb.db import DBConnection
@@ -37,73 +38,64 @@ if TYPE_CHECKING:
     from rge.embedder import Embedder
 
 TABLE = "items"
-KEPT_FOR = timedelta(minutes=10)
-"""How long a version of the table outlives its successor: longer than a search that still reads it."""
-MEASURED, DEPTH, TIMED = 100, 10, 5
-"""To measure the recall of an ANN index: rows used as queries, neighbours of each, exact searches timed."""
-KEPT_BYTES = 512 << 20
-"""Vectors of an index that stay in memory between exact searches, if all of them take no more."""
+VERSION_AGE = timedelta(minutes=10)
+"""Old versions of the table are deleted after this time, since a search may still read them."""
+NUM_QUERIES, DEPTH, NUM_TIMED = 100, 10, 5
+"""To measure the recall of an ANN index: rows used as queries, neighbours per query, exact searches timed."""
+CACHE_BYTES = 512 << 20
+"""Vectors of an index stay in memory between exact searches if all of them take no more."""
 BLOCK_ROWS = 8192
-FUSED = 100
+MIN_FUSED = 100
 """Rows of each ranking that are fused, at least."""
 MAX_WHERE = 1000
 NPROBES, REFINE = 64, 10
-"""Cells of the ANN index that are looked into, and how many times k of what they hold is ranked by the true vectors."""
+"""Cells of the ANN index that are searched, and how many times k of their rows are reranked by the true vectors."""
 
 
 class SearchIndexError(UserError):
-    """An index cannot be used as asked; the message names it and the fix."""
+    """An index cannot be used this way; the message names it and the fix."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What is stored of one item.
+    """One item."""
 
-    Attributes:
-        source: absolute path of the folder or table it came from.
-        id: its name there; source and id together name it. Its vector is that of its content, by `digest`.
-        stamp: of `rge.index.sources.Entry`.
-        digest: of `rge.index.sources.Content`.
-        vector: (D,) float32, unit norm.
-        text: caption or text.
-        image: path of the picture, ``library.parquet#row`` or a web address.
-        metadata: a table's other columns, the album (folder) of a file, and what the picture's EXIF says.
-        thumbnail: a small copy of the picture, WebP.
-    """
-
-    source: str
-    id: str
-    stamp: str
-    digest: str
-    vector: np.ndarray
-    text: str | None = None
-    image: str | None = None
+    source: str  # absolute path of the folder or table it came from
+    id: str  # unique within the source
+    stamp: str  # of `rge.index.sources.Entry`
+    digest: str  # of `rge.index.sources.Content`, to which the vector belongs
+    vector: np.ndarray  # (D,) float32, unit norm
+    text: str | None = None  # caption or text
+    image: str | None = None  # path of the picture, ``library.parquet#row`` or a web address
+    # A table's other columns, a file's album (folder), and facts from the picture's EXIF.
     metadata: dict[str, Any] | None = None
-    thumbnail: bytes | None = None
+    thumbnail: bytes | None = None  # WebP
+
+    @classmethod
+    def of(cls, source: Source, entry: Entry, content: Content, vector: np.ndarray) -> "Row":
+        """The row of an entry that has been read and embedded."""
+        metadata = content.facts | entry.metadata
+        names = source.name, entry.id, entry.stamp, content.digest
+        return cls(*names, vector, content.text, entry.image, metadata, content.thumbnail)
 
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """What a search found; attributes as of `Row`.
-
-    Attributes:
-        score: cosine similarity, float32.
-        gone: the picture is no longer where it was when it was indexed.
-    """
+    """One search result; see `Row`."""
 
     source: str
     id: str
-    score: float
+    score: float  # cosine similarity, float32
     text: str | None
     image: str | None
     metadata: dict[str, Any]
-    gone: bool
+    gone: bool  # the picture is no longer where it was when it was indexed
     thumbnail: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Recall:
-    """Share of the exact `DEPTH` nearest neighbours that an ANN index of `rows` finds, over `queries` of them; median times."""
+    """Share of the exact `DEPTH` nearest neighbours that an ANN index of `rows` finds, over `queries`; median times."""
 
     rows: int
     recall: float
@@ -113,26 +105,25 @@ class Recall:
 
 
 class Index:
-    """A table of `Row`. Readers need no lock; writers on one machine take turns (`writing`)."""
+    """A table of `Row`. Readers need no lock; writers on one machine lock each other out (`writing`)."""
 
     def __init__(self, uri: str, connection: "DBConnection", table: "Table", about: dict[str, Any]):
         self.uri, self._connection, self._table, self.about = uri, connection, table, about
-        self._kept: _Snapshot | None = None
+        self._latest: _Snapshot | None = None
 
     @classmethod
     def open(cls, uri: str | Path) -> "Index":
-        """Open an index: a folder, or an address that LanceDB takes.
+        """Open an index: a folder, or an address that LanceDB supports.
 
         Raises:
-            SearchIndexError: there is none, or it is damaged.
+            SearchIndexError: it does not exist or is damaged.
         """
         uri = str(uri)
-        found = _table(uri)
-        if found is None:
+        if (opened := _table(uri)) is None:
             raise SearchIndexError(
                 f"there is no index at {uri}: make one with `rge index FOLDER out={uri} checkpoint=...`"
             )
-        connection, table = found
+        connection, table = opened
         try:
             about = json.loads((table.schema.metadata or {})[b"rge"])
         except (KeyError, ValueError):
@@ -145,7 +136,7 @@ class Index:
 
     @staticmethod
     def exists(uri: str | Path) -> bool:
-        """Whether there is one; what a killed maker left before its first commit is none."""
+        """Whether an index exists; an attempt that was killed before its first commit does not count."""
         return _table(str(uri)) is not None
 
     @classmethod
@@ -158,12 +149,12 @@ class Index:
         dimensions: int,
         captions: str = "show",
     ) -> "Index":
-        """Make an empty one; what a killed maker left is replaced.
+        """Create an empty index, in place of an attempt that was killed.
 
         `captions` says whether pictures are embedded with their texts (``embed``) or without (``show``).
 
         Raises:
-            SearchIndexError: there is one already, or it cannot be written.
+            SearchIndexError: it exists already, or cannot be written.
         """
         uri = str(uri)
         about = {
@@ -175,16 +166,16 @@ class Index:
         }
         if cls.exists(uri):
             raise SearchIndexError(f"there is an index at {uri} already")
-        with _in_words(uri):
+        with _lancedb_errors(uri):
             connection = _connect(uri)
             table = connection.create_table(TABLE, schema=_schema(about), mode="overwrite")
             return cls(uri, connection, table, about)
 
     def check(self, checkpoint: str | Path, checkpoint_hash: str) -> None:
-        """Refuse a checkpoint that did not make the index: the vectors mean nothing to it.
+        """Refuse a checkpoint other than the one that made the index, whose vectors mean nothing to it.
 
         Raises:
-            SearchIndexError: another one; names both.
+            SearchIndexError: names both.
         """
         if self.about["checkpoint_hash"] != checkpoint_hash:
             raise SearchIndexError(
@@ -193,31 +184,30 @@ class Index:
             )
 
     def embedder(self, checkpoint: str | None = None, base: str | None = None) -> "Embedder":
-        """The checkpoint that made the index, from where it is now if it was moved.
+        """Load the checkpoint that made the index; `checkpoint` is its new location if it was moved.
 
         Raises:
             SearchIndexError: `checkpoint` is another one.
         """
         from rge.embedder import Embedder
 
-        found = checkpoint or self.about["checkpoint"]
-        embedder = Embedder.from_pretrained(found, base=base)
-        self.check(found, embedder.checkpoint_hash)
+        location = checkpoint or self.about["checkpoint"]
+        embedder = Embedder.from_pretrained(location, base=base)
+        self.check(location, embedder.checkpoint_hash)
         return embedder
 
     def __len__(self) -> int:
-        """Rows."""
+        """Number of rows."""
         return int(self._table.count_rows())
 
     def sources(self) -> dict[str, int]:
-        """Rows by source."""
+        """Number of rows by source."""
         return dict(sorted(Counter(self._select(["source"])["source"].to_pylist()).items()))
 
     def known(self, source: str) -> dict[str, tuple[str, str]]:
         """Stamp and digest of every row of a source, by id."""
-        found = self._select(["id", "stamp", "digest"], f"source = {_quoted(source)}")
-        columns = (found[name].to_pylist() for name in ("id", "stamp", "digest"))
-        return {name: (stamp, digest) for name, stamp, digest in zip(*columns, strict=True)}
+        rows = self._select(["id", "stamp", "digest"], f"source = {_quoted(source)}").to_pylist()
+        return {row["id"]: (row["stamp"], row["digest"]) for row in rows}
 
     @property
     def columns(self) -> dict[str, str]:
@@ -227,30 +217,30 @@ class Index:
     # ------------------------------------------------------------------------------------------------------- writing
 
     def declare(self, metadata: Iterable[dict[str, Any]]) -> None:
-        """Add a column to filter by for every metadata key whose values are numbers, texts or booleans.
+        """Add a filter column for every metadata key whose values are numbers, texts or booleans.
 
-        Takes the metadata of all rows to come, so that a column's type fits all of them.
+        Needs the metadata of all rows to come, so that a column's type fits all of them.
         """
-        found: dict[str, set[type]] = {}
+        types: dict[str, set[type]] = {}
         for row in metadata:
             for name, value in row.items():
                 if value is not None and not isinstance(value, list | dict | tuple | bytes):
-                    found.setdefault(column_name(name), set()).add(type(value))
-        held = set(self._table.schema.names)
-        new = [pa.field(name, _common(kinds)) for name, kinds in found.items() if name not in held]
+                    types.setdefault(column_name(name), set()).add(type(value))
+        existing = set(self._table.schema.names)
+        new = [pa.field(name, _common(kinds)) for name, kinds in types.items() if name not in existing]
         if new:
-            with _in_words(self.uri):
+            with _lancedb_errors(self.uri):
                 self._table.add_columns(new)
 
     def put(self, rows: Sequence[Row]) -> int:
-        """Add rows, or replace those of the same source and id; one commit.
+        """Add rows, or replace those with the same source and id, in one commit.
 
         Returns:
-            How many values of their metadata do not fit the type of their column, and so are not seen by `where`.
+            The number of metadata values that do not fit the type of their column, and which `where` ignores.
 
         Raises:
             ValueError: a vector of another size, or one that is not finite.
-            SearchIndexError: it cannot be written.
+            SearchIndexError: the index cannot be written.
         """
         if not rows:
             return 0
@@ -258,19 +248,19 @@ class Index:
         metadata = [_finite(json.dumps(row.metadata or {}, default=str)) for row in rows]
         columns: dict[str, Any] = {name: [getattr(row, name) for row in rows] for name in _COLUMNS}
         columns |= {
-            "metadata": [json.dumps(one, ensure_ascii=False) if one else None for one in metadata],
+            "metadata": [json.dumps(row, ensure_ascii=False) if row else None for row in metadata],
             "vector": self._vector_column(rows),
             "words": [_words(row) for row in rows],
         }
         unfit = 0
-        by_column = [{column_name(name): value for name, value in one.items()} for one in metadata]
+        by_column = [{column_name(name): value for name, value in row.items()} for row in metadata]
         for field in schema:
             if field.name not in columns:
-                given = [one.get(field.name) for one in by_column]
-                columns[field.name] = fitting = [_fitting(value, field.type) for value in given]
-                unfit += fitting.count(None) - given.count(None)
+                values = [row.get(field.name) for row in by_column]
+                columns[field.name] = fitting = [_fitting(value, field.type) for value in values]
+                unfit += fitting.count(None) - values.count(None)
         table = pa.table(columns, schema=schema)
-        with _in_words(self.uri):
+        with _lancedb_errors(self.uri):
             merge = self._table.merge_insert(["source", "id"])
             merge.when_matched_update_all().when_not_matched_insert_all().execute(table)
         return unfit
@@ -286,42 +276,47 @@ class Index:
         return pa.FixedSizeListArray.from_arrays(pa.array(vector_ND.ravel()), vector_ND.shape[1])
 
     def digests(self) -> set[str]:
-        """Digests of all that is embedded here."""
+        """Digests of all embedded contents."""
         return set(self._select(["digest"])["digest"].to_pylist())
 
     def vectors_of(self, digests: Iterable[str]) -> dict[str, np.ndarray]:
-        """Vectors (D,) of contents, by digest, whatever the rows are called."""
-        found: dict[str, np.ndarray] = {}
+        """Vectors (D,) of contents by digest, from any row."""
+        vectors: dict[str, np.ndarray] = {}
         for condition in _one_of("digest", digests):
             rows = self._select(["digest", "vector"], condition)
-            found |= zip(rows["digest"].to_pylist(), _matrix(rows), strict=True)
-        return found
+            vectors |= zip(rows["digest"].to_pylist(), _matrix(rows), strict=True)
+        return vectors
 
     def remove(self, source: str, ids: Iterable[str] | None = None) -> None:
-        """Take rows of a source out; None: all of them."""
-        with _in_words(self.uri):
+        """Delete rows of a source; None: all of them."""
+        with _lancedb_errors(self.uri):
             for condition in ["TRUE"] if ids is None else _one_of("id", ids):
                 self._table.delete(f"source = {_quoted(source)} AND {condition}")
 
     def refresh(self, ann_from: int) -> Recall | None:
-        """After writing: merge small files, forget old versions, index words, and keep, make or drop the ANN index.
+        """After writing: merge small files, delete old versions, index words, and create, keep or drop the ANN index.
 
         Returns:
-            Its measured recall; None where search is exact, with fewer rows than `ann_from`.
+            Its measured recall; None with fewer rows than `ann_from`, where search is exact.
         """
-        from lancedb.index import FTS
+        from lancedb.index import FTS, IvfFlat, IvfRq
 
-        with _in_words(self.uri):
-            self._table.optimize(cleanup_older_than=KEPT_FOR)
+        with _lancedb_errors(self.uri):
+            self._table.optimize(cleanup_older_than=VERSION_AGE)
             if not self._indices("words"):
                 self._table.create_index("words", config=FTS())
-            has = self._indices("vector")
+            ann = self._indices("vector")
             if len(self) < ann_from:
-                for name in has:
+                for name in ann:
                     self._table.drop_index(name)
                 return None
-            if not has:
-                self._make_ann()
+            if not ann:
+                # Four bits per component find candidates, which the true vectors rank (docs/search.md says what that misses).
+                # Few components are too few bits, and bits are packed into bytes.
+                size = self.about["dimensions"]
+                packs = size >= 256 and size % 8 == 0
+                config = IvfRq(distance_type="dot", num_bits=4) if packs else IvfFlat(distance_type="dot")
+                self._table.create_index("vector", config=config)
             return self._measure()
 
     # ------------------------------------------------------------------------------------------------------ searching
@@ -336,20 +331,20 @@ class Index:
         exact: bool = False,
         thumbnails: bool = False,
     ) -> list[list[Hit]]:
-        """The k nearest rows of each query, the best first; of equal scores the name decides.
+        """The k nearest rows of each query, best first; ties are ordered by source and id.
 
         Args:
             query_ND: (N, D), unit norm, of the index's checkpoint.
-            k: hits a query; fewer where there are fewer rows.
-            where: condition in SQL on `columns`, such as ``year > 2023 and album = 'Rome'``; other rows are left out first.
-            words: N texts, whose words are looked up in captions, names and metadata too. The two rankings are fused by
-                rank, so hits are not ordered by score then.
-            exact: pass an ANN index by; without one search is exact anyway.
-            thumbnails: bring them along.
+            k: hits per query; fewer if there are fewer rows.
+            where: condition in SQL on `columns`, such as ``year > 2023 and album = 'Rome'``, applied before the search.
+            words: N texts whose words are also searched in captions, names and metadata. The two rankings are fused by rank, so
+                hits are not ordered by score then.
+            exact: bypass the ANN index, if there is one.
+            thumbnails: return them too.
 
         Raises:
             ValueError: queries of another size, or k below one.
-            SearchIndexError: the index cannot be read, or `where` is no condition on it.
+            SearchIndexError: the index cannot be read, or `where` is not a valid condition on it.
         """
         query_ND = np.ascontiguousarray(query_ND, dtype=np.float32)
         if query_ND.ndim != 2 or query_ND.shape[1] != self.about["dimensions"]:
@@ -360,53 +355,53 @@ class Index:
             raise ValueError(f"k must be >= 1, got {k}")
         if where is not None:
             self._check(where)
-        shown = [name for name in _SHOWN if thumbnails or name != "thumbnail"]
-        with _in_words(self.uri, where):
+        columns = [name for name in _HIT_COLUMNS if thumbnails or name != "thumbnail"]
+        with _lancedb_errors(self.uri, where):
             if words is not None:
                 if not self._indices("words"):
                     raise SearchIndexError(
                         f"{self.uri} has no index of words yet: run `rge index` on its source again"
                     )
                 return [
-                    _hits(self._fused(query_D, text, k, where, shown, exact), query_D, k, is_ranked=True)
+                    _hits(self._fused(query_D, text, k, where, columns, exact), query_D, k, is_ranked=True)
                     for query_D, text in zip(query_ND, words, strict=True)
                 ]
             if exact or not self._indices("vector"):
-                return self._exact(query_ND, k, where, shown)
-            return [_hits(self._nearest(query_D, k, shown, where), query_D, k) for query_D in query_ND]
+                return self._exact(query_ND, k, where, columns)
+            return [_hits(self._nearest(query_D, k, columns, where), query_D, k) for query_D in query_ND]
 
     def sample(self, count: int) -> list[tuple[str, str, bool]]:
-        """Source and id of some rows, and whether each has a picture: the first ones."""
+        """Source and id of the first rows, and whether each has a picture."""
         rows = self._select(["source", "id", "image"], limit=count).to_pylist()
         return [(row["source"], row["id"], row["image"] is not None) for row in rows]
 
     def picture(self, source: str, id: str) -> tuple[str | None, bytes | None]:  # noqa: A002
-        """A row's picture and its small copy; None where there is none.
+        """A row's picture and its thumbnail, each None if there is none.
 
         Raises:
             SearchIndexError: there is no such row.
         """
-        chosen = f"source = {_quoted(source)} AND id = {_quoted(id)}"
-        found = self._select(["image", "thumbnail"], chosen, limit=1).to_pylist()
-        if not found:
+        condition = f"source = {_quoted(source)} AND id = {_quoted(id)}"
+        rows = self._select(["image", "thumbnail"], condition, limit=1).to_pylist()
+        if not rows:
             raise SearchIndexError(f"{self.uri} holds no {id!r} of {source}")
-        return found[0]["image"], found[0]["thumbnail"]
+        return rows[0]["image"], rows[0]["thumbnail"]
 
     def _select(self, columns: list[str], where: str | None = None, limit: int | None = None) -> pa.Table:
-        with _in_words(self.uri):
-            asked = self._table.search().select(columns).limit(limit)
-            return (asked if where is None else asked.where(where)).to_arrow()
+        with _lancedb_errors(self.uri):
+            query = self._table.search().select(columns).limit(limit)
+            return (query if where is None else query.where(where)).to_arrow()
 
     def _check(self, where: str) -> None:
-        outside = re.sub(r"'(?:[^']|'')*'", "", where)
-        named = {word.lower() for word in re.findall(r"\w+", outside)}
-        if len(where) > MAX_WHERE or named & PRIVATE:
+        without_strings = re.sub(r"'(?:[^']|'')*'", "", where)
+        words = {word.lower() for word in re.findall(r"\w+", without_strings)}
+        if len(where) > MAX_WHERE or words & PRIVATE:
             raise SearchIndexError(
                 f"where={where[:80]!r} must be a condition of at most {MAX_WHERE} characters on: {', '.join(self.columns)}"
             )
 
     def _indices(self, column: str) -> list[str]:
-        return [one.name for one in self._table.list_indices() if column in one.columns]
+        return [index.name for index in self._table.list_indices() if column in index.columns]
 
     def _nearest(
         self,
@@ -416,13 +411,13 @@ class Index:
         where: str | None = None,
         exact: bool = False,
     ) -> pa.Table:
-        asked = cast("LanceVectorQueryBuilder", self._table.search(query_D, vector_column_name="vector"))
-        asked = asked.distance_type("dot").limit(k)
-        asked = asked.bypass_vector_index() if exact else asked.nprobes(NPROBES).refine_factor(REFINE)
+        query = cast("LanceVectorQueryBuilder", self._table.search(query_D, vector_column_name="vector"))
+        query = query.distance_type("dot").limit(k)
+        query = query.bypass_vector_index() if exact else query.nprobes(NPROBES).refine_factor(REFINE)
         if where is not None:
-            asked = asked.where(where, prefilter=True)
-        # Lance wants _distance named, and warns otherwise.
-        return asked.select([*columns, "vector", "_distance"]).to_arrow().select([*columns, "vector"])
+            query = query.where(where, prefilter=True)
+        # Lance warns unless _distance is selected.
+        return query.select([*columns, "vector", "_distance"]).to_arrow().select([*columns, "vector"])
 
     def _fused(
         self, query_D: np.ndarray, words: str, k: int, where: str | None, columns: Sequence[str], exact: bool
@@ -430,83 +425,70 @@ class Index:
         """The rows of both rankings, fused by reciprocal rank."""
         from lancedb.rerankers import RRFReranker
 
-        asked: Any = self._table.search(query_type="hybrid", vector_column_name="vector", fts_columns="words")
-        asked = asked.vector(query_D).text(words).distance_type("dot").rerank(RRFReranker())
-        asked = asked.limit(max(k, FUSED))
+        query: Any = self._table.search(query_type="hybrid", vector_column_name="vector", fts_columns="words")
+        query = query.vector(query_D).text(words).distance_type("dot").rerank(RRFReranker())
+        query = query.limit(max(k, MIN_FUSED))
         if exact:
-            asked = asked.bypass_vector_index()
+            query = query.bypass_vector_index()
         if where is not None:
-            asked = asked.where(where, prefilter=True)
-        return asked.to_arrow().select([*columns, "vector"])
+            query = query.where(where, prefilter=True)
+        return query.to_arrow().select([*columns, "vector"])
 
     def _exact(
         self, query_QD: np.ndarray, k: int, where: str | None, columns: Sequence[str]
     ) -> list[list[Hit]]:
         """All queries against every vector, in one pass."""
-        at = self._snapshot()
+        snapshot = self._snapshot()
         best = [_Best(k) for _ in query_QD]
-        for id_N, vector_ND in at.blocks(where):
-            for one, score_N in zip(best, query_QD @ vector_ND.T, strict=True):
-                one.add(id_N, score_N)
-        found = [one.id_N for one in best]
-        if not any(map(len, found)):
+        for id_N, vector_ND in snapshot.blocks(where):
+            for top, score_N in zip(best, query_QD @ vector_ND.T, strict=True):
+                top.add(id_N, score_N)
+        all_ids = np.unique(np.concatenate([np.empty(0, np.uint64), *(top.id_N for top in best)]))
+        if not len(all_ids):
             return [[] for _ in query_QD]
-        chosen = np.unique(np.concatenate(found))
-        table = at.table.take_row_ids(chosen.tolist()).select([*columns, "vector"]).to_arrow()
+        table = snapshot.table.take_row_ids(all_ids.tolist()).select([*columns, "vector"]).to_arrow()
         return [
-            _hits(table.take(np.searchsorted(chosen, id_N)), query_D, k)
-            for query_D, id_N in zip(query_QD, found, strict=True)
+            _hits(table.take(np.searchsorted(all_ids, top.id_N)), query_D, k)
+            for query_D, top in zip(query_QD, best, strict=True)
         ]
 
     def _snapshot(self) -> "_Snapshot":
-        """The table as it is now; its vectors stay in memory until it changes, if they are few."""
+        """The current version of the table; if its vectors are few, they stay in memory until it changes."""
         version = self._table.version
-        if self._kept is None or self._kept.version != version:
+        if self._latest is None or self._latest.version != version:
             table = self._connection.open_table(TABLE)
             table.checkout(version)
-            self._kept = _Snapshot(
-                table, version, 4 * self.about["dimensions"] * table.count_rows() <= KEPT_BYTES
-            )
-        return self._kept
-
-    def _make_ann(self) -> None:
-        from lancedb.index import IvfFlat, IvfRq
-
-        # Four bits a component find candidates, the true vectors rank them (docs/search.md says what that misses). Few
-        # components are too few bits, and bits are packed into bytes.
-        size = self.about["dimensions"]
-        packs = size >= 256 and size % 8 == 0
-        config = IvfRq(distance_type="dot", num_bits=4) if packs else IvfFlat(distance_type="dot")
-        self._table.create_index("vector", config=config)
+            num_bytes = 4 * self.about["dimensions"] * table.count_rows()
+            self._latest = _Snapshot(table, version, cached=num_bytes <= CACHE_BYTES)
+        return self._latest
 
     def _measure(self) -> Recall:
-        """Ask some rows for their nearest others; an exact search of all of them is one pass over the vectors."""
+        """Measure recall with random rows as queries; the exact search for all of them is one pass over the vectors."""
         count = len(self)
-        drawn = np.random.default_rng(0).choice(count, size=min(MEASURED, count), replace=False).tolist()
-        best = min(DEPTH + 1, count)  # a row is its own nearest
+        drawn = np.random.default_rng(0).choice(count, size=min(NUM_QUERIES, count), replace=False).tolist()
+        k = min(DEPTH + 1, count)  # a row is its own nearest neighbour
         query_QD = _matrix(self._table.take_offsets(drawn).select(["vector"]).to_arrow())
-        nearest = self._exact(query_QD, best, None, _SHOWN[:-1])
-        found = 0
+        nearest = self._exact(query_QD, k, None, _HIT_COLUMNS[:-1])
+        num_found = 0
         times: dict[bool, list[float]] = {True: [], False: []}
-        for place, (query_D, hits) in enumerate(zip(query_QD, nearest, strict=True)):
-            for exact in (False, True)[: 1 if place >= TIMED else 2]:
+        for number, (query_D, hits) in enumerate(zip(query_QD, nearest, strict=True)):
+            for exact in (False, True) if number < NUM_TIMED else (False,):
                 began = time.perf_counter()
-                rows = self._nearest(query_D, best, ["id"], exact=exact)
+                rows = self._nearest(query_D, k, ["id"], exact=exact)
                 times[exact].append((time.perf_counter() - began) * 1000)
                 if not exact:
-                    # As good as the last of the exact ones, to rounding: of equal pictures any will do.
-                    found += int((_matrix(rows) @ query_D >= hits[-1].score - 1e-5).sum()) - 1
-        recall = found / ((best - 1) * len(drawn)) if best > 1 else 1.0
-        return Recall(
-            count, recall, len(drawn), float(np.median(times[False])), float(np.median(times[True]))
-        )
+                    # As good as the last exact hit, up to rounding: any of several equal pictures will do.
+                    num_found += int((_matrix(rows) @ query_D >= hits[-1].score - 1e-5).sum()) - 1
+        recall = num_found / ((k - 1) * len(drawn)) if k > 1 else 1.0
+        ann_ms, exact_ms = (float(np.median(times[exact])) for exact in (False, True))
+        return Recall(count, recall, len(drawn), ann_ms, exact_ms)
 
 
 def writing(uri: str | Path) -> AbstractContextManager[None]:
-    """Keep other writers of an index out while inside; those of an object store meet in LanceDB's commits.
+    """Lock an index for writing; LanceDB's commits settle conflicts in an object store.
 
     Raises:
-        rge.checkpoints.run_lock.InUseError: another process of this machine, or of one that shares the folder, writes.
+        rge.checkpoints.run_lock.InUseError: another process is writing, here or on a machine that shares the folder.
     """
     folder = _folder(uri)
     return nullcontext() if folder is None else held(folder)
@@ -519,25 +501,25 @@ def _folder(uri: str | Path) -> Path | None:
 
 
 def _connect(uri: str) -> "DBConnection":
-    os.environ.setdefault("LANCEDB_LOG", "error")  # else it warns of every table that it makes
+    os.environ.setdefault("LANCEDB_LOG", "error")  # else it warns about every table that it creates
     try:
         import lancedb
     except ImportError:
         raise SearchIndexError(
             "an index needs LanceDB, which is not installed: pip install -e '.[search]'"
         ) from None
-    # An update of another process is seen by the next search.
+    # The next search sees an update by another process.
     return lancedb.connect(uri, read_consistency_interval=timedelta(0))
 
 
 def _table(uri: str) -> "tuple[DBConnection, Table] | None":
-    """The table, or None where there is none, or its maker was killed before the first version."""
+    """Open the table; None if it does not exist, or its creation was killed before the first version."""
     folder = _folder(uri)
     if folder is not None and not folder.is_dir():
         if folder.exists():
             raise SearchIndexError(f"{uri} is a file; an index is a folder")
         return None
-    with _in_words(uri):
+    with _lancedb_errors(uri):
         connection = _connect(uri)
         if TABLE not in connection.list_tables().tables:
             return None
@@ -547,7 +529,7 @@ def _table(uri: str) -> "tuple[DBConnection, Table] | None":
 
 
 @contextmanager
-def _in_words(uri: str, where: str | None = None) -> Iterator[None]:
+def _lancedb_errors(uri: str, where: str | None = None) -> Iterator[None]:
     """Turn LanceDB's errors into a `SearchIndexError`."""
     try:
         yield
@@ -555,9 +537,8 @@ def _in_words(uri: str, where: str | None = None) -> Iterator[None]:
         raise
     except (RuntimeError, ValueError, OSError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        if where is not None and any(
-            word in reason for word in ("predicate", "Schema error", "SQL", "type_coercion")
-        ):
+        about_where = ("predicate", "Schema error", "SQL", "type_coercion")
+        if where is not None and any(word in reason for word in about_where):
             hidden = "|".join(f"`{name}`" for name in sorted(PRIVATE))
             reason = re.sub(rf"(, )?({hidden})", "", reason).replace("Invalid input, ", "")
             raise SearchIndexError(f"where={where!r} is not a valid condition on {uri}: {reason}") from error
@@ -577,33 +558,32 @@ _COLUMNS = {
 PRIVATE = frozenset(
     {"source", "stamp", "digest", "image", "metadata", "thumbnail", "vector", "words", "_rowid", "_rowaddr"}
 )
-"""Columns that `where` may not name: searches must not reveal where files are on this machine."""
+"""Columns that `where` must not use: searches must not reveal where files are on this machine."""
 _EXIF = {
     "taken": pa.string(), "year": pa.int64(), "month": pa.int64(), "latitude": pa.float64(), "longitude": pa.float64(),
     "album": pa.string(),
 }  # fmt: skip
 _ARROW = {bool: pa.bool_(), int: pa.int64(), float: pa.float64()}
-_SHOWN = ("source", "id", "text", "image", "metadata", "thumbnail")
+_HIT_COLUMNS = ("source", "id", "text", "image", "metadata", "thumbnail")
 
 
 def column_name(name: str) -> str:
-    """The column that holds a key of the metadata: a word that a condition can name without quotes."""
+    """The column of a metadata key: a word that needs no quotes in a condition."""
     plain = re.sub(r"\W", "_", name)
-    return (
-        f"{plain}_" if plain.lower() in PRIVATE | {"id", "text"} or not plain or plain[0].isdigit() else plain
-    )
+    is_taken = plain.lower() in PRIVATE | {"id", "text"} or not plain or plain[0].isdigit()
+    return f"{plain}_" if is_taken else plain
 
 
 def _common(kinds: set[type]) -> pa.DataType:
-    """The type of a column that holds values of these types."""
+    """The type of a column with values of these types."""
     if kinds == {int, float}:
         return pa.float64()
     return _ARROW.get(kinds.pop(), pa.string()) if len(kinds) == 1 else pa.string()
 
 
 def _fitting(value: Any, kind: pa.DataType) -> Any:
-    """A value of the metadata for its column, None where it does not fit."""
-    if value is None or isinstance(value, list | dict):
+    """A metadata value for its column; None if it does not fit."""
+    if isinstance(value, list | dict | None):
         return None
     if kind == pa.string():
         return value if isinstance(value, str) else json.dumps(value)
@@ -615,11 +595,9 @@ def _fitting(value: Any, kind: pa.DataType) -> Any:
 
 
 def _words(row: Row) -> str:
-    """What a search by words looks at."""
-    said = [row.text or "", re.sub(r"[\W_]+", " ", row.id)]
-    return " ".join(
-        [*said, *(str(value) for value in (row.metadata or {}).values() if isinstance(value, str))]
-    )
+    """The text for searching by words."""
+    values = [value for value in (row.metadata or {}).values() if isinstance(value, str)]
+    return " ".join([row.text or "", re.sub(r"[\W_]+", " ", row.id), *values])
 
 
 Block = tuple[np.ndarray, np.ndarray]
@@ -627,35 +605,36 @@ Block = tuple[np.ndarray, np.ndarray]
 
 
 class _Snapshot:
-    """One version of a table, and its vectors, where they may stay in memory."""
+    """One version of a table; if `cached`, its vectors stay in memory."""
 
-    def __init__(self, table: "Table", version: int, keeps: bool):
-        self.table, self.version, self._keeps = table, version, keeps
-        self._held: list[Block] | None = None
+    def __init__(self, table: "Table", version: int, *, cached: bool):
+        self.table, self.version, self._cached = table, version, cached
+        self._blocks: list[Block] | None = None
 
     def blocks(self, where: str | None) -> Iterable[Block]:
-        """The rows that fulfil a condition."""
-        if self._keeps and self._held is None:
-            self._held = list(self._read(None))
-        if self._held is None:
+        """The rows that meet a condition."""
+        if not self._cached:
             return self._read(where)
+        if self._blocks is None:
+            self._blocks = list(self._read(None))
         if where is None:
-            return self._held
-        asked = self.table.search().where(where).select(["id"]).with_row_id(True).limit(None)
-        wanted = asked.to_arrow()["_rowid"].to_numpy()
-        masks = (np.isin(id_N, wanted) for id_N, _ in self._held)
-        return [(id_N[is_in], some[is_in]) for (id_N, some), is_in in zip(self._held, masks, strict=True)]
+            return self._blocks
+        query = self.table.search().where(where).select(["id"]).with_row_id(True).limit(None)
+        wanted = query.to_arrow()["_rowid"].to_numpy()
+        masks = (np.isin(id_N, wanted) for id_N, _ in self._blocks)
+        blocks = zip(self._blocks, masks, strict=True)
+        return [(id_N[mask_N], vector_ND[mask_N]) for (id_N, vector_ND), mask_N in blocks]
 
     def _read(self, where: str | None) -> Iterator[Block]:
-        asked = self.table.search().select(["vector"]).with_row_id(True).limit(None)
-        for batch in (asked if where is None else asked.where(where)).to_batches(BLOCK_ROWS):
+        query = self.table.search().select(["vector"]).with_row_id(True).limit(None)
+        for batch in (query if where is None else query.where(where)).to_batches(BLOCK_ROWS):
             rows = pa.Table.from_batches([batch])
             if len(rows):
                 yield rows["_rowid"].to_numpy(), _matrix(rows)
 
 
 class _Best:
-    """The k best rows of one query so far, and all that tie with the last of them."""
+    """The k best rows of one query so far, and all ties of the last."""
 
     def __init__(self, k: int):
         self._k, self.id_N, self._score_N = k, np.empty(0, np.uint64), np.empty(0, np.float32)
@@ -663,9 +642,9 @@ class _Best:
     def add(self, id_N: np.ndarray, score_N: np.ndarray) -> None:
         self.id_N, self._score_N = np.append(self.id_N, id_N), np.append(self._score_N, score_N)
         if len(self.id_N) > self._k:
-            # One product rounds equal vectors differently from place to place, by less than this.
-            good = self._score_N >= np.partition(self._score_N, -self._k)[-self._k] - 1e-5
-            self.id_N, self._score_N = self.id_N[good], self._score_N[good]
+            # A matrix product rounds equal vectors differently by position, by less than this.
+            mask_N = self._score_N >= np.partition(self._score_N, -self._k)[-self._k] - 1e-5
+            self.id_N, self._score_N = self.id_N[mask_N], self._score_N[mask_N]
 
 
 def _schema(about: dict[str, Any]) -> pa.Schema:
@@ -675,20 +654,20 @@ def _schema(about: dict[str, Any]) -> pa.Schema:
 
 
 def _matrix(rows: pa.Table) -> np.ndarray:
-    """The column of vectors, (N, D)."""
+    """The vectors, (N, D)."""
     column = rows["vector"].combine_chunks()
-    return (
-        column.flatten().to_numpy().reshape(len(column), -1) if len(column) else np.empty((0, 0), np.float32)
-    )
+    if not len(column):
+        return np.empty((0, 0), np.float32)
+    return column.flatten().to_numpy().reshape(len(column), -1)
 
 
 def _hits(rows: pa.Table, query_D: np.ndarray, k: int, is_ranked: bool = False) -> list[Hit]:
-    """Rows as hits. Lance's distance is rounded differently by each kernel: scores are of the stored vectors."""
+    """Rows as hits, scored by the stored vectors: each of Lance's kernels rounds distances differently."""
     scores = [float(query_D @ vector_D) for vector_D in _matrix(rows)]
-    found = list(zip(scores, rows.drop_columns(["vector"]).to_pylist(), strict=True))
+    scored = list(zip(scores, rows.drop_columns(["vector"]).to_pylist(), strict=True))
     if not is_ranked:
-        found.sort(key=lambda one: (-one[0], one[1]["source"], one[1]["id"]))
-    return [_hit(score, row) for score, row in found[:k]]
+        scored.sort(key=lambda pair: (-pair[0], pair[1]["source"], pair[1]["id"]))
+    return [_hit(score, row) for score, row in scored[:k]]
 
 
 def _hit(score: float, row: dict[str, Any]) -> Hit:
@@ -699,18 +678,18 @@ def _hit(score: float, row: dict[str, Any]) -> Hit:
 
 
 def _finite(text: str) -> dict[str, Any]:
-    """An object of JSON. Python writes NaN and infinities into it, and nothing else reads them: they are None."""
-    found: dict[str, Any] = json.loads(text, parse_constant=lambda _: None)
-    return found
+    """Parse a JSON object, with None for NaN and infinities, which Python writes but other programs cannot read."""
+    value: dict[str, Any] = json.loads(text, parse_constant=lambda _: None)
+    return value
 
 
 def _quoted(text: str) -> str:
-    """A text inside a filter."""
+    """A string literal of SQL."""
     return "'" + text.replace("'", "''") + "'"
 
 
 def _one_of(column: str, values: Iterable[str]) -> Iterator[str]:
-    """Conditions that a column is one of the values, a thousand of them each."""
-    left = list(values)
-    for start in range(0, len(left), 1000):
-        yield f"{column} IN ({', '.join(map(_quoted, left[start : start + 1000]))})"
+    """Conditions that a column has one of the values, with a thousand values each."""
+    all_values = list(values)
+    for start in range(0, len(all_values), 1000):
+        yield f"{column} IN ({', '.join(map(_quoted, all_values[start : start + 1000]))})"

@@ -227,7 +227,8 @@ def test_words_and_vectors_are_fused_by_rank(photos, capsys, demo):
 
 def test_the_next_window_is_prepared_while_the_device_works(photos, monkeypatch, demo):
     """A stand-in for a device that works until the next pictures are there, and counts them."""
-    from rge.index.reading import Reader, Unreadable
+    from rge.index.reading import Reader
+    from rge.index.sources import Unreadable
 
     built, hidden = [], []
     build, encode = demo.builder.build, demo.encode_prompts
@@ -600,7 +601,7 @@ def test_embed_writes_what_the_embedder_says(photos, demo, capsys):
     np.testing.assert_allclose(vectors["sub/notes.txt"], demo.encode_document("a padlock"), atol=1e-5)
     assert json.loads(found.schema.metadata[b"rge"])["checkpoint_hash"] == demo.checkpoint_hash
     assert not os.path.exists("x.parquet.parts")
-    with pytest.raises(UserError, match=r"x\.parquet is there already"):
+    with pytest.raises(UserError, match=r"x\.parquet already exists"):
         embed(["checkpoint=demo", "src=pho tos", "out=x.parquet"])
     embed(["checkpoint=demo", "src=pho tos", "out=q.parquet", "side=query", "instruction=''"])
     [row] = [one for one in pq.read_table("q.parquet").to_pylist() if one["id"] == "blue.png"]

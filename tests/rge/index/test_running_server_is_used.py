@@ -93,7 +93,7 @@ def test_a_server_with_another_checkpoint_or_version_is_passed_over(run, demo, t
     with found_by_commands(Embedder.from_pretrained(other), "other"):
         search(["gallery", "x"])
         assert capsys.readouterr().out == "here\n\nthe index is empty\n"
-        assert warm.asked("auto", "/explore", {"index": None, "host": "127.0.0.1"}) is None
+        assert warm.ask_server("auto", "/explore", {"index": None, "host": "127.0.0.1"}) is None
     with found_by_commands(demo, "demo"):
         monkeypatch.setattr(warm, "__version__", __version__ + ".1")
         search(["gallery", "x"])
@@ -105,7 +105,7 @@ def test_what_a_killed_server_left_is_removed_and_a_folder_of_others_is_not_trus
     left = socket.socket(socket.AF_UNIX)
     left.bind(str(run / "1.sock"))
     left.close()
-    assert warm.asked("auto", "/search", {}) is None
+    assert warm.ask_server("auto", "/search", {}) is None
     assert not (run / "1.sock").exists()
     run.chmod(0o755)
     with found_by_commands(demo, "demo"):
@@ -123,12 +123,12 @@ def test_a_server_that_does_not_answer_is_named(run, monkeypatch):
         with pytest.raises(
             UserError, match=r"1\.sock did not answer within 0\.2 s; server=none loads the model here"
         ):
-            warm.asked("auto", "/search", {})
+            warm.ask_server("auto", "/search", {})
         silent.accept()[0].close()  # the one that timed out
         ending = threading.Thread(target=lambda: silent.accept()[0].close())
         ending.start()
         with pytest.raises(UserError, match="ended while it was asked"):
-            warm.asked("auto", "/search", {})
+            warm.ask_server("auto", "/search", {})
         ending.join(10)
 
 

@@ -64,7 +64,7 @@ def test_all_queries_share_one_pass_and_the_vectors_stay_in_memory(index, monkey
     assert index.search(vectors(1, seed=7), 1)[0][0].id == "it's 999.png"
     assert read == [None] * 2
     # What does not fit into memory is read for every search, block by block, with equal hits.
-    monkeypatch.setattr(store, "KEPT_BYTES", 0)
+    monkeypatch.setattr(store, "CACHE_BYTES", 0)
     monkeypatch.setattr(store, "BLOCK_ROWS", 64)
     index.remove("/a folder", ["it's 999.png"])
     assert index.search(query_QD, 5) == together

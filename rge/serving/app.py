@@ -3,10 +3,10 @@
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,10 +22,10 @@ from rge.common.errors import UserError
 from rge.common.images import WEB, data_url
 from rge.common.modes import SILENT
 from rge.embedder import Embedder
-from rge.serving.batches import Batches, Found, Mode, QueueFull, Stopped
-from rge.serving.errors import Refusal, error_response
+from rge.serving.batches import Batches, Mode, Result
+from rge.serving.errors import BadInput, Refusal, error_response
 from rge.serving.guard import Guard, MemoryBudget, guarded
-from rge.serving.inputs import BadInput, Raw, check_limits, fetch_pictures, make_prompt
+from rge.serving.inputs import Raw, check_limits, fetch_pictures, make_prompt
 from rge.serving.metrics import Metrics
 from rge.serving.options import ServeOptions
 from rge.serving.protocols import (
@@ -39,7 +39,7 @@ from rge.serving.protocols import (
 )
 
 if TYPE_CHECKING:
-    from rge.index.store import Hit, Index
+    from rge.index.store import Index
 
 THREADS = 4
 """Pictures decoded at once."""
@@ -49,28 +49,26 @@ THREADS = 4
 class _Answered:
     """The results for the inputs of a request, in order."""
 
-    found: list[Found]
+    results: list[Result]
     num_prompt_tokens: int
     warnings: list[str]
 
     @property
     def embeddings(self) -> np.ndarray:
-        return np.stack([one.embedding_D for one in self.found])
+        return np.stack([result.embedding_D for result in self.results])
 
     @property
     def usage(self) -> dict[str, int]:
-        written = sum(one.num_tokens for one in self.found)
-        return {
-            "prompt_tokens": self.num_prompt_tokens, "completion_tokens": written,
-            "total_tokens": self.num_prompt_tokens + written,
-        }  # fmt: skip
+        prompt, completion = self.num_prompt_tokens, sum(result.num_tokens for result in self.results)
+        total = prompt + completion
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": total}
 
 
 class Service:
-    """A loaded checkpoint, and everything that its routes need: the key (None: none) and the index (None: no search).
+    """A loaded checkpoint behind routes, with an API key (None: open to all) and an index (None: no search).
 
     Attributes:
-        app: the ASGI application; `start` before it is called.
+        app: the ASGI application; call `start` first.
     """
 
     def __init__(
@@ -105,7 +103,7 @@ class Service:
         self.app = guarded(self._guard, options, key)
 
     def start(self) -> None:
-        """Embed something once, so that a broken set-up fails at startup and the first client does not wait; then accept requests."""
+        """Warm up, so that a broken set-up fails at startup and the first client does not wait; then accept requests."""
         raw = Raw("start", "a key")
         prompt = make_prompt(self.embedder, raw, [], "query", None, self.options.max_picture_mp)
         for mode in ("direct", "reasoning"):
@@ -139,41 +137,36 @@ class Service:
         may_cut: bool = True,
         max_tokens: int | None = None,
     ) -> _Answered:
-        """Embed the inputs of a request; a text that is too long is cut, or an error unless `may_cut`.
-
-        Raises:
-            Refusal: something about the request, or about the present load.
-        """
+        """Embed the inputs of a request. A text that is too long is truncated, or an error unless `may_cut`."""
         longest = self.embedder.builder.max_tokens
         self._check_model(asked.model)
         if max_tokens is not None and max_tokens < longest:
-            raise _invalid_value(f"inputs are cut to {longest} tokens and no fewer, got {max_tokens}")
+            raise BadInput(f"inputs are cut to {longest} tokens and no fewer, got {max_tokens}")
         mode = self._mode(asked, side)
         notes: list[str] = []
-        instruction, pixels = None, 0
+        instruction, num_bytes = None, 0
         try:
-            with _refusals():
-                check_limits(inputs, asked.instruction, self.options)
-                if side == "query":
-                    instruction, note = self.embedder.instruction_for(asked.instruction)
-                    notes += [note] if note else []
-                with self.batches.reserve(len(inputs)) as place:
-                    prompts = []
-                    for raw in inputs:
-                        prompt = await self._prepare(raw, side, instruction)
-                        size = 0 if prompt.pixels is None else prompt.pixels.nbytes
-                        self.held.take(size)
-                        pixels += size
-                        prompts.append(prompt)
-                        notes += _cut_notes(raw, prompt.num_cut_tokens, longest, may_cut)
-                    found = await self.batches.answers(place, prompts, mode)
+            check_limits(inputs, asked.instruction, self.options)
+            if side == "query":
+                instruction, note = self.embedder.instruction_for(asked.instruction)
+                notes += [note] if note else []
+            with self.batches.reserve(len(inputs)):
+                prompts = []
+                for raw in inputs:
+                    prompt = await self._prepare(raw, side, instruction)
+                    size = 0 if prompt.pixels is None else prompt.pixels.nbytes
+                    self.held.take(size)
+                    num_bytes += size
+                    prompts.append(prompt)
+                    notes += _cut_notes(raw, prompt.num_cut_tokens, longest, may_cut)
+            results = await self.batches.answers(prompts, mode)
         finally:
-            self.held.now -= pixels
+            self.held.now -= num_bytes
         if mode not in SILENT:
-            for one in found:
-                self.metrics.tokens.observe(one.num_tokens)
-                self.metrics.forced.inc(one.stop_reason == "forced")
-        return _Answered(found, sum(map(len, prompts)), notes)
+            for result in results:
+                self.metrics.tokens.observe(result.num_tokens)
+                self.metrics.forced.inc(result.stop_reason == "forced")
+        return _Answered(results, sum(map(len, prompts)), notes)
 
     def _check_model(self, name: str | None) -> None:
         if name not in (None, self.name):
@@ -185,12 +178,12 @@ class Service:
         mode: Mode = asked.mode or (self.embedder.query_mode if side == "query" else "direct")
         try:
             self.embedder.settings.check_mode(mode)
-        except UserError as wrong:
-            raise _invalid_value(str(wrong), "mode") from None
+        except UserError as error:
+            raise BadInput(str(error), "mode") from None
         return mode
 
     async def _prepare(self, raw: Raw, side: Side, instruction: str | None) -> Any:
-        """The prompt of one input. A request that is cancelled ends between two of its inputs."""
+        """The prompt of one input. A cancelled request ends between two of its inputs."""
         pictures = await fetch_pictures(raw, self.options)
         self.num_preparing += 1
         try:
@@ -210,26 +203,24 @@ class Service:
     def _check_dimensions(self, dimensions: int | None, param: str) -> None:
         sizes = self.embedder.sizes
         if dimensions is not None and dimensions not in sizes:
-            raise _invalid_value(
-                f"{param} must be one of {', '.join(map(str, sizes))}, got {dimensions}", param
-            )
+            raise BadInput(f"{param} must be one of {', '.join(map(str, sizes))}, got {dimensions}", param)
 
     # ---------------------------------------------------------------------------------------------------------- routes
 
     async def _embeddings(self, body: EmbeddingsAsked) -> JSONResponse:
         self._check_dimensions(body.dimensions, "dimensions")
         if body.side == "document" and body.instruction is not None:
-            raise _invalid_value("a document has no instruction", "instruction")
+            raise BadInput("a document has no instruction", "instruction")
         answered = await self._answer(body, body.inputs(), body.side)
         vectors = encode_embeddings(
             self.embedder.cut(answered.embeddings, body.dimensions), body.encoding_format
         )
         data = []
-        for row, (one, vector) in enumerate(zip(answered.found, vectors, strict=True)):
-            shown = {"object": "embedding", "index": row, "embedding": vector}
+        for row, (result, vector) in enumerate(zip(answered.results, vectors, strict=True)):
+            entry = {"object": "embedding", "index": row, "embedding": vector}
             if body.return_rationale:
-                shown |= {"rationale": one.rationale, "stop_reason": one.stop_reason}
-            data.append(shown)
+                entry |= {"rationale": result.rationale, "stop_reason": result.stop_reason}
+            data.append(entry)
         return _json(
             {"object": "list", "data": data, "model": self.name, "usage": answered.usage}, answered.warnings
         )
@@ -237,7 +228,7 @@ class Service:
     async def _cohere(self, body: CohereAsked) -> JSONResponse:
         self._check_dimensions(body.output_dimension, "output_dimension")
         if body.side == "document" and body.instruction is not None:
-            raise _invalid_value("only input_type=search_query has an instruction", "instruction")
+            raise BadInput("only input_type=search_query has an instruction", "instruction")
         answered = await self._answer(
             body, body.inputs(), body.side, may_cut=body.truncate == "END", max_tokens=body.max_tokens
         )
@@ -245,22 +236,23 @@ class Service:
         try:
             embeddings = {kind: encode_embeddings(vectors, kind) for kind in body.embedding_types}
         except ValueError as error:
-            raise _invalid_value(str(error), "embedding_types") from None
+            raise BadInput(str(error), "embedding_types") from None
         meta: dict[str, Any] = {
             "api_version": {"version": "2"},
             "billed_units": {"input_tokens": answered.num_prompt_tokens},
         }
         if answered.warnings:
             meta["warnings"] = answered.warnings
-        shown = {"id": _id(), "embeddings": embeddings, "meta": meta, "response_type": "embeddings_by_type"}
+        content = {"id": uuid.uuid4().hex, "embeddings": embeddings, "meta": meta}
+        content["response_type"] = "embeddings_by_type"
         if body.texts is not None:
-            shown["texts"] = body.texts
+            content["texts"] = body.texts
         if body.return_rationale:
-            shown["rationales"] = [one.rationale for one in answered.found]
-        return JSONResponse(shown)
+            content["rationales"] = [result.rationale for result in answered.results]
+        return JSONResponse(content)
 
     async def _rerank(self, body: RerankAsked) -> JSONResponse:
-        """Rank by the cosine between the query, after its rationale, and each document."""
+        """Rank documents by their cosine to the query after its rationale."""
         options: dict[str, Any] = {"may_cut": body.truncate, "max_tokens": body.max_tokens_per_doc}
         query = await self._answer(body, [body.asked()], "query", **options)
         plain = Asked(model=body.model)  # documents are embedded as in training
@@ -269,35 +261,35 @@ class Service:
         if body.texts is not None:
             return JSONResponse(ranked)
         usage = {key: query.usage[key] + documents.usage[key] for key in query.usage}
-        shown = {
-            "id": _id(), "object": "list", "model": self.name, "results": ranked, "usage": usage,
+        content = {
+            "id": uuid.uuid4().hex, "object": "list", "model": self.name, "results": ranked, "usage": usage,
             "meta": {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}},
         }  # fmt: skip
-        return _json(shown, query.warnings + documents.warnings)
+        return _json(content, query.warnings + documents.warnings)
 
     async def _search(self, body: SearchAsked) -> JSONResponse:
         inputs = body.inputs()
         if len(inputs) != 1 or isinstance(body.input, list):
-            raise _invalid_value("a search has one query: a text, or one message", "input")
+            raise BadInput("a search has one query: a text, or one message", "input")
         answered = await self._answer(body, inputs, "query")
         index = self.index
         assert index is not None
-        [one] = answered.found
-        query_1D = self.embedder.cut(one.embedding_D[None], index.about["dimensions"])
-        words = [inputs[0].text or ""] if body.hybrid else None
-
-        def find() -> "list[Hit]":
-            return index.search(query_1D, body.k, where=body.where, words=words, thumbnails=body.thumbnails)[
-                0
-            ]
-
+        query_1D = self.embedder.cut(answered.embeddings, index.about["dimensions"])
+        search = partial(
+            index.search,
+            query_1D,
+            body.k,
+            where=body.where,
+            words=[inputs[0].text or ""] if body.hybrid else None,
+            thumbnails=body.thumbnails,
+        )
         try:
-            hits = await asyncio.get_running_loop().run_in_executor(self._threads, find)
+            [hits] = await asyncio.get_running_loop().run_in_executor(self._threads, search)
         except UserError as error:
             if body.where is None:
                 raise
-            raise _invalid_value(str(error).replace(index.uri, "the index"), "where") from None
-        # Paths of this machine are not shown; a picture's name in the folder that was indexed is `id`.
+            raise BadInput(str(error).replace(index.uri, "the index"), "where") from None
+        # Never shows paths of this machine; `id` is a picture's name within the indexed folder.
         data = [
             {
                 "object": "hit", "index": rank, "id": hit.id, "score": hit.score, "text": hit.text, "metadata": hit.metadata,
@@ -307,10 +299,11 @@ class Service:
             }
             for rank, hit in enumerate(hits)
         ]  # fmt: skip
-        shown = {"object": "list", "data": data, "model": self.name, "usage": answered.usage}
+        content = {"object": "list", "data": data, "model": self.name, "usage": answered.usage}
         if body.return_rationale:
-            shown |= {"rationale": one.rationale, "stop_reason": one.stop_reason}
-        return _json(shown, answered.warnings)
+            [result] = answered.results
+            content |= {"rationale": result.rationale, "stop_reason": result.stop_reason}
+        return _json(content, answered.warnings)
 
     async def _health(self) -> JSONResponse:
         about = {
@@ -339,16 +332,16 @@ class Service:
         return Response(self.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     def _routes(self) -> FastAPI:
-        # Its pages load scripts from elsewhere; the description alone is at /openapi.json.
+        # Without FastAPI's pages, which load scripts from elsewhere; the schema is at /openapi.json.
         app = FastAPI(title="rge serve", version=rge.__version__, docs_url=None, redoc_url=None)
-        asked: list[tuple[str, Callable[..., Any], str]] = [
+        post: list[tuple[str, Callable[..., Any], str]] = [
             ("/v1/embeddings", self._embeddings, "Embed texts and pictures, as OpenAI and vLLM"),
             ("/v2/embed", self._cohere, "Embed texts and pictures, as Cohere"),
             *((path, self._rerank, "Rank documents") for path in ("/v1/rerank", "/v2/rerank", "/rerank")),
         ]
         if self.index is not None:
-            asked.append(("/v1/search", self._search, "Search the index"))
-        for path, route, summary in asked:
+            post.append(("/v1/search", self._search, "Search the index"))
+        for path, route, summary in post:
             app.add_api_route(path, route, methods=["POST"], summary=summary)
         for path, route, summary in (
             ("/v1/models", self._models, "The model's name"),
@@ -364,34 +357,12 @@ class Service:
         return app
 
 
-@contextmanager
-def _refusals() -> Iterator[None]:
-    """Turn the errors of an input into a `Refusal`."""
-    try:
-        yield
-    except BadInput as bad:
-        raise _invalid_value(str(bad), bad.param) from None
-    except QueueFull as full:
-        busy = "too many inputs are waiting; try again later"
-        raise Refusal(429, busy, "queue_full", retry_after_s=full.retry_after_s) from None
-    except Stopped:
-        raise Refusal(503, "the server is shutting down", "shutting_down", retry_after_s=5) from None
-
-
-def _invalid_value(message: str, param: str | None = None) -> Refusal:
-    return Refusal(400, message, "invalid_value", param=param)
-
-
 def _cut_notes(raw: Raw, num_cut: int, longest: int, may_cut: bool) -> list[str]:
     """The warning about a truncated text, if any."""
     if num_cut and not may_cut:
         raise BadInput(f"{raw.param} is {num_cut} tokens too long (limit: {longest})", raw.param)
-    cut = f"{raw.param}: the last {num_cut} tokens of the text were cut to fit the checkpoint's prompts ({longest} tokens)"
-    return [cut] if num_cut else []
-
-
-def _id() -> str:
-    return uuid.uuid4().hex
+    note = f"{raw.param}: the last {num_cut} tokens of the text were cut to fit the checkpoint's prompts ({longest} tokens)"
+    return [note] if num_cut else []
 
 
 def _json(content: dict[str, Any], notes: Sequence[str]) -> JSONResponse:
@@ -414,8 +385,8 @@ async def _invalid(_: Request, error: Exception) -> Response:
     if not loc and first["type"] in ("value_error", "string_unicode"):
         return error_response(Refusal(400, message, first["type"]))
     if not loc:
-        said = "the body must be a JSON object, sent with Content-Type: application/json"
-        return error_response(Refusal(400, said, "invalid_body"))
+        message = "the body must be a JSON object, sent with Content-Type: application/json"
+        return error_response(Refusal(400, message, "invalid_body"))
     param = ".".join(loc)
     return error_response(Refusal(400, f"{param}: {message}", first["type"], param=param))
 

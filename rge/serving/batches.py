@@ -18,25 +18,22 @@ import numpy as np
 from rge.common.modes import Mode
 from rge.common.schema import Encoded
 from rge.model.prompts import Prompt
+from rge.serving.errors import Refusal, Stopped
 
 _log = logging.getLogger(__name__)
 
 
-class QueueFull(Exception):
-    """The queue is full, with an estimate of the seconds until there is room."""
+class QueueFull(Refusal):
+    """The queue is full; `retry_after_s` estimates when it will not be."""
 
     def __init__(self, retry_after_s: int):
-        super().__init__("too many inputs are waiting")
-        self.retry_after_s = retry_after_s
-
-
-class Stopped(Exception):
-    """The server shuts down before this input's turn."""
+        message = "too many inputs are waiting; try again later"
+        super().__init__(429, message, "queue_full", retry_after_s=retry_after_s)
 
 
 @dataclass(frozen=True)
-class Found:
-    """The model's result for an input: a row of `rge.common.schema.Encoded`."""
+class Result:
+    """The result for one input: a row of `rge.common.schema.Encoded`."""
 
     embedding_D: np.ndarray
     rationale: str
@@ -50,18 +47,17 @@ class _Waiting:
     mode: Mode
     since: float
     request: int
-    answer: "Future[Found]" = field(default_factory=Future)
+    answer: "Future[Result]" = field(default_factory=Future)
 
 
 class Batches:
     """The queue and the thread behind it.
 
     Args:
-        embed: what embeds prompts; called in the thread only.
-        batch_size: inputs of a batch.
-        wait_s: for a batch that is not full.
-        max_queue: inputs that may wait, those of `reserve` included.
-        on_batch: told the mode, the inputs and the seconds of each batch.
+        embed: embeds prompts; called in the thread only.
+        wait_s: how long a batch that is not full waits for more inputs.
+        max_queue: maximum number of waiting inputs, including reserved ones.
+        on_batch: called with mode, number of inputs and seconds of each batch.
     """
 
     def __init__(
@@ -80,14 +76,14 @@ class Batches:
         self._num_reserved = 0
         self._rows_per_s = 0.0
         self._num_requests = 0
-        self._has_company = False  # whether more than one request was there at the last batch
+        self._has_company = False  # whether several requests were present at the last batch
         self._stopping = False
         self.is_busy = False
-        """Whether a batch runs."""
+        """Whether a batch is running."""
         self._thread = threading.Thread(target=self._run, name="rge-batches", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     @property
@@ -101,40 +97,34 @@ class Batches:
         return self._num_reserved + len(self._waiting)
 
     @contextmanager
-    def reserve(self, count: int) -> Iterator["Place"]:
-        """Room for the inputs of a request, taken before they are prepared and given back whatever happens.
+    def reserve(self, count: int) -> Iterator[None]:
+        """Reserve space in the queue for a request while its inputs are prepared, until just before `answers`.
 
         Raises:
-            QueueFull: there is no room for so many.
+            QueueFull: not enough space.
         """
         with self._changed:
             if self.num_waiting + count > self.max_queue:
                 seconds = self.num_waiting / self._rows_per_s if self._rows_per_s else 1
                 raise QueueFull(min(max(round(seconds), 1), 60))
             self._num_reserved += count
-        place = Place(count)
         try:
-            yield place
+            yield
         finally:
             with self._changed:
-                self._release(place)
+                self._num_reserved -= count
 
-    def _release(self, place: "Place") -> None:
-        self._num_reserved -= place.count
-        place.count = 0
-
-    async def answers(self, place: "Place", prompts: Sequence[Prompt], mode: Mode) -> list[Found]:
-        """Embed a request's prompts, all of one mode, when their turn comes; cancelling takes them out of the queue.
+    async def answers(self, prompts: Sequence[Prompt], mode: Mode) -> list[Result]:
+        """Queue a request's prompts, all of one mode, and wait for the results; cancelling removes them from the queue.
 
         Raises:
             Stopped: the server shuts down first.
-            Exception: what the model raised for one of these inputs alone.
+            Exception: the model's error for one of these inputs alone.
         """
         now = time.monotonic()
         with self._changed:
             self._num_requests += 1
             rows = [_Waiting(prompt, mode, now, self._num_requests) for prompt in prompts]
-            self._release(place)
             if self._stopping:
                 raise Stopped
             self._waiting += rows
@@ -151,9 +141,9 @@ class Batches:
         """Stop accepting inputs and drop waiting ones; a running batch finishes."""
         with self._changed:
             self._stopping = True
-            left, self._waiting = self._waiting, []
+            dropped, self._waiting = self._waiting, []
             self._changed.notify()
-        for row in left:
+        for row in dropped:
             _settle(row, Stopped())
 
     def join(self, timeout_s: float) -> None:
@@ -168,12 +158,12 @@ class Batches:
                     self._changed.wait()
                 if self._stopping:
                     return
-                # A client that was just answered may ask again at once, and would miss the batch of those that came meanwhile.
+                # A client that was just answered may send its next request right away: wait, so that it joins this batch.
                 expects_more = self._has_company or self._num_reserved > 0
                 until = max(self._waiting[0].since, ended) + self.wait_s * expects_more
                 while len(self._waiting) < self.batch_size and not self._stopping:
-                    left = until - time.monotonic()
-                    if left <= 0 or not self._changed.wait(left):
+                    remaining_s = until - time.monotonic()
+                    if remaining_s <= 0 or not self._changed.wait(remaining_s):
                         break
                 batch = self._next()
                 self.is_busy = True
@@ -186,12 +176,12 @@ class Batches:
             self.is_busy = False
 
     def _next(self) -> list[_Waiting]:
-        """The oldest input and those nearest to it in length, among those whose clients still wait."""
+        """The oldest input and those closest to it in length, without cancelled ones."""
         if not self._waiting:  # all were cancelled, or the server shuts down
             return []
         oldest = self._waiting[0]
         alike = [row for row in self._waiting[: 8 * self.batch_size] if row.mode == oldest.mode]
-        alike.sort(key=lambda row: abs(len(row.prompt) - len(oldest.prompt)))  # stable: of equals, the older
+        alike.sort(key=lambda row: abs(len(row.prompt) - len(oldest.prompt)))  # stable: older first
         taken = set(map(id, alike[: self.batch_size]))
         batch = [row for row in self._waiting if id(row) in taken]
         self._waiting = [row for row in self._waiting if id(row) not in taken]
@@ -200,8 +190,8 @@ class Batches:
     def _work(self, batch: list[_Waiting]) -> None:
         began = time.monotonic()
         try:
-            found = self.embed([row.prompt for row in batch], batch[0].mode)
-        except Exception as error:  # noqa: BLE001 - the thread lives, whatever one input does to the model
+            result = self.embed([row.prompt for row in batch], batch[0].mode)
+        except Exception as error:  # noqa: BLE001 - no input may end the thread
             if len(batch) > 1:
                 _log.warning("a batch of %d failed (%s: %s), its inputs go alone", len(batch), type(error).__name__, error)  # fmt: skip
                 for row in batch:
@@ -212,22 +202,15 @@ class Batches:
         seconds = time.monotonic() - began
         self._rows_per_s = 0.8 * self._rows_per_s + 0.2 * len(batch) / max(seconds, 1e-6)
         self.on_batch(batch[0].mode, len(batch), seconds)
-        columns = (found.embeddings, found.rationales, found.num_rationale_tokens, found.stop_reasons)
+        columns = (result.embeddings, result.rationales, result.num_rationale_tokens, result.stop_reasons)
         for row, vector, rationale, num_tokens, reason in zip(batch, *columns, strict=True):
             if np.isfinite(vector).all():
-                _settle(row, Found(vector, rationale, int(num_tokens), reason))
+                _settle(row, Result(vector, rationale, int(num_tokens), reason))
             else:
                 _settle(row, ArithmeticError("the model's state is not finite"))
 
 
-@dataclass
-class Place:
-    """Reserved room in the queue for a number of inputs of a request."""
-
-    count: int
-
-
-def _settle(row: _Waiting, outcome: Found | Exception) -> None:
+def _settle(row: _Waiting, outcome: Result | Exception) -> None:
     if row.answer.done():  # its request was cancelled while it ran
         return
     if isinstance(outcome, Exception):

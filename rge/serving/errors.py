@@ -6,7 +6,7 @@ KINDS = {401: "authentication_error", 429: "rate_limit_error"}
 
 
 class Refusal(Exception):
-    """A request that is refused: HTTP status, message, code for programs, and the request key that is at fault."""
+    """A refused request: HTTP status, message, machine-readable code, and the key of the request at fault."""
 
     def __init__(
         self,
@@ -22,8 +22,22 @@ class Refusal(Exception):
         self.param, self.retry_after_s = param, retry_after_s
 
 
+class BadInput(Refusal):
+    """A value in the request is invalid; `param` is its key."""
+
+    def __init__(self, message: str, param: str | None = None):
+        super().__init__(400, message, "invalid_value", param=param)
+
+
+class Stopped(Refusal):
+    """The server is shutting down."""
+
+    def __init__(self) -> None:
+        super().__init__(503, "the server is shutting down", "shutting_down", retry_after_s=5)
+
+
 def error_response(refusal: Refusal, *, close: bool = False) -> JSONResponse:
-    """The answer to a refused request."""
+    """The response to a refused request."""
     kind = KINDS.get(refusal.status, "invalid_request_error" if refusal.status < 500 else "server_error")
     headers = {}
     if refusal.retry_after_s is not None:
@@ -32,10 +46,8 @@ def error_response(refusal: Refusal, *, close: bool = False) -> JSONResponse:
         headers["WWW-Authenticate"] = "Bearer"
     if close:
         headers["Connection"] = "close"
-    error = {"message": plain(refusal.message), "type": kind, "param": refusal.param, "code": refusal.code}
+    message = refusal.message.encode(
+        "utf-8", "replace"
+    ).decode()  # without lone surrogates, which JSON allows
+    error = {"message": message, "type": kind, "param": refusal.param, "code": refusal.code}
     return JSONResponse({"error": error}, refusal.status, headers)
-
-
-def plain(text: str) -> str:
-    """A text that UTF-8 can encode: lone surrogates, which JSON allows, become question marks."""
-    return text.encode("utf-8", "replace").decode()

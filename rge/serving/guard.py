@@ -13,18 +13,18 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rge.serving.errors import Refusal, error_response
+from rge.serving.errors import Refusal, Stopped, error_response
 from rge.serving.metrics import Metrics
 from rge.serving.options import ServeOptions
 
 OPEN = frozenset(("/health", "/metrics", "/openapi.json"))
 """Paths that need no key."""
 LINGER_BYTES, LINGER_S = 256 << 20, 5.0
-"""How much of a refused body is still read: a client that is cut off while it sends never reads the error."""
+"""How much of a refused body is still read, since a client that is cut off while sending never sees the error."""
 
 
 def guarded(guard: "Guard", options: ServeOptions, key: str | None) -> ASGIApp:
-    """The guarded application, wrapped in other libraries' middleware, the outermost last."""
+    """The guarded application in other libraries' middleware."""
     app: ASGIApp = guard
     if options.cors_origins:
         app = CORSMiddleware(
@@ -33,7 +33,7 @@ def guarded(guard: "Guard", options: ServeOptions, key: str | None) -> ASGIApp:
         )  # fmt: skip
     hosts = list(options.allowed_hosts)
     if not hosts:
-        # A page whose name is made to point at this machine (DNS rebinding) has no key.
+        # A web page whose name resolves to this machine (DNS rebinding) has no key.
         hosts = ["*"] if key is not None else ["localhost", options.host]
     return CorrelationIdMiddleware(TrustedHosts(app, hosts), validator=is_request_id)
 
@@ -44,10 +44,10 @@ def is_request_id(text: str) -> bool:
 
 
 class TrustedHosts(TrustedHostMiddleware):
-    """Also trusts addresses: a browser sends the name in the page's own address, which is no address in DNS rebinding."""
+    """Also trusts IP addresses: in DNS rebinding, a browser sends the page's host name instead."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
+        """Handle a request."""
         try:
             ipaddress.ip_address(urlsplit(f"//{Headers(scope=scope).get('host', '')}").hostname or "")
         except ValueError:
@@ -59,22 +59,18 @@ class TrustedHosts(TrustedHostMiddleware):
 class MemoryBudget:
     """Memory budget for requests in progress, in bytes."""
 
-    def __init__(self, most: int):
-        self.most, self.now = most, 0
+    def __init__(self, limit: int):
+        self.limit, self.now = limit, 0
 
     def take(self, count: int) -> None:
-        """Take more from the budget; lowering `now` returns it.
+        """Take memory from the budget; lowering `now` returns it.
 
         Raises:
-            Refusal: that would be too many.
+            Refusal: the budget is used up.
         """
-        if self.now + count > self.most:
-            raise Refusal(
-                503,
-                "the server is at its memory limit (max_waiting_mb); try again",
-                "overloaded",
-                retry_after_s=2,
-            )
+        if self.now + count > self.limit:
+            message = "the server is at its memory limit (max_waiting_mb); try again"
+            raise Refusal(503, message, "overloaded", retry_after_s=2)
         self.now += count
 
 
@@ -98,12 +94,12 @@ class Guard:
         """Whether new requests are refused."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
+        """Handle a request."""
         if scope["type"] != "http":
             return
         began, code = time.monotonic(), 0
 
-        async def watched(message: Message) -> None:
+        async def send_noting_code(message: Message) -> None:
             nonlocal code
             if message["type"] == "http.response.start":
                 code = message["status"]
@@ -114,51 +110,49 @@ class Guard:
             async with asyncio.timeout(self._options.timeout_s):
                 try:
                     await self._admit(scope, Headers(scope=scope), body)
-                    await self._run(scope, body, receive, watched)
+                    await self._run(scope, body, receive, send_noting_code)
                 finally:
                     self._held.now -= len(body.data)
         except _Gone:
             pass
         except Refusal as refusal:
-            await error_response(refusal, close=self.is_draining)(scope, receive, watched)
+            await error_response(refusal, close=self.is_draining)(scope, receive, send_noting_code)
         except TimeoutError:
             if code:
                 raise
-            shown = f"timeout_s={self._options.timeout_s:g}"
-            late = Refusal(408, f"the body did not arrive within {shown}", "timeout")
-            if body.is_over:
-                late = Refusal(504, f"no answer within {shown}", "timeout", retry_after_s=1)
-            await error_response(late)(scope, receive, watched)
+            limit = f"timeout_s={self._options.timeout_s:g}"
+            late = Refusal(408, f"the body did not arrive within {limit}", "timeout")
+            if body.is_complete:
+                late = Refusal(504, f"no answer within {limit}", "timeout", retry_after_s=1)
+            await error_response(late)(scope, receive, send_noting_code)
         finally:
             path = scope["path"] if scope["path"] in self._paths else "other"
             self._metrics.requests.labels(path, str(code or 499)).inc()
             self._metrics.seconds.labels(path).observe(time.monotonic() - began)
 
     async def _admit(self, scope: Scope, headers: Mapping[str, str], body: "_Body") -> None:
-        """Read the body.
-
-        Raises:
-            Refusal: it is too large, or the request may not be made at all.
-        """
-        most = self._options.max_body_mb << 20
-        too_large = Refusal(413, f"the body is larger than {most >> 20} MB (max_body_mb)", "body_too_large")
-        said = headers.get("content-length", "")
+        """Read the body, unless the request is refused."""
+        limit = self._options.max_body_mb << 20
+        too_large = Refusal(413, f"the body is larger than {limit >> 20} MB (max_body_mb)", "body_too_large")
+        content_length = headers.get("content-length", "")
         try:
             if self.is_draining:
-                raise Refusal(503, "the server is shutting down", "shutting_down", retry_after_s=5)
+                raise Stopped
             if scope["path"] not in OPEN and not self._has_key(headers):
-                wrong = "no key, or a wrong one: send Authorization: Bearer KEY"
-                raise Refusal(401, wrong, "invalid_api_key")
-            if said.isdigit() and int(said) > most:
+                message = "no key, or a wrong one: send Authorization: Bearer KEY"
+                raise Refusal(401, message, "invalid_api_key")
+            if content_length.isdigit() and int(content_length) > limit:
                 raise too_large
-            while not body.is_over:
+            while not body.is_complete:
                 part = await body.part()
-                if len(body.data) + len(part) > most:
+                if len(body.data) + len(part) > limit:
                     raise too_large
                 self._held.take(len(part))
                 body.data += part
         except Refusal:
-            if headers.get("expect", "").lower() != "100-continue":  # else nothing is sent before we ask
+            if (
+                headers.get("expect", "").lower() != "100-continue"
+            ):  # else the client sends nothing before we reply
                 await _discard(body)
             raise
 
@@ -171,23 +165,24 @@ class Guard:
     async def _run(self, scope: Scope, body: "_Body", receive: Receive, send: Send) -> None:
         is_read = False
 
-        async def whole() -> Message:
+        async def receive_body() -> Message:
             nonlocal is_read
-            if is_read:  # a second call waits for the client to go
+            if is_read:  # a second call waits until the client disconnects
                 await asyncio.Future()
             is_read = True
             return {"type": "http.request", "body": bytes(body.data), "more_body": False}
 
-        async def gone() -> None:
+        async def wait_for_disconnect() -> None:
             while (await receive())["type"] != "http.disconnect":
                 pass
 
-        tasks = asyncio.ensure_future(self._app(scope, whole, send)), asyncio.ensure_future(gone())
+        application = asyncio.ensure_future(self._app(scope, receive_body, send))
+        tasks = application, asyncio.ensure_future(wait_for_disconnect())
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if not tasks[0].done():
+            if not application.done():
                 raise _Gone
-            tasks[0].result()
+            application.result()
         finally:
             for task in tasks:
                 task.cancel()
@@ -199,24 +194,24 @@ class _Gone(Exception):
 
 
 class _Body:
-    """A body as it arrives: what was kept of it, and whether it is complete."""
+    """A request's body as it arrives."""
 
     def __init__(self, receive: Receive):
-        self._receive, self.data, self.is_over = receive, bytearray(), False
+        self._receive, self.data, self.is_complete = receive, bytearray(), False
 
     async def part(self) -> bytes:
         message = await self._receive()
         if message["type"] == "http.disconnect":
             raise _Gone
-        self.is_over = not message.get("more_body")
+        self.is_complete = not message.get("more_body")
         return message.get("body", b"")
 
 
 async def _discard(body: _Body) -> None:
-    left = LINGER_BYTES
+    remaining = LINGER_BYTES
     try:
         async with asyncio.timeout(LINGER_S):
-            while not body.is_over and left > 0:
-                left -= len(await body.part())
+            while not body.is_complete and remaining > 0:
+                remaining -= len(await body.part())
     except TimeoutError:
         pass

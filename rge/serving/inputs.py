@@ -13,20 +13,13 @@ from rge.common.images import WEB, ImageError, load_image
 from rge.common.schema import Item
 from rge.embedder import Embedder
 from rge.model.prompts import Prompt
+from rge.serving.errors import BadInput
 from rge.serving.options import ServeOptions
 from rge.serving.public_web import fetch_public
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
-"""Of pictures. Pillow knows dozens more, with readers of rare formats that have hardly been audited."""
+"""Accepted picture formats. Pillow's readers of the many rare ones have hardly been audited."""
 _DATA = re.compile(r"data:image/[\w.+-]{1,40};base64,", re.ASCII | re.IGNORECASE)
-
-
-class BadInput(ValueError):
-    """An input that cannot be embedded; the message says which and why; `param` is the request's key at fault."""
-
-    def __init__(self, message: str, param: str):
-        super().__init__(message)
-        self.param = param
 
 
 @dataclass(frozen=True)
@@ -44,23 +37,21 @@ def check_limits(inputs: Sequence[Raw], instruction: str | None, options: ServeO
     Raises:
         BadInput: which input, and why.
     """
-    most = options.max_inputs
     if not inputs:
         raise BadInput("input is an empty list", "input")
-    if len(inputs) > most:
-        raise BadInput(
-            f"{len(inputs)} inputs, but a request may have at most {most}", inputs[0].param.split("[")[0]
-        )
+    if len(inputs) > options.max_inputs:
+        message = f"{len(inputs)} inputs, but a request may have at most {options.max_inputs}"
+        raise BadInput(message, inputs[0].param.split("[")[0])
     _check_text("instruction", instruction, options)
-    num_pictures = sum(len(one.pictures) for one in inputs)
+    num_pictures = sum(len(raw.pictures) for raw in inputs)
     if num_pictures > options.max_pictures:
         raise BadInput(
             f"{num_pictures} pictures, but a request may have at most {options.max_pictures}", inputs[0].param
         )
-    for one in inputs:
-        if not (one.text or "").strip() and not one.pictures:
-            raise BadInput(f"{one.param} is empty", one.param)
-        _check_text(one.param, one.text, options)
+    for raw in inputs:
+        if not (raw.text or "").strip() and not raw.pictures:
+            raise BadInput(f"{raw.param} is empty", raw.param)
+        _check_text(raw.param, raw.text, options)
 
 
 def _check_text(param: str, text: str | None, options: ServeOptions) -> None:
@@ -76,16 +67,16 @@ def _check_text(param: str, text: str | None, options: ServeOptions) -> None:
 
 
 async def fetch_pictures(raw: Raw, options: ServeOptions) -> list[bytes | str]:
-    """An input's pictures: bytes of those that were fetched, data URLs as they are.
+    """Fetch an input's pictures that are web addresses; data URLs stay.
 
     Raises:
-        BadInput: an address where none is allowed, or one that gives no picture.
+        BadInput: addresses are not allowed, or the picture cannot be fetched.
     """
-    found: list[bytes | str] = []
+    pictures: list[bytes | str] = []
     param = f"{raw.param}.image_url"
     for address in raw.pictures:
         if _DATA.match(address):
-            found.append(address)
+            pictures.append(address)
         elif not address.startswith(WEB):
             raise BadInput(
                 "a picture must be sent as data:image/...;base64,... with its bytes in base64", param
@@ -97,10 +88,10 @@ async def fetch_pictures(raw: Raw, options: ServeOptions) -> list[bytes | str]:
             )
         else:
             try:
-                found.append(await fetch_public(address, options.max_body_mb << 20))
+                pictures.append(await fetch_public(address, options.max_body_mb << 20))
             except ImageError as error:
                 raise BadInput(str(error), param) from None
-    return found
+    return pictures
 
 
 def make_prompt(
@@ -111,13 +102,13 @@ def make_prompt(
     instruction: str | None,
     max_mp: float,
 ) -> Prompt:
-    """The prompt of an input; run in threads beside the model's, so that an error shows in its own request.
+    """The prompt of an input. Made before batching, so that an error concerns its own request only.
 
     Raises:
         BadInput: a picture that cannot be decoded or has too many pixels, or a prompt that cannot be made.
     """
     try:
-        images = [_image(one, max_mp) for one in pictures]
+        images = [_image(picture, max_mp) for picture in pictures]
         item = Item(raw.param, raw.text, tuple(images), instruction)  # type: ignore[arg-type]
         return embedder.prompt(item, "candidate" if side == "document" else "query", images)
     except ImageError as error:
@@ -134,7 +125,7 @@ def _image(picture: bytes | str, max_mp: float) -> Image.Image:
             width, height = header.size
     except UnidentifiedImageError:
         raise ImageError(f"picture {name} cannot be decoded: it is none of {', '.join(FORMATS)}") from None
-    except Exception as error:  # noqa: BLE001 - on damaged files Pillow's readers raise whatever they run into
+    except Exception as error:  # noqa: BLE001 - Pillow's readers raise anything on damaged files
         raise ImageError(f"picture {name} cannot be decoded: {error}") from None
     if width * height > max_mp * 1e6:
         raise ImageError(f"picture {name} has {width} x {height} pixels, the limit is {max_mp:g} million")

@@ -28,7 +28,7 @@ def serve(options: ServeOptions, listener: socket.socket) -> int:
     """Load the checkpoint and answer requests until a signal ends it.
 
     Returns:
-        Exit code: 0 after SIGTERM, 130 after Ctrl-C; 1 where requests were given up.
+        Exit code: 0 after SIGTERM, 130 after Ctrl-C; 1 if requests were dropped.
 
     Raises:
         UserError: no checkpoint, no key, or an index of another checkpoint.
@@ -50,7 +50,7 @@ def serve(options: ServeOptions, listener: socket.socket) -> int:
 
 
 def load(options: ServeOptions, key: str | None = None) -> Service:
-    """The checkpoint and the index, ready to answer."""
+    """Load the checkpoint and the index, and start the service."""
     torch.set_float32_matmul_precision("highest")
     embedder = Embedder.from_pretrained(
         options.checkpoint,
@@ -94,8 +94,8 @@ def _log_config() -> dict[str, Any]:
 class Server(uvicorn.Server):
     """Uvicorn in this thread, the model in its own.
 
-    The first signal refuses new requests, gives those under way ``drain_s`` seconds, and answers the rest with 503. The
-    second one ends the process at once.
+    After the first signal new requests are refused, and those in progress get ``drain_s`` seconds before the rest are answered
+    with 503. A second signal ends the process immediately.
     """
 
     def __init__(self, service: Service, options: ServeOptions, listener: socket.socket):
@@ -107,7 +107,7 @@ class Server(uvicorn.Server):
             access_log=options.access_log,
             server_header=False,
             timeout_keep_alive=75,
-            # two seconds more, for the answers of what was given up
+            # two more seconds for the 503s
             timeout_graceful_shutdown=int(options.drain_s) + 2,
         )
         super().__init__(config)
@@ -124,13 +124,13 @@ class Server(uvicorn.Server):
         self._service.stop()
         self._service.batches.join(5)
         code = 1 if self._gave_up else 130 if self._first == signal.SIGINT else 0
-        if self._service.batches.is_alive:  # in the middle of a batch, which cannot be interrupted
+        if self._service.batches.is_alive:  # a running batch cannot be interrupted
             _exit_now(code)
         return code
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """In place of uvicorn's handlers, which let the signal end the process once all is answered."""
+        """Replaces uvicorn's handlers, which would re-raise the signal after the shutdown."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._end, number)
@@ -162,14 +162,14 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     def _give_up(self) -> None:
-        left = self._service.batches.num_waiting
-        self._gave_up = left > 0 or self._service.batches.is_busy
-        _say(f"rge serve: {left} inputs given up after drain_s={self._options.drain_s:g}")
+        num_waiting = self._service.batches.num_waiting
+        self._gave_up = num_waiting > 0 or self._service.batches.is_busy
+        _say(f"rge serve: {num_waiting} inputs given up after drain_s={self._options.drain_s:g}")
         self._service.stop()
 
 
 def _say(text: str) -> None:
-    print(text, flush=True)  # noqa: T201 - a command speaks to people
+    print(text, flush=True)  # noqa: T201 - output of a command
 
 
 def _exit_now(code: int) -> NoReturn:

@@ -1,7 +1,7 @@
 """Request and response formats of OpenAI, vLLM, Cohere, Jina and TEI.
 
-An option that is not known is an error: a misspelt one would otherwise be ignored. Every text but those that `check_limits` looks
-at is short, and a list ends at its first wrong entry, so that no body costs more than reading it.
+An unknown option is an error: a misspelt one would otherwise be ignored. Texts are short, except those that `check_limits` checks,
+and validation of a list stops at its first error, so no body costs much more than reading it.
 """
 
 import base64
@@ -95,7 +95,7 @@ class _OpenAiAsked(Asked):
     @field_validator("input", mode="before")
     @classmethod
     def _texts(cls, value: Any) -> Any:
-        if isinstance(value, list) and value and all(isinstance(one, int | list) for one in value):
+        if isinstance(value, list) and value and all(isinstance(item, int | list) for item in value):
             raise ValueError("must be texts: ids of another model's tokens mean nothing here")
         return value
 
@@ -108,18 +108,16 @@ class _OpenAiAsked(Asked):
         return self
 
     def inputs(self) -> list[Raw]:
-        """The texts, the one conversation, or a batch of them as vLLM takes it."""
+        """The texts, the conversation, or a batch of conversations in vLLM's form."""
+        if isinstance(self.input, str):
+            return [Raw("input", self.input)]
         if self.messages is None:
-            return (
-                [Raw("input", self.input)]
-                if isinstance(self.input, str)
-                else _numbered("input", self.input or [])
-            )
+            return _numbered("input", self.input or [])
         return [
-            _raw("messages", one.content)
-            if isinstance(one, Message)
-            else _raw(f"messages[{row}]", one[0].content)
-            for row, one in enumerate(self.messages)
+            _raw("messages", message.content)
+            if isinstance(message, Message)
+            else _raw(f"messages[{row}]", message[0].content)
+            for row, message in enumerate(self.messages)
         ]
 
 
@@ -140,7 +138,7 @@ class SearchAsked(_OpenAiAsked):
     where: Annotated[str, Field(max_length=1000)] | None = None
     """Condition in SQL on the index's columns."""
     hybrid: bool = False
-    """Look the text's words up too, and fuse both rankings."""
+    """Also search for the text's words, and fuse both rankings."""
     thumbnails: bool = False
 
 
@@ -165,13 +163,13 @@ class CohereAsked(Asked):
 
     @model_validator(mode="after")
     def _one_of_three(self) -> "CohereAsked":
-        if sum(one is not None for one in (self.texts, self.images, self.inputs_)) != 1:
+        if [self.texts, self.images, self.inputs_].count(None) != 2:
             raise ValueError("give one of texts, images and inputs")
         return self
 
     @property
     def side(self) -> Side:
-        """Queries are embedded as in training; everything else as a document."""
+        """Everything but a search query is a document."""
         return "query" if self.input_type == "search_query" else "document"
 
     def inputs(self) -> list[Raw]:
@@ -180,7 +178,7 @@ class CohereAsked(Asked):
             return _numbered("texts", self.texts)
         if self.images is not None:
             return [Raw(f"images[{row}]", None, (url,)) for row, url in enumerate(self.images)]
-        return [_raw(f"inputs[{row}]", one.content) for row, one in enumerate(self.inputs_ or [])]
+        return [_raw(f"inputs[{row}]", item.content) for row, item in enumerate(self.inputs_ or [])]
 
 
 def encode_embeddings(vectors_ND: np.ndarray, kind: EmbeddingType) -> list[Any]:
@@ -212,23 +210,23 @@ class _JinaPart(_Strict):
     image: str | None = None
 
 
-Shown = str | _Content | _JinaPart
+Ranked = str | _Content | _JinaPart
 
 
-def _shown(param: str, one: Shown) -> Raw:
-    if isinstance(one, _JinaPart):
-        return Raw(param, one.text, () if one.image is None else (one.image,))
-    return _raw(param, one if isinstance(one, str) else one.content)
+def _ranked(param: str, item: Ranked) -> Raw:
+    if isinstance(item, _JinaPart):
+        return Raw(param, item.text, () if item.image is None else (item.image,))
+    return _raw(param, item if isinstance(item, str) else item.content)
 
 
 class RerankAsked(Asked):
     """Body of ``POST /v1/rerank``, of Jina's, Cohere's or vLLM's form (``documents``) or of TEI's (``texts``)."""
 
-    query: Shown
-    documents: Many[Shown] | None = None
+    query: Ranked
+    documents: Many[Ranked] | None = None
     texts: Many[str] | None = None
     top_n: Annotated[int, Field(ge=0)] | None = None
-    """0, as vLLM's clients send it: all."""
+    """0, which vLLM's clients send: all."""
     return_documents: bool = True
     return_text: bool = False
     raw_scores: bool = False
@@ -247,11 +245,11 @@ class RerankAsked(Asked):
         """The documents."""
         if self.texts is not None:
             return _numbered("texts", self.texts)
-        return [_shown(f"documents[{row}]", one) for row, one in enumerate(self.documents or [])]
+        return [_ranked(f"documents[{row}]", item) for row, item in enumerate(self.documents or [])]
 
     def asked(self) -> Raw:
         """The query."""
-        return _shown("query", self.query)
+        return _ranked("query", self.query)
 
     def ranked(self, scores: np.ndarray) -> list[dict[str, Any]]:
         """The documents, best first, in the request's format; ties keep their order."""

@@ -1,13 +1,12 @@
 """Fetch a picture from a client's URL, public addresses only (no SSRF).
 
-A name is resolved here, all its addresses are checked, and the connection is made to a checked address, since a second lookup
-could give another answer. This happens for each connection, so after redirects too.
+A name is resolved here, all its addresses are checked, and the connection goes to a checked address, since a second lookup might
+return another one. This happens for each connection, including redirects.
 """
 
 import asyncio
 import ipaddress
 import socket
-import ssl
 import string
 from collections.abc import Iterable
 from typing import Any
@@ -17,22 +16,22 @@ import httpcore
 
 from rge.common.images import FETCH_S, WEB, ImageError
 
-MOST_REDIRECTS = 4
+MAX_REDIRECTS = 4
 _EMBEDDING = tuple(
-    ipaddress.ip_network(one) for one in ("64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "2001::/32", "::/96")
+    ipaddress.ip_network(net) for net in ("64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "2001::/32", "::/96")
 )
 """IPv6 networks whose addresses stand for IPv4 ones, which may be private."""
 
 
 def is_public(address: str) -> bool:
     """Whether an IP address is reachable from anywhere on the internet."""
-    found = ipaddress.ip_address(address.partition("%")[0])
-    if isinstance(found, ipaddress.IPv6Address):
-        if found.ipv4_mapped is not None:
-            return is_public(str(found.ipv4_mapped))
-        if any(found in network for network in _EMBEDDING):
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(ip, ipaddress.IPv6Address):
+        if ip.ipv4_mapped is not None:
+            return is_public(str(ip.ipv4_mapped))
+        if any(ip in network for network in _EMBEDDING):
             return False
-    return found.is_global and not found.is_multicast and not found.is_reserved
+    return ip.is_global and not ip.is_multicast and not ip.is_reserved
 
 
 class _Public(httpcore.AsyncNetworkBackend):
@@ -50,10 +49,10 @@ class _Public(httpcore.AsyncNetworkBackend):
         socket_options: Iterable[Any] | None = None,
     ) -> httpcore.AsyncNetworkStream:
         try:
-            found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            infos = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except OSError as error:
             raise httpcore.ConnectError(f"{host} is not known") from error
-        addresses = list(dict.fromkeys(str(one[4][0]) for one in found))
+        addresses = list(dict.fromkeys(str(info[4][0]) for info in infos))
         if not addresses or not all(map(is_public, addresses)):
             raise httpcore.ConnectError(f"{host} is not on the public internet")
         for address in addresses[:-1]:
@@ -65,10 +64,10 @@ class _Public(httpcore.AsyncNetworkBackend):
 
 
 async def fetch_public(address: str, max_bytes: int) -> bytes:
-    """Encoded bytes of a picture.
+    """Fetch the encoded bytes of a picture.
 
     Raises:
-        ImageError: a host that is not public, or nothing that could be fetched within `FETCH_S` seconds.
+        ImageError: the host is not public, or the picture could not be fetched within `FETCH_S` seconds.
     """
     shown = address[:80] + ("..." if len(address) > 80 else "")
     try:
@@ -76,39 +75,40 @@ async def fetch_public(address: str, max_bytes: int) -> bytes:
             return await _fetch(address, max_bytes, shown)
     except TimeoutError:
         raise ImageError(f"picture {shown} did not arrive within {FETCH_S} s") from None
+    except ImageError:
+        raise
     except (
         httpcore.NetworkError, httpcore.ProtocolError, httpcore.TimeoutException, httpcore.UnsupportedProtocol,
-        ssl.SSLError, OSError, UnicodeError, ValueError,
+        OSError, ValueError,
     ) as error:  # fmt: skip
-        if isinstance(error, ImageError):
-            raise
         raise ImageError(f"picture {shown} cannot be fetched: {error or type(error).__name__}") from None
 
 
 async def _fetch(address: str, max_bytes: int, shown: str) -> bytes:
-    # No proxy of the environment, and no connection kept: each is made and checked anew.
+    # No proxy from the environment and no keep-alive: each connection is made and checked anew.
     async with httpcore.AsyncConnectionPool(network_backend=_Public(), max_keepalive_connections=0) as pool:
-        for _ in range(MOST_REDIRECTS + 1):
+        for _ in range(MAX_REDIRECTS + 1):
             if not address.startswith(WEB):
                 raise ImageError(f"picture {shown}: only http and https addresses are fetched")
-            address = quote(address, safe=string.punctuation)  # as browsers do; what is quoted already stays
+            address = quote(
+                address, safe=string.punctuation
+            )  # as browsers do; leaves quoted characters alone
             headers = [("Accept", "image/*"), ("Accept-Encoding", "identity")]
-            async with pool.stream("GET", address, headers=headers) as answer:
-                if answer.status in (301, 302, 303, 307, 308):
-                    address = urljoin(address, _header(answer, b"location"))
+            async with pool.stream("GET", address, headers=headers) as response:
+                if response.status in (301, 302, 303, 307, 308):
+                    address = urljoin(address, _header(response, b"location"))
                     continue
-                if answer.status != 200:
-                    raise ImageError(f"picture {shown} cannot be fetched: its server says {answer.status}")
-                found = bytearray()
-                async for part in answer.aiter_stream():
-                    found += part
-                    if len(found) > max_bytes:
+                if response.status != 200:
+                    raise ImageError(f"picture {shown} cannot be fetched: its server says {response.status}")
+                data = bytearray()
+                async for part in response.aiter_stream():
+                    data += part
+                    if len(data) > max_bytes:
                         raise ImageError(f"picture {shown} is larger than {max_bytes >> 20} MB")
-                return bytes(found)
-    raise ImageError(f"picture {shown} cannot be fetched: more than {MOST_REDIRECTS} redirects")
+                return bytes(data)
+    raise ImageError(f"picture {shown} cannot be fetched: more than {MAX_REDIRECTS} redirects")
 
 
-def _header(answer: httpcore.Response, name: bytes) -> str:
-    return next(
-        (quote(value, safe=string.punctuation) for key, value in answer.headers if key.lower() == name), ""
-    )
+def _header(response: httpcore.Response, name: bytes) -> str:
+    value = next((value for key, value in response.headers if key.lower() == name), b"")
+    return quote(value, safe=string.punctuation)

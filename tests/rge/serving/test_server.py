@@ -848,18 +848,14 @@ def test_a_batch_takes_the_oldest_and_those_nearest_to_it_in_length():
     batches = Batches(lambda prompts, mode: None, batch_size=3, wait_s=0, max_queue=9)
 
     async def fill():
-        with batches.reserve(4) as four, batches.reserve(5) as five:
+        with batches.reserve(4), batches.reserve(5):
             with pytest.raises(QueueFull), batches.reserve(1):
                 pytest.fail("there is room for ten")
-            waits = [
-                asyncio.ensure_future(
-                    batches.answers(four, [Sized(size) for size in (50, 9, 500, 48)], "reasoning")
-                ),
-                asyncio.ensure_future(
-                    batches.answers(five, [Sized(size) for size in (51, 50, 8, 7, 6)], "direct")
-                ),
-            ]
-            await asyncio.sleep(0)
+        waits = [
+            asyncio.ensure_future(batches.answers([Sized(size) for size in (50, 9, 500, 48)], "reasoning")),
+            asyncio.ensure_future(batches.answers([Sized(size) for size in (51, 50, 8, 7, 6)], "direct")),
+        ]
+        await asyncio.sleep(0)
         return waits, [batches._next() for _ in range(5)]
 
     waits, found = asyncio.run(fill())

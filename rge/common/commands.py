@@ -16,18 +16,18 @@ from rge.common.options import HELP, nearest
 
 T = TypeVar("T")
 
-NOT_OURS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR}
-"""What the user can change about a file or a folder: its rights, its disk, its place."""
+USER_FIXABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR}
+"""Errors of files that the user can fix: permissions, a full disk, a wrong place."""
 LINE_S = 10.0
-"""Between two lines of progress where they go to a file: a night's log is then a page and not a book."""
+"""Seconds between two lines of progress in a log file."""
 
 
 def start(main: Callable[[list[str]], int | None]) -> NoReturn:
-    """Run a command on the words of the command line, and leave with its exit code.
+    """Run a command on the arguments of the command line, and exit.
 
-    One rule for all: 0, it did what was asked; 1, it did and the answer is no (a plan that does not fit), or a bug, with its
-    traceback; 2, a user-fixable error, one message without a traceback; 128 and a signal's number, that
-    signal ended it: 130 after Ctrl-C, 143 after SIGTERM, 141 when the output pipe is closed (``| head``).
+    Exit codes of all commands: 0: success; 1: a negative result (a plan that does not fit), or a bug, with its traceback; 2: a
+    user-fixable error, one message without a traceback; 128 + n: ended by signal n: 130 after Ctrl-C, 143 after SIGTERM,
+    141 when the output pipe is closed (``| head``).
     """
     try:
         code = _code_of(main)
@@ -35,8 +35,8 @@ def start(main: Callable[[list[str]], int | None]) -> NoReturn:
     except BrokenPipeError:
         closed = [stream for stream in (sys.stdout, sys.stderr) if _is_closed_pipe(stream)]
         if not closed:
-            raise  # of some other pipe
-        for stream in closed:  # Python writes what is left once more when it ends
+            raise  # another pipe
+        for stream in closed:  # Python flushes once more when it exits
             with suppress(OSError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         code = SIGNALLED + signal.SIGPIPE
@@ -48,13 +48,13 @@ def _code_of(main: Callable[[list[str]], int | None]) -> int | str | None:
         return main(sys.argv[1:]) or 0
     except SystemExit as ended:
         return ended.code
-    except UserError as problem:
-        print(f"error: {problem}", file=sys.stderr)  # noqa: T201 - a command speaks to people
-        return problem.exit_code
-    except OSError as problem:
-        if problem.errno not in NOT_OURS or problem.filename is None:
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)  # noqa: T201 - output of a command
+        return error.exit_code
+    except OSError as error:
+        if error.errno not in USER_FIXABLE or error.filename is None:
             raise
-        print(f"error: {problem.filename} cannot be used: {problem.strerror}", file=sys.stderr)  # noqa: T201
+        print(f"error: {error.filename} cannot be used: {error.strerror}", file=sys.stderr)  # noqa: T201
         return UserError.exit_code
     except KeyboardInterrupt:
         return SIGNALLED + signal.SIGINT
@@ -64,13 +64,13 @@ def _is_closed_pipe(stream: TextIO) -> bool:
     try:
         poll = select.poll()
         poll.register(stream.fileno(), 0)
-    except (OSError, ValueError):  # it has no file
+    except (OSError, ValueError):  # no file descriptor
         return False
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def progress_bar(items: Iterable[T] | None = None, **options: Any) -> "tqdm[T]":
-    """A progress bar: of `tqdm`, with its options. Where it goes to a file, a line every `LINE_S` seconds and one at the end."""
+    """A `tqdm` progress bar with its options; if stderr is not a terminal, a line every `LINE_S` seconds and one at the end."""
     if not sys.stderr.isatty():
         options = {
             "file": _Lines(sys.stderr),
@@ -85,7 +85,7 @@ def progress_bar(items: Iterable[T] | None = None, **options: Any) -> "tqdm[T]":
 
 
 class _Lines:
-    """Makes lines of what is meant to be written over."""
+    """Turns updates of a progress bar into lines."""
 
     def __init__(self, file: TextIO):
         self.file, self.last, self.encoding = file, "", file.encoding
@@ -101,12 +101,9 @@ class _Lines:
 
 
 def pick(words: Sequence[str], commands: Mapping[str, str], usage: str) -> tuple[str, list[str]]:
-    """The command that the first word names, and the words after it.
+    """Split arguments into the name of a subcommand and its arguments.
 
-    Args:
-        words: without any, or with ``--help`` first, the commands are listed and the program ends.
-        commands: what each is for, in one line, by name.
-        usage: what is typed before the name.
+    Without arguments, or with ``--help`` first, lists the subcommands with their descriptions after `usage` and exits.
 
     Raises:
         UserError: there is no such command.

@@ -1,4 +1,4 @@
-"""Atomic writes, files that ship with the package, and how many may be open."""
+"""Atomic writes, files that ship with the package, and the limit of open files."""
 
 import glob
 import json
@@ -16,30 +16,30 @@ from typing import Any
 from rge.common.errors import UserError
 
 HOME = Path(__file__).resolve().parents[2]
-"""What holds the packages `rge`, `eval` and `data_prep`: the checkout, or site-packages."""
+"""Parent of the packages `rge`, `eval` and `data_prep`: the checkout, or site-packages."""
 RECIPES = HOME / "rge" / "recipes" if (HOME / "rge" / "recipes").is_dir() else HOME / "recipes"
-"""A wheel has them inside `rge`; a checkout beside it, where people look."""
+"""Inside `rge` in a wheel, beside it in a checkout."""
 DEMO_BASE = HOME / "rge" / "demo_base"
-"""What `make demo` starts from: the recipe's backbone after its first stage, in bfloat16 (scripts/ship_demo.py)."""
+"""Starting point of `make demo`: the recipe's backbone after its first stage, in bfloat16 (scripts/ship_demo.py)."""
 DEMO_CHECKPOINT = HOME / "rge" / "demo_checkpoint"
-"""What `make demo` trains, in bfloat16 (scripts/ship_demo.py); it comes with the package, under the name ``demo``."""
+"""Result of `make demo`, in bfloat16 (scripts/ship_demo.py); ships with the package as ``demo``."""
 
 SUFFIX = ".tmp"
-"""Of a file that is being written; what a killed process leaves behind has it too."""
+"""Of temporary files, which a killed process leaves behind."""
 _HOST = re.sub(r"[^\w-]", "-", socket.gethostname())[:40]
 DESCRIPTORS = 1 << 16
-"""Open files and connections that a process asks for, where the machine's hard limit lets it have so many."""
+"""Open files and connections that a process requests, up to the machine's hard limit."""
 LEFT_OVER_S = 86_400
-"""A temporary file that was not written to for this long is left over, whichever machine wrote it."""
+"""A temporary file untouched for this long is stale, even if another machine wrote it."""
 
 
 def checkpoint_folder(named: Path) -> Path:
-    """The directory that ``checkpoint=`` names: ``demo`` is the shipped one, unless a folder of that name is there."""
+    """The directory that ``checkpoint=`` names: ``demo`` is the shipped one, unless a folder ``demo`` exists."""
     return DEMO_CHECKPOINT if named == Path("demo") and not named.exists() else named
 
 
 def raise_descriptor_limit() -> None:
-    """Ask for more open files than the usual 1,024, of which data workers, connections and trackers want many."""
+    """Raise the limit of open files, usually 1,024: data workers, connections and trackers need many."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(DESCRIPTORS, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -52,33 +52,27 @@ class FileError(UserError, OSError):
 
 @contextmanager
 def replacing(path: str | Path, *, sync: bool = True) -> Iterator[Path]:
-    """A path to write to, which takes the place of `path` when the block ends well, and is gone when it does not.
+    """Yield a temporary path in the same folder, which replaces `path` if the block succeeds, and is deleted otherwise.
 
-    Readers of `path` see a whole file, the old one or the new one, also after a kill or a power cut.
-
-    Args:
-        path: of the file; its folder is made.
-        sync: wait for the disk. Without, a power cut may leave an empty file: for callers that write many files and call `os.sync` once.
-
-    Yields:
-        Where to write, in the same folder.
+    Readers of `path` see a complete file, the old or the new one, even after a kill or a power cut. Without `sync`, a power cut may
+    leave an empty file: for callers that write many files and call `os.sync` once.
 
     Raises:
-        FileError: it cannot be written, such as on a full disk.
+        FileError: it cannot be written, for example because the disk is full.
     """
     path = Path(path)
-    # The process is part of the name: two that write the same file must not write into each other's.
-    waiting = path.with_name(f".{path.name}.{_HOST}.{os.getpid()}{SUFFIX}")
+    # The name contains the process id, since two processes may write the same file.
+    temporary = path.with_name(f".{path.name}.{_HOST}.{os.getpid()}{SUFFIX}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            yield waiting
+            yield temporary
             if sync:
-                with waiting.open("rb") as written:
+                with temporary.open("rb") as written:
                     os.fsync(written.fileno())
-            waiting.replace(path)
+            temporary.replace(path)
         finally:
-            waiting.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
     except FileError:
         raise
     except OSError as error:
@@ -86,13 +80,13 @@ def replacing(path: str | Path, *, sync: bool = True) -> Iterator[Path]:
 
 
 def remove_left_over(folder: Path) -> None:
-    """Delete the temporary files of processes that were killed; those of running ones stay, on any machine."""
+    """Delete the temporary files of killed processes, but not those of processes still running on any machine."""
     for path in folder.glob(f"*{SUFFIX}"):
         try:
             if time.time() - path.stat().st_mtime > LEFT_OVER_S or _writer_is_gone(path):
                 path.unlink()
         except FileNotFoundError:
-            pass  # its writer has just finished
+            pass  # its writer has just renamed it
 
 
 def _writer_is_gone(path: Path) -> bool:
@@ -105,53 +99,50 @@ def _writer_is_gone(path: Path) -> bool:
     except ProcessLookupError:
         return True
     except PermissionError:
-        pass  # alive, and another user's
+        pass  # running, as another user
     return False
 
 
 def write_bytes(path: str | Path, data: bytes, *, sync: bool = True) -> None:
-    """Write a file whole or not at all, see `replacing`."""
-    with replacing(path, sync=sync) as waiting:
-        waiting.write_bytes(data)
+    """Write a file atomically, see `replacing`."""
+    with replacing(path, sync=sync) as temporary:
+        temporary.write_bytes(data)
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write a UTF-8 file whole or not at all, see `replacing`."""
+    """Write a UTF-8 file atomically, see `replacing`."""
     write_bytes(path, text.encode())
 
 
 def write_json(path: str | Path, content: Any, *, indent: int = 1) -> None:
-    """Write JSON whole or not at all, see `replacing`."""
+    """Write a JSON file atomically, see `replacing`."""
     write_text(path, json.dumps(content, indent=indent, ensure_ascii=False) + "\n")
 
 
 def same_mode(folder: Path, like: Path) -> None:
-    """Give every file of a folder the mode of one of them: safetensors' own are private to the user."""
+    """Give every file of a folder the mode of one of them: safetensors makes its files private to the user."""
     for path in folder.iterdir():
         path.chmod(like.stat().st_mode)
 
 
 OWNED = ".rge-files.json"
-"""In a folder that `replacing_folder` wrote: the files that are its own."""
+"""List of the files that `replacing_folder` wrote, in their folder."""
 
 
 @contextmanager
 def replacing_folder(path: str | Path, *, overwrite: bool) -> Iterator[Path]:
-    """A folder to write into, which takes the place of `path` when the block ends well, and is gone when it does not.
+    """Yield a temporary folder beside `path`, which replaces `path` if the block succeeds, and is deleted otherwise.
 
-    Only a folder that was written by this function is replaced, and only as long as it holds nothing else. Two renames put
-    the new one into its place; after a kill between them the next call puts the old one back.
-
-    Yields:
-        Where to write, beside `path`.
+    Only a folder written by this function is replaced, and only if it contains nothing else. Replacing takes two renames; after a
+    kill between them, the next call restores the old folder.
 
     Raises:
-        FileError: something is at `path` that may not be replaced.
+        FileError: `path` exists and must not be replaced.
     """
     path = Path(path)
     new, old = (path.with_name(f".{path.name}.{_HOST}.{os.getpid()}.{word}") for word in ("new", "old"))
-    if not path.exists() and (left := sorted(path.parent.glob(f".{glob.escape(path.name)}.*.old"))):
-        left[-1].rename(path)
+    if not path.exists() and (backups := sorted(path.parent.glob(f".{glob.escape(path.name)}.*.old"))):
+        backups[-1].rename(path)
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         if not overwrite:
             raise FileError(f"{path} already exists: choose another, or set overwrite=true")
@@ -204,30 +195,24 @@ def read_json(path: str | Path) -> Any | None:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Objects of a file of JSON lines that processes append to; none where there is no file.
-
-    Lines that are not JSON are left out: a kill cut them off.
-    """
-    found = []
+    """Objects of a JSON-lines file, if it exists; lines that a kill cut off are skipped."""
+    rows = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
         with suppress(json.JSONDecodeError):
-            found.append(json.loads(line))
-    return found
+            rows.append(json.loads(line))
+    return rows
 
 
 def find_shipped(path: str | Path) -> Path:
-    """Resolve a path given in a recipe or command.
+    """Resolve a path given in a recipe or command, so that the demo runs in any folder.
 
-    A path is relative to the working folder. One that is not there and begins with ``recipes/`` or ``data_prep/`` is
-    looked for among the files that came with the package, so that the demo can be run from any folder.
-
-    Returns:
-        A path that exists, else `path` as it was.
+    A relative path that does not exist in the working folder and starts with ``recipes/`` or ``data_prep/`` is resolved to the
+    file that ships with the package, if there is one.
     """
     path = Path(path)
     if path.is_absolute() or path.exists() or not path.parts:
         return path
-    shipped = {"recipes": RECIPES, "data_prep": HOME / "data_prep"}.get(path.parts[0])
-    if shipped is None or not (found := shipped.joinpath(*path.parts[1:])).exists():
+    folder = {"recipes": RECIPES, "data_prep": HOME / "data_prep"}.get(path.parts[0])
+    if folder is None or not (shipped := folder.joinpath(*path.parts[1:])).exists():
         return path
-    return found
+    return shipped

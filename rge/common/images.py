@@ -1,4 +1,4 @@
-"""Open pictures by reference, with one clear error for any that cannot be opened."""
+"""Open pictures by reference; every failure is a clear `ImageError`."""
 
 import base64
 import io
@@ -19,13 +19,13 @@ from rge.common.schema import ImageRef
 
 WEB = ("http://", "https://")
 FETCH_S, FETCH_BYTES = 30, 64 << 20
-"""What a picture on the web may take."""
+"""Limits of a download from the web."""
 UNKNOWN_RANGE = ("I", "F")
 """Modes of 32-bit pixels."""
 
 
 class ImageError(UserError):
-    """A picture is missing, unreadable or of a kind that cannot be embedded; the message names it and the fix."""
+    """A picture is missing, unreadable or unsupported; the message names it and the fix."""
 
 
 @lru_cache(maxsize=64)
@@ -43,7 +43,7 @@ def _library(path: str) -> dict[str, bytes | None]:
 
 
 def picture_bytes(ref: ImageRef) -> bytes:
-    """Encoded bytes of a picture: of bytes, the path of a picture file, or ``library.parquet#row-id``.
+    """Encoded bytes of a picture, by the path of a file, ``library.parquet#row-id``, or the bytes themselves.
 
     Raises:
         ImageError: the file, the library or the row does not exist.
@@ -60,22 +60,19 @@ def picture_bytes(ref: ImageRef) -> bytes:
         return data
     file = Path(ref)
     try:
-        # A pipe or a device would be waited for, or read without end.
-        if file.exists() and not file.is_file() and not file.is_dir():
-            raise ImageError(f"picture {ref} cannot be read: it is a pipe or a device, not a file")
-        return file.read_bytes()
+        # Reading from a pipe or a device might block or never end.
+        if not file.exists() or file.is_file() or file.is_dir():
+            return file.read_bytes()
+        reason = "it is a pipe or a device, not a file"
     except (OSError, ValueError) as error:  # ValueError: a path with a zero byte
-        if isinstance(error, ImageError):
-            raise
-        raise ImageError(
-            f"picture {ref} cannot be read: {getattr(error, 'strerror', None) or error}"
-        ) from None
+        reason = str(getattr(error, "strerror", None) or error)
+    raise ImageError(f"picture {ref} cannot be read: {reason}")
 
 
 class PictureIndex:
-    """Which pictures there are, without opening them: a folder or library is listed once, whatever the number asked for.
+    """Checks whether pictures exist, by listing each folder or library once.
 
-    One look a folder instead of one a picture: on a network disk that is minutes instead of hours.
+    One access per folder instead of one per picture: on a network disk, minutes instead of hours.
 
     Attributes:
         asked: folders and libraries that were consulted; callers may clear it.
@@ -147,36 +144,36 @@ def _is_file(entry: os.DirEntry) -> bool:
 
 
 def fetch_picture(address: str) -> bytes:
-    """Encoded bytes of a picture on the web, or in a ``data:`` URL.
+    """Encoded bytes of a picture on the web or in a ``data:`` URL.
 
     Raises:
         ImageError: it cannot be fetched within `FETCH_S` seconds, or has more than `FETCH_BYTES` bytes.
     """
     shown = address[:60] + ("..." if len(address) > 60 else "")
     if address.startswith("data:"):
-        head, comma, data = address.partition(",")
+        head, comma, text = address.partition(",")
         try:
             if not comma or not head.endswith(";base64"):
                 raise ValueError("only base64 is supported")
-            return base64.b64decode(data, validate=True)
+            return base64.b64decode(text, validate=True)
         except ValueError as error:
             raise ImageError(f"data URL {shown} cannot be read: {error}") from None
     import httpx
 
-    found = bytearray()
+    data = bytearray()
     deadline = time.monotonic() + FETCH_S
     try:
-        with httpx.stream("GET", address, timeout=FETCH_S, follow_redirects=True) as answer:
-            answer.raise_for_status()
-            for part in answer.iter_bytes():
-                found += part
-                if len(found) > FETCH_BYTES:
+        with httpx.stream("GET", address, timeout=FETCH_S, follow_redirects=True) as response:
+            response.raise_for_status()
+            for part in response.iter_bytes():
+                data += part
+                if len(data) > FETCH_BYTES:
                     raise ImageError(f"picture {shown} is larger than {FETCH_BYTES >> 20} MB")
                 if time.monotonic() > deadline:
                     raise ImageError(f"picture {shown} did not arrive within {FETCH_S} s")
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise ImageError(f"picture {shown} cannot be fetched: {error or type(error).__name__}") from error
-    return bytes(found)
+    return bytes(data)
 
 
 def data_url(picture: bytes | None) -> str | None:
@@ -187,16 +184,16 @@ def data_url(picture: bytes | None) -> str | None:
 def load_image(
     ref: ImageRef | Image.Image, *, near_px: int | None = None, first_frame: bool = False
 ) -> Image.Image:
-    """Decode a picture to RGB; transparency is laid on white, EXIF rotation is applied.
+    """Decode a picture to RGB, with its EXIF rotation applied and transparency on white.
 
     Args:
-        ref: see `picture_bytes`; or a picture that is decoded already, which is treated alike.
-        near_px: for small copies: a JPEG may be decoded smaller than it is, as long as both sides keep so many pixels.
-        first_frame: of an animation take the first frame; without it an animation is an error.
+        ref: see `picture_bytes`; or an open Pillow image.
+        near_px: for thumbnails: a JPEG may be decoded at a smaller size, but with at least this many pixels per side.
+        first_frame: use the first frame of an animation, which is an error otherwise.
 
     Raises:
-        ImageError: missing, not an image, truncated, animated, of pixels without a known range, or so large that
-            Pillow suspects an attack.
+        ImageError: missing, not an image, truncated, animated, with 32-bit pixels of unknown range, or so large that Pillow
+            suspects an attack.
     """
     if isinstance(ref, Image.Image):
         name = f"<{ref.width} x {ref.height} picture>"
@@ -204,17 +201,17 @@ def load_image(
             return _decoded(ref, name)
     with _opened(io.BytesIO(picture_bytes(ref)), ref, first_frame=first_frame) as (image, name):
         if near_px is not None:
-            image.draft(None, (near_px, near_px))  # several times faster; other formats ignore it
+            image.draft(None, (near_px, near_px))  # several times faster; only JPEG supports it
         image.load()
-        _check_pixels(image, name)  # an ICO says its true size only now
+        _check_pixels(image, name)  # the size of an ICO is known only now
         return _decoded(image, name)
 
 
 def picture_size(ref: ImageRef) -> tuple[int, int]:
-    """Width and height of what `load_image` would give, from the picture's header alone.
+    """Width and height of `load_image`'s result, from the picture's header alone.
 
     Raises:
-        ImageError: as `load_image`, as far as a header shows it.
+        ImageError: as `load_image`, as far as the header shows it.
     """
     if isinstance(ref, bytes) or ".parquet#" in ref or not Path(ref).is_file():
         source: BinaryIO = io.BytesIO(picture_bytes(ref))
@@ -227,31 +224,30 @@ def picture_size(ref: ImageRef) -> tuple[int, int]:
         if image.mode in UNKNOWN_RANGE:
             _eight_bits(image, name)
         width, height = image.size
-        # Of a TIFF, Pillow turns the size itself; a PNG's own method would decode it.
+        # Pillow swaps the sides of a TIFF itself. `PngImageFile.getexif` would decode the picture.
         exif = Image.Image.getexif(image)
-        turned = image.format != "TIFF" and exif.get(ExifTags.Base.Orientation, 1) in (5, 6, 7, 8)
-        return (height, width) if turned else (width, height)
+        is_rotated = image.format != "TIFF" and exif.get(ExifTags.Base.Orientation, 1) in (5, 6, 7, 8)
+        return (height, width) if is_rotated else (width, height)
 
 
 @contextmanager
 def _opened(
     source: BinaryIO, ref: ImageRef, *, first_frame: bool = False
 ) -> Iterator[tuple[Image.Image, str]]:
-    """A picture before it is decoded, with its name for messages; what goes wrong inside becomes an `ImageError`."""
+    """An open picture that is not decoded yet, and its name for messages; errors inside become an `ImageError`."""
     name = f"<{len(ref)} bytes>" if isinstance(ref, bytes) else ref
     with _explained(name, source):
         image = open_picture(source)
         _check_pixels(image, name)
-        # Counting the frames would decode them all. Of a phone's MPO (a JPEG with previews after it) and HEIC, what
-        # opens is the picture.
+        # Counting the frames would decode them all. A phone's MPO (a JPEG followed by previews) and HEIC open as the picture.
         if not first_frame and image.format not in ("MPO", "HEIF") and getattr(image, "is_animated", False):
             raise ImageError(f"picture {name} has several frames: extract the frame that you need")
         yield image, name
 
 
 def _check_pixels(image: Image.Image, name: str) -> None:
-    # Up to twice its limit Pillow only warns. Turning the warning into an error is no way out: filters of warnings are
-    # global, and threads that change them undo each other's changes.
+    # Up to twice its limit Pillow only warns. Turning the warning into an error would need warning filters, which are global
+    # and not thread-safe.
     limit, pixels = Image.MAX_IMAGE_PIXELS, image.width * image.height
     if limit is not None and pixels > limit:
         raise ImageError(
@@ -266,22 +262,22 @@ def _explained(name: str, source: BinaryIO | None = None) -> Iterator[None]:
         yield
     except ImageError:
         raise
-    except UnidentifiedImageError:  # its message holds an address in memory
+    except UnidentifiedImageError:  # its message contains a memory address
         reason = (
             "HEIC needs pillow-heif: pip install -e '.[search]'"
             if source is not None and is_heic(_head(source))
             else "Pillow does not recognise it as a picture"
         )
         raise ImageError(f"picture {name} cannot be decoded: {reason}") from None
-    except Exception as error:  # noqa: BLE001 - on damaged files Pillow's readers raise whatever they run into
+    except Exception as error:  # noqa: BLE001 - Pillow's readers raise anything on damaged files
         raise ImageError(f"picture {name} cannot be decoded: {error}") from error
 
 
 def open_picture(data: bytes | BinaryIO) -> Image.Image:
-    """A picture, its pixels not decoded yet, of encoded bytes or an open file; HEIC by pillow-heif where that is installed.
+    """Open a picture without decoding it, from encoded bytes or an open file; HEIC needs pillow-heif.
 
     Raises:
-        UnidentifiedImageError: no format that is known.
+        UnidentifiedImageError: unknown format.
     """
     source = io.BytesIO(data) if isinstance(data, bytes) else data
     if is_heic(_head(source)):
@@ -313,7 +309,7 @@ def _decoded(image: Image.Image, name: str) -> Image.Image:
 
 
 def _eight_bits(image: Image.Image, name: str) -> Image.Image:
-    # Pillow's own conversion clips instead of scaling: a 16-bit scan would come out white.
+    # Pillow's own conversion clips instead of scaling: a 16-bit scan would become white.
     if image.mode.startswith("I;16"):
         return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     if image.mode in UNKNOWN_RANGE:

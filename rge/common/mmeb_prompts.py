@@ -1,7 +1,7 @@
-"""MMEB's data sets, and the wordings that the released RGE evaluation gives them.
+"""MMEB's data sets, and their wordings in the released RGE evaluation.
 
-The training files and the evaluation files of MMEB-V1 name the same sets and use the same wordings; data preparation reads
-the one, evaluation the other, and both come here.
+The training and evaluation files of MMEB-V1 name the same sets and use the same wordings, so data preparation and evaluation share
+this file.
 """
 
 import re
@@ -39,12 +39,12 @@ TRAINING_TASKS: dict[str, str] = {
     }.items()
     for name in names.split()
 }
-"""What a rationale has to explain in each of the 20 sets that have a training part; see `data_prep.rationales.prompts`."""
+"""Tasks of the 20 sets with a training split, which determine the rationale's prompt; see `data_prep.rationales.prompts`."""
 SOURCE = "mmeb/"
-"""Training records made of a set name it in their ``source`` after this."""
+"""Prefix of the set's name in the ``source`` of training records."""
 INSTRUCTIONS = ("vlm2vec", "rge")
 PLACEHOLDER = "<|image_1|>"
-"""Where a text of MMEB has its picture."""
+"""Marks the picture's place in MMEB's texts."""
 
 # The wordings of the released RGE evaluation: (wording in MMEB, wording of RGE) for queries ...
 _OBJECT = "Identify the category of the main object in the given image for classification"
@@ -194,7 +194,7 @@ RGE_VALUES: dict[str, dict[str, str]] = {
 
 
 def reword(name: str, text: str, side: str) -> str:
-    """A text of MMEB in RGE's words: whole values first, then the replacement, then the prefix."""
+    """Reword a text of MMEB for RGE: whole values first, then the replacement, then the prefix."""
     if side == "query":
         old, new = RGE_QUERY[name]
         return text.replace(old, new)
@@ -204,13 +204,13 @@ def reword(name: str, text: str, side: str) -> str:
 
 
 def set_of(source: str) -> str | None:
-    """The set that training records were made of, by their ``source``; None for those of another origin."""
+    """The set that training records come from, by their ``source``; None for other records."""
     name = source.removeprefix(SOURCE)
     return name if source.startswith(SOURCE) and name in SETS else None
 
 
 def content(name: str, text: str | None) -> str | None:
-    """What a candidate's text says, without the words of either wording around it; None where it is nothing but wording."""
+    """A candidate's text without either wording; None if nothing remains."""
     text = text or ""
     for bare, worded in RGE_VALUES.get(name, {}).items():
         if text == worded:
@@ -222,21 +222,19 @@ def content(name: str, text: str | None) -> str | None:
 
 
 def plain(text: str | None) -> str:
-    """A text without the placeholders of pictures; our prompts put pictures first by themselves."""
+    """A text without picture placeholders: our prompts always put pictures first."""
     return re.sub(r"<\|image_\d+\|>\s*", "", text or "").strip()
 
 
 def canonical(name: str) -> str:
-    """The name of a set as evaluation spells it; the training files write ``ImageNet_1K`` for ``ImageNet-1K``."""
+    """The name of a set in the evaluation files; the training files write ``ImageNet_1K`` for ``ImageNet-1K``."""
     return next((known for known in SETS if known.replace("-", "_") == name.replace("-", "_")), name)
 
 
 def split_instruction(name: str, text: str) -> tuple[str | None, str]:
-    """A query's text as instruction and rest, so that ``f"{instruction} {rest}"`` is the text again.
+    """Split a query's text into instruction and rest, so that ``f"{instruction} {rest}"`` is the text again.
 
-    Returns:
-        (None, text) where the text does not start with the set's wording, or goes on in another way than with a colon
-        and a space: a text is never changed by being split.
+    Returns (None, text) unless the text starts with the set's wording, an optional colon or full stop, and a space.
     """
     wording = RGE_QUERY[name][0].removesuffix(":")
     match = re.match(rf"{re.escape(wording)}[:.]?(?= \S|$)", text)

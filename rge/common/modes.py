@@ -1,12 +1,12 @@
-"""The modes of a query: reasoning, direct, latent, auto. Which of them a checkpoint was trained for: `rge.checkpoints.settings`."""
+"""The modes of a query: reasoning, direct, latent, auto. `rge.checkpoints.settings` says which of them a checkpoint supports."""
 
 from typing import Literal
 
 Mode = Literal["reasoning", "direct", "auto", "latent"]
-"""How an embedding is asked for: after a rationale, at once, as the model decides, after think tokens."""
+"""Embed after a rationale, directly, as the model decides, or after think tokens."""
 
 SILENT = ("direct", "latent")
-"""Modes in which nothing is written, whatever the settings of generation are."""
+"""Modes without generation."""
 
 DIRECT_ABOVE = 0.5
-"""Probability of ``<emb>`` as the first token from which on ``mode=auto`` writes nothing, unless the settings say another."""
+"""Default threshold of ``mode=auto``: it answers directly from this probability of ``<emb>`` as the first token."""

@@ -1,7 +1,7 @@
 """Parse ``key=value`` arguments and YAML files into typed dataclasses.
 
-A command's options are a dataclass. Its annotations are what pydantic checks values against; the text below each field
-is what ``--help`` and docs/reference.md print. Words overlay the file that a command reads, where it reads one::
+A command's options are a dataclass. Pydantic checks values against its annotations; ``--help`` and docs/reference.md print the
+docstrings of its fields. Arguments override a command's YAML file, if it has one::
 
     options = parse_options(RunOptions, ["set=data/test", "out=runs/x"])
     recipe = parse_file(Recipe, ["recipe=demo", "joint.lr=1e-4"], key="recipe", folder=RECIPES)
@@ -15,7 +15,8 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -33,8 +34,8 @@ T = TypeVar("T")
 HELP = ("--help", "-h", "help")
 
 MEANS = {
-    theirs: ours
-    for ours, names in {
+    name: key
+    for key, names in {
         "alpha": "lora_alpha",
         "batch_size": "batch train_batch_size global_batch_size",
         "checkpoint": "model",
@@ -67,48 +68,36 @@ MEANS = {
         "warmup_steps": "warmup",
         "weight_decay": "wd",
     }.items()
-    for theirs in names.split()
+    for name in names.split()
 }
-"""Names of keys in other projects and here, for hints: the last part of a dotted key."""
+"""For hints: what other projects call a key -> the last part of our dotted key."""
 
 
 @dataclass(frozen=True)
 class Key:
-    """One key of a command or a recipe.
+    """One key of a command or a recipe."""
 
-    Attributes:
-        name: with dots; ``[]`` stands for each entry of a list, ``*`` for each name of a mapping.
-        kind: its type, for people.
-        default: as it would be written; None: it has to be given.
-        about: what documents it.
-    """
-
-    name: str
-    kind: str
-    default: str | None
-    about: str
+    name: str  # with dots; ``[]`` stands for each entry of a list, ``*`` for each name of a mapping
+    kind: str  # its type, for people
+    default: str | None  # in the notation of arguments; None: the key is required
+    about: str  # its documentation
 
 
 def parse_options(schema: type[T], words: Sequence[str], command: str = "") -> T:
-    """Read ``key=value`` words into a dataclass.
+    """Read ``key=value`` arguments into a dataclass, and import the modules of its ``plugins``.
 
-    A word's value is a text, a path or a choice as it stands; anything else is YAML with the numbers of YAML 1.2. A list
-    of texts or numbers may be written with commas, ``null`` is None where that is possible.
-
-    Args:
-        schema: a dataclass; fields without a default must be given.
-        words: such as ``set=data/test``; the value may contain further ``=``. ``--help`` among them prints every key and
-            ends the program.
-        command: what is typed before the words, for ``--help``.
+    Texts, paths and choices are taken literally; other values are YAML with the numbers of YAML 1.2. A list of texts or numbers
+    may be written with commas; ``null`` is None if the type allows it. Fields without a default are required. ``--help`` prints
+    `command`, which is what the user typed so far, and all keys, and exits.
 
     Raises:
-        UserError: a word is not ``key=value``, a key is unknown, given twice or missing, a value has another type, or a
-            module of ``plugins=`` cannot be found.
+        UserError: an argument is not ``key=value``, a key is unknown, given twice or missing, a value has the wrong type, or a
+            module of ``plugins=`` does not exist.
     """
     offer_help(schema, words, command)
     pairs = [split_word(word) for word in words]
-    for key in {key for key, _ in pairs}:
-        if sum(other == key for other, _ in pairs) > 1:
+    for key, count in Counter(key for key, _ in pairs).items():
+        if count > 1:
             raise UserError(f"{key} is given twice")
     options = build(schema, [("", nested(key, read_word(schema, key, text))) for key, text in pairs])
     if isinstance(options, PluginOptions):
@@ -124,34 +113,25 @@ def parse_file(
     folder: Path,
     command: str = "",
 ) -> T:
-    """Read a YAML file into a dataclass and apply ``key=value`` words; later ones win.
+    """Read the YAML file that one argument names into a dataclass, and apply the other arguments as overrides.
 
-    A file's ``base: NAME`` is read first; its mappings are merged, its lists replaced.
-
-    Args:
-        schema: a dataclass.
-        words: ``KEY=NAME``, once: a file of `folder` without its ending, or a path; and overrides with dots.
-        key: of the word that names the file.
-        folder: of the files that come with this package.
-        command: what is typed before the words, for ``--help``.
-
-    Returns:
-        What was read. A field with the name of `key` holds the file's name.
+    That argument is ``KEY=NAME``: a file of `folder` without its ending, or a path. The file's ``base: NAME`` is read first; mappings
+    are merged, lists replaced. If the dataclass has a field with the name of `key`, that gets the file's name.
 
     Raises:
-        UserError: no file or several, one that cannot be read, an unknown key, or a value of another type.
+        UserError: no file or several, a file that cannot be read, an unknown key, or a value of the wrong type.
     """
     offer_help(schema, words, command)
     pairs = [split_word(word) for word in words]
-    there = available(folder)
+    known = available(folder)
     names = [value for name, value in pairs if name == key]
     if len(names) != 1:
-        raise UserError(f"give exactly one {key}=NAME or {key}=FILE.yaml; there are: {', '.join(there)}")
+        raise UserError(f"give exactly one {key}=NAME or {key}=FILE.yaml; there are: {', '.join(known)}")
     path = Path(names[0]) if names[0].endswith((".yaml", ".yml")) else folder / f"{names[0]}.yaml"
     if not path.is_file():
-        close = difflib.get_close_matches(names[0], there, n=1)
+        close = difflib.get_close_matches(names[0], known, n=1)
         hint = f"did you mean {close[0]}? " if close else ""
-        raise UserError(f"unknown {key} {names[0]!r}: {hint}there are: {', '.join(there)}")
+        raise UserError(f"unknown {key} {names[0]!r}: {hint}there are: {', '.join(known)}")
     layers = _layers(path, folder, key)
     layers += [("", nested(name, read_word(schema, name, text))) for name, text in pairs if name != key]
     if key in names_of(schema):
@@ -160,27 +140,23 @@ def parse_file(
 
 
 def _layers(
-    path: Path, folder: Path, key: str, above: tuple[Path, ...] = ()
+    path: Path, folder: Path, key: str, derived: tuple[Path, ...] = ()
 ) -> list[tuple[str, dict[str, Any]]]:
-    """A file's keys over those of the file that its ``base:`` names, and so on.
-
-    Raises:
-        UserError: a base that does not exist, or that has itself for one.
-    """
-    tree, below = read_yaml(path), (*above, path.resolve())
+    """The contents of a file, after those of its chain of ``base:`` files."""
+    tree, derived = read_yaml(path), (*derived, path.resolve())
     base = tree.pop("base", None)
-    own = (f"{path}: ", tree)
+    layer = (f"{path}: ", tree)
     if base is None:
-        return [own]
-    beside = path.parent / f"{base}.yaml"
-    found = beside if beside.is_file() else folder / f"{base}.yaml"
-    if not isinstance(base, str) or not found.is_file():
+        return [layer]
+    sibling = path.parent / f"{base}.yaml"
+    base_path = sibling if sibling.is_file() else folder / f"{base}.yaml"
+    if not isinstance(base, str) or not base_path.is_file():
         raise UserError(
             f"{path}: base must name another {key}, got {base!r}{nearest(str(base), available(folder))}"
         )
-    if found.resolve() in below:
+    if base_path.resolve() in derived:
         raise UserError(f"{path}: base {base} leads back to itself")
-    return [*_layers(found, folder, key, below), own]
+    return [*_layers(base_path, folder, key, derived), layer]
 
 
 def available(folder: Path) -> list[str]:
@@ -189,10 +165,10 @@ def available(folder: Path) -> list[str]:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """A YAML file that holds a mapping; numbers are those of YAML 1.2, and no key stands twice.
+    """Read a YAML file that contains a mapping, with the numbers of YAML 1.2 and without duplicate keys.
 
     Raises:
-        UserError: it cannot be read, or is something else.
+        UserError: it cannot be read, or contains something else.
     """
     try:
         document = _parse(path.read_text(encoding="utf-8"))
@@ -219,33 +195,39 @@ def split_word(word: str) -> tuple[str, str]:
 
 
 def positional(words: Sequence[str], *names: str) -> list[str]:
-    """Leading words that are no ``key=value``, as the values of `names` in this order: ``INDEX "a question"``.
+    """Turn leading positional arguments into values of `names`, in this order: ``INDEX "a question"``.
 
-    What stands before the ``=`` of a ``key=value`` is a key's name, so a question with an ``=`` in it is still one.
+    Only an identifier before ``=`` makes a ``key=value``, so a question may contain an ``=``.
     """
-    found = list(words)
-    for place, name in enumerate(names[: len(found)]):
-        if found[place] in HELP or re.match(r"-*[A-Za-z_][\w.\[\]]*=", found[place]):
+    pairs = list(words)
+    for number, name in enumerate(names[: len(pairs)]):
+        if pairs[number] in HELP or re.match(r"-*[A-Za-z_][\w.\[\]]*=", pairs[number]):
             break
-        found[place] = f"{name}={found[place]}"
-    return found
+        pairs[number] = f"{name}={pairs[number]}"
+    return pairs
 
 
 def names_of(schema: type) -> set[str]:
-    """The names of a dataclass's own keys, as they are typed."""
+    """The names of a dataclass's top-level keys, as typed by the user."""
     return {_typed(item.name) for item in fields(schema)}
 
 
 def given(options: Any) -> dict[str, Any]:
     """Non-default values: key as typed -> JSON value."""
-    values = {_typed(item.name): getattr(options, item.name) for item in fields(options)}
-    defaults = {_typed(item.name): _default(item) for item in fields(options)}
-    found = {name: value for name, value in values.items() if value != defaults[name]}
-    return json.loads(json.dumps(found, default=lambda one: vars(one) if is_dataclass(one) else str(one)))
+    values = {
+        _typed(item.name): value
+        for item in fields(options)
+        if (value := getattr(options, item.name)) != _default(item)
+    }
+    return json.loads(_json(values))
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, default=lambda part: vars(part) if is_dataclass(part) else str(part))
 
 
 def read_word(schema: type, key: str, text: str) -> Any:
-    """The value of a word, read as its key's type asks; an unknown key's as YAML.
+    """Parse the value of an argument by its key's type, or as YAML if the key is unknown.
 
     Raises:
         UserError: it is not valid YAML.
@@ -267,8 +249,8 @@ def _read_plain(text: str, kinds: Sequence[Any]) -> Any:
         return text
     inner = {get_args(kind)[0] for kind in kinds if get_origin(kind) in (list, tuple)}
     if inner & {str, Path, int, float} and not text.startswith("["):
-        parts = [part.strip() for part in text.split(",")]
-        return parts if inner & {str, Path} else [_parse(part) for part in parts]
+        parse: Callable[[str], Any] = str if inner & {str, Path} else _parse
+        return [parse(part.strip()) for part in text.split(",")]
     return _parse(text)
 
 
@@ -280,10 +262,10 @@ def nested(key: str, value: Any) -> dict[str, Any]:
 
 
 def build(schema: type[T], layers: Sequence[tuple[str, dict[str, Any]]]) -> T:
-    """Merge nested values and validate the result.
+    """Merge layers of nested values, each with its origin for messages, and validate the result.
 
     Raises:
-        UserError: everything that is wrong, a line each.
+        UserError: lists all problems, one per line.
     """
     tree: dict[str, Any] = {}
     unresolved = []
@@ -293,15 +275,15 @@ def build(schema: type[T], layers: Sequence[tuple[str, dict[str, Any]]]) -> T:
     if unresolved:
         raise UserError("\n".join(unresolved))
     try:
-        # As JSON: strict about kinds (a text is no number), but lists may become tuples and texts paths.
-        found: T = _adapter(schema).validate_json(json.dumps(tree, default=str), strict=True)  # type: ignore[arg-type]
-        return found
+        # As JSON: strict about types (a text is not a number), but lists may become tuples and texts paths.
+        options: T = _adapter(schema).validate_json(json.dumps(tree, default=str), strict=True)  # type: ignore[arg-type]
+        return options
     except ValidationError as error:
-        problems = [_sentence(schema, one, layers) for one in error.errors(include_url=False)]
-        missing = [one for one in problems if one.startswith("missing ")]
+        problems = [_sentence(schema, details, layers) for details in error.errors(include_url=False)]
+        missing = [problem for problem in problems if problem.startswith("missing ")]
         if len(missing) > 1:
-            problems = [one for one in problems if one not in missing]
-            problems.append("missing " + ", ".join(one.removeprefix("missing ") for one in missing))
+            problems = [problem for problem in problems if problem not in missing]
+            problems.append("missing " + ", ".join(problem.removeprefix("missing ") for problem in missing))
         raise UserError("\n".join(dict.fromkeys(problems))) from None
 
 
@@ -312,13 +294,13 @@ _NOT_RESOLVED = (
 
 
 def _interpolated(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """Every text that holds ``${...}``, which would else become a folder of that name, with its key."""
+    """Key and value of every text with ``${...}``, which would otherwise become a folder of that name."""
     if isinstance(value, dict):
-        for key, one in value.items():
-            yield from _interpolated(one, f"{name}.{key}" if name else str(key))
+        for key, item in value.items():
+            yield from _interpolated(item, f"{name}.{key}" if name else str(key))
     elif isinstance(value, list):
-        for place, one in enumerate(value):
-            yield from _interpolated(one, f"{name}[{place}]")
+        for number, item in enumerate(value):
+            yield from _interpolated(item, f"{name}[{number}]")
     elif isinstance(value, str) and re.search(r"\$\{[^}]*\}", value):
         yield name, value
 
@@ -327,7 +309,7 @@ def one_of(key: str, values: Sequence[str], allowed: Sequence[str]) -> None:
     """Check listed values against the allowed ones.
 
     Raises:
-        UserError: none given, one is not allowed, or one is given twice.
+        UserError: the list is empty, or a value is not allowed or given twice.
     """
     for value in values:
         if value not in allowed:
@@ -339,80 +321,72 @@ def one_of(key: str, values: Sequence[str], allowed: Sequence[str]) -> None:
 def nearest(key: str, known: Iterable[str]) -> str:
     """Hint for an unknown key: similar keys, else all keys.
 
-    By meaning first: the same last part elsewhere, or what other projects call it (`MEANS`). By spelling then.
+    First by meaning (the same last part in another section, or another project's name, see `MEANS`), then by spelling.
     """
     known = list(known)
     plain = {re.sub(r"\[\d+\]", "[]", name): name for name in known}
-    asked = re.sub(r"\[\d+\]", "[]", key)
-    owner, _, last = asked.rpartition(".")
+    key = re.sub(r"\[\d+\]", "[]", key)
+    section, _, last = key.rpartition(".")
     by_name = [name for name in plain if name.rpartition(".")[2] == last]
     by_meaning = [name for name in plain if name.rpartition(".")[2] == MEANS.get(last)]
-    within = [name for name in by_meaning if name.rpartition(".")[0] == owner]
-    found = within or by_name or difflib.get_close_matches(asked, plain, n=1, cutoff=0.75) or by_meaning
-    found = found or difflib.get_close_matches(asked, plain, n=1, cutoff=0.5)
-    if not found:
-        alike = difflib.get_close_matches(last, {name.rpartition(".")[2] for name in plain}, n=1)
-        found = [name for name in plain if name.rpartition(".")[2] in alike]
-    if not found:
+    same_section = [name for name in by_meaning if name.rpartition(".")[0] == section]
+    similar = same_section or by_name or difflib.get_close_matches(key, plain, n=1, cutoff=0.75) or by_meaning
+    similar = similar or difflib.get_close_matches(key, plain, n=1, cutoff=0.5)
+    if not similar:
+        parts = difflib.get_close_matches(last, {name.rpartition(".")[2] for name in plain}, n=1)
+        similar = [name for name in plain if name.rpartition(".")[2] in parts]
+    if not similar:
         return f"; there are: {', '.join(sorted(known))}"
-    found = sorted(found, key=lambda name: -difflib.SequenceMatcher(None, asked, name).ratio())[:3]
-    return f"; did you mean {' or '.join(plain[name] for name in found)}?"
+    similar = sorted(similar, key=lambda name: -difflib.SequenceMatcher(None, key, name).ratio())[:3]
+    return f"; did you mean {' or '.join(plain[name] for name in similar)}?"
 
 
 # ---------------------------------------------------------------------------------------------------------------- help
 
 
 def offer_help(schema: type, words: Sequence[str], command: str = "") -> None:
-    """Print the keys and end the program where ``--help`` is among the words.
+    """If ``--help`` is among the arguments, print the keys and exit.
 
-    Other words narrow the list: ``joint --help`` prints the keys below ``joint``.
+    Other arguments narrow the list: ``joint --help`` prints the keys below ``joint``.
     """
     if any(word in HELP for word in words):
-        under = [word for word in words if word not in HELP and "=" not in word]
-        print(help_text(schema, command, under))  # noqa: T201 - this is what was asked for
+        sections = [word for word in words if word not in HELP and "=" not in word]
+        print(help_text(schema, command, sections))  # noqa: T201 - output of a command
         sys.exit(0)
 
 
-def help_text(schema: type, command: str = "", under: Sequence[str] = ()) -> str:
-    """What a command does, and every key with its default, type and meaning."""
-    chosen = [
-        key for key in keys(schema)
-        if not under or any(key.name == one or key.name.startswith((f"{one}.", f"{one}[")) for one in under)
-    ]  # fmt: skip
+def help_text(schema: type, command: str = "", sections: Sequence[str] = ()) -> str:
+    """What a command does, and every key (of these sections) with its default, type and meaning."""
     lines = [f"{command} key=value ...", ""] if command else []
-    if not under:
+    if not sections:
         lines += [inspect.cleandoc(schema.__doc__ or ""), ""]
-    for key in chosen:
+    for key in keys(schema):
+        if sections and not any(f"{key.name}.".startswith((f"{name}.", f"{name}[")) for name in sections):
+            continue
         lines.append(f"  {key.name}={'...' if key.default is None else key.default}  ({key.kind})")
         lines += textwrap.wrap(key.about, 110, initial_indent=" " * 8, subsequent_indent=" " * 8)
     return "\n".join(lines)
 
 
 def keys(schema: type, prefix: str = "", owner: object = None) -> list[Key]:
-    """Every key of a dataclass and of those inside it, in order.
-
-    Args:
-        schema: a dataclass in a source file.
-        prefix: put before the names.
-        owner: an instance whose values are the defaults, where the whole has others than its parts.
-    """
+    """Every key of a dataclass and of those inside it, in order; the values of `owner` replace the defaults of the class."""
     notes, hints = _notes(schema), get_type_hints(schema)
-    found = []
+    listed = []
     for item in fields(schema):
         default = getattr(owner, item.name, MISSING) if owner is not None else _default(item)
         name, kind = prefix + _typed(item.name), hints[item.name]
         inner, mark = _section(kind)
         if inner is None or mark or not is_dataclass(default):
             written = None if default is MISSING else _written(default)
-            found.append(Key(name, _kind_name(kind), written, notes.get(item.name, "")))
+            listed.append(Key(name, _kind_name(kind), written, notes.get(item.name, "")))
         if inner is not None:
-            found += keys(inner, f"{name}{mark}.", default if is_dataclass(default) else None)
-    return found
+            listed += keys(inner, f"{name}{mark}.", default if is_dataclass(default) else None)
+    return listed
 
 
 @cache
 def _notes(schema: type) -> dict[str, str]:
-    """The text below each field, which Python does not keep."""
+    """The docstring of each field, which Python does not keep."""
     notes = {}
     for base in reversed(schema.__mro__):
         if is_dataclass(base):
@@ -433,21 +407,21 @@ def _default(item: Any) -> Any:
 
 
 def _section(kind: Any) -> tuple[type | None, str]:
-    """The dataclass inside a type, and how its keys are marked: alone, in a list, in a mapping."""
-    for one in _alternatives(kind):
-        if is_dataclass(one):
-            return one, ""  # type: ignore[return-value]
-        inner = get_args(one)
-        if inner and is_dataclass(inner[-1] if get_origin(one) is dict else inner[0]):
-            return (inner[-1], ".*") if get_origin(one) is dict else (inner[0], "[]")
+    """The dataclass inside a type, and the mark of its keys: ``[]`` in a list, ``.*`` in a mapping."""
+    for option in _alternatives(kind):
+        if is_dataclass(option):
+            return option, ""  # type: ignore[return-value]
+        inner = get_args(option)
+        if inner and is_dataclass(inner[-1] if get_origin(option) is dict else inner[0]):
+            return (inner[-1], ".*") if get_origin(option) is dict else (inner[0], "[]")
     return None, ""
 
 
 def _kind_name(kind: Any) -> str:
     names = {str: "text", int: "integer", float: "number", bool: "true or false", Path: "path", NoneType: "null", Any: "anything"}  # fmt: skip
     parts = []
-    for one in _alternatives(kind):
-        origin, inner = get_origin(one), get_args(one)
+    for option in _alternatives(kind):
+        origin, inner = get_origin(option), get_args(option)
         if origin is Literal:
             parts.append(" | ".join(map(str, inner)))
         elif origin is dict:
@@ -457,16 +431,16 @@ def _kind_name(kind: Any) -> str:
         elif origin is tuple:
             parts.append(f"{len(inner)} of {_kind_name(inner[0])}")
         else:
-            parts.append("keys below" if is_dataclass(one) else names.get(one, str(one)))
+            parts.append("keys below" if is_dataclass(option) else names.get(option, str(option)))
     return " | ".join(parts)
 
 
 def _written(value: Any) -> str:
     if isinstance(value, (str, Path)):
         return str(value)
-    if isinstance(value, (list, tuple)) and value and all(isinstance(one, str) for one in value):
+    if isinstance(value, (list, tuple)) and value and all(isinstance(item, str) for item in value):
         return ",".join(value)
-    return json.dumps(value, default=lambda one: vars(one) if is_dataclass(one) else str(one))
+    return _json(value)
 
 
 # ------------------------------------------------------------------------------------------------------------ checking
@@ -474,19 +448,19 @@ def _written(value: Any) -> str:
 
 @cache
 def _adapter(schema: type) -> TypeAdapter[Any]:
-    for one in _dataclasses(schema):
-        one.__pydantic_config__ = {"extra": "forbid", "alias_generator": _typed}  # type: ignore[attr-defined]
+    for section in _dataclasses(schema):
+        section.__pydantic_config__ = {"extra": "forbid", "alias_generator": _typed}  # type: ignore[attr-defined]
     return TypeAdapter(schema)
 
 
 def _dataclasses(kind: Any) -> set[type]:
     if is_dataclass(kind):
-        return {kind}.union(*(_dataclasses(one) for one in get_type_hints(kind).values()))  # type: ignore[return-value]
-    return set().union(*(_dataclasses(one) for one in get_args(kind)))
+        return {kind}.union(*map(_dataclasses, get_type_hints(kind).values()))  # type: ignore[return-value]
+    return set().union(*map(_dataclasses, get_args(kind)))
 
 
 def _typed(name: str) -> str:
-    """A field's name as it is typed: ``for_`` and ``with_`` are words that Python keeps for itself."""
+    """A field's name as typed: ``for_`` and ``with_`` would clash with Python's keywords."""
     return name.removesuffix("_")
 
 
@@ -495,47 +469,47 @@ def _alternatives(kind: Any) -> tuple[Any, ...]:
 
 
 def _kind_at(kind: Any, parts: Sequence[str]) -> Any:
-    """The type of a dotted key; Any where there is no such key."""
+    """The type of a dotted key; Any if there is no such key."""
     for part in parts:
-        found = Any
-        for one in _alternatives(kind):
-            if is_dataclass(one):
-                hints = {_typed(name): hint for name, hint in get_type_hints(one).items()}
-                found = hints.get(part, Any)
-            elif get_origin(one) is dict:
-                found = get_args(one)[1]
-            elif get_origin(one) in (list, tuple) and part.isdigit():
-                found = get_args(one)[0]
-        kind = found
+        inner = Any
+        for option in _alternatives(kind):
+            if is_dataclass(option):
+                hints = {_typed(name): hint for name, hint in get_type_hints(option).items()}
+                inner = hints.get(part, Any)
+            elif get_origin(option) is dict:
+                inner = get_args(option)[1]
+            elif get_origin(option) in (list, tuple) and part.isdigit():
+                inner = get_args(option)[0]
+        kind = inner
     return kind
 
 
-def _merged(below: Any, above: Any) -> Any:
-    if not (isinstance(below, dict) and isinstance(above, dict)):
-        return above
-    return below | {key: _merged(below.get(key), value) for key, value in above.items()}
+def _merged(base: Any, override: Any) -> Any:
+    if not (isinstance(base, dict) and isinstance(override, dict)):
+        return override
+    return base | {key: _merged(base.get(key), value) for key, value in override.items()}
 
 
-def _sentence(schema: type, problem: Any, layers: Sequence[tuple[str, dict[str, Any]]]) -> str:
-    """One of pydantic's findings in words: key, what it must be, what it is."""
-    loc, kind, got = problem["loc"], problem["type"], problem["input"]
-    name = _name(loc)
-    there = loc[:-1] if kind == "missing" else loc
-    where = next((origin for origin, layer in reversed(layers) if _holds(layer, there)), "")
+def _sentence(schema: type, details: Any, layers: Sequence[tuple[str, dict[str, Any]]]) -> str:
+    """A message for one of pydantic's errors."""
+    loc, kind, got = details["loc"], details["type"], details["input"]
+    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).removeprefix(".")
+    given_loc = loc[:-1] if kind == "missing" else loc
+    where = next((origin for origin, layer in reversed(layers) if _contains(layer, given_loc)), "")
     if kind == "unexpected_keyword_argument":
         return f"{where}unknown key {name}{nearest(name, _known_keys(schema, loc))}"
     if kind == "missing":
         return f"missing {name}=..." if len(loc) == 1 else f"{where}missing {name}"
     if kind == "literal_error":
         kinds = _alternatives(_kind_at(schema, [str(part) for part in loc]))
-        allowed = next(get_args(one) for one in kinds if get_origin(one) is Literal)
+        allowed = next(get_args(option) for option in kinds if get_origin(option) is Literal)
         return where + _not_one_of(name, got, allowed)
     shown = json.dumps(got) if got is None or isinstance(got, (bool, dict, list)) else repr(got)
     wanted = _WANTED.get(kind)
     if kind in _SIGNS:
-        wanted = f"{_SIGNS[kind]} {next(iter(problem['ctx'].values())):.12g}"
-    said = f" must be {wanted}" if wanted else f": {problem['msg']}"
-    return f"{where}{name}{said}, got {shown}"
+        wanted = f"{_SIGNS[kind]} {next(iter(details['ctx'].values())):.12g}"
+    rule = f" must be {wanted}" if wanted else f": {details['msg']}"
+    return f"{where}{name}{rule}, got {shown}"
 
 
 _WANTED = {
@@ -555,20 +529,16 @@ _SIGNS = {"greater_than": ">", "greater_than_equal": ">=", "less_than": "<", "le
 
 
 def _known_keys(schema: type, loc: Sequence[str | int]) -> list[str]:
-    """Every key and section; of the list entry that `loc` leads to, with its number."""
-    parts = [key.name.split(".") for key in keys(schema)]
-    known = dict.fromkeys(".".join(one[:depth]) for one in parts for depth in range(1, len(one) + 1))
-    for part, one in zip(loc, loc[1:], strict=False):
-        if isinstance(one, int):
-            known = {key.replace(f"{part}[]", f"{part}[{one}]"): None for key in known}
+    """Every key and section, with the numbers of the list entries on the way to `loc`."""
+    paths = [key.name.split(".") for key in keys(schema)]
+    known = dict.fromkeys(".".join(path[:depth]) for path in paths for depth in range(1, len(path) + 1))
+    for part, number in zip(loc, loc[1:], strict=False):
+        if isinstance(number, int):
+            known = {key.replace(f"{part}[]", f"{part}[{number}]"): None for key in known}
     return list(known)
 
 
-def _name(loc: Sequence[str | int]) -> str:
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).removeprefix(".")
-
-
-def _holds(layer: Any, loc: Sequence[str | int]) -> bool:
+def _contains(layer: Any, loc: Sequence[str | int]) -> bool:
     for part in loc:
         if isinstance(layer, dict) and part in layer:
             layer = layer[part]
@@ -589,9 +559,9 @@ def _not_one_of(key: str, value: object, allowed: Sequence[str]) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML with the numbers of YAML 1.2: ``1:10`` is a text and not seventy, ``1e-4`` a number, a date is a text.
+    """YAML with the numbers of YAML 1.2: ``1:10`` is a text, not seventy; ``1e-4`` is a number; a date is a text.
 
-    A key given twice is an error, not a matter of order.
+    Duplicate keys are an error.
     """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:

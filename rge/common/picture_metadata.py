@@ -1,7 +1,6 @@
 """Strip EXIF, comments and profiles (place, time, device, author) from encoded pictures.
 
-JPEG, PNG and WebP are rebuilt from the parts that a decoder needs to make the pixels, so that these stay as they are, bit
-for bit. Everything else is left out, known or not.
+JPEG, PNG and WebP are rebuilt from only the parts that a decoder needs for the pixels, which therefore stay bit for bit the same.
 """
 
 import io
@@ -13,7 +12,7 @@ from PIL import Image
 from rge.common.images import ImageError, load_image
 
 JPEG_QUALITY = 95
-"""Of a JPEG that must be encoded anew, for its pixels lie on their side."""
+"""Of JPEGs that are re-encoded because they must be rotated."""
 _PNG_HEAD, _PNG_PARTS = b"\x89PNG\r\n\x1a\n", (b"IHDR", b"PLTE", b"IDAT", b"IEND", b"tRNS", b"gAMA", b"sBIT")
 _WEBP_PARTS = (b"VP8 ", b"VP8L", b"VP8X", b"ALPH")
 _EXIF_ORIENTATION = 0x0112
@@ -22,22 +21,21 @@ _MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
 
 
 def without_metadata(data: bytes) -> bytes:
-    """The same picture without anything but its pixels, turned upright if its EXIF says so.
+    """The same picture without metadata, rotated upright as its EXIF says.
 
     Returns:
-        A JPEG, PNG or WebP whose decoded pixels are equal; equal bytes where there was nothing to remove. Where pixels had to be
-        turned: a PNG or lossless WebP of equal pixels, or a JPEG of quality `JPEG_QUALITY`. Pictures of other formats
-        become PNG.
+        A JPEG, PNG or WebP with equal pixels; equal bytes if there was nothing to remove. A rotated JPEG is re-encoded with
+        `JPEG_QUALITY`. Other formats become PNG.
 
     Raises:
         ImageError: it cannot be decoded.
     """
     try:
         with Image.open(io.BytesIO(data)) as image:
-            kind, turned = image.format, image.getexif().get(_EXIF_ORIENTATION, 1) not in (0, 1)
+            kind, is_rotated = image.format, image.getexif().get(_EXIF_ORIENTATION, 1) not in (0, 1)
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise ImageError(f"picture <{len(data)} bytes> cannot be decoded: {error}") from None
-    if not turned:
+    if not is_rotated:
         try:
             if kind in ("JPEG", "MPO"):
                 return _jpeg(data)
@@ -46,7 +44,7 @@ def without_metadata(data: bytes) -> bytes:
             if kind == "WEBP":
                 return _webp(data)
         except (ValueError, struct.error, IndexError):
-            pass  # a broken container that decodes all the same: its pixels are written anew
+            pass  # a damaged container that can be decoded: re-encode its pixels
     out = io.BytesIO()
     decoded = load_image(data)
     if kind in ("JPEG", "MPO"):
@@ -59,8 +57,8 @@ def without_metadata(data: bytes) -> bytes:
 
 
 def _jpeg(data: bytes) -> bytes:
-    # Kept: tables, frames and scans, the JFIF header (its density, not its thumbnail) and Adobe's APP14, which says how
-    # colours are coded. A phone puts further pictures with EXIF of their own behind the end.
+    # Keeps tables, frames and scans, the JFIF header (density, not thumbnail) and Adobe's APP14 (colour coding). Drops what
+    # follows the end: phones append further pictures with their own EXIF.
     out, at = [data[:2]], 2
     while True:
         if data[at] != 0xFF:
@@ -78,11 +76,11 @@ def _jpeg(data: bytes) -> bytes:
         elif kind == 0xEE or not (0xE0 <= kind <= 0xEF or kind == 0xFE):
             out.append(part)
         if kind == 0xDA:
-            found = _MARKER.search(data, at)
-            if found is None:
+            marker = _MARKER.search(data, at)
+            if marker is None:
                 raise ValueError("no end")
-            out.append(data[at : found.start()])
-            at = found.start()
+            out.append(data[at : marker.start()])
+            at = marker.start()
 
 
 def _png(data: bytes) -> bytes:
@@ -95,7 +93,7 @@ def _png(data: bytes) -> bytes:
         if kind in _PNG_PARTS:
             out.append(part)
         elif kind[:1].isupper():
-            raise ValueError("a part that a decoder must know, and we do not")
+            raise ValueError("an unknown critical chunk")
         at += 12 + size
         if kind == b"IEND":
             return b"".join(out)
@@ -108,7 +106,7 @@ def _webp(data: bytes) -> bytes:
         (size,) = struct.unpack_from("<I", data, at + 4)
         kind, part = data[at : at + 4], data[at : at + 8 + size + size % 2]
         if kind == b"VP8X":
-            # Of the flags, alpha stays; profile, EXIF, XMP and animation go with their parts.
+            # Keep only the alpha flag: profile, EXIF, XMP and animation are removed.
             part = part[:8] + bytes([part[8] & 0x10]) + part[9:]
         if kind in _WEBP_PARTS:
             out.append(part)

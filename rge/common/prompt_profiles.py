@@ -8,16 +8,13 @@ EMB_TOKEN = "<emb>"
 
 
 def think_tokens(count: int) -> list[str]:
-    """Names of the tokens of a latent state's branch, in order."""
+    """Names of the think tokens, in order."""
     return [f"<think_{number}>" for number in range(1, count + 1)]
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """How the text part of a prompt is worded. ``{text}`` and ``{instruction}`` are filled in.
-
-    Candidates of a training record or a benchmark carry no instruction of their own, so each kind has its wording.
-    """
+    """The wording of a prompt's text, with ``{text}`` and ``{instruction}``. Candidates have no instruction but a wording by kind."""
 
     query: str
     query_without_instruction: str
@@ -27,7 +24,7 @@ class Profile:
 
     @property
     def adds_words(self) -> bool:
-        """Whether prompts say more than the item's own text and instruction."""
+        """Whether prompts contain more than the item's text and instruction."""
         bare = (self.query, self.query_without_instruction, self.candidate_text, self.candidate_both)
         return bare != ("{instruction} {text}", "{text}", "{text}", "{text}") or bool(self.candidate_image)
 
@@ -37,7 +34,7 @@ PROFILES: Registry[Profile] = Registry("prompt profile", "rge.prompt_profiles")
 
 
 def register_profile(name: str, profile: Profile) -> Profile:
-    """Let recipes and evaluations name a wording."""
+    """Register a profile for recipes and evaluations."""
     return PROFILES.add(name, profile)
 
 

@@ -1,7 +1,7 @@
 """Registries: built-in entries, those of ``plugins=`` modules, and those of installed packages.
 
-A module registers what it defines when it is imported. Ours are imported by their names, a user's by ``plugins=``
-(`load_plugins`), an installed package's through the entry point group of the registry, such as ``rge.metrics``.
+A module registers its definitions when it is imported: ours by name, a user's by ``plugins=`` (`load_plugins`), those of installed
+packages through the registry's entry point group, such as ``rge.metrics``.
 """
 
 import difflib
@@ -18,51 +18,50 @@ from rge.common.errors import UserError
 T = TypeVar("T")
 
 OURS = ("rge", "eval", "data_prep")
-"""Packages whose modules are imported by what needs them."""
+"""Packages whose modules are not plugins."""
 
 _plugins: dict[str, dict[str, bool]] = {}
-"""Other modules that register something, in the order in which they were imported -> what they registered, such as
-``metric rbp``, and whether that can change an embedding."""
+"""Plugin modules in import order -> their entries, such as ``metric rbp``, and whether each can change an embedding."""
 
 
 class Registry(Generic[T]):
-    """Things by name: names in alphabetical order, so that it does not matter which module was imported first.
+    """Entries by name, in alphabetical order, which does not depend on the order of imports.
 
     Args:
-        kind: what one of them is, for messages: ``metric``.
-        group: entry points in which installed packages name their modules: ``rge.metrics``.
-        built_in: modules of ours that add theirs when they are imported.
-        figures_only: a thing can change the figures of an evaluation, but no embedding.
+        kind: what an entry is, for messages: ``metric``.
+        group: entry points of installed packages: ``rge.metrics``.
+        built_in: our modules that register entries when they are imported.
+        figures_only: entries can change the figures of an evaluation, but no embedding.
     """
 
     def __init__(self, kind: str, group: str, built_in: Sequence[str] = (), *, figures_only: bool = False):
         self.kind, self.group, self.built_in = kind, group, tuple(built_in)
         self.figures_only = figures_only
-        self._things: dict[str, T] = {}
+        self._entries: dict[str, T] = {}
         self._complete = False
 
-    def add(self, name: str, thing: T) -> T:
+    def add(self, name: str, entry: T) -> T:
         """Register an entry.
 
         Raises:
-            UserError: another one has the name.
+            UserError: the name is taken.
         """
-        if name in self._things and self._things[name] != thing:
+        if name in self._entries and self._entries[name] != entry:
             raise UserError(f"there are two {self.kind}s called {name!r}: rename the new one")
-        self._things[name] = thing
+        self._entries[name] = entry
         _registering_module()[f"{self.kind} {name}"] = not self.figures_only
-        return thing
+        return entry
 
     def __getitem__(self, name: str) -> T:
         """Look up an entry by name.
 
         Raises:
-            UserError: nothing is called so; the message has the nearest name.
+            UserError: unknown name; the message has the nearest one.
         """
         self._load()
-        if name in self._things:
-            return self._things[name]
-        near = difflib.get_close_matches(name, self._things, n=1, cutoff=0.5)
+        if name in self._entries:
+            return self._entries[name]
+        near = difflib.get_close_matches(name, self._entries, n=1, cutoff=0.5)
         raise UserError(
             f"{self.kind} must be one of {', '.join(self)}, got {name!r}"
             f"{f'; did you mean {near[0]!r}?' if near else ''} (plugins=MODULE adds those of a module of yours)"
@@ -71,22 +70,22 @@ class Registry(Generic[T]):
     def __iter__(self) -> Iterator[str]:
         """Names, sorted."""
         self._load()
-        return iter(sorted(self._things))
+        return iter(sorted(self._entries))
 
     def __contains__(self, name: object) -> bool:
         """Whether a name is registered."""
         self._load()
-        return name in self._things
+        return name in self._entries
 
     def values(self) -> list[T]:
         """All entries, in registration order."""
         self._load()
-        return list(self._things.values())
+        return list(self._entries.values())
 
     def _load(self) -> None:
         if self._complete:
             return
-        self._complete = True  # first: a module that registers may look something up
+        self._complete = True  # before importing: a module may look something up
         for module in self.built_in:
             importlib.import_module(module)
         for entry in importlib.metadata.entry_points(group=self.group):
@@ -102,7 +101,7 @@ class Registry(Generic[T]):
 
 @dataclass(kw_only=True)
 class PluginOptions:
-    """What options derive from where modules of the user's may register something."""
+    """Base of the options of commands that load plugins."""
 
     plugins: tuple[str, ...] = ()
     """Modules that register something, such as a benchmark, a metric or a model family (docs/extending.md); imported
@@ -110,10 +109,10 @@ class PluginOptions:
 
 
 def load_plugins(modules: Sequence[str]) -> None:
-    """Import modules that register something; the current folder counts as installed.
+    """Import plugin modules, also from the current folder.
 
     Raises:
-        UserError: there is no such module, with where it was looked for.
+        UserError: there is no such module; names the places that were searched.
     """
     here = str(Path.cwd())
     if modules and here not in sys.path and "" not in sys.path:
@@ -124,7 +123,7 @@ def load_plugins(modules: Sequence[str]) -> None:
             _plugins.setdefault(name, {})
         except ModuleNotFoundError as error:
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-                raise  # the module is there, and imports something that is not
+                raise  # the module exists, and imports one that does not
             raise UserError(
                 f"plugins={name}: no module of that name in {here}, on PYTHONPATH or installed "
                 "(a name such as my_module, not a path)"
@@ -132,27 +131,22 @@ def load_plugins(modules: Sequence[str]) -> None:
 
 
 def plugins_loaded() -> list[str]:
-    """Modules that `load_plugins` imported, and others that have registered something: what another process must import."""
+    """All plugin modules, which another process must import too: those of `load_plugins`, and others that registered something."""
     return list(_plugins)
 
 
 def registered_by(module: str, *, figures: bool = True) -> list[str] | None:
-    """What a plugin has registered, such as ``metric rbp``.
-
-    Args:
-        module: of `plugins_loaded`.
-        figures: False gives None for a plugin that registered nothing but what decides figures.
-    """
-    things = _plugins[module]
-    return None if things and not figures and not any(things.values()) else list(things)
+    """The entries of a plugin module, such as ``metric rbp``; without `figures`, None if none of them can change an embedding."""
+    entries = _plugins[module]
+    return None if entries and not figures and not any(entries.values()) else list(entries)
 
 
 def _registering_module() -> dict[str, bool]:
-    """The entry of the module that registers something; of ours and of scripts, which cannot be imported, none that is kept."""
+    """The entries of the module that is registering; a throw-away dict for our modules and for scripts, which cannot be imported."""
     frame = sys._getframe(1)
     while (name := frame.f_globals.get("__name__", "")).split(".")[0] in OURS and frame.f_back:
         frame = frame.f_back
-    # Behind what ours register stands the import itself.
+    # Where one of our modules registers something, the frame above is the import machinery.
     if getattr(sys.modules.get(name), "__spec__", None) and not name.startswith("importlib."):
         return _plugins.setdefault(name, {})
     return {}

@@ -1,7 +1,7 @@
 """The records that data preparation, training and evaluation exchange.
 
-A training record is one JSON object a line; its images are named relative to the file it stands in, either as a
-picture file (``images/2370463.jpg``) or as a row of a Parquet picture library (``pictures.parquet#noto/1F512``).
+A training record is one line of JSON. It names its images relative to its file, as a picture file (``images/2370463.jpg``) or a
+row of a Parquet picture library (``pictures.parquet#noto/1F512``).
 """
 
 import re
@@ -27,13 +27,13 @@ Text = Annotated[str, Field(min_length=1)]
 
 
 def safe_id(name: str) -> str:
-    """An id without white space, which would break a TREC run; ``%20`` stands for a blank."""
-    return re.sub(r"\s", lambda found: f"%{ord(found[0]):02X}", name)
+    """An id without white space, which would break a TREC run; a blank becomes ``%20``."""
+    return re.sub(r"\s", lambda match: f"%{ord(match[0]):02X}", name)
 
 
 def _bytes_too(value: object, check: ValidatorFunctionWrapHandler) -> ImageRef:
-    found: ImageRef = value if isinstance(value, bytes) and value else check(value)
-    return found
+    ref: ImageRef = value if isinstance(value, bytes) and value else check(value)
+    return ref
 
 
 Picture = Annotated[
@@ -44,7 +44,7 @@ Picture = Annotated[
         )
     ),
 ]
-"""A reference in a file; from a data set, encoded bytes too. Not a union, whose messages would name both."""
+"""A reference in a file, or encoded bytes from a data set. Not a union, whose error messages would name both."""
 
 
 class _Model(BaseModel):
@@ -55,8 +55,8 @@ class _Model(BaseModel):
 class Target(_Model):
     """A candidate named by a training record: a picture, a text, or both.
 
-    ``id`` names the object. ``identity`` names what it stands for where several objects are equally right (two
-    drawings of one key); in-batch masking compares identities. It defaults to ``id``.
+    ``identity`` (default: ``id``) is shared by targets that are equally right, such as two drawings of one key; in-batch masking
+    compares identities.
     """
 
     id: Text
@@ -93,9 +93,8 @@ class QueryPart(_Model):
 class Record(_Model):
     """One training record.
 
-    ``negatives`` are judged and therefore never masked as false negatives. ``wording`` is ``included`` where the texts
-    already hold the words that a prompt profile would put around them, as MMEB's do; the trainer takes such records only
-    with a profile that adds none.
+    ``negatives`` are judged and therefore never masked as false negatives. ``wording`` is ``included`` if the texts already contain
+    the words that a prompt profile would add, as MMEB's do; such records need a profile that adds none.
     """
 
     id: Text
@@ -112,41 +111,26 @@ class Record(_Model):
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Anything that can be embedded: the query or the candidate of a benchmark or of a training record.
+    """Anything that can be embedded: a query or candidate of a benchmark or a training record."""
 
-    Attributes:
-        id: name used in error messages and results.
-        text: the user's text, or None.
-        images: zero or more pictures, in the order in which the prompt shows them.
-        instruction: task instruction, put before a query's text; None where there is none.
-        parts: the text in pieces, with None in place of each picture, where a text comes before a picture. Empty: all
-            pictures, then the text, which is the order that models are trained with.
-    """
-
-    id: str
+    id: str  # for error messages and results
     text: str | None = None
-    images: tuple[ImageRef, ...] = ()
-    instruction: str | None = None
+    images: tuple[ImageRef, ...] = ()  # in the order of the prompt
+    instruction: str | None = None  # put before a query's text
+    # If a text comes before a picture: the pieces of text, with None for each picture. Empty: all pictures, then the text, as in
+    # training.
     parts: tuple[str | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """What an embedder returns for N items, rows in the order of the items.
+    """An embedder's results for N items, in their order."""
 
-    Attributes:
-        embeddings: (N, D) float32, unit norm.
-        rationales: N texts without ``<emb>``; empty strings in direct mode.
-        num_rationale_tokens: (N,) int64, without ``<emb>``.
-        stop_reasons: per row ``emb`` (the model wrote ``<emb>`` itself), ``forced`` (the cap was reached and
-            ``<emb>`` was appended) or ``prefilled`` (direct mode).
-        generate_ms: (N,) float64, wall time of generation: a batch's time divided by its rows.
-        embed_ms: (N,) float64, wall time of everything else, divided likewise.
-    """
-
-    embeddings: np.ndarray
-    rationales: list[str]
-    num_rationale_tokens: np.ndarray
-    stop_reasons: list[str]
-    generate_ms: np.ndarray
-    embed_ms: np.ndarray
+    embeddings: np.ndarray  # (N, D) float32, unit norm
+    rationales: list[str]  # without ``<emb>``; empty in direct mode
+    num_rationale_tokens: np.ndarray  # (N,) int64, without ``<emb>``
+    stop_reasons: list[
+        str
+    ]  # ``emb`` (written by the model), ``forced`` (appended at the cap) or ``prefilled`` (direct mode)
+    generate_ms: np.ndarray  # (N,) float64, wall time of generation: a batch's time divided by its rows
+    embed_ms: np.ndarray  # (N,) float64, wall time of everything else, likewise

@@ -1,17 +1,15 @@
 """Make PyPI's torchvision importable beside the CPU build of torch.
 
-PyPI's torchvision links its native operators against CUDA. Beside ``torch+cpu`` they cannot load, and
-``import torchvision`` stops at the first operator whose schema it looks up, taking the Qwen image processors,
-``qwen_vl_utils`` and ``peft`` with it. Declaring the two schemas that are looked up at import time is enough: rge
-uses torchvision's pure-Python transforms only and never calls those operators.
+PyPI's torchvision links its native operators against CUDA. With ``torch+cpu`` they cannot be loaded, and ``import torchvision`` fails
+at the first operator whose schema it looks up, and with it the Qwen image processors, ``qwen_vl_utils`` and ``peft``. Declaring
+the two schemas that are looked up at import time is enough, since rge only uses torchvision's pure-Python transforms.
 
-It is done when torchvision is first looked for, so that code without a model (calls, data preparation, metrics) does not
-load torch: four seconds of processor time and 300 MB a process.
+This happens when torchvision is imported, so that code without a model (calls, data preparation, metrics) does not load torch: four
+seconds of CPU time and 300 MB per process.
 
-``import rge`` does it. A checkpoint has to load by plain transformers too, in a program that never heard of rge:
-``python -m rge.common.torchvision_cpu``, which ``scripts/setup.sh`` calls, puts a hook into this interpreter's
-site-packages that does it where torchvision is imported, and nowhere else. It writes nothing where torchvision loads by
-itself; delete the two files to be rid of it.
+``import rge`` installs the import hook. For plain transformers without rge, ``python -m rge.common.torchvision_cpu`` (called by
+``scripts/setup.sh``) puts the hook into the interpreter's site-packages, unless torchvision loads without it; delete the two files
+to remove it.
 """
 
 import importlib.machinery
@@ -24,7 +22,7 @@ _library: Any = None
 
 
 class _Finder:
-    """Finds torchvision as ever, and calls `make_importable` before it is executed."""
+    """Finds torchvision, and calls `make_importable` before it is executed."""
 
     @staticmethod
     def find_spec(fullname: str, path: Any = None, target: Any = None) -> Any:
@@ -44,18 +42,13 @@ class _Finder:
 
 
 def before_torchvision() -> None:
-    """Have `make_importable` called just before torchvision is executed."""
+    """Install the import hook."""
     if "torchvision" not in sys.modules:
         sys.meta_path.insert(0, _Finder())
 
 
 def make_importable() -> bool:
-    """Declare ``torchvision::nms`` and ``torchvision::qnms`` where a CPU build of torch lacks them.
-
-    Returns:
-        True if the schemas were declared by this call, False where nothing had to be done (a CUDA build of torch,
-        a torchvision that loads without help, or a second call).
-    """
+    """Declare ``torchvision::nms`` and ``torchvision::qnms`` if a CPU build of torch lacks them; returns whether it did."""
     global _library
     import torch
 
@@ -72,15 +65,15 @@ def make_importable() -> bool:
 
 
 def write_hook(folder: Any) -> None:
-    """Put the hook, which is this module, into a site-packages folder, which Python reads at its next start."""
+    """Copy this module into a site-packages folder, with a ``.pth`` file that runs it when Python starts."""
     with open(__file__, encoding="utf-8") as source:
         (folder / f"{HOOK}.py").write_text(source.read(), encoding="utf-8")
     (folder / f"{HOOK}.pth").write_text(f"import {HOOK}; {HOOK}.before_torchvision()\n", encoding="utf-8")
 
 
 def main() -> int:
-    """Write the hook where a fresh interpreter cannot import torchvision; 0 if it can in the end."""
-    import logging  # of the command alone: the hook runs whenever Python starts
+    """Write the hook if a fresh interpreter cannot import torchvision; 0 if it can afterwards."""
+    import logging  # here, since the hook runs whenever Python starts
     import subprocess
     import sysconfig
     from pathlib import Path

@@ -28,57 +28,54 @@ DIAGNOSES: dict[str, type[Diagnosis]] = {
 
 def main(arguments: list[str]) -> int:
     """Run one diagnosis."""
-    name, words = pick(
-        arguments,
-        {name: (one.__doc__ or "").split("\n")[0] for name, one in DIAGNOSES.items()},
-        "rge diagnose",
-    )
-    asked = parse_options(DIAGNOSES[name], words, f"rge diagnose {name}")
+    about = {name: (schema.__doc__ or "").split("\n")[0] for name, schema in DIAGNOSES.items()}
+    name, words = pick(arguments, about, "rge diagnose")
+    options = parse_options(DIAGNOSES[name], words, f"rge diagnose {name}")
     import torch  # after --help, which needs none of these
 
     torch.set_float32_matmul_precision("highest")
-    asked = replace(asked, checkpoint=checkpoint_folder(asked.checkpoint))
-    if asked.out is None and asked.checkpoint == DEMO_CHECKPOINT:
+    options = replace(options, checkpoint=checkpoint_folder(options.checkpoint))
+    if options.out is None and options.checkpoint == DEMO_CHECKPOINT:
         raise UserError("checkpoint=demo is part of the package: set out= to a folder of your own")
-    out = asked.out or asked.checkpoint.parent / "diagnose"
-    options = {key: value for key, value in asdict(asked).items() if key not in ("checkpoint", "data", "out")}
-    about = {
-        "diagnosis": name,
-        "checkpoint": str(asked.checkpoint),
-        "data": str(asked.data),
-        "options": options,
+    out = options.out or options.checkpoint.parent / "diagnose"
+    settings = {
+        key: value for key, value in asdict(options).items() if key not in ("checkpoint", "data", "out")
     }
-    result, table = _leakage(asked, out) if isinstance(asked, LeakageOptions) else _with_pairs(asked)
-    write_text(out / f"{name}.json", json.dumps(about | result, indent=1))
-    print(table)  # noqa: T201 - this is a command
+    inputs = {"checkpoint": str(options.checkpoint), "data": str(options.data)}
+    result, table = _leakage(options, out) if isinstance(options, LeakageOptions) else _with_pairs(options)
+    report = {"diagnosis": name, **inputs, "options": settings, **result}
+    write_text(out / f"{name}.json", json.dumps(report, indent=1))
+    print(table)  # noqa: T201 - output of a command
     print(f"written: {out / name}.json")  # noqa: T201
     return 0 if result.get("agrees", True) else 1
 
 
-def _leakage(asked: LeakageOptions, out: Path) -> tuple[dict[str, Any], str]:
+def _leakage(options: LeakageOptions, out: Path) -> tuple[dict[str, Any], str]:
     from rge.diagnose import leakage
 
-    training = {key: getattr(asked, key) for key in ("steps", "batch_size", "lr", "seed")}
-    found = leakage.leakage(asked.checkpoint, asked.data, on_step=_progress, base=asked.base, **training)
-    write_text(out / "leakage.svg", leakage.plot(found))
-    return found, leakage.table(found)
+    training = {key: getattr(options, key) for key in ("steps", "batch_size", "lr", "seed")}
+    result = leakage.leakage(
+        options.checkpoint, options.data, on_step=_progress, base=options.base, **training
+    )
+    write_text(out / "leakage.svg", leakage.plot(result))
+    return result, leakage.table(result)
 
 
-def _with_pairs(asked: Diagnosis) -> tuple[dict[str, Any], str]:
+def _with_pairs(options: Diagnosis) -> tuple[dict[str, Any], str]:
     from rge.diagnose import invariance, sensitivity
     from rge.diagnose.pairs import read_pairs
     from rge.embedder import Embedder
 
-    assert isinstance(asked, (SensitivityOptions, InvarianceOptions))
-    encoder = Embedder.from_pretrained(asked.checkpoint, base=asked.base, dtype="float32")
-    pairs = read_pairs(asked.data, asked.limit, asked.seed)
-    if isinstance(asked, SensitivityOptions):
-        found = sensitivity.sensitivity(
-            encoder, pairs, batch_size=asked.batch_size, mode=asked.mode, seed=asked.seed
+    assert isinstance(options, (SensitivityOptions, InvarianceOptions))
+    encoder = Embedder.from_pretrained(options.checkpoint, base=options.base, dtype="float32")
+    pairs = read_pairs(options.data, options.limit, options.seed)
+    if isinstance(options, SensitivityOptions):
+        result = sensitivity.sensitivity(
+            encoder, pairs, batch_size=options.batch_size, mode=options.mode, seed=options.seed
         )
-        return found, sensitivity.table(found)
-    found = invariance.invariance(encoder, pairs, backend=asked.backend)
-    return found, invariance.table(found)
+        return result, sensitivity.table(result)
+    result = invariance.invariance(encoder, pairs, backend=options.backend)
+    return result, invariance.table(result)
 
 
 def _progress(kind: str, step: int, report: dict[str, float]) -> None:

@@ -1,7 +1,7 @@
 """Does an embedding depend on batch size, order, precision, attention kernel or padding?
 
-The reference is each row alone, float32, with the attention that training uses. Variants that only change the batch or the
-kernel must agree to rounding; precision need not.
+The reference is each row alone, in float32, with training's attention. Variants that change only the batch or the kernel must agree
+with it up to rounding.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,7 @@ from rge.model.prompts import Prompt
 from rge.rollout.vllm_writer import VllmWriter
 
 TOLERANCE = 1e-4
-"""Greatest difference of an embedding's component that rounding explains, float32."""
+"""Maximum difference per component that float32 rounding explains."""
 Mode = Literal["direct", "reasoning"]
 MODES: tuple[Mode, ...] = ("direct", "reasoning")
 
@@ -34,17 +34,17 @@ def invariance(
     """Compare all variants with the reference.
 
     Returns:
-        ``variants`` by name, each with ``difference`` (greatest of any component), ``cosine`` (least), ``rationales`` (share
-        that is the same) where there are any, ``exact`` (whether it must agree) and ``agrees``; and a ``verdict``. Where
-        rationales differ, only embeddings of equal ones are compared.
+        ``variants`` by name, each with ``difference`` (maximum of any component), ``cosine`` (minimum), ``rationales`` (share of
+        equal ones, if any), ``exact`` (whether it must agree) and ``agrees``; and a ``verdict``. Embeddings after different
+        rationales are not compared.
     """
     items = pairs.queries
     reference = {mode: encoder.encode(items, side="query", mode=mode, batch_size=1) for mode in MODES}
     variants: dict[str, Any] = {}
-    for mode, name, found in _variants(encoder, items, batch_sizes, backend):
-        ours = reference[mode]
-        same = np.array([a == b for a, b in zip(ours.rationales, found.rationales, strict=True)])
-        row = compare(ours.embeddings[same], found.embeddings[same])
+    for mode, name, encoded in _variants(encoder, items, batch_sizes, backend):
+        expected = reference[mode]
+        same = np.array([a == b for a, b in zip(expected.rationales, encoded.rationales, strict=True)])
+        row = compare(expected.embeddings[same], encoded.embeddings[same])
         exact = name != "bfloat16"
         agrees = same.all() and row["difference"] is not None and row["difference"] < TOLERANCE
         variants[f"{mode}, {name}"] = {
@@ -66,43 +66,43 @@ def _variants(
     encoder: Embedder, items: Sequence[Item], batch_sizes: Sequence[int], backend: str
 ) -> Iterator[tuple[Mode, str, Encoded]]:
     """Mode, name and embeddings of every variant, one at a time."""
-    most = batch_sizes[-1]
+    largest = batch_sizes[-1]
     for mode in MODES:
         for size in batch_sizes:
             yield mode, f"batches of {size}", encoder.encode(items, side="query", mode=mode, batch_size=size)
-        found = encoder.encode(items[::-1], side="query", mode=mode, batch_size=most)
-        found.embeddings[:] = found.embeddings[::-1].copy()
-        found.rationales.reverse()
-        yield mode, "in the opposite order", found
+        encoded = encoder.encode(items[::-1], side="query", mode=mode, batch_size=largest)
+        encoded.embeddings[:] = encoded.embeddings[::-1].copy()
+        encoded.rationales.reverse()
+        yield mode, "in the opposite order", encoded
     if backend == "vllm":
-        yield "reasoning", "vLLM's rationale", _by_vllm(encoder, items, most)
-    coarse = Embedder.from_pretrained(
+        yield "reasoning", "vLLM's rationale", _by_vllm(encoder, items, largest)
+    bfloat16 = Embedder.from_pretrained(
         encoder.checkpoint, base=encoder.base, device=str(encoder.model.device), dtype="bfloat16"
     )
     for mode in MODES:
-        yield mode, "bfloat16", coarse.encode(items, side="query", mode=mode, batch_size=most)
+        yield mode, "bfloat16", bfloat16.encode(items, side="query", mode=mode, batch_size=largest)
     plain = load_plain(encoder.checkpoint, encoder.base).to(encoder.model.device)
     prompts = [encoder.builder.build(item, "query") for item in items]
     for attention in ("sdpa", "eager"):
         plain.set_attn_implementation(attention)
         for side in ("right", "left"):
-            found = _encoded(_plain_states(plain, encoder, prompts, side), [""] * len(items))
-            yield "direct", f"plain transformers, {attention}, padded {side}", found
+            encoded = _encoded(_plain_states(plain, encoder, prompts, side), [""] * len(items))
+            yield "direct", f"plain transformers, {attention}, padded {side}", encoded
 
 
-def compare(ours: np.ndarray, theirs: np.ndarray) -> dict[str, float | None]:
+def compare(a_ND: np.ndarray, b_ND: np.ndarray) -> dict[str, float | None]:
     """Maximum component difference and minimum cosine; None if empty."""
-    if not len(ours):
+    if not len(a_ND):
         return {"difference": None, "cosine": None}
-    norms = np.linalg.norm(ours, axis=1) * np.linalg.norm(theirs, axis=1)
+    norm_N = np.linalg.norm(a_ND, axis=1) * np.linalg.norm(b_ND, axis=1)
     return {
-        "difference": float(np.abs(ours - theirs).max()),
-        "cosine": float(((ours * theirs).sum(axis=1) / norms).min()),
+        "difference": float(np.abs(a_ND - b_ND).max()),
+        "cosine": float(((a_ND * b_ND).sum(axis=1) / norm_N).min()),
     }
 
 
 def _by_vllm(encoder: Embedder, items: Sequence[Item], batch_size: int) -> Encoded:
-    """Rationales of vLLM, greedy, and the states after them."""
+    """Greedy rationales of vLLM, and our states after them."""
     cap = encoder.settings.generation.max_new_tokens
     vllm = VllmWriter.in_training(
         encoder.model,
@@ -119,18 +119,18 @@ def _by_vllm(encoder: Embedder, items: Sequence[Item], batch_size: int) -> Encod
 
 
 def _encoded(embeddings: np.ndarray, rationales: list[str]) -> Encoded:
-    none = np.zeros(len(rationales))
-    return Encoded(embeddings, rationales, none, ["emb"] * len(rationales), none, none)
+    zero_N = np.zeros(len(rationales))
+    return Encoded(embeddings, rationales, zero_N, ["emb"] * len(rationales), zero_N, zero_N)
 
 
 @torch.no_grad()
 def _plain_states(model: Any, encoder: Embedder, prompts: list[Prompt], side: str) -> np.ndarray:
-    """Direct embeddings by the model's own forward over padded rows, as a user of transformers would get them."""
+    """Direct embeddings by transformers' own forward over padded rows."""
     embedder = encoder.model
-    found = []
+    states = []
     for start in range(0, len(prompts), 8):
-        part = prompts[start : start + 8]
-        rows = [torch.cat([prompt.input_ids, torch.tensor([embedder.emb_id])]) for prompt in part]
+        batch = prompts[start : start + 8]
+        rows = [torch.cat([prompt.input_ids, torch.tensor([embedder.emb_id])]) for prompt in batch]
         input_ids = pad_sequence(rows, True, embedder.pad_id, padding_side=side)
         attention_mask = pad_sequence([torch.ones_like(row) for row in rows], True, padding_side=side)
         last = torch.tensor([len(row) - 1 if side == "right" else -1 for row in rows])
@@ -138,24 +138,24 @@ def _plain_states(model: Any, encoder: Embedder, prompts: list[Prompt], side: st
             None
             if prompt.pixels is None or prompt.image_grid is None
             else (normalised(embedder.processor.image_processor, prompt.pixels), prompt.image_grid)
-            for prompt in part
+            for prompt in batch
         ]
         inputs = family_of(model).plain_inputs(model.config, pictures, input_ids, attention_mask)
         inputs = {name: value.to(model.device) for name, value in inputs.items()}
         hidden_BTD: Tensor = model.model(**inputs, use_cache=False).last_hidden_state
-        state_BD = hidden_BTD[torch.arange(len(part)), last]
-        found.append(torch.nn.functional.normalize(state_BD.float(), dim=-1).cpu().numpy())
-    return np.concatenate(found)
+        state_BD = hidden_BTD[torch.arange(len(batch)), last]
+        states.append(torch.nn.functional.normalize(state_BD.float(), dim=-1).cpu().numpy())
+    return np.concatenate(states)
 
 
-def table(found: dict[str, Any]) -> str:
+def table(result: dict[str, Any]) -> str:
     """The printed table."""
-    lines = [f"{found['queries']} queries; reference: each alone, float32", ""]
+    lines = [f"{result['queries']} queries; reference: each alone, float32", ""]
     lines.append(f"{'variant':<52}{'difference':>12}{'cosine':>10}{'rationales':>12}")
-    for name, row in found["variants"].items():
+    for name, row in result["variants"].items():
         difference = "-" if row["difference"] is None else f"{row['difference']:.1e}"
         cosine = "-" if row["cosine"] is None else f"{row['cosine']:.5f}"
         rationales = "" if row["rationales"] is None else f"{100 * row['rationales']:.0f} %"
         mark = "" if row["agrees"] else "  DIFFERS"
         lines.append(f"{name:<52}{difference:>12}{cosine:>10}{rationales:>12}{mark}")
-    return "\n".join([*lines, "", found["verdict"]])
+    return "\n".join([*lines, "", result["verdict"]])

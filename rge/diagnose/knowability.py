@@ -1,7 +1,7 @@
 """How much of an oracle rationale can be inferred from the query?
 
-An oracle sees the target, the model does not. Words that the model also writes follow from the query; of the others, some
-have yet to be learned and some only the target shows. Free of torch, except for `own_rationales`.
+An oracle sees the target, the model does not. Words that the model also writes follow from the query; the others are not learned
+yet, or only visible in the target. Free of torch, except for `own_rationales`.
 """
 
 import re
@@ -18,29 +18,29 @@ if TYPE_CHECKING:
 _STOP_WORDS = frozenset(
     "a an the of on in at to for from with and or is are was were be it its this that these those".split()
 )
-# Scripts without spaces between words: each sign counts as one.
+# Scripts without spaces between words: each sign counts as a word.
 _SIGNS = "\u3040-\u30ff\u3400-\u9fff"
 _WORD = re.compile(rf"[{_SIGNS}]|[^\W{_SIGNS}]+")
 
 
 def content_words(text: str | None) -> list[str]:
-    """Words of a text in lower case, in their order, without articles and the like."""
+    """Words of a text in lower case, without stop words."""
     return [word for word in _WORD.findall((text or "").casefold()) if word not in _STOP_WORDS]
 
 
 def knowability(oracle: str, own: str, known: str = "") -> float | None:
-    """Share of the oracle's words that the model's own rationale has too.
+    """Share of the oracle's words that the model's own rationale contains too, without those of the query.
 
     Args:
-        oracle: written with sight of the target.
-        own: written by the model from the query alone.
-        known: the query's text and instruction, whose words say nothing about either.
+        oracle: rationale of an oracle that sees the target.
+        own: rationale of the model, which sees only the query.
+        known: the query's text and instruction.
 
     Returns:
-        Between 0 and 1; None where the oracle says nothing that the query does not.
+        Between 0 and 1; None if the oracle says nothing beyond the query.
     """
-    said = set(content_words(oracle)) - set(content_words(known))
-    return len(said & set(content_words(own))) / len(said) if said else None
+    words = set(content_words(oracle)) - set(content_words(known))
+    return len(words & set(content_words(own))) / len(words) if words else None
 
 
 def own_rationales(encoder: "Embedder", queries: Sequence[Item], *, batch_size: int = 64) -> list[str]:
@@ -59,31 +59,25 @@ def measure_knowability(
     *,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """`knowability` of many queries, beside what stock phrases alone give.
+    """`knowability` of many queries, and the level of chance.
 
-    Args:
-        oracle: a rationale of each query.
-        own: the model's.
-        known: text and instruction of each query.
-        groups: what resampling keeps together, see `rge.diagnose.pairs.interval`.
-        seed: of the resampling and of the partners that chance is measured with.
+    `known` are texts and instructions of the queries, `groups` names for resampling, see `rge.diagnose.pairs.interval`.
 
     Returns:
-        ``queries`` whose oracle says something beyond the query; ``knowability`` (mean, low, high) over these; ``chance``, the
-        mean against another group's own rationale: what a model scores that writes alike about everything. Where no
-        query counts, the figures are None.
+        ``queries``: number of those whose oracle says something beyond the query; ``knowability`` (mean, low, high) over these, or
+        None; ``chance``: the mean against another group's own rationale, the score of a model that always writes the same.
     """
     from rge.diagnose.pairs import interval, permute_across_groups
 
-    own_shares = [knowability(*row) for row in zip(oracle, own, known, strict=True)]
-    counts = [row for row, share in enumerate(own_shares) if share is not None]
-    if not counts:
+    share_by_row = [knowability(*texts) for texts in zip(oracle, own, known, strict=True)]
+    rows = [row for row, share in enumerate(share_by_row) if share is not None]
+    if not rows:
         return {"queries": 0, "knowability": None, "chance": None}
     other = permute_across_groups(groups, seed)
-    shares = np.array([own_shares[row] for row in counts])
-    by_chance = [knowability(oracle[row], own[other[row]], known[row]) or 0.0 for row in counts]
+    shares = np.array([share_by_row[row] for row in rows])
+    by_chance = [knowability(oracle[row], own[other[row]], known[row]) or 0.0 for row in rows]
     return {
-        "queries": len(counts),
-        "knowability": interval(shares, [groups[row] for row in counts], seed),
+        "queries": len(rows),
+        "knowability": interval(shares, [groups[row] for row in rows], seed),
         "chance": float(np.mean(by_chance)),
     }

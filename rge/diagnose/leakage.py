@@ -7,8 +7,8 @@ The contrastive loss sees the state after the oracle rationale, together with th
 * wrong query:   (q_w, r_o, t): the rationale and the target belong to another query
 * own rationale: (q_w, own, t): as wrong query, but the contrastive loss sees the state after what the model wrote itself
 
-Wrong partners are drawn anew in every step, so they cannot be memorised. After a wrong query only the oracle points to the
-target, so any fall below chance (the logarithm of the number of candidates) is a leak.
+Wrong partners are drawn anew in every step, so they cannot be memorised. With a wrong query only the oracle points to the target,
+so a loss below chance (the logarithm of the number of candidates) is a leak.
 """
 
 import math
@@ -36,7 +36,7 @@ TRIPLETS = ("right", "wrong target", "wrong query", "own rationale")
 COLOURS = dict(zip(TRIPLETS, ("#0a7a5a", "#3556c4", "#c2571a", "#9a3f96"), strict=True))
 LOSSES = {"loss_lm": "LM loss, nats a token", "loss_contrastive": "contrastive loss, nats"}
 LEAKS, CLEAN = 0.5, 0.1
-"""Shares of what right triplets learn above which a fall after wrong queries is a leak, and below which it is none."""
+"""Gain with wrong queries, as a share of that with right triplets: from here on a leak; up to here no leak."""
 
 
 def leakage(
@@ -53,16 +53,8 @@ def leakage(
 ) -> dict[str, Any]:
     """Train a copy of the checkpoint on each kind of triplets.
 
-    Args:
-        checkpoint: best one that can write rationales and embeds nothing yet, a cold start's.
-        data: training records with oracle rationales.
-        steps: optimizer steps a kind.
-        batch_size: queries a step.
-        lr: learning rate of AdamW, constant.
-        seed: of records and wrong partners.
-        triplets: which kinds.
-        on_step: called with kind, step and losses.
-        base: of a checkpoint of adapters, where it is not where that says.
+    The checkpoint should be a cold start's, which writes rationales but was not trained to embed; the data need oracle rationales.
+    AdamW with a constant learning rate makes `steps` steps per kind of triplets; `on_step` gets kind, step and losses.
 
     Returns:
         ``chance``, ``curves`` (kind -> loss_lm and loss_contrastive per step), ``gain`` (kind -> nats below chance over the
@@ -114,10 +106,10 @@ def leakage(
 
 
 def rearrange(batch: Batch, kind: str, rng: np.random.Generator) -> Batch:
-    """A batch of right triplets as one of `TRIPLETS`: partners move by a random cycle through the batch.
+    """Turn a batch of right triplets into one of `TRIPLETS`: a random cycle through the batch exchanges partners.
 
     Raises:
-        ValueError: a batch of one query, which has no other.
+        ValueError: the batch has only one query.
     """
     if kind == "right":
         return batch
@@ -129,14 +121,14 @@ def rearrange(batch: Batch, kind: str, rng: np.random.Generator) -> Batch:
     if kind == "wrong target":
         return replace(
             batch,
-            positive=[batch.positive[place] for place in other],
-            right_answers=[batch.right_answers[place] for place in other],
+            positive=[batch.positive[row] for row in other],
+            right_answers=[batch.right_answers[row] for row in other],
         )
-    return replace(batch, queries=[batch.queries[place] for place in other])
+    return replace(batch, queries=[batch.queries[row] for row in other])
 
 
 def chance(batch: Batch) -> float:
-    """InfoNCE at chance: mean logarithm of the number of valid candidates."""
+    """InfoNCE at chance: the mean logarithm of the number of valid candidates."""
     identity_C = torch.tensor(batch.candidate_identity)
     _, ignored_BC, _ = candidate_masks(batch, identity_C, 0)
     return float((~ignored_BC).sum(dim=1).double().log().mean())
@@ -148,50 +140,46 @@ def judge(curves: dict[str, dict[str, list[float]]], level: float) -> dict[str, 
     for kind, curve in curves.items():
         tail = curve["loss_contrastive"][-max(len(curve["loss_contrastive"]) // 5, 1) :]
         gain[kind] = level - float(np.mean(tail))
-    found: dict[str, Any] = {"chance": level, "curves": curves, "gain": gain, "leak": None}
+    leak = None
     if not {"right", "wrong query"} <= curves.keys():
-        found["verdict"] = "no verdict without right triplets and those with a wrong query"
+        verdict = "no verdict without right triplets and those with a wrong query"
     elif gain["right"] < 0.1 * level:
-        found["verdict"] = (
-            f"no verdict: right triplets got {gain['right']:.2f} nats below chance ({level:.2f}); give more steps or another lr"
-        )
+        verdict = f"no verdict: right triplets got {gain['right']:.2f} nats below chance ({level:.2f}); give more steps or another lr"
     else:
-        found["leak"] = leak = max(gain["wrong query"], 0.0) / gain["right"]
+        leak = max(gain["wrong query"], 0.0) / gain["right"]
         share = f"{100 * leak:.0f} % of what right triplets learn ({gain['wrong query']:.2f} of {gain['right']:.2f} nats below chance)"
         if leak >= LEAKS:
-            found["verdict"] = (
+            verdict = (
                 f"the oracle rationale leaks the target: with wrong queries the loss still falls by {share}"
             )
         elif leak <= CLEAN:
-            found["verdict"] = f"no leak is seen: with wrong queries the loss falls by {share}"
+            verdict = f"no leak is seen: with wrong queries the loss falls by {share}"
         else:
-            found["verdict"] = (
-                f"the oracle rationale leaks in part: with wrong queries the loss falls by {share}"
-            )
-    return found
+            verdict = f"the oracle rationale leaks in part: with wrong queries the loss falls by {share}"
+    return {"chance": level, "curves": curves, "gain": gain, "leak": leak, "verdict": verdict}
 
 
-def table(found: dict[str, Any]) -> str:
+def table(result: dict[str, Any]) -> str:
     """The printed table: losses at the beginning and at the end."""
     lines = [
-        f"contrastive loss of a model that knows nothing: {found['chance']:.3f} nats",
+        f"contrastive loss of a model that knows nothing: {result['chance']:.3f} nats",
         "",
         f"{'triplets':<16}{'LM loss, first and last fifth':>32}{'contrastive, first and last fifth':>36}{'below chance':>14}",
     ]
-    for kind, curve in found["curves"].items():
+    for kind, curve in result["curves"].items():
         cells = []
         for name in ("loss_lm", "loss_contrastive"):
             size = max(len(curve[name]) // 5, 1)
             cells.append(f"{np.mean(curve[name][:size]):.3f} -> {np.mean(curve[name][-size:]):.3f}")
-        lines.append(f"{kind:<16}{cells[0]:>32}{cells[1]:>36}{found['gain'][kind]:>14.3f}")
-    return "\n".join([*lines, "", found["verdict"]])
+        lines.append(f"{kind:<16}{cells[0]:>32}{cells[1]:>36}{result['gain'][kind]:>14.3f}")
+    return "\n".join([*lines, "", result["verdict"]])
 
 
-def plot(found: dict[str, Any]) -> str:
-    """The curves as one SVG file: LM loss left, contrastive loss right."""
-    lines = [
+def plot(result: dict[str, Any]) -> str:
+    """The curves as SVG: LM loss on the left, contrastive loss on the right."""
+    values = [
         {"kind": kind, "loss": name, "step": step, "value": value}
-        for kind, curve in found["curves"].items()
+        for kind, curve in result["curves"].items()
         for name in LOSSES
         for step, value in enumerate(smooth(curve[name]), start=1)
     ]
@@ -210,16 +198,16 @@ def plot(found: dict[str, Any]) -> str:
             }
         ]  # fmt: skip
         if name == "loss_contrastive":
-            level = {"data": {"values": [{}]}, "encoding": {"y": {"datum": found["chance"]}}}
+            level = {"data": {"values": [{}]}, "encoding": {"y": {"datum": result["chance"]}}}
             text = {"type": "text", "text": "chance", "align": "left", "dx": 4, "dy": -6, "x": 0}
             layer += [level | {"mark": {"type": "rule", "strokeDash": [4, 3]}}, level | {"mark": text}]
         panels.append({"title": title, "width": 370, "height": 220, "layer": layer})
     config = {"font": "system-ui, sans-serif", "legend": {"orient": "top"}, "axisX": {"grid": False}}
-    spec = {"data": {"values": lines}, "hconcat": panels, "background": "white", "config": config}
+    spec = {"data": {"values": values}, "hconcat": panels, "background": "white", "config": config}
     return vl_convert.vegalite_to_svg(spec)
 
 
 def smooth(values: list[float]) -> list[float]:
-    """Centred mean over a tenth of the curve, at least one value."""
+    """Moving average over a tenth of the curve."""
     half = math.ceil(len(values) / 20)
-    return [float(np.mean(values[max(place - half, 0) : place + half + 1])) for place in range(len(values))]
+    return [float(np.mean(values[max(at - half, 0) : at + half + 1])) for at in range(len(values))]

@@ -13,7 +13,7 @@ AtLeastOne = Annotated[int, Field(ge=1)]
 
 @dataclass
 class Diagnosis(PluginOptions):
-    """What every diagnosis needs."""
+    """Options of every diagnosis."""
 
     checkpoint: Path
     """Checkpoint directory with ``rge.json``, or ``demo``."""

@@ -21,30 +21,17 @@ from rge.tables.rows import table_rows
 
 @dataclass(frozen=True)
 class Pairs:
-    """Queries, candidates and oracle rationales to diagnose on.
-
-    Attributes:
-        queries: Q items.
-        groups: Q names of what resampling keeps together.
-        oracle: Q oracle rationales; None where there is none.
-        candidates: C items, ranked for every query.
-        right_QC: which of them answer which query, bool.
-    """
+    """Q queries, C candidates and oracle rationales to diagnose on."""
 
     queries: list[Item]
-    groups: list[str]
-    oracle: list[str | None]
-    candidates: list[Item]
-    right_QC: np.ndarray
+    groups: list[str]  # of the queries, for resampling
+    oracle: list[str | None]  # rationales of the queries
+    candidates: list[Item]  # ranked for every query
+    right_QC: np.ndarray  # which candidates answer which query, bool
 
 
 def read_pairs(path: str | Path, limit: int, seed: int = 0) -> Pairs:
-    """Read at most `limit` queries, drawn at random.
-
-    Args:
-        path: training records (see `open_data`), whose targets together are the candidates; or the folder of a retrieval set.
-        limit: queries at most.
-        seed: of the draw.
+    """Draw at most `limit` queries from training records (see `open_data`), whose targets are the candidates, or a retrieval set.
 
     Raises:
         RecordError: it is neither, or damaged.
@@ -56,7 +43,7 @@ def read_pairs(path: str | Path, limit: int, seed: int = 0) -> Pairs:
 
 
 def open_data(path: str | Path, *, need_rationale: bool = False) -> Records:
-    """Training records: a file of them, or the split ``train`` of a folder that the library `datasets` reads.
+    """Open training records: a file, or the split ``train`` of a folder that the library `datasets` reads.
 
     Raises:
         RecordError: it is neither, or damaged.
@@ -120,7 +107,7 @@ def _item(row: dict[str, Any], images: Sequence[Any], folder: Path) -> Item:
 
 
 def hits(query_QD: np.ndarray, candidate_CD: np.ndarray, right_QC: np.ndarray) -> np.ndarray:
-    """Whether the best candidate is a right one, (Q,) float64; of equal scores the first counts."""
+    """Whether the best candidate (the first of ties) is a right one, (Q,) float64."""
     best_Q = (query_QD @ candidate_CD.T).argmax(axis=1)
     return right_QC[np.arange(len(best_Q)), best_Q].astype(np.float64)
 
@@ -128,18 +115,18 @@ def hits(query_QD: np.ndarray, candidate_CD: np.ndarray, right_QC: np.ndarray) -
 def interval(
     values_Q: np.ndarray, groups: Sequence[str], seed: int = 0, *, bounds: tuple[float, float] = (0.0, 1.0)
 ) -> tuple[float, float | None, float | None]:
-    """Mean and 95 % interval over groups, see `rge.stats.intervals`; None where one group alone has none."""
-    (found,) = figures(cluster_bootstrap(values_Q[:, None], index_of(groups), seed=seed), bounds)
-    return float(values_Q.mean()), found["low"], found["high"]
+    """Mean and 95 % interval over groups, see `rge.stats.intervals`; None for a single group."""
+    (figure,) = figures(cluster_bootstrap(values_Q[:, None], index_of(groups), seed=seed), bounds)
+    return float(values_Q.mean()), figure["low"], figure["high"]
 
 
 def permute_across_groups(groups: Sequence[str], seed: int = 0) -> np.ndarray:
-    """A permutation that gives every query another group's, where there is another group, (Q,) int64."""
+    """A permutation that maps every query to one of another group, if there is another, (Q,) int64."""
     rng = np.random.default_rng(seed)
     names = np.asarray(groups, dtype=object)
     order = rng.permutation(len(names))
-    other = order[np.argsort(names[order].astype(str), kind="stable")]  # groups one after the other
+    by_group = order[np.argsort(names[order].astype(str), kind="stable")]
     largest = max(int((names == name).sum()) for name in set(groups))
     moved = np.empty(len(names), dtype=np.int64)
-    moved[other] = np.roll(other, largest)  # further than any group is long
+    moved[by_group] = np.roll(by_group, largest)  # a shift by the largest group leaves every group
     return moved

@@ -1,14 +1,14 @@
 """Does the rationale matter? Embeddings after swapped, shuffled and empty rationales, or think tokens.
 
-Words: the same query is embedded after its own rationale, another query's, as many full stops, nothing at all, the oracle's, and
+Words: the same query is embedded after its own rationale, another query's, the same number of full stops, nothing, the oracle's, and
 another query's oracle's.
 
-Think tokens (``mode=latent``): their rows are the same for every query, so what they hold of one is in their hidden states. These are
-replaced where they enter each decoder layer, the first included, by another query's, by zeros, by one another's, or by the mean
-over all queries; ``<emb>`` then reads keys and values of the replacement in every layer, each rotated to the place where it
-stands. Keys and values themselves could not be moved between queries, since they are rotated by the length of their own prompt.
-The other states are recorded in an untouched pass, so a replacement is what another query's ``<emb>`` has read, and its prompt
-does not leak into it. Done by hooks on the layers, the same for every family and packed as everywhere.
+Think tokens (``mode=latent``): their embedding rows are the same for every query, so only their hidden states depend on it. Where these
+enter each decoder layer, including the first, they are replaced by another query's, by zeros, by one another's, or by the mean
+over all queries; ``<emb>`` then reads keys and values of the replacement in every layer, rotated to its new position. Keys and
+values themselves could not be moved between queries, since they are rotated by the length of their own prompt. The replacements
+are recorded in an unmodified pass, so they are what another query's ``<emb>`` has read. Implemented by hooks on the layers, for
+every family and with packing.
 
 Shape suffixes: Q = queries, B = queries of a batch, L = layers, K = think tokens, T = tokens of a packed batch, D = hidden size.
 """
@@ -30,30 +30,23 @@ from rge.model.prompts import Prompt
 from rge.rollout.generate import generate
 from rge.stats.intervals import OF_DIFFERENCES, in_words
 
-Asked = Literal["reasoning", "latent"]
+Mode = Literal["reasoning", "latent"]
 
 
 @torch.no_grad()
 def sensitivity(
-    encoder: Embedder, pairs: Pairs, *, batch_size: int, mode: Asked | None = None, seed: int = 0
+    encoder: Embedder, pairs: Pairs, *, batch_size: int, mode: Mode | None = None, seed: int = 0
 ) -> dict[str, Any]:
-    """Measure all conditions.
-
-    Args:
-        encoder: a checkpoint.
-        pairs: what it is asked.
-        batch_size: items embedded at once.
-        mode: ``reasoning`` or ``latent``: what is interfered with, the words or the think tokens; None as queries were trained.
-        seed: of who is swapped with whom, and of the intervals.
+    """Measure all conditions, by interventions on words (``reasoning``) or think tokens (``latent``); None: as queries were trained.
 
     Returns:
         ``conditions`` by name, each with ``hit@1`` (mean, low, high), the paired ``difference`` from own, ``cosine`` to the
-        own embedding, and ``moved``, the share of queries with another best candidate; ``cosine_of_others``, how alike
-        the own embeddings of different queries are; a ``verdict``; and, of records with oracle rationales, ``knowability``, see
+        own embedding, and ``moved``, the share of queries with another best candidate; ``cosine_of_others``: mean cosine between
+        own embeddings of different queries; a ``verdict``; and, for records with oracle rationales, ``knowability``, see
         `rge.diagnose.knowability.measure_knowability`.
 
     Raises:
-        UserError: ``latent`` of a checkpoint without think tokens.
+        UserError: ``latent`` for a checkpoint without think tokens.
     """
     mode = mode or ("latent" if encoder.query_mode == "latent" else "reasoning")
     encoder.settings.check_mode(mode)
@@ -69,11 +62,11 @@ def sensitivity(
     own_QD = states["own"]
     own_hits = hits(own_QD, candidate_CD, pairs.right_QC)
     best_Q = (own_QD @ candidate_CD.T).argmax(axis=1)
-    found: dict[str, Any] = {}
+    conditions: dict[str, Any] = {}
     for name, state_QD in states.items():
         hit_Q = hits(state_QD, candidate_CD, pairs.right_QC)
         difference = interval(hit_Q - own_hits, pairs.groups, seed, bounds=OF_DIFFERENCES)
-        found[name] = {
+        conditions[name] = {
             "hit@1": interval(hit_Q, pairs.groups, seed),
             "difference": (0.0, 0.0, 0.0) if name == "own" else difference,
             "cosine": float((state_QD * own_QD).sum(axis=1).mean()),
@@ -83,17 +76,17 @@ def sensitivity(
         "mode": mode,
         "queries": len(prompts),
         "candidates": len(pairs.candidates),
-        "conditions": found,
+        "conditions": conditions,
         "cosine_of_others": float((own_QD * own_QD[moved_Q]).sum(axis=1).mean()),
         **about,
-        "verdict": verdict(found, mode),
+        "verdict": verdict(conditions, mode),
     }
 
 
 def _written(
     encoder: Embedder, prompts: Sequence[Prompt], pairs: Pairs, moved_Q: np.ndarray, batch_size: int
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Embeddings (Q, D) after rationales by condition, and what the rationales are like."""
+    """Embeddings (Q, D) after rationales by condition, and statistics of the rationales."""
     embedder, builder = encoder.model, encoder.builder
     cap = encoder.settings.generation.max_new_tokens
     own = generate(embedder, prompts, max_new_tokens=cap, batch_size=batch_size)
@@ -126,7 +119,7 @@ def _written(
 def _latent(
     encoder: Embedder, prompts: Sequence[Prompt], moved_Q: np.ndarray, batch_size: int, seed: int
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Embeddings (Q, D) after think tokens by condition, and how many there are."""
+    """Embeddings (Q, D) after think tokens by condition, and the number of think tokens."""
     after = partial(latent_embeddings, encoder, prompts, batch_size=batch_size)
     own, thought_QLKD = after()
     num = thought_QLKD.shape[2]
@@ -135,7 +128,7 @@ def _latent(
         "zeroed": torch.zeros_like(thought_QLKD),
         "mean": thought_QLKD.mean(dim=0, keepdim=True).expand_as(thought_QLKD),
     }
-    if num > 1:  # every one in another's place
+    if num > 1:  # every token moves to another's place
         shift_Q = torch.from_numpy(np.random.default_rng(seed).integers(1, num, len(prompts)))
         place_QK = (torch.arange(num) + shift_Q[:, None]) % num
         changed["shuffled"] = thought_QLKD.take_along_dim(place_QK[:, None, :, None], dim=2)
@@ -148,21 +141,15 @@ def _latent(
 def latent_embeddings(
     encoder: Embedder, prompts: Sequence[Prompt], *, batch_size: int, thought_QLKD: Tensor | None = None
 ) -> tuple[np.ndarray, Tensor]:
-    """Embeddings after think tokens whose hidden states may be replaced.
-
-    Args:
-        encoder: of a checkpoint with think tokens.
-        prompts: Q of them.
-        batch_size: prompts a forward.
-        thought_QLKD: what enters each layer in place of the think tokens' own hidden states; None: their own.
+    """Embeddings after think tokens; `thought_QLKD` replaces their hidden states where they enter each layer, if given.
 
     Returns:
-        Embeddings (Q, D), and the hidden states (Q, L, K, D) that would have entered each layer, in main memory.
+        Embeddings (Q, D), and the hidden states (Q, L, K, D) before replacement, in main memory.
     """
     embedder = encoder.model
     layers = embedder.family.decoder(embedder.model).layers
-    given = embedder.given["latent"]
-    branch = [Branch([*given, embedder.emb_id], read_state=True)]
+    think_ids = embedder.given["latent"]
+    branch = [Branch([*think_ids, embedder.emb_id], read_state=True)]
     states, thoughts = [], []
     order = list(by_length([*map(len, prompts)], batch_size))
     for rows in order:
@@ -170,7 +157,7 @@ def latent_embeddings(
         assert packed.prompts is not None
         assert packed.tails is not None
         emb_B = packed.tails.state_index_N + packed.prompts.input_ids_T.shape[0]
-        place_BK = emb_B[:, None] + torch.arange(-len(given), 0, device=emb_B.device)
+        place_BK = emb_B[:, None] + torch.arange(-len(think_ids), 0, device=emb_B.device)
         new_BLKD = None if thought_QLKD is None else thought_QLKD[rows]
         with _replacing(layers, place_BK, new_BLKD) as seen:
             states.append(embedder(packed)[0].state_ND.float().cpu())
@@ -181,7 +168,7 @@ def latent_embeddings(
 
 @contextmanager
 def _replacing(layers: nn.ModuleList, place_BK: Tensor, new_BLKD: Tensor | None) -> Iterator[list[Tensor]]:
-    """Note what enters each layer at these places of a packed batch, (B, K, D) a layer; and replace it, unless `new_BLKD` is None."""
+    """Record what enters each layer at these positions of a packed batch, (B, K, D) per layer, and replace it by `new_BLKD`, if given."""
     seen: list[Tensor] = []
 
     def enter(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
@@ -200,8 +187,8 @@ def _replacing(layers: nn.ModuleList, place_BK: Tensor, new_BLKD: Tensor | None)
             hook.remove()
 
 
-def verdict(conditions: dict[str, Any], mode: Asked = "reasoning") -> str:
-    """One sentence on what the swap says, by whether its interval leaves zero out."""
+def verdict(conditions: dict[str, Any], mode: Mode = "reasoning") -> str:
+    """A sentence on the effect of the swap: is zero outside its interval?"""
     what = "what the think tokens hold" if mode == "latent" else "the rationale"
     mean, low, high = conditions["swapped"]["difference"]
     points = f"{100 * mean:+.1f} {in_words(low, high)} points of hit@1"
@@ -214,20 +201,20 @@ def verdict(conditions: dict[str, Any], mode: Asked = "reasoning") -> str:
     return f"no effect of {what} is seen: another query's gives {points}"
 
 
-def table(found: dict[str, Any]) -> str:
+def table(result: dict[str, Any]) -> str:
     """The printed table, in per cent."""
-    if found["mode"] == "latent":
-        title, asked = "think tokens", f"{found['think_tokens']} think tokens"
+    if result["mode"] == "latent":
+        title, summary = "think tokens", f"{result['think_tokens']} think tokens"
     else:
-        title, mean = "rationale", f"{found['rationale_tokens']:.1f} tokens on average"
-        asked = f"{found['distinct_rationales']} different rationales of {mean}"
-    width = max(10, *(len(name) + 2 for name in (title, *found["conditions"])))
+        title, mean = "rationale", f"{result['rationale_tokens']:.1f} tokens on average"
+        summary = f"{result['distinct_rationales']} different rationales of {mean}"
+    width = max(10, *(len(name) + 2 for name in (title, *result["conditions"])))
     lines = [
-        f"{found['queries']} queries, {found['candidates']} candidates; {asked}",
+        f"{result['queries']} queries, {result['candidates']} candidates; {summary}",
         "",
         f"{title:<{width}}{'hit@1, %':>22}{'difference from own':>26}{'cosine to own':>16}{'other best, %':>16}",
     ]
-    for name, row in found["conditions"].items():
+    for name, row in result["conditions"].items():
         hit, low, high = row["hit@1"]
         mean, below, above = row["difference"]
         lines.append(
@@ -237,10 +224,10 @@ def table(found: dict[str, Any]) -> str:
         )
     lines += [
         "",
-        f"own embeddings of different queries: cosine {found['cosine_of_others']:.3f}",
-        found["verdict"],
+        f"own embeddings of different queries: cosine {result['cosine_of_others']:.3f}",
+        result["verdict"],
     ]
-    knowable = found.get("knowability") or {"queries": 0}
+    knowable = result.get("knowability") or {"queries": 0}
     if knowable["queries"]:
         share, low, high = knowable["knowability"]
         lines.append(

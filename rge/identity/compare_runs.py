@@ -26,24 +26,24 @@ RECORDED_IN = ("rge.json", "done.json", "results.json", IDENTITY)
 def main(words: list[str]) -> int:
     """Print the differences; 1 if there are any."""
     options = parse_options(CompareRunsOptions, positional(words, "a", "b"), "rge compare-runs A B")
-    places = [_recorded_in(path) for path in (options.a, options.b)]
-    a, b = map(read_identity, places)
+    files = [_recorded_in(path) for path in (options.a, options.b)]
+    a, b = map(read_identity, files)
     lines = in_words(differences(a, b))
     for part in unknown(a, b):
-        silent = places[0] if a.get(part) is None else places[1]
-        lines.append(f"unknown: {part}, which {silent} does not record")
-    print("\n".join([f"a = {places[0]}", f"b = {places[1]}", *(lines or ["no differences"])]))  # noqa: T201
+        file = files[0] if a.get(part) is None else files[1]
+        lines.append(f"unknown: {part}, which {file} does not record")
+    print("\n".join([f"a = {files[0]}", f"b = {files[1]}", *(lines or ["no differences"])]))  # noqa: T201
     return 1 if lines else 0
 
 
 def read_identity(path: Path) -> Identity:
     """The identity in a file of `RECORDED_IN`, with the recipe of a training."""
     content = read_json(path) or {}
-    found: Identity = dict(content if path.name == IDENTITY else content.get("identity") or {})
-    found.pop("key", None)  # of an evaluation: the hash of the rest
+    identity: Identity = dict(content if path.name == IDENTITY else content.get("identity") or {})
+    identity.pop("key", None)  # of an evaluation: the hash of the rest
     if "recipe" in content and path.name != IDENTITY:
-        found = {"recipe": content["recipe"], "progress": {"step": content.get("step")}, **found}
-    return found
+        identity = {"recipe": content["recipe"], "progress": {"step": content.get("step")}, **identity}
+    return identity
 
 
 def _recorded_in(path: Path) -> Path:

@@ -1,8 +1,8 @@
-"""Run identity: everything that a result depends on, gathered by one function and compared by another.
+"""Run identity: everything that a result depends on, and how two of them differ.
 
-`run_identity` is kept in ``backbone/identity.json``, in the ``done.json`` of a training state, in the ``rge.json`` of a checkpoint
-and in the ``results.json`` of an evaluation. `differences` says what two of them differ in: resuming, reusing a backbone, reading
-cached embeddings, comparing evaluations and ``rge compare-runs A B`` all ask it. What one of them does not record is reported as unknown (`unknown`).
+`run_identity` is stored in ``backbone/identity.json``, in the ``done.json`` of a training state, in the ``rge.json`` of a checkpoint
+and in the ``results.json`` of an evaluation. Resuming, reusing a backbone, reading cached embeddings, comparing evaluations and
+``rge compare-runs A B`` use `differences`, and report what one of the two does not record as `unknown`.
 """
 
 import ast
@@ -22,49 +22,39 @@ from rge.common.files import HOME
 from rge.common.registry import OURS, plugins_loaded, registered_by
 
 IDENTITY = "identity.json"
-"""The identity of a folder that has no JSON file of its own."""
+"""For folders without another JSON file."""
 EXACT_BYTES = 8 << 30
-"""Up to this size files are hashed whole, in a minute at 140 MB/s; of larger ones `BLOCKS` blocks are, evenly spread."""
+"""Up to this size files are hashed completely, in a minute at 140 MB/s; of larger ones, `BLOCKS` evenly spaced blocks."""
 BLOCKS, BLOCK_BYTES = 4096, 1 << 16
 MODULES, PACKAGES = "software.modules.", "software.packages."
 SHOWN = 8
-"""Modules that are listed by name."""
+"""Modules listed by name."""
 
 Identity = dict[str, Any]
 
 
 def run_identity(*, but: Sequence[str] = (), **parts: Any) -> Identity:
-    """The identity of a run.
+    """The identity of a run: `parts` from the caller (a training's ``recipe``, ``records``, ``start`` and ``launch``) and the software.
 
-    Args:
-        but: packages of ours whose modules do not count, see `software`.
-        parts: what only the caller knows: of a training, ``recipe``, ``records``, ``start`` and ``launch``.
-
-    Returns:
-        The parts, with ``software`` (modules of ours and of the user that are loaded, versions of loaded packages), ``plugins``
-        and ``machine``, which is recorded but never makes anything stale.
+    Adds ``software`` (see there for `but`), ``plugins`` and ``machine``, which is recorded but never makes anything stale.
     """
     return {**parts, "software": software(but=but), "plugins": plugins(), "machine": machine()}
 
 
 def software(rooms: Sequence[str] = OURS, but: Sequence[str] = ()) -> dict[str, dict[str, str]]:
-    """Hashes of the loaded modules that are ours or the user's, and versions of the loaded packages.
+    """Hashes of the loaded modules of ours (in `rooms`, not in `but`) and of the user, and versions of the loaded packages.
 
     Comments and docstrings do not count. Modules of plugins are in `plugins`.
-
-    Args:
-        rooms: packages of ours whose modules count.
-        but: those within them whose modules do not.
     """
-    theirs = {_top(name) for name in plugins_loaded()}
+    plugin_packages = {_top(name) for name in plugins_loaded()}
     modules = {
         name: _code_of(path)
         for name, path in _loaded()
-        if _top(name) not in theirs
+        if _top(name) not in plugin_packages
         and (_top(name) not in OURS or (_is_in(name, rooms) and not _is_in(name, but)))
     }
     tops = {_top(name) for name in tuple(sys.modules)}
-    installed = sorted({one for top in tops for one in _distributions().get(top, ())})
+    installed = sorted({name for top in tops for name in _distributions().get(top, ())})
     return {
         "modules": dict(sorted(modules.items())),
         "packages": {name: _version_now(name) for name in (*installed, "python", "rge")},
@@ -72,21 +62,20 @@ def software(rooms: Sequence[str] = OURS, but: Sequence[str] = ()) -> dict[str, 
 
 
 def plugins(*, figures: bool = True) -> dict[str, dict[str, Any]]:
-    """Modules that registered something: what they registered, and a hash of the loaded modules of their package.
+    """Plugin modules: their entries, and a hash of the loaded modules of their package.
 
-    Args:
-        figures: False leaves out those that registered metrics and benchmarks alone, which decide no embedding.
+    Without `figures`, omits those that registered only metrics and benchmarks, which do not affect embeddings.
     """
     found = {}
     for name in sorted(plugins_loaded()):
-        if (gives := registered_by(name, figures=figures)) is not None:
-            own = {module: _code_of(path) for module, path in _loaded() if _top(module) == _top(name)}
-            found[name] = {"gives": gives, "code": digest(own)[:12]}
+        if (entries := registered_by(name, figures=figures)) is not None:
+            modules = {module: _code_of(path) for module, path in _loaded() if _top(module) == _top(name)}
+            found[name] = {"gives": entries, "code": digest(modules)[:12]}
     return found
 
 
 def machine() -> dict[str, Any]:
-    """CPU, its vector instructions, and the threads of torch: they move a float32 score by about 1e-7."""
+    """CPU, its vector instructions, and torch's threads, which change a float32 score by about 1e-7."""
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.is_file():
@@ -104,13 +93,10 @@ def machine() -> dict[str, Any]:
 
 
 def changes_since(then: Identity) -> dict[str, tuple[Any, Any]]:
-    """How the software of an earlier run differs from the same modules and packages now, see `differences`.
+    """How the software of an earlier run (its `software_of`) differs from the same modules and packages now, see `differences`.
 
-    Which modules are loaded depends on the command as well. So each that was loaded then is compared, loaded now or not, as a
-    compiler's list of dependencies is.
-
-    Args:
-        then: ``software``, and ``plugins`` without those that decide figures alone.
+    Which modules are loaded also depends on the command. So all modules of `then` are compared, loaded now or not, like the
+    dependencies that a compiler lists.
     """
     loaded = dict(_loaded())
     software = {
@@ -121,37 +107,31 @@ def changes_since(then: Identity) -> dict[str, tuple[Any, Any]]:
 
 
 def software_of(rooms: Sequence[str]) -> Identity:
-    """What embeddings and scores that are made now are filed under, for `changes_since`."""
+    """The identity of embeddings and scores that are computed now, for `changes_since`."""
     return {"software": software(rooms), "plugins": plugins(figures=False)}
 
 
 def joined(then: Identity | None, now: Identity) -> Identity:
-    """`software_of` of a run that continues with what an earlier one made and that still holds: what either had loaded."""
+    """`software_of` a run that continues valid results of an earlier one: the modules and packages of either."""
     if then is None:
         return now
-    software = {part: then["software"][part] | found for part, found in now["software"].items()}
+    software = {part: then["software"][part] | values for part, values in now["software"].items()}
     return {**now, "software": software}
 
 
 def still_valid(made_with: Sequence[Identity], rooms: Sequence[str]) -> Identity:
-    """The first of `made_with` that nothing has changed since, else `software_of` the rooms now."""
+    """The first of `made_with` without changes since, else `software_of` the rooms now."""
     return next((then for then in made_with if not changes_since(then)), None) or software_of(rooms)
 
 
 def content_of(path: Path, but: Sequence[str] = (), *, like: str = "*") -> dict[str, Any]:
-    """Size and hash of a file, or of all files in a folder, and whether every byte was read.
-
-    Args:
-        path: of the file or folder.
-        but: names of files in the folder that are left out.
-        like: pattern of the names of those that count.
-    """
+    """Size and hash of a file or of the files in a folder (`like` this pattern, `but` not these names), and what was read."""
     if path.is_file():
         size, exact = path.stat().st_size, path.stat().st_size <= EXACT_BYTES
         return {"bytes": size, "sha256": _sha256_of(path, exact), "read": _read_of(exact)}
-    files = sorted(one for one in path.rglob(like) if one.is_file() and one.name not in but)
-    size = sum(one.stat().st_size for one in files)
-    hashes = {str(one.relative_to(path)): _sha256_of(one, size <= EXACT_BYTES) for one in files}
+    files = sorted(file for file in path.rglob(like) if file.is_file() and file.name not in but)
+    size = sum(file.stat().st_size for file in files)
+    hashes = {str(file.relative_to(path)): _sha256_of(file, size <= EXACT_BYTES) for file in files}
     return {"bytes": size, "sha256": digest(hashes), "read": _read_of(size <= EXACT_BYTES)}
 
 
@@ -164,18 +144,18 @@ def _sha256_of(path: Path, exact: bool) -> str:
     with path.open("rb") as content:
         if exact or size <= BLOCKS * BLOCK_BYTES:
             return hashlib.file_digest(content, "sha256").hexdigest()
-        found = hashlib.sha256(str(size).encode())
+        sampled = hashlib.sha256(str(size).encode())
         for number in range(BLOCKS):
             content.seek((size - BLOCK_BYTES) * number // (BLOCKS - 1))
-            found.update(content.read(BLOCK_BYTES))
-        return found.hexdigest()
+            sampled.update(content.read(BLOCK_BYTES))
+        return sampled.hexdigest()
 
 
 def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """What two identities differ in: ``part.key`` -> (of a, of b).
+    """Differences of two identities: ``part.key`` -> (value in a, value in b).
 
-    Parts that one of them does not record are left out, see `unknown`. Of modules and packages those are compared that both
-    have: what only one of them loaded follows from a key, a plugin or a module that differs as well.
+    Omits parts that one of them does not record, see `unknown`, and modules and packages that only one of them loaded, since that
+    follows from another difference: a key, a plugin or a module.
     """
     flat_a, flat_b = flattened(a), flattened(b)
     return {
@@ -189,7 +169,7 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[A
 
 
 def unknown(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    """Parts that the one identity has and the other lacks, such as an evaluation's and a state's."""
+    """Parts that only one of the two identities records."""
     return [
         part
         for part in dict.fromkeys([*a, *b, MODULES.rstrip("."), PACKAGES.rstrip(".")])
@@ -198,37 +178,37 @@ def unknown(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
 
 
 def in_words(apart: Mapping[str, tuple[Any, Any]]) -> list[str]:
-    """Differences as lines for people: which file, which key, which module."""
+    """Describe differences for people: which file, key or module."""
     lines: dict[str, list[str]] = {}
     for name, pair in apart.items():
         part, _, rest = name.partition(".")
-        one, other = (_shown(value) for value in pair)
+        a, b = (_shown(value) for value in pair)
         if name.startswith(MODULES):
             lines.setdefault("code of", []).append(name.removeprefix(MODULES))
         elif name.startswith(PACKAGES):
-            lines.setdefault("versions:", []).append(f"{name.removeprefix(PACKAGES)} {one} and {other}")
+            lines.setdefault("versions:", []).append(f"{name.removeprefix(PACKAGES)} {a} and {b}")
         elif part == "records":
             file, _, what = rest.rpartition(".")
-            lines.setdefault(f"records of {file}:", []).append(f"{what} {one} and {other}")
+            lines.setdefault(f"records of {file}:", []).append(f"{what} {a} and {b}")
         elif part == "recipe":
-            lines.setdefault(f"{rest}:", []).append(f"{one} and {other}")
+            lines.setdefault(f"{rest}:", []).append(f"{a} and {b}")
         else:
-            lines.setdefault(f"{part}:", []).append(f"{rest} {one} and {other}")
+            lines.setdefault(f"{part}:", []).append(f"{rest} {a} and {b}")
     return [
-        f"{head} {', '.join(told[:SHOWN])}{f' and {len(told) - SHOWN} more' if len(told) > SHOWN else ''}"
-        for head, told in lines.items()
+        f"{head} {', '.join(items[:SHOWN])}{f' and {len(items) - SHOWN} more' if len(items) > SHOWN else ''}"
+        for head, items in lines.items()
     ]
 
 
 def flattened(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """``{"a": {"b": 1}}`` as ``{"a.b": 1}``, without what is None; lists stay whole."""
-    found: dict[str, Any] = {}
+    """``{"a": {"b": 1}}`` as ``{"a.b": 1}``, without None; lists stay whole."""
+    leaves: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping):
-            found |= flattened(value, f"{prefix}{key}.")
+            leaves |= flattened(value, f"{prefix}{key}.")
         elif value is not None:
-            found[f"{prefix}{key}"] = value
-    return found
+            leaves[f"{prefix}{key}"] = value
+    return leaves
 
 
 def digest(value: Any) -> str:
@@ -258,25 +238,23 @@ def _shown(value: Any) -> str:
 
 
 def _loaded() -> Iterator[tuple[str, Path]]:
-    """Loaded modules that are ours, or that come neither with Python nor with an installed package; and their files."""
-    theirs = {*OURS, *map(_top, plugins_loaded())}
+    """Loaded modules and their files: ours, plugins, and those that belong neither to Python nor to an installed package."""
+    known = {*OURS, *map(_top, plugins_loaded())}
     for name, module in tuple(sys.modules.items()):
         spec, file = getattr(module, "__spec__", None), getattr(module, "__file__", None)
         if name == "__main__" and file is not None:  # `python -m rge.train`, or a script
             name = spec.name if spec is not None else _name_of(Path(file))
-        elif spec is None or not spec.has_location:  # made by a program, such as torch.ops
+        elif spec is None or not spec.has_location:  # created at runtime, such as torch.ops
             continue
-        if file is not None and (_top(name) in theirs or not _is_installed(file)):
+        if file is not None and (_top(name) in known or not _is_installed(file)):
             yield name, Path(file)
 
 
 def _name_of(script: Path) -> str:
     script = script.resolve()
-    return (
-        ".".join(script.relative_to(HOME).with_suffix("").parts)
-        if script.is_relative_to(HOME)
-        else script.stem
-    )
+    if not script.is_relative_to(HOME):
+        return script.stem
+    return ".".join(script.relative_to(HOME).with_suffix("").parts)
 
 
 @cache
@@ -287,13 +265,15 @@ def _is_installed(file: str) -> bool:
 
 
 def _code_of(path: Path) -> str:
-    found = path.stat() if path.is_file() else None
-    return _hash_of(path, found.st_mtime_ns, found.st_size) if found is not None else "gone"
+    if not path.is_file():
+        return "gone"
+    status = path.stat()
+    return _hash_of(path, status.st_mtime_ns, status.st_size)
 
 
 @cache
 def _hash_of(path: Path, *_: int) -> str:
-    """A short hash of a module: its syntax tree without docstrings; of a compiled one its bytes."""
+    """A short hash of a module's syntax tree without docstrings, or of a compiled module's bytes."""
     if path.suffix != ".py":
         return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
     tree = ast.parse(path.read_bytes())
@@ -310,10 +290,10 @@ def _hash_of(path: Path, *_: int) -> str:
 
 
 def _code_now(name: str, loaded: Mapping[str, Path]) -> str:
-    """The hash of a module that was loaded once, whether it is now or not."""
+    """The current hash of a module that was loaded earlier, loaded now or not."""
     base = HOME.joinpath(*name.split("."))
-    places = (loaded.get(name), base.with_suffix(".py"), base / "__init__.py")
-    return next((_code_of(path) for path in places if path is not None and path.is_file()), "gone")
+    paths = (loaded.get(name), base.with_suffix(".py"), base / "__init__.py")
+    return next((_code_of(path) for path in paths if path is not None and path.is_file()), "gone")
 
 
 @cache

@@ -17,24 +17,22 @@ def set_fingerprint(
     excluded: Pairs = (),
     candidates: Pairs = (),
 ) -> str:
-    r"""Fingerprint of a retrieval set: what is asked, what is ranked and what counts as right.
+    r"""Fingerprint of a retrieval set: its queries, its candidates and its relevance judgements.
 
     The bytes hashed are UTF-8 lines, one compact JSON array each (``json.dumps(row, ensure_ascii=False,
     separators=(",", ":"))`` plus ``\n``), in this order: ``["query",id]`` by id, ``["corpus",id]`` by id,
     ``["qrels",query id,corpus id,gain]`` by both ids, then ``["negatives",query id,corpus id]``,
-    ``["excluded",...]`` and ``["candidates",...]`` likewise. Ids sort by code point. An empty table adds nothing, so a
-    set without the optional tables is named by its sorted ids and qrels alone. JSON keeps ids that contain
-    separators apart.
+    ``["excluded",...]`` and ``["candidates",...]`` likewise. Ids sort by code point. An empty table adds nothing. JSON makes ids
+    that contain separators unambiguous.
 
-    Pictures and texts are not part of it: a re-encoded picture is still the same set. (The embedding cache of
-    ``eval`` hashes them on its own account.)
+    Pictures and texts do not count: a re-encoded picture is still the same set. (The embedding cache of ``eval`` hashes them.)
 
     Returns:
         64 lower-case hexadecimal digits (sha256).
 
     Raises:
-        ValueError: an id is not a string or a gain is not an integer. Usually the file types of pandas are to blame
-            (ids read as numbers, gains as floats), and would give another fingerprint on another machine.
+        ValueError: an id is not a string or a gain is not an integer, usually because pandas inferred other types (ids as numbers,
+            gains as floats), which would give another fingerprint on another machine.
     """
     digest = hashlib.sha256()
     rows: list[list[tuple[object, ...]]] = [
@@ -58,7 +56,7 @@ def set_fingerprint(
 
 
 def _integer(gain: object, query: str, name: str) -> int:
-    # numpy integers are welcome (they come out of Parquet); True and 1.0 are not
+    # Accepts numpy integers, from Parquet; rejects True and 1.0.
     if isinstance(gain, bool) or not hasattr(gain, "__index__"):
         raise ValueError(f"qrels: gain of {name!r} for query {query!r} must be an integer, got {gain!r}")
     return gain.__index__()

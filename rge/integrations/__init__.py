@@ -1,1 +1,1 @@
-"""Checkpoints of rge behind other libraries' own entry points."""
+"""Checkpoints of rge in other libraries."""

@@ -15,11 +15,9 @@ class ReasoningEmbeddings(Embeddings):
     """Wraps `rge.embedder.Embedder`; the asynchronous methods run it in a thread."""
 
     def __init__(self, checkpoint: str | Embedder, **options: Any):
-        self.embedder = (
-            checkpoint
-            if isinstance(checkpoint, Embedder)
-            else Embedder.from_pretrained(checkpoint, **options)
-        )
+        if not isinstance(checkpoint, Embedder):
+            checkpoint = Embedder.from_pretrained(checkpoint, **options)
+        self.embedder = checkpoint
 
     def embed_query(self, text: str, images: Picture | Sequence[Picture] | None = None) -> list[float]:
         """Embed a question, about pictures or not."""

@@ -35,7 +35,7 @@ class ReasoningEmbedding(MultiModalEmbedding):
         return self._get_image_embeddings([img_file_path])[0]
 
     def _get_image_embeddings(self, img_file_paths: list[Any]) -> list[list[float]]:
-        images = [one.getvalue() if isinstance(one, BytesIO) else one for one in img_file_paths]
+        images = [path.getvalue() if isinstance(path, BytesIO) else path for path in img_file_paths]
         return self._embedder.encode_document(images=images).tolist()
 
     async def _aget_query_embedding(self, query: str) -> list[float]:

@@ -1,10 +1,9 @@
-"""A checkpoint as MTEB evaluates it: queries reason, documents do not.
+"""A checkpoint for MTEB: queries reason, documents do not.
 
     meta = register("runs/demo/joint/final")
     mteb.evaluate(meta, mteb.get_tasks(["CIRRIT2IRetrieval"]))
 
-Embeddings equal `rge.embedder.Embedder`'s, which it wraps. `eval.benchmarks.mteb_tasks` makes MTEB's tasks of our own retrieval
-sets.
+Wraps `rge.embedder.Embedder`. `eval.benchmarks.mteb_tasks` turns our retrieval sets into MTEB's tasks.
 """
 
 from collections.abc import Iterator
@@ -26,20 +25,20 @@ from rge.model.adapter_files import find_base, is_adapter_checkpoint
 
 
 class ReasoningEncoder(AbsEncoder):
-    """What MTEB calls. Made by `register`'s metadata; its arguments are those of `mteb.get_model`.
+    """The model that MTEB calls; `mteb.get_model` passes its arguments.
 
     Args:
-        model_name: as it was registered.
-        revision: of that.
+        model_name: as registered.
+        revision: as registered.
         device: see `rge.embedder.Embedder.from_pretrained`.
         checkpoint: the folder.
-        mode: of queries: ``reasoning`` or ``direct``; None as the checkpoint was trained.
-        instruction: before every query; None takes the query's own where the task has one a query, else the task's, else
-            the one of training. An empty string puts nothing.
-        prompts: prompt profile instead of the checkpoint's; MMEB's texts, for one, hold their instructions (``plain``).
-        exact: compute every row alone, so that no batch size moves a last digit; None does so in float32 on a CPU, as
+        mode: of queries: ``reasoning`` or ``direct``; None: as trained.
+        instruction: before every query; '': none; None: the query's own if the task has them, else the task's, else that of
+            training.
+        prompts: prompt profile instead of the checkpoint's, such as ``plain`` for MMEB, whose texts contain their instructions.
+        exact: compute every row alone, so that the batch size does not affect the last digit; None: in float32 on a CPU, as
             ``rge eval run`` does.
-        options: further ones of `Embedder.from_pretrained`.
+        options: further options of `Embedder.from_pretrained`.
     """
 
     def __init__(
@@ -73,27 +72,28 @@ class ReasoningEncoder(AbsEncoder):
         batch_size: int = 32,
         **_: Any,
     ) -> np.ndarray:
-        """Embed what a loader gives, (N, D) float32, unit norm; only queries of retrieval reason."""
+        """Embed the batches of a loader, (N, D) float32, unit norm; only queries reason."""
         is_query = prompt_type == PromptType.query
         fallback = self._instruction(task_metadata) if is_query else None
-        parts, waiting = [], list[Item]()
+        parts, window = [], list[Item]()
         for batch in inputs:
             items = _items(batch, fallback, is_query=is_query)
             if self.instruction is not None and is_query:
-                items = (replace(one, instruction=self.instruction or None) for one in items)
-            waiting += items
-            if len(waiting) >= WINDOW_BATCHES * batch_size:
-                parts.append(self._embed(waiting, is_query, batch_size))
-                waiting = []
-        parts.append(self._embed(waiting, is_query, batch_size))
+                items = (replace(item, instruction=self.instruction or None) for item in items)
+            window += items
+            if len(window) >= WINDOW_BATCHES * batch_size:
+                parts.append(self._embed(window, is_query, batch_size))
+                window = []
+        parts.append(self._embed(window, is_query, batch_size))
         return np.concatenate(parts)
 
     def _embed(self, items: list[Item], is_query: bool, batch_size: int) -> np.ndarray:
-        if is_query:
-            found = self.embedder.encode(items, side="query", mode=self.mode, batch_size=batch_size)
-        else:
-            found = self.embedder.encode(items, side="candidate", mode="direct", batch_size=batch_size)
-        return found.embeddings
+        return self.embedder.encode(
+            items,
+            side="query" if is_query else "candidate",
+            mode=self.mode if is_query else "direct",
+            batch_size=batch_size,
+        ).embeddings
 
     def _instruction(self, task_metadata: Any) -> str | None:
         prompt = task_metadata.prompt
@@ -105,17 +105,17 @@ class ReasoningEncoder(AbsEncoder):
 def register(
     checkpoint: str | Path, name: str | None = None, *, revision: str | None = None, **options: Any
 ) -> ModelMeta:
-    """Make a checkpoint known to MTEB: `mteb.get_model` loads it by its name, `mteb.evaluate` takes what this returns.
+    """Register a checkpoint with MTEB: `mteb.get_model` loads it by name, `mteb.evaluate` accepts the return value.
 
     Args:
         checkpoint: folder, or id on the Hugging Face hub.
-        name: ``owner/name``; None takes the id on the hub, or the last two parts of the folder.
+        name: ``owner/name``; None: the id on the hub, or the last two parts of the folder.
         revision: commit, tag or branch on the hub.
-        options: see `ReasoningEncoder`. They are part of what MTEB keeps results under.
+        options: see `ReasoningEncoder`. They are part of the key of MTEB's cached results.
 
     Returns:
-        MTEB's description of the model. Its revision is the hash of all files, so that results kept by MTEB are never
-        those of another checkpoint.
+        MTEB's description of the model. Its revision is the hash of all files, so cached results never belong to another
+        checkpoint.
 
     Raises:
         rge.checkpoints.settings.CheckpointError: not a checkpoint of rge.
@@ -163,7 +163,7 @@ def _num_parameters(path: Path) -> int:
 
 
 def _items(batch: dict[str, Any], fallback: str | None, *, is_query: bool) -> Iterator[Item]:
-    """Items of a batch: texts as they were before MTEB put instructions into them."""
+    """Items of a batch, with texts from before MTEB inserted instructions."""
     texts = batch.get("query", batch.get("text")) if is_query else batch.get("text")
     images, own = batch.get("image"), batch.get("instruction") if is_query else None
     for row in range(len(texts if texts is not None else images or ())):

@@ -1,11 +1,11 @@
-"""A checkpoint as sentence-transformers loads it; every export names this module in its ``modules.json``.
+"""A checkpoint for sentence-transformers; every export names this module in its ``modules.json``.
 
     model = SentenceTransformer("runs/demo/joint/final", trust_remote_code=True)
     model.encode_query([{"image": "padlock.png", "text": "What opens this?"}])   # reasons first
     model.encode_document(["a key", {"image": "key.png"}])
 
-The flag is sentence-transformers' word for modules that other packages bring, local directories included; without it
-loading is refused. Embeddings equal `rge.embedder.Embedder`'s, which computes them.
+sentence-transformers requires the flag for modules from other packages, even for local directories. Embeddings are
+`rge.embedder.Embedder`'s.
 """
 
 import json
@@ -30,11 +30,11 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 class ReasoningEmbedder(InputModule):
-    """The only module of such a model: prompts, rationale and embedding in one.
+    """The model's only module: prompts, rationales and embeddings.
 
-    ``encode_query`` reasons where the checkpoint was trained to; ``encode_document`` and plain ``encode`` embed
-    candidates. ``prompt=`` is the instruction of queries; without it the checkpoint's own is used. ``mode="direct"`` or
-    ``"reasoning"`` asks for the other way; ``"auto"`` and ``"latent"`` are for checkpoints trained for it.
+    ``encode_query`` reasons if the checkpoint was trained to; ``encode_document`` and plain ``encode`` embed candidates.
+    ``prompt=`` is the instruction of queries; default: the checkpoint's own. ``mode=`` overrides the mode of queries; ``"auto"``
+    and ``"latent"`` need a checkpoint trained for them.
     """
 
     forward_kwargs = {"task", "mode"}  # noqa: RUF012 - the library's own convention
@@ -88,9 +88,9 @@ class ReasoningEmbedder(InputModule):
         return cls(Embedder.from_pretrained(Path(model_name_or_path), dtype=dtype, base=base))
 
     def save(self, output_path: str, *_: Any, safe_serialization: bool = True, **__: Any) -> None:
-        """Write the model as it is now, which training may have changed, beside what the library writes there itself.
+        """Write the current model, which may have been trained further, next to the library's files.
 
-        Adapters were merged when they were loaded, so what is written has all weights.
+        Adapters were merged when they were loaded, so all weights are written.
         """
         if not safe_serialization:
             raise UserError("safe_serialization=False: weights of rge are written as safetensors")
@@ -105,21 +105,21 @@ class ReasoningEmbedder(InputModule):
 
     @property
     def modalities(self) -> list[Any]:
-        """Text, pictures, both together; chat messages, which is also how the library allows batches that mix these."""
+        """Text, pictures, both, and chat messages, by which the library allows mixed batches."""
         return ["text", "image", ("image", "text"), "message"]
 
     @property
     def max_seq_length(self) -> int:
-        """Tokens of a prompt."""
+        """Maximum number of tokens of a prompt."""
         return self.embedder.builder.max_tokens
 
     def get_embedding_dimension(self) -> int:
-        """Components of an embedding."""
+        """Number of components of an embedding."""
         return self.embedder.size
 
     def preprocess(self, inputs: Sequence[Any], prompt: str | None = None, **_: Any) -> dict[str, Any]:
-        """Texts and pictures in their order; prompts are made in `forward`, which knows the side."""
-        return {"parts": [_parts(one) for one in inputs], "prompt": prompt}
+        """Parse inputs into texts and pictures; prompts are made in `forward`, which knows the side."""
+        return {"parts": [_parts(value) for value in inputs], "prompt": prompt}
 
     def forward(
         self, features: dict[str, Any], task: str | None = None, mode: Any = None, **_: Any
@@ -127,9 +127,8 @@ class ReasoningEmbedder(InputModule):
         """Adds ``sentence_embedding`` (N, D) and ``rationales``."""
         instruction = None
         if task == "query":
-            instruction, warning = self.embedder.instruction_for(
-                features["prompt"] or None
-            )  # "" is its word for none
+            # The library passes "" if there is no prompt.
+            instruction, warning = self.embedder.instruction_for(features["prompt"] or None)
             if warning:
                 warnings.warn(warning, stacklevel=2)
         items = [_item(str(row), parts, instruction) for row, parts in enumerate(features["parts"])]
@@ -139,57 +138,56 @@ class ReasoningEmbedder(InputModule):
                 "{'image': ..., 'text': ...}",
                 stacklevel=2,
             )
-        found = self.embedder.encode(
+        encoded = self.embedder.encode(
             items,
             side="query" if task == "query" else "candidate",
             mode=mode or (self.embedder.query_mode if task == "query" else "direct"),
         )
         device = next(self.model.parameters()).device
-        vectors = torch.from_numpy(found.embeddings).to(device).as_subclass(_UnitRows)
-        return features | {"sentence_embedding": vectors, "rationales": found.rationales}
+        vectors = torch.from_numpy(encoded.embeddings).to(device).as_subclass(_UnitRows)
+        return features | {"sentence_embedding": vectors, "rationales": encoded.rationales}
 
 
 class _UnitRows(Tensor):
-    """Embeddings that have length one after ``truncate_dim=`` too, which the library applies as ``[..., :dim]``.
+    """Embeddings that stay normalised under ``truncate_dim=``, which the library applies as ``[..., :dim]``.
 
-    Whatever else is done with them gives plain tensors.
+    All other operations return plain tensors.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    def __getitem__(self, at: Any) -> Tensor:
-        found = super().__getitem__(at)
-        is_cut = isinstance(at, tuple) and found.ndim == self.ndim and found.shape[-1] < self.shape[-1]
-        return torch.nn.functional.normalize(found, dim=-1) if is_cut else found
+    def __getitem__(self, index: Any) -> Tensor:
+        part = super().__getitem__(index)
+        is_cut = isinstance(index, tuple) and part.ndim == self.ndim and part.shape[-1] < self.shape[-1]
+        return torch.nn.functional.normalize(part, dim=-1) if is_cut else part
 
 
 def _item(name: str, parts: Sequence[tuple[str, Any]], instruction: str | None) -> Item:
     texts = [part for kind, part in parts if kind == "text"]
     images = tuple(part for kind, part in parts if kind == "image")
     kinds = [kind for kind, _ in parts]
-    is_usual = kinds == sorted(kinds)  # "image" before "text"
-    return Item(
-        name, "\n".join(texts) or None, images, instruction,
-        () if is_usual else tuple(part if kind == "text" else None for kind, part in parts),
-    )  # fmt: skip
+    order: tuple[str | None, ...] = ()
+    if kinds != sorted(kinds):  # not "image" before "text"
+        order = tuple(part if kind == "text" else None for kind, part in parts)
+    return Item(name, "\n".join(texts) or None, images, instruction, order)
 
 
-def _parts(one: Any) -> list[tuple[str, Any]]:
-    """An input as texts and pictures, in its order."""
-    if isinstance(one, str):
-        return [("text", one)]
-    messages = one if isinstance(one, list) else [one]
+def _parts(value: Any) -> list[tuple[str, Any]]:
+    """The texts and pictures of an input, in order."""
+    if isinstance(value, str):
+        return [("text", value)]
+    messages = value if isinstance(value, list) else [value]
     if all(isinstance(message, dict) and "role" in message for message in messages):
         return _parts_of_chat(messages)
-    if not isinstance(one, dict):
-        return [("image", _picture(one))]
-    if unknown := set(one) - {"text", "image"}:
+    if not isinstance(value, dict):
+        return [("image", _picture(value))]
+    if unknown := set(value) - {"text", "image"}:
         raise ValueError(f"an input has text and image, got {', '.join(sorted(map(str, unknown)))} too")
-    found: list[tuple[str, Any]] = []
-    for kind, value in one.items():
-        values = value if kind == "image" and isinstance(value, list | tuple) else [value]
-        found += [(kind, _picture(each) if kind == "image" else each) for each in values if value is not None]
-    return found
+    parts: list[tuple[str, Any]] = []
+    for kind, part in value.items():
+        several = part if kind == "image" and isinstance(part, list | tuple) else [part]
+        parts += [(kind, _picture(each) if kind == "image" else each) for each in several if part is not None]
+    return parts
 
 
 def _parts_of_chat(messages: list[dict[str, Any]]) -> list[tuple[str, Any]]:

@@ -2,18 +2,17 @@
 
 Shape suffixes: Q = queries, M = metrics, G = groups (clusters), S = strata (categories), B = resamples, T = terms.
 
-Queries that share their input picture are not independent, so groups are resampled, never single queries: a resample
-needs only each group's sums. Means over all queries have one stratum; a macro mean is the mean over strata of their
-means, with the groups resampled jointly. NaN marks a query for which a metric is not defined, and is left out.
+Queries that share their input picture are not independent, so groups are resampled instead of queries: a resample needs only each
+group's sums. Means over all queries have one stratum; a macro mean is the mean of the strata's means, with the groups resampled
+jointly. NaN marks a query for which a metric is not defined, and is omitted.
 
-Intervals are BCa (Efron 1987: bias-corrected and accelerated, acceleration from leaving out one group at a time), not
-percentile: with few groups and rare hits the percentile interval is too short on the side where it matters. Simulated
-with 60 groups of 1 to 3 queries and a true mean of 0.05, nominal 95 % covered 0.96 (BCa) against 0.91 (percentile);
-with 250 groups, or a mean near 0.5, the two agree. Below about 30 groups and with hits this rare neither is honest. One
-group alone has no interval at all.
+Intervals are BCa (Efron 1987: bias-corrected and accelerated, acceleration from leaving out one group at a time): with few groups
+and rare hits, percentile intervals are too short on the important side. Simulated with 60 groups of 1 to 3 queries and a true
+mean of 0.05, nominal 95 % covered 0.96 (BCa) against 0.91 (percentile); with 250 groups, or a mean near 0.5, the two agree. Below
+about 30 groups and with hits this rare, neither is reliable. A single group has no interval.
 
-Runs that differ in their seed are resampled together with the groups (`over_seeds`). Such an interval holds for other queries and
-other seeds of training; given are the data, the recipe, and whatever the runs share, such as one cold start.
+Runs that differ in their seed are resampled together with the groups (`over_seeds`). Such an interval generalises to other queries
+and training seeds, not to other data, recipes, or whatever else the runs share, such as one cold start.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,28 +32,21 @@ NORMAL = NormalDist()
 
 @dataclass(frozen=True)
 class Bootstrap:
-    """Resampled means of M metrics.
+    """Resampled means of M metrics."""
 
-    Attributes:
-        estimate_M: the means themselves; NaN where a metric is defined for no query.
-        draws_BM: their resamples.
-        jackknife_GM: the means with one group left out.
-        num_groups_M: groups with a defined value that can be resampled.
-    """
-
-    estimate_M: np.ndarray
-    draws_BM: np.ndarray
-    jackknife_GM: np.ndarray
-    num_groups_M: np.ndarray
+    estimate_M: np.ndarray  # the means; NaN if a metric is defined for no query
+    draws_BM: np.ndarray  # their resamples
+    jackknife_GM: np.ndarray  # the means without one group
+    num_groups_M: np.ndarray  # number of groups with a defined value
 
     @property
     def standard_error_M(self) -> np.ndarray:
-        """Standard deviation of the resamples; NaN where they are all equal, which says nothing, or of one group."""
+        """Standard deviation of the resamples; NaN if they are all equal, or for a single group."""
         deviation_M = np.std(self.draws_BM, axis=0)
         for m in np.flatnonzero(np.isnan(deviation_M)):  # some resamples have no value
             draws = self.draws_BM[:, m][np.isfinite(self.draws_BM[:, m])]
             deviation_M[m] = np.std(draws) if len(draws) else np.nan
-        # the same numbers summed in another order differ in the last digits
+        # rounding depends on the order of summation
         varies_M = deviation_M > 1e-12 * np.maximum(1.0, np.abs(self.estimate_M))
         return np.where(varies_M & (self.num_groups_M > 1), deviation_M, np.nan)
 
@@ -77,13 +69,13 @@ def cluster_bootstrap(
     Args:
         value_QM: per-query values, or per-query differences of two runs; NaN where not defined.
         group_Q: cluster of each query, from `index_of`.
-        stratum_Q: category of each query, for a macro mean; None for the mean over queries. A stratum that a resample
-            leaves without queries drops out of that resample's mean.
+        stratum_Q: category of each query, for a macro mean; None: the mean over queries. A stratum without queries in a resample
+            is omitted from its mean.
         num_resamples: B.
-        seed: the same seed and groups give the same resamples, whatever the values.
+        seed: the same seed and groups give the same resamples, for any values.
 
     Raises:
-        ValueError: shapes that do not fit, no query, infinite values, or fewer than one resample.
+        ValueError: mismatched shapes, no query, infinite values, or fewer than one resample.
     """
     num_GSM, count_GSM = group_sums(value_QM, group_Q, stratum_Q)
     shape = num_GSM.shape[1:]
@@ -100,19 +92,19 @@ def cluster_bootstrap(
 def over_seeds(bootstrap: Bootstrap, num_seeds: int, *, seed: int = 0) -> Bootstrap:
     """The mean over training runs that differ in their seed, with seeds and groups resampled together.
 
-    Of S seeds S - 1 are drawn, with replacement: the variance that this adds is that of a mean of S seeds (Rao and Wu 1988), where
-    drawing S of them would make it a third too small with three. Simulated with 100 groups and seeds that add
-    nothing to 1.3 times the standard error that groups do, nominal 95 % covered 0.94 to 0.98 with three seeds and 0.92 to 0.97 with
-    five, where intervals over groups alone covered 0.95 down to 0.75.
+    S - 1 of S seeds are drawn, with replacement, which adds the variance of a mean of S seeds (Rao and Wu 1988); drawing S would
+    make it a third too small for three seeds. Simulated with 100 groups and seeds that add 0 to 1.3 times the standard error of
+    groups, nominal 95 % covered 0.94 to 0.98 with three seeds and 0.92 to 0.97 with five, where intervals over groups alone
+    covered 0.95 down to 0.75.
 
     Args:
         bootstrap: of S x M columns, all metrics of the first seed, then those of the second, from one `cluster_bootstrap`.
-        num_seeds: S. One seed cannot be resampled: its interval is of the groups alone.
-        seed: of the drawing.
+        num_seeds: S. With one seed, only groups are resampled.
+        seed: of the resampling of seeds.
     """
     if num_seeds == 1:
         return bootstrap
-    rng = np.random.default_rng((seed, num_seeds))  # not the groups' own
+    rng = np.random.default_rng((seed, num_seeds))  # independent of the resampling of groups
     drawn = rng.integers(0, num_seeds, (len(bootstrap.draws_BM), num_seeds - 1))
     times_BS = (drawn[:, :, None] == np.arange(num_seeds)).sum(axis=1)
 
@@ -135,15 +127,13 @@ def ratio_bootstrap(
     num_resamples: int = NUM_RESAMPLES,
     seed: int = 0,
 ) -> Bootstrap:
-    """The ratio of two means, of queries that have both; NaN where the second one is 0. As `cluster_bootstrap`."""
+    """The ratio of two means over the queries that have both values; NaN if the second mean is 0. See `cluster_bootstrap`."""
     both_Q = np.isfinite(part_Q) & np.isfinite(whole_Q)
     sums_GSM, _ = group_sums(np.stack([part_Q, whole_Q], axis=1)[both_Q], group_Q[both_Q], None)
 
     def ratio(terms_X2: np.ndarray) -> np.ndarray:
-        whole_X = terms_X2[:, 1]
-        return np.divide(terms_X2[:, 0], whole_X, out=np.full(len(whole_X), np.nan), where=whole_X > 0)[
-            :, None
-        ]
+        part_X1, whole_X1 = np.split(terms_X2, 2, axis=1)
+        return np.divide(part_X1, whole_X1, out=np.full(whole_X1.shape, np.nan), where=whole_X1 > 0)
 
     num_groups = np.array([len(sums_GSM)])
     return resampled(sums_GSM[:, 0], ratio, num_groups, num_resamples=num_resamples, seed=seed)
@@ -151,15 +141,15 @@ def ratio_bootstrap(
 
 def resampled(
     terms_GT: np.ndarray,
-    of: Callable[[np.ndarray], np.ndarray],
+    statistic: Callable[[np.ndarray], np.ndarray],
     num_groups_M: np.ndarray,
     *,
     num_resamples: int,
     seed: int,
 ) -> Bootstrap:
-    """Resample groups with replacement, for anything that is computed of sums over groups.
+    """Resample groups with replacement, for any statistic of sums over groups.
 
-    ``terms_GT``: what each group adds to the sums. ``of``: sums (X, T) to values (X, M).
+    ``terms_GT``: each group's contribution to the sums. ``statistic``: sums (X, T) to values (X, M).
     """
     if num_resamples < 1:
         raise ValueError(f"num_resamples must be >= 1, got {num_resamples}")
@@ -170,12 +160,12 @@ def resampled(
         size = min(CHUNK, num_resamples - start)
         drawn = rng.integers(0, num_groups, (size, num_groups)) + np.arange(size)[:, None] * num_groups
         times = np.bincount(drawn.ravel(), minlength=size * num_groups).reshape(size, num_groups)
-        draws.append(of(times.astype(np.float64) @ terms_GT))
+        draws.append(statistic(times.astype(np.float64) @ terms_GT))
     total_T = terms_GT.sum(axis=0)
     return Bootstrap(
-        estimate_M=of(total_T[None])[0],
+        estimate_M=statistic(total_T[None])[0],
         draws_BM=np.concatenate(draws),
-        jackknife_GM=of(total_T - terms_GT),
+        jackknife_GM=statistic(total_T - terms_GT),
         num_groups_M=num_groups_M,
     )
 
@@ -185,13 +175,12 @@ def interval(
 ) -> tuple[np.ndarray, np.ndarray]:
     """BCa interval of each mean, (low_M, high_M).
 
-    Where the estimate lies outside its own resamples the corrections do not exist and the interval is that of the
-    percentiles. One group alone has none: NaN. Resamples of equal values are all equal and say nothing, although no hit
-    in twenty groups is no proof that there never is one. The interval of equal values therefore reaches as far as if the
-    share of groups that the exact binomial one (Clopper and Pearson 1934) allows to be otherwise lay on a bound; without
-    bounds it is NaN.
+    If the estimate lies outside its resamples, the corrections do not exist, and percentiles are used. A single group has no
+    interval: NaN. If all values are equal, so are all resamples, but no hit in twenty groups does not prove that there never is
+    one. Then the interval assumes that the largest share of groups that the exact binomial interval (Clopper and Pearson 1934)
+    allows lies on a bound; without bounds it is NaN.
 
-    ``bounds``: least and greatest possible value, see `OF_DIFFERENCES`; None for values without bounds.
+    ``bounds``: smallest and largest possible value, see `OF_DIFFERENCES`; None: unbounded.
     """
     low_M, high_M = np.full((2, len(bootstrap.estimate_M)), np.nan)
     spread_M = bootstrap.standard_error_M
@@ -207,8 +196,8 @@ def interval(
                 high_M[m] = estimate + reach * (bounds[1] - estimate)
             continue
         tails = [(1 - level) / 2, (1 + level) / 2]
-        # ties with the estimate count half, else coarse metrics look biased, and a - b would differ from b - a;
-        # the margin keeps sums of the same numbers in another order equal
+        # ties with the estimate count half, else coarse metrics look biased, and a - b would differ from b - a; the margin
+        # absorbs rounding, which depends on the order of summation
         margin = 1e-12 * max(1.0, abs(estimate))
         below = np.mean(draws < estimate - margin) + 0.5 * np.mean(np.abs(draws - estimate) <= margin)
         jackknife = bootstrap.jackknife_GM[:, m]
@@ -224,25 +213,23 @@ def interval(
 
 
 def figures(bootstrap: Bootstrap, bounds: tuple[float, float] | None = None) -> list[dict[str, float | None]]:
-    """Each mean as files hold it: ``value``, ``low`` and ``high``, None instead of NaN; see `interval`."""
-    columns = zip(
-        bootstrap.estimate_M.tolist(), *(x.tolist() for x in interval(bootstrap, bounds=bounds)), strict=True
-    )
+    """Each mean for a JSON file: ``value``, ``low`` and ``high``, None instead of NaN; see `interval`."""
+    rows = np.stack([bootstrap.estimate_M, *interval(bootstrap, bounds=bounds)], axis=1).tolist()
     return [
-        {key: None if x != x else x for key, x in zip(("value", "low", "high"), column, strict=True)}
-        for column in columns
+        {key: None if x != x else x for key, x in zip(("value", "low", "high"), row, strict=True)}
+        for row in rows
     ]
 
 
 def in_words(low: float | None, high: float | None, digits: str = ".1f") -> str:
-    """An interval of fractions in points of 100, a dash where there is none."""
+    """An interval of fractions in per cent, or a dash."""
     return "–" if low is None or high is None else f"[{100 * low:{digits}}, {100 * high:{digits}}]"
 
 
 def group_sums(
     value_QM: np.ndarray, group_Q: np.ndarray, stratum_Q: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Sum and number of the defined values of each group in each stratum, both (G, S, M) float64."""
+    """Sum and number of the defined values by group and stratum, both (G, S, M) float64."""
     value_QM = np.asarray(value_QM, dtype=np.float64)
     if value_QM.ndim != 2 or not len(value_QM) or len(group_Q) != len(value_QM):
         raise ValueError(
@@ -254,9 +241,9 @@ def group_sums(
     if len(stratum_Q) != len(value_QM):
         raise ValueError(f"{len(value_QM)} queries need as many strata, got {len(stratum_Q)}")
     num_strata = int(stratum_Q.max()) + 1
-    group_Q = np.unique(group_Q, return_inverse=True)[
-        1
-    ]  # a number that no query has would be drawn as an empty group
+    _, group_Q = np.unique(
+        group_Q, return_inverse=True
+    )  # without unused numbers, which would be empty groups
     defined = np.isfinite(value_QM)
     shape = ((int(group_Q.max()) + 1) * num_strata, value_QM.shape[1])
     sums, counts = np.zeros(shape), np.zeros(shape)
@@ -267,7 +254,7 @@ def group_sums(
 
 
 def _mean(sum_XSM: np.ndarray, count_XSM: np.ndarray) -> np.ndarray:
-    """Mean over strata of each stratum's mean, (X, M); strata without values do not count."""
+    """Mean of the strata's means, (X, M), without empty strata."""
     has_XSM = count_XSM > 0
     mean_XSM = np.divide(sum_XSM, count_XSM, out=np.zeros(sum_XSM.shape), where=has_XSM)
     strata_XM = has_XSM.sum(axis=1)

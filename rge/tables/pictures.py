@@ -1,14 +1,14 @@
 """Iterate over a collection of pictures with only the current rows in memory.
 
-A folder of pictures, a table that lists them, Parquet files, WebDataset tars, or what `datasets` saved; on this machine or
-at any address that fsspec knows (``s3://``, ``gs://``, ``hf://``, ``memory://`` ...):
+A folder of pictures, a table that lists them, Parquet files, WebDataset tars, or a folder saved by `datasets`; on this machine or
+at any address that fsspec supports (``s3://``, ``gs://``, ``hf://``, ``memory://`` ...):
 
     files = find("photos")                                     # or "shards/*.parquet", "s3://bucket/folder", "list.csv"
     for row in picture_rows(files, "image", ["id", "caption"]):
         row.cells["image"]                                     # encoded bytes, a path, an address, or None
 
-The order is always the same, and `first` continues where an earlier reading stopped. ``row.stamp`` tells whether a picture
-may have changed since, without opening it.
+The order is always the same, so `first` continues where an earlier run stopped. ``row.stamp`` changes when a picture may have
+changed, without opening it.
 """
 
 import os
@@ -35,54 +35,40 @@ from rge.tables.rows import (
 PICTURES = {
     ".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif", ".jp2", ".ppm", ".pgm", ".heic", ".heif",
 }  # fmt: skip
-"""Endings of picture files; what Pillow cannot read of them is reported as unreadable, not passed over."""
+"""Endings of picture files; files that Pillow cannot read are reported, not skipped."""
 SUFFIXES = tuple(sorted(PICTURES))
 KINDS = {
     ".parquet": "parquet", ".tar": "tar", ".tar.gz": "tar", ".tgz": "tar",
     ".csv": "table", ".tsv": "table", ".jsonl": "table",
 }  # fmt: skip
 SAVED = ("state.json", "dataset_dict.json")
-"""One of these is in a folder that `datasets.Dataset.save_to_disk` wrote."""
+"""A folder written by `datasets.Dataset.save_to_disk` contains one of these."""
 SAVED_ROWS = 32
-"""Rows of what `datasets` saved that are decoded at once."""
+"""Rows of such a folder that are decoded at once."""
 NAME = ""
-"""Column of a row's own name: of a file in a folder, of a sample in a tar."""
+"""Column with the name of a file in a folder or of a sample in a tar."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One picture of a collection.
+    """One picture of a collection."""
 
-    Attributes:
-        shard: the file that holds it; for a folder of pictures, the folder.
-        number: from 1, within the shard.
-        cells: by column; a picture is bytes, a path or address, or a dict with one of them.
-        stamp: differs where the picture may have changed; None where the cell only refers to a picture elsewhere.
-    """
-
-    shard: str
-    number: int
-    cells: dict[str, Any]
+    shard: str  # the file that contains it; for a folder of pictures, the folder
+    number: int  # from 1, within the shard
+    cells: dict[str, Any]  # by column; a picture is bytes, a path or address, or a dict with one of them
+    # Changes when the picture may have changed; None if the cell only refers to a picture elsewhere.
     stamp: str | None = None
 
 
 @dataclass(frozen=True)
 class Files:
-    """The files of a collection.
+    """The files of a collection."""
 
-    Attributes:
-        fs: where they are; an fsspec file system.
-        kind: folder, table, parquet, tar or saved.
-        root: the folder itself, or the folder of the file; as `fs` names it.
-        paths: files in order; of a folder none.
-        is_local: whether they can be opened by their paths.
-    """
-
-    fs: Any
-    kind: str
-    root: str
-    paths: tuple[str, ...]
-    is_local: bool
+    fs: Any  # fsspec file system
+    kind: str  # folder, table, parquet, tar or saved
+    root: str  # the folder itself, or that of the files; a path of `fs`
+    paths: tuple[str, ...]  # in order; empty for a folder
+    is_local: bool  # whether they can be opened by their paths
 
     def address(self, path: str) -> str:
         """A file's address, protocol included."""
@@ -90,24 +76,24 @@ class Files:
 
 
 def find(path: str) -> Files:
-    """What a collection is: a folder, a file, a pattern such as ``shards/*.parquet``, or the address of one.
+    """Find the files of a collection: a folder, a file, a pattern such as ``shards/*.parquet``, or the address of one.
 
     Raises:
-        TableError: it does not exist, needs a package that is not installed, or is of no kind that can be read.
+        TableError: it does not exist, needs a package that is not installed, or is of an unsupported kind.
     """
     try:
         fs, place = fsspec.core.url_to_fs(path)
     except (ImportError, ValueError) as error:
         raise TableError(f"{path}: {error}") from None
     is_local = "://" not in path
-    place = path if is_local else place  # as it was written, so that references stay short
+    place = path if is_local else place  # as given, so that references stay short
     try:
         if fs.isdir(place):
             return _in_folder(path, fs, place.rstrip("/") or "/", is_local)
         files = [place] if fs.isfile(place) else _matching(fs, place, is_local)
     except TableError:
         raise
-    except Exception as error:  # noqa: BLE001 - each store has errors of its own
+    except Exception as error:  # noqa: BLE001 - every file system has its own errors
         raise TableError(f"{path} cannot be read: {reason(error)}") from error
     if not files:
         raise TableError(f"{path} does not exist")
@@ -153,14 +139,10 @@ def _kind_of(path: str, files: Sequence[str]) -> str:
 def picture_rows(
     files: Files, image: str = "image", columns: Sequence[str] = (), *, first: int = 0, pictures: bool = True
 ) -> Iterator[Row]:
-    """The rows of a collection, in an order that is always the same.
+    """The rows of a collection from row `first` on, in an order that is always the same.
 
-    Args:
-        files: of `find`.
-        image: column with pictures.
-        columns: further ones that are wanted; those that are missing are passed over.
-        first: skip the rows before this one.
-        pictures: read encoded pictures; without, such a cell is missing or None.
+    Reads the column `image` and further `columns`, as far as they exist. Without `pictures`, cells with encoded pictures are missing
+    or None.
 
     Raises:
         TableError: a file cannot be read.
@@ -176,7 +158,7 @@ def picture_rows(
 
 
 def stamp_of(files: Files, path: str) -> str:
-    """Size and time, or what the store has in its place, of a file."""
+    """Size and modification time of a file, or the store's substitute."""
     return _stamp(files.fs.info(path))
 
 
@@ -189,14 +171,14 @@ def _stamp(info: Mapping[str, Any]) -> str:
 
 
 def picture_files(fs: Any, root: str, is_local: bool) -> Iterator[tuple[str, str]]:
-    """Path and stamp of the picture files below a folder, by name; those of one folder follow one another."""
+    """Path and stamp of the picture files below a folder, by name and grouped by folder."""
     if not is_local:
-        found = fs.find(root, detail=True)
-        for file in sorted(found, key=os.path.split):
+        info = fs.find(root, detail=True)
+        for file in sorted(info, key=os.path.split):
             if file.lower().endswith(SUFFIXES):
-                yield file, _stamp(found[file])
+                yield file, _stamp(info[file])
         return
-    # A folder at a time: a million paths need not be held.
+    # A folder at a time, since there may be millions of paths.
     with os.scandir(root) as entries:
         names = sorted((entry.is_dir(follow_symlinks=False), entry.name, entry) for entry in entries)
     for is_folder, name, entry in names:
@@ -207,7 +189,7 @@ def picture_files(fs: Any, root: str, is_local: bool) -> Iterator[tuple[str, str
 
 
 def file_stamp(file: Any) -> str:
-    """Size and time of a file on this machine, by its path or its entry in a folder."""
+    """Size and modification time of a local file, by its path or `os.DirEntry`."""
     try:
         stat = os.stat(file)
     except (OSError, ValueError):  # ValueError: a path with a zero byte
@@ -217,12 +199,12 @@ def file_stamp(file: Any) -> str:
 
 def _folder(files: Files, image: str, columns: Sequence[str], first: int, pictures: bool) -> Iterator[Row]:
     number = 0
-    found = picture_files(files.fs, files.root, files.is_local)
-    for folder, group in groupby(found, key=lambda one: os.path.dirname(one[0])):
-        # `a.jpg` beside `a.png`: both keep their ending, so that neither's id depends on which comes first.
-        some = list(group)
-        stems = Counter(os.path.splitext(file)[0] for file, _ in some)
-        for file, stamp in some:
+    stamped = picture_files(files.fs, files.root, files.is_local)
+    for folder, group in groupby(stamped, key=lambda pair: os.path.dirname(pair[0])):
+        # `a.jpg` beside `a.png`: both keep their ending, so that no id depends on the order.
+        pairs = list(group)
+        stems = Counter(os.path.splitext(file)[0] for file, _ in pairs)
+        for file, stamp in pairs:
             number += 1
             if number > first:
                 stem = os.path.splitext(file)[0]
@@ -252,11 +234,7 @@ def _parquet(files: Files, image: str, columns: Sequence[str], first: int, pictu
 
 
 def _check_column(path: str, image: str, schema: Any) -> bool:
-    """Whether the pictures of a table are encoded in it.
-
-    Raises:
-        TableError: there is no such column.
-    """
+    """Whether a table contains encoded pictures; raises `TableError` if there is no such column."""
     if image not in schema.names:
         raise TableError(f"{path}: no column {image} (there are: {', '.join(schema.names)})")
     return not is_text(schema.field(image).type)
@@ -271,29 +249,29 @@ def _tars(files: Files, image: str, columns: Sequence[str], first: int, pictures
 
 
 def _tar(files: Files, path: str, image: str, pictures: bool) -> Iterator[Row]:
-    """A sample is the files of one name that follow one another; its picture, its text and the values of its JSON."""
+    """A sample is a run of files with the same name: its pictures, its text and the values of its JSON."""
     number, stamp = 0, stamp_of(files, path)
     with files.fs.open(path, "rb") as data, tarfile.open(fileobj=data, mode="r|*") as tar:
         for key, members in groupby(_members(tar), key=lambda member: _key(member.name)):
             cells: dict[str, Any] = {}
-            shown: list[tuple[str, bytes | None]] = []
+            found: list[tuple[str, bytes | None]] = []
             for member in members:
                 ending = member.name[len(key) + 1 :].lower()
                 if f".{ending}".endswith(SUFFIXES):
-                    shown.append((ending, _content(tar, member) if pictures else None))
+                    found.append((ending, _content(tar, member) if pictures else None))
                 elif ending == "json":
                     cells = {**json_object(f"{path}: {member.name}", _content(tar, member)), **cells}
                 elif ending in ("txt", "caption"):
                     cells["caption"] = _content(tar, member).decode("utf-8", "replace")
-            for ending, picture in shown:
+            for ending, picture in found:
                 number += 1
-                name = key if len(shown) == 1 else f"{key}.{ending}"
+                name = key if len(found) == 1 else f"{key}.{ending}"
                 yield Row(path, number, {**cells, NAME: name, image: picture}, stamp)
 
 
 def _members(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
     for member in tar:
-        tar.members = []  # type: ignore[attr-defined]  # or the list of all of them grows
+        tar.members = []  # type: ignore[attr-defined]  # keeps the list from growing
         if member.isfile() and not os.path.basename(member.name).startswith("."):
             yield member
 
@@ -317,10 +295,10 @@ def _saved(files: Files, image: str, columns: Sequence[str], first: int, picture
 
     address = files.address(files.root)
     try:
-        found = datasets.load_from_disk(address)
+        saved = datasets.load_from_disk(address)
     except (ValueError, TypeError, KeyError) as error:
         raise TableError(f"{address} cannot be read by the library datasets: {error}") from error
-    for split in found.values() if isinstance(found, datasets.DatasetDict) else [found]:
+    for split in saved.values() if isinstance(saved, datasets.DatasetDict) else [saved]:
         encoded = _check_column(address, image, split.data.schema)
         skipped, first = min(first, len(split)), max(0, first - len(split))
         wanted = [name for name in dict.fromkeys((image, *columns)) if name in split.column_names]

@@ -5,8 +5,8 @@
     for row in table_rows("photos.parquet", ["id", "caption"], first=1000):
         ...                                                    # only these columns, from row 1,000 on
 
-Rows come one at a time: of a Parquet file about `BATCH_BYTES` are decoded at once. Values of a text table stay strings (an id
-"007" stays "007"), which pyarrow's readers do not guarantee. A CSV may use commas, semicolons or tabs; the header decides.
+Rows are read lazily: about `BATCH_BYTES` of a Parquet file are decoded at once. Values of a text table stay strings (an id "007"
+stays "007"), which pyarrow's readers do not guarantee. A CSV may use commas, semicolons or tabs; the header decides.
 For folders and archives see `rge.tables.pictures`.
 """
 
@@ -27,9 +27,9 @@ from rge.common.errors import UserError
 
 TABLES = (".csv", ".tsv", ".jsonl", ".parquet")
 BUFFER_BYTES = 1 << 20
-"""Of a Parquet file are read at once: a row group of 2 GB is never whole in memory."""
+"""Bytes of a Parquet file read at once, so that a row group of 2 GB is never completely in memory."""
 BATCH_BYTES, MAX_BATCH_ROWS = 8 << 20, 1024
-"""Rows of Parquet decoded at once: about so many bytes."""
+"""Approximate bytes, and maximum rows, of Parquet decoded at once."""
 
 
 class TableError(UserError):
@@ -39,16 +39,12 @@ class TableError(UserError):
 def table_rows(
     path: str | PathLike[str], columns: Sequence[str] | None = None, *, first: int = 0, fs: Any = None
 ) -> Iterator[dict[str, Any]]:
-    """The rows of a table, in order.
+    """The rows of a table (`path` ends in one of `TABLES`) from row `first` on, in order; `fs` is an fsspec file system.
 
-    Args:
-        path: ends in one of `TABLES`.
-        columns: read only those of these that a Parquet file has; text tables are read whole. None: all.
-        first: skip the rows before this one.
-        fs: fsspec file system that has the file; None: this machine.
+    Of a Parquet file only these columns are read, as far as they exist; text tables are always read completely.
 
     Raises:
-        TableError: the file cannot be read, or a line is no row.
+        TableError: the file cannot be read, or a line is invalid.
     """
     with reading(str(path)):
         if str(path).lower().endswith(".parquet"):
@@ -61,7 +57,7 @@ def table_rows(
 
 
 def num_rows(path: str | PathLike[str]) -> int:
-    """How many rows a Parquet or JSON-lines file on this machine has."""
+    """Number of rows of a local Parquet or JSON-lines file."""
     with reading(str(path)):
         if str(path).lower().endswith(".parquet"):
             return pq.read_metadata(path).num_rows
@@ -71,23 +67,22 @@ def num_rows(path: str | PathLike[str]) -> int:
 
 @contextmanager
 def reading(name: str) -> Iterator[None]:
-    """Turn what readers of files raise into a `TableError` that names the file."""
+    """Turn errors of file readers into a `TableError` that names the file."""
     try:
         yield
     except (OSError, pa.ArrowException, csv.Error, EOFError, UnicodeDecodeError) as error:
-        raise TableError(
-            f"{getattr(error, 'filename', None) or name} cannot be read: {reason(error)}"
-        ) from error
+        file = getattr(error, "filename", None) or name
+        raise TableError(f"{file} cannot be read: {reason(error)}") from error
 
 
 def reason(error: BaseException) -> str:
-    """An error without its number and file name."""
+    """An error's message without its number and file name."""
     return str(getattr(error, "strerror", None) or error or type(error).__name__)
 
 
 @contextmanager
 def open_parquet(path: str | PathLike[str], fs: Any = None) -> Iterator[pq.ParquetFile]:
-    """A Parquet file, read in small pieces."""
+    """Open a Parquet file for reading in small pieces."""
     with (fs or fsspec.filesystem("file")).open(str(path), "rb") as data:
         yield pq.ParquetFile(data, pre_buffer=False, buffer_size=BUFFER_BYTES)
 
@@ -99,13 +94,14 @@ def parquet_rows(
     wanted = None
     if columns is not None:
         wanted = [name for name in dict.fromkeys(columns) if name in file.schema_arrow.names]
-    groups = [file.metadata.row_group(group) for group in range(file.metadata.num_row_groups)]
-    left = list(range(len(groups)))
-    while left and first >= groups[left[0]].num_rows:
-        first -= groups[left.pop(0)].num_rows
-    average = sum(group.total_byte_size for group in groups) / max(1, file.metadata.num_rows)
-    at_once = int(max(1, min(MAX_BATCH_ROWS, BATCH_BYTES / max(1.0, average))))
-    for batch in file.iter_batches(at_once, row_groups=left, columns=wanted):
+    groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
+    start = 0
+    while start < len(groups) and first >= groups[start].num_rows:
+        first -= groups[start].num_rows
+        start += 1
+    bytes_per_row = sum(group.total_byte_size for group in groups) / max(1, file.metadata.num_rows)
+    batch_rows = int(max(1, min(MAX_BATCH_ROWS, BATCH_BYTES / max(1.0, bytes_per_row))))
+    for batch in file.iter_batches(batch_rows, row_groups=range(start, len(groups)), columns=wanted):
         skipped = min(first, len(batch))
         first -= skipped
         yield from batch.slice(skipped).to_pylist()
@@ -136,15 +132,15 @@ def _text_rows(path: str, lines: Iterable[str]) -> Iterator[dict[str, Any]]:
 
 
 def json_object(where: str, text: str | bytes) -> dict[str, Any]:
-    """An object of JSON; messages of errors begin with `where`.
+    """Parse a JSON object; error messages begin with `where`.
 
     Raises:
-        TableError: it is none.
+        TableError: not a JSON object.
     """
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except ValueError as error:
         raise TableError(f"{where}: not valid JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise TableError(f"{where}: an object is needed, got {type(found).__name__}")
-    return found
+    if not isinstance(value, dict):
+        raise TableError(f"{where}: an object is needed, got {type(value).__name__}")
+    return value

@@ -10,7 +10,7 @@ torchvision_cpu.before_torchvision()
 
 
 def __getattr__(name: str):
-    """Import `Embedder` when it is first asked for."""
+    """Import `Embedder` on first use."""
     if name == "Embedder":
         from rge.embedder import Embedder
 

@@ -36,13 +36,13 @@ COMMANDS = {
     "recipes": ("", "list the recipes and launch configs that are installed; with a name, print its path"),
 }
 WITH_TORCH = {"train": "Recipe", "check": "CheckOptions"}
-"""Commands whose modules begin with torch, which takes seconds: their keys, of `rge.config`, are listed without it."""
+"""Commands whose modules import torch, which takes seconds: ``--help`` reads their keys from `rge.config` instead."""
 
 
 def main(words: list[str]) -> int:
-    """Hand the words to the command's module."""
+    """Run the command's module."""
     if words[:1] == ["--version"]:
-        print(f"rge {__version__}")  # noqa: T201 - this is a command
+        print(f"rge {__version__}")  # noqa: T201 - output of a command
         return 0
     name, rest = pick(words, {name: about for name, (_, about) in COMMANDS.items()}, "rge")
     if name == "recipes":
@@ -50,18 +50,16 @@ def main(words: list[str]) -> int:
     if name in WITH_TORCH:
         offer_help(getattr(import_module("rge.config"), WITH_TORCH[name]), rest, f"rge {name} recipe=NAME")
     sys.argv = [f"rge {name}", *rest]
-    # `python -m rge` searches the working directory first, where a user may have an eval/ of their own.
+    # `python -m rge` searches the working directory first, which may contain another eval/.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     runpy.run_module(COMMANDS[name][0], run_name="__main__", alter_sys=True)
     return 0
 
 
 def recipes(names: list[str]) -> int:
-    """Print the paths of recipes, or of everything that can be named."""
-    for name in names or [
-        *available(RECIPES),
-        *(f"accelerate/{one}" for one in available(RECIPES / "accelerate")),
-    ]:
+    """Print the paths of recipes, or the names of all recipes and launch configs."""
+    launch_configs = [f"accelerate/{name}" for name in available(RECIPES / "accelerate")]
+    for name in names or [*available(RECIPES), *launch_configs]:
         path = RECIPES / f"{name.removesuffix('.yaml')}.yaml"
         if not path.is_file():
             print(f"error: there is no {path}; `rge recipes` lists them all", file=sys.stderr)  # noqa: T201

@@ -3,10 +3,9 @@
     python -m rge.check recipe=demo [pictures=true] [key=value of the recipe ...]
     accelerate launch -m rge.check recipe=qwen25vl_3b      # the launch too
 
-Training runs the same checks first. They cover all stages, so that a wrong path of the joint stage is not found hours later,
-when the cold start is over. Every record is laid out as in training, from the headers of its pictures; ``pictures=true``
-decodes every picture once, on all cores. Each room checks its own part (`problems`); this file calls them. The exit code is 2
-if there is a problem.
+Training runs the same checks first. They cover all stages, so that a wrong path of the joint stage is found before the cold start
+runs for hours. Every record is laid out as in training, from the headers of its pictures; ``pictures=true`` decodes every picture
+once, on all cores. This file calls the `problems` functions of the rooms. The exit code is 2 if there is a problem.
 """
 
 import os
@@ -53,19 +52,12 @@ T = TypeVar("T")
 
 @dataclass
 class Checked:
-    """A run that may start.
+    """A run that can start."""
 
-    Attributes:
-        stages: those that are not finished, in order.
-        records: every source that they read, opened and checked, by its `RecordsConfig.key`.
-        summary: what will run, for people.
-        kept: what the open stages keep between their micro batches.
-    """
-
-    stages: list[str]
-    records: dict[str, Records] = field(default_factory=dict)
-    summary: list[str] = field(default_factory=list)
-    kept: dict[str, Kept] = field(default_factory=dict)
+    stages: list[str]  # unfinished ones, in order
+    records: dict[str, Records] = field(default_factory=dict)  # opened and checked, by `RecordsConfig.key`
+    summary: list[str] = field(default_factory=list)  # what will run, for people
+    kept: dict[str, Kept] = field(default_factory=dict)  # by stage: what is kept between micro batches
 
 
 def main(arguments: list[str]) -> int:
@@ -89,9 +81,9 @@ def main(arguments: list[str]) -> int:
 
 @contextmanager
 def checked(recipe: Recipe, accelerator: Accelerator) -> Iterator[Checked]:
-    """Check a run on the main process, and keep its folder from others while inside.
+    """Check a run on the main process, and lock its folder inside the block.
 
-    All problems are printed once on each machine, and end every process.
+    All problems are printed once per machine, and end every process.
 
     Raises:
         SystemExit: there are problems.
@@ -104,7 +96,7 @@ def checked(recipe: Recipe, accelerator: Accelerator) -> Iterator[Checked]:
             problems, found = _examined(kept, recipe, accelerator)
             if not problems:
                 print("\n".join(found.summary), flush=True)  # noqa: T201
-        after_main("checked")  # which may take longer than an exchange would wait: a large file, a download
+        after_main("checked")  # a large file or a download may take longer than the time-out of a collective
         problems, found = dist.from_main((problems, found))
         if problems:
             if accelerator.is_local_main_process:
@@ -117,7 +109,7 @@ def checked(recipe: Recipe, accelerator: Accelerator) -> Iterator[Checked]:
 def _examined(
     kept: ExitStack, recipe: Recipe, accelerator: Accelerator, **options: bool
 ) -> tuple[list[str], Checked]:
-    """`examine`, and the lock of a run that may start, in `kept`."""
+    """`examine`, and put the lock of a run that can start into `kept`."""
     problems, found = examine(recipe, accelerator, **options)
     if not problems and found.stages:
         _attempt(problems, kept.enter_context, held(Path(recipe.out)))
@@ -126,37 +118,32 @@ def _examined(
 
 @dataclass
 class Wanted:
-    """A source that open stages read.
-
-    Attributes:
-        source: as the recipe has it.
-        oracle: whether its rationales are read.
-        candidates: whether its targets are.
-        held_out: whether it validates; then none of its records may be bad.
-    """
+    """A source of unfinished stages."""
 
     source: RecordsConfig
-    oracle: bool = False
-    candidates: bool = False
-    held_out: bool = False
+    oracle: bool = False  # its rationales are needed
+    candidates: bool = False  # its targets are needed
+    held_out: bool = False  # for validation; then no record may be bad
 
 
 def examine(
     recipe: Recipe, accelerator: Accelerator, *, with_launch: bool = True, decode: bool = False
 ) -> tuple[list[str], Checked]:
-    """All problems of a run, and what it can use if there are none; `decode` decodes every picture."""
+    """All problems of a run, and the checked run if there are none; `decode` decodes every picture."""
     run = Preflight(recipe, accelerator)
     if with_launch:
         run.attempt(launch.check_launch, accelerator, recipe.train, recipe.optim.name)
     if run.find_open_stages() and run.check_settings():
         run.open_sources(wanted_sources(recipe, run.found.stages))
         if decode:
-            run.decode_pictures()
+            run.tell(run.verdicts.undecodable(list(run.found.records.values())))
         run.check_sources()
         model = run.attempt(_outline, recipe)
         if model is not None:
             run.lay_out_sources()
-        run.check_layouts()
+        for name in run.found.stages:
+            run.problems += _too_many_bad(recipe, name, run.found, run.layouts)
+            run.problems += _nothing_to_compare(recipe, name, run.layouts)
         if model is not None:
             run.check_model(model)
     return run.problems, run.found
@@ -174,22 +161,22 @@ class Preflight:
         self.layouts: dict[str, Layout] = {}
 
     def attempt(self, action: Callable[..., T], *arguments: Any) -> T | None:
-        """What `action` returns; None if it raises a user's error, which is a problem."""
+        """Call `action`; a `UserError` becomes a problem, and the result None."""
         return _attempt(self.problems, action, *arguments)
 
     def warn(self, warning: str | None) -> None:
-        """Add a line to the summary, if there is one."""
+        """Add a warning to the summary, unless it is None."""
         self.found.summary += [warning] if warning else []
 
     def tell(self, faults: Iterable[str], *, held_out: bool = False) -> None:
-        """Bad records are problems, or lines of the summary where they are left out."""
+        """Report bad records: as problems, or in the summary if they will be skipped."""
         if self.recipe.data.on_bad == "skip" and not held_out:
             self.found.summary += [f"will be left out (data.on_bad=skip): {fault}" for fault in faults]
         else:
             self.problems += faults
 
     def find_open_stages(self) -> list[str]:
-        """Stages that are not finished."""
+        """Find the unfinished stages."""
         recipe, every = self.recipe, self.recipe.stages()
         stages = [name for name in every if not self.attempt(resume.finished, self.out / name, recipe, name)]
         self.found.stages = stages
@@ -201,7 +188,7 @@ class Preflight:
         return stages
 
     def check_settings(self) -> bool:
-        """Check what needs no records; False if the records that the stage rl reads are not known."""
+        """Check settings that need no records; False if the stage rl's records cannot be determined."""
         recipe = self.recipe
         self.problems += resume.problems(recipe, self.found.stages, self.accelerator)
         self.problems += logs.problems(recipe.log)
@@ -210,40 +197,36 @@ class Preflight:
         return not wrong
 
     def open_sources(self, wanted: Mapping[str, Wanted]) -> None:
-        """Open and check sources, and look their pictures up; those that cannot be opened are problems."""
+        """Open and check sources and their pictures' existence."""
         self.wanted = dict(wanted)
-        for key, one in wanted.items():
-            if (records := self.attempt(self._open, one)) is not None:
+        for key, source in wanted.items():
+            if (records := self.attempt(self._open, source)) is not None:
                 self.found.records[key] = records
 
-    def _open(self, one: Wanted) -> Records:
+    def _open(self, wanted: Wanted) -> Records:
         recipe = self.recipe
         checks: dict[str, Any] = {
-            "need_rationale": one.oracle,
-            "on_bad": "stop" if one.held_out else recipe.data.on_bad,
+            "need_rationale": wanted.oracle,
+            "on_bad": "stop" if wanted.held_out else recipe.data.on_bad,
         }
-        if one.source.path is not None:
-            records: Records = self.verdicts.open(one.source.path, **checks)
+        if wanted.source.path is not None:
+            records: Records = self.verdicts.open(wanted.source.path, **checks)
         else:
             records = open_records(
-                one.source,
+                wanted.source,
                 pictures=self.verdicts.pictures,
                 progress=True,
-                first=recipe.validation.max_records if one.held_out else None,
+                first=recipe.validation.max_records if wanted.held_out else None,
                 seed=recipe.train.seed,
                 notes=self.out / "streams.jsonl",
                 **checks,
             )
-        if records.size is not None:  # a stream's are checked when they are drawn
+        if records.size is not None:  # a stream's records are checked when they are drawn
             check_wording(records[0], records.name, recipe.data.profile)
         return records
 
-    def decode_pictures(self) -> None:
-        """Decode every picture of the open sources."""
-        self.tell(self.verdicts.undecodable(list(self.found.records.values())))
-
     def check_sources(self) -> None:
-        """Check what depends on the open sources, and the machine."""
+        """Check the sources' records for the open stages, and the machine."""
         recipe, stages, records = self.recipe, self.found.stages, self.found.records
         if stages[0] == recipe.stages()[0] and (warning := self.attempt(check_backbone, recipe, records)):
             self.warn(f"warning: {warning}")
@@ -252,7 +235,7 @@ class Preflight:
         if "rl" in stages:
             self.warn(self.attempt(check_pool, recipe, records))
         for name, weight in recipe.loss.terms.items():
-            if weight:  # a dropped term's plugin may be gone too
+            if weight:  # the plugin of a dropped term may no longer exist
                 self.attempt(CONTRASTIVE_LOSSES.__getitem__, name)
         writing = [name for name in stages if Objective.of(recipe, name).needs_rollout]
         self.problems += collate.problems(recipe, stages, self.accelerator.num_processes)
@@ -262,36 +245,29 @@ class Preflight:
         self.found.summary += machine.warnings(self.accelerator)
 
     def lay_out_sources(self) -> None:
-        """Find the lengths of everything in the open sources, where it is known before anything is read."""
+        """Compute the lengths of all records in the open sources, except streams."""
         try:
             builder = collate.prompt_builder(processor_of(self.recipe, self.found.records), self.recipe)
             for key, file in self.found.records.items():
                 if file.size is None:
                     self.warn(f"{file.name} is a stream: its records are laid out when they are read")
                     continue
-                one = self.wanted[key]
+                wanted = self.wanted[key]
                 laid = self.layouts[key] = layout.lay_out_once(
-                    file, builder, self.verdicts, need_oracle=one.oracle, need_candidates=one.candidates
+                    file, builder, self.verdicts, need_oracle=wanted.oracle, need_candidates=wanted.candidates
                 )
                 more = len(laid.faults) - MAX_REPORTED
                 faults = [*laid.faults.values()][:MAX_REPORTED] + [f"... and {more:,} more"] * (more > 0)
-                self.tell(faults, held_out=one.held_out)
+                self.tell(faults, held_out=wanted.held_out)
         except (UserError, OSError) as error:
-            if (
-                str(error) not in self.problems
-            ):  # a missing source of a tokenizer's texts was reported already
+            # A missing source of the tokenizer's texts was reported already.
+            if str(error) not in self.problems:
                 self.problems.append(str(error))
         except Exception as error:  # noqa: BLE001 - training may still succeed
             self.warn(f"warning: records were not laid out: {type(error).__name__}: {error}")
 
-    def check_layouts(self) -> None:
-        """Check what the records of each stage come to."""
-        for name in self.found.stages:
-            self.problems += _too_many_bad(self.recipe, name, self.found, self.layouts)
-            self.problems += _nothing_to_compare(self.recipe, name, self.layouts)
-
     def check_model(self, model: HubModel) -> None:
-        """Check model and disk, and sum up the run if there are no problems."""
+        """Check model and disk, and summarise the run if there are no problems."""
         recipe, found = self.recipe, self.found
         num_steps = {name: _num_steps(recipe, name, found) for name in found.stages}
         self.attempt(check_sizes, recipe.loss.matryoshka_dims, model)
@@ -309,7 +285,7 @@ class Preflight:
 def wanted_sources(recipe: Recipe, stages: Sequence[str]) -> dict[str, Wanted]:
     """Every source that these stages read, by key."""
     found: dict[str, Wanted] = {}
-    # What finished stages read of the same source counts too: a resumed run must leave out the same records.
+    # The needs of finished stages count too: a resumed run must skip the same records.
     objectives = {name: Objective.of(recipe, name) for name in recipe.stages()}
     read = {source.key for name in stages for source in getattr(recipe, name).sources}
     for name, objective in objectives.items():
@@ -321,19 +297,20 @@ def wanted_sources(recipe: Recipe, stages: Sequence[str]) -> dict[str, Wanted]:
         candidates = any(each.needs_candidates for each in objectives.values())
         _want(found, Wanted(recipe.validation, oracle, candidates, held_out=True))
     if recipe.stages()[0] in stages:
-        for one in _wanted_by_scratch(recipe):
-            _want(found, one)
+        for wanted in _wanted_by_scratch(recipe):
+            _want(found, wanted)
     return found
 
 
-def _want(found: dict[str, Wanted], one: Wanted) -> None:
-    assert one.source.key is not None
-    known = found.setdefault(one.source.key, one)
-    known.oracle, known.candidates = known.oracle or one.oracle, known.candidates or one.candidates
+def _want(found: dict[str, Wanted], wanted: Wanted) -> None:
+    assert wanted.source.key is not None
+    known = found.setdefault(wanted.source.key, wanted)
+    known.oracle |= wanted.oracle
+    known.candidates |= wanted.candidates
 
 
 def _wanted_by_scratch(recipe: Recipe) -> Iterator[Wanted]:
-    """What a backbone is built from; once it is built, those of its sources that still exist are compared."""
+    """Sources that a backbone is built from; once it is built, those that still exist are compared."""
     scratch = recipe.model.scratch
     if recipe.init is not None or scratch is None:
         return
@@ -364,7 +341,7 @@ def _report(problems: Sequence[str]) -> str:
 
 
 def _too_many_bad(recipe: Recipe, name: str, found: Checked, layouts: Mapping[str, Layout]) -> Iterable[str]:
-    """With ``data.on_bad=skip``: so many bad records that the stage would be stopped."""
+    """With ``data.on_bad=skip``: too many bad records, which would end the stage."""
     keys = [source.key for source in getattr(recipe, name).sources if source.key in found.records]
     files = [found.records[key] for key in keys if key]
     if recipe.data.on_bad != "skip" or any(file.size is None for file in files):
@@ -380,7 +357,7 @@ def _too_many_bad(recipe: Recipe, name: str, found: Checked, layouts: Mapping[st
 
 
 def _nothing_to_compare(recipe: Recipe, name: str, layouts: Mapping[str, Layout]) -> Iterable[str]:
-    """Batches of one query, whose only negatives would be labelled ones, and no record has any."""
+    """Batches of one query need labelled negatives, but no record has any."""
     stage: StageConfig = getattr(recipe, name)
     laid = [layouts[source.key] for source in stage.sources if source.key and source.key in layouts]
     alone = stage.batch_size == 1 and Objective.of(recipe, name).alpha_con > 0
@@ -392,7 +369,7 @@ def _nothing_to_compare(recipe: Recipe, name: str, layouts: Mapping[str, Layout]
 
 
 def _outline(recipe: Recipe) -> HubModel:
-    """The model without its weights; its config must be readable."""
+    """The model without weights."""
     if recipe.init is not None:
         read_config(start := checkpoint_folder(Path(recipe.init)))
         if is_adapter_checkpoint(start):
@@ -409,7 +386,8 @@ def _num_steps(recipe: Recipe, name: str, found: Checked) -> int:
     stage: StageConfig = getattr(recipe, name)
     if stage.steps is not None:
         return stage.steps
-    sizes = [len(found.records[it.key]) for it in stage.sources if it.key in found.records]
+    keys = [source.key for source in stage.sources]
+    sizes = [len(found.records[key]) for key in keys if key in found.records]
     if not sizes:
         return 1  # a problem already
     return stage.num_steps(Mixture(sizes, [1.0] * len(sizes), stage.batch_size, 0).steps_per_epoch())

@@ -1,8 +1,8 @@
 """Recipes: one YAML per run, typed, overridable from the command line, saved with every checkpoint.
 
-``load_recipe(["recipe=demo", "joint.lr=1e-4"])`` reads ``recipes/demo.yaml`` over the defaults below and applies the
-overrides. An unknown key is an error that names the nearest one. Code that needs a section is given the whole section (``recipe.optim``,
-a stage, ``recipe.data``), never copies of its keys, which would go stale.
+``load_recipe(["recipe=demo", "joint.lr=1e-4"])`` reads ``recipes/demo.yaml`` over the defaults below and applies the overrides. An
+unknown key is an error that names the nearest one. Pass whole sections (``recipe.optim``, a stage, ``recipe.data``), never copies
+of their keys, which would go stale.
 """
 
 import json
@@ -26,8 +26,7 @@ R = TypeVar("R", bound="Recipe")
 
 BackEndName = Literal["ddp", "zero1", "zero2", "zero3", "fsdp2"]
 BACK_ENDS: tuple[str, ...] = get_args(BackEndName)
-"""How several processes share a model out, from nothing to everything; the last two share out alike."""
-
+"""What is sharded across processes, from nothing to everything; the last two are equal."""
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -164,7 +163,7 @@ class RecordsConfig:
 
     @property
     def key(self) -> str | None:
-        """What tells two sources apart; None where none is given."""
+        """Identifies a source; None if none is given."""
         given = {item.name: getattr(self, item.name) for item in fields(RecordsConfig)}
         if self.streaming:
             given["shuffle_buffer"] = getattr(self, "shuffle_buffer", None)
@@ -176,7 +175,7 @@ class RecordsConfig:
 
     @property
     def label(self) -> str:
-        """What messages call it."""
+        """Its name in messages."""
         if self.dataset is not None:
             subset = f"{self.name}, " if self.name else ""
             return f"{self.dataset}[{subset}{self.split}]"
@@ -186,7 +185,7 @@ class RecordsConfig:
 
     @property
     def title(self) -> str:
-        """The same without folders, for a model card."""
+        """Its name in a model card, without folders."""
         local = self.path or (self.dataset and Path(self.dataset).exists())
         return Path(self.label).name if local else self.label
 
@@ -577,18 +576,18 @@ class Recipe:
     log: LogConfig = field(default_factory=LogConfig)
 
     def stages(self) -> list[str]:
-        """Names of the stages this run goes through, in order."""
+        """Names of the stages of this run, in order."""
         if self.stage != "all":
             return [self.stage]
         return ["cold_start", "joint", *(["rl"] if self.rl.sources else [])]
 
     @property
     def max_rationale_tokens(self) -> int:
-        """`data.max_rationale_tokens`, with null decided."""
+        """`data.max_rationale_tokens`, with null resolved."""
         return self.data.max_rationale_tokens or max(4 * self.rollout.max_new_tokens, 512)
 
     def rollout_of(self, stage: StageConfig) -> RolloutConfig:
-        """How rationales are written in a stage: `rl` samples groups of them, with the present weights."""
+        """How rationales are written in a stage: `rl` samples groups of new ones."""
         if not isinstance(stage, RLConfig):
             return self.rollout
         return replace(
@@ -612,21 +611,13 @@ def load_recipe(arguments: Sequence[str], recipes: Path = RECIPES) -> Recipe:
 def load_options(
     schema: type[R], arguments: Sequence[str], recipes: Path = RECIPES, command: str = "rge train recipe=NAME"
 ) -> R:
-    """Read a recipe, or a recipe and the further options of a command.
+    """Read and check a recipe, or a recipe and a command's further options (`schema` is a subclass of `Recipe`).
 
-    Args:
-        schema: `Recipe`, or a dataclass that adds keys to it.
-        arguments: ``recipe=NAME`` (a file of `recipes` without its ending, or a path to a YAML file) and overrides
-            such as ``loss.alpha_lm=0.5``.
-        recipes: folder of the recipes.
-        command: what is typed before the overrides, for ``--help``.
-
-    Returns:
-        A typed, checked recipe. `LossConfig.alpha_lm` and `alpha_con` are filled in and sum to one.
+    `arguments` are ``recipe=NAME`` (a file of `recipes` without its ending, or the path of a YAML file) and overrides such as
+    ``loss.alpha_lm=0.5``. `LossConfig.alpha_lm` and `alpha_con` are filled in and sum to one.
 
     Raises:
-        RecipeError: no or an unknown recipe, an unknown key (the nearest is named), a value of the wrong type or
-            outside its range.
+        RecipeError: no or an unknown recipe, an unknown key (the nearest is named), or an invalid value.
     """
     try:
         recipe = parse_file(schema, arguments, key="recipe", folder=recipes, command=command)
@@ -641,9 +632,9 @@ def load_options(
 
 
 def to_dict(recipe: Recipe) -> dict[str, Any]:
-    """The recipe as JSON's own containers, so that it equals what a checkpoint gives back.
+    """The recipe as JSON values, equal to what is read back from a checkpoint.
 
-    What a command adds to the recipe's keys is left out, and of each source what it does not use.
+    Omits a command's further options and unused settings of sources.
     """
     whole = json.loads(json.dumps(asdict(recipe)))
     unused = asdict(SourceConfig()) | {"weight": None}
@@ -664,10 +655,10 @@ def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def check(recipe: Recipe) -> None:
-    """Complete a recipe, and check what the types of single keys cannot say.
+    """Complete a recipe, and check what the types of single keys do not cover.
 
     Raises:
-        RecipeError: names every key that is wrong, its value and what is allowed.
+        RecipeError: names every wrong key, its value and the allowed ones.
     """
     if recipe.stage == "rl" and not recipe.rl.sources:
         recipe.rl.sources = list(recipe.joint.sources)
@@ -786,7 +777,7 @@ _RL_RULES: Rules = {
 
 
 def problems(recipe: Recipe) -> Iterator[str]:
-    """Everything that is wrong with keys that depend on one another."""
+    """Everything that is wrong with combinations of keys."""
     try:
         PROFILES[recipe.data.profile]
     except UserError as error:
@@ -855,7 +846,7 @@ def _check_mix(loss: LossConfig) -> Iterator[str]:
 
 
 def _check_rollout_is_used(recipe: Recipe) -> Iterator[str]:
-    """Without own rationales, refuse what says which are written; how fast (`backend`, `prompt_pass`) may stand in a sweep's base."""
+    """Without own rationales, refuse settings of their content; those of speed (`backend`, `prompt_pass`) may be in a sweep's base."""
     if recipe.loss.anchor in ("self", "mix"):
         return
     for key in ("temperature", "num_rationales", "reuse_steps", "direct_share"):
@@ -884,7 +875,7 @@ def _check_validation(recipe: Recipe) -> Iterator[str]:
 def _check_metric(
     recipe: Recipe, stage: str, alpha_lm: float, alpha_con: float, alpha_rl: float = 0.0
 ) -> Iterator[str]:
-    """Whether a stage has the value that its best checkpoints are chosen by; one that compares nothing uses the LM loss."""
+    """Whether a stage has the metric for choosing its best checkpoints; one without a contrastive loss uses the LM loss."""
     metric = recipe.validation.metric
     if stage not in recipe.stages() or not (alpha_con or alpha_rl) or alpha_lm:
         return
@@ -901,7 +892,7 @@ def _check_metric(
 
 
 def _check_records(key: str, config: RecordsConfig) -> Iterator[str]:
-    """Exactly one kind of source, and no setting of another kind, which would have no effect."""
+    """Require exactly one kind of source, and no setting of another kind, which would have no effect."""
     kinds = {"path": config.path, "dataset": config.dataset, "type": config.type}
     given = [kind for kind, value in kinds.items() if value is not None]
     if len(given) != 1:
@@ -913,13 +904,13 @@ def _check_records(key: str, config: RecordsConfig) -> Iterator[str]:
         "columns": ("dataset", "type"),
         "options": ("type",),
     }
-    for name, kinds_of_it in owners.items():
-        if given[0] not in kinds_of_it and getattr(config, name) != getattr(RecordsConfig(), name):
-            yield f"{key}.{name} belongs to {' or '.join(kinds_of_it)}, and this source has a {given[0]}"
+    for name, owner in owners.items():
+        if given[0] not in owner and getattr(config, name) != getattr(RecordsConfig(), name):
+            yield f"{key}.{name} belongs to {' or '.join(owner)}, and this source has a {given[0]}"
 
 
 def _check_stream(recipe: Recipe, name: str, stage: StageConfig, source: SourceConfig) -> Iterator[str]:
-    """Refuse what needs to know how many records there are."""
+    """Refuse settings that need the number of records."""
     if stage.steps is None:
         yield (
             f"{name}.epochs needs the number of records, which is unknown for the stream {source.label}: set {name}.steps, "

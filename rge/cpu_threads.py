@@ -1,9 +1,9 @@
 """The CPU thread policy of every command and of `rge.embedder.Embedder`.
 
-Waiting threads sleep instead of spinning. GNU OpenMP spins by default, which is fastest on an idle machine and ruinous on a
-busy one: a spinning thread keeps the core from the thread that all wait for, and a query took 36 times as long. The number of
-threads is limited to the container's CPU quota, which torch ignores. Neither changes the threads of training, nor any result.
-What the user has set in the environment is kept.
+Waiting threads sleep instead of spinning. GNU OpenMP spins by default, which is fastest on an idle machine and disastrous on a busy
+one: a spinning thread occupies the core that the awaited thread needs, and a query took 36 times as long. The number of threads
+is limited to the container's CPU quota, which torch ignores. Neither affects the threads of training, nor any result. The user's
+environment variables take precedence.
 """
 
 import math
@@ -18,13 +18,13 @@ _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def sleep_while_waiting() -> None:
-    """Set the policy that OpenMP reads when torch is loaded; without effect where it is loaded already."""
+    """Set the policy that OpenMP reads when torch is imported; no effect afterwards."""
     if "torch" not in sys.modules and not any(name in os.environ for name in _WAITING):
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
 
 def limit_threads() -> None:
-    """Let torch use no more threads than the container may use CPUs; warn where they spin on busy cores."""
+    """Limit torch's threads to the container's CPU quota; warn if they spin on busy cores."""
     import torch
 
     if not any(name in os.environ for name in _WAITING) and os.getloadavg()[0] > (os.cpu_count() or 1):
@@ -33,17 +33,13 @@ def limit_threads() -> None:
             "take many times as long. Import rge first, or set OMP_WAIT_POLICY=PASSIVE",
             stacklevel=2,
         )
-    quota = cpu_quota()
-    if (
-        quota is not None
-        and quota < torch.get_num_threads()
-        and not any(name in os.environ for name in _COUNTS)
-    ):
+    quota, is_set = cpu_quota(), any(name in os.environ for name in _COUNTS)
+    if quota is not None and quota < torch.get_num_threads() and not is_set:
         torch.set_num_threads(quota)
 
 
 def cpu_quota() -> int | None:
-    """CPUs of the container's quota (cgroup v2), rounded up; None where there is none."""
+    """CPUs of the container's quota (cgroup v2), rounded up, if there is one."""
     try:
         share, period = _QUOTA.read_text().split()
         return None if share == "max" else max(1, math.ceil(int(share) / int(period)))

@@ -1,4 +1,4 @@
-"""Embed with a finished checkpoint: `Embedder` is what users, evaluation and every integration call.
+"""Embed with a finished checkpoint: users, evaluation and every integration call `Embedder`.
 
     from rge import Embedder
 
@@ -6,8 +6,8 @@
     query = embedder.encode_query("What do you need to open this?", images="padlock.png")
     scores = embedder.similarity(query, embedder.encode_document(images=["key.png", "nail.png"]))
 
-Every figure of an evaluation comes from `Embedder.encode`, and so does every embedding of a service built on a checkpoint.
-An embedder may be used by several threads at once. torch and transformers are imported when a checkpoint is loaded.
+All embeddings of evaluations and services come from `Embedder.encode`. An embedder is thread-safe. torch and transformers are
+imported when a checkpoint is loaded.
 """
 
 import sys
@@ -37,7 +37,7 @@ from rge.common.schema import Encoded, ImageRef, Item
 from rge.distributed.workers import Work, Workers
 
 if TYPE_CHECKING:
-    from rge.inference import Asked, Inference, OnProgress, Side
+    from rge.inference import EncodeOptions, Inference, OnProgress, Side
     from rge.model.embedding_model import EmbeddingModel
     from rge.model.prompts import Prompt, PromptBuilder
     from rge.rollout.vllm_writer import VllmWriter
@@ -46,23 +46,23 @@ Picture = ImageRef | Path | Image.Image
 """A path, ``library.parquet#row``, a web address, a data URL, encoded bytes, or a decoded picture."""
 
 WINDOW_BATCHES = 4
-"""Batches whose items are prepared together and sorted by length; twice as many pictures are in memory at a time."""
+"""Batches whose items are prepared together and sorted by length; the pictures of two such windows are in memory at a time."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """Items whose pictures are in memory together, and how to embed them; see `Embedder.encode`."""
+    """A window of items, and how to embed them; see `Embedder.encode`."""
 
     items: Sequence[Item]
     side: "Side"
-    asked: "Asked"
+    options: "EncodeOptions"
 
 
 class Embedder:
-    """A trained model with its prompts and its pinned generation settings; `with_` makes one with other settings."""
+    """A trained model with its prompts and its generation settings; `with_` changes settings."""
 
     base: Path | None = None
-    """Directory that the base of a checkpoint of adapters was found in."""
+    """Directory of the base model, for a checkpoint of adapters."""
 
     def __init__(
         self,
@@ -106,26 +106,26 @@ class Embedder:
         """Load a finished checkpoint.
 
         Args:
-            checkpoint: directory with weights, processor and ``rge.json``, or the id of one on the Hugging Face hub;
-                ``demo`` is the small one that comes with the package.
+            checkpoint: directory with weights, processor and ``rge.json``, or an id on the Hugging Face hub; ``demo``: the small
+                one that comes with the package.
             revision: commit, tag or branch on the hub.
-            base: directory or hub id of the model that a checkpoint of adapters belongs to (``export.adapters_only``); None: where
-                its ``rge.json`` says.
-            device: e.g. ``cuda:0``; None takes a GPU if there is one. Several, e.g. ``["cuda:0", "cuda:1"]``, embed
-                together, each in a process of its own that is started when it is first needed; nothing is loaded here.
-            dtype: weights' dtype; None takes float32 on CPU and the recipe's on GPU.
-            quantization: the text model's matrices as bitsandbytes holds them, in 8 or in 4 bits (extra ``quantization``).
-                Embeddings differ from the checkpoint's own then.
+            base: directory or hub id of the base model of a checkpoint of adapters (``export.adapters_only``); None: the one in
+                its ``rge.json``.
+            device: e.g. ``cuda:0``; None: a GPU if there is one. Several, e.g. ``["cuda:0", "cuda:1"]``, share the work, each in
+                its own process, which starts when it is first needed.
+            dtype: of the weights; None: float32 on CPU, the recipe's on GPU.
+            quantization: quantize the text model with bitsandbytes (extra ``quantization``). Embeddings then differ from the
+                checkpoint's own.
             max_new_tokens: overrides the checkpoint's cap on a rationale.
             temperature: overrides the checkpoint's greedy decoding.
-            engine: ``vllm`` lets vLLM write the rationales (docs/serving.md); on one device, beside the model.
-            vllm_memory: share of a GPU's memory for it.
-            vllm_rows: rows that it works on at once.
+            engine: ``vllm``: vLLM writes the rationales (docs/serving.md), on one device, beside the model.
+            vllm_memory: share of a GPU's memory for vLLM.
+            vllm_rows: rows that vLLM processes at once.
 
         Raises:
             CheckpointError: not a checkpoint of rge, or the hub cannot be reached.
-            BackboneError: its weights or processor cannot be loaded, or have no ``<emb>``.
-            AdapterError: the base of its adapters is not there, or has other weights.
+            BackboneError: weights or processor cannot be loaded, or have no ``<emb>``.
+            AdapterError: the base of the adapters does not exist, or has other weights.
         """
         import torch
 
@@ -133,7 +133,7 @@ class Embedder:
 
         folder = local_folder(checkpoint, revision)
         settings = read_settings(folder)
-        found = _base(folder, base)
+        base_folder = _base(folder, base)
         devices = [device] if device is None or isinstance(device, str) else list(device)
         if not devices:
             raise ValueError("device is empty; None uses a GPU if there is one")
@@ -145,13 +145,15 @@ class Embedder:
         if engine == "vllm":
             if len(devices) > 1 or quantization is not None:
                 raise UserError("engine=vllm needs a single device and unquantized weights")
-            inference = Inference.load(folder, settings, first, VllmOptions(vllm_memory, vllm_rows), found)
+            vllm = VllmOptions(vllm_memory, vllm_rows)
+            inference = Inference.load(folder, settings, first, vllm, base_folder)
             assert inference.engine is not None
             return cls._of(inference, folder, settings.but(engine=inference.engine.name))
         if len(devices) > 1:
-            return _SpreadEmbedder(folder, settings, [each for each in devices if each is not None], found)
-        embedder = cls._of(Inference.load(folder, settings, first, base=found), folder, settings)
-        embedder.base = found
+            names = [name for name in devices if name is not None]
+            return _SpreadEmbedder(folder, settings, names, base_folder)
+        embedder = cls._of(Inference.load(folder, settings, first, base=base_folder), folder, settings)
+        embedder.base = base_folder
         return embedder
 
     @property
@@ -161,7 +163,7 @@ class Embedder:
 
     @property
     def builder(self) -> "PromptBuilder":
-        """Makes prompts."""
+        """The builder of prompts."""
         return self._inference.builder
 
     def with_(
@@ -175,8 +177,8 @@ class Embedder:
         """An embedder on the same model with other settings.
 
         Args:
-            exact: compute every state with its row alone, see `encode`.
-            profile: of `rge.common.prompt_profiles`, in place of the checkpoint's.
+            exact: compute every row's state alone, see `encode`.
+            profile: name of a prompt profile, see `rge.common.prompt_profiles`.
             temperature: of sampled rationales.
             min_new_tokens: ``<emb>`` is suppressed before this many tokens.
         """
@@ -205,7 +207,7 @@ class Embedder:
         return self._inference.size
 
     def close(self) -> None:
-        """End what holds the model on several devices; it would also end with this object, and starts again when needed."""
+        """End the worker processes of several devices. They also end with this object, and restart when needed."""
 
     def check_dimensions(self, dimensions: int | None) -> None:
         """Raise `UserError` if embeddings cannot be truncated to this many components."""
@@ -229,7 +231,7 @@ class Embedder:
 
     @property
     def default_instruction(self) -> str | None:
-        """The instruction that most training queries carried; None where most carried none, or none is known."""
+        """The instruction that most training queries had; None if most had none, or it is unknown."""
         return self.settings.instructions.default if self.settings.instructions else None
 
     def encode_query(
@@ -247,41 +249,41 @@ class Embedder:
         seeds: Sequence[int] | None = None,
         progress: bool | None = None,
     ) -> Any:
-        """Embed queries: the model writes what it sees and what is asked for, and is read at the ``<emb>`` that ends it.
+        """Embed queries: the model writes a rationale, and the embedding is its state at the final ``<emb>``.
 
         Args:
             texts: a question, or N of them; None for pictures alone.
             images: with one question, its picture or pictures; with N, N entries, each None, a picture or several. A
                 picture is a path, a web address, a data URL, bytes or a PIL image.
-            mode: ``reasoning``, ``direct`` (no rationale), ``latent`` (think tokens in place of one) or ``auto`` (the model
-                decides query by query); the last two need a checkpoint trained for it, docs/modes.md. None as it was trained.
-            instruction: put before every question; None takes the one of `task`, or the most frequent one of training.
-                An empty string puts nothing. One that training did not have is used, with a warning.
-            task: name of a task of training (``rge.json`` lists them) whose instruction to use.
-            dimensions: keep so many leading components, a size that the checkpoint was trained to be cut to.
+            mode: ``reasoning``, ``direct`` (no rationale), ``latent`` (think tokens instead) or ``auto`` (the model decides per
+                query); the last two need a checkpoint trained for them, docs/modes.md. None: as trained.
+            instruction: put before every question; '': none; None: that of `task`, or the most frequent one of training. One
+                that was not used in training causes a warning.
+            task: name of a training task (``rge.json`` lists them) whose instruction to use.
+            dimensions: truncate embeddings to this many components, a size that the checkpoint was trained for.
             return_rationales: return the rationales too.
             as_tensor: torch instead of numpy.
-            batch_size: rows a forward.
-            seeds: one a query, needed for sampling (``temperature=`` of `from_pretrained`).
-            progress: show a bar; None shows one for long lists on a terminal.
+            batch_size: rows per forward.
+            seeds: one per query, needed for sampling (``temperature=`` of `from_pretrained`).
+            progress: show a progress bar; None: for long lists on a terminal.
 
         Returns:
-            Unit-norm float32 embeddings, (N, D), or (D,) for one question; with `return_rationales` a pair of them and
-            the rationales (a list of N texts, or one text).
+            Unit-norm float32 embeddings, (N, D), or (D,) for one question; with `return_rationales`, a pair of these and the
+            rationales (a list of N texts, or one text).
 
         Raises:
             ValueError: wrong arguments, or an item that cannot be embedded.
             ImageError: a picture cannot be read.
         """
-        wanted, warning = self.instruction_for(instruction, task)
-        single, items = _items(texts, images, wanted)
+        instruction, warning = self.instruction_for(instruction, task)
+        single, items = _items(texts, images, instruction)
         if warning:
             warnings.warn(warning, stacklevel=2)
         self.check_dimensions(dimensions)
-        found = self.encode(
+        encoded = self.encode(
             items, side="query", mode=mode or self.query_mode, batch_size=batch_size, seeds=seeds, progress=progress
         )  # fmt: skip
-        return self._shaped(found, single, dimensions, return_rationales, as_tensor)
+        return self._shaped(encoded, single, dimensions, return_rationales, as_tensor)
 
     def encode_document(
         self,
@@ -296,16 +298,16 @@ class Embedder:
         seeds: Sequence[int] | None = None,
         progress: bool | None = None,
     ) -> Any:
-        """Embed candidates: texts, pictures, or both; arguments and results as of `encode_query`.
+        """Embed candidates: texts, pictures, or both; arguments and results as in `encode_query`.
 
         Candidates are trained without a rationale, hence the default mode.
         """
         single, items = _items(texts, images)
         self.check_dimensions(dimensions)
-        found = self.encode(
+        encoded = self.encode(
             items, side="candidate", mode=mode, batch_size=batch_size, seeds=seeds, progress=progress
         )
-        return self._shaped(found, single, dimensions, return_rationales, as_tensor)
+        return self._shaped(encoded, single, dimensions, return_rationales, as_tensor)
 
     @staticmethod
     def similarity(queries: Any, documents: Any) -> Any:
@@ -313,11 +315,7 @@ class Embedder:
         return queries @ documents.T
 
     def push_to_hub(self, repo_id: str, *, private: bool = False, token: str | None = None) -> str:
-        """Upload the checkpoint with its model card to ``user/name``, which is made if it does not exist.
-
-        Returns:
-            The commit's address.
-        """
+        """Upload the checkpoint with its model card to ``user/name``, which is created if needed; returns the commit's URL."""
         from huggingface_hub import HfApi
 
         from rge.checkpoints.description import renamed_card
@@ -325,7 +323,7 @@ class Embedder:
         api = HfApi(token=token)
         api.create_repo(repo_id, private=private, exist_ok=True)
         with tempfile.TemporaryDirectory() as folder:
-            # links: only the card differs, whose examples name the checkpoint as it is called there
+            # Symlinks: only the card differs, whose examples use the checkpoint's name on the hub.
             for path in self.checkpoint.iterdir():
                 (Path(folder) / path.name).symlink_to(path.resolve())
             card = self.checkpoint / "README.md"
@@ -336,9 +334,9 @@ class Embedder:
             return str(api.upload_folder(repo_id=repo_id, folder_path=folder))
 
     def instruction_for(self, given: str | None, task: str | None = None) -> tuple[str | None, str | None]:
-        """The instruction that a query gets; warns about one that training did not use.
+        """The instruction of a query, and a warning if training did not use it.
 
-        What is given goes before the one of `task`, a task of training; an empty one is none.
+        `given` takes precedence over the instruction of `task`, a training task; an empty one is none.
 
         Raises:
             ValueError: an unknown task.
@@ -366,7 +364,7 @@ class Embedder:
         return self.default_instruction, None
 
     def cut(self, vectors: np.ndarray, dimensions: int | None) -> np.ndarray:
-        """The leading components of embeddings (N, D), of unit norm again.
+        """Truncate embeddings (N, D) and normalise them again.
 
         Raises:
             UserError: a size that the checkpoint was not trained for.
@@ -378,16 +376,16 @@ class Embedder:
         return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
 
     def _shaped(
-        self, found: Encoded, single: bool, dimensions: int | None, return_rationales: bool, as_tensor: bool
+        self, encoded: Encoded, single: bool, dimensions: int | None, return_rationales: bool, as_tensor: bool
     ) -> Any:
-        vectors: Any = self.cut(found.embeddings, dimensions)
+        vectors: Any = self.cut(encoded.embeddings, dimensions)
         if as_tensor:
             import torch
 
             vectors = torch.from_numpy(vectors)
         if not return_rationales:
             return vectors[0] if single else vectors
-        return (vectors[0], found.rationales[0]) if single else (vectors, found.rationales)
+        return (vectors[0], encoded.rationales[0]) if single else (vectors, encoded.rationales)
 
     def encode(
         self,
@@ -400,31 +398,28 @@ class Embedder:
         on_progress: Callable[[int], object] | None = None,
         progress: bool | None = False,
     ) -> Encoded:
-        """Embed items. A row does not depend on the other rows, on the batch size or on padding, but for rounding.
+        """Embed items. Except for rounding, a row does not depend on the other rows, the batch size or padding.
 
-        Where the settings say ``exact`` it does not depend on them in the last bit either: every state is computed with its
-        row alone. Rationales are still written in batches, in float32; one that a rounding error might have changed
-        (`rge.inference.CLOSE`) is written again alone. In other dtypes all of them are.
+        With the setting ``exact`` there is no rounding either: every row's state is computed alone. In float32, rationales are
+        still written in batches, and those that a rounding error might have changed (`rge.inference.CLOSE`) are written again
+        alone; in other dtypes, all are written alone.
 
         Args:
             items: what to embed.
-            side: decides the wording of the prompt.
-            mode: ``reasoning`` lets the model write a rationale first; ``direct`` prefills ``<emb>``, ``latent`` think
-                tokens and ``<emb>``; ``auto`` lets the model decide, and a rationale is empty where it answered directly.
-            batch_size: rows a forward.
-            seeds: one an item, needed where the settings ask for sampling.
+            side: determines the wording of the prompt.
+            mode: ``reasoning``: the model writes a rationale first; ``direct``: ``<emb>`` is prefilled; ``latent``: think tokens
+                and ``<emb>`` are; ``auto``: the model decides, and a rationale is empty where it answered directly.
+            batch_size: rows per forward.
+            seeds: one per item, needed for sampling.
             on_progress: called with the number of items just finished.
-            progress: show a bar; None shows one for long lists on a terminal.
-
-        Returns:
-            Embeddings and what was written, in the order of the items.
+            progress: show a progress bar; None: for long lists on a terminal.
 
         Raises:
             UserError: the checkpoint was not trained for the mode.
-            ValueError: an unknown mode, an item that cannot be embedded.
+            ValueError: an unknown mode, or an item that cannot be embedded.
             ImageError: a picture cannot be read.
         """
-        from rge.inference import Asked
+        from rge.inference import EncodeOptions
 
         if mode not in get_args(Mode):
             raise ValueError(f"mode must be one of {', '.join(get_args(Mode))}, got {mode!r}")
@@ -434,7 +429,7 @@ class Embedder:
                 "exact embeddings are computed row by row, which vLLM does not do: use engine=own"
             )
         num, window = len(items), WINDOW_BATCHES * batch_size
-        found = Encoded(
+        encoded = Encoded(
             embeddings=np.empty((num, self.size), np.float32),
             rationales=[""] * num,
             num_rationale_tokens=np.zeros(num, np.int64),
@@ -446,7 +441,7 @@ class Embedder:
             Job(
                 items[start : start + window],
                 side,
-                Asked(mode, batch_size, None if seeds is None else seeds[start : start + window]),
+                EncodeOptions(mode, batch_size, None if seeds is None else seeds[start : start + window]),
             )
             for start in range(0, num, window)
         )
@@ -454,40 +449,43 @@ class Embedder:
         def put(number: int, part: Encoded) -> None:
             rows = slice(number * window, number * window + len(part.rationales))
             for field in fields(Encoded):
-                getattr(found, field.name)[rows] = getattr(part, field.name)
+                getattr(encoded, field.name)[rows] = getattr(part, field.name)
 
         if progress is None:
             progress = num > 4 * batch_size and sys.stderr.isatty()
         with progress_bar(total=num, disable=not progress, unit="item") as bar:
             self._run(jobs, put, on_progress or bar.update)
-        return found
+        return encoded
 
     def _run(
         self, jobs: Iterable[Job], put: Callable[[int, Encoded], object], on_progress: "OnProgress"
     ) -> None:
-        left = iter(jobs)  # whose items are read as they are asked for
+        remaining = iter(jobs)
 
         def prepare_next() -> tuple[Job, list["Prompt"], float] | None:
-            job = next(left, None)
+            job = next(remaining, None)
             return None if job is None else (job, *self._prepare(job.items, job.side))
 
         # A thread reads and scales the next window's pictures while the device works on this one's.
         with ThreadPoolExecutor(1, "rge-prepare") as pool:
-            coming = pool.submit(prepare_next)
+            upcoming = pool.submit(prepare_next)
             for number in count():
-                prepared = coming.result()
+                prepared = upcoming.result()
                 if prepared is None:
                     return
                 job, prompts, prepare_ms = prepared
-                coming = pool.submit(prepare_next)
-                put(number, self._inference.embed(prompts, job.asked, self.settings, on_progress, prepare_ms))
+                upcoming = pool.submit(prepare_next)
+                put(
+                    number,
+                    self._inference.embed(prompts, job.options, self.settings, on_progress, prepare_ms),
+                )
 
     def _window(self, job: Job, on_progress: "OnProgress") -> Encoded:
         prompts, prepare_ms = self._prepare(job.items, job.side)
-        return self._inference.embed(prompts, job.asked, self.settings, on_progress, prepare_ms)
+        return self._inference.embed(prompts, job.options, self.settings, on_progress, prepare_ms)
 
     def _prepare(self, items: Sequence[Item], side: "Side") -> tuple[list["Prompt"], float]:
-        """The prompts of a window, and the milliseconds that each took."""
+        """The prompts of a window, and the mean preparation time in ms."""
         began = time.perf_counter()
         prompts = [
             self._inference.prompt(item, side, [load_image(_fetched(ref)) for ref in item.images])
@@ -514,20 +512,20 @@ class Embedder:
             )
 
     def encode_prompts(self, prompts: Sequence["Prompt"], *, mode: Mode, batch_size: int = 64) -> Encoded:
-        """Embed prompts made by `prompt`, as a server does, which makes them when requests arrive."""
-        from rge.inference import Asked
+        """Embed prompts made by `prompt`: a server makes them when requests arrive."""
+        from rge.inference import EncodeOptions
 
-        return self._inference.embed(prompts, Asked(mode, batch_size), self.settings)
+        return self._inference.embed(prompts, EncodeOptions(mode, batch_size), self.settings)
 
     def direct_probabilities(self, items: Iterable[Item], *, batch_size: int = 64) -> np.ndarray:
-        """(N,) the probability of ``<emb>`` as the first token of each query, by which ``mode=auto`` decides.
+        """Probabilities (N,) of ``<emb>`` as the first token of each query, by which ``mode=auto`` decides.
 
         Raises:
             UserError: the checkpoint was not trained to decide.
         """
         self.settings.check_mode("auto")
-        left, parts = iter(items), [np.empty(0, np.float32)]
-        while window := list(islice(left, WINDOW_BATCHES * batch_size)):
+        remaining, parts = iter(items), [np.empty(0, np.float32)]
+        while window := list(islice(remaining, WINDOW_BATCHES * batch_size)):
             prompts, _ = self._prepare(window, "query")
             parts.append(self._inference.direct_probabilities(prompts, batch_size))
         return np.concatenate(parts)
@@ -535,12 +533,12 @@ class Embedder:
     def encode_after(
         self, prompts: Sequence["Prompt"], rationales: Sequence[Sequence[int]], *, batch_size: int = 64
     ) -> np.ndarray:
-        """Embeddings (N, D) of prompts after given rationales: token ids without ``<emb>``; none at all is direct mode."""
+        """Embeddings (N, D) of prompts after given rationales: token ids without ``<emb>``, empty for direct mode."""
         return self._inference.embed_after(prompts, rationales, batch_size)
 
 
 class _SpreadEmbedder(Embedder):
-    """An `Embedder` whose model is in worker processes, one per device; it has neither `model` nor `builder` itself."""
+    """An `Embedder` whose model is in worker processes, one per device; it has no `model` or `builder`."""
 
     settings: CheckpointSettings
 
@@ -556,7 +554,7 @@ class _SpreadEmbedder(Embedder):
 
     def _begin(self, profile: str) -> None:
         work = partial(_worker, self.checkpoint, self.settings, self.base, self._threads)
-        self._workers = Workers(work, self._devices)  # which start when they are needed
+        self._workers = Workers(work, self._devices)  # start when needed
 
     engine = None
 
@@ -593,14 +591,14 @@ def _worker(folder: Path, settings: CheckpointSettings, base: Path | None, threa
     return embedder._window
 
 
-def _base(folder: Path, asked: str | Path | None) -> Path | None:
-    """The base of a checkpoint of adapters; None where the checkpoint has all its weights."""
+def _base(folder: Path, base: str | Path | None) -> Path | None:
+    """The base of a checkpoint of adapters; None if the checkpoint has all its weights."""
     from rge.model.adapter_files import find_base, is_adapter_checkpoint
 
     if is_adapter_checkpoint(folder):
-        return find_base(folder, asked)
-    if asked is not None:
-        raise UserError(f"base={asked} is for checkpoints of adapters, and {folder} has all its weights")
+        return find_base(folder, base)
+    if base is not None:
+        raise UserError(f"base={base} is for checkpoints of adapters, and {folder} has all its weights")
     return None
 
 
@@ -610,7 +608,7 @@ def _given(**options: Any) -> dict[str, Any]:
 
 
 def local_folder(checkpoint: str | Path, revision: str | None) -> Path:
-    """The checkpoint's directory; one on the hub is fetched into the hub's cache."""
+    """The checkpoint's directory; downloads it from the hub if needed."""
     folder, name = checkpoint_folder(Path(checkpoint).expanduser()), str(checkpoint)
     is_path = isinstance(checkpoint, Path) or name.startswith((".", "/", "~")) or name.count("/") != 1
     if folder.exists() or is_path:
@@ -619,7 +617,7 @@ def local_folder(checkpoint: str | Path, revision: str | None) -> Path:
 
     try:
         return Path(snapshot_download(name, revision=revision))
-    except (OSError, ValueError) as error:  # the hub's own errors are these
+    except (OSError, ValueError) as error:  # the bases of the hub's errors
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(
             f"{name} is not a directory here, and could not be fetched from the Hugging Face hub: {reason}"
@@ -631,9 +629,8 @@ def _items(texts: Any, images: Any, instruction: str | None = None) -> tuple[boo
     if texts is None and images is None:
         raise ValueError("give texts, images, or both")
     single = isinstance(texts, str) or (texts is None and _is_picture(images))
-    columns = (
-        [[texts], [images]] if single else [None if one is None else list(one) for one in (texts, images)]
-    )
+    given = (texts, images)
+    columns = [[value] if single else None if value is None else list(value) for value in given]
     lengths = [len(column) for column in columns if column is not None]
     if len(set(lengths)) > 1:
         raise ValueError(
@@ -641,10 +638,10 @@ def _items(texts: Any, images: Any, instruction: str | None = None) -> tuple[boo
         )
     items = []
     for row in range(lengths[0]):
-        text, shown = (None if column is None else column[row] for column in columns)
+        text, pictures = (None if column is None else column[row] for column in columns)
         if text is not None and not isinstance(text, str):
             raise ValueError(f"a text must be a string, got {type(text).__name__}")
-        items.append(Item(str(row), text, _pictures(shown), instruction))
+        items.append(Item(str(row), text, _pictures(pictures), instruction))
     return single, items
 
 
@@ -660,7 +657,7 @@ def _is_picture(value: Any) -> bool:
 def _pictures(value: Any) -> tuple[Any, ...]:
     if value is None:
         return ()
-    return tuple(_picture(one) for one in ([value] if _is_picture(value) else value))
+    return tuple(_picture(picture) for picture in ([value] if _is_picture(value) else value))
 
 
 def _picture(value: Any) -> Any:

@@ -1,7 +1,6 @@
 """Turn prompts into embeddings with a finished checkpoint.
 
-Safe for threads: what a call computes is its own, and calls take turns, since two at once would take twice the memory and, on
-a CPU, each other's cores.
+Thread-safe: calls take turns, since two at once would need twice the memory and, on a CPU, compete for cores.
 """
 
 import threading
@@ -30,14 +29,14 @@ from rge.rollout.generate import Rationale, generate
 from rge.rollout.vllm_writer import VllmWriter
 
 CLOSE = {"greedy": 2e-3, "drawn": 1e-4}
-"""`Rationale.margin` below which float32 in another batch might choose another token; rounding moves it by some 1e-5."""
+"""`Rationale.margin` below which float32 rounding in another batch, about 1e-5, might choose another token."""
 
 Side = Literal["query", "candidate"]
 OnProgress = Callable[[int], object]
 
 
 @dataclass(frozen=True)
-class Asked:
+class EncodeOptions:
     """How to embed prompts: see `rge.embedder.Embedder.encode`."""
 
     mode: Mode
@@ -47,14 +46,14 @@ class Asked:
 
 @dataclass(frozen=True)
 class VllmOptions:
-    """Share of a GPU's memory for vLLM, and the rows that it works on at once."""
+    """Share of a GPU's memory for vLLM, and the rows that it processes at once."""
 
     memory: float
     rows: int
 
 
 class Inference:
-    """A model, put into evaluation mode, with its prompts; an `engine` may write its rationales."""
+    """A model in evaluation mode with its prompt builder; an `engine` may write its rationales."""
 
     def __init__(self, model: EmbeddingModel, builder: PromptBuilder, engine: VllmWriter | None = None):
         self.model, self.builder, self.engine = model.eval(), builder, engine
@@ -70,10 +69,10 @@ class Inference:
         vllm: VllmOptions | None = None,
         base: Path | None = None,
     ) -> "Inference":
-        """Load a checkpoint as the settings say; `base` belongs to one of adapters.
+        """Load a checkpoint with these settings; `base` is for one of adapters.
 
         Raises:
-            BackboneError: weights or processor cannot be loaded, have no ``<emb>``, or vLLM does not start.
+            BackboneError: weights or processor cannot be loaded or have no ``<emb>``, or vLLM does not start.
         """
         if device == "cpu":
             limit_threads()
@@ -124,29 +123,29 @@ class Inference:
     def embed(
         self,
         prompts: Sequence[Prompt],
-        asked: Asked,
+        options: EncodeOptions,
         settings: Settings,
         on_progress: OnProgress = lambda count: None,
         prepare_ms: float = 0.0,
     ) -> Encoded:
-        """Embed prompts, at least one; `on_progress` is called with the number just finished.
+        """Embed one or more prompts; `on_progress` is called with the number just finished.
 
-        What each prompt took to make, `prepare_ms`, is counted into its ``embed_ms``.
+        `prepare_ms`, the time that making each prompt took, is added to its ``embed_ms``.
 
         Raises:
             UserError: the checkpoint was not trained for the mode.
             ValueError: sampling without seeds, or what vLLM cannot do.
         """
         num = len(prompts)
-        settings.check_mode(asked.mode)
+        settings.check_mode(options.mode)
         with self._computing:
-            if asked.mode in SILENT:
-                together = 1 if settings.exact else asked.batch_size
-                states, embed_ms = self._prefilled(prompts, asked.mode, together, on_progress)
+            if options.mode in SILENT:
+                batch_size = 1 if settings.exact else options.batch_size
+                states, embed_ms = self._prefilled(prompts, options.mode, batch_size, on_progress)
                 return Encoded(
                     states, [""] * num, np.zeros(num, np.int64), ["prefilled"] * num, np.zeros(num), embed_ms + prepare_ms
                 )  # fmt: skip
-            rationales = self._rationales(prompts, asked, settings, on_progress)
+            rationales = self._rationales(prompts, options, settings, on_progress)
             embed_ms = np.full(num, prepare_ms)
             if settings.exact:
                 for row, rationale in enumerate(rationales):
@@ -155,13 +154,13 @@ class Inference:
                     rationales[row] = replace(rationale, state_D=state_D)
                     embed_ms[row] += (time.perf_counter() - began) * 1000
         with self._tokenizing:
-            texts = [self.builder.decode(one.ids) for one in rationales]
+            texts = [self.builder.decode(rationale.ids) for rationale in rationales]
         return Encoded(
-            torch.stack([cast(Tensor, one.state_D).float().cpu() for one in rationales]).numpy(),
+            torch.stack([cast(Tensor, rationale.state_D).float().cpu() for rationale in rationales]).numpy(),
             texts,
-            np.array([len(one.ids) for one in rationales], np.int64),
-            ["forced" if one.forced else "emb" for one in rationales],
-            np.array([one.seconds * 1000 for one in rationales]),
+            np.array([len(rationale.ids) for rationale in rationales], np.int64),
+            ["forced" if rationale.forced else "emb" for rationale in rationales],
+            np.array([rationale.seconds * 1000 for rationale in rationales]),
             embed_ms,
         )
 
@@ -175,15 +174,15 @@ class Inference:
 
     @torch.no_grad()
     def direct_probabilities(self, prompts: Sequence[Prompt], batch_size: int) -> np.ndarray:
-        """(N,) see `rge.embedder.Embedder.direct_probabilities`."""
-        head, barred = self.model.model.get_output_embeddings(), torch.tensor(self.model.suppressed_ids)
-        found = np.empty(len(prompts), np.float32)
+        """See `rge.embedder.Embedder.direct_probabilities`."""
+        head, suppressed = self.model.model.get_output_embeddings(), torch.tensor(self.model.suppressed_ids)
+        probabilities = np.empty(len(prompts), np.float32)
         with self._computing:
             for rows in by_length([*map(len, prompts)], batch_size):
                 logit_BV = head(self.model.states_before_answer([prompts[row] for row in rows])).float()
-                logit_BV = logit_BV.index_fill(1, barred.to(logit_BV.device), -torch.inf)
-                found[rows] = logit_BV.softmax(dim=1)[:, self.model.emb_id].cpu().numpy()
-        return found
+                logit_BV = logit_BV.index_fill(1, suppressed.to(logit_BV.device), -torch.inf)
+                probabilities[rows] = logit_BV.softmax(dim=1)[:, self.model.emb_id].cpu().numpy()
+        return probabilities
 
     def _states(self, prompts: Sequence[Prompt], rationales: Sequence[Sequence[int]]) -> Tensor:
         """States (N, D) after rationales, in one forward."""
@@ -193,69 +192,73 @@ class Inference:
     def _in_batches(
         self, prompts: Sequence[Prompt], rationales: Sequence[Sequence[int]], batch_size: int
     ) -> np.ndarray:
-        """States (N, D) after rationales, batches of similar lengths."""
-        found = np.empty((len(prompts), self.size), np.float32)
+        """States (N, D) after rationales, in batches of similar lengths."""
+        state_ND = np.empty((len(prompts), self.size), np.float32)
         lengths = [len(prompt) + len(ids) for prompt, ids in zip(prompts, rationales, strict=True)]
         for rows in by_length(lengths, batch_size):
             states = self._states([prompts[row] for row in rows], [rationales[row] for row in rows])
-            found[rows] = states.float().cpu().numpy()
-        return found
+            state_ND[rows] = states.float().cpu().numpy()
+        return state_ND
 
     def _prefilled(
-        self, prompts: Sequence[Prompt], mode: Mode, together: int, on_progress: OnProgress
+        self, prompts: Sequence[Prompt], mode: Mode, batch_size: int, on_progress: OnProgress
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Embeddings (N, D) at an ``<emb>`` right after the prompt, and milliseconds (N,)."""
-        given = self.model.given[mode]
-        found, embed_ms = np.empty((len(prompts), self.size), np.float32), np.empty(len(prompts))
-        for rows in by_length([*map(len, prompts)], together):
+        """Embeddings (N, D) without a generated rationale, and milliseconds (N,)."""
+        prefix = self.model.given[mode]
+        state_ND, embed_ms = np.empty((len(prompts), self.size), np.float32), np.empty(len(prompts))
+        for rows in by_length([*map(len, prompts)], batch_size):
             began = time.perf_counter()
-            shown = [prompts[row] for row in rows]
-            found[rows] = self._states(shown, [given] * len(rows)).float().cpu().numpy()
+            states = self._states([prompts[row] for row in rows], [prefix] * len(rows))
+            state_ND[rows] = states.float().cpu().numpy()
             embed_ms[rows] = (time.perf_counter() - began) * 1000 / len(rows)
             on_progress(len(rows))
-        return found, embed_ms
+        return state_ND, embed_ms
 
     def _rationales(
-        self, prompts: Sequence[Prompt], asked: Asked, settings: Settings, on_progress: OnProgress
+        self, prompts: Sequence[Prompt], options: EncodeOptions, settings: Settings, on_progress: OnProgress
     ) -> list[Rationale]:
         generation = settings.generation
-        least, above = generation.min_new_tokens, None
-        if asked.mode == "auto":
-            above = generation.direct_above
+        min_new_tokens, direct_above = generation.min_new_tokens, None
+        if options.mode == "auto":
+            direct_above = generation.direct_above
         elif settings.decides_itself:
-            least = max(least, 1)  # mode=reasoning is asked for words
+            min_new_tokens = max(min_new_tokens, 1)  # mode=reasoning must not answer directly
         if self.engine is not None:
-            if least or above is not None:
+            if min_new_tokens or direct_above is not None:
                 raise UserError(
                     "engine=vllm supports neither forced rationales nor a threshold: use engine=own"
                 )
-            rationales = self.engine.generate(prompts, temperature=generation.temperature, seeds=asked.seeds)
-            states = self._in_batches(prompts, [one.ids for one in rationales], asked.batch_size)
+            rationales = self.engine.generate(
+                prompts, temperature=generation.temperature, seeds=options.seeds
+            )
+            state_ND = self._in_batches(
+                prompts, [rationale.ids for rationale in rationales], options.batch_size
+            )
             rationales = [
-                replace(one, state_D=torch.from_numpy(state))
-                for one, state in zip(rationales, states, strict=True)
+                replace(rationale, state_D=torch.from_numpy(state_D))
+                for rationale, state_D in zip(rationales, state_ND, strict=True)
             ]
             on_progress(len(prompts))
             return rationales
 
-        def write(rows: Sequence[int], batch_size: int, **options: Any) -> list[Rationale]:
+        def write(rows: Sequence[int], batch_size: int, **more: Any) -> list[Rationale]:
             return generate(
                 self.model,
                 [prompts[row] for row in rows],
                 max_new_tokens=generation.max_new_tokens,
                 temperature=generation.temperature,
-                min_new_tokens=least,
-                direct_above=above,
+                min_new_tokens=min_new_tokens,
+                direct_above=direct_above,
                 batch_size=batch_size,
-                seeds=None if asked.seeds is None else [asked.seeds[row] for row in rows],
-                **options,
+                seeds=None if options.seeds is None else [options.seeds[row] for row in rows],
+                **more,
             )
 
         every = range(len(prompts))
         if not settings.exact:
-            return write(every, asked.batch_size, on_progress=on_progress)
-        together = asked.batch_size if settings.dtype == "float32" else 1
-        rationales = write(every, together, on_progress=on_progress, margins=together > 1)
+            return write(every, options.batch_size, on_progress=on_progress)
+        batch_size = options.batch_size if settings.dtype == "float32" else 1
+        rationales = write(every, batch_size, on_progress=on_progress, margins=batch_size > 1)
         close = CLOSE["drawn" if generation.temperature > 0 else "greedy"]
         return [
             write([row], 1)[0] if rationale.margin < close else rationale

@@ -1,4 +1,4 @@
-"""Progress for people (a bar), for programs (JSON lines) and for trackers (when asked for)."""
+"""Progress for people (a bar), for programs (JSON lines) and for trackers."""
 
 import json
 import os
@@ -30,34 +30,39 @@ def problems(log: LogConfig) -> Iterator[str]:
 
 
 PACKAGES = {"comet_ml": "comet-ml"}
-"""Names on PyPI where they are not the tracker's."""
+"""Names on PyPI, if they differ from the tracker's."""
 
 
 def start_trackers(accelerator: Accelerator, recipe: Recipe) -> None:
-    """Begin a run in every tracker that the recipe names.
+    """Start a run in every tracker of the recipe.
 
     `log.trackers=[wandb]` with WANDB_MODE=offline needs no network; a resumed run continues the same run of W&B.
     TensorBoard's files go to ``<out>/trackers``.
 
     Raises:
-        RecipeError: one of them is not available.
+        RecipeError: a tracker is not available.
     """
     if wrong := list(problems(recipe.log)):
         raise RecipeError("; ".join(wrong))
     if recipe.log.trackers:
         accelerator.project_configuration.logging_dir = str(Path(recipe.out) / "trackers")
         accelerator.log_with = [LoggerType(name) for name in dict.fromkeys(recipe.log.trackers)]
+        # TensorBoard only takes texts, numbers and booleans.
+        config = {
+            key: value if isinstance(value, (str, int, float)) else json.dumps(value)
+            for key, value in flat(to_dict(recipe)).items()
+        }
         accelerator.init_trackers(
             recipe.log.project,
-            config=_plain(flat(to_dict(recipe))),
+            config=config,
             init_kwargs={"wandb": _same_run(Path(recipe.out))} if accelerator.is_main_process else {},
         )
 
 
 def _same_run(out: Path) -> dict[str, Any]:
-    """What makes W&B continue the run that this folder began, under the folder's name; the user's environment takes precedence.
+    """Settings by which W&B continues the folder's run, under the folder's name; the user's environment takes precedence.
 
-    The id is kept in the folder, not derived from its path, which may be the same in other runs' containers.
+    The id is stored in the folder, not derived from its path, which may be the same in other containers.
     """
     path = out / "trackers" / "wandb_id"
     if not path.exists():
@@ -68,23 +73,14 @@ def _same_run(out: Path) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if not os.environ.get(variables[key])}
 
 
-def _plain(leaves: dict[str, Any]) -> dict[str, Any]:
-    """Values of which every tracker can make a table: TensorBoard's takes texts, numbers and truth values alone."""
-    return {
-        key: value if isinstance(value, (str, int, float)) else json.dumps(value)
-        for key, value in leaves.items()
-    }
-
-
 SHOWN = ("loss", "reward", "forced_rate", "tokens_per_s", "wait_share", "val_hit_at_1", "val_loss")
-"""Figures beside the bar."""
+"""Metrics beside the bar."""
 
 
 class Logs:
-    """Writes one JSON object a logged step to `metrics.jsonl`; only the main process writes.
+    """Writes a line of JSON per logged step to `metrics.jsonl`; only the main process writes.
 
-    After a resume, lines of steps that will be run again are dropped first, so that the file never holds a step
-    twice.
+    After a resume, lines of steps that will be repeated are dropped first, so that the file contains no step twice.
     """
 
     def __init__(
@@ -109,28 +105,27 @@ class Logs:
             dynamic_ncols=True,
         )
         self._file = None
-        self._told_of_cuts = False
+        self._warned_of_truncation = False
         self._offset_s = 0.0
         if accelerator.is_main_process:
             folder.mkdir(parents=True, exist_ok=True)
             path = folder / "metrics.jsonl"
-            kept = (
-                [line for line in read_json_lines(path) if line["step"] <= first_step] if first_step else []
-            )
+            lines = read_json_lines(path) if first_step else []
+            kept = [line for line in lines if line["step"] <= first_step]
             self._offset_s = kept[-1]["elapsed_s"] if kept else 0.0
             write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
             self._file = path.open("a")
 
     def wait_share(self) -> float:
-        """Share of this run's time so far that training waited for data; near 0 unless workers are too few."""
+        """Share of the time so far that training waited for data; near 0 unless there are too few workers."""
         return self.wait_s / max(self.wait_s + self.step_s, 1e-9)
 
     def is_due(self, step: int) -> bool:
-        """Whether a step is always written; `step` counts from one."""
+        """Whether a step is logged; `step` counts from one."""
         return step % self.log_every == 0 or step in (1, self.num_steps)
 
     def step(self, step: int, report: dict[str, float]) -> None:
-        """Report a finished step; `step` counts from one. Steps that were validated are always written."""
+        """Report a finished step; `step` counts from one. Validated steps are always logged."""
         self._warn_of_truncation(step, report.get("cut_prompts", 0))
         self.wait_s += report.get("wait_s", 0.0)
         self.step_s += report.get("step_s", 0.0)
@@ -151,13 +146,13 @@ class Logs:
             f"{self.stage}/{name}": value for name, value in line.items() if isinstance(value, (int, float))
         }
         for tracker in self.accelerator.trackers:
-            # W&B has one axis for all stages, which has to rise: there it counts logged lines of this process.
+            # W&B's only step axis must increase over all stages, so it counts the logged lines of this process.
             tracker.log(values, step=None if tracker.name == "wandb" else step)
 
     def _warn_of_truncation(self, step: int, num_cut: float) -> None:
         """Warn once that prompts were cut."""
-        if num_cut and not self._told_of_cuts and self.accelerator.is_main_process:
-            self._told_of_cuts = True
+        if num_cut and not self._warned_of_truncation and self.accelerator.is_main_process:
+            self._warned_of_truncation = True
             self.bar.write(
                 f"{self.stage}: {num_cut:.0f} prompts of step {step} were longer than data.max_prompt_tokens and lost the end of "
                 "their text; cut_prompts in metrics.jsonl counts them in each step"

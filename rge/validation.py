@@ -1,7 +1,7 @@
 """Validation during training: retrieval on a small held-out set, after greedy rationales.
 
-Every record's targets are candidates for every query, so that hit@1 is comparable from step to step. No gradient, no
-augmentation, greedy rationales and no random number: training continues as if nothing had been measured.
+All targets are candidates for every query, so that hit@1 is comparable between steps. Without gradients, augmentation or random
+numbers, so that training is not affected.
 """
 
 import math
@@ -24,7 +24,7 @@ from rge.step import candidate_masks
 
 
 def problems(recipe: Recipe, sources: Mapping[str, Records]) -> Iterator[str]:
-    """Why the held-out records, among sources that are open, cannot be measured."""
+    """Why the held-out records, one of the open sources, cannot be used."""
     key = recipe.validation.key
     if key and key in sources:
         try:
@@ -34,10 +34,10 @@ def problems(recipe: Recipe, sources: Mapping[str, Records]) -> Iterator[str]:
 
 
 def num_records(file: Records, recipe: Recipe) -> int:
-    """How many held-out records are measured.
+    """Number of held-out records to use.
 
     Raises:
-        RecordError: fewer than processes.
+        RecordError: fewer records than processes.
     """
     count = min(recipe.validation.max_records, len(file))
     if count < dist.world_size():
@@ -50,7 +50,7 @@ def num_records(file: Records, recipe: Recipe) -> int:
 def make_validation(
     recipe: Recipe, objective: Objective, processor: Any, records: Mapping[str, Records]
 ) -> "Validation | None":
-    """The held-out records, if the recipe has any, collated as in training but without augmentation; none may be bad."""
+    """Validation on the recipe's held-out records, if any; collated as in training, but without augmentation or bad records."""
     if recipe.validation.key is None:
         return None
     collator = Collator(
@@ -76,7 +76,7 @@ class Validation:
         self.max_new_tokens = recipe.rollout.max_new_tokens
         count, world_size = num_records(collator.files[0], recipe), dist.world_size()
         self.rows = list(range(dist.rank(), count, world_size))
-        # Where weights are sharded all processes have to run the same number of forwards.
+        # With sharded weights, all processes must run the same number of forwards.
         self.num_chunks = math.ceil(math.ceil(count / world_size) / micro_batch_size)
 
     @torch.no_grad()
@@ -84,8 +84,8 @@ class Validation:
         """Losses, hit@1 and the share of forced stops, equal on all processes.
 
         Returns:
-            ``val_loss_lm``, ``val_loss_contrastive``, ``val_hit_at_1``, ``val_forced_rate`` where the objective has
-            them, and ``val_loss``, weighted as in training. Losses are means over tokens and over queries.
+            ``val_loss_lm``, ``val_loss_contrastive``, ``val_hit_at_1``, ``val_forced_rate``, as far as the objective has them, and
+            ``val_loss``, weighted as in training. Losses are means over tokens and over queries.
         """
         was_training = embedder.training
         embedder.eval()
@@ -102,7 +102,7 @@ class Validation:
         nll, num_tokens, forced = 0.0, 0.0, 0.0
         for number in range(self.num_chunks):
             rows = self.rows[number * self.micro_batch_size : (number + 1) * self.micro_batch_size]
-            # A process that is out of records repeats one, for the forward's sake, and leaves it out of the sums.
+            # A process without further records repeats one in the forward pass, and omits it from the sums.
             batch, rationales, (q, *t) = self._forward(embedder, rows or self.rows[:1])
             if not rows:
                 continue
@@ -115,26 +115,25 @@ class Validation:
                 forced += sum(rationale.forced for rationale in rationales)
         figures: dict[str, float] = {}
         if objective.compares:
-            # In the states' own float32, as in training: in bfloat16 close scores are equal, and ties are misses.
+            # In float32, as in training: bfloat16 makes close scores equal, and ties count as misses.
             with torch.autocast(embedder.device.type, enabled=False):
                 figures = self._contrastive(chunks, torch.cat(q_parts), torch.cat(t_parts))
         totals = [nll, num_tokens, forced, len(self.rows), *figures.values()]
         nll, num_tokens, forced, count, *sums = dist.sum_over_ranks(totals, embedder.device)
-        found = {}
+        report = {}
         if num_tokens:
-            found["val_loss_lm"] = nll / num_tokens
-        found |= {f"val_{name}": total / count for name, total in zip(figures, sums, strict=True)}
+            report["val_loss_lm"] = nll / num_tokens
+        report |= {f"val_{name}": total / count for name, total in zip(figures, sums, strict=True)}
         if objective.needs_rollout:
-            found["val_forced_rate"] = forced / count
-        found["val_loss"] = objective.alpha_lm * found.get(
-            "val_loss_lm", 0.0
-        ) + objective.alpha_con * found.get("val_loss_contrastive", 0.0)
-        return found
+            report["val_forced_rate"] = forced / count
+        lm, contrastive = report.get("val_loss_lm", 0.0), report.get("val_loss_contrastive", 0.0)
+        report["val_loss"] = objective.alpha_lm * lm + objective.alpha_con * contrastive
+        return report
 
     def _forward(
         self, embedder: EmbeddingModel, rows: Sequence[int]
     ) -> tuple[Batch, list[Rationale], list[Readout]]:
-        """The batch of these records, its rationales, and what was read off queries and candidates."""
+        """The batch of these records, its rationales, and the readouts of queries and candidates."""
         objective = self.objective
         batch = self.collator.collate([Draw(0, row, seed=row) for row in rows])
         rationales: list[Rationale] = []
@@ -171,9 +170,8 @@ class Validation:
         for batch in chunks:
             positive_BC, ignored_BC, _ = candidate_masks(batch, identity_C, first)
             q = q_ND[row : row + len(batch.queries) * num_each]
-            for name, (total, size) in self.objective.contrastive(
-                q, c_CD, positive_BC, ignored_BC
-            ).figures.items():
+            contrast = self.objective.contrastive(q, c_CD, positive_BC, ignored_BC)
+            for name, (total, size) in contrast.figures.items():
                 sums[name] += float(total) / size
             row += len(q)
             first += len(batch.candidates)

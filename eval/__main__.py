@@ -52,17 +52,17 @@ COMMANDS = {
 def main(argv: Sequence[str]) -> int:
     """Run a command; returns 0 on success and 2 on a user error."""
     name, words = _command_and_words(argv)
-    asked = any(word in HELP for word in argv)
+    wants_help = any(word in HELP for word in argv)
     try:
         # first, since plugins may register the command itself (import) or names that its options refer to
         plugins = [word for word in words if word.startswith("plugins=")]
         parse_options(PluginOptions, plugins)
         if name not in ("import", *COMMANDS, *_importers()):
             importers = f"there are folder, {', '.join(BENCHMARKS)}"
-            return _show(importers if name.startswith("import") else str(__doc__), asked)
-        if words == plugins or asked:
+            return _show(importers if name.startswith("import") else str(__doc__), wants_help)
+        if words == plugins or wants_help:
             print(usage(name))
-            return 0 if asked else 2
+            return 0 if wants_help else 2
         schema, command = command_of(name)
         if "plugins" not in names_of(schema):  # a plugin's importer need not have this option
             words = [word for word in words if word not in plugins]
@@ -85,9 +85,9 @@ def _command_and_words(argv: Sequence[str]) -> tuple[str, list[str]]:
     return name, positional(words, "src", "queries") if name == "mine" else words
 
 
-def _show(text: str, asked: bool) -> int:
-    print(text, file=sys.stdout if asked else sys.stderr)
-    return 0 if asked else 2
+def _show(text: str, wants_help: bool) -> int:
+    print(text, file=sys.stdout if wants_help else sys.stderr)
+    return 0 if wants_help else 2
 
 
 def _importers() -> list[str]:

@@ -40,14 +40,14 @@ class SetTask(AbsTaskRetrieval):
 
     Attributes:
         wanted: the set, prepared by the protocol.
-        asked: MTEB's category letters of its queries.
-        shown: the same for its candidates.
+        query_kinds: MTEB's category letters of the queries' modalities.
+        candidate_kinds: the same for the candidates.
     """
 
     k_values = tuple(sorted({*AbsTaskRetrieval.k_values, *CUTOFFS}))
     wanted: RetrievalSet
-    asked: str
-    shown: str
+    query_kinds: str
+    candidate_kinds: str
     data_loaded: bool = False  # MTEB's attribute, redeclared for type checks without MTEB
 
     def load_data(self, num_proc: int | None = None, **_: Any) -> None:
@@ -68,8 +68,8 @@ class SetTask(AbsTaskRetrieval):
         self.dataset = {
             SUBSET: {
                 SPLIT: RetrievalSplitData(
-                    corpus=_table(wanted, "corpus", self.shown, named=False),
-                    queries=_table(wanted, "queries", self.asked, named=named),
+                    corpus=_table(wanted, "corpus", self.candidate_kinds, named=False),
+                    queries=_table(wanted, "queries", self.query_kinds, named=named),
                     relevant_docs=relevant,
                     top_ranked=_ranked(wanted),
                 )
@@ -88,33 +88,39 @@ def tasks(path: str | Path, *, benchmark: str = GENERIC, profile: str = "clean")
     """
     root = find_shipped(path)
     folders = [root / name for name in load_suite(root).members] if is_suite(root) else [root]
-    found = []
+    out = []
     for folder in folders:
         wanted = load_set(folder)
         prepared = with_content(protocol_for(benchmark, profile, wanted).prepare(wanted))
-        asked, shown = _kinds(wanted.queries), _kinds(wanted.corpus_items())
-        about = _metadata(prepared, asked, shown, _main_score(benchmark, prepared))
-        parts = {"metadata": about, "wanted": prepared, "asked": asked, "shown": shown}
-        found.append(type("SetTask", (SetTask,), parts)())
-    return found
+        queries, candidates = _kinds(wanted.queries), _kinds(wanted.corpus_items())
+        metadata = _metadata(prepared, queries, candidates, _main_score(benchmark, prepared))
+        parts = {
+            "metadata": metadata,
+            "wanted": prepared,
+            "query_kinds": queries,
+            "candidate_kinds": candidates,
+        }
+        out.append(type("SetTask", (SetTask,), parts)())
+    return out
 
 
 def _main_score(benchmark: str, wanted: RetrievalSet) -> str:
     """Main score of a set; some benchmarks have different ones for different sets."""
-    of_part = {"image": MAIN["mmeb"], "visdoc": "ndcg_at_5"} if benchmark == "mmeb2" else {}
+    if benchmark == "mmeb2":
+        return MAIN["mmeb"] if wanted.meta["part"] == "image" else "ndcg_at_5"
     if benchmark == "mrmr" and wanted.meta.get("task") == "negation":
         return "recall_at_1"
-    return of_part.get(str(wanted.meta.get("part")), MAIN.get(benchmark, "ndcg_at_10"))
+    return MAIN.get(benchmark, "ndcg_at_10")
 
 
-def _metadata(wanted: RetrievalSet, asked: str, shown: str, main_score: str) -> TaskMetadata:
-    both = asked + shown
+def _metadata(wanted: RetrievalSet, queries: str, candidates: str, main_score: str) -> TaskMetadata:
+    both = queries + candidates
     about: dict[str, Any] = {
         "name": wanted.name.replace("/", "-"),
         "description": f"Retrieval set {wanted.name}.",
         "dataset": {"path": str(wanted.path), "revision": str(wanted.content)},
         "type": "Any2AnyRetrieval" if "i" in both else "Retrieval",
-        "category": f"{asked}2{shown}",
+        "category": f"{queries}2{candidates}",
         "modalities": [name for name in ("text", "image") if name[0] in both],
         "eval_splits": [SPLIT],
         "eval_langs": ["eng-Latn"],
@@ -127,10 +133,8 @@ def _metadata(wanted: RetrievalSet, asked: str, shown: str, main_score: str) -> 
 
 def _kinds(items: Any) -> str:
     """MTEB's category letters for the modalities that any item has."""
-    has_text = has_image = False
-    for item in items:
-        has_text, has_image = has_text or bool(item.text), has_image or bool(item.images)
-    return "i" * has_image + "t" * has_text
+    kinds = {kind for item in items for kind in "i" * bool(item.images) + "t" * bool(item.text)}
+    return "".join(sorted(kinds))
 
 
 def _table(wanted: RetrievalSet, side: str, kinds: str, *, named: bool) -> Dataset:
@@ -144,16 +148,11 @@ def _table(wanted: RetrievalSet, side: str, kinds: str, *, named: bool) -> Datas
         features["image"] = List(Image()) if several else Image()
     if named:
         features["instruction"] = Value("string")
+    source = {"path": str(wanted.path), "content": wanted.content, "side": side}
     return Dataset.from_generator(
         _rows,
         features=Features(features),
-        gen_kwargs={
-            "path": str(wanted.path),
-            "content": wanted.content,
-            "side": side,
-            "columns": tuple(features),
-        }
-        | {"several": several},
+        gen_kwargs=source | {"columns": tuple(features), "several": several},
     )
 
 
@@ -179,9 +178,9 @@ def _ranked(wanted: RetrievalSet) -> dict[str, list[str]] | None:
     if wanted.candidates is None and wanted.excluded is None:
         return None
     every = range(len(wanted.corpus_ids))
-    found = {}
+    ranked = {}
     for number, query in enumerate(wanted.queries):
-        own = every if wanted.candidates is None else wanted.candidates[number].tolist()
-        out = set() if wanted.excluded is None else set(wanted.excluded[number].tolist())
-        found[query.id] = [wanted.corpus_ids[row] for row in own if row not in out]
-    return found
+        rows = every if wanted.candidates is None else wanted.candidates[number].tolist()
+        excluded = set() if wanted.excluded is None else set(wanted.excluded[number].tolist())
+        ranked[query.id] = [wanted.corpus_ids[row] for row in rows if row not in excluded]
+    return ranked

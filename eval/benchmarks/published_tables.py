@@ -5,7 +5,7 @@ A file lists columns (with the path of the same figure in our results) and rows 
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -38,15 +38,12 @@ class Published:
 
     Attributes:
         key: name of its file.
-        benchmark: name of the protocol.
         task: task number of MM-BRIGHT, else None.
-        title: title of benchmark and task.
         source: paper and table, or file and commit.
         url: home page of the benchmark.
         counts: counts of the published set, such as ``{"num_queries": 1634}``.
         notes: caveats for comparisons.
         main: index of the column that rows are sorted by.
-        columns: headings.
         rows: (model, note, values); a value is a fraction of 1 or None.
         profiles: our profiles that compute the published definition; the first is the released one.
         made_with: import options that the published rows were measured with.
@@ -87,10 +84,10 @@ def published() -> dict[str, Published]:
         UserError: a file is incomplete, or its benchmark is not that of its folder.
     """
     files = {
-        path.stem: (path, one.name)
-        for one in BENCHMARKS.values()
-        if one.published is not None
-        for path in one.published.glob("*.json")
+        path.stem: (path, benchmark.name)
+        for benchmark in BENCHMARKS.values()
+        if benchmark.published is not None
+        for path in benchmark.published.glob("*.json")
     }
     return {key: _read(*files[key]) for key in sorted(files)}
 
@@ -109,13 +106,24 @@ def _read(path: Path, benchmark: str) -> Published:
     try:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         columns = [
-            Column(one["name"], tuple(one["figure"]), tuple(one["official"]) if "official" in one else None)
-            for one in content["columns"]
+            Column(
+                c["name"],
+                tuple(c["figure"]),
+                tuple(c["official"]) if "official" in c else None,
+            )
+            for c in content["columns"]
+        ]
+        rows = [
+            (
+                row["model"],
+                row.get("note", ""),
+                [None if value is None else value / 100 for value in row["values"]],
+            )
+            for row in content["rows"]
         ]
         table = Published(
             path.stem, content["benchmark"], content.get("task"), content["title"], content["source"], content["url"],
-            content["set"], content["notes"], content["main"], columns,
-            [(row["model"], row.get("note", ""), row["values"]) for row in content["rows"]],
+            content["set"], content["notes"], content["main"], columns, rows,
             tuple(content.get("profiles", ("official",))), content.get("made_with", {}),
             frozenset(number for number, row in enumerate(content["rows"]) if row.get("other_release")),
         )  # fmt: skip
@@ -123,11 +131,7 @@ def _read(path: Path, benchmark: str) -> Published:
         raise UserError(f"{path} is not a valid published table: {type(error).__name__}: {error}") from error
     if table.benchmark != benchmark:
         raise UserError(f"{path} names benchmark {table.benchmark!r}, but is in the folder of {benchmark!r}")
-    for model, _, values in table.rows:
+    for model, _, values in rows:
         if len(values) != len(columns):
             raise UserError(f"{path}: row {model!r} has {len(values)} of {len(columns)} values")
-    rows = [
-        (model, note, [None if value is None else value / 100 for value in values])
-        for model, note, values in table.rows
-    ]
-    return replace(table, rows=rows)
+    return table

@@ -32,7 +32,7 @@ class Benchmark:
         importer: a function of one annotated argument, a dataclass of options, that writes a retrieval set and returns it,
             or writes a suite and returns its members' names. ``module:function`` is imported on use.
         protocols: one per profile, with this benchmark's name.
-        published: folder of published tables, see `eval.benchmarks.published_tables`; None: none.
+        published: folder of published tables, see `eval.benchmarks.published_tables`.
 
     Raises:
         UserError: there is no protocol, or one has a different name, or an unknown or repeated profile.
@@ -44,10 +44,10 @@ class Benchmark:
     published: Path | None = None
 
     def __post_init__(self) -> None:
-        one_of(f"profiles of {self.name}", [one.profile for one in self.protocols], PROFILES)
-        for one in self.protocols:
-            if one.benchmark != self.name:
-                raise UserError(f"benchmark {self.name!r} has a protocol of {one.benchmark!r}")
+        one_of(f"profiles of {self.name}", [protocol.profile for protocol in self.protocols], PROFILES)
+        for protocol in self.protocols:
+            if protocol.benchmark != self.name:
+                raise UserError(f"benchmark {self.name!r} has a protocol of {protocol.benchmark!r}")
 
     def load_importer(self) -> tuple[type, Callable[[Any], object]]:
         """The importer's options class and function."""
@@ -128,12 +128,12 @@ def protocol_for(
     one_of("benchmark", [benchmark], (GENERIC, *BENCHMARKS))
     one_of("profile", [profile], PROFILES)
     known = (Protocol(),) if benchmark == GENERIC else BENCHMARKS[benchmark].protocols
-    found = next((one for one in known if one.profile == profile), None)
-    if found is None and benchmark == GENERIC:
+    protocol = next((candidate for candidate in known if candidate.profile == profile), None)
+    if protocol is None and benchmark == GENERIC:
         raise UserError(
             "profile=official is what a benchmark's released code computes, so it needs benchmark=NAME"
         )
-    if found is None:
+    if protocol is None:
         raise UserError(f"{benchmark} has only profile={known[0].profile}, got profile={profile}")
     if wanted is not None and benchmark != GENERIC and wanted.meta.get("benchmark") != benchmark:
         raise UserError(
@@ -142,4 +142,4 @@ def protocol_for(
         )
     for name in metrics:
         parse_name(name)
-    return replace(found, metrics=tuple(metrics))
+    return replace(protocol, metrics=tuple(metrics))

@@ -7,14 +7,15 @@ import re
 import unicodedata
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow.parquet as pq
 from PIL import Image
 
 from eval.benchmarks.suite import refuse_old_suite, write_suite
-from eval.sets.retrieval_set import RetrievalSet
+from eval.sets.retrieval_set import RetrievalSet, some
 from eval.sets.write_set import Query, write_set
 from rge.common.errors import UserError
 from rge.common.images import ImageError, load_image
@@ -65,11 +66,8 @@ class ReleaseOptions(PluginOptions):
 class PictureOptions(ReleaseOptions):
     """Further options for releases whose pictures are files."""
 
-    pictures: str = "embed"
+    pictures: Literal["embed", "link"] = "embed"
     """embed copies pictures into the set, link writes their paths."""
-
-    def __post_init__(self) -> None:
-        one_of("pictures", [self.pictures], ("embed", "link"))
 
     def write(self, member: str = "", **parts: Any) -> RetrievalSet:
         """See `ReleaseOptions.write`."""
@@ -102,22 +100,19 @@ class Draft:
             Number of right candidates missing from the pool.
         """
         name = safe_id(query)
-        absent = [one for one, gain in gains.items() if gain and one not in self.pool]
-        self.lost += [f"{query}: {one}" for one in absent]
-        self.qrels += [(name, safe_id(one), gain) for one, gain in gains.items() if one in self.pool]
-        for table, ones in (
-            (self.negatives, wrong),
-            (self.excluded, (one for one in own if one not in gains)),
-        ):
-            table += [(name, safe_id(one)) for one in dict.fromkeys(ones) if one in self.pool]
+
+        def in_pool(ids: Iterable[str]) -> list[str]:
+            return [candidate for candidate in dict.fromkeys(ids) if candidate in self.pool]
+
+        absent = [candidate for candidate, gain in gains.items() if gain and candidate not in self.pool]
+        self.lost += [f"{query}: {candidate}" for candidate in absent]
+        self.qrels += [(name, safe_id(candidate), gains[candidate]) for candidate in in_pool(gains)]
+        self.negatives += [(name, safe_id(candidate)) for candidate in in_pool(wrong)]
+        self.excluded += [(name, safe_id(candidate)) for candidate in in_pool(own) if candidate not in gains]
         return len(absent)
 
     def refuse_lost(self, where: object, *, allowed: bool) -> None:
-        """Refuse a pool without all right candidates, unless ``allowed``.
-
-        Raises:
-            UserError: some are missing.
-        """
+        """Raise a `ReleaseError` if right candidates are missing from the pool, unless ``allowed``."""
         if self.lost and not allowed:
             raise ReleaseError(
                 f"{len(self.lost)} right candidates are not in {where}: {some(self.lost)}. A pool without them would make the "
@@ -146,7 +141,15 @@ def iter_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[dict
     Raises:
         UserError: the file cannot be read.
     """
-    return _json_rows(path) if path.suffix == ".json" else table_rows(path, columns)
+    if path.suffix != ".json":
+        return table_rows(path, columns)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ReleaseError(f"{path} cannot be read: {error}") from None
+    if not isinstance(content, list) or not all(isinstance(row, dict) for row in content):
+        raise ReleaseError(f"{path}: expected a list of objects")
+    return iter(content)
 
 
 def placed_rows(files: Iterable[Path]) -> Iterator[tuple[dict[str, Any], str]]:
@@ -178,20 +181,16 @@ def read_qrels(files: Iterable[Path]) -> dict[str, dict[str, int]]:
     """
     judged: dict[str, dict[str, int]] = {}
     for row, where in placed_rows(files):
-        query, one = (
+        query, candidate = (
             safe_id(str(cell(row, where, f"{side}-id", f"{side}_id"))) for side in ("query", "corpus")
         )
         gains = judged.setdefault(query, {})
-        gains[one] = max(gains.get(one, 0), int(cell(row, where, "score")))
+        gains[candidate] = max(gains.get(candidate, 0), int(cell(row, where, "score")))
     return judged
 
 
 def need_columns(where: object, present: Iterable[str], needed: Iterable[str], hint: str = "") -> None:
-    """Check that a table has all needed columns.
-
-    Raises:
-        UserError: one is missing.
-    """
+    """Raise a `ReleaseError` if a table lacks a needed column."""
     names = list(present)
     if lacking := [name for name in needed if name not in names]:
         raise ReleaseError(f"{where}: column {lacking[0]!r} is missing; found: {', '.join(names)}{hint}")
@@ -201,27 +200,24 @@ def files_of_split(folder: Path, split: str) -> list[Path]:
     """Tables of a split in the Hugging Face hub's layout: ``test-00000-of-00002.parquet``, ``test.jsonl``.
 
     Raises:
-        UserError: there are none.
+        UserError: there is no such table.
     """
-    found = sorted(
+    files = sorted(
         path for path in folder.glob("*") if path.suffix in TABLES and re.match(rf"{split}\b", path.name)
     )
-    if not found:
+    if not files:
         raise ReleaseError(
             f"{folder} has no table of split {split} ({split}-*.parquet or {split}.jsonl): src must be the folder with "
             "the data sets in the hub's layout"
         )
-    return found
+    return files
 
 
 def column_names(path: Path) -> list[str]:
     """All column names of a file, in order of appearance."""
     if path.suffix == ".parquet":
-        return list(pq.ParquetFile(path).schema_arrow.names)
-    names: dict[str, None] = {}
-    for row in iter_rows(path):
-        names.update(dict.fromkeys(row))
-    return list(names)
+        return list(pq.read_schema(path).names)
+    return list(dict.fromkeys(name for row in iter_rows(path) for name in row))
 
 
 def as_list(value: Any) -> list[Any]:
@@ -259,14 +255,14 @@ class Fields:
         self.aliases, self.prefer = aliases, prefer
         self.given: dict[str, str] = {}
         for word in field_map:
-            theirs, mark, ours = (part.strip() for part in word.partition("="))
+            column, mark, key = (part.strip() for part in word.partition("="))
             if not word:
                 continue
-            if not mark or ours not in (*aliases, "ignore"):
+            if not mark or key not in (*aliases, "ignore"):
                 raise ReleaseError(
                     f"field_map must be theirs=ours with ours one of {', '.join(aliases)} or ignore, got {word!r}"
                 )
-            self.given[theirs] = ours
+            self.given[column] = key
 
     def columns(self, path: Path, names: Sequence[str], ignored: Sequence[str] = ()) -> dict[str, str]:
         """Our name -> the file's name, for every column of a file.
@@ -274,38 +270,38 @@ class Fields:
         Raises:
             UserError: a column is unknown, or two columns match the same name.
         """
-        found: dict[str, str] = {}
+        columns: dict[str, str] = {}
         unknown = []
         for name in names:
-            ours = self._meaning(name)
-            if ours == "ignore" or (ours is None and name.lower() in ignored):
+            key = self._meaning(name)
+            if key == "ignore" or (key is None and name.lower() in ignored):
                 continue
-            if ours is None:
+            if key is None:
                 unknown.append(name)
             else:
-                found[ours] = self._chosen(path, ours, found.get(ours), name)
+                columns[key] = self._chosen(path, key, columns.get(key), name)
         if unknown:
             raise ReleaseError(
                 f"{path}: unknown columns {', '.join(unknown)}. Known fields are {', '.join(self.aliases)}; pass "
                 f"field_map={unknown[0]}=FIELD, or field_map={unknown[0]}=ignore"
             )
-        return found
+        return columns
 
     def _meaning(self, name: str) -> str | None:
-        known = (ours for ours, names in self.aliases.items() if _plain(name) in map(_plain, names))
+        known = (key for key, names in self.aliases.items() if _plain(name) in map(_plain, names))
         return self.given.get(name) or next(known, None)
 
-    def _chosen(self, path: Path, ours: str, first: str | None, name: str) -> str:
-        """Choose between two columns that both match ``ours``."""
+    def _chosen(self, path: Path, key: str, first: str | None, name: str) -> str:
+        """Choose between two columns that both match ``key``."""
         if first is None or name in self.given:
             return name
         if first in self.given:
             return first
-        if ours in self.prefer:
-            known = list(map(_plain, self.aliases[ours]))
-            return min(first, name, key=lambda one: known.index(_plain(one)))
+        if key in self.prefer:
+            known = list(map(_plain, self.aliases[key]))
+            return min(first, name, key=lambda column: known.index(_plain(column)))
         raise ReleaseError(
-            f"{path}: columns {first!r} and {name!r} could both be {ours!r}: choose with field_map={name}=ignore"
+            f"{path}: columns {first!r} and {name!r} could both be {key!r}: choose with field_map={name}=ignore"
         )
 
 
@@ -332,16 +328,13 @@ class Pictures:
         self.roots = [root for root in roots if root.is_dir()]
         self.manifest: dict[str, str | bytes] = {}
         self.coco: dict[str, int] = {}
-        self._stems: dict[str, list[Path]] | None = None
         if manifest is not None:
             self._read_manifest(manifest)
 
     def find(self, ref: Any, *, by_stem: bool) -> bytes | Path | None:
-        """Find the picture of a reference; None if there is none.
+        """Find the picture of a reference: bytes, ``{bytes, path}``, a path, or an id; None if it does not exist.
 
-        Args:
-            ref: bytes, ``{bytes, path}``, a path, or an id.
-            by_stem: also accept a file ``REF.jpg`` anywhere below the roots.
+        ``by_stem``: also accept a file ``REF.jpg`` anywhere below the roots.
 
         Raises:
             UserError: two files match.
@@ -355,22 +348,22 @@ class Pictures:
         name = str(ref)
         if name in self.manifest:
             return self._listed(name, self.manifest[name])
-        return self._file(name) or (self._by_name(name) if by_stem else None)
+        return self._file(name) or (self._by_stem(name) if by_stem else None)
 
     def _listed(self, name: str, entry: str | bytes) -> bytes | Path:
         """The picture of a manifest entry."""
-        found = entry if isinstance(entry, bytes) else self._file(entry)
-        if found is None:
+        picture = entry if isinstance(entry, bytes) else self._file(entry)
+        if picture is None:
             raise ReleaseError(
                 f"the manifest lists {name!r} as {entry!r}, which is in none of these folders: "
                 f"{', '.join(map(str, self.roots)) or 'none given (images=DIR)'}"
             )
-        return found
+        return picture
 
-    def _by_name(self, name: str) -> Path | None:
-        """The file with this stem anywhere below the roots."""
+    def _by_stem(self, name: str) -> Path | None:
+        """The file with the stem of a name anywhere below the roots."""
         stem = Path(name).stem if Path(name).suffix.lower() in PICTURES else Path(name).name
-        files = self._by_stem().get(stem, [])
+        files = self._stems.get(stem, [])
         if len(files) > 1:
             raise ReleaseError(
                 f"picture {name!r} could be {files[0]} or {files[1]}: pass manifest=FILE with id and path"
@@ -383,11 +376,11 @@ class Pictures:
         Raises:
             UserError: the picture is missing; the message ends with ``hint``.
         """
-        found = self.find(ref, by_stem=False)
-        if found is None:
+        picture = self.find(ref, by_stem=False)
+        if picture is None:
             places = ", ".join(map(str, self.roots))
             raise ReleaseError(f"{where}: picture {ref!r} is in none of {places}: {hint}")
-        return found
+        return picture
 
     def _file(self, name: str) -> Path | None:
         for root in self.roots:
@@ -395,27 +388,26 @@ class Pictures:
                 return (root / name).resolve()
         return None
 
-    def _by_stem(self) -> dict[str, list[Path]]:
-        if self._stems is None:
-            self._stems = {}
-            paths = {path.resolve(): None for root in self.roots for path in sorted(root.rglob("*"))}
-            for path in paths:
-                if path.suffix.lower() in PICTURES:
-                    self._stems.setdefault(path.stem, []).append(path)
-        return self._stems
+    @cached_property
+    def _stems(self) -> dict[str, list[Path]]:
+        stems: dict[str, list[Path]] = {}
+        for path in dict.fromkeys(path.resolve() for root in self.roots for path in sorted(root.rglob("*"))):
+            if path.suffix.lower() in PICTURES:
+                stems.setdefault(path.stem, []).append(path)
+        return stems
 
     def _read_manifest(self, path: Path) -> None:
         self.roots.append(path.parent)
         for row, where in placed_rows([path]):
             name = str(cell(row, where, "id", "image_id", "ImageID"))
-            found = cell(row, where, "path", "file", "image", "url")
-            if isinstance(found, Mapping):
-                found = found.get("bytes") or found.get("path")
-            if isinstance(found, str) and "://" in found:
-                found = "/".join(found.split("/")[-2:])  # Visual Genome: .../VG_100K_2/1.jpg
+            entry = cell(row, where, "path", "file", "image", "url")
+            if isinstance(entry, Mapping):
+                entry = entry.get("bytes") or entry.get("path")
+            if isinstance(entry, str) and "://" in entry:
+                entry = "/".join(entry.split("/")[-2:])  # Visual Genome: .../VG_100K_2/1.jpg
             if name in self.manifest:
                 raise ReleaseError(f"{where}: id {name!r} is listed twice")
-            self.manifest[name] = found
+            self.manifest[name] = entry
             if row.get("coco_id") not in (None, ""):
                 self.coco[name] = int(float(row["coco_id"]))
 
@@ -452,18 +444,3 @@ def _png(image: Image.Image) -> bytes:
     sink = io.BytesIO()
     image.save(sink, "PNG")
     return sink.getvalue()
-
-
-def some(names: Sequence[str], most: int = 5) -> str:
-    """The first few names, for a message."""
-    return ", ".join(map(repr, names[:most])) + (", ..." if len(names) > most else "")
-
-
-def _json_rows(path: Path) -> Iterator[dict[str, Any]]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ReleaseError(f"{path} cannot be read: {error}") from None
-    if not isinstance(content, list) or not all(isinstance(row, dict) for row in content):
-        raise ReleaseError(f"{path}: expected a list of objects")
-    yield from content

@@ -172,9 +172,9 @@ def aggregate(
         "ties": _member_means(_of_all(results, "ties")),
         "random": _member_means(_of_all(results, "random")),
         "rationale": rationale_figures(table),
-        "coverage": float(np.mean([one.get("coverage", 1.0) for one in results.values()])),
-        "warnings": sorted(set().union(*(one.get("warnings", []) for one in results.values()))),
-        "statistics": statistics_settings(seed, NUM_RESAMPLES) | {"resampled": "group within member"},
+        "coverage": float(np.mean([result.get("coverage", 1.0) for result in results.values()])),
+        "warnings": sorted(set().union(*(result.get("warnings", []) for result in results.values()))),
+        "statistics": statistics_settings(seed) | {"resampled": "group within member"},
         "versions": versions(),
     }
     content |= protocol.suite_figures(results) | dict(more or {})
@@ -198,11 +198,11 @@ def _part(results: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
 
 def _check_alike(dirs: Mapping[str, Path], results: Mapping[str, Mapping[str, Any]]) -> None:
     first = next(iter(results.values()))
-    for name, one in results.items():
-        for key, (theirs, ours) in differences(one, first).items():
+    for name, result in results.items():
+        for key, (value, expected) in differences(result, first).items():
             if not key.startswith(PER_MEMBER):
                 raise UserError(
-                    f"{dirs[name]} has {key} = {theirs!r}, others {ours!r}: evaluate all members with the same settings"
+                    f"{dirs[name]} has {key} = {value!r}, others {expected!r}: evaluate all members with the same settings"
                 )
 
 
@@ -222,17 +222,17 @@ def _joint_table(suite: Suite, dirs: Mapping[str, Path]) -> pd.DataFrame:
 
 def _joint_set(suite: Suite, results: Mapping[str, Mapping[str, Any]], table: pd.DataFrame) -> dict[str, Any]:
     """The ``set`` block of results.json for the whole suite."""
-    sets = {name: one["set"] for name, one in results.items()}
+    sets = {name: member["set"] for name, member in results.items()}
     first = next(iter(sets.values()))
-    members = {name: one["fingerprint"] for name, one in sets.items()}
-    contents = {name: one.get("content") for name, one in sets.items()}
+    members = {name: member["fingerprint"] for name, member in sets.items()}
+    contents = {name: member.get("content") for name, member in sets.items()}
     return {
         "name": suite.name,
         "fingerprint": _digest(members),
         "content": None if None in contents.values() else _digest(contents),
         "made_with": first.get("made_with"),
         "num_queries": len(table),
-        "num_candidates": sum(one["num_candidates"] for one in sets.values()),
+        "num_candidates": sum(member["num_candidates"] for member in sets.values()),
         "num_groups": int(table["group"].nunique()),
         "num_members": len(sets),
         "members": members,
@@ -246,12 +246,12 @@ def _digest(of_member: Mapping[str, str]) -> str:
 
 
 def _of_all(results: Mapping[str, Mapping[str, Any]], block: str) -> dict[str, Any]:
-    return {name: one[block] for name, one in results.items()}
+    return {name: result[block] for name, result in results.items()}
 
 
 def in_all(blocks: Sequence[Mapping[str, Any]]) -> list[str]:
     """Keys common to all blocks, in the order of the first."""
-    return [key for key in blocks[0] if all(key in one for one in blocks)]
+    return [key for key in blocks[0] if all(key in block for block in blocks)]
 
 
 def suite_figures(
@@ -277,14 +277,14 @@ def member_bootstraps(
 
     ``table``: per-query values, or differences of two runs, with ``category`` (the member) and ``group``.
     """
-    found = {}
+    means = {}
     for number, (member, rows) in enumerate(table.groupby("category", sort=True)):
         values, group_Q = rows[list(names)].to_numpy(np.float64), index_of(rows["group"].tolist())
         # different seeds, since members of equal size would otherwise get identical resamples
-        found[str(member)] = cluster_bootstrap(
+        means[str(member)] = cluster_bootstrap(
             values, group_Q, num_resamples=num_resamples, seed=seed + 1000 * number
         )
-    return found
+    return means
 
 
 def mean_over(
@@ -297,16 +297,16 @@ def mean_over(
 ) -> Bootstrap:
     """Means of columns over queries, or, with `members`, means of the members' means; see `member_bootstraps`."""
     if members:
-        found = member_bootstraps(table, names, seed=seed, num_resamples=num_resamples)
-        return mean_of(list(found.values()))
+        means = member_bootstraps(table, names, seed=seed, num_resamples=num_resamples)
+        return mean_of(list(means.values()))
     values, group_Q = table[list(names)].to_numpy(np.float64), index_of(table["group"].tolist())
     return cluster_bootstrap(values, group_Q, num_resamples=num_resamples, seed=seed)
 
 
 def _reported(results: Mapping[str, Mapping[str, Any]], columns: Sequence[str]) -> list[str]:
     """Query columns that members report figures by."""
-    blocks = dict.fromkeys(block for one in results.values() for block in one if block.startswith("by_"))
-    names = [block.removeprefix("by_") for block in blocks]
+    blocks = dict.fromkeys(chain.from_iterable(results.values()))
+    names = [block.removeprefix("by_") for block in blocks if block.startswith("by_")]
     return [name for name in names if name not in ("category", *columns)]
 
 

@@ -33,7 +33,7 @@ from rge.common.registry import PluginOptions
 from rge.common.schema import ImageRef, Item
 
 WARN = "TRAINED ON THE TEST"
-LEAST = 8
+MIN_ID_LENGTH = 8
 """Minimum length of an id that is considered unique across data sets."""
 
 
@@ -106,8 +106,8 @@ def audit_command(options: AuditOptions) -> Any:
         return audit
     members = load_suite(options.set).members
     audits = {name: audit_training(load_set(options.set / name), files) for name in members}
-    warnings = [f"{name}: {warning}" for name, one in audits.items() for warning in one.warnings]
-    _print({name: one.content for name, one in audits.items()}, warnings)
+    warnings = [f"{name}: {warning}" for name, audit_of in audits.items() for warning in audit_of.warnings]
+    _print({name: audit_of.content for name, audit_of in audits.items()}, warnings)
     return audits
 
 
@@ -170,19 +170,19 @@ def audit_training(wanted: RetrievalSet, files: Sequence[Path]) -> Audit:
         UserError: a file cannot be read.
     """
     seen = _seen(tuple(map(_stamp, files)))
-    found: dict[str, list[bool]] = {key: [] for key in COUNTED}
-    names_of = _candidate_names(wanted, seen, found)
+    flags_of: dict[str, list[bool]] = {key: [] for key in COUNTED}
+    names_of = _candidate_names(wanted, seen, flags_of)
     further = further_names(wanted)
     for query, ids, (rows, _) in zip(wanted.queries, picture_ids(wanted), wanted.positives, strict=True):
         names = _names(query, own_id=False)
         if names:
-            names |= {f"id:{one}" for one in ids if len(one) >= LEAST}
-            names = names.union(*(further.get(one, ()) for one in ids))
+            names |= {f"id:{name}" for name in ids if len(name) >= MIN_ID_LENGTH}
+            names = names.union(*(further.get(name, ()) for name in ids))
             targets = set().union(*(names_of.get(row, ()) for row in rows.tolist()))
-            found["query_images"].append(not names.isdisjoint(seen.everywhere))
-            found["query_pairs"].append(not seen.asked.isdisjoint(product(names, [_text(query.text)])))
-            found["answer_pairs"].append(not seen.answered.isdisjoint(product(names, targets)))
-    counts = {key: {"shared": sum(flags), "of": len(flags)} for key, flags in found.items()}
+            flags_of["query_images"].append(not names.isdisjoint(seen.everywhere))
+            flags_of["query_pairs"].append(not seen.asked.isdisjoint(product(names, [_text(query.text)])))
+            flags_of["answer_pairs"].append(not seen.answered.isdisjoint(product(names, targets)))
+    counts = {key: {"shared": sum(flags), "of": len(flags)} for key, flags in flags_of.items()}
     warnings = [
         f"{WARN}: {counts[key]['shared']} of {counts[key]['of']} {text}; figures on them measure memory"
         for key, text in WORDS.items()
@@ -192,19 +192,18 @@ def audit_training(wanted: RetrievalSet, files: Sequence[Path]) -> Audit:
 
 
 def _candidate_names(
-    wanted: RetrievalSet, seen: _Seen, found: Mapping[str, list[bool]]
+    wanted: RetrievalSet, seen: _Seen, flags_of: Mapping[str, list[bool]]
 ) -> dict[int, set[str]]:
     """Names of each right candidate's picture, by row; also fills the counts of all candidates."""
     positive = {row for rows, _ in wanted.positives for row in rows.tolist()}
-    row_of = {int(file_row): row for row, file_row in enumerate(wanted.file_rows_C.tolist())}
     further, names_of = further_names(wanted), dict[int, set[str]]()
-    for file_row, item in enumerate(wanted.corpus_items()):
+    for row, item in zip(wanted.file_order_C.tolist(), wanted.corpus_items(), strict=True):
         if not item.images:
             continue
-        row, names = row_of[file_row], _names(item) | further.get(item.id, set())
-        found["candidate_images"].append(not names.isdisjoint(seen.everywhere))
+        names = _names(item) | further.get(item.id, set())
+        flags_of["candidate_images"].append(not names.isdisjoint(seen.everywhere))
         if row in positive:
-            found["positive_images"].append(not names.isdisjoint(seen.targets))
+            flags_of["positive_images"].append(not names.isdisjoint(seen.targets))
             names_of[row] = names
     return names_of
 
@@ -238,13 +237,13 @@ def _read(path: Path, seen: _Seen, digests: dict[str, str | None]) -> None:
         if not isinstance(query, dict) or not isinstance(positives, list):
             continue
         seen.num_records += 1
-        shown = set().union(*map(names, query.get("images") or []))
-        seen.queries |= shown
-        seen.asked.update(product(shown, [_text(query.get("text"))]))
-        for one in positives:
-            target = names(one.get("image"), one.get("id"))
+        query_names = set().union(*map(names, query.get("images") or []))
+        seen.queries |= query_names
+        seen.asked.update(product(query_names, [_text(query.get("text"))]))
+        for positive in positives:
+            target = names(positive.get("image"), positive.get("id"))
             seen.targets |= target
-            seen.answered.update(product(shown, target))
+            seen.answered.update(product(query_names, target))
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:
@@ -265,20 +264,20 @@ def _names(item: Item, *, own_id: bool = True) -> set[str]:
     """All hashes and ids of an item's pictures."""
     if not item.images:
         return set()
-    found = {*map(_digest, item.images), *(_name(ref) for ref in item.images if isinstance(ref, str))}
-    return set(filter(None, found)) | ({f"id:{item.id}"} if own_id else set())
+    ids = {*map(_digest, item.images), *(_name(ref) for ref in item.images if isinstance(ref, str))}
+    return set(filter(None, ids)) | ({f"id:{item.id}"} if own_id else set())
 
 
 def _name(ref: str) -> str | None:
     """Id from the file name or library row; None for short ones, which are ambiguous ("1.jpg")."""
     name = ref.rsplit("#", 1)[-1] if ".parquet#" in ref else Path(ref).stem
-    return f"id:{name}" if len(name) >= LEAST else None
+    return f"id:{name}" if len(name) >= MIN_ID_LENGTH else None
 
 
 def _coco(ref: str) -> str | None:
     """Id from COCO's number: its files are named ``000000391895.jpg`` or ``COCO_train2014_000000391895.jpg``."""
-    found = re.search(r"(?:^|_)(\d{12})$", Path(ref).stem)
-    return f"coco:{int(found[1])}" if found else None
+    match = re.search(r"(?:^|_)(\d{12})$", Path(ref).stem)
+    return f"coco:{int(match[1])}" if match else None
 
 
 def _digest(ref: ImageRef) -> str | None:

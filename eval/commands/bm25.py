@@ -85,9 +85,8 @@ def rank(wanted: RetrievalSet, options: Bm25Options) -> Ranking:
     """
     library = _library()
     texts = [""] * len(wanted.corpus_ids)
-    row_of = {int(file_row): row for row, file_row in enumerate(wanted.file_rows_C.tolist())}
-    for file_row, item in enumerate(wanted.corpus_items()):
-        texts[row_of[file_row]] = item.text or ""
+    for row, item in zip(wanted.file_order_C.tolist(), wanted.corpus_items(), strict=True):
+        texts[row] = item.text or ""
     if not any(texts):
         raise UserError(f"{wanted.path}: no candidate has text, which BM25 needs")
     stopwords = None if options.stopwords == "null" else options.stopwords
@@ -97,9 +96,9 @@ def rank(wanted: RetrievalSet, options: Bm25Options) -> Ranking:
 
     index = library.BM25(k1=options.k1, b=options.b, method=options.method)
     index.index(words(texts), show_progress=False)
-    found = []
-    asked = words([query.text or "" for query in wanted.queries])
-    for query, tokens in enumerate(asked):
+    rankings = []
+    queries = words([query.text or "" for query in wanted.queries])
+    for query, tokens in enumerate(queries):
         score_C = index.get_scores(tokens) if tokens else np.zeros(len(texts), np.float32)
         rows = np.flatnonzero(score_C > 0)
         if wanted.candidates is not None:
@@ -109,8 +108,8 @@ def rank(wanted: RetrievalSet, options: Bm25Options) -> Ranking:
         rows = rows[np.argsort(-score_C[rows], kind="stable")]
         last = score_C[rows[min(options.depth, len(rows)) - 1]] if len(rows) else 0.0
         rows = rows[score_C[rows] >= last]
-        found.append((np.array([query]), rows[None].astype(np.int32), score_C[rows][None]))
-    return Ranking(*stack_rankings(len(asked), found), options.depth)
+        rankings.append((query, rows, score_C[rows]))
+    return Ranking(*stack_rankings(len(queries), rankings), options.depth)
 
 
 def _library() -> Any:

@@ -36,6 +36,7 @@ from eval.commands.run import Condition, RunOptions, Session, start
 from eval.embedding.fill_cache import Embeds
 from eval.embedding.identity import versions
 from eval.embedding.set_embeddings import Embeddings
+from eval.embedding.shards import read_costs
 from eval.pages.budget_curves import BASES, BUDGET, as_file
 from eval.scoring.fuse import max_score, mean_embedding, together
 from eval.scoring.gate import Gate, choose, gate_for, gated, large_minus_small, lead, margin
@@ -320,7 +321,7 @@ class _Base:
 def _base(session: Session, candidate_mode: Mode) -> _Base:
     candidate_CD = session.embeddings.candidates(candidate_mode)
     encoded = {mode: session.embeddings.queries(mode, "both") for mode in BASES}
-    ranked = {mode: session.rank(one.embeddings, candidate_CD) for mode, one in encoded.items()}
+    ranked = {mode: session.rank(queries.embeddings, candidate_CD) for mode, queries in encoded.items()}
     return _Base(session, candidate_CD, encoded, ranked)
 
 
@@ -330,7 +331,7 @@ def _fused(base: _Base, options: BudgetOptions, drawn: Embeddings, seeds: Sequen
     rankings: list[Ranking] = []
     for number, seed in enumerate(seeds, 1):
         samples.append(drawn.queries("reasoning", "both", seed))
-        fused = together(samples, mean_embedding([one.embeddings for one in samples]))
+        fused = together(samples, mean_embedding([sample.embeddings for sample in samples]))
         about = {"k": number, "draw_temperature": options.draw_temperature}
         if "mean" in options.fuse:
             ranking = base.session.rank(fused.embeddings, base.candidate_CD)
@@ -381,7 +382,8 @@ def _thresholds(base: _Base, above: Sequence[float]) -> Iterator[Point]:
 
 def _both_sides(base: _Base) -> Iterator[Point]:
     embeddings = base.session.embeddings
-    reasoned_CD, costs = embeddings.candidates("reasoning"), embeddings.candidate_costs("reasoning")
+    reasoned_CD = embeddings.candidates("reasoning")
+    costs = read_costs(embeddings.fill_candidates("reasoning"))
     for mode, encoded in base.encoded.items():
         about = {"candidate_mode": "reasoning", "a_candidate_costs": costs}
         ranking = base.session.rank(encoded.embeddings, reasoned_CD)

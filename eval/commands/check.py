@@ -20,7 +20,7 @@ from rge.common.images import ImageError, load_image
 from rge.common.registry import PluginOptions
 from rge.common.schema import Item
 
-MOST = 10
+MAX_LISTED = 10
 """Unreadable items listed in the error."""
 FEW_GROUPS = 30
 """With fewer independent groups, intervals are not reliable."""
@@ -93,8 +93,8 @@ def check_set(path: Path) -> Checked:
         pool.update(_parts(item))
     facts = _Facts(wanted, ids_of, [_digest(query, "query", bad) for query in wanted.queries])
     if bad:
-        more = f"\nand {len(bad) - MOST} more" if len(bad) > MOST else ""
-        raise SetError(f"{path}: {len(bad)} items cannot be read:\n" + "\n".join(bad[:MOST]) + more)
+        more = f"\nand {len(bad) - MAX_LISTED} more" if len(bad) > MAX_LISTED else ""
+        raise SetError(f"{path}: {len(bad)} items cannot be read:\n" + "\n".join(bad[:MAX_LISTED]) + more)
     wanted = with_content(wanted, digests)
     queries = Counter(part for query in wanted.queries for part in _parts(query))
     rights = [len(rows) for rows, _ in wanted.positives]
@@ -127,9 +127,9 @@ def _digest(item: Item, side: str, bad: list[str]) -> str:
 
 def _copies(facts: _Facts) -> Iterator[str]:
     if facts.copies:
-        one, other = facts.copies[0][:2]
+        first, other = facts.copies[0][:2]
         yield (
-            f"{sum(map(len, facts.copies))} candidates are copies of another, e.g. {one!r} and {other!r}: equal scores are "
+            f"{sum(map(len, facts.copies))} candidates are copies of another, e.g. {first!r} and {other!r}: equal scores are "
             "ordered by id"
         )
 
@@ -183,7 +183,7 @@ def _own_in_pool(facts: _Facts) -> Iterator[str]:
     wanted = facts.wanted
     if wanted.candidates is not None or wanted.excluded is not None:
         return
-    pool = {one for item in wanted.corpus_items() for one in content_digest(item)[1]}
+    pool = {picture for item in wanted.corpus_items() for picture in content_digest(item)[1]}
     if own := sum(bool(pool & set(content_digest(query)[1])) for query in wanted.queries):
         yield f"{own} queries have their own picture in the pool, where it ranks first; exclude it with excluded.parquet"
 

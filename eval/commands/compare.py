@@ -32,7 +32,6 @@ from rge.common.files import write_text
 from rge.common.registry import PluginOptions
 from rge.identity.run_identity import in_words as what_differs
 from rge.stats.intervals import (
-    NUM_RESAMPLES,
     OF_DIFFERENCES,
     Bootstrap,
     cluster_bootstrap,
@@ -125,7 +124,7 @@ def _write(
         "differs": {key: list(pair) for key, pair in differences(a.results, b.results).items()},
         "warnings": warnings,
         "rows": [vars(row) for row in rows],
-        "statistics": statistics_settings(options.seed, NUM_RESAMPLES)
+        "statistics": statistics_settings(options.seed)
         | {"test": "sign flips by group, two-sided", "adjusted": "Holm", "effect": "d_z", "power": POWER},
         "versions": versions(),
     }
@@ -216,7 +215,7 @@ def _slice(
     mean_a, mean_b = (
         means(np.where(both, value, np.nan), num_resamples=1).estimate_M for value in (value_a, value_b)
     )
-    found = means(difference_QM)
+    differences = means(difference_QM)
     # d_z is defined over queries, not over means of categories
     effect_M = effect_size(difference_QM) if over is None else np.full(len(names), np.nan)
     table = pd.DataFrame(
@@ -225,12 +224,12 @@ def _slice(
             "num_queries": both.sum(axis=0),
             "a": mean_a,
             "b": mean_b,
-            "difference": found.estimate_M,
-            **pd.DataFrame(figures(found, OF_DIFFERENCES))[["low", "high"]],
+            "difference": differences.estimate_M,
+            **pd.DataFrame(figures(differences, OF_DIFFERENCES))[["low", "high"]],
             "p": sign_flip_p(difference_QM, group_Q, stratum_Q=stratum_Q, seed=seed),
             "p_holm": None,
             "effect": effect_M,
-            "minimum_detectable": minimum_detectable(found.standard_error_M),
+            "minimum_detectable": minimum_detectable(differences.standard_error_M),
         }
     )
     # drop means over members that some member does not define
@@ -250,15 +249,15 @@ def plot(rows: list[Row], metric: str) -> str:
 def _warnings(a: Evaluation, b: Evaluation) -> list[str]:
     """Warnings about the comparison."""
     recorded: dict[str, list[str]] = defaultdict(list)
-    for one in (a, b):
-        for warning in one.results.get("warnings") or []:
-            recorded[warning].append(str(one.directory))
+    for run in (a, b):
+        for warning in run.results.get("warnings") or []:
+            recorded[warning].append(str(run.directory))
     incidental = {
         key: pair
         for key, pair in differences(a.results, b.results).items()
         if key.startswith(INCIDENTAL) or (key.startswith("plugins.") and None not in pair)
     }
-    out = [f"{one.directory} {OLD}" for one in (a, b) if old_results(one.results)]
+    out = [f"{run.directory} {OLD}" for run in (a, b) if old_results(run.results)]
     out += [f"{'a and b' if len(paths) > 1 else paths[0]}: {warning}" for warning, paths in recorded.items()]
     if incidental:
         changes = "; ".join(what_differs(incidental))
@@ -275,25 +274,25 @@ def _metrics(requested: tuple[str, ...], a: Evaluation, frame_b: pd.DataFrame) -
     return names
 
 
-def _about(one: Evaluation) -> dict[str, Any]:
+def _about(run: Evaluation) -> dict[str, Any]:
     keys = ("checkpoint", "checkpoint_hash", "query_mode", "query_modality", "run", "tag")
-    return {"path": str(one.directory)} | {key: one.results[key] for key in keys if key in one.results}
+    return {"path": str(run.directory)} | {key: run.results[key] for key in keys if key in run.results}
 
 
 def _heading(a: Evaluation, b: Evaluation) -> str:
     head = [
         f"{a.results['set']['name']}: differences are a - b, in percentage points; 95 % intervals over groups"
     ]
-    for letter, one in (("a", a), ("b", b)):
-        about = one.results
+    for letter, run in (("a", a), ("b", b)):
+        about = run.results
         words = [
             about.get("query_mode"),
             about.get("query_modality"),
             (about.get("checkpoint_hash") or "")[:12],
         ]
-        head.append(f"{letter} = {one.directory} ({', '.join(filter(None, words)) or about.get('tag')})")
-    apart = "; ".join(what_differs(differences(a.results, b.results)))
-    head.append(f"a and b differ in {apart or 'nothing: they are two measurements of the same thing'}")
+        head.append(f"{letter} = {run.directory} ({', '.join(filter(None, words)) or about.get('tag')})")
+    changes = "; ".join(what_differs(differences(a.results, b.results)))
+    head.append(f"a and b differ in {changes or 'nothing: they are two measurements of the same thing'}")
     return "\n".join(head)
 
 

@@ -35,7 +35,6 @@ from rge.common.mmeb_prompts import SETS
 from rge.common.options import one_of
 from rge.common.registry import PluginOptions
 
-MOST = 50
 EVALUATION = "## Evaluation"
 _HEAD = ("| set | asked | metric | all queries, with 95 % interval |", "|---|---|---|---|")
 _UNKNOWN = (
@@ -82,7 +81,7 @@ def export(options: ExportOptions) -> Path:
 
 
 def _headline(results: dict[str, Any]) -> list[str]:
-    headline = [one["metric"] for one in results.get("headline") or []]
+    headline = [figure["metric"] for figure in results.get("headline") or []]
     return [*(headline or Protocol().headline), *results.get("metrics", [])]
 
 
@@ -184,15 +183,15 @@ def with_evaluation(card: str, results: dict[str, Any]) -> str:
     def kept(mark: str) -> list[str]:
         return [line for line in old.splitlines() if line.startswith(mark) and not line.startswith(replaced)]
 
-    rows = [f"{row} {one['metric']} | {one['value']:.4f} {_interval(one)} |" for one in figures]
+    rows = [f"{row} {figure['metric']} | {figure['value']:.4f} {_interval(figure)} |" for figure in figures]
     notes = [note + warning for warning in results.get("warnings", [])]
     section = "\n".join([EVALUATION, "", *_HEAD, *kept("| "), *rows, "", *kept("* "), *notes])
     text = f"{before.rstrip()}\n\n{section.rstrip()}\n" + (f"\n## {after}" if after else "")
     return _indexed(text, name, condition, figures)
 
 
-def _interval(one: dict[str, Any]) -> str:
-    return "–" if one["low"] is None else f"[{one['low']:.4f}, {one['high']:.4f}]"
+def _interval(figure: dict[str, Any]) -> str:
+    return "–" if figure["low"] is None else f"[{figure['low']:.4f}, {figure['high']:.4f}]"
 
 
 def _indexed(card: str, name: str, condition: str, figures: list[dict[str, Any]]) -> str:
@@ -228,7 +227,7 @@ FORMATS: dict[str, Callable[[ExportOptions, dict[str, Any]], Any]] = {
         query: {"retrieved_items": names} for query, names in _ranked(options, results).items()
     },
     "top50": lambda options, results: {
-        query: names[:MOST] for query, names in _ranked(options, results).items()
+        query: names[:50] for query, names in _ranked(options, results).items()
     },
     "mmeb": _mmeb,
     "mteb": _mteb,

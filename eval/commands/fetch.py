@@ -101,13 +101,14 @@ def fetch(options: FetchOptions) -> Path:
         )
     for words in lacking:
         print(f"WARNING: partial: {words}", file=sys.stderr)
-    sizes = [
-        ", ".join(f"{number:,} {COUNTED[key]}" for key, number in table.items())
-        for table in (counts or {}).values()
-    ]
-    print(f"{options.out}: {'; '.join(sizes) or 'counted on import'}")
+    print(f"{options.out}: {_in_words(counts) if counts else 'counted on import'}")
     print(f"rge eval import {options.benchmark} src={options.out}{part} out=DIR")
     return options.out
+
+
+def _in_words(counts: Mapping[str, Mapping[str, int]]) -> str:
+    tables = (", ".join(f"{n:,} {COUNTED[key]}" for key, n in table.items()) for table in counts.values())
+    return "; ".join(tables)
 
 
 def _download_all(options: FetchOptions, release: Release, about: dict[str, Any]) -> None:
@@ -293,12 +294,13 @@ def _num_rows(path: Path) -> int:
         raise UserError(f"{error}; delete it and run the same command again") from None
 
 
-def _lacking(found: Mapping[str, Mapping[str, int]]) -> list[str]:
+def _lacking(counts_of: Mapping[str, Mapping[str, int]]) -> list[str]:
     expected = {key: table.counts for key, table in published().items()}
     expected["visdoc"] = {"num_members": len(DOCUMENTS)}
     return [
-        f"{number:,} of {expected[name][key]:,} {COUNTED[key]}" + (f" of {name}" if len(found) > 1 else "")
-        for name, counts in found.items()
+        f"{number:,} of {expected[name][key]:,} {COUNTED[key]}"
+        + (f" of {name}" if len(counts_of) > 1 else "")
+        for name, counts in counts_of.items()
         for key, number in counts.items()
         if number < expected[name].get(key, 0)
     ]

@@ -52,11 +52,11 @@ def mine(options: MineOptions, load: Callable[..., Embeds] | None = None) -> Pat
     wanted = import_folder(FolderOptions(src=options.src, out=out / "set", overwrite=True, **table))
     check(CheckOptions(set=wanted.path))
     checkpoint = Path("demo") if options.model is None and options.checkpoint is None else options.checkpoint
-    asked = RunOptions(
+    run_options = RunOptions(
         set=wanted.path, out=out, checkpoint=checkpoint, model=options.model, query_mode=options.query_mode,
         metrics=options.metrics, device=options.device, overwrite=options.overwrite,
     )  # fmt: skip
-    if len(asked.query_mode) == 1:  # `run` would write a single condition to out itself, beside the set
-        asked = replace(asked, out=out / asked.query_mode[0], cache=out / ".cache")
-    run(asked, load)
-    return asked.out / "report.html"
+    if len(run_options.query_mode) == 1:  # `run` would write a single condition to out itself, beside the set
+        run_options = replace(run_options, out=out / run_options.query_mode[0], cache=out / ".cache")
+    run(run_options, load)
+    return run_options.out / "report.html"

@@ -61,7 +61,10 @@ def _is_for_leaderboard(runs: Sequence[str]) -> bool:
         if not Path(word).is_dir():
             return ":" in word
     results = [read_evaluation(path).results for word in runs for path in expand(Path(word))]
-    return any(one.get("suite") for one in results) or len({one["set"]["fingerprint"] for one in results}) > 1
+    return (
+        any(about.get("suite") for about in results)
+        or len({about["set"]["fingerprint"] for about in results}) > 1
+    )
 
 
 def _leaderboard(options: ReportOptions, runs: Sequence[str]) -> Path:

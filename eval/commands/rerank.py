@@ -290,8 +290,8 @@ def _scored(
     parts: Sequence[Sequence[str]],
 ) -> Iterator[dict[str, list[float]]]:
     """Yield {key: [score, mean milliseconds]} for each part."""
-    shown = _candidates(wanted, [[todo[key][1] for key in part] for part in parts])
-    for part, items in zip(parts, shown, strict=True):
+    candidates = _candidates(wanted, [[todo[key][1] for key in part] for part in parts])
+    for part, items in zip(parts, candidates, strict=True):
         pairs = [(descriptions[todo[key][0]], items[todo[key][1]]) for key in part]
         began = time.perf_counter()
         scores = judge.score(pairs)

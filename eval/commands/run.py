@@ -99,26 +99,26 @@ def run(options: RunOptions, load: Callable[..., Embeds] | None = None) -> list[
         return _run_suite(options, loaded_once(load or options.loader()))
     session = start(options, conditions, load)
     embeddings, seed = session.embeddings, session.draw_seed
-    dirs = [one.out for one in conditions]
+    dirs = [condition.out for condition in conditions]
     embeddings.fill_candidates(options.candidate_mode, seed)
     if embeddings.process_group.is_first:
         candidate_CD = embeddings.candidates(options.candidate_mode, seed)  # raises if they cannot be ranked
-    for one in conditions:
-        embeddings.fill_queries(one.mode, one.modality, seed)
+    for condition in conditions:
+        embeddings.fill_queries(condition.mode, condition.modality, seed)
     if not embeddings.process_group.is_first:
         return dirs
-    for one in conditions:
-        encoded = embeddings.queries(one.mode, one.modality, seed)
+    for condition in conditions:
+        encoded = embeddings.queries(condition.mode, condition.modality, seed)
         ranking = session.rank(encoded.embeddings, candidate_CD)
         figures = {
             "warnings": [
-                w for w in session.warnings if one.mode == "reasoning" or not w.startswith("query_mode")
+                w for w in session.warnings if condition.mode == "reasoning" or not w.startswith("query_mode")
             ],
             "mean_cosine": {"query": mean_cosine(encoded.embeddings), "candidate": mean_cosine(candidate_CD)},
             "embedding_dim": candidate_CD.shape[1],
         }
         print()
-        session.write(one, ranking, encoded, figures, title=f"{one.mode}, {one.modality}")
+        session.write(condition, ranking, encoded, figures, title=f"{condition.mode}, {condition.modality}")
     if options.report:
         from eval.pages.report import write_report
 
@@ -234,24 +234,23 @@ def start(
         wanted = process_group.once(lambda: rewritten(wanted, rewriter))
     # One pass over all pictures before loading the model: the cache keys need their hashes, and a missing picture is
     # reported now instead of in the last shard.
-    modalities = list(dict.fromkeys(one.modality for one in conditions))
+    modalities = list(dict.fromkeys(condition.modality for condition in conditions))
     contents = process_group.once(lambda: contents_of(wanted, modalities))
     content = process_group.once(lambda: with_content(whole, contents.candidates).content)
     wanted = replace(wanted, content=content)
     encoder = options.load(wanted, load)
-    for one in conditions:
-        encoder.settings.check_mode(one.mode)
+    for condition in conditions:
+        encoder.settings.check_mode(condition.mode)
     audit = process_group.once(lambda: _audit(options.train, encoder, wanted))
     warnings = _warnings(conditions, encoder, wanted, audit)
     for warning in warnings if process_group.is_first else ():
         print(f"WARNING: {warning}", file=sys.stderr, flush=True)
     shared = _shared(options, wanted, encoder)
     identity = decides(wanted, protocol, options.seed) | _decides(options, shared)
-    for one in conditions:
-        of_condition = {"query_mode": one.mode, "query_modality": one.modality}
-        check_out(
-            one.out, identity | of_condition, overwrite=options.overwrite, measured=_of_condition(shared, one)
-        )
+    for condition in conditions:
+        measured = _of_condition(shared, condition)
+        determined = identity | {key: measured[key] for key in ("query_mode", "query_modality")}
+        check_out(condition.out, determined, overwrite=options.overwrite, measured=measured)
     embeddings = Embeddings(
         encoder,
         wanted,
@@ -314,7 +313,7 @@ def _warnings(
 ) -> list[str]:
     """Caveats for readers of the figures."""
     out = list(wanted.meta.get("notes", []))
-    if encoder.settings.reasons == "none" and any(one.mode == "reasoning" for one in conditions):
+    if encoder.settings.reasons == "none" and any(condition.mode == "reasoning" for condition in conditions):
         out.append(
             "query_mode=reasoning, but according to rge.json this checkpoint was trained without rationales (reasons: none): "
             "use query_mode=direct"

@@ -74,8 +74,8 @@ def score(options: ScoreOptions) -> Path:
         )
     run_hash = hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
     fusion = {"runs": list(map(str, paths)), "by": options.fuse_by, "weights": list(options.weights)}
-    apart = {"tag": read.tag, "run_hash": run_hash, "fusion": fusion if options.fuse else None}
-    identity = decides(wanted, protocol, options.seed) | {"query_mode": None} | apart
+    about_run = {"tag": read.tag, "run_hash": run_hash, "fusion": fusion if options.fuse else None}
+    identity = decides(wanted, protocol, options.seed) | {"query_mode": None} | about_run
     check_out(options.out, identity, overwrite=options.overwrite)
     needed = deepest(protocol.names(wanted))
     short = int((wanted.pool_sizes().clip(max=needed) > (read.ranking.rows_QW >= 0).sum(axis=1)).sum())
@@ -86,7 +86,7 @@ def score(options: ScoreOptions) -> Path:
         "run": str(options.run),
         "again": rerun_command("score", options),
         "warnings": [*wanted.meta.get("notes", []), *unread],
-    } | apart
+    } | about_run
     results = write_evaluation(
         options.out,
         wanted,
@@ -112,10 +112,10 @@ def _read_runs(options: ScoreOptions, paths: Sequence[Path], wanted: RetrievalSe
     if len(reads) == 1:
         return reads[0]
     return ReadRun(
-        added([one.ranking for one in reads], options.fuse_by, options.weights or None),
-        [name for name in reads[0].missing if all(name in one.missing for one in reads)],
-        sum(one.num_excluded for one in reads),
-        f"{options.fuse_by}-of-{'-'.join(one.tag for one in reads)}",
+        added([read.ranking for read in reads], options.fuse_by, options.weights or None),
+        [name for name in reads[0].missing if all(name in read.missing for read in reads)],
+        sum(read.num_excluded for read in reads),
+        f"{options.fuse_by}-of-{'-'.join(read.tag for read in reads)}",
     )
 
 

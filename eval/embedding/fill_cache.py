@@ -81,11 +81,11 @@ def fill(
 
     Args:
         encoder: see `Embeds`.
-        items: ``cache.num_items`` items, read once and in order; pictures may be read lazily.
+        items: the items of the cache, iterated over once; pictures may be read lazily.
         cache: cache of exactly these items.
         side: query or candidate.
         mode: reasoning or direct.
-        batch_size: items embedded at once; the same in all processes.
+        batch_size: items embedded together; the same in all processes.
         seed: seed of sampled rationales. Each item's seed is derived from it and the item's id, so that neither batch size
             nor resuming changes the samples. None for greedy decoding.
         progress: like `rge.common.commands.progress_bar`; the first process counts the work of all.
@@ -109,12 +109,10 @@ def fill(
             counted += num
             bar.update(num)
 
+        counts_all = process_group.size > 1 and process_group.is_first
+
         def count_all() -> None:
-            if (
-                process_group.size > 1
-                and process_group.is_first
-                and (more := int(covered(cache).sum()) - counted) > 0
-            ):
+            if counts_all and (more := int(covered(cache).sum()) - counted) > 0:
                 count(more)
 
         for number, (start, batch) in enumerate(_missing(items, done, SHARD_BATCHES * batch_size)):
@@ -127,18 +125,14 @@ def fill(
             check_embeddings(encoded.embeddings, ids, side)
             write_shard(cache, start, encoded)
             count_all()
-        while process_group.size > 1 and process_group.is_first and not covered(cache).all():
+        while counts_all and not covered(cache).all():
             time.sleep(POLL_S)  # if a process dies, the launcher stops this one
             count_all()
     process_group.once(lambda: None)
 
 
 def check_embeddings(embeddings_ND: np.ndarray, ids: Sequence[str], side: str) -> None:
-    """Refuse embeddings that are not finite unit vectors.
-
-    Raises:
-        UserError: the message names the first id and a fix.
-    """
+    """Raise a `UserError` for embeddings that are not finite unit vectors."""
     if embeddings_ND.ndim != 2 or len(embeddings_ND) != len(ids) or embeddings_ND.dtype != np.float32:
         raise UserError(
             f"encoder must return ({len(ids)}, D) float32 embeddings, got {embeddings_ND.shape} {embeddings_ND.dtype}"
@@ -184,12 +178,9 @@ def mean_cosine(embeddings_ND: np.ndarray) -> float:
 
 
 def check_collapse(embeddings_ND: np.ndarray, contents: Sequence[str], side: str) -> None:
-    """Refuse embeddings that are all the same for different items, since they cannot rank anything.
+    """Raise a `UserError` if all different items have the same embedding, which cannot rank anything.
 
     ``contents``: content hash of each item; items with equal content may share an embedding.
-
-    Raises:
-        UserError: all different items have the same embedding.
     """
     first = {content: row for row, content in reversed(list(enumerate(contents)))}
     rows = np.array(sorted(first.values()), np.int64)

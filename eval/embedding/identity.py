@@ -56,7 +56,7 @@ def identity_of(results: Mapping[str, Any]) -> Identity:
         known = {
             "software": {"code": results.get("code"), "packages": results.get("versions") or {}},
             "plugins": {
-                name: {"code": one.get("code")} for name, one in (results.get("plugins") or {}).items()
+                name: {"code": plugin.get("code")} for name, plugin in (results.get("plugins") or {}).items()
             },
             "machine": None,
         }
@@ -70,11 +70,11 @@ def asked_of(results: Mapping[str, Any]) -> Identity:
         ``set`` (ids, judgements, texts, pictures, import options), ``protocol``, ``embedder`` (loaded files, the hub's
         commit), ``settings`` (pixels, generation, dtype and others), ``asked`` and ``prompts``. Unknown values are None.
     """
-    wanted, prompts, model, settings = (
+    of_set, prompts, model, settings = (
         results.get(part) or {} for part in ("set", "prompts", "model", "settings")
     )
     return {
-        "set": {key: wanted.get(key) for key in ("fingerprint", "content", "limit", "made_with")},
+        "set": {key: of_set.get(key) for key in ("fingerprint", "content", "limit", "made_with")},
         "protocol": {key: results.get(key) for key in ("benchmark", "profile")},
         "embedder": {
             "hash": results.get("checkpoint_hash"),
@@ -84,29 +84,29 @@ def asked_of(results: Mapping[str, Any]) -> Identity:
             "release": results.get("asked_as_released"),
         },
         "settings": {key: value for key, value in settings.items() if key not in NOT_MEASURED},
-        "asked": _way(results),
+        "asked": _asked(results),
         "prompts": {key: prompts.get(key) for key in ("profile", "templates")},
     }
 
 
-def _way(results: Mapping[str, Any]) -> dict[str, Any]:
+def _asked(results: Mapping[str, Any]) -> dict[str, Any]:
     """How an embedder was queried, and how its ranking was processed."""
-    rewrite, judged, way, decoding = (
+    rewrite, rerank, budget, decoding = (
         results.get(part) or {} for part in ("rewrite", "rerank", "budget", "decoding")
     )
-    sampled = decoding.get("temperature") or way.get("k")
-    asked = ("query_mode", "query_modality", "candidate_mode", "embedding_dims", "ranked_with")
+    keys = ("query_mode", "query_modality", "candidate_mode", "embedding_dims", "ranked_with")
     at = {key: rewrite.get(key) for key in ("at", "served", "rge")}
+    is_sampled = decoding.get("temperature") or budget.get("k")
     return {
-        **{key: results.get(key) for key in asked},
+        **{key: results.get(key) for key in keys},
         "rewrite": rewrite.get("kind"),
         "rewriter": rewrite.get("model"),
         "rewriter_at": at if "at" in rewrite else None,
-        "judge": judged.get("judge"),
-        "judged": judged.get("top_n"),
-        "way": way.get("name"),
-        "seed": results.get("seed") if sampled else None,
-        **({"mix": judged["mix"]} if judged.get("mix") is not None else {}),
+        "judge": rerank.get("judge"),
+        "judged": rerank.get("top_n"),
+        "way": budget.get("name"),
+        "seed": results.get("seed") if is_sampled else None,
+        **({"mix": rerank["mix"]} if rerank.get("mix") is not None else {}),
     }
 
 

@@ -22,7 +22,6 @@ from eval.embedding.shards import (
     encoder_key,
     open_cache,
     read,
-    read_costs,
     read_embeddings,
 )
 from eval.sets.retrieval_set import Modality, RetrievalSet, content_digest
@@ -55,30 +54,32 @@ def contents_of(wanted: RetrievalSet, modalities: Sequence[Modality]) -> Content
     """Read every picture of a set once and hash all contents.
 
     Raises:
-        rge.common.images.ImageError: one cannot be read.
+        rge.common.images.ImageError: a picture cannot be read.
     """
-    row_of_C = np.empty(len(wanted.file_rows_C), np.int64)
-    row_of_C[wanted.file_rows_C] = np.arange(len(row_of_C))
     candidates: list[str] = []
     rows_of_picture: dict[str, list[int]] = {}
     items = progress_bar(
-        wanted.corpus_items(), desc=f"{'reading the pool':>17}", total=len(row_of_C), unit="item", delay=2
+        wanted.corpus_items(),
+        desc=f"{'reading the pool':>17}",
+        total=len(wanted.corpus_ids),
+        unit="item",
+        delay=2,
     )
-    for file_row, item in enumerate(items):
+    for row, item in zip(wanted.file_order_C.tolist(), items, strict=True):
         content, pictures = content_digest(item)
         candidates.append(content)
         for picture in pictures:
-            rows_of_picture.setdefault(picture, []).append(int(row_of_C[file_row]))
+            rows_of_picture.setdefault(picture, []).append(row)
     queries = {
         modality: [content_digest(item)[0] for item in wanted.query_items(modality)]
         for modality in modalities
     }
 
     def own(query: Item) -> np.ndarray:
-        pictures = content_digest(query)[1]
-        return np.array(sorted({row for one in pictures for row in rows_of_picture.get(one, [])}), np.int64)
+        rows = {row for one in content_digest(query)[1] for row in rows_of_picture.get(one, [])}
+        return np.array(sorted(rows), np.int64)
 
-    return Contents(candidates, queries, [own(query) for query in wanted.queries])
+    return Contents(candidates, queries, list(map(own, wanted.queries)))
 
 
 @dataclass
@@ -101,7 +102,7 @@ class Embeddings:
     process_group: ProcessGroup = ALONE
     dims: int | None = None
     made_with: Identity | None = None
-    _said: set[str] = field(default_factory=set)
+    _notices: set[str] = field(default_factory=set)
     _filled: dict[tuple[Any, ...], Cache] = field(default_factory=dict)
 
     def asking(self, **generation: Any) -> Self:
@@ -125,10 +126,10 @@ class Embeddings:
         Raises:
             UserError: all embeddings are the same.
         """
-        found = read(self.fill_queries(mode, modality, seed))
-        found = replace(found, embeddings=cut(found.embeddings, self.dims))
-        check_collapse(found.embeddings, self.contents.queries[modality], "query")
-        return found
+        encoded = read(self.fill_queries(mode, modality, seed))
+        encoded = replace(encoded, embeddings=cut(encoded.embeddings, self.dims))
+        check_collapse(encoded.embeddings, self.contents.queries[modality], "query")
+        return encoded
 
     def candidates(self, mode: Mode, seed: int | None = None) -> np.ndarray:
         """Embeddings of the pool in id order, (C, D) float32.
@@ -137,15 +138,10 @@ class Embeddings:
             UserError: all embeddings are the same.
         """
         cache = self.fill_candidates(mode, seed)
-        place = np.argsort(self.wanted.file_rows_C)  # from file order to id order
-        found = cut(read_embeddings(cache, place, self.memory_mb), self.dims)
+        embedding_CD = cut(read_embeddings(cache, self.wanted.file_order_C, self.memory_mb), self.dims)
         contents = [self.contents.candidates[row] for row in self.wanted.file_rows_C.tolist()]
-        check_collapse(found, contents, "candidate")
-        return found
-
-    def candidate_costs(self, mode: Mode, seed: int | None = None) -> dict[str, float]:
-        """Mean tokens and milliseconds per candidate, see `eval.embedding.shards.read_costs`."""
-        return read_costs(self.fill_candidates(mode, seed))
+        check_collapse(embedding_CD, contents, "candidate")
+        return embedding_CD
 
     def _fill(
         self,
@@ -157,9 +153,8 @@ class Embeddings:
         seed: int | None,
     ) -> Cache:
         seed = None if mode in SILENT else seed
-        done = self._filled.get((side, mode, modality, seed))
-        if done is not None:
-            return done
+        if cache := self._filled.get((side, mode, modality, seed)):
+            return cache
         asked = encoder_key(
             checkpoint_hash=self.encoder.checkpoint_hash,
             settings=keyed_settings(self.encoder, mode) | {"seed": seed},
@@ -210,9 +205,9 @@ class Embeddings:
                 self.made_with = joined(self.made_with, then)
                 return encoder
         if changed:
-            self._say("are not reused because of changes: " + "; ".join(in_words(changed)))
+            self._notify("are not reused because of changes: " + "; ".join(in_words(changed)))
         elif others:
-            self._say(
+            self._notify(
                 "by an older version are not reused because they do not record the code and versions they depend on"
             )
         return digest([asked, software_of(ROOMS)])
@@ -222,16 +217,13 @@ class Embeddings:
         self.made_with = joined(self.made_with, software_of(ROOMS))
         describe(cache, made_with=self.made_with)
 
-    def _say(self, what: str) -> None:
-        if what not in self._said:
-            self._said.add(what)
-            print(f"embeddings in {self.root} {what}", file=sys.stderr, flush=True)
+    def _notify(self, notice: str) -> None:
+        if notice not in self._notices:
+            self._notices.add(notice)
+            print(f"embeddings in {self.root} {notice}", file=sys.stderr, flush=True)
 
     def _file_ids(self) -> list[str]:
-        ids = [""] * len(self.wanted.corpus_ids)
-        for name, file_row in zip(self.wanted.corpus_ids, self.wanted.file_rows_C.tolist(), strict=True):
-            ids[file_row] = name
-        return ids
+        return [self.wanted.corpus_ids[row] for row in self.wanted.file_order_C.tolist()]
 
 
 def keyed_settings(encoder: Embeds, mode: Mode) -> dict[str, Any]:

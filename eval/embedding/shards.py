@@ -105,10 +105,7 @@ def caches_in(root: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
 
 
 def adopt(cache: Cache, root: Path, encoder: str) -> int:
-    """Copy rows with the same content from other caches of the same encoder.
-
-    Returns:
-        Number of copied rows.
+    """Copy rows with the same content from other caches of the same encoder; returns their number.
 
     Raises:
         UserError: a shard of another cache cannot be read.
@@ -186,12 +183,12 @@ def read_embeddings(cache: Cache, place: np.ndarray, memory_mb: float) -> np.nda
 
     Args:
         cache: a complete cache.
-        place: target position of each row.
+        place: target row of each row.
         memory_mb: larger arrays become a memory map of an anonymous file in the cache's directory, which disappears with
             this process.
 
     Raises:
-        UserError: a shard is damaged, rows are missing, or the disk has no room for the file.
+        UserError: a shard is damaged, rows are missing, or the disk is full.
     """
     out: np.ndarray | None = None
     for start, stop, table in _parts(cache, ("embedding",)):

@@ -86,22 +86,20 @@ class DescriptionJudge:
         of_candidate: dict[str, list[int]] = defaultdict(list)
         for place, (_, candidate) in enumerate(pairs):
             of_candidate[candidate.id].append(place)
-        found = [0.0] * len(pairs)
+        scores = [0.0] * len(pairs)
         for places in of_candidate.values():
             candidate = pairs[places[0]][1]
-            shown = replace(candidate, text=_with(candidate.text, QUESTION), instruction=None)
-            prompt = self._builder.build(shown, "query")
+            item = replace(candidate, text=_with(candidate.text, QUESTION), instruction=None)
+            prompt = self._builder.build(item, "query")
             for start in range(0, len(places), self._batch_size):
                 part = places[start : start + self._batch_size]
                 packed = self._embedder.pack([prompt], [[Branch(ids[place], sampled=True) for place in part]])
                 with torch.no_grad():
-                    log_prob_L = self._embedder(packed)[0].log_prob_L
-                sums = [
-                    float(one.sum()) for one in log_prob_L.float().split([len(ids[place]) for place in part])
-                ]
-                for place, value in zip(part, sums, strict=True):
-                    found[place] = value
-        return found
+                    log_prob_L = self._embedder(packed)[0].log_prob_L.float()
+                log_probs = log_prob_L.split([len(ids[place]) for place in part])
+                for place, log_prob in zip(part, log_probs, strict=True):
+                    scores[place] = float(log_prob.sum())
+        return scores
 
     def describe(self, texts: Sequence[Item], answers: AnswerStore) -> list[Item]:
         """Describe the right answer after each text, greedily and once for equal texts.
@@ -111,16 +109,15 @@ class DescriptionJudge:
         """
         from rge.rollout.generate import generate
 
-        if empty := [one.id for one in texts if not one.text]:
-            raise UserError(
-                f"query {empty[0]!r} has neither a rationale nor a text to describe an answer from"
-            )
+        if empty := [item.id for item in texts if not item.text]:
+            raise UserError(f"query {empty[0]!r} has neither a rationale nor a text")
         about = self.name | {"after": ANSWER_SHOWS, "tokens": DESCRIPTION_TOKENS}
         about["software"] = local_software(answers)
-        keys = [value_key(about, one.text) for one in texts]
+        keys = [value_key(about, item.text) for item in texts]
         known, todo = known_and_open(answers, keys, texts)
         prompts = [
-            self._builder.build(Item(one.id, _with(one.text, ANSWER_SHOWS)), "query") for one in todo.values()
+            self._builder.build(Item(item.id, _with(item.text, ANSWER_SHOWS)), "query")
+            for item in todo.values()
         ]
         with progress_bar(total=len(prompts), desc="describing", unit="answer", disable=not prompts) as bar:
             written = generate(
@@ -128,7 +125,7 @@ class DescriptionJudge:
                 on_progress=bar.update,
             )  # fmt: skip
         decode = self._builder.processor.tokenizer.decode
-        new = {key: [decode(one.ids).strip(), one.forced] for key, one in zip(todo, written, strict=True)}
+        new = {key: [decode(item.ids).strip(), item.forced] for key, item in zip(todo, written, strict=True)}
         answers.put_values(new)
         known |= new
         if texts and all(known[key][1] or not known[key][0] for key in keys):
@@ -136,17 +133,17 @@ class DescriptionJudge:
                 f"the judge wrote {known[keys[0]][0]!r} and never ended with <emb>: it must be trained to describe the "
                 "right answer (rge eval records descriptions=FILE)"
             )
-        return [Item(one.id, text=known[key][0] or one.text) for key, one in zip(keys, texts, strict=True)]
+        return [Item(item.id, text=known[key][0] or item.text) for key, item in zip(keys, texts, strict=True)]
 
 
 def local_software(store: AnswerStore) -> str:
     """Hash of the software of models in this process, for cache keys; see `still_valid`."""
     keys = [value_key(SOFTWARE, number) for number in range(MOST_SOFTWARE)]
     known = store.get_values(keys)
-    found = still_valid(list(known.values()), ("rge", "eval.judging"))
-    if found not in known.values():
-        store.put_values({keys[len(known) % MOST_SOFTWARE]: found})
-    return digest(found)
+    software = still_valid(list(known.values()), ("rge", "eval.judging"))
+    if software not in known.values():
+        store.put_values({keys[len(known) % MOST_SOFTWARE]: software})
+    return digest(software)
 
 
 @dataclass
@@ -185,35 +182,31 @@ def write_records(options: JudgeRecordsOptions) -> Path:
 def _to_describe(
     records: Sequence[Record], described: Sequence[Record], out: Path
 ) -> Iterator[tuple[str, QueryPart, str]]:
-    """(group, prompt, text) triples: descriptions of pictures, and descriptions of answers after rationales.
-
-    Raises:
-        UserError: no positive with a rationale has a description.
-    """
-    said = {_identity(one): one.rationale for _, one in _reasoned(described)}
-    found = {
-        (group, one.rationale, said[_identity(one)])
-        for group, one in _reasoned(records)
-        if _identity(one) in said
+    """(group, prompt, text) triples: descriptions of pictures, and descriptions of answers after rationales."""
+    description_of = {_identity(positive): positive.rationale for _, positive in _reasoned(described)}
+    answers = {
+        (group, positive.rationale, description_of[_identity(positive)])
+        for group, positive in _reasoned(records)
+        if _identity(positive) in description_of
     }
-    if not found:
+    if not answers:
         raise UserError("descriptions= describes no positive of src=; they are matched by identity, or by id")
     pictures: dict[str, set[str]] = defaultdict(set)
     for record in (*records, *described):
         for target in (*record.positives, *record.negatives):
             if isinstance(target.image, str):
                 pictures[_identity(target)].add(_beside(target.image, out))
-    for identity, text in sorted(said.items()):
+    for identity, text in sorted(description_of.items()):
         for ref in sorted(pictures[identity]):
             yield identity, QueryPart(text=QUESTION, images=[ref]), text
-    for group, rationale, text in sorted(found):
+    for group, rationale, text in sorted(answers):
         yield group, QueryPart(text=_with(rationale, ANSWER_SHOWS)), text
 
 
 def _reasoned(records: Sequence[Record]) -> Iterator[tuple[str, Any]]:
     """(group, positive) pairs of the positives with a rationale."""
     for record in records:
-        yield from ((record.group, one) for one in record.positives if one.rationale)
+        yield from ((record.group, positive) for positive in record.positives if positive.rationale)
 
 
 def _read(files: Sequence[Path]) -> list[Record]:

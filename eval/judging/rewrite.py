@@ -46,9 +46,9 @@ def known_and_open(
     answers: AnswerStore, keys: Sequence[str | None], items: Sequence[Item]
 ) -> tuple[dict[str, Any], dict[str, Item]]:
     """Stored answers by key, and the items of keys without one; keys of None are skipped."""
-    asked = {key: item for key, item in zip(keys, items, strict=True) if key is not None}
-    known = answers.get_values(list(asked))
-    return known, {key: item for key, item in asked.items() if key not in known}
+    item_of = {key: item for key, item in zip(keys, items, strict=True) if key is not None}
+    known = answers.get_values(list(item_of))
+    return known, {key: item for key, item in item_of.items() if key not in known}
 
 
 class Rewriter:
@@ -78,7 +78,7 @@ class Rewriter:
         return {"kind": self.kind, "model": self.model, "system": system, "request": request} | self.served
 
     def additions(self, queries: Sequence[Item]) -> list[str | None]:
-        """Text to append to each query, cached; None if none was requested, "" if the model returned none.
+        """Text to append to each query, cached; None if not requested, "" if the model returned none.
 
         Raises:
             UserError: calls are unanswered (reported after all others were made), or all answers are empty.
@@ -112,9 +112,9 @@ class Rewriter:
         requests, keys = [], list(todo)
         for query in todo.values():
             # A caption must not repeat or answer the question, so the model sees only the pictures.
-            asked = [] if self.kind == "caption" or not query.text else [query.text]
+            text = [query.text] if query.text and self.kind != "caption" else []
             pictures = [Picture(ref, hashlib.sha256(picture_bytes(ref)).hexdigest()) for ref in query.images]
-            requests.append(Request(self.model, (*asked, *pictures, request), system, max_tokens=MAX_TOKENS))
+            requests.append(Request(self.model, (*text, *pictures, request), system, max_tokens=MAX_TOKENS))
         unanswered: list[Outcome] = []
         empty: list[str] = []
 

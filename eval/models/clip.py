@@ -6,7 +6,7 @@ Instructions are not used, since these models read only 64 to 77 tokens; longer 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -24,15 +24,11 @@ from rge.model.prompts import user_text
 FAMILIES = ("clip", "siglip", "siglip2")
 
 
-@dataclass(frozen=True)
-class Shown:
-    """Input of the model: a text, pictures, or both."""
-
-    text: str
-    images: list[Image.Image]
+Content = tuple[str, list[Image.Image]]
+"""Input of the model: a text, pictures, or both."""
 
 
-class TwoTowers(DirectEncoder[Shown]):
+class TwoTowers(DirectEncoder[Content]):
     """Text and picture features of one model, added."""
 
     def __init__(
@@ -53,32 +49,29 @@ class TwoTowers(DirectEncoder[Shown]):
             "return_tensors": "pt",
         }
 
-    def prepare(self, item: Item, side: str) -> tuple[int, Shown]:
+    def prepare(self, item: Item, side: str) -> tuple[int, Content]:
         """Text and decoded pictures; sorted by the text's length in characters."""
-        shown = Shown(user_text(item, side, self.wording), [load_image(ref) for ref in item.images])
-        if not shown.text and not shown.images:
+        text, images = user_text(item, side, self.wording), [load_image(ref) for ref in item.images]
+        if not text and not images:
             raise ValueError(f"item {item.id!r} has neither text nor images")
-        return len(shown.text), shown
+        return len(text), (text, images)
 
-    def embed(self, batch: Sequence[Shown]) -> Tensor:
+    def embed(self, batch: Sequence[Content]) -> Tensor:
         """Features (B, D), see the module docstring."""
-        parts: dict[int, list[Tensor]] = {row: [] for row in range(len(batch))}
-        asked = [row for row, one in enumerate(batch) if one.text]
-        if asked:
-            fields = self.tokenizer([batch[row].text for row in asked], **self.reading)
+        parts: list[list[Tensor]] = [[] for _ in batch]
+        texts = {row: text for row, (text, _) in enumerate(batch) if text}
+        if texts:
+            fields = self.tokenizer(list(texts.values()), **self.reading)
             features = self._features(self.model.get_text_features, fields)
-            for row, feature in zip(asked, features, strict=True):
+            for row, feature in zip(texts, features, strict=True):
                 parts[row].append(feature)
-        pictures = [image for one in batch for image in one.images]
+        pictures = {row: images for row, (_, images) in enumerate(batch) if images}
         if pictures:
-            fields = self.image_processor(images=pictures, return_tensors="pt")
+            fields = self.image_processor(images=list(chain(*pictures.values())), return_tensors="pt")
             features = self._features(self.model.get_image_features, fields)
-            start = 0
-            for row, one in enumerate(batch):
-                if one.images:
-                    parts[row].append(features[start : start + len(one.images)].mean(dim=0))
-                    start += len(one.images)
-        return torch.stack([torch.stack(parts[row]).sum(dim=0) for row in range(len(batch))])
+            for row, own in zip(pictures, features.split(list(map(len, pictures.values()))), strict=True):
+                parts[row].append(own.mean(dim=0))
+        return torch.stack([torch.stack(features).sum(dim=0) for features in parts])
 
     def _features(self, tower: Any, fields: Any) -> Tensor:
         weight = next(self.model.parameters())

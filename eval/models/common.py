@@ -58,7 +58,7 @@ def settings_of(facts: Facts, adapter: str, dtype: str, **own: Any) -> Settings:
     return Settings.model_validate({"adapter": adapter, **of_facts, "dtype": dtype, "recipe": {}, **own})
 
 
-class Asked:
+class ThirdParty:
     """Base of third-party embedders: `with_` copies the embedder, and subclasses handle prompt profiles."""
 
     settings: Settings
@@ -68,8 +68,10 @@ class Asked:
     ) -> Self:
         """An embedder with the same model and other settings, see `rge.embedder.Embedder.with_`."""
         other = copy.copy(self)
-        told = self.settings.asking(**{key: value for key, value in generation.items() if value is not None})
-        other.settings = told if exact is None else told.but(exact=exact)
+        settings = self.settings.asking(
+            **{key: value for key, value in generation.items() if value is not None}
+        )
+        other.settings = settings if exact is None else settings.but(exact=exact)
         if profile is not None:
             other.reword(profile)
         return other
@@ -83,7 +85,7 @@ class Asked:
         raise UserError(f"prompts={profile}: this encoder has fixed prompts")
 
 
-class DirectEncoder(Asked, Generic[T]):
+class DirectEncoder(ThirdParty, Generic[T]):
     """An embedder without rationales; subclasses prepare items and embed batches.
 
     Args:
@@ -124,8 +126,8 @@ class DirectEncoder(Asked, Generic[T]):
         """Embed items; see `rge.embedder.Embedder.encode`.
 
         Raises:
-            UserError: asked for rationales.
-            ValueError: an item that cannot be embedded.
+            UserError: the mode needs rationales.
+            ValueError: an item cannot be embedded.
             ImageError: a picture cannot be read.
         """
         self.settings.check_mode(mode)
@@ -136,18 +138,16 @@ class DirectEncoder(Asked, Generic[T]):
             began = time.perf_counter()
             prepared = [self.prepare(item, side) for item in part]
             prepare_ms = (time.perf_counter() - began) * 1000 / len(part)
-            found: dict[int, tuple[Any, ...]] = {}
+            embedded: dict[int, tuple[Any, ...]] = {}
             for chosen in by_length([length for length, _ in prepared], together):
                 began = time.perf_counter()
                 states = normalise(self.embed([prepared[row][1] for row in chosen])).float().cpu().numpy()
                 ms = prepare_ms + (time.perf_counter() - began) * 1000 / len(chosen)
-                found |= {
-                    row: (state, "", 0, "prefilled", 0.0, ms)
-                    for row, state in zip(chosen, states, strict=True)
-                }
+                for row, state in zip(chosen, states, strict=True):
+                    embedded[row] = (state, "", 0, "prefilled", 0.0, ms)
                 if on_progress is not None:
                     on_progress(len(chosen))
-            rows += [found[row] for row in sorted(found)]
+            rows += [embedded[row] for row in sorted(embedded)]
         return encoded(rows)
 
 
@@ -169,8 +169,8 @@ def placed(load: Callable[..., T]) -> Callable[..., T]:
     """Decorator for loaders that applies the defaults of `place`; other options of `load_model` are passed on."""
 
     @wraps(load)
-    def loader(facts: Facts, *, device: str | None = None, dtype: str | None = None, **asked: Any) -> T:
-        return load(facts, *place(device, dtype), **asked)
+    def loader(facts: Facts, *, device: str | None = None, dtype: str | None = None, **options: Any) -> T:
+        return load(facts, *place(device, dtype), **options)
 
     return loader
 
@@ -203,11 +203,7 @@ def loading(facts: Facts, *more: type[Exception], by: str = "") -> Iterator[None
 
 
 def whole(facts: Facts, load: Callable[..., Any], dtype: str) -> Any:
-    """Load a model with a ``from_pretrained`` of transformers, checking that no weights are missing.
-
-    Raises:
-        UserError: weights are missing.
-    """
+    """Load a model with a ``from_pretrained`` of transformers; a `UserError` if weights are missing."""
     model, report = load(facts.path, dtype=getattr(torch, dtype), output_loading_info=True)
     if missing := sorted(report["missing_keys"]):
         raise UserError(f"{facts.name} lacks {len(missing)} weights, e.g. {missing[0]}: it is incomplete")

@@ -37,7 +37,7 @@ class RawBuilder(PromptBuilder):
         return self.processor.image_token * num_images + "\n" * bool(num_images) + text
 
 
-ASKED: dict[str, tuple[type[PromptBuilder], Profile, bool]] = {
+PROMPTING: dict[str, tuple[type[PromptBuilder], Profile, bool]] = {
     "qwen-vl": (PromptBuilder, PROFILES["rge"], False),
     "vlm2vec": (RawBuilder, VLM2VEC, True),
 }
@@ -45,11 +45,11 @@ ASKED: dict[str, tuple[type[PromptBuilder], Profile, bool]] = {
 
 
 class LastToken(DirectEncoder[Prompt]):
-    """Embeds with the state at a prompt's last token; prompts follow `ASKED`."""
+    """Embeds with the state at a prompt's last token; prompts follow `PROMPTING`."""
 
     def __init__(self, facts: Facts, adapter: str, device: str, dtype: str):
         model, processor = load_qwen(facts, adapter, dtype)
-        builder, wording, self.flat = ASKED[adapter]
+        builder, wording, self.flat = PROMPTING[adapter]
         size = processor.image_processor.size
         settings = {
             "pooling": "last token",
@@ -62,7 +62,7 @@ class LastToken(DirectEncoder[Prompt]):
         self.pad_id = processor.tokenizer.pad_token_id
 
     def reword(self, profile: str) -> None:
-        """See `eval.models.common.Asked`."""
+        """See `eval.models.common.ThirdParty`."""
         super().reword(profile)
         self.builder = copy.copy(self.builder)
         self.builder.profile = self.wording
@@ -80,12 +80,12 @@ class LastToken(DirectEncoder[Prompt]):
         mask_BT = torch.arange(ids_BT.shape[1])[None] < lengths[:, None]
         inputs: dict[str, Any] = {"input_ids": ids_BT, "attention_mask": mask_BT.long()}
         inputs["mm_token_type_ids"] = _padded([prompt.type_ids for prompt in batch], 0)
-        shown = [prompt for prompt in batch if prompt.pixels is not None]
-        if shown:
-            pixels = torch.cat([prompt.pixels for prompt in shown])  # type: ignore[misc]
+        with_pictures = [prompt for prompt in batch if prompt.pixels is not None]
+        if with_pictures:
+            pixels = torch.cat([prompt.pixels for prompt in with_pictures])  # type: ignore[misc]
             image_processor = self.builder.processor.image_processor
             inputs["pixel_values"] = normalised(image_processor, pixels.to(device)).to(self.model.dtype)
-            inputs["image_grid_thw"] = torch.cat([prompt.image_grid for prompt in shown])  # type: ignore[misc]
+            inputs["image_grid_thw"] = torch.cat([prompt.image_grid for prompt in with_pictures])  # type: ignore[misc]
         if self.flat:
             inputs["position_ids"] = torch.arange(ids_BT.shape[1]).expand(3, *ids_BT.shape)
         inputs = {key: value.to(device) for key, value in inputs.items()}
@@ -116,22 +116,15 @@ def load_qwen(facts: Facts, adapter: str, dtype: str) -> tuple[Any, Any]:
             f"adapter={adapter} is for {', '.join(FAMILIES)}; {facts.name} is a {facts.model_type or '?'}"
         )
     is_lora = "config.json" not in facts.files
-    base = facts
-    if is_lora:
-        if facts.base is None:
-            raise UserError(f"{facts.path}/adapter_config.json does not name the LoRA's base model")
-        base = facts.base
+    base = facts.base if is_lora else facts
+    if base is None:
+        raise UserError(f"{facts.path}/adapter_config.json does not name the LoRA's base model")
     with loading(facts):
-        of_processor = facts.path if _has_processor(facts) else base.path
-        processor = AutoProcessor.from_pretrained(of_processor)
+        has_processor = {"preprocessor_config.json", "processor_config.json"} & facts.files
+        complete = has_processor and "tokenizer_config.json" in facts.files
+        processor = AutoProcessor.from_pretrained(facts.path if complete else base.path)
         model = whole(base, AutoModelForImageTextToText.from_pretrained, dtype)
     return (merge_saved(model, facts.path, _name_now) if is_lora else model), processor
-
-
-def _has_processor(facts: Facts) -> bool:
-    return bool({"preprocessor_config.json", "processor_config.json"} & facts.files) and (
-        "tokenizer_config.json" in facts.files
-    )
 
 
 def _name_now(name: str) -> str:

@@ -36,11 +36,11 @@ NOT_HERE = {
 }
 """Known architecture -> why no adapter supports it."""
 GUESSED = {
-    "rge-release": "{name} has no rge.json and was taken for the released RGE checkpoint because it knows <emb>: its prompt, "
-    "256 to 1024 patches a picture, 128 tokens. A checkpoint trained here has a rge.json; without it prompt, sizes "
-    "and cap are another model's. adapter=rge-release says that it is meant",
-    "qwen-vl": "{name} says of itself only that it is a {model_type}: it is asked with RGE's wording, last token",
-    "vlm2vec": "{name} is asked as VLM2Vec because it is a LoRA on a Qwen model or is named so; adapter=vlm2vec says it",
+    "rge-release": "{name} has no rge.json and is treated as the released RGE checkpoint because it has an <emb> token: its "
+    "prompt, 256 to 1024 patches per picture, 128 tokens. A checkpoint trained here needs its rge.json, or prompt, sizes and "
+    "cap are wrong. adapter=rge-release confirms the choice",
+    "qwen-vl": "{name} only identifies itself as a {model_type}: it is prompted with RGE's wording, last token",
+    "vlm2vec": "{name} is prompted as VLM2Vec because it is a LoRA on a Qwen model or has that name; adapter=vlm2vec confirms it",
 }
 """Adapters whose models cannot be identified with certainty -> warning that it is a guess."""
 FILES = ("*.safetensors", "*.json", "*.txt", "*.jinja", "*.model")
@@ -52,13 +52,12 @@ class Facts:
     """Information about a model from its files.
 
     Attributes:
-        path: its directory.
         name: name as given by the user.
         revision: commit on the hub; None for a directory.
         model_type: from ``config.json``, or that of a LoRA's base model; "" if unknown.
         files: relative file names.
         tokens: added tokens of the tokenizer.
-        base: facts of a LoRA's base model; None for other models.
+        base: facts of a LoRA's base model.
         fetched: its id on the hub, if that is not ``name``.
     """
 
@@ -91,15 +90,11 @@ class Adapter:
     released: str | None = None
 
     def load(self, facts: Facts, *, as_released: bool = False, **options: Any) -> Embeds:
-        """Load a model of this family.
-
-        Raises:
-            UserError: ``as=release`` is not supported for this family.
-        """
+        """Load a model of this family; a `UserError` if it does not support ``as=release``."""
         target = self.released if as_released else self.target
         if target is None:
             raise UserError(
-                f"adapter={self.name} has no as=release, only {', '.join(one.name for one in adapters() if one.released)}"
+                f"adapter={self.name} has no as=release, only {', '.join(adapter.name for adapter in adapters() if adapter.released)}"
             )
         if callable(target):
             return target(facts, **options)
@@ -186,7 +181,7 @@ def register_embedder(
 
 def adapters() -> list[Adapter]:
     """All families in matching order: ours last."""
-    return sorted(EMBEDDERS.values(), key=lambda one: one in OURS)
+    return sorted(EMBEDDERS.values(), key=lambda adapter: adapter in OURS)
 
 
 def load_model(
@@ -212,14 +207,14 @@ def load_model(
         UserError: the model does not exist, no adapter supports it, or an option does not apply to it.
     """
     # first, so that an unknown name is reported before anything is fetched
-    asked = None if adapter is None else EMBEDDERS[adapter]
+    requested = None if adapter is None else EMBEDDERS[adapter]
     facts = facts_of(model, revision, base)
-    chosen = _chosen(facts, asked)
+    chosen = _chosen(facts, requested)
     options = {"device": device, "dtype": dtype, "max_new_tokens": max_new_tokens, "temperature": temperature}
     if engine != "own":
         if chosen.name != "rge":
             raise UserError(
-                f"engine={engine} is for checkpoints of rge, and {model} is asked as {chosen.name}"
+                f"engine={engine} is for checkpoints of rge, but {model} is loaded as {chosen.name}"
             )
         options |= {"engine": engine, **of_engine}
     if base is not None and facts.base is None:
@@ -230,7 +225,7 @@ def load_model(
     notes = []
     if facts.fetched:
         notes.append(f"{model} was fetched as {facts.fetched}, since the hub has no model of that name")
-    if asked is None and chosen.name in GUESSED:
+    if requested is None and chosen.name in GUESSED:
         notes.append(GUESSED[chosen.name].format(name=facts.name, model_type=facts.model_type))
     encoder.settings = encoder.settings.but(device=_device(device), notes=notes)
     return encoder
@@ -274,11 +269,7 @@ class ModelOptions:
     """Prompt profile; null: the set's if it names one, else the checkpoint's."""
 
     def check_model(self) -> None:
-        """Check the options before anything is read.
-
-        Raises:
-            UserError: an invalid option; the message names the fix.
-        """
+        """Raise a `UserError` for invalid options, before anything is read."""
         if self.prompts is not None:
             one_of("prompts", [self.prompts], tuple(PROFILES))
         if self.batch_size < 1:
@@ -297,16 +288,16 @@ class ModelOptions:
         """
         if self.checkpoint is not None:
             _check_checkpoint(checkpoint_folder(self.checkpoint), self.adapter)
-        asked: dict[str, Any] = {"engine": self.engine}
+        engine: dict[str, Any] = {"engine": self.engine}
         if self.engine != "own":
-            asked |= {"vllm_memory": self.vllm_memory, "vllm_rows": self.batch_size}
+            engine |= {"vllm_memory": self.vllm_memory, "vllm_rows": self.batch_size}
         return partial(
             load_model,
             adapter=self.adapter,
             revision=self.revision,
             base=self.base,
             as_released=self.as_ == "release",
-            **asked,
+            **engine,
         )
 
     def load(self, wanted: RetrievalSet, load: Callable[..., Embeds] | None = None) -> Embeds:
@@ -328,15 +319,16 @@ class ModelOptions:
             max_new_tokens=self.max_new_tokens,
             temperature=self.temperature,
         )
-        told, given = encoder.settings, wanted.meta.get("instructions")
-        if verbatim and given != told.mmeb_instructions:
+        settings, given = encoder.settings, wanted.meta.get("instructions")
+        if verbatim and given != settings.mmeb_instructions:
             raise UserError(
-                f"{wanted.path} was imported with instructions={given}; as=release needs instructions={told.mmeb_instructions}"
+                f"{wanted.path} was imported with instructions={given}; as=release needs instructions={settings.mmeb_instructions}"
             )
-        in_full = self.engine == "own" and (told.dtype, told.device) == ("float32", "cpu")
-        exact = in_full if self.exact is None else self.exact
+        exact = self.exact
+        if exact is None:
+            exact = self.engine == "own" and (settings.dtype, settings.device) == ("float32", "cpu")
         profile = self.prompts or wanted.meta.get("prompts")
-        return encoder.with_(exact=exact or None, profile=None if profile == told.profile else profile)
+        return encoder.with_(exact=exact or None, profile=None if profile == settings.profile else profile)
 
 
 def _check_checkpoint(checkpoint: Path, adapter: str | None) -> None:
@@ -351,20 +343,16 @@ def _check_checkpoint(checkpoint: Path, adapter: str | None) -> None:
         )
 
 
-def _chosen(facts: Facts, asked: Adapter | None) -> Adapter:
-    """The requested family, else the first that matches a model's files.
-
-    Raises:
-        UserError: there is none, or it needs code that is not available.
-    """
-    chosen = asked or _recognised(facts)
+def _chosen(facts: Facts, requested: Adapter | None) -> Adapter:
+    """The requested family, else the first that matches a model's files."""
+    chosen = requested or _recognised(facts)
     if facts.model_type in NOT_HERE and chosen in (None, *OURS):
         raise UserError(
             f"{facts.name} is a {facts.model_type}: {NOT_HERE[facts.model_type]}. Score rankings of the model's own code with "
             "`rge eval score`; docs/extending.md shows how to add an embedder"
         )
     if chosen is None:
-        kinds = "\n".join(f"  {one.name}: {one.about}" for one in adapters())
+        kinds = "\n".join(f"  {adapter.name}: {adapter.about}" for adapter in adapters())
         raise UserError(
             f"{facts.name} ({facts.model_type or 'no model_type in config.json'}) is not a known embedder. Known are\n"
             f"{kinds}\nadapter=NAME chooses one; rankings from any other program can be scored with `rge eval score`"
@@ -373,17 +361,13 @@ def _chosen(facts: Facts, asked: Adapter | None) -> Adapter:
 
 
 def _recognised(facts: Facts) -> Adapter | None:
-    """The first family that matches a model's files.
-
-    Raises:
-        UserError: the files are a checkpoint of rge without its rge.json.
-    """
+    """The first family that matches a model's files."""
     if "<emb>" in facts.tokens and "rge.json" not in facts.files and facts.model_type != RELEASED:
         raise UserError(
             f"{facts.name} has an <emb> token but no rge.json, and is not the released RGE checkpoint, which is a {RELEASED}. "
             "If it was trained with rge, copy its rge.json from the training output"
         )
-    return next((one for one in adapters() if one.matches(facts)), None)
+    return next((adapter for adapter in adapters() if adapter.matches(facts)), None)
 
 
 def _device(device: str | None) -> str:
@@ -415,12 +399,12 @@ def facts_of(model: str | Path, revision: str | None = None, base_named: str | N
 
 def _base_of(lora: Path, named: str | None) -> Facts | None:
     """A LoRA's base model: as named by the user, else by its files; None for other models."""
-    told = _json(lora / "adapter_config.json")
-    own = told.get("base_model_name_or_path") or ""
-    name = (named or own) if told else ""
+    config = _json(lora / "adapter_config.json")
+    recorded = config.get("base_model_name_or_path") or ""
+    name = (named or recorded) if config else ""
     if not name or Path(name) == lora:
         return None
-    return facts_of(name, told.get("revision") if name == own and not Path(name).is_dir() else None)
+    return facts_of(name, config.get("revision") if name == recorded and not Path(name).is_dir() else None)
 
 
 def _fetch(model: str, revision: str | None) -> tuple[Path, str, str | None]:
@@ -432,13 +416,13 @@ def _fetch(model: str, revision: str | None) -> tuple[Path, str, str | None]:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     first: Exception | None = None
-    for name in dict.fromkeys((model, ON_THE_HUB.get(model, model))):  # its own name first
+    for name in dict.fromkeys((model, ON_THE_HUB.get(model, model))):
         try:
-            found = Path(snapshot_download(name, revision=revision, allow_patterns=list(FILES)))
+            path = Path(snapshot_download(name, revision=revision, allow_patterns=list(FILES)))
         except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
             first = first or error
             continue
-        return found, found.name, None if name == model else name  # the cache names a snapshot by its commit
+        return path, path.name, None if name == model else name  # the cache names a snapshot by its commit
     raise UserError(
         f"model {model} is not a directory and could not be fetched from the hub: {str(first).splitlines()[0]}"
     ) from None
@@ -453,5 +437,5 @@ def _tokens(path: Path) -> frozenset[str]:
     """Added tokens, from any of the three tokenizer file formats."""
     listed = _json(path / "tokenizer.json").get("added_tokens") or []
     decoder = _json(path / "tokenizer_config.json").get("added_tokens_decoder") or {}
-    found = {str(one.get("content")) for one in [*listed, *decoder.values()]}
-    return frozenset(found | set(_json(path / "added_tokens.json")))
+    tokens = {str(token.get("content")) for token in [*listed, *decoder.values()]}
+    return frozenset(tokens | set(_json(path / "added_tokens.json")))

@@ -20,7 +20,7 @@ from PIL import Image
 from torch import Tensor
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoProcessor
 
-from eval.models.common import Asked, encoded, hash_of_files, loading, placed, settings_of
+from eval.models.common import ThirdParty, encoded, hash_of_files, loading, placed, settings_of
 from eval.models.registry import Facts
 from eval.models.rge import MAX_PROMPT_TOKENS, RELEASE, RELEASE_TOKENS
 from rge.common.errors import UserError
@@ -42,7 +42,7 @@ WORDING = "rge"
 UNPROMPTED = "the release has no prompts for this set: general prompts are used, pictures first"
 
 
-class Released(Asked):
+class Released(ThirdParty):
     """The released RGE checkpoint in stock transformers, run item by item as in its own evaluation.
 
     Args:
@@ -108,8 +108,8 @@ class Released(Asked):
                 f"{side} {item.id!r} has {len(item.images)} pictures but {places} placeholders in its text"
             )
         pictures = [small_sides(opened(ref)).convert("RGB") for ref in item.images]
-        found = self.processor(text=[text], images=pictures or None, return_tensors="pt")
-        return {key: value.to(self.model.device) for key, value in found.items()}
+        fields = self.processor(text=[text], images=pictures or None, return_tensors="pt")
+        return {key: value.to(self.model.device) for key, value in fields.items()}
 
     @torch.inference_mode()
     def encode(
@@ -124,7 +124,7 @@ class Released(Asked):
         """Embed items one by one; see `rge.embedder.Embedder.encode`.
 
         Raises:
-            UserError: asked for a query without a rationale, or a candidate with one.
+            UserError: the mode would embed queries without rationales, or candidates with them.
         """
         if (side == "query") != (mode == "reasoning"):
             raise UserError(
@@ -163,7 +163,7 @@ def greedy(facts: Facts, model: Any) -> dict[str, Any]:
         A description for results.json.
 
     Raises:
-        UserError: the settings really sample.
+        UserError: the settings do sample.
     """
     own = model.generation_config
     alone = own.top_k == 1 or (own.temperature or 0) <= GREEDY_BELOW or (own.top_p or 1) <= GREEDY_BELOW
@@ -184,10 +184,10 @@ def opened(ref: ImageRef) -> Image.Image:
 def small_sides(image: Image.Image) -> Image.Image:
     """Resize sides below `SHORTEST_PX` to it, with PIL's default filter."""
     width, height = image.size
-    if width < SHORTEST_PX:
+    if width < SHORTEST_PX:  # one side after the other, as in the release
         image = image.resize((SHORTEST_PX, height))
     if height < SHORTEST_PX:
-        image = image.resize((image.size[0], SHORTEST_PX))
+        image = image.resize((image.width, SHORTEST_PX))
     return image
 
 

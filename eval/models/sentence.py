@@ -26,13 +26,7 @@ TEXT, IMAGE, BOTH = "text", "image", "both"
 
 @dataclass(frozen=True)
 class Shown:
-    """One input for the library.
-
-    Attributes:
-        side: query or candidate, which selects the model's prompt.
-        kind: text, image or both.
-        content: a string, a picture, or ``{"text", "image"}``.
-    """
+    """One input for the library; ``side`` selects the prompt, and ``kind`` is text, image or both."""
 
     side: str
     kind: str
@@ -61,8 +55,7 @@ class Sentences(DirectEncoder[Shown]):
             UserError: the model does not support this item.
         """
         text, name = user_text(item, side, self.wording), self.settings.model
-        where = f"{side} {item.id!r}"
-        pictures = item.images
+        where, pictures = f"{side} {item.id!r}", item.images
         if pictures and IMAGE not in self.reads:
             if side == "query":
                 raise UserError(
@@ -74,35 +67,34 @@ class Sentences(DirectEncoder[Shown]):
             pictures = ()
         if len(pictures) > 1:
             raise UserError(f"{where} has {len(pictures)} pictures, but {name} reads only one")
-        shown: dict[str, Any] = {TEXT: text} if text else {}
+        content: dict[str, Any] = {TEXT: text} if text else {}
         if pictures:
-            shown[IMAGE] = load_image(pictures[0])
-        if not shown:
+            content[IMAGE] = load_image(pictures[0])
+        if not content:
             raise ValueError(f"item {item.id!r} has neither text nor images")
-        if len(shown) == 1:
-            ((kind, content),) = shown.items()
-            return len(text), Shown(side, kind, content)
+        if len(content) == 1:
+            return len(text), Shown(side, *content.popitem())
         if BOTH not in self.reads:
             raise UserError(
                 f"{where} has text and picture, but {name} reads only one of them: use query_modality=text or image; for "
                 "CLIP and SigLIP adapter=clip combines both"
             )
-        return len(text), Shown(side, BOTH, shown)
+        return len(text), Shown(side, BOTH, content)
 
     def embed(self, batch: Sequence[Shown]) -> Tensor:
         """Embeddings (B, D); different kinds of inputs are embedded separately."""
-        found: dict[int, Tensor] = {}
-        for kind in dict.fromkeys((one.side, one.kind) for one in batch):
-            rows = [row for row, one in enumerate(batch) if (one.side, one.kind) == kind]
-            encode = self.model.encode_query if kind[0] == "query" else self.model.encode_document
+        states: dict[int, Tensor] = {}
+        for side, kind in dict.fromkeys((one.side, one.kind) for one in batch):
+            rows = [row for row, one in enumerate(batch) if (one.side, one.kind) == (side, kind)]
+            encode = self.model.encode_query if side == "query" else self.model.encode_document
             part = encode(
                 [batch[row].content for row in rows],
                 batch_size=len(rows),
                 convert_to_tensor=True,
                 show_progress_bar=False,
             )
-            found |= dict(zip(rows, part, strict=True))
-        return torch.stack([found[row] for row in range(len(batch))])
+            states |= dict(zip(rows, part, strict=True))
+        return torch.stack([states[row] for row in range(len(batch))])
 
 
 @direct

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Literal, Self
 
-from eval.models.common import VLM2VEC, Asked, placed, settings_of
+from eval.models.common import VLM2VEC, ThirdParty, placed, settings_of
 from eval.models.registry import Facts
 from rge.checkpoints.settings import Settings
 from rge.common.prompt_profiles import PROFILES
@@ -45,35 +45,35 @@ class UmeBuilder(PromptBuilder):
         rendered = self.processor.apply_chat_template(
             [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
         )
-        return (
-            rendered if generative else rendered.partition(DISC)[0]
-        )  # in direct mode <disc_emb> itself is appended as the embedding token
+        # in direct mode <disc_emb> itself is appended as the embedding token
+        return rendered if generative else rendered.partition(DISC)[0]
 
 
-class UmeEncoder(Asked):
+class UmeEncoder(ThirdParty):
     """Two encoders on one model, one per mode."""
 
     def __init__(self, by_mode: dict[str, Embedder], settings: Settings):
         self.by_mode, self.settings = by_mode, settings
-        one = by_mode["direct"]
-        self.checkpoint, self.checkpoint_hash = one.checkpoint, one.checkpoint_hash
+        direct = by_mode["direct"]
+        self.checkpoint, self.checkpoint_hash = direct.checkpoint, direct.checkpoint_hash
 
-    def with_(self, **asked: Any) -> Self:
+    def with_(self, **settings: Any) -> Self:
         """See `rge.embedder.Embedder.with_`."""
-        other = super().with_(**asked)
-        other.by_mode = {mode: encoder.with_(**asked) for mode, encoder in self.by_mode.items()}
+        other = super().with_(**settings)
+        other.by_mode = {mode: encoder.with_(**settings) for mode, encoder in self.by_mode.items()}
         return other
 
     def reword(self, profile: str) -> None:
-        """See `eval.models.common.Asked`."""
+        """See `eval.models.common.ThirdParty`."""
         self.settings = self.settings.but(profile=profile, wording=asdict(PROFILES[profile]))
 
-    def encode(self, items: Sequence[Item], *, mode: Literal["reasoning", "direct"], **asked: Any) -> Encoded:
+    def encode(
+        self, items: Sequence[Item], *, mode: Literal["reasoning", "direct"], **options: Any
+    ) -> Encoded:
         """Embed items; arguments as in `rge.embedder.Embedder.encode`."""
-        encoder = self.by_mode.get(mode)
-        if encoder is None:
+        if mode not in self.by_mode:
             raise ValueError(f"mode must be reasoning or direct, got {mode!r}")
-        return encoder.encode(items, mode=mode, **asked)
+        return self.by_mode[mode].encode(items, mode=mode, **options)
 
 
 @placed

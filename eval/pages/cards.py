@@ -90,10 +90,10 @@ def _num_by_rank(ranks: pd.Series) -> dict[str, int]:
 def _card(
     query_id: str, measured: pd.Series, top: Sequence[str], view: SetView, strata: Sequence[str]
 ) -> dict[str, Any]:
-    shown = view.query(query_id)
+    shown_query = view.query(query_id)
     rank = as_rank(measured[RANK_COLUMN])
     values = [str(measured[name]) for name in strata]
-    return shown | {
+    return shown_query | {
         "data": {"query": query_id}
         | {f"f{place}": value for place, value in enumerate(values)}
         | {"outcome": outcome_of(rank)},
@@ -101,7 +101,7 @@ def _card(
         "rationale": as_text(measured.get("rationale")),
         "forced": measured.get("stop_reason") == "forced",
         "tokens": as_rank(measured.get("rationale_tokens")),
-        "results": view.ranked(query_id, top, shown["pictures"]),
+        "results": view.ranked(query_id, top, shown_query["pictures"]),
         "rank": rank,
         "wanted": [] if set(top) & set(view.right[query_id]) else view.wanted(query_id),
     }

@@ -104,10 +104,10 @@ def read_evaluations(dirs: Sequence[Path], baselines: Mapping[str, Path]) -> lis
     Raises:
         UserError: there is no directory, or one is incomplete or inconsistent.
     """
-    found = dict.fromkeys(path for directory in dirs for path in expand(Path(directory)))
-    if not found:
+    directories = dict.fromkeys(path for directory in dirs for path in expand(Path(directory)))
+    if not directories:
         raise UserError("dirs must name at least one evaluation directory, got none")
-    evaluations = list(map(read_evaluation, found))
+    evaluations = list(map(read_evaluation, directories))
     counts = Counter(one.label for one in evaluations)
     evaluations = [
         one
@@ -130,7 +130,7 @@ def expand(directory: Path, *, single: bool = False) -> list[Path]:
     """The directory itself if it is an evaluation, else the evaluations in it.
 
     Raises:
-        UserError: there is none, or, with ``single``, more than one.
+        UserError: it contains no evaluation, or, with ``single``, several.
     """
     if not directory.is_dir():
         raise UserError(f"{directory} is not a directory: pass the output of `rge eval run`")
@@ -202,10 +202,10 @@ def check_one_set(evaluations: Sequence[Evaluation]) -> None:
                 f"{other.results['set']['name']}: different retrieval sets ({why}), whose figures are not comparable"
             )
         for key in ("benchmark", "profile"):
-            mine, theirs = (one.results.get(key) for one in (first, other))
-            if mine != theirs:
+            expected, value = (evaluation.results.get(key) for evaluation in (first, other))
+            if expected != value:
                 raise UserError(
-                    f"{first.directory} has {key} {mine!r}, {other.directory} {theirs!r}, so their figures are not "
+                    f"{first.directory} has {key} {expected!r}, {other.directory} {value!r}, so their figures are not "
                     "comparable; page=leaderboard shows them on separate boards"
                 )
         missing = first.per_query.index.symmetric_difference(other.per_query.index)
@@ -225,11 +225,8 @@ def featured(evaluations: Sequence[Evaluation]) -> Evaluation:
 def compared(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
     """Rows of the main table: leaves out direct shortcut ablations (text or image only) if the reasoning ones exist."""
     reasoned = {one.mode[1] for one in evaluations if one.mode[0] == "reasoning" and not one.is_baseline}
-    return [
-        one
-        for one in evaluations
-        if one.is_baseline or one.mode[0] != "direct" or one.mode[1] == "both" or one.mode[1] not in reasoned
-    ]
+    redundant = {("direct", modality) for modality in reasoned - {"both"}}
+    return [one for one in evaluations if one.is_baseline or one.mode not in redundant]
 
 
 def set_of(main: Evaluation, given: Path | None) -> RetrievalSet:

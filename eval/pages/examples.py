@@ -50,11 +50,11 @@ def choose_examples(
         seed: seed of the draw.
     """
     groups = per_query["group"] if "group" in per_query else pd.Series(per_query.index, per_query.index)
-    found = per_query[RANK_COLUMN].between(1, success_rank)
+    is_success = per_query[RANK_COLUMN].between(1, success_rank)
     halves: list[list[str]] = []
     for wanted in (True, False):
         members: dict[tuple[str, ...], list[str]] = defaultdict(list)
-        for query_id, row in per_query.loc[found == wanted, list(strata)].iterrows():
+        for query_id, row in per_query.loc[is_success == wanted, list(strata)].iterrows():
             members[tuple(map(str, row))].append(str(query_id))
         queues = [
             sorted(members[key], key=lambda name: hashlib.sha256(f"{seed}\n{name}".encode()).hexdigest())

@@ -191,8 +191,8 @@ def _gain(main: Evaluation, difference_Q: pd.Series, rows_Q: np.ndarray | None) 
     if rows_Q is None:
         return None
     group_Q = index_of(main.per_query["group"][rows_Q].tolist())
-    found = cluster_bootstrap(difference_Q[rows_Q].to_numpy(np.float64)[:, None], group_Q)
-    value, low, high = figures(found, OF_DIFFERENCES)[0].values()
+    means = cluster_bootstrap(difference_Q[rows_Q].to_numpy(np.float64)[:, None], group_Q)
+    value, low, high = figures(means, OF_DIFFERENCES)[0].values()
     return None if value is None else Figure(value, low, high)
 
 

@@ -22,7 +22,6 @@ from eval.scoring.trec import write_run
 from eval.sets.retrieval_set import RetrievalSet
 from rge.common.schema import Encoded
 from rge.identity.run_identity import Identity
-from rge.stats.intervals import NUM_RESAMPLES
 
 
 def decides(wanted: RetrievalSet, protocol: Protocol, seed: int) -> dict[str, Any]:
@@ -88,7 +87,7 @@ def write_evaluation(
         "coverage": 1.0 - len(missing) / len(wanted.queries),
         "depth": ranking.depth,
         "seed": seed,
-        "statistics": statistics_settings(seed, NUM_RESAMPLES),
+        "statistics": statistics_settings(seed),
         "versions": versions(),
     } | dict(about)
     results["identity"] = with_key(results, made_with=made_with)

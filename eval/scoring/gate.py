@@ -44,13 +44,9 @@ def gate_for(margin_Q: np.ndarray, share: float, *, above: bool = False) -> Gate
 def large_minus_small(
     margin_Q: np.ndarray, gain_Q: np.ndarray, group_Q: np.ndarray, *, seed: int
 ) -> dict[str, Any]:
-    """Difference in gain from a rationale between queries with large and small margins.
+    """Mean gain from a rationale above the median margin minus that below it: value, and 95 % interval or None.
 
     ``margin_Q``: margins in direct mode. ``gain_Q``: metric with a rationale minus metric without; NaN if undefined.
-
-    Returns:
-        ``value``: mean gain above the median margin minus that below it, with ``low`` and ``high`` of its 95 % interval, which
-        are None if it is undefined.
     """
     known = np.isfinite(gain_Q)
     margin_Q, gain_Q, group_Q = margin_Q[known], gain_Q[known], group_Q[known]
@@ -59,16 +55,12 @@ def large_minus_small(
     if not 0 < share < 1:
         return {"value": 0.0, "low": None, "high": None}
     difference_Q = np.where(large_Q, gain_Q / share, -gain_Q / (1 - share))
-    (found,) = figures(cluster_bootstrap(difference_Q[:, None], group_Q, seed=seed))
-    return found
+    return figures(cluster_bootstrap(difference_Q[:, None], group_Q, seed=seed))[0]
 
 
 def margin(ranking: Ranking) -> np.ndarray:
     """Score difference between each query's first and second candidate, (Q,); infinite without a second."""
-    second_Q = (
-        ranking.score_QW[:, 1] if ranking.score_QW.shape[1] > 1 else np.full(len(ranking.score_QW), -np.inf)
-    )
-    return ranking.score_QW[:, 0].astype(np.float64) - second_Q
+    return np.array([lead(scores) for scores in ranking.score_QW[:, :2].astype(np.float64)])
 
 
 def lead(scores: Sequence[float]) -> float:
@@ -78,11 +70,11 @@ def lead(scores: Sequence[float]) -> float:
 
 def choose(reason_Q: np.ndarray, reasoned: Ranking, direct: Ranking) -> Ranking:
     """Choose each query's ranking: `reasoned` where `reason_Q`, else `direct`."""
-    found = [
-        (chosen, one.rows_QW[chosen], one.score_QW[chosen])
-        for chosen, one in ((reason_Q, reasoned), (~reason_Q, direct))
+    parts = [
+        (chosen, ranking.rows_QW[chosen], ranking.score_QW[chosen])
+        for chosen, ranking in ((reason_Q, reasoned), (~reason_Q, direct))
     ]
-    return Ranking(*stack_rankings(len(reason_Q), found), direct.depth)
+    return Ranking(*stack_rankings(len(reason_Q), parts), direct.depth)
 
 
 def gated(reason_Q: np.ndarray, reasoned: Encoded, direct: Encoded) -> Encoded:

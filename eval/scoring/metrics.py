@@ -1,15 +1,15 @@
 """Ranking metrics as pure numpy functions, vectorised over queries.
 
-Shape suffixes: Q = queries, K = ranks of a ranking (best first), P = most positives of a query. Values are fractions
-of one. A ranking is an array ``rows_QK`` of candidate rows, -1 after its end; `judge` turns it into what stands at
-each rank, and the metrics never see candidates again.
+Shape suffixes: Q = queries, K = ranks of a ranking (best first), P = maximum number of positives. Values are fractions
+of one. A ranking is an array ``rows_QK`` of candidate rows, padded with -1. `judge` converts it to the gain at each rank,
+which is all that metrics see.
 
-Definitions follow trec_eval where trec_eval has the metric (`ir-measures` is the oracle of the tests), with linear
-gains in nDCG. AP exists with both denominators in use, under two names: ``map@k`` divides by the number of positives
-(trec_eval), ``map_capped@k`` by min(number of positives, k) (PinPoint, CIRCO, MMEB), which a perfect ranking always
-brings to 1. Nothing is inferred from the ranking's length: a positive that was not retrieved stays in the denominator.
+Metrics that trec_eval has are defined as there (tests compare with `ir-measures`), with linear gains in nDCG. AP has two
+names for its two common denominators: ``map@k`` divides by the number of positives (trec_eval), ``map_capped@k`` by
+min(number of positives, k) (PinPoint, CIRCO, MMEB), so that a perfect ranking has 1. Nothing is inferred from the
+ranking's length: positives that were not retrieved stay in the denominator.
 
-A metric is registered where it is defined (`register_metric`), here or in a plugin: every evaluation then reports it.
+`register_metric` registers a metric, here or in a plugin; every evaluation then reports it.
 """
 
 import re
@@ -22,20 +22,20 @@ from rge.common.errors import UserError
 from rge.common.registry import Registry
 
 CUTOFFS = (1, 5, 10, 20, 50)
-"""Of the metrics reported for every set; others are reported where they are asked for."""
+"""Cutoffs that every evaluation reports; the user can request others."""
 
 
 @dataclass(frozen=True)
 class Judged:
-    """What stands at each rank, and how much there was to find.
+    """Judgements of a ranking, rank by rank.
 
     Attributes:
-        gain_QK: gain of the candidate at each rank, float64; 0 where it is no positive or the ranking has ended.
-        ideal_QP: gains of all positives, descending, 0 after the last; float64.
+        gain_QK: gain of the candidate at each rank, float64; 0 for other candidates and padding.
+        ideal_QP: gains of all positives, descending, padded with 0; float64.
         num_positives_Q: int64, >= 1.
-        num_missing_Q: how many of these no ranking can hold, int64; None: none.
         negative_QK: whether the candidate is an explicit negative; None for a set without them.
         num_negatives_Q: int64, may be 0; None likewise.
+        num_missing_Q: number of positives that the pool lacks, int64; None: none.
     """
 
     gain_QK: np.ndarray
@@ -52,7 +52,7 @@ Floor = Callable[[Judged, np.ndarray, int], np.ndarray]
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric by its name, see `register_metric` for the attributes."""
+    """A registered metric; see `register_metric` for the attributes."""
 
     name: str
     values: Values
@@ -77,25 +77,25 @@ def register_metric(
     floor: Floor | None = None,
     of_negatives: bool = False,
 ) -> Callable[[Values], Values]:
-    """Decorator that makes a function a metric.
+    """Decorator that registers a function as a metric.
 
-    The function gets the judged rankings and k and returns one value a query, (Q,) float64 within [0, 1], NaN where it is
-    not defined.
+    The function gets the judged rankings and k and returns one value per query, (Q,) float64 within [0, 1], NaN if
+    undefined.
 
     Args:
-        name: lower case; it is called ``name@k``.
-        cutoffs: the k at which every evaluation reports it, none for only where it is asked for; None for a metric of the
-            whole ranking, which is called ``name`` and gets the depth of the ranking as k (``name@k`` where that is asked for).
-        words: what it means, in a clause; ``{k}`` stands for k.
-        floor: its expected value under a random order: judged rankings, size of each query's pool (Q,), and k, to (Q,);
-            without it no floor is reported.
+        name: in lower case; the metric is called ``name@k``.
+        cutoffs: values of k that every evaluation reports; empty: only those that the user requests. None for a metric of
+            the whole ranking, which is called ``name`` and gets the depth of the ranking as k, unless ``name@k`` is requested.
+        words: definition as a clause; ``{k}`` stands for k.
+        floor: expected value under a random order: a function of judged rankings, pool size of each query (Q,), and k;
+            None: no floor is reported.
         of_negatives: whether it needs explicit negatives; it is reported only for sets that have some.
 
     Raises:
-        UserError: the name is taken or has other characters, or a k is out of range.
+        UserError: the name is taken or invalid, or a k is out of range.
     """
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
-        raise UserError(f"a metric's name is of a-z, 0-9 and _, got {name!r}")
+        raise UserError(f"a metric's name must consist of a-z, 0-9 and _, got {name!r}")
     if cutoffs is not None and not all(k >= 1 for k in cutoffs):
         raise UserError(f"metric {name!r}: cutoffs must be at least 1, got {tuple(cutoffs)}")
 
@@ -109,18 +109,18 @@ def register_metric(
 
 def names_of(*, negatives: bool = False) -> tuple[str, ...]:
     """Metrics that every evaluation reports; with ``negatives`` also those of sets that have explicit negatives."""
-    plain = [one for one in METRICS.values() if not one.of_negatives]
-    of_negatives = [one for one in METRICS.values() if one.of_negatives] if negatives else []
-    return tuple(name for one in (*plain, *of_negatives) for name in one.reported())
+    plain = [metric for metric in METRICS.values() if not metric.of_negatives]
+    of_negatives = [metric for metric in METRICS.values() if metric.of_negatives] if negatives else []
+    return tuple(name for metric in (*plain, *of_negatives) for name in metric.reported())
 
 
 def metric_words(name: str) -> str:
-    """What a metric means, in a clause; empty for a name without a definition."""
+    """Definition of a metric as a clause; empty for an unknown one."""
     kind, _, k = name.partition("@")
     if kind not in METRICS:
         return ""
-    cut_there = f", in the first {k}" if k and METRICS[kind].cutoffs is None else ""
-    return METRICS[kind].words.format(k=k or "all") + cut_there
+    limit = f", in the first {k}" if k and METRICS[kind].cutoffs is None else ""
+    return METRICS[kind].words.format(k=k or "all") + limit
 
 
 def judge(
@@ -133,20 +133,20 @@ def judge(
 ) -> Judged:
     """Look up each ranked candidate in its query's judgements.
 
-    An explicit negative that is also a positive of the same query counts as a positive only: retrieving it is right.
+    An explicit negative that is also a positive of the same query counts as a positive only.
 
     Args:
-        rows_QK: candidate rows, best first, -1 after the end of a ranking.
+        rows_QK: candidate rows, best first, padded with -1.
         positives: per query (rows, gains > 0).
         negatives: per query rows, or None.
-        num_candidates: size of the pool; rows lie in [0, num_candidates).
+        num_candidates: size of the pool.
         num_missing_Q: positives of gain 1 that the pool lacks; they stay in every denominator. None: none.
 
     Raises:
-        ValueError: the numbers of queries differ, a row lies outside the pool, or a query has no positive.
+        ValueError: the numbers of queries differ, a row is outside the pool, or a query has no positive.
     """
     num_queries = len(rows_QK)
-    if {len(one) for one in (positives, negatives) if one is not None} != {num_queries}:
+    if {len(judgements) for judgements in (positives, negatives) if judgements is not None} != {num_queries}:
         raise ValueError(f"rankings of {num_queries} queries need as many judgements, got {len(positives)}")
     if rows_QK.min(initial=0) < -1 or rows_QK.max(initial=-1) >= num_candidates:
         raise ValueError(f"rows must lie in [-1, {num_candidates}), got [{rows_QK.min()}, {rows_QK.max()}]")
@@ -164,7 +164,6 @@ def judge(
     judged = Judged(gain_QK, ideal_QP, num_positives_Q, num_missing_Q=num_missing_Q)
     if negatives is None:
         return judged
-    # a positive that is also listed as negative counts as a positive only
     wrong = list(map(np.setdiff1d, negatives, (rows for rows, _ in positives)))
     ones = [(rows, np.ones(len(rows))) for rows in wrong]
     return replace(
@@ -177,9 +176,8 @@ def judge(
 def _at_ranks(
     rows_QK: np.ndarray, listed: Sequence[tuple[np.ndarray, np.ndarray]], num_candidates: int
 ) -> np.ndarray:
-    """What each query's list (rows, values) gives the candidates at its ranks, (Q, K); 0 for the others."""
-    # One lookup table for the pool, filled and cleared per query: memory stays at one pool however many queries.
-    # Row -1 reads its last cell, which no candidate has.
+    """Value of each ranked candidate in its query's list of (rows, values), (Q, K); 0 if it is not listed."""
+    # One lookup table of the pool's size, filled and cleared for each query. Row -1 reads the extra last cell.
     value_C = np.zeros(num_candidates + 1)
     out_QK = np.empty(rows_QK.shape)
     for query, (rows, values) in enumerate(listed):
@@ -203,7 +201,7 @@ def _can_be_found(judged: Judged) -> np.ndarray:
     ),
 )
 def recall(judged: Judged, k: int) -> np.ndarray:
-    """Positives in the top k over all positives, (Q,). Not capped: n > k positives cannot reach 1."""
+    """Positives in the top k over all positives, (Q,); below 1 for queries with more than k positives."""
     return _hits(judged, k) / judged.num_positives_Q
 
 
@@ -216,7 +214,7 @@ def recall(judged: Judged, k: int) -> np.ndarray:
     ),
 )
 def hit(judged: Judged, k: int) -> np.ndarray:
-    """1 where the top k holds a positive, else 0, (Q,)."""
+    """1 if the top k contains a positive, else 0, (Q,)."""
     return (_hits(judged, k) > 0).astype(np.float64)
 
 
@@ -227,7 +225,7 @@ def hit(judged: Judged, k: int) -> np.ndarray:
     floor=lambda judged, pool_Q, k: _can_be_found(judged) / pool_Q * np.minimum(k, pool_Q) / k,
 )
 def precision(judged: Judged, k: int) -> np.ndarray:
-    """Positives in the top k over k, (Q,); over k also where the pool is smaller, as in trec_eval."""
+    """Positives in the top k over k, (Q,), even if the pool is smaller, as in trec_eval."""
     return _hits(judged, k) / k
 
 
@@ -258,7 +256,7 @@ def ndcg(judged: Judged, k: int) -> np.ndarray:
     floor=lambda judged, pool_Q, k: _floor_first_hit(_can_be_found(judged), pool_Q, depth=k, reciprocal=True),
 )
 def mrr(judged: Judged, k: int) -> np.ndarray:
-    """Reciprocal rank of the first positive within k ranks, (Q,); 0 where there is none."""
+    """Reciprocal rank of the first positive in the top k, (Q,); 0 without one."""
     first_Q = first_hit_rank(cut(judged, k))
     return np.divide(1.0, first_Q, out=np.zeros(len(first_Q)), where=first_Q > 0)
 
@@ -272,7 +270,7 @@ def mrr(judged: Judged, k: int) -> np.ndarray:
     ),
 )
 def average_precision(judged: Judged, k: int) -> np.ndarray:
-    """Precision at the rank of each positive in the top k, summed, over the number of positives, (Q,)."""
+    """Sum of the precision at the rank of each positive in the top k, over the number of positives, (Q,)."""
     return _precision_sum(judged.gain_QK, k) / judged.num_positives_Q
 
 
@@ -287,7 +285,7 @@ def average_precision(judged: Judged, k: int) -> np.ndarray:
 def average_precision_capped(judged: Judged, k: int) -> np.ndarray:
     """As `average_precision`, but over min(number of positives, k), (Q,).
 
-    Source: PinPoint's released metrics (AP@10). Differs: positives are counted once each.
+    Source: PinPoint's released metrics (AP@10). Differs: each positive counts once.
     """
     return _precision_sum(judged.gain_QK, k) / np.minimum(judged.num_positives_Q, k)
 
@@ -305,9 +303,6 @@ def negative_recall(judged: Judged, k: int) -> np.ndarray:
     """Explicit negatives in the top k over min(number of negatives, k), (Q,); NaN for a query without negatives.
 
     Lower is better. Source: PinPoint's released metrics. Differs: candidates that are also positives do not count.
-
-    Raises:
-        ValueError: the set has no explicit negatives.
     """
     return _share_of_negatives(judged, _negatives(judged)[0][:, :k].sum(axis=1), k)
 
@@ -326,20 +321,17 @@ def _delta_floor(judged: Judged, pool_Q: np.ndarray, k: int) -> np.ndarray:
 @register_metric(
     "delta_map_capped",
     cutoffs=(10,),
-    words="what explicit negatives cost in average precision over the first {k}: lower is better",
+    words="loss of average precision over the first {k} due to explicit negatives: lower is better",
     floor=_delta_floor,
     of_negatives=True,
 )
 def delta_average_precision_capped(judged: Judged, k: int) -> np.ndarray:
-    """What explicit negatives cost: `average_precision_capped` once they are deleted, minus the real one, (Q,).
+    """Cost of explicit negatives: `average_precision_capped` without them, minus the real one, (Q,).
 
-    Negatives are deleted from the whole ranking before its top k is taken, so that later candidates move up; a ranking
-    much deeper than k is needed for that. NaN for a query without negatives. Lower is better; never below 0, since
-    deleting candidates that are no positives can only move positives up.
-    Source: PinPoint's released metrics (mAP@10_noNeg - mAP@10). Differs: candidates that are also positives stay.
-
-    Raises:
-        ValueError: the set has no explicit negatives.
+    Negatives are deleted from the whole ranking before it is cut at k, so that later candidates move up; this needs a
+    ranking much deeper than k. NaN for a query without negatives. Lower is better; never below 0, since the deletion can
+    only move positives up. Source: PinPoint's released metrics (mAP@10_noNeg - mAP@10). Differs: candidates that are also
+    positives stay.
     """
     negative_QK, num_negatives_Q = _negatives(judged)
     width = k + int(num_negatives_Q.max(initial=0))  # no deeper candidate can move into the top k
@@ -350,7 +342,7 @@ def delta_average_precision_capped(judged: Judged, k: int) -> np.ndarray:
 
 
 def first_hit_rank(judged: Judged) -> np.ndarray:
-    """Rank of the first positive, 1 at the top, (Q,) int64; 0 where the ranking ends before one."""
+    """Rank of the first positive, (Q,) int64; 0 if the ranking has none."""
     found_QK = judged.gain_QK > 0
     if not found_QK.shape[1]:
         return np.zeros(len(found_QK), np.int64)
@@ -358,22 +350,22 @@ def first_hit_rank(judged: Judged) -> np.ndarray:
 
 
 def parse_name(name: str) -> tuple[str, int | None]:
-    """Split ``recall@20`` into ("recall", 20); ``mrr`` into ("mrr", None), of the whole ranking.
+    """Split ``recall@20`` into ("recall", 20); ``mrr``, a metric of the whole ranking, into ("mrr", None).
 
     Raises:
-        UserError: no metric is called so.
+        UserError: there is no such metric.
     """
     kind, mark, k = name.partition("@")
     if kind in METRICS and not mark and METRICS[kind].cutoffs is None:
         return kind, None
     if kind in METRICS and re.fullmatch(r"[1-9]\d*", k):
         return kind, int(k)
-    known = (one.name if one.cutoffs is None else f"{one.name}@k" for one in METRICS.values())
+    known = (metric.name if metric.cutoffs is None else f"{metric.name}@k" for metric in METRICS.values())
     raise UserError(f"no metric {name!r}; there are {', '.join(known)}")
 
 
 def deepest(names: Sequence[str]) -> int:
-    """The largest cutoff among metrics: what a ranking has to list for all of them."""
+    """The largest cutoff among metrics, which rankings must reach."""
     return max((k for name in names if (k := parse_name(name)[1]) is not None), default=1)
 
 
@@ -381,8 +373,8 @@ def compute(name: str, judged: Judged) -> np.ndarray:
     """A metric by name, (Q,) float64.
 
     Raises:
-        UserError: no metric is called so, the set lacks the explicit negatives that it needs, or a metric's function
-            does not return one number a query.
+        UserError: there is no such metric, it needs explicit negatives that the set lacks, or its function does not return
+            one number per query.
     """
     kind, k = parse_name(name)
     depth = judged.gain_QK.shape[1] if k is None else k
@@ -396,22 +388,22 @@ def compute(name: str, judged: Judged) -> np.ndarray:
 
 
 def tied_order(judged: Judged, score_QK: np.ndarray, *, best: bool) -> Judged:
-    """The same ranking with candidates of equal score reordered in its favour, or against it.
+    """The same ranking with ties broken in its favour (``best``), or against it.
 
-    In favour: positives first (higher gains before lower ones), explicit negatives last. Against: the reverse. That is
-    the largest, or smallest, value of every metric of positives over all orders of the ties, and the smallest, or
-    largest, `negative_recall`; for `delta_average_precision_capped` it is the value of that order, no bound.
+    In favour: positives first (by descending gain), explicit negatives last. Against: the reverse. Over all orders of the
+    ties, this gives the largest or smallest value of every metric of positives, and the smallest or largest
+    `negative_recall`; it is not a bound for `delta_average_precision_capped`.
 
     Args:
         judged: K ranks, which must include every candidate tied with the last one that counts.
-        score_QK: scores in rank order, non-increasing; -inf after the end of a ranking.
-        best: in favour, else against.
+        score_QK: scores in rank order, non-increasing, padded with -inf.
+        best: see above.
     """
     gain_QK, negative_QK = judged.gain_QK.copy(), judged.negative_QK
     worth_QK = gain_QK if negative_QK is None else np.where(negative_QK, -1.0, gain_QK)
     negative_QK = None if negative_QK is None else negative_QK.copy()
     tied_Q = (score_QK[:, 1:] == score_QK[:, :-1]) & np.isfinite(score_QK[:, 1:])
-    touched = np.flatnonzero(tied_Q.any(axis=1))  # usually few: the sort below is the slow part
+    touched = np.flatnonzero(tied_Q.any(axis=1))  # usually few; the sort below is slow
     if len(touched):
         worth = worth_QK[touched]
         order = np.lexsort((-worth if best else worth, -score_QK[touched]), axis=-1)
@@ -422,19 +414,19 @@ def tied_order(judged: Judged, score_QK: np.ndarray, *, best: bool) -> Judged:
 
 
 def cut(judged: Judged, depth: int) -> Judged:
-    """The first ``depth`` ranks only."""
+    """Keep the first ``depth`` ranks."""
     negative_QK = None if judged.negative_QK is None else judged.negative_QK[:, :depth]
     return replace(judged, gain_QK=judged.gain_QK[:, :depth], negative_QK=negative_QK)
 
 
 def random_floor(name: str, judged: Judged, pool_Q: np.ndarray, *, depth: int) -> np.ndarray:
-    """Expected value of a metric if every order of the pool were equally likely, (Q,), exact.
+    """Exact expected value of a metric over all orders of the pool, (Q,); NaN for a metric without a floor.
 
     Args:
-        name: as in `compute`, with its errors; of a metric without a floor, NaN throughout.
-        judged: for the numbers of positives and negatives and the gains; its ranking does not matter.
-        pool_Q: candidates that can appear in each query's ranking, int64, at least its positives.
-        depth: length of rankings; matters to metrics of the whole ranking only.
+        name: as in `compute`.
+        judged: its numbers of positives and negatives and the gains are used, not its ranking.
+        pool_Q: number of candidates that can appear in each query's ranking, int64.
+        depth: length of rankings, for metrics of the whole ranking.
     """
     kind, k = parse_name(name)
     floor = METRICS[kind].floor
@@ -460,16 +452,16 @@ def _precision_sum(gain_QK: np.ndarray, k: int) -> np.ndarray:
 
 def _negatives(judged: Judged) -> tuple[np.ndarray, np.ndarray]:
     if judged.negative_QK is None or judged.num_negatives_Q is None:
-        raise UserError("the set has no explicit negatives (negatives.parquet), which this metric needs")
+        raise UserError("this metric needs explicit negatives (negatives.parquet), which the set lacks")
     return judged.negative_QK, judged.num_negatives_Q
 
 
 def _floor_first_hit(n_Q: np.ndarray, pool_Q: np.ndarray, *, depth: int, reciprocal: bool) -> np.ndarray:
-    """P(first positive within ``depth``), or the expectation of its reciprocal rank cut there; hypergeometric."""
+    """P(first positive within ``depth``), or its expected reciprocal rank within ``depth``; hypergeometric."""
     none_before_Q = np.ones(len(n_Q))  # P(no positive above this rank)
     total_Q = np.zeros(len(n_Q))
     for above in range(min(depth, int(pool_Q.max(initial=0)))):
-        left_Q = np.maximum(pool_Q - above, 1.0)  # once the pool is used up, none_before_Q is 0 anyway
+        left_Q = np.maximum(pool_Q - above, 1.0)  # once the pool is exhausted, none_before_Q is 0 anyway
         here_Q = none_before_Q * np.minimum(n_Q / left_Q, 1.0)
         total_Q += here_Q / (above + 1) if reciprocal else here_Q
         none_before_Q = none_before_Q - here_Q

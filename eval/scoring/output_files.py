@@ -8,7 +8,6 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,18 +43,14 @@ NUM_TOP = 10
 SELF_RANKS = (1, 20)
 PLACES = ("out", "cache", "overwrite", "report")
 """Options of a command that do not affect its figures."""
-UNSAID = {
-    "benchmark": "generic", "profile": "clean", "seed": 0, "depth": DEPTH, "metrics": [],
-}  # fmt: skip
+ASSUMED = {"benchmark": "generic", "profile": "clean", "seed": 0, "depth": DEPTH, "metrics": []}
 """Values assumed for keys that older results did not record; others are null."""
-NOT_ALWAYS_SAID = ("dtype", "exact", "set.content")
+NOT_ALWAYS_RECORDED = ("dtype", "exact", "set.content")
 """Keys that older results did not record and that may have had any value."""
 MADE_WITH = (
     "instructions", "verbatim", "image_policy", "task", "keys", "gains", "layout", "pool", "exclude_query_image",
 )  # fmt: skip
 """Import options that affect a set's content or counts; they explain differences between sets with the same ids."""
-
-
 OF_ENCODED = {
     "rationale": ("rationales", pa.string()),
     "stop_reason": ("stop_reasons", pa.string()),
@@ -73,10 +68,10 @@ class Scored:
     Attributes:
         names: metrics.
         value_QM: per-query values; NaN if a metric is undefined for a query.
-        best_QM: the same with ties resolved in favour of the ranking.
-        worst_QM: the same with ties resolved against it.
+        best_QM: the same with ties broken in favour of the ranking.
+        worst_QM: the same with ties broken against it.
         random_QM: expected values under a random ranking.
-        first_hit_Q: rank of the first positive, 0 if there is none.
+        first_hit_Q: rank of the first positive, or 0.
     """
 
     names: tuple[str, ...]
@@ -102,19 +97,19 @@ def score_ranking(wanted: RetrievalSet, ranking: Ranking, *, names: Sequence[str
         num_candidates=len(wanted.corpus_ids),
         num_missing_Q=wanted.num_missing_Q,
     )
-    judged = cut(wide, ranking.depth)
-    best = cut(tied_order(wide, ranking.score_QW, best=True), ranking.depth)
-    worst = cut(tied_order(wide, ranking.score_QW, best=False), ranking.depth)
-    pool_Q = wanted.pool_sizes()
+    judged, pool_Q = cut(wide, ranking.depth), wanted.pool_sizes()
 
-    def table(one: Judged) -> np.ndarray:
-        return np.stack([compute(name, one) for name in names], axis=1)
+    def values(of: Judged) -> np.ndarray:
+        return np.stack([compute(name, of) for name in names], axis=1)
+
+    def with_ties(*, best: bool) -> np.ndarray:
+        return values(cut(tied_order(wide, ranking.score_QW, best=best), ranking.depth))
 
     return Scored(
         names=tuple(names),
-        value_QM=table(judged),
-        best_QM=table(best),
-        worst_QM=table(worst),
+        value_QM=values(judged),
+        best_QM=with_ties(best=True),
+        worst_QM=with_ties(best=False),
         random_QM=np.stack(
             [random_floor(name, judged, pool_Q, depth=ranking.depth) for name in names], axis=1
         ),
@@ -150,9 +145,7 @@ def per_query_table(
     return pa.table(columns)
 
 
-def figures(
-    wanted: RetrievalSet, scored: Scored, *, seed: int, num_resamples: int = NUM_RESAMPLES
-) -> dict[str, Any]:
+def figures(wanted: RetrievalSet, scored: Scored, *, seed: int) -> dict[str, Any]:
     """Micro, macro, per category and per ``report_by`` column, each with a 95 % interval; ties and random floor.
 
     Micro is the mean over queries, macro the mean of the categories' means. Groups are resampled, see `eval.scoring.stats`; a
@@ -160,14 +153,14 @@ def figures(
     """
     group_Q = index_of(wanted.columns["group"])
     category_Q = index_of(wanted.columns["category"])
-    resampled = partial(cluster_bootstrap, num_resamples=num_resamples, seed=seed)
 
-    def block(chosen: np.ndarray, stratum_Q: np.ndarray | None = None) -> dict[str, dict[str, float | None]]:
-        found = resampled(scored.value_QM[chosen], group_Q[chosen], stratum_Q=stratum_Q)
-        return by_name(scored.names, found)
+    def block(
+        rows: slice | np.ndarray, stratum_Q: np.ndarray | None = None
+    ) -> dict[str, dict[str, float | None]]:
+        bootstrap = cluster_bootstrap(scored.value_QM[rows], group_Q[rows], stratum_Q=stratum_Q, seed=seed)
+        return by_name(scored.names, bootstrap)
 
-    everything = np.arange(len(wanted.queries))
-    out: dict[str, Any] = {"micro": block(everything), "macro": block(everything, category_Q)}
+    out: dict[str, Any] = {"micro": block(slice(None)), "macro": block(slice(None), category_Q)}
     for column in ("category", *wanted.report_by):
         values = np.array(wanted.columns[column], dtype=object)
         out[f"by_{column}"] = {name: block(np.flatnonzero(values == name)) for name in sorted(set(values))}
@@ -177,10 +170,10 @@ def figures(
     return out
 
 
-def by_name(names: Sequence[str], found: Bootstrap) -> dict[str, dict[str, float | None]]:
+def by_name(names: Sequence[str], bootstrap: Bootstrap) -> dict[str, dict[str, float | None]]:
     """Figures by metric, without those that are undefined for all queries."""
-    figures_M = intervals.figures(found, (0.0, 1.0))
-    return {name: one for name, one in zip(names, figures_M, strict=True) if one["value"] is not None}
+    figures_M = zip(names, intervals.figures(bootstrap, (0.0, 1.0)), strict=True)
+    return {name: figure for name, figure in figures_M if figure["value"] is not None}
 
 
 def rationale_figures(table: pd.DataFrame) -> dict[str, float | None]:
@@ -188,19 +181,19 @@ def rationale_figures(table: pd.DataFrame) -> dict[str, float | None]:
 
     ``table``: ``stop_reason`` and ``rationale_tokens`` of each query, as in per_query.parquet.
     """
-    keys = ("forced_rate", "tokens_mean", "tokens_p50", "tokens_p95")
-    asked = table.dropna(subset="stop_reason")
-    if (asked["stop_reason"] == "prefilled").all():
-        return dict.fromkeys(keys)
-    forced, tokens = (asked["stop_reason"] == "forced").mean(), asked["rationale_tokens"].to_numpy(np.float64)
-    return dict(
-        zip(keys, map(float, (forced, tokens.mean(), *np.quantile(tokens, [0.5, 0.95]))), strict=True)
-    )
+    table = table.dropna(subset="stop_reason")
+    if (table["stop_reason"] == "prefilled").all():
+        return dict.fromkeys(("forced_rate", "tokens_mean", "tokens_p50", "tokens_p95"))
+    tokens = table["rationale_tokens"].to_numpy(np.float64)
+    return {
+        "forced_rate": float((table["stop_reason"] == "forced").mean()),
+        "tokens_mean": float(tokens.mean()),
+        "tokens_p50": float(np.quantile(tokens, 0.5)),
+        "tokens_p95": float(np.quantile(tokens, 0.95)),
+    }
 
 
-def self_retrieval(
-    ranking: Ranking, own: Sequence[np.ndarray], *, ranks: Sequence[int] = SELF_RANKS
-) -> dict[str, Any]:
+def self_retrieval(ranking: Ranking, own: Sequence[np.ndarray]) -> dict[str, Any]:
     """How often a query finds its own picture instead of an answer.
 
     ``own``: for each query the candidate rows with a byte-identical copy of one of its pictures.
@@ -211,16 +204,16 @@ def self_retrieval(
     rows_QK = ranking.rows_QW[:, : ranking.depth]
     in_pool = [query for query, rows in enumerate(own) if len(rows)]
     out: dict[str, Any] = {"num_queries": len(in_pool)}
-    for k in ranks:
-        found = [bool(np.isin(rows_QK[query, :k], own[query]).any()) for query in in_pool]
-        out[f"rate@{k}"] = sum(found) / len(found) if found else None
+    for k in SELF_RANKS:
+        hits = [bool(np.isin(rows_QK[query, :k], own[query]).any()) for query in in_pool]
+        out[f"rate@{k}"] = sum(hits) / len(hits) if hits else None
     return out
 
 
 def rerun_command(command: str, options: Any) -> dict[str, Any]:
     """The command that reproduces an evaluation, for results.json, without its output directory."""
-    told = {key: value for key, value in given(options).items() if key not in PLACES}
-    return {"command": command, "options": told}
+    words = {key: value for key, value in given(options).items() if key not in PLACES}
+    return {"command": command, "options": words}
 
 
 def set_figures(wanted: RetrievalSet) -> dict[str, Any]:
@@ -237,13 +230,13 @@ def set_figures(wanted: RetrievalSet) -> dict[str, Any]:
     } | {key: wanted.meta[key] for key in ("split", "licence", "source") if key in wanted.meta}
 
 
-def statistics_settings(seed: int, num_resamples: int) -> dict[str, Any]:
+def statistics_settings(seed: int) -> dict[str, Any]:
     """Settings of the intervals, for results.json."""
     return {
         "interval": "BCa",
         "level": LEVEL,
         "resampled": "group",
-        "num_resamples": num_resamples,
+        "num_resamples": NUM_RESAMPLES,
         "seed": seed,
     }
 
@@ -275,7 +268,7 @@ def check_out(
     old = read_results(out)
     apart = _differing(old, json.loads(json.dumps(decides, default=str)))
     if "identity" in old and measured is not None:
-        apart |= differences(_how_asked(old), _how_asked(measured))
+        apart |= differences(_usage(old), _usage(measured))
     for key, (was, new) in apart.items():
         raise UserError(
             f"{out} already holds an evaluation with {key} = {was!r}, this one has {new!r}: "
@@ -284,25 +277,26 @@ def check_out(
 
 
 def _differing(old: Mapping[str, Any], decides: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    found = {}
+    apart = {}
     for key, new in decides.items():
         was = value_at(old, key.split("."))
         if was is None:
-            was = new if key in NOT_ALWAYS_SAID else UNSAID.get(key)
+            was = new if key in NOT_ALWAYS_RECORDED else ASSUMED.get(key)
         if was != new:
-            found[key] = (was, new)
-    return found
+            apart[key] = (was, new)
+    return apart
 
 
 def value_at(results: Mapping[str, Any], path: Sequence[str]) -> Any:
     """The value at a path of keys of results.json, or None."""
-    found: Any = results
+    value: Any = results
     for key in path:
-        found = found.get(key) if isinstance(found, Mapping) else None
-    return found
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
 
 
-def _how_asked(results: Mapping[str, Any]) -> Identity:
+def _usage(results: Mapping[str, Any]) -> Identity:
+    """How an embedder is used: settings, prompts and rewriter."""
     parts = asked_of(json.loads(json.dumps(results, default=str)))
     return {"asked": {"rewriter_at": parts["asked"]["rewriter_at"]}} | {
         part: parts[part] for part in ("settings", "prompts")

@@ -53,11 +53,7 @@ class Protocol:
         return tuple(dict.fromkeys((*everywhere, *more, *self.metrics)))
 
     def check_depth(self, wanted: RetrievalSet, depth: int) -> None:
-        """Check that rankings are deep enough for all metrics.
-
-        Raises:
-            UserError: they are not.
-        """
+        """Raise a `UserError` unless rankings are deep enough for all metrics."""
         if depth < min(needed := deepest(self.names(wanted)), len(wanted.corpus_ids)):
             raise UserError(
                 f"depth must be at least {needed}, the largest cutoff of the metrics, got {depth}"
@@ -83,11 +79,9 @@ class Protocol:
         if not self.skips_missing or not missing:
             return scored
         rows_Q1 = np.isin(wanted.query_ids, list(missing))[:, None]
-        value, best, worst, random = (
-            np.where(rows_Q1, np.nan, values_QM)
-            for values_QM in (scored.value_QM, scored.best_QM, scored.worst_QM, scored.random_QM)
-        )
-        return replace(scored, value_QM=value, best_QM=best, worst_QM=worst, random_QM=random)
+        tables = ("value_QM", "best_QM", "worst_QM", "random_QM")
+        kept: dict[str, Any] = {name: np.where(rows_Q1, np.nan, getattr(scored, name)) for name in tables}
+        return replace(scored, **kept)
 
 
 def all_figures(wanted: RetrievalSet, scored: Scored, protocol: Protocol, *, seed: int) -> dict[str, Any]:
@@ -96,9 +90,8 @@ def all_figures(wanted: RetrievalSet, scored: Scored, protocol: Protocol, *, see
     more = protocol.figures(wanted, scored, seed=seed)
     out["micro"] |= more.pop("micro", {})
     if protocol.benchmark != "generic":
-        average = (
-            "micro" if protocol.average == "macro" else protocol.average
-        )  # a single set counts as a suite of one member
+        # a single set counts as a suite of one member
+        average = "micro" if protocol.average == "macro" else protocol.average
         out["headline"] = [
             {"metric": name, "average": average, **out[average][name]}
             for name in protocol.headline

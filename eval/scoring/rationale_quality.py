@@ -1,8 +1,8 @@
-"""What finished evaluations say beyond their headline: shortcuts, and what rationales have to do with results.
+"""Further analyses of finished evaluations: shortcuts, and how rationales relate to results.
 
     rge eval audit evals=DIR[,DIR]
 
-Everything derives from ``per_query.parquet``; nothing is embedded again.
+Everything is computed from ``per_query.parquet``.
 """
 
 import re
@@ -15,97 +15,86 @@ import pandas as pd
 
 from eval.scoring.output_files import PER_QUERY, read_results
 from rge.common.errors import UserError
-from rge.stats import intervals
-from rge.stats.intervals import cluster_bootstrap, index_of
+from rge.stats.intervals import cluster_bootstrap, figures, index_of
 
 NUM_BINS = 4
-"""Bins of about equal size that lengths are put into; equal lengths stay together."""
+"""Number of bins of lengths, of about equal size; equal lengths stay together."""
 GRAM = 3
-"""Words in a row that count as copied."""
+"""Number of consecutive words that count as copied."""
 COPIED = (0.0, 0.25)
 """Bounds of the bins of copied shares: none, up to a quarter, more."""
 
 
 def shortcut_rates(dirs: Sequence[Path], metric: str) -> dict[str, Any]:
-    """How many queries can be answered without their picture or without their text.
+    """Shares of queries that can be answered without their picture or without their text.
 
     Args:
         dirs: evaluations of one set and checkpoint in one mode, with ``query_modality`` both, text and image.
-        metric: a query counts as answered where this is above zero, such as ``hit@1`` or ``recall@20``.
+        metric: a query counts as answered if this is above zero, such as ``hit@1`` or ``recall@20``.
 
     Returns:
         Shares of all queries with 95 % intervals: answered with ``both``, with ``text`` alone, ``image`` alone, with
-        ``either`` of the two alone; ``needs_both`` is answered with both and with neither alone.
+        ``either`` of the two alone; ``needs_both`` is answered with both but with neither alone.
 
     Raises:
-        UserError: a modality is missing or double, or the evaluations do not belong together.
+        UserError: a modality is missing or repeated, or the evaluations do not belong together.
     """
-    found: dict[str, pd.DataFrame] = {}
-    identity: set[tuple[Any, ...]] = set()
+    tables: dict[str, pd.DataFrame] = {}
+    identities: set[tuple[Any, ...]] = set()
     for path in dirs:
         results = read_results(path)
         modality = results.get("query_modality")
-        if modality in found or modality not in ("both", "text", "image"):
+        if modality in tables or modality not in ("both", "text", "image"):
             raise UserError(
                 f"{path} has query_modality {modality!r}: shortcuts need one evaluation each of both, text, image"
             )
-        identity.add(
-            (results["set"]["fingerprint"], results.get("checkpoint_hash"), results.get("query_mode"))
-        )
-        found[modality] = _read(path, metric)
-    if len(found) < 3 or len(identity) > 1:
+        keys = ("checkpoint_hash", "query_mode")
+        identities.add((results["set"]["fingerprint"], *map(results.get, keys)))
+        tables[modality] = _read(path, metric)
+    if len(tables) < 3 or len(identities) > 1:
         raise UserError(
             "shortcuts need three evaluations of one set, checkpoint and query mode: "
             "rge eval run ... query_modality=both,text,image"
         )
-    index = found["both"].index
-    solved = {name: frame.loc[index, metric].to_numpy(np.float64) > 0 for name, frame in found.items()}
+    whole = tables["both"]
+    solved = {name: table.loc[whole.index, metric] > 0 for name, table in tables.items()}
     either = solved["text"] | solved["image"]
-    columns = solved | {"either": either, "needs_both": solved["both"] & ~either}
-    group_Q = index_of(found["both"]["group"].tolist())
-    table = np.stack(list(columns.values()), axis=1).astype(np.float64)
-    return {"metric": metric, "num_queries": len(index), **_figures(table, group_Q, list(columns))}
+    shares = pd.DataFrame(solved | {"either": either, "needs_both": solved["both"] & ~either})
+    return {"metric": metric, "num_queries": len(whole), **_figures(shares, whole["group"])}
 
 
 def rationale_quality(directory: Path, questions: Mapping[str, str], metric: str) -> dict[str, Any] | None:
-    """Results by length of the rationale, by forced stop, and by how much of it copies the question.
-
-    ``metric``: whose mean every bin has.
+    """Means of a metric by length of the rationale, by forced stop, and by how much of it copies the question.
 
     Returns:
-        ``by_length`` (bins of equal size, in tokens), ``by_stop``, ``by_copy`` (share of the rationale's words that stand
-        in three words in a row of the question), each bin with its number of queries and a 95 % interval, and rank
-        correlations with the metric. None where no rationale was written.
+        ``by_length`` (bins of equal size, in tokens), ``by_stop``, ``by_copy`` (share of the rationale's words that are
+        part of three consecutive words of the question), each bin with its number of queries and a 95 % interval, and rank
+        correlations with the metric. None if no rationale was written.
     """
     frame = _read(directory, metric)
     frame = frame[frame["stop_reason"].isin(["emb", "forced"])]
-    if not len(frame):
+    if frame.empty:
         return None
-    copied = pd.Series(
-        [
-            copied_share(text or "", questions.get(str(query), ""))
-            for query, text in frame["rationale"].items()
-        ],
-        frame.index,
-    )
-    tokens = frame["rationale_tokens"].astype(float)
+    texts = frame["rationale"].items()
+    shares = [copied_share(text or "", questions.get(str(query), "")) for query, text in texts]
+    copied, tokens = pd.Series(shares, frame.index), frame["rationale_tokens"].astype(float)
     edges = np.unique(np.quantile(tokens, np.linspace(0, 1, NUM_BINS + 1)))
-    lengths = pd.Series(
-        np.clip(np.searchsorted(edges, tokens, side="right") - 1, 0, max(len(edges) - 2, 0)), frame.index
-    )
-    shares = pd.Series(np.searchsorted(COPIED, copied, side="left"), frame.index)
+    lengths = np.clip(np.searchsorted(edges, tokens, side="right") - 1, 0, max(len(edges) - 2, 0))
     words = ("nothing copied", f"up to {100 * COPIED[1]:.0f} %", "more")
     return {
         "metric": metric,
         "num_rationales": len(frame),
         "copied_share_mean": float(copied.mean()),
         "by_length": [
-            {"from": float(tokens[lengths == bin_].min()), "to": float(tokens[lengths == bin_].max())}
-            | _bin(frame[lengths == bin_], metric)
-            for bin_ in sorted(set(lengths))
+            {"from": float(rows["rationale_tokens"].min()), "to": float(rows["rationale_tokens"].max())}
+            | _bin(rows, metric)
+            for _, rows in frame.groupby(lengths)
         ],
         "by_stop": {str(stop): _bin(rows, metric) for stop, rows in frame.groupby("stop_reason")},
-        "by_copy": {words[bin_]: _bin(frame[shares == bin_], metric) for bin_ in sorted(set(shares))},
+        "by_copy": {
+            words[number]: _bin(rows, metric)
+            for number, rows in frame.groupby(np.searchsorted(COPIED, copied, side="left"))
+        },
         "rank_correlation": {
             "tokens": _correlation(tokens, frame[metric]),
             "copied_share": _correlation(copied, frame[metric]),
@@ -114,17 +103,14 @@ def rationale_quality(directory: Path, questions: Mapping[str, str], metric: str
 
 
 def copied_share(rationale: str, question: str) -> float:
-    """Share of a rationale's words that lie in three words in a row which the question has too.
-
-    Case and punctuation do not count. A rationale of fewer than three words copies nothing.
-    """
-    said, asked = (re.findall(r"\w+", text.lower()) for text in (rationale, question))
-    known = {tuple(asked[start : start + GRAM]) for start in range(len(asked) - GRAM + 1)}
-    taken = np.zeros(len(said), bool)
-    for start in range(len(said) - GRAM + 1):
-        if tuple(said[start : start + GRAM]) in known:
-            taken[start : start + GRAM] = True
-    return float(taken.mean()) if len(said) else 0.0
+    """Share of a rationale's words that are part of three consecutive words of the question, ignoring case and punctuation."""
+    words, of_question = (re.findall(r"\w+", text.lower()) for text in (rationale, question))
+    grams = {tuple(of_question[start : start + GRAM]) for start in range(len(of_question) - GRAM + 1)}
+    copied = np.zeros(len(words), bool)
+    for start in range(len(words) - GRAM + 1):
+        if tuple(words[start : start + GRAM]) in grams:
+            copied[start : start + GRAM] = True
+    return float(copied.mean()) if words else 0.0
 
 
 def _read(path: Path, metric: str) -> pd.DataFrame:
@@ -135,19 +121,17 @@ def _read(path: Path, metric: str) -> pd.DataFrame:
 
 
 def _bin(rows: pd.DataFrame, metric: str) -> dict[str, Any]:
-    table = rows[[metric]].to_numpy(np.float64)
-    return {"n": len(rows), **_figures(table, index_of(rows["group"].tolist()), ["value"])["value"]}
+    return {"n": len(rows), **_figures(rows[[metric]], rows["group"])[metric]}
 
 
-def _figures(
-    table: np.ndarray, group_Q: np.ndarray, names: Sequence[str]
-) -> dict[str, dict[str, float | None]]:
-    found = intervals.figures(cluster_bootstrap(table, group_Q, seed=0), (0.0, 1.0))
-    return dict(zip(names, found, strict=True))
+def _figures(table: pd.DataFrame, group: pd.Series) -> dict[str, dict[str, float | None]]:
+    """Mean of each column, with its interval."""
+    means = cluster_bootstrap(table.to_numpy(np.float64), index_of(group.tolist()), seed=0)
+    return dict(zip(table.columns, figures(means, (0.0, 1.0)), strict=True))
 
 
 def _correlation(x: pd.Series, y: pd.Series) -> float | None:
-    """Spearman's: Pearson's on mid ranks; None where either does not vary."""
+    """Spearman's correlation, with mid ranks for ties; None if either does not vary."""
     if x.nunique() < 2 or y.nunique() < 2:
         return None
     return float(np.corrcoef(x.rank(), y.astype(float).rank())[0, 1])

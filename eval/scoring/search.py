@@ -1,14 +1,14 @@
-"""Exact fp32 inner-product search by faiss, with ties resolved by id.
+"""Exact fp32 inner-product search by faiss, with ties broken by id.
 
 Shape suffixes: Q = queries, C = candidates, D = embedding dimension, K = candidates fetched, W = width of the result
 (depth plus ties).
 
-A score is the float32 number that faiss computes. Candidates of equal score are ordered by row, which is the order of
-ids (`eval.sets.retrieval_set`). Two things make that exact, where a bare top-k call is not:
+A score is the float32 number that faiss computes. Equal scores are ordered by row, which is the order of ids
+(`eval.sets.retrieval_set`). Unlike a plain top-k call, this is exact:
 
-- A top-k call drops an arbitrary part of the candidates that tie with its last one. Here all of them are fetched.
-- A matrix product may round the same inner product differently in different places of the matrix. Identical
-  embeddings are therefore searched once and then stand for each other, so that they always tie.
+- A top-k call drops arbitrary candidates that tie with its last one; here all of them are fetched.
+- A matrix product may round equal inner products differently at different positions. Identical embeddings are therefore
+  searched only once, so that they always tie.
 """
 
 from collections.abc import Sequence
@@ -19,9 +19,9 @@ import numpy as np
 
 DEPTH = 1000
 BLOCK_ROWS = 1 << 18
-"""Candidates searched at once: 2 GB of float32 at D = 2048."""
+"""Candidates per search block: 2 GB of float32 at D = 2048."""
 SPARE = 8
-"""Candidates fetched beyond the depth, to see whether the last one that counts is tied."""
+"""Candidates fetched beyond the depth, to detect ties of the last one."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class Ranking:
     """Ranked candidates of Q queries.
 
     Attributes:
-        rows_QW: candidate rows, best first, int32; -1 after the end.
-        score_QW: float32 in the same order, non-increasing; -inf after the end.
-        depth: ranks that count. Columns beyond it only hold candidates tied with the last one that counts.
+        rows_QW: candidate rows, best first, int32, padded with -1.
+        score_QW: float32 in the same order, non-increasing, padded with -inf.
+        depth: length of the ranking; further columns only hold ties of the candidate at this rank.
     """
 
     rows_QW: np.ndarray
@@ -53,10 +53,10 @@ def search(
     Args:
         query_QD: float32, unit norm.
         candidate_CD: float32, unit norm, rows in the order of ids; may be a memory map.
-        depth: length of a ranking, at most; shorter where a query has fewer candidates.
-        excluded: per query rows that may not appear.
-        candidates: per query rows that may appear; None: all.
-        block_rows: candidates searched at once; bounds the memory.
+        depth: maximum length of a ranking.
+        excluded: rows that each query's ranking may not contain.
+        candidates: rows that it may contain; None: all.
+        block_rows: candidates per search block, which bounds the memory.
 
     Raises:
         ValueError: wrong dtype or shape, values that are not finite, or a depth below 1.
@@ -81,12 +81,12 @@ def search(
 
 
 def rows_within(memory_mb: float, dim: int) -> int:
-    """How many candidates of ``dim`` float32 dimensions fit into so much memory; at least one."""
+    """Number of candidates of ``dim`` float32 dimensions that fit into this memory; at least one."""
     return max(1, int(memory_mb * 2**20) // (4 * dim))
 
 
 def ordered_integers(score: np.ndarray) -> np.ndarray:
-    """Float32 numbers as int64 in the same order, neighbouring floats differing by one; 0.0 and -0.0 are both 0."""
+    """Map float32 numbers to int64, preserving order; adjacent floats differ by one, and 0.0 and -0.0 are both 0."""
     bits = np.ascontiguousarray(score, np.float32).view(np.int32).astype(np.int64)
     return np.where(bits >= 0, bits, -(bits & 0x7FFFFFFF))
 
@@ -98,7 +98,7 @@ def from_ordered_integers(key: np.ndarray) -> np.ndarray:
 
 
 def _row_sums(name: str, x: np.ndarray, block_rows: int) -> np.ndarray:
-    """Sum of each row, which is not finite if anything in the row is not, and equal for equal rows."""
+    """Sum of each row, which is equal for equal rows; a ValueError if one is not finite."""
     sums = np.concatenate(
         [x[start : start + block_rows].sum(axis=1) for start in range(0, len(x), block_rows)]
     )
@@ -109,7 +109,7 @@ def _row_sums(name: str, x: np.ndarray, block_rows: int) -> np.ndarray:
 
 
 def _first_equal(candidate_CD: np.ndarray, sum_C: np.ndarray) -> np.ndarray | None:
-    """For each candidate the first row with the same embedding, (C,) int32; None where all differ."""
+    """First row with the same embedding for each candidate, (C,) int32; None if all differ."""
     order = np.argsort(sum_C, kind="stable")
     starts = np.flatnonzero(np.concatenate([[True], sum_C[order][1:] != sum_C[order][:-1]]))
     sizes = np.diff(np.append(starts, len(order)))
@@ -129,12 +129,12 @@ def _search_pool(
     excluded: Sequence[np.ndarray] | None,
     block_rows: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """At least the best ``depth`` of a shared pool and all that tie with the last of them, in final order."""
+    """The best ``depth`` candidates of a shared pool, or more, with all ties of the last one, in final order."""
     kept = None if same_C is None else np.flatnonzero(same_C == np.arange(len(same_C)))
     num_kept = len(candidate_CD) if kept is None else len(kept)
     most_excluded = max((len(rows) for rows in excluded), default=0) if excluded is not None else 0
     open_Q = np.arange(len(query_QD))
-    found: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+    parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
     fetch = depth + most_excluded + SPARE
     while len(open_Q):
         fetch = min(fetch, num_kept)
@@ -146,14 +146,14 @@ def _search_pool(
                 gone = np.isin(row_QW[index], excluded[query])
                 row_QW[index, gone], score_QW[index, gone] = -1, -np.inf
         row_QW, score_QW = in_final_order(row_QW, score_QW)
-        # What was not fetched scores at most unseen_Q. Where that reaches the last score that counts, ties may be
-        # missing: usually few queries, which are searched again with twice the fetch.
+        # Candidates that were not fetched score at most unseen_Q. If that reaches the last score within the depth, ties
+        # may be missing; the few such queries are searched again with twice the fetch.
         last_Q = score_QW[:, min(depth, score_QW.shape[1]) - 1]
         done_Q = (unseen_Q < last_Q) | (fetch == num_kept)
-        found.append((open_Q[done_Q], row_QW[done_Q], score_QW[done_Q]))
+        parts.append((open_Q[done_Q], row_QW[done_Q], score_QW[done_Q]))
         open_Q = open_Q[~done_Q]
         fetch *= 2
-    return stack_rankings(len(query_QD), found)
+    return stack_rankings(len(query_QD), parts)
 
 
 def _fetch(
@@ -163,7 +163,7 @@ def _fetch(
     k: int,
     block_rows: int,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Best k by faiss: rows (Q, k), scores (Q, k), and the highest score that anything left out can have (Q,)."""
+    """Best k by faiss: rows (Q, k), scores (Q, k), and an upper bound of the scores of the others (Q,)."""
     num_rows = len(candidate_CD) if kept is None else len(kept)
     row_QK = np.empty((len(query_QD), 0), np.int32)
     score_QK = np.empty((len(query_QD), 0), np.float32)
@@ -178,7 +178,7 @@ def _fetch(
         row = (index + start).astype(np.int32) if kept is None else kept[index + start].astype(np.int32)
         if take < len(block):
             unseen_Q = np.maximum(unseen_Q, score[:, -1])
-        if start:  # keep the best k of both; the best one dropped bounds all that were
+        if start:  # keep the best k of both; the best dropped one bounds the others
             row, score = np.concatenate([row_QK, row], axis=1), np.concatenate([score_QK, score], axis=1)
             order = np.argsort(-score, axis=1, kind="stable")
             row, score = np.take_along_axis(row, order, axis=1), np.take_along_axis(score, order, axis=1)
@@ -189,17 +189,17 @@ def _fetch(
 
 
 def _expand(row_QW: np.ndarray, score_QW: np.ndarray, same_C: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Put every candidate with the same embedding beside the one that was searched in its place."""
-    members = np.argsort(same_C, kind="stable").astype(np.int32)  # by what stands for them, then by row
+    """Add all candidates with the same embedding beside the one that was searched."""
+    members = np.argsort(same_C, kind="stable").astype(np.int32)  # by the searched row, then by row
     count_C = np.bincount(same_C, minlength=len(same_C))
     start_C = np.cumsum(count_C) - count_C
-    found = []
+    parts: list[tuple[int | np.ndarray, np.ndarray, np.ndarray]] = []
     for query, (rows, scores) in enumerate(zip(row_QW, score_QW, strict=True)):
         count = count_C[rows]
         offset = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
         expanded = members[np.repeat(start_C[rows], count) + offset]
-        found.append((np.array([query]), expanded[None], np.repeat(scores, count)[None]))
-    return stack_rankings(len(row_QW), found)
+        parts.append((query, expanded, np.repeat(scores, count)))
+    return stack_rankings(len(row_QW), parts)
 
 
 def _search_lists(
@@ -209,21 +209,21 @@ def _search_lists(
     candidates: Sequence[np.ndarray],
     excluded: Sequence[np.ndarray] | None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Each query's own list, whole, in final order."""
-    found = []
+    """Each query's whole candidate list, in final order."""
+    parts: list[tuple[int | np.ndarray, np.ndarray, np.ndarray]] = []
     for query, rows in enumerate(candidates):
         if excluded is not None:
             rows = np.setdiff1d(rows, excluded[query])
-        # The lists are short and all differ, so this is one matrix-vector product per query instead of faiss.
+        # the lists are short and differ, so one matrix-vector product per query instead of faiss
         searched, place = np.unique(rows if same_C is None else same_C[rows], return_inverse=True)
         score = (candidate_CD[searched] @ query_QD[query])[place]
-        found.append((np.array([query]), *in_final_order(rows[None].astype(np.int32), score[None])))
-    return stack_rankings(len(query_QD), found)
+        parts.append((np.array([query]), *in_final_order(rows[None].astype(np.int32), score[None])))
+    return stack_rankings(len(query_QD), parts)
 
 
 def in_final_order(row_QW: np.ndarray, score_QW: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Order by (score descending, row ascending); -1 with -inf goes last."""
-    # faiss already sorts by score, so usually only the few queries with a tie need sorting
+    """Order by (score descending, row ascending); padding goes last."""
+    # faiss already sorts by score, so only the few queries with ties need sorting
     todo = np.flatnonzero(~(score_QW[:, 1:] < score_QW[:, :-1]).all(axis=1))
     if len(todo):
         # one integer per pair: score descending in the upper half, row ascending in the lower; all differ
@@ -235,20 +235,20 @@ def in_final_order(row_QW: np.ndarray, score_QW: np.ndarray) -> tuple[np.ndarray
 
 
 def stack_rankings(
-    num_queries: int, found: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]
+    num_queries: int, parts: Sequence[tuple[int | np.ndarray, np.ndarray, np.ndarray]]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Rankings of different widths as one array, padded with -1 and -inf."""
-    width = max(rows.shape[1] for _, rows, _ in found)
+    """Combine (query or queries, rows, scores) of different widths into one array, padded with -1 and -inf."""
+    width = max(rows.shape[-1] for _, rows, _ in parts)
     row_QW = np.full((num_queries, width), -1, np.int32)
     score_QW = np.full((num_queries, width), -np.inf, np.float32)
-    for queries, rows, scores in found:
-        row_QW[queries, : rows.shape[1]] = rows
-        score_QW[queries, : rows.shape[1]] = scores
+    for queries, rows, scores in parts:
+        row_QW[queries, : rows.shape[-1]] = rows
+        score_QW[queries, : rows.shape[-1]] = scores
     return row_QW, score_QW
 
 
 def cut_ranking(row_QW: np.ndarray, score_QW: np.ndarray, depth: int) -> Ranking:
-    """Drop what neither counts nor ties with the last one that does."""
+    """Drop candidates beyond the depth that do not tie with the last one."""
     if row_QW.shape[1] > depth:
         beyond = score_QW[:, depth:] < score_QW[:, depth - 1 : depth]
         row_QW[:, depth:][beyond], score_QW[:, depth:][beyond] = -1, -np.inf

@@ -1,7 +1,7 @@
-"""Paired tests on per-query values, by cluster, and what they can show. Plain numpy, seeded; intervals: `rge.stats.intervals`.
+"""Paired tests on per-query values by cluster, effect sizes and power; for intervals see `rge.stats.intervals`.
 
-Differences are tested by flipping the sign of whole groups (Smucker, Allan and Carterette 2007 recommend
-randomisation; Wilcoxon and sign tests err at large n), with p = (b + 1) / (B + 1), which can never be 0.
+Differences are tested by flipping the signs of whole groups (Smucker, Allan and Carterette 2007 recommend
+randomisation; Wilcoxon and sign tests err at large n), with p = (b + 1) / (B + 1), which is never 0.
 """
 
 from collections.abc import Sequence
@@ -21,20 +21,17 @@ def sign_flip_p(
     num_resamples: int = NUM_RESAMPLES,
     seed: int = 0,
 ) -> np.ndarray:
-    """Two-sided p of the hypothesis that the sign of each group's difference is a coin flip, (M,).
+    """Two-sided p under the null hypothesis that the sign of each group's difference is random, (M,).
 
-    ``difference_QM``: per-query values of one run minus those of the other; NaN where not defined. ``num_resamples``: B
-    flips; p is at least 1 / (B + 1).
-
-    Raises:
-        ValueError: as `cluster_bootstrap`.
+    ``difference_QM``: per-query values of one run minus those of the other; NaN if undefined. ``num_resamples``: B. Errors
+    as in `cluster_bootstrap`.
     """
     num_GSM, count_GSM = group_sums(difference_QM, group_Q, stratum_Q)
     size_SM = count_GSM.sum(axis=0)
-    # flips leave every count as it is, so each group simply adds its share of the mean
+    # flips do not change counts, so each group contributes its share of the mean
     share_GM = np.divide(num_GSM, size_SM, out=np.zeros(num_GSM.shape), where=size_SM > 0).sum(axis=1)
     observed_M = np.abs(share_GM.sum(axis=0))
-    # sums of the same numbers in another order differ in the last digits, and must still count as equal
+    # sums of the same numbers in another order differ by rounding, and must count as equal
     bar_M = observed_M - 1e-12 * np.maximum(1.0, np.abs(share_GM).sum(axis=0))
     rng = np.random.default_rng(seed)
     reached_M = np.zeros(share_GM.shape[1], np.int64)
@@ -46,7 +43,7 @@ def sign_flip_p(
 
 
 def holm(p: Sequence[float]) -> np.ndarray:
-    """Holm-adjusted p values of one family of tests, in the order given."""
+    """Holm-adjusted p values of a family of tests, in their order."""
     p_T = np.asarray(p, dtype=np.float64)
     if p_T.size and not ((p_T >= 0) & (p_T <= 1)).all():
         raise ValueError(f"p must lie in [0, 1], got {p_T.tolist()}")
@@ -60,7 +57,7 @@ def holm(p: Sequence[float]) -> np.ndarray:
 def effect_size(difference_QM: np.ndarray) -> np.ndarray:
     """Mean difference over the standard deviation of the per-query differences (Cohen's d_z), (M,).
 
-    0 where nothing differs; NaN where all queries differ by the same amount, or fewer than two are defined.
+    0 if nothing differs; NaN if all queries differ by the same amount, or fewer than two are defined.
     """
     out = np.full(difference_QM.shape[1], np.nan)
     for m, column in enumerate(difference_QM.T):
@@ -71,12 +68,10 @@ def effect_size(difference_QM: np.ndarray) -> np.ndarray:
     return out
 
 
-def minimum_detectable(
-    standard_error_M: np.ndarray, *, level: float = LEVEL, power: float = POWER
-) -> np.ndarray:
-    """Smallest true difference that a two-sided test at this level would find with this probability, (M,).
+def minimum_detectable(standard_error_M: np.ndarray) -> np.ndarray:
+    """Smallest true difference that a two-sided test at `LEVEL` finds with probability `POWER`, (M,).
 
-    Normal approximation: (z of the level + z of the power) standard errors of the paired difference, 2.80 of them by
-    default. A measured difference below it says little either way. NaN where the standard error is.
+    Normal approximation: 2.80 standard errors of the paired difference. A smaller measured difference is inconclusive. NaN
+    if the standard error is.
     """
-    return (NORMAL.inv_cdf((1 + level) / 2) + NORMAL.inv_cdf(power)) * np.asarray(standard_error_M)
+    return (NORMAL.inv_cdf((1 + LEVEL) / 2) + NORMAL.inv_cdf(POWER)) * standard_error_M

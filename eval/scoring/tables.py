@@ -1,4 +1,4 @@
-"""Tables of figures: for the terminal, as CSV with numbers, as LaTeX."""
+"""Tables of figures: for the terminal, as CSV, as LaTeX."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,7 +11,7 @@ from rge.stats.intervals import in_words
 
 
 def slices(results: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The rows of an evaluation's table: the whole, then every slice that has more than one value; of a suite members last."""
+    """Rows of an evaluation's table: the overall figures, then slices of columns with several values; members last."""
     by = {key.removeprefix("by_"): block for key, block in results.items() if key.startswith("by_")}
     members = results["set"].get("num_members")
     if members:
@@ -28,17 +28,15 @@ def slices(results: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]
 
 
 def in_per_cent(results: Mapping[str, Any], names: Sequence[str]) -> pd.DataFrame:
-    """Every slice by these metrics, in per cent with intervals, and what a random ranking would have."""
-    rows = [(label, [figure(values.get(name)) for name in names]) for label, values in slices(results)]
-    floor = results.get("random", {})
-    rows.append(
-        ("random ranking", [figure({"value": floor[name]} if name in floor else None) for name in names])
-    )
-    return pd.DataFrame([cells for _, cells in rows], index=[label for label, _ in rows], columns=list(names))
+    """Metrics of every slice and of a random ranking, in per cent with intervals."""
+    floor = {name: {"value": value} for name, value in results.get("random", {}).items()}
+    rows = [*slices(results), ("random ranking", floor)]
+    cells = [[figure(values.get(name)) for name in names] for _, values in rows]
+    return pd.DataFrame(cells, index=[label for label, _ in rows], columns=list(names))
 
 
 def numbers(results: Mapping[str, Any]) -> pd.DataFrame:
-    """Every slice and every metric as fractions of one: slice, metric, value, low, high."""
+    """All slices and metrics as fractions: columns slice, metric, value, low, high."""
     rows = [
         {"slice": label, "metric": name, **one}
         for label, block in slices(results)
@@ -47,15 +45,13 @@ def numbers(results: Mapping[str, Any]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def summary(
-    results: Mapping[str, Any], names: Sequence[str] = ("recall@1", "recall@10", "mrr", "ndcg@10")
-) -> str:
+def summary(results: Mapping[str, Any], names: Sequence[str]) -> str:
     """`in_per_cent` for the terminal."""
     return in_per_cent(results, names).to_string()
 
 
 def figure(one: Mapping[str, Any] | None) -> str:
-    """A figure in per cent with its interval, where it has one; empty for None."""
+    """A figure in per cent with its interval, if it has one; empty for None."""
     if one is None:
         return ""
     value = f"{100 * one['value']:.2f}"
@@ -63,16 +59,16 @@ def figure(one: Mapping[str, Any] | None) -> str:
 
 
 def latex(frame: pd.DataFrame) -> str:
-    """A table for a paper: needs the package booktabs; text is escaped."""
+    """A table with escaped text for a paper, which needs the package booktabs."""
     escaped = frame.rename(columns=_escape, index=_escape).map(_escape)
     return escaped.to_latex(index=not isinstance(frame.index, pd.RangeIndex))
 
 
-def write_tables(stem: Path, values: pd.DataFrame, shown: pd.DataFrame) -> list[Path]:
-    """Write ``stem.csv``, the numbers, and ``stem.tex``, as people read them; returns both paths."""
+def write_tables(stem: Path, values: pd.DataFrame, formatted: pd.DataFrame) -> list[Path]:
+    """Write ``stem.csv`` with numbers and ``stem.tex`` with formatted figures; returns both paths."""
     csv, tex = stem.with_name(f"{stem.name}.csv"), stem.with_name(f"{stem.name}.tex")
     write_text(csv, values.to_csv(index=False))
-    write_text(tex, latex(shown))
+    write_text(tex, latex(formatted))
     return [csv, tex]
 
 

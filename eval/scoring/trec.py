@@ -1,12 +1,11 @@
-"""Rankings as TREC run files: ``query Q0 candidate rank score tag``, one line a rank.
+"""Rankings as TREC run files: ``query Q0 candidate rank score tag``, one line per rank.
 
-trec_eval ignores the order of the lines and the rank column: it sorts by score, and reverses the order of ids where
-scores tie. A run whose scores fall strictly, even when read as float32 as trec_eval does, is therefore the only one
-that every tool ranks alike. `strictly_decreasing` makes real scores such: where one is not below its predecessor, it
-becomes the next smaller float32, one step of 6e-8 relative. Scores that do not tie are written unchanged, but for those of a
-query with one beyond float32, which are divided by one number.
+trec_eval ignores the rank column and the order of the lines: it sorts by score as float32, and ties by descending id. Only
+a run whose float32 scores are strictly decreasing is therefore ranked alike by all tools. `strictly_decreasing` ensures
+that: a score that is not below its predecessor becomes the next smaller float32, a relative step of 6e-8. Other scores are
+unchanged, unless a query has one beyond float32, whose scores are all scaled.
 
-What is read may be any legal run: lines in any order, ranks like ``1.0`` or all alike, gzip.
+Any valid run can be read: lines in any order, ranks like ``1.0`` or all equal, gzip.
 """
 
 import gzip
@@ -36,20 +35,19 @@ COLUMNS = {
 
 
 class RunError(UserError):
-    """A run file is malformed or does not fit its retrieval set; the message names query, candidate and fix."""
+    """A run file is malformed or does not match its retrieval set; the message names query, candidate and fix."""
 
 
 def strictly_decreasing(score_QK: np.ndarray) -> np.ndarray:
-    """Lower scores just enough that each is below the one before it, as float32.
+    """Lower scores by the minimum that makes them strictly decreasing as float32.
 
-    Args:
-        score_QK: non-increasing along a row; -inf after the end of a ranking. A row that float32 cannot hold is scaled.
+    ``score_QK``: rows are non-increasing, padded with -inf; rows beyond float32 are scaled.
     """
     peak_Q1 = np.abs(np.where(np.isfinite(score_QK), score_QK, 0.0)).max(axis=1, initial=0.0, keepdims=True)
     most = float(np.finfo(np.float32).max) / 2  # steps downwards must not end in -inf
     if (peak_Q1 > most).any():
         score_QK = np.where(peak_Q1 > most, score_QK / np.maximum(peak_Q1, most) * most, score_QK)
-    # On the integer line of floats: t[i] = min(s[i], t[i-1] - 1), so t[i] + i is a running minimum of s[i] + i.
+    # With floats as ordered integers: t[i] = min(s[i], t[i-1] - 1), so t[i] + i is a running minimum of s[i] + i.
     step_K = np.arange(score_QK.shape[1])
     lowered_QK = from_ordered_integers(
         np.minimum.accumulate(ordered_integers(score_QK) + step_K, axis=1) - step_K
@@ -60,10 +58,7 @@ def strictly_decreasing(score_QK: np.ndarray) -> np.ndarray:
 def write_run(
     path: Path, ranking: Ranking, query_ids: Sequence[str], corpus_ids: Sequence[str], tag: str
 ) -> None:
-    """Write the ranks that count.
-
-    ``ranking``: rows of ``corpus_ids``. ``tag``: last column; white space becomes a hyphen.
-    """
+    """Write a ranking of ``corpus_ids`` up to its depth; white space in ``tag`` becomes a hyphen."""
     rows_QK = ranking.rows_QW[:, : ranking.depth]
     score_QK = strictly_decreasing(ranking.score_QW[:, : ranking.depth])
     tag = re.sub(r"\s+", "-", tag)
@@ -79,12 +74,12 @@ def write_run(
 
 @dataclass(frozen=True)
 class ReadRun:
-    """A run file fitted to a retrieval set.
+    """A run file read for a retrieval set.
 
     Attributes:
-        ranking: one row a query of the set; the depth is the longest list.
+        ranking: one row per query of the set; the depth is the longest list.
         missing: queries of the set without a line.
-        num_excluded: lines dropped because the set excludes the candidate from the query's ranking.
+        num_excluded: number of lines dropped because the set excludes the candidate for the query.
         tag: last column of the first line.
     """
 
@@ -95,21 +90,21 @@ class ReadRun:
 
 
 def read_run(path: str | Path, wanted: RetrievalSet, *, allow_ties: bool = False) -> ReadRun:
-    """Read and check a ranking made by anyone.
+    """Read and check a ranking from any program.
 
-    ``allow_ties``: accept equal scores within a query and order them by candidate id; else they are an error, because other
-    tools would order them otherwise.
+    ``allow_ties``: order equal scores within a query by candidate id; otherwise they are an error, because tools disagree
+    on their order.
 
     Raises:
-        RunError: not a run; a query or candidate that the set does not have (or, with per-query candidates, that the
-            query does not have); a candidate ranked twice; scores that are NaN, infinite, or rise with the rank.
+        RunError: the file is not a run, a query or candidate is not in the set (or a candidate not in the query's list), a
+            candidate is ranked twice, or scores are NaN, infinite, or increase with the rank.
     """
     path = Path(path)
     table = read_lines(path)
     query_N = _codes(path, table, "query", wanted.query_ids, wanted)
     row_N = _codes(path, table, "candidate", wanted.corpus_ids, wanted)
     score_N, rank_N = table["score"].to_numpy(), table["rank"].to_numpy()
-    order = np.lexsort((rank_N, -score_N, query_N))  # only scores count, as for trec_eval
+    order = np.lexsort((rank_N, -score_N, query_N))  # scores decide, as in trec_eval
     query_N, row_N, score_N, rank_N = query_N[order], row_N[order], score_N[order], rank_N[order]
 
     def name(line: int) -> str:
@@ -123,14 +118,14 @@ def read_run(path: str | Path, wanted: RetrievalSet, *, allow_ties: bool = False
     if len(bad):
         raise RunError(
             f"{path}: {name(bad[0])} has rank {rank_N[bad[0]]:g} and score {score_N[bad[0]]:.9g}, while a higher score has "
-            f"rank {rank_N[bad[0] - 1]:g}: are the scores distances? They must fall with the rank (or all ranks be alike)"
+            f"rank {rank_N[bad[0] - 1]:g}: are the scores distances? They must decrease with the rank (or all ranks be equal)"
         )
     bad = np.flatnonzero(same & (score_N[1:] == score_N[:-1])) + 1
     if len(bad) and not allow_ties:
         raise RunError(
-            f"{path}: score of {name(bad[0])} is {score_N[bad[0]]:.9g} like that of another; {len(bad)} lines tie. "
-            "Tools disagree on the order of ties, so make scores strictly decreasing (1000 - rank will do), or give "
-            "allow_ties=true to order ties by id and see their best and worst case"
+            f"{path}: {name(bad[0])} has the same score as another candidate, {score_N[bad[0]]:.9g}; {len(bad)} lines tie. "
+            "Tools disagree on the order of ties, so make scores strictly decreasing (1000 - rank will do), or pass "
+            "allow_ties=true to order ties by id and report their best and worst case"
         )
     pair_N = query_N * len(wanted.corpus_ids) + row_N
     sorted_N = np.argsort(pair_N, kind="stable")
@@ -155,10 +150,10 @@ def read_run(path: str | Path, wanted: RetrievalSet, *, allow_ties: bool = False
 
 
 def read_lines(path: Path) -> pa.Table:
-    """The lines of a run file by `COLUMNS`, in the order of the file; queries and candidates are dictionaries.
+    """The lines of a run file in file order, with `COLUMNS`.
 
     Raises:
-        RunError: it cannot be read, is empty, or is no run.
+        RunError: it cannot be read, is empty, or is not a run.
     """
     try:
         data = path.read_bytes()
@@ -170,7 +165,7 @@ def read_lines(path: Path) -> pa.Table:
         data = b"\n".join(line for line in lines if line)
     if not data.strip():
         raise RunError(
-            f"{path} is empty: it ranks no candidate for any query. Make the ranking again; a line is {' '.join(COLUMNS)}"
+            f"{path} is empty: it ranks no candidate for any query; its lines should be {' '.join(COLUMNS)}"
         )
     try:
         return pyarrow.csv.read_csv(
@@ -186,7 +181,7 @@ def read_lines(path: Path) -> pa.Table:
 def _codes(
     path: Path, table: pa.Table, column: str, known: Sequence[str], wanted: RetrievalSet
 ) -> np.ndarray:
-    """Position of each line's id in ``known``, (N,) int64."""
+    """Index of each line's id in ``known``, (N,) int64."""
     position = {name: index for index, name in enumerate(known)}
     values = table[column].unify_dictionaries().combine_chunks()
     names = values.dictionary.to_pylist()
@@ -216,7 +211,7 @@ def _check_candidates(path: Path, wanted: RetrievalSet, pair_N: np.ndarray, name
 
 
 def _pad(query_N: np.ndarray, row_N: np.ndarray, score_N: np.ndarray, num_queries: int) -> Ranking:
-    """Lines sorted by query, best first, as one padded array."""
+    """Lines, sorted by query and rank, as one padded array."""
     count_Q = np.bincount(query_N, minlength=num_queries)
     start_Q = np.cumsum(count_Q) - count_Q
     width = int(count_Q.max(initial=0))

@@ -1,1 +1,1 @@
-"""Retrieval sets, suites of them, and run files."""
+"""Retrieval sets: the format, and writing it."""

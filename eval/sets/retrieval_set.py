@@ -1,28 +1,27 @@
-"""Load and check a retrieval set: queries, a pool of candidates, and which of them are right.
+"""Load and check a retrieval set: queries, a pool of candidates, and relevance judgements.
 
-A set is a directory of Parquet files, readable by MTEB unchanged:
+A set is a directory of Parquet files, which MTEB can read unchanged:
 
 ``corpus.parquet``      id, image, text
-``queries.parquet``     id, text, image, category, group, instruction; further columns are kept, among them
+``queries.parquet``     id, text, image, category, group, instruction; further columns are kept. Optional ones are
                         num_missing_positives: positives that the pool lacks, which stay in every denominator, and
-                        picture_ids: of the pictures, joined by "+" (both optional)
+                        picture_ids: ids of the pictures, joined by "+"
 ``qrels.parquet``       query-id, corpus-id, score (integer gain)
 ``negatives.parquet``   query-id, corpus-id: explicit negatives (optional; an id may also be a positive)
 ``excluded.parquet``    query-id, corpus-id: removed from that query's ranking (optional)
 ``candidates.parquet``  query-id, corpus-id: each query's own candidates (optional)
-``names.parquet``       picture-id, name: what a picture also goes by in training files, see `eval.commands.audit` (optional)
-``rationales.parquet``  query-id, corpus-id, rationale: why a candidate is right, in words (optional)
-``meta.json``           name; ``report_by`` lists further query columns to report figures by; ``slice_notes`` says what
-                        their values mean, {column: {value: words}}; ``fingerprint``, where
-                        given, is checked (see `rge.identity.set_fingerprint`), and otherwise computed
+``names.parquet``       picture-id, name: other names of a picture in training files, see `eval.commands.audit` (optional)
+``rationales.parquet``  query-id, corpus-id, rationale: why a candidate is right (optional)
+``meta.json``           name; ``report_by`` lists further query columns to report figures by; ``slice_notes`` explains
+                        their values, {column: {value: words}}; ``fingerprint`` is checked if given (see
+                        `rge.identity.set_fingerprint`)
 
 A picture is encoded bytes, ``{bytes, path}`` as Hugging Face stores it, the path of a file in the directory, or
-``library.parquet#row-id`` in it or beside it; a query's ``image`` is a list of those. ``text`` and ``image`` may be left out where every
-row lacks them.
+``library.parquet#row-id`` in it or beside it; a query's ``image`` is a list of pictures. The columns ``text`` and ``image``
+may be missing if they would be empty.
 
-Ties are broken by id everywhere in `eval`. That is why candidates have two orders: the file's, in which pictures are
-read, and the order of ids (`RetrievalSet.corpus_ids`), which every array of rankings and judgements counts in. There,
-"lower row" and "smaller id" are the same thing.
+Ties are broken by id everywhere in `eval`. Candidates therefore have two orders: that of the file, in which pictures are
+read, and that of ids (`RetrievalSet.corpus_ids`), which the rows in all rankings and judgements refer to.
 """
 
 import hashlib
@@ -52,34 +51,30 @@ NAMES = "names.parquet"
 RATIONALES = "rationales.parquet"
 UNCATEGORISED = "uncategorised"
 MAX_REPORT_VALUES = 50
-"""A column with more values than this is no grouping, and its table would be unreadable."""
+"""Maximum number of values of a column that figures are reported by; longer tables would be unreadable."""
 READ_ROWS = 64
-"""Rows decoded at once from a file of pictures; a Parquet row group can hold gigabytes of them."""
+"""Rows decoded at a time, since a row group of pictures can be gigabytes large."""
 
 
 class SetError(UserError):
-    """A retrieval set breaks the format; the message names file, row and fix."""
+    """A retrieval set violates the format; the message names file, row and fix."""
 
 
 @dataclass(frozen=True)
 class RetrievalSet:
-    """A checked retrieval set. Q queries in file order; C candidates, counted in the order of their ids.
+    """A checked retrieval set: Q queries in file order, and C candidates in the order of their ids.
 
     Attributes:
-        path: the directory.
-        name: from ``meta.json``.
-        fingerprint: of ids and judgements; recomputed, equal to that of ``meta.json`` where it has one.
+        fingerprint: hash of ids and judgements.
         meta: content of ``meta.json``.
         queries: Q items with all modalities.
-        columns: per query column (``category``, ``group`` and those of ``report_by``) Q strings.
+        columns: query column (``category``, ``group`` and those of ``report_by``) -> Q strings.
         report_by: query columns, besides ``category``, by which figures are reported.
         corpus_ids: C candidate ids, ascending.
         file_rows_C: row of each candidate in ``corpus.parquet``.
         positives: per query (rows, gains): int32 rows into ``corpus_ids`` ascending, float64 gains > 0.
-        negatives: per query rows, or None without the table.
-        excluded: likewise.
-        candidates: likewise.
-        num_missing_Q: positives that the pool lacks, int64, or None without such a column.
+        negatives: per query rows, or None without the table; ``excluded`` and ``candidates`` likewise.
+        num_missing_Q: number of positives that the pool lacks, int64; None without such a column.
         content: see `with_content`; None until the pictures have been read.
     """
 
@@ -93,9 +88,9 @@ class RetrievalSet:
     corpus_ids: list[str]
     file_rows_C: np.ndarray
     positives: list[tuple[np.ndarray, np.ndarray]]
-    negatives: list[np.ndarray] | None
-    excluded: list[np.ndarray] | None
-    candidates: list[np.ndarray] | None
+    negatives: list[np.ndarray] | None = None
+    excluded: list[np.ndarray] | None = None
+    candidates: list[np.ndarray] | None = None
     num_missing_Q: np.ndarray | None = None
     content: str | None = None
 
@@ -104,35 +99,33 @@ class RetrievalSet:
         """Q query ids in file order."""
         return [item.id for item in self.queries]
 
+    @property
+    def file_order_C(self) -> np.ndarray:
+        """Rows of the candidates in the order of ``corpus.parquet``, the inverse of ``file_rows_C``."""
+        return np.argsort(self.file_rows_C)
+
     def pool_sizes(self) -> np.ndarray:
         """Number of candidates that can appear in each query's ranking, (Q,) int64."""
         size_Q = np.full(len(self.queries), len(self.corpus_ids), np.int64)
         if self.candidates is not None:
             size_Q = np.array([len(rows) for rows in self.candidates], np.int64)
-        if self.excluded is not None:
-            for query, rows in enumerate(self.excluded):
-                size_Q[query] -= len(
-                    rows if self.candidates is None else np.intersect1d(rows, self.candidates[query])
-                )
+        for query, rows in enumerate(self.excluded or []):
+            size_Q[query] -= len(
+                rows if self.candidates is None else np.intersect1d(rows, self.candidates[query])
+            )
         return size_Q
 
     def first(self, limit: int) -> "RetrievalSet":
-        """The same set with only its first ``limit`` queries; the pool and the fingerprint stay."""
+        """The set with only its first ``limit`` queries; the pool and the fingerprint do not change."""
         if limit < 1:
             raise UserError(f"limit must be at least 1, got {limit}")
-        return replace(
-            self,
-            queries=self.queries[:limit],
-            columns={name: values[:limit] for name, values in self.columns.items()},
-            positives=self.positives[:limit],
-            negatives=self.negatives and self.negatives[:limit],
-            excluded=self.excluded and self.excluded[:limit],
-            candidates=self.candidates and self.candidates[:limit],
-            num_missing_Q=None if self.num_missing_Q is None else self.num_missing_Q[:limit],
-        )
+        columns = {name: values[:limit] for name, values in self.columns.items()}
+        per_query = ("queries", "positives", "negatives", "excluded", "candidates", "num_missing_Q")
+        tables = {name: getattr(self, name) for name in per_query if getattr(self, name) is not None}
+        return replace(self, columns=columns, **{name: table[:limit] for name, table in tables.items()})
 
     def corpus_items(self) -> Iterator[Item]:
-        """Candidates in the order of the file, pictures read as needed: a pool may be larger than memory.
+        """Candidates in file order, read lazily, since a pool may be larger than memory.
 
         Raises:
             SetError: a candidate has neither text nor image.
@@ -140,10 +133,7 @@ class RetrievalSet:
         yield from _items(self.path / "corpus.parquet", self.path)
 
     def query_items(self, modality: Modality) -> list[Item]:
-        """Queries reduced to a modality.
-
-        Args:
-            modality: ``both``; ``text`` drops the pictures; ``image`` drops text and instruction.
+        """Queries reduced to a modality: ``text`` drops the pictures, ``image`` drops text and instruction.
 
         Raises:
             SetError: a query would be empty.
@@ -158,20 +148,18 @@ class RetrievalSet:
         if empty:
             raise SetError(
                 f"{self.path / 'queries.parquet'}: {len(empty)} of {len(kept)} queries have no {modality}, so "
-                f"query_modality={modality} would leave them empty: {_some(empty)}"
+                f"query_modality={modality} would leave them empty: {some(empty)}"
             )
         return kept
 
 
 def load_set(path: str | Path, *, by: Sequence[str] = ()) -> RetrievalSet:
-    """Load a retrieval set and check everything that does not need the candidates' pictures.
+    """Load a retrieval set and check everything except the candidates' pictures.
 
-    Args:
-        path: the directory, see the module.
-        by: query columns to report figures by, besides those that ``meta.json`` lists.
+    ``by``: further query columns to report figures by, besides those that ``meta.json`` lists.
 
     Raises:
-        SetError: see the messages; each names the file and the row.
+        SetError: the set violates the format; the message names the file and the row.
     """
     root = find_shipped(path)
     if not root.is_dir():
@@ -188,11 +176,13 @@ def load_set(path: str | Path, *, by: Sequence[str] = ()) -> RetrievalSet:
         for name in ("negatives", "excluded", "candidates")
         if (root / f"{name}.parquet").exists()
     }
-    rows = {name: [rows for rows, _ in _by_query(table, query_of, row_of)] for name, table in tables.items()}
+    rows: dict[str, Any] = {
+        name: [rows for rows, _ in _by_query(table, query_of, row_of)] for name, table in tables.items()
+    }
     num_missing_Q = _num_missing(root / "queries.parquet")
     positives = _positives(root / "qrels.parquet", qrels, query_of, row_of, num_missing_Q)
     _check_reachable(root, [item.id for item in queries], corpus_ids, order_C, positives, rows)
-    # last, since a message about the fingerprint says less than any of the above
+    # last, since the messages of the other checks are more specific
     fingerprint = set_fingerprint(query_of, corpus_ids, qrels, **tables)
     if meta.get("fingerprint", fingerprint) != fingerprint:
         raise SetError(
@@ -200,7 +190,6 @@ def load_set(path: str | Path, *, by: Sequence[str] = ()) -> RetrievalSet:
             f"{fingerprint!r}: the set was changed after it was written, or only part of it was copied"
         )
     return RetrievalSet(
-        content=None,
         path=root,
         name=meta["name"],
         fingerprint=fingerprint,
@@ -211,61 +200,51 @@ def load_set(path: str | Path, *, by: Sequence[str] = ()) -> RetrievalSet:
         corpus_ids=[corpus_ids[row] for row in order_C.tolist()],
         file_rows_C=order_C,
         positives=positives,
-        negatives=rows.get("negatives"),
-        excluded=rows.get("excluded"),
-        candidates=rows.get("candidates"),
         num_missing_Q=num_missing_Q,
+        **rows,
     )
 
 
 def integer_column(wanted: RetrievalSet, name: str) -> np.ndarray:
-    """A column of whole numbers of ``queries.parquet``, (Q,) int64.
+    """A column of integers in ``queries.parquet``, (Q,) int64.
 
     Raises:
-        SetError: it is not there, or holds something else.
+        SetError: it does not exist or has another type.
     """
     values = _integers(wanted.path / "queries.parquet", name)
     return np.array(values[: len(wanted.queries)], np.int64)
 
 
 def string_column(wanted: RetrievalSet, name: str) -> list[str]:
-    """A column of strings of ``queries.parquet``, Q values.
+    """A column of Q strings in ``queries.parquet``.
 
     Raises:
-        SetError: it is not there, holds something else, or has gaps.
+        SetError: it does not exist, has another type, or has nulls.
     """
     return _strings(wanted.path / "queries.parquet", name)[: len(wanted.queries)]
 
 
 def picture_ids(wanted: RetrievalSet) -> list[list[str]]:
-    """Ids of each query's pictures as the release has them; empty lists where the set does not say."""
+    """Ids of each query's pictures in the release; empty lists if unknown."""
     path = wanted.path / "queries.parquet"
     if "picture_ids" not in _open(path, ["id"]).schema_arrow.names:
         return [[] for _ in wanted.queries]
-    return [one.split("+") if one else [] for one in string_column(wanted, "picture_ids")]
+    return [ids.split("+") if ids else [] for ids in string_column(wanted, "picture_ids")]
 
 
 def further_names(wanted: RetrievalSet) -> dict[str, set[str]]:
-    """Picture id -> what it also goes by in training files; empty where the set does not say.
-
-    Raises:
-        SetError: the file is there, but not with two columns of strings.
-    """
+    """Picture id -> its other names in training files, from ``names.parquet``; empty without it."""
     path = wanted.path / NAMES
     if not path.exists():
         return {}
-    found: dict[str, set[str]] = {}
-    for one, name in zip(_strings(path, "picture-id"), _strings(path, "name"), strict=True):
-        found.setdefault(one, set()).add(name)
-    return found
+    names_of: dict[str, set[str]] = {}
+    for picture, name in zip(_strings(path, "picture-id"), _strings(path, "name"), strict=True):
+        names_of.setdefault(picture, set()).add(name)
+    return names_of
 
 
 def given_rationales(wanted: RetrievalSet) -> dict[tuple[str, str], str]:
-    """(query id, candidate id) -> why that candidate is right, as the set says; empty where it does not.
-
-    Raises:
-        SetError: the file is there, but not with three columns of strings.
-    """
+    """(query id, candidate id) -> rationale, from ``rationales.parquet``; empty without it."""
     path = wanted.path / RATIONALES
     if not path.exists():
         return {}
@@ -274,10 +253,7 @@ def given_rationales(wanted: RetrievalSet) -> dict[tuple[str, str], str]:
 
 
 def content_digest(item: Item) -> tuple[str, tuple[str, ...]]:
-    """What an item shows, as hashes: two items that differ only in their ids are equal.
-
-    Args:
-        item: its pictures are read, which also proves that they exist.
+    """Hashes of an item's content, which does not include its id.
 
     Returns:
         (sha256 of text, instruction and pictures, sha256 of each picture's bytes), hexadecimal.
@@ -291,15 +267,14 @@ def content_digest(item: Item) -> tuple[str, tuple[str, ...]]:
 
 
 def with_content(wanted: RetrievalSet, candidates: Sequence[str] | None = None) -> RetrievalSet:
-    """The same set with the hash of everything it shows and means.
+    """The set with a hash of all its content.
 
-    Ids and judgements are in the fingerprint. This adds each text, instruction and picture, and the columns that figures are
-    grouped by: the same ids under another wording or with other pictures are another set.
+    Besides the fingerprint (ids and judgements), this covers all texts, instructions and pictures, and the columns that
+    figures are grouped by.
 
     Args:
-        wanted: with all its queries.
-        candidates: content digest of each candidate in the order of the file, where they are known already; None reads
-            every picture of the pool.
+        wanted: the set with all its queries.
+        candidates: content digest of each candidate in file order; None: read all pictures of the pool.
 
     Raises:
         rge.common.images.ImageError: a picture cannot be read.
@@ -307,22 +282,20 @@ def with_content(wanted: RetrievalSet, candidates: Sequence[str] | None = None) 
     if candidates is None:
         candidates = [content_digest(item)[0] for item in wanted.corpus_items()]
     digest = hashlib.sha256(wanted.fingerprint.encode())
-    rank_of = np.empty(len(wanted.file_rows_C), np.int64)
-    rank_of[wanted.file_rows_C] = np.arange(len(rank_of))
-    shown: list[list[str]] = sorted(
-        [wanted.corpus_ids[r], one] for r, one in zip(rank_of, candidates, strict=True)
+    rows: list[list[str]] = sorted(
+        [wanted.corpus_ids[r], one] for r, one in zip(wanted.file_order_C, candidates, strict=True)
     )
     columns = [wanted.columns[name] for name in sorted(wanted.columns)]
     missing = [] if wanted.num_missing_Q is None else [list(map(str, wanted.num_missing_Q.tolist()))]
-    asked = zip(wanted.queries, *columns, *missing, strict=True)
-    shown += sorted([query.id, content_digest(query)[0], *values] for query, *values in asked)
-    for row in shown:
+    queries = zip(wanted.queries, *columns, *missing, strict=True)
+    rows += sorted([query.id, content_digest(query)[0], *values] for query, *values in queries)
+    for row in rows:
         digest.update(json.dumps(row, ensure_ascii=False).encode() + b"\n")
     return replace(wanted, content=digest.hexdigest())
 
 
 def with_readable_content(wanted: RetrievalSet) -> tuple[RetrievalSet, list[str]]:
-    """`with_content` for a ranking that was made elsewhere: pictures that are not here are a warning, no error."""
+    """`with_content` for rankings from elsewhere: missing pictures are a warning instead of an error."""
     try:
         return with_content(wanted), []
     except ImageError as error:
@@ -358,7 +331,7 @@ def _open(path: Path, columns: Sequence[str]) -> pq.ParquetFile:
         if column not in names:
             raise SetError(f"{path}: column {column!r} is missing; there are {', '.join(names)}")
     if not {"id", "text", "image"}.isdisjoint(columns) and {"text", "image"}.isdisjoint(names):
-        raise SetError(f"{path}: neither column 'text' nor 'image' is there; there are {', '.join(names)}")
+        raise SetError(f"{path}: columns 'text' and 'image' are both missing; there are {', '.join(names)}")
     return file
 
 
@@ -394,7 +367,7 @@ def _ids(path: Path) -> list[str]:
         raise SetError(f"{path} has no rows")
     seen: set[str] = set()
     for row, name in enumerate(ids):
-        # a TREC run separates its columns by white space
+        # TREC run files separate columns by white space
         if not name or name.split() != [name]:
             raise SetError(f"{path}: id {name!r} in row {row} is empty or contains white space")
         if name in seen:
@@ -406,7 +379,7 @@ def _ids(path: Path) -> list[str]:
 def _queries(
     path: Path, meta: dict[str, Any], by: Sequence[str]
 ) -> tuple[list[Item], dict[str, list[str]], tuple[str, ...]]:
-    _ids(path)  # for its checks; the ids themselves come with the items
+    _ids(path)  # checks the ids
     _open(path, ["id", "category", "group"])
     columns = {
         "category": [value or UNCATEGORISED for value in _strings(path, "category", nulls=True)],
@@ -415,7 +388,7 @@ def _queries(
     report_by = tuple(dict.fromkeys([*meta.get("report_by", []), *by]))
     for name in report_by:
         if name in ("id", "text", "image", "instruction", "category", "group"):
-            raise SetError(f"{path}: cannot report by {name!r}, which has a meaning of its own")
+            raise SetError(f"{path}: cannot report by {name!r}, which is a reserved column")
         columns[name] = _strings(path, name)
         if len(set(columns[name])) > MAX_REPORT_VALUES:
             raise SetError(
@@ -425,7 +398,7 @@ def _queries(
     queries = list(_items(path, path.parent))
     for item, group in zip(queries, columns["group"], strict=True):
         if not group:
-            raise SetError(f"{path}: query {item.id!r} has no group; where nothing is shared, repeat the id")
+            raise SetError(f"{path}: query {item.id!r} has no group; if it shares nothing, use its id")
     return queries, columns, report_by
 
 
@@ -451,7 +424,7 @@ def _pictures(path: Path, root: Path, name: str, cell: Any) -> tuple[ImageRef, .
     if cell is None or cell == "":
         return ()
     if isinstance(cell, list):
-        return tuple(ref for one in cell for ref in _pictures(path, root, name, one))
+        return tuple(ref for part in cell for ref in _pictures(path, root, name, part))
     if isinstance(cell, dict):
         return _pictures(path, root, name, cell.get("bytes") or cell.get("path"))
     if isinstance(cell, bytes):
@@ -464,18 +437,17 @@ def _pictures(path: Path, root: Path, name: str, cell: Any) -> tuple[ImageRef, .
 
 
 def _in_folder(path: Path, root: Path, name: str, cell: str) -> str:
-    """A picture's reference, which may not leave the set: a set made elsewhere could show any file of this machine."""
+    """Resolve a picture reference, which must stay in the set, since a foreign set could otherwise expose any file."""
     file, library, row = cell.partition(".parquet#")
     target = root / (file + library.removesuffix("#"))
     real = _real(str(target.parent)) / target.name
     real = Path(os.path.realpath(real)) if real.is_symlink() else Path(os.path.normpath(real))
     folder = _real(str(root))
-    # the hub's cache keeps files apart and links to them; a library of pictures may stand beside the sets that share it
+    # the hub's cache links to files in blobs/; sets may share a library of pictures beside them
     blobs = [above.parent / "blobs" for above in folder.parents if above.name == "snapshots"]
-    if not any(real.is_relative_to(one) for one in (folder.parent if library else folder, *blobs)):
+    if not any(real.is_relative_to(allowed) for allowed in (folder.parent if library else folder, *blobs)):
         raise SetError(
-            f"{path}: image of {name!r} is {cell!r}, outside the set's folder: put the picture itself, or a copy of the file, "
-            "into the set"
+            f"{path}: image of {name!r} is {cell!r}, outside the set's folder: copy the file, or its content, into the set"
         )
     return str(target) + (f"#{row}" if library else "")
 
@@ -510,7 +482,7 @@ def _pairs(
 def _by_query(
     pairs: Sequence[tuple[Any, ...]], query_of: dict[str, int], row_of: dict[str, int]
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Each query's rows, int32 and ascending, and their gains, float64; 1 where there are none."""
+    """Each query's rows, int32 and ascending, and their gains, float64 (1 for pairs without gain)."""
     query_N = np.array([query_of[query] for query, *_ in pairs], np.int64)
     row_N = np.array([row_of[name] for _, name, *_ in pairs], np.int32)
     gain_N = np.array(
@@ -528,13 +500,15 @@ def _positives(
     row_of: dict[str, int],
     num_missing_Q: np.ndarray | None,
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    # gain 0 is a judgement too: judged, and not right
-    found = _by_query([pair for pair in qrels if pair[2] > 0], query_of, row_of)
-    missing_Q = np.zeros(len(found)) if num_missing_Q is None else num_missing_Q
-    without = [one for one, own, num in zip(query_of, found, missing_Q, strict=True) if not len(own[0]) + num]
+    # candidates with gain 0 are judged not right
+    judged = _by_query([pair for pair in qrels if pair[2] > 0], query_of, row_of)
+    missing_Q = np.zeros(len(judged)) if num_missing_Q is None else num_missing_Q
+    without = [
+        query for query, own, num in zip(query_of, judged, missing_Q, strict=True) if not len(own[0]) + num
+    ]
     if without:
-        raise SetError(f"{path}: {len(without)} of {len(found)} queries have no positive: {_some(without)}")
-    return found
+        raise SetError(f"{path}: {len(without)} of {len(judged)} queries have no positive: {some(without)}")
+    return judged
 
 
 def _num_missing(path: Path) -> np.ndarray | None:
@@ -555,23 +529,23 @@ def _check_reachable(
     positives: Sequence[tuple[np.ndarray, np.ndarray]],
     rows: dict[str, list[np.ndarray]],
 ) -> None:
-    """No query may be impossible to answer because of the optional tables."""
+    """Check that the optional tables leave each query's positives in its ranking."""
 
     def name(row: int) -> str:
         return corpus_ids[order_C[row]]
 
-    for number, query in enumerate(query_ids):
-        right = positives[number][0]
-        if (lists := rows.get("candidates")) is not None:
-            if not len(lists[number]):
-                raise SetError(f"{root / 'candidates.parquet'}: query {query!r} has no candidates")
-            if len(lost := np.setdiff1d(right, lists[number])):
-                raise SetError(
-                    f"{root / 'candidates.parquet'}: positive {name(lost[0])!r} of query {query!r} is not among them"
-                )
-        if (lists := rows.get("excluded")) is not None and len(lost := np.intersect1d(right, lists[number])):
+    for query, (right, _), own in zip(query_ids, positives, rows.get("candidates", ()), strict=False):
+        if not len(own):
+            raise SetError(f"{root / 'candidates.parquet'}: query {query!r} has no candidates")
+        if len(lost := np.setdiff1d(right, own)):
+            raise SetError(
+                f"{root / 'candidates.parquet'}: positive {name(lost[0])!r} of query {query!r} is not among them"
+            )
+    for query, (right, _), excluded in zip(query_ids, positives, rows.get("excluded", ()), strict=False):
+        if len(lost := np.intersect1d(right, excluded)):
             raise SetError(f"{root / 'excluded.parquet'}: {name(lost[0])!r} is a positive of query {query!r}")
 
 
-def _some(names: Sequence[str], most: int = 5) -> str:
-    return ", ".join(map(repr, names[:most])) + (", ..." if len(names) > most else "")
+def some(names: Sequence[str]) -> str:
+    """The first five names, for a message."""
+    return ", ".join(map(repr, names[:5])) + (", ..." if len(names) > 5 else "")

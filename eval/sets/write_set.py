@@ -1,7 +1,6 @@
 """Write a retrieval set.
 
-It is written beside its place, loaded once with every check of `eval.sets.retrieval_set`, and renamed when it passes: a directory
-that carries the name is complete and right.
+The set is written to a temporary directory, checked by `eval.sets.retrieval_set`, and renamed if it is valid.
 """
 
 import hashlib
@@ -20,7 +19,7 @@ from rge.common.images import ImageError, load_image, picture_bytes
 from rge.identity.set_fingerprint import set_fingerprint
 
 WRITE_ROWS = 64
-"""Candidates written at once; pictures of a pool do not fit into memory together."""
+"""Candidates with pictures written at a time, since a pool may be larger than memory."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +37,9 @@ class Query:
 
     Attributes:
         id: unique, without white space.
-        text: the user's text; None for a query of pictures alone.
+        text: the user's text; None for a query of pictures only.
         images: encoded bytes or paths, in the order of the prompt.
-        category: slice of the macro mean; None where the benchmark has none.
+        category: slice of the macro mean, if any.
         group: queries that share it, or a picture, are resampled together; None: the query's id.
         instruction: task instruction.
         columns: further columns of ``queries.parquet``, strings or integers, the same for every query.
@@ -70,13 +69,13 @@ def write_set(
     decode: bool = True,
     overwrite: bool = False,
 ) -> RetrievalSet:
-    """Write a retrieval set and load it again.
+    """Write a retrieval set and load it.
 
-    Pictures are opened (`decode`), so that a broken one shows now, and copied into the tables (`embed`) or linked
-    to in the folder. The pool is read once, in the order of the file.
+    ``decode``: open all pictures to detect broken ones. ``embed``: copy pictures into the tables instead of linking to
+    them. ``corpus`` is iterated over once.
 
     Raises:
-        UserError: ``out`` is taken, a picture cannot be opened, or the set breaks the format.
+        UserError: ``out`` exists, a picture cannot be opened, or the set violates the format.
     """
     with replacing_folder(out, overwrite=overwrite) as work:
         place = _Pictures(work, embed=embed, decode=decode)
@@ -88,7 +87,7 @@ def write_set(
             if rows is not None:
                 _write_pairs(work / f"{name}.parquet", rows)
         if names:
-            columns = {"picture-id": [one for one, _ in names], "name": [name for _, name in names]}
+            columns = {"picture-id": [picture for picture, _ in names], "name": [name for _, name in names]}
             pq.write_table(pa.table(columns), work / NAMES, compression="zstd")
         fingerprint = set_fingerprint(
             [query.id for query in queries],
@@ -120,7 +119,7 @@ configs:
 
 @dataclass
 class _Pictures:
-    """What stands for a picture in a table: its bytes, or the name of a hard link in the set's folder."""
+    """Makes table cells of pictures: their bytes, or the name of a hard link in the set's folder."""
 
     root: Path
     embed: bool
@@ -128,7 +127,7 @@ class _Pictures:
     num_links: int = 0
 
     def cell(self, image: bytes | Path | None, name: str) -> bytes | str | None:
-        """Of one picture; ``name`` is of the item, for messages."""
+        """The cell of a picture; ``name``: the item's id, for messages."""
         if image is None:
             return None
         ref = image if isinstance(image, bytes) else str(image)
@@ -152,13 +151,13 @@ class _Pictures:
 
 
 def joined_groups(queries: Sequence[Query]) -> list[str]:
-    """The group of each query, where those that share a picture are in one: the first of their groups in order of names."""
+    """Group of each query; groups that share a picture are joined under the alphabetically first name."""
     parent: dict[tuple[int, str], tuple[int, str]] = {}
 
-    def root(one: tuple[int, str]) -> tuple[int, str]:
-        while (above := parent.setdefault(one, one)) != one:
-            one = above
-        return one
+    def root(node: tuple[int, str]) -> tuple[int, str]:
+        while (above := parent.setdefault(node, node)) != node:
+            node = above
+        return node
 
     for query in queries:
         group = root((0, query.group or query.id))
@@ -181,14 +180,14 @@ def _write_corpus(path: Path, corpus: Iterable[Candidate], place: _Pictures) -> 
                 writer.write_table(pa.Table.from_pylist(rows, schema))
                 rows.clear()
 
-        for one in corpus:
-            ids.append(one.id)
-            image = place.cell(one.image, one.id)
+        for candidate in corpus:
+            ids.append(candidate.id)
+            image = place.cell(candidate.image, candidate.id)
             if isinstance(image, bytes) and not place.embed:
                 raise SetError(
-                    f"picture of {one.id!r} comes as bytes, so there is no file to link to: pictures=embed"
+                    f"picture of {candidate.id!r} is not a file that can be linked to: pass pictures=embed"
                 )
-            rows.append({"id": one.id, "image": image, "text": one.text or None})
+            rows.append({"id": candidate.id, "image": image, "text": candidate.text or None})
             if len(rows) == (WRITE_ROWS if image is not None else 8192):
                 flush()
         flush()
@@ -198,16 +197,8 @@ def _write_corpus(path: Path, corpus: Iterable[Candidate], place: _Pictures) -> 
 def _write_queries(path: Path, queries: Sequence[Query], place: _Pictures) -> None:
     binary = place.embed or any(isinstance(image, bytes) for query in queries for image in query.images)
     place = replace(place, embed=binary)
-    schema = pa.schema(
-        [
-            ("id", pa.string()),
-            ("text", pa.string()),
-            ("image", pa.list_(pa.binary() if binary else pa.string())),
-            ("category", pa.string()),
-            ("group", pa.string()),
-            ("instruction", pa.string()),
-        ]
-    )
+    columns = dict.fromkeys(("id", "text", "image", "category", "group", "instruction"), pa.string())
+    schema = pa.schema(columns | {"image": pa.list_(pa.binary() if binary else pa.string())})
     rows = [
         {
             **vars(query),
@@ -217,17 +208,15 @@ def _write_queries(path: Path, queries: Sequence[Query], place: _Pictures) -> No
         }
         for query, group in zip(queries, joined_groups(queries), strict=True)
     ]
-    table, own = (
-        pa.Table.from_pylist(rows, schema),
-        pa.Table.from_pylist([dict(one.columns) for one in queries]),
-    )
-    for name in own.column_names:
-        table = table.append_column(name, own[name])
+    table = pa.Table.from_pylist(rows, schema)
+    more = pa.Table.from_pylist([dict(query.columns) for query in queries])
+    for name in more.column_names:
+        table = table.append_column(name, more[name])
     pq.write_table(table, path, compression="zstd")
 
 
 def _write_pairs(path: Path, pairs: Sequence[tuple[Any, ...]]) -> None:
-    names = [("query-id", pa.string()), ("corpus-id", pa.string()), ("score", pa.int64())]
-    names = names if path.stem.startswith("qrels") else names[:2]
-    rows = [dict(zip((name for name, _ in names), pair, strict=False)) for pair in pairs]
-    pq.write_table(pa.Table.from_pylist(rows, pa.schema(names)), path, compression="zstd")
+    fields = [("query-id", pa.string()), ("corpus-id", pa.string()), ("score", pa.int64())]
+    schema = pa.schema(fields if path.stem == "qrels" else fields[:2])
+    rows = [dict(zip(schema.names, pair, strict=False)) for pair in pairs]
+    pq.write_table(pa.Table.from_pylist(rows, schema), path, compression="zstd")

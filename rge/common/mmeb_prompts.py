@@ -42,7 +42,6 @@ TRAINING_TASKS: dict[str, str] = {
 """Tasks of the 20 sets with a training split, which determine the rationale's prompt; see `data_prep.rationales.prompts`."""
 SOURCE = "mmeb/"
 """Prefix of the set's name in the ``source`` of training records."""
-INSTRUCTIONS = ("vlm2vec", "rge")
 PLACEHOLDER = "<|image_1|>"
 """Marks the picture's place in MMEB's texts."""
 

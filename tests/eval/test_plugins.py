@@ -118,7 +118,7 @@ def test_names_are_unique_and_the_nearest_is_named():
         (lambda: Benchmark("a", "m:f", (Protocol("a", "mine"),)), "must be one of clean, official, got 'mine'"),
         (lambda: register_benchmark(Benchmark("generic", "m:f", (Protocol(),))), "the name 'generic' is reserved"),
         (lambda: Benchmark("a", lambda options: None, (Protocol("a"),)).load_importer(), "exactly one annotated argument"),
-        (lambda: register_metric("Mine", cutoffs=None, words=""), "name is of a-z"),
+        (lambda: register_metric("Mine", cutoffs=None, words=""), "name must consist of a-z"),
         (lambda: register_metric("mine", cutoffs=(0,), words=""), r"cutoffs must be at least 1, got \(0,\)"),
         (lambda: register_metric("ndcg", cutoffs=(1,), words="")(lambda j, k: j.gain_QK), "two metrics called"),
     ],

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-from eval.models.common import Asked
+from eval.models.common import ThirdParty
 from rge.checkpoints.settings import Settings
 from rge.common.images import picture_bytes
 from rge.common.schema import Encoded
@@ -95,7 +95,7 @@ def write_set(path: Path, **options) -> Path:
     return write_tables(path, tables(**options), {"report_by": ["pair"]})
 
 
-class FakeEncoder(Asked):
+class FakeEncoder(ThirdParty):
     """Embeds content by hash; a rationale moves the query, so that modes differ."""
 
     def __init__(self, checkpoint="fake", *, skill: float = 0.0, decides: bool = False, **settings):

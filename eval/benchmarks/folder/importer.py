@@ -6,16 +6,17 @@ would be its best match, so it is removed from that query's ranking. All problem
 
 import datetime
 import unicodedata
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from eval.benchmarks.folder.pool import Pool
 from eval.benchmarks.folder.spreadsheet import ENDINGS, Broken, Table, read_table
 from eval.benchmarks.release_files import Fields, ReleaseError
 from eval.sets.retrieval_set import MAX_REPORT_VALUES, RetrievalSet
 from eval.sets.write_set import Candidate, Query, write_set
-from rge.common.options import one_of
 from rge.common.registry import PluginOptions
 from rge.common.schema import safe_id
 
@@ -48,14 +49,14 @@ class TableOptions(PluginOptions):
     name: str | None = None
     """Name of the set; null: the folder's name."""
     instruction: str | None = None
-    """Task instruction for queries that have none of their own; use the one that the model was trained with."""
+    """Task instruction for queries without one; use that of the model's training."""
     field_map: tuple[str, ...] = ()
     """theirs=ours maps a column with another name; theirs=ignore drops one."""
     report_by: tuple[str, ...] = ()
     """Further columns to report figures by."""
     exclude_query_image: bool = True
     """Remove a query's own picture from its ranking, unless it is a right answer."""
-    pictures: str = "embed"
+    pictures: Literal["embed", "link"] = "embed"
     """embed copies pictures into the set's tables, link makes hard links to them in its folder."""
 
 
@@ -77,7 +78,6 @@ def import_folder(options: FolderOptions) -> RetrievalSet:
     Raises:
         UserError: there is no table or no picture, or the table has problems, all of which are listed.
     """
-    one_of("pictures", [options.pictures], ("embed", "link"))
     if not options.src.is_dir():
         raise ReleaseError(f"src {options.src} is not a directory")
     if options.src.resolve().is_relative_to(options.out.resolve()):
@@ -109,13 +109,13 @@ def import_folder(options: FolderOptions) -> RetrievalSet:
 
 def _table_in(src: Path) -> Path:
     names = [f"queries{ending}" for ending in ENDINGS]
-    found = [src / name for name in names if (src / name).is_file()] or sorted(
+    tables = [src / name for name in names if (src / name).is_file()] or sorted(
         path for path in src.glob("*") if path.suffix.lower() in ENDINGS and path.name[0] not in ".~"
     )
-    if len(found) != 1:
-        present = " and ".join(path.name for path in found) or f"no table ({', '.join(names)})"
+    if len(tables) != 1:
+        present = " and ".join(path.name for path in tables) or f"no table ({', '.join(names)})"
         raise ReleaseError(f"{src} has {present}: pass queries=FILE")
-    return found[0]
+    return tables[0]
 
 
 @dataclass
@@ -141,9 +141,9 @@ class _Rows:
                 f"{self.table.path} has no column of right answers ({', '.join(ALIASES['right'])}); it has "
                 f"{', '.join(self.table.names)}"
             )
+        columns = ", ".join(self.table.names)
         for name in self.options.report_by:
             if name not in self.table.names:
-                columns = ", ".join(self.table.names)
                 raise ReleaseError(
                     f"report_by={name}: {self.table.path} has no such column; it has {columns}"
                 )
@@ -153,29 +153,29 @@ class _Rows:
     def add(self, number: int, row: dict[str, Any]) -> None:
         """Read one row."""
         cells = {
-            ours: (self.table.address(number, theirs), row.get(theirs, ""))
-            for ours, theirs in self.columns.items()
+            key: (self.table.address(number, column_of_key), row.get(column_of_key, ""))
+            for key, column_of_key in self.columns.items()
         }
         name = self._name(number, cells)
         text, instruction, category, group = (
-            self._text(cells, ours) for ours in ("text", "instruction", "category", "group")
+            self._text(cells, key) for key in ("text", "instruction", "category", "group")
         )
-        shown, good, bad = (self._pictures(cells, ours) for ours in ("image", "right", "wrong"))
+        pictures, good, bad = (self._pictures(cells, key) for key in ("image", "right", "wrong"))
         self._check(number, row, cells, set(good) & set(bad))
         self.queries.append(
             Query(
                 id=name,
                 text=text or None,
-                images=tuple(map(self.pool.files.__getitem__, shown)),
+                images=tuple(map(self.pool.files.__getitem__, pictures)),
                 category=category or None,
-                group=group or "+".join(sorted(shown)) or name,
+                group=group or "+".join(sorted(pictures)) or name,
                 instruction=instruction or self.options.instruction,
                 columns={column: _words(row.get(column)) or "none" for column in self.options.report_by},
             )
         )
-        self.right += [(name, one, 1) for one in good]
-        self.wrong += [(name, one) for one in bad]
-        self.own += [(name, one) for one in shown if one not in good]
+        self.right += [(name, picture, 1) for picture in good]
+        self.wrong += [(name, picture) for picture in bad]
+        self.own += [(name, picture) for picture in pictures if picture not in good]
 
     def _name(self, number: int, cells: dict[str, _Cell]) -> str:
         """The query's id, which must be unique."""
@@ -188,54 +188,54 @@ class _Rows:
     def _check(self, number: int, row: dict[str, Any], cells: dict[str, _Cell], both: set[str]) -> None:
         """Record a row's missing values, and ``both``: pictures listed as right and as wrong."""
 
-        def is_empty(ours: str) -> bool:
-            return ours not in cells or cells[ours][1] in ("", [])
+        def is_empty(key: str) -> bool:
+            return key not in cells or cells[key][1] in ("", [])
 
         if is_empty("right"):
             self.problems.append(f"{cells['right'][0]}: no right answer")
         if is_empty("text") and is_empty("image"):
             self.problems.append(f"row {number}: neither text nor picture")
-        for one in sorted(both):
-            self.problems.append(f"{cells['wrong'][0]}: {one!r} is listed as right and as wrong")
+        for picture in sorted(both):
+            self.problems.append(f"{cells['wrong'][0]}: {picture!r} is listed as right and as wrong")
         for column in self.options.report_by:
             self._refuse(self.table.address(number, column), row.get(column), dates=True)
 
     def finish(self) -> None:
-        """Report the problems.
-
-        Raises:
-            ReleaseError: there are any.
-        """
-        if self.problems:
-            lines = [
-                f"{self.table.path}: {len(self.problems)} {'problem' if len(self.problems) == 1 else 'problems'}",
-                *self.problems[:MOST_PROBLEMS],
-            ]
-            if (more := len(self.problems) - MOST_PROBLEMS) > 0:
-                lines.append(f"and {more} more")
+        """Raise a `ReleaseError` that lists the problems, if there are any."""
+        if num := len(self.problems):
+            lines = [f"{self.table.path}: {num} {'problem' if num == 1 else 'problems'}"]
+            lines += self.problems[:MOST_PROBLEMS]
+            if num > MOST_PROBLEMS:
+                lines.append(f"and {num - MOST_PROBLEMS} more")
             raise ReleaseError("\n".join(lines))
 
-    def _text(self, cells: dict[str, _Cell], ours: str) -> str:
-        where, value = cells.get(ours, ("", ""))
-        self._refuse(where, value, dates=ours in ("category", "group"))
+    def _text(self, cells: dict[str, _Cell], key: str) -> str:
+        where, value = cells.get(key, ("", ""))
+        self._refuse(where, value, dates=key in ("category", "group"))
         return _words(value)
 
-    def _pictures(self, cells: dict[str, _Cell], ours: str) -> list[str]:
-        where, value = cells.get(ours, ("", ""))
+    def _pictures(self, cells: dict[str, _Cell], key: str) -> list[str]:
+        where, value = cells.get(key, ("", ""))
         if self._refuse(where, value):
             return []
-        found: dict[str, None] = {}
-        names: list[Any] = []
+        ids: dict[str, None] = {}
+        names = value
+        if not isinstance(value, list):
+            names = []
+            with self._collecting(where):
+                names = self.pool.names(str(value))
+        for name in names:
+            with self._collecting(where):
+                ids[self.pool.resolve(str(name))] = None
+        return list(ids)
+
+    @contextmanager
+    def _collecting(self, where: str) -> Iterator[None]:
+        """Record a `ReleaseError` as a problem of a cell."""
         try:
-            names = value if isinstance(value, list) else self.pool.names(str(value))
+            yield
         except ReleaseError as error:
             self.problems.append(f"{where}: {error}")
-        for name in names:
-            try:
-                found[self.pool.resolve(str(name))] = None
-            except ReleaseError as error:
-                self.problems.append(f"{where}: {error}")
-        return list(found)
 
     def _refuse(self, where: str, value: Any, *, dates: bool = False) -> bool:
         if isinstance(value, Broken):

@@ -27,7 +27,6 @@ class Pool:
     Attributes:
         files: candidate id -> path, sorted by path.
         unreadable: id -> reason, for files that cannot be opened.
-        notes: messages about pictures that were left out or merged.
 
     Raises:
         UserError: no picture can be opened.
@@ -70,12 +69,12 @@ class Pool:
     @property
     def notes(self) -> list[str]:
         """Messages about pictures that were left out or merged."""
-        found = []
+        notes = []
         if self._copies:
-            found.append(f"byte-identical copies of other pictures, merged in the pool: {self._copies}")
+            notes.append(f"byte-identical copies of other pictures, merged in the pool: {self._copies}")
         if self.unreadable:
-            found.append(f"pictures left out because they cannot be opened: {', '.join(self.unreadable)}")
-        return found
+            notes.append(f"pictures left out because they cannot be opened: {', '.join(self.unreadable)}")
+        return notes
 
     def find(self, name: str) -> set[str]:
         """Ids of the pictures that a name can refer to, by the first rule that matches.
@@ -99,7 +98,7 @@ class Pool:
             ReleaseError: the text is both one file's name and a list of other files' names.
         """
         parts = SEPARATORS.split(cell.strip())
-        found, start = [], 0
+        names, start = [], 0
         while start < len(parts):
             stops = range(len(parts), start, -2)
             stop = next((s for s in stops if self.find("".join(parts[start:s]).strip())), start + 1)
@@ -108,24 +107,24 @@ class Pool:
                 raise ReleaseError(
                     f"{name!r} is both the name of a file and a list of other files: rename one of them"
                 )
-            found.append(name)
+            names.append(name)
             start = stop + 1
-        return [name for name in found if name]
+        return [name for name in names if name]
 
     def resolve(self, name: str) -> str:
         """The only picture that a name can refer to.
 
         Raises:
-            ReleaseError: there is none or more than one, or it cannot be opened.
+            ReleaseError: no picture or several match, or it cannot be opened.
         """
-        found = sorted(self.find(name))
-        if len(found) > 1:
-            raise ReleaseError(f"{name!r} could be {' or '.join(map(repr, found[:3]))}: give the full path")
-        if found and found[0] in self.unreadable:
-            raise ReleaseError(f"picture {name!r} cannot be opened: {self.unreadable[found[0]]}")
-        if found:
-            return found[0]
-        known = {_normal(shown): shown for shown in (*self._steps[1], *self._steps[0])}
+        matches = sorted(self.find(name))
+        if len(matches) > 1:
+            raise ReleaseError(f"{name!r} could be {' or '.join(map(repr, matches[:3]))}: give the full path")
+        if matches and matches[0] in self.unreadable:
+            raise ReleaseError(f"picture {name!r} cannot be opened: {self.unreadable[matches[0]]}")
+        if matches:
+            return matches[0]
+        known = {_normal(path): path for path in (*self._steps[1], *self._steps[0])}
         near = difflib.get_close_matches(_normal(name), known, n=1)
         raise ReleaseError(
             f"picture {name!r} is not in the folder" + (f"; did you mean {known[near[0]]!r}?" if near else "")

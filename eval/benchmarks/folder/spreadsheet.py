@@ -130,7 +130,7 @@ def _plain(value: Any) -> Any:
     if value is None:
         return ""
     if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     if isinstance(value, datetime.datetime) and value.time() == datetime.time():
         return value.date()
     if isinstance(value, Broken | datetime.date | datetime.time):
@@ -147,9 +147,9 @@ def _csv(path: Path) -> tuple[str, list[list[str]]]:
             f"{path} is not UTF-8 ({error.reason} at byte {error.start}): save it as .xlsx, or as CSV UTF-8"
         ) from None
     head, _, rest = text.partition("\n")
-    if told := head.strip().lower().startswith("sep="):
+    if declared := head.strip().lower().startswith("sep="):
         text = rest
-    delimiter = head.strip()[4:5] if told else max("\t,;", key=text.lstrip().partition("\n")[0].count)
+    delimiter = head.strip()[4:5] if declared else max("\t,;", key=text.lstrip().partition("\n")[0].count)
     try:
         return delimiter, list(csv.reader(io.StringIO(text, newline=""), delimiter=delimiter or ","))
     except csv.Error as error:
@@ -166,7 +166,7 @@ def _workbook(table: Table, wanted: str | None) -> Iterator[tuple[int, Sequence[
             "as .xlsx"
         ) from None
     title = _sheet(path, values, wanted)
-    shown, typed = values[title], formulas[title]
+    computed, typed = values[title], formulas[title]
     covers = {  # a vertically merged cell holds the value of all its rows
         (row, block.min_col): (block.min_row, block.min_col)
         for block in typed.merged_cells.ranges
@@ -174,11 +174,11 @@ def _workbook(table: Table, wanted: str | None) -> Iterator[tuple[int, Sequence[
     }
     if hidden := sum(dimension.hidden for dimension in typed.row_dimensions.values()):
         table.notes.append(f"hidden rows of {path.name}, read like the others: {hidden}")
-    for number in range(1, shown.max_row + 1):
+    for number in range(1, computed.max_row + 1):
         if any(cell.value is not None for cell in typed[number]):  # a row within a merged block may be empty
-            places = [(number, column) for column in range(1, shown.max_column + 1)]
+            places = [(number, column) for column in range(1, computed.max_column + 1)]
             places = [covers.get(place, place) for place in places]
-            yield number, [_cell(shown.cell(*place), typed.cell(*place)) for place in places]
+            yield number, [_cell(computed.cell(*place), typed.cell(*place)) for place in places]
 
 
 def _sheet(path: Path, book: Workbook, wanted: str | None) -> str:
@@ -195,9 +195,9 @@ def _sheet(path: Path, book: Workbook, wanted: str | None) -> str:
     return filled[0]
 
 
-def _cell(shown: Any, typed: Any) -> Any:
-    if shown.data_type == "e":
-        return Broken(f"the formula gives {shown.value}")
-    if typed.data_type == "f" and shown.value is None:
+def _cell(computed: Any, typed: Any) -> Any:
+    if computed.data_type == "e":
+        return Broken(f"the formula gives {computed.value}")
+    if typed.data_type == "f" and computed.value is None:
         return Broken("the formula was never calculated: open and save the file in a spreadsheet program")
-    return shown.value
+    return computed.value

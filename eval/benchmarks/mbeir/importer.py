@@ -29,9 +29,8 @@ from eval.benchmarks.release_files import (
     chosen,
     content_id,
     placed_rows,
-    some,
 )
-from eval.sets.retrieval_set import RetrievalSet
+from eval.sets.retrieval_set import RetrievalSet, some
 from eval.sets.write_set import Candidate, Query
 
 TASKS = (
@@ -79,7 +78,7 @@ def import_mbeir(options: MbeirOptions) -> list[str] | RetrievalSet:
     if options.pool == "global":
         return _write(f"{title}, global pool", names, GLOBAL_POOL, options, "")
     return options.write_members(
-        {name: {"kind": kind_of(name)} for name in names},
+        {name: {"kind": " to ".join(KINDS[name[-1]])} for name in names},
         lambda name: _write(f"M-BEIR {name}", [name], local_pool(name), options, name),
         name=title,
         benchmark="mbeir",
@@ -99,11 +98,6 @@ def local_pool(task: str) -> str:
     return f"cand_pool/local/mbeir_{task}{'_test' * task.startswith('mscoco')}_cand_pool.jsonl"
 
 
-def kind_of(task: str) -> str:
-    """Modalities of a task, such as ``image,text to image``."""
-    return " to ".join(KINDS[task[-1]])
-
-
 def sentence(text: str | None) -> str:
     """A text as the released loader formats it: no surrounding quotes, a capital letter first and a full stop last."""
     text = (text or "").replace("\r", "").strip().strip('"')
@@ -121,11 +115,11 @@ def _write(title: str, tasks: Iterable[str], pool: str, options: MbeirOptions, m
         right = _right(options.src / f"qrels/test/mbeir_{task}_test_qrels.txt")
         for row, where in placed_rows([_existing(options.src / query_file(task))]):
             queries.append(_query(row, where, task, prompts, pictures))
-            pairs += [(queries[-1].id, one) for one in right.get(queries[-1].id, [])]
+            pairs += [(queries[-1].id, name) for name in right.get(queries[-1].id, [])]
     rows = partial(placed_rows, [_existing(options.src / pool)])
-    wanted = {one for _, one in pairs}
+    wanted = {name for _, name in pairs}
     lost = wanted - {str(cell(row, where, "did")) for row, where in rows()}
-    own = {one for query, one in pairs if options.pool == "global" or _dataset(one) == _dataset(query)}
+    own = {name for query, name in pairs if options.pool == "global" or _dataset(name) == _dataset(query)}
     if missing := sorted(lost & own):
         raise ReleaseError(f"{options.src / pool} lacks {len(missing)} right candidates: {some(missing)}")
 
@@ -146,7 +140,7 @@ def _write(title: str, tasks: Iterable[str], pool: str, options: MbeirOptions, m
         },
         queries=queries,
         corpus=corpus(),
-        qrels=[(query, one, 1) for query, one in pairs if one not in lost],
+        qrels=[(query, name, 1) for query, name in pairs if name not in lost],
     )
 
 
@@ -179,14 +173,15 @@ def _query(
 
 def _right(path: Path) -> dict[str, list[str]]:
     """Right candidates of each query."""
-    found: dict[str, list[str]] = defaultdict(list)
+    right: dict[str, list[str]] = defaultdict(list)
     for number, line in enumerate(_existing(path).read_text("utf-8").splitlines(), 1):
         parts = line.split()
         if len(parts) not in (4, 5):
             raise ReleaseError(f"{path}, line {number}: expected qid, 0, did and relevance, got {line!r}")
-        if int(parts[3]) > 0 and parts[2] not in found[parts[0]]:
-            found[parts[0]].append(parts[2])
-    return found
+        query, _, candidate, relevance, *_ = parts
+        if int(relevance) > 0 and candidate not in right[query]:
+            right[query].append(candidate)
+    return right
 
 
 def _prompts(options: MbeirOptions) -> dict[tuple[str, ...], str]:

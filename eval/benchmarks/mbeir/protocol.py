@@ -5,6 +5,7 @@ Shape suffixes: Q = queries, M = metrics.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +48,7 @@ class Mbeir(Protocol):
             value_QM=with_main(scored.value_QM),
             best_QM=with_main(scored.best_QM),
             worst_QM=with_main(scored.worst_QM),
-            random_QM=np.column_stack(
-                [scored.random_QM, np.full(len(place_Q), np.nan)]
-            ),  # no metric of one cutoff
+            random_QM=np.column_stack([scored.random_QM, np.full(len(place_Q), np.nan)]),  # varies by task
             first_hit_Q=scored.first_hit_Q,
         )
         return self._skip(wanted, scored, missing)
@@ -75,26 +74,22 @@ class Mbeir(Protocol):
         if self.profile == "clean":
             return {}
         return {
-            "official": {task: block for one in results.values() for task, block in one["official"].items()}
+            "official": dict(chain.from_iterable(result["official"].items() for result in results.values()))
         }
 
 
 _SAID = (
-    "what M-BEIR calls Recall@k is hit@k: 1 where any right candidate is among the first k",
+    "M-BEIR's Recall@k is hit@k: 1 if any right candidate is among the first k",
     "task_hit is hit@10 for Fashion200K and FashionIQ and hit@5 for the others; overall is its unweighted mean over tasks",
-    "right candidates that another task's pool holds (OVEN and InfoSeek) are no part of a local set; hit@k is the same with them",
-    "one instruction for all queries of a task; the released code draws one of four anew for every query",
-    "equal scores are ordered by id, where the released search leaves their order open",
+    "right candidates in another task's pool (OVEN and InfoSeek) are left out of a local set, which does not change hit@k",
+    "one instruction for all queries of a task; the released code draws one of four for each query",
+    "equal scores are ordered by id; the released search does not define their order",
 )
 PROTOCOLS = (
     Mbeir("mbeir", "clean", (MAIN, "hit@1", "recall@10"), "macro", (*_SAID, "a query without a ranking counts 0")),
-    Mbeir(
-        "mbeir",
-        "official",
-        (MAIN,),
-        "macro",
-        (*_SAID, "official has the figures by the released names, rounded to four digits a task"),
-    ),
+    Mbeir("mbeir", "official", (MAIN,), "macro", (
+        *_SAID, "official: figures under the released names, rounded to four digits per task",
+    )),
 )  # fmt: skip
 PUBLISHED = Path(__file__).with_name("published")
 register_benchmark(Benchmark("mbeir", "eval.benchmarks.mbeir.importer:import_mbeir", PROTOCOLS, PUBLISHED))

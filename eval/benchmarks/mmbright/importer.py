@@ -24,7 +24,8 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from itertools import chain
+from typing import Any, Literal
 
 from eval.benchmarks.release_files import (
     Draft,
@@ -41,12 +42,8 @@ from eval.benchmarks.release_files import (
 )
 from eval.sets.write_set import Candidate, Query
 from rge.common.images import ImageError
-from rge.common.options import one_of
 from rge.common.schema import safe_id
 
-TASKS = ("1", "2", "3", "4")
-POLICIES = ("first", "vconcat", "all")
-KEYS = ("chunked", "legacy")
 NO_IMAGE = "__NO_IMAGE__"
 
 
@@ -54,14 +51,14 @@ NO_IMAGE = "__NO_IMAGE__"
 class MmbrightOptions(ReleaseOptions):
     """Make a suite of retrieval sets from the release of MM-BRIGHT."""
 
-    task: str = "2"
-    """1, 2, 3 or 4, see `eval.benchmarks.mmbright.importer`."""
+    task: Literal["1", "2", "3", "4"] = "2"
+    """Task, see `eval.benchmarks.mmbright.importer`."""
     domains: tuple[str, ...] = ("all",)
     """Domains; by default all that src has."""
-    image_policy: str = "all"
+    image_policy: Literal["first", "vconcat", "all"] = "all"
     """Which pictures of a query are used: first (the released code), vconcat (concatenated vertically: the paper, for
     models that take one picture), all (the paper, for others)."""
-    keys: str = "chunked"
+    keys: Literal["chunked", "legacy"] = "chunked"
     """For task 4: legacy joins with the first released pattern, which the published table used."""
     allow_missing: bool = False
     """Accept gold documents or pictures that are not in the corpus; they still count in every denominator."""
@@ -73,9 +70,6 @@ def import_mmbright(options: MmbrightOptions) -> list[str]:
     Raises:
         UserError: a file or column is missing, gold candidates are not in the corpus, or a query's picture is broken.
     """
-    one_of("task", [options.task], TASKS)
-    one_of("image_policy", [options.image_policy], POLICIES)
-    one_of("keys", [options.keys], KEYS)
     if options.task != "4" and options.keys != "chunked":
         raise ReleaseError(f"keys= applies to task 4 only, not to task {options.task}: leave it out")
     config = "examples" if options.task == "1" else "examples_multimodal"
@@ -101,14 +95,14 @@ def import_mmbright(options: MmbrightOptions) -> list[str]:
 
 def document_key(name: str, *, legacy: bool) -> str:
     """Key of a document's page: ``biology/fec40b40_1635_4.txt`` -> ``fec40b40``; the name itself if it has none."""
-    found = re.search(r"/([0-9a-f]+)_\d+\.txt$" if legacy else r"/([0-9a-f]+)_", name)
-    return found[1] if found else name
+    match = re.search(r"/([0-9a-f]+)_\d+\.txt$" if legacy else r"/([0-9a-f]+)_", name)
+    return match[1] if match else name
 
 
 def image_key(path: str, domain: str) -> str:
     """Key of a picture's page: ``academia/academia_a7beca61_0002/image_1.webp`` -> ``a7beca61``; "" if it has none."""
-    found = re.search(rf"{re.escape(domain)}_([0-9a-f]+)_\d+", path)
-    return found[1] if found else ""
+    match = re.search(rf"{re.escape(domain)}_([0-9a-f]+)_\d+", path)
+    return match[1] if match else ""
 
 
 @dataclass
@@ -126,24 +120,24 @@ class _Domain:
     @cached_property
     def doc_ids(self) -> dict[str, None]:
         """Ids of documents, without repeats."""
-        listed = self._rows("documents", ("id",)) if self.task != "3" else ()
-        return dict.fromkeys(str(row["id"]) for row in listed)
+        rows = self._rows("documents", ("id",)) if self.task != "3" else ()
+        return dict.fromkeys(str(row["id"]) for row in rows)
 
     @cached_property
     def images(self) -> dict[str, bytes]:
         """Pictures of documents by path; broken ones are dropped, as the released loader does silently."""
-        found: dict[str, bytes] = {}
+        images: dict[str, bytes] = {}
         for row in self._rows("document_images", ("path", "bytes")) if self.task in ("3", "4") else ():
             path = _path(row["path"])
             try:
-                found[path] = still(row["bytes"])
+                images[path] = still(row["bytes"])
             except (ImageError, TypeError):
                 self.broken.append(path)
-        if self.task in ("3", "4") and not found:
+        if self.task in ("3", "4") and not images:
             raise ReleaseError(
                 f"{self.options.src}: no picture of {self.name} can be opened, so task {self.task} has no candidates"
             )
-        return found
+        return images
 
     @cached_property
     def pairs(self) -> dict[str, list[str]]:
@@ -165,12 +159,12 @@ class _Domain:
         columns = ["id", "query", "gold_ids", "negative_ids"]
         columns += ["image_paths"] if self.task != "1" else []
         columns += ["positive_images", "negative_images"] if self.task in ("3", "4") else []
-        shown: dict[str, bytes] = {}
+        pictures: dict[str, bytes] = {}
         if self.task != "1":
             rows = self._rows("examples_images", ("path", "bytes"))
-            shown = {_path(row["path"]): row["bytes"] for row in rows}
+            pictures = {_path(row["path"]): row["bytes"] for row in rows}
         for row in self._rows("examples" if self.task == "1" else "examples_multimodal", columns):
-            self._add(row, draft, shown)
+            self._add(row, draft, pictures)
         draft.refuse_lost(f"the corpus of {self.name}", allowed=self.options.allow_missing)
         if not draft.queries:
             raise ReleaseError(
@@ -198,7 +192,7 @@ class _Domain:
 
     def _candidates(self) -> set[str]:
         if self.task == "4":
-            return {pair for pairs in self.pairs.values() for pair in pairs}
+            return set(chain.from_iterable(self.pairs.values()))
         return set(self.images if self.task == "3" else self.doc_ids)
 
     def _corpus(self) -> Iterator[Candidate]:
@@ -206,29 +200,30 @@ class _Domain:
             for path, data in self.images.items():
                 yield Candidate(safe_id(path), None, data)
             return
-        left = dict(self.doc_ids)
+        left = set(self.doc_ids)
         for row in self._rows("documents", ("id", "content")):
-            one = str(row["id"])
-            if left.pop(one, ...) is ...:
+            doc = str(row["id"])
+            if doc not in left:
                 continue
+            left.remove(doc)
             if self.task != "4":
-                yield Candidate(safe_id(one), row["content"])
-            for pair in self.pairs.get(one, []):
+                yield Candidate(safe_id(doc), row["content"])
+            for pair in self.pairs.get(doc, []):
                 path = pair.partition("|||")[2]
                 yield Candidate(safe_id(pair), row["content"], self.images.get(path))
 
-    def _add(self, row: dict[str, Any], draft: Draft, shown: dict[str, bytes]) -> None:
+    def _add(self, row: dict[str, Any], draft: Draft, pictures: dict[str, bytes]) -> None:
         name = str(row["id"])
         gains, wrong = self._judgements(row)
         if not any(gains.values()):
             self.unscored.append(name)
             return
-        paths = [] if self.task == "1" else [_path(one) for one in as_list(row["image_paths"])]
+        paths = [] if self.task == "1" else [_path(path) for path in as_list(row["image_paths"])]
         draft.queries.append(
             Query(
                 id=safe_id(name),
                 text=row["query"],
-                images=tuple(self._shown(name, paths, shown)),
+                images=tuple(self._query_images(name, paths, pictures)),
                 group=content_id(*paths) if paths else safe_id(name),
                 columns={"num_missing_positives": draft.judge(name, gains, wrong)},
             )
@@ -236,14 +231,14 @@ class _Domain:
 
     def _judgements(self, row: dict[str, Any]) -> tuple[dict[str, int], list[str]]:
         """Gains by candidate (0: judged, not right), and explicit negatives."""
-        gold = [str(one) for one in dict.fromkeys(as_list(row["gold_ids"]))]
+        gold = [str(name) for name in dict.fromkeys(as_list(row["gold_ids"]))]
         if self.task in ("1", "2"):
-            return dict.fromkeys(gold, 1), [str(one) for one in as_list(row["negative_ids"])]
+            return dict.fromkeys(gold, 1), [str(name) for name in as_list(row["negative_ids"])]
         right = _images(row["positive_images"])
         wrong = [path for path in _images(row["negative_images"]) if path not in right]
-        return (
-            (dict.fromkeys(right, 1), wrong) if self.task == "3" else self._of_pairs(gold, right, set(wrong))
-        )
+        if self.task == "3":
+            return dict.fromkeys(right, 1), wrong
+        return self._of_pairs(gold, right, set(wrong))
 
     def _of_pairs(
         self, gold: Sequence[str], right: Sequence[str], wrong: set[str]
@@ -253,8 +248,8 @@ class _Domain:
         # all other pairs of a gold document count as judged and not right
         gains = {pair: 0 for doc, pairs in self.pairs.items() if doc in golds for pair in pairs}
         gains |= {f"{doc}|||{NO_IMAGE}": 1 for doc in gold} | self._graded(gold, right)
-        every = (pair for pairs in self.pairs.values() for pair in pairs)
-        return gains, [one for one in every if one.partition("|||")[2] in wrong and not gains.get(one)]
+        every = chain.from_iterable(self.pairs.values())
+        return gains, [pair for pair in every if pair.partition("|||")[2] in wrong and not gains.get(pair)]
 
     def _graded(self, gold: Sequence[str], right: Sequence[str]) -> dict[str, int]:
         """Gain 2 for each pair of a gold document and a positive picture of its page."""
@@ -267,20 +262,20 @@ class _Domain:
     def _key(self, doc: str) -> str:
         return document_key(doc, legacy=self.options.keys == "legacy")
 
-    def _shown(self, query: str, paths: Sequence[str], shown: dict[str, bytes]) -> list[bytes]:
+    def _query_images(self, query: str, paths: Sequence[str], pictures: dict[str, bytes]) -> list[bytes]:
         """A query's pictures, as many as the policy keeps."""
-        pictures = []
+        images = []
         for path in paths:
             try:
-                pictures.append(still(shown[path]))
+                images.append(still(pictures[path]))
             except (KeyError, TypeError, ImageError) as error:
                 raise ReleaseError(
                     f"{self.name}: picture {path!r} of query {query!r} is missing or cannot be opened ({error!r}). The "
                     "released code would substitute a white picture; remove it from image_paths to leave it out"
                 ) from None
-        if self.options.image_policy == "vconcat" and len(pictures) > 1:
-            return [stack(pictures)]
-        return pictures[:1] if self.options.image_policy == "first" else pictures
+        if self.options.image_policy == "vconcat" and len(images) > 1:
+            return [stack(images)]
+        return images[:1] if self.options.image_policy == "first" else images
 
     def _rows(self, config: str, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
         """Rows of the domain's files in a configuration."""
@@ -296,7 +291,7 @@ class _Domain:
 
 def _images(value: Any) -> list[str]:
     """Paths in a list of pictures."""
-    return [_path(one["image_path"] if isinstance(one, dict) else one) for one in as_list(value)]
+    return [_path(image["image_path"] if isinstance(image, dict) else image) for image in as_list(value)]
 
 
 def _path(value: Any) -> str:

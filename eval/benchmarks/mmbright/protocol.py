@@ -30,7 +30,7 @@ class Mmbright(Protocol):
         """As `Protocol.score`; official with trec_eval's tie-breaking and the released code's cutoffs."""
         if self.profile == "clean":
             return super().score(wanted, ranking, missing)
-        extra = [f"{ours}@{k}" for ours in _TREC.values() for k in CUTS]
+        extra = [f"{metric}@{k}" for metric in _TREC.values() for k in CUTS]
         names = self.names(wanted, extra, negatives=False)
         if wanted.meta.get("task") == 3 and ranking.score_QW.dtype == np.float32:
             # The released code of this task scales float32 scores by 100, whose rounding makes some of them equal.
@@ -42,14 +42,14 @@ class Mmbright(Protocol):
         if self.profile == "clean":
             return {}
         value = means(scored.names, scored.value_QM)
-        found = {f"{t}@{k}": round(value[f"{o}@{k}"], 5) for t, o in _TREC.items() for k in CUTS}
-        return {"official": found | {"MRR": round(value["mrr"], 5)}}
+        figures = {f"{t}@{k}": round(value[f"{o}@{k}"], 5) for t, o in _TREC.items() for k in CUTS}
+        return {"official": figures | {"MRR": round(value["mrr"], 5)}}
 
     def suite_figures(self, results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         """Official: the mean of the domains' rounded figures, rounded again."""
         if self.profile == "clean":
             return {}
-        blocks = [one["official"] for one in results.values()]
+        blocks = [result["official"] for result in results.values()]
         return {"official": {key: round(sum(b[key] for b in blocks) / len(blocks), 5) for key in blocks[0]}}
 
 
@@ -71,7 +71,7 @@ PROTOCOLS = (
         "queries without any positive are not part of the set",
     )),
     Mmbright("mmbright", "official", ("ndcg@10",), "macro", (
-        "as the released code (143ae35): nDCG@10 of trec_eval over the top 1,000, rounded to five digits a domain, mean "
+        "as the released code (143ae35): nDCG@10 of trec_eval over the top 1,000, rounded to five digits per domain, mean "
         "over domains",
         "tasks 1 and 2: the query's hard negatives are removed from its ranking",
         "task 4: graded 2 and 1; pairs with a picture judged wrong are removed. With keys=legacy at import this is what "

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from eval.benchmarks.release_files import (
     PictureOptions,
@@ -27,8 +27,7 @@ from eval.benchmarks.release_files import (
     placed_rows,
 )
 from eval.sets.write_set import Candidate, Query
-from rge.common.mmeb_prompts import INSTRUCTIONS, SETS, plain, reword
-from rge.common.options import one_of
+from rge.common.mmeb_prompts import SETS, plain, reword
 
 COLUMNS = ("qry_text", "qry_img_path", "tgt_text", "tgt_img_path")
 APART = ("qry_inst", "tgt_inst")
@@ -43,7 +42,7 @@ class MmebOptions(PictureOptions):
     """Sets by name; by default all 36."""
     images: Path | None = None
     """Folder that the image paths are relative to; null: src/images, src/MMEB-images, src."""
-    instructions: str = "vlm2vec"
+    instructions: Literal["vlm2vec", "rge"] = "vlm2vec"
     """vlm2vec leaves the texts as released; rge rewords them as the released RGE evaluation does."""
     verbatim: bool = False
     """Keep every blank, line break and picture position in the texts, as the released code reads them; for `eval run
@@ -56,9 +55,8 @@ def import_mmeb(options: MmebOptions) -> list[str]:
     Raises:
         UserError: a set or picture is missing, or a row has no candidates.
     """
-    one_of("instructions", [options.instructions], INSTRUCTIONS)
     names = chosen("sets", options.sets, SETS)
-    files = {name: found for name in names if (found := _files(options.src, name))}
+    files = {name: paths for name in names if (paths := _files(options.src, name))}
     refuse_lacking(options.src, [name for name in names if name not in files], len(names), "36 is no MMEB")
     roots = (options.images, options.src / "images", options.src / "MMEB-images", options.src)
     pictures = Pictures([root for root in roots if root])
@@ -73,11 +71,7 @@ def import_mmeb(options: MmebOptions) -> list[str]:
 
 
 def refuse_lacking(src: Path, missing: Sequence[str], num: int, average_of_fewer: str) -> None:
-    """Refuse an incomplete release.
-
-    Raises:
-        UserError: any set is missing.
-    """
+    """Raise a `ReleaseError` if sets are missing."""
     if missing:
         raise ReleaseError(
             f"{src} lacks {len(missing)} of {num} sets: {', '.join(missing)}. The average of fewer than "
@@ -96,7 +90,6 @@ class OwnCandidates:
     """A set in which every query has its own candidates, the right one first.
 
     Attributes:
-        name: name of the set.
         find: finds the picture of a path; the second argument is the prefix for error messages.
         word_query: final rewording of a query's text.
         word_candidate: the same for a candidate's text.
@@ -121,21 +114,20 @@ class OwnCandidates:
             if not any(content):
                 raise ReleaseError(f"{where}: candidate {place} has neither text nor picture")
         query = f"{self.name}-{len(self.queries):05d}"
-        for one, *content in targets:
-            self.num_hidden += self._content_of.setdefault(one, (content[0], content[1])) != tuple(content)
+        for name, *content in targets:
+            self.num_hidden += self._content_of.setdefault(name, (content[0], content[1])) != tuple(content)
         images = (self.find(path, where),) if path else ()
         self.queries.append(Query(query, self.word_query(text), images, group=content_id(path or text)))
-        own = list(dict.fromkeys(one for one, *_ in targets))
-        self.num_equal += len(own) < len(targets)
-        self.qrels.append((query, own[0], 1))
-        self.candidates += [(query, one) for one in own]
+        names = list(dict.fromkeys(name for name, *_ in targets))
+        self.num_equal += len(names) < len(targets)
+        self.qrels.append((query, names[0], 1))
+        self.candidates += [(query, name) for name in names]
 
     def corpus(self) -> Iterator[Candidate]:
         """Distinct candidates, sorted by id."""
-        for one in sorted(self._content_of):
-            text, path = self._content_of[one]
+        for name, (text, path) in sorted(self._content_of.items()):
             image = self.find(path, f"{self.name}: candidate") if path else None
-            yield Candidate(one, self.word_candidate(text) or None, image)
+            yield Candidate(name, self.word_candidate(text) or None, image)
 
     def parts(self) -> dict[str, Any]:
         """Arguments for `ReleaseOptions.write`."""
@@ -152,9 +144,9 @@ def _import_one(name: str, files: Sequence[Path], pictures: Pictures, options: M
         draft.word_candidate = lambda text: text and reword(name, text, "candidate")
     for row, where in placed_rows(files):
         need_columns(where, row, COLUMNS)
-        if apart := list(filter(row.get, APART)):
+        if separate := list(filter(row.get, APART)):
             raise ReleaseError(
-                f"{where}: column {apart[0]!r} holds the instruction separately, as in MMEB-V2 (MMEB_Test_Instruct), so the "
+                f"{where}: column {separate[0]!r} holds the instruction separately, as in MMEB-V2 (MMEB_Test_Instruct), so the "
                 "texts alone would be embedded without it: use the files of MMEB-eval"
             )
         targets = [(clean(text), path) for text, path in _targets(row, where)]
@@ -182,7 +174,7 @@ def _import_one(name: str, files: Sequence[Path], pictures: Pictures, options: M
 def _targets(row: dict[str, Any], where: str) -> list[tuple[str, str]]:
     """(text, picture path) of each candidate; a set without pictures (or texts) may leave that list empty."""
     texts, paths = (
-        [one or "" for one in ([cell] if cell == "" else as_list(cell))]
+        [part or "" for part in ([cell] if cell == "" else as_list(cell))]
         for cell in (row["tgt_text"], row["tgt_img_path"])
     )
     size = max(len(texts), len(paths))

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from eval.benchmarks.mmeb.importer import OwnCandidates, refuse_lacking
 from eval.benchmarks.release_files import (
@@ -34,10 +34,8 @@ from eval.benchmarks.release_files import (
 )
 from eval.sets.write_set import Candidate, Query
 from rge.common.mmeb_prompts import PLACEHOLDER, SETS, plain
-from rge.common.options import one_of
 from rge.common.schema import safe_id
 
-PARTS = ("image", "visdoc")
 ASKED = "Find a document image that matches the given query:"
 SHOWN = "Understand the content of the provided document image."
 """The release's texts for all visual documents."""
@@ -70,8 +68,8 @@ COLUMNS = ("qry_inst", "qry_text", "qry_img_path", "tgt_inst", "tgt_text", "tgt_
 class Mmeb2Options(PictureOptions):
     """Make a suite of retrieval sets from one part of the release of MMEB-V2."""
 
-    part: str = "image"
-    """image or visdoc."""
+    part: Literal["image", "visdoc"] = "image"
+    """Part of the benchmark."""
     sets: tuple[str, ...] = ("all",)
     """Sets, by the release's names; by default all 36 or 24."""
     images: Path | None = None
@@ -85,15 +83,14 @@ def import_mmeb2(options: Mmeb2Options) -> list[str]:
     Raises:
         UserError: a set, a column or a picture is missing.
     """
-    one_of("part", [options.part], PARTS)
     if options.part == "visdoc" and options.images is not None:
         raise ReleaseError(
             "images= applies to part=image only; the tables of part=visdoc include their pictures: leave it out"
         )
-    documents = {name: {"meta_task": task} for name, (task, _) in DOCUMENTS.items()}
-    members, import_one = {"image": (SETS, _import_images), "visdoc": (documents, _import_documents)}[
-        options.part
-    ]
+    members, import_one = SETS, _import_images
+    if options.part == "visdoc":
+        members = {name: {"meta_task": task} for name, (task, _) in DOCUMENTS.items()}
+        import_one = _import_documents
     names = chosen("sets", options.sets, members)
     missing = [name for name in names if not (options.src / name).is_dir()]
     refuse_lacking(options.src, missing, len(names), f"{len(members)} is not an MMEB-V2")
@@ -150,8 +147,8 @@ def _target(name: str, instruction: str, caption: str, path: str, *, captioned: 
 
 def _targets(name: str, row: dict[str, Any], where: str) -> list[tuple[str, str, str]]:
     """The candidates of a row, the right one first."""
-    texts = [one or "" for one in as_list(row["tgt_text"]) or [""]]
-    paths = [one or "" for one in as_list(row["tgt_img_path"])] or [""] * len(texts)
+    texts = [part or "" for part in as_list(row["tgt_text"]) or [""]]
+    paths = [part or "" for part in as_list(row["tgt_img_path"])] or [""] * len(texts)
     if len(paths) != len(texts):
         raise ReleaseError(f"{where}: {len(texts)} texts and {len(paths)} pictures for the candidates")
     target = partial(_target, name, row["tgt_inst"] or "", captioned=bool(texts[0].strip()))
@@ -164,9 +161,9 @@ def _import_images(name: str, options: Mmeb2Options, about: dict[str, str]) -> N
     draft = OwnCandidates(name, find, word_query=plain, word_candidate=plain)
     for row, where in placed_rows(files_of_split(options.src / name, "test")):
         need_columns(where, row, COLUMNS, ". For files of MMEB-eval (V1) use import mmeb")
-        asked = query_text(name, row["qry_inst"] or "", row["qry_text"] or "")
+        text = query_text(name, row["qry_inst"] or "", row["qry_text"] or "")
         image = "" if name in _TEXT_TO_IMAGE else row["qry_img_path"] or ""
-        draft.add(asked, image, _targets(name, row, where), where)
+        draft.add(text, image, _targets(name, row, where), where)
     meta = _meta(name, options) | {"candidates_never_seen": draft.num_hidden} | about
     options.write(name, meta=meta, **draft.parts())
 
@@ -175,11 +172,10 @@ def _import_documents(name: str, options: Mmeb2Options, about: dict[str, str]) -
     def rows(part: str) -> Iterator[tuple[dict[str, Any], str]]:
         return placed_rows(files_of_split(options.src / name / part, DOCUMENTS[name][1]))
 
+    qrels_files = files_of_split(options.src / name / "qrels", DOCUMENTS[name][1])
     judged = {
-        query: {one: gain for one, gain in gains.items() if gain > 0}
-        for query, gains in read_qrels(
-            files_of_split(options.src / name / "qrels", DOCUMENTS[name][1])
-        ).items()
+        query: {candidate: gain for candidate, gain in gains.items() if gain > 0}
+        for query, gains in read_qrels(qrels_files).items()
     }
     queries = []
     for row, where in rows("queries"):
@@ -197,7 +193,9 @@ def _import_documents(name: str, options: Mmeb2Options, about: dict[str, str]) -
             image = image["bytes"] if isinstance(image, dict) else image
             yield Candidate(safe_id(str(cell(row, where, "corpus-id"))), SHOWN, image)
 
-    qrels = [(query, *pair) for query, found in judged.items() if query in ids for pair in found.items()]
+    qrels = [
+        (query, *pair) for query, positives in judged.items() if query in ids for pair in positives.items()
+    ]
     options.write(name, meta=_meta(name, options) | about, queries=queries, corpus=corpus(), qrels=qrels)
 
 

@@ -32,9 +32,9 @@ class Mmeb2(Protocol):
 
     def suite_figures(self, results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         """Mean of the sets' main scores."""
-        scores = {name: one["main_score"] for name, one in results.items()}
-        (metric,) = {one["metric"] for one in scores.values()}
-        mean = sum(one["value"] for one in scores.values()) / len(scores)
+        scores = {name: score["main_score"] for name, score in results.items()}
+        (metric,) = {score["metric"] for score in scores.values()}
+        mean = sum(score["value"] for score in scores.values()) / len(scores)
         return {"main_score": {"metric": metric, "value": mean}}
 
 
@@ -46,9 +46,9 @@ PROTOCOLS = (
     Mmeb2("mmeb2", "clean", ("hit@1", "ndcg@5"), "macro", (*_SAID, "image: equal scores count against the model")),
     Mmeb2("mmeb2", "official", ("hit@1", "ndcg@5"), "macro", (
         *_SAID,
-        "image: equal scores count for the model, as numpy's argsort has it, which leaves their order open",
-        "gains stay with their documents; the released scorer (6e1e1d4) sends the documents through a set() and the gains not, so "
-        "that its figures for graded sets change with Python's hash seed",
+        "image: equal scores count for the model; the released argsort does not define their order",
+        "gains stay with their documents; the released scorer (6e1e1d4) reorders documents by a set(), but not their gains, so "
+        "its figures for graded sets depend on Python's hash seed",
         "released code: TIGER-AI-Lab/VLM2Vec 6e1e1d4 (January 2026); its change of 21 September 2026 (#213) reads states after the "
         "final norm, as every adapter here does",
     )),

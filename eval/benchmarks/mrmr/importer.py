@@ -13,7 +13,7 @@ pictures, and in knowledge and theorem downscales pictures above 2,000 pixels; h
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from eval.benchmarks.release_files import (
     ReleaseError,
@@ -25,7 +25,6 @@ from eval.benchmarks.release_files import (
     read_qrels,
 )
 from eval.sets.write_set import Candidate, Query
-from rge.common.options import one_of
 from rge.common.schema import safe_id
 
 INSTRUCTIONS = {
@@ -48,7 +47,6 @@ _DISCIPLINES = {
 }
 DISCIPLINES = {name: discipline for discipline, names in _DISCIPLINES.items() for name in names.split()}
 """Domain of a query -> discipline, as reported in the paper; the released code maps the rest to ``other``."""
-SHOWN = ("image", "numbered")
 TEXT, IMAGE = "text", "image"
 
 
@@ -58,7 +56,7 @@ class MrmrOptions(ReleaseOptions):
 
     tasks: tuple[str, ...] = ("all",)
     """Tasks: knowledge, theorem, design, traffic, negation; by default all."""
-    query_images: str = "image"
+    query_images: Literal["image", "numbered"] = "image"
     """image: the query's one picture, as in the released evaluation; numbered: ``image 1``, ``image 2``, ... if
     present."""
 
@@ -69,7 +67,6 @@ def import_mrmr(options: MrmrOptions) -> list[str]:
     Raises:
         UserError: a task or column is missing, a modality does not match the content, or a judgement's query is unknown.
     """
-    one_of("query_images", [options.query_images], SHOWN)
     tasks = chosen("tasks", options.tasks, INSTRUCTIONS)
     if missing := [task for task in tasks if not (options.src / task).is_dir()]:
         raise ReleaseError(
@@ -91,12 +88,12 @@ def _import_one(task: str, options: MrmrOptions) -> None:
         return placed_rows(files_of_split(options.src / task / part, "test"))
 
     judged = read_qrels(files_of_split(options.src / task / "qrels", "test"))
-    asked, queries = [], []
+    ids, queries = [], []
     for row, where in rows("query"):
-        asked.append(safe_id(str(cell(row, where, "id"))))
-        if asked[-1] in judged:
-            queries.append(_query(asked[-1], row, where, task, options))
-    if lost := sorted(set(judged) - set(asked)):
+        ids.append(safe_id(str(cell(row, where, "id"))))
+        if ids[-1] in judged:
+            queries.append(_query(ids[-1], row, where, task, options))
+    if lost := sorted(set(judged) - set(ids)):
         raise ReleaseError(
             f"{options.src / task / 'qrels'}: query {lost[0]!r} is not in query/; are the files from different releases?"
         )
@@ -109,7 +106,7 @@ def _import_one(task: str, options: MrmrOptions) -> None:
             "task": task,
             "query_images": options.query_images,
             "report_by": ["discipline", "domain"],
-            "queries_without_judgements": len(asked) - len(queries),
+            "queries_without_judgements": len(ids) - len(queries),
         },
         queries=queries,
         corpus=(
@@ -117,7 +114,10 @@ def _import_one(task: str, options: MrmrOptions) -> None:
             for row, where in rows("corpus")
         ),
         qrels=[
-            (query.id, one, gain) for query in queries for one, gain in judged[query.id].items() if gain > 0
+            (query.id, candidate, gain)
+            for query in queries
+            for candidate, gain in judged[query.id].items()
+            if gain > 0
         ],
     )
 
@@ -127,7 +127,7 @@ def _query(name: str, row: dict[str, Any], where: str, task: str, options: MrmrO
     images = [] if image is None else [image]
     if options.query_images == "numbered":
         numbered = [_picture(row.get(f"image {n}")) for n in range(1, 100)]
-        images = [one for one in numbered if one is not None] or images
+        images = [picture for picture in numbered if picture is not None] or images
     domain = row.get("category") or task
     discipline = task if domain == task else DISCIPLINES.get(domain, "other")
     return Query(
@@ -149,7 +149,7 @@ def _content(row: dict[str, Any], where: str) -> tuple[str | None, bytes | None]
     parts = str(cell(row, where, "modality")).replace(" ", "").split(",")
     if unknown := sorted(set(parts) - {TEXT, IMAGE}):
         raise ReleaseError(f"{where}: modality {unknown[0]!r} is neither text nor image")
-    shown: dict[str, Any] = {TEXT: row.get("text") or None, IMAGE: _picture(row.get("image"))}
-    if empty := [part for part in (TEXT, IMAGE) if part in parts and shown[part] is None]:
+    content: dict[str, Any] = {TEXT: row.get("text") or None, IMAGE: _picture(row.get("image"))}
+    if empty := [part for part in (TEXT, IMAGE) if part in parts and content[part] is None]:
         raise ReleaseError(f"{where}: modality is {','.join(parts)}, but {empty[0]} is empty")
-    return shown[TEXT] if TEXT in parts else None, shown[IMAGE] if IMAGE in parts else None
+    return content[TEXT] if TEXT in parts else None, content[IMAGE] if IMAGE in parts else None

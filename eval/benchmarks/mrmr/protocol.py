@@ -35,7 +35,7 @@ class Mrmr(Protocol):
 
     def suite_figures(self, results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         """Main scores of all tasks; the release does not average them."""
-        return {"main_scores": {name: one["main_score"] for name, one in results.items()}}
+        return {"main_scores": {name: result["main_score"] for name, result in results.items()}}
 
 
 PROTOCOLS = (
@@ -48,8 +48,8 @@ PROTOCOLS = (
         "as the released fork of MTEB: nDCG@10 (negation: recall@1) of trec_eval over the top 1,000, rounded to five digits",
         "equal scores are in trec_eval's order, the larger id first",
         "negation against its whole pool, the released default; with split_corpus=true the release gives each query four "
-        "documents, by a rule that could not be seen",
-        "the release leaves an item out that cannot be embedded, and its queries then go by other ids; here it is an error",
+        "documents, by an unpublished rule",
+        "the release skips items that cannot be embedded, which shifts the ids of queries; here this is an error",
     ), skips_missing=True),
 )  # fmt: skip
 register_benchmark(Benchmark("mrmr", "eval.benchmarks.mrmr.importer:import_mrmr", PROTOCOLS))

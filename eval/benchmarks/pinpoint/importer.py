@@ -37,7 +37,6 @@ from eval.sets.write_set import Candidate, Query
 
 TABLE, INDEX = "pinpoint_licensed.parquet", "index_signatures.txt"
 COLUMNS = ("query_id", "instruction", "query_image_signature", "positive_candidates", "negative_candidates")
-SINGLE, MULTI = "one image", "two images"
 
 
 @dataclass
@@ -71,15 +70,15 @@ def import_pinpoint(options: PinpointOptions) -> RetrievalSet:
     pictures = Pictures([options.images or options.src / "images", options.src], options.manifest)
     draft, count = Draft(index), Counter[str]()
     seen: set[str] = set()
-    for row in iter_rows(table):
-        one = _Row.read(row, table)
-        if one.name in seen:
-            raise ReleaseError(f"{table}: query {one.name!r} occurs twice")
-        seen.add(one.name)
-        count.update(one.oddities(index))
-        if one.right:
-            num_missing = draft.judge(one.name, dict.fromkeys(one.right, 1), one.wrong, one.own)
-            draft.queries.append(_query(one, num_missing, pictures, options))
+    for record in iter_rows(table):
+        row = _Row.read(record, table)
+        if row.name in seen:
+            raise ReleaseError(f"{table}: query {row.name!r} occurs twice")
+        seen.add(row.name)
+        count.update(row.oddities(index))
+        if row.right:
+            num_missing = draft.judge(row.name, dict.fromkeys(row.right, 1), row.wrong, row.own)
+            draft.queries.append(_query(row, num_missing, pictures, options))
     draft.refuse_lost(f"{index_file} ({len(index)} pictures)", allowed=options.allow_missing)
     return options.write(
         meta={
@@ -92,7 +91,7 @@ def import_pinpoint(options: PinpointOptions) -> RetrievalSet:
             "exclude_query_image": options.exclude_query_image,
         },
         queries=draft.queries,
-        corpus=(Candidate(id=one, image=_picture(pictures, one, options)) for one in index),
+        corpus=(Candidate(id=name, image=_picture(pictures, name, options)) for name in index),
         qrels=draft.qrels,
         negatives=draft.negatives,
         excluded=draft.excluded if options.exclude_query_image else None,
@@ -114,7 +113,7 @@ class _Row:
 
     @classmethod
     def read(cls, row: Mapping[str, Any], table: Path) -> "_Row":
-        name = normalised_id(row["query_id"])
+        name = str(row["query_id"]).removeprefix("query_").zfill(5)  # as the released scorer normalises it
         right, wrong = as_list(row["positive_candidates"]), as_list(row["negative_candidates"])
         own = _distinct([row["query_image_signature"], row.get("query_image_signature2")])
         if not own:
@@ -141,11 +140,11 @@ def _query(row: _Row, num_missing: int, pictures: Pictures, options: PinpointOpt
     return Query(
         id=row.name,
         text=row.text,
-        images=tuple(_picture(pictures, one, options) for one in row.own),
+        images=tuple(_picture(pictures, name, options) for name in row.own),
         group="+".join(row.own),
         instruction=options.instruction,
         columns={
-            "images": SINGLE if len(row.own) == 1 else MULTI,
+            "images": "one image" if len(row.own) == 1 else "two images",
             "picture_ids": "+".join(row.own),
             "paraphrase": content_id(*row.own, *sorted(row.right)),
             "num_listed_positives": len(row.listed_right),
@@ -153,11 +152,6 @@ def _query(row: _Row, num_missing: int, pictures: Pictures, options: PinpointOpt
             "num_missing_positives": num_missing,
         },
     )
-
-
-def normalised_id(value: Any) -> str:
-    """Query id as the released scorer normalises it: without ``query_``, padded to five digits."""
-    return str(value).removeprefix("query_").zfill(5)
 
 
 def _is_none(value: Any) -> bool:
@@ -169,10 +163,10 @@ def _distinct(values: list[Any]) -> list[str]:
 
 
 def _picture(pictures: Pictures, name: str, options: PinpointOptions) -> bytes | Path:
-    found = pictures.find(name, by_stem=True)
-    if found is None:
+    picture = pictures.find(name, by_stem=True)
+    if picture is None:
         raise ReleaseError(
             f"picture {name!r} is not below {options.images or options.src / 'images'}: download it with the release's "
             "tools, then pass images=DIR or manifest=FILE"
         )
-    return found
+    return picture

@@ -45,25 +45,17 @@ class Pinpoint(Protocol):
         bad_Q = integer_column(wanted, "num_listed_negatives")
         in_pool_Q = np.array([len(rows) for rows, _ in wanted.positives], np.int64)
         rows_QW = ranking.rows_QW
-        wide = judge(
-            rows_QW,
-            wanted.positives,
-            None,
-            num_candidates=len(wanted.corpus_ids),
-            num_missing_Q=listed_Q
-            - in_pool_Q,  # repeated positives count in the denominator, like ones never found
-        )
+        # repeated positives count in the denominator, like ones never found
+        missing_Q, num_candidates = listed_Q - in_pool_Q, len(wanted.corpus_ids)
+        wide = judge(rows_QW, wanted.positives, None, num_candidates=num_candidates, num_missing_Q=missing_Q)
         negative_QK = np.stack(
             [np.isin(row, listed) for row, listed in zip(rows_QW, wanted.negatives or [], strict=True)]
         )
         wide = replace(wide, negative_QK=negative_QK, num_negatives_Q=bad_Q)
         # Negatives are removed from the whole list before it is cut.
         judged = cut(wide, ranking.depth)
-        more = [
-            f"{kind}@{k}" for kind in ("precision", "recall", "map_capped", "negative_recall") for k in CUTS
-        ]
-        more += [f"delta_map_capped@{k}" for k in CUTS]
-        names = self.names(wanted, more, negatives=False)
+        kinds = ("precision", "recall", "map_capped", "negative_recall", "delta_map_capped")
+        names = self.names(wanted, [f"{kind}@{k}" for kind in kinds for k in CUTS], negatives=False)
         value_QM = pinpoint_values(names, judged)
         pool_Q = wanted.pool_sizes()
         random_QM = np.full(value_QM.shape, np.nan)
@@ -75,18 +67,9 @@ class Pinpoint(Protocol):
             order = tied_order(wide, ranking.score_QW, best=best)
             return pinpoint_values(names, cut(order, ranking.depth))
 
-        return self._skip(
-            wanted,
-            Scored(
-                names,
-                value_QM=value_QM,
-                best_QM=tied(best=True),
-                worst_QM=tied(best=False),
-                random_QM=random_QM,
-                first_hit_Q=first_hit_rank(judged),
-            ),
-            missing,
-        )
+        first_Q = first_hit_rank(judged)
+        scored = Scored(names, value_QM, tied(best=True), tied(best=False), random_QM, first_Q)
+        return self._skip(wanted, scored, missing)
 
     def figures(self, wanted: RetrievalSet, scored: Scored, *, seed: int) -> dict[str, Any]:
         """Linguistic sensitivity, the relative cost of negatives, and, if official, the released scorer's names."""
@@ -109,33 +92,36 @@ class Pinpoint(Protocol):
             "linguistic_sensitivity_std": over(precision_Q, of=np.std),
             "delta_map_capped_relative@10": relative if relative["value"] is not None else None,
         }
-        means_of = {name: over(column[name], of=np.mean, least=1) for name in self.headline}
+        defined = np.isfinite(precision_Q)
         out: dict[str, Any] = {
-            "micro": {name: figure for name, figure in micro.items() if figure},
-            "group_mean": {name: figure for name, figure in means_of.items() if figure},
-            "paraphrase_groups": _num_groups(same, np.isfinite(precision_Q)),
+            "micro": _known(micro),
+            "group_mean": _known({name: over(column[name], of=np.mean, least=1) for name in self.headline}),
+            "paraphrase_groups": _num_groups(same, defined),
         }
         if official:
-            out["official"] = _official(means(scored.names, scored.value_QM), micro) | {
-                "total_queries": int(np.isfinite(precision_Q).sum())
-            }
+            figures_of = _official(means(scored.names, scored.value_QM), micro)
+            out["official"] = figures_of | {"total_queries": int(defined.sum())}
         return out
+
+
+def _known(figures_of: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: figure for name, figure in figures_of.items() if figure}
 
 
 def _official(value: Mapping[str, float], micro: Mapping[str, Mapping[str, Any] | None]) -> dict[str, Any]:
     """Figures under the released scorer's names."""
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     for k in CUTS:
-        found[f"mAP@{k}"] = value[f"map_capped@{k}"]
-        found[f"mAP@{k}_noNeg"] = value[f"map_capped@{k}"] + value[f"delta_map_capped@{k}"]
-        found[f"precision@{k}"] = value[f"precision@{k}"]
-        found[f"recall@{k}"] = value[f"recall@{k}"]
-        found[f"NegRecall@{k}"] = value[f"negative_recall@{k}"]
+        figures[f"mAP@{k}"] = value[f"map_capped@{k}"]
+        figures[f"mAP@{k}_noNeg"] = value[f"map_capped@{k}"] + value[f"delta_map_capped@{k}"]
+        figures[f"precision@{k}"] = value[f"precision@{k}"]
+        figures[f"recall@{k}"] = value[f"recall@{k}"]
+        figures[f"NegRecall@{k}"] = value[f"negative_recall@{k}"]
     ap, delta = value["map_capped@10"], value["delta_map_capped@10"]
-    found |= {"delta_mAP@10_noNeg": delta, "pct_increase_mAP@10_noNeg": delta / ap if ap > 0 else 0.0}
-    for theirs, ours in (("range", "linguistic_sensitivity"), ("std", "linguistic_sensitivity_std")):
-        found[f"ling_sens_{theirs}"] = (micro[ours] or {"value": 0.0})["value"]
-    return found
+    figures |= {"delta_mAP@10_noNeg": delta, "pct_increase_mAP@10_noNeg": delta / ap if ap > 0 else 0.0}
+    for name, key in (("range", "linguistic_sensitivity"), ("std", "linguistic_sensitivity_std")):
+        figures[f"ling_sens_{name}"] = (micro[key] or {"value": 0.0})["value"]
+    return figures
 
 
 def pinpoint_values(names: Sequence[str], judged: Judged) -> np.ndarray:
@@ -189,9 +175,9 @@ def over_groups(
     if table.empty:
         return None
     parts = table.groupby("same", sort=False)
-    value_G = np.array([[float(of(one.to_numpy()))] for _, one in parts["value"]])
-    found = cluster_bootstrap(value_G, index_of(parts["group"].first().tolist()), seed=seed)
-    return figures(found, (0.0, 1.0))[0] | {"value": float(value_G.mean())}
+    value_G = np.array([[float(of(values.to_numpy()))] for _, values in parts["value"]])
+    means = cluster_bootstrap(value_G, index_of(parts["group"].first().tolist()), seed=seed)
+    return figures(means, (0.0, 1.0))[0] | {"value": float(value_G.mean())}
 
 
 def _num_groups(same: Sequence[str], kept_Q: np.ndarray) -> int:
@@ -209,7 +195,7 @@ PROTOCOLS = (
         "a query without a ranking counts 0",
     )),
     Pinpoint("pinpoint", "official", ("map_capped@10", "delta_map_capped@10", "negative_recall@10", "precision@10"), "micro", (
-        "as evaluate.py: all that is listed is scored, and negatives leave the whole list before it is cut at k "
+        "as evaluate.py: the whole list is scored, and negatives are removed from it before it is cut at k "
         "(the released retrieval lists 50: depth=50); AP@k over min(listed positives, k), recall over listed positives, "
         "repeated ones included, so that a perfect ranking stays below 1",
         "negative_recall@k over min(listed negatives, k), None and repeated ones included; 0 without negatives",

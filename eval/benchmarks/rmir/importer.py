@@ -29,9 +29,8 @@ from eval.benchmarks.release_files import (
     iter_rows,
     placed_rows,
     read_qrels,
-    some,
 )
-from eval.sets.retrieval_set import RetrievalSet
+from eval.sets.retrieval_set import RetrievalSet, some
 from eval.sets.write_set import Candidate, Query
 from rge.common.schema import safe_id
 
@@ -167,7 +166,7 @@ def import_rmir(options: RmirOptions) -> RetrievalSet:
         draft.queries.append(_query(row, pictures, num_missing, options.instruction))
     draft.refuse_lost(f"the {len(pool.ids)} pictures of the pool {pool_file}", allowed=options.allow_missing)
     notes = _check_counts(rows, len(pool.ids), options)
-    shown = [*pool.ids, *(one for row in rows for one in row.picture_ids)]
+    shown = [*pool.ids, *(name for row in rows for name in row.picture_ids)]
     return options.write(
         meta={
             "name": "RMIR" if options.split == "test" else f"RMIR {options.split}",
@@ -183,43 +182,39 @@ def import_rmir(options: RmirOptions) -> RetrievalSet:
         qrels=draft.qrels,
         negatives=draft.negatives or None,
         excluded=draft.excluded if options.exclude_query_image else None,
-        names=_coco_names(shown, pictures.coco),
+        # half of Visual Genome's pictures are also in COCO, under whose names other training sets have them
+        names=[
+            (name, f"coco:{pictures.coco[name]}") for name in dict.fromkeys(shown) if name in pictures.coco
+        ],
     )
 
 
 def _query(row: _Row, pictures: Pictures, num_missing: int, instruction: str) -> Query:
-    shown = "+".join(row.picture_ids)
+    ids = "+".join(row.picture_ids)
     return Query(
         id=row.id,
         text=row.text,
         images=tuple(_picture(pictures, ref) for ref in row.images),
         category=row.category,
-        group=row.group or shown,
+        group=row.group or ids,
         instruction=instruction,
-        columns={"num_missing_positives": num_missing, "picture_ids": shown},
+        columns={"num_missing_positives": num_missing, "picture_ids": ids},
     )
-
-
-def _coco_names(ids: Sequence[str], coco: Mapping[str, int]) -> list[tuple[str, str]]:
-    """COCO names of pictures of Visual Genome, half of which come from COCO, for matching with other training sets."""
-    return [(one, f"coco:{coco[one]}") for one in dict.fromkeys(ids) if one in coco]
 
 
 def _one_file(options: RmirOptions, *stems: str) -> Path | None:
     """Find ``queries.parquet``, ``queries/test-00000-of-00001.parquet``, ``queries/test.parquet`` or similar."""
     for stem in stems:
-        places = [options.src / f"{stem}{suffix}" for suffix in TABLES]
-        found = [path for path in (*places, *sorted((options.src / stem).glob("*"))) if _is_table(path)]
-        named = _of_split(found, options.split) or found
+        paths = [options.src / f"{stem}{suffix}" for suffix in TABLES] + sorted(
+            (options.src / stem).glob("*")
+        )
+        tables = [path for path in paths if path.suffix in TABLES and path.is_file()]
+        named = _of_split(tables, options.split) or tables
         if len(named) > 1:
             raise ReleaseError(f"{options.src}: {named} could all be {stem}: join them into one file")
         if named:
             return named[0]
     return None
-
-
-def _is_table(path: Path) -> bool:
-    return path.suffix in TABLES and path.is_file()
 
 
 def _of_split(files: Sequence[Path], split: str) -> list[Path]:
@@ -228,8 +223,8 @@ def _of_split(files: Sequence[Path], split: str) -> list[Path]:
 
 def _query_files(options: RmirOptions, others: Sequence[Path | None]) -> list[Path]:
     """The table ``queries``, or the tables of the split in ``src`` except ``others``."""
-    if found := _one_file(options, "queries"):
-        return [found]
+    if table := _one_file(options, "queries"):
+        return [table]
     passed = {*others, options.src / "meta.json"}
     files = [path for path in sorted(options.src.iterdir()) if path.suffix in TABLES and path not in passed]
     if not files:
@@ -251,13 +246,13 @@ def _read_queries(options: RmirOptions, pool: Path | None) -> list[_Row]:
     for path in _query_files(options, [pool, options.manifest, judged, wrong]):
         columns = fields.columns(path, column_names(path), IGNORED)
         needed = ("id", "text", "image", "category", *(["positives"] if judged is None else []))
-        if lacking := [ours for ours in needed if ours not in columns]:
+        if lacking := [field_name for field_name in needed if field_name not in columns]:
             raise ReleaseError(
                 f"{path}: no column for the query's {lacking[0]} ({', '.join(ALIASES[lacking[0]])}); found: "
                 f"{', '.join(columns.values())}; pass field_map=THEIRS={lacking[0]}"
             )
         for record, where in placed_rows([path]):
-            row = {ours: record.get(theirs) for ours, theirs in columns.items()}
+            row = {field_name: record.get(column) for field_name, column in columns.items()}
             if row.get("split") in (None, "", options.split):
                 _add(rows, row, where)
     if judged is None:
@@ -285,7 +280,7 @@ def _judge(rows: Mapping[str, _Row], judged: Path, wrong: Path | None) -> None:
     """Add judgements from separate tables; a gain of 0 makes a candidate a negative."""
     for query, gains in read_qrels([judged]).items():
         if row := rows.get(query):
-            row.positives |= {one: gain for one, gain in gains.items() if gain > 0}
+            row.positives |= {candidate: gain for candidate, gain in gains.items() if gain > 0}
             row.negatives |= gains.keys() - row.positives.keys()
     for record in iter_rows(wrong) if wrong else ():
         if row := rows.get(safe_id(str(record["query-id"]))):
@@ -296,9 +291,9 @@ def _check_counts(rows: Sequence[_Row], num_candidates: int, options: RmirOption
     """Compare with the published counts; differences are an error, or notes with ``counts=false``."""
     if without := [row.id for row in rows if not row.positives]:
         raise ReleaseError(f"{len(without)} of {len(rows)} queries have no positive: {some(without)}")
-    found = Counter(dict.fromkeys(CATEGORY_COUNTS, 0))
-    found.update(row.category for row in rows)
-    wrong = _unlike_published(found, num_candidates) if options.split == "test" else []
+    counts = Counter(dict.fromkeys(CATEGORY_COUNTS, 0))
+    counts.update(row.category for row in rows)
+    wrong = _unlike_published(counts, num_candidates) if options.split == "test" else []
     if many := [row.id for row in rows if len(row.positives) > MAX_POSITIVES]:
         wrong.append(f"more than {MAX_POSITIVES} positives in {len(many)} queries ({some(many)})")
     if wrong and options.counts:
@@ -306,8 +301,8 @@ def _check_counts(rows: Sequence[_Row], num_candidates: int, options: RmirOption
             f"{options.src} is not RMIR as published: {'; '.join(wrong)}. For a subset or a new version pass counts=false, "
             "which records the differences in meta.json"
         )
-    notes = [f"not as published: {one}" for one in wrong]
-    return notes + ([SWAPPED] if found["temporal"] == CATEGORY_COUNTS["temporal"] else [])
+    notes = [f"not as published: {difference}" for difference in wrong]
+    return notes + ([SWAPPED] if counts["temporal"] == CATEGORY_COUNTS["temporal"] else [])
 
 
 def _unlike_published(found: Mapping[str, int], num_candidates: int) -> list[str]:
@@ -327,10 +322,10 @@ def _unlike_published(found: Mapping[str, int], num_candidates: int) -> list[str
 
 
 def _category(value: Any, where: str) -> str:
-    found = CODES.get(str(value).strip().lower())
-    if found is None:
+    category = CODES.get(str(value).strip().lower())
+    if category is None:
         raise ReleaseError(f"{where}: category {value!r} is not one of {', '.join(sorted(CODES))}")
-    return found
+    return category
 
 
 def _name(ref: Any) -> str:
@@ -354,9 +349,9 @@ def _picture(pictures: Pictures, ref: Any) -> bytes | Path:
     if "://" in name and name not in pictures.manifest:
         raise ReleaseError(f"picture {name!r} is a URL: download it and pass manifest=FILE with id and path")
     stem = Path(name).stem
-    found = pictures.find(ref, by_stem=bool(re.fullmatch(r"[0-9a-f]{16}", stem)))
-    if found is not None:
-        return found
+    picture = pictures.find(ref, by_stem=bool(re.fullmatch(r"[0-9a-f]{16}", stem)))
+    if picture is not None:
+        return picture
     hint = (
         "an integer is a Visual Genome id, which is not a file name: pass manifest=image_data.json"
         if stem.isdigit()

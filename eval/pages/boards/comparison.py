@@ -43,9 +43,9 @@ def write_comparison(
         UserError: the set or a picture is missing.
     """
     sides = {"A": a, "B": b}
-    labels = [f"{name_of(one)}, {note_of(one)}" for one in (a, b)]
+    labels = [f"{name_of(side)}, {note_of(side)}" for side in (a, b)]
     if labels[0] == labels[1]:
-        labels = [f"{labels[0]} ({one.directory.parent.name}/{one.directory.name})" for one in (a, b)]
+        labels = [f"{labels[0]} ({side.directory.parent.name}/{side.directory.name})" for side in (a, b)]
     gallery, main = Gallery(), rows[0]["metric"]
     metrics = []
     for name in dict.fromkeys(row["metric"] for row in rows):
@@ -69,7 +69,7 @@ def write_comparison(
 
 def against(runs: Mapping[str, Evaluation], metric: str, seed: int) -> list[dict[str, Any]]:
     """Paired differences between the first run and each of the next few, over all queries and in every slice."""
-    known = [(name, one) for name, one in runs.items() if metric in one.per_query]
+    known = [(name, evaluation) for name, evaluation in runs.items() if metric in evaluation.per_query]
     if len(known) < 2:
         return []
     (best, first), *others = known

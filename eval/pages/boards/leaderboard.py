@@ -54,18 +54,18 @@ class Board:
     id: str
     title: str
     facts: str
-    protocol: Sequence[str]
     source: Published | None
-    apart: list[str]
     columns: list[Column]
     main: int
     rows: list[Row]
     foreign: list[Row]
-    warnings: list[str]
     heat: HeatMap | None
-    differs: Sequence[tuple[str, dict[str, str]]]
-    cost: Markup | None
-    cost_rows: list[dict[str, Any]]
+    protocol: Sequence[str] = ()
+    apart: Sequence[str] = ()
+    warnings: Sequence[str] = ()
+    differs: Sequence[tuple[str, dict[str, str]]] = ()
+    cost: Markup | None = None
+    cost_rows: Sequence[dict[str, Any]] = ()
     examples: dict[str, Any] | None = None
     against: Sequence[dict[str, Any]] = ()
     budgets: Sequence[tuple[str, dict[str, Any]]] = ()
@@ -126,21 +126,21 @@ def _write(boards: Sequence[Board], gallery: Gallery, out: Path, title: str | No
 
 def board_tables(board: Board) -> tuple[pd.DataFrame, pd.DataFrame]:
     """The rows of a board as numbers (fractions), and formatted in per cent."""
-    values, shown = [], []
+    values, formatted_rows = [], []
     for row in [*board.rows, *board.foreign]:
         model = {"model": row.label, "note": row.note}
-        cells = {column.name: one for column, one in zip(board.columns, row.figures, strict=True)}
+        cells = {column.name: cell for column, cell in zip(board.columns, row.figures, strict=True)}
         values.append(
             {"place": row.place, **model, "published": row.published}
             | {
-                f"{name} {key}".removesuffix(" value"): getattr(one, key, None)
-                for name, one in cells.items()
+                f"{name} {key}".removesuffix(" value"): getattr(cell, key, None)
+                for name, cell in cells.items()
                 for key in ("value", "low", "high")
             }
         )
-        formatted = {name: figure(None if one is None else vars(one)) for name, one in cells.items()}
-        shown.append({"": row.place or "–", **model, **formatted})
-    return pd.DataFrame(values).astype({"place": "Int64"}), pd.DataFrame(shown).astype({"": str})
+        formatted = {name: figure(None if cell is None else vars(cell)) for name, cell in cells.items()}
+        formatted_rows.append({"": row.place or "–", **model, **formatted})
+    return pd.DataFrame(values).astype({"place": "Int64"}), pd.DataFrame(formatted_rows).astype({"": str})
 
 
 _Key = tuple[str, ...]
@@ -167,11 +167,11 @@ def _groups(runs: Sequence[str]) -> tuple[dict[_Key, list[_Member]], dict[_Key, 
         curves = read_json(Path(directory) / BUDGET)
         bases = [Path(directory) / name for name in BASES]
         for path in expand(Path(directory)) if curves is None else bases:
-            one = read_evaluation(path)
-            key = _key(one.results)
-            groups[key].append((label or name_of(one), note_of(one), one))
+            evaluation = read_evaluation(path)
+            key = _key(evaluation.results)
+            groups[key].append((label or name_of(evaluation), note_of(evaluation), evaluation))
         if curves is not None:
-            budgets[key].append((label or name_of(one), on_page(curves)))
+            budgets[key].append((label or name_of(evaluation), on_page(curves)))
     _join_old(groups, budgets)
     for members in groups.values():
         _refuse_namesakes(members)
@@ -182,10 +182,10 @@ def _groups(runs: Sequence[str]) -> tuple[dict[_Key, list[_Member]], dict[_Key, 
 
 def _refuse_namesakes(members: Sequence[_Member]) -> None:
     first: dict[tuple[str, str], Evaluation] = {}
-    for label, note, one in members:
-        if first.setdefault((label, note), one) is not one:
+    for label, note, evaluation in members:
+        if first.setdefault((label, note), evaluation) is not evaluation:
             raise UserError(
-                f"{one.directory} is a second {label!r} ({note}) on the same set: give labels with runs=LABEL:DIR"
+                f"{evaluation.directory} is a second {label!r} ({note}) on the same set: give labels with runs=LABEL:DIR"
             )
 
 
@@ -258,20 +258,27 @@ def _facts(results: Mapping[str, Any]) -> str:
 def _published_only(number: int, table: Published) -> Board:
     rows, foreign = _ranked_rows([], table, table.main)
     return Board(
-        f"board{number}", table.title, "published figures only", [], table, [], table.columns, table.main, rows,
-        foreign, [], heat_map(rows, foreign), [], None, [],
-    )  # fmt: skip
+        id=f"board{number}",
+        title=table.title,
+        facts="published figures only",
+        source=table,
+        columns=table.columns,
+        main=table.main,
+        rows=rows,
+        foreign=foreign,
+        heat=heat_map(rows, foreign),
+    )
 
 
 def _what_differs(members: Sequence[_Member]) -> list[tuple[str, dict[str, str]]]:
     """For each measured row the parts of its identity that differ between rows; empty for a single row."""
-    identities = [identity_of(one.results) for _, _, one in members]
-    apart = dict.fromkeys(name for pair in combinations(identities, 2) for name in differences(*pair))
-    facts = [flattened(one) for one in identities]
+    identities = [identity_of(identity.results) for _, _, identity in members]
+    differing = dict.fromkeys(name for pair in combinations(identities, 2) for name in differences(*pair))
+    facts = [flattened(identity) for identity in identities]
     return [
-        (f"{label}, {note}", {name: str(one.get(name, "")) for name in apart})
-        for (label, note, _), one in zip(members, facts, strict=True)
-        if apart
+        (f"{label}, {note}", {name: str(identity.get(name, "")) for name in differing})
+        for (label, note, _), identity in zip(members, facts, strict=True)
+        if differing
     ]
 
 

@@ -64,23 +64,23 @@ class HeatMap:
     lines: list[tuple[str, list[tuple[Figure, float] | None]]]
 
 
-def name_of(one: Evaluation) -> str:
+def name_of(run: Evaluation) -> str:
     """Name of a measured row whose run has no label."""
-    name = str((one.results.get("model") or {}).get("name") or one.results.get("checkpoint") or "")
+    name = str((run.results.get("model") or {}).get("name") or run.results.get("checkpoint") or "")
     if not name:
-        return str(one.results.get("tag") or one.directory.name)
+        return str(run.results.get("tag") or run.directory.name)
     parts = [part for part in Path(name).parts if part not in ("final", "/")]
     return "/".join(parts[-2:])
 
 
-def note_of(one: Evaluation) -> str:
+def note_of(run: Evaluation) -> str:
     """Conditions of a measured row."""
-    mode, modality = one.results.get("query_mode"), one.results.get("query_modality")
+    mode, modality = run.results.get("query_mode"), run.results.get("query_modality")
     words = [str(mode) if mode else "external ranking"]
-    point = (one.results.get("budget") or {}).get("name")
+    point = (run.results.get("budget") or {}).get("name")
     if point not in (None, mode):  # a point of `budget`
         words = [str(point)]
-    if judged := one.results.get("rerank"):
+    if judged := run.results.get("rerank"):
         words.append(f"top {judged['top_n']} reranked")
     if modality not in (None, "both"):
         words.append(f"query {modality} only")
@@ -88,20 +88,20 @@ def note_of(one: Evaluation) -> str:
 
 
 def measured_row(
-    label: str, note: str, one: Evaluation, columns: Sequence[Column], metric: str, known: bool
+    label: str, note: str, run: Evaluation, columns: Sequence[Column], metric: str, known: bool
 ) -> Row:
     """A row of one of our evaluations.
 
     `known`: the content of the board's set is known, so rows without a recorded content are not ranked.
     """
-    official = one.results.get("profile") == "official"
-    figures = [_official(one, column) if official else one.figure_at(column.path) for column in columns]
-    warnings = [str(warning) for warning in one.results.get("warnings") or []]
-    labels = _labels(one.results, warnings, known)
+    official = run.results.get("profile") == "official"
+    figures = [_official(run, column) if official else run.figure_at(column.path) for column in columns]
+    warnings = [str(warning) for warning in run.results.get("warnings") or []]
+    labels = _labels(run.results, warnings, known)
     comparable = not any(label.endswith(UNRANKED) for label in labels)
-    if official and one.results.get("coverage", 1.0) < 1.0:
+    if official and run.results.get("coverage", 1.0) < 1.0:
         comparable = False  # this profile leaves out queries without a ranking, which inflates figures
-    return Row(label, note, figures, False, _slices(one, metric), one, labels, warnings, comparable)
+    return Row(label, note, figures, False, _slices(run, metric), run, labels, warnings, comparable)
 
 
 def _labels(results: Mapping[str, Any], warnings: Sequence[str], known: bool) -> list[str]:
@@ -125,15 +125,15 @@ def is_benchmark(results: Mapping[str, Any]) -> bool:
     return (results.get("benchmark") or GENERIC) != GENERIC
 
 
-def _official(one: Evaluation, column: Column) -> Figure | None:
+def _official(run: Evaluation, column: Column) -> Figure | None:
     """The released scorer's figure, with the interval of our corresponding figure if both agree."""
-    ours = one.figure_at(column.path)
+    figure = run.figure_at(column.path)
     if column.official is None:
-        return ours
-    theirs = one.figure_at(column.official)
-    if theirs is None or ours is None or abs(theirs.value - ours.value) > ROUNDED:
-        return theirs
-    return Figure(theirs.value, ours.low, ours.high)
+        return figure
+    released = run.figure_at(column.official)
+    if released is None or figure is None or abs(released.value - figure.value) > ROUNDED:
+        return released
+    return Figure(released.value, figure.low, figure.high)
 
 
 def why_unranked(results: Mapping[str, Any], table: Published) -> list[str]:
@@ -189,13 +189,13 @@ def published_rows(table: Published) -> list[Row]:
     return out
 
 
-def _slices(one: Evaluation, metric: str) -> dict[str, Figure]:
+def _slices(run: Evaluation, metric: str) -> dict[str, Figure]:
     """Figures of all categories and other reported slices."""
     out: dict[str, Figure] = {}
-    for block, slices in one.results.items():
+    for block, slices in run.results.items():
         if block.startswith("by_") and len(slices) > 1:
             for name in slices:
-                if figure := one.figure(block, metric, name):
+                if figure := run.figure(block, metric, name):
                     out.setdefault(name, figure)
     return out
 

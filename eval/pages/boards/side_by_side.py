@@ -78,11 +78,11 @@ def side_by_side(
 def _ranked(runs: Mapping[str, Evaluation], metric: str | None) -> pd.DataFrame:
     """The first run's table, limited to queries of all runs, with the ``winner`` and best rank of each."""
     index = next(iter(runs.values())).per_query.index
-    for one in runs.values():
-        index = index.intersection(one.per_query.index)
+    for run in runs.values():
+        index = index.intersection(run.per_query.index)
 
     def of_all(column: str) -> pd.DataFrame:
-        return pd.DataFrame({name: one.per_query.loc[index, column] for name, one in runs.items()})
+        return pd.DataFrame({name: run.per_query.loc[index, column] for name, run in runs.items()})
 
     frame = next(iter(runs.values())).per_query.loc[index].copy()
     ranks = of_all(RANK_COLUMN)
@@ -163,10 +163,10 @@ def _card(
     columns: Sequence[str],
     view: SetView,
 ) -> dict[str, Any]:
-    shown = view.query(name)
+    shown_query = view.query(name)
     best, winner, category = as_rank(row[RANK_COLUMN]), str(row["winner"]), str(row["category"])
     values = [str(row[column]) for column in columns]
-    return shown | {
+    return shown_query | {
         "data": {
             "query": query,
             "category": category,
@@ -185,7 +185,7 @@ def _card(
                 "label": label,
                 "rank": as_rank(run.per_query.at[query, RANK_COLUMN]),
                 "rationale": as_text(run.per_query.loc[query].get("rationale")),
-                "results": view.ranked(name, top, shown["pictures"]),
+                "results": view.ranked(name, top, shown_query["pictures"]),
                 "wins": label == winner,
             }
             for (label, run), top in zip(runs.items(), tops, strict=True)

@@ -19,6 +19,7 @@ from eval.commands.score import ScoreOptions, score
 from eval.scoring.search import Ranking
 from eval.sets.retrieval_set import load_set
 from rge.common.errors import UserError
+from rge.common.options import parse_options
 
 DOCS = ["biology/aa11_1.txt", "biology/bb22_2_0.txt", "biology/bb22_2_1.txt", "biology/cc33_3.txt"]
 PAGES = {
@@ -239,7 +240,7 @@ def test_task_3_scales_single_scores(tmp_path):
 
 def test_refusals(src, tmp_path):
     with pytest.raises(UserError, match="task must be one of 1, 2, 3, 4, got '5'"):
-        imported(src, tmp_path / "o", task="5")
+        parse_options(MmbrightOptions, [f"src={src}", f"out={tmp_path / 'o'}", "task=5"])
     with pytest.raises(UserError, match="no DOMAIN.parquet: src must be a snapshot"):
         imported(tmp_path, tmp_path / "o")
     with pytest.raises(UserError, match="domains must be one of biology, law, got 'bio'"):

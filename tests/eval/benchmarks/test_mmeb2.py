@@ -17,6 +17,7 @@ from eval.scoring.search import Ranking
 from eval.sets.retrieval_set import load_set
 from rge.common.errors import UserError
 from rge.common.mmeb_prompts import PLACEHOLDER, SETS, plain
+from rge.common.options import parse_options
 
 RECORDED = [
     json.loads(line) for line in Path(__file__).with_name("mmeb2_prompts.jsonl").open(encoding="utf-8")
@@ -151,7 +152,7 @@ def test_what_does_not_fit_is_said(release, tmp_path):
     with pytest.raises(UserError, match="images= applies to part=image only"):
         import_mmeb2(Mmeb2Options(release, tmp_path / "out", part="visdoc", images=release))
     with pytest.raises(UserError, match="pictures must be one of embed, link, got 'copy'"):
-        Mmeb2Options(release, tmp_path / "out", pictures="copy")
+        parse_options(Mmeb2Options, [f"src={release}", f"out={tmp_path / 'out'}", "pictures=copy"])
     import_mmeb2(Mmeb2Options(release, tmp_path / "twice", sets=("EDIS",)))
     with pytest.raises(UserError, match="already holds a suite: choose another, or pass overwrite=true"):
         import_mmeb2(Mmeb2Options(release, tmp_path / "twice", sets=("EDIS",)))

@@ -338,7 +338,7 @@ def test_a_checkpoint_that_lost_its_rge_json_is_no_other_model(lively, data, tmp
     assert "has no rge.json with its prompt settings" in capsys.readouterr().err
     assert main([*words, f"model={tmp_path / 'own'}"]) == 0
     assert any(
-        "taken for the released RGE checkpoint" in one for one in results_of(tmp_path / "out")["warnings"]
+        "treated as the released RGE checkpoint" in one for one in results_of(tmp_path / "out")["warnings"]
     )
     assert main([*words, f"model={tmp_path / 'own'}", "adapter=rge-release", "overwrite=true"]) == 0
     results = results_of(tmp_path / "out")

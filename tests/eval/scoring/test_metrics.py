@@ -278,9 +278,9 @@ def test_a_metric_of_the_whole_ranking_may_be_cut():
 
 @pytest.mark.parametrize("name", ["negative_recall@10", "delta_map_capped@10"])
 def test_metrics_of_negatives_need_negatives(name):
-    with pytest.raises(ValueError, match="no explicit negatives"):
+    with pytest.raises(ValueError, match="needs explicit negatives"):
         compute(name, judged_rows([0], {0: 1}))
-    with pytest.raises(ValueError, match="no explicit negatives"):
+    with pytest.raises(ValueError, match="needs explicit negatives"):
         random_floor(name, judged_rows([0], {0: 1}), np.array([6]), depth=5)
 
 

@@ -116,7 +116,7 @@ def test_ties_are_refused_or_ordered_by_id(wanted, tmp_path):
     path = write(tmp_path / "run", rows)
     with pytest.raises(
         RunError,
-        match="query 'q00', candidate 'c00[01]' is 9 like that of another; 1 lines tie.*allow_ties=true",
+        match="query 'q00', candidate 'c00[01]' has the same score as another candidate, 9; 1 lines tie.*allow_ties=true",
     ):
         read_run(path, wanted)
     read = read_run(path, wanted, allow_ties=True)

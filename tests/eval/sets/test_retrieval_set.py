@@ -141,7 +141,7 @@ def test_limit_and_report_by(tmp_path):
     assert (len(first.corpus_ids), first.fingerprint) == (NUM_CANDIDATES, found.fingerprint)
     with pytest.raises(SetError, match="column 'colour' is missing; there are id, text"):
         load_set(path, by=["colour"])
-    with pytest.raises(SetError, match="cannot report by 'group', which has a meaning of its own"):
+    with pytest.raises(SetError, match="cannot report by 'group', which is a reserved column"):
         load_set(path, by=["group"])
 
 
@@ -181,7 +181,7 @@ def _columns(table, **columns):
         (_drop("qrels", "score"), "qrels.parquet: column 'score' is missing"),
         (
             _columns("corpus", id=["a", "b", "c"], title=["x", "y", "z"]),
-            "neither column 'text' nor 'image' is there",
+            "columns 'text' and 'image' are both missing",
         ),
         (_put("corpus", "id", 1, "b"), "corpus.parquet: id 'b' occurs twice, again in row 1"),
         (_put("queries", "id", 1, "q1"), "queries.parquet: id 'q1' occurs twice, again in row 1"),
@@ -190,7 +190,7 @@ def _columns(table, **columns):
             "corpus.parquet: id 'a b' in row 1 is empty or contains white space",
         ),
         (_put("corpus", "id", 1, ""), "corpus.parquet: id '' in row 1 is empty"),
-        (_put("queries", "group", 1, ""), "query 'q2' has no group; where nothing is shared, repeat the id"),
+        (_put("queries", "group", 1, ""), "query 'q2' has no group; if it shares nothing, use its id"),
         (_put("queries", "group", 1, None), "column 'group' is null in row 1"),
         (
             _put("qrels", "corpus-id", 0, "z"),

@@ -6,6 +6,7 @@ Please attach ``gpu_check.md`` and ``gpu_check.json`` from ``out`` to an issue, 
 
     kernels     flash attention of prompts, branches, pictures and single tokens against ordinary attention, with gradients
     form        a step of a small model: the GPU's form against padded rows in float32
+    kept        the same step with activations kept on the device and in main memory, against computing them again
     rollout     rationales written by captured CUDA graphs against the same kernels launched one by one
     training    the recipe's model with random weights, at the recipe's sizes: seconds, memory and FLOP/s against the plan
     back_ends   a few steps of the demo under DDP, ZeRO and FSDP2, on all GPUs
@@ -230,11 +231,13 @@ def check_kernels(machine: Machine) -> tuple[str, dict[str, Any]]:
 
 
 def _one_step(
-    machine: Machine, embedder: EmbeddingModel, batch: Batch, micro: int
+    machine: Machine, embedder: EmbeddingModel, batch: Batch, micro: int, keep: str = "none"
 ) -> tuple[dict, dict[str, torch.Tensor]]:
     """A step on given rationales, so that forms see the same tokens."""
     rationales = [Rationale((7,) * (3 + row % 5), False, None, 0.0) for row in range(len(batch.queries))]
-    report = TrainingStep(embedder, embedder, Objective(1 / 11, 10 / 11), micro)(batch, Rollout(rationales))
+    embedder.zero_grad(set_to_none=True)
+    step = TrainingStep(embedder, embedder, Objective(1 / 11, 10 / 11), micro, keep=keep)
+    report = step(batch, Rollout(rationales))
     machine.wait()
     return report, {n: p.grad.float().cpu() for n, p in embedder.named_parameters() if p.grad is not None}
 
@@ -258,6 +261,36 @@ def check_form(machine: Machine) -> tuple[str, dict[str, Any]]:
     if not cosine >= least or not math.isclose(report["loss"], report_fast["loss"], rel_tol=0.05):
         raise AssertionError(f"the forms differ (at least {least:g} is asked of the cosine): {figures}")
     return "a step with gradient caching, both losses", figures
+
+
+def check_kept(machine: Machine) -> tuple[str, dict[str, Any]]:
+    """Kept activations (`train.keep_activations`) against computing them again: gradients, time and peak memory."""
+    embedder = small_embedder(machine, torch.bfloat16 if machine.on_gpu else torch.float32, "varlen")
+    batch = random_batch(machine, embedder, 16)
+    expected, figures = torch.empty(0), {}
+    for keep in ("none", "device", "host"):
+        _one_step(machine, embedder, batch, 2, keep)
+        if machine.on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        began = time.perf_counter()
+        report, gradients = _one_step(machine, embedder, batch, 2, keep)
+        figures |= {f"s, {keep}": time.perf_counter() - began, f"loss, {keep}": report["loss"]}
+        if machine.on_gpu:
+            figures[f"MiB at the peak, {keep}"] = torch.cuda.max_memory_allocated() / 2**20
+        gradient = torch.cat([gradients[name].flatten() for name in sorted(gradients)])
+        if keep == "none":
+            expected = gradient
+            continue
+        figures[f"difference of the gradient, {keep}"] = float((gradient - expected).norm() / expected.norm())
+    most = 0.05 if machine.on_gpu else 1e-5
+    if not all(figures[f"difference of the gradient, {keep}"] <= most for keep in ("device", "host")):
+        raise AssertionError(
+            f"kept activations give another gradient (at most {most:g} is allowed): {figures}"
+        )
+    return (
+        "a small model, sixteen queries in micro batches of two; seconds and memory of the second step",
+        figures,
+    )
 
 
 def check_rollout(machine: Machine) -> tuple[str, dict[str, Any]]:
@@ -450,6 +483,7 @@ def _run(command: list[str]) -> str | None:
 CHECKS: dict[str, Callable[[Machine], tuple[str, dict[str, Any]]]] = {
     "kernels": check_kernels,
     "form": check_form,
+    "kept": check_kept,
     "rollout": check_rollout,
     "training": check_training,
     "back_ends": check_back_ends,

@@ -152,8 +152,9 @@ def origins(text: dict[str, Any], vision: dict[str, Any]) -> list[dict[str, Any]
         SmolError: its package is not installed, or has another file.
         TowerError: its package is not installed.
     """
+    found = [smollm2.origin()] if smollm2.is_smollm2(text) else []
     is_photo = vision.get("model_type") == efficientnet.EfficientNetConfig.model_type
-    return [smollm2.origin()] * smollm2.is_smollm2(text) + [efficientnet.origin() for _ in range(is_photo)]
+    return [*found, efficientnet.origin()] if is_photo else found
 
 
 def vocabulary(vocab_size: int, text: dict[str, Any]) -> int:

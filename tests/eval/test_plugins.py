@@ -35,7 +35,7 @@ def as_before(monkeypatch):
     """What a test registers is gone after it."""
     for registry in (METRICS, BENCHMARKS, EMBEDDERS):
         len(list(registry))
-        monkeypatch.setattr(registry, "_things", dict(registry._things))
+        monkeypatch.setattr(registry, "_entries", dict(registry._entries))
     monkeypatch.setattr(sys, "path", list(sys.path))
 
 
@@ -187,7 +187,7 @@ def package(tmp_path, monkeypatch):
         )
         for name in ("plugin_four", "plugin_four.helper"):
             sys.modules.pop(name, None)
-        METRICS._things.pop("first", None)
+        METRICS._entries.pop("first", None)
 
     monkeypatch.chdir(tmp_path)
     yield write

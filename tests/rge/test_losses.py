@@ -224,4 +224,4 @@ def test_losses_are_named_and_weighed():
         ):
             contrastive_losses(q, c, *masks, terms={"spred": 1.0}, temperature=0.2)
     finally:
-        del CONTRASTIVE_LOSSES._things["spread"]
+        del CONTRASTIVE_LOSSES._entries["spread"]

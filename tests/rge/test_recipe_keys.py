@@ -591,7 +591,7 @@ def test_plugins_are_imported(home, arguments, monkeypatch):
     assert check.examine(load_recipe(arguments(*mine, "plugins=[my_losses]")), Accelerator(cpu=True))[0] == []
     with pytest.raises(UserError, match="plugins=no_such_module: no module of that name"):
         load_recipe(arguments("plugins=[no_such_module]"))
-    del CONTRASTIVE_LOSSES._things["mine"]
+    del CONTRASTIVE_LOSSES._entries["mine"]
 
 
 def test_prefetch_mb_bounds_what_waits(monkeypatch):
@@ -729,7 +729,7 @@ def named(home):
     source("numbers")
     source("letters")
     yield
-    DATA_SOURCES._things.clear()
+    DATA_SOURCES._entries.clear()
 
 
 @pytest.mark.parametrize("key", SOURCE_KEYS)

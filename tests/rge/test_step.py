@@ -450,7 +450,7 @@ def test_a_second_contrastive_loss_is_trained_by_its_weight(lively, make_batch, 
         plain, _ = run_step(lively, batch, Objective(0.3, 0.7, TEMPERATURE), rationales, micro_batch_size)
         assert plain["loss_contrastive"] == pytest.approx(one["loss_contrastive"] / 0.75)
     finally:
-        del CONTRASTIVE_LOSSES._things["again"]
+        del CONTRASTIVE_LOSSES._entries["again"]
 
 
 def test_the_order_of_rows_changes_neither_loss_nor_gradient(lively, make_batch, roll_out):

@@ -184,7 +184,7 @@ register_family("qwen2_5_vl", Eyes())
 def test_picture_code_of_a_plugin_s_family_is_part_of_what_it_makes(lively, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.dont_write_bytecode", True)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(FAMILIES, "_things", dict(FAMILIES._things))
+    monkeypatch.setattr(FAMILIES, "_entries", dict(FAMILIES._entries))
     settings = settings_of(
         emb_id=lively.emb_id, profile="rge", max_prompt_tokens=256, min_pixels=28 * 28, max_pixels=84 * 84,
         max_new_tokens=6, reasons="query", recipe={"model": {"dtype": "float32"}}, stage="joint", step=1,
@@ -202,7 +202,7 @@ def test_picture_code_of_a_plugin_s_family_is_part_of_what_it_makes(lively, tmp_
         (tmp_path / "plugin_eyes/pictures.py").write_text(f"def seen(values):\n    return {code}\n")
         for module in ("plugin_eyes", "plugin_eyes.pictures"):
             sys.modules.pop(module, None)
-        FAMILIES._things.pop("qwen2_5_vl", None)
+        FAMILIES._entries.pop("qwen2_5_vl", None)
         registry.load_plugins(["plugin_eyes"])
         options = {
             "checkpoint": tmp_path / "checkpoint",

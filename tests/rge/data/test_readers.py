@@ -671,7 +671,7 @@ def registered(odd):
         )
 
     yield sheet
-    del DATA_SOURCES._things["sheet"]
+    del DATA_SOURCES._entries["sheet"]
 
 
 def test_a_registered_source_gives_records(registered):

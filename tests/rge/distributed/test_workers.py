@@ -69,7 +69,7 @@ def wait_until(condition, limit_s=20.0):
 
 def test_a_worker_knows_what_plugins_registered(tmp_path, monkeypatch):
     """Modules of ``plugins=``, and those that a script imported itself."""
-    monkeypatch.setattr(PROFILES, "_things", dict(PROFILES._things))
+    monkeypatch.setattr(PROFILES, "_entries", dict(PROFILES._entries))
     monkeypatch.setattr(registry, "_plugins", {})
     for name in ("asked_for", "imported"):
         (tmp_path / f"{name}.py").write_text(

@@ -166,7 +166,7 @@ def test_the_example_in_the_docs(group, monkeypatch):
     (example,) = [
         block for block in re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S) if "@reward" in block
     ]
-    monkeypatch.setattr(REWARDS, "_things", {name: REWARDS[name] for name in REWARDS})
+    monkeypatch.setattr(REWARDS, "_entries", {name: REWARDS[name] for name in REWARDS})
     exec(compile(example, "docs/rl.md", "exec"), {"__name__": "my_rewards"})
     # "a key" / "a key opens opens" / nothing; "Schlüssel" / "鍵 a" / "key key key"
     torch.testing.assert_close(value(group, "short_words"), torch.tensor([[1, 1, 0], [0, 1, 1]]).double())
@@ -183,7 +183,7 @@ def test_ones_own_reward(group):
         assert value(group, "second_word").tolist() == [[1, 1, 0], [0, 0, 1]]
         assert value(group, "second_word", word=1).tolist() == [[0, 0, 0], [0, 1, 0]]
     finally:
-        del REWARDS._things["second_word"]
+        del REWARDS._entries["second_word"]
 
 
 # ---------------------------------------------------------------------------------------------------------------- judge

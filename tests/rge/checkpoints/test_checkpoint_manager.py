@@ -295,7 +295,7 @@ def test_a_stage_alone_does_not_pass_by_the_one_before_it(lively, settings, reci
     for stage in ("all", "cold_start"):
         check_start(recipe(out, f"stage={stage}"))
     export(lively, tmp_path / "joint/final", settings)
-    with pytest.raises(CheckpointError, match=r"say init=.*/joint/final"):
+    with pytest.raises(CheckpointError, match=r"set init=.*/joint/final"):
         check_start(recipe(out, "stage=rl"))
     # One that has begun goes on as it began.
     state = tmp_path / "rl/state/step_00000002"

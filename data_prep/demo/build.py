@@ -25,7 +25,7 @@ from data_prep.demo.families import FAMILIES, GALLERY, QUERIES, TRAINING
 from data_prep.demo.pictures import render_family, write_library
 from data_prep.demo.records import naming_records, reference, relation_records, text_records
 from data_prep.demo.retrieval import SetRows
-from data_prep.demo.splits import VALID_GALLERY, VALID_QUERIES, split
+from data_prep.demo.splits import VALID_GALLERY, VALID_QUERIES, Splits, split
 from data_prep.demo.tables import HERE, Tables, read_tables
 from data_prep.jsonl import write_jsonl
 from rge.common.options import parse_options
@@ -58,9 +58,9 @@ def main(words: Sequence[str]) -> None:
 
 def build(out: Path, icons: Path) -> None:
     """Write the whole set to `out`; `icons` is the folder of the icon packages."""
-    write_records(out)
     tables = read_tables()
     splits = split(tables)
+    write_records(out, tables, splits)
     pictures = {family: render_family(family, tables, icons) for family in FAMILIES}
     for library in dict.fromkeys(family.library for family in TRAINING):
         rows = [
@@ -97,10 +97,8 @@ def _write_valid(folder: Path, name: str, rows: SetRows, notes: Notes = retrieva
     retrieval.write_set(folder, name, rows, VALID_GALLERY, *cells, licence, notes)
 
 
-def write_records(out: Path, tables: Tables | None = None) -> None:
-    """Write the training records; they need only the tables, not the drawings. Default: the shipped tables."""
-    tables = tables or read_tables()
-    splits = split(read_tables())
+def write_records(out: Path, tables: Tables, splits: Splits) -> None:
+    """Write the training records; they need only the tables, not the drawings."""
     write_jsonl(out / "train" / "relations.jsonl", relation_records(tables, splits))
     write_jsonl(out / "train" / "text.jsonl", text_records(tables, splits))
     write_jsonl(out / "train" / "naming.jsonl", naming_records(tables))
@@ -118,10 +116,11 @@ def copy_pictures(out: Path) -> None:
 def write_rotated(out: Path) -> None:
     """Write records and a large validation set for choosing defaults: the two validation families are held back entirely."""
     tables, held = read_tables(), (VALID_QUERIES.name, VALID_GALLERY.name)
+    splits = split(tables)
     icons = {key: icon for key, icon in tables.icons.items() if key[0] not in held}
-    write_records(out, replace(tables, icons=icons))
+    write_records(out, replace(tables, icons=icons), splits)
     copy_pictures(out)
-    _write_valid(out / "valid", "rge-demo-rotated", retrieval.rotated_rows(tables, split(tables)))
+    _write_valid(out / "valid", "rge-demo-rotated", retrieval.rotated_rows(tables, splits))
 
 
 def write_mixed(out: Path) -> None:

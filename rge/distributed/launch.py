@@ -29,7 +29,7 @@ from accelerate.utils import (
 )
 
 from rge.common.files import find_shipped
-from rge.config import BACK_ENDS, RECIPES, TrainConfig
+from rge.config import BACK_ENDS, RECIPES, UNSHARDED_ONLY, TrainConfig
 from rge.distributed.collectives import LaunchError, let_deepspeed_build
 
 PATIENCE = timedelta(minutes=30)
@@ -147,9 +147,9 @@ def check_launch(accelerator: Accelerator, train: TrainConfig, optimizer: str = 
             "launch config (see recipes/accelerate/fsdp2_8.yaml)"
         )
     found = back_end(accelerator)
-    if optimizer == "muon" and not found.is_ddp:
+    if optimizer in UNSHARDED_ONLY and not found.is_ddp:
         raise LaunchError(
-            f"optim.name=muon needs whole gradients, which {found.name} does not have; set optim.name=adamw, or "
+            f"optim.name={optimizer} needs whole gradients, which {found.name} does not have; set optim.name=adamw, or "
             f"train.back_end=ddp and this launch: {_command('ddp')}"
         )
     if running > 1 and _sharding_level(found.key) < _sharding_level(train.back_end):

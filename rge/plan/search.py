@@ -7,7 +7,7 @@ prompts are encoded, where activations of several micro batches are kept, and th
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from rge.config import BACK_ENDS, Recipe, RecipeError
+from rge.config import BACK_ENDS, UNSHARDED_ONLY, Recipe, RecipeError
 from rge.plan.costs import (
     ACTIVATIONS_OFF_BY,
     GIB,
@@ -165,10 +165,10 @@ def _why_nothing(load: Load, setup: Setup) -> str:
 
 
 def back_ends(recipe: Recipe, options: PlanOptions) -> tuple[str, ...]:
-    """Back ends to suggest. Muon needs whole gradients, so training refuses it with ZeRO and FSDP2."""
+    """Back ends to suggest: those that training accepts with the recipe's optimizer."""
     if options.num_gpus == 1 or options.cpu:
         return ()
-    return ("ddp",) if recipe.optim.name == "muon" else BACK_ENDS
+    return ("ddp",) if recipe.optim.name in UNSHARDED_ONLY else BACK_ENDS
 
 
 def fastest(

@@ -150,7 +150,7 @@ class Service:
             if side == "query":
                 instruction, note = self.embedder.instruction_for(asked.instruction)
                 notes += [note] if note else []
-            with self.batches.reserve(len(inputs)):
+            with self.batches.reserve(len(inputs)) as reservation:
                 prompts = []
                 for raw in inputs:
                     prompt = await self._prepare(raw, side, instruction)
@@ -159,7 +159,7 @@ class Service:
                     num_bytes += size
                     prompts.append(prompt)
                     notes += _cut_notes(raw, prompt.num_cut_tokens, longest, may_cut)
-            results = await self.batches.answers(prompts, mode)
+                results = await self.batches.answers(reservation, prompts, mode)
         finally:
             self.held.now -= num_bytes
         if mode not in SILENT:

@@ -50,6 +50,13 @@ class _Waiting:
     answer: "Future[Result]" = field(default_factory=Future)
 
 
+@dataclass
+class Reservation:
+    """Space in the queue for a request's inputs, until they are queued."""
+
+    count: int
+
+
 class Batches:
     """The queue and the thread behind it.
 
@@ -97,8 +104,8 @@ class Batches:
         return self._num_reserved + len(self._waiting)
 
     @contextmanager
-    def reserve(self, count: int) -> Iterator[None]:
-        """Reserve space in the queue for a request while its inputs are prepared, until just before `answers`.
+    def reserve(self, count: int) -> Iterator[Reservation]:
+        """Reserve space in the queue for a request while its inputs are prepared; `answers` takes it over.
 
         Raises:
             QueueFull: not enough space.
@@ -108,13 +115,18 @@ class Batches:
                 seconds = self.num_waiting / self._rows_per_s if self._rows_per_s else 1
                 raise QueueFull(min(max(round(seconds), 1), 60))
             self._num_reserved += count
+        reservation = Reservation(count)
         try:
-            yield
+            yield reservation
         finally:
             with self._changed:
-                self._num_reserved -= count
+                self._release(reservation)
 
-    async def answers(self, prompts: Sequence[Prompt], mode: Mode) -> list[Result]:
+    def _release(self, reservation: Reservation) -> None:
+        self._num_reserved -= reservation.count
+        reservation.count = 0
+
+    async def answers(self, reservation: Reservation, prompts: Sequence[Prompt], mode: Mode) -> list[Result]:
         """Queue a request's prompts, all of one mode, and wait for the results; cancelling removes them from the queue.
 
         Raises:
@@ -125,6 +137,8 @@ class Batches:
         with self._changed:
             self._num_requests += 1
             rows = [_Waiting(prompt, mode, now, self._num_requests) for prompt in prompts]
+            # Under the lock that queues the inputs: in between, the thread would take this client for gone.
+            self._release(reservation)
             if self._stopping:
                 raise Stopped
             self._waiting += rows

@@ -150,9 +150,8 @@ class Guard:
                 self._held.take(len(part))
                 body.data += part
         except Refusal:
-            if (
-                headers.get("expect", "").lower() != "100-continue"
-            ):  # else the client sends nothing before we reply
+            # With this header the client sends nothing before we reply.
+            if headers.get("expect", "").lower() != "100-continue":
                 await _discard(body)
             raise
 

@@ -248,8 +248,8 @@ def test_every_family_is_credited():
     assert text == demo.licences()
 
 
-def test_rebuilt_records_are_byte_identical(tmp_path):
-    demo.write_records(tmp_path)
+def test_rebuilt_records_are_byte_identical(tmp_path, tables, splits):
+    demo.write_records(tmp_path, tables, splits)
     for name in RECORDS:
         path = f"train/{name}.jsonl"
         assert (tmp_path / path).read_bytes() == (DATA / path).read_bytes(), (

@@ -52,7 +52,7 @@ from rge.model import varlen, vision_tower  # noqa: E402
 from rge.model.embedding_model import EmbeddingModel, encode_prompts  # noqa: E402
 from rge.model.prompts import PromptBuilder  # noqa: E402
 from rge.objective import Objective  # noqa: E402
-from rge.plan.costs import GIB, RESERVED_GIB, Setup, flops, memory, shapes_of  # noqa: E402
+from rge.plan.costs import GIB, RESERVED_GIB, Setup, flops, memory, shapes_of, speed_of  # noqa: E402
 from rge.plan.known_models import TABLE  # noqa: E402
 from rge.plan.options import PlanOptions  # noqa: E402
 from rge.plan.report import load_of  # noqa: E402
@@ -63,11 +63,6 @@ from rge.step import TrainingStep  # noqa: E402
 
 LIMIT_S = 3600.0
 """Time limit of a command that a check starts."""
-
-PEAK_TFLOPS = {
-    "H100": 989.0, "H200": 989.0, "GH200": 989.0, "B200": 2250.0, "A100": 312.0, "L40S": 362.0, "4090": 165.0,
-}  # fmt: skip
-"""Published dense bfloat16 peak, by a part of the device's name."""
 
 KERNEL_SHAPES: dict[str, tuple[int, int, int, list[int], list[int] | None, bool]] = {
     "prompts": (16, 2, 128, [1150, 900, 31, 1], None, True),
@@ -152,11 +147,6 @@ class Machine:
                 "CUDA": torch.version.cuda,
             }
         return found
-
-    def peak_tflops(self) -> float | None:
-        """Peak of the device, or None if unknown."""
-        name = torch.cuda.get_device_name(0) if self.gpus else ""
-        return next((peak for part, peak in PEAK_TFLOPS.items() if part in name), None)
 
 
 def small_embedder(machine: Machine, dtype: torch.dtype, form: str, **settings: Any) -> EmbeddingModel:
@@ -398,7 +388,8 @@ def check_training(machine: Machine) -> tuple[str, dict[str, Any]]:
         "TFLOP of a step, planned": counted / 1e12,
         "TFLOP/s": counted / seconds / 1e12,
     }
-    if peak := machine.peak_tflops() if machine.on_gpu else None:
+    if speed := speed_of(torch.cuda.get_device_name(0), "bfloat16") if machine.on_gpu else None:
+        peak, _ = speed
         figures |= {"peak TFLOP/s": peak, "utilisation": counted / seconds / peak / 1e12}
     figures |= {
         "GiB, planned": sum(planned.values()) / GIB,

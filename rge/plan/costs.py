@@ -56,6 +56,7 @@ SPEEDS = {
     "A100 80GB PCIe": (312.0, 1.935),
     "A100": (312.0, 2.039),
     "L40S": (362.0, 0.864),
+    "RTX 4090": (165.2, 1.008),
 }
 """Vendors' TFLOP/s in bfloat16 without sparsity, and TB/s, by a part of the device's name; the first match counts."""
 

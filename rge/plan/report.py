@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from rge.config import BACK_ENDS, Recipe, RecipeError, StageConfig
+from rge.config import BACK_ENDS, UNSHARDED_ONLY, Recipe, RecipeError, StageConfig
 from rge.model.hub_model import HubModel
 from rge.objective import Objective
 from rge.plan.costs import (
@@ -328,11 +328,21 @@ def _largest(recipe: Recipe, shapes: Shapes, options: PlanOptions) -> dict[str, 
 
 
 def setup_of(recipe: Recipe, model: HubModel, options: PlanOptions) -> Setup:
-    """Settings of a rank in the planned stage."""
+    """Settings of a rank in the planned stage.
+
+    Raises:
+        RecipeError: training would refuse the optimizer under the back end.
+    """
     lora = getattr(recipe.model, "lora", None)
     _, queries = _stage(recipe, options)
+    back_end = options.back_end or recipe.train.back_end
+    if recipe.optim.name in UNSHARDED_ONLY and options.num_gpus > 1 and back_end != "ddp":
+        raise RecipeError(
+            f"optim.name={recipe.optim.name} needs whole gradients, which {back_end} does not have: set optim.name=adamw or "
+            "train.back_end=ddp"
+        )
     return Setup(
-        back_end=options.back_end or recipe.train.back_end,
+        back_end=back_end,
         num_gpus=options.num_gpus,
         dtype_bytes=DTYPE_BYTES[recipe.model.dtype],
         trained=num_parameters(model, recipe.model)[1],

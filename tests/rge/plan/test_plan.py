@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers.integrations import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
 
 from rge.common.schema import Item
-from rge.config import BACK_ENDS, LossConfig, Recipe, RecipeError, load_recipe
+from rge.config import BACK_ENDS, UNSHARDED_ONLY, LossConfig, Recipe, RecipeError, load_recipe
 from rge.data.collate import StepBatches, flatten
 from rge.data.loader import Loader
 from rge.data.sources import Mixture, RecordFile
@@ -101,7 +101,8 @@ def test_every_recipe_has_a_plan(capsys):
     for path in sorted((ROOT / "recipes").glob("*.yaml")):
         if path.stem in ("photos", "smol") and not HAS_TOWER:
             continue
-        code = main([f"recipe={path.stem}", "num_gpus=8", "back_end=zero3"])
+        back_end = "ddp" if load_recipe([f"recipe={path.stem}"]).optim.name in UNSHARDED_ONLY else "zero3"
+        code = main([f"recipe={path.stem}", "num_gpus=8", f"back_end={back_end}"])
         shown = capsys.readouterr().out
         assert code == 0, shown
         found = json.loads(shown.splitlines()[-1])
@@ -327,6 +328,10 @@ def test_the_fastest_ways_are_ones_that_training_accepts(the_3b, capsys):
             nothing_kept = again["keep"] == "none" and again["load"]["chunks"] > 1
             assert not (nothing_kept and asked == "once") or "rollout.prompt_pass=twice" in one["overrides"]
     # Muon needs whole gradients, which ZeRO and FSDP2 do not have.
+    with pytest.raises(
+        RecipeError, match="optim.name=muon needs whole gradients, which zero2 does not have: set"
+    ):
+        found("optim.name=muon", "train.back_end=zero2")
     plans = [found("optim.name=muon", "train.back_end=ddp", size) for size in ("gpu_gib=80", "gpu_gib=50")]
     assert [one["fits"] for one in plans] == [True, False]
     assert plans[0]["fastest"]

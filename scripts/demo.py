@@ -250,19 +250,21 @@ class Progress:
         )
 
     def _trained(self) -> float:
-        """Share of the training that is done, from the last logged steps; the first stage logs none."""
+        """Share of the training that is done, from the last logged steps."""
         recipe = load_recipe(["recipe=demo"])
         stages = {name: getattr(recipe, name).steps for name in recipe.stages()}
-        seen = 0
-        for name in stages:
-            path = ROOT / self.run / name / "metrics.jsonl"
-            with contextlib.suppress(OSError, IndexError, ValueError):
-                seen += json.loads(path.read_text(encoding="utf-8").splitlines()[-1])["step"]
-        trained = min(seen / sum(stages.values()), 1.0)
+        trained = sum(map(self._steps, stages)) / sum(stages.values())
         if self.run == RUN:
             return trained
-        first = (ROOT / self.run / "backbone").is_dir()
+        assert recipe.model.scratch is not None
+        first = self._steps("naming") / recipe.model.scratch.naming_steps
         return (FIRST_STAGE * first + TRAIN * trained) / (FIRST_STAGE + TRAIN)
+
+    def _steps(self, stage: str) -> int:
+        path = ROOT / self.run / stage / "metrics.jsonl"
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            return json.loads(path.read_text(encoding="utf-8").splitlines()[-1])["step"]
+        return 0
 
     def _write(self, number: int, done: float) -> None:
         whole = sum(step.share for step in self.todo)

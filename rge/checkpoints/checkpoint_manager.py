@@ -4,10 +4,6 @@ On a cluster's SIGTERM or a user's Ctrl-C the step is finished, a state is saved
 """
 
 import json
-import os
-import signal
-import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,41 +19,16 @@ from rge.checkpoints.manifest import damage, discard
 from rge.checkpoints.resume import check_same_recipe, check_same_run
 from rge.checkpoints.settings import RGE_JSON, CheckpointError
 from rge.checkpoints.training_state import States, complete_states, step_name
-from rge.common.errors import SIGNALLED, UserError
+from rge.common.errors import UserError
 from rge.config import Recipe, to_dict
 from rge.distributed import collectives as dist
 from rge.distributed import launch
-from rge.distributed.failure_detection import CoordinatedExit
+from rge.distributed.stop_signals import exit_after, received_by_any, stop_after_this_step_at_signals
 from rge.identity.run_identity import Identity
 from rge.model.adapter_files import Base
 from rge.model.adapters import has_adapters, merged_weights
 from rge.model.embedding_model import EmbeddingModel
 from rge.validation import Validation
-
-SAME_PRESS_S = 1.0
-"""SIGINTs this close together are one Ctrl-C: the terminal sends it to every process, and launchers forward it."""
-
-_asked_to_stop: dict[signal.Signals, float] = {}
-"""Time of the first signal of each kind."""
-
-
-def stop_after_this_step_at_signals() -> None:
-    """Let SIGTERM and SIGINT take effect in `CheckpointManager.after_step`; a second SIGINT ends the process."""
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, _remember)
-
-
-def _remember(number: int, _: object) -> None:
-    now = time.monotonic()
-    first = _asked_to_stop.setdefault(signal.Signals(number), now)
-    if number == signal.SIGINT and now - first > SAME_PRESS_S:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        signal.raise_signal(signal.SIGINT)
-    if number == signal.SIGINT and now == first and dist.rank() == 0:
-        os.write(
-            2, b"\nstopping after this step and saving a state; press Ctrl-C again to stop immediately\n"
-        )
 
 
 class DivergedError(UserError, FloatingPointError):
@@ -176,23 +147,13 @@ class CheckpointManager:
                 start the next job, nor the 1 of a crash.
         """
         self.states.check()
-        signals = (signal.SIGTERM, signal.SIGINT)
-        asked = dist.sum_over_ranks([float(each in _asked_to_stop) for each in signals], self.embedder.device)
-        stop = next((each for each, count in zip(signals, asked, strict=True) if count), None)
+        stop = received_by_any(self.embedder.device)
         if step < self.num_steps and (stop or step % self.recipe.train.save_every == 0):
             self._save(step)
         if not stop or step == self.num_steps:  # a stage that is over is exported first
             return
         self.states.wait()
-        self.accelerator.wait_for_everyone()
-        if self.accelerator.is_main_process:
-            print(  # noqa: T201
-                f"{self.name}: stopped by {stop.name} after step {step} of {self.num_steps}; the state is in "
-                f"{self.folder / 'state'}; run the same command to continue",
-                file=sys.stderr,
-            )
-        dist.close()
-        raise CoordinatedExit(SIGNALLED + stop)
+        exit_after(stop, self.accelerator, self.name, step, self.num_steps, self.states.folder)
 
     def finish(self) -> None:
         """Export the trained model as a checkpoint that evaluation and plain transformers load.

@@ -15,7 +15,7 @@ import random
 import re
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -34,11 +34,16 @@ from rge.distributed import collectives as dist
 
 WEIGHTS, OPTIMIZER, RANDOM = "model.safetensors", "optimizer.bin", "random_states.bin"
 REGISTERED = "registered.bin"
-"""States of objects registered with the accelerator, such as reusable rationales; equal on all processes."""
+"""States of objects registered with the accelerator, such as reusable rationales; equal on all processes. A ``state_dict()`` of
+theirs must not change afterwards: it is written while training goes on."""
 
 
 class States:
-    """The training states of one stage."""
+    """The training states of one stage.
+
+    `generators` are random states of each process beside the global ones. What batches contain depends on them, so that only
+    as many processes can resume as saved.
+    """
 
     def __init__(
         self,
@@ -49,10 +54,11 @@ class States:
         *,
         keep_last: int,
         background: bool = True,
+        generators: Sequence[torch.Generator] = (),
     ):
         self.accelerator, self.embedder, self.optimizer = accelerator, embedder, optimizer
         self.folder, self.keep_last = folder, keep_last
-        self.background = background
+        self.background, self.generators = background, generators
         self._thread: threading.Thread | None = None
         self._group = dist.background_group() if dist.is_sharded(accelerator) else None
         self._failure: Exception | None = None
@@ -107,7 +113,7 @@ class States:
             self._registered().clear()
 
     def _snapshot(self) -> dict[str, Any]:
-        rngs = dist.gather_objects(_random_states())
+        rngs = dist.gather_objects(_random_states(self.generators))
         if not self.accelerator.is_main_process:
             return {}
         # Safetensors wants each weight contiguous and in memory of its own.
@@ -115,9 +121,10 @@ class States:
             name: value.detach().to("cpu", copy=True).contiguous()
             for name, value in trained_tensors(self.embedder).items()
         }
+        optimizer = dist.in_main_memory(self.optimizer.state_dict())
+        # These return copies: lists of token ids, through which a copy by torch would take seconds.
         registered = [each.state_dict() for each in self._registered()]
-        others = dist.in_main_memory({OPTIMIZER: self.optimizer.state_dict(), REGISTERED: registered})
-        return {WEIGHTS: weights, RANDOM: rngs, **others}
+        return {WEIGHTS: weights, OPTIMIZER: optimizer, RANDOM: rngs, REGISTERED: registered}
 
     def _registered(self) -> list[Any]:
         return self.accelerator._custom_objects
@@ -217,7 +224,7 @@ class States:
         """Restore weights, optimizer and random states.
 
         Raises:
-            CheckpointError: the state has other parameters than are trained now.
+            CheckpointError: the state has other parameters than are trained now, or `generators` of another number of processes.
         """
         if dist.is_sharded(self.accelerator):
             self.accelerator.load_state(str(path))
@@ -239,7 +246,12 @@ class States:
             kept.load_state_dict(state)
         states = torch.load(path / RANDOM, weights_only=True)
         if len(states) == dist.world_size():
-            _set_random_states(states[dist.rank()])
+            _set_random_states(states[dist.rank()], self.generators)
+        elif self.generators:
+            raise CheckpointError(
+                f"{path} was saved by {len(states)} processes and cannot be continued by {dist.world_size()}, which would draw "
+                f"other batches: start {len(states)} again, or delete {self.folder} to begin from the start"
+            )
         else:
             self.accelerator.print(
                 f"{path} was saved by {len(states)} processes, {dist.world_size()} resume it: batches are the same, "
@@ -289,7 +301,7 @@ def complete_states(folder: Path) -> list[Path]:
     )
 
 
-def _random_states() -> dict[str, Any]:
+def _random_states(generators: Sequence[torch.Generator]) -> dict[str, Any]:
     kind = np.random.get_state(legacy=True)
     assert isinstance(kind, tuple)
     name, keys, *rest = kind
@@ -297,13 +309,14 @@ def _random_states() -> dict[str, Any]:
         "python": random.getstate(),
         "numpy": [name, keys.tolist(), *rest],
         "torch": torch.get_rng_state(),
+        "generators": [each.get_state() for each in generators],
     }
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
     return states
 
 
-def _set_random_states(states: dict[str, Any]) -> None:
+def _set_random_states(states: dict[str, Any], generators: Sequence[torch.Generator]) -> None:
     version, keys, gauss = states["python"]
     random.setstate((version, tuple(keys), gauss))
     name, keys, *rest = states["numpy"]
@@ -311,3 +324,6 @@ def _set_random_states(states: dict[str, Any]) -> None:
     torch.set_rng_state(states["torch"])
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
+    if generators:
+        for generator, state in zip(generators, states["generators"], strict=True):
+            generator.set_state(state)

@@ -206,8 +206,9 @@ class Index:
 
     def known(self, source: str) -> dict[str, tuple[str, str]]:
         """Stamp and digest of every row of a source, by id."""
-        rows = self._select(["id", "stamp", "digest"], f"source = {_quoted(source)}").to_pylist()
-        return {row["id"]: (row["stamp"], row["digest"]) for row in rows}
+        rows = self._select(["id", "stamp", "digest"], f"source = {_quoted(source)}")
+        ids, *stamps = (rows[name].to_pylist() for name in ("id", "stamp", "digest"))
+        return dict(zip(ids, zip(*stamps, strict=True), strict=True))
 
     @property
     def columns(self) -> dict[str, str]:

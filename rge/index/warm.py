@@ -68,10 +68,10 @@ def _modified_at(path: Path) -> float:
 
 def _ask(path: Path, route: str, body: dict[str, Any]) -> dict[str, Any] | None:
     connection = http.client.HTTPConnection("localhost", timeout=WAIT_S)
-    connection.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connection.sock.settimeout(WAIT_S)
     try:
         try:
+            connection.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            connection.sock.settimeout(WAIT_S)
             connection.sock.connect(str(path))
         except ConnectionRefusedError:
             path.unlink(missing_ok=True)  # its server was killed

@@ -78,7 +78,10 @@ class Pool:
 
     def state_dict(self) -> dict[str, Any]:
         """For a resumable checkpoint."""
-        return {"age": self.age, "state_PD": None if self.state_PD is None else self.state_PD.cpu()}
+        return {
+            "age": self.age,
+            "state_PD": None if self.state_PD is None else self.state_PD.to("cpu", copy=True),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """From a resumable checkpoint; UserError if the pool's size has changed."""

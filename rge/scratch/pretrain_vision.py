@@ -8,7 +8,9 @@ objective teaches both only slowly. This stage has two losses over augmented pic
 * saying: the text model writes the name after the picture, in a row of two dozen tokens without a chat template.
 """
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +21,13 @@ from accelerate import Accelerator
 from PIL import Image
 from torch import Tensor, nn
 
-from rge.common.commands import progress_bar
+from rge.checkpoints.training_state import States
 from rge.common.images import load_image
-from rge.config import OptimConfig, StageConfig
+from rge.config import OptimConfig, StageConfig, TrainConfig
 from rge.data.sources import RecordFile
 from rge.distributed import collectives as dist
+from rge.distributed.stop_signals import exit_after, received_by_any
+from rge.logs import Logs
 from rge.model.backbone import vision_parameters
 from rge.model.families import family_of
 from rge.model.hub_model import HubModel
@@ -206,6 +210,69 @@ class _Namer(nn.Module):
         return choosing, saying, chosen_B, right_BT.all(dim=1)
 
 
+class _Progress:
+    """States and logs of `teach`; all processes call every method.
+
+    Args:
+        accelerator: of the run.
+        namer: what is trained.
+        generator: of this process's batches.
+        folder: for ``state`` and ``metrics.jsonl``.
+        num_steps: of all phases.
+        train: how often to save and to log.
+        identity: kept with each state.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        namer: _Namer,
+        generator: torch.Generator,
+        folder: Path,
+        num_steps: int,
+        train: TrainConfig,
+        identity: Mapping[str, Any] | None,
+    ):
+        self.accelerator, self.num_steps, self.train, self.identity = accelerator, num_steps, train, identity
+        self.correct = self.counted = 0
+        self._states_of = partial(
+            States, accelerator, namer, folder=folder / "state", keep_last=1, background=train.background_save,
+            generators=[generator],
+        )  # fmt: skip
+        self.first_step = 0
+        if (found := self._states_of(None).latest()) is not None:
+            self._path, done = found
+            self.first_step, self.correct, self.counted = done["step"], done["correct"], done["counted"]
+            accelerator.print(f"naming: resuming after step {self.first_step} from {self._path}")
+        self.logs = Logs(accelerator, folder, "naming", self.first_step, num_steps, train.log_every)
+
+    def begin(self, phase: range, optimizer: torch.optim.Optimizer) -> range:
+        """The phase's unfinished steps, of which there is at least one."""
+        self.states = self._states_of(optimizer)
+        rest = phase[max(self.first_step - phase.start, 0) :]
+        if rest.start > phase.start:
+            self.states.load(self._path)
+        self._last_step = phase.stop
+        return rest
+
+    def after_step(self, step: int, chosen_B: Tensor, report: dict[str, float]) -> None:
+        """Count and log a step, counted from one; save every so often, and exit after a signal."""
+        if step > self.num_steps - max(1, self.num_steps // 10):
+            self.correct += int(chosen_B.sum())
+            self.counted += len(chosen_B)
+        self.logs.step(step, report)
+        self.states.check()
+        received = received_by_any(self.accelerator.device)
+        # A phase ends without a state: its optimizer is not the next one's.
+        if step == self._last_step or not (received or step % self.train.save_every == 0):
+            return
+        done = {"correct": self.correct, "counted": self.counted, "identity": self.identity}
+        self.states.save(step, done)
+        if received:
+            self.states.wait()
+            exit_after(received, self.accelerator, "naming", step, self.num_steps, self.states.folder)
+
+
 def teach(
     model: HubModel,
     accelerator: Accelerator,
@@ -213,6 +280,7 @@ def teach(
     pictures: Tensor,
     labels: Tensor,
     names: Sequence[str],
+    folder: Path,
     *,
     steps: int,
     batch_size: int,
@@ -222,8 +290,13 @@ def teach(
     say_from: float = 0.0,
     muon_kernels: bool = True,
     train_text: bool = True,
+    train: TrainConfig | None = None,
+    identity: Mapping[str, Any] | None = None,
 ) -> float:
     """Train a backbone in place to name pictures, with Muon, which needs a third of AdamW's steps here, and a cosine schedule.
+
+    Writes ``metrics.jsonl`` and ``state/`` into `folder`. Called again after an interruption, with the same arguments and as many
+    processes, it resumes; the result is that of an uninterrupted run.
 
     Args:
         model: of the backbone.
@@ -232,6 +305,7 @@ def teach(
         pictures: (N, 3, side, side) in [0, 1].
         labels: (N,) int64.
         names: text of each label, such as "This is a padlock.".
+        folder: of this stage.
         steps: optimizer steps.
         batch_size: pictures per step over all processes.
         lr: peak learning rate.
@@ -240,24 +314,27 @@ def teach(
         say_from: share of the steps that only choose.
         muon_kernels: see `OptimConfig.muon_kernels`.
         train_text: train the text model too; a pretrained one is frozen, and the merger learns its representation.
+        train: how often to save and to log; the defaults if None.
+        identity: kept with each state.
 
     Returns:
         Accuracy of choosing on this process's augmented pictures, over the last tenth of the steps.
+
+    Raises:
+        CheckpointError: a state could not be written or read, or another number of processes saved it.
+        SystemExit: a signal has been received (`stop_after_this_step_at_signals`) and a state is saved.
     """
     generator = torch.Generator().manual_seed(seed * 1000 + dist.rank())
     namer, grid = _namer(model, processor, names, pictures.shape[-1])
+    progress = _Progress(accelerator, namer, generator, folder, steps, train or TrainConfig(), identity)
     schedule = StageConfig(lr=lr, warmup_steps=50)
     settings = OptimConfig(name="muon", betas=(0.9, 0.98), weight_decay=0.05, muon_kernels=muon_kernels)
     share = batch_size // dist.world_size()
     grid = grid.repeat(share, 1)
-    correct = counted = 0
-    bar = progress_bar(
-        total=steps, desc="naming", unit="step", dynamic_ncols=True, disable=not accelerator.is_main_process
-    )
     first_write = round(say_from * steps)
     decoder = family_of(model).decoder(model)
     for write, phase in ((False, range(first_write)), (True, range(first_write, steps))):
-        if not phase:
+        if phase.stop <= max(progress.first_step, phase.start):
             continue
         # DDP waits for the gradient of every trained weight, which the text model's lack unless something is written.
         decoder.layers.requires_grad_(write and train_text)
@@ -270,7 +347,8 @@ def teach(
             settings.vision_lr_ratio = learning_rate(first_write, steps, schedule) / lr
         optimizer: torch.optim.Optimizer = make_optimizer(namer, settings, lr, slow)
         wrapped, optimizer = accelerator.prepare(namer.train(), optimizer)
-        for step in phase:
+        for step in progress.begin(phase, optimizer):
+            times = [time.perf_counter()]
             set_learning_rate(optimizer, learning_rate(step - began, num_steps, schedule))
             rows = torch.randint(len(pictures), (share,), generator=generator)
             shown = augment(pictures[rows], generator)
@@ -278,21 +356,23 @@ def teach(
                 shown = restyle(shown, style, generator)
             values = patches(shown, processor.image_processor).to(accelerator.device)
             label = labels[rows].to(accelerator.device)
+            times.append(time.perf_counter())
             choosing, saying, chosen_B, _ = wrapped(values, grid, label, write)
             accelerator.backward(choosing + saying)
             accelerator.clip_grad_norm_(wrapped.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-            if step >= steps - max(1, steps // 10):
-                correct += int(chosen_B.sum())
-                counted += share
-            if step % 20 == 0:
-                bar.set_postfix(choosing=f"{choosing.item():.3g}", saying=f"{saying.item():.3g}")
-            bar.update()
+            times.append(time.perf_counter())
+            report = {"wait_s": times[1] - times[0], "step_s": times[2] - times[1]}
+            if progress.logs.is_due(step + 1):
+                losses = {"loss_choosing": choosing.item(), "loss_saying": saying.item()}
+                report |= losses | {"loss": sum(losses.values())}
+            progress.after_step(step + 1, chosen_B, report)
+        progress.states.wait()
         accelerator.free_memory()
-    bar.close()
+    progress.logs.close()
     model.requires_grad_(True)
-    return correct / counted
+    return progress.correct / progress.counted
 
 
 @torch.no_grad()

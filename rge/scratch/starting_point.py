@@ -10,13 +10,16 @@ from typing import Any, cast
 from accelerate import Accelerator
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
+from rge.checkpoints.manifest import read_done
 from rge.checkpoints.settings import CheckpointError
+from rge.checkpoints.training_state import complete_states
 from rge.common.files import checkpoint_folder, find_shipped, read_json, same_mode, write_json
 from rge.common.prompt_profiles import EMB_TOKEN, think_tokens
-from rge.config import Recipe, RecordsConfig, ScratchConfig
+from rge.config import Recipe, RecordsConfig, ScratchConfig, TrainConfig
 from rge.data.sources import Records
 from rge.distributed.collectives import LaunchError
 from rge.distributed.launch import back_end
+from rge.distributed.stop_signals import stop_after_this_step_at_signals
 from rge.identity.run_identity import IDENTITY, content_of, differences, in_words, run_identity
 from rge.model import vision_tower as vision
 from rge.model.backbone import load_processor, name_tokens, read_config
@@ -78,15 +81,22 @@ def tokenizer_sources(recipe: Recipe) -> list[RecordsConfig]:
 
 
 def check_backbone(recipe: Recipe, records: Mapping[str, Records]) -> str | None:
-    """Check that an existing backbone in the run's folder has this run's inputs; CheckpointError lists differences.
+    """Check that the backbone in the run's folder, finished or not, has this run's inputs; CheckpointError lists differences.
 
     Returns:
         A warning if deleted files could not be compared.
     """
     plan, folder = blueprint(recipe, records), Path(recipe.out) / "backbone"
-    if plan is None or not folder.is_dir():
+    if plan is None:
         return None
-    found = read_json(folder / IDENTITY)
+    if folder.is_dir():
+        found = read_json(folder / IDENTITY)
+    else:
+        states = complete_states(Path(recipe.out) / "naming" / "state")
+        if not states:
+            return None
+        folder = states[-1]
+        found = (read_done(folder) or {}).get("identity")
     if found is None:
         raise CheckpointError(f"{folder} does not record what it was built from: delete {recipe.out}")
     now = plan.identity()
@@ -130,7 +140,7 @@ def starting_point(recipe: Recipe, records: Mapping[str, Records], accelerator: 
         accelerator.print(f"warning: {warning}")
     accelerator.wait_for_everyone()  # before the main process begins to write it
     if not folder.is_dir():
-        _build(plan, folder, accelerator)
+        _build(plan, folder, accelerator, recipe.train)
     accelerator.wait_for_everyone()
     return str(folder)
 
@@ -161,8 +171,9 @@ def processor_of(recipe: Recipe, records: Mapping[str, Records]) -> Any:
     return processor
 
 
-def _build(plan: Blueprint, folder: Path, accelerator: Accelerator) -> None:
-    config = plan.scratch
+def _build(plan: Blueprint, folder: Path, accelerator: Accelerator, train: TrainConfig) -> None:
+    config, naming = plan.scratch, folder.with_name("naming")
+    identity = run_identity(**plan.identity())
     launched, start = back_end(accelerator), f"start with one process or DDP until {folder} is written"
     if launched.name == "ZeRO-3":
         # transformers would shard it on creation, which needs all processes.
@@ -199,6 +210,7 @@ def _build(plan: Blueprint, folder: Path, accelerator: Accelerator) -> None:
         vision.speed_up(model)
         processor = AutoProcessor.from_pretrained(temporary)
         pictures, labels, names = pretrain_vision.naming_pictures(config.naming, int(plan.max_pixels**0.5))
+        stop_after_this_step_at_signals()
         accuracy = pretrain_vision.teach(
             model,
             accelerator,
@@ -206,6 +218,7 @@ def _build(plan: Blueprint, folder: Path, accelerator: Accelerator) -> None:
             pictures,
             labels,
             names,
+            naming,
             steps=config.naming_steps,
             batch_size=config.naming_batch_size,
             lr=config.naming_lr,
@@ -214,6 +227,8 @@ def _build(plan: Blueprint, folder: Path, accelerator: Accelerator) -> None:
             say_from=config.naming_say_from,
             muon_kernels=plan.muon_kernels,
             train_text=not is_smollm2(config.text),
+            train=train,
+            identity=identity,
         )
         if accelerator.is_main_process:
             model.cpu().save_pretrained(temporary)
@@ -221,8 +236,9 @@ def _build(plan: Blueprint, folder: Path, accelerator: Accelerator) -> None:
             (temporary / "eyes.json").write_text(json.dumps(found))
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        write_json(temporary / IDENTITY, run_identity(**plan.identity()))
+        write_json(temporary / IDENTITY, identity)
         same_mode(temporary, temporary / IDENTITY)
         temporary.rename(folder)
+        shutil.rmtree(naming / "state", ignore_errors=True)
         size = sum(path.stat().st_size for path in folder.iterdir())
         accelerator.print(f"{folder}: {size / 1e6:,.1f} MB")

@@ -66,7 +66,7 @@ def test_styles_are_those_that_families_differ_in():
     assert bool((found[:, :, 5, 5] == 1).all(dim=1).any())  # outlines alone
 
 
-def test_pictures_are_chosen_for_before_names_are_written(tiny_path, picture):
+def test_pictures_are_chosen_for_before_names_are_written(tiny_path, picture, tmp_path):
     """Steps that only choose leave the text model alone, and naming counts what is right."""
     processor = AutoProcessor.from_pretrained(tiny_path)
     stacked = [np.asarray(picture(28, 28, seed)) for seed in range(4)]
@@ -77,7 +77,8 @@ def test_pictures_are_chosen_for_before_names_are_written(tiny_path, picture):
         model = AutoModelForImageTextToText.from_pretrained(tiny_path)
         before = {key: weight.clone() for key, weight in model.state_dict().items()}
         settings = {"steps": 8, "batch_size": 8, "lr": 1e-3, "seed": 0, "say_from": say_from}
-        teach(model, Accelerator(cpu=True), processor, pictures, labels, names, **settings)
+        folder = tmp_path / str(say_from)
+        teach(model, Accelerator(cpu=True), processor, pictures, labels, names, folder, **settings)
         found[say_from] = {
             key for key, weight in model.state_dict().items() if not torch.equal(weight, before[key])
         }
@@ -88,14 +89,14 @@ def test_pictures_are_chosen_for_before_names_are_written(tiny_path, picture):
     assert found[0.5] & layers
 
 
-def test_naming_is_counted_over_all_pictures(tiny_path):
+def test_naming_is_counted_over_all_pictures(tiny_path, tmp_path):
     model = AutoModelForImageTextToText.from_pretrained(tiny_path)
     processor = AutoProcessor.from_pretrained(tiny_path)
     names, labels = ["key", "skis"], torch.arange(70) % 2  # more than one batch
     pictures = labels[:, None, None, None].float().expand(-1, 3, 28, 28).contiguous()
     assert not all(right.all() for right in named(model, processor, pictures, labels, names))
     settings = {"steps": 40, "batch_size": 8, "lr": 3e-2, "seed": 0}
-    teach(model, Accelerator(cpu=True), processor, pictures, labels, names, **settings)
+    teach(model, Accelerator(cpu=True), processor, pictures, labels, names, tmp_path, **settings)
     for right in named(model, processor, pictures, labels, names):
         assert right.tolist() == [True] * 70
     for right in named(model, processor, pictures, torch.where(labels == 1, 0, 1), names):

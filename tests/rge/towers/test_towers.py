@@ -96,13 +96,13 @@ def test_training_moves_the_merger_and_nothing_of_the_network(eyes, make_batch, 
 
 
 @needs_tower
-def test_the_first_stage_teaches_the_merger_and_leaves_the_network(eyes):
+def test_the_first_stage_teaches_the_merger_and_leaves_the_network(eyes, tmp_path):
     model, processor = AutoModelForImageTextToText.from_pretrained(eyes), AutoProcessor.from_pretrained(eyes)
     names, labels = ["This is a key.", "This is an egg."], torch.arange(4) % 2
     pictures = labels[:, None, None, None].float().expand(-1, 3, 64, 64).contiguous()
     before = {name: it.clone() for name, it in model.state_dict().items()}
     settings = {"steps": 3, "batch_size": 4, "lr": 1e-2, "seed": 0}
-    teach(model, Accelerator(cpu=True), processor, pictures, labels, names, **settings)
+    teach(model, Accelerator(cpu=True), processor, pictures, labels, names, tmp_path, **settings)
     moved = {name for name, it in model.state_dict().items() if not torch.equal(it, before[name])}
     assert {f"model.visual.merger.{layer}.weight" for layer in ("norm", "narrow", "mix")} <= moved
     assert not any(".network." in name for name in moved)

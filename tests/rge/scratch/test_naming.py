@@ -1,0 +1,185 @@
+"""The naming stage: interrupted and started again, it ends with the weights of an uninterrupted run."""
+
+import json
+import signal
+from pathlib import Path
+
+import forked
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from paths import ROOT, WORKERS
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from rge.checkpoints.settings import CheckpointError
+from rge.common.errors import SIGNALLED
+from rge.config import TrainConfig, load_recipe
+from rge.distributed import stop_signals
+from rge.scratch import pretrain_vision, starting_point
+
+
+class Killed(Exception):
+    """What ends a stage without notice."""
+
+
+@pytest.fixture
+def teach(tiny_path, picture, monkeypatch):
+    """Run the stage in a folder: 8 steps, the first four only choose; `at` is called before each step."""
+    processor = AutoProcessor.from_pretrained(tiny_path)
+    stacked = np.stack([np.asarray(picture(28, 28, seed)) for seed in range(4)])
+    pictures = torch.from_numpy(stacked).permute(0, 3, 1, 2).float() / 255
+    names, labels = ["This is a key.", "This is a door."], torch.tensor([0, 1, 0, 1])
+
+    def run(folder, at=lambda step: None, **settings):
+        model, shown = AutoModelForImageTextToText.from_pretrained(tiny_path), []
+
+        def augment(picture, generator):
+            at(len(shown))
+            shown.append(picture)
+            return original(picture, generator)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(pretrain_vision, "augment", augment)
+            settings = {
+                "steps": 8,
+                "batch_size": 8,
+                "lr": 1e-2,
+                "seed": 0,
+                "say_from": 0.5,
+                "style": 0.5,
+            } | settings
+            accuracy = pretrain_vision.teach(
+                model, Accelerator(cpu=True), processor, pictures, labels, names, folder,
+                train=TrainConfig(save_every=2, log_every=1, background_save=False), identity={"of": "test"}, **settings,
+            )  # fmt: skip
+        return accuracy, model.state_dict(), len(shown)
+
+    original = pretrain_vision.augment
+    return run
+
+
+def failing_before(step):
+    def at(now):
+        if now == step:
+            raise Killed
+
+    return at
+
+
+@pytest.mark.parametrize(
+    ("killed", "repeated"),
+    [
+        pytest.param(1, 8, id="before any state"),
+        pytest.param(3, 6, id="while only choosing"),
+        pytest.param(4, 6, id="between the phases"),
+        pytest.param(5, 6, id="where the second phase begins"),
+        pytest.param(7, 2, id="while writing names too"),
+    ],
+)
+def test_a_killed_stage_ends_as_a_whole_one(teach, tmp_path, killed, repeated):
+    whole = teach(tmp_path / "whole")
+    with pytest.raises(Killed):
+        teach(tmp_path / "killed", failing_before(killed))
+    accuracy, weights, steps = teach(tmp_path / "killed")
+    assert steps == repeated
+    assert accuracy == whole[0]
+    assert all(torch.equal(weights[name], weight) for name, weight in whole[1].items())
+    logged = [json.loads(line) for line in (tmp_path / "killed" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in logged] == list(range(1, 9))
+    assert [bool(line["loss_saying"]) for line in logged] == [False] * 4 + [True] * 4
+
+
+def test_a_signal_saves_and_ends_it(teach, tmp_path, monkeypatch, capsys):
+    whole = teach(tmp_path / "whole")
+    received = []
+    monkeypatch.setattr(stop_signals, "_received", {})
+
+    def at(step):
+        if step == 4:
+            stop_signals._received[signal.SIGTERM] = 0.0
+
+    monkeypatch.setattr(stop_signals.dist, "close", lambda: received.append("closed"))
+    with pytest.raises(SystemExit) as ended:
+        teach(tmp_path / "stopped", at)
+    assert ended.value.code == SIGNALLED + signal.SIGTERM
+    assert received == ["closed"]
+    said = capsys.readouterr().err
+    assert "naming: stopped by SIGTERM after step 5 of 8" in said
+    assert str(tmp_path / "stopped" / "state") in said
+    stop_signals._received.clear()
+    _, weights, steps = teach(tmp_path / "stopped")
+    assert steps == 3
+    assert all(torch.equal(weights[name], weight) for name, weight in whole[1].items())
+
+
+@pytest.mark.slow
+def test_two_processes_resume_too_and_one_cannot_continue_for_them(teach, tiny_path, tmp_path):
+    done = forked.run_pair(WORKERS / "naming.py", tiny_path, tmp_path)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert "naming: resuming after step 6 from" in done.stdout
+    found = torch.load(tmp_path / "found.pt")
+    assert all(torch.equal(found["resumed"][name], weight) for name, weight in found["whole"].items())
+    said = "saved by 2 processes and cannot be continued by 1, which .*: start 2 again, or delete"
+    with pytest.raises(CheckpointError, match=said):
+        teach(tmp_path / "left")
+
+
+@pytest.fixture
+def recipe_with(tmp_path):
+    """The demo's recipe with a tiny backbone that learns eight pictures' names in four steps."""
+    source = ROOT / "data_prep" / "demo" / "data" / "train"
+    for path in source.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    lines = (source / "naming.jsonl").read_text().splitlines()[:8]
+    (tmp_path / "some.jsonl").write_text("\n".join(lines))
+    text = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "depth": 1,
+        "num_heads": 2,
+        "fullatt_block_indexes": [0],
+    }
+    scratch = {
+        "vocab_size": 320, "text": text | {"num_key_value_heads": 1}, "vision": vision, "naming_batch_size": 4,
+        "naming": str(tmp_path / "some.jsonl"), "naming_steps": 4, "naming_say_from": 0.5,
+    }  # fmt: skip
+
+    def make(out: str, **changed):
+        overrides = [
+            f"model.scratch={json.dumps(scratch | changed)}",
+            "train.save_every=1",
+            "train.background_save=false",
+            f"out={tmp_path / out}",
+        ]
+        return load_recipe(["recipe=demo", *overrides])
+
+    return make
+
+
+def test_a_run_that_was_killed_while_naming_ends_as_a_whole_one(recipe_with, tmp_path, monkeypatch):
+    accelerator, original, shown = Accelerator(cpu=True), pretrain_vision.augment, []
+    monkeypatch.setattr(starting_point, "stop_after_this_step_at_signals", lambda: None)
+
+    def augment(picture, generator):
+        shown.append(picture)
+        if len(shown) == 4:
+            raise Killed
+        return original(picture, generator)
+
+    whole = Path(starting_point.starting_point(recipe_with("whole"), {}, accelerator))
+    monkeypatch.setattr(pretrain_vision, "augment", augment)
+    with pytest.raises(Killed):
+        starting_point.starting_point(recipe_with("killed"), {}, accelerator)
+    # The next start is checked against what the state was made with, before anything is built.
+    with pytest.raises(
+        CheckpointError, match=r"step_00000003 was built from other inputs .*naming_lr 0.003 and 0.5"
+    ):
+        starting_point.check_backbone(recipe_with("killed", naming_lr=0.5), {})
+    killed = Path(starting_point.starting_point(recipe_with("killed"), {}, accelerator))
+    assert len(shown) == 5
+    for name in ("model.safetensors", "tokenizer.json", "eyes.json"):
+        assert (killed / name).read_bytes() == (whole / name).read_bytes()
+    # Once the backbone is written, only the log is left.
+    assert [path.name for path in (tmp_path / "killed" / "naming").iterdir()] == ["metrics.jsonl"]

@@ -478,8 +478,10 @@ def test_the_demos_progress_counts_the_first_stage_where_it_is_trained(demo, tmp
 
     nothing, base = f"{demo.RUN}_from_nothing", demo.RUN
     assert (trained(nothing), trained(base)) == (0.0, 0.0)
-    (tmp_path / nothing / "backbone").mkdir(parents=True)
-    assert trained(nothing) == pytest.approx(0.6)
+    (tmp_path / nothing / "naming").mkdir(parents=True)
+    for step, share in ((1700, 0.3), (3400, 0.6)):
+        (tmp_path / nothing / "naming/metrics.jsonl").write_text(f'{{"step": {step}}}\n')
+        assert trained(nothing) == pytest.approx(share)
     for run in (nothing, base):
         (tmp_path / run / "cold_start").mkdir(parents=True)
         (tmp_path / run / "cold_start/metrics.jsonl").write_text('{"step": 155}\n{"step": 310}\n')

@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from rge.common.commands import progress_bar
 from rge.common.schema import Encoded, Item
 from rge.config import RolloutConfig
 from rge.diagnose.pairs import Pairs
@@ -39,9 +40,12 @@ def invariance(
         rationales are not compared.
     """
     items = pairs.queries
-    reference = {mode: encoder.encode(items, side="query", mode=mode, batch_size=1) for mode in MODES}
+    reference = {
+        mode: encoder.encode(items, side="query", mode=mode, batch_size=1, progress=True) for mode in MODES
+    }
     variants: dict[str, Any] = {}
-    for mode, name, encoded in _variants(encoder, items, batch_sizes, backend):
+    found = _variants(encoder, items, batch_sizes, backend)
+    for mode, name, encoded in progress_bar(found, desc="comparing", unit="variant"):
         expected = reference[mode]
         same = np.array([a == b for a, b in zip(expected.rationales, encoded.rationales, strict=True)])
         row = compare(expected.embeddings[same], encoded.embeddings[same])

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from rge.common.commands import progress_bar
 from rge.diagnose.knowability import measure_knowability
 from rge.diagnose.pairs import Pairs, hits, interval, permute_across_groups
 from rge.embedder import Embedder
@@ -57,7 +58,7 @@ def sensitivity(
     else:
         states, about = _written(encoder, prompts, pairs, moved_Q, batch_size)
     candidate_CD = encoder.encode(
-        pairs.candidates, side="candidate", mode="direct", batch_size=batch_size
+        pairs.candidates, side="candidate", mode="direct", batch_size=batch_size, progress=True
     ).embeddings
     own_QD = states["own"]
     own_hits = hits(own_QD, candidate_CD, pairs.right_QC)
@@ -89,7 +90,8 @@ def _written(
     """Embeddings (Q, D) after rationales by condition, and statistics of the rationales."""
     embedder, builder = encoder.model, encoder.builder
     cap = encoder.settings.generation.max_new_tokens
-    own = generate(embedder, prompts, max_new_tokens=cap, batch_size=batch_size)
+    with progress_bar(total=len(prompts), desc="writing", unit="query") as bar:
+        own = generate(embedder, prompts, max_new_tokens=cap, batch_size=batch_size, on_progress=bar.update)
     ids = [list(rationale.ids) for rationale in own]
     stop = embedder.processor.tokenizer(".", add_special_tokens=False).input_ids
     conditions: dict[str, list[list[int]]] = {
@@ -103,7 +105,8 @@ def _written(
         conditions["oracle"] = oracle
         conditions["oracle, swapped"] = [oracle[other] for other in moved_Q]
     states = {
-        name: encoder.encode_after(prompts, rows, batch_size=batch_size) for name, rows in conditions.items()
+        name: encoder.encode_after(prompts, rows, batch_size=batch_size)
+        for name, rows in progress_bar(conditions.items(), desc="embedding", unit="condition")
     }
     about: dict[str, Any] = {
         "rationale_tokens": float(np.mean([len(row) for row in ids])),
@@ -132,7 +135,8 @@ def _latent(
         shift_Q = torch.from_numpy(np.random.default_rng(seed).integers(1, num, len(prompts)))
         place_QK = (torch.arange(num) + shift_Q[:, None]) % num
         changed["shuffled"] = thought_QLKD.take_along_dim(place_QK[:, None, :, None], dim=2)
-    states = {"own": own, **{name: after(thought_QLKD=thoughts)[0] for name, thoughts in changed.items()}}
+    bar = progress_bar(changed.items(), desc="embedding", unit="condition")
+    states = {"own": own, **{name: after(thought_QLKD=thoughts)[0] for name, thoughts in bar}}
     states["none"] = encoder.encode_after(prompts, [[]] * len(prompts), batch_size=batch_size)
     return states, {"think_tokens": num}
 

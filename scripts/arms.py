@@ -311,7 +311,9 @@ class Results:
         if found is None:
             return None
         about = self.kept["queries"][found["queries"]]
-        columns: dict[str, Any] = {"group": unpack(about["group"], about["number"])}
+        # Padded, numbers sort as the names that they stand for, and intervals have the same digits.
+        group = unpack(about["group"], about["number"]).astype(int).astype(str)
+        columns: dict[str, Any] = {"group": np.char.zfill(group, 9)}
         for column, (values, of) in about["columns"].items():
             columns[column] = np.array(values)[unpack(of, about["number"]).astype(int)]
         columns |= {metric: unpack(text, about["number"]) for metric, text in found["metrics"].items()}

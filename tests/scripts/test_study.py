@@ -72,7 +72,7 @@ def study(monkeypatch, tmp_path):
         hits = np.zeros(40)
         hits[: HITS[word] + (out.parts[-2] == "seed_1")] = 1
         frame = pd.DataFrame({"query_id": [f"q{n:02}" for n in range(40)], "hit@1": hits})
-        frame["group"] = [f"g{n // 4}" for n in range(40)]
+        frame["group"] = [f"g{n // 3}" for n in range(40)]  # 14: numbers do not sort as their texts do
         frame["fact"] = ["embedded", "written"] * 20
         frame["pair"] = ["seen"] * 30 + ["held_out"] * 10
         frame["rationale"] = [f"why {n}. Its serial is C4." for n in range(40)]

@@ -26,9 +26,9 @@ R = TypeVar("R", bound="Recipe")
 
 BackEndName = Literal["ddp", "zero1", "zero2", "zero3", "fsdp2"]
 BACK_ENDS: tuple[str, ...] = get_args(BackEndName)
+"""What is sharded across processes, from nothing to everything; the last two are equal."""
 UNSHARDED_ONLY = ("muon",)
 """Optimizers that need whole gradients: launches with ZeRO or FSDP2 are refused, and plans do not suggest them."""
-"""What is sharded across processes, from nothing to everything; the last two are equal."""
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]

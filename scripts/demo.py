@@ -223,15 +223,19 @@ class Progress:
     @contextlib.contextmanager
     def during(self, number: int) -> Iterator[None]:
         """While the step of this number (from 1) runs, write the page every two seconds."""
-        done = sum(step.share for step in self.todo[: number - 1])
+        step = self.todo[number - 1]
+        finished = sum(step.share for step in self.todo[: number - 1])
+
+        def done() -> float:
+            return finished + (self._trained() * step.share if step.name == "train" else 0.0)
+
         if self.skipped is None:
-            self.skipped = done + self._trained() * self.todo[number - 1].share
+            self.skipped = done()
         ended = threading.Event()
 
         def watch() -> None:
             while True:
-                part = self._trained() if self.todo[number - 1].name == "train" else 0.0
-                self._write(number, done + part * self.todo[number - 1].share)
+                self._write(number, done())
                 if ended.wait(2):
                     return
 

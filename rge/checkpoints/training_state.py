@@ -122,7 +122,7 @@ class States:
             for name, value in trained_tensors(self.embedder).items()
         }
         optimizer = dist.in_main_memory(self.optimizer.state_dict())
-        # These return copies: lists of token ids, through which a copy by torch would take seconds.
+        # Their `state_dict()` returns copies; torch would take seconds to copy the lists of token ids again.
         registered = [each.state_dict() for each in self._registered()]
         return {WEIGHTS: weights, OPTIMIZER: optimizer, RANDOM: rngs, REGISTERED: registered}
 
@@ -249,8 +249,8 @@ class States:
             _set_random_states(states[dist.rank()], self.generators)
         elif self.generators:
             raise CheckpointError(
-                f"{path} was saved by {len(states)} processes and cannot be continued by {dist.world_size()}, which would draw "
-                f"other batches: start {len(states)} again, or delete {self.folder} to begin from the start"
+                f"{path} was saved by {len(states)} processes. {dist.world_size()} would draw other batches and cannot continue it: "
+                f"launch {len(states)} processes, or delete {self.folder} to start this stage again"
             )
         else:
             self.accelerator.print(

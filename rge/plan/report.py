@@ -337,9 +337,10 @@ def setup_of(recipe: Recipe, model: HubModel, options: PlanOptions) -> Setup:
     _, queries = _stage(recipe, options)
     back_end = options.back_end or recipe.train.back_end
     if recipe.optim.name in UNSHARDED_ONLY and options.num_gpus > 1 and back_end != "ddp":
+        key = "back_end" if options.back_end else "train.back_end"
         raise RecipeError(
             f"optim.name={recipe.optim.name} needs whole gradients, which {back_end} does not have: set optim.name=adamw or "
-            "train.back_end=ddp"
+            f"{key}=ddp"
         )
     return Setup(
         back_end=back_end,

@@ -10,7 +10,6 @@ objective teaches both only slowly. This stage has two losses over augmented pic
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,14 @@ from accelerate import Accelerator
 from PIL import Image
 from torch import Tensor, nn
 
+from rge.checkpoints.settings import CheckpointError
 from rge.checkpoints.training_state import States
 from rge.common.images import load_image
 from rge.config import OptimConfig, StageConfig, TrainConfig
 from rge.data.sources import RecordFile
 from rge.distributed import collectives as dist
 from rge.distributed.stop_signals import exit_after, received_by_any
+from rge.identity.run_identity import differences, in_words
 from rge.logs import Logs
 from rge.model.backbone import vision_parameters
 from rge.model.families import family_of
@@ -235,20 +236,34 @@ class _Progress:
     ):
         self.accelerator, self.num_steps, self.train, self.identity = accelerator, num_steps, train, identity
         self.correct = self.counted = 0
-        self._states_of = partial(
-            States, accelerator, namer, folder=folder / "state", keep_last=1, background=train.background_save,
+        self.states = States(
+            accelerator, namer, None, folder / "state", keep_last=train.keep_last, background=train.background_save,
             generators=[generator],
         )  # fmt: skip
         self.first_step = 0
-        if (found := self._states_of(None).latest()) is not None:
+        if (found := self.states.latest()) is not None:
             self._path, done = found
             self.first_step, self.correct, self.counted = done["step"], done["correct"], done["counted"]
-            accelerator.print(f"naming: resuming after step {self.first_step} from {self._path}")
+            self._check(done)
         self.logs = Logs(accelerator, folder, "naming", self.first_step, num_steps, train.log_every)
+
+    def _check(self, done: Mapping[str, Any]) -> None:
+        then, now = done["mixed_precision"], self.accelerator.mixed_precision
+        if then != now:
+            raise CheckpointError(
+                f"{self._path} was computed in mixed precision {then!r}, and this run has {now!r}: set model.dtype as before, or "
+                f"delete {self.states.folder} to start this stage again"
+            )
+        self.accelerator.print(f"naming: resuming after step {self.first_step} from {self._path}")
+        if changed := in_words(differences(done["identity"] or {}, self.identity or {})):
+            self.accelerator.print(
+                "naming: the result will not be bit-identical to that of an uninterrupted run, since these were changed: "
+                + "; ".join(changed)
+            )
 
     def begin(self, phase: range, optimizer: torch.optim.Optimizer) -> range:
         """The phase's unfinished steps, of which there is at least one."""
-        self.states = self._states_of(optimizer)
+        self.states.optimizer = optimizer
         rest = phase[max(self.first_step - phase.start, 0) :]
         if rest.start > phase.start:
             self.states.load(self._path)
@@ -266,8 +281,9 @@ class _Progress:
         # A phase ends without a state: its optimizer is not the next one's.
         if step == self._last_step or not (received or step % self.train.save_every == 0):
             return
-        done = {"correct": self.correct, "counted": self.counted, "identity": self.identity}
-        self.states.save(step, done)
+        counts = {"correct": self.correct, "counted": self.counted}
+        made_with = {"identity": self.identity, "mixed_precision": self.accelerator.mixed_precision}
+        self.states.save(step, counts | made_with)
         if received:
             self.states.wait()
             exit_after(received, self.accelerator, "naming", step, self.num_steps, self.states.folder)
@@ -296,7 +312,7 @@ def teach(
     """Train a backbone in place to name pictures, with Muon, which needs a third of AdamW's steps here, and a cosine schedule.
 
     Writes ``metrics.jsonl`` and ``state/`` into `folder`. Called again after an interruption, with the same arguments and as many
-    processes, it resumes; the result is that of an uninterrupted run.
+    processes, it resumes; on one process, the result is that of an uninterrupted run, bit for bit.
 
     Args:
         model: of the backbone.

@@ -89,16 +89,18 @@ def check_backbone(recipe: Recipe, records: Mapping[str, Records]) -> str | None
     plan, folder = blueprint(recipe, records), Path(recipe.out) / "backbone"
     if plan is None:
         return None
+    delete = Path(recipe.out)
     if folder.is_dir():
         found = read_json(folder / IDENTITY)
     else:
-        states = complete_states(Path(recipe.out) / "naming" / "state")
-        if not states:
+        delete /= "naming"
+        states = complete_states(delete / "state")
+        done = read_done(states[-1]) if states else None
+        if done is None:  # damage is reported by `States.latest`
             return None
-        folder = states[-1]
-        found = (read_done(folder) or {}).get("identity")
+        folder, found = states[-1], done["identity"]
     if found is None:
-        raise CheckpointError(f"{folder} does not record what it was built from: delete {recipe.out}")
+        raise CheckpointError(f"{folder} does not record what it was made from: delete {delete}")
     now = plan.identity()
     gone = [key for key, content in now["records"].items() if content is None]
     then = {
@@ -107,12 +109,12 @@ def check_backbone(recipe: Recipe, records: Mapping[str, Records]) -> str | None
     }
     if apart := differences(then, now):
         raise CheckpointError(
-            f"{folder} was built from other inputs than this run's (then and now): {'; '.join(in_words(apart))}. Use "
-            f"another out=, or delete {recipe.out}"
+            f"{folder} was made from other inputs than this run's (then and now): {'; '.join(in_words(apart))}. Use "
+            f"another out=, or delete {delete}"
         )
     if gone:
         return (
-            f"{folder} was built from files that no longer exist and could not be compared: {', '.join(gone)}"
+            f"{folder} was made from files that no longer exist and could not be compared: {', '.join(gone)}"
         )
     return None
 
@@ -141,6 +143,8 @@ def starting_point(recipe: Recipe, records: Mapping[str, Records], accelerator: 
     accelerator.wait_for_everyone()  # before the main process begins to write it
     if not folder.is_dir():
         _build(plan, folder, accelerator, recipe.train)
+    if accelerator.is_main_process:
+        shutil.rmtree(folder.with_name("naming") / "state", ignore_errors=True)
     accelerator.wait_for_everyone()
     return str(folder)
 
@@ -172,8 +176,7 @@ def processor_of(recipe: Recipe, records: Mapping[str, Records]) -> Any:
 
 
 def _build(plan: Blueprint, folder: Path, accelerator: Accelerator, train: TrainConfig) -> None:
-    config, naming = plan.scratch, folder.with_name("naming")
-    identity = run_identity(**plan.identity())
+    config = plan.scratch
     launched, start = back_end(accelerator), f"start with one process or DDP until {folder} is written"
     if launched.name == "ZeRO-3":
         # transformers would shard it on creation, which needs all processes.
@@ -192,6 +195,7 @@ def _build(plan: Blueprint, folder: Path, accelerator: Accelerator, train: Train
             f"{part['part']}: {part['name']}, {part['licence']}, {part['bytes'] / 1e6:.1f} MB ({part['file']}, sha256 "
             f"{part['sha256']})"
         )
+    identity = run_identity(**plan.identity())  # with the packages that `origins` has loaded
     if accelerator.is_main_process:
         shutil.rmtree(temporary, ignore_errors=True)
         scratch.build(
@@ -218,7 +222,7 @@ def _build(plan: Blueprint, folder: Path, accelerator: Accelerator, train: Train
             pictures,
             labels,
             names,
-            naming,
+            folder.with_name("naming"),
             steps=config.naming_steps,
             batch_size=config.naming_batch_size,
             lr=config.naming_lr,
@@ -239,6 +243,5 @@ def _build(plan: Blueprint, folder: Path, accelerator: Accelerator, train: Train
         write_json(temporary / IDENTITY, identity)
         same_mode(temporary, temporary / IDENTITY)
         temporary.rename(folder)
-        shutil.rmtree(naming / "state", ignore_errors=True)
         size = sum(path.stat().st_size for path in folder.iterdir())
         accelerator.print(f"{folder}: {size / 1e6:,.1f} MB")

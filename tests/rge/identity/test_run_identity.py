@@ -105,9 +105,7 @@ def problems(home: Path, *overrides: str) -> str:
 def test_a_backbone_of_another_recipe_is_not_trained(stopped, override, said):
     """Killed after the backbone was written and before there was a state."""
     shutil.rmtree(stopped / "out/cold_start")
-    assert f"{stopped}/out/backbone was built from other inputs than this run's" in problems(
-        stopped, override
-    )
+    assert f"{stopped}/out/backbone was made from other inputs than this run's" in problems(stopped, override)
     assert said in problems(stopped, override)
     assert problems(stopped) == ""
 
@@ -126,7 +124,7 @@ def test_a_backbone_of_other_texts_or_of_unknown_ones_is_refused(stopped):
     write(stopped / "records.jsonl", [record(0, "something else"), *RECORDS[1:]])
     assert f"records of {stopped}/records.jsonl: bytes" in problems(stopped)
     (stopped / "out/backbone/identity.json").unlink()
-    assert "backbone does not record what it was built from" in problems(stopped)
+    assert "backbone does not record what it was made from" in problems(stopped)
 
 
 EDITS = {

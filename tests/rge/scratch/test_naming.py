@@ -113,6 +113,24 @@ def test_a_signal_saves_and_ends_it(teach, tmp_path, monkeypatch, capsys):
     assert all(torch.equal(weights[name], weight) for name, weight in whole[1].items())
 
 
+def test_a_state_of_another_precision_is_refused_and_other_changes_are_printed(teach, tmp_path, capsys):
+    with pytest.raises(Killed):
+        teach(tmp_path, failing_before(3))
+    (path,) = (tmp_path / "state").glob("step_*/done.json")
+    done = json.loads(path.read_text())
+    path.write_text(json.dumps(done | {"mixed_precision": "bf16"}))
+    with pytest.raises(
+        CheckpointError, match="mixed precision 'bf16', and this run has 'no': set model.dtype as before"
+    ):
+        teach(tmp_path)
+    path.write_text(json.dumps(done | {"identity": {"of": "yesterday"}}))
+    teach(tmp_path)
+    said = capsys.readouterr().out
+    assert "naming: resuming after step 2 from" in said
+    assert "not be bit-identical" in said
+    assert '"yesterday" and "test"' in said
+
+
 @pytest.mark.slow
 def test_two_processes_resume_too_and_one_cannot_continue_for_them(teach, tiny_path, tmp_path):
     done = forked.run_pair(WORKERS / "naming.py", tiny_path, tmp_path)
@@ -120,7 +138,7 @@ def test_two_processes_resume_too_and_one_cannot_continue_for_them(teach, tiny_p
     assert "naming: resuming after step 6 from" in done.stdout
     found = torch.load(tmp_path / "found.pt")
     assert all(torch.equal(found["resumed"][name], weight) for name, weight in found["whole"].items())
-    said = "saved by 2 processes and cannot be continued by 1, which .*: start 2 again, or delete"
+    said = "saved by 2 processes. 1 would draw other batches and cannot continue it: launch 2 processes, or delete"
     with pytest.raises(CheckpointError, match=said):
         teach(tmp_path / "left")
 
@@ -174,7 +192,7 @@ def test_a_run_that_was_killed_while_naming_ends_as_a_whole_one(recipe_with, tmp
         starting_point.starting_point(recipe_with("killed"), {}, accelerator)
     # The next start is checked against what the state was made with, before anything is built.
     with pytest.raises(
-        CheckpointError, match=r"step_00000003 was built from other inputs .*naming_lr 0.003 and 0.5"
+        CheckpointError, match=r"step_00000003 was made from other inputs .*naming_lr 0.003 and 0.5"
     ):
         starting_point.check_backbone(recipe_with("killed", naming_lr=0.5), {})
     killed = Path(starting_point.starting_point(recipe_with("killed"), {}, accelerator))

@@ -111,12 +111,7 @@ class CheckpointManager:
         rounding += check_same_run(done, self.identity, path)
         self.states.load(path)
         self._saved, self._validated = done["step"], done["validated"]
-        self.accelerator.print(f"{self.name}: resuming after step {done['step']} from {path}")
-        if rounding:
-            self.accelerator.print(
-                f"{self.name}: the result will not be bit-identical to that of an uninterrupted run, since these were changed: "
-                + "; ".join(rounding)
-            )
+        self.states.announce(self.name, done["step"], path, rounding)
         return done["step"]
 
     def validate(self, step: int) -> dict[str, float]:

@@ -220,6 +220,15 @@ class States:
             )
         return None if found is None else (Path(found[0]), found[1])
 
+    def announce(self, name: str, step: int, path: Path, changed: Sequence[str]) -> None:
+        """Print where a stage resumes, and what has changed since its state that affects rounding."""
+        self.accelerator.print(f"{name}: resuming after step {step} from {path}")
+        if changed:
+            self.accelerator.print(
+                f"{name}: the result will not be bit-identical to that of an uninterrupted run, since these were changed: "
+                + "; ".join(changed)
+            )
+
     def load(self, path: Path) -> None:
         """Restore weights, optimizer and random states.
 

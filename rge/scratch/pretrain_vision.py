@@ -254,12 +254,8 @@ class _Progress:
                 f"{self._path} was computed in mixed precision {then!r}, and this run has {now!r}: set model.dtype as before, or "
                 f"delete {self.states.folder} to start this stage again"
             )
-        self.accelerator.print(f"naming: resuming after step {self.first_step} from {self._path}")
-        if changed := in_words(differences(done["identity"] or {}, self.identity or {})):
-            self.accelerator.print(
-                "naming: the result will not be bit-identical to that of an uninterrupted run, since these were changed: "
-                + "; ".join(changed)
-            )
+        changed = in_words(differences(done["identity"] or {}, self.identity or {}))
+        self.states.announce("naming", self.first_step, self._path, changed)
 
     def begin(self, phase: range, optimizer: torch.optim.Optimizer) -> range:
         """The phase's unfinished steps, of which there is at least one."""

@@ -97,11 +97,17 @@ def test_a_signal_saves_and_ends_it(teach, tmp_path, monkeypatch, capsys):
 
     def at(step):
         if step == 4:
-            stop_signals._received[signal.SIGTERM] = 0.0
+            signal.raise_signal(signal.SIGTERM)
 
     monkeypatch.setattr(stop_signals.dist, "close", lambda: received.append("closed"))
-    with pytest.raises(SystemExit) as ended:
-        teach(tmp_path / "stopped", at)
+    before = {number: signal.getsignal(number) for number in stop_signals.SIGNALS}
+    stop_signals.stop_after_this_step_at_signals()
+    try:
+        with pytest.raises(SystemExit) as ended:
+            teach(tmp_path / "stopped", at)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
     assert ended.value.code == SIGNALLED + signal.SIGTERM
     assert received == ["closed"]
     said = capsys.readouterr().err

@@ -61,7 +61,7 @@ class Options:
     out: Path = Path("runs/study")
     """Folder of the studies; the study set is written to its folder data."""
     seeds: AtLeastOne = 3
-    """Runs per arm, seeds 0, 1, ...; cold starts are shared, except in finding f."""
+    """Runs per arm, seeds 0, 1, ...; cold starts are shared, except in findings f and h."""
     arms: tuple[str, ...] = ()
     """Only these arms, with the arms that they start from, in all their query modes; empty: all."""
     on: Literal["test", "valid"] = "test"
@@ -414,7 +414,7 @@ def cold_starts(options: Options) -> Finding:
     return on_study_set(options, arms, [Table("hit@1, points", rows_of(text), ALL)])
 
 
-# --- the demo: b, f, g
+# --- the demo: b, f, g, h
 
 TABLE_3 = {
     "1:1": 66.2, "100:1": 53.1, "20:1": 60.8, "10:1": 62.7, "1:10": 67.4, "1:20": 67.0, "1:100": 67.2, "none": 63.7,
@@ -422,6 +422,15 @@ TABLE_3 = {
 """The paper's figures by ratio."""
 RATIOS = ("1:1", "10:1", "20:1")
 """Ratios that the demo's own is chosen from, the simplest first."""
+EQUAL = "loss.ratio=1:1"
+"""The demo's ratio until finding g chose another one; finding f was measured with it."""
+RL_WEIGHTS = {
+    "rl": (),
+    "rl_lm": ("rl.alpha_lm=0.5",),
+    "rl_no_con": ("rl.alpha_con=0",),
+    "rl_lm_no_con": ("rl.alpha_con=0", "rl.alpha_lm=0.5"),
+}
+"""Weights that the stage rl's own are chosen from, after the joint stage at 10:1."""
 PAIRS = {"all": (), "seen pairs": ("pair", "seen"), "held-out pairs": ("pair", "held_out")}
 """Slices of the demo's queries: column and value."""
 ADAPTIVE = ("loss.adaptive.share=0.5", "loss.adaptive.margin=0.05", "loss.adaptive.warmup_steps=60")
@@ -491,8 +500,8 @@ def table_3(options: Options) -> Finding:
     return on_demo(options, "demo", arms, list(names.values()), text)
 
 
-def default_ratio(options: Options) -> Finding:
-    """The demo's own ratio of losses, chosen on two training families that are held back (demo).
+def default_weights(options: Options) -> Finding:
+    """The demo's weights of the losses, chosen on two training families that are held back (demo).
 
     Nothing here is trained on these families, the base included.
     """
@@ -509,18 +518,32 @@ def default_ratio(options: Options) -> Finding:
     names = {ratio: ratio.replace(":", "_") for ratio in RATIOS}
     for ratio, name in names.items():
         arms.append(Arm(name, "joint", "cold", (f"loss.ratio={ratio}", *steps_words("joint", options))))
+    arms += [
+        Arm(name, "rl", "10_1", (*words, *steps_words("rl", options))) for name, words in RL_WEIGHTS.items()
+    ]
     study = Study(
         out, arms, ("recipe=demo", *records), {"valid": data / "valid"}, options.seeds, options.launcher, columns=("pair",)
     )  # fmt: skip
     rows = "\n".join(f"{ratio} = {name}" for ratio, name in names.items())
     rows += "".join(f"\n{ratio} over 1:1 = {name} - 1_1" for ratio, name in names.items() if ratio != "1:1")
+    rows += "".join(f"\n{name}\n{name} over its start = {name} - 10_1" for name in RL_WEIGHTS)
     slices = {title: Slice("valid", *which) for title, which in PAIRS.items()}
     return Finding(
         study,
-        [*names.values()],
+        [*names.values(), *RL_WEIGHTS],
         [Table("hit@1, % and points", rows_of(rows), slices)],
         prepare=lambda: None if (data / "valid" / "meta.json").is_file() else write_rotated(data),
     )
+
+
+def shipped(options: Options) -> Finding:
+    """The demo from its shipped base: ratio and anchor on its test families, a cold start for each seed (demo)."""
+    arms = [Arm("cold", "cold_start", "", ("init=rge/demo_base", *steps_words("cold_start", options)), query_mode="")]
+    own = {"self": (), "equal": (EQUAL,), "none": ANCHORS["none"], "oracle": ANCHORS["oracle"]}
+    for name, words in own.items():
+        arms.append(Arm(name, "joint", "cold", (*words, *steps_words("joint", options))))
+    rows = "\n".join(own) + "".join(f"\n{name} - self" for name in own if name != "self")
+    return on_demo(options, "shipped", arms, list(own), rows)
 
 
 def modes(options: Options) -> Finding:
@@ -528,7 +551,10 @@ def modes(options: Options) -> Finding:
     cold = ("init=rge/demo_base", *steps_words("cold_start", options))
     arms = [Arm("cold", "cold_start", "", cold, query_mode="")]
     for name, ((first, *others), settings) in STATES.items():
-        arms.append(Arm(name, "joint", "cold", (*settings, *steps_words("joint", options)), query_mode=first))
+        ratio = () if "loss.ratio=none" in settings else (EQUAL,)
+        arms.append(
+            Arm(name, "joint", "cold", (*ratio, *settings, *steps_words("joint", options)), query_mode=first)
+        )
         arms += [Arm(f"{name}, {mode}", "", name, query_mode=mode) for mode in others]
     names = [arm.name for arm in arms[1:]]
     text = """
@@ -587,7 +613,7 @@ def mixed_arms(options: Options, data: Path, set_name: str) -> list[Arm]:
     sources = [
         f"{{path: {files[name]}/{name}.jsonl, weight: {weight}}}" for name, weight in MIXED_WEIGHTS.items()
     ]
-    records = (f"joint.sources=[{', '.join(sources)}]", *steps_words("joint", options))
+    records = (f"joint.sources=[{', '.join(sources)}]", EQUAL, *steps_words("joint", options))
     sets, arms = {set_name: data / options.on}, []
     asked = ("k=0", "gate=0.5", f"auto={','.join(f'{value:g}' for value in AUTO)}")
     for name, settings in MIXED.items():
@@ -752,7 +778,7 @@ def written_figures(frame: pd.DataFrame, path: Path) -> pd.DataFrame:
 
 DECLARED: dict[str, Callable[[Options], Finding]] = {
     "eyes": eyes, "a": table_4, "b": table_3, "c": tables_6_and_7, "d": figure_4, "e": cold_starts, "f": modes,
-    "g": default_ratio, "rl": reinforcement,
+    "g": default_weights, "h": shipped, "rl": reinforcement,
 }  # fmt: skip
 TITLES = {name: (declare.__doc__ or "").partition("\n")[0].rstrip(".") for name, declare in DECLARED.items()}
 

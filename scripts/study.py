@@ -486,6 +486,12 @@ def demo_cold_start(options: Options) -> Arm:
     return Arm("cold", "cold_start", "", words, shared=True, query_mode="")
 
 
+def cold_start_from_shipped_base(options: Options) -> Arm:
+    """A cold start of the demo for each seed."""
+    words = ("init=rge/demo_base", *steps_words("cold_start", options))
+    return Arm("cold", "cold_start", "", words, query_mode="")
+
+
 def table_3(options: Options) -> Finding:
     """Table 3: the ratio of LM to contrastive loss (demo)."""
     arms = [demo_cold_start(options)]
@@ -538,7 +544,7 @@ def default_weights(options: Options) -> Finding:
 
 def shipped(options: Options) -> Finding:
     """The demo from its shipped base: ratio and anchor on its test families, a cold start for each seed (demo)."""
-    arms = [Arm("cold", "cold_start", "", ("init=rge/demo_base", *steps_words("cold_start", options)), query_mode="")]
+    arms = [cold_start_from_shipped_base(options)]
     own = {"self": (), "equal": (EQUAL,), "none": ANCHORS["none"], "oracle": ANCHORS["oracle"]}
     for name, words in own.items():
         arms.append(Arm(name, "joint", "cold", (*words, *steps_words("joint", options))))
@@ -548,8 +554,7 @@ def shipped(options: Options) -> Finding:
 
 def modes(options: Options) -> Finding:
     """One checkpoint in several modes, a cold start for each seed (demo)."""
-    cold = ("init=rge/demo_base", *steps_words("cold_start", options))
-    arms = [Arm("cold", "cold_start", "", cold, query_mode="")]
+    arms = [cold_start_from_shipped_base(options)]
     for name, ((first, *others), settings) in STATES.items():
         ratio = () if "loss.ratio=none" in settings else (EQUAL,)
         arms.append(

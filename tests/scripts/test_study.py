@@ -303,14 +303,15 @@ def test_think_tokens_are_ablated_once(study):
     assert "| latent_2, own | 50.0 | -20.0 [-30.0, -10.0] | 0.500 |" in text
 
 
-def test_the_demos_ratio_is_chosen_from_nothing_and_on_families_held_back(study):
+def test_the_demos_weights_are_chosen_from_nothing_and_on_families_held_back(study):
     study.main(["g", "seeds=2", *study.given])
     assert study.built == [study.folder / "rotated" / "data"]
-    assert trained(study) == [
-        ("cold", ""),
-        *((name, "rotated/cold/shared/cold_start/final") for name in ("1_1", "10_1", "20_1")),
-        *((name, "rotated/cold/shared/cold_start/final") for name in ("1_1", "10_1", "20_1")),
-    ]
+    expected = [("cold", "")]
+    for seed in range(2):
+        expected += [(name, "rotated/cold/shared/cold_start/final") for name in ("1_1", "10_1", "20_1")]
+        start = f"rotated/10_1/seed_{seed}/joint/final"
+        expected += [(name, start) for name in ("rl", "rl_lm", "rl_no_con", "rl_lm_no_con")]
+    assert trained(study) == expected
     for command in study.commands:
         given = dict(part.split("=", 1) for part in command if "=" in part)
         if "rge/train.py" in command:
@@ -319,6 +320,28 @@ def test_the_demos_ratio_is_chosen_from_nothing_and_on_families_held_back(study)
         else:
             assert given["set"] == str(study.built[0] / "valid")
     assert rows(study, "g", "rotated")["10:1 over 1:1", "all", "hit@1"]["seeds"] == [0.0, 0.0]
+
+
+def test_the_shipped_base_is_tested_from_a_cold_start_per_seed(study):
+    study.main(["h", "seeds=2", *study.given])
+    expected = []
+    for seed in range(2):
+        expected.append(("cold", ""))
+        start = f"shipped/cold/seed_{seed}/cold_start/final"
+        expected += [(name, start) for name in ("self", "equal", "none", "oracle")]
+    assert trained(study) == expected
+    ratios = {
+        Path(part.removeprefix("out=")).parent.name: [
+            word for word in command if word.startswith("loss.ratio=")
+        ]
+        for command in study.commands
+        if "rge/train.py" in command
+        for part in command
+        if part.startswith("out=")
+    }
+    assert ratios == {
+        "cold": [], "self": [], "equal": ["loss.ratio=1:1"], "none": ["loss.ratio=none"], "oracle": [],
+    }  # fmt: skip
 
 
 def test_a_run_that_another_process_makes_comes_last(study, monkeypatch):
@@ -374,7 +397,7 @@ def test_values_come_back_from_their_packed_form(study, values):
     ("words", "message"),
     [
         ([], "finding must list at least one value"),
-        (["h"], "finding must be one of eyes, a, b, c, d, e, f, g, rl, all, got 'h'"),
+        (["i"], "finding must be one of eyes, a, b, c, d, e, f, g, h, rl, all, got 'i'"),
         (["a", "seeds=0"], "seeds must be >= 1, got 0"),
         (["a", "seed=1"], r"unknown key seed; did you mean seeds\?"),
         (["rl", "on=valid"], "finding rl has test sets only"),

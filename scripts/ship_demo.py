@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from rge.checkpoints.description import model_card  # noqa: E402
+from rge.checkpoints.manifest import DONE  # noqa: E402
 from rge.checkpoints.settings import RGE_JSON, read_settings  # noqa: E402
 from rge.common.commands import start  # noqa: E402
 from rge.common.errors import UserError  # noqa: E402
@@ -51,7 +52,7 @@ def ship(trained: Path, folder: Path) -> int:
     config = json.loads((trained / "config.json").read_text(encoding="utf-8"))
     waiting = folder.with_name(f"tmp_{folder.name}")
     shutil.rmtree(waiting, ignore_errors=True)
-    shutil.copytree(trained, waiting, ignore=shutil.ignore_patterns("*.safetensors", "README.md"))
+    shutil.copytree(trained, waiting, ignore=shutil.ignore_patterns("*.safetensors", "README.md", DONE))
     save_file(weights, waiting / "model.safetensors", metadata={"format": "pt"})
     (waiting / "config.json").write_text(json.dumps(_in_bfloat16(config), indent=2) + "\n", encoding="utf-8")
     if (trained / RGE_JSON).is_file():

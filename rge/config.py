@@ -404,8 +404,8 @@ class RLConfig(StageConfig):
     """Peak learning rate."""
     alpha_rl: NotNegative = 1.0
     """Weight of the policy gradient."""
-    alpha_con: NotNegative = 0.5
-    """Weight of InfoNCE over the rationales' states; replaces loss.alpha_con."""
+    alpha_con: NotNegative = 0.0
+    """Weight of InfoNCE over the sampled rationales' states; replaces loss.alpha_con. On the demo, 0.5 costs accuracy."""
     alpha_lm: NotNegative = 0.05
     """Weight of the LM loss on oracle rationales; replaces loss.alpha_lm."""
     num_rationales: AtLeastOne = 8

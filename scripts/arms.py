@@ -2,7 +2,7 @@
 
 An `Arm` is one training, started from another arm's checkpoint. A `Study` lists arms, retrieval sets and seeds; `run_all` makes the
 missing runs; `Results` reads them; `in_table` puts 95 % intervals on any weighted sum of arms. Finished runs are skipped and
-interrupted ones resume. The same command started twice makes two runs at a time: each waits only for the run that it starts from.
+interrupted ones resume. The same command started twice makes two runs at a time, and waits only when nothing else can be started.
 
 Per-query results are kept in the study's ``kept.json``, small enough to commit and enough to recompute every interval.
 scripts/study.py and scripts/ablate.py are declarations over this.
@@ -176,17 +176,25 @@ def run(command: list[str]) -> None:
         sys.exit(code if code > 0 else SIGNALLED - code)
 
 
-def run_all(study: Study, wanted: Sequence[tuple[Arm, int]]) -> None:
-    """Make these runs; those that another process is making are left for last."""
-    busy = [(arm, seed) for arm, seed in wanted if not run_arm(study, arm, seed, wait=False)]
-    for arm, seed in busy:
-        run_arm(study, arm, seed)
+def run_all(study: Study, wanted: Sequence[tuple[Arm, int]], *, wait: bool = True) -> None:
+    """Make these runs; those that wait for another process come last, or are left out without ``wait``."""
+    left = list(wanted)
+    while left:
+        busy = [(arm, seed) for arm, seed in left if not run_arm(study, arm, seed, wait=False)]
+        if not wait:
+            return
+        if len(busy) == len(left):
+            arm, seed = busy.pop(0)
+            run_arm(study, arm, seed)
+        left = busy
 
 
 def run_arm(study: Study, arm: Arm, seed: int, *, wait: bool = True) -> bool:
-    """Train and evaluate one run, after the run that it starts from; False: another process is making it."""
+    """Train and evaluate one run, after the run that it starts from; False: another process is making either."""
     if arm.after and not study.is_finished(arm, seed):
-        run_arm(study, study.by_name[arm.after], seed)
+        before = study.by_name[arm.after]
+        if not run_arm(study, before, seed, wait=wait):
+            return False
     folder = study.folder(study.by_name[arm.after] if arm.point else arm, seed)
     with _held(folder, wait) as ours:
         if ours:

@@ -14,7 +14,7 @@ zero. Tables are written to ``page_NAME.md`` in the study's folder, per-query re
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -110,16 +110,23 @@ def main(words: list[str]) -> None:
 
 
 def train(findings: Mapping[str, Finding], options: Options) -> None:
-    """Make the missing runs, seed by seed."""
+    """Make the missing runs, seed by seed, and last those that another process is making."""
     for finding in findings.values():
         finding.prepare()
     for seed in range(options.seeds):
         for name, finding in findings.items():
-            arms = [finding.study.by_name[arm] for arm in finding.arms]
-            run_all(finding.study, [(arm, seed) for arm in arms if is_wanted(arm, options.arms)])
-            if not seed:
-                diagnose(finding, options.arms)
+            run_all(finding.study, runs_of(finding, options, [seed]), wait=False)
             write_page(name, finding, options)
+    for name, finding in findings.items():
+        run_all(finding.study, runs_of(finding, options, range(options.seeds)))
+        diagnose(finding, options.arms)
+        write_page(name, finding, options)
+
+
+def runs_of(finding: Finding, options: Options, seeds: Iterable[int]) -> list[tuple[Arm, int]]:
+    """Wanted runs of a finding, seed by seed."""
+    arms = [finding.study.by_name[name] for name in finding.arms]
+    return [(arm, seed) for seed in seeds for arm in arms if is_wanted(arm, options.arms)]
 
 
 def is_wanted(arm: Arm, only: Sequence[str]) -> bool:
@@ -425,9 +432,9 @@ RATIOS = ("1:1", "10:1", "20:1")
 EQUAL = "loss.ratio=1:1"
 """The demo's ratio until finding g chose another one; finding f was measured with it."""
 RL_WEIGHTS = {
-    "rl": (),
-    "rl_lm": ("rl.alpha_lm=0.5",),
-    "rl_no_con": ("rl.alpha_con=0",),
+    "rl": ("rl.alpha_con=0.5", "rl.alpha_lm=0.05"),
+    "rl_lm": ("rl.alpha_con=0.5", "rl.alpha_lm=0.5"),
+    "rl_no_con": ("rl.alpha_con=0", "rl.alpha_lm=0.05"),
     "rl_lm_no_con": ("rl.alpha_con=0", "rl.alpha_lm=0.5"),
 }
 """Weights that the stage rl's own are chosen from, after the joint stage at 10:1."""

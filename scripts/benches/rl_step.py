@@ -97,7 +97,7 @@ def _time(setting: Setting, options: Options) -> dict[str, float]:
 
 
 def rl_recipe(setting: Setting, options: Options) -> Recipe:
-    """The stage rl as recipes have it by default."""
+    """The stage rl with all three losses."""
     objective = setting.objective
     same = {"temperature": objective.temperature, "lm_on_candidates": objective.lm_on_candidates}
     return Recipe(
@@ -105,7 +105,7 @@ def rl_recipe(setting: Setting, options: Options) -> Recipe:
         stage="rl",
         loss=LossConfig(alpha_lm=0.5, alpha_con=0.5, **same),
         rollout=RolloutConfig(max_new_tokens=setting.max_new_tokens),
-        rl=RLConfig(num_rationales=options.rationales, std_floor=0.1),
+        rl=RLConfig(alpha_con=0.5, num_rationales=options.rationales, std_floor=0.1),
     )
 
 

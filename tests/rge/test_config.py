@@ -491,7 +491,7 @@ def test_the_metric_of_validation_is_one_that_the_stage_has(load):
         load("validation.path=v.jsonl", "validation.metric=loss_lm", "loss.ratio=none")
     load("validation.path=v.jsonl", "validation.metric=loss", "loss.ratio=none")
     rl = ["recipe=demo", "stage=rl", "init=x", "validation.path=v.jsonl"]
-    load_recipe([*rl, "validation.metric=loss", "rl.alpha_lm=0"])
+    load_recipe([*rl, "validation.metric=loss", "rl.alpha_lm=0", "rl.alpha_con=0.5"])
     load_recipe([*rl, "validation.metric=loss_lm", "rl.alpha_con=0"])
     load_recipe([*rl, "rl.alpha_lm=0", "rl.alpha_con=0"])
     # Without anything to compare, losses are the LM loss, and another metric is not asked for.
@@ -519,8 +519,11 @@ def test_rl_is_a_part_of_all_where_the_recipe_has_sources_for_it():
 
 def test_without_a_policy_gradient_one_greedy_rationale_will_do():
     recipe = load_recipe(
-        ["recipe=demo", "stage=rl", "init=x", "rl.alpha_rl=0", "rl.num_rationales=1", "rl.temperature=0"]
-    )
+        [
+            "recipe=demo", "stage=rl", "init=x", "rl.alpha_rl=0", "rl.alpha_con=0.5", "rl.num_rationales=1",
+            "rl.temperature=0",
+        ]
+    )  # fmt: skip
     assert Objective.of(recipe, "rl").needs_rollout
 
 

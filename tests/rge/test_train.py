@@ -369,7 +369,7 @@ def test_the_stages_one_by_one_equal_the_run_of_both(whole, home):
 
 
 RL = (
-    "stage=rl", "rl.steps=6", "rl.batch_size=4", "rl.lr=1e-3", "rl.num_rationales=3", "rl.beta=0.1", "rl.num_iterations=2",
+    "stage=rl", "rl.alpha_con=0.5", "rl.steps=6", "rl.batch_size=4", "rl.lr=1e-3", "rl.num_rationales=3", "rl.beta=0.1", "rl.num_iterations=2",
     "rl.rewards=[{name: gain_over_direct}, {name: length, weight: 0.1}]", "validation.every=3",
 )  # fmt: skip
 

@@ -364,6 +364,23 @@ def test_a_run_that_another_process_makes_comes_last(study, monkeypatch):
     assert [name for name, _ in trained(study)] == ["both", "words"]
 
 
+def test_a_process_whose_cold_start_another_makes_goes_on_to_the_next_seed(study):
+    import fcntl
+
+    made = study.shipped(study.Options(out=study.folder, launcher="true")).study
+    arm, cold = made.by_name["self"], made.by_name["cold"]
+    folder = made.folder(cold, 0)
+    folder.mkdir(parents=True)
+    wanted = [(arm, 0), (arm, 1)]
+    with (folder / ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        study.run_all(made, wanted, wait=False)
+    second = [("cold", ""), ("self", "shipped/cold/seed_1/cold_start/final")]
+    assert trained(study) == second
+    study.run_all(made, wanted)
+    assert trained(study) == [*second, ("cold", ""), ("self", "shipped/cold/seed_0/cold_start/final")]
+
+
 def test_rows_are_read_as_they_are_declared(study):
     plain, change, half = study.rows_of("""
         self, no reasoning | 65.7

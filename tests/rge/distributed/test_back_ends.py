@@ -89,6 +89,7 @@ WRITING_ADAPTERS = ["DDP", "ZeRO-2", "ZeRO-3", "FSDP2"]
 
 RL = [
     "stage=rl",
+    "rl.alpha_con=0.5",
     "rl.steps=3",
     "rl.batch_size=5",
     "rl.lr=0.02",
@@ -153,7 +154,11 @@ def rl_step(name: str, batches: list[Batch], **weights: float) -> dict:
         loss=LossConfig(alpha_lm=0.5, alpha_con=0.5, temperature=0.07, lm_on_candidates=False),
         rollout=RolloutConfig(max_new_tokens=9),
         rl=RLConfig(
-            num_rationales=3, rewards=[RewardConfig(name)], scale_rewards="batch", std_floor=0.1, **weights
+            num_rationales=3,
+            rewards=[RewardConfig(name)],
+            scale_rewards="batch",
+            std_floor=0.1,
+            **{"alpha_con": 0.5} | weights,
         ),
     )
     sampling = [

@@ -119,6 +119,7 @@ def rl_recipe(loss_type: str, folder: Path) -> Recipe:
         loss=LossConfig(alpha_lm=0.5, alpha_con=0.5, temperature=0.07),
         rollout=RolloutConfig(max_new_tokens=9),
         rl=RLConfig(
+            alpha_con=0.5,
             num_rationales=3,
             loss_type=loss_type,
             scale_rewards="batch",

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers.integrations import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
 
 from rge.common.schema import Item
-from rge.config import BACK_ENDS, UNSHARDED_ONLY, LossConfig, Recipe, RecipeError, load_recipe
+from rge.config import BACK_ENDS, UNSHARDED_ONLY, LossConfig, Recipe, RecipeError, RLConfig, load_recipe
 from rge.data.collate import StepBatches, flatten
 from rge.data.loader import Loader
 from rge.data.sources import Mixture, RecordFile
@@ -399,7 +399,9 @@ def test_flops_of_a_policy_gradient_against_the_counter(deep, batch, count_flops
     rationales = generate(deep, batch.queries, **settings)
     assert all(len(rationale.ids) == 12 for rationale in rationales)
     rollout = count_flops(lambda: generate(deep, batch.queries, **settings))
-    recipe = Recipe(recipe="tiny", stage="rl", loss=LossConfig(alpha_lm=0.5, alpha_con=0.5))
+    recipe = Recipe(
+        recipe="tiny", stage="rl", loss=LossConfig(alpha_lm=0.5, alpha_con=0.5), rl=RLConfig(alpha_con=0.5)
+    )
 
     def step() -> None:
         credit = Reinforcement(recipe, deep, None, tmp_path).begin(batch, rationales, measure=False)

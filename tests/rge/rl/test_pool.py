@@ -45,7 +45,7 @@ def recipe_of(path, **changes) -> Recipe:
         stage="rl",
         loss=LossConfig(alpha_lm=0.5, alpha_con=0.5, temperature=TEMPERATURE),
         rollout=RolloutConfig(max_new_tokens=9),
-        rl=RLConfig(num_rationales=2, candidates=f"pool:{path}", **changes),
+        rl=RLConfig(**{"alpha_con": 0.5, "num_rationales": 2, "candidates": f"pool:{path}"} | changes),
         train=TrainConfig(micro_batch_size=4),
     )
 

@@ -803,11 +803,14 @@ def test_a_lone_client_does_not_wait_for_others(embedder):
 
         assert all(post() < 3.5 for _ in range(3))
         gate = Gate(service)
-        threads, _ = in_threads(3, post)
-        until(lambda: service.batches.num_waiting + sum(gate.batches) == 6)
+        threads, _ = in_threads(1, post)
+        until(lambda: gate.batches == [2])
+        threads += in_threads(2, post)[0]
+        until(lambda: len(service.batches._waiting) == 4)
         gate.open.set()
         for thread in threads:
             thread.join(30)
+        assert gate.batches == [2, 4]
         assert post() > 3.5  # others were there a moment ago
         assert post() < 3.5
 

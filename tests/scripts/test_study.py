@@ -345,7 +345,7 @@ def test_the_shipped_base_is_tested_from_a_cold_start_per_seed(study):
 
 
 def test_a_run_that_another_process_makes_comes_last(study, monkeypatch):
-    """Each waits only for what it starts from."""
+    """A process waits only when nothing else can be started."""
     import fcntl
 
     options = study.Options(out=study.folder, launcher="true")

@@ -7,9 +7,11 @@ attention.
 Shape suffixes: T = query tokens of all sequences, U = key tokens, H = heads, K = key heads, d = head size, N = sequences.
 """
 
+import inspect
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -58,13 +60,13 @@ def wanted(asked: str, device: torch.device, dtype: torch.dtype, key: str) -> bo
     """Whether attention is computed in this form.
 
     Args:
-        asked: ``auto``: if flash attention supports it; ``varlen``: always; other names: never.
+        asked: ``auto``: if flash attention supports it, from torch 2.11; ``varlen``: always; other names: never.
         device: of the states.
         dtype: of the computation.
         key: of the recipe, for the message.
 
     Raises:
-        KernelError: ``varlen`` on a GPU in a dtype that flash attention does not support.
+        KernelError: ``varlen`` on a GPU in a dtype that flash attention does not support, or with a torch that lacks it.
     """
     on_gpu = device.type == "cuda"
     if asked == "varlen" and on_gpu and dtype not in TOLERANCE:
@@ -72,7 +74,11 @@ def wanted(asked: str, device: torch.device, dtype: torch.dtype, key: str) -> bo
             f"{key}=varlen computes in bfloat16 or float16, not in {str(dtype).removeprefix('torch.')}: "
             f"train with mixed precision, or set {key}=sdpa"
         )
-    return asked == "varlen" or (asked == "auto" and on_gpu and dtype in TOLERANCE)
+    if asked == "varlen" and on_gpu and not _parameters():
+        raise KernelError(
+            f"{key}=varlen needs torch 2.11 or later, here is {torch.__version__}: update torch, or set {key}=sdpa"
+        )
+    return asked == "varlen" or (asked == "auto" and on_gpu and dtype in TOLERANCE and bool(_parameters()))
 
 
 def attend_runs(
@@ -140,21 +146,11 @@ def attend_last(
     """
     if not q_BHd.is_cuda:
         return _attend_last_reference(q_BHd, k_BCKd, v_BCKd, seen_B, scale, window)
-    from torch.nn.attention.varlen import varlen_attn
-
-    out: Tensor = varlen_attn(  # type: ignore[assignment]  # a pair where return_aux asks for it
-        q_BHd.contiguous(),
-        k_BCKd.flatten(0, 1),
-        v_BCKd.flatten(0, 1),
-        *starts,
-        1,
-        k_BCKd.shape[1],
-        scale=scale,
-        # Without a window a single token attends to everything, so causality does not matter.
-        window_size=(-1, -1) if window is None else (window - 1, 0),
-        enable_gqa=q_BHd.shape[1] != k_BCKd.shape[2],
-        seqused_k=seen_B,
-    )
+    # Without a window a single token attends to everything, so causality does not matter.
+    window_size = (-1, -1) if window is None else (window - 1, 0)
+    buffers = k_BCKd.flatten(0, 1), v_BCKd.flatten(0, 1)
+    lengths = *starts, 1, k_BCKd.shape[1]
+    out = _varlen(q_BHd.contiguous(), *buffers, *lengths, scale=scale, window_size=window_size, seen_N=seen_B)
     kind = (key, "last", q_BHd.dtype, window is None)
     if kind not in _verified:
         plain = _attend_last_reference(q_BHd.float(), k_BCKd.float(), v_BCKd.float(), seen_B, scale, window)
@@ -183,9 +179,7 @@ def _attend_last_reference(
 def _flash(
     q_THd: Tensor, k_UKd: Tensor, v_UKd: Tensor, runs: Runs, *, scale: float, causal: bool, window: int | None
 ) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn  # torch 2.13; needed only with a GPU
-
-    return varlen_attn(  # type: ignore[return-value]  # a pair where return_aux asks for it
+    return _varlen(
         q_THd.contiguous(),
         k_UKd.contiguous(),
         v_UKd.contiguous(),
@@ -195,8 +189,51 @@ def _flash(
         max(runs.k_lengths),
         scale=scale,
         window_size=(-1 if window is None else window - 1, 0 if causal else -1),
-        enable_gqa=q_THd.shape[1] != k_UKd.shape[1],
     )
+
+
+def _varlen(
+    q_THd: Tensor,
+    k_UKd: Tensor,
+    v_UKd: Tensor,
+    q_start_N: Tensor,
+    k_start_N: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float,
+    window_size: tuple[int, int],
+    seen_N: Tensor | None = None,
+) -> Tensor:
+    """torch's flash attention; ``seen_N``: how many of each sequence's keys count, without gradient."""
+    takes, settings = _parameters(), {"scale": scale, "window_size": window_size}
+    sequences = q_THd, k_UKd, v_UKd, q_start_N, k_start_N, max_q, max_k
+    if "enable_gqa" in takes:  # before torch 2.13, key heads may be fewer unasked
+        settings["enable_gqa"] = q_THd.shape[1] != k_UKd.shape[1]
+    if seen_N is not None and "seqused_k" not in takes:  # the operator has it, its wrapper does not
+        left, right = window_size
+        return torch.ops.aten._flash_attention_forward(
+            *sequences, 0.0, False, False, scale=scale, window_size_left=left, window_size_right=right, seqused_k=seen_N
+        )[0]
+    if seen_N is not None:
+        settings["seqused_k"] = seen_N
+    return _varlen_module().varlen_attn(*sequences, **settings)
+
+
+def _varlen_module() -> Any:
+    from torch.nn.attention import varlen  # needed only with a GPU
+
+    return varlen
+
+
+@cache
+def _parameters() -> frozenset[str]:
+    """Parameters of torch's `varlen_attn`; none before torch 2.11, whose version lacks what is needed here."""
+    try:
+        names = frozenset(inspect.signature(_varlen_module().varlen_attn).parameters)
+    except ImportError:
+        return frozenset()
+    return names if "window_size" in names else frozenset()
 
 
 def one_by_one(

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from rge.common.errors import UserError
 
@@ -148,14 +149,23 @@ def attend_last(
         return _attend_last_reference(q_BHd, k_BCKd, v_BCKd, seen_B, scale, window)
     # Without a window a single token attends to everything, so causality does not matter.
     window_size = (-1, -1) if window is None else (window - 1, 0)
-    buffers = k_BCKd.flatten(0, 1), v_BCKd.flatten(0, 1)
-    lengths = *starts, 1, k_BCKd.shape[1]
-    out = _varlen(q_BHd.contiguous(), *buffers, *lengths, scale=scale, window_size=window_size, seen_N=seen_B)
+    out = _varlen(
+        q_BHd.contiguous(),
+        k_BCKd.flatten(0, 1),
+        v_BCKd.flatten(0, 1),
+        *starts,
+        1,
+        k_BCKd.shape[1],
+        scale=scale,
+        window_size=window_size,
+        seen_N=seen_B,
+    )
     kind = (key, "last", q_BHd.dtype, window is None)
     if kind not in _verified:
         plain = _attend_last_reference(q_BHd.float(), k_BCKd.float(), v_BCKd.float(), seen_B, scale, window)
         apart = float((out.float() - plain).norm() / plain.norm().clamp(min=1e-12))
-        _judge(apart, f"output of one new token per row {apart:.1e}", q_BHd.dtype, key)
+        allowed = TOLERANCE.get(q_BHd.dtype, 1e-5)
+        _judge(apart <= allowed, f"output of one new token per row {apart:.1e}", key)
         _verified.add(kind)
     return out
 
@@ -205,7 +215,7 @@ def _varlen(
     window_size: tuple[int, int],
     seen_N: Tensor | None = None,
 ) -> Tensor:
-    """torch's flash attention; ``seen_N``: how many of each sequence's keys count, without gradient."""
+    """Torch's flash attention; ``seen_N``: how many of each sequence's keys count, without gradient."""
     takes, settings = _parameters(), {"scale": scale, "window_size": window_size}
     sequences = q_THd, k_UKd, v_UKd, q_start_N, k_start_N, max_q, max_k
     if "enable_gqa" in takes:  # before torch 2.13, key heads may be fewer unasked
@@ -213,7 +223,14 @@ def _varlen(
     if seen_N is not None and "seqused_k" not in takes:  # the operator has it, its wrapper does not
         left, right = window_size
         return torch.ops.aten._flash_attention_forward(
-            *sequences, 0.0, False, False, scale=scale, window_size_left=left, window_size_right=right, seqused_k=seen_N
+            *sequences,
+            0.0,
+            False,
+            False,
+            scale=scale,
+            window_size_left=left,
+            window_size_right=right,
+            seqused_k=seen_N,
         )[0]
     if seen_N is not None:
         settings["seqused_k"] = seen_N
@@ -274,36 +291,55 @@ def verify(
 ) -> float:
     """Compare a kernel's outputs and gradients with ordinary attention in float32, on given queries, keys and values.
 
+    Where terms cancel, any kernel of the states' dtype is far off in relative terms: the gradient of values under nearly uniform
+    attention, for instance. So a difference is an error if it exceeds `TOLERANCE` and three times that of ordinary attention in
+    this dtype, which is flash attention's own criterion.
+
     `runs`, `settings` and `key` are those of `attend_runs`.
 
     Returns:
         The greatest relative difference.
 
     Raises:
-        KernelError: it is more than `TOLERANCE`.
+        KernelError: a difference is an error.
     """
     dtype = states[0].dtype
-    names = ("output", "gradient of queries", "gradient of keys", "gradient of values")
+    plain = _with_gradients(one_by_one, states, torch.promote_types(dtype, torch.float32), runs, settings)
+    apart = _apart(_with_gradients(kernel, states, dtype, runs, settings), plain)
+    allowed = TOLERANCE.get(dtype, 1e-5)
+    over = {name for name, value in apart.items() if not value <= allowed}
+    if over:
+        with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+            rounded = _apart(_with_gradients(one_by_one, states, dtype, runs, settings), plain)
+        over = {name for name in over if not apart[name] <= 3 * rounded[name]}
+    _judge(not over, ", ".join(f"{name} {value:.1e}" for name, value in apart.items()), key)
+    return max(apart.values())
+
+
+def _with_gradients(
+    function: Callable[..., Tensor], states: Sequence[Tensor], dtype: torch.dtype, runs: Runs, settings: dict
+) -> list[Tensor]:
+    """Output and gradients of queries, keys and values, computed in a dtype."""
     with torch.enable_grad(), torch.autocast(states[0].device.type, enabled=False):
-        results = []
-        for function, to in ((kernel, dtype), (one_by_one, torch.promote_types(dtype, torch.float32))):
-            given = [part.detach().to(to).requires_grad_() for part in states]
-            out = function(given[0], given[1], given[2], runs, **settings)
-            # An irregular cotangent reveals kernels that mix up rows or columns.
-            places = torch.arange(out.numel(), device=out.device).view(out.shape)
-            cotangent = places.double().cos().to(dtype).to(to)
-            results.append([out.detach(), *torch.autograd.grad(out, given, cotangent)])
-    apart = {
-        name: float((fast.double() - plain.double()).norm() / plain.double().norm().clamp(min=1e-12))
-        for name, fast, plain in zip(names, *results, strict=True)
+        given = [part.detach().to(dtype).requires_grad_() for part in states]
+        out = function(given[0], given[1], given[2], runs, **settings)
+        # An irregular cotangent reveals kernels that mix up rows or columns.
+        places = torch.arange(out.numel(), device=out.device).view(out.shape)
+        cotangent = places.double().cos().to(states[0].dtype).to(dtype)
+        return [out.detach(), *torch.autograd.grad(out, given, cotangent)]
+
+
+def _apart(found: Sequence[Tensor], expected: Sequence[Tensor]) -> dict[str, float]:
+    """Relative differences of outputs and gradients."""
+    names = ("output", "gradient of queries", "gradient of keys", "gradient of values")
+    return {
+        name: float((ours - plain.double()).norm() / plain.double().norm().clamp(min=1e-12))
+        for name, ours, plain in zip(names, (each.double() for each in found), expected, strict=True)
     }
-    worst = max(apart.values())
-    _judge(worst, ", ".join(f"{name} {value:.1e}" for name, value in apart.items()), dtype, key)
-    return worst
 
 
-def _judge(worst: float, found: str, dtype: torch.dtype, key: str) -> None:
-    if not worst <= TOLERANCE.get(dtype, 1e-5):
+def _judge(equal: bool, found: str, key: str) -> None:
+    if not equal:
         raise KernelError(
             f"this GPU's flash attention differs from ordinary attention (relative differences: {found}); set {key}=sdpa, and "
             "please report it with the output of scripts/gpu_check.py"

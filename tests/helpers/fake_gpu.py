@@ -307,7 +307,11 @@ class FakeGpu(TorchDispatchMode):
             self._recording.note_written(func, inner_args, inner_kwargs)
         out = _run(func, name, inner_args, inner_kwargs)
         if self._recording is not None and on_gpu:
-            call = (lambda *a, **k: _run(func, name, a, k)) if name.startswith(("_varlen", "_flash_attention")) else func
+            call = (
+                (lambda *a, **k: _run(func, name, a, k))
+                if name.startswith(("_varlen", "_flash_attention"))
+                else func
+            )
             if call is not func:
                 call._schema = func._schema  # type: ignore[attr-defined]
             self._recording.operations.append((call, inner_args, inner_kwargs, out))
@@ -399,7 +403,9 @@ def _run(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
     if name == "_flash_attention_forward":  # its wrapper before torch 2.13 lacks an argument
         q, k, v, cu_q, cu_k, max_q, max_k = args[:7]
         window = [kwargs["window_size_left"], kwargs["window_size_right"]]
-        found = _attention(q, k, v, cu_q, cu_k, max_q, max_k, False, kwargs["scale"], window, seqused_k=kwargs["seqused_k"])
+        found = _attention(
+            q, k, v, cu_q, cu_k, max_q, max_k, False, kwargs["scale"], window, seqused_k=kwargs["seqused_k"]
+        )
         return *found, torch.zeros(0), torch.zeros(0)
     if name == "_varlen_attn_backward":
         return _attention_backward(*args, **kwargs)

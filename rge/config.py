@@ -122,6 +122,9 @@ class ModelConfig:
     cuda_graphs: bool = True
     """On a GPU, capture the decoding steps of rationales as CUDA graphs, if attention is varlen; false launches every
     kernel separately. The first captured step of a run is checked against the plain one."""
+    fused_kernels: Literal["auto", "liger", "none"] = "auto"
+    """On a GPU, norms, gated activations and the vision tower's rotary embeddings in one kernel each: liger, by
+    liger-kernel, checked against plain code in the first step; none; auto: liger if it is installed."""
     gradient_checkpointing: bool = True
     """Recompute activations in the backward pass: about a third more compute, memory per layer instead of per op."""
     freeze_vision: bool = False

@@ -29,7 +29,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -48,7 +48,7 @@ from rge.common.schema import Item  # noqa: E402
 from rge.config import Recipe, load_recipe  # noqa: E402
 from rge.data.collate import Batch  # noqa: E402
 from rge.distributed.transfer import moved  # noqa: E402
-from rge.model import varlen, vision_tower  # noqa: E402
+from rge.model import fused, varlen, vision_tower  # noqa: E402
 from rge.model.embedding_model import EmbeddingModel, encode_prompts  # noqa: E402
 from rge.model.prompts import PromptBuilder  # noqa: E402
 from rge.objective import Objective  # noqa: E402
@@ -91,6 +91,7 @@ class Options:
     steps: int = 20
     queries: int = 64
     micro_batch: int = 8
+    fused_kernels: Literal["auto", "liger", "none"] = "auto"
     checks: tuple[str, ...] = ("all",)
     rehearse: bool = False
 
@@ -172,7 +173,7 @@ def _embedder(
         torch.manual_seed(0)
         with torch.device(machine.device):
             model = AutoModelForImageTextToText.from_config(config, dtype=dtype, attn_implementation="sdpa")
-    vision_tower.speed_up(model, form)
+    vision_tower.speed_up(model, form, fused.wanted(machine.options.fused_kernels))
     for module in model.modules():
         if hasattr(module, "asked"):
             module.asked = form

@@ -26,7 +26,7 @@ MAY_DIFFER = ("out", "stage", "recipe", "log.", "train.save_every", "train.keep_
 """Keys that do not affect the result and may change on resume."""
 
 ROUNDING = ("train.micro_batch_size", "train.keep_activations", "train.deterministic", "model.gradient_checkpointing", "model.attn_implementation",
-            "model.vision_attn_implementation", "model.cuda_graphs", "rollout.batch_size", "rollout.prompt_pass",
+            "model.vision_attn_implementation", "model.cuda_graphs", "model.fused_kernels", "rollout.batch_size", "rollout.prompt_pass",
             "rollout.vllm_memory", "rollout.vllm_sleep")  # fmt: skip
 """Keys of memory and speed, which affect only rounding (with dropout, also the drawn numbers): a run that ran out of memory may
 be resumed with other values."""

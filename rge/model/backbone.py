@@ -27,6 +27,7 @@ from rge.common.errors import UserError
 from rge.common.prompt_profiles import EMB_TOKEN
 from rge.common.prompt_profiles import think_tokens as think_names
 from rge.distributed import collectives as dist
+from rge.model import fused
 from rge.model import vision_tower as vision
 from rge.model.adapter_files import find_base, is_adapter_checkpoint, merge_saved, rows_of_base
 from rge.model.families import FAMILIES, Family, family_of
@@ -94,6 +95,7 @@ def load_backbone(
     dtype: str = "float32",
     attn_implementation: str = "auto",
     vision_attn_implementation: str = "auto",
+    fused_kernels: str = "none",
     min_pixels: int | None = None,
     max_pixels: int | None = None,
     add_emb: bool = False,
@@ -112,6 +114,7 @@ def load_backbone(
         dtype: weights' dtype.
         attn_implementation: the text model's attention: ``auto``, ``varlen``, ``sdpa`` or ``eager``.
         vision_attn_implementation: the vision tower's, likewise.
+        fused_kernels: ``auto``, ``liger`` or ``none``, see `rge.model.fused`.
         min_pixels: smallest picture; None keeps the processor's.
         max_pixels: largest picture; None keeps the processor's.
         add_emb: add a missing ``<emb>`` (training from a plain model); otherwise its absence is an error.
@@ -174,7 +177,7 @@ def load_backbone(
             model.resize_token_embeddings(num_rows, mean_resizing=False)
         if merge:
             model = merge_saved(model, Path(path))
-    vision.speed_up(model, vision_attn_implementation)
+    vision.speed_up(model, vision_attn_implementation, fused.wanted(fused_kernels))
     tokenizer, thinks = processor.tokenizer, think_names(think_tokens)
     if add_emb:
         add_emb_token(model, tokenizer)

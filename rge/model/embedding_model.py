@@ -263,6 +263,7 @@ def embedder_to_train(start: str, config: ModelConfig, adapters_only: bool = Fal
         dtype=config.dtype,
         attn_implementation=config.attn_implementation,
         vision_attn_implementation=config.vision_attn_implementation,
+        fused_kernels=config.fused_kernels,
         min_pixels=config.min_pixels,
         max_pixels=config.max_pixels,
         add_emb=True,

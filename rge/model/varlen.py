@@ -10,6 +10,7 @@ Shape suffixes: T = query tokens of all sequences, U = key tokens, H = heads, K 
 import inspect
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -165,7 +166,8 @@ def attend_last(
         plain = _attend_last_reference(q_BHd.float(), k_BCKd.float(), v_BCKd.float(), seen_B, scale, window)
         apart = float((out.float() - plain).norm() / plain.norm().clamp(min=1e-12))
         allowed = TOLERANCE.get(q_BHd.dtype, 1e-5)
-        _judge(apart <= allowed, f"output of one new token per row {apart:.1e}", key)
+        found = f"output of one new token per row {apart:.1e}"
+        _judge(apart <= allowed, found, f"{key}: flash attention", "ordinary attention", f"{key}=sdpa")
         _verified.add(kind)
     return out
 
@@ -289,13 +291,41 @@ def one_by_one(
 def verify(
     kernel: Callable[..., Tensor], states: Sequence[Tensor], runs: Runs, settings: dict, key: str
 ) -> float:
-    """Compare a kernel's outputs and gradients with ordinary attention in float32, on given queries, keys and values.
-
-    Where terms cancel, any kernel of the states' dtype is far off in relative terms: the gradient of values under nearly uniform
-    attention, for instance. So a difference is an error if it exceeds `TOLERANCE` and three times that of ordinary attention in
-    this dtype, which is flash attention's own criterion.
+    """Hold an attention kernel against ordinary attention on given queries, keys and values; see `hold_against`.
 
     `runs`, `settings` and `key` are those of `attend_runs`.
+    """
+
+    def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        # In low precision, torch would choose the kernel in question.
+        others = sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+        with others if q.dtype in TOLERANCE else nullcontext():
+            return one_by_one(q, k, v, runs, **settings)
+
+    names = "queries", "keys", "values"
+    words = f"{key}: flash attention", "ordinary attention", f"{key}=sdpa"
+    return hold_against(lambda *parts: kernel(*parts, runs, **settings), plain, states, names, words)
+
+
+def hold_against(
+    kernel: Callable[..., Any],
+    plain: Callable[..., Any],
+    inputs: Sequence[Tensor],
+    names: Sequence[str],
+    words: tuple[str, str, str],
+) -> float:
+    """Compare a kernel's outputs and gradients with those of plain code in higher precision.
+
+    Where terms cancel, every kernel of the inputs' dtype is far off in relative terms: the gradient of values under nearly uniform
+    attention, for instance. So a difference is an error if it exceeds both `TOLERANCE` and three times that of the plain
+    code in the inputs' dtypes, which is the criterion of flash attention's own tests.
+
+    Args:
+        kernel: of all inputs; returns a tensor or several.
+        plain: likewise.
+        inputs: the first ones, as many as there are names, get gradients.
+        names: of these inputs.
+        words: what is compared, with what, and the setting that avoids it, for messages.
 
     Returns:
         The greatest relative difference.
@@ -303,45 +333,56 @@ def verify(
     Raises:
         KernelError: a difference is an error.
     """
-    dtype = states[0].dtype
-    plain = _with_gradients(one_by_one, states, torch.promote_types(dtype, torch.float32), runs, settings)
-    apart = _apart(_with_gradients(kernel, states, dtype, runs, settings), plain)
-    allowed = TOLERANCE.get(dtype, 1e-5)
-    over = {name for name, value in apart.items() if not value <= allowed}
+    dtype, count = inputs[0].dtype, len(names)
+    exact = _with_gradients(
+        plain,
+        [
+            part.to(torch.float64 if dtype == torch.float32 else torch.promote_types(dtype, torch.float32))
+            for part in inputs
+        ],
+        count,
+    )
+    found = _with_gradients(kernel, inputs, count)
+    labels = [*["output"] * (len(exact) - count), *(f"gradient of {name}" for name in names)]
+    apart, allowed = _apart(found, exact), TOLERANCE.get(dtype, 1e-5)
+    over = [place for place, value in enumerate(apart) if not value <= allowed]
     if over:
-        with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
-            rounded = _apart(_with_gradients(one_by_one, states, dtype, runs, settings), plain)
-        over = {name for name in over if not apart[name] <= 3 * rounded[name]}
-    _judge(not over, ", ".join(f"{name} {value:.1e}" for name, value in apart.items()), key)
-    return max(apart.values())
+        rounded = _apart(_with_gradients(plain, inputs, count), exact)
+        over = [place for place in over if not apart[place] <= 3 * rounded[place]]
+    said = ", ".join(f"{label} {value:.1e}" for label, value in zip(labels, apart, strict=True))
+    _judge(not over, said, *words)
+    return max(apart)
 
 
-def _with_gradients(
-    function: Callable[..., Tensor], states: Sequence[Tensor], dtype: torch.dtype, runs: Runs, settings: dict
-) -> list[Tensor]:
-    """Output and gradients of queries, keys and values, computed in a dtype."""
-    with torch.enable_grad(), torch.autocast(states[0].device.type, enabled=False):
-        given = [part.detach().to(dtype).requires_grad_() for part in states]
-        out = function(given[0], given[1], given[2], runs, **settings)
-        # An irregular cotangent reveals kernels that mix up rows or columns.
-        places = torch.arange(out.numel(), device=out.device).view(out.shape)
-        cotangent = places.double().cos().to(states[0].dtype).to(dtype)
-        return [out.detach(), *torch.autograd.grad(out, given, cotangent)]
+def _with_gradients(function: Callable[..., Any], inputs: Sequence[Tensor], count: int) -> list[Tensor]:
+    """Outputs, and gradients of the first `count` inputs."""
+    with torch.enable_grad(), torch.autocast(inputs[0].device.type, enabled=False):
+        given = [part.detach().requires_grad_(place < count) for place, part in enumerate(inputs)]
+        found = function(*given)
+        outputs = list(found) if isinstance(found, tuple) else [found]
+        # An irregular cotangent, of few digits, reveals kernels that mix up rows or columns.
+        cotangents = [
+            torch.arange(out.numel(), device=out.device)
+            .double()
+            .cos()
+            .bfloat16()
+            .view(out.shape)
+            .to(out.dtype)
+            for out in outputs
+        ]
+        return [*(out.detach() for out in outputs), *torch.autograd.grad(outputs, given[:count], cotangents)]
 
 
-def _apart(found: Sequence[Tensor], expected: Sequence[Tensor]) -> dict[str, float]:
-    """Relative differences of outputs and gradients."""
-    names = ("output", "gradient of queries", "gradient of keys", "gradient of values")
-    return {
-        name: float((ours - plain.double()).norm() / plain.double().norm().clamp(min=1e-12))
-        for name, ours, plain in zip(names, (each.double() for each in found), expected, strict=True)
-    }
+def _apart(found: Sequence[Tensor], exact: Sequence[Tensor]) -> list[float]:
+    """Relative differences."""
+    pairs = zip((part.double() for part in found), (part.double() for part in exact), strict=True)
+    return [float((ours - plain).norm() / plain.norm().clamp(min=1e-12)) for ours, plain in pairs]
 
 
-def _judge(equal: bool, found: str, key: str) -> None:
+def _judge(equal: bool, found: str, what: str, other: str, avoid: str) -> None:
     if not equal:
         raise KernelError(
-            f"this GPU's flash attention differs from ordinary attention (relative differences: {found}); set {key}=sdpa, and "
+            f"{what} differs from {other} (relative differences on this GPU: {found}); set {avoid}, and "
             "please report it with the output of scripts/gpu_check.py"
         )
-    _log.warning("%s: flash attention checked against ordinary attention (relative): %s", key, found)
+    _log.warning("%s checked against %s (relative): %s", what, other, found)

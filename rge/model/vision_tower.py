@@ -23,6 +23,7 @@ from transformers.vision_utils import (
 )
 
 from rge.distributed.transfer import moved
+from rge.model import fused
 from rge.model.hub_model import HubModel
 from rge.model.varlen import Runs, attend_runs, make_runs, wanted
 
@@ -118,7 +119,7 @@ class _InGroups(_Stock):
     Otherwise transformers calls the kernel once per picture (or window) and layer: hundreds of calls with a few dozen patches.
     """
 
-    asked = "auto"
+    asked, fused = "auto", False
 
     def forward(self, hidden_states, cu_seqlens, position_embeddings=None, spans=None, **kwargs):  # noqa: D102
         if self.config._attn_implementation != "sdpa":
@@ -132,7 +133,8 @@ class _InGroups(_Stock):
         else:
             chosen = spans[count]
         q_PHD, k_PHD, v_PHD = self.qkv(hidden_states).reshape(P, 3, self.num_heads, -1).unbind(1)
-        q_PHD, k_PHD = family.apply_rotary_pos_emb_vision(q_PHD, k_PHD, *position_embeddings)
+        rotate = fused.rotated if self.fused and fused.applies(q_PHD) else family.apply_rotary_pos_emb_vision
+        q_PHD, k_PHD = rotate(q_PHD, k_PHD, *position_embeddings)
         if wanted(self.asked, v_PHD.device, v_PHD.dtype, KEY):
             out = attend_runs(q_PHD, k_PHD, v_PHD, chosen.runs, scale=self.scaling, causal=False, key=KEY)
             return self.proj(out.flatten(1))
@@ -173,11 +175,19 @@ FASTER = {
 }
 
 
-def speed_up(model: HubModel, attention: str = "auto") -> None:
-    """Replace parts of a model by their faster form, in place; `attention` as in `rge.model.varlen.wanted`."""
+def speed_up(model: HubModel, attention: str = "auto", fused_kernels: bool = False) -> None:
+    """Replace parts of a model by their faster form, in place.
+
+    Args:
+        model: the whole model, text part included.
+        attention: of the vision tower, as in `rge.model.varlen.wanted`.
+        fused_kernels: use compiled kernels on a GPU, see `rge.model.fused`.
+    """
+    fused.speed_up(model, fused_kernels)
     for module in model.modules():
         if type(module) is nn.Conv3d and module.kernel_size == module.stride:
             module.__class__ = PatchProjection
         elif type(module) in FASTER:
             module.__class__ = FASTER[type(module)]
-            cast(_InGroups, module).asked = attention
+            grouped = cast(_InGroups, module)
+            grouped.asked, grouped.fused = attention, fused_kernels

@@ -1,0 +1,184 @@
+"""Norms, gated activations and rotary embeddings of a model on a GPU, in one kernel each.
+
+transformers computes each of these in five to twelve kernels that are limited by memory bandwidth, 40 % of a step of
+Qwen2.5-VL-3B on an H100 (docs/performance.md). Where liger-kernel is installed (the extra ``liger``), its kernels are used:
+the same formulas, without rounding in between. The first call of each kind in a process is held against plain code. Small inputs,
+such as a rollout's single tokens, and other devices use transformers' code.
+
+Matrix products with a size that is not a multiple of 8, such as the 3,420 of Qwen2.5-VL's vision tower, have only slow kernels. They are
+computed with weights padded with zeros, whatever is installed.
+
+Shape suffixes: T = tokens or patches, D = hidden size, F = size of the MLP, H = heads, d = head size.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.activations import SiLUActivation
+from transformers.models.idefics3.modeling_idefics3 import Idefics3RMSNorm
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
+    Qwen2_5_VLMLP,
+    Qwen2_5_VLRMSNorm,
+    apply_rotary_pos_emb_vision,
+)
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2MLP as Qwen25VLTextMLP
+from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2MLP as Qwen2VLTextMLP
+from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLRMSNorm
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextMLP, Qwen3VLTextRMSNorm
+
+from rge.common.errors import UserError
+from rge.model.hub_model import HubModel
+from rge.model.varlen import hold_against
+
+KEY = "model.fused_kernels"
+LEAST = 2**20
+"""Numbers in an input from which a fused kernel is used."""
+PADDED_TO = 64
+
+_log = logging.getLogger(__name__)
+_verified: set[tuple] = set()
+
+
+def wanted(asked: str) -> bool:
+    """Whether fused kernels are used on a GPU: ``liger``, ``auto`` (if installed) or ``none``.
+
+    Raises:
+        UserError: ``liger`` is not installed.
+    """
+    installed = find_spec("liger_kernel") is not None
+    if asked == "liger" and not installed:
+        raise UserError(f"{KEY}=liger needs liger-kernel: pip install 'rge[liger]', or set {KEY}=none")
+    if asked == "auto" and not installed and torch.cuda.is_available():
+        _log.warning("training is faster with fused kernels: pip install 'rge[liger]' (%s)", KEY)
+    return asked != "none" and installed and torch.cuda.is_available()
+
+
+def speed_up(model: HubModel, fused: bool) -> None:
+    """Use padded products and, if asked for, fused kernels in a model, in place."""
+    for module in model.modules():
+        if type(module) in MLPS:
+            module.__class__ = MLPS[type(module)]
+            cast(_Mlp, module).fused = fused
+        elif fused and type(module) in NORMS:
+            module.__class__ = NORMS[type(module)]
+
+
+def applies(states: Tensor) -> bool:
+    """Whether fused kernels are used for these states."""
+    return states.is_cuda and states.numel() >= LEAST
+
+
+def rotated(q_THd: Tensor, k_THd: Tensor, cos_Td: Tensor, sin_Td: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotary embeddings of a Qwen vision tower's queries and keys, in float32."""
+    from liger_kernel.transformers.rope import liger_rotary_pos_emb_vision
+
+    inputs = q_THd, k_THd, cos_Td, sin_Td
+    return _call(
+        liger_rotary_pos_emb_vision,
+        apply_rotary_pos_emb_vision,
+        inputs,
+        ("queries", "keys"),
+        "rotary embeddings",
+    )
+
+
+def _norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+
+    def kernel(x_TD: Tensor, weight_D: Tensor) -> Tensor:
+        # In place, it would overwrite a gradient that the residual also uses.
+        return LigerRMSNormFunction.apply(x_TD, weight_D, eps, 0.0, "llama", False)
+
+    def plain(x_TD: Tensor, weight_D: Tensor) -> Tensor:
+        wide_TD = x_TD.to(torch.promote_types(x_TD.dtype, torch.float32))
+        scaled_TD = wide_TD * torch.rsqrt(wide_TD.pow(2).mean(-1, keepdim=True) + eps)
+        return weight_D * scaled_TD.to(x_TD.dtype)
+
+    return _call(kernel, plain, (x_TD, weight_D), ("input", "weight"), "a norm")
+
+
+def _gated(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
+    from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+
+    def kernel(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
+        return LigerSiLUMulFunction.apply(gate_TF, up_TF)
+
+    def plain(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
+        return F.silu(gate_TF) * up_TF
+
+    return _call(kernel, plain, (gate_TF, up_TF), ("gate", "input"), "a gated activation")
+
+
+def _call(
+    kernel: Callable[..., Any],
+    plain: Callable[..., Any],
+    inputs: Sequence[Tensor],
+    names: Sequence[str],
+    what: str,
+) -> Any:
+    """The kernel's outputs; its first call of a kind is held against plain code, see `hold_against`."""
+    kind = (what, inputs[0].dtype, inputs[0].shape[1:])
+    if kind not in _verified:
+        hold_against(kernel, plain, inputs, names, (f"{KEY}: {what}", "plain code", f"{KEY}=none"))
+        _verified.add(kind)
+    return kernel(*inputs)
+
+
+if TYPE_CHECKING:
+    _Stock = HubModel
+else:
+    _Stock = object
+
+
+class _Norm(_Stock):
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        # With weights of another dtype the result would have another one, too.
+        if not applies(hidden_states) or hidden_states.dtype != self.weight.dtype:
+            return super().forward(hidden_states)
+        flat_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
+        return _norm(flat_TD, self.weight, self.variance_epsilon).view(hidden_states.shape)
+
+
+class _Mlp(_Stock):
+    fused = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner, parts = self.intermediate_size, (self.gate_proj, self.up_proj, self.down_proj)
+        fused = self.fused and applies(x) and isinstance(self.act_fn, SiLUActivation | nn.SiLU)
+        # Adapters, quantized and sharded weights are left to their own modules.
+        padded = (
+            bool(inner % 8)
+            and x.is_cuda
+            and all(type(part) is nn.Linear and part.weight.dim() == 2 for part in parts)
+        )
+        if not fused and not padded:
+            return super().forward(x)
+        missing = -inner % PADDED_TO if padded else 0
+        gate, up = (_wider(part, x, rows=missing) if padded else part(x) for part in parts[:2])
+        if fused:
+            flat = [states.reshape(-1, states.shape[-1]) for states in (gate, up)]
+            hidden = _gated(*flat).view(gate.shape)
+        else:
+            hidden = self.act_fn(gate) * up
+        return _wider(self.down_proj, hidden, columns=missing) if padded else self.down_proj(hidden)
+
+
+def _wider(linear: nn.Linear, x: Tensor, *, rows: int = 0, columns: int = 0) -> Tensor:
+    """A linear layer whose weight has further rows and columns of zeros."""
+    bias = None if linear.bias is None else F.pad(linear.bias, (0, rows))
+    return F.linear(x, F.pad(linear.weight, (0, columns, 0, rows)), bias)
+
+
+def _faster(form: type, stock: Sequence[type[nn.Module]]) -> dict[type[nn.Module], type[nn.Module]]:
+    """A subclass with another forward for each class."""
+    return {base: type(base.__name__, (form, base), {}) for base in stock}
+
+
+NORMS = _faster(_Norm, (Qwen2VLRMSNorm, Qwen2_5_VLRMSNorm, Qwen3VLTextRMSNorm, LlamaRMSNorm, Idefics3RMSNorm))
+MLPS = _faster(_Mlp, (Qwen2VLTextMLP, Qwen2_5_VLMLP, Qwen25VLTextMLP, Qwen3VLTextMLP, LlamaMLP))

@@ -1,18 +1,20 @@
 """One command for a machine with GPUs: check every fast path, and time a step of the 3B model.
 
-    python scripts/gpu_check.py [out=gpu_check] [steps=20] [queries=64] [micro_batch=8] [checks=all] [rehearse=false]
+    python scripts/gpu_check.py [out=gpu_check] [steps=20] [queries=64] [against=16] [micro_batch=8] [checks=all] [rehearse=false]
 
 Please attach ``gpu_check.md`` and ``gpu_check.json`` from ``out`` to an issue, whatever the result. The checks are independent:
 
     kernels     flash attention of prompts, branches, pictures and single tokens against ordinary attention, with gradients
     form        a step of a small model: the GPU's form against padded rows in float32
     kept        the same step with activations kept on the device and in main memory, against computing them again
+    fused       a step with fused kernels against one without, if liger-kernel is installed
     rollout     rationales written by captured CUDA graphs against the same kernels launched one by one
+    against     the recipe's model: rollout and gradients of a step against transformers' rollout and gradient caching
     training    the recipe's model with random weights, at the recipe's sizes: seconds, memory and FLOP/s against the plan
     back_ends   a few steps of the demo under DDP, ZeRO and FSDP2, on all GPUs
 
-``queries`` is one GPU's share of a batch, 512 / 8 in the 3B's recipe. ``rehearse=true`` runs everything that can run on a CPU, with a
-tiny model. The exit code is 1 if a check failed.
+``queries`` is one GPU's share of a batch, 512 / 8 in the 3B's recipe; ``against`` that of the check of this name. ``rehearse=true``
+runs everything that can run on a CPU, with a tiny model. Results are written after each check. The exit code is 1 if a check failed.
 """
 
 import json
@@ -37,6 +39,7 @@ sys.path.insert(0, str(ROOT))
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
+from benches import forms  # noqa: E402
 from benches.harness import make_batch, random_backbone, random_picture  # noqa: E402
 from transformers import AutoModelForImageTextToText  # noqa: E402
 
@@ -90,6 +93,7 @@ class Options:
     recipe: str = "qwen25vl_3b"
     steps: int = 20
     queries: int = 64
+    against: int = 16
     micro_batch: int = 8
     fused_kernels: Literal["auto", "liger", "none"] = "auto"
     checks: tuple[str, ...] = ("all",)
@@ -285,6 +289,34 @@ def check_kept(machine: Machine) -> tuple[str, dict[str, Any]]:
     )
 
 
+def check_fused(machine: Machine) -> tuple[str, dict[str, Any]]:
+    """A step with fused kernels (`model.fused_kernels`) against one without: with bfloat16 weights, and with float32 weights under autocast."""
+    if not machine.on_gpu or not fused.wanted(machine.options.fused_kernels):
+        raise NotRun("liger-kernel is not installed" if machine.on_gpu else "fused kernels need a GPU")
+    figures, least = {}, fused.LEAST
+    for dtype in (torch.bfloat16, torch.float32):
+        embedder = small_embedder(machine, dtype, "varlen")
+        batch = random_batch(machine, embedder, 5)
+        with torch.autocast("cuda", torch.bfloat16, enabled=dtype == torch.float32):
+            fused.LEAST = 2**62
+            report, expected = _one_step(machine, embedder, batch, 2)
+            fused.LEAST = 0
+            report_fused, found = _one_step(machine, embedder, batch, 2)
+        fused.LEAST = least
+        flat = [
+            torch.cat([gradients[name].flatten() for name in expected]) for gradients in (expected, found)
+        ]
+        apart, name = float((flat[1] - flat[0]).norm() / flat[0].norm()), str(dtype).removeprefix("torch.")
+        figures |= {f"difference of the gradient, {name} weights": apart}
+        figures |= {
+            f"loss, {name} weights": report["loss"],
+            f"loss, {name} weights, fused": report_fused["loss"],
+        }
+        if not apart <= 0.05 or not math.isclose(report["loss"], report_fused["loss"], rel_tol=0.01):
+            raise AssertionError(f"fused kernels give another step (0.05 is allowed): {figures}")
+    return "a step of the small model, all sizes of input", figures
+
+
 def check_rollout(machine: Machine) -> tuple[str, dict[str, Any]]:
     """Captured steps against plain ones; also after weights changed in place (replayed) and after they moved (captured anew)."""
     dtype = torch.bfloat16 if machine.on_gpu else torch.float32
@@ -319,9 +351,10 @@ def check_rollout(machine: Machine) -> tuple[str, dict[str, Any]]:
     return "greedy, the same tokens", figures
 
 
-def check_training(machine: Machine) -> tuple[str, dict[str, Any]]:
-    """Whole steps, rollout and optimizer included, at the recipe's sizes, against the plan."""
+def recipe_embedder(machine: Machine) -> tuple[EmbeddingModel, int, int]:
+    """The recipe's model with random weights, the side of a query's picture in pixels, and its longest rationale; tiny on a CPU."""
     options, recipe = machine.options, machine.recipe
+    side, rationale = math.isqrt(recipe.model.max_pixels), recipe.rollout.max_new_tokens
     if machine.on_gpu:
         known = TABLE[str(recipe.model.path)]
         if known["model_type"] != "qwen2_5_vl":
@@ -333,16 +366,79 @@ def check_training(machine: Machine) -> tuple[str, dict[str, Any]]:
         sizes["tie_word_embeddings"] = known["tie_word_embeddings"]
         vision = {name: value for name, value in known["vision_config"].items() if name != "out_hidden_size"}
         pixels = recipe.model.min_pixels, recipe.model.max_pixels
-        side, rationale = math.isqrt(recipe.model.max_pixels), recipe.rollout.max_new_tokens
-        queries, micro, steps = options.queries, options.micro_batch, options.steps
         embedder = _embedder(machine, sizes, vision, rows, torch.bfloat16, "auto", *pixels)
     else:
         side, rationale = 112, 12
-        queries, micro, steps = min(options.queries, 4), min(options.micro_batch, 2), min(options.steps, 3)
         small = machine, SMALL_TEXT, SMALL_VISION, 1024
         embedder = _embedder(*small, torch.float32, "varlen", 28 * 28, side * side)
     if recipe.model.gradient_checkpointing:
         embedder.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return embedder.train(), side, rationale
+
+
+def check_against(machine: Machine) -> tuple[str, dict[str, Any]]:
+    """Rollout and gradients of a step in our forms, and as rollout by transformers and gradient caching in passes of stock layers."""
+    options = machine.options
+    embedder, side, rationale = recipe_embedder(machine)
+    queries, micro = (options.against, options.micro_batch) if machine.on_gpu else (4, 2)
+    batch = random_batch(machine, embedder, queries, side, rationale)
+    recipe = machine.recipe
+    objective = Objective(recipe.loss.alpha_lm, recipe.loss.alpha_con, recipe.loss.temperature)  # type: ignore[arg-type]
+    setting = forms.Setting("recipe", embedder, batch, objective, [], rationale)
+    figures: dict[str, Any] = {"queries": queries, "tokens of a query's prompt": len(batch.queries[0])}
+
+    def theirs() -> dict[str, float]:
+        began = time.perf_counter()
+        own_ids = forms.their_rollout(setting)
+        machine.wait()
+        figures["s, of that the rollout by transformers"] = time.perf_counter() - began
+        return forms.grad_cache_step(setting, own_ids, micro)
+
+    work: dict[str, Callable[[], dict[str, float]]] = {
+        "ours, prompts twice": lambda: forms.our_step_in_chunks(setting, micro, "none"),
+        "ours, prompts once and kept": lambda: forms.our_step_in_chunks(setting, micro, "device"),
+        "gradient caching, our kernels": theirs,
+        "gradient caching, stock layers": theirs,
+    }
+    for name, step in work.items():
+        if "stock" in name:
+            vision_tower.speed_up(embedder.model, embedder.attention)
+            fused.undo(embedder.model)
+        seconds = []
+        for _ in range(1 if "stock" in name else 2):
+            embedder.zero_grad(set_to_none=True)
+            if machine.on_gpu:
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
+            machine.wait()
+            began = time.perf_counter()
+            report = step()
+            machine.wait()
+            seconds.append(time.perf_counter() - began)
+        figures |= {f"s, {name}": seconds[-1], f"loss, {name}": report["loss"]}
+        if machine.on_gpu:
+            figures[f"GiB at the peak, {name}"] = torch.cuda.max_memory_allocated() / GIB
+        print(f"  {name}: {seconds[-1]:.2f} s", flush=True)
+    losses = [value for name, value in figures.items() if name.startswith("loss")]
+    for name in list(work)[:2]:
+        figures[f"ratio, stock layers over {name}"] = (
+            figures["s, gradient caching, stock layers"] / figures[f"s, {name}"]
+        )
+    if not all(math.isclose(loss, losses[0], rel_tol=0.05) for loss in losses):
+        raise AssertionError(f"the forms' losses differ by more than 5 %: {figures}")
+    return (
+        "the second run of each, stock layers the first, in micro batches; the vision tower's attention is ours in all",
+        figures,
+    )
+
+
+def check_training(machine: Machine) -> tuple[str, dict[str, Any]]:
+    """Whole steps, rollout and optimizer included, at the recipe's sizes, against the plan."""
+    options, recipe = machine.options, machine.recipe
+    embedder, side, rationale = recipe_embedder(machine)
+    queries, micro, steps = options.queries, options.micro_batch, options.steps
+    if not machine.on_gpu:
+        queries, micro, steps = min(queries, 4), min(micro, 2), min(steps, 3)
     embedder.train()
     batch = random_batch(machine, embedder, queries, side, rationale)
     optimizer = torch.optim.AdamW(embedder.parameters(), lr=1e-6, weight_decay=0.0)
@@ -477,14 +573,16 @@ CHECKS: dict[str, Callable[[Machine], tuple[str, dict[str, Any]]]] = {
     "kernels": check_kernels,
     "form": check_form,
     "kept": check_kept,
+    "fused": check_fused,
     "rollout": check_rollout,
+    "against": check_against,
     "training": check_training,
     "back_ends": check_back_ends,
 }
 
 
-def run_checks(machine: Machine) -> list[Result]:
-    """Every requested check, in order."""
+def run_checks(machine: Machine, write: Callable[[list[Result]], None]) -> list[Result]:
+    """Every requested check, in order; the results so far are written after each."""
     asked, results = machine.options.checks, []
     for name, check in CHECKS.items():
         if name not in asked and "all" not in asked:
@@ -503,6 +601,7 @@ def run_checks(machine: Machine) -> list[Result]:
             torch.cuda.empty_cache()
         results.append(Result(name, state, time.perf_counter() - began, says, figures))
         print(f"{name}: {state}: {says}", flush=True)
+        write(results)
     return results
 
 
@@ -529,7 +628,7 @@ def main(argv: list[str]) -> int:
     """Run the checks and write both files."""
     options = parse_options(Options, argv)
     one_of("checks", options.checks, [*CHECKS, "all"])
-    for name in ("steps", "queries", "micro_batch"):
+    for name in ("steps", "queries", "against", "micro_batch"):
         if getattr(options, name) < 1:
             raise UserError(f"{name} must be at least 1, got {getattr(options, name)}")
     machine = Machine(options)
@@ -538,14 +637,17 @@ def main(argv: list[str]) -> int:
             "torch sees no GPU here; rehearse=true goes through the checks on the CPU with a tiny model"
         )
     described = machine.describe()
-    results = run_checks(machine)
-    found = {
-        "machine": described,
-        "options": asdict(options),
-        "results": [asdict(result) for result in results],
-    }
-    write_text(options.out / "gpu_check.json", json.dumps(found, indent=1, default=str))
-    write_text(options.out / "gpu_check.md", page(described, results))
+
+    def write(results: list[Result]) -> None:
+        found = {
+            "machine": described,
+            "options": asdict(options),
+            "results": [asdict(result) for result in results],
+        }
+        write_text(options.out / "gpu_check.json", json.dumps(found, indent=1, default=str))
+        write_text(options.out / "gpu_check.md", page(described, results))
+
+    results = run_checks(machine, write)
     print(f"attach to an issue: {options.out / 'gpu_check.md'} and {options.out / 'gpu_check.json'}")
     return int(any(result.state == "failed" for result in results))
 

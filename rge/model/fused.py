@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 from transformers.models.idefics3.modeling_idefics3 import Idefics3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP, Qwen2RMSNorm
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
     Qwen2_5_VLMLP,
     Qwen2_5_VLRMSNorm,
@@ -61,12 +62,21 @@ def wanted(asked: str) -> bool:
 
 def speed_up(model: HubModel, fused: bool) -> None:
     """Use padded products and, if asked for, fused kernels in a model, in place."""
+    undo(model)
     for module in model.modules():
         if type(module) in MLPS:
             module.__class__ = MLPS[type(module)]
             cast(_Mlp, module).fused = fused
         elif fused and type(module) in NORMS:
             module.__class__ = NORMS[type(module)]
+
+
+def undo(model: HubModel) -> None:
+    """Use transformers' layers again."""
+    stock = {form: base for forms in (NORMS, MLPS) for base, form in forms.items()}
+    for module in model.modules():
+        if type(module) in stock:
+            module.__class__ = stock[type(module)]
 
 
 def applies(states: Tensor) -> bool:
@@ -125,7 +135,7 @@ def _call(
     """The kernel's outputs; its first call of a kind is held against plain code, see `hold_against`."""
     kind = (what, inputs[0].dtype, inputs[0].shape[1:])
     if kind not in _verified:
-        hold_against(kernel, plain, inputs, names, (f"{KEY}: {what}", "plain code", f"{KEY}=none"))
+        hold_against(kernel, plain, plain, inputs, names, (f"{KEY}: {what}", "plain code", f"{KEY}=none"))
         _verified.add(kind)
     return kernel(*inputs)
 
@@ -180,5 +190,8 @@ def _faster(form: type, stock: Sequence[type[nn.Module]]) -> dict[type[nn.Module
     return {base: type(base.__name__, (form, base), {}) for base in stock}
 
 
-NORMS = _faster(_Norm, (Qwen2VLRMSNorm, Qwen2_5_VLRMSNorm, Qwen3VLTextRMSNorm, LlamaRMSNorm, Idefics3RMSNorm))
-MLPS = _faster(_Mlp, (Qwen2VLTextMLP, Qwen2_5_VLMLP, Qwen25VLTextMLP, Qwen3VLTextMLP, LlamaMLP))
+NORMS = _faster(
+    _Norm,
+    (Qwen2RMSNorm, Qwen2VLRMSNorm, Qwen2_5_VLRMSNorm, Qwen3VLTextRMSNorm, LlamaRMSNorm, Idefics3RMSNorm),
+)
+MLPS = _faster(_Mlp, (Qwen2MLP, Qwen2VLTextMLP, Qwen2_5_VLMLP, Qwen25VLTextMLP, Qwen3VLTextMLP, LlamaMLP))

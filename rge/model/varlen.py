@@ -10,15 +10,13 @@ Shape suffixes: T = query tokens of all sequences, U = key tokens, H = heads, K 
 import inspect
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from rge.common.errors import UserError
 
@@ -259,33 +257,66 @@ def one_by_one(
     q_THd: Tensor, k_UKd: Tensor, v_UKd: Tensor, runs: Runs, *, scale: float, causal: bool, window: int | None
 ) -> Tensor:
     """Reference for `attend_runs`: ordinary attention, one sequence after the other."""
-    outputs = []
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        plainly_causal = causal and window is None and q.shape[1] == k.shape[1]
+        seen = None if plainly_causal else _seen(q.shape[1], k.shape[1], causal, window, q.device)
+        return F.scaled_dot_product_attention(
+            q[None],
+            k[None],
+            v[None],
+            attn_mask=seen,
+            is_causal=plainly_causal,
+            scale=scale,
+            enable_gqa=len(q) != len(k),
+        )[0]
+
+    return _each(attend, q_THd, k_UKd, v_UKd, runs)
+
+
+def rounded(
+    q_THd: Tensor, k_UKd: Tensor, v_UKd: Tensor, runs: Runs, *, scale: float, causal: bool, window: int | None
+) -> Tensor:
+    """The same by its formula, with weights rounded to the states' dtype, as in any kernel of that dtype."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (part.repeat_interleave(len(q) // len(part), dim=0) for part in (k, v))
+        score = scale * (q.float() @ k.float().mT)
+        if (seen := _seen(q.shape[1], k.shape[1], causal, window, q.device)) is not None:
+            score = score.masked_fill(~seen, float("-inf"))
+        return score.softmax(dim=-1).to(v.dtype) @ v
+
+    return _each(attend, q_THd, k_UKd, v_UKd, runs)
+
+
+def _each(
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+    q_THd: Tensor,
+    k_UKd: Tensor,
+    v_UKd: Tensor,
+    runs: Runs,
+) -> Tensor:
+    """`attend` of each sequence's states (H, T, d)."""
     parts = zip(
         q_THd.split(list(runs.q_lengths)),
         k_UKd.split(list(runs.k_lengths)),
         v_UKd.split(list(runs.k_lengths)),
         strict=True,
     )
-    for q, k, v in parts:
-        plainly_causal = causal and window is None and len(q) == len(k)
-        seen = None
-        if (causal or window is not None) and not plainly_causal:
-            seen = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device)
-            if causal:
-                seen = seen.tril(len(k) - len(q))
-            if window is not None:
-                seen = seen.triu(len(k) - len(q) - window + 1)
-        out = F.scaled_dot_product_attention(
-            q.transpose(0, 1)[None],
-            k.transpose(0, 1)[None],
-            v.transpose(0, 1)[None],
-            attn_mask=seen,
-            is_causal=plainly_causal,
-            scale=scale,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
-        outputs.append(out[0].transpose(0, 1))
+    outputs = [attend(*(part.transpose(0, 1) for part in states)).transpose(0, 1) for states in parts]
     return torch.cat(outputs) if outputs else torch.zeros_like(q_THd)
+
+
+def _seen(num_q: int, num_k: int, causal: bool, window: int | None, device: torch.device) -> Tensor | None:
+    """Which keys each query attends to, counted from the ends; None: all."""
+    if not causal and window is None:
+        return None
+    seen = torch.ones(num_q, num_k, dtype=torch.bool, device=device)
+    if causal:
+        seen = seen.tril(num_k - num_q)
+    if window is not None:
+        seen = seen.triu(num_k - num_q - window + 1)
+    return seen
 
 
 def verify(
@@ -295,21 +326,22 @@ def verify(
 
     `runs`, `settings` and `key` are those of `attend_runs`.
     """
-
-    def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        # In low precision, torch would choose the kernel in question.
-        others = sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
-        with others if q.dtype in TOLERANCE else nullcontext():
-            return one_by_one(q, k, v, runs, **settings)
-
-    names = "queries", "keys", "values"
     words = f"{key}: flash attention", "ordinary attention", f"{key}=sdpa"
-    return hold_against(lambda *parts: kernel(*parts, runs, **settings), plain, states, names, words)
+    given = {"runs": runs, **settings}
+    return hold_against(
+        partial(kernel, **given),
+        partial(one_by_one, **given),
+        partial(rounded, **given),
+        states,
+        ("queries", "keys", "values"),
+        words,
+    )
 
 
 def hold_against(
     kernel: Callable[..., Any],
     plain: Callable[..., Any],
+    rounded: Callable[..., Any],
     inputs: Sequence[Tensor],
     names: Sequence[str],
     words: tuple[str, str, str],
@@ -317,12 +349,13 @@ def hold_against(
     """Compare a kernel's outputs and gradients with those of plain code in higher precision.
 
     Where terms cancel, every kernel of the inputs' dtype is far off in relative terms: the gradient of values under nearly uniform
-    attention, for instance. So a difference is an error if it exceeds both `TOLERANCE` and three times that of the plain
-    code in the inputs' dtypes, which is the criterion of flash attention's own tests.
+    attention, for instance. So a difference is an error if it exceeds both `TOLERANCE` and three times that of plain
+    code in the inputs' dtypes. The latter is the criterion of flash attention's own tests.
 
     Args:
         kernel: of all inputs; returns a tensor or several.
-        plain: likewise.
+        plain: likewise, called in higher precision.
+        rounded: likewise, called in the inputs' dtypes.
         inputs: the first ones, as many as there are names, get gradients.
         names: of these inputs.
         words: what is compared, with what, and the setting that avoids it, for messages.
@@ -347,8 +380,8 @@ def hold_against(
     apart, allowed = _apart(found, exact), TOLERANCE.get(dtype, 1e-5)
     over = [place for place, value in enumerate(apart) if not value <= allowed]
     if over:
-        rounded = _apart(_with_gradients(plain, inputs, count), exact)
-        over = [place for place in over if not apart[place] <= 3 * rounded[place]]
+        usual = _apart(_with_gradients(rounded, inputs, count), exact)
+        over = [place for place in over if not apart[place] <= 3 * usual[place]]
     said = ", ".join(f"{label} {value:.1e}" for label, value in zip(labels, apart, strict=True))
     _judge(not over, said, *words)
     return max(apart)

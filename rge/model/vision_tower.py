@@ -187,7 +187,7 @@ def speed_up(model: HubModel, attention: str = "auto", fused_kernels: bool = Fal
     for module in model.modules():
         if type(module) is nn.Conv3d and module.kernel_size == module.stride:
             module.__class__ = PatchProjection
-        elif type(module) in FASTER:
-            module.__class__ = FASTER[type(module)]
+        elif isinstance(module, _InGroups) or type(module) in FASTER:
+            module.__class__ = FASTER.get(type(module), type(module))
             grouped = cast(_InGroups, module)
             grouped.asked, grouped.fused = attention, fused_kernels

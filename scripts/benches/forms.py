@@ -66,7 +66,9 @@ class Setting:
     embedder: EmbeddingModel  # float32
     batch: Batch
     objective: Objective
-    stop_B: list[int]  # tokens of each query's own rationale, without ``<emb>``
+    stop_B: list[
+        int
+    ]  # tokens of each query's own rationale, without ``<emb>``; empty: as many as the model writes
     max_new_tokens: int  # cap, ``<emb>`` included
 
     @property
@@ -193,7 +195,10 @@ class StoppingHead(nn.Module):
 
 @contextmanager
 def stopping(embedder: EmbeddingModel, stop_B: Sequence[int]) -> Iterator[None]:
-    """Make the model end its rationales after so many tokens."""
+    """Make the model end its rationales after so many tokens; as it likes if there are none."""
+    if not stop_B:
+        yield
+        return
     head = embedder.model.lm_head
     embedder.model.lm_head = StoppingHead(head, embedder.emb_id, stop_B)
     try:
@@ -207,7 +212,7 @@ def our_rollout(setting: Setting, encoded: EncodedPrompts | EncodedParts | None 
     prompts = setting.batch.queries
     order = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))  # the order rows are written in
     settings = {"max_new_tokens": setting.max_new_tokens, "batch_size": len(prompts), "encoded": encoded}
-    with stopping(setting.embedder, [setting.stop_B[row] for row in order]):
+    with stopping(setting.embedder, [setting.stop_B[row] for row in order if setting.stop_B]):
         return generate(setting.embedder, prompts, **settings)
 
 
@@ -229,7 +234,7 @@ def their_rollout(setting: Setting) -> list[list[int]]:
         written = embedder.model.generate(**inputs, generation_config=config)
     embedder.train(was_training)
     written = written[:, inputs["input_ids"].shape[1] :].tolist()
-    return [row[: row.index(embedder.emb_id)] for row in written]
+    return [row[: row.index(embedder.emb_id)] if embedder.emb_id in row else row for row in written]
 
 
 def stock_inputs(

@@ -31,6 +31,7 @@ ONLY_IN = {
         "rge/scratch/build.py",
         "rge/scratch/starting_point.py",
         "rge/model/attention.py",
+        "rge/model/fused.py",
         "rge/model/vision_tower.py",
         "rge/towers/efficientnet.py",
         "rge/towers/smollm2.py",

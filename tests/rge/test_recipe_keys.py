@@ -37,7 +37,7 @@ from rge.data.collate import Batch
 from rge.data.sources import RecordFile
 from rge.distributed import launch
 from rge.losses import CONTRASTIVE_LOSSES
-from rge.model import embedding_model
+from rge.model import embedding_model, fused
 from rge.model.embedding_model import embedder_to_train
 from rge.model.prompts import Prompt
 from rge.plan.options import PlanCommand
@@ -636,6 +636,17 @@ def test_cuda_graphs_are_the_embedders_to_capture(tiny_path):
         )
 
 
+def test_fused_kernels_are_the_layers(tiny_path, monkeypatch):
+    """What a GPU does with them: tests/rge/model/test_fused.py."""
+    monkeypatch.setattr(fused, "find_spec", lambda name: object())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    config = ModelConfig(path=str(tiny_path), min_pixels=784, max_pixels=3136)
+    for value in ("auto", "none"):
+        changed = dataclasses.replace(config, fused_kernels=value)
+        found = {type(module) for module in embedder_to_train(str(tiny_path), changed).modules()}
+        assert bool(found & set(fused.NORMS.values())) == (value == "auto")
+
+
 def credit_of(recipe: Recipe, embedder: Any, home: Path) -> Credit:
     """Of one query and two rationales of one word, one liked and one not, that vLLM says it wrote otherwise."""
     prompt = Prompt("q", torch.arange(3), torch.zeros(3), torch.zeros(3, 3), None, None)
@@ -779,6 +790,7 @@ ELSEWHERE = {
     "out": test_out_is_where_everything_goes,
     "model.revision": test_revision_chooses_among_a_hubs_commits,
     "model.cuda_graphs": test_cuda_graphs_are_the_embedders_to_capture,
+    "model.fused_kernels": test_fused_kernels_are_the_layers,
     "rl.patience": test_patience_is_how_long_nothing_may_differ,
     **{
         f"rl.vllm_importance_sampling_{name}": test_vllm_importance_sampling_weighs_what_was_sampled

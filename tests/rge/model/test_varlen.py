@@ -90,6 +90,66 @@ def test_a_kernel_that_aligns_its_mask_at_the_other_end_is_refused():
         verify(lambda q, k, v, runs, **_: WrongBackward.apply(q, k, v), states, runs, settings, "model.x")
 
 
+def test_terms_that_cancel_are_no_reason_to_refuse_a_kernel():
+    """Under uniform attention, gradients of values are sums of rounded terms that nearly cancel: every kernel is far off, this one no
+    more than ordinary attention. Found on an H100, where a small vision tower was refused."""
+    lengths, settings = [512], {"scale": 1e-2, "causal": False, "window": None}
+    states, runs = random_states(lengths, lengths, dtype=torch.bfloat16), make_runs(lengths, lengths)
+
+    def low(q, k, v, runs, **_):
+        weight = (1e-2 * torch.einsum("thd,uhd->htu", q, k.repeat_interleave(3, dim=1))).softmax(dim=-1)
+        return torch.einsum("htu,uhd->thd", weight, v.repeat_interleave(3, dim=1))
+
+    assert verify(low, states, runs, settings, "model.x") > varlen.TOLERANCE[torch.bfloat16]
+    with pytest.raises(KernelError, match="gradient of values"):
+        verify(
+            lambda q, k, v, **given: low(q, k, 1.5 * v, **given) - 0.5 * low(q, k, v.detach(), **given),
+            states,
+            runs,
+            settings,
+            "model.x",
+        )
+
+
+def test_an_older_torch(monkeypatch):
+    """Its `varlen_attn` lacks two arguments, which the operator has; before 2.11, it lacks windows, too."""
+    from torch.nn.attention import varlen as torchs
+
+    given = []
+
+    def of_2_11(
+        query,
+        key,
+        value,
+        cu_seq_q,
+        cu_seq_k,
+        max_q,
+        max_k,
+        *,
+        return_aux=None,
+        scale=None,
+        window_size=(-1, -1),
+    ):
+        given.append(window_size)
+        return query
+
+    monkeypatch.setattr(torchs, "varlen_attn", of_2_11)
+    varlen._parameters.cache_clear()
+    states, runs = random_states([3, 2], [3, 2], dtype=torch.bfloat16), make_runs([3, 2], [3, 2])
+    try:
+        varlen._flash(*states, runs, scale=0.3, causal=True, window=None)
+        assert given == [(-1, 0)]
+        monkeypatch.setattr(torchs, "varlen_attn", lambda query, key, value, is_causal=False: query)
+        varlen._parameters.cache_clear()
+        assert not wanted("auto", torch.device("cuda"), torch.bfloat16, "model.x")
+        with pytest.raises(
+            KernelError, match=r"model.x=varlen needs torch 2.11 or later, here is .*set model.x=sdpa"
+        ):
+            wanted("varlen", torch.device("cuda"), torch.bfloat16, "model.x")
+    finally:
+        varlen._parameters.cache_clear()
+
+
 def test_when_it_is_used():
     cuda = torch.device("cuda")
     assert wanted("auto", cuda, torch.bfloat16, "k")

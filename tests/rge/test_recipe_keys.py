@@ -14,6 +14,7 @@ import json
 import math
 import multiprocessing.process
 import random
+import shutil
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -636,14 +637,15 @@ def test_cuda_graphs_are_the_embedders_to_capture(tiny_path):
         )
 
 
-def test_fused_kernels_are_the_layers(tiny_path, monkeypatch):
+def test_fused_kernels_are_the_layers(tiny_path, tmp_path, monkeypatch):
     """What a GPU does with them: tests/rge/model/test_fused.py."""
+    path = shutil.copytree(tiny_path, tmp_path / "model")  # the fixtures of this module read another one once
     monkeypatch.setattr(fused, "find_spec", lambda name: object())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    config = ModelConfig(path=str(tiny_path), min_pixels=784, max_pixels=3136)
+    config = ModelConfig(path=str(path), min_pixels=784, max_pixels=3136)
     for value in ("auto", "none"):
         changed = dataclasses.replace(config, fused_kernels=value)
-        found = {type(module) for module in embedder_to_train(str(tiny_path), changed).modules()}
+        found = {type(module) for module in embedder_to_train(str(path), changed).modules()}
         assert bool(found & set(fused.NORMS.values())) == (value == "auto")
 
 

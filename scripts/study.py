@@ -559,6 +559,40 @@ def shipped(options: Options) -> Finding:
     return on_demo(options, "shipped", arms, list(own), rows)
 
 
+def pretrained(options: Options) -> Finding:
+    """From pretrained weights on both sides: anchor, ratio and mode (recipe smol, the demo's queries; needs its packages)."""
+
+    def words(stage: str, steps: int) -> tuple[str, ...]:
+        return (f"{stage}.steps={options.steps or steps}",)
+
+    quick = () if options.steps is None else (f"model.scratch.naming_steps={options.steps}",)
+    arms = [Arm("cold", "cold_start", "", (*words("cold_start", 100), *quick), query_mode="")]
+    own = {
+        "self": (),
+        "none": ("loss.anchor=none",),
+        "ratio_1_10": ("loss.ratio=1:10",),
+        "oracle": ("loss.anchor=oracle",),
+    }
+    for name, settings in own.items():
+        arms.append(Arm(name, "joint", "cold", (*settings, *words("joint", 36)), query_mode="reasoning"))
+    arms += [Arm(f"{name}, direct", "", name, query_mode="direct") for name in ("self", "none")]
+    text = """
+        self - none, direct
+        self - none
+        none - none, direct
+        self - ratio_1_10
+        self - oracle
+    """
+    names = [arm.name for arm in arms[1:]]
+    finding = on_demo(options, "pretrained", arms, names, "\n".join(names) + text)
+    study = replace(
+        finding.study, recipe=("recipe=smol",), metrics=("hit@1", "recall@10", "rationale_tokens")
+    )
+    slices = finding.tables[0].slices
+    recall = Table("recall@10, % and points", finding.tables[0].rows, slices, "recall@10")
+    return Finding(study, names, [*finding.tables, recall])
+
+
 def modes(options: Options) -> Finding:
     """One checkpoint in several modes, a cold start for each seed (demo)."""
     arms = [cold_start_from_shipped_base(options)]
@@ -791,6 +825,7 @@ def written_figures(frame: pd.DataFrame, path: Path) -> pd.DataFrame:
 DECLARED: dict[str, Callable[[Options], Finding]] = {
     "eyes": eyes, "a": table_4, "b": table_3, "c": tables_6_and_7, "d": figure_4, "e": cold_starts, "f": modes,
     "g": default_weights, "h": shipped, "rl": reinforcement,
+    "smol": pretrained,
 }  # fmt: skip
 TITLES = {name: (declare.__doc__ or "").partition("\n")[0].rstrip(".") for name, declare in DECLARED.items()}
 

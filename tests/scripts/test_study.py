@@ -322,6 +322,23 @@ def test_the_demos_weights_are_chosen_from_nothing_and_on_families_held_back(stu
     assert rows(study, "g", "rotated")["10:1 over 1:1", "all", "hit@1"]["seeds"] == [0.0, 0.0]
 
 
+def test_pretrained_weights_are_asked_with_and_without_words(study):
+    study.main(["smol", "seeds=1", *study.given])
+    start = "pretrained/cold/seed_0/cold_start/final"
+    assert trained(study) == [
+        ("cold", ""),
+        *((name, start) for name in ("self", "none", "ratio_1_10", "oracle")),
+    ]
+    trainings = [command for command in study.commands if "rge/train.py" in command]
+    assert all("recipe=smol" in command for command in trainings)
+    asked = [
+        next(part for part in command if part.startswith("query_mode="))
+        for command in study.commands
+        if "rge/train.py" not in command
+    ]
+    assert sorted(asked) == ["query_mode=direct"] * 2 + ["query_mode=reasoning"] * 4
+
+
 def test_the_shipped_base_is_tested_from_a_cold_start_per_seed(study):
     study.main(["h", "seeds=2", *study.given])
     expected = []
@@ -414,7 +431,7 @@ def test_values_come_back_from_their_packed_form(study, values):
     ("words", "message"),
     [
         ([], "finding must list at least one value"),
-        (["i"], "finding must be one of eyes, a, b, c, d, e, f, g, h, rl, all, got 'i'"),
+        (["i"], "finding must be one of eyes, a, b, c, d, e, f, g, h, rl, smol, all, got 'i'"),
         (["a", "seeds=0"], "seeds must be >= 1, got 0"),
         (["a", "seed=1"], r"unknown key seed; did you mean seeds\?"),
         (["rl", "on=valid"], "finding rl has test sets only"),

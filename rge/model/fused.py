@@ -1,9 +1,8 @@
 """Norms, gated activations and rotary embeddings of a model on a GPU, in one kernel each.
 
-transformers computes each of these in five to twelve kernels that are limited by memory bandwidth, 40 % of a step of
-Qwen2.5-VL-3B on an H100 (docs/performance.md). Where liger-kernel is installed (the extra ``liger``), its kernels are used:
-the same formulas, without rounding in between. The first call of each kind in a process is held against plain code. Small inputs,
-such as a rollout's single tokens, and other devices use transformers' code.
+transformers computes each of these in up to twelve kernels that are limited by memory bandwidth (docs/performance.md). Where
+liger-kernel is installed (the extra ``liger``), its kernels are used, which compute the same formulas. The first call of each kind in a
+process is held against plain code. Small inputs, such as a rollout's single tokens, and other devices use transformers' code.
 
 Matrix products with a size that is not a multiple of 8, such as the 3,420 of Qwen2.5-VL's vision tower, have only slow kernels. They are
 computed with weights padded with zeros, whatever is installed.
@@ -11,9 +10,9 @@ computed with weights padded with zeros, whatever is installed.
 Shape suffixes: T = tokens or patches, D = hidden size, F = size of the MLP, H = heads, d = head size.
 """
 
+import importlib
 import logging
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -39,7 +38,9 @@ from rge.model.varlen import hold_against
 
 KEY = "model.fused_kernels"
 LEAST = 2**20
-"""Numbers in an input from which a fused kernel is used."""
+"""Smallest number of elements in an input for which a fused kernel is used."""
+CHECKED_ROWS = 4096
+"""Rows of an input that are compared with plain code, so that the comparison needs little memory."""
 PADDED_TO = 64
 
 _log = logging.getLogger(__name__)
@@ -52,19 +53,25 @@ def wanted(asked: str) -> bool:
     Raises:
         UserError: ``liger`` is not installed.
     """
-    installed = find_spec("liger_kernel") is not None
-    if asked == "liger" and not installed:
-        raise UserError(f"{KEY}=liger needs liger-kernel: pip install 'rge[liger]', or set {KEY}=none")
-    if asked == "auto" and not installed and torch.cuda.is_available():
-        _log.warning("training is faster with fused kernels: pip install 'rge[liger]' (%s)", KEY)
-    return asked != "none" and installed and torch.cuda.is_available()
+    if asked == "none" or (asked == "auto" and not torch.cuda.is_available()):
+        return False
+    try:
+        importlib.import_module("liger_kernel.ops.rms_norm")
+    except ImportError as error:
+        if asked == "liger":
+            raise UserError(
+                f"{KEY}=liger needs liger-kernel ({error}): pip install 'rge[liger]', or set {KEY}=none"
+            ) from error
+        _log.warning("training is faster with fused kernels: pip install 'rge[liger]' (%s; %s)", KEY, error)
+        return False
+    return torch.cuda.is_available()
 
 
 def speed_up(model: HubModel, fused: bool) -> None:
     """Use padded products and, if asked for, fused kernels in a model, in place."""
     undo(model)
     for module in model.modules():
-        if type(module) in MLPS:
+        if type(module) in MLPS and (fused or cast(Any, module).intermediate_size % 8):
             module.__class__ = MLPS[type(module)]
             cast(_Mlp, module).fused = fused
         elif fused and type(module) in NORMS:
@@ -77,6 +84,8 @@ def undo(model: HubModel) -> None:
     for module in model.modules():
         if type(module) in stock:
             module.__class__ = stock[type(module)]
+        if getattr(module, "fused", False):
+            cast(Any, module).fused = False
 
 
 def applies(states: Tensor) -> bool:
@@ -135,7 +144,8 @@ def _call(
     """The kernel's outputs; its first call of a kind is held against plain code, see `hold_against`."""
     kind = (what, inputs[0].dtype, inputs[0].shape[1:])
     if kind not in _verified:
-        hold_against(kernel, plain, plain, inputs, names, (f"{KEY}: {what}", "plain code", f"{KEY}=none"))
+        part = [given[:CHECKED_ROWS] if given.dim() > 1 else given for given in inputs]
+        hold_against(kernel, plain, plain, part, names, (f"{KEY}: {what}", "plain code", f"{KEY}=none"))
         _verified.add(kind)
     return kernel(*inputs)
 
@@ -161,12 +171,7 @@ class _Mlp(_Stock):
     def forward(self, x: Tensor) -> Tensor:
         inner, parts = self.intermediate_size, (self.gate_proj, self.up_proj, self.down_proj)
         fused = self.fused and applies(x) and isinstance(self.act_fn, SiLUActivation | nn.SiLU)
-        # Adapters, quantized and sharded weights are left to their own modules.
-        padded = (
-            bool(inner % 8)
-            and x.is_cuda
-            and all(type(part) is nn.Linear and part.weight.dim() == 2 for part in parts)
-        )
+        padded = bool(inner % 8) and x.is_cuda and all(map(_is_plain, parts))
         if not fused and not padded:
             return super().forward(x)
         missing = -inner % PADDED_TO if padded else 0
@@ -179,6 +184,12 @@ class _Mlp(_Stock):
         return _wider(self.down_proj, hidden, columns=missing) if padded else self.down_proj(hidden)
 
 
+def _is_plain(linear: nn.Module) -> bool:
+    """Whether a layer is its weight and nothing else. Adapters, quantized and ZeRO-3's weights are left to their own modules."""
+    # Reading a weight in a forward would gather it under ZeRO-3.
+    return type(linear) is nn.Linear and not hasattr(dict.__getitem__(linear._parameters, "weight"), "ds_id")
+
+
 def _wider(linear: nn.Linear, x: Tensor, *, rows: int = 0, columns: int = 0) -> Tensor:
     """A linear layer whose weight has further rows and columns of zeros."""
     bias = None if linear.bias is None else F.pad(linear.bias, (0, rows))
@@ -186,8 +197,12 @@ def _wider(linear: nn.Linear, x: Tensor, *, rows: int = 0, columns: int = 0) -> 
 
 
 def _faster(form: type, stock: Sequence[type[nn.Module]]) -> dict[type[nn.Module], type[nn.Module]]:
-    """A subclass with another forward for each class."""
-    return {base: type(base.__name__, (form, base), {}) for base in stock}
+    """A subclass with another forward for each class, importable by name so that models can be pickled."""
+    found = {}
+    for base in stock:
+        name = f"{base.__module__.rpartition('.')[2].removeprefix('modeling_')}_{base.__name__}"
+        found[base] = globals()[name] = type(name, (form, base), {"__module__": __name__})
+    return found
 
 
 NORMS = _faster(

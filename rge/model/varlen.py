@@ -74,6 +74,10 @@ def wanted(asked: str, device: torch.device, dtype: torch.dtype, key: str) -> bo
             f"{key}=varlen computes in bfloat16 or float16, not in {str(dtype).removeprefix('torch.')}: "
             f"train with mixed precision, or set {key}=sdpa"
         )
+    if asked == "auto" and on_gpu and not _parameters():
+        _say_once(
+            f"{key}: torch {torch.__version__} lacks flash attention of this form (2.11 has it), so padded rows are used"
+        )
     if asked == "varlen" and on_gpu and not _parameters():
         raise KernelError(
             f"{key}=varlen needs torch 2.11 or later, here is {torch.__version__}: update torch, or set {key}=sdpa"
@@ -237,6 +241,11 @@ def _varlen(
     return _varlen_module().varlen_attn(*sequences, **settings)
 
 
+@cache
+def _say_once(text: str) -> None:
+    _log.warning(text)
+
+
 def _varlen_module() -> Any:
     from torch.nn.attention import varlen  # needed only with a GPU
 
@@ -388,9 +397,13 @@ def hold_against(
 
 
 def _with_gradients(function: Callable[..., Any], inputs: Sequence[Tensor], count: int) -> list[Tensor]:
-    """Outputs, and gradients of the first `count` inputs."""
-    with torch.enable_grad(), torch.autocast(inputs[0].device.type, enabled=False):
-        given = [part.detach().requires_grad_(place < count) for place, part in enumerate(inputs)]
+    """Outputs, and gradients of the first `count` inputs; of copies, since some kernels write gradients over what they saved."""
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast(inputs[0].device.type, enabled=False),
+    ):
+        given = [part.clone().detach().requires_grad_(place < count) for place, part in enumerate(inputs)]
         found = function(*given)
         outputs = list(found) if isinstance(found, tuple) else [found]
         # An irregular cotangent, of few digits, reveals kernels that mix up rows or columns.

@@ -66,9 +66,7 @@ class Setting:
     embedder: EmbeddingModel  # float32
     batch: Batch
     objective: Objective
-    stop_B: list[
-        int
-    ]  # tokens of each query's own rationale, without ``<emb>``; empty: as many as the model writes
+    stop_B: list[int]  # tokens of each own rationale, without ``<emb>``; empty: as many as the model writes
     max_new_tokens: int  # cap, ``<emb>`` included
 
     @property

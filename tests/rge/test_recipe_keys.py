@@ -640,13 +640,15 @@ def test_cuda_graphs_are_the_embedders_to_capture(tiny_path):
 def test_fused_kernels_are_the_layers(tiny_path, tmp_path, monkeypatch):
     """What a GPU does with them: tests/rge/model/test_fused.py."""
     path = shutil.copytree(tiny_path, tmp_path / "model")  # the fixtures of this module read another one once
-    monkeypatch.setattr(fused, "find_spec", lambda name: object())
+    monkeypatch.setattr(fused, "importlib", SimpleNamespace(import_module=lambda name: None))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     config = ModelConfig(path=str(path), min_pixels=784, max_pixels=3136)
-    for value in ("auto", "none"):
-        changed = dataclasses.replace(config, fused_kernels=value)
-        found = {type(module) for module in embedder_to_train(str(path), changed).modules()}
-        assert bool(found & set(fused.NORMS.values())) == (value == "auto")
+    for value in ("auto", "liger", "none"):
+        embedder = embedder_to_train(str(path), dataclasses.replace(config, fused_kernels=value))
+        kinds = {type(module) for module in embedder.modules()}
+        assert bool(kinds & set(fused.NORMS.values())) == (value != "none")
+        flags = [module.fused for module in embedder.modules() if hasattr(module, "fused")]
+        assert set(flags) == {value != "none"}
 
 
 def credit_of(recipe: Recipe, embedder: Any, home: Path) -> Credit:

@@ -1,6 +1,7 @@
 """Layers as a GPU computes them, on the stand-in for one: padded products, and a library's kernels for large inputs only."""
 
 import copy
+import pickle
 import sys
 import types
 from importlib.machinery import ModuleSpec
@@ -173,10 +174,68 @@ def test_pictures_rotate_by_the_kernel(lively_path, backbone_of, liger, monkeypa
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_a_kernel_that_writes_over_its_inputs_is_checked_on_copies(liger, monkeypatch):
+    """Liger's gated activation stores gradients where its inputs were."""
+
+    class InPlace(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, a, b):
+            ctx.save_for_backward(a, b)
+            return F.silu(a) * b
+
+        @staticmethod
+        def backward(ctx, grad):
+            a, b = ctx.saved_tensors
+            with torch.enable_grad():
+                given = [part.detach().clone().requires_grad_() for part in (a, b)]
+                found = torch.autograd.grad(F.silu(given[0]) * given[1], given, grad)
+            for part, gradient in zip((a, b), found, strict=True):
+                part.copy_(gradient)
+            return found
+
+    monkeypatch.setattr(sys.modules["liger_kernel.ops.swiglu"], "LigerSiLUMulFunction", InPlace)
+    monkeypatch.setattr(fused, "applies", lambda states: True)
+    layer, x = mlp(24), torch.randn(5, 16, dtype=torch.float64)
+    expected = mlp(24)(x)
+    fused.speed_up(layer, True)
+    torch.testing.assert_close(layer(x), expected)
+    with torch.inference_mode():
+        fused._verified.clear()
+        torch.testing.assert_close(layer(x), expected)
+
+
+def test_a_weight_that_is_gathered_by_its_own_layer_is_not_read(monkeypatch):
+    """DeepSpeed ZeRO-3: reading it here would gather it for good."""
+    layer = mlp(20)
+    fused.speed_up(layer, False)
+
+    class Watched(dict):
+        def __getitem__(self, name):
+            raise AssertionError(f"{name} was read")
+
+    for part in (layer.gate_proj, layer.up_proj, layer.down_proj):
+        part.weight.ds_id = 1
+        part._parameters = Watched(part._parameters)
+        assert not fused._is_plain(part)
+
+
+def test_models_can_be_pickled():
+    for inner, on in ((20, False), (24, True)):
+        layer = torch.nn.ModuleList([mlp(inner), Qwen2_5_VLRMSNorm(16)])
+        fused.speed_up(layer, on)
+        again, x = pickle.loads(pickle.dumps(layer)), torch.randn(5, 16, dtype=torch.float64)  # noqa: S301 - our own
+        assert [type(part) for part in again] == [type(part) for part in layer]
+        torch.testing.assert_close(again[0](x), layer[0](x))
+
+
 def test_what_is_asked_for_and_what_is_installed(monkeypatch, caplog):
-    monkeypatch.setattr(fused, "find_spec", lambda name: None)
+    def missing(name):
+        raise ImportError(f"No module named {name!r}")
+
+    monkeypatch.setattr(fused, "importlib", SimpleNamespace(import_module=missing))
     with pytest.raises(
-        UserError, match=r"needs liger-kernel: pip install 'rge\[liger\]', or set model.fused_kernels"
+        UserError,
+        match=r"needs liger-kernel \(No module .*pip install 'rge\[liger\]', or set model.fused_kernels",
     ):
         fused.wanted("liger")
     assert not fused.wanted("auto")
@@ -184,7 +243,7 @@ def test_what_is_asked_for_and_what_is_installed(monkeypatch, caplog):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert not fused.wanted("auto")
     assert "training is faster with fused kernels: pip install 'rge[liger]'" in caplog.text
-    monkeypatch.setattr(fused, "find_spec", lambda name: object())
+    monkeypatch.setattr(fused, "importlib", SimpleNamespace(import_module=lambda name: None))
     assert fused.wanted("auto")
     assert fused.wanted("liger")
     assert not fused.wanted("none")

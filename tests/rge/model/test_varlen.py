@@ -139,6 +139,17 @@ def test_an_older_torch(monkeypatch):
     try:
         varlen._flash(*states, runs, scale=0.3, causal=True, window=None)
         assert given == [(-1, 0)]
+        operator = []
+
+        def flash(*sequences, **settings):
+            operator.append((sequences[7:], settings))
+            return (sequences[0],)
+
+        monkeypatch.setattr(varlen.torch.ops.aten, "_flash_attention_forward", flash)
+        seen = torch.tensor([2], dtype=torch.int32)
+        varlen._varlen(*states, *[seen] * 2, 1, 4, scale=0.3, window_size=(5, 0), seen_N=seen)
+        settings = {"scale": 0.3, "window_size_left": 5, "window_size_right": 0, "seqused_k": seen}
+        assert operator == [((0.0, False, False), settings)]
         monkeypatch.setattr(torchs, "varlen_attn", lambda query, key, value, is_causal=False: query)
         varlen._parameters.cache_clear()
         assert not wanted("auto", torch.device("cuda"), torch.bfloat16, "model.x")

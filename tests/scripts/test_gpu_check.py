@@ -29,14 +29,17 @@ def test_a_rehearsal(gpu_check, tmp_path, monkeypatch):
     found = json.loads((tmp_path / "gpu_check.json").read_text())
     states = {result["name"]: result["state"] for result in found["results"]}
     assert states == {
-        "kernels": "not run", "form": "passed", "kept": "passed", "rollout": "passed", "training": "passed",
-        "back_ends": "not run",
+        "kernels": "not run", "form": "passed", "kept": "passed", "fused": "not run", "rollout": "passed", "against": "passed",
+        "training": "passed", "back_ends": "not run",
     }  # fmt: skip
     assert found["machine"]["rehearsal"]
     figures = {result["name"]: result["figures"] for result in found["results"]}
     assert figures["form"]["cosine of the gradients"] > 1 - 1e-6
     assert max(figures["kept"][f"difference of the gradient, {keep}"] for keep in ("device", "host")) < 1e-5
     assert figures["rollout"]["equal"] == figures["rollout"]["rows"] == 3 * 12
+    against = figures["against"]
+    assert min(value for name, value in against.items() if name.startswith("cosine")) > 1 - 1e-6
+    assert against["share of equal rationales, gradient caching, stock layers"] == 1
     training = figures["training"]
     assert training["steps"] == 2
     assert training["TFLOP/s"] == pytest.approx(

@@ -217,9 +217,20 @@ def _unpack(archive: Path, pieces: Sequence[Path], folder: Path) -> None:
                 file.extractall(folder)
         else:  # read sequentially, so that pieces need not be joined on disk
             with _Joined(pieces) as whole, tarfile.open(fileobj=whole, mode="r|*") as file:
-                file.extractall(folder, filter="data")
+                _extract(file, folder)
     except (OSError, EOFError, zlib.error, zipfile.BadZipFile, tarfile.TarError) as error:
         raise UserError(f"{archive} cannot be unpacked into {folder}: {error}") from None
+
+
+def _extract(file: tarfile.TarFile, folder: Path) -> None:
+    if hasattr(tarfile, "data_filter"):
+        file.extractall(folder, filter="data")
+        return
+    for member in file:  # Python before 3.11.4
+        inside = (folder / member.name).resolve().is_relative_to(folder.resolve())
+        if not inside or not (member.isfile() or member.isdir()):
+            raise tarfile.TarError(f"{member.name} is not a file inside the archive's folder")
+        file.extract(member, folder)
 
 
 class _Joined(io.RawIOBase):

@@ -2,6 +2,7 @@
 
 import io
 import json
+import tarfile
 import zipfile
 
 import pandas as pd
@@ -10,7 +11,7 @@ from hub import COMMIT, hub
 
 from eval.__main__ import main
 from eval.benchmarks.mmeb2.importer import DOCUMENTS
-from eval.commands.fetch import FetchOptions, _repo_of, fetch
+from eval.commands.fetch import FetchOptions, _repo_of, _unpack, fetch
 from rge.common.errors import UserError
 from rge.common.mmeb_prompts import SETS
 
@@ -126,3 +127,22 @@ def test_what_cannot_be_is_refused(tmp_path, capsys):
         fetch(FetchOptions("mmeb2", tmp_path, revision="main"))
     assert len({_repo_of(name) for name in DOCUMENTS}) == 24
     assert _repo_of("ViDoRe_esg_reports_v2_multilingual") == "vidore/esg_reports_v2"
+
+
+@pytest.mark.parametrize("newer", [True, False])
+def test_an_archive_is_unpacked_into_its_folder_and_nowhere_else(tmp_path, monkeypatch, newer):
+    """Python before 3.11.4, such as Debian 12's, has no filters."""
+    if not newer:
+        monkeypatch.delattr(tarfile, "data_filter", raising=False)
+    (tmp_path / "a.txt").write_text("a")
+    for name, fits in (("in/a.txt", True), ("../b.txt", False)):
+        archive, folder = tmp_path / f"{fits}.tar.gz", tmp_path / f"out {fits}"
+        with tarfile.open(archive, "w:gz") as file:
+            file.add(tmp_path / "a.txt", name)
+        if fits:
+            _unpack(archive, [archive], folder)
+            assert (folder / name).read_text() == "a"
+            continue
+        with pytest.raises(UserError, match=r"cannot be unpacked into .*b\.txt"):
+            _unpack(archive, [archive], folder)
+        assert not (tmp_path / "b.txt").exists()

@@ -181,7 +181,7 @@ def speed_up(model: HubModel, attention: str = "auto", fused_kernels: bool = Fal
     Args:
         model: the whole model, text part included.
         attention: of the vision tower, as in `rge.model.varlen.wanted`.
-        fused_kernels: use compiled kernels on a GPU, see `rge.model.fused`.
+        fused_kernels: use fused kernels on a GPU, see `rge.model.fused`.
     """
     fused.speed_up(model, fused_kernels)
     for module in model.modules():

@@ -46,9 +46,8 @@ def test_faster_parts_give_what_transformers_own_give(family, sizes):
     changed = {type(module).__name__ for module in faster.modules()} - {
         type(module).__name__ for module in stock.modules()
     }
-    assert (
-        len(changed - {form.__name__ for form in fused.MLPS.values()}) == 2
-    )  # the projection and the attention
+    # The projection and the attention; products are padded on a GPU only.
+    assert len(changed - {form.__name__ for form in fused.MLPS.values()}) == 2
     assert faster.state_dict().keys() == stock.state_dict().keys()
     # The last picture is cut into windows of different sizes by Qwen2.5-VL.
     grid = torch.tensor(

@@ -225,17 +225,29 @@ def check_kernels(machine: Machine) -> tuple[str, dict[str, Any]]:
     return "relative differences of outputs and gradients, the greatest of each", figures
 
 
+def timed(machine: Machine, step: Callable[[], dict[str, float]]) -> dict[str, float]:
+    """A step's report with its seconds (``s``) and, on a GPU, its peak memory (``GiB``)."""
+    if machine.on_gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    machine.wait()
+    began = time.perf_counter()
+    report = step()
+    machine.wait()
+    report["s"] = time.perf_counter() - began
+    if machine.on_gpu:
+        report["GiB"] = torch.cuda.max_memory_allocated() / GIB
+    return report
+
+
 def _one_step(
     machine: Machine, embedder: EmbeddingModel, batch: Batch, micro: int, keep: str = "none"
 ) -> tuple[dict, dict[str, torch.Tensor]]:
-    """A step on given rationales, so that forms see the same tokens: its report with its seconds ``s``, and the gradients."""
+    """A step on given rationales, so that forms see the same tokens: `timed`'s report, and the gradients."""
     rationales = [Rationale((7,) * (3 + row % 5), False, None, 0.0) for row in range(len(batch.queries))]
     embedder.zero_grad(set_to_none=True)
     step = TrainingStep(embedder, embedder, Objective(1 / 11, 10 / 11), micro, keep=keep)
-    began = time.perf_counter()
-    report = step(batch, Rollout(rationales))
-    machine.wait()
-    report["s"] = time.perf_counter() - began
+    report = timed(machine, lambda: step(batch, Rollout(rationales)))
     return report, {n: p.grad.double().cpu() for n, p in embedder.named_parameters() if p.grad is not None}
 
 
@@ -266,21 +278,20 @@ def check_kept(machine: Machine) -> tuple[str, dict[str, Any]]:
     batch = random_batch(machine, embedder, 16)
     expected, figures = torch.empty(0), {}
     least, embedding_model.LEAST_BYTES = embedding_model.LEAST_BYTES, 2**12  # the small model's are small
-    for keep in ("none", "device", "host"):
-        _one_step(machine, embedder, batch, 2, keep)
-        if machine.on_gpu:
-            torch.cuda.reset_peak_memory_stats()
-        report, gradients = _one_step(machine, embedder, batch, 2, keep)
-        figures |= {f"{name}, {keep}": report[name] for name in ("s", "loss")}
-        if machine.on_gpu:
-            figures[f"MiB at the peak, {keep}"] = torch.cuda.max_memory_allocated() / 2**20
-        gradient = torch.cat([gradients[name].flatten() for name in sorted(gradients)])
-        if keep == "none":
-            expected = gradient
-            continue
-        figures[f"difference of the gradient, {keep}"] = float((gradient - expected).norm() / expected.norm())
-    embedding_model.LEAST_BYTES = least
-    if machine.on_gpu and figures["MiB at the peak, host"] >= figures["MiB at the peak, device"]:
+    try:
+        for keep in ("none", "device", "host"):
+            _one_step(machine, embedder, batch, 2, keep)
+            report, gradients = _one_step(machine, embedder, batch, 2, keep)
+            figures |= {f"{name}, {keep}": report[name] for name in ("s", "loss", "GiB") if name in report}
+            gradient = torch.cat([gradients[name].flatten() for name in sorted(gradients)])
+            if keep == "none":
+                expected = gradient
+                continue
+            difference = float((gradient - expected).norm() / expected.norm())
+            figures[f"difference of the gradient, {keep}"] = difference
+    finally:
+        embedding_model.LEAST_BYTES = least
+    if machine.on_gpu and figures["GiB, host"] >= figures["GiB, device"]:
         raise AssertionError(f"nothing was kept in main memory: {figures}")
     most = 0.05 if machine.on_gpu else 1e-5
     if not all(figures[f"difference of the gradient, {keep}"] <= most for keep in ("device", "host")):
@@ -301,13 +312,15 @@ def check_fused(machine: Machine) -> tuple[str, dict[str, Any]]:
     for dtype in (torch.bfloat16, torch.float32):
         embedder = small_embedder(machine, dtype, "varlen")
         batch = random_batch(machine, embedder, 5)
-        with torch.autocast("cuda", torch.bfloat16, enabled=dtype == torch.float32):
-            fused.LEAST = 2**62
-            report, expected = _one_step(machine, embedder, batch, 2)
-            fused.LEAST = 0
-            fused._verified.clear()
-            report_fused, found = _one_step(machine, embedder, batch, 2)
-        fused.LEAST = least
+        try:
+            with torch.autocast("cuda", torch.bfloat16, enabled=dtype == torch.float32):
+                fused.LEAST = 2**62
+                report, expected = _one_step(machine, embedder, batch, 2)
+                fused.LEAST = 0
+                fused._verified.clear()
+                report_fused, found = _one_step(machine, embedder, batch, 2)
+        finally:
+            fused.LEAST = least
         kinds = {kind for kind, *_ in fused._verified}
         if len(kinds) < 3:
             raise AssertionError(f"only these kernels were used with weights in {dtype}: {sorted(kinds)}")
@@ -422,24 +435,16 @@ def check_against(machine: Machine) -> tuple[str, dict[str, Any]]:
     for name, step in work.items():
         if "stock" in name:
             fused.undo(embedder.model)
-        seconds = []
         for _ in range(1 if "stock" in name else 2):
             embedder.zero_grad(set_to_none=True)
-            if machine.on_gpu:
-                torch.cuda.empty_cache()
-                torch.cuda.reset_peak_memory_stats()
-            machine.wait()
-            began = time.perf_counter()
-            report = step()
-            machine.wait()
-            seconds.append(time.perf_counter() - began)
-        figures |= {f"s, {name}": seconds[-1], f"loss, {name}": report["loss"]}
+            report = timed(machine, step)
+        figures |= {
+            f"{figure}, {name}": report[figure] for figure in ("s", "loss", "GiB") if figure in report
+        }
         first, found = gradients.setdefault("first", some_gradient()), some_gradient()
         cosine = float(torch.nn.functional.cosine_similarity(first, found, dim=0))
         figures[f"cosine of some gradients to the first form's, {name}"] = cosine
-        if machine.on_gpu:
-            figures[f"GiB at the peak, {name}"] = torch.cuda.max_memory_allocated() / GIB
-        print(f"  {name}: {seconds[-1]:.2f} s", flush=True)
+        print(f"  {name}: {report['s']:.2f} s", flush=True)
     losses = [value for name, value in figures.items() if name.startswith("loss")]
     for name in list(work)[:2]:
         figures[f"ratio, stock layers over {name}"] = (

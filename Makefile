@@ -34,7 +34,10 @@ demo-baseline: setup ## the same, and the baseline: a model trained without rati
 demo-from-nothing: setup ## the same, with the backbone's first stage: everything from random weights
 	@$(OFFLINE) $(PY) scripts/demo.py from_nothing=true
 
-PYTEST := $(OFFLINE) $(ONE_THREAD) $(PY) -m pytest -m "not gpu and not net"
+# Tests start hundreds of processes, and each imports torch. Where nothing is allowed to write bytecode, as in many images,
+# each would compile all of it again, which is half of its time; here the first one keeps it for the others.
+BYTECODE := PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX="$$PWD/$(VENV)/pycache"
+PYTEST := $(OFFLINE) $(ONE_THREAD) $(BYTECODE) $(PY) -m pytest -m "not gpu and not net"
 
 # Some tests meet real clocks, browsers and servers, and a busy machine can make one of four thousand fail. Failures are run
 # once more, alone; tests that pass then are flaky, and are listed.

@@ -1,16 +1,18 @@
-"""Photographs in place of the demo's test drawings: are they named right, and is the answer found?
+"""The demo's test questions with pictures or words that training never showed: is the thing named right, and the answer found?
 
+    python scripts/unseen.py checkpoints=rge/demo_checkpoint,runs/smol/joint/final
     apt-get download tuxpaint-stamps-default
     dpkg-deb -x tuxpaint-stamps-default_*.deb stamps
-    python scripts/photos.py stamps=stamps checkpoints=runs/photos/joint/final,rge/demo_checkpoint
+    python scripts/unseen.py stamps=stamps checkpoints=runs/photos/joint/final,rge/demo_checkpoint
 
-The Debian package has stamps for children to paint with; some are cut-out photographs. ``scripts/photos.tsv`` lists those whose
-text names a concept of the demo; the pictures are not in this repository. Each replaces, on a white square, the drawing in every
-question of the demo's test set about that thing (first phrasing only); gallery and right answers stay the same. Every checkpoint
-is evaluated on both sets, ``drawings`` and ``photographs``, under ``out``.
+**Words**: ``scripts/rewordings.tsv`` asks for each relation in other words, at least one of which is in no training record. **Pictures**,
+with ``stamps=``: some of that Debian package's stamps for children to paint with are cut-out photographs; ``scripts/photos.tsv`` lists
+those whose text names a concept of the demo (the pictures are not in this repository). Each replaces, on a white square, the drawing in
+every question about that thing.
 
-A rationale names the thing right if its first clause is that of the set's own rationales. Intervals are 95 %, resampled by
-the thing shown; differences are paired by question and thing.
+Only the first phrasing of each question is used; gallery and right answers stay the same. Every checkpoint is evaluated on both sets, with
+and without the replacement, under ``out``. A rationale names the thing right if its first clause is that of the set's own rationales.
+Intervals are 95 %, resampled by the thing shown; differences are paired by question and thing.
 """
 
 import csv
@@ -33,39 +35,41 @@ from rge.stats import intervals
 
 TEST = ROOT / DEMO_SET
 LIST = ROOT / "scripts" / "photos.tsv"
+REWORDINGS = ROOT / "scripts" / "rewordings.tsv"
 INSIDE = Path("usr/share/tuxpaint/stamps")
 MARGIN = 0.05
 """Of a square's side, left white around a photograph."""
-KINDS = ("drawings", "photographs")
-ABOUT = ["text", "category", "group", "instruction"]
+PICTURES, WORDS = ("drawings", "photographs"), ("as trained", "reworded")
+"""What the two sets of a comparison show or ask."""
+ABOUT = ["category", "group", "instruction"]
 FIGURES = ("named", "hit@1")
 
 
 @dataclass(frozen=True)
 class Options:
-    """Which checkpoints are asked about which photographs."""
+    """Which checkpoints are asked about which photographs, or in which words."""
 
-    stamps: Path
-    """Folder that the package was unpacked into."""
     checkpoints: tuple[str, ...]
     """Checkpoint directories; each is compared with the first."""
-    out: Path = Path("runs/stamps")
+    stamps: Path | None = None
+    """Folder that the package was unpacked into; empty: words are replaced, not pictures."""
+    out: Path = Path("runs/unseen")
     """Sets and evaluations."""
 
 
 def main(words: list[str]) -> None:
     """Write both sets, evaluate every checkpoint, print the table."""
-    options = parse_options(Options, words, "python scripts/photos.py")
-    photographs = find(options.stamps)
-    sets = {kind: options.out / kind for kind in KINDS}
-    write(sets, photographs)
+    options = parse_options(Options, words, "python scripts/unseen.py")
+    kinds = PICTURES if options.stamps else WORDS
+    sets = {kind: options.out / kind.replace(" ", "_") for kind in kinds}
+    write(sets, find(options.stamps) if options.stamps else None)
     found = {}
     for number, checkpoint in enumerate(options.checkpoints):
         for kind, folder in sets.items():
-            out = options.out / f"eval_{number}_{kind}"
+            out = options.out / f"eval_{number}_{folder.name}"
             evaluate(checkpoint, folder, out)
             found[checkpoint, kind] = values(out)
-    print(table(options.checkpoints, found, sum(map(len, photographs.values())), len(photographs)))
+    print(table(options.checkpoints, kinds, found))
 
 
 def find(stamps: Path) -> dict[str, list[Path]]:
@@ -100,27 +104,43 @@ def square(path: Path) -> bytes:
     return buffer.getvalue()
 
 
-def write(sets: dict[str, Path], photographs: dict[str, list[Path]]) -> None:
-    """Both retrieval sets; a query's id ends in the number of its photograph."""
+def rewordings() -> dict[str, str]:
+    """The question in other words by relation."""
+    with REWORDINGS.open(encoding="utf-8", newline="") as rows:
+        return {row["relation"]: row["question"] for row in csv.DictReader(rows, delimiter="\t")}
+
+
+def write(sets: dict[str, Path], photographs: dict[str, list[Path]] | None) -> None:
+    """Both retrieval sets of a comparison; a query's id ends in the number of its photograph, or in 0.
+
+    Args:
+        sets: folders by kind, `PICTURES` or `WORDS`.
+        photographs: by the concept that they show; questions about other things are left out. None for `WORDS`.
+    """
     rows = pd.read_parquet(TEST / "queries.parquet")
-    rows = rows[rows["id"].str.endswith(".0") & rows["group"].isin(photographs)]
+    rows = rows[rows["id"].str.endswith(".0")]
+    if photographs is not None:
+        rows = rows[rows["group"].isin(photographs)]
     corpus = [
         Candidate(row["id"], image=row["image"]["bytes"])
         for row in pd.read_parquet(TEST / "corpus.parquet").to_dict("records")
     ]
     judged = pd.read_parquet(TEST / "qrels.parquet").groupby("query-id")
-    shown = {concept: [square(path) for path in paths] for concept, paths in photographs.items()}
+    shown = {concept: [square(path) for path in paths] for concept, paths in (photographs or {}).items()}
+    words = rewordings()
     for kind, folder in sets.items():
         queries, qrels = [], []
         for row, about in zip(rows.to_dict("records"), rows[ABOUT].to_dict("records"), strict=True):
+            text = words[row["id"].partition(".")[0]] if kind == "reworded" else row["text"]
             own = tuple(image["bytes"] for image in row["image"])
-            for number, picture in enumerate(shown[row["group"]]):
+            for number, picture in enumerate(shown.get(row["group"], own)):
                 name = f"{row['id']}.{number}"
-                images = own if kind == "drawings" else (picture,)
-                queries.append(Query(id=name, images=images, **about))
+                images = (picture,) if kind == "photographs" else own
+                queries.append(Query(id=name, images=images, text=text, **about))
                 right = judged.get_group(row["id"])[["corpus-id", "score"]]
                 qrels += [(name, target, int(score)) for target, score in right.itertuples(index=False)]
-        meta = {"name": f"rge-demo-{kind}", "source": "the demo's test set; tuxpaint-stamps-default"}
+        source = "the demo's test set" + ("; tuxpaint-stamps-default" if photographs else "")
+        meta = {"name": f"rge-demo-{folder.name}", "source": source}
         write_set(folder, meta=meta, queries=queries, corpus=corpus, qrels=qrels, overwrite=True)
 
 
@@ -133,25 +153,27 @@ def evaluate(checkpoint: str, folder: Path, out: Path) -> None:
 def values(out: Path) -> pd.DataFrame:
     """Per query: the thing, whether it is named right, and whether the first candidate is a right answer."""
     rows = pd.read_parquet(out / "per_query.parquet", columns=["query_id", "group", "rationale", "hit@1"])
-    asked = rows["query_id"].str.rpartition(".")[0]  # without the number of the photograph
+    asked = rows["query_id"].str.rpartition(".")[0]  # without the last number
     named = judge_words(asked, rows["rationale"], TEST)["named"]
     return rows.assign(named=named.astype(float)).set_index("query_id").sort_index()
 
 
 def table(
-    checkpoints: tuple[str, ...], found: dict[tuple[str, str], pd.DataFrame], num: int, things: int
+    checkpoints: tuple[str, ...], kinds: tuple[str, ...], found: dict[tuple[str, str], pd.DataFrame]
 ) -> str:
-    """Per cent with intervals: every checkpoint on both sets, and what it gains over the first on photographs."""
-    first = found[checkpoints[0], KINDS[0]]
+    """Per cent with intervals: every checkpoint on both sets, what the replacement costs it, and its distance to the first."""
+    first = found[checkpoints[0], kinds[0]]
     lines = [
-        f"{num} photographs of {things} things, {len(first)} questions",
-        f"{'':44s}{'named, %':>22s}{'hit@1, %':>22s}",
+        f"{len(first)} questions about {first['group'].nunique()} things",
+        f"{'':50s}{'named, %':>22s}{'hit@1, %':>22s}",
     ]
     for checkpoint in checkpoints:
-        lines += [line(f"{checkpoint[-30:]}, {kind}", found[checkpoint, kind]) for kind in KINDS]
+        shown, replaced = (found[checkpoint, kind] for kind in kinds)
+        lines += [line(f"{checkpoint[-30:]}, {kind}", found[checkpoint, kind]) for kind in kinds]
+        lines.append(line(f"{checkpoint[-30:]}, difference", replaced, less=shown))
     for checkpoint in checkpoints[1:]:
-        for kind in KINDS:
-            label, base = f"first - {checkpoint[-20:]}, {kind}", found[checkpoints[0], kind]
+        for kind in kinds:
+            label, base = f"first - {checkpoint[-30:]}, {kind}", found[checkpoints[0], kind]
             lines.append(line(label, base, less=found[checkpoint, kind]))
     return "\n".join(lines)
 
@@ -164,7 +186,7 @@ def line(label: str, rows: pd.DataFrame, less: pd.DataFrame | None = None) -> st
     bootstrap = intervals.cluster_bootstrap(value_QM, intervals.index_of(rows["group"].tolist()))
     found = intervals.figures(bootstrap, (0.0, 1.0) if less is None else intervals.OF_DIFFERENCES)
     cells = (f"{100 * one['value']:.1f} {intervals.in_words(one['low'], one['high'])}" for one in found)
-    return f"{label:44s}" + "".join(f"{cell:>22s}" for cell in cells)
+    return f"{label:50s}" + "".join(f"{cell:>22s}" for cell in cells)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -146,7 +145,7 @@ def diagnose(finding: Finding, only: Sequence[str]) -> None:
             run([sys.executable, "-m", "rge.diagnose", *words, f"checkpoint={checkpoint}", f"out={out}"])
 
 
-# --- the study set: eyes, a, c, d, e
+# --- the study set: eyes, a, d
 
 ANCHORS = {
     "self": (),
@@ -166,13 +165,6 @@ LENGTHS = {"short": 0.5, "long": 2.0}
 """Multiples of the joint stage's steps: does the harm shrink?"""
 WARM_STEPS = 300
 """InfoNCE without rationales before any cold start, on targets of any ground: stands for pretraining."""
-COLD_STARTS = {"quarter": 0.25, "double": 2.0, "fourfold": 4.0}
-MODES = {
-    "no reasoning": ("direct", "direct"),
-    "candidates only": ("direct", "reasoning"),
-    "both sides": ("reasoning", "reasoning"),
-}
-"""Modes of queries and candidates, beside reasoning on queries only."""
 ALL = {"all": Slice()}
 STUDY_SLICES = ALL | {
     "facts embedded in training": Slice("", "fact", "embedded"),
@@ -194,16 +186,14 @@ def study_set(options: Options) -> Study:
         file = f"{variant}_cold" if stage == "cold_start" else variant
         return f"{stage}.sources=[{{path: {data}/train/{file}.jsonl}}]"
 
-    def cold(name: str, variant: str, multiple: float = 1.0) -> Arm:
-        steps = steps_words("cold_start", options, round(multiple * (recipe.cold_start.steps or 0)))
-        return Arm(
-            name, "cold_start", "warm", (records("cold_start", variant), *steps), shared=True, query_mode=""
-        )
+    def cold(variant: str) -> Arm:
+        words = (records("cold_start", variant), *steps_words("cold_start", options))
+        return Arm(f"cold_{variant}", "cold_start", "warm", words, shared=True, query_mode="")
 
-    def joint(name: str, variant: str, *settings: str, after: str = "", multiple: float = 1.0) -> Arm:
+    def joint(name: str, variant: str, *settings: str, multiple: float = 1.0) -> Arm:
         steps = steps_words("joint", options, round(multiple * (recipe.joint.steps or 0)))
         words = (records("joint", variant), *steps, *settings)
-        return Arm(name, "joint", after or f"cold_{variant}", words, sets=sets(variant))
+        return Arm(name, "joint", f"cold_{variant}", words, sets=sets(variant))
 
     def sets(variant: str) -> dict[str, Path]:
         return {options.on: data / options.on / variant.replace("silent", "hidden")}
@@ -224,22 +214,11 @@ def study_set(options: Options) -> Study:
         Arm("warm", "joint", "eyes", warm, shared=True, sets=sets("hidden_100")),
     ]
     for variant in VARIANTS:
-        arms.append(cold(f"cold_{variant}", variant))
+        arms.append(cold(variant))
         arms += [joint(f"{anchor}_{variant}", variant, *words) for anchor, words in ANCHORS.items()]
     for length, times in LENGTHS.items():
         for anchor, words in ANCHORS.items():
             arms.append(joint(f"{anchor}_{length}", "hidden_100", *words, multiple=times))
-    in_mode = partial(Arm, stage="", sets=sets("hidden_100"))
-    for mode, (query, candidate) in MODES.items():
-        ask = (f"candidate_mode={candidate}",)
-        arms.append(in_mode(f"self, {mode}", after="self_hidden_100", query_mode=query, ask=ask))
-    arms.append(in_mode("none, reasoning", after="none_hidden_100", query_mode="reasoning"))
-    arms.append(joint("half_direct", "hidden_100", "rollout.direct_share=0.5"))
-    arms.append(in_mode("half_direct, no reasoning", after="half_direct", query_mode="direct"))
-    for name, multiple in COLD_STARTS.items():
-        arms.append(cold(f"cold_{name}", "hidden_100", multiple))
-        arms.append(joint(f"self_{name}", "hidden_100", after=f"cold_{name}"))
-    arms.append(joint("sampled", "hidden_100", "rollout.temperature=1.0"))
     return Study(
         options.out, arms, ("recipe=study",), {}, options.seeds, options.launcher,
         metrics=("hit@1", "thing", "ground", "serial"), columns=("fact",), derive=hit_figures,
@@ -362,25 +341,6 @@ def table_4(options: Options) -> Finding:
     return on_study_set(options, arms, tables)
 
 
-def tables_6_and_7(options: Options) -> Finding:
-    """Tables 6 and 7: reasoning on and off at test (study set)."""
-    text = """
-        self_hidden_100 | 67.4
-        self, no reasoning | 65.7
-        none_hidden_100 | 63.7
-        reasoning at test over none, same checkpoint = self_hidden_100 - self, no reasoning | +1.7 | +
-        no reasoning at test over trained without = self, no reasoning - none_hidden_100 | +2.0 | +
-        trained without, asked with reasoning, over without = none, reasoning - none_hidden_100
-        on both sides over queries only = self, both sides - self_hidden_100 | mixed
-        on candidates only over queries only = self, candidates only - self_hidden_100 | mixed
-        half of the queries direct in training: no reasoning at test, over trained without = half_direct, no reasoning - none_hidden_100
-        the same: reasoning at test, over none direct in training = half_direct - self_hidden_100
-    """
-    in_modes = ["none, reasoning", "half_direct", "half_direct, no reasoning"]
-    arms = ["self_hidden_100", "none_hidden_100", *(f"self, {mode}" for mode in MODES), *in_modes]
-    return on_study_set(options, arms, [Table("hit@1, % and points", rows_of(text), ALL)])
-
-
 def figure_4(options: Options) -> Finding:
     """Fig. 4: what is learned from the oracle's text alone (study set)."""
     diagnoses, arms = {}, []
@@ -412,26 +372,39 @@ def figure_4(options: Options) -> Finding:
     return on_study_set(options, arms, [], diagnoses=diagnoses, extra=figures)
 
 
-def cold_starts(options: Options) -> Finding:
-    """The cold start's length, greedy and sampled rollouts (study set)."""
-    text = "\n".join(
-        f"cold start {name}, over the recipe's = self_{name} - self_hidden_100" for name in COLD_STARTS
-    )
-    text += "\nrollouts sampled at temperature 1, over greedy = sampled - self_hidden_100"
-    arms = ["self_hidden_100", *(f"self_{name}" for name in COLD_STARTS), "sampled"]
-    return on_study_set(options, arms, [Table("hit@1, points", rows_of(text), ALL)])
-
-
-# --- the demo: b, f, g, h
+# --- the demo: b, c, e, f, g, h
 
 TABLE_3 = {
-    "1:1": 66.2, "100:1": 53.1, "20:1": 60.8, "10:1": 62.7, "1:10": 67.4, "1:20": 67.0, "1:100": 67.2, "none": 63.7,
+    "100:1": ("lm_100", 53.1), "10:1": ("self", 62.7), "1:1": ("equal", 66.2), "1:10": ("con_10", 67.4),
+    "1:100": ("con_100", 67.2), "none": ("none", 63.7),
 }  # fmt: skip
-"""The paper's figures by ratio."""
+"""By ratio of LM to contrastive loss: our arm, and the paper's figure."""
 RATIOS = ("1:1", "10:1", "20:1")
 """Ratios that the demo's own is chosen from, the simplest first."""
 EQUAL = "loss.ratio=1:1"
 """The demo's ratio until finding g chose another one; finding f was measured with it."""
+DEMO_ARMS = {
+    "self": (),
+    "equal": (EQUAL,),
+    "none": ANCHORS["none"],
+    "oracle": ANCHORS["oracle"],
+    "lm_100": ("loss.ratio=100:1",),
+    "con_10": ("loss.ratio=1:10",),
+    "con_100": ("loss.ratio=1:100",),
+    "half_direct": ("rollout.direct_share=0.5",),
+    "sampled": ("rollout.temperature=1.0",),
+}
+"""Joint stages of the demo, by their settings; `self` is the recipe as it is, at 10:1."""
+DEMO_MODES = {
+    "self, direct": ("self", "direct", "direct"),
+    "self, candidates only": ("self", "direct", "reasoning"),
+    "self, both sides": ("self", "reasoning", "reasoning"),
+    "none, reasoning": ("none", "reasoning", "direct"),
+    "half_direct, direct": ("half_direct", "direct", "direct"),
+}
+"""Evaluations of these in other modes: arm, mode of the queries, mode of the candidates."""
+COLD_START_SHARE = 0.25
+"""Of the recipe's steps, for the arm `quarter`."""
 RL_WEIGHTS = {
     "rl": ("rl.alpha_con=0.5", "rl.alpha_lm=0.05"),
     "rl_lm": ("rl.alpha_con=0.5", "rl.alpha_lm=0.5"),
@@ -487,31 +460,61 @@ def on_demo(options: Options, folder: str, arms: Sequence[Arm], names: Sequence[
     return Finding(study, names, [Table("hit@1, % and points", rows_of(rows), slices)])
 
 
-def demo_cold_start(options: Options) -> Arm:
-    """A cold start of the demo that includes the backbone."""
-    quick = () if options.steps is None else (f"model.scratch.naming_steps={options.steps}",)
-    words = (*steps_words("cold_start", options), *quick)
-    return Arm("cold", "cold_start", "", words, shared=True, query_mode="")
-
-
 def cold_start_from_shipped_base(options: Options) -> Arm:
     """A cold start of the demo for each seed."""
     words = ("init=rge/demo_base", *steps_words("cold_start", options))
     return Arm("cold", "cold_start", "", words, query_mode="")
 
 
+def on_shipped_base(options: Options, names: Sequence[str], rows: str) -> Finding:
+    """A finding about the demo from its shipped base, a cold start for each seed; b, c, e and h share their runs."""
+    first = cold_start_from_shipped_base(options)
+    short = round(COLD_START_SHARE * (load_recipe(["recipe=demo"]).cold_start.steps or 0))
+    quarter = ("init=rge/demo_base", *steps_words("cold_start", options, short))
+    arms = [first, replace(first, name="cold_quarter", overrides=quarter)]
+    for name, words in DEMO_ARMS.items():
+        arms.append(Arm(name, "joint", "cold", (*words, *steps_words("joint", options))))
+    arms.append(Arm("quarter", "joint", "cold_quarter", steps_words("joint", options)))
+    for name, (after, query, candidate) in DEMO_MODES.items():
+        arms.append(Arm(name, "", after, query_mode=query, ask=(f"candidate_mode={candidate}",)))
+    return on_demo(options, "shipped", arms, names, rows)
+
+
 def table_3(options: Options) -> Finding:
     """Table 3: the ratio of LM to contrastive loss (demo)."""
-    arms = [demo_cold_start(options)]
-    names = {ratio: ratio.replace(":", "_") for ratio in TABLE_3}
-    for ratio, name in names.items():
-        # As in the paper, an arm without LM loss has no rationale either.
-        words = ANCHORS["none"] if ratio == "none" else (f"loss.ratio={ratio}",)
-        arms.append(Arm(name, "joint", "cold", (*words, *steps_words("joint", options))))
-    text = "\n".join(f"{name} | {TABLE_3[ratio]}" for ratio, name in names.items())
-    for ratio in ("100:1", "10:1", "1:100", "none"):
-        text += f"\n1:10 over {ratio} = 1_10 - {names[ratio]} | {TABLE_3['1:10'] - TABLE_3[ratio]:+.1f} | +"
-    return on_demo(options, "demo", arms, list(names.values()), text)
+    text = "\n".join(f"{ratio} = {name} | {paper}" for ratio, (name, paper) in TABLE_3.items())
+    best, paper = TABLE_3["1:10"]
+    for ratio, (name, theirs) in TABLE_3.items():
+        text += f"\n1:10 over {ratio} = {best} - {name} | {paper - theirs:+.1f} | +" if name != best else ""
+    return on_shipped_base(options, [name for name, _ in TABLE_3.values()], text)
+
+
+def tables_6_and_7(options: Options) -> Finding:
+    """Tables 6 and 7: reasoning on and off at test (demo)."""
+    text = """
+        self | 67.4
+        self, direct | 65.7
+        none | 63.7
+        reasoning at test over none, same checkpoint = self - self, direct | +1.7 | +
+        no reasoning at test over trained without = self, direct - none | +2.0 | +
+        trained without, asked with reasoning, over without = none, reasoning - none
+        on both sides over queries only = self, both sides - self | mixed
+        on candidates only over queries only = self, candidates only - self | mixed
+        half of the queries direct in training: no reasoning at test, over trained without = half_direct, direct - none
+        the same: reasoning at test, over none direct in training = half_direct - self
+    """
+    return on_shipped_base(options, ["self", "none", "half_direct", *DEMO_MODES], text)
+
+
+def cold_starts(options: Options) -> Finding:
+    """A shorter cold start, and sampled instead of greedy rollouts (demo)."""
+    text = """
+        quarter
+        sampled
+        a quarter of the cold start, over the recipe's = quarter - self
+        rollouts sampled at temperature 1, over greedy = sampled - self
+    """
+    return on_shipped_base(options, ["self", "quarter", "sampled"], text)
 
 
 def default_weights(options: Options) -> Finding:
@@ -528,7 +531,10 @@ def default_weights(options: Options) -> Finding:
             for source in getattr(recipe, stage).sources
         ]
         records.append(f"{stage}.sources=[{', '.join(sources)}]")
-    arms = [demo_cold_start(options)]
+    quick = () if options.steps is None else (f"model.scratch.naming_steps={options.steps}",)
+    # Includes the backbone.
+    words = (*steps_words("cold_start", options), *quick)
+    arms = [Arm("cold", "cold_start", "", words, shared=True, query_mode="")]
     names = {ratio: ratio.replace(":", "_") for ratio in RATIOS}
     for ratio, name in names.items():
         arms.append(Arm(name, "joint", "cold", (f"loss.ratio={ratio}", *steps_words("joint", options))))
@@ -551,13 +557,10 @@ def default_weights(options: Options) -> Finding:
 
 
 def shipped(options: Options) -> Finding:
-    """The demo from its shipped base: ratio and anchor on its test families, a cold start for each seed (demo)."""
-    arms = [cold_start_from_shipped_base(options)]
-    own = {"self": (), "equal": (EQUAL,), "none": ANCHORS["none"], "oracle": ANCHORS["oracle"]}
-    for name, words in own.items():
-        arms.append(Arm(name, "joint", "cold", (*words, *steps_words("joint", options))))
-    rows = "\n".join(own) + "".join(f"\n{name} - self" for name in own if name != "self")
-    return on_demo(options, "shipped", arms, list(own), rows)
+    """The demo's ratio and anchor on its test families (demo)."""
+    names = ["self", "equal", "none", "oracle"]
+    rows = "\n".join(names) + "".join(f"\n{name} - self" for name in names[1:])
+    return on_shipped_base(options, names, rows)
 
 
 def pretrained(options: Options) -> Finding:

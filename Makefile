@@ -11,6 +11,9 @@ OFFLINE := HF_HUB_OFFLINE=1 WANDB_MODE=offline WANDB_SILENT=true TOKENIZERS_PARA
 ifeq ($(shell command -v nvidia-smi 2>/dev/null),)
 OFFLINE += DS_ACCELERATOR=cpu
 endif
+# The demo and the tests start many processes, and each imports torch. Where nothing may write bytecode, as in many images,
+# each would compile all of it again; here the first one keeps it for the others.
+BYTECODE := PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX="$$PWD/$(VENV)/pycache"
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 # Whole files go to one of two processes, so that what a file's tests share is made once.
 TWO_PROCESSES := -n 2 --dist loadfile --no-loadscope-reorder
@@ -26,17 +29,14 @@ setup: ## make or refresh .venv; nothing happens where it is up to date
 	@sh scripts/setup.sh
 
 demo: setup ## train on the shipped pictures, evaluate on unseen drawings, write one HTML page (resumes)
-	@$(OFFLINE) $(PY) scripts/demo.py
+	@$(OFFLINE) $(BYTECODE) $(PY) scripts/demo.py
 
 demo-baseline: setup ## the same, and the baseline: a model trained without rationales
-	@$(OFFLINE) $(PY) scripts/demo.py baseline=true
+	@$(OFFLINE) $(BYTECODE) $(PY) scripts/demo.py baseline=true
 
 demo-from-nothing: setup ## the same, with the backbone's first stage: everything from random weights
-	@$(OFFLINE) $(PY) scripts/demo.py from_nothing=true
+	@$(OFFLINE) $(BYTECODE) $(PY) scripts/demo.py from_nothing=true
 
-# Tests start hundreds of processes, and each imports torch. Where nothing is allowed to write bytecode, as in many images,
-# each would compile all of it again, which is half of its time; here the first one keeps it for the others.
-BYTECODE := PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX="$$PWD/$(VENV)/pycache"
 PYTEST := $(OFFLINE) $(ONE_THREAD) $(BYTECODE) $(PY) -m pytest -m "not gpu and not net"
 
 # Some tests meet real clocks, browsers and servers, and a busy machine can make one of four thousand fail. Failures are run

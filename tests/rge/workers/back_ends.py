@@ -5,11 +5,12 @@
 ``FOLDER/task.pt`` holds ``environments`` (what `accelerate launch --config_file` would set, by name of the back end),
 ``steps`` (each with ``batches``, one a rank, ``objective``, ``micro_batch_size`` and ``rollout_batch_sizes``, with
 ``once`` where prompts are to be encoded once and ``keep`` where activations are to be kept, if the back end can, and with ``rl``, a recipe, and ``sampling``, one a rank, where it is a step of that stage), ``recipe`` (arguments of rge/train.py), ``adapted``
-(by folder, a back end and further ones), ``kl`` (further ones, by back end) and ``plain`` (checkpoints without ``<emb>``). Rank r writes ``FOLDER/NAME_r.pt``, the main process exports to
+(by folder, a back end and further ones), ``merged`` (back ends whose adapters are merged for vLLM), ``kl`` (further ones, by back end) and ``plain`` (checkpoints without ``<emb>``). Rank r writes ``FOLDER/NAME_r.pt``, the main process exports to
 ``FOLDER/NAME``.
 """
 
 import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -33,8 +34,8 @@ from rge.rollout.writer import Rollout
 from rge.step import TrainingStep
 
 LR = 0.2
-STATE_AFTER = 2
-"""Steps after which the state is saved, to which the run is set back once it has ended."""
+AGAIN = slice(2, 4)
+"""Steps that are taken once more at the end, from the state that was saved before them."""
 
 
 def pretend(environment: dict[str, str]) -> None:
@@ -165,7 +166,7 @@ def run(name: str, environment: dict[str, str], checkpoint: str, folder: Path, t
     found = {"steps": [], "held": held(model)}
     for number, step in enumerate(task["steps"]):
         found["steps"].append(take_step(accelerator, embedder, model, optimizer, step))
-        if number + 1 == STATE_AFTER:
+        if number + 1 == AGAIN.start:
             accelerator.save_state(str(folder / f"{name}_state"))
             saved = launch.describe(accelerator)
     found["for_vllm"] = given_to_vllm(accelerator, embedder, model)
@@ -174,11 +175,11 @@ def run(name: str, environment: dict[str, str], checkpoint: str, folder: Path, t
         export(embedder, folder / name, task["settings"], weights)
     accelerator.wait_for_everyone()
 
-    # Back to the saved state: the rest of the steps, again.
+    # Back to the saved state.
     launch.check_resume(saved, accelerator, folder)
     accelerator.load_state(str(folder / f"{name}_state"))
     found["again"] = [
-        take_step(accelerator, embedder, model, optimizer, step) for step in task["steps"][STATE_AFTER:]
+        take_step(accelerator, embedder, model, optimizer, step) for step in task["steps"][AGAIN]
     ]
 
     # A model without <emb> gets it, whether its matrices have a free row or must grow.
@@ -190,17 +191,20 @@ def run(name: str, environment: dict[str, str], checkpoint: str, folder: Path, t
             rows = [module.weight.detach().clone() for module in modules]
         found["grown"].append((backbone.emb_id, rows))
 
-    if any(name == adapted for adapted, _ in task["adapted"].values()):
+    if name in task["merged"]:
         accelerator.free_memory()
         found["adapted_for_vllm"] = adapted_for_vllm(accelerator, checkpoint)
 
-    # rge/train.py as a whole; then again from its last state, as after a kill. The process group is kept for the next.
+    # rge/train.py as a whole, and under DDP again from a state in between, as after a kill; workers/saves.py does that under
+    # the others. The process group is kept for the next.
     accelerator.free_memory()
-    for _ in range(2 if task["recipe"] else 0):
+    out = folder / f"{name}_run"
+    for _ in range(1 + (name == "DDP")):
         pretend(environment)
-        train.main([*task["recipe"], f"out={folder / name}_run", "train.num_processes=2"])
-        if dist.rank() == 0 and not (folder / f"{name}_run/once").exists():
-            (folder / f"{name}_run/joint/final").rename(folder / f"{name}_run/once")
+        train.main([*task["recipe"], f"out={out}", "train.num_processes=2"])
+        if name == "DDP" and dist.rank() == 0 and not (out / "once").exists():
+            (out / "joint/final").rename(out / "once")
+            shutil.rmtree(out / "joint/state/step_00000003")
         dist.gather_sizes(0, torch.device("cpu"))
     found["seconds"] = time.perf_counter() - began
     torch.save(found, folder / f"{name}_{dist.rank()}.pt")

@@ -1,20 +1,24 @@
 """One process of two: rge/train.py under sharded back ends, stopped in the middle of writing a state, and resumed.
 
-    torchrun ... saves.py HOW FOLDER [key=value ...]
+    torchrun ... saves.py FOLDER [key=value ...]
 
-``FOLDER/environments.json`` says what `accelerate launch --config_file` would set, by name of the back end; the run of NAME
-is ``FOLDER/NAME``. HOW is ``killed``, ``full`` (the second process's disk) or ``whole``: the runs resumed and, beside each, one
-that was not disturbed, ``FOLDER/NAME whole``.
+``FOLDER/launches.json`` says, by name of the back end, what `accelerate launch --config_file` would set, and ports of
+launches by the accident that each of them meets with: ``killed``, or ``full``, the second process's disk. Such a launch is a
+fork of this process, so that all of them import everything once; it trains in ``FOLDER/NAME ACCIDENT``, and what it prints goes
+to ``FOLDER/NAME ACCIDENT_RANK``. The first process writes ``FOLDER/codes.json``, their exit codes. Then the killed runs, of which
+``FOLDER/NAME left`` is a copy, are resumed, and beside each ``FOLDER/NAME whole`` is one that was not disturbed.
 """
 
 import json
 import os
 import resource
+import shutil
 import signal
 import sys
 import threading
 from pathlib import Path
 
+import deepspeed.ops  # noqa: F401 - once, for all forks
 import torch
 import torch.distributed
 from back_ends import pretend
@@ -24,7 +28,7 @@ from rge.checkpoints.checkpoint_manager import CheckpointManager
 from rge.checkpoints.training_state import States
 from rge.distributed import collectives as dist
 
-SAVED, HALF_SAVED, KILLED = 2, 4, 5
+SAVED, HALF_SAVED, KILLED = 1, 2, 3
 """Steps: the first state is written after the next step has changed the weights; of the second only a part, and then a kill."""
 
 _moved_on, _half_written = threading.Event(), threading.Event()
@@ -43,13 +47,13 @@ def held_write(self, writes, step, *rest) -> None:
 
 
 def killed_after_step(self, step: int) -> None:
-    after_step(self, step)
     if step == SAVED + 1:
         assert not list(self.states.folder.glob("step_*")), "training has waited for the state"
         _moved_on.set()
     if step == KILLED:
         assert _half_written.wait(600)
         os.kill(os.getpid(), signal.SIGKILL)
+    after_step(self, step)
 
 
 def write_to_full_disk(self, *given) -> None:
@@ -62,25 +66,42 @@ def write_to_full_disk(self, *given) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-if __name__ == "__main__":
-    how, folder, *words = sys.argv[1:]
-    environments = json.loads((Path(folder) / "environments.json").read_text())
-    runs = [(name, name) for name in environments]
-    close = dist.close
-    if how == "killed":
+def launched(accident: str, port: int, environment: dict[str, str], words: list[str], said: Path) -> int:
+    """Exit code of a fork of this process that trains and meets with an accident."""
+    if child := os.fork():
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    with said.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ["MASTER_PORT"] = str(port)
+    if accident == "killed":
         States._write, CheckpointManager.after_step = held_write, killed_after_step
-    elif how == "full":
-        States._write = write_to_full_disk
     else:
-        runs += [(name, f"{name} whole") for name in environments]
-        # accelerate ends the group with a run; a second one would find the first one's addresses in the store, and hang.
-        close, torch.distributed.destroy_process_group = (
-            torch.distributed.destroy_process_group,
-            lambda *_: None,
-        )
-    for name, out in runs:
-        pretend(environments[name])
-        train.main([*words, f"out={Path(folder) / out}", "train.num_processes=2"])
-        if how == "whole":
+        States._write = write_to_full_disk
+    pretend(environment)
+    train.main(words)
+    sys.exit()
+
+
+if __name__ == "__main__":
+    folder, *words = sys.argv[1:]
+    launches = json.loads((Path(folder) / "launches.json").read_text())
+    codes = {}
+    for name, launch in launches.items():
+        for accident, port in launch["ports"].items():
+            out = Path(folder) / f"{name} {accident}"
+            said = Path(folder) / f"{out.name}_{os.environ['RANK']}"
+            given = [*words, f"out={out}", "train.num_processes=2"]
+            codes[out.name] = launched(accident, port, launch["environment"], given, said)
+    if os.environ["RANK"] == "0":
+        (Path(folder) / "codes.json").write_text(json.dumps(codes))
+        for name in launches:
+            shutil.copytree(Path(folder) / f"{name} killed", Path(folder) / f"{name} left")
+    # accelerate ends the group with a run; a second one would find the first one's addresses in the store, and hang.
+    close, torch.distributed.destroy_process_group = torch.distributed.destroy_process_group, lambda *_: None
+    for name, launch in launches.items():
+        for out in (f"{name} killed", f"{name} whole"):
+            pretend(launch["environment"])
+            train.main([*words, f"out={Path(folder) / out}", "train.num_processes=2"])
             dist.gather_sizes(0, torch.device("cpu"))
     close()

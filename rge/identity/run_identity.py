@@ -260,8 +260,13 @@ def _name_of(script: Path) -> str:
 @cache
 def _is_installed(file: str) -> bool:
     path = Path(file)
-    of_python = any(path.is_relative_to(sysconfig.get_path(name)) for name in ("stdlib", "scripts"))
+    of_python = any(path.is_relative_to(folder) for folder in _folders_of_python())
     return of_python or bool({"site-packages", "dist-packages"} & set(path.parts))
+
+
+@cache
+def _folders_of_python() -> list[str]:
+    return [sysconfig.get_path(name) for name in ("stdlib", "scripts")]
 
 
 def _code_of(path: Path) -> str:

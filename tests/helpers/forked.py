@@ -23,6 +23,9 @@ from ports import free_port
 LIMIT_S = 1800.0
 """Against hanging; never against being slow."""
 
+KNOWN_CODE = "tests.helpers.known_code"
+"""Found if the server is started in the repository; what cannot be found is left out."""
+
 _CONTEXT = multiprocessing.get_context("forkserver")
 # What the programs import, slowest first; nothing here may start threads that a fork would have to share.
 _CONTEXT.set_forkserver_preload(
@@ -35,6 +38,7 @@ _CONTEXT.set_forkserver_preload(
         "rge.embedder",
         "data_prep.rmir.main",
         "eval.commands.run",
+        KNOWN_CODE,
     ]
 )
 
@@ -126,6 +130,8 @@ def run_pair(*words: str | Path, **environment: str) -> subprocess.CompletedProc
 
 def _become(words: list[str], cwd: Path | None, environment: dict[str, str], out: str, err: str) -> None:
     os.setsid()
+    for name in ("tests", "tests.helpers", KNOWN_CODE):  # no modules of the program's
+        sys.modules.pop(name, None)
     if cwd is not None:
         os.chdir(cwd)
     for number, path in ((1, out), (2, err)):

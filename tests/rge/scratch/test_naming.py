@@ -59,6 +59,20 @@ def teach(tiny_path, picture, monkeypatch):
     return run
 
 
+@pytest.fixture(scope="module")
+def ended():
+    """Filled by the first test that needs it."""
+    return {}
+
+
+@pytest.fixture
+def whole(teach, ended, tmp_path):
+    """An uninterrupted run's accuracy and weights."""
+    if not ended:
+        ended["accuracy"], ended["weights"], _ = teach(tmp_path / "whole")
+    return ended
+
+
 def failing_before(step):
     def at(now):
         if now == step:
@@ -77,21 +91,19 @@ def failing_before(step):
         pytest.param(7, 2, id="while writing names too"),
     ],
 )
-def test_a_killed_stage_ends_as_a_whole_one(teach, tmp_path, killed, repeated):
-    whole = teach(tmp_path / "whole")
+def test_a_killed_stage_ends_as_a_whole_one(teach, whole, tmp_path, killed, repeated):
     with pytest.raises(Killed):
         teach(tmp_path / "killed", failing_before(killed))
     accuracy, weights, steps = teach(tmp_path / "killed")
     assert steps == repeated
-    assert accuracy == whole[0]
-    assert all(torch.equal(weights[name], weight) for name, weight in whole[1].items())
+    assert accuracy == whole["accuracy"]
+    assert all(torch.equal(weights[name], weight) for name, weight in whole["weights"].items())
     logged = [json.loads(line) for line in (tmp_path / "killed" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in logged] == list(range(1, 9))
     assert [bool(line["loss_saying"]) for line in logged] == [False] * 4 + [True] * 4
 
 
-def test_a_signal_saves_and_ends_it(teach, tmp_path, monkeypatch, capsys):
-    whole = teach(tmp_path / "whole")
+def test_a_signal_saves_and_ends_it(teach, whole, tmp_path, monkeypatch, capsys):
     received = []
     monkeypatch.setattr(stop_signals, "_received", {})
 
@@ -116,7 +128,7 @@ def test_a_signal_saves_and_ends_it(teach, tmp_path, monkeypatch, capsys):
     stop_signals._received.clear()
     _, weights, steps = teach(tmp_path / "stopped")
     assert steps == 3
-    assert all(torch.equal(weights[name], weight) for name, weight in whole[1].items())
+    assert all(torch.equal(weights[name], weight) for name, weight in whole["weights"].items())
 
 
 def test_a_state_of_another_precision_is_refused_and_other_changes_are_printed(teach, tmp_path, capsys):

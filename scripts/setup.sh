@@ -73,7 +73,8 @@ install() { # pip's words go to the log; people see that it goes on
     ticker=$!
     trap 'kill $ticker 2>/dev/null || true' EXIT
     status=0
-    # Modules are compiled when they are first imported; compiling all of them is half of the time and mostly for nothing.
+    # Modules are compiled when they are first imported, and make keeps the result in .venv/pycache. Compiling all of them
+    # is half of the time and mostly for nothing.
     "$VENV/bin/python" -m pip install --disable-pip-version-check --progress-bar off --no-compile \
         -c "$1" -e '.[dev]' >>"$LOG" 2>&1 || status=$?
     kill $ticker 2>/dev/null || true

@@ -19,7 +19,16 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers.integrations import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
 
 from rge.common.schema import Item
-from rge.config import BACK_ENDS, UNSHARDED_ONLY, LossConfig, Recipe, RecipeError, RLConfig, load_recipe
+from rge.config import (
+    BACK_ENDS,
+    UNSHARDED_ONLY,
+    LossConfig,
+    ModelConfig,
+    Recipe,
+    RecipeError,
+    RLConfig,
+    load_recipe,
+)
 from rge.data.collate import StepBatches, flatten
 from rge.data.loader import Loader
 from rge.data.sources import Mixture, RecordFile
@@ -69,6 +78,23 @@ from rge.step import TrainingStep
 
 
 @pytest.fixture(scope="module")
+def outlines():
+    """Models without weights, which plans only read, by what gives them their shapes."""
+    return {}
+
+
+@pytest.fixture(autouse=True)
+def _outlined_once(outlines, monkeypatch):
+    def outline_once(model: ModelConfig, init: str | None = None):
+        key = repr((model.path, model.revision, model.scratch, init))
+        if key not in outlines:
+            outlines[key] = outline(model, init)
+        return outlines[key]
+
+    monkeypatch.setattr(plan, "outline", outline_once)
+
+
+@pytest.fixture(scope="module")
 def count_flops():
     spec = importlib.util.spec_from_file_location("harness", ROOT / "scripts" / "benches" / "harness.py")
     module = importlib.util.module_from_spec(spec)
@@ -89,7 +115,7 @@ def count_flops():
 def test_the_table_gives_models_of_their_published_size(name, billions):
     """Sizes as the models' cards state them; the table's shapes add up to these and to no others."""
     recipe = load_recipe(["recipe=qwen25vl_3b", f"model.path={name}"])
-    model, origin = outline(recipe.model)
+    model, origin = plan.outline(recipe.model)
     assert all(parameter.is_meta for parameter in model.parameters())
     assert sum(parameter.numel() for parameter in model.parameters()) / 1e9 == pytest.approx(
         billions, abs=0.001
@@ -124,7 +150,7 @@ CONFIGS = sorted((ROOT / "recipes" / "accelerate").glob("*8.yaml"))
 )
 def test_launch_configs_say_truly_which_recipes_fit(name):
     recipe = load_recipe([f"recipe={name}"])
-    model, _ = outline(recipe.model)
+    model, _ = plan.outline(recipe.model)
     assert len(CONFIGS) == 10
     for path in CONFIGS:
         text = path.read_text()
@@ -252,11 +278,8 @@ def test_flops_against_the_counter(deep, batch, count_flops, micro_batch_size):
 
 
 @pytest.fixture
-def the_3b(monkeypatch):
-    """Its outline is made once for all plans of a test."""
-    model = outline(load_recipe(["recipe=qwen25vl_3b"]).model)
-    monkeypatch.setattr(plan, "outline", lambda *_: model)
-    return model[0]
+def the_3b():
+    return plan.outline(load_recipe(["recipe=qwen25vl_3b"]).model)[0]
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -415,7 +438,7 @@ def test_flops_of_a_policy_gradient_against_the_counter(deep, batch, count_flops
     assert twice["rollout"] == pytest.approx(rollout, rel=0.1)
     assert sum(size for name, size in found.items() if name != "rollout") == pytest.approx(counted, rel=0.1)
     of_a_recipe = load_recipe(["recipe=qwen25vl_3b", "stage=rl", "rl.batch_size=64", "rl.num_rationales=8"])
-    planned = plan.plan(of_a_recipe, outline(of_a_recipe.model)[0], PlanOptions(for_="rl"))
+    planned = plan.plan(of_a_recipe, plan.outline(of_a_recipe.model)[0], PlanOptions(for_="rl"))
     assert planned.tokens["own rationales"] == 64 * 8 * 129
 
 
@@ -618,7 +641,7 @@ def test_more_queries_cost_memory_only_by_the_micro_batch():
     found = []
     for size in (512, 4096):
         recipe = load_recipe(["recipe=qwen25vl_3b", f"joint.batch_size={size}"])
-        found.append(plan.plan(recipe, outline(recipe.model)[0], PlanOptions()))
+        found.append(plan.plan(recipe, plan.outline(recipe.model)[0], PlanOptions()))
     small, large = found
     assert large.flops == pytest.approx(8 * small.flops, rel=0.01)
     pictures = large.memory["pictures"] - small.memory["pictures"]
@@ -633,7 +656,7 @@ def test_what_a_frozen_tower_makes_stays_on_the_gpu():
     def of(name: str, back_end: str, *overrides: str) -> tuple[float, plan.Plan]:
         recipe = load_recipe([f"recipe={name}", *overrides])
         options = PlanOptions(num_gpus=8, back_end=back_end)
-        found = plan.plan(recipe, outline(recipe.model)[0], options)
+        found = plan.plan(recipe, plan.outline(recipe.model)[0], options)
         assert found.memory_total == sum(found.memory.values())
         return found.memory["pictures"] - found.batch_bytes, found
 
@@ -663,7 +686,7 @@ def test_an_engine_of_vllm_takes_its_share():
             arguments = [f"rollout.backend={backend}", "rollout.vllm_memory=0.25", "model.cuda_graphs=false"]
             recipe = load_recipe(["recipe=qwen25vl_3b", *arguments])
             options = PlanOptions(gpu_gib=40, for_=stage)
-            totals[stage, backend] = plan.plan(recipe, outline(recipe.model)[0], options).memory_total
+            totals[stage, backend] = plan.plan(recipe, plan.outline(recipe.model)[0], options).memory_total
     assert totals["joint", "vllm"] == totals["joint", "own"] + 10 * 2**30
     assert totals["cold_start", "vllm"] == totals["cold_start", "own"]
 
@@ -671,7 +694,7 @@ def test_an_engine_of_vllm_takes_its_share():
 def test_an_engine_that_sleeps_is_not_beside_the_backward():
     def memory(*arguments: str) -> dict[str, float]:
         recipe = load_recipe(["recipe=qwen25vl_3b", *arguments])
-        return plan.plan(recipe, outline(recipe.model)[0], PlanOptions(gpu_gib=80, for_="joint")).memory
+        return plan.plan(recipe, plan.outline(recipe.model)[0], PlanOptions(gpu_gib=80, for_="joint")).memory
 
     own, asleep = (
         memory(),

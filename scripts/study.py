@@ -579,6 +579,7 @@ def pretrained(options: Options) -> Finding:
         arms.append(Arm(name, "joint", "cold", words, query_mode="reasoning"))
     arms += [Arm(f"{name}, direct", "", name, query_mode="direct") for name in ("self", "none")]
     text = """
+        self - self, direct
         self - none, direct
         self - none
         none - none, direct

@@ -178,6 +178,11 @@ def steps_words(stage: str, options: Options, steps: int | None = None) -> tuple
     return () if steps is None else (f"{stage}.steps={steps}",)
 
 
+def naming_words(options: Options) -> tuple[str, ...]:
+    """The override of the naming steps of a backbone that is built; empty: the recipe's own."""
+    return () if options.steps is None else (f"model.scratch.naming_steps={options.steps}",)
+
+
 def study_set(options: Options) -> Study:
     """All arms on the study set."""
     data, recipe = options.out / "data", load_recipe(["recipe=study"])
@@ -199,10 +204,9 @@ def study_set(options: Options) -> Study:
         return {options.on: data / options.on / variant.replace("silent", "hidden")}
 
     # The tokenizer is learned from the records of both stages. One step, since some stage must be named.
-    naming = () if options.steps is None else (f"model.scratch.naming_steps={options.steps}",)
     first = (
         "cold_start.steps=1", records("cold_start", "hidden_100"), records("joint", "hidden_100"),
-        f"model.scratch.naming={data}/train/naming.jsonl", *naming,
+        f"model.scratch.naming={data}/train/naming.jsonl", *naming_words(options),
     )  # fmt: skip
     warm = (
         f"joint.sources=[{{path: {data}/train/warm.jsonl}}]",
@@ -403,8 +407,6 @@ DEMO_MODES = {
     "half_direct, direct": ("half_direct", "direct", "direct"),
 }
 """Evaluations of these in other modes: arm, mode of the queries, mode of the candidates."""
-COLD_START_SHARE = 0.25
-"""Of the recipe's steps, for the arm `quarter`."""
 RL_WEIGHTS = {
     "rl": ("rl.alpha_con=0.5", "rl.alpha_lm=0.05"),
     "rl_lm": ("rl.alpha_con=0.5", "rl.alpha_lm=0.5"),
@@ -460,18 +462,19 @@ def on_demo(options: Options, folder: str, arms: Sequence[Arm], names: Sequence[
     return Finding(study, names, [Table("hit@1, % and points", rows_of(rows), slices)])
 
 
-def cold_start_from_shipped_base(options: Options) -> Arm:
+def cold_start_from_shipped_base(options: Options, name: str = "cold", steps: int | None = None) -> Arm:
     """A cold start of the demo for each seed."""
-    words = ("init=rge/demo_base", *steps_words("cold_start", options))
-    return Arm("cold", "cold_start", "", words, query_mode="")
+    words = ("init=rge/demo_base", *steps_words("cold_start", options, steps))
+    return Arm(name, "cold_start", "", words, query_mode="")
 
 
 def on_shipped_base(options: Options, names: Sequence[str], rows: str) -> Finding:
     """A finding about the demo from its shipped base, a cold start for each seed; b, c, e and h share their runs."""
-    first = cold_start_from_shipped_base(options)
-    short = round(COLD_START_SHARE * (load_recipe(["recipe=demo"]).cold_start.steps or 0))
-    quarter = ("init=rge/demo_base", *steps_words("cold_start", options, short))
-    arms = [first, replace(first, name="cold_quarter", overrides=quarter)]
+    quarter = round((load_recipe(["recipe=demo"]).cold_start.steps or 0) / 4)
+    arms = [
+        cold_start_from_shipped_base(options),
+        cold_start_from_shipped_base(options, "cold_quarter", quarter),
+    ]
     for name, words in DEMO_ARMS.items():
         arms.append(Arm(name, "joint", "cold", (*words, *steps_words("joint", options))))
     arms.append(Arm("quarter", "joint", "cold_quarter", steps_words("joint", options)))
@@ -531,9 +534,8 @@ def default_weights(options: Options) -> Finding:
             for source in getattr(recipe, stage).sources
         ]
         records.append(f"{stage}.sources=[{', '.join(sources)}]")
-    quick = () if options.steps is None else (f"model.scratch.naming_steps={options.steps}",)
     # Includes the backbone.
-    words = (*steps_words("cold_start", options), *quick)
+    words = (*steps_words("cold_start", options), *naming_words(options))
     arms = [Arm("cold", "cold_start", "", words, shared=True, query_mode="")]
     names = {ratio: ratio.replace(":", "_") for ratio in RATIOS}
     for ratio, name in names.items():
@@ -565,8 +567,7 @@ def shipped(options: Options) -> Finding:
 
 def pretrained(options: Options) -> Finding:
     """From pretrained weights on both sides: anchor, ratio and mode (recipe smol, the demo's queries; needs its packages)."""
-    quick = () if options.steps is None else (f"model.scratch.naming_steps={options.steps}",)
-    words = (*steps_words("cold_start", options, 100), *quick)
+    words = (*steps_words("cold_start", options, 100), *naming_words(options))
     arms = [Arm("cold", "cold_start", "", words, query_mode="")]
     own = {
         "self": (),

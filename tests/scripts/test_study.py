@@ -367,6 +367,50 @@ def test_the_shipped_base_is_tested_from_a_cold_start_per_seed(study):
     }  # fmt: skip
 
 
+def test_ratios_modes_and_cold_starts_share_the_runs_of_the_shipped_base(study):
+    study.main(["b", "c", "e", "h", "seeds=1", *study.given])
+    made = [name for name, _ in trained(study)]
+    joint = [
+        "self",
+        "equal",
+        "none",
+        "oracle",
+        "lm_100",
+        "con_10",
+        "con_100",
+        "half_direct",
+        "sampled",
+        "quarter",
+    ]
+    assert sorted(made) == sorted(["cold", "cold_quarter", *joint])
+    assert dict(trained(study))["quarter"] == "shipped/cold_quarter/seed_0/cold_start/final"
+    said = {
+        Path(word[4:]).parent.name: command
+        for command in study.commands
+        for word in command
+        if word.startswith("out=")
+    }
+    steps = load_recipe(["recipe=demo"]).cold_start.steps
+    assert f"cold_start.steps={steps // 4}" in said["cold_quarter"]
+    assert "rollout.temperature=1.0" in said["sampled"]
+    assert "rollout.direct_share=0.5" in said["half_direct"]
+    asked = {
+        tuple(
+            word.partition("=")[2] for word in command if word.startswith(("query_mode=", "candidate_mode="))
+        )
+        for command in study.commands
+        if any(word.startswith("candidate_mode=") for word in command)
+    }
+    assert asked == {
+        ("direct", "direct"),
+        ("direct", "reasoning"),
+        ("reasoning", "reasoning"),
+        ("reasoning", "direct"),
+    }
+    assert ("1:10 over 1:100", "all", "hit@1") in rows(study, "b", "shipped")
+    assert ("on both sides over queries only", "all", "hit@1") in rows(study, "c", "shipped")
+
+
 def test_a_run_that_another_process_makes_comes_last(study, monkeypatch):
     """A process waits only when nothing else can be started."""
     import fcntl

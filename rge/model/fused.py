@@ -76,8 +76,9 @@ def speed_up(model: HubModel, fused: bool) -> None:
 def undo(model: HubModel) -> None:
     """Use transformers' layers again."""
     for module in model.modules():
-        if isinstance(module, _Faster):
-            module.__class__ = type(module).__bases__[1]
+        form, *stock = type(module).__bases__
+        if form in STOCK.values():  # not a wrapper's subclass of one, such as FSDP2's
+            module.__class__ = stock[0]
         if getattr(module, "fused", False):
             cast(Any, module).fused = False
 

@@ -145,7 +145,7 @@ def diagnose(finding: Finding, only: Sequence[str]) -> None:
             run([sys.executable, "-m", "rge.diagnose", *words, f"checkpoint={checkpoint}", f"out={out}"])
 
 
-# --- the study set: eyes, a, d
+# --- the study set: eyes, a, d, i
 
 ANCHORS = {
     "self": (),
@@ -223,6 +223,11 @@ def study_set(options: Options) -> Study:
     for length, times in LENGTHS.items():
         for anchor, words in ANCHORS.items():
             arms.append(joint(f"{anchor}_{length}", "hidden_100", *words, multiple=times))
+    both = joint("both", "hidden_100", "loss.states.direct=1")
+    arms += [
+        both,
+        replace(both, name="both, direct", stage="", after="both", overrides=(), query_mode="direct"),
+    ]
     return Study(
         options.out, arms, ("recipe=study",), {}, options.seeds, options.launcher,
         metrics=("hit@1", "thing", "ground", "serial"), columns=("fact",), derive=hit_figures,
@@ -343,6 +348,20 @@ def table_4(options: Options) -> Finding:
     arms = [*shown, *(f"{anchor}_{variant}" for variant in VARIANTS[3:] for anchor in ("self", "oracle"))]
     arms += [f"{anchor}_{length}" for length in LENGTHS for anchor in ANCHORS]
     return on_study_set(options, arms, tables)
+
+
+def study_modes(options: Options) -> Finding:
+    """One checkpoint with a rationale and directly (study set)."""
+    text = """
+        self_hidden_100
+        both
+        both - self_hidden_100
+        none_hidden_100
+        both, direct
+        both, direct - none_hidden_100
+    """
+    arms = ["self_hidden_100", "both", "both, direct", "none_hidden_100"]
+    return on_study_set(options, arms, [Table("hit@1, % and points", rows_of(text), ALL)])
 
 
 def figure_4(options: Options) -> Finding:
@@ -834,7 +853,7 @@ def written_figures(frame: pd.DataFrame, path: Path) -> pd.DataFrame:
 
 DECLARED: dict[str, Callable[[Options], Finding]] = {
     "eyes": eyes, "a": table_4, "b": table_3, "c": tables_6_and_7, "d": figure_4, "e": cold_starts, "f": modes,
-    "g": default_weights, "h": shipped, "rl": reinforcement,
+    "g": default_weights, "h": shipped, "i": study_modes, "rl": reinforcement,
     "smol": pretrained,
 }  # fmt: skip
 TITLES = {name: (declare.__doc__ or "").partition("\n")[0].rstrip(".") for name, declare in DECLARED.items()}

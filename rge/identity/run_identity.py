@@ -15,7 +15,7 @@ import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import rge
 from rge.common.files import HOME
@@ -53,7 +53,7 @@ def software(rooms: Sequence[str] = OURS, but: Sequence[str] = ()) -> dict[str, 
         if _top(name) not in plugin_packages
         and (_top(name) not in OURS or (_is_in(name, rooms) and not _is_in(name, but)))
     }
-    tops = {_top(name) for name in tuple(sys.modules)}
+    tops = {module.top for module in _modules()}
     installed = sorted({name for top in tops for name in _distributions().get(top, ())})
     return {
         "modules": dict(sorted(modules.items())),
@@ -240,14 +240,41 @@ def _shown(value: Any) -> str:
 def _loaded() -> Iterator[tuple[str, Path]]:
     """Loaded modules and their files: ours, plugins, and those that belong neither to Python nor to an installed package."""
     known = {*OURS, *map(_top, plugins_loaded())}
-    for name, module in tuple(sys.modules.items()):
-        spec, file = getattr(module, "__spec__", None), getattr(module, "__file__", None)
-        if name == "__main__" and file is not None:  # `python -m rge.train`, or a script
-            name = spec.name if spec is not None else _name_of(Path(file))
-        elif spec is None or not spec.has_location:  # created at runtime, such as torch.ops
-            continue
-        if file is not None and (_top(name) in known or not _is_installed(file)):
-            yield name, Path(file)
+    for module in _modules():
+        if module.file is not None and (not module.is_installed or module.top in known):
+            yield module.name, module.file
+
+
+class _Module(NamedTuple):
+    """A loaded module, and what is asked about it in every evaluation; thousands are loaded."""
+
+    loaded: Any
+    name: str
+    top: str
+    file: Path | None  # of its own
+    is_installed: bool  # the file belongs to Python or to an installed package
+
+
+_SEEN: dict[str, _Module] = {}
+"""By key in ``sys.modules``."""
+
+
+def _modules() -> Iterator[_Module]:
+    for key, loaded in tuple(sys.modules.items()):
+        module = _SEEN.get(key)
+        if module is None or module.loaded is not loaded:
+            module = _SEEN[key] = _describe(key, loaded)
+        yield module
+
+
+def _describe(key: str, loaded: Any) -> _Module:
+    spec, file = getattr(loaded, "__spec__", None), getattr(loaded, "__file__", None)
+    if key == "__main__" and file is not None:  # `python -m rge.train`, or a script
+        key = spec.name if spec is not None else _name_of(Path(file))
+    elif spec is None or not spec.has_location:  # created at runtime, such as torch.ops
+        file = None
+    path = None if file is None else Path(file)
+    return _Module(loaded, key, _top(key), path, path is None or _is_installed(path))
 
 
 def _name_of(script: Path) -> str:
@@ -257,9 +284,7 @@ def _name_of(script: Path) -> str:
     return ".".join(script.relative_to(HOME).with_suffix("").parts)
 
 
-@cache
-def _is_installed(file: str) -> bool:
-    path = Path(file)
+def _is_installed(path: Path) -> bool:
     of_python = any(path.is_relative_to(folder) for folder in _folders_of_python())
     return of_python or bool({"site-packages", "dist-packages"} & set(path.parts))
 

@@ -256,13 +256,16 @@ def test_differences_leave_out_what_only_one_of_them_loaded():
 
 
 def test_a_script_is_the_users_and_an_installed_command_is_not(monkeypatch, tmp_path):
-    main = ModuleType("__main__")
-    main.__spec__, main.__file__ = None, str(tmp_path / "mine.py")
+    def start(file: Path) -> None:
+        main = ModuleType("__main__")
+        main.__spec__, main.__file__ = None, str(file)
+        monkeypatch.setitem(sys.modules, "__main__", main)
+
     (tmp_path / "mine.py").write_text("")
-    monkeypatch.setitem(sys.modules, "__main__", main)
+    start(tmp_path / "mine.py")
     made = run_identity.software_of(("rge",))
     assert "mine" in made["software"]["modules"]
     assert run_identity.changes_since(made) == {}
-    main.__file__ = str(Path(sysconfig.get_path("scripts")) / "rge")  # how `rge eval run` starts
+    start(Path(sysconfig.get_path("scripts")) / "rge")  # how `rge eval run` starts
     assert list(run_identity.changes_since(made)) == ["software.modules.mine"]
     assert not [name for name in run_identity.software()["modules"] if "bin" in name]

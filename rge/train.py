@@ -33,6 +33,7 @@ from rge.data.loader import Loader
 from rge.distributed import collectives as dist
 from rge.distributed import launch
 from rge.distributed.failure_detection import watch_other_ranks
+from rge.distributed.stop_signals import restoring_handlers
 from rge.logs import Logs, start_trackers
 from rge.model.backbone import check_sizes, vision_parameters
 from rge.model.embedding_model import embedder_to_train
@@ -49,7 +50,7 @@ def main(arguments: list[str]) -> None:
     """Run the stages of a recipe, one after the other."""
     recipe = load_recipe(arguments)
     accelerator = launch.make_accelerator(recipe.train, recipe.model.dtype)
-    with watch_other_ranks(recipe.train.silence_s), checked(recipe, accelerator) as run:
+    with restoring_handlers(), watch_other_ranks(recipe.train.silence_s), checked(recipe, accelerator) as run:
         if run.stages:  # not all finished
             train(recipe, run, accelerator)
     dist.close()

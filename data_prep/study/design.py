@@ -21,6 +21,7 @@ Queries of a quarter of the facts are never embedded in training: only the cold 
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import cache
 
 from data_prep.demo.families import Family
 from data_prep.demo.splits import choose, stable_hash
@@ -93,9 +94,10 @@ def code(serial: int) -> str:
     return f"{'ABCDEFGHIJ'[serial // 10]}{serial % 10}"
 
 
-def values(dose: int) -> list[int]:
+@cache
+def values(dose: int) -> tuple[int, ...]:
     """Serials of targets at a dose; a lower dose uses a subset of a higher one's."""
-    return sorted(range(NUM_SERIALS), key=lambda serial: stable_hash("serial", str(serial)))[:dose]
+    return tuple(sorted(range(NUM_SERIALS), key=lambda serial: stable_hash("serial", str(serial)))[:dose])
 
 
 def facts(tables: Tables) -> list[Fact]:

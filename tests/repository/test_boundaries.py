@@ -1,6 +1,7 @@
 """The boundaries of CONTRIBUTING.md, read off the import statements."""
 
 import ast
+import functools
 import importlib.machinery
 import sys
 import sysconfig
@@ -52,10 +53,17 @@ WITHOUT_TORCH = (
 )
 
 
+@functools.cache
+def nodes(name: str) -> list[ast.AST]:
+    """The syntax tree of a file, flat."""
+    return list(ast.walk(ast.parse((ROOT / name).read_text(encoding="utf-8"))))
+
+
+@functools.cache
 def imports(name: str) -> list[str]:
     """Every module that a file imports, wherever the statement stands; `from a import b` counts as a and a.b."""
     found = []
-    for node in ast.walk(ast.parse((ROOT / name).read_text(encoding="utf-8"))):
+    for node in nodes(name):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -79,10 +87,7 @@ def test_packages_import_in_one_direction(name):
     assert ours <= allowed
     assert "rge.train" not in imports(name), "rge/train.py is a recipe; move what is needed into a module"
     assert "eval" not in [
-        alias.name
-        for node in ast.walk(ast.parse((ROOT / name).read_text(encoding="utf-8")))
-        if isinstance(node, ast.Import)
-        for alias in node.names
+        alias.name for node in nodes(name) if isinstance(node, ast.Import) for alias in node.names
     ], "a bare `import eval` hides the builtin"
 
 
@@ -157,9 +162,8 @@ def test_no_module_of_rge_shadows_another():
 
 
 def test_the_file_read_first_stays_short():
-    text = (ROOT / "rge" / "train.py").read_text(encoding="utf-8")
-    assert len(text.splitlines()) < 250
-    assert not [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)]
+    assert len((ROOT / "rge" / "train.py").read_text(encoding="utf-8").splitlines()) < 250
+    assert not [node for node in nodes("rge/train.py") if isinstance(node, ast.ClassDef)]
     assert "argparse" not in imports("rge/train.py")
 
 
@@ -169,7 +173,7 @@ def test_errors_of_the_user_have_one_root():
     left = {
         node.name: {base.id for base in node.bases if isinstance(base, ast.Name)}
         for name in FILES
-        for node in ast.walk(ast.parse((ROOT / name).read_text(encoding="utf-8")))
+        for node in nodes(name)
         if isinstance(node, ast.ClassDef) and (node.name.endswith("Error") or node.name == "UserError")
     }
     assert left.pop("UserError") == {"ValueError"}

@@ -1,5 +1,6 @@
 """scripts/study.py and scripts/arms.py: what is trained from what, what is not run again, equal FLOPs, tables, and what is kept."""
 
+import functools
 import importlib
 import json
 import sys
@@ -101,6 +102,8 @@ def study(monkeypatch, tmp_path):
                 frame.to_parquet(folder / split / name / "corpus.parquet")
                 pd.DataFrame(queries).to_parquet(folder / split / name / "queries.parquet")
 
+    few = functools.partial(arms.cluster_bootstrap, num_resamples=500)
+    monkeypatch.setattr(arms, "cluster_bootstrap", few)
     monkeypatch.setattr(arms, "run", run)
     monkeypatch.setattr(arms.subprocess, "run", count)
     monkeypatch.setattr(module, "run", run)
@@ -481,7 +484,7 @@ def test_values_come_back_from_their_packed_form(study, values):
     ("words", "message"),
     [
         ([], "finding must list at least one value"),
-        (["i"], "finding must be one of eyes, a, b, c, d, e, f, g, h, rl, smol, all, got 'i'"),
+        (["z"], "finding must be one of eyes, a, b, c, d, e, f, g, h, i, rl, smol, all, got 'z'"),
         (["a", "seeds=0"], "seeds must be >= 1, got 0"),
         (["a", "seed=1"], r"unknown key seed; did you mean seeds\?"),
         (["rl", "on=valid"], "finding rl has test sets only"),

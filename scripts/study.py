@@ -61,7 +61,7 @@ class Options:
     out: Path = Path("runs/study")
     """Folder of the studies; the study set is written to its folder data."""
     seeds: AtLeastOne = 3
-    """Runs per arm, seeds 0, 1, ...; cold starts are shared, except in findings f and h."""
+    """Runs per arm, seeds 0, 1, ...; cold starts are shared, except in those of the demo's shipped base."""
     arms: tuple[str, ...] = ()
     """Only these arms, with the arms that they start from, in all their query modes; empty: all."""
     on: Literal["test", "valid"] = "test"
@@ -439,7 +439,6 @@ ADAPTIVE = ("loss.adaptive.share=0.5", "loss.adaptive.margin=0.05", "loss.adapti
 LATENT = ("loss.states={direct: 1, latent: 1}", "loss.think_lm=0.5")
 WITH_LATENT = ("reasoning", "direct", "latent")
 STATES = {
-    "words": (("reasoning", "direct"), ()),
     "both": (("reasoning", "direct"), ("loss.states.direct=1",)),
     "adaptive": (("reasoning", "direct", "auto"), ("loss.states.direct=1", *ADAPTIVE)),
     "quarter": (("reasoning", "direct"), ("loss.states.direct=0.25",)),
@@ -452,10 +451,9 @@ STATES = {
     "silent": (("latent", "direct"), (
         "model.think_tokens=4", "loss.anchor=latent", "loss.states.direct=1", "loss.think_lm=1", "joint.lr=2e-3",
     )),
-    "none": (("direct",), ANCHORS["none"]),
     "none_lm": (("direct",), ("loss.anchor=none", "joint.lr=2e-3")),
 }  # fmt: skip
-"""By arm: the query modes of its evaluations, and the settings of its training."""
+"""By arm: the query modes of its evaluations, and the settings of its training at 1:1; `equal` trains the reasoned state only."""
 MIXED = {
     "mixed_words": (),
     "mixed_both": ("loss.states.direct=1",),
@@ -488,7 +486,7 @@ def cold_start_from_shipped_base(options: Options, name: str = "cold", steps: in
 
 
 def on_shipped_base(options: Options, names: Sequence[str], rows: str) -> Finding:
-    """A finding about the demo from its shipped base, a cold start for each seed; b, c, e and h share their runs."""
+    """A finding about the demo from its shipped base, a cold start for each seed; b, c, e, f and h share their runs."""
     quarter = round((load_recipe(["recipe=demo"]).cold_start.steps or 0) / 4)
     arms = [
         cold_start_from_shipped_base(options),
@@ -623,30 +621,28 @@ def pretrained(options: Options) -> Finding:
 
 
 def modes(options: Options) -> Finding:
-    """One checkpoint in several modes, a cold start for each seed (demo)."""
-    arms = [cold_start_from_shipped_base(options)]
+    """One checkpoint in several modes (demo)."""
+    arms = []
     for name, ((first, *others), settings) in STATES.items():
-        ratio = () if "loss.ratio=none" in settings else (EQUAL,)
-        arms.append(
-            Arm(name, "joint", "cold", (*ratio, *settings, *steps_words("joint", options)), query_mode=first)
-        )
+        words = (EQUAL, *settings, *steps_words("joint", options))
+        arms.append(Arm(name, "joint", "cold", words, query_mode=first))
         arms += [Arm(f"{name}, {mode}", "", name, query_mode=mode) for mode in others]
-    names = [arm.name for arm in arms[1:]]
+    names = ["equal", "none", *(arm.name for arm in arms)]
     text = """
-        both - words
+        both - equal
         both, direct - none
-        quarter - words
+        quarter - equal
         quarter, direct - none
-        aligned - words
+        aligned - equal
         aligned, direct - none
         aligned, direct - quarter, direct
-        adaptive - words
+        adaptive - equal
         adaptive, direct - none
         adaptive, auto - adaptive
-        latent - words
+        latent - equal
         latent, direct - none
         latent_8, latent - latent_1, latent
-        taught - words
+        taught - equal
         taught, latent - latent, latent
         silent - none
         silent - silent, direct
@@ -655,10 +651,10 @@ def modes(options: Options) -> Finding:
     """
     for name in LATENTS[:-1]:
         text += f"{name}, latent - {name}\n{name}, latent - {name}, direct\n"
-    finding = on_demo(options, "modes", arms, names, "\n".join(names) + text)
+    finding = on_shipped_base(options, names, "\n".join(names) + text)
     data, on = finding.study.out / "data", f"mixed_{options.on}"
     mixed = mixed_arms(options, data, on)
-    study = replace(finding.study, arms=[*arms, *mixed])
+    study = replace(finding.study, arms=[*finding.study.arms, *arms, *mixed])
     shown = "\n".join(arm.name for arm in mixed if arm.point)
     over = ""
     for name in MIXED:
@@ -705,7 +701,7 @@ def mixed_arms(options: Options, data: Path, set_name: str) -> list[Arm]:
 
 def decided(study: Study, options: Options, set_name: str) -> list[str]:
     """Gain of deciding over writing for as many random queries, by threshold, over all seeds."""
-    results, rows = Results(study, options.kept / "study_modes.json"), []
+    results, rows = Results(study, options.kept / "study_shipped.json"), []
     for trained in (name for name in MIXED if name != "mixed_words"):
         always, never = f"{trained}, words", f"{trained}, direct"
         for name in (arm.name for arm in study.arms if arm.after == trained):

@@ -278,20 +278,20 @@ def test_one_budget_gives_all_points_of_a_checkpoint_that_decides(study):
     given = ["f", "seeds=2", "arms=mixed_adaptive", *study.given]
     study.main(given)
     assert [name for name, _ in trained(study)] == ["cold", "mixed_adaptive"] * 2
-    assert study.built == [study.folder / "modes" / "data"]
+    assert study.built == [study.folder / "shipped" / "data"]
     asked = [command for command in study.commands if "budget" in command]
     assert [Path(command[command.index("budget") + 3][4:]).parts[-2] for command in asked] == [
         "seed_0",
         "seed_1",
     ]
-    assert {f"set={study.folder}/modes/data/test", "k=0", "gate=0.5"} <= set(asked[0])
-    text = (study.folder / "modes" / "page_f.md").read_text()
+    assert {f"set={study.folder}/shipped/data/test", "k=0", "gate=0.5"} <= set(asked[0])
+    text = (study.folder / "shipped" / "page_f.md").read_text()
     # Written for half of the queries: at random 20 of 40 are right.
     assert "| mixed_adaptive, auto 0.5 | 50 | 75.0 [" in text
     (line,) = [line for line in text.splitlines() if line.startswith("| mixed_adaptive, auto 0.5 | 50 |")]
     assert line.split(" | ")[4].startswith("+25.0 [")
     assert line.split(" | ")[5].startswith("+0.0 ")
-    found = rows(study, "f", "modes")
+    found = rows(study, "f", "shipped")
     assert found["mixed_adaptive, direct", "easy", "hit@1"]["mean"] == 5 / 20
     assert found["mixed_adaptive, auto 0.5", "easy", "rationale_tokens"]["mean"] == 0
     before = len(study.commands)
@@ -303,7 +303,7 @@ def test_think_tokens_are_ablated_once(study):
     study.main(["f", "seeds=1", "arms=latent_2", "on=valid", *study.given])
     (asked,) = [command for command in study.commands if "rge.diagnose" in command]
     assert {"sensitivity", "mode=latent", "data=data_prep/demo/data/valid"} <= set(asked)
-    text = (study.folder / "modes" / "page_f_valid.md").read_text()
+    text = (study.folder / "shipped" / "page_f_valid.md").read_text()
     assert "| latent_2, own | 50.0 | -20.0 [-30.0, -10.0] | 0.500 |" in text
 
 
@@ -420,7 +420,7 @@ def test_a_run_that_another_process_makes_comes_last(study, monkeypatch):
 
     options = study.Options(out=study.folder, launcher="true")
     made = study.modes(options).study
-    arm, other = made.by_name["words"], made.by_name["both"]
+    arm, other = made.by_name["equal"], made.by_name["both"]
     study.arms.run_arm(made, made.by_name["cold"], 0)
     study.commands.clear()
     folder = made.folder(arm, 0)
@@ -431,7 +431,7 @@ def test_a_run_that_another_process_makes_comes_last(study, monkeypatch):
         assert study.arms.run_arm(made, other, 0, wait=False)
     assert [name for name, _ in trained(study)] == ["both"]
     study.arms.run_all(made, [(arm, 0), (other, 0)])
-    assert [name for name, _ in trained(study)] == ["both", "words"]
+    assert [name for name, _ in trained(study)] == ["both", "equal"]
 
 
 def test_a_process_whose_cold_start_another_makes_goes_on_to_the_next_seed(study):

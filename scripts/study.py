@@ -441,7 +441,7 @@ WITH_LATENT = ("reasoning", "direct", "latent")
 STATES = {
     "both": (("reasoning", "direct"), ("loss.states.direct=1",)),
     "adaptive": (("reasoning", "direct", "auto"), ("loss.states.direct=1", *ADAPTIVE)),
-    "quarter": (("reasoning", "direct"), ("loss.states.direct=0.25",)),
+    "both_quarter": (("reasoning", "direct"), ("loss.states.direct=0.25",)),
     "aligned": (("reasoning", "direct"), ("loss.states.direct=0.25", "loss.align=1")),
     "latent": (WITH_LATENT, ("model.think_tokens=4", *LATENT)),
     **{f"latent_{num}": (WITH_LATENT, (f"model.think_tokens={num}", *LATENT)) for num in (1, 2, 8)},
@@ -631,11 +631,11 @@ def modes(options: Options) -> Finding:
     text = """
         both - equal
         both, direct - none
-        quarter - equal
-        quarter, direct - none
+        both_quarter - equal
+        both_quarter, direct - none
         aligned - equal
         aligned, direct - none
-        aligned, direct - quarter, direct
+        aligned, direct - both_quarter, direct
         adaptive - equal
         adaptive, direct - none
         adaptive, auto - adaptive

@@ -439,7 +439,8 @@ ADAPTIVE = ("loss.adaptive.share=0.5", "loss.adaptive.margin=0.05", "loss.adapti
 LATENT = ("loss.states={direct: 1, latent: 1}", "loss.think_lm=0.5")
 WITH_LATENT = ("reasoning", "direct", "latent")
 STATES = {
-    "both": (("reasoning", "direct"), ("loss.states.direct=1",)),
+    # Its learning rate as that of `none`, chosen on the families that finding g holds back.
+    "both": (("reasoning", "direct"), ("loss.states.direct=1", "joint.lr=2e-3")),
     "adaptive": (("reasoning", "direct", "auto"), ("loss.states.direct=1", *ADAPTIVE)),
     "both_quarter": (("reasoning", "direct"), ("loss.states.direct=0.25",)),
     "aligned": (("reasoning", "direct"), ("loss.states.direct=0.25", "loss.align=1")),

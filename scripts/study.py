@@ -361,7 +361,7 @@ def study_modes(options: Options) -> Finding:
         both, direct - none_hidden_100
     """
     arms = ["self_hidden_100", "both", "both, direct", "none_hidden_100"]
-    return on_study_set(options, arms, [Table("hit@1, % and points", rows_of(text), ALL)])
+    return on_study_set(options, arms, [Table("hit@1, % and points", rows_of(text), STUDY_SLICES)])
 
 
 def figure_4(options: Options) -> Finding:

@@ -356,6 +356,7 @@ def study_modes(options: Options) -> Finding:
         self_hidden_100
         both
         both - self_hidden_100
+        both - both, direct
         none_hidden_100
         both, direct
         both, direct - none_hidden_100
@@ -631,6 +632,7 @@ def modes(options: Options) -> Finding:
     names = ["equal", "none", *(arm.name for arm in arms)]
     text = """
         both - equal
+        both - both, direct
         both, direct - none
         both_quarter - equal
         both_quarter, direct - none

@@ -47,10 +47,19 @@ from rge.validation import make_validation
 
 
 def main(arguments: list[str]) -> None:
-    """Run the stages of a recipe, one after the other."""
+    """Run the stages of a recipe, one after the other, in a program that may go on afterwards."""
+    with restoring_handlers():
+        run_recipe(arguments)
+
+
+def run_recipe(arguments: list[str]) -> None:
+    """Run the stages of a recipe in a process of their own.
+
+    It keeps the handlers of signals until it ends: launchers may forward the signal that ends it once more.
+    """
     recipe = load_recipe(arguments)
     accelerator = launch.make_accelerator(recipe.train, recipe.model.dtype)
-    with restoring_handlers(), watch_other_ranks(recipe.train.silence_s), checked(recipe, accelerator) as run:
+    with watch_other_ranks(recipe.train.silence_s), checked(recipe, accelerator) as run:
         if run.stages:  # not all finished
             train(recipe, run, accelerator)
     dist.close()
@@ -173,4 +182,4 @@ def train_stage(
 
 if __name__ == "__main__":
     torch.set_float32_matmul_precision("highest")
-    start(main)
+    start(run_recipe)

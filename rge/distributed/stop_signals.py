@@ -8,10 +8,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from accelerate import Accelerator
@@ -38,27 +38,16 @@ def stop_after_this_step_at_signals() -> None:
 
 @contextmanager
 def restoring_handlers() -> Iterator[None]:
-    """Restore what SIGTERM and SIGINT did before: a program, such as a notebook, may go on after a training.
-
-    After a SystemExit they stay as they are, since launchers may forward the signal that ends the process once more.
-    """
+    """Restore what SIGTERM and SIGINT did before, and forget those received: a program, such as a notebook, may go on."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         yield
-    except SystemExit:
-        raise
-    except BaseException:
-        _restore(before)
-        raise
-    _restore(before)
-
-
-def _restore(handlers: Mapping[signal.Signals, Any]) -> None:
-    _received.clear()
-    if threading.current_thread() is threading.main_thread():
-        for number, handler in handlers.items():
-            if handler is not None:  # it was set by Python
-                signal.signal(number, handler)
+    finally:
+        _received.clear()
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in before.items():
+                if handler is not None:  # it was set by Python
+                    signal.signal(number, handler)
 
 
 def _remember(number: int, _: object) -> None:

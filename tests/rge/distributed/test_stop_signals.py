@@ -5,6 +5,7 @@ import signal
 import pytest
 import torch
 
+from rge import train
 from rge.distributed import stop_signals
 
 
@@ -28,23 +29,25 @@ def test_a_program_that_goes_on_after_a_training_can_be_stopped_as_before(handle
         signal.raise_signal(signal.SIGTERM)
         assert stop_signals.received_by_any(torch.device("cpu")) == signal.SIGTERM
     assert handlers_now() == handlers
-    assert (
-        stop_signals.received_by_any(torch.device("cpu")) is None
-    )  # the next training does not stop at once
+    # The next training does not stop at once.
+    assert stop_signals.received_by_any(torch.device("cpu")) is None
 
-    with pytest.raises(FloatingPointError):
-        train_until(FloatingPointError())
+
+@pytest.mark.parametrize("error", [FloatingPointError(), SystemExit(130)])
+def test_so_can_one_whose_training_failed_or_was_stopped(handlers, error):
+    def train() -> None:
+        with stop_signals.restoring_handlers():
+            stop_signals.stop_after_this_step_at_signals()
+            signal.raise_signal(signal.SIGINT)
+            raise error
+
+    with pytest.raises(type(error)):
+        train()
     assert handlers_now() == handlers
+    assert stop_signals.received_by_any(torch.device("cpu")) is None
 
 
-def test_a_process_that_a_signal_ends_is_not_disturbed_by_the_launcher_that_sends_it_again(handlers):
-    with pytest.raises(SystemExit):
-        train_until(SystemExit(143))
-    assert handlers_now() != handlers
-    signal.raise_signal(signal.SIGTERM)
-
-
-def train_until(error: BaseException) -> None:
-    with stop_signals.restoring_handlers():
-        stop_signals.stop_after_this_step_at_signals()
-        raise error
+def test_a_training_called_from_a_program_gives_them_back(handlers, monkeypatch):
+    monkeypatch.setattr(train, "run_recipe", lambda words: stop_signals.stop_after_this_step_at_signals())
+    train.main([])
+    assert handlers_now() == handlers

@@ -61,7 +61,7 @@ class Options:
     out: Path = Path("runs/study")
     """Folder of the studies; the study set is written to its folder data."""
     seeds: AtLeastOne = 3
-    """Runs per arm, seeds 0, 1, ...; cold starts are shared, except in those of the demo's shipped base."""
+    """Runs per arm, seeds 0, 1, ...; all seeds share a cold start, except in findings from the demo's shipped base."""
     arms: tuple[str, ...] = ()
     """Only these arms, with the arms that they start from, in all their query modes; empty: all."""
     on: Literal["test", "valid"] = "test"
@@ -440,7 +440,7 @@ ADAPTIVE = ("loss.adaptive.share=0.5", "loss.adaptive.margin=0.05", "loss.adapti
 LATENT = ("loss.states={direct: 1, latent: 1}", "loss.think_lm=0.5")
 WITH_LATENT = ("reasoning", "direct", "latent")
 STATES = {
-    # Its learning rate as that of `none`, chosen on the families that finding g holds back.
+    # At the learning rate of `none`, chosen on the families that finding g holds back.
     "both": (("reasoning", "direct"), ("loss.states.direct=1", "joint.lr=2e-3")),
     "adaptive": (("reasoning", "direct", "auto"), ("loss.states.direct=1", *ADAPTIVE)),
     "both_quarter": (("reasoning", "direct"), ("loss.states.direct=0.25",)),

@@ -1,5 +1,6 @@
 """Settings of every test process; what tests share is in `helpers/`."""
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -38,3 +39,9 @@ def pytest_collection_modifyitems(items):
     """Files with slow tests first: with -n, no process is left with a long file when the others are done."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+def pytest_collection_finish():
+    """What is imported by now stays: leave it out of every later garbage collection, a tenth of the tests' CPU time."""
+    gc.collect()
+    gc.freeze()

@@ -12,7 +12,7 @@ import json
 import platform
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -246,25 +246,33 @@ def _loaded() -> Iterator[tuple[str, Path]]:
 
 
 class _Module(NamedTuple):
-    """A loaded module, and what is asked about it in every evaluation; thousands are loaded."""
+    """A loaded module, and what every evaluation asks about it."""
 
-    loaded: Any
     name: str
     top: str
     file: Path | None  # of its own
     is_installed: bool  # the file belongs to Python or to an installed package
 
 
-_SEEN: dict[str, _Module] = {}
-"""By key in ``sys.modules``."""
+class _LoadedModules:
+    """Descriptions of ``sys.modules``: thousands, of which few change from one question to the next."""
+
+    def __init__(self) -> None:
+        # One attribute, since threads may ask at the same time.
+        self.last: tuple[dict[str, Any], dict[str, _Module]] = ({}, {})
+
+    def __call__(self) -> Collection[_Module]:
+        now, (before, described) = sys.modules.copy(), self.last
+        if now != before:
+            described = {
+                key: described[key] if key in before and before[key] is module else _describe(key, module)
+                for key, module in now.items()
+            }
+            self.last = now, described
+        return described.values()
 
 
-def _modules() -> Iterator[_Module]:
-    for key, loaded in tuple(sys.modules.items()):
-        module = _SEEN.get(key)
-        if module is None or module.loaded is not loaded:
-            module = _SEEN[key] = _describe(key, loaded)
-        yield module
+_modules = _LoadedModules()
 
 
 def _describe(key: str, loaded: Any) -> _Module:
@@ -274,7 +282,7 @@ def _describe(key: str, loaded: Any) -> _Module:
     elif spec is None or not spec.has_location:  # created at runtime, such as torch.ops
         file = None
     path = None if file is None else Path(file)
-    return _Module(loaded, key, _top(key), path, path is None or _is_installed(path))
+    return _Module(key, _top(key), path, path is None or _is_installed(path))
 
 
 def _name_of(script: Path) -> str:

@@ -195,6 +195,7 @@ def package(tmp_path, monkeypatch):
         sys.modules.pop(name, None)
 
 
+@pytest.mark.slow
 def test_a_figure_of_a_plugin_says_so_and_compare_says_what_differs(tmp_path, package, capsys, monkeypatch):
     monkeypatch.setattr(sys, "dont_write_bytecode", True)  # or a second version within a second is not read
     data = write_set(tmp_path / "set", num_queries=6, num_candidates=20)

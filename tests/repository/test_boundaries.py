@@ -80,6 +80,7 @@ def test_the_files_are_found():
     assert {"rge/train.py", "eval/scoring/metrics.py", "data_prep/__main__.py"} <= set(FILES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 def test_packages_import_in_one_direction(name):
     allowed = MAY_IMPORT[name.split("/")[0]]
@@ -91,6 +92,7 @@ def test_packages_import_in_one_direction(name):
     ], "a bare `import eval` hides the builtin"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 def test_each_dependency_has_its_home(name):
     for package, homes in ONLY_IN.items():
@@ -101,6 +103,7 @@ def test_each_dependency_has_its_home(name):
         assert "torch.distributed" not in (ROOT / name).read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WITHOUT_TORCH)
 def test_pure_modules_do_without_torch(name):
     assert not [
@@ -120,6 +123,7 @@ def room(name: str) -> str:
     return name if holds_rooms else folder
 
 
+@pytest.mark.slow
 def test_no_arrow_runs_up_between_rooms():
     """The rooms stand on floors: whatever a room imports, however far down, does not import it back."""
     above: dict[str, set[str]] = {}
@@ -134,6 +138,7 @@ def test_no_arrow_runs_up_between_rooms():
             del left[one]
 
 
+@pytest.mark.slow
 def test_no_files_import_each_other_in_a_circle():
     modules = {file.removesuffix(".py").replace("/", "."): file for file in FILES}
     left = {
@@ -167,6 +172,7 @@ def test_the_file_read_first_stays_short():
     assert "argparse" not in imports("rge/train.py")
 
 
+@pytest.mark.slow
 def test_errors_of_the_user_have_one_root():
     """A command catches `UserError`, so whatever is the user's to mend must be one, in whichever part it is raised."""
     ours = {"UserError"}

@@ -47,6 +47,7 @@ def imported() -> set[str]:
     return found - set(sys.stdlib_module_names) - set(PARTS)
 
 
+@pytest.mark.slow
 def test_what_is_imported_is_declared_and_what_is_declared_is_imported():
     by_module = {
         "llama_index": ["llama-index-core"],
@@ -79,6 +80,7 @@ def test_no_card_names_a_hub_id_that_anybody_may_register():
     assert "\nlicense: apache-2.0\n" in card.split("---")[1]
 
 
+@pytest.mark.slow
 def test_help_does_not_wait_for_torch():
     """One process asks for all of it: what is imported stays, so whichever help imports torch is the first to see it."""
     asked = [["--help"], ["--version"], *([name, "--help"] for name in COMMANDS if name != "recipes")]
@@ -103,6 +105,7 @@ def test_help_does_not_wait_for_torch():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_a_users_own_eval_folder_is_not_run(tmp_path):
     (tmp_path / "eval").mkdir()
     for name in ("__init__", "__main__"):
@@ -138,6 +141,7 @@ def test_shipped_files_are_found_from_any_folder(tmp_path, monkeypatch):
     assert find_shipped("data_prep/demo/data/train/relations.jsonl").resolve() == mine
 
 
+@pytest.mark.slow
 def test_an_editable_install_is_found_from_the_folder_that_holds_the_clone(tmp_path):
     """There, the clone itself is a namespace package `rge`; a path that holds the real package goes before it."""
     clone, site = tmp_path / "work" / "rge", tmp_path / "site"

@@ -173,6 +173,7 @@ def test_scripts_read_their_words_by_the_one_parser():
             assert re.search(r"^ +start\(main\)$", text, flags=re.M), path
 
 
+@pytest.mark.slow
 def test_the_annotated_tree_is_todays():
     made = subprocess.run(
         [sys.executable, ROOT / "scripts" / "docs_site.py"], capture_output=True, text=True, check=True
@@ -182,6 +183,7 @@ def test_the_annotated_tree_is_todays():
     )
 
 
+@pytest.mark.slow
 def test_the_docs_build_as_a_site_without_a_broken_link(tmp_path):
     command = [
         sys.executable,

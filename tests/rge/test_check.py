@@ -197,6 +197,7 @@ def test_texts_for_a_tokenizer_and_pictures_to_name_are_checked_too(home, accele
     assert problems_of(home, accelerator, *scratch, cold) == []
 
 
+@pytest.mark.slow
 def test_a_disk_too_small_for_what_will_be_kept(home, accelerator, monkeypatch):
     recipe = recipe_of(home, "train.save_every=1")
     problems, found = check.examine(recipe, accelerator)
@@ -232,6 +233,7 @@ PASSED_BY = {
 """What the pre-flight once had nothing against, and training ended with: pictures of a record, its other fields, the message."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", PASSED_BY)
 def test_records_are_laid_out_as_training_will(home, accelerator, kind):
     """Refused with data.on_bad=stop, left out with skip, by the pre-flight and by training alike."""
@@ -291,6 +293,7 @@ def test_lengths_are_summed_up(home, accelerator):
     assert f"query, candidate and rationale: long {90 + targets[3] + rationale}, " in text
 
 
+@pytest.mark.slow
 def test_lengths_are_remembered_until_something_changes(home, accelerator, monkeypatch):
     monkeypatch.setenv("RGE_CACHE", str(home.parent / f"{home.name}_cache"))
     for path in (*home.iterdir(), home):

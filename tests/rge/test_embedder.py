@@ -54,6 +54,7 @@ def items(make_items, picture, tmp_path):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["direct", "reasoning"])
 @pytest.mark.parametrize("side", ["query", "candidate"])
 def test_batch_one_equals_batch_n(encoder, items, mode, side):
@@ -69,6 +70,7 @@ def test_batch_one_equals_batch_n(encoder, items, mode, side):
     np.testing.assert_allclose(backwards.embeddings[::-1], alone.embeddings, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_direct_mode_is_the_state_at_a_prefilled_emb(encoder, items):
     found = encoder.encode(items, side="candidate", mode="direct", batch_size=4)
     embedder = encoder.model
@@ -88,6 +90,7 @@ def test_direct_mode_is_the_state_at_a_prefilled_emb(encoder, items):
     assert (found.embed_ms > 0).all()
 
 
+@pytest.mark.slow
 def test_reasoning_mode_reports_what_was_written(encoder, items):
     found = encoder.encode(items, side="query", mode="reasoning", batch_size=4)
     direct = encoder.encode(items, side="query", mode="direct", batch_size=4)
@@ -118,6 +121,7 @@ def test_nothing_to_embed(encoder, mode):
     assert len(found.num_rationale_tokens) == len(found.generate_ms) == len(found.embed_ms) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["direct", "reasoning"])
 def test_progress_adds_up(encoder, items, mode):
     seen = []
@@ -126,6 +130,7 @@ def test_progress_adds_up(encoder, items, mode):
     assert max(seen) == 2
 
 
+@pytest.mark.slow
 def test_overrides_of_the_checkpoints_generation(encoder, items):
     short = Embedder.from_pretrained(encoder.checkpoint, max_new_tokens=2)
     assert short.encode(items, side="query", mode="reasoning").num_rationale_tokens.max() == 2
@@ -482,6 +487,7 @@ def test_prompts_that_are_cut_are_counted_aloud(encoder, items):
         encoder.encode(long, side="query", mode="direct", batch_size=2)
 
 
+@pytest.mark.slow
 def test_threads_get_what_one_thread_gets(described, picture):
     """Queries with and without rationales and documents, of many lengths, all at once."""
     texts = [" ".join(["egg", "key", "lock"][: 1 + row % 3] * (1 + row % 7)) for row in range(24)]
@@ -530,6 +536,7 @@ def test_importing_the_embedder_imports_no_torch():
     assert done.stdout.strip() == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "given", "expected"),
     [("", {}, "PASSIVE"), ("import torch", {}, "None"), ("", {"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")],

@@ -88,6 +88,7 @@ def test_tensorboard_gets_every_figure_at_its_step_and_the_recipe(accelerator, t
     assert 'joint.sources: \'[{"path": "a.jsonl", "weight": 1.0}]\'' in text
 
 
+@pytest.mark.slow
 def test_a_run_that_is_started_again_is_the_same_run_of_wandb(accelerator, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))

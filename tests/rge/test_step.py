@@ -92,6 +92,7 @@ THREE_PASSES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lively_path", "precision", "padding_side", "layout", "anchor"), THREE_PASSES, indirect=["lively_path"]
 )
@@ -275,6 +276,7 @@ def test_without_lm_loss_no_oracle_is_needed(lively, make_batch, roll_out):
     assert worst_gradient_error(found, gradient)[0] == 0
 
 
+@pytest.mark.slow
 @every_family
 def test_gradient_checkpointing_changes_nothing(lively, make_batch, roll_out):
     batch = make_batch(PromptBuilder(lively.processor))
@@ -298,6 +300,7 @@ def kept_step(embedder, batch, objective, rationales, keep, encoded=None, micro_
     return step(batch, Rollout(rationales, encoded)), gradients(embedder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["sdpa", "varlen"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("change", ["self", "oracle", "states", "adapters"])
@@ -338,6 +341,7 @@ def test_kept_activations_change_nothing_but_the_work(
         assert worst_gradient_error(gradient, expected[1])[0] < 1e-6  # transformers' norms round to float32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("anchor", ["self", "oracle", "none"])
 def test_kept_activations_with_dropout_are_equal_to_the_last_bit(
@@ -426,6 +430,7 @@ def test_matryoshka_sizes_reach_the_loss(lively, make_batch, roll_out, micro_bat
     assert report["loss"] == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_batch_size", [2, 100])
 def test_a_second_contrastive_loss_is_trained_by_its_weight(lively, make_batch, roll_out, micro_batch_size):
     """Twice InfoNCE by two names is InfoNCE with the sum of the weights."""

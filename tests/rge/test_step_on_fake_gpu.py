@@ -150,6 +150,7 @@ def test_two_steps_on_a_gpu(lively_path, backbone_of, make_batch, options, caplo
         assert gpu.unpinned["step"] <= MOVES[options], gpu.unpinned
 
 
+@pytest.mark.slow
 def test_captured_steps_stay_for_the_run(lively_path, backbone_of, make_prompts, caplog):
     """While the weights change in place, and until they are elsewhere; each rollout writes what plain steps write."""
     here = EmbeddingModel(backbone_of(lively_path, dtype="bfloat16"))
@@ -214,6 +215,7 @@ def test_captured_steps_stay_for_the_run(lively_path, backbone_of, make_prompts,
         assert inside == [write(plain, 3)[0]]
 
 
+@pytest.mark.slow
 def test_kernels_a_layer_and_a_token(lively_path, backbone_of, make_batch):
     """Launched one by one: what a decoder layer takes to write a token. A layer more is as many kernels more."""
     embedder = EmbeddingModel(backbone_of(lively_path, dtype="bfloat16"), cuda_graphs=False)
@@ -233,6 +235,7 @@ def test_kernels_a_layer_and_a_token(lively_path, backbone_of, make_batch):
     assert one_token <= 2 * KERNELS_A_LAYER + KERNELS_A_TOKEN
 
 
+@pytest.mark.slow
 def test_what_is_kept_in_main_memory_comes_back(lively_path, backbone_of, make_batch, monkeypatch):
     """The gradients of keeping it on the device, in as many waits: copies are asked for, and never waited for."""
     monkeypatch.setattr(embedding_model, "LEAST_BYTES", 1)
@@ -272,6 +275,7 @@ def test_flash_attention_does_not_compute_in_float32(lively_path, backbone_of, m
             encode_prompts(embedder, embedder, batch.queries)
 
 
+@pytest.mark.slow
 def test_under_mixed_precision(lively_path, backbone_of, make_batch):
     """Float32 weights under autocast, as DDP trains: flash attention in bfloat16, and keys kept in it, not cast anew."""
     embedder = EmbeddingModel(backbone_of(lively_path))

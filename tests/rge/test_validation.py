@@ -102,6 +102,7 @@ def by_hand(embedder, records, objective):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_batch_size", [1, 3, 7, 50])
 def test_the_figures_are_those_of_a_plain_loop(lively, records, micro_batch_size):
     objective = Objective(0.3, 0.7, 0.1)

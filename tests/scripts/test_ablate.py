@@ -97,6 +97,7 @@ def trained(module) -> list[tuple[str, str]]:
     return found
 
 
+@pytest.mark.slow
 def test_every_arm_and_seed_is_trained_and_evaluated_once(ablate, tmp_path):
     ablate.main([*ablate.given, "joint.lr=5e-4", "with.none=loss.ratio=none joint.lr=1e-3"])
     arms = ["self", "oracle", "none"]
@@ -124,6 +125,7 @@ def test_every_arm_and_seed_is_trained_and_evaluated_once(ablate, tmp_path):
     }
 
 
+@pytest.mark.slow
 def test_what_is_finished_is_not_run_again(ablate, tmp_path):
     ablate.main(ablate.given)
     ablate.commands.clear()
@@ -203,6 +205,7 @@ def test_the_tables_figures(ablate, tmp_path):
     assert "| oracle - self | -25.0 [" in text
 
 
+@pytest.mark.slow
 def test_a_suite_is_swept_by_means_over_its_members(ablate, tmp_path):
     """North has two queries and south six: a mean over queries would be south's."""
     suite = tmp_path / "suite"

@@ -140,6 +140,7 @@ def rows(study, name, folder=""):
 FEW = "arms=self_hidden_100,oracle_hidden_100,none_hidden_100,self_known_100,oracle_known_100"
 
 
+@pytest.mark.slow
 def test_table_4_from_one_warm_start_and_a_cold_start_for_each_kind_of_records(study, capsys):
     study.main(["a", "seeds=2", FEW, *study.given])
     assert study.built == [(study.folder / "data", (1, 3, 10, 30, 100))]
@@ -198,6 +199,7 @@ def test_table_4_from_one_warm_start_and_a_cold_start_for_each_kind_of_records(s
     assert (study.folder / "page_a_valid.md").is_file()
 
 
+@pytest.mark.slow
 def test_every_table_is_recomputed_from_what_was_kept(study, tmp_path):
     study.main(["a", "seeds=2", FEW, *study.given])
     text = (study.folder / "page_a.md").read_text()
@@ -238,6 +240,7 @@ def test_diagnoses_of_figure_4(study):
     assert "| oracle_hidden_100 | 50.0 [40.0, 60.0]; 60.0 [50.0, 70.0]; 10.0 [0.0, 20.0] |" in text
 
 
+@pytest.mark.slow
 def test_reinforcement_gets_no_more_flops_than_joint_training(study):
     given = ["rl", "arms=again_50,rl_con_50", "seeds=2", *study.given]
     study.main(given)
@@ -274,6 +277,7 @@ def test_what_is_written_is_held_against_the_sets_rationales(study, tmp_path):
     assert found["hit_after_wrong"].tolist() == [0, 1, 1]
 
 
+@pytest.mark.slow
 def test_one_budget_gives_all_points_of_a_checkpoint_that_decides(study):
     given = ["f", "seeds=2", "arms=mixed_adaptive", *study.given]
     study.main(given)
@@ -307,6 +311,7 @@ def test_think_tokens_are_ablated_once(study):
     assert "| latent_2, own | 50.0 | -20.0 [-30.0, -10.0] | 0.500 |" in text
 
 
+@pytest.mark.slow
 def test_the_demos_weights_are_chosen_from_nothing_and_on_families_held_back(study):
     study.main(["g", "seeds=2", *study.given])
     assert study.built == [study.folder / "rotated" / "data"]
@@ -326,6 +331,7 @@ def test_the_demos_weights_are_chosen_from_nothing_and_on_families_held_back(stu
     assert rows(study, "g", "rotated")["10:1 over 1:1", "all", "hit@1"]["seeds"] == [0.0, 0.0]
 
 
+@pytest.mark.slow
 def test_pretrained_weights_are_asked_with_and_without_words(study, monkeypatch):
     monkeypatch.setattr(smollm2.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="needs two packages: pip install"):
@@ -348,6 +354,7 @@ def test_pretrained_weights_are_asked_with_and_without_words(study, monkeypatch)
     assert sorted(asked) == ["query_mode=direct"] * 2 + ["query_mode=reasoning"] * 4
 
 
+@pytest.mark.slow
 def test_the_shipped_base_is_tested_from_a_cold_start_per_seed(study):
     study.main(["h", "seeds=2", *study.given])
     expected = []
@@ -370,6 +377,7 @@ def test_the_shipped_base_is_tested_from_a_cold_start_per_seed(study):
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_ratios_modes_and_cold_starts_share_the_runs_of_the_shipped_base(study):
     study.main(["b", "c", "e", "h", "seeds=1", *study.given])
     made = [name for name, _ in trained(study)]
@@ -480,6 +488,7 @@ def test_values_come_back_from_their_packed_form(study, values):
     assert study.arms.unpack(study.arms.pack(values), len(values)).tolist() == values
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "message"),
     [

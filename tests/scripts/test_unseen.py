@@ -112,6 +112,7 @@ def test_every_relation_is_asked_for_in_a_word_that_training_never_showed(unseen
     assert not [text for text in words.values() if set(seen.findall(text.lower())) <= known]
 
 
+@pytest.mark.slow
 def test_reworded_questions_show_the_same_pictures(unseen, tmp_path):
     sets = {kind: tmp_path / kind for kind in unseen.WORDS}
     unseen.write(sets, None)

@@ -115,6 +115,7 @@ def test_held_out_pairs_are_made_of_trained_parts(tables, splits):
             assert set(fact.answers) <= targets
 
 
+@pytest.mark.slow
 def test_no_held_out_drawing_in_training(records, libraries):
     held_out = [row["image"]["bytes"] for row in rows("test", "corpus.parquet")]
     held_out += [image["bytes"] for row in rows("test", "queries.parquet") for image in row["image"]]
@@ -346,6 +347,7 @@ def test_easy_queries_beside_relations(tmp_path, tables):
                 load_image(f"{tmp_path}/valid/{picture['path']}")
 
 
+@pytest.mark.slow
 def test_a_dose_of_the_oracles_is_spoiled_and_held_back_drawings_are_the_test(tmp_path, tables):
     def records(dose: str, name: str) -> dict[str, Record]:
         spoil.main([f"out={tmp_path / dose}", f"dose={dose}"])
@@ -388,6 +390,7 @@ def test_a_dose_of_the_oracles_is_spoiled_and_held_back_drawings_are_the_test(tm
         spoil.main([f"out={tmp_path / 'x'}", "dose=50"])
 
 
+@pytest.mark.slow
 def test_rotated_records_never_show_the_families_that_ask_and_answer(tmp_path):
     demo.write_rotated(tmp_path)
     for name in ("relations", "text", "naming"):

@@ -377,6 +377,7 @@ def test_targets_that_cannot_be_looked_at_are_counted_and_not_called_clean(pictu
     assert (report["kept"], report["leak_not_measured"]) == (12, 12)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_says_how_much_it_knows_and_sees_the_targets(
     pictures_wanted, tmp_path, checkpoint, monkeypatch
 ):

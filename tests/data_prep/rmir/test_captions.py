@@ -75,6 +75,7 @@ class Captions:
         return self.other_of.get(picture) or await self.oracle(path, body)
 
 
+@pytest.mark.slow
 def test_a_library_without_captions_gets_them_from_the_model(tmp_path):
     """Thumbnails place texts by captions: without any the run could not even retrieve. Whoever reads captions sees these."""
     server_side = Captions()
@@ -120,6 +121,7 @@ def test_a_library_without_captions_gets_them_from_the_model(tmp_path):
     run.close()
 
 
+@pytest.mark.slow
 def test_only_missing_captions_are_asked_for_and_each_lands_at_its_picture(tmp_path):
     """Two of three are there. Of the others one is refused, one abstained from, one unreadable to the end, one too long."""
     too_long = f"<caption>{'word ' * 41}</caption>"
@@ -169,6 +171,7 @@ def test_only_missing_captions_are_asked_for_and_each_lands_at_its_picture(tmp_p
     run.close()
 
 
+@pytest.mark.slow
 def test_a_library_with_all_captions_asks_for_none_and_comes_out_the_same(tmp_path):
     server_side = Captions()
     found = []

@@ -112,6 +112,7 @@ def attempt(world: World) -> bool:
         return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("down", [DOWN, NO_CREDIT, UNPAID], ids=["503", "credit-400", "402"])
 def test_the_last_ten_calls_meet_an_outage_in_three_runs(world, tmp_path, down):
     """Kept answers do not make it a verdict: nothing is doubted, and with the endpoint back the same command asks only these."""
@@ -204,6 +205,7 @@ def test_a_library_that_is_too_small_is_named_before_anything_is_embedded(world,
     assert not (tmp_path / "out" / "seed" / "inspected").exists()
 
 
+@pytest.mark.slow
 def test_the_estimate_is_asked_about_on_a_terminal_and_learns(world, tmp_path, monkeypatch, capsys):
     from data_prep.rmir.main import main
 

@@ -585,6 +585,7 @@ def small(out: Path, library: Path, url: str, budget: float | None = None) -> Rm
     )
 
 
+@pytest.mark.slow
 def test_stopped_by_the_budget_and_resumed_no_call_is_paid_twice(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("A_KEY", "sk-very-secret-1")
     one_family(tmp_path / "library.csv")
@@ -677,6 +678,7 @@ def test_a_stage_that_gets_no_answers_says_so_and_is_not_done(tmp_path, answer, 
         run.close()
 
 
+@pytest.mark.slow
 def test_a_call_that_is_never_answered_stays_open_and_the_others_go_on_where_that_is_asked_for(
     tmp_path, capfd
 ):

@@ -39,6 +39,7 @@ def made(tables, chosen):
     }
 
 
+@pytest.mark.slow
 def test_a_target_shows_the_answer_on_the_querys_ground(made, tables):
     known = {fact.pair: fact.answers for fact in tables.facts}
     for (arm, _), rows in made.items():
@@ -193,6 +194,7 @@ def see(cell):
     ]
 
 
+@pytest.mark.slow
 def test_pictures_show_what_the_columns_say(folder):
     for path in ("train/pictures.parquet", "test/known_3/corpus.parquet"):
         rows = pq.read_table(folder / path).to_pylist()

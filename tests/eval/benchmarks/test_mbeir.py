@@ -129,6 +129,7 @@ def released_scores(release, task, ranked):
     return {k: sum(found) / len(found) for k, found in values.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pool", ["local", "global"])
 def test_figures_are_those_of_the_released_scorer(release, tmp_path, pool):
     words = [f"src={release}", f"out={tmp_path / 'set'}", f"tasks={','.join(DATASETS)}", f"pool={pool}"]

@@ -169,6 +169,7 @@ def test_keys():
     assert image_key("academia/academia_a7beca61_0002/image_1.webp", "academia") == "a7beca61"
 
 
+@pytest.mark.slow
 def test_exclusions_by_profile(src, tmp_path):
     """q1: the hard negative stands first. Officially it is taken out before ranks are counted."""
     imported(src, tmp_path / "o", task="1", domains=("biology", "law"))
@@ -200,6 +201,7 @@ def test_exclusions_by_profile(src, tmp_path):
     assert any("hard negatives are removed" in line for line in results["protocol"])
 
 
+@pytest.mark.slow
 def test_run_on_a_suite_of_domains(src, tmp_path):
     imported(src, tmp_path / "o", task="4", domains=("biology", "law"))
     given = RunOptions(

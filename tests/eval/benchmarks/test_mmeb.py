@@ -153,6 +153,7 @@ def test_ties_count_against_the_model_and_officially_for_it(suite):
     assert value == {"clean": 0.0, "official": 1.0}
 
 
+@pytest.mark.slow
 def test_a_suite_end_to_end(suite, tmp_path, capsys):
     given = RunOptions(
         checkpoint="x", set=suite, out=tmp_path / "e", benchmark="mmeb", query_mode=("direct",), prompts=None

@@ -47,6 +47,7 @@ def worded(released):
     return plain(released.replace("<|image_pad|>", PLACEHOLDER))
 
 
+@pytest.mark.slow
 def test_texts_are_put_together_as_released(release, tmp_path):
     import_mmeb2(Mmeb2Options(release, tmp_path / "out", sets=NAMES))
     for one in RECORDED:
@@ -167,6 +168,7 @@ def test_what_does_not_fit_is_said(release, tmp_path):
         import_mmeb2(Mmeb2Options(release, tmp_path / "out", sets=("GQA",)))
 
 
+@pytest.mark.slow
 def test_from_files_to_results(release, tmp_path):
     names = "sets=ImageNet-1K,EDIS"
     assert main(["import", "mmeb2", f"src={release}", f"out={tmp_path / 'out'}", names]) == 0

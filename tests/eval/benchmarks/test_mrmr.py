@@ -134,6 +134,7 @@ def test_what_does_not_fit_is_said(tmp_path):
         import_mrmr(MrmrOptions(tmp_path / "none", tmp_path / "out", tasks=("traffic",)))
 
 
+@pytest.mark.slow
 def test_from_files_to_results(release, tmp_path):
     assert main(["import", "mrmr", f"src={release}", f"out={tmp_path / 'out'}"]) == 0
     given = RunOptions(

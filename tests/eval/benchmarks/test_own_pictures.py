@@ -462,6 +462,7 @@ def test_check_names_caveats(tmp_path):
     assert pq.read_table(tmp_path / "set" / "corpus.parquet").num_rows == 20
 
 
+@pytest.mark.slow
 def test_from_files_to_a_page_in_one_command(workbook, monkeypatch, capsys):
     """`rge eval mine PHOTOS TABLE`; given again with a table that grew it goes on, and figures need overwrite=true."""
     encoder = FakeEncoder()

@@ -77,6 +77,7 @@ def test_a_reencoded_picture_is_known_by_its_id(set_dir, tmp_path):
     assert shared(audit_training(wanted, [path]))["positive_images"] == 1
 
 
+@pytest.mark.slow
 def test_a_run_warns_in_results_and_on_stderr(set_dir, tmp_path, capsys):
     path = train_file(tmp_path / "train" / "a.jsonl", image=picture(1000), text="x", target=picture(1))
     encoder = FakeEncoder(recipe={"joint": {"data": [str(path)]}}, reasons="none")
@@ -135,6 +136,7 @@ def test_a_suite_is_audited_member_by_member(tmp_path, capsys):
     assert f"two: {WARN}: 2 of 4 query pictures are in the training files" in out
 
 
+@pytest.mark.slow
 def test_members_of_a_suite_are_looked_for_in_training_pictures_that_are_read_once(tmp_path, monkeypatch):
     members = {name: {} for name in ("north", "south", "west")}
     for name in members:

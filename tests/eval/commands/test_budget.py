@@ -35,6 +35,7 @@ def frame(out, name):
     return pd.read_parquet(out / name / "per_query.parquet").set_index("query_id")
 
 
+@pytest.mark.slow
 def test_every_way_of_asking_is_an_evaluation(done):
     _, out, content = done
     names = [row["name"] for row in content["points"]]
@@ -91,6 +92,7 @@ def test_a_gate_is_held_against_chance(done):
     assert "over_random" not in next(row for row in content["points"] if row["name"] == "mean-1")
 
 
+@pytest.mark.slow
 def test_thresholds_of_a_checkpoint_that_was_trained_to_decide(set_dir, tmp_path):
     """Below the threshold a query reasons; every share is held against as many queries chosen at random."""
     encoder = FakeEncoder(recipe={"loss": {"adaptive": {"share": 0.5}}})
@@ -117,6 +119,7 @@ def test_thresholds_of_a_checkpoint_that_was_trained_to_decide(set_dir, tmp_path
         assert rows[name]["ms"] == pytest.approx((1 - share) * 1.0 + share * 3.0)
 
 
+@pytest.mark.slow
 def test_a_model_that_decides_for_itself_is_held_against_chance_among_rationales_always_written(
     set_dir, tmp_path
 ):
@@ -144,6 +147,7 @@ def test_a_model_that_decides_for_itself_is_held_against_chance_among_rationales
     assert DECIDED in page
 
 
+@pytest.mark.slow
 def test_a_gate_is_learned_on_another_set(done, set_dir, tmp_path, capsys):
     """Its direction and thresholds; and where the other set does not tell the direction there is no gate."""
     _, out, _ = done
@@ -176,6 +180,7 @@ def test_a_gate_is_learned_on_another_set(done, set_dir, tmp_path, capsys):
         budget(BudgetOptions(set=other, out=tmp_path / "x", **more), loader(FakeEncoder(skill=0.5)))
 
 
+@pytest.mark.slow
 def test_a_larger_k_draws_only_what_is_new(done, set_dir, tmp_path):
     encoder, _, _ = done
     assert len(encoder.seen) == (2 + 3) * NUM_QUERIES + 2 * 60
@@ -208,6 +213,7 @@ def test_page_and_plot_show_every_point(done):
     assert again.read_text() == page  # the page can be made again from the directory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "message"),
     [

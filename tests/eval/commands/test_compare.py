@@ -44,6 +44,7 @@ def num_dots(out):
     )
 
 
+@pytest.mark.slow
 def test_rows_and_their_figures(dirs):
     rows = compare(
         CompareOptions(dirs / "a/reasoning-both", dirs / "a/direct-both", metric=("mrr", "recall@10"))
@@ -115,6 +116,7 @@ def test_an_evaluation_equals_itself_and_nothing_is_known_of_its_spread(dirs, ca
     assert re.search(r"\+0.00 \[-16.84, \+16.84\] 1.0000 +\+0.00 +–\n", capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_one_group_says_nothing_of_others(tmp_path, capsys):
     content = tables(6, 60)
     content["queries"]["group"] = ["one"] * 6

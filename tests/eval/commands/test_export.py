@@ -25,6 +25,7 @@ def done(tmp_path_factory):
     return root / "e"
 
 
+@pytest.mark.slow
 def test_pinpoint_and_top50(done, tmp_path):
     assert main(["export", "format=pinpoint", f"eval={done}", f"out={tmp_path / 'p.json'}"]) == 0
     export(ExportOptions("top50", done, tmp_path / "t.json"))

@@ -199,6 +199,7 @@ def test_scores_of_a_local_judge_are_kept_under_its_code_and_versions(wanted, tm
     store.close()
 
 
+@pytest.mark.slow
 def test_the_command_reranks_a_finished_evaluation(tmp_path, monkeypatch):
     content = tables()
     data = write_tables(tmp_path / "set", content)
@@ -311,6 +312,7 @@ def test_a_judge_describes_the_answer_once_and_keeps_it(lively_path, tmp_path, m
         judge.describe([Item("e", "it is a hat")], answers)
 
 
+@pytest.mark.slow
 def test_the_command_asks_for_what_the_answer_shows(tmp_path, monkeypatch):
     data = write_tables(tmp_path / "set", tables())
     (done,) = run(
@@ -350,6 +352,7 @@ def test_the_command_asks_for_what_the_answer_shows(tmp_path, monkeypatch):
         rerank_command(RerankOptions(**options))
 
 
+@pytest.mark.slow
 def test_records_that_teach_to_describe(tmp_path):
     folder = description.Path("data_prep/demo/data/train").resolve()
     options = description.JudgeRecordsOptions(

@@ -70,6 +70,7 @@ def done(set_dir, tmp_path_factory):
     return encoder, out, dirs
 
 
+@pytest.mark.slow
 def test_two_modes_in_one_go_encode_candidates_once(done):
     encoder, out, dirs = done
     assert dirs == [out / "reasoning-both", out / "direct-both"]
@@ -213,6 +214,7 @@ def test_scoring_the_run_gives_the_same_metrics(done, set_dir, tmp_path):
     assert (tmp_path / "scored" / "run.trec").read_bytes() == (dirs[0] / "run.trec").read_bytes()
 
 
+@pytest.mark.slow
 def test_embeddings_are_cut_for_the_search_and_stay_whole_in_the_cache(set_dir, tmp_path):
     encoder = FakeEncoder()
     given = {"cache": tmp_path / "cache", "depth": NUM_CANDIDATES}
@@ -238,6 +240,7 @@ def test_embeddings_are_cut_for_the_search_and_stay_whole_in_the_cache(set_dir, 
             run(options(set_dir, tmp_path / "wrong", embedding_dims=wrong, **given), loader(encoder))
 
 
+@pytest.mark.slow
 def test_one_condition_goes_into_out_itself_and_a_second_run_reuses_everything(set_dir, tmp_path):
     assert run(options(set_dir, tmp_path), loader(FakeEncoder())) == [tmp_path]
     first = results_of(tmp_path)
@@ -250,6 +253,7 @@ def test_one_condition_goes_into_out_itself_and_a_second_run_reuses_everything(s
     assert again == first
 
 
+@pytest.mark.slow
 def test_a_shared_cache_serves_another_output(set_dir, tmp_path):
     run(options(set_dir, tmp_path / "a", cache=tmp_path / "cache"), loader(FakeEncoder()))
     encoder = FakeEncoder()
@@ -260,6 +264,7 @@ def test_a_shared_cache_serves_another_output(set_dir, tmp_path):
     assert {(side, mode) for side, mode, _ in encoder.calls} == {("query", "direct")}
 
 
+@pytest.mark.slow
 def test_another_cap_on_rationales_leaves_direct_embeddings_alone(set_dir, tmp_path):
     conditions = {"cache": tmp_path / "cache", "query_mode": ("reasoning", "direct")}
     run(options(set_dir, tmp_path / "a", **conditions), loader(FakeEncoder()))
@@ -276,6 +281,7 @@ def test_several_evaluations_do_not_go_into_the_directory_of_one(set_dir, tmp_pa
         run(options(set_dir, tmp_path, query_mode=("reasoning", "direct")), loader(FakeEncoder()))
 
 
+@pytest.mark.slow
 def test_a_stale_cache_is_not_used(tmp_path):
     """Another checkpoint, other settings, or one changed picture: nothing of the old cache is read."""
     content = tables()
@@ -292,6 +298,7 @@ def test_a_stale_cache_is_not_used(tmp_path):
     assert encoder.seen == [content["corpus"]["id"][5]]  # the others show what they showed
 
 
+@pytest.mark.slow
 def test_modalities_reach_the_encoder(set_dir, tmp_path):
     seen = {}
 
@@ -310,6 +317,7 @@ def test_modalities_reach_the_encoder(set_dir, tmp_path):
     assert results_of(dirs[1])["query_modality"] == "text"
 
 
+@pytest.mark.slow
 def test_self_retrieval_counts_a_query_that_finds_its_own_picture(tmp_path):
     content = tables()
     content["corpus"]["image"][0] = picture(1000)  # shown by the first two queries
@@ -371,6 +379,7 @@ def test_ties_are_reported_as_a_range(set_dir, tmp_path):
     assert (np.diff(fell.astype(np.float32)) < 0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["reasoning", "auto"])
 def test_sampled_rationales_take_their_seed_from_the_options(set_dir, tmp_path, mode):
     values = []
@@ -383,6 +392,7 @@ def test_sampled_rationales_take_their_seed_from_the_options(set_dir, tmp_path, 
     assert results_of(tmp_path / "0")["decoding"]["temperature"] == 0.7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "encoder", "key"),
     [
@@ -410,6 +420,7 @@ def test_another_output_is_not_overwritten_unasked(set_dir, tmp_path, change, en
     assert (tmp_path / "results.json").read_bytes() != before
 
 
+@pytest.mark.slow
 def test_another_protocol_is_not_overwritten_unasked(tmp_path):
     data = write_tables(tmp_path / "set", tables(), {"benchmark": "rmir"})
     run(options(data, tmp_path / "out"), loader(FakeEncoder()))
@@ -420,6 +431,7 @@ def test_another_protocol_is_not_overwritten_unasked(tmp_path):
         run(options(data, tmp_path / "out", benchmark="rmir", profile="official"), loader(FakeEncoder()))
 
 
+@pytest.mark.slow
 def test_what_changes_no_figure_may_take_its_place(set_dir, tmp_path):
     run(options(set_dir, tmp_path), loader(FakeEncoder()))
     results = results_of(tmp_path)
@@ -444,6 +456,7 @@ def test_another_set_is_not_overwritten_unasked(set_dir, tmp_path):
         run(options(other, tmp_path / "out"), loader(FakeEncoder()))
 
 
+@pytest.mark.slow
 def test_nothing_half_written_looks_complete(set_dir, tmp_path, monkeypatch):
     run(options(set_dir, tmp_path), loader(FakeEncoder()))
     monkeypatch.setattr(evaluation, "write_run", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -546,6 +559,7 @@ def test_short_runs_and_ties_in_foreign_runs_are_reported(set_dir, tmp_path, cap
     assert "24 queries list fewer than 50 candidates" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_scores_of_another_run_are_not_overwritten_unasked(done, set_dir, tmp_path):
     _, _, dirs = done
     score(ScoreOptions(run=dirs[0] / "run.trec", set=set_dir, out=tmp_path))
@@ -584,6 +598,7 @@ def test_the_command_line_prints_user_errors_and_usage(set_dir, tmp_path, capsys
     assert "checkpoint none does not exist" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_demo_names_the_shipped_checkpoint_here_too(set_dir, tmp_path, capsys, monkeypatch):
     """As for `rge embed`, `index` and `serve`; a folder of that name goes first."""
     monkeypatch.chdir(tmp_path)
@@ -596,6 +611,7 @@ def test_demo_names_the_shipped_checkpoint_here_too(set_dir, tmp_path, capsys, m
     assert "checkpoint demo has no rge.json" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_page_says_the_command_that_makes_its_figures_again(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_set(tmp_path / "a set")
@@ -619,6 +635,7 @@ def test_a_page_says_the_command_that_makes_its_figures_again(tmp_path, monkeypa
         assert (new["identity"], new["micro"]) == (old["identity"], old["micro"])
 
 
+@pytest.mark.slow
 def test_the_report_is_written_last(set_dir, tmp_path, monkeypatch, capsys):
     report = pytest.importorskip("eval.pages.report")
     asked = []
@@ -667,6 +684,7 @@ def test_an_oracle_finds_everything(tmp_path):
     assert [top[0] for top in table["top10"]] == [best[query][1] for query in table.index]
 
 
+@pytest.mark.slow
 def test_a_page_of_queries_whose_positives_are_missing(tmp_path):
     """One query has lost all of its positives and one some: the page comes, and its floors are those of results.json."""
     content = tables(8, 60)

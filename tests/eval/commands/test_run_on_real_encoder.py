@@ -24,6 +24,7 @@ def checkpoint(lively, tmp_path):
     return tmp_path / "checkpoint"
 
 
+@pytest.mark.slow
 def test_two_modes_of_a_real_checkpoint(checkpoint, tmp_path):
     data = write_set(tmp_path / "set", num_queries=10, num_candidates=12)
     options = {"checkpoint": checkpoint, "set": data, "query_mode": ("reasoning", "direct"), "report": False}
@@ -45,6 +46,7 @@ def test_two_modes_of_a_real_checkpoint(checkpoint, tmp_path):
     assert set(direct["stop_reason"]) == {"prefilled"}
 
 
+@pytest.mark.slow
 def test_another_prompt_profile_words_candidates_otherwise(checkpoint, tmp_path):
     """As MMEB needs it, whose texts carry their instructions; the cache must not mix the two up."""
     data = write_set(tmp_path / "set", num_queries=3, num_candidates=6)

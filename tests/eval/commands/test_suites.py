@@ -77,6 +77,7 @@ def curves(suite, tmp_path_factory):
     return out, json.loads((out / "budget.json").read_text())
 
 
+@pytest.mark.slow
 def test_every_way_of_asking_is_a_mean_over_members(curves):
     out, content = curves
     names = [row["name"] for row in content["points"]]
@@ -117,6 +118,7 @@ def test_gains_are_paired_within_members_and_a_gate_takes_its_share_of_each(curv
     assert of["gate-50"]["at_random"] == pytest.approx((of["direct"]["value"] + of["reasoning"]["value"]) / 2)
 
 
+@pytest.mark.slow
 def test_compare_says_of_a_suite_what_its_results_say(tmp_path):
     """Members of 8 and 40 queries in one half: a mean over queries would be the large member's."""
     sizes = {"north": 8, "south": 40, "west": 12}
@@ -150,6 +152,7 @@ def test_compare_says_of_a_suite_what_its_results_say(tmp_path):
     assert abs(half.difference - (pooled[0] - pooled[1])) > 1e-3
 
 
+@pytest.mark.slow
 def test_the_leaderboard_page_shows_the_curves(curves, tmp_path):
     out, content = curves
     assert (out / "report.html").exists()
@@ -165,6 +168,7 @@ def test_the_leaderboard_page_shows_the_curves(curves, tmp_path):
         assert f'<span class="note">{note}</span>' in page
 
 
+@pytest.mark.slow
 def test_a_judge_reorders_every_member(suite, tmp_path, monkeypatch):
     options = RunOptions(
         checkpoint="fake", set=suite, out=tmp_path / "run", query_mode=("reasoning", "direct"), report=False
@@ -198,6 +202,7 @@ def test_a_judge_reorders_every_member(suite, tmp_path, monkeypatch):
         rerank_command(RerankOptions(of=before, out=tmp_path / "x", judge="x"))
 
 
+@pytest.mark.slow
 def test_bm25_ranks_every_member(suite, tmp_path, capsys):
     pytest.importorskip("bm25s")
     out = bm25(Bm25Options(set=suite, out=tmp_path / "out"))

@@ -35,6 +35,7 @@ def evaluate(checkpoint, data, out, **more):
     return {path.parent.name: path.read_bytes() for path in out.rglob("run.trec")}
 
 
+@pytest.mark.slow
 def test_run_files_are_byte_equal_for_batches_of_1_8_and_32(checkpoint, tmp_path):
     data = write_set(tmp_path / "set", num_queries=12, num_candidates=16)
     both = {"query_mode": ("reasoning", "direct")}
@@ -71,6 +72,7 @@ def test_exact_states_are_those_of_a_row_alone(checkpoint):
     np.testing.assert_array_equal(exact, np.stack(alone))
 
 
+@pytest.mark.slow
 def test_a_rationale_that_rounding_might_change_is_written_alone(checkpoint, monkeypatch):
     embedder = Embedder.from_pretrained(checkpoint).with_(exact=True)
     asked = []

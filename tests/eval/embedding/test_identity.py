@@ -50,6 +50,7 @@ def data(tmp_path):
     return write_set(tmp_path / "set", num_queries=6, num_candidates=20)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["text", "instruction", "query picture", "candidate picture", "group"])
 def test_the_same_ids_under_other_texts_or_pictures_are_another_set(data, tmp_path, what):
     one = evaluate(data, tmp_path / "one")
@@ -79,6 +80,7 @@ def test_the_same_ids_under_other_texts_or_pictures_are_another_set(data, tmp_pa
         compare(CompareOptions(tmp_path / "mine", tmp_path / "theirs"))
 
 
+@pytest.mark.slow
 def test_an_import_with_another_profile_says_so(data, tmp_path):
     other = shutil.copytree(data, tmp_path / "other")
     changed(other, "queries", "text", ["reworded " + text for text in tables(6, 20)["queries"]["text"]])
@@ -98,6 +100,7 @@ def test_the_order_of_rows_is_no_part_of_a_set_s_content(tmp_path):
     assert with_content(load_set(one)).content == with_content(load_set(other)).content
 
 
+@pytest.mark.slow
 def test_a_limit_leaves_the_set_what_it_is(data, tmp_path):
     whole, few = (
         results_of(evaluate(data, tmp_path / str(limit), limit=limit))["set"] for limit in (None, 3)
@@ -127,6 +130,7 @@ def edit(monkeypatch):
     return change
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "kept", "named"),
     [
@@ -181,6 +185,7 @@ register_family("qwen2_5_vl", Eyes())
 """
 
 
+@pytest.mark.slow
 def test_picture_code_of_a_plugin_s_family_is_part_of_what_it_makes(lively, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.dont_write_bytecode", True)
     monkeypatch.syspath_prepend(tmp_path)
@@ -231,6 +236,7 @@ def test_picture_code_of_a_plugin_s_family_is_part_of_what_it_makes(lively, tmp_
     assert "plugins: plugin_eyes.code " in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_embeddings_of_an_older_version_are_not_used_and_that_is_said(data, tmp_path, capsys):
     evaluate(data, tmp_path / "one", cache=tmp_path / "cache")
     for path in (tmp_path / "cache").glob("*/about.json"):
@@ -247,6 +253,7 @@ def test_embeddings_of_an_older_version_are_not_used_and_that_is_said(data, tmp_
     )
 
 
+@pytest.mark.slow
 def test_a_comparison_says_what_differs(data, tmp_path, capsys):
     one = evaluate(data, tmp_path / "one", query_mode=("direct",))
     two = evaluate(data, tmp_path / "two", FakeEncoder("other", dtype="bfloat16"), query_mode=("reasoning",))
@@ -266,6 +273,7 @@ def test_a_comparison_says_what_differs(data, tmp_path, capsys):
     assert "nothing: they are two measurements of the same thing" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_key_names_everything(data, tmp_path):
     results = results_of(evaluate(data, tmp_path / "one"))
     assert {key: value for key, value in results["identity"].items() if key != "key"} == identity_of(results)
@@ -278,6 +286,7 @@ def test_the_key_names_everything(data, tmp_path):
     assert "machine" in results["identity"]
 
 
+@pytest.mark.slow
 def test_old_results_are_read_with_a_warning(data, tmp_path, capsys):
     one, two = evaluate(data, tmp_path / "one"), evaluate(data, tmp_path / "two", FakeEncoder("other"))
     results = results_of(one)
@@ -310,6 +319,7 @@ def test_another_run_of_the_same_name_does_not_take_the_place_of_one(data, tmp_p
         evaluate(data, tmp_path / "one")
 
 
+@pytest.mark.slow
 def test_warnings_stand_at_the_top_of_the_page_of_a_run(data, tmp_path):
     train = tmp_path / "train.jsonl"
     record = {
@@ -326,6 +336,7 @@ def test_warnings_stand_at_the_top_of_the_page_of_a_run(data, tmp_path):
     assert page.index("TRAINED ON THE TEST") < page.index('<section id="figures"')
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_lost_its_rge_json_is_no_other_model(lively, data, tmp_path, capsys):
     settings = settings_of(
         emb_id=lively.emb_id, profile="rge", max_prompt_tokens=256, min_pixels=28 * 28, max_pixels=84 * 84,

@@ -58,6 +58,7 @@ def test_a_damaged_shard_of_another_cache_is_named(tmp_path):
         filled(tmp_path, "b" * 20, items_of(0, 9), FakeEncoder())
 
 
+@pytest.mark.slow
 def test_one_changed_picture_costs_one_embedding(tmp_path):
     content = tables(num_queries=6, num_candidates=60)
     options = {"checkpoint": "fake", "set": tmp_path / "set", "cache": tmp_path / "cache", "report": False}
@@ -92,6 +93,7 @@ def test_a_pool_larger_than_memory_is_a_map_of_a_nameless_file(tmp_path, memory_
     np.testing.assert_array_equal(small.rows_QW, whole.rows_QW)
 
 
+@pytest.mark.slow
 def test_figures_do_not_depend_on_the_memory(tmp_path):
     write_tables(tmp_path / "set", tables())
     runs = []

@@ -81,6 +81,7 @@ def test_a_reformulation_sees_question_and_pictures(content, server, tmp_path):
     assert kinds == {("text", "text"), ("text", "image_url", "text")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["empty", "refused"])
 def test_a_query_that_gets_nothing_stays_as_it_was_and_is_counted(content, tmp_path, how):
     asked = []
@@ -114,6 +115,7 @@ def test_a_query_that_gets_nothing_stays_as_it_was_and_is_counted(content, tmp_p
             rewriter.answers.close()
 
 
+@pytest.mark.slow
 def test_an_embedder_sees_what_was_added(content, server, tmp_path):
     data = write_tables(tmp_path / "set", content)
     options = {"checkpoint": "fake", "set": data, "cache": tmp_path / "cache", "report": False}

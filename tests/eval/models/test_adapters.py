@@ -252,6 +252,7 @@ def test_what_an_adapter_cannot_do_is_said(clip_path, qwen2_path, tmp_path):
         load_model(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_run_records_adapter_and_wording(clip_path, tmp_path):
     data = write_set(tmp_path / "set", num_queries=4, num_candidates=8)
     options = {"model": str(clip_path), "set": data, "report": False}

@@ -84,6 +84,7 @@ def test_a_name_that_is_nothing(tmp_path):
         load_model(tmp_path)
 
 
+@pytest.mark.slow
 def test_either_checkpoint_or_model(own, tmp_path, capsys):
     from eval_fakes import write_set
 

@@ -46,6 +46,7 @@ def released(path):
     return encoder
 
 
+@pytest.mark.slow
 def test_all_prompts_of_all_sets_are_those_of_the_released_code(released, tmp_path):
     """From files of MMEB-eval's layout to prompts, against what the release's own code made of the same texts.
 
@@ -121,6 +122,7 @@ def reference(path, text, image, cap):
     return made.sequences[0, inputs["input_ids"].shape[1] :].tolist(), (state / state.norm()).numpy(), emb
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cap", [3, 12])
 def test_a_query_is_written_and_read_as_the_released_code_does(path, cap):
     encoder = load_model(path, adapter="rge-release", as_released=True, device="cpu", max_new_tokens=cap)
@@ -153,6 +155,7 @@ def test_what_the_release_never_asks_is_refused(released, path, tmp_path):
         load_model(path, adapter="qwen-vl", as_released=True, device="cpu")
 
 
+@pytest.mark.slow
 def test_from_the_release_s_files_to_a_row_that_says_so(path, tmp_path, capsys):
     src = tmp_path / "mmeb"
     (src / "images").mkdir(parents=True)

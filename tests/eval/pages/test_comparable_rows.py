@@ -63,6 +63,7 @@ def places(page):
     ]
 
 
+@pytest.mark.slow
 def test_rows_of_another_release_take_no_place(made, tmp_path):
     page = page_of(tmp_path, pinpoint(made, "theirs", "official"))
     rows = places(page)
@@ -79,6 +80,7 @@ def test_rows_of_another_release_take_no_place(made, tmp_path):
     assert kinds.index("apart") == 12  # below everything that has a place
 
 
+@pytest.mark.slow
 def test_the_clean_profile_takes_no_place_among_published_rows(made, tmp_path):
     page = page_of(tmp_path, pinpoint(made, "theirs", "clean"))
     assert "the rows here have the clean protocol, the published ones the official protocol" in page
@@ -87,18 +89,21 @@ def test_the_clean_profile_takes_no_place_among_published_rows(made, tmp_path):
     assert "clean protocol" in row[1]
 
 
+@pytest.mark.slow
 def test_profiles_have_boards_of_their_own(made, tmp_path):
     page = page_of(tmp_path, pinpoint(made, "a", "clean"), pinpoint(made, "b", "official"))
     assert page.count('class="board"') == 2
     assert "109,600 candidates, official protocol" in page
 
 
+@pytest.mark.slow
 def test_official_rows_keep_their_intervals(made, tmp_path):
     (row,) = rows_of(page_of(tmp_path, pinpoint(made, "a", "official")), "measured")
     assert row[2] == "50.0 40.0–60.0"
     assert row[-1] == "27.0"  # the released figure is another one, and has no interval of ours
 
 
+@pytest.mark.slow
 def test_rmir_means_the_same_in_both_profiles(made, tmp_path):
     wanted = {"name": "RMIR", "num_queries": 1634, "num_candidates": 35803}
     page = page_of(tmp_path, made("a", benchmark="rmir", profile="clean", set=wanted))
@@ -108,6 +113,7 @@ def test_rmir_means_the_same_in_both_profiles(made, tmp_path):
     assert "the set measured here is not the published one" in cut
 
 
+@pytest.mark.slow
 def test_all_members_with_a_few_queries_each_take_no_place_among_published_rows(made, tmp_path):
     wanted = {"name": "MMEB", "num_members": 36, "num_queries": 108}
     macro = {"macro": {"hit@1": {"value": 0.99, "low": 0.9, "high": 1.0}}}
@@ -119,6 +125,7 @@ def test_all_members_with_a_few_queries_each_take_no_place_among_published_rows(
     assert all(place.strip() for _, place, _ in places(page))
 
 
+@pytest.mark.slow
 def test_another_import_takes_no_place_among_published_rows(made, tmp_path):
     wanted = {"name": "MM-BRIGHT, task 2", "num_members": 29, "num_queries": 1218}
     wanted["made_with"] = {"image_policy": "all", "task": 2}
@@ -132,11 +139,13 @@ def test_another_import_takes_no_place_among_published_rows(made, tmp_path):
     assert "Not comparable:" not in page
 
 
+@pytest.mark.slow
 def test_sets_of_one_fingerprint_and_other_contents_are_two_boards(made, tmp_path):
     page = page_of(tmp_path, made("a"), made("b", set={"content": "f" * 64}), made("c", set={"limit": 3}))
     assert page.count('class="board"') == 3
 
 
+@pytest.mark.slow
 def test_warnings_stand_on_the_row_and_a_row_trained_on_the_test_takes_no_place(made, tmp_path):
     warning = "TRAINED ON THE TEST: 3 of its pictures"
     page = page_of(tmp_path, made("honest"), made("other", warnings=[warning]))
@@ -152,6 +161,7 @@ def test_warnings_stand_on_the_row_and_a_row_trained_on_the_test_takes_no_place(
     assert re.search(r'<p class="warn"[^>]*><b>[^<]*</b>x/other, direct: TRAINED ON THE TEST', page)
 
 
+@pytest.mark.slow
 def test_a_result_from_before_contents_joins_the_board_without_a_place(made, tmp_path):
     old = made("old")
     results = json.loads((old / "results.json").read_text())
@@ -169,6 +179,7 @@ def test_a_result_from_before_contents_joins_the_board_without_a_place(made, tmp
     assert "was written by an older version, which recorded less" in page
 
 
+@pytest.mark.slow
 def test_a_ranking_made_elsewhere_has_no_row_of_empty_costs(made, tmp_path):
     folder = made("foreign", query_mode=None, tag="theirs")
     import pandas as pd
@@ -186,6 +197,7 @@ def test_a_ranking_made_elsewhere_has_no_row_of_empty_costs(made, tmp_path):
     assert '<th scope="row">2 x/ours' in both  # numbered as on the heat map
 
 
+@pytest.mark.slow
 def test_the_rows_of_a_board_are_also_a_csv_and_a_latex_table(made, tmp_path):
     page_of(tmp_path, pinpoint(made, "ours", "official"))
     rows = pd.read_csv(tmp_path / "page.csv")

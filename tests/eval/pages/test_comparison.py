@@ -34,6 +34,7 @@ def per_query(path):
     return pd.read_parquet(path / "per_query.parquet").set_index("query_id")
 
 
+@pytest.mark.slow
 def test_every_query_is_won_by_the_side_with_the_better_metric(world):
     page = (world / "c/compare.html").read_text()
     cards = re.findall(r'data-query="([^"]+)"[^>]* data-winner="([^"]+)"', page)
@@ -67,6 +68,7 @@ def test_slices_have_the_figures_and_intervals_of_the_tests(world):
             assert words in line
 
 
+@pytest.mark.slow
 def test_a_board_holds_its_best_row_against_the_others(world, tmp_path):
     runs = [str(world / "a"), str(world / "b")]
     page = write_leaderboard(runs, tmp_path / "p.html").read_text()
@@ -81,6 +83,7 @@ def test_a_board_holds_its_best_row_against_the_others(world, tmp_path):
         assert f"{signed(row.low)} to {signed(row.high)}" in figure
 
 
+@pytest.mark.slow
 def test_a_set_that_was_moved_is_named(world, tmp_path):
     a, b = (
         shutil.copytree(world / path, tmp_path / name)

@@ -52,6 +52,7 @@ def world(tmp_path_factory):
     return root
 
 
+@pytest.mark.slow
 def test_measured_rows_carry_the_numbers_of_results_json(world, tmp_path):
     out = write_leaderboard([str(world / "clip"), f"Mine:{world / 'ours'}"], tmp_path / "p.html")
     rows = rows_of(out.read_text(), "measured")
@@ -142,6 +143,7 @@ def test_examples_say_who_wins(world, tmp_path):
     assert who_wins(pd.Series(first).to_numpy(), ["a", "b"]) == "a"
 
 
+@pytest.mark.slow
 def test_one_file_without_network_and_the_same_twice(world, tmp_path):
     runs = [str(world / "clip"), str(world / "ours"), str(world / "mmeb_eval")]
     first = write_leaderboard(runs, tmp_path / "a.html", which="all").read_bytes()
@@ -153,6 +155,7 @@ def test_one_file_without_network_and_the_same_twice(world, tmp_path):
         assert table.source in page.replace("&#39;", "'").replace("&amp;", "&")
 
 
+@pytest.mark.slow
 def test_the_command_chooses_the_page(world, tmp_path, capsys):
     given = f"runs={world / 'clip'},{world / 'mmeb_eval'}"
     assert main(["report", given, f"out={tmp_path / 'p.html'}", "examples=0"]) == 0

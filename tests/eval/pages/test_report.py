@@ -355,6 +355,7 @@ def test_opening_sentence_and_ceiling(world):
     )  # two right answers, one place
 
 
+@pytest.mark.slow
 def test_examples_show_what_was_ranked_and_mark_what_is_right(world):
     page = Page(written(world))
     cards = page.all("article", cls="card")
@@ -394,6 +395,7 @@ def test_examples_show_what_was_ranked_and_mark_what_is_right(world):
     assert ranks["Direct"] == str(direct.at[first, RANK_COLUMN])
 
 
+@pytest.mark.slow
 def test_says_in_which_proportion_examples_were_chosen(world):
     page = Page(written(world))
     text = " ".join(page.all("section", id="examples")[0]["text"].split())
@@ -408,6 +410,7 @@ def test_says_in_which_proportion_examples_were_chosen(world):
     assert "All are on this page: 20 are successes (rank 1) and 20 are failures." in text
 
 
+@pytest.mark.slow
 def test_queries_without_and_with_several_pictures(world):
     page = Page(written(world, num_examples=40))
     cards = {card["attrs"]["data-query"]: card for card in page.all("article")}
@@ -422,6 +425,7 @@ def test_queries_without_and_with_several_pictures(world):
     assert "rank 1: thing 4" in labels
 
 
+@pytest.mark.slow
 def test_each_picture_is_in_the_file_once_and_every_reference_resolves(world):
     html = written(world)
     page = Page(html)
@@ -434,6 +438,7 @@ def test_each_picture_is_in_the_file_once_and_every_reference_resolves(world):
     assert len(ids) == len(set(ids))
 
 
+@pytest.mark.slow
 def test_one_file_without_network_or_local_paths(world):
     html = written(world)
     page = Page(html)
@@ -450,6 +455,7 @@ def test_one_file_without_network_or_local_paths(world):
     assert policy.startswith("default-src 'none'; img-src data:;")
 
 
+@pytest.mark.slow
 def test_what_the_model_wrote_is_text_not_markup(world):
     html = written(world)
     page = Page(html)
@@ -462,6 +468,7 @@ def test_what_the_model_wrote_is_text_not_markup(world):
     assert page.all("title")[0]["text"] == "What reasoning gained on tiny & <set>"
 
 
+@pytest.mark.slow
 def test_same_input_same_bytes_and_no_leftovers(world):
     first = written(world)
     assert written(world) == first
@@ -498,6 +505,7 @@ def test_a_set_without_pairs_has_its_categories_in_the_main_table(world):
     assert len(main) == 1
 
 
+@pytest.mark.slow
 def test_many_categories_have_a_table_with_a_row_each(world):
     for folder in [*(world / "out").iterdir(), world / "none/direct-both"]:
         results = json.loads((folder / "results.json").read_text())
@@ -556,6 +564,7 @@ def test_large_pictures_are_scaled_down_and_small_ones_kept(tmp_path):
     assert (gallery.pictures[2].width, gallery.pictures[2].height) == (10, 30)
 
 
+@pytest.mark.slow
 def test_what_a_slice_means_is_said_by_the_set_and_by_nobody_else(world):
     assert "never" not in Page(written(world)).all("figcaption")[0]["text"]
     meta = json.loads((world / "set/meta.json").read_text())
@@ -576,6 +585,7 @@ def opening(html: str) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_the_page_opens_with_reasons_that_the_set_gives(world):
     """Successes: the reason of that query; failures: of any query, since a wrong one shows what was mistaken."""
     path = world / "out/reasoning-both/per_query.parquet"
@@ -614,6 +624,7 @@ def test_results_of_two_protocols_do_not_share_a_page(world):
         written(world, baselines={})
 
 
+@pytest.mark.slow
 def test_warnings_of_results_stand_before_the_figures(world):
     def warn(results):
         results["warnings"] = ["TRAINED ON THE TEST: 3 of 40 <pictures>"]
@@ -634,6 +645,7 @@ def test_warnings_of_results_stand_before_the_figures(world):
     assert max(places) < page.elements.index(page.all("table")[0])
 
 
+@pytest.mark.slow
 def test_a_ranking_made_elsewhere_has_no_empty_columns_of_cost(world):
     folder = world / "out/direct-both"
     frame = pd.read_parquet(folder / "per_query.parquet")
@@ -709,6 +721,7 @@ def test_new_pictures_go_first():
 # --- training curves ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_curves_are_drawn_with_axes_stages_and_a_spoken_summary(world):
     joint = write_log(
         world / "joint" / "metrics.jsonl",

@@ -37,6 +37,7 @@ def test_copied_share():
     assert copied_share("WHAT do YOU need, to open this", question) == 1.0
 
 
+@pytest.mark.slow
 def test_shortcut_rates_by_hand(done):
     dirs = [done / "e" / f"reasoning-{name}" for name in ("both", "text", "image")]
     solved = {"both": [1] * 12 + [0] * 12, "text": [1] * 6 + [0] * 18, "image": [0] * 4 + [1] * 4 + [0] * 16}

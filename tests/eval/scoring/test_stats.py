@@ -219,6 +219,7 @@ def test_minimum_detectable_difference_is_found_four_times_in_five():
     assert 0.73 <= (sign_flip_p(data, np.arange(80), num_resamples=500) <= 0.05).mean() <= 0.87
 
 
+@pytest.mark.slow
 def test_ten_thousand_resamples_of_1634_queries_cost_a_few_times_their_random_numbers():
     """No resampling can do without drawing, for each resample and query, a number: timed here and now, on this machine."""
     value, group = np.random.default_rng(11).random((1634, 3)), np.arange(1634)

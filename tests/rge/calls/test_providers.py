@@ -447,6 +447,7 @@ class Limited:
         return chat("fine")
 
 
+@pytest.mark.slow
 def test_the_pace_is_learnt_from_429(store):
     """100 calls a second are allowed and 64 tried at once: nothing fails, few are refused, and the rate is used."""
     limited = Limited(100, 0.2)
@@ -530,6 +531,7 @@ def photos(tmp_path):
     return paths
 
 
+@pytest.mark.slow
 def test_photographs_hold_up_no_other_call(store, photos):
     """While three are scaled down, the loop that makes the calls goes on turning."""
 

@@ -58,6 +58,7 @@ def test_a_full_disk_leaves_an_earlier_checkpoint(lively, settings, tmp_path, li
     assert checkpoint_hash(final) == before
 
 
+@pytest.mark.slow
 @every_family
 def test_a_reloaded_checkpoint_gives_the_same_embeddings_bit_for_bit(lively, settings, items, tmp_path):
     export(lively, tmp_path / "one", settings)

@@ -259,6 +259,7 @@ def test_a_resume_with_a_key_that_changes_rounding_says_so(tmp_path, monkeypatch
     )
 
 
+@pytest.mark.slow
 def test_a_stage_that_is_over_leaves_nothing_of_its_own_to_the_next(tmp_path, monkeypatch):
     """A rerun skips the finished stage: what that had registered nobody registers again."""
     monkeypatch.setattr(checkpoint_manager, "stop_after_this_step_at_signals", lambda: None)
@@ -307,6 +308,7 @@ def test_a_stage_that_is_over_leaves_nothing_of_its_own_to_the_next(tmp_path, mo
     assert kept.value == 2
 
 
+@pytest.mark.slow
 def test_an_export_that_fails_costs_no_step(tmp_path, monkeypatch):
     """The last step's state is there, with what was measured after it; the same command exports and trains nothing."""
     monkeypatch.setattr(checkpoint_manager, "stop_after_this_step_at_signals", lambda: None)
@@ -332,6 +334,7 @@ def test_an_export_that_fails_costs_no_step(tmp_path, monkeypatch):
     assert exported == [(tmp_path / "joint/final", 9, {"metric": "loss", "val_loss": 2.0})]
 
 
+@pytest.mark.slow
 def test_a_disk_with_room_for_the_checkpoint_alone_gets_it(tmp_path, monkeypatch, capsys, files_of_at_most):
     monkeypatch.setattr(checkpoint_manager, "stop_after_this_step_at_signals", lambda: None)
     exported = []
@@ -369,6 +372,7 @@ def test_a_run_that_diverges_says_which_state_is_left(tmp_path):
     assert "state is of step 3: " in message()
 
 
+@pytest.mark.slow
 def test_sources_that_are_gone_when_a_stage_ends_do_not_cost_its_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint_manager, "stop_after_this_step_at_signals", lambda: None)
     written = []

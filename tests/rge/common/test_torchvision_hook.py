@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 from rge.common.torchvision_cpu import write_hook
 
 PLAIN = """
@@ -20,6 +22,7 @@ print(type(model).__name__, processor.image_processor is not None, torchvision.t
 """
 
 
+@pytest.mark.slow
 def test_plain_transformers_loads_a_checkpoint(lively_path, tmp_path):
     folder = tmp_path / "site packages"
     folder.mkdir()

@@ -180,6 +180,7 @@ def content(batch) -> dict:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", AT_A_DRAW)
 def test_what_only_a_draw_shows(folder, builder, kind, tmp_path):
     bad, message = AT_A_DRAW[kind]

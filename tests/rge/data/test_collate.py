@@ -121,6 +121,7 @@ def test_a_batch_repeats_and_differs_from_the_next(batches):
     assert content(batches(seed=1)[3]) != later
 
 
+@pytest.mark.slow
 def test_candidates_are_the_drawn_positive_and_negatives(batches, records):
     by_id = {file[index].id: file[index] for file in records for index in range(len(file))}
     positives, negatives = Counter(), Counter()
@@ -200,6 +201,7 @@ def test_one_record_that_includes_its_wording_ends_a_run_whose_profile_adds_anot
     assert sum(len(found[step].queries) for step in range(20)) == 120
 
 
+@pytest.mark.slow
 def test_training_and_evaluation_see_the_same_tokens_and_states(lively, records, tmp_path):
     """The collator's prompt of a record is the prompt that a loaded checkpoint makes, down to the embedding."""
     builder = PromptBuilder(lively.processor, "rge", max_tokens=150)
@@ -272,6 +274,7 @@ def test_sorting_moves_rows_and_columns_and_nothing_else(batches):
     assert without.positive == []
 
 
+@pytest.mark.slow
 def test_what_the_recipe_says_of_data_reaches_the_batches(records, embedder):
     """Each key that decides what is in a batch, through the function that builds a stage's."""
 

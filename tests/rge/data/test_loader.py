@@ -153,6 +153,7 @@ def test_what_waits_is_bounded_in_bytes(monkeypatch, limit_mb):
     assert max(num_bytes for _, num_bytes in queue.seen) <= max(limit_mb << 20, size + 10_000)
 
 
+@pytest.mark.slow
 def test_few_descriptors_and_no_shared_memory():
     """A batch of a thousand pictures under 40 descriptors more than there are."""
     many = Batch([], [batch_of(n).queries[0] for n in range(1000)], [], [], [], [], [], [], [])

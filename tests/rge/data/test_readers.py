@@ -304,6 +304,7 @@ def stream(home: Path, kind: str = "parquet", buffer: int = 3, **more):
     return open_records(source, need_rationale=True, pictures=PictureIndex(), **more)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["parquet", "saved", "lines"])
 @pytest.mark.parametrize("of", [1, 2, 3, 8])
 def test_readers_share_a_stream_and_together_read_each_row_once_an_epoch(home, kind, of):
@@ -331,6 +332,7 @@ def test_the_order_is_random_and_follows_from_the_seed(home):
     )  # a shard's own order
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("of", [1, 3])
 def test_a_reader_goes_on_anywhere_and_passes_over_shards_it_knows(home, of, tmp_path, monkeypatch):
     monkeypatch.setattr(streams, "BATCH", 4)  # several tables a shard
@@ -401,6 +403,7 @@ def shown(batch) -> list:
     ]
 
 
+@pytest.mark.slow
 def test_batches_of_a_stream_are_the_workers_and_go_on_at_any_step(home, builder):
     files = [RecordFile(home / "lines" / "train.jsonl"), stream(home)]
     expected = [shown(step_batches(files, builder)[0])]
@@ -528,6 +531,7 @@ def test_keys_tell_sources_apart():
     assert ValidationConfig().key is None
 
 
+@pytest.mark.slow
 def test_the_check_looks_at_data_sets_too(recipe, home, tmp_path):
     from accelerate import Accelerator
 
@@ -702,6 +706,7 @@ def test_what_a_registered_source_does_wrong_is_named(registered, source, messag
         open_records(RecordsConfig(**source))
 
 
+@pytest.mark.slow
 def test_the_library_is_not_loaded_for_files(tmp_path):
     """It takes a second and a hundred megabytes."""
     import subprocess

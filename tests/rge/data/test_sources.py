@@ -325,6 +325,7 @@ def test_a_column_spills_to_the_disk(monkeypatch):
     assert isinstance(column.read(), np.memmap)
 
 
+@pytest.mark.slow
 def test_a_file_takes_little_memory_and_duplicates_are_found_in_it(tmp_path, monkeypatch):
     """Neither ids nor, from some number on, offsets are kept in memory."""
     monkeypatch.setattr(Column, "SPILL", 1000)

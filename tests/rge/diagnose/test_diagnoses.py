@@ -135,6 +135,7 @@ def test_hits_and_interval_by_hand():
 # --------------------------------------------------------------------------------------------------------- sensitivity
 
 
+@pytest.mark.slow
 def test_sensitivity_sees_that_a_rationale_matters(checkpoint, records):
     encoder = Embedder.from_pretrained(checkpoint)
     pairs = read_pairs(records, 24)
@@ -250,6 +251,7 @@ def test_hidden_states_of_think_tokens_are_replaced(thinking, records):
     assert abs(zeros - own).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_sensitivity_of_think_tokens(thinking, records):
     pairs = read_pairs(records, 12)
     found = sensitivity.sensitivity(thinking, pairs, batch_size=7)
@@ -270,6 +272,7 @@ def test_sensitivity_of_think_tokens(thinking, records):
 # ---------------------------------------------------------------------------------------------------------- invariance
 
 
+@pytest.mark.slow
 def test_invariance_holds_and_plain_transformers_agrees(checkpoint, records):
     found = invariance(Embedder.from_pretrained(checkpoint), read_pairs(records, 6), batch_sizes=(2, 5))
     assert found["agrees"], found
@@ -285,6 +288,7 @@ def test_invariance_holds_and_plain_transformers_agrees(checkpoint, records):
     )  # so the bound separates rounding of one kind from the other
 
 
+@pytest.mark.slow
 def test_invariance_sees_an_embedding_that_depends_on_the_batch(checkpoint, records, monkeypatch, capsys):
     true = Embedder.encode
 
@@ -304,6 +308,7 @@ def test_invariance_sees_an_embedding_that_depends_on_the_batch(checkpoint, reco
     assert not written["variants"]["direct, batches of 32"]["agrees"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stale", [False, True])
 def test_invariance_compares_the_rationales_of_vllm(checkpoint, records, monkeypatch, stale):
     """What vLLM itself writes is in tests/rge/rollout/test_vllm_writer.py; here, another model's rationales are the wrong ones."""
@@ -398,6 +403,7 @@ def test_no_verdict_without_learning():
     assert "no verdict without" in leakage.judge({"right": curve(1.0)}, 3.2)["verdict"]
 
 
+@pytest.mark.slow
 def test_leakage_writes_table_curves_and_plot(checkpoint, records, capsys):
     arguments = [f"checkpoint={checkpoint}", f"data={records}", "steps=2", "batch_size=4"]
     assert command.main(["leakage", *arguments, f"out={checkpoint.parent / 'here'}"]) == 0

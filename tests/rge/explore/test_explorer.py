@@ -53,6 +53,7 @@ def told(explorer, question="", picture=None, rationale=None, k=3, **more):
     return found
 
 
+@pytest.mark.slow
 def test_the_hits_are_those_of_the_embedder_and_the_words_come_one_by_one(explorer):
     example = explorer.examples[0]
     found = told(explorer, example.question, example.picture)
@@ -111,6 +112,7 @@ def test_instruction_condition_and_words_reach_the_search(explorer):
         told(explorer, "x", where="nothing = 1")
 
 
+@pytest.mark.slow
 def test_several_users_are_answered_in_turn_each_as_if_alone(explorer, monkeypatch):
     monkeypatch.setattr(explorer_module, "TELL_S", 0.02)
     asked = [(one.question, one.picture) for one in explorer.examples[:5]]
@@ -121,6 +123,7 @@ def test_several_users_are_answered_in_turn_each_as_if_alone(explorer, monkeypat
     assert [[news for news in found if "waiting" not in news] for found in together] == alone
 
 
+@pytest.mark.slow
 def test_the_first_example_is_answered_right(explorer):
     """The page begins with it; of the demo's examples about half are."""
     demo = Explorer(explorer.embedder, demo_gallery(explorer.embedder), demo_examples())

@@ -99,6 +99,7 @@ EVERYTHING = [
 ]
 
 
+@pytest.mark.slow
 def test_only_what_changed_is_embedded(photos, capsys, demo, monkeypatch):
     embedded = counted(monkeypatch)
 
@@ -132,6 +133,7 @@ def test_only_what_changed_is_embedded(photos, capsys, demo, monkeypatch):
     np.testing.assert_allclose(vector, demo.encode_document(images=photos / "blue.png"), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_what_is_renamed_or_there_twice_is_embedded_once(photos, capsys, monkeypatch, demo):
     embedded = counted(monkeypatch)
     shutil.copy(photos / "blue.png", photos / "copy of blue.png")
@@ -161,6 +163,7 @@ def exif(taken, latitude=None):
     return made
 
 
+@pytest.mark.slow
 def test_a_phones_folder(tmp_path, monkeypatch, capsys, demo):
     """Eight JPEG, a HEIC, a GIF and an AVIF, with the EXIF that phones write."""
     pillow_heif = pytest.importorskip("pillow_heif")
@@ -547,6 +550,7 @@ def test_rows_without_an_id_are_named_and_rows_without_content_are_faults(tmp_pa
 # ------------------------------------------------------------------------------------------------------------- search
 
 
+@pytest.mark.slow
 def test_search_tells_the_rationale_and_the_hits(photos, capsys, demo, monkeypatch):
     index(["pho tos", "out=gallery", "checkpoint=demo"])
     (photos / "teal.png").unlink()
@@ -708,6 +712,7 @@ def test_the_demos_checkpoint_is_found_by_its_name_from_anywhere(tmp_path, monke
         Embedder.from_pretrained("demo")
 
 
+@pytest.mark.slow
 def test_the_example_of_the_docs_runs_as_it_is_printed(photos, capsys):
     page = (ROOT / "docs" / "search.md").read_text(encoding="utf-8")
     [block] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)

@@ -60,6 +60,7 @@ def rge(*words):
     )
 
 
+@pytest.mark.slow
 def test_a_search_is_answered_by_the_running_server(run, demo, capsys, monkeypatch):
     words = ["gallery", "What is this?", "image=photos/red.png", "k=2", "where=album = 'photos'"]
     capsys.readouterr()

@@ -193,6 +193,7 @@ def test_an_index_of_another_checkpoint_is_named_and_refused(index):
         index.check("mine", "b" * 64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [16, 256])
 def test_the_recall_of_an_approximate_index_is_measured_and_it_goes_with_the_rows(tmp_path, size):
     index = Index.create(tmp_path / "x", dimensions=size, **MADE)
@@ -215,6 +216,7 @@ def test_the_recall_of_an_approximate_index_is_measured_and_it_goes_with_the_row
     assert index.search(query_QD, 20) == index.search(query_QD, 20, exact=True)
 
 
+@pytest.mark.slow
 def test_recall_is_seen_to_fall_where_the_approximate_index_is_bad(tmp_path, monkeypatch):
     index = Index.create(tmp_path / "x", dimensions=256, **MADE)
     index.put(rows(vectors(600, 256)))
@@ -281,6 +283,7 @@ with writing(uri):
 """
 
 
+@pytest.mark.slow
 def test_a_killed_writer_leaves_whole_commits_and_no_lock_and_a_second_writer_is_refused(index):
     with subprocess.Popen(
         [sys.executable, "-c", WRITER, index.uri], stdout=subprocess.PIPE, text=True

@@ -51,6 +51,7 @@ def pictures_of(queries):
     ]
 
 
+@pytest.mark.slow
 def test_sentence_transformers_embeds_as_we_do(checkpoint, queries, tmp_path):
     ours = Embedder.from_pretrained(checkpoint)
     theirs = sentence_transformers.SentenceTransformer(str(checkpoint), trust_remote_code=True, device="cpu")
@@ -203,6 +204,7 @@ def test_truncated_embeddings_have_length_one(checkpoint):
     np.testing.assert_allclose(found.norm(dim=1), 1, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_langchain_embeds_as_we_do(checkpoint, picture):
     vectorstores = pytest.importorskip("langchain_core.vectorstores")
     from rge.integrations.langchain import ReasoningEmbeddings
@@ -226,6 +228,7 @@ def test_langchain_embeds_as_we_do(checkpoint, picture):
     np.testing.assert_allclose([score for _, score in found], np.sort(scores)[::-1], atol=1e-6)
 
 
+@pytest.mark.slow
 def test_langchain_embeds_in_threads_as_in_one(checkpoint):
     """Its asynchronous methods run the others in threads."""
     from rge.integrations.langchain import ReasoningEmbeddings

@@ -85,6 +85,7 @@ def assert_equal_models(one, other, tolerance=1e-6):
         torch.testing.assert_close(weights[name], value, atol=tolerance, rtol=tolerance, msg=name)
 
 
+@pytest.mark.slow
 @every_family
 def test_they_are_the_merged_model_for_us_and_for_peft(lively, lively_path, picture, tmp_path):
     merged, adapters = write(adapt(lively), lively_path, tmp_path)
@@ -105,6 +106,7 @@ def test_they_are_the_merged_model_for_us_and_for_peft(lively, lively_path, pict
     torch.testing.assert_close(logits, exact, atol=1e-4 * float(exact.abs().max()), rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes", [{"dora": True, "vision": True}, {"rslora": True, "targets": ["q_proj"]}], ids=str
 )
@@ -116,6 +118,7 @@ def test_every_kind_of_adapter_and_untied_matrices(untied, tmp_path, changes):
     assert_equal_models(load_backbone(merged).model, load_backbone(adapters).model)
 
 
+@pytest.mark.slow
 def test_a_merger_that_is_trained_whole_is_beside_them(lively, lively_path, picture, tmp_path):
     merged, adapters = write(adapt(lively, modules_to_save=["merger"]), lively_path, tmp_path)
     stored = {name for name in load_file(adapters / WEIGHTS) if ".merger." in name}
@@ -238,6 +241,7 @@ def test_a_full_disk_leaves_an_earlier_checkpoint(lively, written, limit, files_
     assert sorted(path.name for path in adapters.parent.iterdir()) == ["adapters", "merged"]
 
 
+@pytest.mark.slow
 def test_training_goes_on_from_them_or_from_them_merged(written, lively):
     merged, adapters = written
     lora = LoraConfig(rank=3, alpha=6.0)

@@ -166,6 +166,7 @@ def test_chunks_equal_the_whole_with_adapters(lively, make_batch, roll_out, dora
     assert_equal_gradients(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("anchor", ["self", "none"])
 def test_chunks_draw_the_dropout_of_their_first_forward(lively, make_batch, roll_out, anchor):
     """The reference holds all chunks' graphs at once and takes the loss of their states: nothing to replay."""
@@ -197,6 +198,7 @@ def test_chunks_draw_the_dropout_of_their_first_forward(lively, make_batch, roll
     assert not has_dropout(lively)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_bit_for_bit(lively, lively_path, make_batch, roll_out, tmp_path):
     """Dropout included; of a state only what is trained is on the disk."""
     accelerator = Accelerator(cpu=True)

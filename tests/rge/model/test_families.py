@@ -26,6 +26,7 @@ from rge.plan.report import plan
 from rge.rollout.generate import generate
 
 
+@pytest.mark.slow
 @every_family
 def test_a_few_steps_learn_a_batch_by_heart_and_move_every_weight(lively, make_batch, roll_out):
     batch = make_batch(PromptBuilder(lively.processor))
@@ -36,6 +37,7 @@ def test_a_few_steps_learn_a_batch_by_heart_and_move_every_weight(lively, make_b
     assert not still
 
 
+@pytest.mark.slow
 @every_family
 def test_adapters_leave_the_vision_tower_alone(lively, make_batch, roll_out):
     batch = make_batch(PromptBuilder(lively.processor))

@@ -182,6 +182,7 @@ def flat(embedder: EmbeddingModel) -> EmbeddingModel:
     return other
 
 
+@pytest.mark.slow
 @every_family
 @pytest.mark.parametrize("once", [True, False])
 def test_a_step_and_its_gradients_equal_those_of_rows(lively64, make_batch, roll_out, once):

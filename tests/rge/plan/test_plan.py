@@ -123,6 +123,7 @@ def test_the_table_gives_models_of_their_published_size(name, billions):
     assert name in origin
 
 
+@pytest.mark.slow
 def test_every_recipe_has_a_plan(capsys):
     for path in sorted((ROOT / "recipes").glob("*.yaml")):
         if path.stem in ("photos", "smol") and not HAS_TOWER:
@@ -204,6 +205,7 @@ def load_of(embedder: EmbeddingModel, batch, own: float, chunks: int) -> Load:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("train_text", [True, False])
 def test_flops_of_naming_against_the_counter(deep, count_flops, train_text):
     model, names = deep.model, ["This is a key.", "An egg."]
@@ -251,6 +253,7 @@ def test_a_cpu_is_as_fast_as_it_was_measured_to_be():
     assert 1e-4 < tbs < 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_batch_size", [5, 3])
 def test_flops_against_the_counter(deep, batch, count_flops, micro_batch_size):
     """Rollout, and forward with backward, each within 10 per cent, and so the whole."""
@@ -282,6 +285,7 @@ def the_3b():
     return plan.outline(load_recipe(["recipe=qwen25vl_3b"]).model)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_kept_activations_against_the_counter_and_autograd(deep, batch, count_flops, checkpointing):
     """In micro batches of 3 and 2: FLOPs within 10 per cent, and bytes within a third."""
@@ -414,6 +418,7 @@ def test_a_frozen_tower_is_counted_once(the_3b, capsys):
     assert pictures("back_end=zero3") == pytest.approx(2 * once, rel=0.05)
 
 
+@pytest.mark.slow
 def test_flops_of_a_policy_gradient_against_the_counter(deep, batch, count_flops, tmp_path):
     """Four rationales a query, their log probabilities and InfoNCE over them: within 10 per cent."""
     with torch.no_grad():
@@ -442,6 +447,7 @@ def test_flops_of_a_policy_gradient_against_the_counter(deep, batch, count_flops
     assert planned.tokens["own rationales"] == 64 * 8 * 129
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["float32", "bfloat16", "autocast"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_activations_against_what_autograd_keeps(deep, batch, how, checkpointing):
@@ -671,6 +677,7 @@ def test_what_a_frozen_tower_makes_stays_on_the_gpu():
     assert of("qwen3vl_2b", "zero2", frozen, "loss.anchor=oracle")[0] == 0  # no rollout, no memory
 
 
+@pytest.mark.slow
 @every_family
 def test_the_features_of_a_placeholder_are_as_wide_as_planned(lively, picture):
     prompts = [PromptBuilder(lively.processor).build(Item("1", "what is this"), "query", [picture(60, 60)])]

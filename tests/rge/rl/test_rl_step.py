@@ -179,6 +179,7 @@ def test_k_branches_equal_k_ordinary_passes(lively64, make_batch, sample, take, 
     assert report["groups_that_differ"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", [(1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0), (1.0, 0.5, 0.0)])
 def test_each_loss_may_be_left_out(lively64, make_batch, sample, take, weights):
     batch = make_batch(PromptBuilder(lively64.processor))
@@ -243,6 +244,7 @@ def test_a_second_update_is_clipped_by_the_first_ones_probabilities(lively64, ma
     assert worst_gradient_error(found, gradients(lively64))[0] < 1e-9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alpha_con", [0.4, 0.0])
 def test_a_second_update_in_chunks_equals_the_undivided_one(lively64, make_batch, sample, take, alpha_con):
     batch = make_batch(PromptBuilder(lively64.processor))

@@ -59,6 +59,7 @@ def test_a_family_whose_pictures_vllm_lays_out_itself_is_refused(lively_path, tm
         Embedder.from_pretrained(checkpoint, engine="vllm")
 
 
+@pytest.mark.slow
 def test_states_are_the_models_own_after_what_the_engine_wrote(lively_path, tmp_path, monkeypatch, picture):
     checkpoint = exported(tmp_path / "final", lively_path)
     ours = Embedder.from_pretrained(checkpoint)

@@ -93,6 +93,7 @@ def test_emb_as_the_first_token_gives_the_direct_state(lively, prompts):
     assert kept.ids[0] == int(logits.argmax())
 
 
+@pytest.mark.slow
 @every_family
 @pytest.mark.parametrize("temperature", [0.0, 1.3])
 def test_a_row_does_not_depend_on_the_others(lively, prompts, temperature):
@@ -120,6 +121,7 @@ def test_sampling_repeats_with_its_seed_and_varies_with_it(lively, prompts):
     assert not {token for rationale in first for token in rationale.ids} & set(lively.suppressed_ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.7, 2.0])
 def test_samples_follow_the_models_distribution(lively, temperature):
     prompt = PromptBuilder(lively.processor).build(Item("q", "egg"), "query")
@@ -200,6 +202,7 @@ def test_emb_at_the_last_allowed_token_is_not_forced(lively, prompts):
     torch.testing.assert_close(cut.state_D, long[row].state_D, atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 @every_family
 def test_text_only_batches_and_no_prompts(lively, make_prompts):
     prompts = make_prompts(PromptBuilder(lively.processor), 6, pictures=False)
@@ -216,6 +219,7 @@ def test_progress_and_seconds(lively, prompts):
     assert all(rationale.seconds > 0 for rationale in rationales)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_each", [1, 3])
 def test_tokens_are_told_as_they_are_written_and_who_listens_may_end_it(lively, prompts, num_each):
     told: dict[int, list[int]] = {}

@@ -99,6 +99,7 @@ def behind(monkeypatch):
     return make
 
 
+@pytest.mark.slow
 def test_what_is_asked_for_and_made_of_the_answer(lively, prompts, behind):
     vllm = behind(lively, prompts)
     ours = generate(lively, prompts, max_new_tokens=CAP, batch_size=12)

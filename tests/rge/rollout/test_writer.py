@@ -162,6 +162,7 @@ def test_a_rationale_is_used_again_until_it_is_too_old(lively, batch, monkeypatc
     assert [rationale.age for rationale in writer(14, other)[0]] == [0, 1, 1, 1, 1]
 
 
+@pytest.mark.slow
 def test_states_of_old_rationales_are_computed_with_the_present_weights(lively, batch):
     writer = writer_of(lively, reuse_steps=5)
     writer(0, batch)
@@ -220,6 +221,7 @@ def test_direct_queries_are_drawn_and_not_written(lively, batch):
     assert_same_step(do_step(lively, batch, by_hand), whole)
 
 
+@pytest.mark.slow
 def test_a_mix_of_anchors_is_the_step_of_either_where_it_stands(lively, batch):
     mix = LossConfig(anchor="mix", oracle_share=0.5)
     drawn = [is_oracle(seed, 0.5) for seed in range(4000)]
@@ -261,6 +263,7 @@ def test_the_share_of_oracles_falls_to_zero():
     assert oracle_share(dataclasses.replace(falling, anchor="self"), 0) == 0
 
 
+@pytest.mark.slow
 def test_a_frozen_tower_sees_each_picture_once_a_step(lively, batch, monkeypatch):
     vision = lively.model.model.visual.requires_grad_(False)
     rationales = generate(lively, batch.queries, max_new_tokens=9, batch_size=5)

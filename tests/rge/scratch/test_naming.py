@@ -81,6 +81,7 @@ def failing_before(step):
     return at
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("killed", "repeated"),
     [
@@ -103,6 +104,7 @@ def test_a_killed_stage_ends_as_a_whole_one(teach, whole, tmp_path, killed, repe
     assert [bool(line["loss_saying"]) for line in logged] == [False] * 4 + [True] * 4
 
 
+@pytest.mark.slow
 def test_a_signal_saves_and_ends_it(teach, whole, tmp_path, monkeypatch, capsys):
     received = []
     monkeypatch.setattr(stop_signals, "_received", {})
@@ -131,6 +133,7 @@ def test_a_signal_saves_and_ends_it(teach, whole, tmp_path, monkeypatch, capsys)
     assert all(torch.equal(weights[name], weight) for name, weight in whole["weights"].items())
 
 
+@pytest.mark.slow
 def test_a_state_of_another_precision_is_refused_and_other_changes_are_printed(teach, tmp_path, capsys):
     with pytest.raises(Killed):
         teach(tmp_path, failing_before(3))
@@ -194,6 +197,7 @@ def recipe_with(tmp_path):
     return make
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_while_naming_ends_as_a_whole_one(recipe_with, tmp_path, monkeypatch):
     accelerator, original, shown = Accelerator(cpu=True), pretrain_vision.augment, []
     monkeypatch.setattr(starting_point, "stop_after_this_step_at_signals", lambda: None)

@@ -151,6 +151,7 @@ TEXTS = ["What opens this?", "a key", "Only words, and more of them than the oth
 # ------------------------------------------------------------------------------------------------------------- answers
 
 
+@pytest.mark.slow
 def test_the_openai_client_gets_our_embeddings(client, embedder):
     expected, rationales = embedder.encode_query(TEXTS, return_rationales=True)
     found = client.embeddings.create(model="mine", input=TEXTS, extra_body={"return_rationale": True})
@@ -201,6 +202,7 @@ def test_pictures_come_in_messages(ask, embedder, picture):
     assert_same(vectors(plain), embedder.encode_query(["a key"]))
 
 
+@pytest.mark.slow
 def test_an_embedding_does_not_depend_on_what_comes_in_beside_it(url, service, embedder, picture):
     """64 clients at once, of both modes and many lengths: micro-batches of whatever is there."""
     bodies = []
@@ -234,6 +236,7 @@ def test_what_is_not_as_in_training_is_said(ask, embedder):
     assert "tokens of the text were cut" in answer.json()["warnings"][0]
 
 
+@pytest.mark.slow
 def test_an_index_is_searched_with_the_rationale_beside_the_hits(embedder, checkpoint, tmp_path, picture):
     pytest.importorskip("lancedb")
     index = Index.create(
@@ -316,6 +319,7 @@ def cohere_client(url):
     return cohere.ClientV2(api_key="none", base_url=url, timeout=60)
 
 
+@pytest.mark.slow
 def test_the_cohere_client_gets_our_embeddings(cohere_client, embedder, picture):
     image = picture(60, 40)
     kinds = ["float", "int8", "uint8", "binary", "ubinary", "base64"]
@@ -385,6 +389,7 @@ def test_the_cohere_client_reranks(cohere_client, embedder):
     assert [one.index for one in found.results] == order
 
 
+@pytest.mark.slow
 def test_documents_are_ranked_in_every_form(ask, embedder, picture):
     """Jina's with pictures, vLLM's with parts, TEI's with texts."""
     images = [picture(60, 40), picture(30, 80, 1)]
@@ -561,6 +566,7 @@ def test_a_form_is_told_to_be_json(url):
     assert "Content-Type: application/json" in answer.json()["error"]["message"]
 
 
+@pytest.mark.slow
 def test_unknown_models_and_paths_have_openai_s_errors(client, url):
     with pytest.raises(openai.NotFoundError, match="there is no model 'other' here, only 'mine'") as told:
         client.embeddings.create(model="other", input="a")
@@ -608,6 +614,7 @@ def test_a_key_is_asked_for(embedder):
         assert httpx.get(f"{url}/health").status_code == 200
 
 
+@pytest.mark.slow
 def test_a_page_of_another_name_is_refused(url, embedder):
     """DNS rebinding: a page's own name is made to point at this machine, and its scripts may read the answers."""
     for host, status in (
@@ -681,6 +688,7 @@ def in_threads(count, work):
     return threads, found
 
 
+@pytest.mark.slow
 def test_a_full_queue_is_said_with_when_to_come_back(embedder):
     service = service_of(embedder, max_queue=4, max_inputs=4, batch_size=1)
     gate = Gate(service)
@@ -759,6 +767,7 @@ def test_what_is_held_is_bounded(embedder):
         until(lambda: service.held.now == 0)
 
 
+@pytest.mark.slow
 def test_one_input_that_the_model_fails_on_fails_alone(embedder):
     """Out of memory, a bug, a state that is not finite: the batch is tried row by row, and the thread lives."""
     service = service_of(embedder)
@@ -790,6 +799,7 @@ def test_one_input_that_the_model_fails_on_fails_alone(embedder):
         assert httpx.get(f"{url}/health").status_code == 200
 
 
+@pytest.mark.slow
 def test_a_lone_client_does_not_wait_for_others(embedder):
     service = service_of(embedder, batch_wait_ms=4000)
     with running(service) as url:

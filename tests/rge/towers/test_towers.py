@@ -72,6 +72,7 @@ def test_features_are_the_packages_own(eyes, picture):
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @needs_tower
 def test_training_moves_the_merger_and_nothing_of_the_network(eyes, make_batch, roll_out, tmp_path):
     embedder = EmbeddingModel(load_backbone(eyes, add_emb=True, max_pixels=64 * 64)).train()
@@ -151,6 +152,7 @@ def test_sizes_that_it_cannot_have_are_refused(tmp_path):
         make(tmp_path / "new", patch_size=14)
 
 
+@pytest.mark.slow
 @needs_tower
 def test_a_backbone_and_its_checkpoints_say_what_they_are_made_of(tmp_path, capsys):
     overrides = [

@@ -181,6 +181,7 @@ def test_a_tar_that_grew_while_the_seed_stage_was_stopped(tmp_path, photos, monk
     run.close()
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_extended_and_asks_only_about_what_is_new(tmp_path):
     """All stages: every answer that was paid for is used again, and the new pictures are asked about."""
     one_family(tmp_path / "all.csv")

@@ -285,6 +285,7 @@ def test_a_stopped_seed_stage_goes_on_where_it_was_and_keeps_the_chosen_pictures
     run.close()
 
 
+@pytest.mark.slow
 def test_a_parquet_library_of_one_row_group_is_never_whole_in_memory(tmp_path):
     chance = np.random.default_rng(0)
     table = pa.table(
@@ -304,6 +305,7 @@ def test_a_parquet_library_of_one_row_group_is_never_whole_in_memory(tmp_path):
     assert most < 0.6 * size, f"{most >> 20} of {size >> 20} MB at once"
 
 
+@pytest.mark.slow
 def test_candidates_are_searched_for_in_blocks_of_bounded_memory(tmp_path, monkeypatch):
     one_family(tmp_path / "library.csv")
     with LocalServer(oracle.Oracle(OracleConfig(transient=0, malformed=0))) as server:

@@ -122,6 +122,7 @@ def sets_of(out):
     return right, wrong
 
 
+@pytest.mark.slow
 def test_what_two_people_say_against_the_panel_is_done_and_can_be_taken_back(tmp_path, capsys):
     """All stages on the oracle, which is gone by then: nothing is asked for a review."""
     one_family(tmp_path / "library.csv")

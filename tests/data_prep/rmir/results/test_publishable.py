@@ -91,6 +91,7 @@ def test_a_change_redoes_what_reads_it_and_nothing_else(tmp_path, setting, redon
 # ------------------------------------------------------------------------------------------------------- odd providers
 
 
+@pytest.mark.slow
 def test_unreadable_judgements_are_asked_for_again_and_the_pool_is_the_same(tmp_path):
     """Every tenth judgement comes without its tag the first time; nothing is lost by it."""
     one_family(tmp_path / "library.csv")
@@ -164,6 +165,7 @@ def test_pictures_that_are_all_rejected_leave_their_stage_open(tmp_path):
         run.close()
 
 
+@pytest.mark.slow
 def test_judges_that_a_policy_stops_abstain(tmp_path):
     one_family(tmp_path / "library.csv")
     answers = oracle.Oracle(OracleConfig(transient=0, malformed=0))
@@ -288,6 +290,7 @@ def test_the_leak_by_embedding_separates_naming_from_describing(tmp_path, kind):
     assert set(judge.scores(few, describes)) == {None}, "too few to tell a kind"
 
 
+@pytest.mark.slow
 def test_the_data_set_says_where_each_picture_is_from_and_nothing_of_its_camera(tmp_path):
     """A photograph on its side with a device in its EXIF, and a table that knows two authors."""
     one_family(tmp_path / "plain.csv")

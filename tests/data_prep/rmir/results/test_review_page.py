@@ -208,6 +208,7 @@ def test_a_browser_that_keeps_nothing_says_so_after_every_verdict(browser, page)
         browser.call("Page.removeScriptToEvaluateOnNewDocument", identifier=hidden["identifier"])
 
 
+@pytest.mark.slow
 def test_on_a_phone_everything_is_within_reach(browser, page):
     opened(browser, page[0], 390, 844)
     assert browser.js("document.documentElement.scrollWidth") == 390

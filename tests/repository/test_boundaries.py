@@ -174,7 +174,7 @@ def test_the_file_read_first_stays_short():
 
 @pytest.mark.slow
 def test_errors_of_the_user_have_one_root():
-    """A command catches `UserError`, so whatever is the user's to mend must be one, in whichever part it is raised."""
+    """A command catches `UserError`, so every error that a user can fix must be one, wherever it is raised."""
     ours = {"UserError"}
     left = {
         node.name: {base.id for base in node.bases if isinstance(base, ast.Name)}

@@ -158,11 +158,11 @@ def test_everything_a_newcomer_looks_for_is_two_links_from_the_readme():
         pages |= {link for page in pages for link in links(page)}
     text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
     assert not {thing for thing, words in THINGS.items() if words not in text}
-    assert {page.resolve() for page in PAGES} <= pages, "a page that nobody finds"
+    assert {page.resolve() for page in PAGES} <= pages, "a page without a link to it"
 
 
 def test_scripts_read_their_words_by_the_one_parser():
-    """And end as every command does: `rge.common.commands.start` shows what is the user's to mend."""
+    """And end as every command does: `rge.common.commands.start` shows errors that the user can fix."""
     scripts = {path: path.read_text(encoding="utf-8") for path in (ROOT / "scripts").glob("*.py")}
     taking = {path.stem for path, text in scripts.items() if re.search(r"^def main\(\w", text, flags=re.M)}
     assert {"ablate", "demo", "study"} <= taking

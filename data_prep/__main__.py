@@ -7,13 +7,13 @@ from rge.common.commands import pick, start
 
 COMMANDS = {
     "demo": ("data_prep.demo.build:main", "rebuild the shipped picture set"),
-    "spoiled": ("data_prep.demo.spoil:main", "the demo's training records with a dose of wrong rationales"),
-    "study": ("data_prep.study.build:main", "pictures and rationales for studying how much an oracle may give away"),
-    "rmir": ("data_prep.rmir.main:main", "reasoning-intensive retrieval data from any pictures; config=demo needs nothing"),
-    "review": ("data_prep.rmir.reviewing:review", "a page on which people accept or reject a sample of the result; apply= acts on it"),
-    "agreement": ("data_prep.rmir.results.review:agreement", "how far these verdicts agree with the judges, with a 95 % interval"),
-    "rationales": ("data_prep.rationales.main:main", "oracle rationales for training records"),
-    "mmeb": ("data_prep.mmeb:main", "MMEB's training files as training records"),
+    "spoiled": ("data_prep.demo.spoil:main", "write the demo's training records with a dose of wrong rationales"),
+    "study": ("data_prep.study.build:main", "make pictures and rationales for studying how much a rationale may give away"),
+    "rmir": ("data_prep.rmir.main:main", "make reasoning-intensive retrieval data from any pictures; config=demo needs no model"),
+    "review": ("data_prep.rmir.reviewing:review", "write a page on which people check a sample of the result; apply= applies their verdicts"),
+    "agreement": ("data_prep.rmir.results.review:agreement", "measure how far people's verdicts agree with the judges, with a 95 % interval"),
+    "rationales": ("data_prep.rationales.main:main", "have a model write rationales for training records"),
+    "mmeb": ("data_prep.mmeb:main", "turn MMEB's training files into training records"),
 }  # fmt: skip
 """Function and help text of each command. The function takes the remaining arguments; its module is imported on use."""
 

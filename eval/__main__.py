@@ -1,17 +1,4 @@
-"""``rge eval run|score|compare|report key=value ...``; ``--help`` after a command lists its keys.
-
-``rge eval budget checkpoint=DIR set=DIR out=DIR`` measures accuracy against tokens and time (several rationales, gate),
-``rge eval rerank of=DIR out=DIR judge=MODEL`` lets a vision-language model reorder a finished ranking,
-``rge eval records src=FILE descriptions=FILE out=FILE`` makes training records for such a judge,
-``rge eval fetch mmeb|mmeb2|rmir|mmbright|mbeir out=DIR`` downloads a benchmark's release and checks that it is complete,
-``rge eval import rmir|pinpoint|mmeb|mmbright|mbeir src=DIR out=DIR`` makes a retrieval set from a benchmark's release,
-``rge eval import folder src=DIR out=DIR`` makes one from a folder of photos and a spreadsheet,
-``rge eval mine PHOTOS TABLE.xlsx`` does that, evaluates it and writes the page,
-``rge eval check set=DIR`` checks a set before a model is run on it,
-``rge eval audit set=DIR train=FILE.jsonl`` searches training files for a set's pictures,
-``rge eval export format=pinpoint|top50|mmeb|mteb|card eval=DIR out=FILE`` writes files for other tools.
-Every command takes ``plugins=MODULE,...``: modules that register benchmarks, embedders or metrics (docs/extending.md).
-"""
+"""Evaluate: ``rge eval COMMAND [key=value ...]``."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -22,7 +9,7 @@ from eval.benchmarks.registry import BENCHMARKS
 from eval.embedding.processes import leave
 from rge.common.commands import start
 from rge.common.errors import UserError
-from rge.common.options import HELP, help_text, names_of, parse_options, positional
+from rge.common.options import HELP, help_text, names_of, nearest, parse_options, positional
 from rge.common.registry import PluginOptions
 
 if TYPE_CHECKING:
@@ -47,19 +34,42 @@ COMMANDS = {
     "import folder": ("eval.benchmarks.folder.importer", "FolderOptions", "import_folder"),
 }
 """Besides these there is ``import BENCHMARK`` for every registered benchmark."""
+LIST = """rge eval COMMAND [key=value ...]
+
+  mine PHOTOS TABLE   evaluate on a folder of photos and a spreadsheet: import, run and report in one command
+  fetch BENCHMARK     download a benchmark's release and check that it is complete
+  import BENCHMARK    make a retrieval set from a benchmark's release
+  import folder       make one from a folder of photos and a spreadsheet
+  check               check a set before a model is run on it
+  run                 embed a set, search it, score the ranking and write a report
+  score               score a ranking from any program
+  budget              measure accuracy against tokens and time (several rationales, a gate)
+  rerank              let a vision-language model reorder a finished ranking
+  records             make training records for such a model
+  bm25                rank texts by BM25, the text baseline
+  compare             compare two evaluations of one set with a paired test
+  audit               search training files for a set's pictures, or results for shortcuts
+  report              write one page of several evaluations, or a leaderboard
+  export              write files for other tools
+
+`rge eval COMMAND --help` lists its keys. Every command takes plugins=MODULE,...: modules that register benchmarks,
+embedders or metrics (docs/extending.md)."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Run a command; returns 0 on success and 2 on a user error."""
+    if not argv or argv[0] in HELP:
+        print(LIST)
+        return 0 if argv else 2
     name, words = _command_and_words(argv)
     wants_help = any(word in HELP for word in argv)
     try:
         # first, since plugins may register the command itself (import) or names that its options refer to
         plugins = [word for word in words if word.startswith("plugins=")]
         parse_options(PluginOptions, plugins)
-        if name not in ("import", *COMMANDS, *_importers()):
-            importers = f"there are folder, {', '.join(BENCHMARKS)}"
-            return _show(importers if name.startswith("import") else str(__doc__), wants_help)
+        known = ("import", *COMMANDS, *_importers())
+        if name not in known:
+            raise UserError(f"unknown command {name!r}{nearest(name, known)}")
         if words == plugins or wants_help:
             print(usage(name))
             return 0 if wants_help else 2
@@ -78,16 +88,12 @@ def main(argv: Sequence[str]) -> int:
 
 def _command_and_words(argv: Sequence[str]) -> tuple[str, list[str]]:
     """The command's name and its ``key=value`` words; adds the keys of positional arguments."""
-    name = " ".join(argv[: 2 if argv[:1] == ["import"] else 1])
+    is_import = argv[0] == "import" and argv[1:] and argv[1] not in HELP
+    name = " ".join(argv[: 2 if is_import else 1])
     words = list(argv[len(name.split()) :])
     if name == "fetch" and words and words[0] not in HELP and "=" not in words[0]:
         words[0] = f"benchmark={words[0]}"
     return name, positional(words, "src", "queries") if name == "mine" else words
-
-
-def _show(text: str, wants_help: bool) -> int:
-    print(text, file=sys.stdout if wants_help else sys.stderr)
-    return 0 if wants_help else 2
 
 
 def _importers() -> list[str]:

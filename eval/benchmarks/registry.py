@@ -68,7 +68,7 @@ class MeasureOptions(PluginOptions):
     """Options of every command that measures a set."""
 
     set: Path
-    """Retrieval set directory, see `eval.sets.retrieval_set`, or a suite of them, see `eval.benchmarks.suite`."""
+    """Retrieval set directory (docs/own_data.md), or a suite of them (docs/evaluation.md)."""
     out: Path
     """Output directory."""
     by: tuple[str, ...] = ()

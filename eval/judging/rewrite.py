@@ -140,7 +140,7 @@ class RewriteOptions:
     """Options of commands that rewrite queries."""
 
     rewrite: str | None = None
-    """caption or reformulate: text that a vision-language model adds to each query first, see `eval.judging.rewrite`."""
+    """caption or reformulate: text that a vision-language model adds to each query first (docs/evaluation.md)."""
     rewriter: str | None = None
     """Address of that model's OpenAI-compatible endpoint."""
     rewriter_model: str | None = None

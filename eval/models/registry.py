@@ -238,16 +238,16 @@ class ModelOptions:
     checkpoint: Path | None = None
     """Checkpoint directory with ``rge.json``, or ``demo``; equivalent to model=DIR."""
     model: str | None = None
-    """Any embedder of `eval.models.registry`: a directory, or an id on the Hugging Face hub."""
+    """Any embedder (docs/evaluation.md lists the kinds): a directory, or an id on the Hugging Face hub."""
     adapter: str | None = None
     """How that embedder is prompted; null: inferred from its files."""
     as_: Literal["release"] | None = None
-    """release: prompt the released RGE checkpoint as its authors' own evaluation does (`eval.models.released`), with
-    MMEB imported with verbatim=true; null: as rge prompts every model of that kind."""
+    """release: prompt the released RGE checkpoint as its authors' own evaluation does (docs/evaluation.md), with MMEB
+    imported with verbatim=true; null: as rge prompts every model of that kind."""
     revision: str | None = None
     """Commit, tag or branch of an id on the hub."""
     base: str | None = None
-    """Directory or hub id of the base model of adapters (a checkpoint of rge, or a LoRA); null: the one in their files."""
+    """Base model of adapters (a checkpoint of rge, or a LoRA): a directory or an id on the hub; null: the one in their files."""
     batch_size: int = 32
     """Items embedded, and rationales written, at once; affects speed and memory, not the embeddings."""
     exact: bool | None = None

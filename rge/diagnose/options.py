@@ -22,7 +22,7 @@ class Diagnosis(PluginOptions):
     out: Path | None = None
     """Folder for ``NAME.json``; null: ``diagnose`` beside the checkpoint."""
     base: str | None = None
-    """Directory or hub id of the base model of a checkpoint of adapters; null: the one in its ``rge.json``."""
+    """Base model of a checkpoint of adapters: a directory or an id on the hub; null: the one in its ``rge.json``."""
     seed: int = 0
     """Seed of all randomness."""
 

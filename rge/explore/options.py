@@ -19,7 +19,7 @@ class ExploreOptions(PluginOptions):
     """Checkpoint: a directory, an id on the hub, or ``demo``; null: the one that the index was made with, else
     ``demo``."""
     base: str | None = None
-    """Directory or hub id of the base model of a checkpoint of adapters; null: the one in its ``rge.json``."""
+    """Base model of a checkpoint of adapters: a directory or an id on the hub; null: the one in its ``rge.json``."""
     server: Server = "auto"
     """Use a running ``rge serve`` of this user with the checkpoint, if there is one; ``none``: always load it here."""
     host: str = "127.0.0.1"

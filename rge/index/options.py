@@ -29,14 +29,14 @@ class Reading(PluginOptions):
     image: str = "image"
     """Column of a table: pictures, as paths relative to the table, web addresses, or (in Parquet) encoded bytes."""
     base: str | None = None
-    """Directory or hub id of the base model of a checkpoint of adapters; null: the one in its ``rge.json``."""
+    """Base model of a checkpoint of adapters: a directory or an id on the hub; null: the one in its ``rge.json``."""
     dimensions: AtLeastOne | None = None
     """Truncate embeddings to this many components, a size that the checkpoint was trained for; null: all, or the
     index's size."""
     batch_size: AtLeastOne = 64
     """Items embedded at once."""
     max_unreadable: Share = 0.1
-    """Share of items that may be unreadable (they are counted and listed); if more are, the command ends with an error."""
+    """Share of items that may be unreadable (they are counted and listed); more are an error."""
     unreadable: Path | None = None
     """File for the list of all unreadable items; null: only print the first twenty."""
 
@@ -77,7 +77,7 @@ class IndexOptions(Reading):
     thumbnail_px: Annotated[int, Field(ge=0)] = 256
     """Longer side of the thumbnails that the index keeps for showing hits; 0: no thumbnails."""
     ann_from: AtLeastOne = 50_000
-    """Number of rows from which on an approximate index is kept, and its recall measured; below it, search is exact."""
+    """From this many rows on, keep an approximate index and measure its recall; below, search is exact."""
     remove: bool = False
     """Remove everything that came from ``src`` from the index."""
     watch: bool = False
@@ -106,7 +106,7 @@ class SearchOptions(PluginOptions):
     checkpoint: str | None = None
     """New location of the checkpoint that the index was made with, if it was moved."""
     base: str | None = None
-    """Directory or hub id of the base model of a checkpoint of adapters; null: the one in its ``rge.json``."""
+    """Base model of a checkpoint of adapters: a directory or an id on the hub; null: the one in its ``rge.json``."""
     where: str | None = None
     """SQL condition on the index's columns: ``"year > 2023 and album = 'Rome'"``. Pictures have ``year``, ``month``,
     ``taken``, ``latitude``, ``longitude`` (from EXIF) and ``album`` (their folder); tables have their own columns."""

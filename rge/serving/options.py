@@ -20,7 +20,7 @@ class ServeOptions(PluginOptions):
     revision: str | None = None
     """Commit, tag or branch on the hub."""
     base: str | None = None
-    """Directory or hub id of the base model of a checkpoint of adapters; null: the one in its ``rge.json``."""
+    """Base model of a checkpoint of adapters: a directory or an id on the hub; null: the one in its ``rge.json``."""
     index: str | None = None
     """Index to search, made with this checkpoint by `rge index`; null: no /v1/search."""
     host: str = "127.0.0.1"

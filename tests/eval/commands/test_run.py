@@ -23,7 +23,7 @@ from eval_fakes import (
     write_tables,
 )
 
-from eval.__main__ import main, usage
+from eval.__main__ import COMMANDS, main, usage
 from eval.commands.run import RunOptions, run
 from eval.commands.score import ScoreOptions, score
 from eval.pages.evaluations import read_evaluation
@@ -582,8 +582,13 @@ def test_metrics_that_no_query_defines_are_left_out():
 
 def test_the_command_line_prints_user_errors_and_usage(set_dir, tmp_path, capsys):
     assert main([]) == 2
+    listed = re.findall(r"^  ([a-z0-9]+) ", capsys.readouterr().out, flags=re.MULTILINE)
+    assert {*listed} == {"import", *(name for name in COMMANDS if name != "import folder")}
+    assert main(["--help"]) == 0
     assert main(["rum"]) == 2
-    assert "run|score|compare|report" in capsys.readouterr().err
+    assert "unknown command 'rum'; did you mean run?" in capsys.readouterr().err
+    assert main(["import", "rmri"]) == 2
+    assert "unknown command 'import rmri'; did you mean import rmir?" in capsys.readouterr().err
     assert main(["run"]) == 2
     printed = capsys.readouterr().out
     assert re.search(r"set=\.\.\.  \(path\)\n +Retrieval set directory", printed)

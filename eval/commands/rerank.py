@@ -20,7 +20,6 @@ import pandas as pd
 
 from eval.benchmarks.registry import protocol_for
 from eval.benchmarks.suite import aggregate, is_suite, load_suite, member_dirs
-from eval.embedding.fill_cache import NO_BAR
 from eval.embedding.identity import ranked_with, set_mismatch
 from eval.embedding.processes import ALONE, ProcessGroup, join
 from eval.judging.description import QUESTION, DescriptionJudge, local_software
@@ -232,7 +231,6 @@ def rerank(
     *,
     top_n: int,
     chunk: int,
-    progress: Callable[..., Any] = progress_bar,
     process_group: ProcessGroup = ALONE,
     mix: float | None = None,
 ) -> Judged:
@@ -242,8 +240,8 @@ def rerank(
     per process, the first process stores all new scores, so a kill loses at most one round.
 
     ``descriptions``: one per query, scored after each candidate. ``answers``: cache of scores; only that of the first
-    process is used. ``chunk``: pairs scored between saves. ``progress``: like `rge.common.commands.progress_bar`; the
-    first process counts the work of all. ``mix``: see `reorder`.
+    process is used. ``chunk``: pairs scored between saves. ``mix``: see `reorder`. The first process shows
+    the progress of all.
 
     Returns:
         The same result in every process.
@@ -267,9 +265,15 @@ def rerank(
     # smaller chunks if there are few pairs, so that no process is idle
     chunk = max(min(chunk, -(-len(order) // process_group.size)), 1)
     parts = [order[start : start + chunk] for start in range(0, len(order), chunk)]
-    show = progress if process_group.is_first else NO_BAR
     scored = _scored(wanted, descriptions, judge, todo, parts[process_group.rank :: process_group.size])
-    with show(total=len(unique), initial=len(known), desc="reranking", unit="pair") as bar:
+    bar = progress_bar(
+        total=len(unique),
+        initial=len(known),
+        desc="reranking",
+        unit="pair",
+        disable=not process_group.is_first,
+    )
+    with bar:
         for _ in range(-(-len(parts) // process_group.size)):  # gather is collective
             for scores in process_group.gather(next(scored, {})):
                 if process_group.is_first and scores:

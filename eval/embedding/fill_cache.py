@@ -8,7 +8,6 @@ writes it, so files and figures are the same as with a single process.
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol, Self
 
@@ -31,8 +30,6 @@ BLOCK_ROWS = 1 << 16
 """Rows processed at once, since a pool may be larger than memory."""
 COLLAPSED = 1e-6
 """Embeddings whose mean cosine is this close to 1 are indistinguishable for float32 search."""
-NO_BAR = partial(progress_bar, disable=True)
-"""The progress bar of all processes but the first."""
 
 
 class Embeds(Protocol):
@@ -74,22 +71,13 @@ def fill(
     mode: Mode,
     batch_size: int,
     seed: int | None = None,
-    progress: Callable[..., Any] = progress_bar,
     process_group: ProcessGroup = ALONE,
 ) -> None:
     """Encode missing shards; on return the cache is complete for every process.
 
-    Args:
-        encoder: see `Embeds`.
-        items: the items of the cache, iterated over once; pictures may be read lazily.
-        cache: cache of exactly these items.
-        side: query or candidate.
-        mode: reasoning or direct.
-        batch_size: items embedded together; the same in all processes.
-        seed: seed of sampled rationales. Each item's seed is derived from it and the item's id, so that neither batch size
-            nor resuming changes the samples. None for greedy decoding.
-        progress: like `rge.common.commands.progress_bar`; the first process counts the work of all.
-        process_group: the processes that share the work.
+    ``items``: those of the cache, iterated over once; pictures may be read lazily. ``batch_size``: the same in all
+    processes. ``seed``: of sampled rationales; each item's seed is derived from it and the item's id, so that neither batch
+    size nor resuming changes the samples. None for greedy decoding. The first process shows the progress of all.
 
     Raises:
         UserError: an embedding is not finite or not of unit norm.
@@ -98,10 +86,10 @@ def fill(
         raise UserError(f"batch_size must be at least 1, got {batch_size}")
     # The first process decides what is missing, so that a shard just written by another does not shift the assignment.
     done = process_group.once(lambda: covered(cache))
-    name = f"{side}, {mode}"
+    name, first = f"{side}, {mode}", process_group.is_first
     counted = int(done.sum())
-    with (progress if process_group.is_first else NO_BAR)(
-        total=cache.num_items, initial=counted, desc=f"{name:>17}", unit="item"
+    with progress_bar(
+        total=cache.num_items, initial=counted, desc=f"{name:>17}", unit="item", disable=not first
     ) as bar:
 
         def count(num: int) -> None:
@@ -109,7 +97,7 @@ def fill(
             counted += num
             bar.update(num)
 
-        counts_all = process_group.size > 1 and process_group.is_first
+        counts_all = process_group.size > 1 and first
 
         def count_all() -> None:
             if counts_all and (more := int(covered(cache).sum()) - counted) > 0:

@@ -33,7 +33,7 @@ from eval.scoring.output_files import (
     statistics_settings,
     write_tables,
 )
-from eval.scoring.tables import summary
+from eval.scoring.tables import in_per_cent
 from rge.common.errors import UserError
 from rge.common.files import find_shipped, write_bytes
 from rge.stats.intervals import NUM_RESAMPLES, Bootstrap, cluster_bootstrap, index_of
@@ -187,8 +187,8 @@ def aggregate(
     invalidate(out)
     write_tables(out, pa.Table.from_pandas(table, preserve_index=False), content)
     if title is not None:
-        metrics = (*protocol.headline, *content.get("metrics", []))
-        print(f"\n{suite.name}: {title} -> {out}\n{summary(content, metrics)}", flush=True)
+        figures = in_per_cent(content, (*protocol.headline, *content.get("metrics", [])))
+        print(f"\n{suite.name}: {title} -> {out}\n{figures.to_string()}", flush=True)
     return content
 
 

@@ -63,9 +63,9 @@ class Protocol:
         """The set with this protocol's exclusions and judgements."""
         return wanted
 
-    def score(self, wanted: RetrievalSet, ranking: Ranking, missing: Sequence[str] = ()) -> Scored:
+    def score(self, wanted: RetrievalSet, ranking: Ranking) -> Scored:
         """All metrics for every query."""
-        return self._skip(wanted, score_ranking(wanted, ranking, names=self.names(wanted)), missing)
+        return score_ranking(wanted, ranking, self.names(wanted))
 
     def figures(self, wanted: RetrievalSet, scored: Scored, *, seed: int) -> dict[str, Any]:
         """Further figures of the whole set, merged with those of `eval.scoring.output_files.figures`."""
@@ -75,7 +75,8 @@ class Protocol:
         """Figures of a suite from those of its members."""
         return {}
 
-    def _skip(self, wanted: RetrievalSet, scored: Scored, missing: Sequence[str]) -> Scored:
+    def without(self, missing: Sequence[str], wanted: RetrievalSet, scored: Scored) -> Scored:
+        """Values without those of queries that have no ranking, if the protocol leaves these out."""
         if not self.skips_missing or not missing:
             return scored
         rows_Q1 = np.isin(wanted.query_ids, list(missing))[:, None]

@@ -1,6 +1,6 @@
 """The protocol of MRMR: nDCG@10 (recall@1 for negation); official with trec_eval's tie-breaking and rounding."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +20,9 @@ USUAL = "ndcg@10"
 class Mrmr(Protocol):
     """MRMR: five tasks, each with its main score."""
 
-    def score(self, wanted: RetrievalSet, ranking: Ranking, missing: Sequence[str] = ()) -> Scored:
+    def score(self, wanted: RetrievalSet, ranking: Ranking) -> Scored:
         """As `Protocol.score`; official with trec_eval's tie-breaking."""
-        if self.profile == "clean":
-            return super().score(wanted, ranking, missing)
-        return super().score(wanted, trec_ties(ranking), missing)
+        return super().score(wanted, trec_ties(ranking) if self.profile == "official" else ranking)
 
     def figures(self, wanted: RetrievalSet, scored: Scored, *, seed: int) -> dict[str, Any]:
         """The task's main score; official rounded to five digits, as the released code does."""

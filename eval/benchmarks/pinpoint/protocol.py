@@ -37,10 +37,10 @@ CUTS = (1, 5, 10, 50)
 class Pinpoint(Protocol):
     """PinPoint: AP@10, the cost of explicit negatives, and sensitivity to paraphrases."""
 
-    def score(self, wanted: RetrievalSet, ranking: Ranking, missing: Sequence[str] = ()) -> Scored:
+    def score(self, wanted: RetrievalSet, ranking: Ranking) -> Scored:
         """As `Protocol.score`; official with the released scorer's denominators, see `pinpoint_values`."""
         if self.profile == "clean":
-            return super().score(wanted, ranking, missing)
+            return super().score(wanted, ranking)
         listed_Q = integer_column(wanted, "num_listed_positives")
         bad_Q = integer_column(wanted, "num_listed_negatives")
         in_pool_Q = np.array([len(rows) for rows, _ in wanted.positives], np.int64)
@@ -68,8 +68,7 @@ class Pinpoint(Protocol):
             return pinpoint_values(names, cut(order, ranking.depth))
 
         first_Q = first_hit_rank(judged)
-        scored = Scored(names, value_QM, tied(best=True), tied(best=False), random_QM, first_Q)
-        return self._skip(wanted, scored, missing)
+        return Scored(names, value_QM, tied(best=True), tied(best=False), random_QM, first_Q)
 
     def figures(self, wanted: RetrievalSet, scored: Scored, *, seed: int) -> dict[str, Any]:
         """Linguistic sensitivity, the relative cost of negatives, and, if official, the released scorer's names."""

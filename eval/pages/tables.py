@@ -69,6 +69,11 @@ class _Column:
         return cls(heading, block, name, None if column is None else (column == name).to_numpy())
 
     @property
+    def path(self) -> tuple[str, ...]:
+        """Path of its figures in results.json, up to the metric."""
+        return (self.block,) if self.name is None else (self.block, self.name)
+
+    @property
     def by(self) -> str:
         """Label of the query column; "" for all queries."""
         return self.block.removeprefix("by_").replace("_", " ") if self.name else ""
@@ -86,7 +91,7 @@ def _table(
     floor: np.ndarray | None,
 ) -> Table:
     chance = _chance(main, metric, columns, floor)
-    grid = [[one.figure(c.block, metric, c.name) for c in columns] for one in evaluations]
+    grid = [[one.figure(*c.path, metric) for c in columns] for one in evaluations]
     scale = Scale.around(_ends(chain(*grid, chance)))
 
     def row(label: str, note: str, figures: Sequence[Figure | None], block: str = "", **more: bool) -> Row:
@@ -266,9 +271,7 @@ def notes_of(loaded: RetrievalSet, by: str) -> list[tuple[str, str]]:
 def cost_and_ties(evaluations: Sequence[Evaluation], metric: str) -> dict[str, Any]:
     """Costs and reliability: rationale length, forced stops, time, and spread by ties.
 
-    Returns:
-        ``columns``: headings of values that at least one evaluation has (external rankings have no costs); ``rows``: label
-        and one cell per column, None if missing.
+    Only columns of which at least one evaluation has a value (external rankings have no costs); other cells are None.
     """
     cells = [_cost_cells(one, metric) for one in evaluations]
     columns = [heading for heading in cells[0] if any(row[heading] for row in cells)]
@@ -278,7 +281,7 @@ def cost_and_ties(evaluations: Sequence[Evaluation], metric: str) -> dict[str, A
 
 def _cost_cells(one: Evaluation, metric: str) -> dict[str, str | None]:
     def shown(words: Callable[..., str], *paths: tuple[str, ...]) -> str | None:
-        figures = [one.figure_at(path) for path in paths]
+        figures = [one.figure(*path) for path in paths]
         return None if None in figures else words(*(figure.value for figure in figures if figure))
 
     def milliseconds(key: str, least: float) -> str | None:

@@ -95,7 +95,7 @@ def measured_row(
     `known`: the content of the board's set is known, so rows without a recorded content are not ranked.
     """
     official = run.results.get("profile") == "official"
-    figures = [_official(run, column) if official else run.figure_at(column.path) for column in columns]
+    figures = [_official(run, column) if official else run.figure(*column.path) for column in columns]
     warnings = [str(warning) for warning in run.results.get("warnings") or []]
     labels = _labels(run.results, warnings, known)
     comparable = not any(label.endswith(UNRANKED) for label in labels)
@@ -127,10 +127,10 @@ def is_benchmark(results: Mapping[str, Any]) -> bool:
 
 def _official(run: Evaluation, column: Column) -> Figure | None:
     """The released scorer's figure, with the interval of our corresponding figure if both agree."""
-    figure = run.figure_at(column.path)
+    figure = run.figure(*column.path)
     if column.official is None:
         return figure
-    released = run.figure_at(column.official)
+    released = run.figure(*column.official)
     if released is None or figure is None or abs(released.value - figure.value) > ROUNDED:
         return released
     return Figure(released.value, figure.low, figure.high)
@@ -195,7 +195,7 @@ def _slices(run: Evaluation, metric: str) -> dict[str, Figure]:
     for block, slices in run.results.items():
         if block.startswith("by_") and len(slices) > 1:
             for name in slices:
-                if figure := run.figure(block, metric, name):
+                if figure := run.figure(block, name, metric):
                     out.setdefault(name, figure)
     return out
 

@@ -88,16 +88,10 @@ class Draft:
     def judge(
         self, query: str, gains: Mapping[str, int], wrong: Iterable[str] = (), own: Iterable[str] = ()
     ) -> int:
-        """Add the judgements of candidates that are in the pool.
+        """Add the judgements of candidates that are in the pool; returns the number of right ones that are not.
 
-        Args:
-            query: the query's id in the release.
-            gains: gain of each candidate; 0: judged, not right.
-            wrong: explicit negatives.
-            own: the query's own pictures, to be excluded unless they are judged.
-
-        Returns:
-            Number of right candidates missing from the pool.
+        ``gains``: gain of each candidate; 0: judged, not right. ``wrong``: explicit negatives. ``own``: the query's own
+        pictures, to be excluded unless they are judged.
         """
         name = safe_id(query)
 

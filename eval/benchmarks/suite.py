@@ -356,16 +356,10 @@ def loaded_once(load: Callable[..., Any]) -> Callable[..., Any]:
 def measure_members(
     options: MeasureOptions, measure: Callable[[str, Path, Path], Sequence[Path]], title: str
 ) -> list[Path]:
-    """Measure every member of a suite separately and join the evaluations of each condition.
+    """Measure every member of a suite separately and join each condition's evaluations; returns the joint directories.
 
-    Args:
-        options: options of the command, with the suite as set.
-        measure: called with a member's name, set and output directory; returns the directories of its evaluations, which
-            are that directory or subfolders of it.
-        title: printed if there is only one condition.
-
-    Returns:
-        The joint output directory of every condition.
+    ``measure``: called with a member's name, set and output directory; returns the directories of its evaluations, which are
+    that directory or subfolders of it. ``title``: printed if there is only one condition.
     """
     suite = load_suite(options.set)
     conditions: dict[str, dict[str, Path]] = {}

@@ -190,7 +190,9 @@ def _rerank_set(
         process_group=process_group,
         mix=options.mix,
     )
-    about = {key: getattr(options, key) for key in ("top_n", "mix")} | {
+    about = {
+        "top_n": options.top_n,
+        "mix": options.mix,
         "of": str(options.of),
         "judge": loaded.name,
         "question": QUESTION,
@@ -304,15 +306,10 @@ def _scored(
 
 
 def reorder(ranking: Ranking, score_QN: np.ndarray, mix: float | None = None) -> Ranking:
-    """Reorder the first N ranks by new scores, with ties in the old order; ranks below do not change.
+    """Reorder the first N ranks by new scores (-inf for none), with ties in the old order; ranks below do not change.
 
-    Args:
-        ranking: the old ranking; without `mix` only the order of its scores matters.
-        score_QN: new scores of the first N candidates; -inf for none.
-        mix: factor with which new scores are added to the old ones; None: they replace them.
-
-    Returns:
-        A ranking with float64 scores; the scores below rank N are shifted as a whole below the new ones and -1.
+    ``mix``: factor with which new scores are added to the old ones; None: they replace them. Scores of the result are
+    float64; those below rank N are shifted as a whole below the new ones and -1.
     """
     num = score_QN.shape[1]
     if mix is not None:

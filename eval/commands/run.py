@@ -23,7 +23,7 @@ from eval.benchmarks.suite import is_suite, loaded_once, measure_members
 from eval.commands.audit import Audit, audit_training, training_files
 from eval.embedding.fill_cache import Embeds, Mode, mean_cosine
 from eval.embedding.processes import join
-from eval.embedding.set_embeddings import Embeddings, contents_of, is_sampled
+from eval.embedding.set_embeddings import Embeddings, contents_of
 from eval.judging.rewrite import RewriteOptions, rewritten
 from eval.models.registry import ModelOptions
 from eval.scoring.evaluation import decides, write_evaluation
@@ -145,9 +145,6 @@ class Session:
 
     Attributes:
         wanted: the set, prepared by the protocol.
-        depth: length of a ranking.
-        limit: number of queries used; None: all.
-        seed: seed of the resampling.
         draw_seed: seed of sampled rationales; None for greedy decoding.
         warnings: caveats for readers of the figures.
         audit: overlap with the training files; None if none are known.
@@ -268,7 +265,7 @@ def start(
         depth=options.depth,
         limit=options.limit,
         seed=options.seed,
-        draw_seed=options.seed if is_sampled(encoder) else None,
+        draw_seed=options.seed if encoder.settings.generation.temperature > 0 else None,
         warnings=warnings,
         audit=audit,
         shared=shared,

@@ -9,7 +9,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self
+from typing import Literal, Protocol, Self
 
 import numpy as np
 
@@ -157,12 +157,15 @@ def cut(embeddings_ND: np.ndarray, dims: int | None) -> np.ndarray:
     return part / norm_N1
 
 
-def mean_cosine(embeddings_ND: np.ndarray) -> float:
-    """Mean cosine over all pairs of distinct items: 0 for spread-out embeddings, 1 for collapsed ones."""
-    num = len(embeddings_ND)
+def mean_cosine(embeddings_ND: np.ndarray, rows_K: np.ndarray | None = None) -> float:
+    """Mean cosine over all pairs of items (None: of all rows): 0 for spread-out embeddings, 1 for collapsed ones."""
+    rows_K = np.arange(len(embeddings_ND)) if rows_K is None else rows_K
+    num = len(rows_K)
     if num < 2:
         return 0.0
-    return _mean_cosine(sum(embeddings_ND[rows].sum(axis=0, dtype=np.float64) for rows in _blocks(num)), num)
+    blocks = (rows_K[start : start + BLOCK_ROWS] for start in range(0, num, BLOCK_ROWS))
+    total_D = np.sum([embeddings_ND[block].sum(axis=0, dtype=np.float64) for block in blocks], axis=0)
+    return (float(np.square(total_D).sum()) - num) / (num * (num - 1))
 
 
 def check_collapse(embeddings_ND: np.ndarray, contents: Sequence[str], side: str) -> None:
@@ -172,21 +175,12 @@ def check_collapse(embeddings_ND: np.ndarray, contents: Sequence[str], side: str
     """
     first = {content: row for row, content in reversed(list(enumerate(contents)))}
     rows = np.array(sorted(first.values()), np.int64)
-    total = sum(embeddings_ND[rows[part]].sum(axis=0, dtype=np.float64) for part in _blocks(len(rows)))
-    if len(rows) > 1 and 1.0 - _mean_cosine(total, len(rows)) < COLLAPSED:
+    if len(rows) > 1 and 1.0 - mean_cosine(embeddings_ND, rows) < COLLAPSED:
         raise UserError(
             f"all {len(rows)} different items of side {side} have the same embedding (mean cosine within {COLLAPSED} "
             "of 1): the checkpoint has collapsed and cannot rank anything. Train with a lower learning rate, a higher "
             "temperature or a longer cold start"
         )
-
-
-def _blocks(num: int) -> Iterator[slice]:
-    return (slice(start, start + BLOCK_ROWS) for start in range(0, num, BLOCK_ROWS))
-
-
-def _mean_cosine(sum_D: Any, num: int) -> float:
-    return (float(np.square(sum_D).sum()) - num) / (num * (num - 1))
 
 
 def _missing(items: Iterable[Item], done: np.ndarray, most: int) -> Iterator[tuple[int, list[Item]]]:

@@ -231,8 +231,3 @@ def keyed_settings(encoder: Embeds, mode: Mode) -> dict[str, Any]:
     if mode in SILENT:  # nothing is generated, so generation settings have no effect
         settings.pop("generation", None)
     return settings
-
-
-def is_sampled(encoder: Embeds) -> bool:
-    """Whether the encoder samples rationales, so that they depend on a seed."""
-    return encoder.settings.generation.temperature > 0

@@ -160,13 +160,10 @@ def read(cache: Cache) -> Encoded:
 
 
 def read_embeddings(cache: Cache, place: np.ndarray, memory_mb: float) -> np.ndarray:
-    """Embeddings of a complete cache, (num_items, D) float32, permuted.
+    """Embeddings of a complete cache, (num_items, D) float32; ``place``: target row of each row.
 
-    Args:
-        cache: a complete cache.
-        place: target row of each row.
-        memory_mb: larger arrays become a memory map of an anonymous file in the cache's directory, which disappears with
-            this process.
+    Arrays above ``memory_mb`` become a memory map of an anonymous file in the cache's directory, which disappears with this
+    process.
 
     Raises:
         UserError: a shard is damaged, rows are missing, or the disk is full.

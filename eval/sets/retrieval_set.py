@@ -253,10 +253,7 @@ def given_rationales(wanted: RetrievalSet) -> dict[tuple[str, str], str]:
 
 
 def content_digest(item: Item) -> tuple[str, tuple[str, ...]]:
-    """Hashes of an item's content, which does not include its id.
-
-    Returns:
-        (sha256 of text, instruction and pictures, sha256 of each picture's bytes), hexadecimal.
+    """SHA-256 of an item's text, instruction and pictures, without its id, and of each picture's bytes.
 
     Raises:
         rge.common.images.ImageError: a picture cannot be read.
@@ -270,11 +267,7 @@ def with_content(wanted: RetrievalSet, candidates: Sequence[str] | None = None) 
     """The set with a hash of all its content.
 
     Besides the fingerprint (ids and judgements), this covers all texts, instructions and pictures, and the columns that
-    figures are grouped by.
-
-    Args:
-        wanted: the set with all its queries.
-        candidates: content digest of each candidate in file order; None: read all pictures of the pool.
+    figures are grouped by. ``candidates``: content digest of each in file order; None: read all pictures of the pool.
 
     Raises:
         rge.common.images.ImageError: a picture cannot be read.

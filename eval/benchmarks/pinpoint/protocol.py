@@ -126,11 +126,8 @@ def _official(value: Mapping[str, float], micro: Mapping[str, Mapping[str, Any] 
 def pinpoint_values(names: Sequence[str], judged: Judged) -> np.ndarray:
     """Per-query values as the released scorer of PinPoint computes them, (Q, M).
 
-    Source: evaluate.py and utils/metrics.py of pinterest/pinpoint-dataset. Differs: none.
-
-    Args:
-        names: metrics.
-        judged: the whole list of each query, with positives and negatives as listed; a candidate may be both.
+    Source: evaluate.py and utils/metrics.py of pinterest/pinpoint-dataset. Differs: none. ``judged``: the whole list of each
+    query, with positives and negatives as listed; a candidate may be both.
     """
     assert judged.negative_QK is not None
     removed_last = np.argsort(judged.negative_QK, axis=1, kind="stable")
@@ -156,18 +153,10 @@ def over_groups(
     of: Callable[..., Any] = np.ptp,
     least: int = 2,
 ) -> dict[str, float | None] | None:
-    """Mean over paraphrase groups of a statistic of their values, with an interval.
+    """Mean over paraphrase groups of a statistic of their values, with an interval; None if no group has enough queries.
 
-    Args:
-        value_Q: per-query values; NaN is left out.
-        same: name of each query's paraphrase group.
-        group: unit of resampling, which may contain several paraphrase groups.
-        seed: seed of the resampling.
-        of: statistic of a group's values: range (default), `numpy.std`, or mean, which weights all groups equally.
-        least: minimum number of queries in a group.
-
-    Returns:
-        value, low, high; None if no group has enough queries.
+    NaN is left out. ``same``: each query's paraphrase group. ``group``: unit of resampling, which may contain several of
+    them. ``of``: statistic of a group's values: range, `numpy.std`, or mean, which weights all groups equally.
     """
     table = pd.DataFrame({"value": value_Q, "group": group, "same": same}).dropna(subset="value")
     table = table.groupby("same", sort=False).filter(lambda rows: len(rows) >= least)

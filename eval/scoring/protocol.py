@@ -31,7 +31,6 @@ class Protocol:
         benchmark: its name; ``generic`` for sets without one.
         profile: one of `PROFILES`.
         headline: the benchmark's headline metrics, most important first.
-        average: ``micro``, the mean over queries, or ``macro``.
         statements: description of what is computed.
         skips_missing: whether queries without a ranking are left out instead of counting 0.
         metrics: further metrics requested by the user.
@@ -40,7 +39,6 @@ class Protocol:
     benchmark: str = "generic"
     profile: str = "clean"
     headline: tuple[str, ...] = ("recall@1", "recall@10", "mrr", "ndcg@10")
-    average: str = "micro"
     statements: tuple[str, ...] = ()
     skips_missing: bool = False
     metrics: tuple[str, ...] = ()
@@ -91,11 +89,9 @@ def all_figures(wanted: RetrievalSet, scored: Scored, protocol: Protocol, *, see
     more = protocol.figures(wanted, scored, seed=seed)
     out["micro"] |= more.pop("micro", {})
     if protocol.benchmark != "generic":
-        # a single set counts as a suite of one member
-        average = "micro" if protocol.average == "macro" else protocol.average
         out["headline"] = [
-            {"metric": name, "average": average, **out[average][name]}
+            {"metric": name, "average": "micro", **out["micro"][name]}
             for name in protocol.headline
-            if name in out[average]
+            if name in out["micro"]
         ]
     return out | more

@@ -85,8 +85,8 @@ _SAID = (
     "equal scores are ordered by id; the released search does not define their order",
 )
 PROTOCOLS = (
-    Mbeir("mbeir", "clean", (MAIN, "hit@1", "recall@10"), "macro", (*_SAID, "a query without a ranking counts 0")),
-    Mbeir("mbeir", "official", (MAIN,), "macro", (
+    Mbeir("mbeir", "clean", (MAIN, "hit@1", "recall@10"), (*_SAID, "a query without a ranking counts 0")),
+    Mbeir("mbeir", "official", (MAIN,), (
         *_SAID, "official: figures under the released names, rounded to four digits per task",
     )),
 )  # fmt: skip

@@ -64,13 +64,13 @@ def trec_ties(ranking: Ranking) -> Ranking:
 
 
 PROTOCOLS = (
-    Mmbright("mmbright", "clean", ("ndcg@10", "recall@10"), "macro", (
+    Mmbright("mmbright", "clean", ("ndcg@10", "recall@10"), (
         "nDCG@10 with linear gains, mean over domains",
         "hard negatives stay in the ranking",
         "task 4 is graded as in the paper: 2 for a gold document with a positive picture, 1 for it without picture",
         "queries without any positive are not part of the set",
     )),
-    Mmbright("mmbright", "official", ("ndcg@10",), "macro", (
+    Mmbright("mmbright", "official", ("ndcg@10",), (
         "as the released code (143ae35): nDCG@10 of trec_eval over the top 1,000, rounded to five digits per domain, mean "
         "over domains",
         "tasks 1 and 2: the query's hard negatives are removed from its ranking",

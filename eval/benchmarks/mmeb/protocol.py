@@ -21,11 +21,11 @@ class Mmeb(Protocol):
 
 
 PROTOCOLS = (
-    Mmeb("mmeb", "clean", ("hit@1", "mrr"), "macro", (
+    Mmeb("mmeb", "clean", ("hit@1", "mrr"), (
         "hit@1 within each query's own candidates; equal scores count against the model",
         "overall is the unweighted mean of the sets, likewise IND, OOD and each meta-task",
     )),
-    Mmeb("mmeb", "official", ("hit@1",), "macro", (
+    Mmeb("mmeb", "official", ("hit@1",), (
         "hit@1 as argmax over candidates with the answer first: equal scores count for the model",
         "overall is the unweighted mean of the sets, likewise IND, OOD and each meta-task",
     )),

@@ -42,8 +42,8 @@ _SAID = (
     "overall is the unweighted mean of the sets, likewise each meta-task",
 )
 PROTOCOLS = (
-    Mmeb2("mmeb2", "clean", ("hit@1", "ndcg@5"), "macro", (*_SAID, "image: equal scores count against the model")),
-    Mmeb2("mmeb2", "official", ("hit@1", "ndcg@5"), "macro", (
+    Mmeb2("mmeb2", "clean", ("hit@1", "ndcg@5"), (*_SAID, "image: equal scores count against the model")),
+    Mmeb2("mmeb2", "official", ("hit@1", "ndcg@5"), (
         *_SAID,
         "image: equal scores count for the model; the released argsort does not define their order",
         "gains stay with their documents; the released scorer (6e1e1d4) reorders documents by a set(), but not their gains, so "

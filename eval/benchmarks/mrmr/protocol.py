@@ -37,12 +37,12 @@ class Mrmr(Protocol):
 
 
 PROTOCOLS = (
-    Mrmr("mrmr", "clean", (USUAL, "recall@1"), "macro", (
+    Mrmr("mrmr", "clean", (USUAL, "recall@1"), (
         "nDCG@10 with linear gains; the main score of negation is recall@1, see main_scores",
         "every task has one pool, negation too",
         "macro is the mean of tasks, which the release does not publish",
     )),
-    Mrmr("mrmr", "official", (USUAL, "recall@1"), "macro", (
+    Mrmr("mrmr", "official", (USUAL, "recall@1"), (
         "as the released fork of MTEB: nDCG@10 (negation: recall@1) of trec_eval over the top 1,000, rounded to five digits",
         "equal scores are in trec_eval's order, the larger id first",
         "negation against its whole pool, the released default; with split_corpus=true the release gives each query four "

@@ -174,7 +174,7 @@ def _num_groups(same: Sequence[str], kept_Q: np.ndarray) -> int:
 
 
 PROTOCOLS = (
-    Pinpoint("pinpoint", "clean", ("map_capped@10", "delta_map_capped@10", "negative_recall@10", "precision@10"), "micro", (
+    Pinpoint("pinpoint", "clean", ("map_capped@10", "delta_map_capped@10", "negative_recall@10", "precision@10"), (
         "AP@10 over min(positives, 10), each positive counted once",
         "a candidate that is positive and negative counts as positive only; None and repeated negatives are dropped",
         "negative_recall@10 over min(negatives, 10), mean over queries that have negatives",
@@ -182,7 +182,7 @@ PROTOCOLS = (
         "minus the smallest precision@10; linguistic_sensitivity_map has AP@10 instead",
         "a query without a ranking counts 0",
     )),
-    Pinpoint("pinpoint", "official", ("map_capped@10", "delta_map_capped@10", "negative_recall@10", "precision@10"), "micro", (
+    Pinpoint("pinpoint", "official", ("map_capped@10", "delta_map_capped@10", "negative_recall@10", "precision@10"), (
         "as evaluate.py: the whole list is scored, and negatives are removed from it before it is cut at k "
         "(the released retrieval lists 50: depth=50); AP@k over min(listed positives, k), recall over listed positives, "
         "repeated ones included, so that a perfect ranking stays below 1",

@@ -35,7 +35,7 @@ from eval.scoring.output_files import (
 )
 from eval.scoring.tables import in_per_cent
 from rge.common.errors import UserError
-from rge.common.files import find_shipped, write_bytes
+from rge.common.files import find_shipped, write_json
 from rge.stats.intervals import NUM_RESAMPLES, Bootstrap, cluster_bootstrap, index_of
 
 SUITE = "suite.json"
@@ -84,7 +84,7 @@ def refuse_old_suite(out: Path, overwrite: bool) -> None:
 def write_suite(path: Path, *, name: str, benchmark: str, column: str, members: Mapping[str, Mapping[str, str]], **meta: Any) -> None:  # fmt: skip
     """Write ``suite.json`` beside the members' folders, after all of them."""
     content = {"name": name, "benchmark": benchmark, "column": column, "members": members} | meta
-    write_bytes(path / SUITE, json.dumps(content, indent=1, ensure_ascii=False).encode() + b"\n")
+    write_json(path / SUITE, content)
 
 
 def load_suite(path: Path) -> Suite:

@@ -59,7 +59,11 @@ def main(argv: Sequence[str]) -> int:
         parse_options(PluginOptions, plugins)
         if name not in ("import", *COMMANDS, *_importers()):
             importers = f"there are folder, {', '.join(BENCHMARKS)}"
-            return _show(importers if name.startswith("import") else str(__doc__), wants_help)
+            print(
+                importers if name.startswith("import") else __doc__,
+                file=sys.stdout if wants_help else sys.stderr,
+            )
+            return 0 if wants_help else 2
         if words == plugins or wants_help:
             print(usage(name))
             return 0 if wants_help else 2
@@ -83,11 +87,6 @@ def _command_and_words(argv: Sequence[str]) -> tuple[str, list[str]]:
     if name == "fetch" and words and words[0] not in HELP and "=" not in words[0]:
         words[0] = f"benchmark={words[0]}"
     return name, positional(words, "src", "queries") if name == "mine" else words
-
-
-def _show(text: str, wants_help: bool) -> int:
-    print(text, file=sys.stdout if wants_help else sys.stderr)
-    return 0 if wants_help else 2
 
 
 def _importers() -> list[str]:

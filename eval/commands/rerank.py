@@ -34,8 +34,6 @@ from rge.common.errors import UserError
 from rge.common.registry import PluginOptions
 from rge.common.schema import Item
 
-HELD_CANDIDATES = 4096
-"""Candidates held in memory while their contents are hashed."""
 KEPT = (
     "query_mode", "query_modality", "candidate_mode", "checkpoint", "checkpoint_hash", "model", "rewrite", "prompts",
     "settings", "decoding", "dtype", "exact", "embedding_dims", "asked_as_released", "run_hash", "coverage",
@@ -334,11 +332,8 @@ def _keys(
     about: dict[str, Any],
 ) -> list[str]:
     """Cache keys of the pairs: hashes of the judge's input and settings."""
-    rows = sorted(set(row_P.tolist()), key=lambda row: int(wanted.file_rows_C[row]))
-    digest_of: dict[int, str] = {}
-    parts = [rows[start : start + HELD_CANDIDATES] for start in range(0, len(rows), HELD_CANDIDATES)]
-    for items in _candidates(wanted, parts):
-        digest_of |= {row: content_digest(item)[0] for row, item in items.items()}
+    needed, items = set(row_P.tolist()), zip(wanted.file_order_C.tolist(), wanted.corpus_items(), strict=True)
+    digest_of = {row: content_digest(item)[0] for row, item in items if row in needed}
     query_digests = [content_digest(item)[0] for item in queries]
     return [
         value_key(about, query_digests[query], digest_of[row])

@@ -133,18 +133,7 @@ def _write(
     write_text(out / COMPARE, json.dumps(content, indent=1, allow_nan=False) + "\n")
     tables = write_tables(out / TABLE, pd.DataFrame(content["rows"]), _formatted(rows))
     print("", out / COMPARE, out / PLOT, *tables, sep="\n")
-    page = write_comparison(
-        a,
-        b,
-        out / PAGE,
-        content["rows"],
-        differs=content["differs"],
-        warnings=warnings,
-        num_examples=options.examples,
-        set_dir=options.set,
-        seed=options.seed,
-    )
-    print(page)
+    print(write_comparison(a, b, out / PAGE, content, options.examples, options.set, options.seed))
 
 
 def paired_tests(

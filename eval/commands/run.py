@@ -151,12 +151,10 @@ class Session:
         shared: content of results.json that is the same for all conditions.
     """
 
+    options: RunOptions
     wanted: RetrievalSet
     protocol: Protocol
     embeddings: Embeddings
-    depth: int
-    limit: int | None
-    seed: int
     draw_seed: int | None
     warnings: list[str]
     audit: Audit | None
@@ -167,7 +165,7 @@ class Session:
         return search(
             query_QD,
             candidate_CD,
-            depth=self.depth,
+            depth=self.options.depth,
             excluded=self.wanted.excluded,
             candidates=self.wanted.candidates,
             block_rows=rows_within(self.embeddings.memory_mb, candidate_CD.shape[1]),
@@ -203,9 +201,9 @@ class Session:
             self.protocol,
             about,
             tag=f"{self.shared['checkpoint_hash'][:12]}-{tag or f'{condition.mode}-{condition.modality}'}",
-            seed=self.seed,
+            seed=self.options.seed,
             encoded=encoded,
-            limit=self.limit,
+            limit=self.options.limit,
             made_with=self.embeddings.made_with,
             title=title,
         )
@@ -249,27 +247,11 @@ def start(
         determined = identity | {key: measured[key] for key in ("query_mode", "query_modality")}
         check_out(condition.out, determined, overwrite=options.overwrite, measured=measured)
     embeddings = Embeddings(
-        encoder,
-        wanted,
-        contents,
-        options.root,
-        options.batch_size,
-        options.memory_mb,
-        process_group,
+        encoder, wanted, contents, options.root, options.batch_size, options.memory_mb, process_group,
         options.embedding_dims,
-    )
-    return Session(
-        wanted,
-        protocol,
-        embeddings,
-        depth=options.depth,
-        limit=options.limit,
-        seed=options.seed,
-        draw_seed=options.seed if encoder.settings.generation.temperature > 0 else None,
-        warnings=warnings,
-        audit=audit,
-        shared=shared,
-    )
+    )  # fmt: skip
+    draw_seed = options.seed if encoder.settings.generation.temperature > 0 else None
+    return Session(options, wanted, protocol, embeddings, draw_seed, warnings, audit, shared)
 
 
 def _conditions(options: RunOptions) -> list[Condition]:

@@ -241,16 +241,15 @@ def ceiling_of(main: Evaluation, metric: str) -> float | None:
 def verdict_of(evaluations: Sequence[Evaluation], main: Evaluation, metric: str) -> list[tuple[str, Figure]]:
     """Figures of the opening sentence, with their wording: the featured row, its rivals, and chance."""
     words = {"reasoning": "with its own rationale", "direct": "without a rationale"}
-    parts = [(words.get(main.mode[0], "in this ranking"), main.figure("micro", metric))]
+    shown = [(words.get(main.mode[0], "in this ranking"), main)]
     for one in evaluations:
         if one.is_baseline:
-            parts.append((f"for “{one.label}”", one.figure("micro", metric)))
+            shown.append((f"for “{one.label}”", one))
         elif _is_rival(one, main):
-            parts.append(("by the same checkpoint without it", one.figure("micro", metric)))
+            shown.append(("by the same checkpoint without it", one))
+    parts = [(name, figure) for name, one in shown if (figure := one.figure("micro", metric)) is not None]
     floor = (main.results.get("random") or {}).get(metric)
-    if floor is not None:
-        parts.append(("by chance", Figure(floor)))
-    return [(words, figure) for words, figure in parts if figure is not None]
+    return parts if floor is None else [*parts, ("by chance", Figure(floor))]
 
 
 def notes_of(loaded: RetrievalSet, by: str) -> list[tuple[str, str]]:

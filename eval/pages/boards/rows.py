@@ -12,6 +12,7 @@ from typing import Any
 from eval.benchmarks.published_tables import Column, Published
 from eval.benchmarks.registry import GENERIC
 from eval.pages.evaluations import Evaluation, Figure
+from eval.scoring.protocol import Protocol
 from rge.common.errors import UserError
 
 MAX_COLUMNS = 8
@@ -19,8 +20,6 @@ MAX_COLUMNS = 8
 ROUNDED = 1e-5
 """Tolerance for equality with figures of released scorers, which round."""
 TRAINED, UNRANKED = "TRAINED ON THE TEST", ": unranked"
-COLUMNS = ("recall@1", "recall@10", "mrr", "ndcg@10")
-"""Columns for a set without a published table."""
 MAX_MODELS = 8
 """Maximum number of models in the heat map: first all measured ones, then the best published ones."""
 
@@ -169,9 +168,10 @@ def generic_columns(results: Mapping[str, Any]) -> tuple[list[Column], int]:
     """Columns for a set without a published table, and the index of the main one."""
     block = "macro" if results.get("suite") else "micro"
     headline = [one["metric"] for one in results.get("headline") or []]
-    names = [name for name in dict.fromkeys([*headline, *COLUMNS]) if name in (results.get(block) or {})]
+    usual = Protocol().headline
+    names = [name for name in dict.fromkeys([*headline, *usual]) if name in (results.get(block) or {})]
     if not names:
-        raise UserError(f"an evaluation of {results['set']['name']} has none of {', '.join(COLUMNS)}")
+        raise UserError(f"an evaluation of {results['set']['name']} has none of {', '.join(usual)}")
     return [Column(name, (block, name)) for name in names[:MAX_COLUMNS]], 0
 
 

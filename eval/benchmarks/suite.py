@@ -75,12 +75,6 @@ def is_suite(path: Path) -> bool:
     return (find_shipped(path) / SUITE).is_file()
 
 
-def refuse_old_suite(out: Path, overwrite: bool) -> None:
-    """Raise a `UserError` before an import if ``out`` holds a suite and ``overwrite`` is false."""
-    if is_suite(out) and not overwrite:
-        raise UserError(f"out {out} already holds a suite: choose another, or pass overwrite=true")
-
-
 def write_suite(path: Path, *, name: str, benchmark: str, column: str, members: Mapping[str, Mapping[str, str]], **meta: Any) -> None:  # fmt: skip
     """Write ``suite.json`` beside the members' folders, after all of them."""
     content = {"name": name, "benchmark": benchmark, "column": column, "members": members} | meta

@@ -293,10 +293,15 @@ def _scored(
     todo: Mapping[str, tuple[int, int]],
     parts: Sequence[Sequence[str]],
 ) -> Iterator[dict[str, list[float]]]:
-    """Yield {key: [score, mean milliseconds]} for each part."""
-    candidates = _candidates(wanted, [[todo[key][1] for key in part] for part in parts])
-    for part, items in zip(parts, candidates, strict=True):
-        pairs = [(descriptions[todo[key][0]], items[todo[key][1]]) for key in part]
+    """Yield {key: [score, mean milliseconds]} for each part; keys are in file order of the candidates, which are read once."""
+    items = enumerate(wanted.corpus_items())
+    at, item = next(items)
+    for part in parts:
+        pairs = []
+        for query, row in map(todo.__getitem__, part):
+            while at < wanted.file_rows_C[row]:
+                at, item = next(items)
+            pairs.append((descriptions[query], item))
         began = time.perf_counter()
         scores = judge.score(pairs)
         ms = (time.perf_counter() - began) * 1000 / len(pairs)
@@ -339,20 +344,3 @@ def _keys(
         value_key(about, query_digests[query], digest_of[row])
         for query, row in zip(query_P.tolist(), row_P.tolist(), strict=True)
     ]
-
-
-def _candidates(wanted: RetrievalSet, parts: Sequence[Sequence[int]]) -> Iterator[dict[int, Item]]:
-    """Yield the candidates of each part by row, in one pass over the file, holding only those that the part needs.
-
-    ``parts``: candidate rows, in file order over all parts.
-    """
-    items = enumerate(wanted.corpus_items())
-    at, held = -1, dict[int, Item]()
-    for part in parts:
-        row_of = {int(wanted.file_rows_C[row]): row for row in part}
-        held = {row: held[row] for row in set(part) & held.keys()}
-        while at < max(row_of):
-            at, item = next(items)
-            if at in row_of:
-                held[row_of[at]] = item
-        yield held

@@ -190,12 +190,12 @@ class Embeddings:
         made_with: dict[str, Identity] = {}
         others = False
         for _, about in caches_in(self.root):
-            if about.get("asked") == asked and "made_with" in about:
-                known = made_with.get(about["encoder"])
-                made_with[about["encoder"]] = joined(known, about["made_with"])
-            elif "made_with" not in about:
+            if "made_with" not in about:
                 of = (about.get("checkpoint_hash"), about.get("side"), about.get("mode"))
                 others |= of == (self.encoder.checkpoint_hash, side, mode)
+            elif about.get("asked") == asked:
+                known = made_with.get(about["encoder"])
+                made_with[about["encoder"]] = joined(known, about["made_with"])
         changed: dict[str, tuple[Any, Any]] = {}
         for encoder, then in made_with.items():
             if not (changed := changes_since(then)):

@@ -282,12 +282,7 @@ def member_bootstraps(
 
 
 def mean_over(
-    table: pd.DataFrame,
-    names: Sequence[str],
-    *,
-    members: bool,
-    seed: int,
-    num_resamples: int = NUM_RESAMPLES,
+    table: pd.DataFrame, names: Sequence[str], *, members: bool, seed: int, num_resamples: int = NUM_RESAMPLES
 ) -> Bootstrap:
     """Means of columns over queries, or, with `members`, means of the members' means; see `member_bootstraps`."""
     if members:

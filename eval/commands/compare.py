@@ -31,14 +31,7 @@ from rge.common.errors import UserError
 from rge.common.files import write_text
 from rge.common.registry import PluginOptions
 from rge.identity.run_identity import in_words as what_differs
-from rge.stats.intervals import (
-    OF_DIFFERENCES,
-    Bootstrap,
-    cluster_bootstrap,
-    figures,
-    in_words,
-    index_of,
-)
+from rge.stats.intervals import OF_DIFFERENCES, Bootstrap, cluster_bootstrap, figures, in_words, index_of
 
 COMPARE, PLOT, PAGE, TABLE = "compare.json", "compare.svg", "compare.html", "compare"
 INCIDENTAL = ("software.", "machine.", "settings.dtype", "settings.exact")

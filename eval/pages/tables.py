@@ -11,7 +11,8 @@ import pandas as pd
 
 from eval.pages.evaluations import Evaluation, Figure, check_finite
 from eval.pages.wording import Scale, percent, slice_label, slice_order
-from eval.scoring.metrics import judge, metric_words, random_floor
+from eval.scoring.metrics import metric_words, random_floor
+from eval.scoring.output_files import judged_rows
 from eval.sets.retrieval_set import RetrievalSet
 from rge.common.errors import UserError
 from rge.stats.intervals import OF_DIFFERENCES, cluster_bootstrap, figures, index_of
@@ -162,14 +163,7 @@ def random_floors(main: Evaluation, loaded: RetrievalSet, metric: str) -> np.nda
     if value is None:
         return None
     check_finite(value, f"{main.directory}/results.json: random.{metric}")
-    nothing = np.full((len(loaded.queries), 1), -1)
-    judged = judge(
-        nothing,
-        loaded.positives,
-        loaded.negatives,
-        num_candidates=len(loaded.corpus_ids),
-        num_missing_Q=loaded.num_missing_Q,
-    )
+    judged = judged_rows(loaded, np.full((len(loaded.queries), 1), -1))
     depth = int(main.results.get("depth") or len(loaded.corpus_ids))
     floors = pd.Series(random_floor(metric, judged, loaded.pool_sizes(), depth=depth), loaded.query_ids)
     return floors.reindex(main.per_query.index).to_numpy()

@@ -17,15 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from eval.embedding.identity import asked_of
-from eval.scoring.metrics import (
-    Judged,
-    compute,
-    cut,
-    first_hit_rank,
-    judge,
-    random_floor,
-    tied_order,
-)
+from eval.scoring.metrics import Judged, compute, cut, first_hit_rank, judge, random_floor, tied_order
 from eval.scoring.search import DEPTH, Ranking
 from eval.sets.retrieval_set import RetrievalSet
 from rge.common.errors import UserError
@@ -81,15 +73,20 @@ class Scored:
     first_hit_Q: np.ndarray
 
 
-def score_ranking(wanted: RetrievalSet, ranking: Ranking, names: Sequence[str]) -> Scored:
-    """Compute metrics for every query of the set; the ranking must be deep enough for all of them."""
-    wide = judge(
-        ranking.rows_QW,
+def judged_rows(wanted: RetrievalSet, rows_QK: np.ndarray) -> Judged:
+    """`judge` with the judgements of a set."""
+    return judge(
+        rows_QK,
         wanted.positives,
         wanted.negatives,
         num_candidates=len(wanted.corpus_ids),
         num_missing_Q=wanted.num_missing_Q,
     )
+
+
+def score_ranking(wanted: RetrievalSet, ranking: Ranking, names: Sequence[str]) -> Scored:
+    """Compute metrics for every query of the set; the ranking must be deep enough for all of them."""
+    wide = judged_rows(wanted, ranking.rows_QW)
     judged, pool_Q = cut(wide, ranking.depth), wanted.pool_sizes()
 
     def values(of: Judged) -> np.ndarray:

@@ -152,11 +152,7 @@ def _search_pool(
 
 
 def _fetch(
-    query_QD: np.ndarray,
-    candidate_CD: np.ndarray,
-    kept: np.ndarray | None,
-    k: int,
-    block_rows: int,
+    query_QD: np.ndarray, candidate_CD: np.ndarray, kept: np.ndarray | None, k: int, block_rows: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Best k by faiss: rows (Q, k), scores (Q, k), and an upper bound of the scores of the others (Q,)."""
     num_rows = len(candidate_CD) if kept is None else len(kept)

@@ -158,7 +158,7 @@ def cut(embeddings_ND: np.ndarray, dims: int | None) -> np.ndarray:
 
 
 def mean_cosine(embeddings_ND: np.ndarray, rows_K: np.ndarray | None = None) -> float:
-    """Mean cosine over all pairs of items (None: of all rows): 0 for spread-out embeddings, 1 for collapsed ones."""
+    """Mean cosine over all pairs of rows (None: all): 0 for spread-out embeddings, 1 for collapsed ones."""
     rows_K = np.arange(len(embeddings_ND)) if rows_K is None else rows_K
     num = len(rows_K)
     if num < 2:

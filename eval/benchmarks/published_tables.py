@@ -5,7 +5,7 @@ A file lists columns (with the path of the same figure in our results) and rows 
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -61,9 +61,9 @@ class Published:
     main: int
     columns: list[Column]
     rows: list[tuple[str, str, list[float | None]]]
-    profiles: tuple[str, ...] = ("official",)
-    made_with: Mapping[str, Any] = field(default_factory=dict)
-    other_release: frozenset[int] = frozenset()
+    profiles: tuple[str, ...]
+    made_with: Mapping[str, Any]
+    other_release: frozenset[int]
 
     def not_this_set(self, measured: Mapping[str, Any]) -> str | None:
         """Reason why a measured set (``set`` of results.json) is not the published one; None if its counts match."""
@@ -106,19 +106,11 @@ def _read(path: Path, benchmark: str) -> Published:
     try:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         columns = [
-            Column(
-                c["name"],
-                tuple(c["figure"]),
-                tuple(c["official"]) if "official" in c else None,
-            )
+            Column(c["name"], tuple(c["figure"]), tuple(c["official"]) if "official" in c else None)
             for c in content["columns"]
         ]
         rows = [
-            (
-                row["model"],
-                row.get("note", ""),
-                [None if value is None else value / 100 for value in row["values"]],
-            )
+            (row["model"], row.get("note", ""), [x if x is None else x / 100 for x in row["values"]])
             for row in content["rows"]
         ]
         table = Published(

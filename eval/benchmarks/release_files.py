@@ -14,7 +14,7 @@ from typing import Any, Literal
 import pyarrow.parquet as pq
 from PIL import Image
 
-from eval.benchmarks.suite import refuse_old_suite, write_suite
+from eval.benchmarks.suite import is_suite, write_suite
 from eval.sets.retrieval_set import RetrievalSet, some
 from eval.sets.write_set import Query, write_set
 from rge.common.errors import UserError
@@ -55,7 +55,8 @@ class ReleaseOptions(PluginOptions):
         self, members: Mapping[str, Mapping[str, str]], write_one: Callable[[str], object], **suite: Any
     ) -> list[str]:
         """Write all members of a suite, then the suite; returns their names. ``suite``: see `write_suite`."""
-        refuse_old_suite(self.out, self.overwrite)
+        if is_suite(self.out) and not self.overwrite:
+            raise UserError(f"out {self.out} already holds a suite: choose another, or pass overwrite=true")
         for name in members:
             write_one(name)
         write_suite(self.out, members=members, **suite)
@@ -88,16 +89,10 @@ class Draft:
     def judge(
         self, query: str, gains: Mapping[str, int], wrong: Iterable[str] = (), own: Iterable[str] = ()
     ) -> int:
-        """Add the judgements of candidates that are in the pool.
+        """Add the judgements of candidates that are in the pool; returns the number of right ones that are not.
 
-        Args:
-            query: the query's id in the release.
-            gains: gain of each candidate; 0: judged, not right.
-            wrong: explicit negatives.
-            own: the query's own pictures, to be excluded unless they are judged.
-
-        Returns:
-            Number of right candidates missing from the pool.
+        ``gains``: gain of each candidate; 0: judged, not right. ``wrong``: explicit negatives. ``own``: the query's own
+        pictures, to be excluded unless they are judged.
         """
         name = safe_id(query)
 

@@ -33,9 +33,9 @@ from eval.scoring.output_files import (
     statistics_settings,
     write_tables,
 )
-from eval.scoring.tables import summary
+from eval.scoring.tables import in_per_cent
 from rge.common.errors import UserError
-from rge.common.files import find_shipped, write_bytes
+from rge.common.files import find_shipped, write_json
 from rge.stats.intervals import NUM_RESAMPLES, Bootstrap, cluster_bootstrap, index_of
 
 SUITE = "suite.json"
@@ -75,16 +75,10 @@ def is_suite(path: Path) -> bool:
     return (find_shipped(path) / SUITE).is_file()
 
 
-def refuse_old_suite(out: Path, overwrite: bool) -> None:
-    """Raise a `UserError` before an import if ``out`` holds a suite and ``overwrite`` is false."""
-    if is_suite(out) and not overwrite:
-        raise UserError(f"out {out} already holds a suite: choose another, or pass overwrite=true")
-
-
 def write_suite(path: Path, *, name: str, benchmark: str, column: str, members: Mapping[str, Mapping[str, str]], **meta: Any) -> None:  # fmt: skip
     """Write ``suite.json`` beside the members' folders, after all of them."""
     content = {"name": name, "benchmark": benchmark, "column": column, "members": members} | meta
-    write_bytes(path / SUITE, json.dumps(content, indent=1, ensure_ascii=False).encode() + b"\n")
+    write_json(path / SUITE, content)
 
 
 def load_suite(path: Path) -> Suite:
@@ -187,8 +181,8 @@ def aggregate(
     invalidate(out)
     write_tables(out, pa.Table.from_pandas(table, preserve_index=False), content)
     if title is not None:
-        metrics = (*protocol.headline, *content.get("metrics", []))
-        print(f"\n{suite.name}: {title} -> {out}\n{summary(content, metrics)}", flush=True)
+        figures = in_per_cent(content, (*protocol.headline, *content.get("metrics", [])))
+        print(f"\n{suite.name}: {title} -> {out}\n{figures.to_string()}", flush=True)
     return content
 
 
@@ -288,12 +282,7 @@ def member_bootstraps(
 
 
 def mean_over(
-    table: pd.DataFrame,
-    names: Sequence[str],
-    *,
-    members: bool,
-    seed: int,
-    num_resamples: int = NUM_RESAMPLES,
+    table: pd.DataFrame, names: Sequence[str], *, members: bool, seed: int, num_resamples: int = NUM_RESAMPLES
 ) -> Bootstrap:
     """Means of columns over queries, or, with `members`, means of the members' means; see `member_bootstraps`."""
     if members:
@@ -356,16 +345,10 @@ def loaded_once(load: Callable[..., Any]) -> Callable[..., Any]:
 def measure_members(
     options: MeasureOptions, measure: Callable[[str, Path, Path], Sequence[Path]], title: str
 ) -> list[Path]:
-    """Measure every member of a suite separately and join the evaluations of each condition.
+    """Measure every member of a suite separately and join each condition's evaluations; returns the joint directories.
 
-    Args:
-        options: options of the command, with the suite as set.
-        measure: called with a member's name, set and output directory; returns the directories of its evaluations, which
-            are that directory or subfolders of it.
-        title: printed if there is only one condition.
-
-    Returns:
-        The joint output directory of every condition.
+    ``measure``: called with a member's name, set and output directory; returns the directories of its evaluations, which are
+    that directory or subfolders of it. ``title``: printed if there is only one condition.
     """
     suite = load_suite(options.set)
     conditions: dict[str, dict[str, Path]] = {}

@@ -171,8 +171,8 @@ def audit_training(wanted: RetrievalSet, files: Sequence[Path]) -> Audit:
     """
     seen = _seen(tuple(map(_stamp, files)))
     flags_of: dict[str, list[bool]] = {key: [] for key in COUNTED}
-    names_of = _candidate_names(wanted, seen, flags_of)
     further = further_names(wanted)
+    names_of = _candidate_names(wanted, seen, further, flags_of)
     for query, ids, (rows, _) in zip(wanted.queries, picture_ids(wanted), wanted.positives, strict=True):
         names = _names(query, own_id=False)
         if names:
@@ -192,11 +192,11 @@ def audit_training(wanted: RetrievalSet, files: Sequence[Path]) -> Audit:
 
 
 def _candidate_names(
-    wanted: RetrievalSet, seen: _Seen, flags_of: Mapping[str, list[bool]]
+    wanted: RetrievalSet, seen: _Seen, further: Mapping[str, set[str]], flags_of: Mapping[str, list[bool]]
 ) -> dict[int, set[str]]:
     """Names of each right candidate's picture, by row; also fills the counts of all candidates."""
     positive = {row for rows, _ in wanted.positives for row in rows.tolist()}
-    further, names_of = further_names(wanted), dict[int, set[str]]()
+    names_of: dict[int, set[str]] = {}
     for row, item in zip(wanted.file_order_C.tolist(), wanted.corpus_items(), strict=True):
         if not item.images:
             continue

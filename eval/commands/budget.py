@@ -234,7 +234,9 @@ def _learned(directory: Path, session: Session, metric: str, shares: Sequence[fl
         raise UserError(f"gate_from: {paths[0]} and {paths[1]} need the metric {metric} of the same queries")
     margin_Q = direct["top10_scores"].map(lead).to_numpy(np.float64)
     gain_Q = (reasoned[metric].loc[direct.index] - direct[metric]).to_numpy(np.float64)
-    difference = large_minus_small(margin_Q, gain_Q, index_of(direct["group"].tolist()), seed=session.seed)
+    difference = large_minus_small(
+        margin_Q, gain_Q, index_of(direct["group"].tolist()), seed=session.options.seed
+    )
     message = f"in {directory} queries with large margins gain {_signed(difference)} points more than those with small ones"
     if difference["low"] is None or difference["low"] <= 0 <= difference["high"]:
         print(f"WARNING: no gate: {message}, so the direction is unclear", file=sys.stderr, flush=True)

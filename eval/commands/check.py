@@ -6,9 +6,8 @@ Prints counts and caveats; for a set that cannot be evaluated, an error lists al
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -61,24 +60,6 @@ def check(options: CheckOptions) -> list[Checked]:
     return out
 
 
-@dataclass(frozen=True)
-class _Facts:
-    """Input of the caveats: the set, candidate ids by content hash, and each query's content hash."""
-
-    wanted: RetrievalSet
-    ids_of: Mapping[str, list[str]]
-    queries: list[str]
-
-    @cached_property
-    def num_groups(self) -> int:
-        return len(set(self.wanted.columns["group"]))
-
-    @cached_property
-    def copies(self) -> list[list[str]]:
-        """Groups of candidates with identical content."""
-        return [ids for ids in self.ids_of.values() if len(ids) > 1]
-
-
 def check_set(path: Path) -> Checked:
     """Read all content of a set and find caveats; errors as in `check`."""
     wanted = load_set(path)
@@ -91,7 +72,7 @@ def check_set(path: Path) -> Checked:
         digests.append(_digest(item, "candidate", bad))
         ids_of[digests[-1]].append(item.id)
         pool.update(_parts(item))
-    facts = _Facts(wanted, ids_of, [_digest(query, "query", bad) for query in wanted.queries])
+    asked = [_digest(query, "query", bad) for query in wanted.queries]
     if bad:
         more = f"\nand {len(bad) - MAX_LISTED} more" if len(bad) > MAX_LISTED else ""
         raise SetError(f"{path}: {len(bad)} items cannot be read:\n" + "\n".join(bad[:MAX_LISTED]) + more)
@@ -102,13 +83,13 @@ def check_set(path: Path) -> Checked:
     lines = [
         f"{wanted.path}: {wanted.name}",
         f"{len(wanted.queries)} queries ({queries['pictures']} with pictures, {queries['text']} with text) in "
-        f"{facts.num_groups} groups, {sum(rights)} right answers, {each} per query",
+        f"{_num_groups(wanted)} groups, {sum(rights)} right answers, {each} per query",
         f"{len(wanted.corpus_ids)} candidates ({pool['pictures']} with pictures, {pool['text']} with text)",
         f"fingerprint {wanted.fingerprint}",
         f"content     {wanted.content}",
     ]
-    caveats = [line for find in CAVEATS for line in find(facts)]
-    return Checked(wanted, lines, [*wanted.meta.get("notes", []), *caveats])
+    copies = [ids for ids in ids_of.values() if len(ids) > 1]
+    return Checked(wanted, lines, [*wanted.meta.get("notes", []), *_caveats(wanted, copies, asked)])
 
 
 def _parts(item: Item) -> list[str]:
@@ -125,70 +106,54 @@ def _digest(item: Item, side: str, bad: list[str]) -> str:
         return ""
 
 
-def _copies(facts: _Facts) -> Iterator[str]:
-    if facts.copies:
-        first, other = facts.copies[0][:2]
+def _num_groups(wanted: RetrievalSet) -> int:
+    return len(set(wanted.columns["group"]))
+
+
+def _caveats(wanted: RetrievalSet, copies: Sequence[Sequence[str]], asked: Sequence[str]) -> Iterator[str]:
+    """``copies``: groups of candidates with identical content. ``asked``: content hash of each query."""
+    if copies:
+        first, other = copies[0][:2]
         yield (
-            f"{sum(map(len, facts.copies))} candidates are copies of another, e.g. {first!r} and {other!r}: equal scores are "
+            f"{sum(map(len, copies))} candidates are copies of another, e.g. {first!r} and {other!r}: equal scores are "
             "ordered by id"
         )
+    yield from _copy_of_right(wanted, copies)
+    judged = zip(wanted.query_ids, wanted.positives, wanted.negatives or [], strict=False)
+    if both := [query for query, (right, _), wrong in judged if np.intersect1d(right, wrong).size]:
+        yield f"{len(both)} queries have a candidate that is both right and wrong, first {both[0]!r}"
+    if twice := len(asked) - len(set(asked)):
+        yield f"{twice} queries are exact copies of another"
+    yield from _shared_pictures(wanted)
+    if (num_groups := _num_groups(wanted)) < FEW_GROUPS:
+        yield f"{num_groups} groups: intervals are wide, and not reliable below {FEW_GROUPS} groups"
+    counts = Counter(wanted.columns["category"])
+    small = [repr(name) for name, count in counts.items() if count < SMALL_CATEGORY and len(counts) > 1]
+    if small:
+        yield f"fewer than {SMALL_CATEGORY} queries in {', '.join(small[:5])}"
+    if wanted.candidates is None and wanted.excluded is None:
+        pool = {picture for item in wanted.corpus_items() for picture in content_digest(item)[1]}
+        if own := sum(bool(pool & set(content_digest(query)[1])) for query in wanted.queries):
+            yield (
+                f"{own} queries have their own picture in the pool, where it ranks first; exclude it with excluded.parquet"
+            )
 
 
-def _copy_of_right(facts: _Facts) -> Iterator[str]:
-    copies_of = {name: ids for ids in facts.copies for name in ids}
-    for query, (rows, _) in zip(facts.wanted.query_ids, facts.wanted.positives, strict=True):
-        right = {facts.wanted.corpus_ids[row] for row in rows.tolist()}
+def _copy_of_right(wanted: RetrievalSet, copies: Sequence[Sequence[str]]) -> Iterator[str]:
+    copies_of = {name: ids for ids in copies for name in ids}
+    for query, (rows, _) in zip(wanted.query_ids, wanted.positives, strict=True):
+        right = {wanted.corpus_ids[row] for row in rows.tolist()}
         if wrong := [copy for name in right for copy in copies_of.get(name, ()) if copy not in right]:
             yield f"query {query!r}: {min(wrong)!r} is a copy of a right answer but counts as wrong"
             return
 
 
-def _right_and_wrong(facts: _Facts) -> Iterator[str]:
-    wanted = facts.wanted
-    judged = zip(wanted.query_ids, wanted.positives, wanted.negatives or [], strict=False)
-    both = [query for query, (right, _), wrong in judged if np.intersect1d(right, wrong).size]
-    if both:
-        yield f"{len(both)} queries have a candidate that is both right and wrong, first {both[0]!r}"
-
-
-def _duplicate_queries(facts: _Facts) -> Iterator[str]:
-    if twice := len(facts.queries) - len(set(facts.queries)):
-        yield f"{twice} queries are exact copies of another"
-
-
-def _shared_pictures(facts: _Facts) -> Iterator[str]:
+def _shared_pictures(wanted: RetrievalSet) -> Iterator[str]:
     group_of: dict[str, str] = {}
-    for item, group in zip(facts.wanted.queries, facts.wanted.columns["group"], strict=True):
+    for item, group in zip(wanted.queries, wanted.columns["group"], strict=True):
         if any(group_of.setdefault(picture, group) != group for picture in content_digest(item)[1]):
             yield (
                 f"query {item.id!r} shares a picture with another group: put both in one group, or intervals will be too "
                 "narrow"
             )
             return
-
-
-def _few_groups(facts: _Facts) -> Iterator[str]:
-    if facts.num_groups < FEW_GROUPS:
-        yield f"{facts.num_groups} groups: intervals are wide, and not reliable below {FEW_GROUPS} groups"
-
-
-def _small_categories(facts: _Facts) -> Iterator[str]:
-    counts = Counter(facts.wanted.columns["category"])
-    small = [repr(name) for name, count in counts.items() if count < SMALL_CATEGORY and len(counts) > 1]
-    if small:
-        yield f"fewer than {SMALL_CATEGORY} queries in {', '.join(small[:5])}"
-
-
-def _own_in_pool(facts: _Facts) -> Iterator[str]:
-    wanted = facts.wanted
-    if wanted.candidates is not None or wanted.excluded is not None:
-        return
-    pool = {picture for item in wanted.corpus_items() for picture in content_digest(item)[1]}
-    if own := sum(bool(pool & set(content_digest(query)[1])) for query in wanted.queries):
-        yield f"{own} queries have their own picture in the pool, where it ranks first; exclude it with excluded.parquet"
-
-
-CAVEATS: tuple[Callable[[_Facts], Iterator[str]], ...] = (
-    _copies, _copy_of_right, _right_and_wrong, _duplicate_queries, _shared_pictures, _few_groups, _small_categories, _own_in_pool,
-)  # fmt: skip
-"""Functions that find caveats, in order of output."""

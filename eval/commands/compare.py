@@ -31,14 +31,7 @@ from rge.common.errors import UserError
 from rge.common.files import write_text
 from rge.common.registry import PluginOptions
 from rge.identity.run_identity import in_words as what_differs
-from rge.stats.intervals import (
-    OF_DIFFERENCES,
-    Bootstrap,
-    cluster_bootstrap,
-    figures,
-    in_words,
-    index_of,
-)
+from rge.stats.intervals import OF_DIFFERENCES, Bootstrap, cluster_bootstrap, figures, in_words, index_of
 
 COMPARE, PLOT, PAGE, TABLE = "compare.json", "compare.svg", "compare.html", "compare"
 INCIDENTAL = ("software.", "machine.", "settings.dtype", "settings.exact")
@@ -133,18 +126,7 @@ def _write(
     write_text(out / COMPARE, json.dumps(content, indent=1, allow_nan=False) + "\n")
     tables = write_tables(out / TABLE, pd.DataFrame(content["rows"]), _formatted(rows))
     print("", out / COMPARE, out / PLOT, *tables, sep="\n")
-    page = write_comparison(
-        a,
-        b,
-        out / PAGE,
-        content["rows"],
-        differs=content["differs"],
-        warnings=warnings,
-        num_examples=options.examples,
-        set_dir=options.set,
-        seed=options.seed,
-    )
-    print(page)
+    print(write_comparison(a, b, out / PAGE, content, options.examples, options.set, options.seed))
 
 
 def paired_tests(

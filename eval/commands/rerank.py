@@ -20,7 +20,6 @@ import pandas as pd
 
 from eval.benchmarks.registry import protocol_for
 from eval.benchmarks.suite import aggregate, is_suite, load_suite, member_dirs
-from eval.embedding.fill_cache import NO_BAR
 from eval.embedding.identity import ranked_with, set_mismatch
 from eval.embedding.processes import ALONE, ProcessGroup, join
 from eval.judging.description import QUESTION, DescriptionJudge, local_software
@@ -35,8 +34,6 @@ from rge.common.errors import UserError
 from rge.common.registry import PluginOptions
 from rge.common.schema import Item
 
-HELD_CANDIDATES = 4096
-"""Candidates held in memory while their contents are hashed."""
 KEPT = (
     "query_mode", "query_modality", "candidate_mode", "checkpoint", "checkpoint_hash", "model", "rewrite", "prompts",
     "settings", "decoding", "dtype", "exact", "embedding_dims", "asked_as_released", "run_hash", "coverage",
@@ -191,7 +188,9 @@ def _rerank_set(
         process_group=process_group,
         mix=options.mix,
     )
-    about = {key: getattr(options, key) for key in ("top_n", "mix")} | {
+    about = {
+        "top_n": options.top_n,
+        "mix": options.mix,
         "of": str(options.of),
         "judge": loaded.name,
         "question": QUESTION,
@@ -232,7 +231,6 @@ def rerank(
     *,
     top_n: int,
     chunk: int,
-    progress: Callable[..., Any] = progress_bar,
     process_group: ProcessGroup = ALONE,
     mix: float | None = None,
 ) -> Judged:
@@ -242,8 +240,8 @@ def rerank(
     per process, the first process stores all new scores, so a kill loses at most one round.
 
     ``descriptions``: one per query, scored after each candidate. ``answers``: cache of scores; only that of the first
-    process is used. ``chunk``: pairs scored between saves. ``progress``: like `rge.common.commands.progress_bar`; the
-    first process counts the work of all. ``mix``: see `reorder`.
+    process is used. ``chunk``: pairs scored between saves. ``mix``: see `reorder`. The first process shows
+    the progress of all.
 
     Returns:
         The same result in every process.
@@ -267,9 +265,15 @@ def rerank(
     # smaller chunks if there are few pairs, so that no process is idle
     chunk = max(min(chunk, -(-len(order) // process_group.size)), 1)
     parts = [order[start : start + chunk] for start in range(0, len(order), chunk)]
-    show = progress if process_group.is_first else NO_BAR
     scored = _scored(wanted, descriptions, judge, todo, parts[process_group.rank :: process_group.size])
-    with show(total=len(unique), initial=len(known), desc="reranking", unit="pair") as bar:
+    bar = progress_bar(
+        total=len(unique),
+        initial=len(known),
+        desc="reranking",
+        unit="pair",
+        disable=not process_group.is_first,
+    )
+    with bar:
         for _ in range(-(-len(parts) // process_group.size)):  # gather is collective
             for scores in process_group.gather(next(scored, {})):
                 if process_group.is_first and scores:
@@ -289,10 +293,15 @@ def _scored(
     todo: Mapping[str, tuple[int, int]],
     parts: Sequence[Sequence[str]],
 ) -> Iterator[dict[str, list[float]]]:
-    """Yield {key: [score, mean milliseconds]} for each part."""
-    candidates = _candidates(wanted, [[todo[key][1] for key in part] for part in parts])
-    for part, items in zip(parts, candidates, strict=True):
-        pairs = [(descriptions[todo[key][0]], items[todo[key][1]]) for key in part]
+    """Yield {key: [score, mean milliseconds]} for each part; keys are in file order of the candidates, which are read once."""
+    items = enumerate(wanted.corpus_items())
+    at, item = next(items)
+    for part in parts:
+        pairs = []
+        for query, row in map(todo.__getitem__, part):
+            while at < wanted.file_rows_C[row]:
+                at, item = next(items)
+            pairs.append((descriptions[query], item))
         began = time.perf_counter()
         scores = judge.score(pairs)
         ms = (time.perf_counter() - began) * 1000 / len(pairs)
@@ -300,15 +309,10 @@ def _scored(
 
 
 def reorder(ranking: Ranking, score_QN: np.ndarray, mix: float | None = None) -> Ranking:
-    """Reorder the first N ranks by new scores, with ties in the old order; ranks below do not change.
+    """Reorder the first N ranks by new scores (-inf for none), with ties in the old order; ranks below do not change.
 
-    Args:
-        ranking: the old ranking; without `mix` only the order of its scores matters.
-        score_QN: new scores of the first N candidates; -inf for none.
-        mix: factor with which new scores are added to the old ones; None: they replace them.
-
-    Returns:
-        A ranking with float64 scores; the scores below rank N are shifted as a whole below the new ones and -1.
+    ``mix``: factor with which new scores are added to the old ones; None: they replace them. Scores of the result are
+    float64; those below rank N are shifted as a whole below the new ones and -1.
     """
     num = score_QN.shape[1]
     if mix is not None:
@@ -333,30 +337,10 @@ def _keys(
     about: dict[str, Any],
 ) -> list[str]:
     """Cache keys of the pairs: hashes of the judge's input and settings."""
-    rows = sorted(set(row_P.tolist()), key=lambda row: int(wanted.file_rows_C[row]))
-    digest_of: dict[int, str] = {}
-    parts = [rows[start : start + HELD_CANDIDATES] for start in range(0, len(rows), HELD_CANDIDATES)]
-    for items in _candidates(wanted, parts):
-        digest_of |= {row: content_digest(item)[0] for row, item in items.items()}
+    needed, items = set(row_P.tolist()), zip(wanted.file_order_C.tolist(), wanted.corpus_items(), strict=True)
+    digest_of = {row: content_digest(item)[0] for row, item in items if row in needed}
     query_digests = [content_digest(item)[0] for item in queries]
     return [
         value_key(about, query_digests[query], digest_of[row])
         for query, row in zip(query_P.tolist(), row_P.tolist(), strict=True)
     ]
-
-
-def _candidates(wanted: RetrievalSet, parts: Sequence[Sequence[int]]) -> Iterator[dict[int, Item]]:
-    """Yield the candidates of each part by row, in one pass over the file, holding only those that the part needs.
-
-    ``parts``: candidate rows, in file order over all parts.
-    """
-    items = enumerate(wanted.corpus_items())
-    at, held = -1, dict[int, Item]()
-    for part in parts:
-        row_of = {int(wanted.file_rows_C[row]): row for row in part}
-        held = {row: held[row] for row in set(part) & held.keys()}
-        while at < max(row_of):
-            at, item = next(items)
-            if at in row_of:
-                held[row_of[at]] = item
-        yield held

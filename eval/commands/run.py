@@ -23,7 +23,7 @@ from eval.benchmarks.suite import is_suite, loaded_once, measure_members
 from eval.commands.audit import Audit, audit_training, training_files
 from eval.embedding.fill_cache import Embeds, Mode, mean_cosine
 from eval.embedding.processes import join
-from eval.embedding.set_embeddings import Embeddings, contents_of, is_sampled
+from eval.embedding.set_embeddings import Embeddings, contents_of
 from eval.judging.rewrite import RewriteOptions, rewritten
 from eval.models.registry import ModelOptions
 from eval.scoring.evaluation import decides, write_evaluation
@@ -145,21 +145,16 @@ class Session:
 
     Attributes:
         wanted: the set, prepared by the protocol.
-        depth: length of a ranking.
-        limit: number of queries used; None: all.
-        seed: seed of the resampling.
         draw_seed: seed of sampled rationales; None for greedy decoding.
         warnings: caveats for readers of the figures.
         audit: overlap with the training files; None if none are known.
         shared: content of results.json that is the same for all conditions.
     """
 
+    options: RunOptions
     wanted: RetrievalSet
     protocol: Protocol
     embeddings: Embeddings
-    depth: int
-    limit: int | None
-    seed: int
     draw_seed: int | None
     warnings: list[str]
     audit: Audit | None
@@ -170,7 +165,7 @@ class Session:
         return search(
             query_QD,
             candidate_CD,
-            depth=self.depth,
+            depth=self.options.depth,
             excluded=self.wanted.excluded,
             candidates=self.wanted.candidates,
             block_rows=rows_within(self.embeddings.memory_mb, candidate_CD.shape[1]),
@@ -206,9 +201,9 @@ class Session:
             self.protocol,
             about,
             tag=f"{self.shared['checkpoint_hash'][:12]}-{tag or f'{condition.mode}-{condition.modality}'}",
-            seed=self.seed,
+            seed=self.options.seed,
             encoded=encoded,
-            limit=self.limit,
+            limit=self.options.limit,
             made_with=self.embeddings.made_with,
             title=title,
         )
@@ -252,27 +247,11 @@ def start(
         determined = identity | {key: measured[key] for key in ("query_mode", "query_modality")}
         check_out(condition.out, determined, overwrite=options.overwrite, measured=measured)
     embeddings = Embeddings(
-        encoder,
-        wanted,
-        contents,
-        options.root,
-        options.batch_size,
-        options.memory_mb,
-        process_group,
+        encoder, wanted, contents, options.root, options.batch_size, options.memory_mb, process_group,
         options.embedding_dims,
-    )
-    return Session(
-        wanted,
-        protocol,
-        embeddings,
-        depth=options.depth,
-        limit=options.limit,
-        seed=options.seed,
-        draw_seed=options.seed if is_sampled(encoder) else None,
-        warnings=warnings,
-        audit=audit,
-        shared=shared,
-    )
+    )  # fmt: skip
+    draw_seed = options.seed if encoder.settings.generation.temperature > 0 else None
+    return Session(options, wanted, protocol, embeddings, draw_seed, warnings, audit, shared)
 
 
 def _conditions(options: RunOptions) -> list[Condition]:

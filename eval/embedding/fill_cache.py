@@ -8,9 +8,8 @@ writes it, so files and figures are the same as with a single process.
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self
+from typing import Literal, Protocol, Self
 
 import numpy as np
 
@@ -31,8 +30,6 @@ BLOCK_ROWS = 1 << 16
 """Rows processed at once, since a pool may be larger than memory."""
 COLLAPSED = 1e-6
 """Embeddings whose mean cosine is this close to 1 are indistinguishable for float32 search."""
-NO_BAR = partial(progress_bar, disable=True)
-"""The progress bar of all processes but the first."""
 
 
 class Embeds(Protocol):
@@ -74,22 +71,13 @@ def fill(
     mode: Mode,
     batch_size: int,
     seed: int | None = None,
-    progress: Callable[..., Any] = progress_bar,
     process_group: ProcessGroup = ALONE,
 ) -> None:
     """Encode missing shards; on return the cache is complete for every process.
 
-    Args:
-        encoder: see `Embeds`.
-        items: the items of the cache, iterated over once; pictures may be read lazily.
-        cache: cache of exactly these items.
-        side: query or candidate.
-        mode: reasoning or direct.
-        batch_size: items embedded together; the same in all processes.
-        seed: seed of sampled rationales. Each item's seed is derived from it and the item's id, so that neither batch size
-            nor resuming changes the samples. None for greedy decoding.
-        progress: like `rge.common.commands.progress_bar`; the first process counts the work of all.
-        process_group: the processes that share the work.
+    ``items``: those of the cache, iterated over once; pictures may be read lazily. ``batch_size``: the same in all
+    processes. ``seed``: of sampled rationales; each item's seed is derived from it and the item's id, so that neither batch
+    size nor resuming changes the samples. None for greedy decoding. The first process shows the progress of all.
 
     Raises:
         UserError: an embedding is not finite or not of unit norm.
@@ -98,10 +86,10 @@ def fill(
         raise UserError(f"batch_size must be at least 1, got {batch_size}")
     # The first process decides what is missing, so that a shard just written by another does not shift the assignment.
     done = process_group.once(lambda: covered(cache))
-    name = f"{side}, {mode}"
+    name, first = f"{side}, {mode}", process_group.is_first
     counted = int(done.sum())
-    with (progress if process_group.is_first else NO_BAR)(
-        total=cache.num_items, initial=counted, desc=f"{name:>17}", unit="item"
+    with progress_bar(
+        total=cache.num_items, initial=counted, desc=f"{name:>17}", unit="item", disable=not first
     ) as bar:
 
         def count(num: int) -> None:
@@ -109,7 +97,7 @@ def fill(
             counted += num
             bar.update(num)
 
-        counts_all = process_group.size > 1 and process_group.is_first
+        counts_all = process_group.size > 1 and first
 
         def count_all() -> None:
             if counts_all and (more := int(covered(cache).sum()) - counted) > 0:
@@ -169,12 +157,15 @@ def cut(embeddings_ND: np.ndarray, dims: int | None) -> np.ndarray:
     return part / norm_N1
 
 
-def mean_cosine(embeddings_ND: np.ndarray) -> float:
-    """Mean cosine over all pairs of distinct items: 0 for spread-out embeddings, 1 for collapsed ones."""
-    num = len(embeddings_ND)
+def mean_cosine(embeddings_ND: np.ndarray, rows_K: np.ndarray | None = None) -> float:
+    """Mean cosine over all pairs of rows (None: all): 0 for spread-out embeddings, 1 for collapsed ones."""
+    rows_K = np.arange(len(embeddings_ND)) if rows_K is None else rows_K
+    num = len(rows_K)
     if num < 2:
         return 0.0
-    return _mean_cosine(sum(embeddings_ND[rows].sum(axis=0, dtype=np.float64) for rows in _blocks(num)), num)
+    blocks = (rows_K[start : start + BLOCK_ROWS] for start in range(0, num, BLOCK_ROWS))
+    total_D = np.sum([embeddings_ND[block].sum(axis=0, dtype=np.float64) for block in blocks], axis=0)
+    return (float(np.square(total_D).sum()) - num) / (num * (num - 1))
 
 
 def check_collapse(embeddings_ND: np.ndarray, contents: Sequence[str], side: str) -> None:
@@ -184,21 +175,12 @@ def check_collapse(embeddings_ND: np.ndarray, contents: Sequence[str], side: str
     """
     first = {content: row for row, content in reversed(list(enumerate(contents)))}
     rows = np.array(sorted(first.values()), np.int64)
-    total = sum(embeddings_ND[rows[part]].sum(axis=0, dtype=np.float64) for part in _blocks(len(rows)))
-    if len(rows) > 1 and 1.0 - _mean_cosine(total, len(rows)) < COLLAPSED:
+    if len(rows) > 1 and 1.0 - mean_cosine(embeddings_ND, rows) < COLLAPSED:
         raise UserError(
             f"all {len(rows)} different items of side {side} have the same embedding (mean cosine within {COLLAPSED} "
             "of 1): the checkpoint has collapsed and cannot rank anything. Train with a lower learning rate, a higher "
             "temperature or a longer cold start"
         )
-
-
-def _blocks(num: int) -> Iterator[slice]:
-    return (slice(start, start + BLOCK_ROWS) for start in range(0, num, BLOCK_ROWS))
-
-
-def _mean_cosine(sum_D: Any, num: int) -> float:
-    return (float(np.square(sum_D).sum()) - num) / (num * (num - 1))
 
 
 def _missing(items: Iterable[Item], done: np.ndarray, most: int) -> Iterator[tuple[int, list[Item]]]:

@@ -33,10 +33,8 @@ def with_key(
 ) -> Identity:
     """The identity for a results.json that is being written.
 
-    Args:
-        results: content of results.json.
-        made: identity that supplies software, plugins and machine; None: this process.
-        made_with: further software that cached embeddings depend on.
+    ``made``: identity that supplies software, plugins and machine; None: this process. ``made_with``: further software that
+    cached embeddings depend on.
 
     Returns:
         ``key``, the parts of `asked_of`, ``software`` (loaded modules except pages, and package versions), ``plugins``, and

@@ -15,7 +15,6 @@ from eval.embedding.fill_cache import Embeds, Mode, Side, check_collapse, cut, f
 from eval.embedding.processes import ALONE, ProcessGroup
 from eval.embedding.shards import (
     Cache,
-    cache_at,
     cache_key,
     caches_in,
     describe,
@@ -152,7 +151,7 @@ class Embeddings:
         contents: Sequence[str],
         seed: int | None,
     ) -> Cache:
-        seed = None if mode in SILENT else seed
+        wanted, seed = self.wanted, None if mode in SILENT else seed
         if cache := self._filled.get((side, mode, modality, seed)):
             return cache
         asked = encoder_key(
@@ -162,17 +161,15 @@ class Embeddings:
             mode=mode,
         )
         encoder = self.process_group.once(lambda: self._encoder_key(asked, side, mode))
-        key = cache_key(encoder, modality=modality, fingerprint=self.wanted.fingerprint, contents=contents)
-        about = {"side": side, "mode": mode, "modality": modality, "set": self.wanted.name}
+        key = cache_key(encoder, modality=modality, fingerprint=wanted.fingerprint, contents=contents)
+        about = {"side": side, "mode": mode, "modality": modality, "set": wanted.name}
         about |= {"checkpoint_hash": self.encoder.checkpoint_hash, "asked": asked}
         names = contents
         if seed is not None:  # a sampled rationale also depends on the item's id
-            items = list(items) if side == "query" else items
-            ids = [item.id for item in items] if side == "query" else self._file_ids()
+            ids = wanted.query_ids if side == "query" else [wanted.corpus_ids[r] for r in wanted.file_order_C]
             names = [f"{content} {name}" for content, name in zip(contents, ids, strict=True)]
-        opened = (self.root, key, len(contents), about)
-        self.process_group.once(lambda: open_cache(*opened, encoder=encoder, names=names) and None)
-        cache = cache_at(*opened, names=names)
+        cache = Cache(self.root / f"{side}-{mode}-{modality}-{key[:20]}", names)
+        self.process_group.once(lambda: open_cache(cache, **about, key=key, encoder=encoder))
         self.process_group.once(lambda: self._record(cache))  # now, in case the run is killed
         fill(
             self.encoder,
@@ -193,12 +190,12 @@ class Embeddings:
         made_with: dict[str, Identity] = {}
         others = False
         for _, about in caches_in(self.root):
-            if about.get("asked") == asked and "made_with" in about:
-                known = made_with.get(about["encoder"])
-                made_with[about["encoder"]] = joined(known, about["made_with"])
-            elif "made_with" not in about:
+            if "made_with" not in about:
                 of = (about.get("checkpoint_hash"), about.get("side"), about.get("mode"))
                 others |= of == (self.encoder.checkpoint_hash, side, mode)
+            elif about.get("asked") == asked:
+                known = made_with.get(about["encoder"])
+                made_with[about["encoder"]] = joined(known, about["made_with"])
         changed: dict[str, tuple[Any, Any]] = {}
         for encoder, then in made_with.items():
             if not (changed := changes_since(then)):
@@ -222,9 +219,6 @@ class Embeddings:
             self._notices.add(notice)
             print(f"embeddings in {self.root} {notice}", file=sys.stderr, flush=True)
 
-    def _file_ids(self) -> list[str]:
-        return [self.wanted.corpus_ids[row] for row in self.wanted.file_order_C.tolist()]
-
 
 def keyed_settings(encoder: Embeds, mode: Mode) -> dict[str, Any]:
     """The encoder settings that affect embeddings, including prompt templates."""
@@ -237,8 +231,3 @@ def keyed_settings(encoder: Embeds, mode: Mode) -> dict[str, Any]:
     if mode in SILENT:  # nothing is generated, so generation settings have no effect
         settings.pop("generation", None)
     return settings
-
-
-def is_sampled(encoder: Embeds) -> bool:
-    """Whether the encoder samples rationales, so that they depend on a seed."""
-    return encoder.settings.generation.temperature > 0

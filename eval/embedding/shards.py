@@ -39,14 +39,17 @@ class Cache:
     """The directory of the shards of one side and condition.
 
     Attributes:
-        path: existing directory.
-        num_items: number of rows of a complete cache.
-        names: content hash of each row; None disables reuse of rows.
+        path: exists after `open_cache`.
+        names: content hash of each row of a complete cache.
     """
 
     path: Path
-    num_items: int
-    names: Sequence[str] | None = None
+    names: Sequence[str]
+
+    @property
+    def num_items(self) -> int:
+        """Number of rows of a complete cache."""
+        return len(self.names)
 
 
 def encoder_key(*, checkpoint_hash: str, settings: dict[str, Any], side: str, mode: str) -> str:
@@ -61,41 +64,22 @@ def cache_key(encoder: str, *, modality: str, fingerprint: str, contents: Iterab
     return _hash([encoder, modality, fingerprint, *contents])
 
 
-def open_cache(
-    root: Path,
-    key: str,
-    num_items: int,
-    about: dict[str, Any],
-    *,
-    encoder: str | None = None,
-    names: Sequence[str] | None = None,
-) -> Cache:
-    """Create or reopen the cache of a key; call it in one process only.
+def open_cache(cache: Cache, *, encoder: str, **about: Any) -> None:
+    """Create or reopen a cache and describe it; call it in one process only.
 
-    ``about``: description to write beside the shards. ``encoder``: see `encoder_key`; a new cache reuses rows of caches with
-    the same one. ``names``: content hash of each row, required for that.
+    ``encoder``: see `encoder_key`; a new cache reuses rows of caches beside it with the same one.
     """
-    cache = cache_at(root, key, num_items, about, names)
     cache.path.mkdir(parents=True, exist_ok=True)
     remove_left_over(cache.path)
-    if encoder is not None and names is not None and not shards_of(cache):
-        adopt(cache, root, encoder)
-    return describe(cache, **about, key=key, encoder=encoder)
+    if not shards_of(cache):
+        adopt(cache, encoder)
+    describe(cache, **about, encoder=encoder)
 
 
-def cache_at(
-    root: Path, key: str, num_items: int, about: dict[str, Any], names: Sequence[str] | None = None
-) -> Cache:
-    """The cache opened by `open_cache`, for other processes."""
-    name = f"{about['side']}-{about['mode']}-{about['modality']}-{key[:20]}"
-    return Cache(root / name, num_items, names)
-
-
-def describe(cache: Cache, **about: Any) -> Cache:
+def describe(cache: Cache, **about: Any) -> None:
     """Write or extend the description beside the shards."""
     text = json.dumps(_about(cache.path) | about, indent=1, default=str)
     write_bytes(cache.path / ABOUT, text.encode())
-    return cache
 
 
 def caches_in(root: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
@@ -104,15 +88,14 @@ def caches_in(root: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
         yield path.parent, _about(path.parent)
 
 
-def adopt(cache: Cache, root: Path, encoder: str) -> int:
-    """Copy rows with the same content from other caches of the same encoder; returns their number.
+def adopt(cache: Cache, encoder: str) -> None:
+    """Copy rows with the same content from other caches of the same encoder.
 
     Raises:
         UserError: a shard of another cache cannot be read.
     """
-    assert cache.names is not None
     source: dict[str, tuple[Path, int]] = {}
-    for folder, about in caches_in(root):
+    for folder, about in caches_in(cache.path.parent):
         if folder == cache.path or about.get("encoder") != encoder:
             continue
         for path in sorted(folder.glob("*.parquet")):
@@ -125,7 +108,6 @@ def adopt(cache: Cache, root: Path, encoder: str) -> int:
             places = map(source.__getitem__, cache.names[part[0] : part[-1] + 1])
             tables = [table_of(path).slice(index, 1) for path, index in places]
             _write_table(cache, int(part[0]), pa.concat_tables(tables).combine_chunks())
-    return len(rows)
 
 
 def shards_of(cache: Cache) -> list[tuple[int, int]]:
@@ -145,7 +127,6 @@ def covered(cache: Cache) -> np.ndarray:
 def write_shard(cache: Cache, start: int, encoded: Encoded) -> None:
     """Write rows from ``start`` on durably."""
     num, dim = encoded.embeddings.shape
-    names = None if cache.names is None else list(cache.names[start : start + num])
     columns = {
         "embedding": pa.FixedSizeListArray.from_arrays(
             pa.array(encoded.embeddings.ravel(), pa.float32()), dim
@@ -155,7 +136,7 @@ def write_shard(cache: Cache, start: int, encoded: Encoded) -> None:
         "stop_reason": pa.array(encoded.stop_reasons, pa.string()),
         "generate_ms": pa.array(encoded.generate_ms, pa.float64()),
         "embed_ms": pa.array(encoded.embed_ms, pa.float64()),
-        "content": pa.array([None] * num if names is None else names, pa.string()),
+        "content": pa.array(cache.names[start : start + num], pa.string()),
     }
     _write_table(cache, start, pa.table(columns))
 
@@ -179,13 +160,10 @@ def read(cache: Cache) -> Encoded:
 
 
 def read_embeddings(cache: Cache, place: np.ndarray, memory_mb: float) -> np.ndarray:
-    """Embeddings of a complete cache, (num_items, D) float32, permuted.
+    """Embeddings of a complete cache, (num_items, D) float32; ``place``: target row of each row.
 
-    Args:
-        cache: a complete cache.
-        place: target row of each row.
-        memory_mb: larger arrays become a memory map of an anonymous file in the cache's directory, which disappears with
-            this process.
+    Arrays above ``memory_mb`` become a memory map of an anonymous file in the cache's directory, which disappears with this
+    process.
 
     Raises:
         UserError: a shard is damaged, rows are missing, or the disk is full.

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ from eval.pages.examples import (
 from eval.pages.wording import tag
 from eval.sets.retrieval_set import RetrievalSet, given_rationales
 
-_FIRST_HIT = {
+_FIRST_HIT: dict[str, Any] = {
     "name": "outcome",
     "label": "First hit",
     "values": [("first", "rank 1"), ("near", f"rank 2–{NUM_SHOWN}"), ("below", f"below {NUM_SHOWN}")],
@@ -82,9 +83,8 @@ def _of_cards(cards: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _num_by_rank(ranks: pd.Series) -> dict[str, int]:
-    first, near = int(ranks.eq(1).sum()), int(ranks.between(2, NUM_SHOWN).sum())
-    num = len(ranks)
-    return {"num_first": first, "num_near": near, "num_below": num - first - near, "num_queries": num}
+    counts = Counter(map(outcome_of, map(as_rank, ranks)))
+    return {f"num_{name}": counts[name] for name, _ in _FIRST_HIT["values"]} | {"num_queries": len(ranks)}
 
 
 def _card(

@@ -54,19 +54,11 @@ CONFIG = {
 
 @dataclass(frozen=True)
 class Series:
-    """One line of a chart: strictly increasing x, finite y, and a label ("" for a single line).
-
-    Raises:
-        ValueError: no points, or x and y of different length.
-    """
+    """One line of a chart: strictly increasing x, finite y (at least one point), and a label ("" for a single line)."""
 
     label: str
     x: Sequence[float]
     y: Sequence[float]
-
-    def __post_init__(self) -> None:
-        if not self.x or len(self.x) != len(self.y):
-            raise ValueError(f"series {self.label!r} has {len(self.x)} x and {len(self.y)} y values")
 
 
 @dataclass(frozen=True)
@@ -113,25 +105,12 @@ class Mark:
     seeds: Sequence[float] = ()
 
 
-def line_chart(
-    series: Sequence[Series], *, name: str, bands: Sequence[Band] = (), percent: bool = False
-) -> Markup:
+def line_chart(series: Sequence[Series], *, name: str, bands: Sequence[Band], percent: bool) -> Markup:
     """Lines over training steps: values faint, moving averages strong; the y axis includes zero.
 
-    Args:
-        series: one or more; the first six have distinct colours and dashes.
-        name: the chart's accessible name.
-        bands: named ranges of x, drawn behind the lines if there is more than one.
-        percent: y values are fractions, shown in per cent.
-
-    Returns:
-        An ``<svg>`` element whose ``data-chart`` attribute has the data that the page's script shows on hover.
-
-    Raises:
-        ValueError: no series.
+    The first six of one or more series have distinct colours and dashes; bands are drawn if there is more than one. The
+    ``data-chart`` attribute of the ``<svg>`` element has the data that the page's script shows on hover.
     """
-    if not series:
-        raise ValueError(f"chart {name!r} must have a series, got none")
     scale, unit = (100.0, "%") if percent else (1.0, "")
     tables = [smoothed(line, bands) for line in series]
     for table in tables:
@@ -205,13 +184,7 @@ def smoothed(series: Series, bands: Sequence[Band] = ()) -> pd.DataFrame:
 
 
 def scatter(points: Sequence[Point], *, name: str, x_label: str) -> Markup:
-    """Numbered points with vertical intervals, in per cent over a cost; the x axis is logarithmic if costs differ tenfold.
-
-    Raises:
-        ValueError: no points, or a negative cost.
-    """
-    if not points or min(point.x for point in points) < 0:
-        raise ValueError(f"plot {name!r} must have points with costs from 0 up")
+    """Numbered points with vertical intervals, in per cent over a cost; the x axis is logarithmic if costs differ tenfold."""
     costs = [point.x for point in points]
     log = min(costs) > 0 and max(costs) >= 10 * min(costs)
     points = [replace(p, number=p.number or place) for place, p in enumerate(points, start=1)]

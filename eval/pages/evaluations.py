@@ -71,12 +71,8 @@ class Evaluation:
         """Keys of a block of results.json (metrics, or values of a column); empty if there is no such block."""
         return list(self.results.get(block) or {})
 
-    def figure(self, block: str, metric: str, slice_name: str | None = None) -> Figure | None:
-        """A figure of results.json; None if that slice or metric was not computed."""
-        return self.figure_at((block, metric) if slice_name is None else (block, slice_name, metric))
-
-    def figure_at(self, path: Sequence[str]) -> Figure | None:
-        """The figure at a path of keys of results.json, or None.
+    def figure(self, *path: str) -> Figure | None:
+        """The figure at a path of keys of results.json; None if that slice or metric was not computed.
 
         Raises:
             UserError: the value or a bound is not a finite number.
@@ -95,11 +91,7 @@ class Evaluation:
 
 
 def read_evaluations(dirs: Sequence[Path], baselines: Mapping[str, Path]) -> list[Evaluation]:
-    """Read evaluation directories in the order of the table: ablations, direct, baselines, reasoning.
-
-    Args:
-        dirs: evaluation directories, or directories whose subdirectories are evaluations.
-        baselines: label -> evaluation directory.
+    """Read evaluation directories, or those in them, in the order of the table: ablations, direct, baselines, reasoning.
 
     Raises:
         UserError: there is no directory, or one is incomplete or inconsistent.

@@ -40,14 +40,8 @@ def choose_examples(
 
     Queries are ordered by a hash of the seed and their id, so the choice depends on neither file order nor the version of
     a random generator. Within a stratum, groups not shown yet come first. If there are too few of one kind, there are more
-    of the other.
-
-    Args:
-        per_query: indexed by query id; ``first_hit_rank``, ``group`` where known, and the columns of ``strata``.
-        success_rank: a query counts as found if its first right candidate has this rank or a better one.
-        num: maximum number of queries.
-        strata: columns whose combinations form the strata.
-        seed: seed of the draw.
+    of the other. A query counts as found if its first right candidate has the ``success_rank`` or a better one. Strata are
+    combinations of columns.
     """
     groups = per_query["group"] if "group" in per_query else pd.Series(per_query.index, per_query.index)
     is_success = per_query[RANK_COLUMN].between(1, success_rank)
@@ -134,12 +128,7 @@ def _embed(name: str, data: bytes) -> Picture:
 
 
 class SetView:
-    """Queries and candidates of one retrieval set, for cards.
-
-    Args:
-        loaded: the set.
-        rankings: query id -> first candidates of all rankings shown for it.
-        gallery: collects the pictures.
+    """Queries and candidates of one retrieval set, for cards; ``rankings``: query -> first candidates of all rankings shown.
 
     Raises:
         UserError: a query or a candidate is not in the set.

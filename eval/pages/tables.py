@@ -11,7 +11,8 @@ import pandas as pd
 
 from eval.pages.evaluations import Evaluation, Figure, check_finite
 from eval.pages.wording import Scale, percent, slice_label, slice_order
-from eval.scoring.metrics import judge, metric_words, random_floor
+from eval.scoring.metrics import metric_words, random_floor
+from eval.scoring.output_files import judged_rows
 from eval.sets.retrieval_set import RetrievalSet
 from rge.common.errors import UserError
 from rge.stats.intervals import OF_DIFFERENCES, cluster_bootstrap, figures, index_of
@@ -69,6 +70,11 @@ class _Column:
         return cls(heading, block, name, None if column is None else (column == name).to_numpy())
 
     @property
+    def path(self) -> tuple[str, ...]:
+        """Path of its figures in results.json, up to the metric."""
+        return (self.block,) if self.name is None else (self.block, self.name)
+
+    @property
     def by(self) -> str:
         """Label of the query column; "" for all queries."""
         return self.block.removeprefix("by_").replace("_", " ") if self.name else ""
@@ -86,7 +92,7 @@ def _table(
     floor: np.ndarray | None,
 ) -> Table:
     chance = _chance(main, metric, columns, floor)
-    grid = [[one.figure(c.block, metric, c.name) for c in columns] for one in evaluations]
+    grid = [[one.figure(*c.path, metric) for c in columns] for one in evaluations]
     scale = Scale.around(_ends(chain(*grid, chance)))
 
     def row(label: str, note: str, figures: Sequence[Figure | None], block: str = "", **more: bool) -> Row:
@@ -157,14 +163,7 @@ def random_floors(main: Evaluation, loaded: RetrievalSet, metric: str) -> np.nda
     if value is None:
         return None
     check_finite(value, f"{main.directory}/results.json: random.{metric}")
-    nothing = np.full((len(loaded.queries), 1), -1)
-    judged = judge(
-        nothing,
-        loaded.positives,
-        loaded.negatives,
-        num_candidates=len(loaded.corpus_ids),
-        num_missing_Q=loaded.num_missing_Q,
-    )
+    judged = judged_rows(loaded, np.full((len(loaded.queries), 1), -1))
     depth = int(main.results.get("depth") or len(loaded.corpus_ids))
     floors = pd.Series(random_floor(metric, judged, loaded.pool_sizes(), depth=depth), loaded.query_ids)
     return floors.reindex(main.per_query.index).to_numpy()
@@ -236,16 +235,15 @@ def ceiling_of(main: Evaluation, metric: str) -> float | None:
 def verdict_of(evaluations: Sequence[Evaluation], main: Evaluation, metric: str) -> list[tuple[str, Figure]]:
     """Figures of the opening sentence, with their wording: the featured row, its rivals, and chance."""
     words = {"reasoning": "with its own rationale", "direct": "without a rationale"}
-    parts = [(words.get(main.mode[0], "in this ranking"), main.figure("micro", metric))]
+    shown = [(words.get(main.mode[0], "in this ranking"), main)]
     for one in evaluations:
         if one.is_baseline:
-            parts.append((f"for “{one.label}”", one.figure("micro", metric)))
+            shown.append((f"for “{one.label}”", one))
         elif _is_rival(one, main):
-            parts.append(("by the same checkpoint without it", one.figure("micro", metric)))
+            shown.append(("by the same checkpoint without it", one))
+    parts = [(name, figure) for name, one in shown if (figure := one.figure("micro", metric)) is not None]
     floor = (main.results.get("random") or {}).get(metric)
-    if floor is not None:
-        parts.append(("by chance", Figure(floor)))
-    return [(words, figure) for words, figure in parts if figure is not None]
+    return parts if floor is None else [*parts, ("by chance", Figure(floor))]
 
 
 def notes_of(loaded: RetrievalSet, by: str) -> list[tuple[str, str]]:
@@ -266,9 +264,7 @@ def notes_of(loaded: RetrievalSet, by: str) -> list[tuple[str, str]]:
 def cost_and_ties(evaluations: Sequence[Evaluation], metric: str) -> dict[str, Any]:
     """Costs and reliability: rationale length, forced stops, time, and spread by ties.
 
-    Returns:
-        ``columns``: headings of values that at least one evaluation has (external rankings have no costs); ``rows``: label
-        and one cell per column, None if missing.
+    Only columns of which at least one evaluation has a value (external rankings have no costs); other cells are None.
     """
     cells = [_cost_cells(one, metric) for one in evaluations]
     columns = [heading for heading in cells[0] if any(row[heading] for row in cells)]
@@ -278,7 +274,7 @@ def cost_and_ties(evaluations: Sequence[Evaluation], metric: str) -> dict[str, A
 
 def _cost_cells(one: Evaluation, metric: str) -> dict[str, str | None]:
     def shown(words: Callable[..., str], *paths: tuple[str, ...]) -> str | None:
-        figures = [one.figure_at(path) for path in paths]
+        figures = [one.figure(*path) for path in paths]
         return None if None in figures else words(*(figure.value for figure in figures if figure))
 
     def milliseconds(key: str, least: float) -> str | None:

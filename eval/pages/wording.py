@@ -21,7 +21,7 @@ def percent(value: float, like: float | None = None) -> str:
 
 def signed(value: float, plus: str = "+") -> str:
     """A difference in percentage points, one decimal, with a true minus sign or ``plus``."""
-    return (f"{plus}{100 * value:.1f}" if value >= 0 else f"{100 * value:.1f}").replace("-", "\u2212")
+    return f"{plus if value >= 0 else ''}{100 * value:.1f}".replace("-", "\u2212")
 
 
 def cut_at(text: str, limit: int) -> int:

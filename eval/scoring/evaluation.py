@@ -17,7 +17,7 @@ from eval.scoring.output_files import (
 )
 from eval.scoring.protocol import Protocol, all_figures
 from eval.scoring.search import Ranking
-from eval.scoring.tables import summary
+from eval.scoring.tables import in_per_cent
 from eval.scoring.trec import write_run
 from eval.sets.retrieval_set import RetrievalSet
 from rge.common.schema import Encoded
@@ -51,26 +51,13 @@ def write_evaluation(
     made_with: Identity | None = None,
     title: str | None = None,
 ) -> dict[str, Any]:
-    """Score a ranking and write run.trec, per_query.parquet and, last, results.json.
+    """Score a ranking and write run.trec, per_query.parquet and, last, results.json; returns the content of the last.
 
-    Args:
-        out: output directory; existing content is replaced.
-        wanted: the set, from `Protocol.prepare`.
-        ranking: one row per query of the set.
-        protocol: defines the figures.
-        about: how the ranking was made; its keys override the default content of results.json.
-        tag: last column of the run file.
-        seed: seed of the resampling.
-        encoded: rationales and costs of the embedder, if any.
-        missing: queries without a ranking.
-        limit: number of queries used, if not all.
-        made_with: software that the embeddings depend on, see `eval.embedding.set_embeddings.Embeddings`.
-        title: printed with the table of figures; None prints nothing.
-
-    Returns:
-        Content of results.json.
+    ``wanted``: from `Protocol.prepare`. ``about``: how the ranking was made; its keys override the default content of
+    results.json. ``missing``: queries without a ranking. ``made_with``: software that the embeddings depend on, see
+    `eval.embedding.set_embeddings.Embeddings`. ``title``: printed with the table of figures; None prints nothing.
     """
-    scored = protocol.score(wanted, ranking, missing)
+    scored = protocol.without(missing, wanted, protocol.score(wanted, ranking))
     table = per_query_table(wanted, ranking, scored, encoded)
     results: dict[str, Any] = {
         "format": FORMAT,
@@ -96,6 +83,6 @@ def write_evaluation(
     write_run(out / RUN, ranking, wanted.query_ids, wanted.corpus_ids, tag)
     write_tables(out, table, results)
     if title is not None:
-        figures = summary(results, (*protocol.headline, *protocol.metrics))
-        print(f"{wanted.name}: {title} -> {out}\n{figures}", flush=True)
+        figures = in_per_cent(results, (*protocol.headline, *protocol.metrics))
+        print(f"{wanted.name}: {title} -> {out}\n{figures.to_string()}", flush=True)
     return results

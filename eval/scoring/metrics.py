@@ -109,9 +109,8 @@ def register_metric(
 
 def names_of(*, negatives: bool = False) -> tuple[str, ...]:
     """Metrics that every evaluation reports; with ``negatives`` also those of sets that have explicit negatives."""
-    plain = [metric for metric in METRICS.values() if not metric.of_negatives]
-    of_negatives = [metric for metric in METRICS.values() if metric.of_negatives] if negatives else []
-    return tuple(name for metric in (*plain, *of_negatives) for name in metric.reported())
+    known = [metric for metric in METRICS.values() if negatives or not metric.of_negatives]
+    return tuple(name for one in sorted(known, key=lambda one: one.of_negatives) for name in one.reported())
 
 
 def metric_words(name: str) -> str:
@@ -133,14 +132,8 @@ def judge(
 ) -> Judged:
     """Look up each ranked candidate in its query's judgements.
 
-    An explicit negative that is also a positive of the same query counts as a positive only.
-
-    Args:
-        rows_QK: candidate rows, best first, padded with -1.
-        positives: per query (rows, gains > 0).
-        negatives: per query rows, or None.
-        num_candidates: size of the pool.
-        num_missing_Q: positives of gain 1 that the pool lacks; they stay in every denominator. None: none.
+    An explicit negative that is also a positive of the same query counts as a positive only. ``positives``: per query (rows,
+    gains > 0). ``num_missing_Q``: positives of gain 1 that the pool lacks; they stay in every denominator. None: none.
 
     Raises:
         ValueError: the numbers of queries differ, a row is outside the pool, or a query has no positive.
@@ -394,23 +387,25 @@ def tied_order(judged: Judged, score_QK: np.ndarray, *, best: bool) -> Judged:
     ties, this gives the largest or smallest value of every metric of positives, and the smallest or largest
     `negative_recall`; it is not a bound for `delta_average_precision_capped`.
 
-    Args:
-        judged: K ranks, which must include every candidate tied with the last one that counts.
-        score_QK: scores in rank order, non-increasing, padded with -inf.
-        best: see above.
+    The ranks must include every candidate tied with the last one that counts. ``score_QK``: non-increasing, padded with -inf.
     """
-    gain_QK, negative_QK = judged.gain_QK.copy(), judged.negative_QK
+    gain_QK, negative_QK = judged.gain_QK, judged.negative_QK
     worth_QK = gain_QK if negative_QK is None else np.where(negative_QK, -1.0, gain_QK)
-    negative_QK = None if negative_QK is None else negative_QK.copy()
     tied_Q = (score_QK[:, 1:] == score_QK[:, :-1]) & np.isfinite(score_QK[:, 1:])
     touched = np.flatnonzero(tied_Q.any(axis=1))  # usually few; the sort below is slow
-    if len(touched):
-        worth = worth_QK[touched]
-        order = np.lexsort((-worth if best else worth, -score_QK[touched]), axis=-1)
-        for one_QK in (gain_QK, negative_QK):
-            if one_QK is not None:
-                one_QK[touched] = np.take_along_axis(one_QK[touched], order, axis=1)
-    return replace(judged, gain_QK=gain_QK, negative_QK=negative_QK)
+    worth = worth_QK[touched]
+    order = np.lexsort((-worth if best else worth, -score_QK[touched]), axis=-1)
+
+    def reordered(one_QK: np.ndarray) -> np.ndarray:
+        out_QK = one_QK.copy()
+        out_QK[touched] = np.take_along_axis(one_QK[touched], order, axis=1)
+        return out_QK
+
+    return replace(
+        judged,
+        gain_QK=reordered(gain_QK),
+        negative_QK=None if negative_QK is None else reordered(negative_QK),
+    )
 
 
 def cut(judged: Judged, depth: int) -> Judged:
@@ -422,11 +417,8 @@ def cut(judged: Judged, depth: int) -> Judged:
 def random_floor(name: str, judged: Judged, pool_Q: np.ndarray, *, depth: int) -> np.ndarray:
     """Exact expected value of a metric over all orders of the pool, (Q,); NaN for a metric without a floor.
 
-    Args:
-        name: as in `compute`.
-        judged: its numbers of positives and negatives and the gains are used, not its ranking.
-        pool_Q: number of candidates that can appear in each query's ranking, int64.
-        depth: length of rankings, for metrics of the whole ranking.
+    ``judged``: its ranking is not used. ``pool_Q``: number of candidates that can appear in each query's ranking. ``depth``:
+    length of rankings, for metrics of the whole ranking.
     """
     kind, k = parse_name(name)
     floor = METRICS[kind].floor

@@ -17,16 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from eval.embedding.identity import asked_of
-from eval.scoring.metrics import (
-    Judged,
-    compute,
-    cut,
-    first_hit_rank,
-    judge,
-    names_of,
-    random_floor,
-    tied_order,
-)
+from eval.scoring.metrics import Judged, compute, cut, first_hit_rank, judge, random_floor, tied_order
 from eval.scoring.search import DEPTH, Ranking
 from eval.sets.retrieval_set import RetrievalSet
 from rge.common.errors import UserError
@@ -82,21 +73,20 @@ class Scored:
     first_hit_Q: np.ndarray
 
 
-def score_ranking(wanted: RetrievalSet, ranking: Ranking, *, names: Sequence[str] | None = None) -> Scored:
-    """Compute all metrics for every query.
-
-    ``ranking``: one row per query of the set, deep enough for every metric. ``names``: metrics; None: the default ones,
-    including those of explicit negatives if the set has any.
-    """
-    if names is None:
-        names = names_of(negatives=wanted.negatives is not None)
-    wide = judge(
-        ranking.rows_QW,
+def judged_rows(wanted: RetrievalSet, rows_QK: np.ndarray) -> Judged:
+    """`judge` with the judgements of a set."""
+    return judge(
+        rows_QK,
         wanted.positives,
         wanted.negatives,
         num_candidates=len(wanted.corpus_ids),
         num_missing_Q=wanted.num_missing_Q,
     )
+
+
+def score_ranking(wanted: RetrievalSet, ranking: Ranking, names: Sequence[str]) -> Scored:
+    """Compute metrics for every query of the set; the ranking must be deep enough for all of them."""
+    wide = judged_rows(wanted, ranking.rows_QW)
     judged, pool_Q = cut(wide, ranking.depth), wanted.pool_sizes()
 
     def values(of: Judged) -> np.ndarray:
@@ -127,10 +117,9 @@ def per_query_table(
     ``rationale_tokens``, ``stop_reason``, ``generate_ms``, ``embed_ms`` (null for an external ranking).
     """
     first = pa.array(scored.first_hit_Q, pa.int64(), mask=scored.first_hit_Q == 0)
-    top = [[wanted.corpus_ids[row] for row in rows if row >= 0] for rows in _head(ranking.rows_QW, ranking)]
-    top_scores = [
-        [score for score in scores if np.isfinite(score)] for scores in _head(ranking.score_QW, ranking)
-    ]
+    head = slice(min(NUM_TOP, ranking.depth))
+    top = [[wanted.corpus_ids[row] for row in rows if row >= 0] for rows in ranking.rows_QW[:, head].tolist()]
+    top_scores = [list(filter(np.isfinite, scores)) for scores in ranking.score_QW[:, head].tolist()]
     columns: dict[str, Any] = {"query_id": wanted.query_ids} | wanted.columns
     found_Q = np.array([len(rows) for rows, _ in wanted.positives], np.int64)
     columns["num_positives"] = found_Q if wanted.num_missing_Q is None else found_Q + wanted.num_missing_Q
@@ -342,7 +331,3 @@ def write_tables(out: Path, table: pa.Table, results: dict[str, Any]) -> None:
     write_bytes(out / PER_QUERY, sink.getvalue().to_pybytes())
     text = json.dumps(results, indent=1, ensure_ascii=False, allow_nan=False, default=str)
     write_bytes(out / RESULTS, text.encode() + b"\n")
-
-
-def _head(x_QW: np.ndarray, ranking: Ranking) -> list[list[Any]]:
-    return x_QW[:, : min(NUM_TOP, ranking.depth)].tolist()

@@ -31,7 +31,6 @@ class Protocol:
         benchmark: its name; ``generic`` for sets without one.
         profile: one of `PROFILES`.
         headline: the benchmark's headline metrics, most important first.
-        average: ``micro``, the mean over queries, or ``macro``.
         statements: description of what is computed.
         skips_missing: whether queries without a ranking are left out instead of counting 0.
         metrics: further metrics requested by the user.
@@ -40,7 +39,6 @@ class Protocol:
     benchmark: str = "generic"
     profile: str = "clean"
     headline: tuple[str, ...] = ("recall@1", "recall@10", "mrr", "ndcg@10")
-    average: str = "micro"
     statements: tuple[str, ...] = ()
     skips_missing: bool = False
     metrics: tuple[str, ...] = ()
@@ -63,9 +61,9 @@ class Protocol:
         """The set with this protocol's exclusions and judgements."""
         return wanted
 
-    def score(self, wanted: RetrievalSet, ranking: Ranking, missing: Sequence[str] = ()) -> Scored:
+    def score(self, wanted: RetrievalSet, ranking: Ranking) -> Scored:
         """All metrics for every query."""
-        return self._skip(wanted, score_ranking(wanted, ranking, names=self.names(wanted)), missing)
+        return score_ranking(wanted, ranking, self.names(wanted))
 
     def figures(self, wanted: RetrievalSet, scored: Scored, *, seed: int) -> dict[str, Any]:
         """Further figures of the whole set, merged with those of `eval.scoring.output_files.figures`."""
@@ -75,7 +73,8 @@ class Protocol:
         """Figures of a suite from those of its members."""
         return {}
 
-    def _skip(self, wanted: RetrievalSet, scored: Scored, missing: Sequence[str]) -> Scored:
+    def without(self, missing: Sequence[str], wanted: RetrievalSet, scored: Scored) -> Scored:
+        """Values without those of queries that have no ranking, if the protocol leaves these out."""
         if not self.skips_missing or not missing:
             return scored
         rows_Q1 = np.isin(wanted.query_ids, list(missing))[:, None]
@@ -90,11 +89,9 @@ def all_figures(wanted: RetrievalSet, scored: Scored, protocol: Protocol, *, see
     more = protocol.figures(wanted, scored, seed=seed)
     out["micro"] |= more.pop("micro", {})
     if protocol.benchmark != "generic":
-        # a single set counts as a suite of one member
-        average = "micro" if protocol.average == "macro" else protocol.average
         out["headline"] = [
-            {"metric": name, "average": average, **out[average][name]}
+            {"metric": name, "average": "micro", **out["micro"][name]}
             for name in protocol.headline
-            if name in out[average]
+            if name in out["micro"]
         ]
     return out | more

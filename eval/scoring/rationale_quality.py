@@ -28,9 +28,8 @@ COPIED = (0.0, 0.25)
 def shortcut_rates(dirs: Sequence[Path], metric: str) -> dict[str, Any]:
     """Shares of queries that can be answered without their picture or without their text.
 
-    Args:
-        dirs: evaluations of one set and checkpoint in one mode, with ``query_modality`` both, text and image.
-        metric: a query counts as answered if this is above zero, such as ``hit@1`` or ``recall@20``.
+    ``dirs``: evaluations of one set and checkpoint in one mode, with ``query_modality`` both, text and image. ``metric``: a
+    query counts as answered if this is above zero, such as ``hit@1`` or ``recall@20``.
 
     Returns:
         Shares of all queries with 95 % intervals: answered with ``both``, with ``text`` alone, ``image`` alone, with

@@ -50,13 +50,8 @@ def search(
 ) -> Ranking:
     """Rank candidates by inner product: highest score first, then lowest row.
 
-    Args:
-        query_QD: float32, unit norm.
-        candidate_CD: float32, unit norm, rows in the order of ids; may be a memory map.
-        depth: maximum length of a ranking.
-        excluded: rows that each query's ranking may not contain.
-        candidates: rows that it may contain; None: all.
-        block_rows: candidates per search block, which bounds the memory.
+    Embeddings are float32 of unit norm, those of candidates in the order of ids and possibly a memory map. A query's ranking
+    has no rows of ``excluded`` and only rows of ``candidates`` (None: all). ``block_rows`` bounds the memory.
 
     Raises:
         ValueError: wrong dtype or shape, values that are not finite, or a depth below 1.
@@ -157,11 +152,7 @@ def _search_pool(
 
 
 def _fetch(
-    query_QD: np.ndarray,
-    candidate_CD: np.ndarray,
-    kept: np.ndarray | None,
-    k: int,
-    block_rows: int,
+    query_QD: np.ndarray, candidate_CD: np.ndarray, kept: np.ndarray | None, k: int, block_rows: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Best k by faiss: rows (Q, k), scores (Q, k), and an upper bound of the scores of the others (Q,)."""
     num_rows = len(candidate_CD) if kept is None else len(kept)

@@ -45,11 +45,6 @@ def numbers(results: Mapping[str, Any]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def summary(results: Mapping[str, Any], names: Sequence[str]) -> str:
-    """`in_per_cent` for the terminal."""
-    return in_per_cent(results, names).to_string()
-
-
 def figure(one: Mapping[str, Any] | None) -> str:
     """A figure in per cent with its interval, if it has one; empty for None."""
     if one is None:

@@ -89,7 +89,7 @@ class ReadRun:
     tag: str
 
 
-def read_run(path: str | Path, wanted: RetrievalSet, *, allow_ties: bool = False) -> ReadRun:
+def read_run(path: Path, wanted: RetrievalSet, *, allow_ties: bool = False) -> ReadRun:
     """Read and check a ranking from any program.
 
     ``allow_ties``: order equal scores within a query by candidate id; otherwise they are an error, because tools disagree
@@ -99,7 +99,6 @@ def read_run(path: str | Path, wanted: RetrievalSet, *, allow_ties: bool = False
         RunError: the file is not a run, a query or candidate is not in the set (or a candidate not in the query's list), a
             candidate is ranked twice, or scores are NaN, infinite, or increase with the rank.
     """
-    path = Path(path)
     table = read_lines(path)
     query_N = _codes(path, table, "query", wanted.query_ids, wanted)
     row_N = _codes(path, table, "candidate", wanted.corpus_ids, wanted)
@@ -120,10 +119,10 @@ def read_run(path: str | Path, wanted: RetrievalSet, *, allow_ties: bool = False
             f"{path}: {name(bad[0])} has rank {rank_N[bad[0]]:g} and score {score_N[bad[0]]:.9g}, while a higher score has "
             f"rank {rank_N[bad[0] - 1]:g}: are the scores distances? They must decrease with the rank (or all ranks be equal)"
         )
-    bad = np.flatnonzero(same & (score_N[1:] == score_N[:-1])) + 1
-    if len(bad) and not allow_ties:
+    tied = np.flatnonzero(same & (score_N[1:] == score_N[:-1])) + 1
+    if len(tied) and not allow_ties:
         raise RunError(
-            f"{path}: {name(bad[0])} has the same score as another candidate, {score_N[bad[0]]:.9g}; {len(bad)} lines tie. "
+            f"{path}: {name(tied[0])} has the same score as another candidate, {score_N[tied[0]]:.9g}; {len(tied)} lines tie. "
             "Tools disagree on the order of ties, so make scores strictly decreasing (1000 - rank will do), or pass "
             "allow_ties=true to order ties by id and report their best and worst case"
         )
@@ -132,12 +131,15 @@ def read_run(path: str | Path, wanted: RetrievalSet, *, allow_ties: bool = False
     bad = np.flatnonzero(pair_N[sorted_N][1:] == pair_N[sorted_N][:-1])
     if len(bad):
         raise RunError(f"{path}: {name(sorted_N[bad[0]])} is ranked twice")
-    _check_candidates(path, wanted, pair_N, name)
+    if wanted.candidates is not None:
+        bad = np.flatnonzero(~np.isin(pair_N, _pair_codes(wanted, wanted.candidates)))
+        if len(bad):
+            raise RunError(f"{path}: {name(bad[0])} is not in the query's list in candidates.parquet")
 
     kept = np.ones(len(query_N), bool)
     if wanted.excluded is not None:
         kept = ~np.isin(pair_N, _pair_codes(wanted, wanted.excluded))
-    if len(bad := np.flatnonzero(same & (score_N[1:] == score_N[:-1]))):
+    if len(tied):
         by_id = np.lexsort((row_N, -score_N, query_N))
         query_N, row_N, score_N, kept = query_N[by_id], row_N[by_id], score_N[by_id], kept[by_id]
     missing = sorted(set(range(len(wanted.queries))) - set(np.unique(query_N).tolist()))
@@ -200,14 +202,6 @@ def _codes(
 def _pair_codes(wanted: RetrievalSet, lists: Sequence[np.ndarray]) -> np.ndarray:
     size = len(wanted.corpus_ids)
     return np.concatenate([query * size + rows.astype(np.int64) for query, rows in enumerate(lists)])
-
-
-def _check_candidates(path: Path, wanted: RetrievalSet, pair_N: np.ndarray, name) -> None:
-    if wanted.candidates is None:
-        return
-    bad = np.flatnonzero(~np.isin(pair_N, _pair_codes(wanted, wanted.candidates)))
-    if len(bad):
-        raise RunError(f"{path}: {name(bad[0])} is not in the query's list in candidates.parquet")
 
 
 def _pad(query_N: np.ndarray, row_N: np.ndarray, score_N: np.ndarray, num_queries: int) -> Ranking:

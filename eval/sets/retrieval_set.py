@@ -181,18 +181,10 @@ def load_set(path: str | Path, *, by: Sequence[str] = ()) -> RetrievalSet:
     }
     num_missing_Q = _num_missing(root / "queries.parquet")
     positives = _positives(root / "qrels.parquet", qrels, query_of, row_of, num_missing_Q)
-    _check_reachable(root, [item.id for item in queries], corpus_ids, order_C, positives, rows)
-    # last, since the messages of the other checks are more specific
-    fingerprint = set_fingerprint(query_of, corpus_ids, qrels, **tables)
-    if meta.get("fingerprint", fingerprint) != fingerprint:
-        raise SetError(
-            f"{root / 'meta.json'}: fingerprint is {meta['fingerprint']!r}, but the tables beside it have "
-            f"{fingerprint!r}: the set was changed after it was written, or only part of it was copied"
-        )
-    return RetrievalSet(
+    wanted = RetrievalSet(
         path=root,
         name=meta["name"],
-        fingerprint=fingerprint,
+        fingerprint=set_fingerprint(query_of, corpus_ids, qrels, **tables),
         meta=meta,
         queries=queries,
         columns=columns,
@@ -203,6 +195,14 @@ def load_set(path: str | Path, *, by: Sequence[str] = ()) -> RetrievalSet:
         num_missing_Q=num_missing_Q,
         **rows,
     )
+    _check_reachable(wanted)
+    # last, since the messages of the other checks are more specific
+    if meta.get("fingerprint", wanted.fingerprint) != wanted.fingerprint:
+        raise SetError(
+            f"{root / 'meta.json'}: fingerprint is {meta['fingerprint']!r}, but the tables beside it have "
+            f"{wanted.fingerprint!r}: the set was changed after it was written, or only part of it was copied"
+        )
+    return wanted
 
 
 def integer_column(wanted: RetrievalSet, name: str) -> np.ndarray:
@@ -253,10 +253,7 @@ def given_rationales(wanted: RetrievalSet) -> dict[tuple[str, str], str]:
 
 
 def content_digest(item: Item) -> tuple[str, tuple[str, ...]]:
-    """Hashes of an item's content, which does not include its id.
-
-    Returns:
-        (sha256 of text, instruction and pictures, sha256 of each picture's bytes), hexadecimal.
+    """SHA-256 of an item's text, instruction and pictures, without its id, and of each picture's bytes.
 
     Raises:
         rge.common.images.ImageError: a picture cannot be read.
@@ -270,11 +267,7 @@ def with_content(wanted: RetrievalSet, candidates: Sequence[str] | None = None) 
     """The set with a hash of all its content.
 
     Besides the fingerprint (ids and judgements), this covers all texts, instructions and pictures, and the columns that
-    figures are grouped by.
-
-    Args:
-        wanted: the set with all its queries.
-        candidates: content digest of each candidate in file order; None: read all pictures of the pool.
+    figures are grouped by. ``candidates``: content digest of each in file order; None: read all pictures of the pool.
 
     Raises:
         rge.common.images.ImageError: a picture cannot be read.
@@ -485,9 +478,7 @@ def _by_query(
     """Each query's rows, int32 and ascending, and their gains, float64 (1 for pairs without gain)."""
     query_N = np.array([query_of[query] for query, *_ in pairs], np.int64)
     row_N = np.array([row_of[name] for _, name, *_ in pairs], np.int32)
-    gain_N = np.array(
-        [gain for *_, gain in pairs] if pairs and len(pairs[0]) > 2 else np.ones(len(pairs)), np.float64
-    )
+    gain_N = np.array([pair[2] if len(pair) > 2 else 1 for pair in pairs], np.float64)
     order = np.lexsort((row_N, query_N))
     stops = np.cumsum(np.bincount(query_N, minlength=len(query_of)))[:-1]
     return list(zip(np.split(row_N[order], stops), np.split(gain_N[order], stops), strict=True))
@@ -521,29 +512,20 @@ def _num_missing(path: Path) -> np.ndarray | None:
     return missing_Q if missing_Q.any() else None
 
 
-def _check_reachable(
-    root: Path,
-    query_ids: Sequence[str],
-    corpus_ids: Sequence[str],
-    order_C: np.ndarray,
-    positives: Sequence[tuple[np.ndarray, np.ndarray]],
-    rows: dict[str, list[np.ndarray]],
-) -> None:
+def _check_reachable(wanted: RetrievalSet) -> None:
     """Check that the optional tables leave each query's positives in its ranking."""
-
-    def name(row: int) -> str:
-        return corpus_ids[order_C[row]]
-
-    for query, (right, _), own in zip(query_ids, positives, rows.get("candidates", ()), strict=False):
+    judged = [(query, rows) for query, (rows, _) in zip(wanted.query_ids, wanted.positives, strict=True)]
+    path = wanted.path / "candidates.parquet"
+    for (query, right), own in zip(judged, wanted.candidates or (), strict=False):
         if not len(own):
-            raise SetError(f"{root / 'candidates.parquet'}: query {query!r} has no candidates")
+            raise SetError(f"{path}: query {query!r} has no candidates")
         if len(lost := np.setdiff1d(right, own)):
-            raise SetError(
-                f"{root / 'candidates.parquet'}: positive {name(lost[0])!r} of query {query!r} is not among them"
-            )
-    for query, (right, _), excluded in zip(query_ids, positives, rows.get("excluded", ()), strict=False):
+            name = wanted.corpus_ids[lost[0]]
+            raise SetError(f"{path}: positive {name!r} of query {query!r} is not among them")
+    path = wanted.path / "excluded.parquet"
+    for (query, right), excluded in zip(judged, wanted.excluded or (), strict=False):
         if len(lost := np.intersect1d(right, excluded)):
-            raise SetError(f"{root / 'excluded.parquet'}: {name(lost[0])!r} is a positive of query {query!r}")
+            raise SetError(f"{path}: {wanted.corpus_ids[lost[0]]!r} is a positive of query {query!r}")
 
 
 def some(names: Sequence[str]) -> str:

@@ -3,7 +3,7 @@
 Shape suffixes: Q = queries, M = metrics.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -33,9 +33,9 @@ def cuts_of(task: str) -> tuple[int, ...]:
 class Mbeir(Protocol):
     """M-BEIR: ``task_hit`` of each task, averaged over tasks."""
 
-    def score(self, wanted: RetrievalSet, ranking: Ranking, missing: Sequence[str] = ()) -> Scored:
+    def score(self, wanted: RetrievalSet, ranking: Ranking) -> Scored:
         """As `Protocol.score`, with `MAIN` as a further metric."""
-        scored = score_ranking(wanted, ranking, names=self.names(wanted))
+        scored = score_ranking(wanted, ranking, self.names(wanted))
         place_Q = np.array(
             [scored.names.index(f"hit@{cuts_of(task)[0]}") for task in wanted.columns["category"]]
         )
@@ -43,7 +43,7 @@ class Mbeir(Protocol):
         def with_main(one_QM: np.ndarray) -> np.ndarray:
             return np.column_stack([one_QM, np.take_along_axis(one_QM, place_Q[:, None], axis=1)])
 
-        scored = Scored(
+        return Scored(
             (*scored.names, MAIN),
             value_QM=with_main(scored.value_QM),
             best_QM=with_main(scored.best_QM),
@@ -51,7 +51,6 @@ class Mbeir(Protocol):
             random_QM=np.column_stack([scored.random_QM, np.full(len(place_Q), np.nan)]),  # varies by task
             first_hit_Q=scored.first_hit_Q,
         )
-        return self._skip(wanted, scored, missing)
 
     def figures(self, wanted: RetrievalSet, scored: Scored, *, seed: int) -> dict[str, Any]:
         """Official: the released code's names and rounding, by task."""
@@ -86,8 +85,8 @@ _SAID = (
     "equal scores are ordered by id; the released search does not define their order",
 )
 PROTOCOLS = (
-    Mbeir("mbeir", "clean", (MAIN, "hit@1", "recall@10"), "macro", (*_SAID, "a query without a ranking counts 0")),
-    Mbeir("mbeir", "official", (MAIN,), "macro", (
+    Mbeir("mbeir", "clean", (MAIN, "hit@1", "recall@10"), (*_SAID, "a query without a ranking counts 0")),
+    Mbeir("mbeir", "official", (MAIN,), (
         *_SAID, "official: figures under the released names, rounded to four digits per task",
     )),
 )  # fmt: skip

@@ -1,6 +1,6 @@
 """The protocol of MM-BRIGHT: nDCG@10 by domain; official as in the released code, with trec_eval's tie-breaking."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,16 +26,16 @@ class Mmbright(Protocol):
         removes = self.profile == "official" and wanted.meta.get("task") in (1, 2, 4)
         return replace(wanted, excluded=wanted.negatives) if removes else wanted
 
-    def score(self, wanted: RetrievalSet, ranking: Ranking, missing: Sequence[str] = ()) -> Scored:
+    def score(self, wanted: RetrievalSet, ranking: Ranking) -> Scored:
         """As `Protocol.score`; official with trec_eval's tie-breaking and the released code's cutoffs."""
         if self.profile == "clean":
-            return super().score(wanted, ranking, missing)
+            return super().score(wanted, ranking)
         extra = [f"{metric}@{k}" for metric in _TREC.values() for k in CUTS]
         names = self.names(wanted, extra, negatives=False)
         if wanted.meta.get("task") == 3 and ranking.score_QW.dtype == np.float32:
             # The released code of this task scales float32 scores by 100, whose rounding makes some of them equal.
             ranking = replace(ranking, score_QW=ranking.score_QW * np.float32(100))
-        return self._skip(wanted, score_ranking(wanted, trec_ties(ranking), names=names), missing)
+        return score_ranking(wanted, trec_ties(ranking), names)
 
     def figures(self, wanted: RetrievalSet, scored: Scored, *, seed: int) -> dict[str, Any]:
         """Official: the released code's names, rounded to five digits."""
@@ -64,13 +64,13 @@ def trec_ties(ranking: Ranking) -> Ranking:
 
 
 PROTOCOLS = (
-    Mmbright("mmbright", "clean", ("ndcg@10", "recall@10"), "macro", (
+    Mmbright("mmbright", "clean", ("ndcg@10", "recall@10"), (
         "nDCG@10 with linear gains, mean over domains",
         "hard negatives stay in the ranking",
         "task 4 is graded as in the paper: 2 for a gold document with a positive picture, 1 for it without picture",
         "queries without any positive are not part of the set",
     )),
-    Mmbright("mmbright", "official", ("ndcg@10",), "macro", (
+    Mmbright("mmbright", "official", ("ndcg@10",), (
         "as the released code (143ae35): nDCG@10 of trec_eval over the top 1,000, rounded to five digits per domain, mean "
         "over domains",
         "tasks 1 and 2: the query's hard negatives are removed from its ranking",

@@ -1,6 +1,5 @@
 """The protocol of MMEB: hit@1 within each query's own candidates, with a rule for equal scores."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,19 +14,18 @@ from eval.sets.retrieval_set import RetrievalSet
 class Mmeb(Protocol):
     """MMEB: equal scores count for the model (official) or against it (clean)."""
 
-    def score(self, wanted: RetrievalSet, ranking: Ranking, missing: Sequence[str] = ()) -> Scored:
+    def score(self, wanted: RetrievalSet, ranking: Ranking) -> Scored:
         """As `Protocol.score`, with ties resolved for or against the model."""
-        scored = score_ranking(wanted, ranking, names=self.names(wanted))
-        chosen = scored.best_QM if self.profile == "official" else scored.worst_QM
-        return self._skip(wanted, replace(scored, value_QM=chosen), missing)
+        scored = score_ranking(wanted, ranking, self.names(wanted))
+        return replace(scored, value_QM=scored.best_QM if self.profile == "official" else scored.worst_QM)
 
 
 PROTOCOLS = (
-    Mmeb("mmeb", "clean", ("hit@1", "mrr"), "macro", (
+    Mmeb("mmeb", "clean", ("hit@1", "mrr"), (
         "hit@1 within each query's own candidates; equal scores count against the model",
         "overall is the unweighted mean of the sets, likewise IND, OOD and each meta-task",
     )),
-    Mmeb("mmeb", "official", ("hit@1",), "macro", (
+    Mmeb("mmeb", "official", ("hit@1",), (
         "hit@1 as argmax over candidates with the answer first: equal scores count for the model",
         "overall is the unweighted mean of the sets, likewise IND, OOD and each meta-task",
     )),

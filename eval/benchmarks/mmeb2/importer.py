@@ -115,13 +115,9 @@ def query_text(name: str, instruction: str, text: str) -> str:
 
 
 def candidate_text(name: str, instruction: str, caption: str, *, captioned: bool) -> str:
-    """The text of a candidate with a picture, as the release assembles it.
+    """The text of a candidate with a picture, as the release assembles it from ``tgt_inst`` and ``tgt_text``.
 
-    Args:
-        name: name of the set.
-        instruction: ``tgt_inst``.
-        caption: ``tgt_text``.
-        captioned: whether the query's first candidate has a caption; the release applies this to all its candidates.
+    ``captioned``: whether the query's first candidate has a caption; the release applies this to all its candidates.
     """
     instruction = instruction.replace(PLACEHOLDER, "")
     if captioned:

@@ -1,6 +1,6 @@
 """The protocol of MMEB-V2: hit@1 for image tasks, nDCG@5 with linear gains for visual documents."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,13 +17,12 @@ MAIN = {"image": "hit@1", "visdoc": "ndcg@5"}
 class Mmeb2(Protocol):
     """MMEB-V2: each part with its own metric."""
 
-    def score(self, wanted: RetrievalSet, ranking: Ranking, missing: Sequence[str] = ()) -> Scored:
+    def score(self, wanted: RetrievalSet, ranking: Ranking) -> Scored:
         """As `Protocol.score`; ties in the image part are resolved as in MMEB-V1."""
-        scored = score_ranking(wanted, ranking, names=self.names(wanted, tuple(MAIN.values())))
-        if wanted.meta.get("part") == "image":
-            chosen = scored.best_QM if self.profile == "official" else scored.worst_QM
-            scored = replace(scored, value_QM=chosen)
-        return self._skip(wanted, scored, missing)
+        scored = score_ranking(wanted, ranking, self.names(wanted, tuple(MAIN.values())))
+        if wanted.meta.get("part") != "image":
+            return scored
+        return replace(scored, value_QM=scored.best_QM if self.profile == "official" else scored.worst_QM)
 
     def figures(self, wanted: RetrievalSet, scored: Scored, *, seed: int) -> dict[str, Any]:
         """The set's main score."""
@@ -43,8 +42,8 @@ _SAID = (
     "overall is the unweighted mean of the sets, likewise each meta-task",
 )
 PROTOCOLS = (
-    Mmeb2("mmeb2", "clean", ("hit@1", "ndcg@5"), "macro", (*_SAID, "image: equal scores count against the model")),
-    Mmeb2("mmeb2", "official", ("hit@1", "ndcg@5"), "macro", (
+    Mmeb2("mmeb2", "clean", ("hit@1", "ndcg@5"), (*_SAID, "image: equal scores count against the model")),
+    Mmeb2("mmeb2", "official", ("hit@1", "ndcg@5"), (
         *_SAID,
         "image: equal scores count for the model; the released argsort does not define their order",
         "gains stay with their documents; the released scorer (6e1e1d4) reorders documents by a set(), but not their gains, so "

@@ -1,6 +1,6 @@
 """The protocol of MRMR: nDCG@10 (recall@1 for negation); official with trec_eval's tie-breaking and rounding."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +20,9 @@ USUAL = "ndcg@10"
 class Mrmr(Protocol):
     """MRMR: five tasks, each with its main score."""
 
-    def score(self, wanted: RetrievalSet, ranking: Ranking, missing: Sequence[str] = ()) -> Scored:
+    def score(self, wanted: RetrievalSet, ranking: Ranking) -> Scored:
         """As `Protocol.score`; official with trec_eval's tie-breaking."""
-        if self.profile == "clean":
-            return super().score(wanted, ranking, missing)
-        return super().score(wanted, trec_ties(ranking), missing)
+        return super().score(wanted, trec_ties(ranking) if self.profile == "official" else ranking)
 
     def figures(self, wanted: RetrievalSet, scored: Scored, *, seed: int) -> dict[str, Any]:
         """The task's main score; official rounded to five digits, as the released code does."""
@@ -39,12 +37,12 @@ class Mrmr(Protocol):
 
 
 PROTOCOLS = (
-    Mrmr("mrmr", "clean", (USUAL, "recall@1"), "macro", (
+    Mrmr("mrmr", "clean", (USUAL, "recall@1"), (
         "nDCG@10 with linear gains; the main score of negation is recall@1, see main_scores",
         "every task has one pool, negation too",
         "macro is the mean of tasks, which the release does not publish",
     )),
-    Mrmr("mrmr", "official", (USUAL, "recall@1"), "macro", (
+    Mrmr("mrmr", "official", (USUAL, "recall@1"), (
         "as the released fork of MTEB: nDCG@10 (negation: recall@1) of trec_eval over the top 1,000, rounded to five digits",
         "equal scores are in trec_eval's order, the larger id first",
         "negation against its whole pool, the released default; with split_corpus=true the release gives each query four "

@@ -37,10 +37,10 @@ CUTS = (1, 5, 10, 50)
 class Pinpoint(Protocol):
     """PinPoint: AP@10, the cost of explicit negatives, and sensitivity to paraphrases."""
 
-    def score(self, wanted: RetrievalSet, ranking: Ranking, missing: Sequence[str] = ()) -> Scored:
+    def score(self, wanted: RetrievalSet, ranking: Ranking) -> Scored:
         """As `Protocol.score`; official with the released scorer's denominators, see `pinpoint_values`."""
         if self.profile == "clean":
-            return super().score(wanted, ranking, missing)
+            return super().score(wanted, ranking)
         listed_Q = integer_column(wanted, "num_listed_positives")
         bad_Q = integer_column(wanted, "num_listed_negatives")
         in_pool_Q = np.array([len(rows) for rows, _ in wanted.positives], np.int64)
@@ -68,8 +68,7 @@ class Pinpoint(Protocol):
             return pinpoint_values(names, cut(order, ranking.depth))
 
         first_Q = first_hit_rank(judged)
-        scored = Scored(names, value_QM, tied(best=True), tied(best=False), random_QM, first_Q)
-        return self._skip(wanted, scored, missing)
+        return Scored(names, value_QM, tied(best=True), tied(best=False), random_QM, first_Q)
 
     def figures(self, wanted: RetrievalSet, scored: Scored, *, seed: int) -> dict[str, Any]:
         """Linguistic sensitivity, the relative cost of negatives, and, if official, the released scorer's names."""
@@ -127,11 +126,8 @@ def _official(value: Mapping[str, float], micro: Mapping[str, Mapping[str, Any] 
 def pinpoint_values(names: Sequence[str], judged: Judged) -> np.ndarray:
     """Per-query values as the released scorer of PinPoint computes them, (Q, M).
 
-    Source: evaluate.py and utils/metrics.py of pinterest/pinpoint-dataset. Differs: none.
-
-    Args:
-        names: metrics.
-        judged: the whole list of each query, with positives and negatives as listed; a candidate may be both.
+    Source: evaluate.py and utils/metrics.py of pinterest/pinpoint-dataset. Differs: none. ``judged``: the whole list of each
+    query, with positives and negatives as listed; a candidate may be both.
     """
     assert judged.negative_QK is not None
     removed_last = np.argsort(judged.negative_QK, axis=1, kind="stable")
@@ -157,18 +153,10 @@ def over_groups(
     of: Callable[..., Any] = np.ptp,
     least: int = 2,
 ) -> dict[str, float | None] | None:
-    """Mean over paraphrase groups of a statistic of their values, with an interval.
+    """Mean over paraphrase groups of a statistic of their values, with an interval; None if no group has enough queries.
 
-    Args:
-        value_Q: per-query values; NaN is left out.
-        same: name of each query's paraphrase group.
-        group: unit of resampling, which may contain several paraphrase groups.
-        seed: seed of the resampling.
-        of: statistic of a group's values: range (default), `numpy.std`, or mean, which weights all groups equally.
-        least: minimum number of queries in a group.
-
-    Returns:
-        value, low, high; None if no group has enough queries.
+    NaN is left out. ``same``: each query's paraphrase group. ``group``: unit of resampling, which may contain several of
+    them. ``of``: statistic of a group's values: range, `numpy.std`, or mean, which weights all groups equally.
     """
     table = pd.DataFrame({"value": value_Q, "group": group, "same": same}).dropna(subset="value")
     table = table.groupby("same", sort=False).filter(lambda rows: len(rows) >= least)
@@ -186,7 +174,7 @@ def _num_groups(same: Sequence[str], kept_Q: np.ndarray) -> int:
 
 
 PROTOCOLS = (
-    Pinpoint("pinpoint", "clean", ("map_capped@10", "delta_map_capped@10", "negative_recall@10", "precision@10"), "micro", (
+    Pinpoint("pinpoint", "clean", ("map_capped@10", "delta_map_capped@10", "negative_recall@10", "precision@10"), (
         "AP@10 over min(positives, 10), each positive counted once",
         "a candidate that is positive and negative counts as positive only; None and repeated negatives are dropped",
         "negative_recall@10 over min(negatives, 10), mean over queries that have negatives",
@@ -194,7 +182,7 @@ PROTOCOLS = (
         "minus the smallest precision@10; linguistic_sensitivity_map has AP@10 instead",
         "a query without a ranking counts 0",
     )),
-    Pinpoint("pinpoint", "official", ("map_capped@10", "delta_map_capped@10", "negative_recall@10", "precision@10"), "micro", (
+    Pinpoint("pinpoint", "official", ("map_capped@10", "delta_map_capped@10", "negative_recall@10", "precision@10"), (
         "as evaluate.py: the whole list is scored, and negatives are removed from it before it is cut at k "
         "(the released retrieval lists 50: depth=50); AP@k over min(listed positives, k), recall over listed positives, "
         "repeated ones included, so that a perfect ranking stays below 1",

@@ -14,8 +14,8 @@ _RMIR = (
 )
 
 PROTOCOLS = (
-    Protocol("rmir", "clean", ("recall@20", "recall@50"), "micro", (*_RMIR, "equal scores are ordered by id")),
-    Protocol("rmir", "official", ("recall@20", "recall@50"), "micro", (
+    Protocol("rmir", "clean", ("recall@20", "recall@50"), (*_RMIR, "equal scores are ordered by id")),
+    Protocol("rmir", "official", ("recall@20", "recall@50"), (
         *_RMIR, "no scorer or evaluation prompt is published: this is the paper's definition",
     )),
 )  # fmt: skip

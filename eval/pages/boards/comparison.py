@@ -26,18 +26,15 @@ def write_comparison(
     a: Evaluation,
     b: Evaluation,
     out: Path,
-    rows: Sequence[Mapping[str, Any]],
-    *,
-    differs: Mapping[str, Sequence[Any]],
-    warnings: Sequence[str],
+    compared: Mapping[str, Any],
     num_examples: int,
-    set_dir: Path | None = None,
-    seed: int = 0,
+    set_dir: Path | None,
+    seed: int,
 ) -> Path:
     """Write the page of a comparison; the same input gives the same bytes.
 
-    The first metric of the rows (`eval.commands.compare.Row`) decides who wins a query. Without examples the set is not
-    needed.
+    ``compared``: content of compare.json; the first metric of its rows decides who wins a query. Without examples the set
+    is not needed.
 
     Raises:
         UserError: the set or a picture is missing.
@@ -46,7 +43,8 @@ def write_comparison(
     labels = [f"{name_of(side)}, {note_of(side)}" for side in (a, b)]
     if labels[0] == labels[1]:
         labels = [f"{labels[0]} ({side.directory.parent.name}/{side.directory.name})" for side in (a, b)]
-    gallery, main = Gallery(), rows[0]["metric"]
+    gallery, rows = Gallery(), compared["rows"]
+    main = rows[0]["metric"]
     metrics = []
     for name in dict.fromkeys(row["metric"] for row in rows):
         tests = [row for row in rows if row["metric"] == name]
@@ -57,10 +55,10 @@ def write_comparison(
         b=labels[1],
         set=a.results["set"],
         profile=a.results.get("profile"),
-        warnings=warnings,
+        warnings=compared["warnings"],
         metrics=metrics,
         examples=side_by_side(sides, gallery, num_examples, set_dir, seed, main) if num_examples else None,
-        differs=differs,
+        differs=compared["differs"],
         pictures=gallery.pictures,
         sizes=gallery.sizes,
     )

@@ -12,6 +12,7 @@ from typing import Any
 from eval.benchmarks.published_tables import Column, Published
 from eval.benchmarks.registry import GENERIC
 from eval.pages.evaluations import Evaluation, Figure
+from eval.scoring.protocol import Protocol
 from rge.common.errors import UserError
 
 MAX_COLUMNS = 8
@@ -19,8 +20,6 @@ MAX_COLUMNS = 8
 ROUNDED = 1e-5
 """Tolerance for equality with figures of released scorers, which round."""
 TRAINED, UNRANKED = "TRAINED ON THE TEST", ": unranked"
-COLUMNS = ("recall@1", "recall@10", "mrr", "ndcg@10")
-"""Columns for a set without a published table."""
 MAX_MODELS = 8
 """Maximum number of models in the heat map: first all measured ones, then the best published ones."""
 
@@ -95,7 +94,7 @@ def measured_row(
     `known`: the content of the board's set is known, so rows without a recorded content are not ranked.
     """
     official = run.results.get("profile") == "official"
-    figures = [_official(run, column) if official else run.figure_at(column.path) for column in columns]
+    figures = [_official(run, column) if official else run.figure(*column.path) for column in columns]
     warnings = [str(warning) for warning in run.results.get("warnings") or []]
     labels = _labels(run.results, warnings, known)
     comparable = not any(label.endswith(UNRANKED) for label in labels)
@@ -127,10 +126,10 @@ def is_benchmark(results: Mapping[str, Any]) -> bool:
 
 def _official(run: Evaluation, column: Column) -> Figure | None:
     """The released scorer's figure, with the interval of our corresponding figure if both agree."""
-    figure = run.figure_at(column.path)
+    figure = run.figure(*column.path)
     if column.official is None:
         return figure
-    released = run.figure_at(column.official)
+    released = run.figure(*column.official)
     if released is None or figure is None or abs(released.value - figure.value) > ROUNDED:
         return released
     return Figure(released.value, figure.low, figure.high)
@@ -169,9 +168,10 @@ def generic_columns(results: Mapping[str, Any]) -> tuple[list[Column], int]:
     """Columns for a set without a published table, and the index of the main one."""
     block = "macro" if results.get("suite") else "micro"
     headline = [one["metric"] for one in results.get("headline") or []]
-    names = [name for name in dict.fromkeys([*headline, *COLUMNS]) if name in (results.get(block) or {})]
+    usual = Protocol().headline
+    names = [name for name in dict.fromkeys([*headline, *usual]) if name in (results.get(block) or {})]
     if not names:
-        raise UserError(f"an evaluation of {results['set']['name']} has none of {', '.join(COLUMNS)}")
+        raise UserError(f"an evaluation of {results['set']['name']} has none of {', '.join(usual)}")
     return [Column(name, (block, name)) for name in names[:MAX_COLUMNS]], 0
 
 
@@ -195,7 +195,7 @@ def _slices(run: Evaluation, metric: str) -> dict[str, Figure]:
     for block, slices in run.results.items():
         if block.startswith("by_") and len(slices) > 1:
             for name in slices:
-                if figure := run.figure(block, metric, name):
+                if figure := run.figure(block, name, metric):
                     out.setdefault(name, figure)
     return out
 

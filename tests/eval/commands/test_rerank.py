@@ -112,7 +112,7 @@ class Linked:
         return self.gather(make() if self.is_first else None)[0]
 
 
-def test_several_processes_share_the_pairs_and_the_first_keeps_the_scores(tmp_path):
+def test_several_processes_share_the_pairs_and_the_first_keeps_the_scores(tmp_path, monkeypatch):
     wanted = load_set(write_set(tmp_path / "set", num_queries=3, num_candidates=8))
     rows = np.tile(np.arange(8, dtype=np.int32), (3, 1))
     ranking = Ranking(rows, -rows.astype(np.float32) / 8, 8)
@@ -132,9 +132,9 @@ def test_several_processes_share_the_pairs_and_the_first_keeps_the_scores(tmp_pa
     bars = []
 
     class Bar:
-        def __init__(self, *, total, initial, **_):
+        def __init__(self, *, total, initial, disable, **_):
             self.count, self.total = initial, total
-            bars.append(self)
+            bars.extend([] if disable else [self])
 
         def __enter__(self):
             return self
@@ -156,10 +156,10 @@ def test_several_processes_share_the_pairs_and_the_first_keeps_the_scores(tmp_pa
             kept,
             top_n=5,
             chunk=2,
-            progress=Bar,
             process_group=process_group,
         )
 
+    monkeypatch.setattr("eval.commands.rerank.progress_bar", Bar)
     with ThreadPoolExecutor(3) as pool:
         found = list(pool.map(work, range(3)))
     for one in found:

@@ -8,6 +8,7 @@ import pytest
 from eval_fakes import DIM, FakeEncoder
 from forked import Program
 
+from eval.embedding import fill_cache
 from eval.embedding.fill_cache import (
     SHARD_BATCHES,
     check_collapse,
@@ -15,28 +16,30 @@ from eval.embedding.fill_cache import (
     fill,
     mean_cosine,
 )
-from eval.embedding.shards import cache_key, encoder_key, open_cache, read
+from eval.embedding.shards import Cache, cache_key, encoder_key, open_cache, read
 from rge.common.errors import UserError
 from rge.common.files import replacing, write_bytes
 from rge.common.schema import Encoded, Item
 
 ITEMS = [Item(f"i{number:03d}", f"text {number}") for number in range(50)]
-DESCRIBE = {"side": "query", "mode": "reasoning", "modality": "both"}
+
+
+@pytest.fixture(autouse=True)
+def _counted(monkeypatch):
+    monkeypatch.setattr(fill_cache, "progress_bar", quiet)
 
 
 def encode(root, encoder, items=ITEMS, batch_size=2, key="k", **options):
-    cache = open_cache(root, key, len(items), DESCRIBE)
-    fill(
-        encoder, iter(items), cache, side="query", mode="reasoning", batch_size=batch_size,
-        progress=quiet, **options,
-    )  # fmt: skip
+    cache = Cache(root / key, [item.text for item in items])
+    open_cache(cache, encoder=key)
+    fill(encoder, iter(items), cache, side="query", mode="reasoning", batch_size=batch_size, **options)
     return read(cache)
 
 
 class quiet:  # noqa: N801  # stands for tqdm.tqdm
     """Counts like a progress bar; the last one made is ``quiet.last``."""
 
-    def __init__(self, *, total, initial, desc, unit):
+    def __init__(self, *, total, initial, **_):
         self.total, self.initial, self.count = total, initial, initial
         quiet.last = self
 
@@ -192,11 +195,10 @@ def test_everything_that_matters_is_in_the_key(change):
 
 
 def test_items_that_do_not_fit_the_cache_are_a_bug(tmp_path):
-    cache = open_cache(tmp_path, "k", 51, DESCRIBE)
+    cache = Cache(tmp_path / "k", ["a"] * 51)
+    open_cache(cache, encoder="k")
     with pytest.raises(ValueError, match="the cache was opened for 51 items, got 50"):
-        fill(
-            FakeEncoder(), ITEMS, cache, side="query", mode="direct", batch_size=64, progress=quiet
-        )  # fmt: skip
+        fill(FakeEncoder(), ITEMS, cache, side="query", mode="direct", batch_size=64)
 
 
 def test_damaged_shards_are_named(tmp_path):

@@ -9,7 +9,7 @@ from eval_fakes import DIM, FakeEncoder, loader, tables, write_tables
 
 from eval.commands.run import RunOptions, run
 from eval.embedding.fill_cache import check_collapse, fill, mean_cosine
-from eval.embedding.shards import covered, open_cache, read, read_embeddings
+from eval.embedding.shards import Cache, covered, open_cache, read, read_embeddings
 from eval.scoring.search import search
 from rge.common.errors import UserError
 from rge.common.files import replacing
@@ -20,7 +20,8 @@ ABOUT = {"side": "candidate", "mode": "direct", "modality": "both"}
 
 def filled(root, key, items, encoder, *, of="encoder", names=None):
     names = [item.text for item in items] if names is None else names
-    cache = open_cache(root, key, len(items), ABOUT, encoder=of, names=names)
+    cache = Cache(root / key, names)
+    open_cache(cache, **ABOUT, encoder=of)
     fill(encoder, items, cache, side="candidate", mode="direct", batch_size=2)
     return cache, read(cache)
 
@@ -125,14 +126,14 @@ def test_a_second_run_leaves_the_files_that_the_first_is_writing(tmp_path):
     cache, _ = filled(tmp_path, "k" * 20, items_of(1, 2), FakeEncoder())
     with replacing(cache.path / "000000000-000000009.parquet") as waiting:
         waiting.write_bytes(b"half a shard")
-        open_cache(tmp_path, "k" * 20, 2, ABOUT)
+        open_cache(cache, **ABOUT, encoder="encoder")
         assert waiting.exists()
         elsewhere = waiting.with_name(".x.parquet.another-machine.7.tmp")
         old = waiting.with_name(".y.parquet.another-machine.7.tmp")
         for path in (elsewhere, old):
             path.write_bytes(b"half")
         os.utime(old, (0, 0))
-        open_cache(tmp_path, "k" * 20, 2, ABOUT)
+        open_cache(cache, **ABOUT, encoder="encoder")
     assert (elsewhere.exists(), old.exists()) == (True, False)
     assert (cache.path / "000000000-000000009.parquet").read_bytes() == b"half a shard"
 
@@ -140,6 +141,6 @@ def test_a_second_run_leaves_the_files_that_the_first_is_writing(tmp_path):
 def test_about_says_what_a_cache_is_of(tmp_path):
     cache, _ = filled(tmp_path, "k" * 30, items_of(1, 2, 3), FakeEncoder())
     about = json.loads((cache.path / "about.json").read_text())
-    assert about == ABOUT | {"key": "k" * 30, "encoder": "encoder"}
+    assert about == ABOUT | {"encoder": "encoder"}
     assert covered(cache).all()
     assert read(cache).embeddings.shape == (3, DIM)

@@ -11,9 +11,10 @@ from eval_fakes import FakeEncoder, write_set
 from eval_processes import start
 
 from eval.commands.rerank import RerankOptions, rerank_command
+from eval.embedding import fill_cache
 from eval.embedding.fill_cache import fill
 from eval.embedding.processes import ALONE, ProcessGroup
-from eval.embedding.shards import covered, open_cache, read
+from eval.embedding.shards import Cache, covered, open_cache, read
 from rge.checkpoints.export import export, settings_of
 from rge.common.schema import Item
 
@@ -83,10 +84,11 @@ def test_two_processes_write_the_files_and_numbers_of_one(lively, tmp_path):
     assert "limit must be at least 1, got 0" in broken.stderr
 
 
-def test_every_process_makes_its_own_shards_and_the_first_waits_for_all(tmp_path):
+def test_every_process_makes_its_own_shards_and_the_first_waits_for_all(tmp_path, monkeypatch):
     """The second process's work is done by hand here, while the first one waits for it."""
     items = [Item(f"i{number:02d}", f"text {number}") for number in range(50)]
-    cache = open_cache(tmp_path, "k", 50, {"side": "query", "mode": "direct", "modality": "both"})
+    cache, alone = (Cache(tmp_path / name, [item.text for item in items]) for name in ("shared", "alone"))
+    open_cache(cache, encoder="one")
     options = {"side": "query", "mode": "direct", "batch_size": 1}
 
     class Pair(ProcessGroup):
@@ -96,9 +98,9 @@ def test_every_process_makes_its_own_shards_and_the_first_waits_for_all(tmp_path
     second, first, bars = FakeEncoder(), FakeEncoder(), []
 
     class Bar:
-        def __init__(self, *, total, initial, **_):
+        def __init__(self, *, total, initial, disable, **_):
             self.total, self.count = total, initial
-            bars.append(self)
+            bars.extend([] if disable else [self])
 
         def __enter__(self):
             return self
@@ -112,17 +114,18 @@ def test_every_process_makes_its_own_shards_and_the_first_waits_for_all(tmp_path
     class WithSecond(FakeEncoder):
         def encode(self, batch, **rest):
             if not second.calls:
-                fill(second, iter(items), cache, process_group=Pair(1, 2), progress=Bar, **options)
+                fill(second, iter(items), cache, process_group=Pair(1, 2), **options)
             return first.encode(batch, **rest)
 
-    fill(WithSecond(), iter(items), cache, process_group=Pair(0, 2), progress=Bar, **options)
+    monkeypatch.setattr(fill_cache, "progress_bar", Bar)
+    fill(WithSecond(), iter(items), cache, process_group=Pair(0, 2), **options)
     assert [size for *_, size in first.calls] == [8, 8, 8, 2]
     assert [size for *_, size in second.calls] == [8, 8, 8]
     assert first.seen == [item.id for item in items if int(item.id[1:]) // 8 % 2 == 0]
     assert covered(cache).all()
     assert [(bar.count, bar.total) for bar in bars] == [(50, 50)]
-    alone = open_cache(tmp_path / "alone", "k", 50, {"side": "query", "mode": "direct", "modality": "both"})
-    fill(FakeEncoder(), iter(items), alone, process_group=ALONE, progress=Bar, **options)
+    open_cache(alone, encoder="other")
+    fill(FakeEncoder(), iter(items), alone, process_group=ALONE, **options)
     np.testing.assert_array_equal(read(cache).embeddings, read(alone).embeddings)
     assert sorted(p.name for p in cache.path.glob("*.parquet")) == sorted(
         p.name for p in alone.path.glob("*.parquet")

@@ -211,8 +211,6 @@ def test_scatter_places_points_and_speaks():
     at = places(linear)
     assert at[1] - at[2] == pytest.approx(2 * (at[0] - at[2]), abs=0.5)
     assert all(0 <= x <= PLOT_WIDTH for x in at)
-    with pytest.raises(ValueError, match="must have points with costs from 0 up"):
-        scatter([], name="y", x_label="x")
 
 
 def test_warnings_stand_at_the_top_and_costs_only_where_there_are_some(world, tmp_path):

@@ -804,13 +804,6 @@ def test_smoothing_keeps_the_mean_and_a_line_breaks_where_a_stage_ends():
     assert parts["last"].sum() == 1
 
 
-def test_empty_charts_are_refused():
-    with pytest.raises(ValueError, match="chart 'Loss' must have a series"):
-        charts.line_chart([], name="Loss")
-    with pytest.raises(ValueError, match="series 'a' has 0 x and 0 y values"):
-        charts.line_chart([charts.Series("a", [], [])], name="Loss")
-
-
 # --- bad input ------------------------------------------------------------------------------------------------------
 
 

@@ -57,7 +57,7 @@ def test_trec_eval_ranks_our_file_as_we_do(wanted, tmp_path):
     """trec_eval reverses ids where scores tie; a file with real ties would get other figures there."""
     found = ranking(wanted)
     write_run(tmp_path / "run.trec", found, wanted.query_ids, wanted.corpus_ids, "tag")
-    scored = score_ranking(wanted, found)
+    scored = score_ranking(wanted, found, names_of(negatives=wanted.negatives is not None))
     qrels = [
         ir_measures.Qrel(query, wanted.corpus_ids[row], int(gain))
         for query, (rows, gains) in zip(wanted.query_ids, wanted.positives, strict=True)

@@ -11,6 +11,7 @@ import httpx
 
 from data_prep.rmir.config import DownloadConfig
 from rge.common.commands import progress_bar
+from rge.common.errors import ungrouped
 from rge.common.files import FileError, write_bytes
 
 TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
@@ -67,16 +68,10 @@ async def _fetch_all(todo: list[str], folder: Path, config: DownloadConfig, prog
                 lost[url] = str(error)
             bar.update()
 
-    try:
-        with bar:
-            async with client, asyncio.TaskGroup() as group:
-                for _ in range(min(config.concurrency, len(todo))):
-                    group.create_task(worker())
-    except ExceptionGroup as errors:
-        stop = errors.subgroup(FileError)
-        if stop is None:
-            raise
-        raise stop.exceptions[0] from None
+    with bar, ungrouped(FileError):
+        async with client, asyncio.TaskGroup() as group:
+            for _ in range(min(config.concurrency, len(todo))):
+                group.create_task(worker())
     return lost
 
 

@@ -40,13 +40,13 @@ def overruled(out: Path) -> dict[str, str]:
 def decided(out: Path) -> list[dict[str, Any]]:
     """Rows of the table ``decided``, with the reviewers' state where they overruled the panel."""
     states = overruled(out)
-    rows = frames.read_rows(out / "keep" / "decided.parquet", "decided")
+    rows = frames.stage_rows(out, "keep", "decided")
     return [{**row, "state": states.get(triplet_name(row), row["state"])} for row in rows]
 
 
 def candidates_by_query(out: Path, state: str) -> dict[str, list[str]]:
     """Candidates of each query in the given state, in table order, without those that any triplet puts in doubt."""
-    doubted = {row["id"] for row in frames.read_rows(out / "keep" / "doubted.parquet", "pool")}
+    doubted = {row["id"] for row in frames.stage_rows(out, "keep", "doubted", "pool")}
     found: dict[str, list[str]] = {}
     for row in decided(out):
         if row["state"] == state and row["candidate_id"] not in doubted:

@@ -19,7 +19,7 @@ from rge.calls.model_config import ModelConfig, check_model
 from rge.calls.pictures import Pictures
 from rge.calls.providers.batches import BatchApi
 from rge.calls.providers.bodies import EncodedPictures
-from rge.calls.providers.transport import Send, connections
+from rge.calls.providers.transport import Send, connections, make_client
 from rge.calls.replies import ReplyError
 from rge.calls.request import Picture, Request
 from rge.calls.store import AnswerStore, StoredReply
@@ -200,7 +200,9 @@ class _ModelRun:
             if (call := pending.pop(key, None)) is not None:
                 reasks.extend(self.grouping.record(call, result))
 
-        async with BatchApi(sender.model, sender.mask) as api:
+        # Files may redirect to another host; httpx does not forward the key there.
+        async with make_client(sender.model, timeout=sender.model.timeout_s, follow_redirects=True) as client:
+            api = BatchApi(client, sender.model, sender.mask)
             jobs = BatchJobs(sender, api, encode=self._encode, settle=settle, say=self.say)
             try:
                 reasons = await jobs.run(dict(pending))

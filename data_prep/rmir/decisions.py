@@ -1,11 +1,11 @@
 """Decisions on triplets: the panel's, unless human reviewers overruled it."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from data_prep.rmir import frames
+from rge.common.files import read_json
 
 REVIEWED = "reviewed.json"
 """File that ``rge data review apply=`` writes into a run's folder."""
@@ -33,8 +33,8 @@ def panels(folder: Path) -> Iterator[dict[tuple[str, str], list[tuple[str, int, 
 
 def overruled(out: Path) -> dict[str, str]:
     """The new state of each triplet on which reviewers overruled the panel, by `triplet_name`."""
-    path = out / REVIEWED
-    return json.loads(path.read_text(encoding="utf-8"))["states"] if path.is_file() else {}
+    reviewed = read_json(out / REVIEWED)
+    return reviewed["states"] if reviewed else {}
 
 
 def decided(out: Path) -> list[dict[str, Any]]:

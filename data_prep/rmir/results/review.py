@@ -176,11 +176,6 @@ class _Vote:
     kept: bool  # by the panel
     accepted: bool | None  # by the person; None: unsure
 
-    @property
-    def agrees(self) -> bool | None:
-        """Whether person and panel agree; None if the person is unsure."""
-        return None if self.accepted is None else self.accepted == self.kept
-
     def groups(self) -> tuple[str, ...]:
         """Rows of the report that it counts towards."""
         return "all", f"by {self.by}", "panel accepted" if self.kept else "panel rejected", self.category
@@ -229,8 +224,8 @@ def compare(run: Path, people: Mapping[str, Said]) -> dict[str, Any]:
 
 def _row(votes: Sequence[_Vote]) -> dict[str, Any]:
     """Figures of one row of the report."""
-    sure = [vote for vote in votes if vote.agrees is not None]
-    hits, queries = [vote.agrees for vote in sure], [vote.query for vote in sure]
+    sure = [vote for vote in votes if vote.accepted is not None]
+    hits, queries = [vote.accepted == vote.kept for vote in sure], [vote.query for vote in sure]
     share: dict[str, float | None] = {"value": None, "low": None, "high": None}
     if sure:
         [share] = figures(cluster_bootstrap(np.array(hits, float)[:, None], index_of(queries)), (0.0, 1.0))

@@ -31,7 +31,7 @@ import pandas as pd
 
 from eval.benchmarks.suite import mean_of, member_bootstraps
 from rge.common.errors import SIGNALLED, UserError
-from rge.common.files import write_text
+from rge.common.files import read_json, write_text
 from rge.config import load_recipe
 from rge.stats.intervals import Bootstrap, cluster_bootstrap, figures, in_words, index_of, over_seeds
 
@@ -45,62 +45,39 @@ COUNTED_STEPS = 3
 
 @dataclass(frozen=True)
 class Arm:
-    """One training for each seed, and its evaluation.
+    """One training for each seed, and its evaluation."""
 
-    Attributes:
-        name: also its folder.
-        stage: stage that it trains; empty: it trains nothing and evaluates the checkpoint of `after` in another mode.
-        after: arm whose checkpoint it starts from; empty: the start that `overrides` give.
-        overrides: arguments of ``rge/train.py``.
-        shared: trained once for all seeds.
-        flops_of: arm whose counted FLOPs limit the number of steps; empty: the recipe's steps.
-        query_mode: query mode of the evaluation; empty: it is not evaluated.
-        ask: further arguments of ``rge eval run``.
-        sets: retrieval sets by name, instead of the study's.
-        ends_with: path in its folder that later arms start from; empty: the stage's last checkpoint.
-        point: point of `rge eval budget`, such as ``auto-0.5``; all points of one checkpoint come from one run of that command and
-            therefore have the same `ask`.
-    """
-
-    name: str
-    stage: str
-    after: str = ""
-    overrides: tuple[str, ...] = ()
-    shared: bool = False
-    flops_of: str = ""
-    query_mode: str = TRAINED
-    ask: tuple[str, ...] = ()
-    sets: Mapping[str, Path] | None = None
-    ends_with: str = ""
+    name: str  # also its folder
+    stage: str  # that it trains; empty: it trains nothing and evaluates the checkpoint of `after` in another mode
+    after: str = ""  # arm whose checkpoint it starts from; empty: the start that `overrides` give
+    overrides: tuple[str, ...] = ()  # arguments of ``rge/train.py``
+    shared: bool = False  # trained once for all seeds
+    flops_of: str = ""  # arm whose counted FLOPs limit the number of steps; empty: the recipe's steps
+    query_mode: str = TRAINED  # of the evaluation; empty: it is not evaluated
+    ask: tuple[str, ...] = ()  # further arguments of ``rge eval run``
+    sets: Mapping[str, Path] | None = None  # retrieval sets by name, instead of the study's
+    ends_with: str = ""  # path in its folder that later arms start from; empty: the stage's last checkpoint
+    # Point of `rge eval budget`, such as ``auto-0.5``; all points of one checkpoint come from one run of that command and therefore
+    # have the same `ask`.
     point: str = ""
 
 
 @dataclass(frozen=True)
 class Study:
-    """Arms, and where their runs are written.
-
-    Attributes:
-        out: folder.
-        arms: all arms.
-        recipe: arguments of every training.
-        sets: retrieval sets by name; an evaluation is in the run's folder on_NAME, or eval for the empty name.
-        seeds: runs per arm.
-        launcher: command before ``rge/train.py``; empty: `default_launcher`.
-        ask: further arguments of every ``rge eval run``.
-        metrics: numeric columns of per_query.parquet, or of `derive`, that are kept.
-        columns: columns to slice by, also kept.
-        derive: adds columns to a run's per-query results on a set.
-    """
+    """Arms, and where their runs are written."""
 
     out: Path
     arms: Sequence[Arm]
-    recipe: tuple[str, ...]
-    sets: Mapping[str, Path]
-    seeds: int
-    launcher: str = ""
-    ask: tuple[str, ...] = ("exact=false",)
-    metrics: Sequence[str] = ("hit@1",)
-    columns: Sequence[str] = ()
+    recipe: tuple[str, ...]  # arguments of every training
+    sets: Mapping[
+        str, Path
+    ]  # by name; an evaluation is in the run's folder on_NAME, or eval for the empty name
+    seeds: int  # runs per arm
+    launcher: str = ""  # command before ``rge/train.py``; empty: `default_launcher`
+    ask: tuple[str, ...] = ("exact=false",)  # further arguments of every ``rge eval run``
+    metrics: Sequence[str] = ("hit@1",)  # numeric columns of per_query.parquet, or of `derive`, that are kept
+    columns: Sequence[str] = ()  # to slice by, also kept
+    # adds columns to a run's per-query results on a set
     derive: Callable[[pd.DataFrame, Path], pd.DataFrame] = field(default=lambda frame, path: frame)
 
     @cached_property
@@ -253,7 +230,7 @@ def flops_per_step(study: Study, arm: Arm) -> float:
     """FLOPs of one step, counted over the first `COUNTED_STEPS` of seed 0."""
     place, words = study.folder(arm, 0) / "flops.json", study.words(arm, 0)
     command = [sys.executable, "scripts/bench.py", "flops", f"steps={COUNTED_STEPS}", *words]
-    found = json.loads(place.read_text()) if place.is_file() else {}
+    found = read_json(place) or {}
     if found.get("command") != command[1:]:
         done = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True)
         if done.returncode:

@@ -38,9 +38,10 @@ import pandas as pd
 
 from rge.common.commands import start
 from rge.common.errors import SIGNALLED
-from rge.common.files import write_json, write_text
+from rge.common.files import read_json, write_json, write_text
 from rge.common.options import parse_options
 from rge.config import load_recipe
+from rge.stats.intervals import in_words
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = "data_prep/demo/data"
@@ -72,21 +73,13 @@ class Options:
 
 @dataclass(frozen=True)
 class Step:
-    """One command.
+    """One command."""
 
-    Attributes:
-        name: key in steps.json.
-        command: arguments after the interpreter.
-        inputs: files whose change, like that of the command, repeats a finished step.
-        output: file that a finished step has written.
-        share: rough share of the demo's time, relative to the other steps.
-    """
-
-    name: str
-    command: tuple[str, ...]
-    inputs: tuple[str, ...]
-    output: str
-    share: float = 1.0
+    name: str  # key in steps.json
+    command: tuple[str, ...]  # arguments after the interpreter
+    inputs: tuple[str, ...]  # files whose change, like that of the command, repeats a finished step
+    output: str  # file that a finished step has written
+    share: float = 1.0  # rough share of the demo's time, relative to the other steps
 
 
 def steps(baseline: bool, run: str = RUN) -> list[Step]:
@@ -165,7 +158,7 @@ def main(arguments: list[str]) -> int:
     os.chdir(ROOT)
     record_path = ROOT / run / "steps.json"
     record_path.parent.mkdir(parents=True, exist_ok=True)
-    record: dict[str, dict[str, Any]] = json.loads(record_path.read_text()) if record_path.exists() else {}
+    record: dict[str, dict[str, Any]] = read_json(record_path) or {}
     todo = steps(options.baseline, run)
     page = ROOT / run / "report.html"
     progress = Progress(run, todo)
@@ -349,9 +342,7 @@ def table(rows: dict[str, dict[str, dict[str, Any]]]) -> str:
 
     def cell(figure: dict[str, float]) -> str:
         text = f"{100 * figure['value']:.1f}"
-        if figure.get("low") is None:
-            return text
-        return f"{text} [{100 * figure['low']:.1f}, {100 * figure['high']:.1f}]"
+        return text if figure.get("low") is None else f"{text} {in_words(figure['low'], figure['high'])}"
 
     lines = []
     for pair, title in PAIRS.items():

@@ -241,14 +241,15 @@ def timed(machine: Machine, step: Callable[[], dict[str, float]]) -> dict[str, f
 
 
 def _one_step(
-    machine: Machine, embedder: EmbeddingModel, batch: Batch, micro: int, keep: str = "none"
-) -> tuple[dict, dict[str, torch.Tensor]]:
-    """A step on given rationales, so that forms see the same tokens: `timed`'s report, and the gradients."""
+    machine: Machine, embedder: EmbeddingModel, batch: Batch, keep: str = "none"
+) -> tuple[dict, torch.Tensor]:
+    """A step on given rationales, so that forms see the same tokens: `timed`'s report, and all gradients in one vector."""
     rationales = [Rationale((7,) * (3 + row % 5), False, None, 0.0) for row in range(len(batch.queries))]
     embedder.zero_grad(set_to_none=True)
-    step = TrainingStep(embedder, embedder, Objective(1 / 11, 10 / 11), micro, keep=keep)
+    step = TrainingStep(embedder, embedder, Objective(1 / 11, 10 / 11), 2, keep=keep)
     report = timed(machine, lambda: step(batch, Rollout(rationales)))
-    return report, {n: p.grad.double().cpu() for n, p in embedder.named_parameters() if p.grad is not None}
+    gradients = [p.grad.double().cpu().flatten() for p in embedder.parameters() if p.grad is not None]
+    return report, torch.cat(gradients)
 
 
 def check_form(machine: Machine) -> tuple[str, dict[str, Any]]:
@@ -256,10 +257,9 @@ def check_form(machine: Machine) -> tuple[str, dict[str, Any]]:
     dtype = torch.bfloat16 if machine.on_gpu else torch.float32
     plain = small_embedder(machine, torch.float32, "sdpa")
     batch = random_batch(machine, plain, 5)
-    report, expected = _one_step(machine, plain, batch, 2)
-    report_fast, found = _one_step(machine, small_embedder(machine, dtype, "varlen"), batch, 2)
-    flat = [torch.cat([gradients[name].flatten() for name in expected]) for gradients in (expected, found)]
-    cosine = float(torch.nn.functional.cosine_similarity(flat[0], flat[1], dim=0))
+    report, expected = _one_step(machine, plain, batch)
+    report_fast, found = _one_step(machine, small_embedder(machine, dtype, "varlen"), batch)
+    cosine = float(torch.nn.functional.cosine_similarity(expected, found, dim=0))
     figures = {
         "dtype": str(dtype).removeprefix("torch."),
         "cosine of the gradients": cosine,
@@ -280,10 +280,9 @@ def check_kept(machine: Machine) -> tuple[str, dict[str, Any]]:
     least, embedding_model.LEAST_BYTES = embedding_model.LEAST_BYTES, 2**12  # the small model's are small
     try:
         for keep in ("none", "device", "host"):
-            _one_step(machine, embedder, batch, 2, keep)
-            report, gradients = _one_step(machine, embedder, batch, 2, keep)
+            _one_step(machine, embedder, batch, keep)
+            report, gradient = _one_step(machine, embedder, batch, keep)
             figures |= {f"{name}, {keep}": report[name] for name in ("s", "loss", "GiB") if name in report}
-            gradient = torch.cat([gradients[name].flatten() for name in sorted(gradients)])
             if keep == "none":
                 expected = gradient
                 continue
@@ -315,19 +314,16 @@ def check_fused(machine: Machine) -> tuple[str, dict[str, Any]]:
         try:
             with torch.autocast("cuda", torch.bfloat16, enabled=dtype == torch.float32):
                 fused.LEAST = 2**62
-                report, expected = _one_step(machine, embedder, batch, 2)
+                report, expected = _one_step(machine, embedder, batch)
                 fused.LEAST = 0
                 fused._verified.clear()
-                report_fused, found = _one_step(machine, embedder, batch, 2)
+                report_fused, found = _one_step(machine, embedder, batch)
         finally:
             fused.LEAST = least
         kinds = {kind for kind, *_ in fused._verified}
         if len(kinds) < 3:
             raise AssertionError(f"only these kernels were used with weights in {dtype}: {sorted(kinds)}")
-        flat = [
-            torch.cat([gradients[name].flatten() for name in expected]) for gradients in (expected, found)
-        ]
-        apart, name = float((flat[1] - flat[0]).norm() / flat[0].norm()), str(dtype).removeprefix("torch.")
+        apart, name = float((found - expected).norm() / expected.norm()), str(dtype).removeprefix("torch.")
         figures |= {f"difference of the gradient, {name} weights": apart}
         figures |= {
             f"loss, {name} weights": report["loss"],
@@ -393,7 +389,7 @@ def recipe_embedder(machine: Machine) -> tuple[EmbeddingModel, int, int]:
         small = machine, SMALL_TEXT, SMALL_VISION, 1024
         embedder = _embedder(*small, torch.float32, "varlen", 28 * 28, side * side)
     if recipe.model.gradient_checkpointing:
-        embedder.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        forms.checkpoint_gradients(embedder)
     return embedder.train(), side, rationale
 
 
@@ -468,7 +464,6 @@ def check_training(machine: Machine) -> tuple[str, dict[str, Any]]:
     queries, micro, steps = options.queries, options.micro_batch, options.steps
     if not machine.on_gpu:
         queries, micro, steps = min(queries, 4), min(micro, 2), min(steps, 3)
-    embedder.train()
     batch = random_batch(machine, embedder, queries, side, rationale)
     optimizer = torch.optim.AdamW(embedder.parameters(), lr=1e-6, weight_decay=0.0)
     objective = Objective(recipe.loss.alpha_lm, recipe.loss.alpha_con, recipe.loss.temperature)  # type: ignore[arg-type]

@@ -4,32 +4,29 @@ python scripts/reference.py
 """
 
 import inspect
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from data_prep.demo.build import DemoOptions
+from data_prep.demo.spoil import SpoilOptions
+from data_prep.mmeb import MmebOptions
+from data_prep.rationales.main import RationaleOptions
+from data_prep.rmir.main import RmirCommand
+from data_prep.rmir.results.review import AgreementOptions
+from data_prep.rmir.reviewing import ReviewOptions
+from data_prep.study.build import StudyOptions
+from eval.__main__ import COMMANDS, command_of
+from eval.benchmarks.registry import BENCHMARKS
+from rge.common.options import keys
+from rge.config import CheckOptions, Recipe
+from rge.diagnose.__main__ import DIAGNOSES
+from rge.explore.options import ExploreOptions
+from rge.identity.compare_runs import CompareRunsOptions
+from rge.index.options import EmbedOptions, IndexOptions, SearchOptions
+from rge.plan.options import PlanOptions
+from rge.serving.options import ServeOptions
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from data_prep.demo.build import DemoOptions  # noqa: E402
-from data_prep.demo.spoil import SpoilOptions  # noqa: E402
-from data_prep.mmeb import MmebOptions  # noqa: E402
-from data_prep.rationales.main import RationaleOptions  # noqa: E402
-from data_prep.rmir.main import RmirCommand  # noqa: E402
-from data_prep.rmir.results.review import AgreementOptions  # noqa: E402
-from data_prep.rmir.reviewing import ReviewOptions  # noqa: E402
-from data_prep.study.build import StudyOptions  # noqa: E402
-from eval.__main__ import COMMANDS, command_of  # noqa: E402
-from eval.benchmarks.registry import BENCHMARKS  # noqa: E402
-from rge.common.options import keys  # noqa: E402
-from rge.config import CheckOptions, Recipe  # noqa: E402
-from rge.diagnose.__main__ import DIAGNOSES  # noqa: E402
-from rge.explore.options import ExploreOptions  # noqa: E402
-from rge.identity.compare_runs import CompareRunsOptions  # noqa: E402
-from rge.index.options import EmbedOptions, IndexOptions, SearchOptions  # noqa: E402
-from rge.plan.options import PlanOptions  # noqa: E402
-from rge.serving.options import ServeOptions  # noqa: E402
-
 PAGE = ROOT / "docs" / "reference.md"
 DATA = {
     "demo": DemoOptions, "spoiled": SpoilOptions, "study": StudyOptions, "rmir": RmirCommand, "review": ReviewOptions, "agreement": AgreementOptions,

@@ -6,24 +6,21 @@ python scripts/ship_demo.py base=runs/demo_from_nothing/backbone  # rge/demo_bas
 
 import json
 import shutil
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 
+from rge.checkpoints.description import model_card
+from rge.checkpoints.manifest import DONE
+from rge.checkpoints.settings import RGE_JSON, read_settings
+from rge.common.commands import start
+from rge.common.errors import UserError
+from rge.common.files import DEMO_BASE, DEMO_CHECKPOINT
+from rge.common.options import parse_options
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from rge.checkpoints.description import model_card  # noqa: E402
-from rge.checkpoints.manifest import DONE  # noqa: E402
-from rge.checkpoints.settings import RGE_JSON, read_settings  # noqa: E402
-from rge.common.commands import start  # noqa: E402
-from rge.common.errors import UserError  # noqa: E402
-from rge.common.files import DEMO_BASE, DEMO_CHECKPOINT  # noqa: E402
-from rge.common.options import parse_options  # noqa: E402
-
 MOST_BYTES = 6_000_000
 LICENCE = "apache-2.0"
 """Of the weights, as of the project."""

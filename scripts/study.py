@@ -178,6 +178,12 @@ def steps_words(stage: str, options: Options, steps: int | None = None) -> tuple
     return () if steps is None else (f"{stage}.steps={steps}",)
 
 
+def sources_word(stage: str, weights: Mapping[Path, float]) -> str:
+    """The override of a stage's sources: files of records with their weights."""
+    parts = [f"{{path: {path}, weight: {weight}}}" for path, weight in weights.items()]
+    return f"{stage}.sources=[{', '.join(parts)}]"
+
+
 def naming_words(options: Options) -> tuple[str, ...]:
     """The override of the naming steps of a backbone that is built; empty: the recipe's own."""
     return () if options.steps is None else (f"model.scratch.naming_steps={options.steps}",)
@@ -548,11 +554,9 @@ def default_weights(options: Options) -> Finding:
     data, recipe = out / "data", load_recipe(["recipe=demo"])
     records = [f"model.scratch.naming={data}/train/naming.jsonl"]
     for stage in ("cold_start", "joint"):
-        sources = [
-            f"{{path: {data}/train/{Path(str(source.path)).name}, weight: {source.weight}}}"
-            for source in getattr(recipe, stage).sources
-        ]
-        records.append(f"{stage}.sources=[{', '.join(sources)}]")
+        sources = getattr(recipe, stage).sources
+        weights = {data / "train" / Path(str(source.path)).name: source.weight for source in sources}
+        records.append(sources_word(stage, weights))
     # Includes the backbone.
     words = (*steps_words("cold_start", options), *naming_words(options))
     arms = [Arm("cold", "cold_start", "", words, shared=True, query_mode="")]
@@ -684,10 +688,8 @@ def mixed_arms(options: Options, data: Path, set_name: str) -> list[Arm]:
     """Arms on records with a share of easy pairs, and all query modes of their checkpoints."""
     shipped = DEMO_SET.parent / "train"
     files = {"relations": shipped, "text": shipped, "naming": data / "train"}
-    sources = [
-        f"{{path: {files[name]}/{name}.jsonl, weight: {weight}}}" for name, weight in MIXED_WEIGHTS.items()
-    ]
-    records = (f"joint.sources=[{', '.join(sources)}]", EQUAL, *steps_words("joint", options))
+    weights = {files[name] / f"{name}.jsonl": weight for name, weight in MIXED_WEIGHTS.items()}
+    records = (sources_word("joint", weights), EQUAL, *steps_words("joint", options))
     sets, arms = {set_name: data / options.on}, []
     asked = ("k=0", "gate=0.5", f"auto={','.join(f'{value:g}' for value in AUTO)}")
     for name, settings in MIXED.items():
@@ -744,8 +746,11 @@ def ablated(study: Study, options: Options) -> list[str]:
 
 # --- reinforcement learning: rl
 
-WEIGHTS = {"cold_start": (0.5, 0.4, 0.1), "joint": (0.6, 0.3, 0.1), "rl": (0.6, 0.3, 0.1)}
-"""Weights of relations, text and naming."""
+WEIGHTS = {
+    "cold_start": {"relations": 0.5, "text": 0.4, "naming": 0.1},
+    **dict.fromkeys(("joint", "rl"), {"relations": 0.6, "text": 0.3, "naming": 0.1}),
+}
+"""Weights of the files of records, by stage."""
 SPOILED = {
     50: ("again", "rl_con", "rl", "ume", "rl_lm", "length", "adaptive"),
     0: ("again", "rl_con", "rl_lm"),
@@ -786,22 +791,19 @@ def reinforcement(options: Options) -> Finding:
     arms = [Arm("eyes", "cold_start", "", ("cold_start.steps=1",), **once, ends_with="backbone")]
     text = ""
     for dose, halves in SPOILED.items():
-
-        def data(stage: str, dose: int = dose) -> str:
-            parts = [
-                f"{{path: {out}/data_{dose}/train/{name}.jsonl, weight: {weight}}}"
-                for name, weight in zip(("relations", "text", "naming"), WEIGHTS[stage], strict=True)
-            ]
-            return f"{stage}.sources=[{', '.join(parts)}]"
-
+        folder = out / f"data_{dose}" / "train"
+        records = {
+            stage: sources_word(stage, {folder / f"{name}.jsonl": weight for name, weight in weights.items()})
+            for stage, weights in WEIGHTS.items()
+        }
         cold, joint, again = f"cold_{dose}", f"joint_{dose}", f"again_{dose}"
         steps = steps_words("joint", options)
-        warmup = (data("cold_start"), *steps_words("cold_start", options))
+        warmup = (records["cold_start"], *steps_words("cold_start", options))
         arms.append(Arm(cold, "cold_start", "eyes", warmup, **once))
-        arms.append(Arm(joint, "joint", cold, (data("joint"), *steps)))
+        arms.append(Arm(joint, "joint", cold, (records["joint"], *steps)))
         for name in halves:
             stage, settings = SECOND[name]
-            words = (data(stage), *settings, *(steps if name == "again" else ()))
+            words = (records[stage], *settings, *(steps if name == "again" else ()))
             arms.append(Arm(f"{name}_{dose}", stage, joint, words, flops_of="" if name == "again" else again))
         pairs = [(name, "joint") for name in halves] + [(name, "again") for name in halves[1:]]
         pairs += [("rl_con", "ume"), ("rl_lm", "rl_con"), ("length", "rl_con"), ("adaptive", "rl_con")]

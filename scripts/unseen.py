@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
-from arms import DEMO_SET, ROOT, run
+from arms import DEMO_SET, ROOT, percent, run
 from demo import judge_words
 from PIL import Image
 
@@ -185,8 +185,7 @@ def line(label: str, rows: pd.DataFrame, less: pd.DataFrame | None = None) -> st
         value_QM = value_QM - less.loc[rows.index, list(FIGURES)].to_numpy(float)
     bootstrap = intervals.cluster_bootstrap(value_QM, intervals.index_of(rows["group"].tolist()))
     found = intervals.figures(bootstrap, (0.0, 1.0) if less is None else intervals.OF_DIFFERENCES)
-    cells = (f"{100 * one['value']:.1f} {intervals.in_words(one['low'], one['high'])}" for one in found)
-    return f"{label:50s}" + "".join(f"{cell:>22s}" for cell in cells)
+    return f"{label:50s}" + "".join(f"{percent(one['value'], one['low'], one['high']):>22s}" for one in found)
 
 
 if __name__ == "__main__":

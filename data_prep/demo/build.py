@@ -92,7 +92,7 @@ def _write_test(
 
 def _write_valid(folder: Path, name: str, rows: SetRows, notes: Notes = retrieval.SLICE_NOTES) -> None:
     """Write a set by the validation families, whose pictures are in the training libraries."""
-    cells = retrieval.referred(VALID_QUERIES, "../train"), retrieval.referred(VALID_GALLERY, "../train")
+    cells = retrieval.referred(VALID_QUERIES), retrieval.referred(VALID_GALLERY)
     licence = f"queries {VALID_QUERIES.licence}, gallery {VALID_GALLERY.licence}"
     retrieval.write_set(folder, name, rows, VALID_GALLERY, *cells, licence, notes)
 

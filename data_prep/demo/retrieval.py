@@ -127,9 +127,9 @@ def stored(family: Family, pictures: dict[str, bytes]) -> Cell:
     return lambda concept: {"bytes": pictures[concept.key], "path": f"{concept.picture(family)}.webp"}
 
 
-def referred(family: Family, folder: str) -> Cell:
-    """Cells that refer to a family's picture library in a folder."""
-    return lambda concept: {"bytes": None, "path": f"{folder}/{reference(concept, family)}"}
+def referred(family: Family) -> Cell:
+    """Cells that refer to a family's picture library beside the training records, in ``train`` beside the set's folder."""
+    return lambda concept: {"bytes": None, "path": f"../train/{reference(concept, family)}"}
 
 
 def write_set(

@@ -128,9 +128,9 @@ def _write_test(folder: Path, tables: Tables, splits: Splits, held: dict[str, Fa
     def query(concept: Concept) -> dict[str, object]:
         family = held[concept.key]
         assert family is not None
-        return retrieval.referred(family, "../train")(concept)
+        return retrieval.referred(family)(concept)
 
     shown = {held[concept.key] for concept in rows.sources}
     licence = ", ".join(sorted({family.licence for family in shown if family} | {VALID_GALLERY.licence}))
-    gallery = retrieval.referred(VALID_GALLERY, "../train")
+    gallery = retrieval.referred(VALID_GALLERY)
     retrieval.write_set(folder, "rge-demo-unseen", rows, VALID_GALLERY, query, gallery, licence)

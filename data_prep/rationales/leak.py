@@ -14,13 +14,7 @@ from typing import Any
 import numpy as np
 
 from data_prep.rmir.config import CAPTION_ENCODERS, IMAGE_ENCODERS, EncoderConfig
-from data_prep.rmir.pictures.encoders import (
-    ImageEncoder,
-    PixelEncoder,
-    TextEncoder,
-    image_encoder,
-    text_encoder,
-)
+from data_prep.rmir.pictures.encoders import ImageEncoder, TextEncoder, bridged, image_encoder, text_encoder
 from rge.common.mmeb_prompts import content, set_of
 from rge.common.options import one_of
 from rge.common.schema import Record, Target
@@ -155,6 +149,4 @@ class PictureLeak:
             embed = partial(self._encoder.texts, query=False)
             return embed([caption or "" for caption in captions]), embed
         picture_ND = self._encoder.pictures([picture.ref for picture in shown])
-        if isinstance(self._encoder, PixelEncoder):
-            self._encoder.bridge(captions, picture_ND)
-        return picture_ND, self._encoder.texts
+        return picture_ND, bridged(self._encoder, captions, picture_ND).texts

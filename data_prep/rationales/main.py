@@ -56,8 +56,8 @@ PICTURES = "pictures.parquet"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """How rationales are requested and chosen."""
+class RationaleOptions:
+    """Have a model that sees query and target write oracle rationales for training records."""
 
     task: Literal[("auto", *prompts.TASKS)] = "auto"  # type: ignore[valid-type]
     """Task of the prompt; auto: inferred from each record."""
@@ -88,12 +88,6 @@ class Settings:
     encoder: EncoderConfig | None = None
     """Encoder of target pictures, or of their captions, for the leak score (kinds as for ``rge data rmir``); null: the
     checkpoint of `select`, if there is one."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RationaleOptions(Settings):
-    """Have a model that sees query and target write oracle rationales for training records."""
-
     records: Path
     """Training records, JSON lines; or a folder of such files."""
     out: Path
@@ -123,11 +117,6 @@ class _Candidate:
     def leak(self) -> float | None:
         """The highest of the measured leaks."""
         return max(self.leaks.values(), default=None)
-
-    @property
-    def rank(self) -> float:
-        """Score that candidates are chosen by."""
-        return self.gain or 0.0
 
 
 @dataclass
@@ -203,8 +192,8 @@ class _File:
 def main(words: Sequence[str]) -> None:
     """Write rationales, or estimate their cost (``dry_run=true``)."""
     options = parse_options(RationaleOptions, words, "rge data rationales")
-    model = fill_prices({"model": options.model}, options.prices)["model"]
-    check_model("model", model)
+    options = replace(options, model=fill_prices({"model": options.model}, options.prices)["model"])
+    check_model("model", options.model)
     if options.candidates > 1 and options.temperature == 0:
         raise UserError(
             "temperature=0 writes the same rationale every time: candidates needs a temperature above 0"
@@ -213,36 +202,35 @@ def main(words: Sequence[str]) -> None:
         if getattr(options, key) is not None and options.select is None:
             raise UserError(f"{key} needs select=CHECKPOINT: the embedder that measures it")
     if options.dry_run:
-        print(estimate(options.records, options.out, model, options))
+        print(estimate(options))
         return
-    if model.paid():
-        confirm(estimate(options.records, options.out, model, options), yes=options.yes)
-    reports = write(options.records, options.out, model, options)
-    print(json.dumps(reports, indent=1))
+    if options.model.paid():
+        confirm(estimate(options), yes=options.yes)
+    print(json.dumps(write(options), indent=1))
 
 
-def estimate(records: Path, out: Path, model: ModelConfig, settings: Settings) -> str:
+def estimate(options: RationaleOptions) -> str:
     """Estimate calls, tokens and cost from the real prompts, without making a call or writing a file.
 
     Raises:
         UserError: the records cannot be read.
     """
-    path = _replies(records, out)
+    model, path = options.model, _replies(options)
     with closing(AnswerStore(path if path.is_file() else None)) as store:
         stats = {kind: store.billing_stats(model.endpoint, kind) for kind in (False, True)}
         kept = store.num_replies()
     tasks: Counter[str] = Counter()
     total: Counter[str] = Counter()
-    for file in _files(records, out):
+    for file in _files(options):
         for pair in file.pairs():
-            request = _request(pair, file.records.parent, model, settings, look=False)
+            request = _request(pair, file.records.parent, options, look=False)
             bills = stats[bool(request.num_pictures())]
             given, answered = model.estimate(request)
             most_in, most_out = model.estimate(request, bills)
-            total.update({"in": round(settings.candidates * given * bills.mean_input)})
+            total.update({"in": round(options.candidates * given * bills.mean_input)})
             more = {"calls": 1, "out": answered, "most in": most_in, "most out": most_out}
-            total.update({key: settings.candidates * number for key, number in more.items()})
-            tasks[_task(pair, settings)] += 1
+            total.update({key: options.candidates * number for key, number in more.items()})
+            tasks[_task(pair, options)] += 1
     batch = model.mode == "batch"
     least = model.cost(total["in"], 0, batch=batch)
     most = model.cost(total["most in"], total["most out"], batch=batch)
@@ -253,13 +241,13 @@ def estimate(records: Path, out: Path, model: ModelConfig, settings: Settings) -
     )
     if kept:
         text += f" {kept:,} answers are stored from before and not paid for again."
-    if settings.leak == "rewrite":
+    if options.leak == "rewrite":
         text += " Rewrites cost extra: one call for each rationale that copies too much."
     return text
 
 
-def write(records: Path, out: Path, model: ModelConfig, settings: Settings) -> dict[str, Any]:
-    """Write the records with rationales to `out`, and a report to `out` + ``.report.json``.
+def write(options: RationaleOptions) -> dict[str, Any]:
+    """Write the records with rationales to ``out``, and a report to ``out`` + ``.report.json``.
 
     The calls of all files are made together, so that a provider's batches are awaited once.
 
@@ -269,46 +257,47 @@ def write(records: Path, out: Path, model: ModelConfig, settings: Settings) -> d
     Raises:
         UserError: an unreadable file; another process writes there; calls are unanswered.
     """
-    files = _files(records, out)
-    judge = _judge(settings)
-    by_sight = leak_encoder(settings, judge)
+    files = _files(options)
+    judge = _judge(options)
+    by_sight = leak_encoder(options, judge)
     for file in files:
-        file.captions = read_captions(file.records, settings.captions)
-        if settings.leak != "keep" and by_sight is None:
-            _check_measurable(file, settings)
-    replies = _replies(records, out)
+        file.captions = read_captions(file.records, options.captions)
+        if options.leak != "keep" and by_sight is None:
+            _check_measurable(file, options)
+    replies = _replies(options)
     with closing(open_locked(replies.with_suffix(".lock"))), closing(AnswerStore(replies)) as store:
-        caller = Caller({model.name: model}, store, progress=True)
-        _ask(caller, files, model, settings, rewrite=False)
+        caller = Caller({options.model.name: options.model}, store, progress=True)
+        _ask(caller, files, options, rewrite=False)
         _measure_leaks(files, by_sight)
-        if settings.leak == "rewrite":
-            _ask(caller, files, model, settings, rewrite=True)
+        if options.leak == "rewrite":
+            _ask(caller, files, options, rewrite=True)
             _measure_leaks(files, by_sight)
         reports = {}
         for file in files:
-            _finish(file, settings, judge)
-            report = _report(file, settings, judge, by_sight)
+            _finish(file, options, judge)
+            report = _report(file, options, judge, by_sight)
             report["models"] = [asdict(entry) for entry in store.ledger()]
             write_json(file.beside(".report.json"), report)
             reports[file.out.name] = report
-    return reports if records.is_dir() else reports[out.name]
+    return reports if options.records.is_dir() else reports[options.out.name]
 
 
-def _judge(settings: Settings) -> "GainJudge | None":
-    if settings.select is None:
+def _judge(options: RationaleOptions) -> "GainJudge | None":
+    if options.select is None:
         return None
     from data_prep.rationales.gain import GainJudge
 
-    judge = GainJudge(settings.select)
-    if settings.min_knowability is not None and judge.encoder.query_mode == "direct":
+    judge = GainJudge(options.select)
+    if options.min_knowability is not None and judge.encoder.query_mode == "direct":
         raise UserError(
-            f"min_knowability: {settings.select} writes no rationales for queries; give another select, or none"
+            f"min_knowability: {options.select} writes no rationales for queries; give another select, or none"
         )
     return judge
 
 
-def _files(records: Path, out: Path) -> list[_File]:
+def _files(options: RationaleOptions) -> list[_File]:
     """The files to process."""
+    records, out = options.records, options.out
     if out.resolve() == records.resolve():
         raise UserError(f"out={out} would overwrite the records")
     found = [_File(records, out)]
@@ -322,15 +311,16 @@ def _files(records: Path, out: Path) -> list[_File]:
     return found
 
 
-def _replies(records: Path, out: Path) -> Path:
-    return out / "replies.sqlite" if records.is_dir() else out.with_name(f"{out.name}.replies.sqlite")
+def _replies(options: RationaleOptions) -> Path:
+    out = options.out
+    return out / "replies.sqlite" if options.records.is_dir() else out.with_name(f"{out.name}.replies.sqlite")
 
 
-def _finish(file: _File, settings: Settings, judge: "GainJudge | None") -> None:
+def _finish(file: _File, options: RationaleOptions, judge: "GainJudge | None") -> None:
     """Choose among the candidates, and write the result and the scores."""
     folder = file.records.parent
     for candidate in chain.from_iterable(file.written):
-        if settings.leak != "keep" and _leaky(candidate, settings):
+        if options.leak != "keep" and _leaky(candidate, options):
             candidate.faults.append("leak")
         file.counts.update(f"dropped: {fault}" for fault in candidate.faults)
     with replacing(file.out) as out, replacing(file.beside(SCORES)) as beside:
@@ -339,7 +329,7 @@ def _finish(file: _File, settings: Settings, judge: "GainJudge | None") -> None:
                 if judge is not None:
                     _weigh(judge, folder, window)
                 for pairs in window:
-                    chosen = [_choose(pair, settings, file) for pair in pairs]
+                    chosen = [_choose(pair, options, file) for pair in pairs]
                     for pair, best in zip(pairs, chosen, strict=True):
                         scores.writelines(_score_lines(pair, best))
                     records.write(_record_line(pairs, chosen, file))
@@ -362,7 +352,7 @@ def _record_line(pairs: Sequence[_Pair], chosen: Sequence[_Candidate | None], fi
 
 
 def _report(
-    file: _File, settings: Settings, judge: "GainJudge | None", by_sight: PictureLeak | None
+    file: _File, options: RationaleOptions, judge: "GainJudge | None", by_sight: PictureLeak | None
 ) -> dict[str, Any]:
     leaks = [candidate.leak for candidate in file.chosen if candidate.leak is not None]
     report: dict[str, Any] = {
@@ -371,35 +361,35 @@ def _report(
         **file.counts,
         "kept": len(file.chosen),
         "leak_mean": _mean(leaks),
-        "leak_above_limit": sum(leak > settings.max_leak for leak in leaks),
+        "leak_above_limit": sum(leak > options.max_leak for leak in leaks),
         "leak_not_measured": len(file.chosen) - len(leaks),
     }
     if by_sight is not None:
         report["leak_encoder"] = by_sight.name
     if judge is not None:
-        report["select"] = settings.select
+        report["select"] = options.select
         report["gain_mean"] = _mean([best.gain for best in file.chosen if best.gain is not None])
         beside = file.beside_own
         report["knowability"] = measure_knowability(*zip(*beside, strict=True)) if beside else None
     return report
 
 
-def _check_measurable(file: _File, settings: Settings) -> None:
+def _check_measurable(file: _File, options: RationaleOptions) -> None:
     """Raise if no target has a text or a caption to measure leaks by."""
     if not any(
         bare_text(pair.record, pair.positive) is not None or _caption(pair.positive, file.captions)
         for pair in file.pairs()
     ):
         raise UserError(
-            f"leak={settings.leak} cannot be measured: the targets of {file.records} are pictures without captions. "
+            f"leak={options.leak} cannot be measured: the targets of {file.records} are pictures without captions. "
             "Pass captions= (Parquet with id and caption) or encoder="
         )
 
 
-def leak_encoder(settings: Settings, judge: "GainJudge | None") -> PictureLeak | None:
-    """Encoder for leaks of target pictures: `settings.encoder`, else the checkpoint of `select`."""
-    if settings.encoder is not None:
-        return PictureLeak.of(settings.encoder)
+def leak_encoder(options: RationaleOptions, judge: "GainJudge | None") -> PictureLeak | None:
+    """Encoder for leaks of target pictures: `options.encoder`, else the checkpoint of `select`."""
+    if options.encoder is not None:
+        return PictureLeak.of(options.encoder)
     if judge is not None:
         return PictureLeak(CheckpointEncoder(judge.encoder, judge.batch_size), by_picture=True)
     return None
@@ -472,23 +462,21 @@ def _measure_by_sight(
             candidate.leaks["picture"] = leak
 
 
-def _ask(
-    caller: Caller, files: Sequence[_File], model: ModelConfig, settings: Settings, *, rewrite: bool
-) -> None:
+def _ask(caller: Caller, files: Sequence[_File], options: RationaleOptions, *, rewrite: bool) -> None:
     """Request the candidates of every pair, or rewrites of those that give too much away."""
     places: dict[int, tuple[_File, int, int]] = {}
     unanswered: list[Outcome] = []
     for file in files:
         file.written = file.written or [[] for _ in file.pairs()]
-        samples = [_wanted(of_pair, settings, rewrite) for of_pair in file.written]
+        samples = [_wanted(of_pair, options, rewrite) for of_pair in file.written]
         file.counts["rewritten" if rewrite else "asked"] = sum(map(len, samples))
 
     def requests() -> Iterator[Request]:
         for file in files:
             for number, pair in enumerate(file.pairs()):
-                wanted = _wanted(file.written[number], settings, rewrite)
+                wanted = _wanted(file.written[number], options, rewrite)
                 if wanted:
-                    request = _request(pair, file.records.parent, model, settings, rewrite=rewrite)
+                    request = _request(pair, file.records.parent, options, rewrite=rewrite)
                 for sample in wanted:
                     places[len(places)] = file, number, sample
                     yield replace(request, sample=sample)
@@ -499,7 +487,7 @@ def _ask(
             unanswered.append(outcome)
         samples = file.written[number]
         samples += [_Candidate(None, [])] * (sample + 1 - len(samples))
-        samples[sample] = _read(outcome, settings)
+        samples[sample] = _read(outcome, options)
 
     total = None if rewrite else sum(file.counts["asked"] for file in files)
     caller.run(requests(), take, read=prompts.read, title="rationales", total=total)
@@ -508,33 +496,33 @@ def _ask(
             f"{len(unanswered)} of {len(places)} calls are unanswered, such as: {unanswered[0].error}. The other answers are "
             "stored; run the same command again to repeat only these calls"
         )
-        if settings.on_unanswered == "wait":
+        if options.on_unanswered == "wait":
             raise UserError(f"{message}. on_unanswered=proceed continues without them")
         print(message, file=sys.stderr)
 
 
-def _wanted(written: Sequence[_Candidate], settings: Settings, rewrite: bool) -> list[int]:
+def _wanted(written: Sequence[_Candidate], options: RationaleOptions, rewrite: bool) -> list[int]:
     """Numbers of a pair's candidates to write or rewrite."""
     if not rewrite:
-        return list(range(settings.candidates))
-    return [sample for sample, candidate in enumerate(written) if _leaky(candidate, settings)]
+        return list(range(options.candidates))
+    return [sample for sample, candidate in enumerate(written) if _leaky(candidate, options)]
 
 
-def _leaky(candidate: _Candidate, settings: Settings) -> bool:
-    return candidate.leak is not None and candidate.leak > settings.max_leak
+def _leaky(candidate: _Candidate, options: RationaleOptions) -> bool:
+    return candidate.leak is not None and candidate.leak > options.max_leak
 
 
-def _read(outcome: Outcome, settings: Settings) -> _Candidate:
+def _read(outcome: Outcome, options: RationaleOptions) -> _Candidate:
     try:
         text = prompts.read(outcome.answer())
     except ReplyError as error:
         return _Candidate(None, [error.kind])
-    return _Candidate(text, checks.faults(text, max_words=settings.max_words))
+    return _Candidate(text, checks.faults(text, max_words=options.max_words))
 
 
-def _choose(pair: _Pair, settings: Settings, file: _File) -> _Candidate | None:
+def _choose(pair: _Pair, options: RationaleOptions, file: _File) -> _Candidate | None:
     """The candidate with the highest gain among those that pass; the first of equals."""
-    good, least = pair.good, settings.min_knowability
+    good, least = pair.good, options.min_knowability
     if not good:
         return None
     if least is not None:
@@ -545,9 +533,9 @@ def _choose(pair: _Pair, settings: Settings, file: _File) -> _Candidate | None:
             file.counts["dropped: knowability"] += 1
             return None
         good = known
-    best = max(good, key=lambda candidate: candidate.rank)
+    best = max(good, key=lambda candidate: candidate.gain or 0.0)
     file.counts["not chosen"] += len(good) - 1
-    if settings.min_gain is not None and best.rank < settings.min_gain:
+    if options.min_gain is not None and (best.gain or 0.0) < options.min_gain:
         file.counts["dropped: gain"] += 1
         return None
     file.chosen.append(best)
@@ -556,37 +544,31 @@ def _choose(pair: _Pair, settings: Settings, file: _File) -> _Candidate | None:
     return best
 
 
-def _task(pair: _Pair, settings: Settings) -> str:
-    return prompts.task_of(pair.record, pair.positive) if settings.task == "auto" else settings.task
+def _task(pair: _Pair, options: RationaleOptions) -> str:
+    return prompts.task_of(pair.record, pair.positive) if options.task == "auto" else options.task
 
 
 def _request(
-    pair: _Pair,
-    folder: Path,
-    model: ModelConfig,
-    settings: Settings,
-    *,
-    rewrite: bool = False,
-    look: bool = True,
+    pair: _Pair, folder: Path, options: RationaleOptions, *, rewrite: bool = False, look: bool = True
 ) -> Request:
-    record, positive = pair.record, pair.positive
+    record, positive, model = pair.record, pair.positive, options.model
     parts = prompts.parts(
         record,
         positive,
-        _task(pair, settings),
+        _task(pair, options),
         [_picture(ref, folder, model, look) for ref in record.query.images],
         _picture(positive.image, folder, model, look) if positive.image else None,
-        max_words=settings.max_words,
+        max_words=options.max_words,
         rewrite=rewrite,
     )
-    temperature = settings.temperature
+    temperature = options.temperature
     if temperature is None:
-        temperature = SAMPLING_TEMPERATURE if settings.candidates > 1 else 0.0
+        temperature = SAMPLING_TEMPERATURE if options.candidates > 1 else 0.0
     return Request(
         model.name,
         parts,
         temperature=temperature,
-        max_tokens=max(256, 4 * settings.max_words),
+        max_tokens=max(256, 4 * options.max_words),
         form="<rationale>your rationale</rationale>",
         fields=(("rationale", None),),
     )

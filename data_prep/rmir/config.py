@@ -378,15 +378,11 @@ def check(config: RmirConfig) -> None:
 
 
 def _check_encoders(config: RmirConfig) -> None:
-    encoders: dict[str, tuple[EncoderConfig, tuple[str, ...]]] = {
-        "image_encoder": (config.image_encoder, IMAGE_ENCODERS),
-        "caption_encoder": (config.caption_encoder, CAPTION_ENCODERS),
-    }
+    one_of("image_encoder.kind", [config.image_encoder.kind], IMAGE_ENCODERS)
+    one_of("caption_encoder.kind", [config.caption_encoder.kind], CAPTION_ENCODERS)
     for number, spec in enumerate(config.retrieve.more):
-        kinds: tuple[str, ...] = IMAGE_ENCODERS if spec.side == "image" else CAPTION_ENCODERS
-        encoders[f"retrieve.more.{number}.encoder"] = spec.encoder, kinds
-    for key, (encoder, kinds) in encoders.items():
-        one_of(f"{key}.kind", [encoder.kind], kinds)
+        kinds = IMAGE_ENCODERS if spec.side == "image" else CAPTION_ENCODERS
+        one_of(f"retrieve.more.{number}.encoder.kind", [spec.encoder.kind], kinds)
     names = ["image", "caption", *(spec.name for spec in config.retrieve.more)]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ConfigError(f"retrieve.more: index names must be unique; got {twice[0]!r} twice")

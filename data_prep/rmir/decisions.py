@@ -1,11 +1,11 @@
 """Decisions on triplets: the panel's, unless human reviewers overruled it."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from data_prep.rmir import frames
+from rge.common.files import read_json
 
 REVIEWED = "reviewed.json"
 """File that ``rge data review apply=`` writes into a run's folder."""
@@ -33,20 +33,20 @@ def panels(folder: Path) -> Iterator[dict[tuple[str, str], list[tuple[str, int, 
 
 def overruled(out: Path) -> dict[str, str]:
     """The new state of each triplet on which reviewers overruled the panel, by `triplet_name`."""
-    path = out / REVIEWED
-    return json.loads(path.read_text(encoding="utf-8"))["states"] if path.is_file() else {}
+    reviewed = read_json(out / REVIEWED)
+    return reviewed["states"] if reviewed else {}
 
 
 def decided(out: Path) -> list[dict[str, Any]]:
     """Rows of the table ``decided``, with the reviewers' state where they overruled the panel."""
     states = overruled(out)
-    rows = frames.read_rows(out / "keep" / "decided.parquet", "decided")
+    rows = frames.stage_rows(out, "keep", "decided")
     return [{**row, "state": states.get(triplet_name(row), row["state"])} for row in rows]
 
 
 def candidates_by_query(out: Path, state: str) -> dict[str, list[str]]:
     """Candidates of each query in the given state, in table order, without those that any triplet puts in doubt."""
-    doubted = {row["id"] for row in frames.read_rows(out / "keep" / "doubted.parquet", "pool")}
+    doubted = {row["id"] for row in frames.stage_rows(out, "keep", "doubted", "pool")}
     found: dict[str, list[str]] = {}
     for row in decided(out):
         if row["state"] == state and row["candidate_id"] not in doubted:

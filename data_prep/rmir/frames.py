@@ -102,6 +102,8 @@ def read_table(path: Path, name: str) -> pa.Table:
 
 
 def _read(path: Path, name: str) -> pa.Table:
+    if not path.exists():
+        raise TableError(f"{path} does not exist: finish the run first (python -m data_prep rmir)")
     try:
         table = pq.read_table(path)
     except (OSError, pa.ArrowInvalid) as error:
@@ -114,3 +116,17 @@ def _read(path: Path, name: str) -> pa.Table:
 def read_rows(path: Path, name: str) -> list[dict[str, Any]]:
     """Like `read_table`, as a list of dicts."""
     return read_table(path, name).to_pylist()
+
+
+def stage_rows(out: Path, stage: str, table: str, name: str | None = None) -> list[dict[str, Any]]:
+    """Rows of a table that a finished stage of the run in `out` wrote, in one file or in parts.
+
+    The schema's `name` is by default that of the table.
+    """
+    path = out / stage / table
+    return read_rows(path if path.is_dir() else path.with_name(f"{table}.parquet"), name or table)
+
+
+def by(key: str, rows: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Rows by the values of a column."""
+    return {row[key]: row for row in rows}

@@ -163,7 +163,7 @@ class _Funnel:
         else:
             rows = [(row["ref"], row["caption"]) for row in Library(config.library).rows(pictures=False)]
             self.listed = self.usable = len(rows)
-            self.addresses = sum(ref is not None and is_address(ref) for ref, _ in rows)
+            self.addresses = sum(is_address(ref) for ref, _ in rows)
             self.chosen = min(self.listed, config.seed.clusters * config.seed.per_cluster)
             without = sum(caption is None for _, caption in rows)
             self.captions = self.chosen * without / max(self.listed, 1)

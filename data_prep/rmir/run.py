@@ -7,7 +7,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -68,37 +67,34 @@ def fingerprint(config: RmirConfig, stage: str, encoders: Sequence[dict[str, Any
 
     ``encoders`` is the result of `identities`; None computes it, which reads local weights.
     """
-    encoders = encoders or identities(config)
-    before = [name for name in READS[stage] if name in stages_of(config)]
-    found = {
-        "settings": _settings(config, stage, encoders),
-        "stages": {name: fingerprint(config, name, encoders) for name in before},
-    }
-    if stage != "seed" and (version := _extended(Path(config.out) / "seed" / "library.json")):
-        found["library"] = version
-    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
+    settings = _settings(config, encoders or identities(config))
+    version = _extended(Path(config.out) / "seed" / "library.json")
+    found: dict[str, str] = {}
+    for name in stages_of(config):
+        before = {earlier: found[earlier] for earlier in READS[name] if earlier in found}
+        depends_on: dict[str, Any] = {"settings": settings[name], "stages": before}
+        if version is not None and name != "seed":
+            depends_on["library"] = version
+        found[name] = _hash(depends_on)
+    return found[stage]
+
+
+def _hash(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _extended(path: Path) -> str | None:
     """Hash of the extensions of a finished seed set; None if it was never extended."""
-    try:
-        stat = path.stat()
-    except OSError:
-        return None
-    return _extension(path, stat.st_mtime_ns, stat.st_size)
+    found = read_json(path)
+    return (
+        _hash([found["extensions"], found["gone"], found["captions"]])
+        if found and found["extensions"]
+        else None
+    )
 
 
-@lru_cache(maxsize=16)
-def _extension(path: Path, _time_ns: int, _size: int) -> str | None:
-    found = json.loads(path.read_text(encoding="utf-8"))
-    if not found["extensions"]:
-        return None
-    settled = [found["extensions"], found["gone"], found["captions"]]
-    return hashlib.sha256(json.dumps(settled, sort_keys=True).encode()).hexdigest()
-
-
-def _settings(config: RmirConfig, stage: str, encoders: Sequence[dict[str, Any]]) -> list[Any]:
-    """Settings that a stage reads; extend its rule when it starts to read another one."""
+def _settings(config: RmirConfig, encoders: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
+    """Settings that each stage reads; extend its rule when it starts to read another one."""
     image, caption, *more = encoders
     whole = asdict(config)
     texts = wording(config.prompts)
@@ -111,7 +107,7 @@ def _settings(config: RmirConfig, stage: str, encoders: Sequence[dict[str, Any]]
     def without(section: str, left_out: Collection[str]) -> dict[str, Any]:
         return {key: value for key, value in whole[section].items() if key not in left_out}
 
-    def asked(text: str) -> list[Any]:
+    def asked(stage: str, text: str) -> list[Any]:
         return [whole[stage], text, answers_of(whole[stage]["model"])]
 
     specs = zip(whole["retrieve"]["more"], more, strict=True)
@@ -120,19 +116,18 @@ def _settings(config: RmirConfig, stage: str, encoders: Sequence[dict[str, Any]]
     exported = {key: whole["library"][key] for key in EXPORTED}
     policy, inspected = config.generate.content_policy, frames.SCHEMAS["inspected"].names
     library = without("library", (*EXPORTED, *NOT_IN_FINGERPRINT))
-    rules: dict[str, Callable[[], list[Any]]] = {
-        "seed": lambda: [library, image, caption, whole["seed"], inspected],
-        "caption": lambda: asked(texts.caption),
-        "generate": lambda: asked(texts.asked(config.generate.categories, content_policy=policy)),
-        "filter": lambda: asked(texts.filter),
-        "retrieve": lambda: [without("retrieve", NOT_IN_FINGERPRINT) | {"more": indices}],
-        "judge": lambda: [whole["judge"], texts.judge, [answers_of(label) for label in panel]],
-        "keep": lambda: [config.keep.min_confidence],
-        "pool": lambda: [states] if (states := overruled(Path(config.out))) else [],
-        "split": lambda: [whole["split"], whole["export"], config.keep.remove_doubted_inputs, exported],
-        "audit": lambda: [config.audit.ks, [config.models[label].family or label for label in panel]],
+    return {
+        "seed": [library, image, caption, whole["seed"], inspected],
+        "caption": asked("caption", texts.caption) if config.caption.model is not None else [],
+        "generate": asked("generate", texts.asked(config.generate.categories, content_policy=policy)),
+        "filter": asked("filter", texts.filter),
+        "retrieve": [without("retrieve", NOT_IN_FINGERPRINT) | {"more": indices}],
+        "judge": [whole["judge"], texts.judge, [answers_of(label) for label in panel]],
+        "keep": [config.keep.min_confidence],
+        "pool": [states] if (states := overruled(Path(config.out))) else [],
+        "split": [whole["split"], whole["export"], config.keep.remove_doubted_inputs, exported],
+        "audit": [config.audit.ks, [config.models[label].family or label for label in panel]],
     }
-    return rules[stage]()
 
 
 class Run:
@@ -164,15 +159,12 @@ class Run:
         return self.out / stage / name
 
     def rows(self, stage: str, name: str, schema: str | None = None) -> list[dict[str, Any]]:
-        """Rows of a table that a finished stage wrote."""
-        path = self.path(stage, name)
-        return frames.read_rows(
-            path if path.is_dir() else self.path(stage, f"{name}.parquet"), schema or name
-        )
+        """`data_prep.rmir.frames.stage_rows` of this run."""
+        return frames.stage_rows(self.out, stage, name, schema)
 
     def by(self, key: str, stage: str, name: str, schema: str | None = None) -> dict[str, dict[str, Any]]:
         """Like `rows`, by the values of a column."""
-        return {row[key]: row for row in self.rows(stage, name, schema)}
+        return frames.by(key, self.rows(stage, name, schema))
 
     def queries(self) -> list[dict[str, Any]]:
         """Rows of the stage ``generate``."""

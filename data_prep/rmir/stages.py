@@ -152,7 +152,7 @@ def _indices(run: Run, images: Rows) -> Iterator[tuple[str, _Index]]:
     captioned = [image["id"] for image in images if image["caption"]]
 
     def by_image(spec: EncoderConfig, vectors_ND: np.ndarray, count: int) -> _Index:
-        encoder = bridged(spec, captions, vectors_ND)
+        encoder = bridged(image_encoder(spec), captions, vectors_ND)
         return _Index(ids, vectors_ND, encoder.texts, count, encoder.name)
 
     def by_caption(spec: EncoderConfig, count: int, vectors_ND: np.ndarray | None = None) -> _Index:

@@ -84,10 +84,6 @@ class Query:
         """The question."""
         return tables.questions[self.fact.question].shown(self.number)
 
-    def showing(self, serial: int) -> "Query":
-        """A copy with another serial in the picture."""
-        return replace(self, picture=replace(self.picture, serial=serial))
-
 
 def code(serial: int) -> str:
     """A serial as text: one character per bar."""
@@ -210,4 +206,5 @@ def as_asked(query: Query, targets: list[Shown], arm: str) -> Query:
     """The query as used in an arm: in ``known`` with the serial of one of its targets."""
     if arm != "known":
         return query
-    return query.showing(choose(targets, "known", query.id).serial)
+    serial = choose(targets, "known", query.id).serial
+    return replace(query, picture=replace(query.picture, serial=serial))

@@ -5,7 +5,6 @@ An answer is stored before it is parsed, so a malformed one is paid for once; it
 
 import asyncio
 import math
-import random
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,12 +19,12 @@ from rge.calls.model_config import ModelConfig, check_model
 from rge.calls.pictures import Pictures
 from rge.calls.providers.batches import BatchApi
 from rge.calls.providers.bodies import EncodedPictures
-from rge.calls.providers.transport import Connections, Send
+from rge.calls.providers.transport import Send, connections, make_client
 from rge.calls.replies import ReplyError
 from rge.calls.request import Picture, Request
 from rge.calls.store import AnswerStore, StoredReply
 from rge.common.commands import progress_bar
-from rge.common.errors import UserError
+from rge.common.errors import UserError, ungrouped
 from rge.common.images import ImageError
 
 NextCall = Callable[[], Awaitable[Call | None]]
@@ -37,7 +36,6 @@ class Caller:
     Args:
         models: by their label in requests.
         store: cache and ledger.
-        rng: randomises the backoff.
         budget: cap on the total cost of all models, over all runs that share the store; None: no limit.
 
     Raises:
@@ -50,7 +48,6 @@ class Caller:
         store: AnswerStore,
         *,
         progress: bool = False,
-        rng: random.Random | None = None,
         budget: float | None = None,
     ):
         self.models, self.store, self.counts, self.progress = dict(models), store, Counts(), progress
@@ -58,9 +55,8 @@ class Caller:
             check_model(f"models.{name}", model)
         self._mask = Mask(read_key(model.name, model.key_env) for model in models.values() if model.key_env)
         self._health = {model.endpoint: Health() for model in models.values()}
-        rng = rng or random.Random()
         self._senders = {
-            name: Sender(model, self._health[model.endpoint], store, self._mask, self.counts, rng, budget)
+            name: Sender(model, self._health[model.endpoint], store, self._mask, self.counts, budget)
             for name, model in models.items()
         }
 
@@ -109,15 +105,9 @@ class Caller:
     async def _run_all(self, feed: Feed) -> None:
         for health in self._health.values():
             health.start()
-        failed: list[BaseException] = []
-        try:
-            with Pictures() as pictures:
-                async with asyncio.TaskGroup() as group:
-                    feed.start(lambda name: group.create_task(self._run_model(name, feed, pictures)))
-        except* UserError as errors:
-            failed.append(_first(errors))
-        if failed:  # raised here because before Python 3.11.4, except* would wrap it in another group
-            raise failed[0]
+        with Pictures() as pictures, ungrouped(UserError):
+            async with asyncio.TaskGroup() as group:
+                feed.start(lambda name: group.create_task(self._run_model(name, feed, pictures)))
         stopped = [health.stopped for health in self._health.values() if health.stopped is not None]
         if stopped:
             raise min(stopped, key=lambda error: isinstance(error, BudgetReached))
@@ -175,7 +165,7 @@ class _ModelRun:
         if not num_workers:
             return
         async with (
-            Connections(sender.model, num_workers, sender.mask) as clients,
+            connections(sender.model, num_workers, sender.mask) as clients,
             asyncio.TaskGroup() as group,
         ):
             for number in range(num_workers):
@@ -210,7 +200,9 @@ class _ModelRun:
             if (call := pending.pop(key, None)) is not None:
                 reasks.extend(self.grouping.record(call, result))
 
-        async with BatchApi(sender.model, sender.mask) as api:
+        # Files may redirect to another host; httpx does not forward the key there.
+        async with make_client(sender.model, timeout=sender.model.timeout_s, follow_redirects=True) as client:
+            api = BatchApi(client, sender.model, sender.mask)
             jobs = BatchJobs(sender, api, encode=self._encode, settle=settle, say=self.say)
             try:
                 reasons = await jobs.run(dict(pending))
@@ -242,8 +234,3 @@ class _ModelRun:
             if model.max_cost(call.request) <= budget_left:
                 pilots[pictures] = call
         return list(pilots.values())
-
-
-def _first(errors: BaseExceptionGroup) -> BaseException:
-    first: BaseException = errors.exceptions[0]
-    return _first(first) if isinstance(first, BaseExceptionGroup) else first

@@ -11,8 +11,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-PHRASES = {200: "OK", 400: "Bad Request", 401: "Unauthorized", 404: "Not Found", 429: "Too Many Requests"}
-
 
 @dataclass
 class Answer:
@@ -190,6 +188,6 @@ def _encoded(answer: Answer) -> bytes:
     if not isinstance(body, bytes):
         body = (body if isinstance(body, str) else json.dumps(body)).encode()
     headers = {"content-type": answer.content_type, "content-length": len(body), **answer.headers}
-    phrase = PHRASES.get(answer.status, "Answer")
     head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-    return f"HTTP/1.1 {answer.status} {phrase}\r\n{head}\r\n".encode() + body
+    # The reason phrase after the status may be empty.
+    return f"HTTP/1.1 {answer.status} \r\n{head}\r\n".encode() + body

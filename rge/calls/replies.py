@@ -262,6 +262,6 @@ def parse_choice(text: str, name: str, allowed: dict[str, Any]) -> Any:
     return allowed[value]
 
 
-def _excerpt(text: str, length: int = 100) -> str:
+def _excerpt(text: str) -> str:
     text = " ".join(text.split())
-    return repr(text[:length] + ("..." if len(text) > length else ""))
+    return repr(text[:100] + ("..." if len(text) > 100 else ""))

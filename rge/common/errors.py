@@ -3,7 +3,8 @@
 import pickle
 import signal
 import traceback
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 USER = 2
 """Exit code of a user-fixable error, in every process of a run."""
@@ -19,6 +20,20 @@ class UserError(ValueError):
     """
 
     exit_code = USER
+
+
+@contextmanager
+def ungrouped(kind: type[Exception]) -> Iterator[None]:
+    """Raise the first exception of this kind by itself, instead of the group in which an `asyncio.TaskGroup` raises it."""
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        error: BaseException | None = group.subgroup(kind)
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        if error is None:
+            raise
+        raise error from None
 
 
 def how_it_ended(code: int) -> str:

@@ -205,13 +205,15 @@ def stopping(embedder: EmbeddingModel, stop_B: Sequence[int]) -> Iterator[None]:
         embedder.model.lm_head = head
 
 
-def our_rollout(setting: Setting, encoded: EncodedPrompts | EncodedParts | None = None) -> list[Rationale]:
-    """Own rationales, by rge."""
-    prompts = setting.batch.queries
+def our_rollout(
+    setting: Setting, encoded: EncodedPrompts | EncodedParts | None = None, num_each: int = 1
+) -> list[Rationale]:
+    """`num_each` own rationales per query, by rge; ``stop_B`` then has as many lengths for each query."""
+    prompts, stop_BK = setting.batch.queries, np.reshape(setting.stop_B, (-1, num_each))
     order = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))  # the order rows are written in
-    settings = {"max_new_tokens": setting.max_new_tokens, "batch_size": len(prompts), "encoded": encoded}
-    with stopping(setting.embedder, [setting.stop_B[row] for row in order if setting.stop_B]):
-        return generate(setting.embedder, prompts, **settings)
+    settings = {"max_new_tokens": setting.max_new_tokens, "batch_size": len(prompts) * num_each}
+    with stopping(setting.embedder, stop_BK[order].flatten().tolist() if setting.stop_B else []):
+        return generate(setting.embedder, prompts, num_each=num_each, encoded=encoded, **settings)
 
 
 @torch.no_grad()

@@ -32,26 +32,24 @@ COLUMNS = ("kernels", "launches", "waits", "captures", "copies", "unpinned")
 
 
 @dataclass
-class Options:
+class Options(forms.Sizes):
     """Sizes of the model and of its batch."""
 
     layers: int = 4
-    batch: int = 4
     prompt_tokens: int = 160
     rationale_tokens: int = 24
+    hidden: int = 64
+    candidate_side_px: int = 56
     places: bool = False
     """List the lines that wait."""
 
 
 def count(options: Options) -> dict[str, dict[str, dict[str, int]]]:
     """Counts of `COLUMNS` by form and phase, and the places that wait by form."""
-    sizes = {"layers": options.layers, "batch": options.batch, "prompt_tokens": options.prompt_tokens}
     found: dict[str, dict[str, dict[str, int]]] = {}
     positions = _CountedPositions()
     for form in ("ours", "ours, graphs off", "three passes"):
-        setting = forms.long_setting(
-            forms.Sizes(**sizes, rationale_tokens=options.rationale_tokens, hidden=64, candidate_side_px=56)
-        )
+        setting = forms.long_setting(options)
         embedder = setting.embedder.bfloat16().train()
         embedder.cuda_graphs = form == "ours"
         with torch.no_grad():
@@ -90,20 +88,19 @@ def count(options: Options) -> dict[str, dict[str, dict[str, int]]]:
     return found
 
 
-def count_captures(options: Options, rollouts: int = 3) -> list[dict[str, int]]:
-    """Captures and waits of consecutive rollouts; an eighth of the rows ends after every eighth of the tokens.
+def count_captures(options: Options) -> list[dict[str, int]]:
+    """Captures and waits of three consecutive rollouts; an eighth of the rows ends after every eighth of the tokens.
 
     Each prompt is continued by the model, which writes to the cap, and by seven given rationales of increasing length.
     """
-    sizes = {"layers": options.layers, "batch": options.batch, "prompt_tokens": options.prompt_tokens}
-    setting = forms.long_setting(forms.Sizes(**sizes, hidden=64, candidate_side_px=56))
+    setting = forms.long_setting(options)
     embedder, cap, found = setting.embedder.bfloat16(), options.rationale_tokens, []
     with torch.no_grad():
         embedder.model.get_input_embeddings().weight[embedder.emb_id] = 0
     given = [[7] * (cap * number // 8) for number in range(1, 8)]
     with FakeGpu() as gpu:
         gpu.move(embedder)
-        for number in range(rollouts):
+        for number in range(3):
             gpu.phase = f"rollout {number}"
             generate(
                 embedder, setting.batch.queries, max_new_tokens=cap, batch_size=options.batch, given=given

@@ -27,23 +27,21 @@ from benches.forms import (
     contrastive,
     count_3b,
     flops_of,
+    our_rollout,
     predicting,
     stock_embeddings,
     stock_nll,
     stock_states,
-    stopping,
     their_rollout,
 )
 from benches.harness import in_turns, medians
 from rge.common.options import one_of
 from rge.config import LossConfig, Recipe, RLConfig, RolloutConfig
 from rge.losses import rationale_log_probs
-from rge.model.attention import EncodedPrompts
 from rge.model.embedding_model import encode_prompts, normalise
 from rge.objective import Objective
 from rge.rl.credit import Reinforcement
 from rge.rl.policy import advantages
-from rge.rollout.generate import Rationale, generate
 from rge.rollout.writer import Rollout
 from rge.step import TrainingStep, candidate_masks
 
@@ -75,11 +73,11 @@ def _time(setting: Setting, options: Options) -> dict[str, float]:
     print(f"\n{setting.name}: {setting.note}", flush=True)
     setting, recipe = groups_of(setting, count), rl_recipe(setting, options)
     embedder = setting.embedder.double()
-    own_ids = [rationale.ids for rationale in our_groups(setting, count)]
+    own_ids = [rationale.ids for rationale in our_rollout(setting, num_each=count)]
     worst = check_equal(
         embedder,
         (
-            lambda: our_full_rl_step(setting, recipe),
+            lambda: our_rl_step(setting, recipe),
             lambda: plain_rl_step(setting, recipe, own_ids),
             lambda: plain_rl_step(setting, recipe, own_ids, lean=True),
         ),
@@ -115,30 +113,15 @@ def groups_of(setting: Setting, count: int) -> Setting:
     return replace(setting, stop_B=drawn.flatten().tolist())
 
 
-def our_groups(setting: Setting, count: int, encoded: EncodedPrompts | None = None) -> list[Rationale]:
-    """`count` rationales per query, by rge; greedy, with different lengths, so that the plain form can write the same."""
-    prompts = setting.batch.queries
-    order = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))
-    stops = [setting.stop_B[row * count + number] for row in order for number in range(count)]
-    settings = {"max_new_tokens": setting.max_new_tokens, "batch_size": len(stops), "encoded": encoded}
-    with stopping(setting.embedder, stops):
-        return generate(setting.embedder, prompts, num_each=count, **settings)
-
-
-def our_rl_step(
-    setting: Setting, recipe: Recipe, rationales: Sequence[Rationale], encoded: EncodedPrompts | None = None
-) -> dict[str, float]:
-    """Gradients of one step of the stage rl, by rge."""
-    credit = Reinforcement(recipe, setting.embedder, None, Path()).begin(setting.batch, rationales, False)
-    return TrainingStep(
-        setting.embedder, setting.embedder, Objective.of(recipe, "rl"), len(setting.batch.queries)
-    )(setting.batch, Rollout(rationales, encoded), credit)
-
-
-def our_full_rl_step(setting: Setting, recipe: Recipe) -> dict[str, float]:
-    """Rationales and gradients, prompts encoded once, by rge."""
-    encoded = encode_prompts(setting.embedder, setting.embedder, setting.batch.queries)
-    return our_rl_step(setting, recipe, our_groups(setting, recipe.rl.num_rationales, encoded), encoded)
+def our_rl_step(setting: Setting, recipe: Recipe) -> dict[str, float]:
+    """Rationales and gradients of one step of the stage rl, prompts encoded once, by rge."""
+    embedder, batch = setting.embedder, setting.batch
+    encoded = encode_prompts(embedder, embedder, batch.queries)
+    # Greedy, with different lengths, so that the plain form can write the same.
+    rationales = our_rollout(setting, encoded, recipe.rl.num_rationales)
+    credit = Reinforcement(recipe, embedder, None, Path()).begin(batch, rationales, False)
+    step = TrainingStep(embedder, embedder, Objective.of(recipe, "rl"), len(batch.queries))
+    return step(batch, Rollout(rationales, encoded), credit)
 
 
 def plain_rl_step(
@@ -188,9 +171,9 @@ def rl_work(
     """A step of the stage rl: ours, and the parts of its plain forms."""
     count = recipe.rl.num_rationales
     return {
-        "ours": lambda: our_full_rl_step(setting, recipe),
+        "ours": lambda: our_rl_step(setting, recipe),
         "generate, k copies": lambda: their_rollout(repeated_prompts(setting, count)),
-        "generate, prompts once": lambda: our_groups(setting, count),
+        "generate, prompts once": lambda: our_rollout(setting, num_each=count),
         "score, log probabilities, embed, LM": lambda: plain_rl_step(setting, recipe, own_ids),
         "score, one forward for both, LM": lambda: plain_rl_step(setting, recipe, own_ids, lean=True),
     }
@@ -215,7 +198,7 @@ def _count_3b(options: Options) -> dict[str, float]:
 
     def work(setting: Setting) -> dict[str, Callable[[], object]]:
         setting = groups_of(setting, options.rationales)
-        own_ids = [rationale.ids for rationale in our_groups(setting, options.rationales)]
+        own_ids = [rationale.ids for rationale in our_rollout(setting, num_each=options.rationales)]
         written[:] = [sum(len(ids) + 1 for ids in own_ids), len(setting.batch.queries[0])]
         return rl_work(setting, rl_recipe(setting, options), own_ids)
 

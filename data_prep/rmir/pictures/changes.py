@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from data_prep.rmir.pictures.download import is_address
 from data_prep.rmir.pictures.library import Library, LibraryError, encodable, fetched
-from rge.common.files import write_text
+from rge.common.files import read_json, write_text
 from rge.common.images import ImageError, picture_bytes
 from rge.tables.pictures import stamp_of
 
@@ -40,8 +40,7 @@ class LibraryState:
     @classmethod
     def read(cls, folder: Path) -> "LibraryState":
         """Load the state of a seed stage, or an empty one."""
-        path = folder / "library.json"
-        return cls(**json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else cls()
+        return cls(**(read_json(folder / "library.json") or {}))
 
     def write(self, folder: Path) -> None:
         """Save the state."""

@@ -11,6 +11,7 @@ import httpx
 
 from data_prep.rmir.config import DownloadConfig
 from rge.common.commands import progress_bar
+from rge.common.errors import ungrouped
 from rge.common.files import FileError, write_bytes
 
 TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
@@ -22,9 +23,9 @@ class _DownloadFailed(Exception):
         self.retry = retry
 
 
-def is_address(ref: str) -> bool:
+def is_address(ref: str | None) -> bool:
     """Whether a reference is a web address."""
-    return ref.startswith(("http://", "https://"))
+    return ref is not None and ref.startswith(("http://", "https://"))
 
 
 def local_path(url: str, folder: Path) -> Path:
@@ -47,9 +48,7 @@ def fetch(
         FileError: the disk is full, or the folder is not writable.
     """
     todo = [url for url in dict.fromkeys(urls) if not local_path(url, folder).is_file()]
-    if not todo:
-        return {}
-    return asyncio.run(_fetch_all(todo, folder, config, progress))
+    return asyncio.run(_fetch_all(todo, folder, config, progress)) if todo else {}
 
 
 async def _fetch_all(todo: list[str], folder: Path, config: DownloadConfig, progress: bool) -> dict[str, str]:
@@ -67,16 +66,10 @@ async def _fetch_all(todo: list[str], folder: Path, config: DownloadConfig, prog
                 lost[url] = str(error)
             bar.update()
 
-    try:
-        with bar:
-            async with client, asyncio.TaskGroup() as group:
-                for _ in range(min(config.concurrency, len(todo))):
-                    group.create_task(worker())
-    except ExceptionGroup as errors:
-        stop = errors.subgroup(FileError)
-        if stop is None:
-            raise
-        raise stop.exceptions[0] from None
+    with bar, ungrouped(FileError):
+        async with client, asyncio.TaskGroup() as group:
+            for _ in range(min(config.concurrency, len(todo))):
+                group.create_task(worker())
     return lost
 
 
@@ -123,15 +116,8 @@ def resolve(
     Returns:
         The rows with file paths instead of URLs, and the reason for each failure, by row id.
     """
-    urls = [row["ref"] for row in rows if row["ref"] and is_address(row["ref"])]
+    urls = [row["ref"] for row in rows if is_address(row["ref"])]
     lost = fetch(urls, folder, config, progress=progress)
-    found, failed = [], {}
-    for row in rows:
-        if row["ref"] and is_address(row["ref"]):
-            if row["ref"] in lost:
-                failed[row["id"]] = f"download: {lost[row['ref']]}"
-                row = {**row, "ref": without_secrets(row["ref"])}
-            else:
-                row = {**row, "ref": str(local_path(row["ref"], folder))}
-        found.append(row)
-    return found, failed
+    refs = {url: without_secrets(url) if url in lost else str(local_path(url, folder)) for url in urls}
+    failed = {row["id"]: f"download: {lost[row['ref']]}" for row in rows if row["ref"] in lost}
+    return [row | {"ref": refs.get(row["ref"], row["ref"])} for row in rows], failed

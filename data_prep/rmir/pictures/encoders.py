@@ -194,9 +194,8 @@ def _checkpoint(config: EncoderConfig) -> str:
     return config.path
 
 
-def bridged(config: EncoderConfig, captions: Sequence[str | None], vectors_ND: np.ndarray) -> ImageEncoder:
-    """Build an encoder of pictures; `PixelEncoder` gets the captions that it needs to embed texts."""
-    encoder = image_encoder(config)
+def bridged(encoder: ImageEncoder, captions: Sequence[str | None], vectors_ND: np.ndarray) -> ImageEncoder:
+    """The encoder; `PixelEncoder` gets the captions and vectors of pictures that it needs to embed texts."""
     if isinstance(encoder, PixelEncoder):
         encoder.bridge(captions, vectors_ND)
     return encoder

@@ -18,7 +18,7 @@ import numpy as np
 from data_prep.rmir import arithmetic as maths
 from data_prep.rmir import decisions, frames
 from data_prep.rmir.decisions import candidates_by_query
-from data_prep.rmir.pictures.encoders import bridged, text_encoder
+from data_prep.rmir.pictures.encoders import bridged, image_encoder, text_encoder
 from data_prep.rmir.pictures.near_duplicates import near_duplicates
 from data_prep.rmir.results.agreement import defined, panel_statistics
 from data_prep.rmir.run import Row, Run
@@ -97,7 +97,8 @@ def _probes(run: Run, pool: list[str]) -> list[_Probe]:
     places = {image["id"]: place for place, image in enumerate(images)}
     image_ND = np.load(run.path("seed", "images.npy"), mmap_mode="r")
     pool_PD = image_ND[[places[name] for name in pool]]
-    encoder = bridged(run.config.image_encoder, [image["caption"] for image in images], image_ND)
+    captions = [image["caption"] for image in images]
+    encoder = bridged(image_encoder(run.config.image_encoder), captions, image_ND)
 
     def texts(column: str, embed: Callable[[list[str]], np.ndarray]) -> Callable[[list[Row]], np.ndarray]:
         return lambda queries: embed([query[column] for query in queries])

@@ -34,12 +34,8 @@ def write_into(
 ) -> Path:
     """Write ``README.md`` into the folder of a data set, and return its path.
 
-    Args:
-        folder: folder of the data set.
-        report: `data_prep.rmir.results.report.collect`; empty if the run is not finished.
-        people: `data_prep.rmir.results.review.compare`; empty without human verdicts.
-        reviewed: `data_prep.rmir.results.review.settle`; empty if no verdicts were applied.
-        name: name of the data set, used if the report is empty.
+    ``report``, ``people`` and ``reviewed`` are results of `data_prep.rmir.results`: of `report.collect`, `review.compare` and
+    `review.settle`; empty if there are none yet. ``name`` is used if the report is empty.
     """
     settings, stages = report.get("settings", {}), report.get("stages", {})
     name = settings.get("export", {}).get("name", name)

@@ -61,15 +61,16 @@ def draw(run: Path, size: int, split: str, seed: int) -> list[dict[str, Any]]:
         Rows of ``decided`` joined with those of the queries.
 
     Raises:
-        ReviewError: the run is not finished, or has no decided triplet in the split.
+        TableError: the run is not finished.
+        ReviewError: it has no decided triplet in the split.
     """
-    queries = _by(run, "query_id", "generate/queries", "generated")
-    splits = _by(run, "query_id", "split/splits.parquet", "splits")
-    doubted = _by(run, "id", "keep/doubted.parquet", "pool")
+    queries = frames.by("query_id", frames.stage_rows(run, "generate", "queries", "generated"))
+    splits = frames.by("query_id", frames.stage_rows(run, "split", "splits"))
+    doubted = frames.by("id", frames.stage_rows(run, "keep", "doubted", "pool"))
     parts = ("test", "train") if split == "all" else (split,)
     decided = [
         row
-        for row in _rows(run, "keep/decided.parquet", "decided")
+        for row in frames.stage_rows(run, "keep", "decided")
         if splits.get(row["query_id"], {}).get("split") in parts and row["candidate_id"] not in doubted
     ]
 
@@ -88,7 +89,7 @@ def draw(run: Path, size: int, split: str, seed: int) -> list[dict[str, Any]]:
 
 def page(run: Path, chosen: Sequence[dict[str, Any]], side_px: int = 800) -> str:
     """The review page for triplets of `draw`: one self-contained HTML file with embedded pictures."""
-    images = _by(run, "id", "seed/images.parquet", "images")
+    images = frames.by("id", frames.stage_rows(run, "seed", "images"))
     shown = dict.fromkeys(name for row in chosen for name in (row["image_id"], row["candidate_id"]))
     names = {name: str(number) for number, name in enumerate(shown)}
     items = [
@@ -175,18 +176,13 @@ class _Vote:
     kept: bool  # by the panel
     accepted: bool | None  # by the person; None: unsure
 
-    @property
-    def agrees(self) -> bool | None:
-        """Whether person and panel agree; None if the person is unsure."""
-        return None if self.accepted is None else self.accepted == self.kept
-
     def groups(self) -> tuple[str, ...]:
         """Rows of the report that it counts towards."""
         return "all", f"by {self.by}", "panel accepted" if self.kept else "panel rejected", self.category
 
 
 def _votes(run: Path, people: Mapping[str, Said]) -> list[_Vote]:
-    queries = _by(run, "query_id", "generate/queries", "generated")
+    queries = frames.by("query_id", frames.stage_rows(run, "generate", "queries", "generated"))
     decided, found = _decided(run), []
     verdicts = [(name, key, row["verdict"]) for name, said in people.items() for key, row in said.items()]
     for name, key, verdict in verdicts:
@@ -228,8 +224,8 @@ def compare(run: Path, people: Mapping[str, Said]) -> dict[str, Any]:
 
 def _row(votes: Sequence[_Vote]) -> dict[str, Any]:
     """Figures of one row of the report."""
-    sure = [vote for vote in votes if vote.agrees is not None]
-    hits, queries = [vote.agrees for vote in sure], [vote.query for vote in sure]
+    sure = [vote for vote in votes if vote.accepted is not None]
+    hits, queries = [vote.accepted == vote.kept for vote in sure], [vote.query for vote in sure]
     share: dict[str, float | None] = {"value": None, "low": None, "high": None}
     if sure:
         [share] = figures(cluster_bootstrap(np.array(hits, float)[:, None], index_of(queries)), (0.0, 1.0))
@@ -321,19 +317,7 @@ def _saved(row: dict[str, Any]) -> dict[str, str]:
 
 def _decided(run: Path) -> dict[str, dict[str, Any]]:
     """The panel's decisions, by `triplet_name`."""
-    return {triplet_name(row): row for row in _rows(run, "keep/decided.parquet", "decided")}
-
-
-def _by(run: Path, key: str, name: str, schema: str) -> dict[str, dict[str, Any]]:
-    """Rows of a table, by the values of a column."""
-    return {row[key]: row for row in _rows(run, name, schema)}
-
-
-def _rows(run: Path, name: str, schema: str) -> list[dict[str, Any]]:
-    path = run / name
-    if not path.exists():
-        raise ReviewError(f"{path} does not exist: finish the run first (python -m data_prep rmir)")
-    return frames.read_rows(path, schema)
+    return {triplet_name(row): row for row in frames.stage_rows(run, "keep", "decided")}
 
 
 def _data_url(ref: str, side_px: int) -> str:

@@ -47,6 +47,9 @@ class BatchJobs:
         self._wanted: Mapping[str, Call] = {}
         self._waiting: list[BatchRow] = []
         self._last_status: dict[str, str] = {}  # by label
+        self._stop: StopCalls | None = (
+            None  # the first result that stops calls; raised once its batch is stored
+        )
 
     async def run(self, wanted: Mapping[str, Call]) -> dict[str, str]:
         """Answer calls through batches.
@@ -274,8 +277,7 @@ class BatchJobs:
                 f"{self.model.name}: batch {row.id} failed: {self.mask(state.reason)}. {fix}, or use single calls (mode=calls), "
                 "and run the same command again"
             )
-        stop: list[StopCalls] = []
-        await self._keep_results(row, state, stop)
+        await self._keep_results(row, state)
         missing = self.store.batch_calls(row.label)
         for key, _ in missing.values():
             self.unanswered[key] = f"batch {row.id} ({state.status}) contains no result for it"
@@ -284,8 +286,8 @@ class BatchJobs:
             raise self._resubmit_error(
                 row, f"was cancelled at the provider; {len(missing):,} of its calls have no answer"
             )
-        if stop:
-            raise stop[0]
+        if self._stop is not None:
+            raise self._stop
         return []
 
     def _resubmit_error(self, row: BatchRow, why: str) -> EndpointDown:
@@ -294,7 +296,7 @@ class BatchJobs:
             "again to submit the rest as a new batch, or with mode=calls"
         )
 
-    async def _keep_results(self, row: BatchRow, state: State, stop: list[StopCalls]) -> None:
+    async def _keep_results(self, row: BatchRow, state: State) -> None:
         # A download may be cut short: fetch again before missing results count as lost.
         for _ in range(MAX_LOOKUPS):
             missing = self.store.batch_calls(row.label)
@@ -310,16 +312,16 @@ class BatchJobs:
                 self.say(f"{self.model.name}: {num_unknown:,} results of batch {row.id} have unknown ids")
             for line in own:
                 if (call := missing.pop(int(line.id.rpartition("-")[2]), None)) is not None:
-                    self._keep_line(row, line, *call, stop)
+                    self._keep_line(row, line, *call)
             if not missing or state.partial:
                 return
             await asyncio.sleep(min(self.model.batch_poll_s, self.model.backoff_s))
 
-    def _keep_line(self, row: BatchRow, line: Line, key: str, attempt: int, stop: list[StopCalls]) -> None:
+    def _keep_line(self, row: BatchRow, line: Line, key: str, attempt: int) -> None:
         wanted = self._wanted.get(key)
         raw = line.body
         if raw is None:
-            raw = self._read_failure(line, key, stop)
+            raw = self._read_failure(line, key)
         elif not self._is_chat(raw, key):
             self.store.end_attempt(attempt, billed=True)
             return
@@ -340,7 +342,7 @@ class BatchJobs:
             pass
         return True
 
-    def _read_failure(self, line: Line, key: str, stop: list[StopCalls]) -> bytes | None:
+    def _read_failure(self, line: Line, key: str) -> bytes | None:
         """Handle a result without an answer; returns the body of a policy refusal, which is stored like an answer."""
         if line.status is None or line.status < 400:
             self.unanswered[key] = self.mask(line.error.decode("utf-8", "replace"))
@@ -351,7 +353,7 @@ class BatchJobs:
         if isinstance(failed, Rejected) and failed.certain and wanted is not None:
             self.settle(key, self.sender.rejected(wanted, failed))
         elif isinstance(failed, StopCalls):
-            stop.append(failed)
+            self._stop = self._stop or failed
         else:
             self.unanswered[key] = self.mask(str(failed))
         return None

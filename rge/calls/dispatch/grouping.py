@@ -217,7 +217,6 @@ class Feed:
         self._prompts = groupby(enumerate(requests), key=lambda item: (item[1].model, item[1].parts))
         self.waiting: dict[str, deque[Call]] = {}
         self.ended = False
-        self._closed: set[str] = set()
         self._changed = asyncio.Event()
         self._start: Callable[[str], object] | None = None
 
@@ -234,8 +233,7 @@ class Feed:
                 self.waiting[name] = deque()
                 if self._start is not None:
                     self._start(name)
-            if name not in self._closed:
-                self.waiting[name].append(call)
+            self.waiting[name].append(call)
         self._changed.set()
         return bool(calls)
 
@@ -283,7 +281,6 @@ class Feed:
     def close(self, name: str) -> None:
         """Drop a model's queue and stop reading requests; the other models finish their queues."""
         self.ended = True
-        self._closed.add(name)
         self.waiting[name].clear()
         self._changed.set()
 

@@ -45,7 +45,6 @@ class Sender:
     store: AnswerStore
     mask: Mask
     counts: Counts
-    rng: random.Random  # for the backoff
     budget: float | None  # of all models together
 
     async def call(
@@ -83,7 +82,7 @@ class Sender:
                 message = self._still_limited(message, limited_since)
             elif num_tries < model.max_retries:
                 self.counts.retries += 1
-                wait_s = min(model.max_backoff_s, model.backoff_s * 2**num_tries) * self.rng.random()
+                wait_s = min(model.max_backoff_s, model.backoff_s * 2**num_tries) * random.random()
                 await asyncio.sleep(max(wait_s, min(result.wait_s or 0.0, model.max_backoff_s)))
                 num_tries += 1
                 continue
@@ -237,7 +236,7 @@ class Sender:
         self.counts.rejected += 1
         return Rejection(self.mask(why))
 
-    def unanswered(self, call: Call, why: str, raw: bytes | None = None) -> Unanswered:
+    def unanswered(self, call: Call, why: str, raw: bytes | None) -> Unanswered:
         """Record a call without an answer; the next run repeats it."""
         error = Unanswered(f"{self.model.name}: {why}")
         self.store.record_failure(call.key, self.model.name, error.kind, str(error), self._excerpt(raw))

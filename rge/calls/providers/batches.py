@@ -13,7 +13,7 @@ import httpx
 from rge.calls.failures import AttemptFailed, Rejected
 from rge.calls.keys import Mask
 from rge.calls.model_config import ModelConfig
-from rge.calls.providers.transport import exchange, failure, make_client, to_json
+from rge.calls.providers.transport import exchange, failure, to_json
 from rge.calls.replies import as_dict, dict_items
 from rge.calls.store import BatchRow
 
@@ -58,18 +58,10 @@ class Line:
 
 
 class BatchApi:
-    """Client for the batch API of one endpoint, as an asynchronous context manager."""
+    """The batch API of one endpoint."""
 
-    def __init__(self, model: ModelConfig, mask: Mask):
-        self.model, self.mask = model, mask
-
-    async def __aenter__(self) -> "BatchApi":
-        # Files may redirect to another host; httpx does not forward the key there.
-        self.client = make_client(self.model, timeout=self.model.timeout_s, follow_redirects=True)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.client.aclose()
+    def __init__(self, client: httpx.AsyncClient, model: ModelConfig, mask: Mask):
+        self.client, self.model, self.mask = client, model, mask
 
     async def send_file(self, label: str, bodies: Sequence[bytes]) -> str:
         """Upload requests, which is free. Returns the provider's file id."""

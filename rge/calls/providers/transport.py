@@ -7,7 +7,8 @@ byte for byte.
 import functools
 import json
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any, Literal
@@ -49,35 +50,28 @@ Send = Callable[[Request, EncodedPictures], Awaitable[httpx.Response]]
 """Sends a request and returns the response; raises `AttemptFailed`, `Rejected` or `StopCalls`."""
 
 
-class Connections:
-    """Connections to one endpoint, as a context manager; one client per `POOL` workers."""
+@asynccontextmanager
+async def connections(model: ModelConfig, num_workers: int, mask: Mask) -> AsyncIterator[list[Send]]:
+    """Connections to one endpoint: a client, and so a function that sends, per `POOL` workers."""
+    limits = httpx.Limits(max_connections=POOL, max_keepalive_connections=POOL)
+    # No time-outs here: the caller limits each attempt as a whole.
+    options = {"limits": limits, "timeout": None, "verify": httpx.create_ssl_context()}
+    clients = [make_client(model, **options) for _ in range(-(-num_workers // POOL))]
+    async with AsyncExitStack() as stack:
+        for client in clients:
+            await stack.enter_async_context(client)
+        yield [functools.partial(_send, client, model, mask) for client in clients]
 
-    def __init__(self, model: ModelConfig, num_workers: int, mask: Mask):
-        self.model, self.num, self.mask = model, -(-num_workers // POOL), mask
-        self.clients: list[httpx.AsyncClient] = []
 
-    async def __aenter__(self) -> list[Send]:
-        limits = httpx.Limits(max_connections=POOL, max_keepalive_connections=POOL)
-        certificates = httpx.create_ssl_context()
-        for _ in range(self.num):
-            # No time-outs here: the caller limits each attempt as a whole.
-            self.clients.append(make_client(self.model, limits=limits, timeout=None, verify=certificates))
-        return [functools.partial(self._send, client) for client in self.clients]
-
-    async def __aexit__(self, *_: object) -> None:
-        for client in self.clients:
-            await client.aclose()
-
-    async def _send(
-        self, client: httpx.AsyncClient, request: Request, pictures: EncodedPictures
-    ) -> httpx.Response:
-        content = to_json(body(self.model, request, pictures))
-        response = await exchange(client, "POST", PATH, self.mask, content=content)
-        if not response.is_success or _is_error(response.content):
-            error = failure(response.status_code, response.content, response.headers, self.model, self.mask)
-            if error is not None:
-                raise error
-        return response
+async def _send(
+    client: httpx.AsyncClient, model: ModelConfig, mask: Mask, request: Request, pictures: EncodedPictures
+) -> httpx.Response:
+    response = await exchange(client, "POST", PATH, mask, content=to_json(body(model, request, pictures)))
+    if not response.is_success or _is_error(response.content):
+        error = failure(response.status_code, response.content, response.headers, model, mask)
+        if error is not None:
+            raise error
+    return response
 
 
 def make_client(model: ModelConfig, **options: Any) -> httpx.AsyncClient:

@@ -13,7 +13,7 @@ from data_prep.__main__ import main
 from data_prep.rationales import checks, prompts
 from data_prep.rationales.gain import GainJudge, gains
 from data_prep.rationales.leak import text_leak
-from data_prep.rationales.main import Settings, write
+from data_prep.rationales.main import RationaleOptions, write
 from rge.calls.local_server import Answer, Batches, LocalServer, chat
 from rge.calls.model_config import ModelConfig
 from rge.common.errors import UserError
@@ -153,9 +153,9 @@ def test_a_call_that_is_never_answered_stays_open(records, tmp_path):
         model = ModelConfig(name="m", base_url=server.url, max_retries=0, reasks=0)
         for _ in range(4):
             with pytest.raises(UserError, match="1 of 4 calls are unanswered.*on_unanswered=proceed"):
-                write(records, out, model, Settings())
+                write(RationaleOptions(records=records, out=out, model=model))
             assert not out.exists()
-        report = write(records, out, model, Settings(on_unanswered="proceed"))
+        report = write(RationaleOptions(records=records, out=out, model=model, on_unanswered="proceed"))
     assert report["dropped: unanswered"] == 1
     assert report["records"] == 1
 
@@ -170,10 +170,12 @@ def test_one_permanent_rejection_does_not_fail_the_second_run(records, tmp_path)
     out = tmp_path / "out.jsonl"
     with LocalServer(too_large) as server:
         model = ModelConfig(name="m", base_url=server.url, reasks=0)
-        first = write(records, out, model, Settings())
+        first = write(RationaleOptions(records=records, out=out, model=model))
         asked = server.num_answered
         assert first["dropped: rejected request"] == 1
-        assert write(records, out, model, Settings())["dropped: rejected request"] == 1
+        assert (
+            write(RationaleOptions(records=records, out=out, model=model))["dropped: rejected request"] == 1
+        )
         assert server.num_answered == asked
 
 
@@ -191,13 +193,13 @@ def test_windows_are_in_flight_together(records, tmp_path, monkeypatch):
     async def served(method, path, headers, data):
         if method == "GET" and path.startswith("/v1/batches/"):
             with pytest.raises(UserError, match="another process is working in"):
-                write(records, tmp_path / "out.jsonl", model, Settings())
+                write(RationaleOptions(records=records, out=tmp_path / "out.jsonl", model=model))
             refused.append(path)
         return await batches(method, path, headers, data)
 
     with LocalServer(raw=served) as server:
         model = ModelConfig(name="m", base_url=server.url, mode="batch", batch_poll_s=0.02)
-        report = write(records, tmp_path / "out.jsonl", model, Settings())
+        report = write(RationaleOptions(records=records, out=tmp_path / "out.jsonl", model=model))
     assert (len(batches.batches), len(refused), batches.num_single_calls) == (1, 1, 0)
     assert report["kept"] == 20
     assert report["models"][0]["batch_calls"] == 20

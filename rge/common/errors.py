@@ -24,15 +24,15 @@ class UserError(ValueError):
 
 @contextmanager
 def ungrouped(kind: type[Exception]) -> Iterator[None]:
-    """Raise the first exception of this kind by itself, instead of the group in which an `asyncio.TaskGroup` raises it."""
+    """Raise the first exception of a group by itself if all are of this kind; `asyncio.TaskGroup` raises groups."""
     try:
         yield
     except BaseExceptionGroup as group:
-        error: BaseException | None = group.subgroup(kind)
+        error, others = group.split(kind)
+        if error is None or others is not None:
+            raise
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
-        if error is None:
-            raise
         raise error from None
 
 

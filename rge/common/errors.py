@@ -28,6 +28,7 @@ def ungrouped(kind: type[Exception]) -> Iterator[None]:
     try:
         yield
     except BaseExceptionGroup as group:
+        error: BaseException | None
         error, others = group.split(kind)
         if error is None or others is not None:
             raise

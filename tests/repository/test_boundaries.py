@@ -80,7 +80,6 @@ def test_the_files_are_found():
     assert {"rge/train.py", "eval/scoring/metrics.py", "data_prep/__main__.py"} <= set(FILES)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 def test_packages_import_in_one_direction(name):
     allowed = MAY_IMPORT[name.split("/")[0]]
@@ -92,7 +91,6 @@ def test_packages_import_in_one_direction(name):
     ], "a bare `import eval` hides the builtin"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 def test_each_dependency_has_its_home(name):
     for package, homes in ONLY_IN.items():
@@ -103,7 +101,6 @@ def test_each_dependency_has_its_home(name):
         assert "torch.distributed" not in (ROOT / name).read_text(encoding="utf-8")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", WITHOUT_TORCH)
 def test_pure_modules_do_without_torch(name):
     assert not [

@@ -488,7 +488,6 @@ def test_values_come_back_from_their_packed_form(study, values):
     assert study.arms.unpack(study.arms.pack(values), len(values)).tolist() == values
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -213,7 +213,6 @@ def test_page_and_plot_show_every_point(done):
     assert again.read_text() == page  # the page can be made again from the directory
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "message"),
     [

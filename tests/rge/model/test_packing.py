@@ -118,7 +118,6 @@ def states(lively):
     return compute
 
 
-@pytest.mark.slow
 @every_family
 def test_states_do_not_depend_on_padding_or_on_other_rows(lively, make_prompts, states):
     prompts = make_prompts(PromptBuilder(lively.processor), 8)

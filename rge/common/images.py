@@ -120,7 +120,7 @@ def _rows_of(library: str) -> frozenset[str] | str:
         missing = {"id", "image"} - set(pq.read_schema(library).names)
         if not missing:
             return frozenset(pq.read_table(library, columns=["id"])["id"].to_pylist())
-        reason = f"no column {sorted(missing)[0]}"
+        reason = f"no column {min(missing)}"
     except FileNotFoundError:
         return f"picture library {library} does not exist"
     except (OSError, ValueError) as error:
@@ -149,17 +149,11 @@ def fetch_picture(address: str) -> bytes:
     Raises:
         ImageError: it cannot be fetched within `FETCH_S` seconds, or has more than `FETCH_BYTES` bytes.
     """
-    shown = address[:60] + ("..." if len(address) > 60 else "")
     if address.startswith("data:"):
-        head, comma, text = address.partition(",")
-        try:
-            if not comma or not head.endswith(";base64"):
-                raise ValueError("only base64 is supported")
-            return base64.b64decode(text, validate=True)
-        except ValueError as error:
-            raise ImageError(f"data URL {shown} cannot be read: {error}") from None
+        return decode_data_url(address)
     import httpx
 
+    shown = _shortened(address)
     data = bytearray()
     deadline = time.monotonic() + FETCH_S
     try:
@@ -174,6 +168,21 @@ def fetch_picture(address: str) -> bytes:
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise ImageError(f"picture {shown} cannot be fetched: {error or type(error).__name__}") from error
     return bytes(data)
+
+
+def decode_data_url(address: str) -> bytes:
+    """The content of a ``data:`` URL in base64; anything else is an `ImageError`."""
+    head, comma, text = address.partition(",")
+    try:
+        if not comma or not head.lower().endswith(";base64"):
+            raise ValueError("only base64 is supported")
+        return base64.b64decode(text, validate=True)
+    except ValueError as error:
+        raise ImageError(f"data URL {_shortened(address)} cannot be read: {error}") from None
+
+
+def _shortened(address: str) -> str:
+    return address[:60] + ("..." if len(address) > 60 else "")
 
 
 def data_url(picture: bytes | None) -> str | None:

@@ -1,7 +1,5 @@
 """Validate a request's texts and pictures against the limits, and make prompts of them."""
 
-import base64
-import binascii
 import io
 import re
 from collections.abc import Sequence
@@ -9,7 +7,7 @@ from dataclasses import dataclass
 
 from PIL import Image, UnidentifiedImageError
 
-from rge.common.images import WEB, ImageError, load_image
+from rge.common.images import WEB, ImageError, decode_data_url, load_image
 from rge.common.schema import Item
 from rge.embedder import Embedder
 from rge.model.prompts import Prompt
@@ -118,7 +116,7 @@ def make_prompt(
 
 
 def _image(picture: bytes | str, max_mp: float) -> Image.Image:
-    data = picture if isinstance(picture, bytes) else _decoded(picture)
+    data = picture if isinstance(picture, bytes) else decode_data_url(picture)
     name = f"<{len(data)} bytes>"
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as header:
@@ -130,10 +128,3 @@ def _image(picture: bytes | str, max_mp: float) -> Image.Image:
     if width * height > max_mp * 1e6:
         raise ImageError(f"picture {name} has {width} x {height} pixels, the limit is {max_mp:g} million")
     return load_image(data)
-
-
-def _decoded(address: str) -> bytes:
-    try:
-        return base64.b64decode(address.partition(",")[2], validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise ImageError(f"data URL {address[:40]}... cannot be read: {error}") from None

@@ -226,7 +226,7 @@ def picture_size(ref: ImageRef) -> tuple[int, int]:
         source: BinaryIO = io.BytesIO(picture_bytes(ref))
     else:
         try:
-            source = open(ref, "rb")  # noqa: SIM115 - closed below
+            source = open(ref, "rb")  # closed below
         except OSError as error:
             raise ImageError(f"picture {ref} cannot be read: {error.strerror or error}") from None
     with source, _opened(source, ref) as (image, name):
@@ -278,7 +278,7 @@ def _explained(name: str, source: BinaryIO | None = None) -> Iterator[None]:
             else "Pillow does not recognise it as a picture"
         )
         raise ImageError(f"picture {name} cannot be decoded: {reason}") from None
-    except Exception as error:  # noqa: BLE001 - Pillow's readers raise anything on damaged files
+    except Exception as error:  # Pillow's readers raise anything on damaged files
         raise ImageError(f"picture {name} cannot be decoded: {error}") from error
 
 

@@ -70,26 +70,22 @@ async def fetch_pictures(raw: Raw, options: ServeOptions) -> list[bytes | str]:
     Raises:
         BadInput: addresses are not allowed, or the picture cannot be fetched.
     """
-    pictures: list[bytes | str] = []
-    param = f"{raw.param}.image_url"
-    for address in raw.pictures:
-        if _DATA.match(address):
-            pictures.append(address)
-        elif not address.startswith(WEB):
-            raise BadInput(
-                "a picture must be sent as data:image/...;base64,... with its bytes in base64", param
-            )
-        elif not options.allow_urls:
-            raise BadInput(
-                "this server does not fetch pictures from the web: send their bytes as data:image/...;base64,...",
-                param,
-            )
-        else:
-            try:
-                pictures.append(await fetch_public(address, options.max_body_mb << 20))
-            except ImageError as error:
-                raise BadInput(str(error), param) from None
-    return pictures
+    try:
+        return [await _fetched(address, options) for address in raw.pictures]
+    except ImageError as error:
+        raise BadInput(str(error), f"{raw.param}.image_url") from None
+
+
+async def _fetched(address: str, options: ServeOptions) -> bytes | str:
+    if _DATA.match(address):
+        return address
+    if not address.startswith(WEB):
+        raise ImageError("a picture must be sent as data:image/...;base64,... with its bytes in base64")
+    if not options.allow_urls:
+        raise ImageError(
+            "this server does not fetch pictures from the web: send their bytes as data:image/...;base64,..."
+        )
+    return await fetch_public(address, options.max_body_mb << 20)
 
 
 def make_prompt(

@@ -42,8 +42,8 @@ def without_metadata(data: bytes) -> bytes:
         with suppress(ValueError, struct.error, IndexError):  # a damaged container that can be decoded
             return rebuild(data)
     out = io.BytesIO()
-    settings: dict[str, Any] = {"JPEG": {"quality": JPEG_QUALITY}, "WEBP": {"lossless": True}}.get(kind, {})
-    load_image(data).save(out, "PNG" if rebuild is None else kind, **settings)
+    settings: dict[str, dict[str, Any]] = {"JPEG": {"quality": JPEG_QUALITY}, "WEBP": {"lossless": True}}
+    load_image(data).save(out, "PNG" if rebuild is None else kind, **settings.get(kind, {}))
     return out.getvalue()
 
 

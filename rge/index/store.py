@@ -411,7 +411,8 @@ class Index:
         where: str | None = None,
         exact: bool = False,
     ) -> pa.Table:
-        query: Any = self._table.search(query_D, vector_column_name="vector").distance_type("dot").limit(k)
+        query: Any = self._table.search(query_D, vector_column_name="vector")
+        query = query.distance_type("dot").limit(k)
         query = query.bypass_vector_index() if exact else query.nprobes(NPROBES).refine_factor(REFINE)
         if where is not None:
             query = query.where(where, prefilter=True)

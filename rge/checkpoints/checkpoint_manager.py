@@ -71,9 +71,8 @@ class CheckpointManager:
         identity: Identity,
         start: str,
     ):
-        self.identity = identity
         self.recipe, self.name, self.folder, self.num_steps = recipe, name, folder, num_steps
-        self.validation = validation
+        self.validation, self.identity = validation, identity
         self.embedder, self.model, self.accelerator = embedder, model, accelerator
         self.states = States(
             accelerator,
@@ -165,7 +164,7 @@ class CheckpointManager:
         except CheckpointError as error:
             # The checkpoint is smaller and may still fit on the disk; then the state is not needed.
             self.accelerator.print(f"{self.name}: warning: {error}")
-        self._export(self.folder / "final", self.num_steps, self._validated)  # the last step is measured
+        self._export(self.folder / "final", self.num_steps)  # the last step is measured
         self.accelerator.free_memory()
         self.accelerator.print(f"{self.name}: wrote {self.folder / 'final'}")
 
@@ -183,22 +182,22 @@ class CheckpointManager:
         keep = self.recipe.validation.keep_best
         if keep == 0:
             return
-        saved: Any = None
+        saved: dict[int, float] = {}
         if self.accelerator.is_main_process:
-            files = (self.folder / "best").glob(f"step_*/{RGE_JSON}")
-            saved = [json.loads(path.read_text()) for path in files]
-            saved = [(settings["validation"][self.metric], settings["step"]) for settings in saved]
-        values = {at: value for value, at in dist.from_main(saved)} | {step: figures[self.metric]}
+            for path in (self.folder / "best").glob(f"step_*/{RGE_JSON}"):
+                settings = json.loads(path.read_text())
+                saved[settings["step"]] = settings["validation"][self.metric]
+        values = dist.from_main(saved) | {step: figures[self.metric]}
         sign = -1 if self.metric == "val_hit_at_1" else 1
         ranked = sorted(values, key=lambda at: (sign * values[at], at))  # best first; of equals the earlier
         if step not in ranked[:keep]:
             return
-        self._export(self.folder / "best" / step_name(step), step, self._validated)
+        self._export(self.folder / "best" / step_name(step), step)
         if self.accelerator.is_main_process:
             for old in ranked[keep:]:
                 discard(self.folder / "best" / step_name(old))
 
-    def _export(self, path: Path, step: int, validation: dict[str, Any] | None) -> None:
+    def _export(self, path: Path, step: int) -> None:
         recipe = self.recipe
         settings = settings_of(
             emb_id=self.embedder.emb_id,
@@ -216,16 +215,14 @@ class CheckpointManager:
             settings["think_tokens"] = recipe.model.think_tokens
         if self.name != "cold_start":
             settings["dimensions"] = sorted(recipe.loss.matryoshka_dims)
-        if validation is not None:
-            settings["validation"] = validation
-        if self.accelerator.is_main_process:
-            settings |= self._training_data
-        adapters_only = recipe.export.adapters_only
-        if adapters_only and self.accelerator.is_main_process:
-            settings["base"] = self._base.as_recorded_in(path)
+        if self._validated is not None:
+            settings["validation"] = self._validated
         weights = dist.full_weights(self.accelerator, self.model, self.embedder)
         if self.accelerator.is_main_process:
-            if has_adapters(self.embedder.model) and not adapters_only:
+            settings |= self._training_data
+            if recipe.export.adapters_only:
+                settings["base"] = self._base.as_recorded_in(path)
+            elif has_adapters(self.embedder.model):
                 weights = merged_weights(self.embedder.model, weights)
             export(self.embedder, path, settings, weights)
         self.accelerator.wait_for_everyone()

@@ -3,6 +3,8 @@
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -58,14 +60,12 @@ def training_data(sources: Sequence[SourceConfig]) -> dict[str, Any]:
             tasks[record.get("source", ""), record.get("category", "")][instruction] += 1
     ranked = sorted(total, key=total.__getitem__, reverse=True)  # stable: of equals the first
     by_task: dict[str, str | None] = {}
-    for name in sorted({name for name, _ in tasks}):
-        chosen = {
-            category: seen.most_common(1)[0][0] for (one, category), seen in tasks.items() if one == name
-        }
+    for name, keys in groupby(sorted(tasks), key=itemgetter(0)):
+        chosen = {category: tasks[name, category].most_common(1)[0][0] for _, category in keys}
         if len(set(chosen.values())) == 1:
             by_task[name] = next(iter(chosen.values()))
         else:
-            by_task |= {f"{name}/{category}": chosen[category] for category in sorted(chosen)}
+            by_task |= {f"{name}/{category}": instruction for category, instruction in chosen.items()}
     return {
         "instructions": {
             "default": ranked[0] if ranked else None,

@@ -122,7 +122,7 @@ def _check_weights(weights: dict[str, Tensor], folder: Path) -> None:
     written: Counter = Counter()
     for path in folder.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
-            written.update(_fingerprints(file.get_tensor(name) for name in file.keys()))  # noqa: SIM118
+            written.update(_fingerprints(file.get_tensor(name) for name in file.keys()))
     distinct = {(value.data_ptr(), value.shape): value for value in weights.values()}
     expected = Counter(_fingerprints(distinct.values()))
     if expected != written:

@@ -1,6 +1,6 @@
 """Whether a stage is finished, and whether the files on disk belong to this run: same recipe, records and start."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ def finished(folder: Path, recipe: Recipe, name: str) -> bool:
 
 def problems(recipe: Recipe, stages: Sequence[str], accelerator: Accelerator) -> Iterator[str]:
     """Reasons why the open stages cannot start or resume in the run's folder."""
-    checks: list[Callable[[], None]] = [lambda: check_start(recipe)]
+    checks = [partial(check_start, recipe)]
     checks += [partial(check_state, Path(recipe.out) / name, recipe, name, accelerator) for name in stages]
     for check in checks:
         try:

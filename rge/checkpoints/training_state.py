@@ -203,14 +203,12 @@ class States:
                 shutil.rmtree(leftover, ignore_errors=True)
             damaged = []
             for path in reversed(complete_states(self.folder)):
-                if problem := damage(path):
-                    self._damaged.add(path)
-                    damaged.append(f"{path} is damaged: {problem}")
-                    continue
-                found = str(path), json.loads((path / DONE).read_text())
-                break
-            for message in damaged:
-                self.accelerator.print(message)
+                if (problem := damage(path)) is None:
+                    found = str(path), json.loads((path / DONE).read_text())
+                    break
+                self._damaged.add(path)
+                damaged.append(f"{path} is damaged: {problem}")
+                self.accelerator.print(damaged[-1])
             if damaged and found is None:
                 found = "; ".join(damaged)
         found = dist.from_main(found)

@@ -1,9 +1,10 @@
 """Base class of user-fixable errors: every command shows them as one message, without a traceback."""
 
+import difflib
 import pickle
 import signal
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 
 USER = 2
@@ -35,6 +36,14 @@ def ungrouped(kind: type[Exception]) -> Iterator[None]:
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         raise error from None
+
+
+def not_one_of(key: str, value: object, allowed: Iterable[object]) -> str:
+    """The message for a value that is not allowed, with the nearest one that is."""
+    names = [str(name) for name in allowed]
+    near = difflib.get_close_matches(str(value), names, n=1, cutoff=0.5)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"{key} must be one of {', '.join(names)}, got {value!r}{hint}"
 
 
 def how_it_ended(code: int) -> str:

@@ -120,7 +120,7 @@ def _rows_of(library: str) -> frozenset[str] | str:
         missing = {"id", "image"} - set(pq.read_schema(library).names)
         if not missing:
             return frozenset(pq.read_table(library, columns=["id"])["id"].to_pylist())
-        reason = f"no column {sorted(missing)[0]}"
+        reason = f"no column {min(missing)}"
     except FileNotFoundError:
         return f"picture library {library} does not exist"
     except (OSError, ValueError) as error:
@@ -149,17 +149,11 @@ def fetch_picture(address: str) -> bytes:
     Raises:
         ImageError: it cannot be fetched within `FETCH_S` seconds, or has more than `FETCH_BYTES` bytes.
     """
-    shown = address[:60] + ("..." if len(address) > 60 else "")
     if address.startswith("data:"):
-        head, comma, text = address.partition(",")
-        try:
-            if not comma or not head.endswith(";base64"):
-                raise ValueError("only base64 is supported")
-            return base64.b64decode(text, validate=True)
-        except ValueError as error:
-            raise ImageError(f"data URL {shown} cannot be read: {error}") from None
+        return decode_data_url(address)
     import httpx
 
+    shown = _shortened(address)
     data = bytearray()
     deadline = time.monotonic() + FETCH_S
     try:
@@ -174,6 +168,21 @@ def fetch_picture(address: str) -> bytes:
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise ImageError(f"picture {shown} cannot be fetched: {error or type(error).__name__}") from error
     return bytes(data)
+
+
+def decode_data_url(address: str) -> bytes:
+    """The content of a ``data:`` URL in base64; anything else is an `ImageError`."""
+    head, comma, text = address.partition(",")
+    try:
+        if not comma or not head.lower().endswith(";base64"):
+            raise ValueError("only base64 is supported")
+        return base64.b64decode(text, validate=True)
+    except ValueError as error:
+        raise ImageError(f"data URL {_shortened(address)} cannot be read: {error}") from None
+
+
+def _shortened(address: str) -> str:
+    return address[:60] + ("..." if len(address) > 60 else "")
 
 
 def data_url(picture: bytes | None) -> str | None:
@@ -217,7 +226,7 @@ def picture_size(ref: ImageRef) -> tuple[int, int]:
         source: BinaryIO = io.BytesIO(picture_bytes(ref))
     else:
         try:
-            source = open(ref, "rb")  # noqa: SIM115 - closed below
+            source = open(ref, "rb")  # closed below
         except OSError as error:
             raise ImageError(f"picture {ref} cannot be read: {error.strerror or error}") from None
     with source, _opened(source, ref) as (image, name):
@@ -269,7 +278,7 @@ def _explained(name: str, source: BinaryIO | None = None) -> Iterator[None]:
             else "Pillow does not recognise it as a picture"
         )
         raise ImageError(f"picture {name} cannot be decoded: {reason}") from None
-    except Exception as error:  # noqa: BLE001 - Pillow's readers raise anything on damaged files
+    except Exception as error:  # Pillow's readers raise anything on damaged files
         raise ImageError(f"picture {name} cannot be decoded: {error}") from error
 
 

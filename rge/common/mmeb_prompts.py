@@ -29,13 +29,13 @@ SETS: dict[str, dict[str, str]] = {
 TRAINING_TASKS: dict[str, str] = {
     name: task
     for task, names in {
-        "classification": "ImageNet-1K N24News HatefulMemes VOC2007 SUN397",
-        "vqa": "OK-VQA A-OKVQA DocVQA InfographicsVQA ChartQA Visual7W",
+        "classification": _TASKS[CLASSIFICATION][0],
+        "vqa": _TASKS[VQA][0],
         "text_to_image": "VisDial VisualNews_t2i MSCOCO_t2i WebQA",
         "image_to_text": "VisualNews_i2t MSCOCO_i2t",
         "image_to_image": "NIGHTS",
         "composed_retrieval": "CIRR",
-        "grounding": "MSCOCO",
+        "grounding": _TASKS[GROUNDING][0],
     }.items()
     for name in names.split()
 }

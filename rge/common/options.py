@@ -26,7 +26,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from rge.common.errors import UserError
+from rge.common.errors import UserError, not_one_of
 from rge.common.registry import PluginOptions, load_plugins
 
 T = TypeVar("T")
@@ -105,14 +105,7 @@ def parse_options(schema: type[T], words: Sequence[str], command: str = "") -> T
     return options
 
 
-def parse_file(
-    schema: type[T],
-    words: Sequence[str],
-    *,
-    key: str,
-    folder: Path,
-    command: str = "",
-) -> T:
+def parse_file(schema: type[T], words: Sequence[str], *, key: str, folder: Path, command: str = "") -> T:
     """Read the YAML file that one argument names into a dataclass, and apply the other arguments as overrides.
 
     That argument is ``KEY=NAME``: a file of `folder` without its ending, or a path. The file's ``base: NAME`` is read first; mappings
@@ -313,7 +306,7 @@ def one_of(key: str, values: Sequence[str], allowed: Sequence[str]) -> None:
     """
     for value in values:
         if value not in allowed:
-            raise UserError(_not_one_of(key, value, allowed))
+            raise UserError(not_one_of(key, value, allowed))
     if not values or len(set(values)) < len(values):
         raise UserError(f"{key} must list at least one value and each only once, got {','.join(values)!r}")
 
@@ -503,7 +496,7 @@ def _sentence(schema: type, details: Any, layers: Sequence[tuple[str, dict[str, 
     if kind == "literal_error":
         kinds = _alternatives(_kind_at(schema, [str(part) for part in loc]))
         allowed = next(get_args(option) for option in kinds if get_origin(option) is Literal)
-        return where + _not_one_of(name, got, allowed)
+        return where + not_one_of(name, got, allowed)
     shown = json.dumps(got) if got is None or isinstance(got, (bool, dict, list)) else repr(got)
     wanted = _WANTED.get(kind)
     if kind in _SIGNS:
@@ -539,20 +532,12 @@ def _known_keys(schema: type, loc: Sequence[str | int]) -> list[str]:
 
 
 def _contains(layer: Any, loc: Sequence[str | int]) -> bool:
-    for part in loc:
-        if isinstance(layer, dict) and part in layer:
+    try:
+        for part in loc:
             layer = layer[part]
-        elif isinstance(layer, list) and isinstance(part, int) and part < len(layer):
-            layer = layer[part]
-        else:
-            return False
+    except (KeyError, IndexError, TypeError):
+        return False
     return True
-
-
-def _not_one_of(key: str, value: object, allowed: Sequence[str]) -> str:
-    near = difflib.get_close_matches(str(value), allowed, n=1, cutoff=0.5)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"{key} must be one of {', '.join(map(str, allowed))}, got {value!r}{hint}"
 
 
 # ---------------------------------------------------------------------------------------------------------------- YAML
@@ -595,4 +580,4 @@ _Loader.add_implicit_resolver(
 
 
 def _parse(text: str) -> Any:
-    return yaml.load(text, _Loader)  # noqa: S506 - a SafeLoader
+    return yaml.load(text, _Loader)  # a SafeLoader

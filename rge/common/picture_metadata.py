@@ -6,8 +6,10 @@ JPEG, PNG and WebP are rebuilt from only the parts that a decoder needs for the 
 import io
 import re
 import struct
+from contextlib import suppress
+from typing import Any
 
-from PIL import Image
+from PIL import ExifTags, Image
 
 from rge.common.images import ImageError, load_image
 
@@ -15,7 +17,6 @@ JPEG_QUALITY = 95
 """Of JPEGs that are re-encoded because they must be rotated."""
 _PNG_HEAD, _PNG_PARTS = b"\x89PNG\r\n\x1a\n", (b"IHDR", b"PLTE", b"IDAT", b"IEND", b"tRNS", b"gAMA", b"sBIT")
 _WEBP_PARTS = (b"VP8 ", b"VP8L", b"VP8X", b"ALPH")
-_EXIF_ORIENTATION = 0x0112
 # In coded JPEG data a marker is FF and neither 00 (a literal FF), nor D0 to D7 (restart), nor FF (fill).
 _MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
 
@@ -32,27 +33,17 @@ def without_metadata(data: bytes) -> bytes:
     """
     try:
         with Image.open(io.BytesIO(data)) as image:
-            kind, is_rotated = image.format, image.getexif().get(_EXIF_ORIENTATION, 1) not in (0, 1)
+            kind = "JPEG" if image.format == "MPO" else str(image.format)
+            is_rotated = image.getexif().get(ExifTags.Base.Orientation, 1) not in (0, 1)
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise ImageError(f"picture <{len(data)} bytes> cannot be decoded: {error}") from None
-    if not is_rotated:
-        try:
-            if kind in ("JPEG", "MPO"):
-                return _jpeg(data)
-            if kind == "PNG":
-                return _png(data)
-            if kind == "WEBP":
-                return _webp(data)
-        except (ValueError, struct.error, IndexError):
-            pass  # a damaged container that can be decoded: re-encode its pixels
+    rebuild = {"JPEG": _jpeg, "PNG": _png, "WEBP": _webp}.get(kind)
+    if rebuild is not None and not is_rotated:
+        with suppress(ValueError, struct.error, IndexError):  # a damaged container that can be decoded
+            return rebuild(data)
     out = io.BytesIO()
-    decoded = load_image(data)
-    if kind in ("JPEG", "MPO"):
-        decoded.save(out, "JPEG", quality=JPEG_QUALITY)
-    elif kind == "WEBP":
-        decoded.save(out, "WEBP", lossless=True)
-    else:
-        decoded.save(out, "PNG")
+    settings: dict[str, dict[str, Any]] = {"JPEG": {"quality": JPEG_QUALITY}, "WEBP": {"lossless": True}}
+    load_image(data).save(out, "PNG" if rebuild is None else kind, **settings.get(kind, {}))
     return out.getvalue()
 
 

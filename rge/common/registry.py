@@ -4,7 +4,6 @@ A module registers its definitions when it is imported: ours by name, a user's b
 packages through the registry's entry point group, such as ``rge.metrics``.
 """
 
-import difflib
 import importlib
 import importlib.metadata
 import sys
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from rge.common.errors import UserError
+from rge.common.errors import UserError, not_one_of
 
 T = TypeVar("T")
 
@@ -61,10 +60,8 @@ class Registry(Generic[T]):
         self._load()
         if name in self._entries:
             return self._entries[name]
-        near = difflib.get_close_matches(name, self._entries, n=1, cutoff=0.5)
         raise UserError(
-            f"{self.kind} must be one of {', '.join(self)}, got {name!r}"
-            f"{f'; did you mean {near[0]!r}?' if near else ''} (plugins=MODULE adds those of a module of yours)"
+            f"{not_one_of(self.kind, name, self)} (plugins=MODULE adds those of a module of yours)"
         )
 
     def __iter__(self) -> Iterator[str]:
@@ -91,7 +88,7 @@ class Registry(Generic[T]):
         for entry in importlib.metadata.entry_points(group=self.group):
             try:
                 entry.load()
-            except Exception as error:  # noqa: BLE001 - a plugin may raise anything
+            except Exception as error:  # a plugin may raise anything
                 self._complete = False
                 raise UserError(
                     f"entry point {entry.name} = {entry.value} of {self.group} cannot be loaded: "

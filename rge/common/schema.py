@@ -129,8 +129,7 @@ class Encoded:
     embeddings: np.ndarray  # (N, D) float32, unit norm
     rationales: list[str]  # without ``<emb>``; empty in direct mode
     num_rationale_tokens: np.ndarray  # (N,) int64, without ``<emb>``
-    stop_reasons: list[
-        str
-    ]  # ``emb`` (written by the model), ``forced`` (appended at the cap) or ``prefilled`` (direct mode)
+    # ``emb`` (written by the model), ``forced`` (appended at the cap) or ``prefilled`` (direct mode)
+    stop_reasons: list[str]
     generate_ms: np.ndarray  # (N,) float64, wall time of generation: a batch's time divided by its rows
     embed_ms: np.ndarray  # (N,) float64, wall time of everything else, likewise

@@ -47,21 +47,19 @@ def before_torchvision() -> None:
         sys.meta_path.insert(0, _Finder())
 
 
-def make_importable() -> bool:
-    """Declare ``torchvision::nms`` and ``torchvision::qnms`` if a CPU build of torch lacks them; returns whether it did."""
+def make_importable() -> None:
+    """Declare ``torchvision::nms`` and ``torchvision::qnms`` if a CPU build of torch lacks them."""
     global _library
     import torch
 
     if "+cpu" not in torch.__version__:
-        return False
+        return
     try:
         torch._C._get_schema("torchvision::nms", "")
     except RuntimeError:
         _library = torch.library.Library("torchvision", "FRAGMENT")
         for name in ("nms", "qnms"):
             _library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        return True
-    return False
 
 
 def write_hook(folder: Any) -> None:

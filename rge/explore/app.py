@@ -106,10 +106,7 @@ def application(explorer: Explorer, host: str) -> FastAPI:
 
     @app.get("/api/picture")
     def picture(
-        source: str | None = None,
-        id: str | None = None,
-        example: int | None = None,
-        large: bool = False,  # noqa: A002
+        source: str | None = None, id: str | None = None, example: int | None = None, large: bool = False
     ) -> Response:
         asked = Picture(source=source, id=id, example=example)
         try:

@@ -79,10 +79,9 @@ class _Local:
         self._indices: dict[str, Any] = {}
         self._pages: dict[tuple[str | None, str], tuple[str, int]] = {}
         self._index_lock, self._page_lock = threading.Lock(), threading.Lock()
-        self.app = FastAPI(openapi_url=None)
+        self.app = FastAPI(openapi_url=None, exception_handlers={ValueError: _refused})
         self.app.add_api_route("/search", self.search, methods=["POST"])
         self.app.add_api_route("/explore", self.explore, methods=["POST"])
-        self.app.add_exception_handler(ValueError, _refused)
 
     def search(self, body: dict[str, Any] = Body()) -> dict[str, Any]:  # noqa: B008 - FastAPI's own form
         """Search like `rge search`."""

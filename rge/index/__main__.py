@@ -136,9 +136,8 @@ def _create(options: IndexOptions) -> "tuple[Index, Embedder]":
     folder = Path(options.checkpoint).expanduser()
     index = Index.create(
         options.out,
-        checkpoint=str(folder.resolve())
-        if folder.is_dir()
-        else options.checkpoint,  # found from elsewhere too
+        # A folder's absolute path can be found from elsewhere too.
+        checkpoint=str(folder.resolve()) if folder.is_dir() else options.checkpoint,
         checkpoint_hash=embedder.checkpoint_hash,
         dimensions=options.dimensions or embedder.size,
         captions=options.captions or "show",

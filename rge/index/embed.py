@@ -20,7 +20,7 @@ from tqdm import tqdm
 from rge.checkpoints.run_lock import held
 from rge.common.commands import start
 from rge.common.errors import UserError
-from rge.common.files import replacing, write_json
+from rge.common.files import read_json, replacing, write_json
 from rge.common.options import parse_options
 from rge.index.options import EmbedOptions
 from rge.index.sources import Source, Unreadable, read_source
@@ -103,14 +103,10 @@ def _embed_missing(
 
 def _check_same_settings(parts: Path, about: dict[str, Any]) -> None:
     """Refuse to continue a command that was started with other settings."""
-    path = parts / ABOUT
-    if not path.exists():
-        write_json(path, about)
+    before = read_json(parts / ABOUT)
+    if before is None:
+        write_json(parts / ABOUT, about)
         return
-    try:
-        before = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        before = {}
     differs = [key for key, value in about.items() if before.get(key) != value and key != "checkpoint"]
     if differs:
         changes = ", ".join(f"{key}: {before.get(key)!r}, now {about[key]!r}" for key in differs)
@@ -148,10 +144,9 @@ def _merge_parts(out: Path, parts: Path, current: dict[str, str], about: dict[st
     with replacing(out) as temporary, pq.ParquetWriter(temporary, schema) as writer:
         for path in paths:
             table = pq.read_table(path)
-            keep = [
-                current.get(row["id"]) == row["stamp"] for row in table.select(["id", "stamp"]).to_pylist()
-            ]
-            kept = table.filter(pa.array(keep)).select(columns).cast(schema)
+            stamps = zip(table["id"].to_pylist(), table["stamp"].to_pylist(), strict=True)
+            kept = table.filter(pa.array(current.get(name) == stamp for name, stamp in stamps))
+            kept = kept.select(columns).cast(schema)
             writer.write_table(kept)
             rows += len(kept)
         if not rows:

@@ -80,7 +80,8 @@ class Reader:
         An entry that cannot be read or embedded (a picture one pixel high) goes into `unreadable`, and None is yielded for it.
         Contents whose digest is `known` get no prompt.
         """
-        windows = _windows(entries, WINDOW * self.batch_size)
+        remaining = iter(entries)
+        windows = iter(lambda: tuple(islice(remaining, WINDOW * self.batch_size)), ())
         with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
             current: list[tuple[Entry, Future[Prepared]]] = []
             try:
@@ -100,10 +101,10 @@ class Reader:
 
     def vectors(self, prepared: Sequence[Prepared]) -> list[Embedded]:
         """Embed entries that have a prompt."""
+        if not prepared:
+            return []
         prompts = [item.prompt for item in prepared if item.prompt is not None]
         assert len(prompts) == len(prepared)
-        if not prompts:
-            return []
         self.embedder.warn_of_truncation(prompts)
         encoded = self.embedder.encode_prompts(prompts, mode=self.mode, batch_size=self.batch_size)
         if not np.isfinite(encoded.embeddings).all():
@@ -128,12 +129,6 @@ class Reader:
             message = str(error).replace(f"<{len(content.data or b'')} bytes>", str(entry.image))
             raise UserError(message) from error
         return Prepared(entry, without_bytes, prompt)
-
-
-def _windows(entries: Iterable[Entry], size: int) -> Iterator[tuple[Entry, ...]]:
-    remaining = iter(entries)
-    while window := tuple(islice(remaining, size)):
-        yield window
 
 
 def _result(entry: Entry, future: Future[Prepared], unreadable: Unreadable) -> Prepared | None:

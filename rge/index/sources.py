@@ -128,7 +128,7 @@ class Content:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
-def read_source(path: Path, *, id: str = "id", text: str = "text", image: str = "image") -> Source:  # noqa: A002
+def read_source(path: Path, *, id: str = "id", text: str = "text", image: str = "image") -> Source:
     """List a folder or a table; `id`, `text` and `image` are a table's columns with names, texts and pictures.
 
     Raises:

@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -32,7 +32,6 @@ from rge.index.sources import Content, Entry, Source
 
 if TYPE_CHECKING:
     from lancedb.db import DBConnection
-    from lancedb.query import LanceVectorQueryBuilder
     from lancedb.table import Table
 
     from rge.embedder import Embedder
@@ -376,7 +375,7 @@ class Index:
         rows = self._select(["source", "id", "image"], limit=count).to_pylist()
         return [(row["source"], row["id"], row["image"] is not None) for row in rows]
 
-    def picture(self, source: str, id: str) -> tuple[str | None, bytes | None]:  # noqa: A002
+    def picture(self, source: str, id: str) -> tuple[str | None, bytes | None]:
         """A row's picture and its thumbnail, each None if there is none.
 
         Raises:
@@ -412,7 +411,7 @@ class Index:
         where: str | None = None,
         exact: bool = False,
     ) -> pa.Table:
-        query = cast("LanceVectorQueryBuilder", self._table.search(query_D, vector_column_name="vector"))
+        query: Any = self._table.search(query_D, vector_column_name="vector")
         query = query.distance_type("dot").limit(k)
         query = query.bypass_vector_index() if exact else query.nprobes(NPROBES).refine_factor(REFINE)
         if where is not None:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from rge.config import ModelConfig
 from rge.losses import CHUNK_TOKENS
 from rge.model.attention import bucket
 from rge.model.backbone import skeleton
@@ -68,6 +69,9 @@ SHARDED: dict[str, tuple[str, ...]] = {
     "fsdp2": ("weights", "gradients", "optimizer"),
 }
 """What each back end shards over the GPUs."""
+
+KEPT = "kept until the backward"
+"""Kind of memory: what several micro batches keep (`kept_bytes`)."""
 
 OPTIMIZER_STATES = {"adamw": 2, "muon": 1}
 """Numbers kept per parameter; Muon keeps one, except for what it leaves to AdamW."""
@@ -445,7 +449,7 @@ def memory(shapes: Shapes, load: Load, setup: Setup) -> dict[str, float]:
         "pictures": pixel_bytes(shapes, load) + stays * float(made),
         "activations": training if setup.captures or training >= writing else 0.0,
         "rollout": writing if setup.captures or writing > training else 0.0,
-        "kept until the backward": kept_bytes(shapes, load, setup)[0],
+        KEPT: kept_bytes(shapes, load, setup)[0],
     }
 
 
@@ -604,13 +608,13 @@ def communication(shapes: Shapes, load: Load, setup: Setup) -> float:
     return sent + embeddings
 
 
-def num_parameters(model: HubModel, recipe_model: Any) -> tuple[int, int]:
+def num_parameters(model: HubModel, settings: ModelConfig) -> tuple[int, int]:
     """All parameters, and those with a gradient: with adapters theirs, the `<emb>` row and `modules_to_save`."""
     family = family_of(model)
     tower, total = family.vision(model), _size(model)
-    lora = getattr(recipe_model, "lora", None)
+    lora = settings.lora
     if lora is None:
-        return total, total - recipe_model.freeze_vision * sum(map(_size, tower))
+        return total, total - settings.freeze_vision * sum(map(_size, tower))
     whole = [it for name, it in model.named_modules() if name.rsplit(".", 1)[-1] in lora.modules_to_save]
     inside = set(chain.from_iterable(module.modules() for module in whole))
 

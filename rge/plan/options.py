@@ -6,9 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rge.config import BackEndName, Recipe, load_options
+from rge.config import AtLeastOne, BackEndName, Recipe, load_options
 
-AtLeastOne = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
 
 

@@ -168,12 +168,8 @@ def plan(
 ) -> Plan:
     """The plan of a stage.
 
-    Args:
-        recipe: of the run.
-        model: without its weights.
-        options: of the command.
-        longest: tokens of the largest prompts, their pictures and rationales, if the records are known.
-        on_gpu: reserve memory for its context and buffers, and choose settings by its memory.
+    The model comes without its weights. `longest` are the tokens of the largest prompts, their pictures and rationales, if the
+    records are known. With `on_gpu`, memory is reserved for its context and buffers, and settings are chosen by its memory.
 
     Raises:
         RecipeError: the batch cannot be divided, a prompt is longer than allowed, or activations cannot be kept as asked.
@@ -333,7 +329,7 @@ def setup_of(recipe: Recipe, model: HubModel, options: PlanOptions) -> Setup:
     Raises:
         RecipeError: training would refuse the optimizer under the back end.
     """
-    lora = getattr(recipe.model, "lora", None)
+    lora = recipe.model.lora
     _, queries = _stage(recipe, options)
     back_end = options.back_end or recipe.train.back_end
     if recipe.optim.name in UNSHARDED_ONLY and options.num_gpus > 1 and back_end != "ddp":
@@ -414,7 +410,7 @@ def _changes(recipe: Recipe, options: PlanOptions) -> Iterator[list[tuple[str, R
     batch_size, on_gpu = getattr(recipe, options.for_).batch_size, not options.cpu
     doubled = [options.num_gpus << shift for shift in range(1, 11)]
     more_gpus = [number for number in doubled if number <= min(1024, batch_size) and batch_size % number == 0]
-    whole = not model.freeze_vision and getattr(model, "lora", None) is None
+    whole = not model.freeze_vision and model.lora is None
     kinds: list[tuple[str, list[Any], str]] = [
         ("train.micro_batch_size", _halves(recipe.train.micro_batch_size), ": the result stays the same"),
         (

@@ -11,6 +11,7 @@ from rge.config import BACK_ENDS, UNSHARDED_ONLY, Recipe, RecipeError
 from rge.plan.costs import (
     ACTIVATIONS_OFF_BY,
     GIB,
+    KEPT,
     Load,
     Setup,
     Shapes,
@@ -21,8 +22,6 @@ from rge.plan.costs import (
     step_seconds,
 )
 from rge.plan.options import PlanOptions
-
-KEPT = "kept until the backward"
 
 
 class ImpossibleKeeping(RecipeError):
@@ -172,9 +171,9 @@ def back_ends(recipe: Recipe, options: PlanOptions) -> tuple[str, ...]:
 
 
 def fastest(
-    recipe: Recipe, shapes: Shapes, load: Load, setup: Setup, options: PlanOptions, room: Room, count: int = 3
+    recipe: Recipe, shapes: Shapes, load: Load, setup: Setup, options: PlanOptions, room: Room
 ) -> list[Way]:
-    """The fastest settings that fit, one for each combination of checkpointing, keeping and encoding."""
+    """The three fastest settings that fit, one for each combination of checkpointing, keeping and encoding."""
     free = replace(
         recipe,
         train=replace(recipe.train, keep_activations="auto"),
@@ -196,7 +195,7 @@ def fastest(
                     kind = (checkpointing, choice.keep, choice.once)
                     if way.fits(room) and (kind not in best or rank(way) < rank(best[kind])):
                         best[kind] = way
-    return sorted(best.values(), key=rank)[:count]
+    return sorted(best.values(), key=rank)[:3]
 
 
 def overrides(recipe: Recipe, way: Way, setup: Setup) -> list[str]:

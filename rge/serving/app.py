@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from fastapi import FastAPI, Request
@@ -189,13 +189,9 @@ class Service:
         try:
             return await asyncio.get_running_loop().run_in_executor(
                 self._threads,
-                make_prompt,
-                self.embedder,
-                raw,
-                pictures,
-                side,
-                instruction,
-                self.options.max_picture_mp,
+                partial(
+                    make_prompt, self.embedder, raw, pictures, side, instruction, self.options.max_picture_mp
+                ),
             )
         finally:
             self.num_preparing -= 1
@@ -318,22 +314,27 @@ class Service:
         }
         return JSONResponse(about, 200 if self.batches.is_alive else 503)
 
-    def _model(self) -> dict[str, Any]:
-        return {"id": self.name, "object": "model", "created": self._began, "owned_by": "rge"}
-
     async def _models(self) -> dict[str, Any]:
-        return {"object": "list", "data": [self._model()]}
+        return {"object": "list", "data": [await self._one_model(self.name)]}
 
     async def _one_model(self, name: str) -> dict[str, Any]:
         self._check_model(name)
-        return self._model()
+        return {"id": self.name, "object": "model", "created": self._began, "owned_by": "rge"}
 
     async def _metrics(self) -> Response:
         return Response(self.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     def _routes(self) -> FastAPI:
         # Without FastAPI's pages, which load scripts from elsewhere; the schema is at /openapi.json.
-        app = FastAPI(title="rge serve", version=rge.__version__, docs_url=None, redoc_url=None)
+        app = FastAPI(
+            title="rge serve",
+            version=rge.__version__,
+            docs_url=None,
+            redoc_url=None,
+            exception_handlers={
+                Refusal: _refused, RequestValidationError: _invalid, HTTPException: _http, Exception: _failed,
+            },
+        )  # fmt: skip
         post: list[tuple[str, Callable[..., Any], str]] = [
             ("/v1/embeddings", self._embeddings, "Embed texts and pictures, as OpenAI and vLLM"),
             ("/v2/embed", self._cohere, "Embed texts and pictures, as Cohere"),
@@ -350,10 +351,6 @@ class Service:
             ("/metrics", self._metrics, "Figures for Prometheus"),
         ):
             app.add_api_route(path, route, methods=["GET"], summary=summary)
-        app.add_exception_handler(Refusal, _refused)
-        app.add_exception_handler(RequestValidationError, _invalid)
-        app.add_exception_handler(HTTPException, _http)
-        app.add_exception_handler(Exception, _failed)
         return app
 
 
@@ -369,30 +366,27 @@ def _json(content: dict[str, Any], notes: Sequence[str]) -> JSONResponse:
     return JSONResponse(content | {"warnings": list(notes)} if notes else content)
 
 
-async def _refused(_: Request, refusal: Exception) -> Response:
-    return error_response(cast(Refusal, refusal))
+async def _refused(_: Request, refusal: Refusal) -> Response:
+    return error_response(refusal)
 
 
-async def _invalid(_: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
+async def _invalid(_: Request, error: RequestValidationError) -> Response:
     first = error.errors()[0]
-    loc = [str(part) for part in first["loc"] if part != "body"]
-    if first["type"] == "json_invalid":
-        return error_response(
-            Refusal(400, f"the body is not valid JSON: {first['ctx']['error']}", "invalid_json")
-        )
-    message = first["msg"].removeprefix("Value error, ")
-    if not loc and first["type"] in ("value_error", "string_unicode"):
-        return error_response(Refusal(400, message, first["type"]))
-    if not loc:
+    param = ".".join(str(part) for part in first["loc"] if part != "body")
+    message, code = first["msg"].removeprefix("Value error, "), first["type"]
+    if code == "json_invalid":
+        refusal = Refusal(400, f"the body is not valid JSON: {first['ctx']['error']}", "invalid_json")
+    elif param:
+        refusal = Refusal(400, f"{param}: {message}", code, param=param)
+    elif code in ("value_error", "string_unicode"):
+        refusal = Refusal(400, message, code)
+    else:
         message = "the body must be a JSON object, sent with Content-Type: application/json"
-        return error_response(Refusal(400, message, "invalid_body"))
-    param = ".".join(loc)
-    return error_response(Refusal(400, f"{param}: {message}", first["type"], param=param))
+        refusal = Refusal(400, message, "invalid_body")
+    return error_response(refusal)
 
 
-async def _http(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
+async def _http(request: Request, error: HTTPException) -> Response:
     message = f"{request.method} {request.url.path}: {error.detail}"
     return error_response(Refusal(error.status_code, message, "http_error"))
 

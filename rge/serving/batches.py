@@ -196,9 +196,9 @@ class Batches:
         oldest = self._waiting[0]
         alike = [row for row in self._waiting[: 8 * self.batch_size] if row.mode == oldest.mode]
         alike.sort(key=lambda row: abs(len(row.prompt) - len(oldest.prompt)))  # stable: older first
-        taken = set(map(id, alike[: self.batch_size]))
-        batch = [row for row in self._waiting if id(row) in taken]
-        self._waiting = [row for row in self._waiting if id(row) not in taken]
+        taken = set(alike[: self.batch_size])
+        batch = [row for row in self._waiting if row in taken]
+        self._waiting = [row for row in self._waiting if row not in taken]
         return [row for row in batch if row.answer.set_running_or_notify_cancel()]
 
     def _work(self, batch: list[_Waiting]) -> None:

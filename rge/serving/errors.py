@@ -46,8 +46,7 @@ def error_response(refusal: Refusal, *, close: bool = False) -> JSONResponse:
         headers["WWW-Authenticate"] = "Bearer"
     if close:
         headers["Connection"] = "close"
-    message = refusal.message.encode(
-        "utf-8", "replace"
-    ).decode()  # without lone surrogates, which JSON allows
+    # Without lone surrogates, which JSON allows.
+    message = refusal.message.encode("utf-8", "replace").decode()
     error = {"message": message, "type": kind, "param": refusal.param, "code": refusal.code}
     return JSONResponse({"error": error}, refusal.status, headers)

@@ -5,6 +5,7 @@ import hmac
 import ipaddress
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from urllib.parse import urlsplit
 
 from asgi_correlation_id import CorrelationIdMiddleware
@@ -208,9 +209,7 @@ class _Body:
 
 async def _discard(body: _Body) -> None:
     remaining = LINGER_BYTES
-    try:
+    with suppress(TimeoutError):
         async with asyncio.timeout(LINGER_S):
             while not body.is_complete and remaining > 0:
                 remaining -= len(await body.part())
-    except TimeoutError:
-        pass

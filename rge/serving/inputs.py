@@ -1,7 +1,5 @@
 """Validate a request's texts and pictures against the limits, and make prompts of them."""
 
-import base64
-import binascii
 import io
 import re
 from collections.abc import Sequence
@@ -9,7 +7,7 @@ from dataclasses import dataclass
 
 from PIL import Image, UnidentifiedImageError
 
-from rge.common.images import WEB, ImageError, load_image
+from rge.common.images import WEB, ImageError, decode_data_url, load_image
 from rge.common.schema import Item
 from rge.embedder import Embedder
 from rge.model.prompts import Prompt
@@ -72,26 +70,22 @@ async def fetch_pictures(raw: Raw, options: ServeOptions) -> list[bytes | str]:
     Raises:
         BadInput: addresses are not allowed, or the picture cannot be fetched.
     """
-    pictures: list[bytes | str] = []
-    param = f"{raw.param}.image_url"
-    for address in raw.pictures:
-        if _DATA.match(address):
-            pictures.append(address)
-        elif not address.startswith(WEB):
-            raise BadInput(
-                "a picture must be sent as data:image/...;base64,... with its bytes in base64", param
-            )
-        elif not options.allow_urls:
-            raise BadInput(
-                "this server does not fetch pictures from the web: send their bytes as data:image/...;base64,...",
-                param,
-            )
-        else:
-            try:
-                pictures.append(await fetch_public(address, options.max_body_mb << 20))
-            except ImageError as error:
-                raise BadInput(str(error), param) from None
-    return pictures
+    try:
+        return [await _fetched(address, options) for address in raw.pictures]
+    except ImageError as error:
+        raise BadInput(str(error), f"{raw.param}.image_url") from None
+
+
+async def _fetched(address: str, options: ServeOptions) -> bytes | str:
+    if _DATA.match(address):
+        return address
+    if not address.startswith(WEB):
+        raise ImageError("a picture must be sent as data:image/...;base64,... with its bytes in base64")
+    if not options.allow_urls:
+        raise ImageError(
+            "this server does not fetch pictures from the web: send their bytes as data:image/...;base64,..."
+        )
+    return await fetch_public(address, options.max_body_mb << 20)
 
 
 def make_prompt(
@@ -118,7 +112,7 @@ def make_prompt(
 
 
 def _image(picture: bytes | str, max_mp: float) -> Image.Image:
-    data = picture if isinstance(picture, bytes) else _decoded(picture)
+    data = picture if isinstance(picture, bytes) else decode_data_url(picture)
     name = f"<{len(data)} bytes>"
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as header:
@@ -130,10 +124,3 @@ def _image(picture: bytes | str, max_mp: float) -> Image.Image:
     if width * height > max_mp * 1e6:
         raise ImageError(f"picture {name} has {width} x {height} pixels, the limit is {max_mp:g} million")
     return load_image(data)
-
-
-def _decoded(address: str) -> bytes:
-    try:
-        return base64.b64decode(address.partition(",")[2], validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise ImageError(f"data URL {address[:40]}... cannot be read: {error}") from None

@@ -1,6 +1,7 @@
 """Metrics in Prometheus' text format."""
 
 from collections.abc import Callable
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -16,22 +17,22 @@ class Metrics:
         self, *, waiting: Callable[[], float], preparing: Callable[[], float], held: Callable[[], float]
     ):
         self.registry = CollectorRegistry()
-        all_ = self.registry
-        self.requests = Counter("rge_requests", "Requests by path and status; 499: the client disconnected", ["path", "code"], registry=all_)  # fmt: skip
-        self.seconds = Histogram("rge_request_seconds", "From a request's head to its answer", ["path"], buckets=SECONDS, registry=all_)  # fmt: skip
-        self.batch_rows = Histogram(
-            "rge_batch_inputs", "Inputs of a batch", ["mode"], buckets=ROWS, registry=all_
+        counter, histogram = (
+            partial(Counter, registry=self.registry),
+            partial(Histogram, registry=self.registry),
         )
-        self.batch_seconds = Histogram("rge_batch_seconds", "The model's time for a batch", ["mode"], buckets=SECONDS, registry=all_)  # fmt: skip
-        self.tokens = Histogram(
-            "rge_rationale_tokens", "Tokens of a rationale", buckets=TOKENS, registry=all_
-        )
-        self.forced = Counter("rge_rationales_forced", "Rationales that reached the cap", registry=all_)
-        Gauge("rge_waiting_inputs", "Inputs waiting for the model", registry=all_).set_function(waiting)
-        Gauge("rge_preparing_inputs", "Inputs being decoded and tokenised, or waiting for it", registry=all_).set_function(preparing)  # fmt: skip
-        Gauge("rge_held_bytes", "Bodies and pictures of requests in progress", registry=all_).set_function(
-            held
-        )
+        self.requests = counter("rge_requests", "Requests by path and status; 499: the client disconnected", ["path", "code"])  # fmt: skip
+        self.seconds = histogram("rge_request_seconds", "From a request's head to its answer", ["path"], buckets=SECONDS)  # fmt: skip
+        self.batch_rows = histogram("rge_batch_inputs", "Inputs of a batch", ["mode"], buckets=ROWS)
+        self.batch_seconds = histogram("rge_batch_seconds", "The model's time for a batch", ["mode"], buckets=SECONDS)  # fmt: skip
+        self.tokens = histogram("rge_rationale_tokens", "Tokens of a rationale", buckets=TOKENS)
+        self.forced = counter("rge_rationales_forced", "Rationales that reached the cap")
+        for name, about, value in (
+            ("rge_waiting_inputs", "Inputs waiting for the model", waiting),
+            ("rge_preparing_inputs", "Inputs being decoded and tokenised, or waiting for it", preparing),
+            ("rge_held_bytes", "Bodies and pictures of requests in progress", held),
+        ):
+            Gauge(name, about, registry=self.registry).set_function(value)
 
     def text(self) -> bytes:
         """The metrics as Prometheus scrapes them."""

@@ -90,9 +90,8 @@ async def _fetch(address: str, max_bytes: int, shown: str) -> bytes:
         for _ in range(MAX_REDIRECTS + 1):
             if not address.startswith(WEB):
                 raise ImageError(f"picture {shown}: only http and https addresses are fetched")
-            address = quote(
-                address, safe=string.punctuation
-            )  # as browsers do; leaves quoted characters alone
+            # As browsers do; leaves quoted characters alone.
+            address = quote(address, safe=string.punctuation)
             headers = [("Accept", "image/*"), ("Accept-Encoding", "identity")]
             async with pool.stream("GET", address, headers=headers) as response:
                 if response.status in (301, 302, 303, 307, 308):

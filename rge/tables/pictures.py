@@ -32,11 +32,10 @@ from rge.tables.rows import (
     table_rows,
 )
 
-PICTURES = {
-    ".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif", ".jp2", ".ppm", ".pgm", ".heic", ".heif",
-}  # fmt: skip
+SUFFIXES = (
+    ".avif", ".bmp", ".gif", ".heic", ".heif", ".jp2", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp",
+)  # fmt: skip
 """Endings of picture files; files that Pillow cannot read are reported, not skipped."""
-SUFFIXES = tuple(sorted(PICTURES))
 KINDS = {
     ".parquet": "parquet", ".tar": "tar", ".tar.gz": "tar", ".tgz": "tar",
     ".csv": "table", ".tsv": "table", ".jsonl": "table",
@@ -93,7 +92,7 @@ def find(path: str) -> Files:
         files = [place] if fs.isfile(place) else _matching(fs, place, is_local)
     except TableError:
         raise
-    except Exception as error:  # noqa: BLE001 - every file system has its own errors
+    except Exception as error:  # every file system has its own errors
         raise TableError(f"{path} cannot be read: {reason(error)}") from error
     if not files:
         raise TableError(f"{path} does not exist")

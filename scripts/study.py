@@ -598,10 +598,10 @@ def pretrained(options: Options) -> Finding:
         "ratio_1_10": ("loss.ratio=1:10",),
         "oracle": ("loss.anchor=oracle",),
     }
-    for name, settings in own.items():
-        words = (*settings, *steps_words("joint", options, 36))
+    for name, settings in (*own.items(), ("longer", ())):
+        words = (*settings, *steps_words("joint", options, 108 if name == "longer" else 36))
         arms.append(Arm(name, "joint", "cold", words, query_mode="reasoning"))
-    arms += [Arm(f"{name}, direct", "", name, query_mode="direct") for name in ("self", "none")]
+    arms += [Arm(f"{name}, direct", "", name, query_mode="direct") for name in ("self", "none", "longer")]
     text = """
         self - self, direct
         self - none, direct
@@ -609,6 +609,8 @@ def pretrained(options: Options) -> Finding:
         none - none, direct
         self - ratio_1_10
         self - oracle
+        longer - self
+        longer - longer, direct
     """
     names = [arm.name for arm in arms[1:]]
     finding = on_demo(options, "pretrained", arms, names, "\n".join(names) + text)

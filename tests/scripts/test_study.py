@@ -342,7 +342,7 @@ def test_pretrained_weights_are_asked_with_and_without_words(study, monkeypatch)
     start = "pretrained/cold/seed_0/cold_start/final"
     assert trained(study) == [
         ("cold", ""),
-        *((name, start) for name in ("self", "none", "ratio_1_10", "oracle")),
+        *((name, start) for name in ("self", "none", "ratio_1_10", "oracle", "longer")),
     ]
     trainings = [command for command in study.commands if "rge/train.py" in command]
     assert all("recipe=smol" in command for command in trainings)
@@ -351,7 +351,7 @@ def test_pretrained_weights_are_asked_with_and_without_words(study, monkeypatch)
         for command in study.commands
         if "rge/train.py" not in command
     ]
-    assert sorted(asked) == ["query_mode=direct"] * 2 + ["query_mode=reasoning"] * 4
+    assert sorted(asked) == ["query_mode=direct"] * 3 + ["query_mode=reasoning"] * 5
 
 
 @pytest.mark.slow

@@ -235,4 +235,4 @@ def test_help_explains_inherited_options_too():
     shown = usage("budget")
     assert "k=8" in shown
     assert "Rationales sampled per query" in shown
-    assert "Retrieval set directory, see" in shown
+    assert "Retrieval set directory (docs/own_data.md)" in shown

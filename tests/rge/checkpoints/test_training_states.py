@@ -326,7 +326,9 @@ def test_an_export_that_fails_costs_no_step(tmp_path, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         first.finish()
     monkeypatch.setattr(
-        checkpoint_manager.CheckpointManager, "_export", lambda self, *given: exported.append(given)
+        checkpoint_manager.CheckpointManager,
+        "_export",
+        lambda self, *given: exported.append((*given, self._validated)),
     )
     again = manager()
     assert again.resume() == 9
@@ -339,7 +341,9 @@ def test_a_disk_with_room_for_the_checkpoint_alone_gets_it(tmp_path, monkeypatch
     monkeypatch.setattr(checkpoint_manager, "stop_after_this_step_at_signals", lambda: None)
     exported = []
     monkeypatch.setattr(
-        checkpoint_manager.CheckpointManager, "_export", lambda self, *given: exported.append(given)
+        checkpoint_manager.CheckpointManager,
+        "_export",
+        lambda self, *given: exported.append((*given, self._validated)),
     )
     trained = Trained(tmp_path / "unused")
     parts = trained.model, trained.model, trained.optimizer, trained.states.accelerator, {}, "no start"

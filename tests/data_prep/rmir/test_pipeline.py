@@ -724,7 +724,8 @@ def test_a_call_that_is_never_answered_stays_open_and_the_others_go_on_where_tha
         poison.append("healed")
         with closing(Run(config, progress=False)) as run:
             run_stages(run, STAGES)
-            assert len(run.rows("generate", "queries", "generated")) > partly
+            # Not always more: all that it answers may be rejected. The tables are compared below.
+            assert len(run.rows("generate", "queries", "generated")) >= partly
             assert all(
                 not run.done(stage).get("unanswered") for stage in STAGES if stage in stages_of(config)
             )

@@ -69,15 +69,14 @@ class Study:
     out: Path
     arms: Sequence[Arm]
     recipe: tuple[str, ...]  # arguments of every training
-    sets: Mapping[
-        str, Path
-    ]  # by name; an evaluation is in the run's folder on_NAME, or eval for the empty name
+    # Retrieval sets by name; an evaluation is in the run's folder on_NAME, or eval for the empty name.
+    sets: Mapping[str, Path]
     seeds: int  # runs per arm
     launcher: str = ""  # command before ``rge/train.py``; empty: `default_launcher`
     ask: tuple[str, ...] = ("exact=false",)  # further arguments of every ``rge eval run``
     metrics: Sequence[str] = ("hit@1",)  # numeric columns of per_query.parquet, or of `derive`, that are kept
     columns: Sequence[str] = ()  # to slice by, also kept
-    # adds columns to a run's per-query results on a set
+    # Adds columns to a run's per-query results on a set.
     derive: Callable[[pd.DataFrame, Path], pd.DataFrame] = field(default=lambda frame, path: frame)
 
     @cached_property

@@ -592,14 +592,15 @@ def pretrained(options: Options) -> Finding:
     """From pretrained weights on both sides: anchor, ratio and mode (recipe smol, the demo's queries; needs its packages)."""
     words = (*steps_words("cold_start", options, 100), *naming_words(options))
     arms = [Arm("cold", "cold_start", "", words, query_mode="")]
-    own = {
-        "self": (),
-        "none": ("loss.anchor=none",),
-        "ratio_1_10": ("loss.ratio=1:10",),
-        "oracle": ("loss.anchor=oracle",),
+    trained: dict[str, tuple[int, tuple[str, ...]]] = {
+        "self": (36, ()),
+        "none": (36, ("loss.anchor=none",)),
+        "ratio_1_10": (36, ("loss.ratio=1:10",)),
+        "oracle": (36, ("loss.anchor=oracle",)),
+        "longer": (108, ()),
     }
-    for name, settings in (*own.items(), ("longer", ())):
-        words = (*settings, *steps_words("joint", options, 108 if name == "longer" else 36))
+    for name, (steps, settings) in trained.items():
+        words = (*settings, *steps_words("joint", options, steps))
         arms.append(Arm(name, "joint", "cold", words, query_mode="reasoning"))
     arms += [Arm(f"{name}, direct", "", name, query_mode="direct") for name in ("self", "none", "longer")]
     text = """

@@ -47,9 +47,8 @@ class BatchJobs:
         self._wanted: Mapping[str, Call] = {}
         self._waiting: list[BatchRow] = []
         self._last_status: dict[str, str] = {}  # by label
-        self._stop: StopCalls | None = (
-            None  # the first result that stops calls; raised once its batch is stored
-        )
+        # The first result that stops calls; raised once its batch is stored.
+        self._stop: StopCalls | None = None
 
     async def run(self, wanted: Mapping[str, Call]) -> dict[str, str]:
         """Answer calls through batches.

@@ -187,7 +187,7 @@ def _missing(items: Iterable[Item], done: np.ndarray, most: int) -> Iterator[tup
     """Yield runs of consecutive items missing from the shards, at most ``most`` long, with their first row."""
     stretch: list[Item] = []
     row = -1
-    for row, item in enumerate(items):  # noqa: B007  # the last row is needed below
+    for row, item in enumerate(items):  # the last row is needed below
         if not done[row]:
             stretch.append(item)
         if stretch and (done[row] or len(stretch) == most):

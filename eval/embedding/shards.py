@@ -207,7 +207,7 @@ def _allocate(folder: Path, shape: tuple[int, int], memory_mb: float) -> np.ndar
     if size <= memory_mb * 2**20:
         return np.empty(shape, np.float32)
     try:
-        file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  # lives as long as the map does
+        file = tempfile.TemporaryFile(dir=folder)  # lives as long as the map does
         os.posix_fallocate(file.fileno(), 0, size)  # report a full disk now, not as SIGBUS later
     except OSError as error:
         raise UserError(

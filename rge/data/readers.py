@@ -95,7 +95,7 @@ def _open_registered(config: RecordsConfig) -> tuple[Rows, Columns, Path]:
         number = len(rows)
     except UserError as error:
         raise RecordError(f"data source {config.label}: {error}") from error
-    except Exception as error:  # noqa: BLE001 - a user's code may raise anything
+    except Exception as error:  # a user's code may raise anything
         raise RecordError(f"data source {config.label}: {type(error).__name__}: {error}") from error
     return _Guarded(rows, number, config.label), Columns(config, None), Path()
 
@@ -112,7 +112,7 @@ class _Guarded:
     def __getitem__(self, index: int) -> Mapping[str, Any]:
         try:
             row = self._rows[index]
-        except Exception as error:  # noqa: BLE001 - a user's code may raise anything
+        except Exception as error:  # a user's code may raise anything
             raise RecordError(
                 f"data source {self._label}, row {index}: {type(error).__name__}: {error}"
             ) from error
@@ -183,7 +183,7 @@ def load(config: RecordsConfig) -> tuple[Any, Path]:
         )
     except RecordError:
         raise
-    except Exception as error:  # noqa: BLE001 - the library raises what its readers, and the network's, run into
+    except Exception as error:  # the library raises what its readers, and the network's, run into
         raise RecordError(_load_failure(config, local, error)) from error
     return found, folder if local else Path()
 

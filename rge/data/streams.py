@@ -221,7 +221,7 @@ class Reader(_Endless):
     def _tables(self, shard: int) -> Iterator[Any]:
         try:
             yield from self._dataset.shard(num_shards=self._shards, index=shard).iter(batch_size=BATCH)
-        except Exception as error:  # noqa: BLE001 - the library raises what its readers, and the network's, run into
+        except Exception as error:  # the library raises what its readers, and the network's, run into
             raise RecordError(
                 f"the stream {self.name} cannot be read further, in shard {shard}: {type(error).__name__}: {error}; run the same "
                 "command again to continue"

@@ -37,7 +37,7 @@ class ReasoningEmbedder(InputModule):
     and ``"latent"`` need a checkpoint trained for them.
     """
 
-    forward_kwargs = {"task", "mode"}  # noqa: RUF012 - the library's own convention
+    forward_kwargs = {"task", "mode"}  # the library's own convention
 
     def __init__(self, embedder: Embedder):
         super().__init__()

@@ -121,7 +121,7 @@ class _InGroups(_Stock):
 
     asked, fused = "auto", False
 
-    def forward(self, hidden_states, cu_seqlens, position_embeddings=None, spans=None, **kwargs):  # noqa: D102
+    def forward(self, hidden_states, cu_seqlens, position_embeddings=None, spans=None, **kwargs):
         if self.config._attn_implementation != "sdpa":
             return super().forward(
                 hidden_states, cu_seqlens, position_embeddings=position_embeddings, **kwargs

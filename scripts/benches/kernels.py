@@ -26,7 +26,7 @@ from rge.model.families import FAMILIES
 from rge.rollout.generate import generate
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "helpers"))
-from fake_gpu import FakeGpu  # noqa: E402
+from fake_gpu import FakeGpu
 
 COLUMNS = ("kernels", "launches", "waits", "captures", "copies", "unpinned")
 

@@ -382,7 +382,7 @@ def test_the_examples_run_as_they_are_printed(page, number, described, picture, 
     for seed, name in enumerate(("padlock", "key", "nail")):
         picture(40, 50, seed).save(f"{name}.png")
     names: dict = {}
-    exec(block, names)  # noqa: S102 - our own page
+    exec(block, names)  # our own page
     if "scores" in names:
         assert names["scores"].shape == (2,)
         assert names["query"] @ names["query"] == pytest.approx(1, abs=1e-5)

@@ -36,7 +36,7 @@ def encode(root, encoder, items=ITEMS, batch_size=2, key="k", **options):
     return read(cache)
 
 
-class quiet:  # noqa: N801  # stands for tqdm.tqdm
+class quiet:  # stands for tqdm.tqdm
     """Counts like a progress bar; the last one made is ``quiet.last``."""
 
     def __init__(self, *, total, initial, **_):

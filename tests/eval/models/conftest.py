@@ -20,7 +20,7 @@ from transformers import (
     SiglipModel,
 )
 
-import rge  # noqa: F401, I001  # makes torchvision importable before transformers is
+import rge  # noqa: F401  # makes torchvision importable before transformers is
 from rge.scratch import build as scratch
 
 TEXTS = [

@@ -720,6 +720,6 @@ def test_the_example_of_the_docs_runs_as_it_is_printed(photos, capsys):
     shutil.copy(photos / "red.png", "padlock.png")
     capsys.readouterr()
     names: dict = {}
-    exec(block, names)  # noqa: S102 - our own page
+    exec(block, names)  # our own page
     assert len(names["hits"]) == 5
     assert capsys.readouterr().out == f"{names['hits'][0].id} {names['hits'][0].score} False\n"

@@ -161,7 +161,7 @@ VARIANTS = (
     "silent_100",
     *(f"{arm}_{dose}" for dose in DOSES[:-1] for arm in ("hidden", "known")),
 )
-LENGTHS = {"short": 0.5, "long": 2.0}
+LENGTHS = {"short": 0.5, "long": 2.0, "longest": 4.0}
 """Multiples of the joint stage's steps: does the harm shrink?"""
 WARM_STEPS = 300
 """InfoNCE without rationales before any cold start, on targets of any ground: stands for pretraining."""
@@ -445,6 +445,8 @@ PAIRS = {"all": (), "seen pairs": ("pair", "seen"), "held-out pairs": ("pair", "
 ADAPTIVE = ("loss.adaptive.share=0.5", "loss.adaptive.margin=0.05", "loss.adaptive.warmup_steps=60")
 LATENT = ("loss.states={direct: 1, latent: 1}", "loss.think_lm=0.5")
 WITH_LATENT = ("reasoning", "direct", "latent")
+TWICE = ("joint.steps=440",)
+"""Twice the demo's joint steps."""
 STATES = {
     # At the learning rate of `none`, chosen on the families that finding g holds back.
     "both": (("reasoning", "direct"), ("loss.states.direct=1", "joint.lr=2e-3")),
@@ -460,6 +462,9 @@ STATES = {
         "model.think_tokens=4", "loss.anchor=latent", "loss.states.direct=1", "loss.think_lm=1", "joint.lr=2e-3",
     )),
     "none_lm": (("direct",), ("loss.anchor=none", "joint.lr=2e-3")),
+    "equal_long": (("reasoning",), TWICE),
+    "both_long": (("reasoning", "direct"), ("loss.states.direct=1", "joint.lr=2e-3", *TWICE)),
+    "none_long": (("direct",), (*ANCHORS["none"], *TWICE)),
 }  # fmt: skip
 """By arm: the query modes of its evaluations, and the settings of its training at 1:1; `equal` trains the reasoned state only."""
 MIXED = {
@@ -641,6 +646,10 @@ def modes(options: Options) -> Finding:
         both - equal
         both - both, direct
         both, direct - none
+        equal_long - equal
+        both_long - equal_long
+        both_long - both_long, direct
+        both_long, direct - none_long
         both_quarter - equal
         both_quarter, direct - none
         aligned - equal

@@ -602,9 +602,12 @@ def communication(shapes: Shapes, load: Load, setup: Setup) -> float:
         sent = gradient * (load.chunks if back_end == "zero2" else 1)
         sent += setup.trained * setup.dtype_bytes * share
     else:
-        # Weights are gathered for every forward and backward, and once for the rollout and the passes without gradient.
-        gathers = 2 * load.chunks + (1 if load.own or load.chunks > 1 else 0)
-        sent = gradient * load.chunks + weight * gathers
+        # Weights are gathered for each pass over a micro batch's queries or candidates, and once for the rollout.
+        sides = 1 + (load.candidates > 0)
+        passes = 2 * sides
+        if load.chunks > 1 and load.contrastive and setup.keep == "none":
+            passes += sides - bool(load.own)  # own rationales have left the queries' states
+        sent = gradient * load.chunks + weight * (passes * load.chunks + bool(load.own))
     return sent + embeddings
 
 

@@ -31,7 +31,7 @@ class Plans:
     `num_steps` are by open stage, `records` and `layouts` by source; `found` has each stage's plan, or why there is none.
 
     Raises:
-        RecipeError: `train.keep_activations` cannot be satisfied.
+        RecipeError: `rollout.prompt_pass` cannot be satisfied.
     """
 
     def __init__(

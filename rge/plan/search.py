@@ -25,7 +25,7 @@ from rge.plan.options import PlanOptions
 
 
 class ImpossibleKeeping(RecipeError):
-    """`train.keep_activations` or `rollout.prompt_pass` cannot be satisfied."""
+    """`rollout.prompt_pass` cannot be satisfied."""
 
 
 @dataclass(frozen=True)
@@ -96,20 +96,11 @@ class Way:
 
 
 def ways(recipe: Recipe, load: Load, setup: Setup) -> Iterator[Setup]:
-    """The setup with each allowed choice of keeping activations and encoding prompts, simplest first.
-
-    Raises:
-        ImpossibleKeeping: the recipe asks for a choice that the back end does not support.
-    """
+    """The setup with each allowed choice of keeping activations and encoding prompts, simplest first."""
     asked, prompt_pass = recipe.train.keep_activations, recipe.rollout.prompt_pass
     several = load.chunks > 1 and load.contrastive
-    if asked in ("device", "host") and setup.shares_weights:
-        raise ImpossibleKeeping(
-            f"train.keep_activations={asked} is not possible under {setup.back_end}: a layer's weights are gathered for one "
-            "forward and the backward that follows it. Set train.keep_activations=auto, or train.back_end=zero2"
-        )
     places = ["none"]
-    if several and not setup.shares_weights:
+    if several:
         places = ["none", "device", "host"] if asked == "auto" else [asked]
     wanted = {"once": [True], "twice": [False], "auto": [False, True] if several else [True]}[prompt_pass]
     for keep in places:
@@ -128,7 +119,7 @@ def decided(recipe: Recipe, shapes: Shapes, load: Load, setup: Setup, room: Room
     """Resolve ``auto`` in `train.keep_activations` and `rollout.prompt_pass`, and say why.
 
     Raises:
-        ImpossibleKeeping: see `ways`.
+        ImpossibleKeeping: the recipe asks for one encoding of prompts, and what it keeps does not fit.
     """
     asked = recipe.train.keep_activations
     found = [Way.of(shapes, load, one, room) for one in ways(recipe, load, setup)]
@@ -137,7 +128,7 @@ def decided(recipe: Recipe, shapes: Shapes, load: Load, setup: Setup, room: Room
         return best, f"train.keep_activations={asked}"
     none = min((way for way in found if way.setup.keep == "none"), key=lambda way: way.seconds)
     if len({way.setup.keep for way in found}) == 1:
-        return none, _why_nothing(load, setup)
+        return none, "one micro batch" if load.contrastive else "nothing is compared"
     if room.gpu is None:
         return none, "no GPU"
     best = min(
@@ -155,12 +146,6 @@ def decided(recipe: Recipe, shapes: Shapes, load: Load, setup: Setup, room: Room
     most = (best.total + best.uncertain) / GIB
     place = f", {best.host / GIB:,.0f} GiB of main memory" if best.host else ""
     return best, f"up to {most:,.0f} of {room.gpu / GIB:,.0f} GiB{place}"
-
-
-def _why_nothing(load: Load, setup: Setup) -> str:
-    if not load.contrastive:
-        return "nothing is compared"
-    return "one micro batch" if load.chunks == 1 else f"not possible under {setup.back_end}"
 
 
 def back_ends(recipe: Recipe, options: PlanOptions) -> tuple[str, ...]:

@@ -144,7 +144,7 @@ def recipe(shared, tiny_path, picture) -> list[str]:
             "loss": {"temperature": 0.05},
             "optim": {"weight_decay": 20.0},  # so strong that losses show which weights it falls on
             "rollout": {"max_new_tokens": 6, "temperature": 0.7, "batch_size": 2},
-            "train": {"micro_batch_size": 2, "save_every": 2, "log_every": 1},
+            "train": {"micro_batch_size": 2, "keep_activations": "device", "save_every": 2, "log_every": 1},
             **{name: {"steps": steps, **stage} for name, steps in STEPS.items()},
         }
         (folder / "tiny.yaml").write_text(yaml.safe_dump(settings))

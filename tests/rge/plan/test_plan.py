@@ -379,8 +379,9 @@ def test_keeping_is_chosen_by_the_room_that_there_is(the_3b, capsys):
     assert kept("gpu_gib=60", "host_gib=2000") == ("host", "once", 53.2)
     assert kept("gpu_gib=140", "train.keep_activations=none") == ("none", "twice", 65.5)
     assert kept("train.keep_activations=host", "rollout.prompt_pass=twice") == ("host", "twice", 59.4)
-    with pytest.raises(RecipeError, match="train.keep_activations=device is not possible under zero3"):
-        kept("back_end=zero3", "train.keep_activations=device")
+    # The rollout needs whole weights between a prompt's forward and its backward, so only candidates can be kept.
+    for back_end in ("zero3", "fsdp2"):
+        assert kept(f"back_end={back_end}", "gpu_gib=140") == ("device", "twice", 59.4)
     with pytest.raises(RecipeError, match="rollout.prompt_pass=once keeps what 8 micro batches need"):
         kept("gpu_gib=60", "rollout.prompt_pass=once")
 
@@ -632,14 +633,22 @@ def test_memory_and_communication_by_hand():
     assert of("zero3") == (0.5, 1.0, 3.0)
     assert of("fsdp2") == (1.0, 1.0, 2.0)  # float32, over four
 
-    def sent(back_end: str) -> float:
-        return communication(shapes, load, dataclasses.replace(setup, back_end=back_end)) / 1e9
+    def sent(back_end: str, **more: str) -> float:
+        return communication(shapes, load, dataclasses.replace(setup, back_end=back_end, **more)) / 1e9
 
     # 4 GB of gradients, or 2 in bfloat16, three quarters of them sent; four micro batches.
     assert sent("ddp") == 6.0
     assert sent("zero1") == 3.0 + 1.5
     assert sent("zero2") == 1.5 * 4 + 1.5
-    assert sent("zero3") == 1.5 * 4 + 1.5 * (2 * 4 + 1)
+    assert sent("zero3") == 1.5 * 4 + 1.5 * 2 * 4  # a forward and a backward of queries alone
+    load = dataclasses.replace(
+        load, candidates=1, contrastive=True
+    )  # twice forward and once backward, both sides
+    assert sent("zero3") == 1.5 * 4 + 1.5 * 6 * 4
+    assert sent("zero3", keep="device") == 1.5 * 4 + 1.5 * 4 * 4
+    load = dataclasses.replace(load, own=1)  # the rollout leaves the queries' states
+    assert sent("zero3") == 1.5 * 4 + 1.5 * (5 * 4 + 1)
+    assert sent("zero3", keep="device") == 1.5 * 4 + 1.5 * (4 * 4 + 1)
 
 
 def test_more_queries_cost_memory_only_by_the_micro_batch():

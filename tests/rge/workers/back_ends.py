@@ -4,7 +4,7 @@
 
 ``FOLDER/task.pt`` holds ``environments`` (what `accelerate launch --config_file` would set, by name of the back end),
 ``steps`` (each with ``batches``, one a rank, ``objective``, ``micro_batch_size`` and ``rollout_batch_sizes``, with
-``once`` where prompts are to be encoded once and ``keep`` where activations are to be kept, if the back end can, and with ``rl``, a recipe, and ``sampling``, one a rank, where it is a step of that stage), ``recipe`` (arguments of rge/train.py), ``adapted``
+``once`` where prompts are to be encoded once, if the back end can, and ``keep`` where activations are to be kept, and with ``rl``, a recipe, and ``sampling``, one a rank, where it is a step of that stage), ``recipe`` (arguments of rge/train.py), ``adapted``
 (by folder, a back end and further ones), ``merged`` (back ends whose adapters are merged for vLLM), ``kl`` (further ones, by back end) and ``plain`` (checkpoints without ``<emb>``). Rank r writes ``FOLDER/NAME_r.pt``, the main process exports to
 ``FOLDER/NAME``.
 """
@@ -88,7 +88,7 @@ def take_step(accelerator, embedder, model, optimizer, step: dict) -> dict:
             embedder,
             step["objective"],
             step["micro_batch_size"],
-            keep="none" if dist.shards_parameters(accelerator) else step.get("keep", "none"),
+            keep=step.get("keep", "none"),
             backward=accelerator.backward,
             no_sync=lambda: dist.no_sync(accelerator, model),
         )(batch, Rollout(rationales, encoded), credit)

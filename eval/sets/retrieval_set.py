@@ -267,7 +267,7 @@ def with_content(wanted: RetrievalSet, candidates: Sequence[str] | None = None) 
     """The set with a hash of all its content.
 
     Besides the fingerprint (ids and judgements), this covers all texts, instructions and pictures, and the columns that
-    figures are grouped by. ``candidates``: content digest of each in file order; None: read all pictures of the pool.
+    the set groups figures by. ``candidates``: content digest of each in file order; None: read all pictures of the pool.
 
     Raises:
         rge.common.images.ImageError: a picture cannot be read.
@@ -278,7 +278,9 @@ def with_content(wanted: RetrievalSet, candidates: Sequence[str] | None = None) 
     rows: list[list[str]] = sorted(
         [wanted.corpus_ids[r], one] for r, one in zip(wanted.file_order_C, candidates, strict=True)
     )
-    columns = [wanted.columns[name] for name in sorted(wanted.columns)]
+    # without those of by=, which belong to a command and not to the set
+    own = sorted({"category", "group", *wanted.meta.get("report_by", [])})
+    columns = [wanted.columns[name] for name in own]
     missing = [] if wanted.num_missing_Q is None else [list(map(str, wanted.num_missing_Q.tolist()))]
     queries = zip(wanted.queries, *columns, *missing, strict=True)
     rows += sorted([query.id, content_digest(query)[0], *values] for query, *values in queries)

@@ -5,7 +5,7 @@ import pyarrow.parquet as pq
 import pytest
 from eval_fakes import NUM_CANDIDATES, NUM_QUERIES, picture, tables, write_set, write_tables
 
-from eval.sets.retrieval_set import SetError, content_digest, load_set
+from eval.sets.retrieval_set import SetError, content_digest, load_set, with_content
 from rge.common.images import ImageError, picture_bytes
 from rge.common.schema import Item
 
@@ -141,8 +141,19 @@ def test_limit_and_report_by(tmp_path):
     assert (len(first.corpus_ids), first.fingerprint) == (NUM_CANDIDATES, found.fingerprint)
     with pytest.raises(SetError, match="column 'colour' is missing; there are id, text"):
         load_set(path, by=["colour"])
-    with pytest.raises(SetError, match="cannot report by 'group', which is a reserved column"):
-        load_set(path, by=["group"])
+    for name in ("group", "rationale", "mrr"):
+        with pytest.raises(SetError, match=f"cannot report by '{name}', which is a reserved column"):
+            load_set(path, by=[name])
+
+
+def test_a_set_is_the_same_however_it_is_reported(tmp_path):
+    path = write_set(tmp_path)
+    content = tables()
+    content["queries"]["season"] = ["winter", "summer"] * (NUM_QUERIES // 2)
+    write_tables(path, content, {"report_by": ["pair"]})
+    plain, seasons = (with_content(load_set(path, by=by)) for by in ((), ("season",)))
+    assert seasons.report_by == ("pair", "season")
+    assert seasons.content == plain.content
 
 
 def test_report_by_refuses_a_column_that_is_no_grouping(tmp_path):

@@ -53,6 +53,9 @@ def test_optional_tables_and_pool_sizes(tmp_path):
     assert [rows.tolist() for rows in found.negatives] == [[1], []]
     assert [rows.tolist() for rows in found.candidates] == [[1, 2], [0, 1]]
     assert found.pool_sizes().tolist() == [2, 1]  # "a" is not among the candidates of q1 anyway
+    content["negatives"] = {"query-id": ["q1", "q1", "q2", "q2"], "corpus-id": ["a", "b", "b", "c"]}
+    found = load_set(write_tables(tmp_path / "lists", content))
+    assert [rows.tolist() for rows in found.negatives] == [[1], []]  # none that cannot be ranked
     del content["candidates"]
     assert load_set(write_tables(tmp_path / "two", content)).pool_sizes().tolist() == [2, 2]
 
@@ -247,6 +250,7 @@ def test_what_breaks_the_format_is_named(tmp_path, change, message):
         ("queries", "category", [1.0, 2.0], "column 'category' must hold strings, it holds double"),
         ("queries", "text", [1, 2], "column 'text' must hold strings, it holds int64"),
         ("qrels", "score", [1.0, 2.0, 1.0], r"column 'score' must hold integers, it holds double"),
+        ("queries", "num_missing_positives", [0, None], "column 'num_missing_positives' is null in row 1"),
         ("queries", "image", [[1], [2]], "image of 'q1' must be bytes, a path or {bytes, path}, got int"),
         ("queries", "image", [[], []], "'q2' has neither text nor image"),
     ],

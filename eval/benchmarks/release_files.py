@@ -22,7 +22,7 @@ from rge.common.images import ImageError, load_image
 from rge.common.options import one_of
 from rge.common.registry import PluginOptions
 from rge.common.schema import safe_id
-from rge.tables.rows import table_rows
+from rge.tables.rows import reading, table_rows
 
 TABLES = (".parquet", ".jsonl", ".json", ".csv", ".tsv")
 PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
@@ -172,15 +172,17 @@ def read_qrels(files: Iterable[Path]) -> dict[str, dict[str, int]]:
     """Gains by query and candidate; the highest of repeated judgements counts.
 
     Raises:
-        UserError: a row lacks an id or its score.
+        UserError: a row lacks an id or its score, or the score is not an integer.
     """
     judged: dict[str, dict[str, int]] = {}
     for row, where in placed_rows(files):
         query, candidate = (
             safe_id(str(cell(row, where, f"{side}-id", f"{side}_id"))) for side in ("query", "corpus")
         )
-        gains = judged.setdefault(query, {})
-        gains[candidate] = max(gains.get(candidate, 0), int(cell(row, where, "score")))
+        gains, score = judged.setdefault(query, {}), str(cell(row, where, "score")).removesuffix(".0")
+        if not re.fullmatch(r"-?\d+", score):
+            raise ReleaseError(f"{where}: score must be an integer gain, got {score!r}")
+        gains[candidate] = max(gains.get(candidate, 0), int(score))
     return judged
 
 
@@ -211,7 +213,8 @@ def files_of_split(folder: Path, split: str) -> list[Path]:
 def column_names(path: Path) -> list[str]:
     """All column names of a file, in order of appearance."""
     if path.suffix == ".parquet":
-        return list(pq.read_schema(path).names)
+        with reading(str(path)):
+            return list(pq.read_schema(path).names)
     return list(dict.fromkeys(name for row in iter_rows(path) for name in row))
 
 

@@ -19,13 +19,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
-
 from eval.benchmarks.suite import is_suite, load_suite
 from eval.pages.evaluations import expand
 from eval.scoring.output_files import read_results
 from eval.scoring.rationale_quality import rationale_quality, shortcut_rates
-from eval.sets.retrieval_set import RetrievalSet, further_names, load_set, picture_ids
+from eval.sets.retrieval_set import MODALITIES, RetrievalSet, further_names, load_set, picture_ids
 from rge.common.errors import UserError
 from rge.common.files import find_shipped, write_json
 from rge.common.images import ImageError, picture_bytes
@@ -119,14 +117,16 @@ def _print(content: dict[str, Any], warnings: Sequence[str]) -> None:
 def _evaluations(options: AuditOptions) -> dict[str, Any]:
     dirs = [path for word in options.evals for path in expand(Path(word))]
     rationales = {}
-    by_mode: dict[str, list[Path]] = {}
+    by_mode: dict[str, dict[Path, str]] = {}
     for path in dirs:
         results = read_results(path)
         folder = options.set or Path(results["set"].get("path") or "")
         rationales[str(path)] = rationale_quality(path, _questions(folder), options.metric)
-        by_mode.setdefault(str(results.get("query_mode")), []).append(path)
+        by_mode.setdefault(str(results.get("query_mode")), {})[path] = str(results.get("query_modality"))
     shortcuts = {
-        mode: shortcut_rates(paths, options.metric) for mode, paths in by_mode.items() if len(paths) > 1
+        mode: shortcut_rates(list(modality_of), options.metric)
+        for mode, modality_of in by_mode.items()
+        if set(MODALITIES) <= set(modality_of.values())
     }
     content = {"rationales": rationales, "shortcuts": shortcuts}
     print(json.dumps(content, indent=1, ensure_ascii=False))
@@ -143,11 +143,9 @@ def _questions(folder: Path) -> dict[str, str]:
             for name in load_suite(folder).members
             for query, text in _questions(folder / name).items()
         }
-    file = folder / "queries.parquet"
-    if not file.is_file():
+    if not folder.is_dir():
         raise UserError(f"retrieval set {folder} does not exist; if it was moved, pass set=DIR")
-    table = pq.read_table(file, columns=["id", "text"]).to_pydict()
-    return {str(key): text or "" for key, text in zip(table["id"], table["text"], strict=True)}
+    return {query.id: query.text or "" for query in load_set(folder).queries}
 
 
 def training_files(recipe: Any) -> list[Path]:

@@ -352,9 +352,9 @@ def _gated(base: _Base, options: BudgetOptions, metric: str) -> Iterator[Point]:
         gates = _learned(options.gate_from, base.session, metric, shares)
         learned = {"learned_from": str(options.gate_from)}
     for share, gate in gates.items():
-        yield base.gated(f"gate-{100 * share:g}", GATED, gate.opens(margin_Q), gate.about() | learned)
+        yield base.gated(f"gate-{100 * share:.12g}", GATED, gate.opens(margin_Q), gate.about() | learned)
     for gate in map(Gate, sorted(set(options.margin))):
-        yield base.gated(f"gate-below-{gate.threshold:g}", GATED, gate.opens(margin_Q), gate.about())
+        yield base.gated(f"gate-below-{gate.threshold:.12g}", GATED, gate.opens(margin_Q), gate.about())
 
 
 def _decided(base: _Base, always: Embeddings) -> Iterator[Point]:
@@ -376,7 +376,7 @@ def _thresholds(base: _Base, above: Sequence[float]) -> Iterator[Point]:
     for threshold in sorted(set(above)):
         reason_Q = probability_Q < threshold
         about = {"decided_by": "the model", "direct_above": threshold}
-        point = base.gated(f"auto-{threshold:g}", DECIDED, reason_Q, about)
+        point = base.gated(f"auto-{threshold:.12g}", DECIDED, reason_Q, about)
         # the prompt is encoded once, so a query that reasons does not also pay for direct mode
         spent = np.where(reason_Q, base.encoded["reasoning"].embed_ms, base.encoded["direct"].embed_ms)
         yield replace(point, encoded=replace(point.encoded, embed_ms=spent))
@@ -401,6 +401,7 @@ def _write(
         "set.content": session.wanted.content,
         "checkpoint_hash": session.shared["checkpoint_hash"],
         "budget.draw_temperature": point.about.get("draw_temperature"),
+        "budget.gate.learned_from": point.about.get("gate", {}).get("learned_from"),
     }
     check_out(condition.out, identity, overwrite=overwrite)
     ms_Q = point.encoded.generate_ms + point.encoded.embed_ms

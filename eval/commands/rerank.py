@@ -154,8 +154,8 @@ def _rerank_set(
     path = options.set or Path(old["set"].get("path", ""))
     if options.set is None and not path.is_dir():
         raise UserError(f"the set of {options.of} is no longer at {path}: pass set=DIR")
-    wanted = load_set(path)
-    protocol = protocol_for(old.get("benchmark", "generic"), old["profile"], wanted)
+    wanted = load_set(path, by=old["set"].get("report_by", ()))
+    protocol = protocol_for(old.get("benchmark", "generic"), old["profile"], wanted, old.get("metrics", ()))
     wanted, unread = with_readable_content(protocol.prepare(wanted))
     if why := set_mismatch({"set": set_figures(wanted)}, old):
         raise UserError(f"{path} is not the set that {options.of} was measured on ({why}): pass set=DIR")

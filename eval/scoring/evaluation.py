@@ -29,6 +29,7 @@ def decides(wanted: RetrievalSet, protocol: Protocol, seed: int) -> dict[str, An
     return {
         "set.fingerprint": wanted.fingerprint,
         "set.content": wanted.content,
+        "set.report_by": list(wanted.report_by),
         "benchmark": protocol.benchmark,
         "profile": protocol.profile,
         "seed": seed,

@@ -19,6 +19,9 @@ from eval.scoring.search import Ranking, stack_rankings
 from rge.common.schema import Encoded
 from rge.stats.intervals import cluster_bootstrap, figures
 
+WIDEST = 2.0
+"""Largest difference of two cosines."""
+
 
 @dataclass(frozen=True)
 class Gate:
@@ -59,13 +62,14 @@ def large_minus_small(
 
 
 def margin(ranking: Ranking) -> np.ndarray:
-    """Score difference between each query's first and second candidate, (Q,); infinite without a second."""
+    """Difference of cosine between each query's first and second candidate, (Q,); `WIDEST` without a second."""
     return np.array([lead(scores) for scores in ranking.score_QW[:, :2].astype(np.float64)])
 
 
 def lead(scores: Sequence[float]) -> float:
     """`margin` of one query, from the scores of its candidates."""
-    return scores[0] - scores[1] if len(scores) > 1 else np.inf
+    known = [score for score in scores[:2] if np.isfinite(score)]
+    return known[0] - known[1] if len(known) > 1 else WIDEST
 
 
 def choose(reason_Q: np.ndarray, reasoned: Ranking, direct: Ranking) -> Ranking:

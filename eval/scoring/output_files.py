@@ -36,7 +36,7 @@ PLACES = ("out", "cache", "overwrite", "report")
 """Options of a command that do not affect its figures."""
 ASSUMED = {"benchmark": "generic", "profile": "clean", "seed": 0, "depth": DEPTH, "metrics": []}
 """Values assumed for keys that older results did not record; others are null."""
-NOT_ALWAYS_RECORDED = ("dtype", "exact", "set.content")
+NOT_ALWAYS_RECORDED = ("dtype", "exact", "set.content", "set.report_by")
 """Keys that older results did not record and that may have had any value."""
 MADE_WITH = (
     "instructions", "verbatim", "image_policy", "task", "keys", "gains", "layout", "pool", "exclude_query_image",
@@ -215,6 +215,7 @@ def set_figures(wanted: RetrievalSet) -> dict[str, Any]:
         "num_queries": len(wanted.queries),
         "num_candidates": len(wanted.corpus_ids),
         "num_groups": len(set(wanted.columns["group"])),
+        "report_by": list(wanted.report_by),
         "path": str(wanted.path.resolve()),
     } | {key: wanted.meta[key] for key in ("split", "licence", "source") if key in wanted.meta}
 

@@ -114,8 +114,8 @@ def copied_share(rationale: str, question: str) -> float:
 
 def _read(path: Path, metric: str) -> pd.DataFrame:
     frame = pd.read_parquet(path / PER_QUERY).set_index("query_id")
-    if metric not in frame:
-        raise UserError(f"metric must be a column of {path / PER_QUERY}, got {metric!r}")
+    if metric not in frame or not pd.api.types.is_numeric_dtype(frame[metric]):
+        raise UserError(f"metric must be a column of numbers in {path / PER_QUERY}, got {metric!r}")
     return frame
 
 

@@ -10,6 +10,7 @@ Any valid run can be read: lines in any order, ranks like ``1.0`` or all equal, 
 
 import gzip
 import re
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -160,7 +161,7 @@ def read_lines(path: Path) -> pa.Table:
     try:
         data = path.read_bytes()
         data = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise RunError(f"run {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     if re.search(rb"\t|  | \n|\r|\A ", data):
         lines = (line.strip() for line in re.sub(rb"[ \t]+", b" ", data).splitlines())

@@ -50,6 +50,11 @@ MODALITIES: tuple[Modality, ...] = ("both", "text", "image")
 NAMES = "names.parquet"
 RATIONALES = "rationales.parquet"
 UNCATEGORISED = "uncategorised"
+RESERVED = (
+    "id", "text", "image", "instruction", "category", "group", "query_id", "num_positives", "first_hit_rank", "mrr", "top10",
+    "top10_scores", "rationale", "rationale_tokens", "stop_reason", "generate_ms", "embed_ms",
+)  # fmt: skip
+"""Columns of ``queries.parquet`` and of results that figures cannot be reported by."""
 MAX_REPORT_VALUES = 50
 """Maximum number of values of a column that figures are reported by; longer tables would be unreadable."""
 READ_ROWS = 64
@@ -73,7 +78,8 @@ class RetrievalSet:
         corpus_ids: C candidate ids, ascending.
         file_rows_C: row of each candidate in ``corpus.parquet``.
         positives: per query (rows, gains): int32 rows into ``corpus_ids`` ascending, float64 gains > 0.
-        negatives: per query rows, or None without the table; ``excluded`` and ``candidates`` likewise.
+        excluded: per query rows, or None without the table; ``candidates`` likewise.
+        negatives: likewise, without those that the other two keep out of the query's ranking.
         num_missing_Q: number of positives that the pool lacks, int64; None without such a column.
         content: see `with_content`; None until the pictures have been read.
     """
@@ -179,6 +185,10 @@ def load_set(path: str | Path, *, by: Sequence[str] = ()) -> RetrievalSet:
     rows: dict[str, Any] = {
         name: [rows for rows, _ in _by_query(table, query_of, row_of)] for name, table in tables.items()
     }
+    # a negative that a query's ranking cannot contain does not count
+    for name, keep in (("candidates", np.intersect1d), ("excluded", np.setdiff1d)):
+        if {name, "negatives"} <= rows.keys():
+            rows["negatives"] = list(map(keep, rows["negatives"], rows[name]))
     num_missing_Q = _num_missing(root / "queries.parquet")
     positives = _positives(root / "qrels.parquet", qrels, query_of, row_of, num_missing_Q)
     wanted = RetrievalSet(
@@ -267,7 +277,7 @@ def with_content(wanted: RetrievalSet, candidates: Sequence[str] | None = None) 
     """The set with a hash of all its content.
 
     Besides the fingerprint (ids and judgements), this covers all texts, instructions and pictures, and the columns that
-    figures are grouped by. ``candidates``: content digest of each in file order; None: read all pictures of the pool.
+    the set groups figures by. ``candidates``: content digest of each in file order; None: read all pictures of the pool.
 
     Raises:
         rge.common.images.ImageError: a picture cannot be read.
@@ -278,7 +288,9 @@ def with_content(wanted: RetrievalSet, candidates: Sequence[str] | None = None) 
     rows: list[list[str]] = sorted(
         [wanted.corpus_ids[r], one] for r, one in zip(wanted.file_order_C, candidates, strict=True)
     )
-    columns = [wanted.columns[name] for name in sorted(wanted.columns)]
+    # without those of by=, which belong to a command and not to the set
+    own = sorted({"category", "group", *wanted.meta.get("report_by", [])})
+    columns = [wanted.columns[name] for name in own]
     missing = [] if wanted.num_missing_Q is None else [list(map(str, wanted.num_missing_Q.tolist()))]
     queries = zip(wanted.queries, *columns, *missing, strict=True)
     rows += sorted([query.id, content_digest(query)[0], *values] for query, *values in queries)
@@ -336,6 +348,10 @@ def _kind(file: pq.ParquetFile, column: str) -> pa.DataType:
 def _strings(path: Path, column: str, *, nulls: bool = False) -> list[Any]:
     file = _open(path, [column])
     _check_text(path, column, _kind(file, column), nulls=nulls)
+    return _values(path, file, column, nulls=nulls)
+
+
+def _values(path: Path, file: pq.ParquetFile, column: str, *, nulls: bool = False) -> list[Any]:
     values = file.read(columns=[column]).column(0).to_pylist()
     if not nulls and None in values:
         raise SetError(f"{path}: column {column!r} is null in row {values.index(None)}")
@@ -351,7 +367,7 @@ def _integers(path: Path, column: str) -> list[Any]:
     file = _open(path, [column])
     if not pa.types.is_integer(_kind(file, column)):
         raise SetError(f"{path}: column {column!r} must hold integers, it holds {_kind(file, column)}")
-    return file.read(columns=[column]).column(0).to_pylist()
+    return _values(path, file, column)
 
 
 def _ids(path: Path) -> list[str]:
@@ -380,7 +396,7 @@ def _queries(
     }
     report_by = tuple(dict.fromkeys([*meta.get("report_by", []), *by]))
     for name in report_by:
-        if name in ("id", "text", "image", "instruction", "category", "group"):
+        if name in RESERVED:
             raise SetError(f"{path}: cannot report by {name!r}, which is a reserved column")
         columns[name] = _strings(path, name)
         if len(set(columns[name])) > MAX_REPORT_VALUES:

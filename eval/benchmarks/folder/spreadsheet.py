@@ -127,7 +127,7 @@ def _plain(value: Any) -> Any:
     """Text without invisible characters; whole numbers without a point."""
     if isinstance(value, str):
         return value.translate(SPACES).strip()
-    if value is None:
+    if value is None or value != value:  # NaN, which other programs write for an empty cell
         return ""
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]

@@ -133,6 +133,11 @@ def test_json_lines_with_lists(photos):
     assert found.columns["season"] == ["spring", "autumn"]
     assert found.queries[0].instruction == "Find it."
     assert found.columns["group"] == ["padlock.jpg"] * 2  # one picture, one group
+    empty = dict.fromkeys(("text", "wrong", "category", "season"), float("nan"))
+    (photos / "queries.jsonl").write_text(json.dumps(row | empty) + "\n")
+    found = import_folder(options(photos, report_by=("season",), overwrite=True))
+    assert (found.queries[0].text, found.negatives) == (None, None)
+    assert (found.columns["category"], found.columns["season"]) == (["uncategorised"], ["none"])
     with pytest.raises(UserError, match="unknown columns season. Known fields are id, text, image, right"):
         import_folder(options(photos, overwrite=True))
 

@@ -1,6 +1,7 @@
 """PinPoint: every trap of the shipped table, and both profiles worked out by hand."""
 
 import json
+import shutil
 
 import numpy as np
 import pandas as pd
@@ -278,6 +279,11 @@ def test_options_and_refusals(release, tmp_path, capsys):
     assert main(["import", "pinpoint", *words, "overwrite=true"]) == 2
     assert "2 right candidates are not in" in capsys.readouterr().err
     (tmp_path / "index").rename(release / "index_signatures.txt")
+    table = tmp_path / "src" / "pinpoint_licensed.parquet"
+    shutil.copytree(release, table.parent)
+    table.write_bytes(table.read_bytes()[:99])
+    assert main(["import", "pinpoint", f"src={table.parent}", f"out={tmp_path / 'z'}"]) == 2
+    assert f"{table} cannot be read: Parquet magic bytes not found" in capsys.readouterr().err
 
 
 def test_excluded_query_image(release, tmp_path):

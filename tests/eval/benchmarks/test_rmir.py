@@ -142,6 +142,9 @@ def test_judgements_in_either_place_give_the_same_set(release):
     (release / "c" / "qrels" / "test.tsv").write_text("\n".join(lines) + "\n")
     beir = import_rmir(options(release, src=release / "c", out=release / "out_c"))
     assert content(first) == content(as_set) == content(beir)
+    (release / "c" / "qrels" / "test.tsv").write_text("\n".join(lines).replace("\t1", "\t0.5", 1))
+    with pytest.raises(UserError, match="test.tsv, row 1: score must be an integer gain, got '0.5'"):
+        import_rmir(options(release, src=release / "c", out=release / "out_d"))
     assert first.columns["category"] == as_set.columns["category"]
     negative = [[as_set.corpus_ids[r] for r in rows] for rows in as_set.negatives]
     assert negative == [[POOL[7]], [], []]

@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pandas as pd
 import pytest
-from eval_fakes import NUM_QUERIES, FakeEncoder, loader, write_set
+from eval_fakes import NUM_QUERIES, FakeEncoder, loader, tables, write_set, write_tables
 
 from eval.__main__ import main, usage
 from eval.commands.budget import DECIDED, GATED, BudgetOptions, budget
@@ -169,6 +169,8 @@ def test_a_gate_is_learned_on_another_set(done, set_dir, tmp_path, capsys):
     (large,) = gates("large", (margins > margins.median()).astype(float))
     assert large["margin_above"] == pytest.approx(margins.median())
     assert large["learned_from"] == str(learned_on)
+    with pytest.raises(UserError, match="budget.gate.learned_from = '.*', this one has None"):
+        budget(BudgetOptions(set=other, out=tmp_path / "large", **more), loader(FakeEncoder()))
     (small,) = gates("small", (margins < margins.median()).astype(float))
     assert small["margin_below"] == pytest.approx(margins.median())
     assert gates("none", pd.Series([0.0, 1.0] * (NUM_QUERIES // 2), margins.sort_values().index)) == []
@@ -178,6 +180,34 @@ def test_a_gate_is_learned_on_another_set(done, set_dir, tmp_path, capsys):
         budget(BudgetOptions(set=set_dir, out=tmp_path / "same", **more), loader(FakeEncoder()))
     with pytest.raises(UserError, match="is an evaluation of another checkpoint"):
         budget(BudgetOptions(set=other, out=tmp_path / "x", **more), loader(FakeEncoder(skill=0.5)))
+
+
+@pytest.mark.slow
+def test_queries_with_a_single_candidate_gain_nothing_from_a_rationale(tmp_path):
+    """Their margin is the largest there is; close shares and thresholds are points of their own."""
+    content = tables(8, 60, negatives=False)
+    right = content["qrels"]
+    rest = [
+        ("q01", name)
+        for name in content["corpus"]["id"]
+        if ("q01", name) not in set(zip(*list(right.values())[:2], strict=True))
+    ]
+    pairs = [*zip(right["query-id"], right["corpus-id"], strict=True), *rest]
+    content["candidates"] = {
+        "query-id": [pair[0] for pair in pairs],
+        "corpus-id": [pair[1] for pair in pairs],
+    }
+    encoder = FakeEncoder(recipe={"loss": {"adaptive": {"share": 0.5}}})
+    encoder.direct_probabilities = lambda items: np.linspace(0, 1, 8)
+    options = BudgetOptions(
+        checkpoint="fake", set=write_tables(tmp_path / "set", content), out=tmp_path / "out", k=0, gate=(0.5, 0.9),
+        auto=(0.9999999, 0.99999999), metric="mrr", report=False,
+    )  # fmt: skip
+    rows = json.loads((budget(options, loader(encoder)) / "budget.json").read_text())["points"]
+    assert [row["name"] for row in rows[2:]] == ["gate-50", "gate-90", "auto-0.9999999", "auto-0.99999999"]
+    sizes = pd.Series(content["candidates"]["query-id"]).value_counts()
+    assert rows[2]["gate"]["share"] == 0.5
+    assert rows[3]["gate"] == {"margin_below": 2.0, "share": (sizes > 1).mean()}
 
 
 @pytest.mark.slow

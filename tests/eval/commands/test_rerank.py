@@ -203,9 +203,10 @@ def test_scores_of_a_local_judge_are_kept_under_its_code_and_versions(wanted, tm
 def test_the_command_reranks_a_finished_evaluation(tmp_path, monkeypatch):
     content = tables()
     data = write_tables(tmp_path / "set", content)
-    (done,) = run(
-        RunOptions(checkpoint="fake", set=data, out=tmp_path / "eval", report=False), loader(FakeEncoder())
+    asked = RunOptions(
+        checkpoint="fake", set=data, out=tmp_path / "eval", report=False, by=("pair",), metrics=("recall@7",)
     )
+    (done,) = run(asked, loader(FakeEncoder()))
     right = set(zip(content["qrels"]["query-id"], content["qrels"]["corpus-id"], strict=True))
 
     class Knows(Fixed):
@@ -219,6 +220,8 @@ def test_the_command_reranks_a_finished_evaluation(tmp_path, monkeypatch):
     rerank_command(RerankOptions(**options, top_n=60))
     before, after = (json.loads((path / "results.json").read_text()) for path in (done, tmp_path / "judged"))
     assert after["micro"]["hit@1"]["value"] == 1.0 > before["micro"]["hit@1"]["value"]
+    assert after["micro"].keys() == before["micro"].keys()
+    assert after["by_pair"].keys() == before["by_pair"].keys()
     assert after["rerank"]["top_n"] == 60
     assert after["rerank"]["num_pairs"] == 24 * 60
     assert after["query_mode"] == "reasoning"

@@ -24,6 +24,7 @@ from eval_fakes import (
 )
 
 from eval.__main__ import COMMANDS, main, usage
+from eval.commands.compare import CompareOptions, compare
 from eval.commands.run import RunOptions, run
 from eval.commands.score import ScoreOptions, score
 from eval.pages.evaluations import read_evaluation
@@ -103,6 +104,21 @@ def test_metrics_at_any_cutoff(set_dir, tmp_path):
         run(replace(asked, metrics=()), loader(FakeEncoder()))
     again = ScoreOptions(run=out, set=set_dir, out=tmp_path / "scored", metrics=("recall@55",))
     assert results_of(score(again))["micro"]["recall@55"] == results["micro"]["recall@55"]
+
+
+@pytest.mark.slow
+def test_figures_by_another_column_are_of_the_same_set(set_dir, tmp_path):
+    """They get a page, are compared with others, and are not replaced unasked by figures without the column."""
+    content = tables()
+    content["queries"]["season"] = ["winter", "summer"] * (NUM_QUERIES // 2)
+    data = write_tables(tmp_path / "set", content)
+    asked = options(data, tmp_path / "out", by=("season",), report=True)
+    (out,) = run(asked, loader(FakeEncoder()))
+    assert "winter" in (out / "report.html").read_text()
+    plain = score(ScoreOptions(run=out, set=data, out=tmp_path / "scored"))
+    assert compare(CompareOptions(a=out, b=plain, metric=("mrr",)))[0].difference == 0
+    with pytest.raises(UserError, match=r"with set.report_by = \['season'\], this one has \[\]"):
+        run(replace(asked, by=()), loader(FakeEncoder()))
 
 
 def test_several_runs_are_scored_as_one(done, set_dir, tmp_path):

@@ -4,7 +4,7 @@ import json
 
 import pandas as pd
 import pytest
-from eval_fakes import FakeEncoder, loader, write_set
+from eval_fakes import FakeEncoder, loader, tables, write_set, write_tables
 
 from eval.__main__ import main
 from eval.commands.run import RunOptions, run
@@ -91,5 +91,22 @@ def test_the_command(done, tmp_path, capsys):
     assert len(content["rationales"]) == 3
     assert content["shortcuts"]["reasoning"]["num_queries"] == 24
     assert main(["audit"] + ["evals=nowhere"]) == 2
+    capsys.readouterr()
+    assert main(["audit", f"evals={done / 'e'}", "metric=rationale"]) == 2
+    assert "metric must be a column of numbers in" in capsys.readouterr().err
     assert main(["audit", "metric=hit@1"]) == 2
     assert "give either set=DIR train=FILE,... or evals=DIR" in capsys.readouterr().err
+
+
+def test_two_models_on_a_set_of_pictures_alone(tmp_path, capsys):
+    content = tables()
+    del content["queries"]["text"], content["queries"]["instruction"]
+    options = {"set": write_tables(tmp_path / "set", content), "report": False}
+    dirs = [tmp_path / "one", tmp_path / "two"]
+    for out in dirs:
+        run(RunOptions(**options, checkpoint=out.name, out=out), loader(FakeEncoder(out.name)))
+    capsys.readouterr()
+    assert main(["audit", f"evals={dirs[0]},{dirs[1]}"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [one["copied_share_mean"] for one in found["rationales"].values()] == [0.0, 0.0]
+    assert found["shortcuts"] == {}

@@ -192,6 +192,9 @@ def test_files_that_are_missing_or_empty(wanted, tmp_path):
     (tmp_path / "empty").write_text("\n")
     with pytest.raises(RunError, match="is empty"):
         read_run(tmp_path / "empty", wanted)
+    (tmp_path / "damaged").write_bytes(gzip.compress(bytes(1000))[:10] + bytes(range(255, 0, -1)))
+    with pytest.raises(RunError, match="damaged cannot be read: Error -3 while decompressing"):
+        read_run(tmp_path / "damaged", wanted)
 
 
 def test_excluded_lines_are_dropped_and_foreign_candidates_refused(tmp_path):

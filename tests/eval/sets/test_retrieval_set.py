@@ -5,7 +5,7 @@ import pyarrow.parquet as pq
 import pytest
 from eval_fakes import NUM_CANDIDATES, NUM_QUERIES, picture, tables, write_set, write_tables
 
-from eval.sets.retrieval_set import SetError, content_digest, load_set
+from eval.sets.retrieval_set import SetError, content_digest, load_set, with_content
 from rge.common.images import ImageError, picture_bytes
 from rge.common.schema import Item
 
@@ -53,6 +53,9 @@ def test_optional_tables_and_pool_sizes(tmp_path):
     assert [rows.tolist() for rows in found.negatives] == [[1], []]
     assert [rows.tolist() for rows in found.candidates] == [[1, 2], [0, 1]]
     assert found.pool_sizes().tolist() == [2, 1]  # "a" is not among the candidates of q1 anyway
+    content["negatives"] = {"query-id": ["q1", "q1", "q2", "q2"], "corpus-id": ["a", "b", "b", "c"]}
+    found = load_set(write_tables(tmp_path / "lists", content))
+    assert [rows.tolist() for rows in found.negatives] == [[1], []]  # none that cannot be ranked
     del content["candidates"]
     assert load_set(write_tables(tmp_path / "two", content)).pool_sizes().tolist() == [2, 2]
 
@@ -141,8 +144,19 @@ def test_limit_and_report_by(tmp_path):
     assert (len(first.corpus_ids), first.fingerprint) == (NUM_CANDIDATES, found.fingerprint)
     with pytest.raises(SetError, match="column 'colour' is missing; there are id, text"):
         load_set(path, by=["colour"])
-    with pytest.raises(SetError, match="cannot report by 'group', which is a reserved column"):
-        load_set(path, by=["group"])
+    for name in ("group", "rationale", "mrr"):
+        with pytest.raises(SetError, match=f"cannot report by '{name}', which is a reserved column"):
+            load_set(path, by=[name])
+
+
+def test_a_set_is_the_same_however_it_is_reported(tmp_path):
+    path = write_set(tmp_path)
+    content = tables()
+    content["queries"]["season"] = ["winter", "summer"] * (NUM_QUERIES // 2)
+    write_tables(path, content, {"report_by": ["pair"]})
+    plain, seasons = (with_content(load_set(path, by=by)) for by in ((), ("season",)))
+    assert seasons.report_by == ("pair", "season")
+    assert seasons.content == plain.content
 
 
 def test_report_by_refuses_a_column_that_is_no_grouping(tmp_path):
@@ -236,6 +250,7 @@ def test_what_breaks_the_format_is_named(tmp_path, change, message):
         ("queries", "category", [1.0, 2.0], "column 'category' must hold strings, it holds double"),
         ("queries", "text", [1, 2], "column 'text' must hold strings, it holds int64"),
         ("qrels", "score", [1.0, 2.0, 1.0], r"column 'score' must hold integers, it holds double"),
+        ("queries", "num_missing_positives", [0, None], "column 'num_missing_positives' is null in row 1"),
         ("queries", "image", [[1], [2]], "image of 'q1' must be bytes, a path or {bytes, path}, got int"),
         ("queries", "image", [[], []], "'q2' has neither text nor image"),
     ],

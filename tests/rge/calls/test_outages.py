@@ -9,7 +9,7 @@ import pytest
 
 from rge.calls.caller import Caller
 from rge.calls.failures import AccountRejected, BudgetReached, EndpointDown, KeyRejected, RequestRejected
-from rge.calls.local_server import Answer, LocalServer, chat
+from rge.calls.local_server import Answer, Batches, LocalServer, chat
 from rge.calls.model_config import ModelConfig
 from rge.calls.prices import confirm, fill_prices
 from rge.calls.providers.errors import Meaning, classify
@@ -85,6 +85,32 @@ DOCUMENTED = [
 )
 def test_errors_by_code_then_status_then_words(status, body, means):
     assert classify(status, body) is means
+
+
+BROKEN_OFF = {
+    "error after a long id": {"id": f"gen-{'a' * 300}", "error": {"code": 502, "message": "upstream"}},
+    "error beside choices": {**chat("").body, "error": {"code": 502, "message": "upstream"}},
+    "error that is no object": {"error": True, "message": "upstream"},
+    "error of a choice": {"choices": [{"error": {"code": 502}, "message": {"content": "half of"}}]},
+    **{
+        reason: chat("half of", stop=reason).body
+        for reason in ("error", "abort", "insufficient_system_resource")
+    },
+}
+
+
+@pytest.mark.parametrize("mode", ["calls", "batch"])
+@pytest.mark.parametrize("body", BROKEN_OFF.values(), ids=BROKEN_OFF)
+def test_an_answer_that_the_server_broke_off_is_none_although_its_status_is_200(store, body, mode):
+    """Providers that fail while they write can no longer change the status; stored, it would be a verdict for ever."""
+    server = Server(lambda text, number: Answer(body))
+    with LocalServer(raw=Batches(server)) as at:
+        models = model(at, mode=mode, batch_poll_s=0.01, output_price=1)
+        (found,) = Caller(models, store).run(asks(1))
+        assert found.unanswered
+        assert store.num_replies() == 0
+        server.says = lambda text, number: None
+        assert Caller(models, store).run(asks(1))[0].reply.text == "you said 0"
 
 
 def test_a_message_that_mentions_moderation_is_no_refusal(store):

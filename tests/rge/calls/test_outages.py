@@ -6,6 +6,7 @@ from collections import Counter
 from email.utils import formatdate
 
 import pytest
+from PIL import Image
 
 from rge.calls.caller import Caller
 from rge.calls.failures import AccountRejected, BudgetReached, EndpointDown, KeyRejected, RequestRejected
@@ -15,7 +16,7 @@ from rge.calls.prices import confirm, fill_prices
 from rge.calls.providers.errors import Meaning, classify
 from rge.calls.providers.transport import parse_seconds
 from rge.calls.replies import Refused, Reply, check_complete, read_replies, tag
-from rge.calls.request import Request
+from rge.calls.request import Picture, Request
 from rge.calls.store import AnswerStore
 from rge.common.errors import UserError
 
@@ -211,12 +212,22 @@ def test_a_canary_that_gets_no_answer_leaves_the_call_open(store):
         assert Caller(model(at), store).run(asks(2))[0].reply is not None
 
 
+@pytest.mark.parametrize("mode", ["calls", "batch"])
+def test_a_picture_that_cannot_be_opened_leaves_its_call_open(store, tmp_path, mode):
+    """A disk that is not mounted says nothing about the picture; once it is, the same command asks."""
+    path = tmp_path / "a.png"
+    with LocalServer(raw=Batches(Server())) as at:
+        models = model(at, mode=mode, batch_poll_s=0.01)
+        requests = [*(Request("m", (str(one), Picture(str(path), "1"))) for one in range(30)), *asks(1)]
+        *gone, other = Caller(models, store).run(requests)
+        assert all(one.unanswered and "a.png" in str(one.error) for one in gone)
+        assert other.reply is not None, "however many there are, it is no fault of the endpoint"
+        Image.new("RGB", (40, 40)).save(path)
+        assert all(one.reply for one in Caller(models, store).run(requests))
+
+
 def test_a_canary_shows_as_many_pictures(store, tmp_path):
     """A model that takes no pictures, or only one, rejects it as well: that is a setting, and no request's fault."""
-    from PIL import Image
-
-    from rge.calls.request import Picture
-
     Image.new("RGB", (40, 40)).save(tmp_path / "a.png")
     shown = []
 

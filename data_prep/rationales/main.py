@@ -620,7 +620,7 @@ def _picture(ref: ImageRef, folder: Path, model: ModelConfig, look: bool) -> Pic
 
 def _moved(record: Record, old: Path, new: Path) -> str:
     row = record.model_dump(exclude_none=True, exclude_defaults=True)
-    shift = os.path.relpath(old, new)
+    shift = os.path.relpath(old.resolve(), new.resolve())  # ".." after a link leads out of the link's target
 
     def moved(image: str) -> str:
         return os.path.normpath(os.path.join(shift, image))

@@ -118,6 +118,8 @@ async def answer(path, body):
 )
 def test_rationales_are_written_and_checked(records, tmp_path, capsys, leak, max_leak, kept):
     out = tmp_path / "out" / "records.jsonl"
+    (tmp_path / "elsewhere" / "deep").mkdir(parents=True)
+    out.parent.symlink_to(tmp_path / "elsewhere" / "deep")
     with LocalServer(answer) as server:
         words = [
             f"records={records}",

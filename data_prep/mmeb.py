@@ -246,7 +246,8 @@ def _picture(work: _Work, path: str) -> str | None:
                 load_image(str(file))
             except ImageError:
                 file = None
-        work.known[path] = None if file is None else os.path.relpath(file, work.options.out)
+        out = work.options.out.resolve()
+        work.known[path] = None if file is None else os.path.relpath(file.parent.resolve() / file.name, out)
     return work.known[path]
 
 

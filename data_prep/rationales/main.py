@@ -27,6 +27,7 @@ from data_prep.rationales.leak import PictureLeak, Shown, bare_text, caption_lea
 from data_prep.rmir.config import AtLeastOne, EncoderConfig
 from data_prep.rmir.pictures.encoders import CheckpointEncoder
 from rge.calls.caller import Caller, Outcome
+from rge.calls.failures import RequestRejected
 from rge.calls.model_config import ModelConfig, check_model
 from rge.calls.prices import confirm, fill_prices
 from rge.calls.replies import ReplyError
@@ -255,7 +256,7 @@ def write(options: RationaleOptions) -> dict[str, Any]:
         The report; for a folder, the reports by file name.
 
     Raises:
-        UserError: an unreadable file; another process writes there; calls are unanswered.
+        UserError: an unreadable file; another process writes there; calls are unanswered, or all are rejected.
     """
     files = _files(options)
     judge = _judge(options)
@@ -466,6 +467,7 @@ def _ask(caller: Caller, files: Sequence[_File], options: RationaleOptions, *, r
     """Request the candidates of every pair, or rewrites of those that give too much away."""
     places: dict[int, tuple[_File, int, int]] = {}
     unanswered: list[Outcome] = []
+    rejected: list[Outcome] = []
     for file in files:
         file.written = file.written or [[] for _ in file.pairs()]
         samples = [_wanted(of_pair, options, rewrite) for of_pair in file.written]
@@ -485,6 +487,8 @@ def _ask(caller: Caller, files: Sequence[_File], options: RationaleOptions, *, r
         file, number, sample = places[position]
         if outcome.unanswered:
             unanswered.append(outcome)
+        if outcome.rejected:
+            rejected.append(outcome)
         samples = file.written[number]
         samples += [_Candidate(None, [])] * (sample + 1 - len(samples))
         samples[sample] = _read(outcome, options)
@@ -499,6 +503,12 @@ def _ask(caller: Caller, files: Sequence[_File], options: RationaleOptions, *, r
         if options.on_unanswered == "wait":
             raise UserError(f"{message}. on_unanswered=proceed continues without them")
         print(message, file=sys.stderr)
+    if not rewrite and rejected and len(rejected) == len(places):
+        caller.store.forget_rejections(outcome.key for outcome in rejected)
+        raise RequestRejected(
+            f"all {len(rejected)} calls were rejected, such as: {rejected[0].error}. Nothing was written; change the model's "
+            "settings and run the same command again"
+        )
 
 
 def _wanted(written: Sequence[_Candidate], options: RationaleOptions, rewrite: bool) -> list[int]:
@@ -610,7 +620,7 @@ def _picture(ref: ImageRef, folder: Path, model: ModelConfig, look: bool) -> Pic
 
 def _moved(record: Record, old: Path, new: Path) -> str:
     row = record.model_dump(exclude_none=True, exclude_defaults=True)
-    shift = os.path.relpath(old, new)
+    shift = os.path.relpath(old.resolve(), new.resolve())  # ".." after a link leads out of the link's target
 
     def moved(image: str) -> str:
         return os.path.normpath(os.path.join(shift, image))

@@ -4,9 +4,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-TRUE, FALSE, ABSTAIN, ERROR = "true", "false", "abstain", "error"
-VERDICTS = (TRUE, FALSE, ABSTAIN, ERROR)
-"""Verdicts of a judge; ``error`` is an answer that could not be parsed."""
+TRUE, FALSE, ABSTAIN, ERROR, MISSING = VERDICTS = "true", "false", "abstain", "error", "missing"
+"""Verdicts of a judge; ``error`` is an answer that could not be parsed, ``missing`` a call that the endpoint rejected."""
 KEPT, REJECTED, ABSTAINED, DOUBTED = STATES = "kept", "rejected", "abstained", "doubted"
 """Decisions of the panel on a triplet."""
 
@@ -24,19 +23,21 @@ def tally(verdicts: Sequence[str], min_confidence: float = 1.0) -> Tally:
     """Decide on one triplet (3.1.4, 3.1.5).
 
     Every judge counts, including those that abstain or give an unreadable answer: four trues and an abstention are a
-    confidence of 0.8. If the panel abstains unanimously, only the pair is left out and the image stays; the paper does
-    not cover this case.
+    confidence of 0.8. If the panel abstains unanimously, or a verdict is missing, only the pair is left out and the image
+    stays; the paper does not cover these cases.
 
     Raises:
         ValueError: no verdict, or an unknown one.
     """
     if not verdicts or set(verdicts) - set(VERDICTS):
         raise ValueError(f"verdicts must be one or more of {', '.join(VERDICTS)}; got {list(verdicts)}")
-    votes = Counter(ABSTAIN if verdict == ERROR else verdict for verdict in verdicts)
+    votes = Counter(verdict if verdict in (TRUE, FALSE) else ABSTAIN for verdict in verdicts)
     (majority, most), *others = votes.most_common()
     if others and others[0][1] == most:
         majority = ABSTAIN
     confidence = votes[majority] / len(verdicts)
+    if MISSING in verdicts:
+        return Tally(majority, confidence, ABSTAINED)
     sure = {TRUE: KEPT, FALSE: REJECTED, ABSTAIN: ABSTAINED}[majority]
     return Tally(majority, confidence, sure if confidence >= min_confidence else DOUBTED)
 

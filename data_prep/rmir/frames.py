@@ -47,6 +47,10 @@ SCHEMAS: dict[str, pa.Schema] = {
 }  # fmt: skip
 
 
+OUT = "{out}/"
+"""Start of the ``ref`` of a picture in the run's own folder, which may be moved."""
+
+
 class TableError(UserError):
     """A table does not have the expected schema; the message names file and column."""
 
@@ -124,7 +128,12 @@ def stage_rows(out: Path, stage: str, table: str, name: str | None = None) -> li
     The schema's `name` is by default that of the table.
     """
     path = out / stage / table
-    return read_rows(path if path.is_dir() else path.with_name(f"{table}.parquet"), name or table)
+    rows = read_rows(path if path.is_dir() else path.with_name(f"{table}.parquet"), name or table)
+    if (name or table) == "images":
+        for row in rows:
+            if row["ref"].startswith(OUT):
+                row["ref"] = str(out / row["ref"].removeprefix(OUT))
+    return rows
 
 
 def by(key: str, rows: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:

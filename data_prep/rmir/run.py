@@ -4,7 +4,7 @@ import hashlib
 import json
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -267,7 +267,7 @@ class Run:
 
         Raises:
             RunError: calls are unanswered; running the same command again repeats only these.
-            RequestRejected: all calls were rejected.
+            RequestRejected: all calls of a model were rejected.
         """
         if self._caller is None:  # shared by all stages, since it learns the endpoints' limits
             config = self.config
@@ -310,6 +310,7 @@ class _Shard:
     items: Sequence[Any]
     outcomes: list[dict[int, Outcome]] = field(default_factory=list)  # of each item, by number of the request
     pending: int = 0
+    models: set[str] = field(default_factory=set)  # whose calls these are
     complete: bool = False  # all of its requests were made
 
     def calls(self) -> list[Outcome]:
@@ -336,12 +337,13 @@ class _Shards:
         shards = [_Shard(number, items[start : start + size]) for number, start in enumerate(starts)]
         self.todo = [shard for shard in shards if not self._is_written(shard)]
         self.asked = 0
-        # A part is only written after some call was answered.
-        self.num_answered = len(shards) - len(self.todo)
-        self.rejected: list[Outcome] = []
+        # By model. A part is only written after each of its models has answered some call.
+        num_written = len(shards) - len(self.todo)
+        self.num_answered: defaultdict[str, int] = defaultdict(lambda: num_written)
+        self.rejected: defaultdict[str, list[Outcome]] = defaultdict(list)
         self.unanswered: list[Outcome] = []
         self._held_back: list[_Shard] = []
-        self._owners: dict[int, tuple[_Shard, dict[int, Outcome], int]] = {}
+        self._owners: dict[int, tuple[_Shard, dict[int, Outcome], int, str]] = {}
 
     def _part(self, shard: _Shard, name: str) -> Path:
         return self.run.path(self.stage, name) / f"part-{shard.number:05d}.parquet"
@@ -357,7 +359,8 @@ class _Shards:
                 outcomes: dict[int, Outcome] = {}
                 shard.outcomes.append(outcomes)
                 for place, request in enumerate(self.asking.requests(item)):
-                    self._owners[self.asked] = shard, outcomes, place
+                    self._owners[self.asked] = shard, outcomes, place, request.model
+                    shard.models.add(request.model)
                     shard.pending += 1
                     self.asked += 1
                     yield request
@@ -366,21 +369,21 @@ class _Shards:
 
     def take(self, position: int, outcome: Outcome) -> None:
         """Record the outcome of a request."""
-        shard, outcomes, place = self._owners.pop(position)
+        shard, outcomes, place, model = self._owners.pop(position)
         outcomes[place] = outcome
         shard.pending -= 1
+        if outcome.rejected:
+            self.rejected[model].append(outcome)
+        self.num_answered[model] += not (outcome.rejected or outcome.unanswered)
         self._finish_if_settled(shard)
 
     def _finish_if_settled(self, shard: _Shard) -> None:
         if not shard.complete or shard.pending:
             return
-        outcomes = shard.calls()
-        self.rejected += [outcome for outcome in outcomes if outcome.rejected]
-        self.num_answered += sum(not (outcome.rejected or outcome.unanswered) for outcome in outcomes)
-        if self.num_answered or not outcomes:
+        if all(self.num_answered[model] for model in shard.models):
             self._write(shard)
         else:
-            self._held_back.append(shard)  # not yet known whether the endpoint works at all
+            self._held_back.append(shard)  # not yet known whether the endpoints work at all
 
     def _write(self, shard: _Shard) -> None:
         missing = [outcome for outcome in shard.calls() if outcome.unanswered]
@@ -407,23 +410,31 @@ class _Shards:
 
     def close(self) -> None:
         """Write the shards that were held back, and raise as `Run.in_shards` does."""
-        for shard in self._held_back:
-            self._write(shard)
+        wait = self.run.config.on_unanswered == "wait"
+        silent = [model for model in self.rejected if not self.num_answered[model]]
+        missing = [outcome for shard in self._held_back for outcome in shard.calls() if outcome.unanswered]
+        if silent and not missing:
+            rejected = self.rejected[silent[0]]
+            self.run.store.forget_rejections(
+                outcome.key for model in silent for outcome in self.rejected[model]
+            )
+            raise RequestRejected(
+                f"{self.stage}: all {len(rejected)} calls of models.{silent[0]} were rejected, such as: {rejected[0].error}. The "
+                "stage is not done; change the model's settings and run the same command again"
+            )
+        if silent and wait:  # written, they would count as answered next time
+            self.unanswered += missing
+        else:
+            for shard in self._held_back:
+                self._write(shard)
         if self.unanswered:
             message = (
                 f"{self.stage}: {len(self.unanswered)} of {self.asked} calls are unanswered, such as: "
                 f"{self.unanswered[0].error}. The other answers are stored; run the same command again to repeat only these calls"
             )
-            if self.run.config.on_unanswered == "wait":
+            if wait:
                 raise RunError(f"{message}. on_unanswered=proceed continues without their items")
             print(f"{message}; their items are left out until then", file=sys.stderr, flush=True)
-        if self.rejected and not self.num_answered and not self.run.open_parts(self.stage):
-            self.run.empty(self.stage)  # so that rows without answers are not taken for results next time
-            self.run.store.forget_rejections([outcome.key for outcome in self.rejected])
-            raise RequestRejected(
-                f"{self.stage}: all {len(self.rejected)} calls were rejected, such as: {self.rejected[0].error}. The stage is not "
-                "done; change the model's settings and run the same command again"
-            )
 
 
 def reasons(rows: Sequence[dict[str, Any]]) -> dict[str, int]:

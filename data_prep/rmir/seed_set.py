@@ -357,6 +357,9 @@ def keep_pictures(run: Run, library: Library, images: Rows) -> None:
         )
     for image in missing.values():
         image["ref"] = str(path(image))
+    for image in images:
+        if image["ref"].startswith(own := f"{run.out}/"):
+            image["ref"] = frames.OUT + image["ref"].removeprefix(own)
 
 
 def embed_pictures(encoder: ImageEncoder, refs: list[ImageRef]) -> np.ndarray:

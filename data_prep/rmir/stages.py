@@ -22,6 +22,7 @@ from data_prep.rmir.run import Asking, Row, Run, reasons
 from data_prep.rmir.seed_set import drawn, embed_captions, embed_pictures, save_vectors, seed
 from data_prep.rmir.wording import wording
 from rge.calls.caller import Outcome
+from rge.calls.failures import Rejection
 from rge.calls.model_config import cache_names
 from rge.calls.replies import Refused, Reply, ReplyError
 from rge.calls.request import Request
@@ -291,13 +292,12 @@ def _panel(run: Run) -> list[tuple[str, int]]:
 
 
 def _verdict(outcome: Outcome) -> tuple[str, str]:
-    """Verdict and reasoning of a judge; a refusal is an abstention."""
+    """Verdict and reasoning of a judge; a refusal is an abstention, a rejected call no verdict."""
     try:
         return prompts.read_judged(outcome.answer())
-    except Refused as error:
-        return maths.ABSTAIN, f"{error.kind}: {error}"
     except ReplyError as error:
-        return maths.ERROR, f"{error.kind}: {error}"
+        verdict = {Refused: maths.ABSTAIN, Rejection: maths.MISSING}.get(type(error), maths.ERROR)
+        return verdict, f"{error.kind}: {error}"
 
 
 def count_votes(run: Run) -> dict[str, dict[str, int]]:

@@ -112,6 +112,6 @@ def _filled(text: str, values: dict[str, str]) -> str:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8").strip("\n")
+        return path.read_text(encoding="utf-8-sig").strip("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise WordingError(f"{path} cannot be read: {error}") from None

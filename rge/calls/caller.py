@@ -176,7 +176,7 @@ class _ModelRun:
             # Before the attempt, so that scaling a photograph does not count towards its time limit.
             pictures = await self._encode(call.request)
         except ImageError as error:
-            return self.sender.unsendable(str(error))
+            return self.sender.unanswered(call, str(error), None)
         result = await self.sender.call(send, call, pictures)
         assert not isinstance(result, Rejected)
         return result

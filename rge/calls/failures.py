@@ -2,6 +2,7 @@
 
 ===========  ==================================================  ==================================================
 unanswered   time-out, no connection, 429, 5xx, a web page       retried; after the last retry, left to the next run
+             a picture that cannot be opened                     left to the next run
 refused      declined by the provider's policy                   stored as an answer (`rge.calls.replies.Refused`)
 rejected     this request is invalid (too large, a bad image)    stored; the other calls continue
 stopped      every request fails: key, credit, model, setting    no further calls; those in flight finish

@@ -94,6 +94,8 @@ class Usage:
         return num_input, num_output, min(self.cached, num_input)
 
 
+BROKEN_OFF = ("error", "abort", "insufficient_system_resource")
+"""Reasons for which a server, not the model, ended an answer: OpenRouter's and Mistral's, vLLM's and SGLang's, DeepSeek's."""
 _REFUSAL = re.compile(
     r"^\W*(i'?m sorry|i am sorry|sorry,|i apologi[sz]e|my apologies|i can(?:no|')t|i can not|i won't|i will not|"
     r"i(?:'?m| am) (?:unable|not able)|as an ai)\b",
@@ -138,6 +140,14 @@ def read_replies(raw: bytes) -> list[Reply | ReplyError]:
     return [_choice(as_dict(choice), tokens) for choice in choices]
 
 
+def is_failure(body: Any) -> bool:
+    """Whether a body is no answer even with status 200: an error, or an answer that the server broke off."""
+    choices = dict_items(as_dict(body).get("choices"))
+    return bool(as_dict(body).get("error")) or any(
+        choice.get("error") or choice.get("finish_reason") in BROKEN_OFF for choice in choices
+    )
+
+
 def as_dict(value: Any) -> dict[str, Any]:
     """The value if it is a JSON object, else an empty one."""
     return value if isinstance(value, dict) else {}
@@ -149,13 +159,14 @@ def dict_items(value: Any) -> list[dict[str, Any]]:
 
 
 def _choice(choice: dict[str, Any], tokens: Usage) -> Reply | ReplyError:
-    message = choice.get("message")
+    message, stop = choice.get("message"), str(choice.get("finish_reason") or "stop")
+    if stop.startswith("content_filter"):  # Gemini: "content_filter: PROHIBITED_CONTENT", without a message
+        message, stop = as_dict(message), "refusal"
     if not isinstance(message, dict):
         return EmptyChoices("a choice without a message")
-    text, reason = _text(message.get("content")), choice.get("finish_reason")
+    text = _text(message.get("content"))
     if isinstance(message.get("refusal"), str) and message["refusal"]:
-        text, reason = message["refusal"], "refusal"
-    stop = "refusal" if reason == "content_filter" else str(reason or "stop")
+        text, stop = message["refusal"], "refusal"
     if not text.strip() and stop not in ("length", "refusal"):
         return EmptyChoices("the message is empty")
     text = _as_tags(text, whole=stop != "length")

@@ -114,8 +114,11 @@ def test_rows_become_records(release, tmp_path, capsys):
 
 
 def test_the_wordings_of_rge(release, tmp_path):
+    (tmp_path / "elsewhere" / "deep").mkdir(parents=True)
+    (tmp_path / "out").symlink_to(tmp_path / "elsewhere" / "deep")
     convert(release, tmp_path / "out", sets=["ImageNet-1K", "MSCOCO_t2i"], instructions="rge")
     first = records(tmp_path / "out", "ImageNet-1K")[0]
+    assert (tmp_path / "out" / first["query"]["images"][0]).is_file()
     assert (
         first["instruction"]
         == "Identify the category of the main object in the given image for classification"

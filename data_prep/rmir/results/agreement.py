@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.rmir.arithmetic import ABSTAIN, ERROR, FALSE, TRUE
+from data_prep.rmir.arithmetic import ABSTAIN, FALSE, TRUE, VERDICTS
 
 COUNTED = (TRUE, FALSE, ABSTAIN)
-"""Counted verdicts; an unreadable answer counts as an abstention, as in `arithmetic.tally`."""
+"""Counted verdicts; others count as abstentions, as in `arithmetic.tally`."""
 
 
 def fleiss_kappa(counts_NK: np.ndarray, weight_N: np.ndarray | None = None) -> float:
@@ -52,8 +52,8 @@ def panel_statistics(
         weight_N: number of triplets that each position in `votes` stands for.
 
     Returns:
-        ``kappa`` of the whole panel; ``judges``: shares of true, false, abstain and error, and ``agrees`` (with the
-        majority of the others, if they have one); ``families``: kappa within each family of two or more judges.
+        ``kappa`` of the whole panel; ``judges``: shares of each verdict, and ``agrees`` (with the majority of the
+        others, if they have one); ``families``: kappa within each family of two or more judges.
     """
     if not len(weight_N):
         return {"kappa": math.nan, "judges": {}, "families": {}}
@@ -64,7 +64,7 @@ def panel_statistics(
         first_N, second_N = np.sort(counts_NK, axis=1)[:, [-1, -2]].T
         agrees = _mean(own_N == counts_NK.argmax(axis=1), weight_N * (first_N > second_N))
         verdict_N = np.array(votes[name])
-        shares = {verdict: _mean(verdict_N == verdict, weight_N) for verdict in (*COUNTED, ERROR)}
+        shares = {verdict: _mean(verdict_N == verdict, weight_N) for verdict in VERDICTS}
         judges[name] = {"family": families[name], **shares, "agrees": agrees}
     within = {
         family: [codes_of[name] for name in votes if families[name] == family]
@@ -82,7 +82,7 @@ def panel_statistics(
 
 
 def _codes(verdicts: Sequence[str]) -> np.ndarray:
-    return np.array([COUNTED.index(ABSTAIN if verdict == ERROR else verdict) for verdict in verdicts])
+    return np.array([COUNTED.index(verdict if verdict in COUNTED else ABSTAIN) for verdict in verdicts])
 
 
 def _counts(judges: Sequence[np.ndarray], num: int) -> np.ndarray:

@@ -88,7 +88,9 @@ class Sender:
                 continue
             else:
                 message += f" ({num_tries + 1} attempts)"
-            return self.unanswered(call, message, result.raw)
+            error = self.unanswered(call, message, result.raw)
+            self.health.call_unanswered(error)
+            return error
 
     def _still_limited(self, message: str, limited_since: float) -> str:
         """The error of a call that got nothing but 429s; stops the endpoint if no other call was accepted either."""
@@ -227,21 +229,16 @@ class Sender:
 
     def rejected(self, call: Call, error: Rejected) -> Rejection:
         """Record that the endpoint rejects a call, so that it is not sent again with the same settings."""
-        rejection = self.unsendable(f"{self.model.name}: {error}")
+        rejection = Rejection(self.mask(f"{self.model.name}: {error}"))
         self.store.record_rejection(call.key, self.model.sent_by(), str(rejection), self._excerpt(error.raw))
-        return rejection
-
-    def unsendable(self, why: str) -> Rejection:
-        """Count a rejected call. One that could not even be sent (a missing picture) is not recorded in the store."""
         self.counts.rejected += 1
-        return Rejection(self.mask(why))
+        return rejection
 
     def unanswered(self, call: Call, why: str, raw: bytes | None) -> Unanswered:
         """Record a call without an answer; the next run repeats it."""
         error = Unanswered(f"{self.model.name}: {why}")
         self.store.record_failure(call.key, self.model.name, error.kind, str(error), self._excerpt(raw))
         self.counts.unanswered += 1
-        self.health.call_unanswered(error)
         return error
 
     def budget_reached(self, max_cost: float) -> BudgetReached:

@@ -14,7 +14,7 @@ from rge.calls.failures import AttemptFailed, Rejected
 from rge.calls.keys import Mask
 from rge.calls.model_config import ModelConfig
 from rge.calls.providers.transport import exchange, failure, to_json
-from rge.calls.replies import as_dict, dict_items
+from rge.calls.replies import as_dict, dict_items, is_failure
 from rge.calls.store import BatchRow
 
 Json = dict[str, Any]
@@ -147,7 +147,7 @@ class BatchApi:
 def _line(result: Json) -> Line:
     response, id = as_dict(result.get("response")), str(result.get("custom_id"))
     status, body = response.get("status_code"), response.get("body")
-    if status == 200 and isinstance(body, dict):
+    if status == 200 and isinstance(body, dict) and not is_failure(body):
         return Line(id, to_json(body))
     return Line(id, None, status, to_json(body if body else result.get("error")))
 

@@ -29,14 +29,14 @@ from rge.calls.keys import Mask, read_key
 from rge.calls.model_config import ModelConfig
 from rge.calls.providers.bodies import OPENAI, PATH, EncodedPictures, body, headers
 from rge.calls.providers.errors import KEY_CODES, Meaning, classify, codes, error_of
-from rge.calls.replies import ReplyError, as_dict, dict_items, parse
+from rge.calls.replies import ReplyError, as_dict, dict_items, is_failure, parse
 from rge.calls.request import Request
 from rge.common.errors import UserError
 
 POOL = 16
 """Connections per client: httpx scans the whole pool for every call."""
-MAYBE_BILLED = (408, 504)
-"""A proxy timed out; the model may have answered."""
+MAYBE_BILLED = (200, 408, 504)
+"""Statuses of failures that the model may have written to: it was broken off, or a proxy timed out."""
 LIST_TIMEOUT_S = 20.0
 """Time-out for the list of models."""
 VARYING = ("created", "permission")
@@ -67,7 +67,7 @@ async def _send(
     client: httpx.AsyncClient, model: ModelConfig, mask: Mask, request: Request, pictures: EncodedPictures
 ) -> httpx.Response:
     response = await exchange(client, "POST", PATH, mask, content=to_json(body(model, request, pictures)))
-    if not response.is_success or _is_error(response.content):
+    if not response.is_success or _is_failure(response.content):
         error = failure(response.status_code, response.content, response.headers, model, mask)
         if error is not None:
             raise error
@@ -149,13 +149,11 @@ def _account_error(status: int, error_codes: set[str], message: str, model: Mode
     )
 
 
-def _is_error(raw: bytes) -> bool:
-    """Whether a body with status 200 is an error, as some gateways return it."""
+def _is_failure(raw: bytes) -> bool:
     try:
-        body = json.loads(raw) if b'"error"' in raw[:200] else None
-    except ValueError:
-        return False
-    return isinstance(body, dict) and bool(error_of(body)) and "choices" not in body
+        return is_failure(json.loads(raw))
+    except (ValueError, RecursionError):
+        return False  # not a chat completion, which the caller finds out
 
 
 def _retry_delay(content: Any) -> float | None:

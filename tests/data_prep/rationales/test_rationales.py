@@ -118,6 +118,8 @@ async def answer(path, body):
 )
 def test_rationales_are_written_and_checked(records, tmp_path, capsys, leak, max_leak, kept):
     out = tmp_path / "out" / "records.jsonl"
+    (tmp_path / "elsewhere" / "deep").mkdir(parents=True)
+    out.parent.symlink_to(tmp_path / "elsewhere" / "deep")
     with LocalServer(answer) as server:
         words = [
             f"records={records}",
@@ -177,6 +179,21 @@ def test_one_permanent_rejection_does_not_fail_the_second_run(records, tmp_path)
             write(RationaleOptions(records=records, out=out, model=model))["dropped: rejected request"] == 1
         )
         assert server.num_answered == asked
+
+
+def test_calls_that_are_all_rejected_replace_no_result(records, tmp_path):
+    async def too_large(path, body):
+        return Answer({"error": {"message": "too large"}}, 413)
+
+    out = tmp_path / "out.jsonl"
+    out.write_text("of an earlier model")
+    with LocalServer(too_large) as server:
+        model = ModelConfig(name="m", base_url=server.url)
+        for _ in range(2):
+            with pytest.raises(UserError, match="all 4 calls were rejected, such as: .*too large"):
+                write(RationaleOptions(records=records, out=out, model=model))
+        assert server.num_answered == 8, "what was rejected is sent again"
+    assert out.read_text() == "of an earlier model"
 
 
 def test_windows_are_in_flight_together(records, tmp_path, monkeypatch):

@@ -5,9 +5,11 @@ import copy
 import hashlib
 import json
 import shutil
+import zlib
 from collections import Counter
 from contextlib import closing
 from dataclasses import asdict
+from pathlib import Path
 
 import forked
 import pyarrow.parquet as pq
@@ -20,6 +22,7 @@ from data_prep.rmir import oracle
 from data_prep.rmir.config import JudgeSpec, OracleConfig
 from data_prep.rmir.main import run_stages, status
 from data_prep.rmir.run import STAGES, Run
+from rge.calls.failures import RequestRejected
 from rge.calls.local_server import Answer, LocalServer
 from rge.common.errors import UserError
 
@@ -110,6 +113,35 @@ def attempt(world: World) -> bool:
         except UserError:
             return False
         return True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("every", [1, 5])
+def test_what_an_endpoint_rejects_is_no_verdict(world, tmp_path, monkeypatch, every):
+    """A judge that can read no picture leaves its stage open; one that cannot read some leaves out these pairs alone."""
+    for stage in STAGES[: STAGES.index("judge")]:
+        if (done := Path(world.config.out) / stage).is_dir():
+            shutil.copytree(done, tmp_path / "out" / stage)
+    world.config.out = str(tmp_path / "out")
+    answers = world.answers
+
+    async def picky(path, body):
+        rejects = body["model"] == "judge" and zlib.crc32(json.dumps(body).encode()) % every == 0
+        return Answer({"error": {"message": "too large"}}, 413) if rejects else await answers(path, body)
+
+    monkeypatch.setattr(world, "answers", picky)
+    with closing(Run(world.config, progress=False)) as run:
+        if every == 1:
+            for _ in range(2):
+                with pytest.raises(
+                    RequestRejected, match="all .* calls of models.judge were rejected.*too large"
+                ):
+                    run_stages(run, ["judge"])
+            return
+        run_stages(run, STAGES)
+        votes = Counter(row["verdict"] for row in run.rows("judge", "judgements"))
+        states = Counter(row["state"] for row in run.rows("keep", "decided"))
+    assert votes["missing"] == states["abstained"] > 0 == states["doubted"]
 
 
 @pytest.mark.slow

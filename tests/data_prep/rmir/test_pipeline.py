@@ -56,7 +56,7 @@ from rge.common.schema import Record
 from rge.data.sources import RecordFile
 from rge.identity.set_fingerprint import set_fingerprint
 
-T, F, A, E = maths.VERDICTS
+T, F, A, E, M = maths.VERDICTS
 
 # --------------------------------------------------------------------------------------------------------- arithmetic
 
@@ -72,6 +72,8 @@ T, F, A, E = maths.VERDICTS
         ([T, T, T, T, E], T, 0.8, "doubted"),
         ([A, A, A, A, A], A, 1.0, "abstained"),
         ([A, A, E, E, A], A, 1.0, "abstained"),
+        ([T, T, T, T, M], T, 0.8, "abstained"),
+        ([F, F, F, T, M], F, 0.6, "abstained"),
         ([T, T, F, F, A], A, 0.2, "doubted"),
         ([T], T, 1.0, "kept"),
     ],

@@ -47,7 +47,7 @@ def test_the_kind_of_reasoning_of_the_docs_is_asked_for(tmp_path):
         r"`my_prompts/kinds.md`:\n\n```text\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.S
     )[1]
     (tmp_path / "my prompts").mkdir()
-    (tmp_path / "my prompts" / "kinds.md").write_text(block, encoding="utf-8")
+    (tmp_path / "my prompts" / "kinds.md").write_text(block, encoding="utf-8-sig")
     (tmp_path / "library").mkdir()
     rows = ["id,image,caption"]
     for number in range(6):

@@ -6,16 +6,17 @@ from collections import Counter
 from email.utils import formatdate
 
 import pytest
+from PIL import Image
 
 from rge.calls.caller import Caller
 from rge.calls.failures import AccountRejected, BudgetReached, EndpointDown, KeyRejected, RequestRejected
-from rge.calls.local_server import Answer, LocalServer, chat
+from rge.calls.local_server import Answer, Batches, LocalServer, chat
 from rge.calls.model_config import ModelConfig
 from rge.calls.prices import confirm, fill_prices
 from rge.calls.providers.errors import Meaning, classify
 from rge.calls.providers.transport import parse_seconds
 from rge.calls.replies import Refused, Reply, check_complete, read_replies, tag
-from rge.calls.request import Request
+from rge.calls.request import Picture, Request
 from rge.calls.store import AnswerStore
 from rge.common.errors import UserError
 
@@ -85,6 +86,32 @@ DOCUMENTED = [
 )
 def test_errors_by_code_then_status_then_words(status, body, means):
     assert classify(status, body) is means
+
+
+BROKEN_OFF = {
+    "error after a long id": {"id": f"gen-{'a' * 300}", "error": {"code": 502, "message": "upstream"}},
+    "error beside choices": {**chat("").body, "error": {"code": 502, "message": "upstream"}},
+    "error that is no object": {"error": True, "message": "upstream"},
+    "error of a choice": {"choices": [{"error": {"code": 502}, "message": {"content": "half of"}}]},
+    **{
+        reason: chat("half of", stop=reason).body
+        for reason in ("error", "abort", "insufficient_system_resource")
+    },
+}
+
+
+@pytest.mark.parametrize("mode", ["calls", "batch"])
+@pytest.mark.parametrize("body", BROKEN_OFF.values(), ids=BROKEN_OFF)
+def test_an_answer_that_the_server_broke_off_is_none_although_its_status_is_200(store, body, mode):
+    """Providers that fail while they write can no longer change the status; stored, it would be a verdict for ever."""
+    server = Server(lambda text, number: Answer(body))
+    with LocalServer(raw=Batches(server)) as at:
+        models = model(at, mode=mode, batch_poll_s=0.01, output_price=1)
+        (found,) = Caller(models, store).run(asks(1))
+        assert found.unanswered
+        assert store.num_replies() == 0
+        server.says = lambda text, number: None
+        assert Caller(models, store).run(asks(1))[0].reply.text == "you said 0"
 
 
 def test_a_message_that_mentions_moderation_is_no_refusal(store):
@@ -185,12 +212,22 @@ def test_a_canary_that_gets_no_answer_leaves_the_call_open(store):
         assert Caller(model(at), store).run(asks(2))[0].reply is not None
 
 
+@pytest.mark.parametrize("mode", ["calls", "batch"])
+def test_a_picture_that_cannot_be_opened_leaves_its_call_open(store, tmp_path, mode):
+    """A disk that is not mounted says nothing about the picture; once it is, the same command asks."""
+    path = tmp_path / "a.png"
+    with LocalServer(raw=Batches(Server())) as at:
+        models = model(at, mode=mode, batch_poll_s=0.01)
+        requests = [*(Request("m", (str(one), Picture(str(path), "1"))) for one in range(30)), *asks(1)]
+        *gone, other = Caller(models, store).run(requests)
+        assert all(one.unanswered and "a.png" in str(one.error) for one in gone)
+        assert other.reply is not None, "however many there are, it is no fault of the endpoint"
+        Image.new("RGB", (40, 40)).save(path)
+        assert all(one.reply for one in Caller(models, store).run(requests))
+
+
 def test_a_canary_shows_as_many_pictures(store, tmp_path):
     """A model that takes no pictures, or only one, rejects it as well: that is a setting, and no request's fault."""
-    from PIL import Image
-
-    from rge.calls.request import Picture
-
     Image.new("RGB", (40, 40)).save(tmp_path / "a.png")
     shown = []
 

@@ -19,7 +19,7 @@ from rge.calls.local_server import Answer, LocalServer, chat
 from rge.calls.model_config import ModelConfig, cache_names, check_model
 from rge.calls.pictures import Pictures
 from rge.calls.providers.transport import parse_seconds, remaining_quota
-from rge.calls.replies import EmptyChoices, MissingTag, Refused, read_replies, tag
+from rge.calls.replies import EmptyChoices, MissingTag, Refused, check_complete, read_replies, tag
 from rge.calls.request import Picture, Request
 from rge.calls.store import AnswerStore
 from rge.common.errors import UserError
@@ -184,8 +184,6 @@ def test_an_answer_cut_short_is_given_more_room(store):
     server = Server(lambda body: chat("<x>y</x>") if body["max_tokens"] > 10 else chat("<x>y", stop="length"))
 
     def read(reply):
-        from rge.calls.replies import check_complete
-
         check_complete(reply, "x")
 
     with LocalServer(server) as at:
@@ -213,13 +211,21 @@ def test_odd_shapes_are_read_or_passed_on(store):
     ]
     no_message = chat("")
     no_message.body["choices"] = [{"text": "of another schema"}]
-    server = Server(lambda body: in_parts if text_of(body) == "parts" else no_message)
+    filtered = chat("")
+    filtered.body["choices"] = [{"index": 0, "finish_reason": "content_filter: PROHIBITED_CONTENT"}]
+    answers = {"parts": in_parts, "odd": no_message, "filtered": filtered}
+    server = Server(lambda body: answers[text_of(body)])
     with LocalServer(server) as at:
-        parts, odd = Caller(model(at), store).run([ask("parts"), ask("odd")])
+        requests = [ask(text) for text in answers]
+        parts, odd, declined = Caller(model(at), store).run(
+            requests, read=lambda reply: check_complete(reply, "x")
+        )
     assert parts.reply.text == "in parts"
     assert isinstance(odd.error, EmptyChoices), "counted and passed on, not asked for ever"
     assert not odd.unanswered
-    assert server.seen == {"parts": 1, "odd": 3}
+    with pytest.raises(Refused):  # Gemini's filter
+        check_complete(declined.answer(), "x")
+    assert server.seen == {"parts": 1, "odd": 3, "filtered": 1}
 
 
 def test_half_a_character_is_no_error_of_ours(store, tmp_path):

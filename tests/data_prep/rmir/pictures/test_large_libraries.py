@@ -276,6 +276,7 @@ def test_a_stopped_seed_stage_goes_on_where_it_was_and_keeps_the_chosen_pictures
     assert seed(run) == found
     assert embedded == [5, 5, 4, 3]
     fs.rm(folder, recursive=True)
+    run.out = run.out.rename(tmp_path / "moved")
     images = run.rows("seed", "images")
     assert [{**image, "ref": None} for image in images] == [{**image, "ref": None} for image in expected]
     assert [picture_bytes(image["ref"]) for image in images] == [

@@ -21,7 +21,7 @@ from rge.calls.model_config import ModelConfig
 from rge.common.errors import UserError
 from rge.common.files import write_text
 
-T, F, A, E = maths.VERDICTS
+T, F, A, E, _ = maths.VERDICTS
 
 # ---------------------------------------------------------------------------------------------------------- agreement
 

@@ -28,7 +28,7 @@ from PIL import Image
 
 from rge.checkpoints.settings import CheckpointError, CheckpointSettings, Settings, read_settings
 from rge.common.commands import progress_bar
-from rge.common.errors import UserError
+from rge.common.errors import UserError, not_one_of
 from rge.common.files import checkpoint_folder
 from rge.common.images import fetch_picture, load_image
 from rge.common.modes import Mode
@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 
 Picture = ImageRef | Path | Image.Image
 """A path, ``library.parquet#row``, a web address, a data URL, encoded bytes, or a decoded picture."""
+
+DTYPES = ("float32", "bfloat16", "float16")
 
 WINDOW_BATCHES = 4
 """Batches whose items are prepared together and sorted by length; the pictures of two such windows are in memory at a time."""
@@ -113,7 +115,7 @@ class Embedder:
                 its ``rge.json``.
             device: e.g. ``cuda:0``; None: a GPU if there is one. Several, e.g. ``["cuda:0", "cuda:1"]``, share the work, each in
                 its own process, which starts when it is first needed.
-            dtype: of the weights; None: float32 on CPU, the recipe's on GPU.
+            dtype: of the weights, one of `DTYPES`; None: float32 on CPU, the recipe's on GPU.
             quantization: quantize the text model with bitsandbytes (extra ``quantization``). Embeddings then differ from the
                 checkpoint's own.
             max_new_tokens: overrides the checkpoint's cap on a rationale.
@@ -134,10 +136,16 @@ class Embedder:
         folder = local_folder(checkpoint, revision)
         settings = read_settings(folder)
         base_folder = _base(folder, base)
-        devices = [device] if device is None or isinstance(device, str) else list(device)
+        several = device if isinstance(device, list | tuple) else [device]
+        devices = [None if name is None else str(name) for name in several]
         if not devices:
             raise ValueError("device is empty; None uses a GPU if there is one")
         first = devices[0] or ("cuda" if torch.cuda.is_available() else "cpu")
+        dtype = dtype and str(dtype).removeprefix("torch.")
+        choices = {"dtype": (dtype, (None, *DTYPES)), "engine": (engine, ("own", "vllm"))}
+        for key, (value, allowed) in choices.items():
+            if value not in allowed:
+                raise UserError(not_one_of(key, value, filter(None, allowed)))
         settings = settings.asking(**_given(max_new_tokens=max_new_tokens, temperature=temperature)).but(
             dtype=dtype or ("float32" if first == "cpu" else settings.recipe["model"]["dtype"]),
             **_given(quantization=quantization),
@@ -192,9 +200,7 @@ class Embedder:
         """Rebuild the prompts after a change of settings, such as another prompt profile."""
         if self.settings.profile == profile:
             return
-        builder = copy(self.builder)
-        builder.profile = PROFILES[self.settings.profile]
-        self._inference = type(self._inference)(self.model, builder, self.engine)
+        self._inference = self._inference.worded(PROFILES[self.settings.profile])
 
     @property
     def engine(self) -> "VllmWriter | None":
@@ -429,6 +435,10 @@ class Embedder:
                 "exact embeddings are computed row by row, which vLLM does not do: use engine=own"
             )
         num, window = len(items), WINDOW_BATCHES * batch_size
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be >= 1, got {batch_size}")
+        if seeds is not None and len(seeds) != num:
+            raise ValueError(f"{len(seeds)} seeds for {num} items: give one per item")
         encoded = Encoded(
             embeddings=np.empty((num, self.size), np.float32),
             rationales=[""] * num,
@@ -629,6 +639,8 @@ def _items(texts: Any, images: Any, instruction: str | None = None) -> tuple[boo
     if texts is None and images is None:
         raise ValueError("give texts, images, or both")
     single = isinstance(texts, str) or (texts is None and _is_picture(images))
+    if not single and _is_picture(images):
+        raise ValueError("a list of texts and a single picture: give one entry per text, None if it has none")
     given = (texts, images)
     columns = [[value] if single else None if value is None else list(value) for value in given]
     lengths = [len(column) for column in columns if column is not None]
@@ -657,10 +669,11 @@ def _is_picture(value: Any) -> bool:
 def _pictures(value: Any) -> tuple[Any, ...]:
     if value is None:
         return ()
-    return tuple(_picture(picture) for picture in ([value] if _is_picture(value) else value))
+    return tuple(picture_ref(picture) for picture in ([value] if _is_picture(value) else value))
 
 
-def _picture(value: Any) -> Any:
+def picture_ref(value: Any) -> Any:
+    """A picture as `Item` holds it; anything but a `Picture` is a ValueError."""
     if not _is_picture(value):
         raise ValueError(
             f"a picture is a path, a web address, bytes or a PIL image, got {type(value).__name__}"

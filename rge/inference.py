@@ -6,6 +6,7 @@ Thread-safe: calls take turns, since two at once would need twice the memory and
 import threading
 import time
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -19,6 +20,7 @@ from rge.checkpoints.settings import CheckpointSettings, Settings
 from rge.common.errors import UserError
 from rge.common.images import load_image
 from rge.common.modes import SILENT, Mode
+from rge.common.prompt_profiles import Profile
 from rge.common.schema import Encoded, Item
 from rge.cpu_threads import limit_threads
 from rge.model.backbone import BackboneError, load_backbone
@@ -60,6 +62,17 @@ class Inference:
         self._computing = threading.RLock()
         self._tokenizing = threading.Lock()  # a tokenizer serves one thread at a time
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Another process has locks of its own.
+        return Inference, (self.model, self.builder, self.engine)
+
+    def worded(self, profile: Profile) -> "Inference":
+        """The same model with the prompts of another profile; calls of both take turns."""
+        other = Inference(self.model, copy(self.builder), self.engine)
+        other.builder.profile = profile
+        other._computing, other._tokenizing = self._computing, self._tokenizing
+        return other
+
     @classmethod
     def load(
         cls,
@@ -73,7 +86,12 @@ class Inference:
 
         Raises:
             BackboneError: weights or processor cannot be loaded or have no ``<emb>``, or vLLM does not start.
+            UserError: there is no such device.
         """
+        try:
+            torch.empty(0, device=device)
+        except (RuntimeError, AssertionError) as error:
+            raise UserError(f"device={device} cannot be used: {str(error).splitlines()[0]}") from None
         if device == "cpu":
             limit_threads()
         if vllm is not None and base is not None:

@@ -29,8 +29,17 @@ class ImageError(UserError):
 
 
 @lru_cache(maxsize=64)
+def _latest(_library: str) -> dict[tuple[int, int], dict[str, bytes | None]]:
+    """The rows of a library in its latest version, by size and modification time; filled by `_library`."""
+    return {}
+
+
 def _library(path: str) -> dict[str, bytes | None]:
     try:
+        stat = os.stat(path)
+        latest, version = _latest(path), (stat.st_size, stat.st_mtime_ns)
+        if version in latest:
+            return latest[version]
         table = pq.read_table(path, columns=["id", "image"])
     except FileNotFoundError:
         raise ImageError(f"picture library {path} does not exist") from None
@@ -38,8 +47,11 @@ def _library(path: str) -> dict[str, bytes | None]:
         raise ImageError(
             f"picture library {path} is not a Parquet file with columns id and image: {error}"
         ) from None
-    rows = zip(table["id"].to_pylist(), table["image"].to_pylist(), strict=True)
-    return {name: image.get("bytes") if isinstance(image, dict) else image for name, image in rows}
+    cells = zip(table["id"].to_pylist(), table["image"].to_pylist(), strict=True)
+    rows = {str(name): image.get("bytes") if isinstance(image, dict) else image for name, image in cells}
+    latest.clear()
+    latest[version] = rows
+    return rows
 
 
 def picture_bytes(ref: ImageRef) -> bytes:
@@ -119,7 +131,7 @@ def _rows_of(library: str) -> frozenset[str] | str:
     try:
         missing = {"id", "image"} - set(pq.read_schema(library).names)
         if not missing:
-            return frozenset(pq.read_table(library, columns=["id"])["id"].to_pylist())
+            return frozenset(map(str, pq.read_table(library, columns=["id"])["id"].to_pylist()))
         reason = f"no column {min(missing)}"
     except FileNotFoundError:
         return f"picture library {library} does not exist"

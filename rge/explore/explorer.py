@@ -201,7 +201,7 @@ class Explorer:
 
     def _search(self, query_ND: np.ndarray, query: Query, k: int) -> list[dict[str, Any]]:
         query_ND = self.embedder.cut(query_ND, self.index.about["dimensions"])
-        words = [query.question] if query.hybrid and query.question.strip() else None
+        words = [query.question] if query.hybrid else None
         [hits] = self.index.search(query_ND, k, where=(query.where or "").strip() or None, words=words)
         return [_for_page(hit) for hit in hits]
 

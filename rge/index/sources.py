@@ -11,6 +11,7 @@ import math
 import os
 import re
 import sys
+import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -317,7 +318,9 @@ def _picture(walk: _Walk, name: str) -> Entry:
         text_file = str(root / caption)
     album = Path(name).parent.as_posix() if "/" in name else Path(os.path.abspath(root)).name
     image = os.path.abspath(root / name)
-    return Entry(name, stamp, text_file=text_file, image=image, metadata={"album": album})
+    # macOS separates letters and accents in names; conditions are typed with both as one character.
+    metadata = {"album": unicodedata.normalize("NFC", album)}
+    return Entry(name, stamp, text_file=text_file, image=image, metadata=metadata)
 
 
 def _visible(names: Iterable[str]) -> list[str]:
@@ -356,8 +359,13 @@ def _table(path: Path, id_column: str, text_column: str, image_column: str) -> S
                 raise SourceError(f"{path}: two rows have the id {name!r}; ids ({id_column}=) must be unique")
             if fault := _fault(text, image):
                 faults[name] = fault
-            else:
+                continue
+            try:
+                name.encode()
                 entries[name] = _entry(name, text, image, row, path)
+            except UnicodeEncodeError:
+                name = name.encode(errors="backslashreplace").decode()
+                faults[name] = "it contains half a character (a lone surrogate)"
     if path.suffix.lower() in (".csv", ".tsv"):
         _as_numbers([entry.metadata for entry in entries.values()])
     return Source(os.path.abspath(path), list(entries.values()), faults)

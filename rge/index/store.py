@@ -14,6 +14,7 @@ import json
 import os
 import re
 import time
+import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -245,7 +246,7 @@ class Index:
         if not rows:
             return 0
         schema = self._table.schema.remove_metadata()
-        metadata = [_finite(json.dumps(row.metadata or {}, default=str)) for row in rows]
+        metadata = [_finite(json.dumps(row.metadata or {}, default=_other)) for row in rows]
         columns: dict[str, Any] = {name: [getattr(row, name) for row in rows] for name in _COLUMNS}
         columns |= {
             "metadata": [json.dumps(row, ensure_ascii=False) if row else None for row in metadata],
@@ -425,6 +426,10 @@ class Index:
         """The rows of both rankings, fused by reciprocal rank."""
         from lancedb.rerankers import RRFReranker
 
+        # For a text in quotes LanceDB would search the phrase, which the index of words does not support.
+        words = _composed(words.replace('"', " "))
+        if not words.strip():
+            return self._nearest(query_D, k, columns, where, exact)
         query: Any = self._table.search(query_type="hybrid", vector_column_name="vector", fts_columns="words")
         query = query.vector(query_D).text(words).distance_type("dot").rerank(RRFReranker())
         query = query.limit(max(k, MIN_FUSED))
@@ -537,8 +542,8 @@ def _lancedb_errors(uri: str, where: str | None = None) -> Iterator[None]:
         raise
     except (RuntimeError, ValueError, OSError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        about_where = ("predicate", "Schema error", "SQL", "type_coercion")
-        if where is not None and any(word in reason for word in about_where):
+        reason = re.sub(r", /\S+\.rs:\d+:\d+", "", reason)  # places in LanceDB's source
+        if where is not None and ("Invalid input" in reason or "filter expression" in reason):
             hidden = "|".join(f"`{name}`" for name in sorted(PRIVATE))
             reason = re.sub(rf"(, )?({hidden})", "", reason).replace("Invalid input, ", "")
             raise SearchIndexError(f"where={where!r} is not a valid condition on {uri}: {reason}") from error
@@ -570,8 +575,9 @@ _HIT_COLUMNS = ("source", "id", "text", "image", "metadata", "thumbnail")
 def column_name(name: str) -> str:
     """The column of a metadata key: a word that needs no quotes in a condition."""
     plain = re.sub(r"\W", "_", name)
-    is_taken = plain.lower() in PRIVATE | {"id", "text"} or not plain or plain[0].isdigit()
-    return f"{plain}_" if is_taken else plain
+    if not plain or plain[0].isdigit():
+        return f"_{plain}"
+    return f"{plain}_" if plain.lower() in PRIVATE | {"id", "text"} else plain
 
 
 def _common(kinds: set[type]) -> pa.DataType:
@@ -594,10 +600,20 @@ def _fitting(value: Any, kind: pa.DataType) -> Any:
     return int(value) if value == int(value) and abs(value) < 1 << 63 else None
 
 
+def _other(value: Any) -> str | None:
+    """A value that JSON has no form for; pictures in other columns are left out."""
+    return None if isinstance(value, bytes) else str(value)
+
+
 def _words(row: Row) -> str:
     """The text for searching by words."""
     values = [value for value in (row.metadata or {}).values() if isinstance(value, str)]
-    return " ".join([row.text or "", re.sub(r"[\W_]+", " ", row.id), *values])
+    return _composed(" ".join([row.text or "", re.sub(r"[\W_]+", " ", _composed(row.id)), *values]))
+
+
+def _composed(text: str) -> str:
+    """Letters with their accents as one character: macOS separates the two in file names."""
+    return unicodedata.normalize("NFC", text)
 
 
 Block = tuple[np.ndarray, np.ndarray]

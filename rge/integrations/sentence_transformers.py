@@ -24,9 +24,7 @@ from rge.checkpoints.export import export
 from rge.checkpoints.settings import RGE_JSON
 from rge.common.errors import UserError
 from rge.common.schema import Item
-from rge.embedder import Embedder
-
-DTYPES = ("float32", "bfloat16", "float16")
+from rge.embedder import Embedder, picture_ref
 
 
 class ReasoningEmbedder(InputModule):
@@ -66,10 +64,6 @@ class ReasoningEmbedder(InputModule):
             raise UserError(f"backend={backend!r}: a checkpoint of rge runs in torch")
         options = dict(model_kwargs or {})
         dtype, base = options.pop("dtype", options.pop("torch_dtype", None)), options.pop("base", None)
-        if dtype is not None:
-            dtype = str(dtype).removeprefix("torch.")
-            if dtype not in DTYPES:
-                raise UserError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype}")
         unknown = {"model_kwargs": options} | {
             name: others.get(name) for name in ("processor_kwargs", "config_kwargs")
         }
@@ -180,13 +174,15 @@ def _parts(value: Any) -> list[tuple[str, Any]]:
     if all(isinstance(message, dict) and "role" in message for message in messages):
         return _parts_of_chat(messages)
     if not isinstance(value, dict):
-        return [("image", _picture(value))]
+        return [("image", picture_ref(value))]
     if unknown := set(value) - {"text", "image"}:
         raise ValueError(f"an input has text and image, got {', '.join(sorted(map(str, unknown)))} too")
     parts: list[tuple[str, Any]] = []
     for kind, part in value.items():
         several = part if kind == "image" and isinstance(part, list | tuple) else [part]
-        parts += [(kind, _picture(each) if kind == "image" else each) for each in several if part is not None]
+        parts += [
+            (kind, picture_ref(each) if kind == "image" else each) for each in several if part is not None
+        ]
     return parts
 
 
@@ -201,10 +197,6 @@ def _parts_of_chat(messages: list[dict[str, Any]]) -> list[tuple[str, Any]]:
     return [
         ("text", part["text"])
         if part["type"] == "text"
-        else ("image", _picture(part.get("image", part.get("url"))))
+        else ("image", picture_ref(part.get("image", part.get("url"))))
         for part in content
     ]
-
-
-def _picture(value: Any) -> Any:
-    return str(value) if isinstance(value, Path) else value

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from PIL import Image
@@ -124,10 +124,20 @@ class PromptBuilder:
         self._image_id = self.family.placeholder_id(processor)
         self._options = self.family.options(processor.image_processor)
         self._known: dict[tuple, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self._remember()
+
+    def _remember(self) -> None:
         # Small sets, and candidates without a text, repeat them.
         remember = lru_cache(maxsize=KNOWN_PROMPTS)
-        self._tokens_of_picture = remember(lambda size: self.family.picture_tokens(processor, size))
+        self._tokens_of_picture = remember(lambda size: self.family.picture_tokens(self.processor, size))
         self._tokens_of_text = remember(self._count_tokens)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if not hasattr(value, "cache_info")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._remember()
 
     def build(self, item: Item, side: str, images: Sequence[Image.Image] | None = None) -> Prompt:
         """Token ids and pictures of one prompt.
@@ -303,6 +313,11 @@ class PromptBuilder:
     def _plain(self, text: str) -> str:
         # A picture placeholder or a turn marker in the data must not become a control token. A (zero-width) word joiner inside
         # keeps it readable.
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            place = ascii(text[max(0, error.start - 20) : error.start + 20])
+            raise ValueError(f"the text {place} contains half a character (a lone surrogate)") from None
         for token in self._control_tokens:
             if token in text:
                 text = text.replace(token, token[:1] + "\u2060" + token[1:])

@@ -5,6 +5,7 @@ import functools
 import http.server
 import json
 import os
+import pickle
 import re
 import shutil
 import subprocess
@@ -23,6 +24,7 @@ from paths import ROOT
 
 from rge.checkpoints.export import export, settings_of
 from rge.checkpoints.settings import CheckpointError
+from rge.common.errors import UserError
 from rge.common.images import ImageError
 from rge.common.schema import Item
 from rge.cpu_threads import limit_threads
@@ -286,11 +288,51 @@ def test_embeddings_are_cut_to_sizes_of_training_only(described):
         ((["a", "b"], ["x.png"]), "2 texts and 1 images"),
         (([1],), "a text must be a string, got int"),
         (("a", [3.0]), "a picture is a path, a web address, bytes or a PIL image, got float"),
+        ((["a", "b"], "x.png"), "a list of texts and a single picture: give one entry per text"),
+        ((["a", "b"], b"x"), "a list of texts and a single picture"),
+        (("half \ud83d",), r"half \\ud83d' contains half a character \(a lone surrogate\)"),
+        ((["a", "b"], {"seeds": [1]}), "1 seeds for 2 items"),
+        # With -1 the embeddings were uninitialised memory.
+        (("a", {"batch_size": -1}), "batch_size must be >= 1, got -1"),
+        (("a", {"batch_size": 0}), "batch_size must be >= 1, got 0"),
     ],
 )
 def test_wrong_arguments_are_named(described, arguments, message):
+    *given, options = arguments if isinstance(arguments[-1], dict) else (*arguments, {})
     with pytest.raises(ValueError, match=message):
-        described.encode_query(*arguments)
+        described.encode_query(*given, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"engine": "vLLM"}, "engine must be one of own, vllm, got 'vLLM'"),
+        ({"dtype": "fp16"}, "dtype must be one of float32, bfloat16, float16, got 'fp16'"),
+        ({"dtype": torch.int8}, "dtype must be one of float32, bfloat16, float16, got 'int8'"),
+        ({"device": "gpu"}, "device=gpu cannot be used: Expected one of"),
+        ({"device": "cuda:99"}, "device=cuda:99 cannot be used: "),
+        ({"device": ["gpu", "cpu"]}, "device=gpu cannot be used: Expected one of"),
+    ],
+)
+def test_a_choice_that_does_not_exist_is_one_sentence(encoder, options, message):
+    with pytest.raises(UserError, match=message):
+        Embedder.from_pretrained(encoder.checkpoint, **options).encode_document(["a", "b"])
+
+
+def test_devices_and_dtypes_of_torch_are_taken_too(encoder):
+    same = Embedder.from_pretrained(encoder.checkpoint, device=torch.device("cpu"), dtype=torch.bfloat16)
+    assert next(same.model.parameters()).dtype == torch.bfloat16
+
+
+def test_a_pickled_embedder_embeds_the_same(described):
+    """As for the processes of sentence-transformers, `datasets` and `multiprocessing`."""
+    texts = ["a key", "a lock"]
+    for one in (described, described.with_(profile="plain")):
+        again = pickle.loads(pickle.dumps(one))  # noqa: S301 - our own
+        assert np.array_equal(again.encode_query(texts), one.encode_query(texts))
+        assert again.builder.measure(Item("0", "a"), "query", []) == one.builder.measure(
+            Item("0", "a"), "query", []
+        )
 
 
 def test_the_hub_out_of_reach_is_one_sentence(monkeypatch):
@@ -498,6 +540,9 @@ def test_threads_get_what_one_thread_gets(described, picture):
         else partial(described.encode_document, texts[row : row + 3], images[row : row + 3])
         for row in range(24)
     ]
+    plain = described.with_(profile="plain")  # the same model: calls of both take turns
+    assert plain._inference._computing is described._inference._computing
+    asked += [partial(plain.encode_query, text, mode="direct") for text in texts]
     expected = [one() for one in asked]
     with ThreadPoolExecutor(8) as threads:
         for _ in range(2):

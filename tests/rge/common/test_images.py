@@ -15,7 +15,7 @@ import pytest
 from PIL import ExifTags, Image
 
 from rge.common import images
-from rge.common.images import ImageError, load_image, picture_bytes, picture_size
+from rge.common.images import ImageError, PictureIndex, is_there, load_image, picture_bytes, picture_size
 
 
 def encode(image: Image.Image, kind: str = "PNG", **options) -> bytes:
@@ -38,6 +38,16 @@ def test_bytes_path_and_library_row_are_the_same_picture(picture, tmp_path, png)
     for ref in refs:
         assert picture_bytes(ref) == png
         assert np.array_equal(np.asarray(load_image(ref)), np.asarray(picture(6, 4)))
+
+
+def test_a_library_may_number_its_rows_and_is_read_again_when_it_changes(tmp_path):
+    library = tmp_path / "library.parquet"
+    for data in (b"first", b"second"):
+        pq.write_table(pa.table({"id": [7], "image": [data]}), library)
+        assert picture_bytes(f"{library}#7") == data
+        assert is_there(f"{library}#7")
+        assert not is_there(f"{library}#8")
+        assert PictureIndex().fault(f"{library}#7") is None
 
 
 @pytest.mark.parametrize(

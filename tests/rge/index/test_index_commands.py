@@ -457,6 +457,12 @@ def test_a_loop_of_links_and_a_name_that_is_no_text(photos):
     assert found.faults == {"nowhere.png": "No such file or directory", "\ufffd.png": "its name is not UTF-8"}
 
 
+def test_an_album_of_macos_is_filtered_by_its_name_as_it_is_typed(photos):
+    (photos / "sub").rename(photos / "Cafe\u0301")
+    [entry] = [entry for entry in read_source(photos).entries if entry.id.endswith("plum.png")]
+    assert (entry.id, entry.metadata["album"]) == ("Cafe\u0301/plum.png", "Caf\u00e9")
+
+
 # ------------------------------------------------------------------------------------------------------------- tables
 
 
@@ -501,16 +507,22 @@ def test_a_table_is_followed_row_by_row(photos, tmp_path, capsys, ending):
     assert "0 added, 1 changed, 0 removed, 2 unchanged" in capsys.readouterr().out
 
 
-def test_a_library_of_encoded_pictures(photos, tmp_path):
-    rows = [{"id": f"x/{place}", "image": {"bytes": (photos / f"{name}.png").read_bytes(), "path": None}, "concept": name}
+def test_a_library_of_encoded_pictures(photos, tmp_path, capsys):
+    rows = [{"id": place, "image": {"bytes": (photos / f"{name}.png").read_bytes(), "path": None}, "concept": name}
             for place, name in enumerate(("red", "blue"))]  # fmt: skip
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "library.parquet")
     index([f"src={tmp_path / 'library.parquet'}", "out=gallery", "checkpoint=demo"])
     [hits] = Index.open("gallery").search(np.eye(1, 128, dtype=np.float32), 9)
     assert {hit.id: (hit.metadata["concept"], hit.gone) for hit in hits} == {
-        "x/0": ("red", False),
-        "x/1": ("blue", False),
+        "0": ("red", False),
+        "1": ("blue", False),
     }
+    # Replaced while this process runs, as with watch=true.
+    rows[0]["image"]["bytes"] = (photos / "sub" / "plum.png").read_bytes()
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "library.parquet")
+    capsys.readouterr()
+    index([f"src={tmp_path / 'library.parquet'}", "out=gallery"])
+    assert "0 added, 1 changed, 0 removed, 1 unchanged" in capsys.readouterr().out
     pq.write_table(pa.Table.from_pylist([{"name": "x", "image": b"x"}]), tmp_path / "other.parquet")
     with pytest.raises(SourceError, match="its columns must be called id and image"):
         read_source(tmp_path / "other.parquet", id="name")
@@ -538,12 +550,15 @@ def test_tables_that_cannot_be_read(tmp_path, name, content, message):
 
 
 def test_rows_without_an_id_are_named_and_rows_without_content_are_faults(tmp_path):
-    (tmp_path / "x.jsonl").write_text('{"text": "a"}\n{"text": " "}\n{"image": "p.png"}\n{"text": 3}\n')
+    lines = ['{"text": "a"}', '{"text": " "}', '{"image": "p.png"}', '{"text": 3}', '{"text": "\\ud83d"}',
+             '{"text": "a", "tags": ["\\ud83d"]}', '{"image": "\\ud83d.png"}']  # fmt: skip
+    (tmp_path / "x.jsonl").write_text("\n".join(lines))
     found = read_source(tmp_path / "x.jsonl")
     assert [entry.id for entry in found.entries] == ["1", "p.png"]
     assert found.faults == {
         "2": "it has neither a text nor a picture",
         "4": "its text must be a string, got int",
+        **dict.fromkeys(("5", "6", "\\ud83d.png"), "it contains half a character (a lone surrogate)"),
     }
 
 

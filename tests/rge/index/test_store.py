@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from datetime import date
 
 import numpy as np
 import pyarrow as pa
@@ -79,9 +80,11 @@ def test_ties_at_the_last_place_are_decided_by_name(index):
 
 def test_columns_of_the_metadata_narrow_a_search(index):
     metadata = [
-        {"year": 2020 + n, "price": n if n % 2 else n + 0.5, "odd name!": f"n{n}", "id": "x", "tags": ["a"]}
+        {
+            "year": 2020 + n, "price": n if n % 2 else n + 0.5, "odd name!": f"n{n}", "id": "x", "tags": ["a"], "2023": n,
+        }
         for n in range(5)
-    ]
+    ]  # fmt: skip
     index.declare(metadata)
     assert index.columns["price"] == "double"
     assert index.columns["odd_name_"] == index.columns["id_"] == "string"
@@ -100,10 +103,39 @@ def test_columns_of_the_metadata_narrow_a_search(index):
 
     assert found("year > 2022") == ["3", "4"]
     assert found("price = 2.5 or odd_name_ = 'n3'") == ["2", "3"]
+    assert found("_2023 < 2") == ["0", "1"]
     assert found("odd_name_ = 'image'") == []  # a text may say what a column may not
     assert found("year IS NULL") == ["5"]
     [[hit]] = index.search(stored_ND[:1], 1)
     assert hit.metadata == metadata[0]
+    for wrong in ("", "1", "year", "year = '2024'", "id = 1", "year = 99999999999999999999", "a ="):
+        with pytest.raises(SearchIndexError, match="is not a valid condition on") as caught:
+            found(wrong)
+        assert ".rs:" not in str(caught.value)
+
+
+def test_words_are_found_however_they_are_typed(index):
+    names = {"it's scho\u0308n.png": "as macOS writes names", "b.png": 'a "red wall"', "c.png": "x"}
+    metadata = {"album": "Cafe\u0301"}
+    index.put([Row("s", name, "1", "d", vector_D, text, metadata=metadata if name == "c.png" else None)
+               for (name, text), vector_D in zip(names.items(), vectors(3), strict=True)])  # fmt: skip
+    index.refresh(ann_from=9)
+
+    def found(words):
+        return [hit.id for hit in index.search(vectors(3)[2:], 3, words=[words])[0]]
+
+    assert found("sch\u00f6n")[0] == found("scho\u0308n")[0] == "it's scho\u0308n.png"
+    assert found("caf\u00e9")[0] == "c.png"
+    assert found('"red wall"')[0] == "b.png"
+    [plain] = index.search(vectors(3)[2:], 3)
+    assert found("") == found(' "" ') == [hit.id for hit in plain]  # a picture alone
+
+
+def test_pictures_in_other_columns_are_not_kept(index):
+    metadata = {"mask": b"\x89PNG", "views": [{"bytes": b"\x89PNG", "path": "a"}], "day": date(2024, 5, 1)}
+    index.put(rows(vectors(1), metadata=metadata))
+    [[hit]] = index.search(vectors(1), 1)
+    assert hit.metadata == {"mask": None, "views": [{"bytes": None, "path": "a"}], "day": "2024-05-01"}
 
 
 def test_a_row_comes_back_as_it_was_put(index):

@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import pickle
 import re
 from dataclasses import replace
 
@@ -93,6 +94,10 @@ def test_an_unknown_kind_of_input_is_named(checkpoint):
     theirs = sentence_transformers.SentenceTransformer(str(checkpoint), trust_remote_code=True, device="cpu")
     with pytest.raises(ValueError, match="an input has text and image, got caption too"):
         theirs[0].preprocess([{"text": "a", "caption": "b"}])
+    with pytest.raises(
+        ValueError, match="a picture is a path, a web address, bytes or a PIL image, got ndarray"
+    ):
+        theirs.encode_document([np.zeros((40, 40, 3), np.uint8)])
     with pytest.raises(ValueError, match="audio"):
         theirs.encode_query([{"text": "a", "audio": "b.wav"}])
 
@@ -192,6 +197,14 @@ def test_changed_weights_are_saved_as_they_are(checkpoint, tmp_path):
     assert np.array_equal(Embedder.from_pretrained(tmp_path / "saved").encode_document(["a key"]), changed)
     with pytest.raises(UserError, match="written as safetensors"):
         theirs.save_pretrained(str(tmp_path / "pickled"), safe_serialization=False)
+
+
+def test_processes_of_sentence_transformers_get_a_copy(checkpoint):
+    """`start_multi_process_pool` and `encode(device=[...])` pickle the model."""
+    theirs = loaded(checkpoint)
+    again = pickle.loads(pickle.dumps(theirs))  # noqa: S301 - our own
+    assert again[0].model is again[0].embedder.model
+    assert np.array_equal(again.encode_query(["a", "b"]), theirs.encode_query(["a", "b"]))
 
 
 def test_truncated_embeddings_have_length_one(checkpoint):

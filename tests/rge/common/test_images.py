@@ -15,7 +15,7 @@ import pytest
 from PIL import ExifTags, Image
 
 from rge.common import images
-from rge.common.images import ImageError, load_image, picture_bytes, picture_size
+from rge.common.images import ImageError, PictureIndex, load_image, picture_bytes, picture_size
 
 
 def encode(image: Image.Image, kind: str = "PNG", **options) -> bytes:
@@ -209,6 +209,17 @@ def test_an_icon_whose_picture_is_larger_than_it_says_is_refused(monkeypatch):
         warnings.simplefilter("ignore")
         with pytest.raises(ImageError, match="decompression bomb"):
             load_image(icon)
+
+
+def test_a_name_in_another_unicode_form_is_told_from_a_missing_file(tmp_path):
+    """Names look the same composed and, as a Mac writes them, decomposed."""
+    (tmp_path / "caf\u00e9.png").touch()
+    fault = PictureIndex().fault
+    assert fault(f"{tmp_path}/caf\u00e9.png") is None
+    assert fault(f"{tmp_path}/cafe\u0301.png").endswith(
+        "does not exist, but 'caf\\xe9.png' does, whose accents are encoded differently"
+    )
+    assert fault(f"{tmp_path}/cafe.png").endswith("does not exist")
 
 
 def test_what_is_missing_is_named(tmp_path, png):

@@ -868,11 +868,6 @@ def _check_validation(recipe: Recipe) -> Iterator[str]:
     if validation.key is None:
         return
     yield from _check_records("validation", validation)
-    for name in recipe.stages():
-        if validation.key in [source.key for source in getattr(recipe, name).sources]:
-            yield (
-                f"validation.path {validation.label} is also a source of {name}: what is trained on cannot validate"
-            )
     yield from _check_metric(recipe, "joint", *_loss_weights(recipe.loss))
     yield from _check_metric(recipe, "rl", recipe.rl.alpha_lm, recipe.rl.alpha_con, recipe.rl.alpha_rl)
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from rge.common.errors import UserError
 from rge.common.registry import Registry
 from rge.distributed.transfer import moved
 
@@ -98,6 +99,7 @@ def contrastive_losses(
 
     Raises:
         ValueError: a size that is not below the full one, or is given twice; and as the losses.
+        UserError: a loss does not return a scalar tensor.
     """
     full = q_BD.shape[1]
     if len({full, *sizes}) != len(sizes) + 1 or max(sizes, default=0) > full:
@@ -109,9 +111,10 @@ def contrastive_losses(
     losses = {}
     for name in terms:
         loss = CONTRASTIVE_LOSSES[name]
-        losses[name] = torch.stack(
-            [loss(q, c, positive_BC, ignored_BC, temperature=temperature) for q, c in cuts]
-        ).mean()
+        found = [loss(q, c, positive_BC, ignored_BC, temperature=temperature) for q, c in cuts]
+        if not all(isinstance(one, Tensor) and one.dim() == 0 for one in found):
+            raise UserError(f"loss.terms: {name} must return a scalar tensor, the sum of the queries' losses")
+        losses[name] = torch.stack(found).mean()
     (first, weight), *others = terms.items()
     total = losses[first] * weight
     for name, weight in others:

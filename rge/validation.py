@@ -25,12 +25,17 @@ from rge.step import candidate_masks
 
 def problems(recipe: Recipe, sources: Mapping[str, Records]) -> Iterator[str]:
     """Why the held-out records, one of the open sources, cannot be used."""
-    key = recipe.validation.key
-    if key and key in sources:
-        try:
-            num_records(sources[key], recipe)
-        except RecordError as error:
-            yield str(error)
+    if (held_out := sources.get(recipe.validation.key or "")) is None:
+        return
+    try:
+        num_records(held_out, recipe)
+    except RecordError as error:
+        yield str(error)
+    content = held_out.content.get("sha256")  # unknown for a stream
+    for name in recipe.stages():
+        for key in [source.key for source in getattr(recipe, name).sources if source.key in sources]:
+            if content is not None and sources[key].content.get("sha256") == content:
+                yield f"validation.path {held_out.name} is also a source of {name}: what is trained on cannot validate"
 
 
 def num_records(file: Records, recipe: Recipe) -> int:

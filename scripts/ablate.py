@@ -183,6 +183,10 @@ def plan(
     runs = []
     for value in values:
         overrides = (f"{key}={value}", *extra, *arms.get(value, []))
+        if fixed := [word for word in overrides if split_word(word)[0] == "train.seed"]:
+            raise SweepError(
+                f"{fixed[0]} would make every seed of an arm the same run: leave it out, and give seeds=N"
+            )
         load_recipe([*recipe, f"stage={options.stage}", f"out={options.out}", *overrides])
         runs.append(Arm(folder_name(value), options.stage, overrides=overrides))
     ask = [f"benchmark={load_suite(Path(options.set)).benchmark}"] if is_suite(Path(options.set)) else []
@@ -255,6 +259,10 @@ def write_tables(study: Study, key: str, values: list[str], options: Options) ->
     results = Results(study)
     for arm in study.arms:
         for seed in range(study.seeds):
+            folder = study.folder(arm, seed)
+            then = json.loads((folder / "arm.json").read_text())
+            if other := sorted({*study.words(arm, seed), f"out={folder}"}.symmetric_difference(then)):
+                raise SweepError(f"{folder} was trained with other settings, then or now: {', '.join(other)}")
             _, frame = results.of(arm.name, seed, "")  # type: ignore[misc]  # every run is finished
             if missing := [metric for metric in options.metrics if metric not in frame]:
                 raise SweepError(

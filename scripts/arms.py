@@ -184,7 +184,8 @@ def run_arm(study: Study, arm: Arm, seed: int, *, wait: bool = True) -> bool:
 @contextmanager
 def _held(folder: Path, wait: bool) -> Iterator[bool]:
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as file:
+    # Not training's own lock: on NFS, flock and record locks exclude one another.
+    with (folder / ".arm_lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:

@@ -4,6 +4,7 @@ On a cluster's SIGTERM or a user's Ctrl-C the step is finished, a state is saved
 """
 
 import json
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -109,7 +110,9 @@ class CheckpointManager:
         launch.check_resume(done["launch"], self.accelerator, path)
         rounding += check_same_run(done, self.identity, path)
         self.states.load(path)
-        self._saved, self._validated = done["step"], done["validated"]
+        self._saved = done["step"]
+        # Figures of an earlier step are not those of the weights that are exported next.
+        self._validated = done["validated"] if self._saved == self.num_steps else None
         self.states.announce(self.name, done["step"], path, rounding)
         return done["step"]
 
@@ -182,14 +185,16 @@ class CheckpointManager:
         keep = self.recipe.validation.keep_best
         if keep == 0:
             return
+        sign = -1 if self.metric == "val_hit_at_1" else 1
         saved: dict[int, float] = {}
         if self.accelerator.is_main_process:
             for path in (self.folder / "best").glob(f"step_*/{RGE_JSON}"):
                 settings = json.loads(path.read_text())
-                saved[settings["step"]] = settings["validation"][self.metric]
-        values = dist.from_main(saved) | {step: figures[self.metric]}
-        sign = -1 if self.metric == "val_hit_at_1" else 1
-        ranked = sorted(values, key=lambda at: (sign * values[at], at))  # best first; of equals the earlier
+                # Figures of other held-out records cannot be compared.
+                is_alike = _held_out(settings["recipe"]) == _held_out(to_dict(self.recipe))
+                saved[settings["step"]] = sign * settings["validation"][self.metric] if is_alike else math.inf
+        values = dist.from_main(saved) | {step: sign * figures[self.metric]}
+        ranked = sorted(values, key=lambda at: (values[at], at))  # best first; of equals the earlier
         if step not in ranked[:keep]:
             return
         self._export(self.folder / "best" / step_name(step), step)
@@ -226,3 +231,7 @@ class CheckpointManager:
                 weights = merged_weights(self.embedder.model, weights)
             export(self.embedder, path, settings, weights)
         self.accelerator.wait_for_everyone()
+
+
+def _held_out(recipe: dict[str, Any]) -> dict[str, Any]:
+    return {**recipe["validation"], "every": None, "metric": None, "keep_best": None}

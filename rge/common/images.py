@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO
+from unicodedata import normalize
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -106,7 +107,11 @@ class PictureIndex:
             return names
         if name in names:
             return None
-        return f"picture {row!r} is not in {folder}" if mark else f"picture {ref} does not exist"
+        if mark:
+            return f"picture {row!r} is not in {folder}"
+        alike = [one for one in names if normalize("NFC", one) == normalize("NFC", name)]
+        said = f", but {ascii(alike[0])} does, whose accents are encoded differently" if alike else ""
+        return f"picture {ref} does not exist{said}"
 
 
 def is_there(ref: str) -> bool:

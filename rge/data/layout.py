@@ -199,11 +199,12 @@ def _names(record: Record) -> list[int]:
     """Columns "id" to "shows" of `COLUMNS`; targets with equal ``identity`` may differ in content, which is 0 for them."""
 
     def content(text: str | None, images: Sequence[ImageRef]) -> int:
-        # Of a file only the name: the same file may be in another folder.
+        # Of a file name and size: the same file may be in another folder.
         names = [
-            hashlib.sha256(each).hexdigest() if isinstance(each, bytes) else Path(each).name
+            hashlib.sha256(each).hexdigest() if isinstance(each, bytes)
+            else f"{Path(each).name} {os.path.getsize(each) if os.path.isfile(each) else ''}"
             for each in images
-        ]
+        ]  # fmt: skip
         return number_of("\0".join([text or "", *names]))
 
     first = record.positives[0]

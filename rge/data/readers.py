@@ -177,6 +177,7 @@ def load(config: RecordsConfig) -> tuple[Any, Path]:
         found = datasets.load_dataset(
             str(folder) if local else config.dataset,
             config.name,
+            data_files=_tables_beside_pictures(folder, config) if local else None,
             split=config.split,
             revision=config.revision,
             streaming=config.streaming,
@@ -186,6 +187,17 @@ def load(config: RecordsConfig) -> tuple[Any, Path]:
     except Exception as error:  # the library raises what its readers, and the network's, run into
         raise RecordError(_load_failure(config, local, error)) from error
     return found, folder if local else Path()
+
+
+def _tables_beside_pictures(folder: Path, config: RecordsConfig) -> dict[str, list[str]] | None:
+    """Tables in a folder that the library, which goes by the most frequent ending, would read as one of pictures alone."""
+    import datasets
+
+    if datasets.load_dataset_builder(str(folder), config.name).name != "imagefolder":
+        return None
+    found = (path for path in folder.rglob("*") if path.suffix in (".parquet", ".jsonl"))
+    tables = sorted(str(path.relative_to(folder)) for path in found if path.stem != "metadata")
+    return {config.split: tables} if tables else None
 
 
 def _saved(config: RecordsConfig, folder: Path) -> Any:
@@ -214,6 +226,8 @@ def _load_failure(config: RecordsConfig, local: bool, error: Exception) -> str:
     text = f"data set {config.label} cannot be loaded: {error or type(error).__name__}"
     if local:
         return f"{text} (a folder must hold Parquet or JSON lines, or what save_to_disk wrote)"
+    if config.dataset is not None and find_shipped(config.dataset).is_file():
+        return f"data set {config.label} is a file: give its folder, or JSON lines as path:"
     if config.dataset is not None and (
         config.dataset.count("/") > 1 or config.dataset.startswith((".", "/", "~"))
     ):

@@ -208,6 +208,10 @@ class RecordFile(Records):
         on_bad: str = "stop",
     ):
         self.path = find_shipped(path)
+        if self.path.is_dir() or self.path.suffix == ".parquet":
+            raise RecordError(
+                f"training records {self.path} is not a file of JSON lines: give a folder of Parquet or JSON lines as dataset:"
+            )
         if not self.path.is_file():
             raise RecordError(f"training records {self.path} do not exist")
         self.name = str(self.path)

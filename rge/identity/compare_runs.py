@@ -47,11 +47,10 @@ def read_identity(path: Path) -> Identity:
 
 
 def _recorded_in(path: Path) -> Path:
-    stages = [path / stage for stage in ("rl", "joint", "cold_start")]
-    states = [
-        state for stage in (path, *stages) for state in sorted(stage.glob("state/step_*"), reverse=True)
-    ]
-    for folder in (path, path / "final", *(stage / "final" for stage in stages), *states):
+    folders = [path]
+    for stage in (path, path / "rl", path / "joint", path / "cold_start"):
+        folders += [stage / "final", *sorted(stage.glob("state/step_*"), reverse=True)]
+    for folder in folders:
         for name in RECORDED_IN:
             if (folder / name).is_file():
                 return folder / name

@@ -300,12 +300,11 @@ def _stage(recipe: Recipe, options: PlanOptions) -> tuple[StageConfig, int]:
             f"the recipe has stage={recipe.stage}, so there is no {name} to plan; give for={recipe.stage}"
         )
     stage: StageConfig = getattr(recipe, name)
-    if stage.batch_size % gpus:
+    if stage.batch_size < gpus:
         raise RecipeError(
-            f"{name}.batch_size {stage.batch_size} must be a multiple of the {gpus} GPUs, e.g. "
-            f"{stage.batch_size // gpus * gpus or gpus}"
+            f"{name}.batch_size={stage.batch_size} leaves some of the {gpus} GPUs without a query"
         )
-    return stage, stage.batch_size // gpus
+    return stage, -(-stage.batch_size // gpus)  # the largest share
 
 
 def _largest(recipe: Recipe, shapes: Shapes, options: PlanOptions) -> dict[str, int]:
@@ -409,7 +408,7 @@ def _changes(recipe: Recipe, options: PlanOptions) -> Iterator[list[tuple[str, R
     model, back_end = recipe.model, options.back_end or recipe.train.back_end
     batch_size, on_gpu = getattr(recipe, options.for_).batch_size, not options.cpu
     doubled = [options.num_gpus << shift for shift in range(1, 11)]
-    more_gpus = [number for number in doubled if number <= min(1024, batch_size) and batch_size % number == 0]
+    more_gpus = [number for number in doubled if number <= min(1024, batch_size)]
     whole = not model.freeze_vision and model.lora is None
     kinds: list[tuple[str, list[Any], str]] = [
         ("train.micro_batch_size", _halves(recipe.train.micro_batch_size), ": the result stays the same"),

@@ -24,7 +24,7 @@ from rge.checkpoints.settings import CheckpointError
 from rge.checkpoints.training_state import States
 from rge.common.images import load_image
 from rge.config import OptimConfig, StageConfig, TrainConfig
-from rge.data.sources import RecordFile
+from rge.data.sources import RecordError, RecordFile
 from rge.distributed import collectives as dist
 from rge.distributed.stop_signals import exit_after, received_by_any
 from rge.identity.run_identity import differences, in_words
@@ -47,6 +47,8 @@ def naming_pictures(path: str | Path, side_px: int) -> tuple[Tensor, Tensor, lis
         record = records[index]
         for image in record.query.images:
             pictures.setdefault(str(image), record.positives[0].rationale or "")
+    if not pictures:
+        raise RecordError(f"model.scratch.naming: no query of {path} shows a picture")
     names = sorted(set(pictures.values()))
     label = {name: number for number, name in enumerate(names)}
     arrays = [

@@ -327,6 +327,30 @@ def test_sources_that_give_one_id_to_different_things_are_named(home, accelerato
     ]
 
 
+def test_pictures_of_one_name_in_two_folders_are_told_apart(home, accelerator, picture):
+    """Ids that are left out follow from the paths in the files, which may be equal in different folders."""
+    (home / "other").mkdir()
+    paths = []
+    for folder in (home, home / "other"):
+        records = [record("a", positives=[{"image": "egg.png", "rationale": "an egg"}])]
+        paths.append(write(folder / f"{folder.name}.jsonl", *records))
+    override = f"joint.sources=[{', '.join(f'{{path: {path}}}' for path in paths)}]"
+    for side, said in ((30, 0), (31, 1)):  # the same file, and another
+        picture(40, side, 0).save(home / "other/egg.png")
+        problems, found = check.examine(recipe_of(home, override), accelerator)
+        assert problems == []
+        assert sum("such targets are never negatives" in line for line in found.summary) == said
+
+
+@pytest.mark.parametrize("name", ["records.jsonl", "copy.jsonl"])
+def test_records_that_are_trained_on_do_not_validate(home, accelerator, name):
+    (home / "copy.jsonl").write_bytes((home / "records.jsonl").read_bytes())
+    assert problems_of(home, accelerator, f"validation.path={home / name}") == [
+        f"validation.path {home / name} is also a source of {stage}: what is trained on cannot validate"
+        for stage in ("cold_start", "joint")
+    ]
+
+
 def test_many_records_are_laid_out_by_several_processes(home, accelerator, monkeypatch):
     recipe = recipe_of(home)
     builder = collate.prompt_builder(processor_of(recipe, {}), recipe)

@@ -201,7 +201,6 @@ def test_a_value_of_the_wrong_type_names_its_key(load, override, message):
             "export.adapters_only=true needs adapters.*set model.lora, e.g. {rank: 16}, or",
         ),
         ("validation.metric=mrr", "validation.metric must be one of hit_at_1, loss, .*, got 'mrr'"),
-        ("validation.path=a.jsonl", "validation.path a.jsonl is also a source of cold_start"),
         ("joint.sources=[]", "joint.sources is empty: name at least one file"),
         ("joint.sources=[{path: a, weight: 0}]", "joint.sources.0..weight must be > 0, got 0"),
         ("rollout.max_new_tokens=0", "rollout.max_new_tokens must be >= 1, got 0"),

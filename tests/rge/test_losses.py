@@ -206,6 +206,16 @@ def test_nested_losses_are_the_mean_over_the_sizes():
             nested(q, c, positive, ignored, temperature=0.2, sizes=wrong)
 
 
+@pytest.mark.parametrize("value", [torch.ones(3), 1.0])
+def test_a_loss_that_is_not_a_sum_is_named(monkeypatch, value):
+    monkeypatch.setitem(CONTRASTIVE_LOSSES._entries, "each", lambda *_, temperature: value)
+    masks = columns(3, 5, [[0], [1], [2]]), columns(3, 5, [[], [], []])
+    with pytest.raises(UserError, match=r"loss\.terms: each must return a scalar tensor"):
+        contrastive_losses(
+            unit_rows(3, 8, 0), unit_rows(5, 8, 1), *masks, terms={"each": 1.0}, temperature=0.2
+        )
+
+
 def test_losses_are_named_and_weighed():
     @register_loss("spread")
     def spread(q_BD, c_CD, positive_BC, ignored_BC, *, temperature):

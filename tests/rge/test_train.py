@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -262,6 +263,27 @@ def test_the_best_checkpoints_by_validation_are_kept(whole):
             Embedder.from_pretrained(path)
         last = read_settings(whole / stage / "final").validation
         assert last[metric] == found[max(found)]
+
+
+@pytest.mark.slow
+def test_figures_of_other_records_or_weights_are_not_taken_for_this_runs(whole, home):
+    """Resumed before the last step: without validation, and with the best checkpoints measured on other records."""
+    out = home / "measured_otherwise"
+    for validation in ([], validated(home)):
+        shutil.rmtree(out, ignore_errors=True)
+        shutil.copytree(whole, out)
+        shutil.rmtree(out / "joint/final")
+        shutil.rmtree(out / "joint/state/step_00000007")
+        for file in (out / "joint/best").glob("*/rge.json"):
+            settings = json.loads(file.read_text())
+            settings["validation"]["val_loss"] = -1.0
+            settings["recipe"]["validation"]["max_records"] = 1
+            file.write_text(json.dumps(settings))
+        trained(run(home, out, *validation))
+        final = read_settings(out / "joint/final").validation
+        assert (final is None) == (not validation)
+    assert (out / "joint/best/step_00000007").is_dir()
+    assert len(list((out / "joint/best").iterdir())) == 2
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from paths import ROOT
 
 from eval.benchmarks.suite import write_suite
 from eval.pages.charts import STYLES, Mark, interval_chart, palette
+from rge.checkpoints.run_lock import LOCK
 from rge.common.errors import UserError
 from rge.config import Recipe, load_recipe
 
@@ -152,6 +153,21 @@ def test_other_settings_are_left_to_the_trainer_to_refuse_and_another_set_is_ref
         ablate.main([*ablate.given, "index=0", f"set={other}"])
 
 
+def test_a_table_is_of_the_settings_that_were_asked_for(ablate):
+    ablate.main(ablate.given)
+    with pytest.raises(
+        ablate.SweepError, match=r"self/seed_0 was trained with other settings.*: joint\.lr=1e-4"
+    ):
+        ablate.main([*ablate.given, "collect=true", "joint.lr=1e-4"])
+
+
+def test_a_sweep_does_not_lock_what_training_locks(ablate, tmp_path):
+    """On NFS, flock and the record locks of `run_lock.held` exclude one another: every training would be refused."""
+    with ablate.arms._held(tmp_path / "run", wait=False) as ours:
+        assert ours
+        assert not (tmp_path / "run" / LOCK).exists()
+
+
 def test_a_job_array_runs_one_run_each_and_a_last_call_makes_the_table(ablate, tmp_path, capsys):
     for index in range(6):
         ablate.commands.clear()
@@ -278,6 +294,9 @@ def test_runs_of_different_queries_make_no_table(ablate, tmp_path):
             r"index must be 0 to 5, since the sweep has 6 runs \(a Slurm array: --array=0-5\); got 6",
         ),
         (["collect=perhaps"], "collect must be true or false, got 'perhaps'"),
+        (["train.seed=5"], "train.seed=5 would make every seed of an arm the same run"),
+        (["with.none=train.seed=5"], "train.seed=5 would make every seed of an arm the same run"),
+        (["sweep=train.seed=[0,1]"], "train.seed=0 would make every seed of an arm the same run"),
         (["init=runs/nowhere/final"], "init=runs/nowhere/final does not exist; train it with"),
         (["set=recipes"], "set=recipes is no retrieval set"),
         (["recipe=qwen25vl_3b"], "set= must be given"),

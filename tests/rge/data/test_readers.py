@@ -4,6 +4,7 @@ import io
 import json
 import pickle
 import random
+import shutil
 import signal
 from collections import Counter
 from pathlib import Path
@@ -240,6 +241,24 @@ def test_what_cannot_be_read_is_named(odd, changes, message, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(RecordError, match=message):
         open_records(RecordsConfig(**{"dataset": str(odd), "name": "all", "columns": COLUMNS, **changes}))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_pictures_beside_a_table_do_not_make_a_folder_of_pictures(home, tmp_path, streaming):
+    """The library goes by the most frequent ending, unless the table's name contains that of a split."""
+    shutil.copytree(home / "lines", tmp_path / "lines")
+    (tmp_path / "lines/train.jsonl").rename(tmp_path / "lines/mine.jsonl")
+    config = RecordsConfig(dataset=str(tmp_path / "lines"), streaming=streaming)
+    found = open_records(config, pictures=PictureIndex(), first=COUNT)
+    assert [one.id for one in found] == [one.id for one in RecordFile(home / "lines" / "train.jsonl")]
+    assert Path(found[1].query.images[0]).is_file()
+
+
+def test_a_file_as_a_data_set_is_an_error(home):
+    with pytest.raises(
+        RecordError, match=r"train\.jsonl\[train\] is a file: give its folder, or JSON lines as path:"
+    ):
+        open_records(RecordsConfig(dataset=str(home / "lines/train.jsonl")))
 
 
 def test_an_empty_folder_is_an_error(tmp_path):

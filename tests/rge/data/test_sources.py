@@ -134,8 +134,12 @@ def test_an_empty_file_is_an_error(tmp_path, content):
 def test_a_missing_file_is_an_error(tmp_path):
     with pytest.raises(RecordError, match=r"training records .*absent\.jsonl do not exist"):
         RecordFile(tmp_path / "absent.jsonl")
-    with pytest.raises(RecordError, match="do not exist"):
-        RecordFile(tmp_path)
+    (tmp_path / "x.parquet").touch()
+    for other in (tmp_path, tmp_path / "x.parquet"):
+        with pytest.raises(
+            RecordError, match=rf"{other} is not a file of JSON lines: give a folder .* as dataset:"
+        ):
+            RecordFile(other)
 
 
 def test_records_are_read_by_position_with_absolute_pictures(write, tmp_path):

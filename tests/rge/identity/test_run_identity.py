@@ -222,6 +222,12 @@ def test_compare_runs_says_which_file_key_and_module(stopped, trained, capsys):
     # a run, one of its stages and a state may be named too
     assert compare_runs.main([str(stopped / "out"), str(stopped / "out/cold_start")]) == 0
     assert compare_runs.main([str(stopped / "out/backbone"), str(trained / "out/backbone")]) == 1
+    # of an interrupted run, the stage that it was in
+    shutil.copytree(stopped / "out/cold_start/state", stopped / "out/joint/state")
+    shutil.copytree(final, stopped / "out/cold_start/final")
+    capsys.readouterr()
+    compare_runs.main([str(stopped / "out"), str(final)])
+    assert capsys.readouterr().out.startswith(f"a = {stopped}/out/joint/state/step_00000003/done.json\n")
 
 
 def test_content_is_exact_up_to_a_size_and_says_which(tmp_path, monkeypatch):

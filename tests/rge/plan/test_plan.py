@@ -756,7 +756,7 @@ def test_a_plan_that_does_not_fit_says_what_would(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["num_gpus=7"], r"joint.batch_size 512 must be a multiple of the 7 GPUs, e.g. 511"),
+        (["num_gpus=513"], r"joint.batch_size=512 leaves some of the 513 GPUs without a query"),
         (["num_gpu=8"], "unknown key num_gpu; did you mean num_gpus"),
         (["gpu_gib=big"], r"gpu_gib must be a number, got 'big'"),
         (["num_gpus=0"], "num_gpus must be >= 1, got 0"),

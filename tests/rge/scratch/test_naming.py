@@ -15,6 +15,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from rge.checkpoints.settings import CheckpointError
 from rge.common.errors import SIGNALLED
 from rge.config import TrainConfig, load_recipe
+from rge.data.sources import RecordError
 from rge.distributed import stop_signals
 from rge.scratch import pretrain_vision, starting_point
 
@@ -79,6 +80,15 @@ def failing_before(step):
             raise Killed
 
     return at
+
+
+def test_records_without_pictures_name_nothing(tmp_path):
+    record = {"query": {"text": "what"}, "positives": [{"text": "a key", "rationale": "This is a key."}]}
+    (tmp_path / "texts.jsonl").write_text(json.dumps(record))
+    with pytest.raises(
+        RecordError, match=r"model\.scratch\.naming: no query of .*texts\.jsonl shows a picture"
+    ):
+        pretrain_vision.naming_pictures(tmp_path / "texts.jsonl", 28)
 
 
 @pytest.mark.slow

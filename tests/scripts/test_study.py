@@ -433,7 +433,7 @@ def test_a_run_that_another_process_makes_comes_last(study, monkeypatch):
     study.commands.clear()
     folder = made.folder(arm, 0)
     folder.mkdir(parents=True)
-    with (folder / ".lock").open("w") as file:
+    with (folder / ".arm_lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         assert not study.arms.run_arm(made, arm, 0, wait=False)
         assert study.arms.run_arm(made, other, 0, wait=False)
@@ -450,7 +450,7 @@ def test_a_process_whose_cold_start_another_makes_goes_on_to_the_next_seed(study
     folder = made.folder(cold, 0)
     folder.mkdir(parents=True)
     wanted = [(arm, 0), (arm, 1)]
-    with (folder / ".lock").open("w") as file:
+    with (folder / ".arm_lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         study.run_all(made, wanted, wait=False)
     second = [("cold", ""), ("self", "shipped/cold/seed_1/cold_start/final")]

@@ -445,7 +445,7 @@ PAIRS = {"all": (), "seen pairs": ("pair", "seen"), "held-out pairs": ("pair", "
 ADAPTIVE = ("loss.adaptive.share=0.5", "loss.adaptive.margin=0.05", "loss.adaptive.warmup_steps=60")
 LATENT = ("loss.states={direct: 1, latent: 1}", "loss.think_lm=0.5")
 WITH_LATENT = ("reasoning", "direct", "latent")
-TWICE = ("joint.steps=440",)
+TWICE = (f"joint.steps={2 * (load_recipe(['recipe=demo']).joint.steps or 0)}",)
 """Twice the demo's joint steps."""
 STATES = {
     # At the learning rate of `none`, chosen on the families that finding g holds back.

@@ -39,8 +39,8 @@ def _library(path: str) -> dict[str, bytes | None]:
     try:
         stat = os.stat(path)
         latest, version = _latest(path), (stat.st_size, stat.st_mtime_ns)
-        if version in latest:
-            return latest[version]
+        if (known := latest.get(version)) is not None:  # one look: another thread may clear it
+            return known
         table = pq.read_table(path, columns=["id", "image"])
     except FileNotFoundError:
         raise ImageError(f"picture library {path} does not exist") from None

@@ -199,13 +199,7 @@ def _names(record: Record) -> list[int]:
     """Columns "id" to "shows" of `COLUMNS`; targets with equal ``identity`` may differ in content, which is 0 for them."""
 
     def content(text: str | None, images: Sequence[ImageRef]) -> int:
-        # Of a file name and size: the same file may be in another folder.
-        names = [
-            hashlib.sha256(each).hexdigest() if isinstance(each, bytes)
-            else f"{Path(each).name} {os.path.getsize(each) if os.path.isfile(each) else ''}"
-            for each in images
-        ]  # fmt: skip
-        return number_of("\0".join([text or "", *names]))
+        return number_of("\0".join([text or "", *map(_picture_name, images)]))
 
     first = record.positives[0]
     return [
@@ -214,6 +208,13 @@ def _names(record: Record) -> list[int]:
         number_of(first.identity or first.id),
         0 if first.identity else content(first.text, [] if first.image is None else [first.image]),
     ]
+
+
+def _picture_name(ref: ImageRef) -> str:
+    """Of bytes their hash; of a file name and size, since the same file may be in another folder."""
+    if isinstance(ref, bytes):
+        return hashlib.sha256(ref).hexdigest()
+    return f"{Path(ref).name} {os.path.getsize(ref) if os.path.isfile(ref) else ''}"
 
 
 def clashes(laid: Sequence[tuple[Records, Layout]]) -> list[str]:

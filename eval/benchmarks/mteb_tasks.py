@@ -20,14 +20,15 @@ from mteb.abstasks.task_metadata import TaskMetadata
 from eval.benchmarks.registry import GENERIC, protocol_for
 from eval.benchmarks.suite import is_suite, load_suite
 from eval.scoring.metrics import CUTOFFS
+from eval.scoring.protocol import Protocol
 from eval.sets.retrieval_set import RetrievalSet, load_set, with_content
 from rge.common.files import find_shipped
 from rge.common.images import picture_bytes
 from rge.common.schema import Item
 
 SPLIT, SUBSET = "test", "default"
-MAIN = {"rmir": "recall_at_20", "mmeb": "hit_rate_at_1", "pinpoint": "precision_at_10"}
-"""MTEB's main score for benchmarks whose first headline metric that MTEB has is not nDCG@10."""
+METRICS = {name: name for name in ("ndcg", "map", "recall", "precision")} | {"hit": "hit_rate"}
+"""MTEB's names of our metrics with a cutoff."""
 
 
 class SetTask(AbsTaskRetrieval):
@@ -86,9 +87,10 @@ def tasks(path: str | Path, *, benchmark: str = GENERIC, profile: str = "clean")
     out = []
     for folder in folders:
         wanted = load_set(folder)
-        prepared = with_content(protocol_for(benchmark, profile, wanted).prepare(wanted))
+        protocol = protocol_for(benchmark, profile, wanted)
+        prepared = with_content(protocol.prepare(wanted))
         queries, candidates = _kinds(wanted.queries), _kinds(wanted.corpus_items())
-        metadata = _metadata(prepared, queries, candidates, _main_score(benchmark, prepared))
+        metadata = _metadata(prepared, queries, candidates, _main_score(protocol, prepared))
         parts = {
             "metadata": metadata,
             "wanted": prepared,
@@ -99,13 +101,13 @@ def tasks(path: str | Path, *, benchmark: str = GENERIC, profile: str = "clean")
     return out
 
 
-def _main_score(benchmark: str, wanted: RetrievalSet) -> str:
-    """Main score of a set; some benchmarks have different ones for different sets."""
-    if benchmark == "mmeb2":
-        return MAIN["mmeb"] if wanted.meta["part"] == "image" else "ndcg_at_5"
-    if benchmark == "mrmr" and wanted.meta.get("task") == "negation":
-        return "recall_at_1"
-    return MAIN.get(benchmark, "ndcg_at_10")
+def _main_score(protocol: Protocol, wanted: RetrievalSet) -> str:
+    """The first headline metric that MTEB has."""
+    headline = (protocol.main_metric(wanted), *protocol.headline) if protocol.benchmark != GENERIC else ()
+    for kind, _, k in (name.partition("@") for name in (*headline, "ndcg@10")):
+        if k and kind in METRICS:
+            return f"{METRICS[kind]}_at_{k}"
+    raise AssertionError
 
 
 def _metadata(wanted: RetrievalSet, queries: str, candidates: str, main_score: str) -> TaskMetadata:

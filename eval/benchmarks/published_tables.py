@@ -5,10 +5,11 @@ A file lists columns (with the path of the same figure in our results) and rows 
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from pydantic import BaseModel, Field, field_validator
 
 from eval.benchmarks.registry import BENCHMARKS
 from rge.common.errors import UserError
@@ -17,8 +18,7 @@ COUNTED = {"num_members": "sets", "num_queries": "queries", "num_candidates": "c
 """Counts that identify a published set."""
 
 
-@dataclass(frozen=True)
-class Column:
+class Column(BaseModel):
     """A column of a table.
 
     Attributes:
@@ -28,12 +28,26 @@ class Column:
     """
 
     name: str
-    path: tuple[str, ...]
+    path: tuple[str, ...] = Field(alias="figure")
     official: tuple[str, ...] | None = None
 
 
-@dataclass(frozen=True)
-class Published:
+class Row(BaseModel):
+    """A published row; ``other_release``: measured on another release of the benchmark."""
+
+    model: str
+    note: str = ""
+    values: list[float | None]
+    other_release: bool = False
+
+    @field_validator("values")
+    @classmethod
+    def as_fractions(cls, values: list[float | None]) -> list[float | None]:
+        """Files have per cent."""
+        return [None if value is None else value / 100 for value in values]
+
+
+class Published(BaseModel):
     """A published table.
 
     Attributes:
@@ -44,26 +58,23 @@ class Published:
         counts: counts of the published set, such as ``{"num_queries": 1634}``.
         notes: caveats for comparisons.
         main: index of the column that rows are sorted by.
-        rows: (model, note, values); a value is a fraction of 1 or None.
         profiles: our profiles that compute the published definition; the first is the released one.
         made_with: import options that the published rows were measured with.
-        other_release: indices of rows measured on another release of the benchmark.
     """
 
     key: str
     benchmark: str
-    task: int | None
+    task: int | None = None
     title: str
     source: str
     url: str
-    counts: dict[str, int]
+    counts: dict[str, int] = Field(alias="set")
     notes: list[str]
     main: int
     columns: list[Column]
-    rows: list[tuple[str, str, list[float | None]]]
-    profiles: tuple[str, ...]
-    made_with: Mapping[str, Any]
-    other_release: frozenset[int]
+    rows: list[Row]
+    profiles: tuple[str, ...] = ("official",)
+    made_with: dict[str, Any] = {}
 
     def not_this_set(self, measured: Mapping[str, Any]) -> str | None:
         """Reason why a measured set (``set`` of results.json) is not the published one; None if its counts match."""
@@ -78,11 +89,7 @@ class Published:
 
 
 def published() -> dict[str, Published]:
-    """All tables by key, sorted.
-
-    Raises:
-        UserError: a file is incomplete, or its benchmark is not that of its folder.
-    """
+    """All tables by key, sorted."""
     files = {
         path.stem: (path, benchmark.name)
         for benchmark in BENCHMARKS.values()
@@ -104,26 +111,12 @@ def table_of(benchmark: str | None, set_name: str) -> Published | None:
 @cache
 def _read(path: Path, benchmark: str) -> Published:
     try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        columns = [
-            Column(c["name"], tuple(c["figure"]), tuple(c["official"]) if "official" in c else None)
-            for c in content["columns"]
-        ]
-        rows = [
-            (row["model"], row.get("note", ""), [x if x is None else x / 100 for x in row["values"]])
-            for row in content["rows"]
-        ]
-        table = Published(
-            path.stem, content["benchmark"], content.get("task"), content["title"], content["source"], content["url"],
-            content["set"], content["notes"], content["main"], columns, rows,
-            tuple(content.get("profiles", ("official",))), content.get("made_with", {}),
-            frozenset(number for number, row in enumerate(content["rows"]) if row.get("other_release")),
-        )  # fmt: skip
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        table = Published.model_validate(json.loads(path.read_text(encoding="utf-8")) | {"key": path.stem})
+    except (OSError, ValueError, TypeError) as error:
         raise UserError(f"{path} is not a valid published table: {type(error).__name__}: {error}") from error
     if table.benchmark != benchmark:
         raise UserError(f"{path} names benchmark {table.benchmark!r}, but is in the folder of {benchmark!r}")
-    for model, _, values in rows:
-        if len(values) != len(columns):
-            raise UserError(f"{path}: row {model!r} has {len(values)} of {len(columns)} values")
+    for row in table.rows:
+        if len(row.values) != len(table.columns):
+            raise UserError(f"{path}: row {row.model!r} has {len(row.values)} of {len(table.columns)} values")
     return table

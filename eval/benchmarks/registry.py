@@ -107,11 +107,7 @@ BENCHMARKS: Registry[Benchmark] = Registry(
 
 
 def register_benchmark(benchmark: Benchmark) -> Benchmark:
-    """Register a benchmark.
-
-    Raises:
-        UserError: the name is taken.
-    """
+    """Register a benchmark."""
     if benchmark.name == GENERIC:
         raise UserError(f"the name {GENERIC!r} is reserved for sets without a benchmark")
     return BENCHMARKS.add(benchmark.name, benchmark)
@@ -142,4 +138,9 @@ def protocol_for(
         )
     for name in metrics:
         parse_name(name)
-    return replace(protocol, metrics=tuple(metrics))
+    protocol = replace(protocol, metrics=tuple(metrics))
+    if wanted is not None and (taken := set(wanted.report_by).intersection(protocol.names(wanted))):
+        raise UserError(
+            f"{wanted.path / 'queries.parquet'}: cannot report by {min(taken)!r}, which is the name of a metric"
+        )
+    return protocol

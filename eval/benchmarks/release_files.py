@@ -1,24 +1,23 @@
 """Shared by the importers: options, reading a release's tables, finding its pictures."""
 
 import hashlib
-import io
 import json
 import re
 import unicodedata
+from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
 import pyarrow.parquet as pq
-from PIL import Image
 
 from eval.benchmarks.suite import is_suite, write_suite
 from eval.sets.retrieval_set import RetrievalSet, some
 from eval.sets.write_set import Query, write_set
 from rge.common.errors import UserError
-from rge.common.images import ImageError, load_image
 from rge.common.options import one_of
 from rge.common.registry import PluginOptions
 from rge.common.schema import safe_id
@@ -57,8 +56,16 @@ class ReleaseOptions(PluginOptions):
         """Write all members of a suite, then the suite; returns their names. ``suite``: see `write_suite`."""
         if is_suite(self.out) and not self.overwrite:
             raise UserError(f"out {self.out} already holds a suite: choose another, or pass overwrite=true")
-        for name in members:
-            write_one(name)
+        for number, name in enumerate(members):
+            try:
+                write_one(name)
+            except UserError as error:
+                if not number:
+                    raise
+                raise ReleaseError(
+                    f"{error}\n{number} of {len(members)} sets were written to {self.out} and stay there: pass overwrite=true "
+                    "when you import again"
+                ) from error
         write_suite(self.out, members=members, **suite)
         return list(members)
 
@@ -85,26 +92,33 @@ class Draft:
     negatives: list[tuple[str, str]] = field(default_factory=list)
     excluded: list[tuple[str, str]] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
+    _ids: set[str] = field(default_factory=set)
 
-    def judge(
-        self, query: str, gains: Mapping[str, int], wrong: Iterable[str] = (), own: Iterable[str] = ()
-    ) -> int:
-        """Add the judgements of candidates that are in the pool; returns the number of right ones that are not.
+    def add(
+        self,
+        query: Query,
+        where: object,
+        gains: Mapping[str, int],
+        wrong: Iterable[str] = (),
+        own: Iterable[str] = (),
+    ) -> None:
+        """Add a query, the judgements of candidates in the pool, and the column ``num_missing_positives``.
 
-        ``gains``: gain of each candidate; 0: judged, not right. ``wrong``: explicit negatives. ``own``: the query's own
-        pictures, to be excluded unless they are judged.
+        ``where``: location for messages. ``gains``: gain of each candidate; 0: judged, not right. ``wrong``: explicit
+        negatives. ``own``: pictures of the query, which are excluded unless they are judged.
         """
-        name = safe_id(query)
+        if query.id in self._ids:
+            raise ReleaseError(f"{where}: query {query.id!r} occurs twice")
+        self._ids.add(query.id)
+        absent = [name for name, gain in gains.items() if gain and name not in self.pool]
+        self.lost += [f"{query.id}: {name}" for name in absent]
+        self.queries.append(replace(query, columns={**query.columns, "num_missing_positives": len(absent)}))
+        self.qrels += [(*pair, gains[name]) for name, pair in self._in_pool(query, gains)]
+        self.negatives += [pair for _, pair in self._in_pool(query, wrong)]
+        self.excluded += [pair for name, pair in self._in_pool(query, own) if name not in gains]
 
-        def in_pool(ids: Iterable[str]) -> list[str]:
-            return [candidate for candidate in dict.fromkeys(ids) if candidate in self.pool]
-
-        absent = [candidate for candidate, gain in gains.items() if gain and candidate not in self.pool]
-        self.lost += [f"{query}: {candidate}" for candidate in absent]
-        self.qrels += [(name, safe_id(candidate), gains[candidate]) for candidate in in_pool(gains)]
-        self.negatives += [(name, safe_id(candidate)) for candidate in in_pool(wrong)]
-        self.excluded += [(name, safe_id(candidate)) for candidate in in_pool(own) if candidate not in gains]
-        return len(absent)
+    def _in_pool(self, query: Query, names: Iterable[str]) -> list[tuple[str, tuple[str, str]]]:
+        return [(name, (query.id, safe_id(name))) for name in dict.fromkeys(names) if name in self.pool]
 
     def refuse_lost(self, where: object, *, allowed: bool) -> None:
         """Raise a `ReleaseError` if right candidates are missing from the pool, unless ``allowed``."""
@@ -128,61 +142,85 @@ def content_id(*parts: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
 
 
-def iter_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
+class Row(dict[str, Any]):
+    """A row of a table by column name; ``where`` is its location for messages: ``FILE, row 3``."""
+
+    def __init__(self, cells: Mapping[str, Any], where: str):
+        super().__init__(cells)
+        self.where = where
+
+    def error(self, words: str) -> ReleaseError:
+        """An error that names the row."""
+        return ReleaseError(f"{self.where}: {words}")
+
+    def value(self, *names: str) -> Any:
+        """The value of a column, which may have one of several names; an error if it is missing or null."""
+        for name in names:
+            if self.get(name) is not None:
+                return self[name]
+        raise self.error(
+            f"column {' or '.join(map(repr, names))} is missing or empty; found: {', '.join(self)}"
+        )
+
+    def id(self, *names: str) -> str:
+        """The same as an id of ours, see `safe_id`."""
+        return safe_id(str(self.value(*names)))
+
+    def text(self, name: str) -> str:
+        """A column's text; "" if it is missing or null."""
+        return self._text(name, self.get(name))
+
+    def texts(self, name: str) -> list[str]:
+        """The texts in a column's list, see `as_list`."""
+        return [self._text(name, part) for part in as_list(self[name])]
+
+    def _text(self, name: str, value: Any) -> str:
+        if value is not None and not isinstance(value, str):
+            raise self.error(f"column {name!r} must hold text, got {value!r} ({type(value).__name__})")
+        return value or ""
+
+
+def iter_rows(
+    path: Path, columns: Sequence[str] | None = None, *, needed: Sequence[str] = (), hint: str = ""
+) -> Iterator[Row]:
     """Rows of a Parquet, JSON lines, JSON (a list of objects), CSV or TSV file.
 
     ``columns``: columns to read, if the format allows skipping others.
 
     Raises:
-        UserError: the file cannot be read.
+        UserError: the file cannot be read, or lacks a ``needed`` column; that message ends with ``hint``.
     """
-    if path.suffix != ".json":
-        return table_rows(path, columns)
+    rows = _objects(path) if path.suffix == ".json" else table_rows(path, columns)
+    for number, cells in enumerate(rows, 1):
+        row = Row(cells, f"{path}, row {number}")
+        need_columns(row.where, row, needed, hint)
+        yield row
+
+
+def _objects(path: Path) -> list[dict[str, Any]]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ReleaseError(f"{path} cannot be read: {error}") from None
     if not isinstance(content, list) or not all(isinstance(row, dict) for row in content):
         raise ReleaseError(f"{path}: expected a list of objects")
-    return iter(content)
+    return content
 
 
-def placed_rows(files: Iterable[Path]) -> Iterator[tuple[dict[str, Any], str]]:
-    """Rows of several files, each with its location for messages: ``FILE, row 3``."""
-    for file in files:
-        for number, row in enumerate(iter_rows(file), 1):
-            yield row, f"{file}, row {number}"
-
-
-def cell(row: Mapping[str, Any], where: str, *names: str) -> Any:
-    """The value of a column, which may have one of several names.
-
-    Raises:
-        UserError: it is missing or null.
-    """
-    for name in names:
-        if row.get(name) is not None:
-            return row[name]
-    raise ReleaseError(
-        f"{where}: column {' or '.join(map(repr, names))} is missing or empty; found: {', '.join(row)}"
-    )
+def read_rows(files: Iterable[Path], needed: Sequence[str] = (), hint: str = "") -> Iterator[Row]:
+    """Rows of several files, see `iter_rows`."""
+    return chain.from_iterable(iter_rows(file, needed=needed, hint=hint) for file in files)
 
 
 def read_qrels(files: Iterable[Path]) -> dict[str, dict[str, int]]:
-    """Gains by query and candidate; the highest of repeated judgements counts.
-
-    Raises:
-        UserError: a row lacks an id or its score, or the score is not an integer.
-    """
-    judged: dict[str, dict[str, int]] = {}
-    for row, where in placed_rows(files):
-        query, candidate = (
-            safe_id(str(cell(row, where, f"{side}-id", f"{side}_id"))) for side in ("query", "corpus")
-        )
-        gains, score = judged.setdefault(query, {}), str(cell(row, where, "score")).removesuffix(".0")
+    """Gains by query and candidate; the highest of repeated judgements counts."""
+    judged: dict[str, dict[str, int]] = defaultdict(dict)
+    for row in read_rows(files):
+        query, candidate = row.id("query-id", "query_id"), row.id("corpus-id", "corpus_id")
+        score = str(row.value("score")).removesuffix(".0")
         if not re.fullmatch(r"-?\d+", score):
-            raise ReleaseError(f"{where}: score must be an integer gain, got {score!r}")
-        gains[candidate] = max(gains.get(candidate, 0), int(score))
+            raise row.error(f"score must be an integer gain, got {score!r}")
+        judged[query][candidate] = max(judged[query].get(candidate, 0), int(score))
     return judged
 
 
@@ -194,11 +232,7 @@ def need_columns(where: object, present: Iterable[str], needed: Iterable[str], h
 
 
 def files_of_split(folder: Path, split: str) -> list[Path]:
-    """Tables of a split in the Hugging Face hub's layout: ``test-00000-of-00002.parquet``, ``test.jsonl``.
-
-    Raises:
-        UserError: there is no such table.
-    """
+    """Tables of a split in the Hugging Face hub's layout: ``test-00000-of-00002.parquet``, ``test.jsonl``."""
     files = sorted(
         path for path in folder.glob("*") if path.suffix in TABLES and re.match(rf"{split}\b", path.name)
     )
@@ -231,76 +265,58 @@ def as_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-class Fields:
-    """Maps a release's column names to ours.
+def match_columns(
+    path: Path,
+    names: Sequence[str],
+    aliases: Mapping[str, Sequence[str]],
+    field_map: Sequence[str] = (),
+    *,
+    prefer: Sequence[str] = (),
+    ignored: Sequence[str] = (),
+) -> dict[str, str]:
+    """Our name -> the file's name, for every column of a file.
 
     Args:
+        path: the file, for messages.
+        names: its columns.
         aliases: our name -> accepted names.
         field_map: the user's ``theirs=ours`` words; ``theirs=ignore`` drops a column.
         prefer: our names whose aliases are sorted by likelihood: of two matching columns the likelier one is used.
+        ignored: columns in lower case that may be left out.
 
     Raises:
-        UserError: a word of ``field_map`` is not a pair, or names none of our fields.
+        UserError: a column is unknown, two columns match the same name, or a word of ``field_map`` is not a pair.
     """
-
-    def __init__(
-        self,
-        aliases: Mapping[str, Sequence[str]],
-        field_map: Sequence[str] = (),
-        *,
-        prefer: Sequence[str] = (),
-    ):
-        self.aliases, self.prefer = aliases, prefer
-        self.given: dict[str, str] = {}
-        for word in field_map:
-            column, mark, key = (part.strip() for part in word.partition("="))
-            if not word:
-                continue
-            if not mark or key not in (*aliases, "ignore"):
-                raise ReleaseError(
-                    f"field_map must be theirs=ours with ours one of {', '.join(aliases)} or ignore, got {word!r}"
-                )
-            self.given[column] = key
-
-    def columns(self, path: Path, names: Sequence[str], ignored: Sequence[str] = ()) -> dict[str, str]:
-        """Our name -> the file's name, for every column of a file.
-
-        Raises:
-            UserError: a column is unknown, or two columns match the same name.
-        """
-        columns: dict[str, str] = {}
-        unknown = []
-        for name in names:
-            key = self._meaning(name)
-            if key == "ignore" or (key is None and name.lower() in ignored):
-                continue
-            if key is None:
-                unknown.append(name)
-            else:
-                columns[key] = self._chosen(path, key, columns.get(key), name)
-        if unknown:
-            raise ReleaseError(
-                f"{path}: unknown columns {', '.join(unknown)}. Known fields are {', '.join(self.aliases)}; pass "
-                f"field_map={unknown[0]}=FIELD, or field_map={unknown[0]}=ignore"
-            )
-        return columns
-
-    def _meaning(self, name: str) -> str | None:
-        known = (key for key, names in self.aliases.items() if _plain(name) in map(_plain, names))
-        return self.given.get(name) or next(known, None)
-
-    def _chosen(self, path: Path, key: str, first: str | None, name: str) -> str:
-        """Choose between two columns that both match ``key``."""
-        if first is None or name in self.given:
-            return name
-        if first in self.given:
-            return first
-        if key in self.prefer:
-            known = list(map(_plain, self.aliases[key]))
-            return min(first, name, key=lambda column: known.index(_plain(column)))
+    given = dict(_mapping(word, aliases) for word in field_map if word)
+    rank = {key: {_plain(alias): place for place, alias in enumerate(aliases[key])} for key in aliases}
+    found: dict[str, list[str]] = {}
+    for name in names:
+        meant = next((key for key in aliases if _plain(name) in rank[key]), "")
+        key = given.get(name) or meant or ("ignore" if name.lower() in ignored else "")
+        found.setdefault(key, []).append(name)
+    found.pop("ignore", None)
+    if unknown := found.pop("", None):
         raise ReleaseError(
-            f"{path}: columns {first!r} and {name!r} could both be {key!r}: choose with field_map={name}=ignore"
+            f"{path}: unknown columns {', '.join(unknown)}. Known fields are {', '.join(aliases)}; pass "
+            f"field_map={unknown[0]}=FIELD, or field_map={unknown[0]}=ignore"
         )
+    for key, theirs in found.items():
+        theirs.sort(key=lambda name, places=rank[key]: (name not in given, places.get(_plain(name), 0)))
+        if len(theirs) > 1 and theirs[0] not in given and key not in prefer:
+            raise ReleaseError(
+                f"{path}: columns {theirs[0]!r} and {theirs[1]!r} could both be {key!r}: choose with "
+                f"field_map={theirs[1]}=ignore"
+            )
+    return {key: theirs[0] for key, theirs in found.items()}
+
+
+def _mapping(word: str, aliases: Iterable[str]) -> tuple[str, str]:
+    column, mark, key = (part.strip() for part in word.partition("="))
+    if not mark or key not in (*aliases, "ignore"):
+        raise ReleaseError(
+            f"field_map must be theirs=ours with ours one of {', '.join(aliases)} or ignore, got {word!r}"
+        )
+    return column, key
 
 
 def _plain(name: str) -> str:
@@ -312,7 +328,8 @@ class Pictures:
     """Finds the pictures of a release.
 
     Args:
-        roots: folders that paths may be relative to, in order of precedence.
+        roots: folders that paths may be relative to, in order of precedence; missing ones are skipped.
+        hint: what to do about a missing picture, the end of the message.
         manifest: a table with ``id`` and ``path`` (or ``image`` bytes), such as Visual Genome's ``image_data.json``.
 
     Attributes:
@@ -322,41 +339,45 @@ class Pictures:
         UserError: the manifest lacks a column or repeats an id.
     """
 
-    def __init__(self, roots: Sequence[Path], manifest: Path | None = None):
-        self.roots = [root for root in roots if root.is_dir()]
+    def __init__(self, *roots: Path | None, hint: str, manifest: Path | None = None):
+        self.roots = [root for root in roots if root is not None and root.is_dir()]
+        self.hint = hint
         self.manifest: dict[str, str | bytes] = {}
         self.coco: dict[str, int] = {}
         if manifest is not None:
             self._read_manifest(manifest)
 
-    def find(self, ref: Any, *, by_stem: bool) -> bytes | Path | None:
-        """Find the picture of a reference: bytes, ``{bytes, path}``, a path, or an id; None if it does not exist.
+    def find(self, ref: Any, where: str = "", *, by_stem: bool = False, hint: str = "") -> bytes | Path:
+        """Find the picture of a reference: bytes, ``{bytes, path}``, a path, or an id.
 
-        ``by_stem``: also accept a file ``REF.jpg`` anywhere below the roots.
+        ``where``: beginning of messages. ``by_stem``: also accept a file ``REF.jpg`` anywhere below the roots. ``hint``: for
+        this picture.
 
         Raises:
-            UserError: two files match.
+            UserError: there is no such picture, or two files match.
         """
         if isinstance(ref, Mapping):
-            return self.find(ref.get("bytes") or ref.get("path"), by_stem=by_stem)
+            return self.find(ref.get("bytes") or ref.get("path"), where, by_stem=by_stem, hint=hint)
         if isinstance(ref, bytes):
             return ref
-        if ref is None or ref == "":
-            return None
-        name = str(ref)
-        if name in self.manifest:
-            return self._listed(name, self.manifest[name])
-        return self._file(name) or (self._by_stem(name) if by_stem else None)
-
-    def _listed(self, name: str, entry: str | bytes) -> bytes | Path:
-        """The picture of a manifest entry."""
-        picture = entry if isinstance(entry, bytes) else self._file(entry)
+        name = "" if ref is None else str(ref)
+        entry = self.manifest.get(name, name)
+        if isinstance(entry, bytes):
+            return entry
+        picture = self._file(entry)
+        if picture is None and by_stem and entry is name:
+            picture = self._by_stem(name)
         if picture is None:
+            listed = f", which the manifest lists as {entry!r}," if name in self.manifest else ""
+            places = ", ".join(map(str, self.roots)) or "any folder"
             raise ReleaseError(
-                f"the manifest lists {name!r} as {entry!r}, which is in none of these folders: "
-                f"{', '.join(map(str, self.roots)) or 'none given (images=DIR)'}"
+                f"{where}{': ' if where else ''}picture {name!r}{listed} is not below {places}: {hint or self.hint}"
             )
         return picture
+
+    def _file(self, name: str) -> Path | None:
+        files = ((root / name) for root in self.roots if name)
+        return next((file.resolve() for file in files if file.is_file()), None)
 
     def _by_stem(self, name: str) -> Path | None:
         """The file with the stem of a name anywhere below the roots."""
@@ -368,24 +389,6 @@ class Pictures:
             )
         return files[0] if files else None
 
-    def need(self, ref: Any, where: str, hint: str) -> bytes | Path:
-        """Like `find` without `by_stem`, for required pictures.
-
-        Raises:
-            UserError: the picture is missing; the message ends with ``hint``.
-        """
-        picture = self.find(ref, by_stem=False)
-        if picture is None:
-            places = ", ".join(map(str, self.roots))
-            raise ReleaseError(f"{where}: picture {ref!r} is in none of {places}: {hint}")
-        return picture
-
-    def _file(self, name: str) -> Path | None:
-        for root in self.roots:
-            if (root / name).is_file():
-                return (root / name).resolve()
-        return None
-
     @cached_property
     def _stems(self) -> dict[str, list[Path]]:
         stems: dict[str, list[Path]] = {}
@@ -396,49 +399,15 @@ class Pictures:
 
     def _read_manifest(self, path: Path) -> None:
         self.roots.append(path.parent)
-        for row, where in placed_rows([path]):
-            name = str(cell(row, where, "id", "image_id", "ImageID"))
-            entry = cell(row, where, "path", "file", "image", "url")
+        for row in iter_rows(path):
+            name = str(row.value("id", "image_id", "ImageID"))
+            entry = row.value("path", "file", "image", "url")
             if isinstance(entry, Mapping):
                 entry = entry.get("bytes") or entry.get("path")
             if isinstance(entry, str) and "://" in entry:
                 entry = "/".join(entry.split("/")[-2:])  # Visual Genome: .../VG_100K_2/1.jpg
             if name in self.manifest:
-                raise ReleaseError(f"{where}: id {name!r} is listed twice")
+                raise row.error(f"id {name!r} is listed twice")
             self.manifest[name] = entry
             if row.get("coco_id") not in (None, ""):
                 self.coco[name] = int(float(row["coco_id"]))
-
-
-def still(data: bytes) -> bytes:
-    """Replace an animation by its first frame as PNG; other pictures are returned unchanged.
-
-    Raises:
-        ImageError: the picture cannot be opened.
-    """
-    try:
-        load_image(data)
-    except ImageError:
-        return _png(load_image(data, first_frame=True))
-    return data
-
-
-def stack(pictures: Sequence[bytes]) -> bytes:
-    """Stack pictures vertically on white, without resizing, as PNG.
-
-    Raises:
-        ImageError: one cannot be opened.
-    """
-    images = [load_image(data) for data in pictures]
-    size = max(image.width for image in images), sum(image.height for image in images)
-    whole, top = Image.new("RGB", size, "white"), 0
-    for image in images:
-        whole.paste(image, (0, top))
-        top += image.height
-    return _png(whole)
-
-
-def _png(image: Image.Image) -> bytes:
-    sink = io.BytesIO()
-    image.save(sink, "PNG")
-    return sink.getvalue()

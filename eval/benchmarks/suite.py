@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+from pydantic import BaseModel
 
 from eval.benchmarks.registry import MeasureOptions, protocol_for
 from eval.embedding.identity import differences, old_results, versions, with_key
@@ -33,6 +33,7 @@ from eval.scoring.output_files import (
     statistics_settings,
     write_tables,
 )
+from eval.scoring.protocol import headline_figures
 from eval.scoring.tables import in_per_cent
 from rge.common.errors import UserError
 from rge.common.files import find_shipped, write_json
@@ -54,8 +55,7 @@ PER_MEMBER = ("set.", "embedder.run", "machine.")
 """Parts of an identity that may differ between members."""
 
 
-@dataclass(frozen=True)
-class Suite:
+class Suite(BaseModel):
     """A checked ``suite.json``; ``benchmark`` is the protocol of all members.
 
     Attributes:
@@ -89,11 +89,8 @@ def load_suite(path: Path) -> Suite:
     """
     file = path / SUITE
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        suite = Suite(
-            path, content["name"], content["benchmark"], content["column"], dict(content["members"])
-        )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        suite = Suite(**json.loads(file.read_text(encoding="utf-8")) | {"path": path})
+    except (OSError, ValueError, TypeError) as error:
         raise UserError(f"{file} cannot be read: {error}") from None
     if not suite.members:
         raise UserError(f"{file} has no members")
@@ -144,15 +141,13 @@ def aggregate(
     _check_alike(dirs, results)
     table = _joint_table(suite, dirs)
     about_set = _joint_set(suite, results, table)
-    identity = {
-        "set.fingerprint": about_set["fingerprint"],
-        "set.limit": about_set["limit"],
-        "checkpoint_hash": first.get("checkpoint_hash"),
-    }
+    identity = {f"set.{key}": about_set[key] for key in ("fingerprint", "limit")}
+    identity["checkpoint_hash"] = first.get("checkpoint_hash")
     check_out(out, identity | _part(first, DECIDES), overwrite=overwrite)
 
     columns = list(dict.fromkeys(chain.from_iterable(suite.members.values())))
-    names = [name for name in in_all(list(_of_all(results, "micro").values())) if name in table]
+    by_member = {name: result["micro"] for name, result in results.items()}
+    names = [name for name in in_all(list(by_member.values())) if name in table]
     protocol = protocol_for(suite.benchmark, first["profile"])
     content: dict[str, Any] = {
         "format": FORMAT,
@@ -160,11 +155,10 @@ def aggregate(
         **_part(first, SHARED),
         "suite": suite.column,
         "member_dirs": {name: os.path.relpath(path, out) for name, path in dirs.items()},
-        **suite_figures(table, names, columns, seed=seed),
-        **_by_query(table, names, _reported(results, columns), seed=seed),
-        "by_category": _of_all(results, "micro"),
-        "ties": _member_means(_of_all(results, "ties")),
-        "random": _member_means(_of_all(results, "random")),
+        **suite_figures(table, names, columns, _reported(results, columns), seed=seed),
+        "by_category": by_member,
+        "ties": _member_means([result["ties"] for result in results.values()]),
+        "random": _member_means([result["random"] for result in results.values()]),
         "rationale": rationale_figures(table),
         "coverage": float(np.mean([result.get("coverage", 1.0) for result in results.values()])),
         "warnings": sorted(set().union(*(result.get("warnings", []) for result in results.values()))),
@@ -173,11 +167,7 @@ def aggregate(
     }
     content |= protocol.suite_figures(results) | dict(more or {})
     content["identity"] = with_key(content, made=None if old_results(first) else first["identity"])
-    content["headline"] = [
-        {"metric": metric, "average": "macro", **content["macro"][metric]}
-        for metric in protocol.headline
-        if metric in content["macro"]
-    ]
+    content["headline"] = headline_figures(protocol, content["macro"], "macro")
     invalidate(out)
     write_tables(out, pa.Table.from_pandas(table, preserve_index=False), content)
     if title is not None:
@@ -239,19 +229,23 @@ def _digest(of_member: Mapping[str, str]) -> str:
     return hashlib.sha256(json.dumps(sorted(of_member.items())).encode()).hexdigest()
 
 
-def _of_all(results: Mapping[str, Mapping[str, Any]], block: str) -> dict[str, Any]:
-    return {name: result[block] for name, result in results.items()}
-
-
 def in_all(blocks: Sequence[Mapping[str, Any]]) -> list[str]:
     """Keys common to all blocks, in the order of the first."""
     return [key for key in blocks[0] if all(key in block for block in blocks)]
 
 
 def suite_figures(
-    table: pd.DataFrame, names: Sequence[str], columns: Sequence[str], *, seed: int
+    table: pd.DataFrame,
+    names: Sequence[str],
+    columns: Sequence[str],
+    query_columns: Sequence[str] = (),
+    *,
+    seed: int,
 ) -> dict[str, Any]:
-    """Micro and macro figures over all members, and the macro mean for every value of the members' columns."""
+    """Micro and macro figures over all members, and means of members for every value of a column.
+
+    ``columns``: of members. ``query_columns``: each value's figure is over the members that have such queries.
+    """
     of_member = member_bootstraps(table, names, seed=seed)
     micro = mean_over(table, names, members=False, seed=seed)
     whole = mean_of(list(of_member.values()))
@@ -259,6 +253,11 @@ def suite_figures(
     for column in columns:
         out[f"by_{column}"] = {
             str(value): by_name(names, mean_of([of_member[name] for name in sorted(set(rows["category"]))]))
+            for value, rows in table.groupby(column)
+        }
+    for column in query_columns:
+        out[f"by_{column}"] = {
+            str(value): by_name(names, mean_over(rows, names, members=True, seed=seed))
             for value, rows in table.groupby(column)
         }
     return out
@@ -297,20 +296,6 @@ def _reported(results: Mapping[str, Mapping[str, Any]], columns: Sequence[str]) 
     blocks = dict.fromkeys(chain.from_iterable(results.values()))
     names = [block.removeprefix("by_") for block in blocks if block.startswith("by_")]
     return [name for name in names if name not in ("category", *columns)]
-
-
-def _by_query(
-    table: pd.DataFrame, names: Sequence[str], columns: Sequence[str], *, seed: int
-) -> dict[str, Any]:
-    """Figures by query column: unweighted means over the members that have such queries."""
-    return {
-        f"by_{column}": {
-            str(value): by_name(names, mean_over(rows, names, members=True, seed=seed))
-            for value, rows in table.groupby(column)
-        }
-        for column in columns
-        if column in table
-    }
 
 
 def mean_of(parts: Sequence[Bootstrap]) -> Bootstrap:
@@ -364,11 +349,11 @@ def measure_members(
     return [options.out / condition for condition in conditions]
 
 
-def _member_means(blocks: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def _member_means(blocks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Mean over members of every figure that all have, recursively for nested figures."""
     out: dict[str, Any] = {}
-    for metric in in_all(list(blocks.values())):
-        cells = {name: block[metric] for name, block in blocks.items()}
-        nested = any(isinstance(cell, Mapping) for cell in cells.values())
-        out[metric] = _member_means(cells) if nested else float(np.mean(list(cells.values())))
+    for name in in_all(blocks):
+        figures = [block[name] for block in blocks]
+        nested = isinstance(figures[0], Mapping)
+        out[name] = _member_means(figures) if nested else float(np.mean(figures))
     return out

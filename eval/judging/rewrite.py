@@ -156,11 +156,7 @@ class RewriteOptions:
         return settings | meta["rewriter"]
 
     def load_rewriter(self, cache: Path) -> Rewriter | None:
-        """Load the rewriter; None if ``rewrite`` is not set.
-
-        Raises:
-            UserError: an unknown kind, or incomplete options.
-        """
+        """Load the rewriter; None if ``rewrite`` is not set."""
         kind, url, model = self.rewrite, self.rewriter, self.rewriter_model
         if kind is None:
             if url is not None or model is not None:
@@ -178,9 +174,6 @@ def rewritten(wanted: RetrievalSet, rewriter: Rewriter) -> RetrievalSet:
     """The set with rewritten queries; queries without pictures get no caption.
 
     Queries whose rewriting was refused or empty are unchanged; a note of the set counts them.
-
-    Raises:
-        UserError: calls are unanswered, or all answers are empty.
     """
     added = rewriter.additions(wanted.queries)
     queries = [

@@ -54,8 +54,8 @@ def write_evaluation(
 ) -> dict[str, Any]:
     """Score a ranking and write run.trec, per_query.parquet and, last, results.json; returns the content of the last.
 
-    ``wanted``: from `Protocol.prepare`. ``about``: how the ranking was made; its keys override the default content of
-    results.json. ``missing``: queries without a ranking. ``made_with``: software that the embeddings depend on, see
+    ``wanted``: from `Protocol.prepare`. ``about``: how the ranking was made; overrides the default content of results.json.
+    ``missing``: queries without a ranking. ``made_with``: software that the embeddings depend on, see
     `eval.embedding.set_embeddings.Embeddings`. ``title``: printed with the table of figures; None prints nothing.
     """
     scored = protocol.without(missing, wanted, protocol.score(wanted, ranking))

@@ -53,11 +53,10 @@ def added(
         rows, values = [], []
         for ranking, weight in zip(rankings, weights or [1.0] * len(rankings), strict=True):
             listed = ranking.rows_QW[query, : ranking.depth]
-            rows.append(listed[listed >= 0])
-            score = ranking.score_QW[query, : len(rows[-1])].astype(np.float64)
-            values.append(
-                weight * (1.0 / (RRF + 1 + np.arange(len(score))) if by == "rrf" else _scaled(score))
-            )
+            listed = listed[listed >= 0]
+            score = _scaled(ranking.score_QW[query, : len(listed)].astype(np.float64))
+            rows.append(listed)
+            values.append(weight * (score if by == "score" else 1.0 / (RRF + 1 + np.arange(len(listed)))))
         row, place = np.unique(np.concatenate(rows), return_inverse=True)
         total = np.bincount(place, np.concatenate(values), minlength=len(row))
         order = np.lexsort((row, -total))

@@ -45,6 +45,16 @@ class Judged:
     num_negatives_Q: np.ndarray | None = None
     num_missing_Q: np.ndarray | None = None
 
+    @property
+    def num_findable_Q(self) -> np.ndarray:
+        """Number of positives in the pool, float64."""
+        return self.num_positives_Q - (0.0 if self.num_missing_Q is None else self.num_missing_Q)
+
+    def with_ranks(self, ranks: Callable[[np.ndarray], np.ndarray]) -> "Judged":
+        """The same judgements with a function applied to the arrays by rank."""
+        negative_QK = None if self.negative_QK is None else ranks(self.negative_QK)
+        return replace(self, gain_QK=ranks(self.gain_QK), negative_QK=negative_QK)
+
 
 Values = Callable[[Judged, int], np.ndarray]
 Floor = Callable[[Judged, np.ndarray, int], np.ndarray]
@@ -180,17 +190,12 @@ def _at_ranks(
     return out_QK
 
 
-def _can_be_found(judged: Judged) -> np.ndarray:
-    missing_Q = 0 if judged.num_missing_Q is None else judged.num_missing_Q
-    return (judged.num_positives_Q - missing_Q).astype(np.float64)
-
-
 @register_metric(
     "recall",
     cutoffs=CUTOFFS,
     words="share of a query’s right candidates that are among the first {k}, mean over queries",
     floor=lambda judged, pool_Q, k: (
-        np.minimum(k, pool_Q) / pool_Q * (_can_be_found(judged) / judged.num_positives_Q)
+        np.minimum(k, pool_Q) / pool_Q * judged.num_findable_Q / judged.num_positives_Q
     ),
 )
 def recall(judged: Judged, k: int) -> np.ndarray:
@@ -203,7 +208,7 @@ def recall(judged: Judged, k: int) -> np.ndarray:
     cutoffs=CUTOFFS,
     words="share of queries with a right candidate among the first {k}",
     floor=lambda judged, pool_Q, k: _floor_first_hit(
-        _can_be_found(judged), pool_Q, depth=k, reciprocal=False
+        judged.num_findable_Q, pool_Q, depth=k, reciprocal=False
     ),
 )
 def hit(judged: Judged, k: int) -> np.ndarray:
@@ -215,7 +220,7 @@ def hit(judged: Judged, k: int) -> np.ndarray:
     "precision",
     cutoffs=(10,),
     words="share of the first {k} that is right, mean over queries",
-    floor=lambda judged, pool_Q, k: _can_be_found(judged) / pool_Q * np.minimum(k, pool_Q) / k,
+    floor=lambda judged, pool_Q, k: judged.num_findable_Q / pool_Q * np.minimum(k, pool_Q) / k,
 )
 def precision(judged: Judged, k: int) -> np.ndarray:
     """Positives in the top k over k, (Q,), even if the pool is smaller, as in trec_eval."""
@@ -224,7 +229,7 @@ def precision(judged: Judged, k: int) -> np.ndarray:
 
 def _ndcg_floor(judged: Judged, pool_Q: np.ndarray, k: int) -> np.ndarray:
     discount = np.concatenate([[0.0], np.cumsum(1.0 / np.log2(np.arange(2, k + 2)))])
-    gain_Q = judged.ideal_QP.sum(axis=1) - (judged.num_positives_Q - _can_be_found(judged))
+    gain_Q = judged.ideal_QP.sum(axis=1) - (judged.num_positives_Q - judged.num_findable_Q)
     return gain_Q / pool_Q * discount[np.minimum(k, pool_Q).astype(int)] / _dcg(judged.ideal_QP, k)
 
 
@@ -246,7 +251,7 @@ def ndcg(judged: Judged, k: int) -> np.ndarray:
     "mrr",
     cutoffs=None,
     words="one over the rank of the first right candidate, mean over queries",
-    floor=lambda judged, pool_Q, k: _floor_first_hit(_can_be_found(judged), pool_Q, depth=k, reciprocal=True),
+    floor=lambda judged, pool_Q, k: _floor_first_hit(judged.num_findable_Q, pool_Q, depth=k, reciprocal=True),
 )
 def mrr(judged: Judged, k: int) -> np.ndarray:
     """Reciprocal rank of the first positive in the top k, (Q,); 0 without one."""
@@ -259,7 +264,7 @@ def mrr(judged: Judged, k: int) -> np.ndarray:
     cutoffs=(10,),
     words="average precision over the first {k}, divided by the number of right candidates",
     floor=lambda judged, pool_Q, k: (
-        _floor_precision_sum(_can_be_found(judged), pool_Q, k) / judged.num_positives_Q
+        _floor_precision_sum(judged.num_findable_Q, pool_Q, k) / judged.num_positives_Q
     ),
 )
 def average_precision(judged: Judged, k: int) -> np.ndarray:
@@ -272,7 +277,7 @@ def average_precision(judged: Judged, k: int) -> np.ndarray:
     cutoffs=(10,),
     words="average precision over the first {k}, divided by the right candidates that fit into {k}",
     floor=lambda judged, pool_Q, k: (
-        _floor_precision_sum(_can_be_found(judged), pool_Q, k) / np.minimum(judged.num_positives_Q, k)
+        _floor_precision_sum(judged.num_findable_Q, pool_Q, k) / np.minimum(judged.num_positives_Q, k)
     ),
 )
 def average_precision_capped(judged: Judged, k: int) -> np.ndarray:
@@ -306,7 +311,7 @@ def _share_of_negatives(judged: Judged, hits_Q: np.ndarray, k: int) -> np.ndarra
 
 
 def _delta_floor(judged: Judged, pool_Q: np.ndarray, k: int) -> np.ndarray:
-    m_Q, n_Q = _negatives(judged)[1], _can_be_found(judged)
+    m_Q, n_Q = _negatives(judged)[1], judged.num_findable_Q
     delta_Q = _floor_precision_sum(n_Q, pool_Q - m_Q, k) - _floor_precision_sum(n_Q, pool_Q, k)
     return np.where(m_Q > 0, delta_Q / np.minimum(judged.num_positives_Q, k), np.nan)
 
@@ -401,17 +406,12 @@ def tied_order(judged: Judged, score_QK: np.ndarray, *, best: bool) -> Judged:
         out_QK[touched] = np.take_along_axis(one_QK[touched], order, axis=1)
         return out_QK
 
-    return replace(
-        judged,
-        gain_QK=reordered(gain_QK),
-        negative_QK=None if negative_QK is None else reordered(negative_QK),
-    )
+    return judged.with_ranks(reordered)
 
 
 def cut(judged: Judged, depth: int) -> Judged:
     """Keep the first ``depth`` ranks."""
-    negative_QK = None if judged.negative_QK is None else judged.negative_QK[:, :depth]
-    return replace(judged, gain_QK=judged.gain_QK[:, :depth], negative_QK=negative_QK)
+    return judged.with_ranks(lambda one_QK: one_QK[:, :depth])
 
 
 def random_floor(name: str, judged: Judged, pool_Q: np.ndarray, *, depth: int) -> np.ndarray:

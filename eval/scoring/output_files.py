@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 from eval.embedding.identity import asked_of
 from eval.scoring.metrics import Judged, compute, cut, first_hit_rank, judge, random_floor, tied_order
 from eval.scoring.search import DEPTH, Ranking
-from eval.sets.retrieval_set import RetrievalSet
+from eval.sets.retrieval_set import RESULT_COLUMNS, RetrievalSet
 from rge.common.errors import UserError
 from rge.common.files import write_bytes
 from rge.common.options import given
@@ -43,13 +43,11 @@ MADE_WITH = (
 )  # fmt: skip
 """Import options that affect a set's content or counts; they explain differences between sets with the same ids."""
 OF_ENCODED = {
-    "rationale": ("rationales", pa.string()),
-    "stop_reason": ("stop_reasons", pa.string()),
-    "rationale_tokens": ("num_rationale_tokens", pa.int64()),
-    "generate_ms": ("generate_ms", pa.float64()),
-    "embed_ms": ("embed_ms", pa.float64()),
+    "rationale": "rationales",
+    "stop_reason": "stop_reasons",
+    "rationale_tokens": "num_rationale_tokens",
 }
-"""Embedder columns of per_query.parquet: attribute of `Encoded`, and type."""
+"""Columns of per_query.parquet with other names than the attributes of `Encoded`; ``generate_ms`` and ``embed_ms`` follow."""
 
 
 @dataclass(frozen=True)
@@ -75,13 +73,8 @@ class Scored:
 
 def judged_rows(wanted: RetrievalSet, rows_QK: np.ndarray) -> Judged:
     """`judge` with the judgements of a set."""
-    return judge(
-        rows_QK,
-        wanted.positives,
-        wanted.negatives,
-        num_candidates=len(wanted.corpus_ids),
-        num_missing_Q=wanted.num_missing_Q,
-    )
+    num, missing_Q = len(wanted.corpus_ids), wanted.num_missing_Q
+    return judge(rows_QK, wanted.positives, wanted.negatives, num_candidates=num, num_missing_Q=missing_Q)
 
 
 def score_ranking(wanted: RetrievalSet, ranking: Ranking, names: Sequence[str]) -> Scored:
@@ -116,22 +109,21 @@ def per_query_table(
     ranking has no positive); one per metric; ``top10`` (candidate ids, best first), ``top10_scores``; ``rationale``,
     ``rationale_tokens``, ``stop_reason``, ``generate_ms``, ``embed_ms`` (null for an external ranking).
     """
-    first = pa.array(scored.first_hit_Q, pa.int64(), mask=scored.first_hit_Q == 0)
     head = slice(min(NUM_TOP, ranking.depth))
-    top = [[wanted.corpus_ids[row] for row in rows if row >= 0] for rows in ranking.rows_QW[:, head].tolist()]
-    top_scores = [list(filter(np.isfinite, scores)) for scores in ranking.score_QW[:, head].tolist()]
-    columns: dict[str, Any] = {"query_id": wanted.query_ids} | wanted.columns
     found_Q = np.array([len(rows) for rows, _ in wanted.positives], np.int64)
-    columns["num_positives"] = found_Q if wanted.num_missing_Q is None else found_Q + wanted.num_missing_Q
-    columns["first_hit_rank"] = first
+    missing_Q = 0 if wanted.num_missing_Q is None else wanted.num_missing_Q
+    first = pa.array(scored.first_hit_Q, pa.int64(), mask=scored.first_hit_Q == 0)
+    columns: dict[str, Any] = {"query_id": wanted.query_ids, **wanted.columns}
+    columns |= {"num_positives": found_Q + missing_Q, "first_hit_rank": first}
     for m, name in enumerate(scored.names):
         columns[name] = pa.array(scored.value_QM[:, m], pa.float64(), from_pandas=True)  # NaN becomes null
-    columns["top10"] = pa.array(top, pa.list_(pa.string()))
-    columns["top10_scores"] = pa.array(top_scores, pa.list_(pa.float64()))
-    for name, (of_encoded, kind) in OF_ENCODED.items():
-        values = [None] * len(wanted.queries) if encoded is None else getattr(encoded, of_encoded)
-        columns[name] = pa.array(values, kind)
-    return pa.table(columns)
+    rows_QK, score_QK = ranking.rows_QW[:, head].tolist(), ranking.score_QW[:, head].tolist()
+    columns["top10"] = [[wanted.corpus_ids[row] for row in rows if row >= 0] for rows in rows_QK]
+    columns["top10_scores"] = [list(filter(np.isfinite, scores)) for scores in score_QK]
+    for name in ("rationale", "rationale_tokens", "stop_reason", "generate_ms", "embed_ms"):
+        absent = [None] * len(wanted.queries)
+        columns[name] = absent if encoded is None else getattr(encoded, OF_ENCODED.get(name, name))
+    return pa.table({name: pa.array(values, RESULT_COLUMNS.get(name)) for name, values in columns.items()})
 
 
 def figures(wanted: RetrievalSet, scored: Scored, *, seed: int) -> dict[str, Any]:
@@ -140,12 +132,9 @@ def figures(wanted: RetrievalSet, scored: Scored, *, seed: int) -> dict[str, Any
     Micro is the mean over queries, macro the mean of the categories' means. Groups are resampled, see `eval.scoring.stats`; a
     single group has no interval. Metrics that are undefined for all queries of a slice are left out of it.
     """
-    group_Q = index_of(wanted.columns["group"])
-    category_Q = index_of(wanted.columns["category"])
+    group_Q, category_Q = index_of(wanted.columns["group"]), index_of(wanted.columns["category"])
 
-    def block(
-        rows: slice | np.ndarray, stratum_Q: np.ndarray | None = None
-    ) -> dict[str, dict[str, float | None]]:
+    def block(rows: slice | np.ndarray, stratum_Q: np.ndarray | None = None) -> dict[str, Any]:
         bootstrap = cluster_bootstrap(scored.value_QM[rows], group_Q[rows], stratum_Q=stratum_Q, seed=seed)
         return by_name(scored.names, bootstrap)
 
@@ -222,13 +211,8 @@ def set_figures(wanted: RetrievalSet) -> dict[str, Any]:
 
 def statistics_settings(seed: int) -> dict[str, Any]:
     """Settings of the intervals, for results.json."""
-    return {
-        "interval": "BCa",
-        "level": LEVEL,
-        "resampled": "group",
-        "num_resamples": NUM_RESAMPLES,
-        "seed": seed,
-    }
+    settings = {"interval": "BCa", "level": LEVEL, "resampled": "group", "num_resamples": NUM_RESAMPLES}
+    return settings | {"seed": seed}
 
 
 def means(names: Sequence[str], value_QM: np.ndarray) -> dict[str, float]:
@@ -247,9 +231,6 @@ def check_out(
 
     ``decides``: dotted keys of results.json that determine figures, with their new values. ``measured``: keys of results.json
     that describe how an embedder is used, see `eval.embedding.identity.asked_of`.
-
-    Raises:
-        UserError: a key differs.
     """
     if out.is_file():
         raise UserError(f"out {out} is a file")
@@ -267,14 +248,14 @@ def check_out(
 
 
 def _differing(old: Mapping[str, Any], decides: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    apart = {}
-    for key, new in decides.items():
+    def recorded(key: str, new: Any) -> Any:
         was = value_at(old, key.split("."))
         if was is None:
-            was = new if key in NOT_ALWAYS_RECORDED else ASSUMED.get(key)
-        if was != new:
-            apart[key] = (was, new)
-    return apart
+            return new if key in NOT_ALWAYS_RECORDED else ASSUMED.get(key)
+        return was
+
+    pairs = {key: (recorded(key, new), new) for key, new in decides.items()}
+    return {key: (was, new) for key, (was, new) in pairs.items() if was != new}
 
 
 def value_at(results: Mapping[str, Any], path: Sequence[str]) -> Any:
@@ -304,13 +285,10 @@ def read_results(directory: Path) -> dict[str, Any]:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         inner = sorted(child.parent.name for child in directory.glob(f"*/{RESULTS}"))
+        words = f"has no {RESULTS}: the evaluation is unfinished or in another directory"
         if inner:
-            raise UserError(
-                f"{directory} holds {len(inner)} evaluations: pass one of {', '.join(inner)}"
-            ) from None
-        raise UserError(
-            f"{directory} has no {RESULTS}: the evaluation is unfinished or in another directory"
-        ) from None
+            words = f"holds {len(inner)} evaluations: pass one of {', '.join(inner)}"
+        raise UserError(f"{directory} {words}") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {error}") from None
 

@@ -10,13 +10,13 @@ Shape suffixes: Q = queries, M = metrics.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from eval.scoring.metrics import deepest, names_of
-from eval.scoring.output_files import Scored, figures, score_ranking
-from eval.scoring.search import Ranking
+from eval.scoring.output_files import Scored, figures, means, score_ranking
+from eval.scoring.search import Ranking, trec_ties
 from eval.sets.retrieval_set import RetrievalSet
 from rge.common.errors import UserError
 
@@ -32,6 +32,7 @@ class Protocol:
         profile: one of `PROFILES`.
         headline: the benchmark's headline metrics, most important first.
         statements: description of what is computed.
+        ties: how equal scores count: in the order of ids, for (best) or against (worst) the model, or in trec_eval's order.
         skips_missing: whether queries without a ranking are left out instead of counting 0.
         metrics: further metrics requested by the user.
     """
@@ -40,13 +41,14 @@ class Protocol:
     profile: str = "clean"
     headline: tuple[str, ...] = ("recall@1", "recall@10", "mrr", "ndcg@10")
     statements: tuple[str, ...] = ()
+    ties: Literal["id", "best", "worst", "trec"] = "id"
     skips_missing: bool = False
     metrics: tuple[str, ...] = ()
 
     def names(
         self, wanted: RetrievalSet, more: Sequence[str] = (), *, negatives: bool = True
     ) -> tuple[str, ...]:
-        """Metrics to compute: the default ones, the protocol's ``more``, and those requested by the user."""
+        """Metrics to compute: the default ones, ``more``, and those requested by the user."""
         everywhere = names_of(negatives=negatives and wanted.negatives is not None)
         return tuple(dict.fromkeys((*everywhere, *more, *self.metrics)))
 
@@ -61,9 +63,21 @@ class Protocol:
         """The set with this protocol's exclusions and judgements."""
         return wanted
 
-    def score(self, wanted: RetrievalSet, ranking: Ranking) -> Scored:
-        """All metrics for every query."""
-        return score_ranking(wanted, ranking, self.names(wanted))
+    def main_metric(self, wanted: RetrievalSet) -> str:
+        """The headline metric of one set; some benchmarks have different ones for different sets."""
+        return self.headline[0]
+
+    def score(self, wanted: RetrievalSet, ranking: Ranking, names: Sequence[str] = ()) -> Scored:
+        """All metrics for every query; ``names``: others than those of `names`."""
+        ranking = trec_ties(ranking) if self.ties == "trec" else ranking
+        scored = score_ranking(wanted, ranking, names or self.names(wanted))
+        value_QM = {"best": scored.best_QM, "worst": scored.worst_QM}.get(self.ties, scored.value_QM)
+        return replace(scored, value_QM=value_QM)
+
+    def main_score(self, wanted: RetrievalSet, scored: Scored) -> dict[str, Any]:
+        """Name and mean of `main_metric`."""
+        name = self.main_metric(wanted)
+        return {"metric": name, "value": means(scored.names, scored.value_QM)[name]}
 
     def figures(self, wanted: RetrievalSet, scored: Scored, *, seed: int) -> dict[str, Any]:
         """Further figures of the whole set, merged with those of `eval.scoring.output_files.figures`."""
@@ -89,9 +103,13 @@ def all_figures(wanted: RetrievalSet, scored: Scored, protocol: Protocol, *, see
     more = protocol.figures(wanted, scored, seed=seed)
     out["micro"] |= more.pop("micro", {})
     if protocol.benchmark != "generic":
-        out["headline"] = [
-            {"metric": name, "average": "micro", **out["micro"][name]}
-            for name in protocol.headline
-            if name in out["micro"]
-        ]
+        out["headline"] = headline_figures(protocol, out["micro"], "micro")
     return out | more
+
+
+def headline_figures(
+    protocol: Protocol, figures_of: Mapping[str, Mapping[str, Any]], average: str
+) -> list[dict[str, Any]]:
+    """The headline metrics among figures that are averages over queries (micro) or categories (macro)."""
+    known = (name for name in protocol.headline if name in figures_of)
+    return [{"metric": name, "average": average, **figures_of[name]} for name in known]

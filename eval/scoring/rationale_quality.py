@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 
 from eval.scoring.output_files import PER_QUERY, read_results
+from eval.sets.retrieval_set import MODALITIES
 from rge.common.errors import UserError
 from rge.stats.intervals import cluster_bootstrap, figures, index_of
 
@@ -38,23 +39,17 @@ def shortcut_rates(dirs: Sequence[Path], metric: str) -> dict[str, Any]:
     Raises:
         UserError: a modality is missing or repeated, or the evaluations do not belong together.
     """
-    tables: dict[str, pd.DataFrame] = {}
-    identities: set[tuple[Any, ...]] = set()
-    for path in dirs:
-        results = read_results(path)
-        modality = results.get("query_modality")
-        if modality in tables or modality not in ("both", "text", "image"):
-            raise UserError(
-                f"{path} has query_modality {modality!r}: shortcuts need one evaluation each of both, text, image"
-            )
-        keys = ("checkpoint_hash", "query_mode")
-        identities.add((results["set"]["fingerprint"], *map(results.get, keys)))
-        tables[modality] = _read(path, metric)
-    if len(tables) < 3 or len(identities) > 1:
+    results = {path: read_results(path) for path in dirs}
+    modalities = [result.get("query_modality") for result in results.values()]
+    same = {
+        (r["set"]["fingerprint"], r.get("checkpoint_hash"), r.get("query_mode")) for r in results.values()
+    }
+    if sorted(map(str, modalities)) != sorted(MODALITIES) or len(same) > 1:
         raise UserError(
-            "shortcuts need three evaluations of one set, checkpoint and query mode: "
-            "rge eval run ... query_modality=both,text,image"
+            f"shortcuts need three evaluations of one set, checkpoint and query mode, with query_modality=both,text,image; "
+            f"{', '.join(map(str, dirs))} have {', '.join(map(str, modalities))}"
         )
+    tables = {str(modality): _read(path, metric) for modality, path in zip(modalities, dirs, strict=True)}
     whole = tables["both"]
     solved = {name: table.loc[whole.index, metric] > 0 for name, table in tables.items()}
     either = solved["text"] | solved["image"]

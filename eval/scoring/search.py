@@ -12,7 +12,7 @@ A score is the float32 number that faiss computes. Equal scores are ordered by r
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import faiss
 import numpy as np
@@ -246,3 +246,13 @@ def cut_ranking(row_QW: np.ndarray, score_QW: np.ndarray, depth: int) -> Ranking
         width = depth + int((row_QW[:, depth:] >= 0).sum(axis=1).max())
         row_QW, score_QW = row_QW[:, :width], score_QW[:, :width]
     return Ranking(row_QW, score_QW, depth)
+
+
+def trec_ties(ranking: Ranking) -> Ranking:
+    """Reorder equal scores as trec_eval does: larger ids first."""
+    rows_QW, score_QW = ranking.rows_QW.copy(), ranking.score_QW
+    tied = (score_QW[:, 1:] == score_QW[:, :-1]) & np.isfinite(score_QW[:, 1:])
+    for query in np.flatnonzero(tied.any(axis=1)):
+        order = np.lexsort((-rows_QW[query].astype(np.int64), -score_QW[query]))
+        rows_QW[query] = rows_QW[query][order]
+    return replace(ranking, rows_QW=rows_QW)

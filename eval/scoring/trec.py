@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.csv
 
@@ -101,55 +102,55 @@ def read_run(path: Path, wanted: RetrievalSet, *, allow_ties: bool = False) -> R
             candidate is ranked twice, or scores are NaN, infinite, or increase with the rank.
     """
     table = read_lines(path)
-    query_N = _codes(path, table, "query", wanted.query_ids, wanted)
-    row_N = _codes(path, table, "candidate", wanted.corpus_ids, wanted)
-    score_N, rank_N = table["score"].to_numpy(), table["rank"].to_numpy()
-    order = np.lexsort((rank_N, -score_N, query_N))  # scores decide, as in trec_eval
-    query_N, row_N, score_N, rank_N = query_N[order], row_N[order], score_N[order], rank_N[order]
-
-    def name(line: int) -> str:
-        return f"query {wanted.query_ids[query_N[line]]!r}, candidate {wanted.corpus_ids[row_N[line]]!r}"
-
-    bad = np.flatnonzero(~np.isfinite(score_N))
-    if len(bad):
-        raise RunError(f"{path}: score of {name(bad[0])} is {score_N[bad[0]]}, which cannot be ranked")
-    same = query_N[1:] == query_N[:-1]
-    bad = np.flatnonzero(same & (rank_N[1:] < rank_N[:-1])) + 1
-    if len(bad):
-        raise RunError(
-            f"{path}: {name(bad[0])} has rank {rank_N[bad[0]]:g} and score {score_N[bad[0]]:.9g}, while a higher score has "
-            f"rank {rank_N[bad[0] - 1]:g}: are the scores distances? They must decrease with the rank (or all ranks be equal)"
-        )
-    tied = np.flatnonzero(same & (score_N[1:] == score_N[:-1])) + 1
-    if len(tied) and not allow_ties:
-        raise RunError(
-            f"{path}: {name(tied[0])} has the same score as another candidate, {score_N[tied[0]]:.9g}; {len(tied)} lines tie. "
-            "Tools disagree on the order of ties, so make scores strictly decreasing (1000 - rank will do), or pass "
-            "allow_ties=true to order ties by id and report their best and worst case"
-        )
-    pair_N = query_N * len(wanted.corpus_ids) + row_N
-    sorted_N = np.argsort(pair_N, kind="stable")
-    bad = np.flatnonzero(pair_N[sorted_N][1:] == pair_N[sorted_N][:-1])
-    if len(bad):
-        raise RunError(f"{path}: {name(sorted_N[bad[0]])} is ranked twice")
-    if wanted.candidates is not None:
-        bad = np.flatnonzero(~np.isin(pair_N, _pair_codes(wanted, wanted.candidates)))
-        if len(bad):
-            raise RunError(f"{path}: {name(bad[0])} is not in the query's list in candidates.parquet")
-
-    kept = np.ones(len(query_N), bool)
-    if wanted.excluded is not None:
-        kept = ~np.isin(pair_N, _pair_codes(wanted, wanted.excluded))
-    if len(tied):
-        by_id = np.lexsort((row_N, -score_N, query_N))
-        query_N, row_N, score_N, kept = query_N[by_id], row_N[by_id], score_N[by_id], kept[by_id]
-    missing = sorted(set(range(len(wanted.queries))) - set(np.unique(query_N).tolist()))
+    lines = pd.DataFrame(
+        {
+            "query": _codes(path, table, "query", wanted.query_ids, wanted),
+            "row": _codes(path, table, "candidate", wanted.corpus_ids, wanted),
+            "score": table["score"].to_numpy(),
+            "rank": table["rank"].to_numpy(),
+        }
+    )
+    _check(path, lines, wanted, allow_ties=allow_ties)
+    lines = lines.sort_values(["query", "score", "row"], ascending=[True, False, True])
+    ranked = set(lines["query"])
+    kept = lines[~_among(lines, wanted, wanted.excluded or ())]
     return ReadRun(
-        ranking=_pad(query_N[kept], row_N[kept], score_N[kept], len(wanted.queries)),
-        missing=[wanted.query_ids[query] for query in missing],
-        num_excluded=int((~kept).sum()),
+        ranking=_pad(*(kept[name].to_numpy() for name in ("query", "row", "score")), len(wanted.queries)),
+        missing=[name for query, name in enumerate(wanted.query_ids) if query not in ranked],
+        num_excluded=len(lines) - len(kept),
         tag=table["tag"][0].as_py(),
     )
+
+
+def _check(path: Path, lines: pd.DataFrame, wanted: RetrievalSet, *, allow_ties: bool) -> None:
+    # scores decide, as in trec_eval
+    lines = lines.sort_values(["query", "score", "rank"], ascending=[True, False, True])
+    above = lines.groupby("query").shift()
+    tied = above["score"] == lines["score"]
+    wrong = {
+        "score of {name} is {score}, which cannot be ranked": ~np.isfinite(lines["score"]),
+        "{name} has rank {rank:g} and score {score:.9g}, while a higher score has rank {above:g}: are the scores distances? "
+        "They must decrease with the rank (or all ranks be equal)": above["rank"] > lines["rank"],
+        "{name} has the same score as another candidate, {score:.9g}; {num} lines tie. Tools disagree on the order of ties, "
+        "so make scores strictly decreasing (1000 - rank will do), or pass allow_ties=true to order ties by id and report "
+        "their best and worst case": tied & (not allow_ties),
+        "{name} is ranked twice": lines.duplicated(["query", "row"]),
+    }
+    if wanted.candidates is not None:
+        outside = ~_among(lines, wanted, wanted.candidates)
+        wrong["{name} is not in the query's list in candidates.parquet"] = outside
+    for message, bad in wrong.items():
+        if bad.any():
+            line = lines[bad].iloc[0]
+            query, candidate = wanted.query_ids[int(line["query"])], wanted.corpus_ids[int(line["row"])]
+            words = message.format(
+                name=f"query {query!r}, candidate {candidate!r}",
+                score=line["score"],
+                rank=line["rank"],
+                above=above[bad].iloc[0]["rank"],
+                num=bad.sum(),
+            )
+            raise RunError(f"{path}: {words}")
 
 
 def read_lines(path: Path) -> pa.Table:
@@ -161,8 +162,11 @@ def read_lines(path: Path) -> pa.Table:
     try:
         data = path.read_bytes()
         data = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
+        data.decode("utf-8")
     except (OSError, EOFError, zlib.error) as error:
         raise RunError(f"run {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    except UnicodeDecodeError:
+        raise RunError(f"run {path} is not UTF-8 (UTF-16, perhaps): save it as UTF-8") from None
     if re.search(rb"\t|  | \n|\r|\A ", data):
         lines = (line.strip() for line in re.sub(rb"[ \t]+", b" ", data).splitlines())
         data = b"\n".join(line for line in lines if line)
@@ -200,9 +204,11 @@ def _codes(
     return code_N
 
 
-def _pair_codes(wanted: RetrievalSet, lists: Sequence[np.ndarray]) -> np.ndarray:
+def _among(lines: pd.DataFrame, wanted: RetrievalSet, lists: Sequence[np.ndarray]) -> pd.Series:
+    """Whether each line's candidate is in its query's list."""
     size = len(wanted.corpus_ids)
-    return np.concatenate([query * size + rows.astype(np.int64) for query, rows in enumerate(lists)])
+    codes = [query * size + rows.astype(np.int64) for query, rows in enumerate(lists)]
+    return (lines["query"] * size + lines["row"]).isin(np.concatenate(codes) if codes else [])
 
 
 def _pad(query_N: np.ndarray, row_N: np.ndarray, score_N: np.ndarray, num_queries: int) -> Ranking:

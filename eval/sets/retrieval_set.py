@@ -27,7 +27,8 @@ read, and that of ids (`RetrievalSet.corpus_ids`), which the rows in all ranking
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -50,11 +51,21 @@ MODALITIES: tuple[Modality, ...] = ("both", "text", "image")
 NAMES = "names.parquet"
 RATIONALES = "rationales.parquet"
 UNCATEGORISED = "uncategorised"
-RESERVED = (
-    "id", "text", "image", "instruction", "category", "group", "query_id", "num_positives", "first_hit_rank", "mrr", "top10",
-    "top10_scores", "rationale", "rationale_tokens", "stop_reason", "generate_ms", "embed_ms",
-)  # fmt: skip
-"""Columns of ``queries.parquet`` and of results that figures cannot be reported by."""
+RESULT_COLUMNS = {
+    "query_id": pa.string(),
+    "num_positives": pa.int64(),
+    "first_hit_rank": pa.int64(),
+    "top10": pa.list_(pa.string()),
+    "top10_scores": pa.list_(pa.float64()),
+    "rationale": pa.string(),
+    "stop_reason": pa.string(),
+    "rationale_tokens": pa.int64(),
+    "generate_ms": pa.float64(),
+    "embed_ms": pa.float64(),
+}
+"""Columns of per_query.parquet, see `eval.scoring.output_files`, besides metrics and the set's own columns."""
+RESERVED = {"id", "text", "image", "instruction", "category", "group", *RESULT_COLUMNS}
+"""Columns that figures cannot be reported by; a protocol adds the names of its metrics."""
 MAX_REPORT_VALUES = 50
 """Maximum number of values of a column that figures are reported by; longer tables would be unreadable."""
 READ_ROWS = 64
@@ -136,7 +147,7 @@ class RetrievalSet:
         Raises:
             SetError: a candidate has neither text nor image.
         """
-        yield from _items(self.path / "corpus.parquet", self.path)
+        return _items(_Table(self.path / "corpus.parquet"))
 
     def query_items(self, modality: Modality) -> list[Item]:
         """Queries reduced to a modality: ``text`` drops the pictures, ``image`` drops text and instruction.
@@ -171,41 +182,43 @@ def load_set(path: str | Path, *, by: Sequence[str] = ()) -> RetrievalSet:
     if not root.is_dir():
         raise SetError(f"set {root} is not a directory")
     meta = _meta(root / "meta.json")
-    corpus_ids = _ids(root / "corpus.parquet")
-    queries, columns, report_by = _queries(root / "queries.parquet", meta, by)
-    order_C = np.array(sorted(range(len(corpus_ids)), key=corpus_ids.__getitem__), np.int64)
-    row_of = {corpus_ids[file_row]: row for row, file_row in enumerate(order_C.tolist())}
-    query_of = {item.id: row for row, item in enumerate(queries)}
-    qrels = _pairs(root / "qrels.parquet", query_of, row_of, with_gain=True)
-    tables = {
+    corpus_ids = _Table(root / "corpus.parquet").ids()
+    table = _Table(root / "queries.parquet")
+    query_ids, columns = table.ids(), _query_columns(table, (*meta.get("report_by", ()), *by))
+    corpus_order = sorted(range(len(corpus_ids)), key=corpus_ids.__getitem__)
+    query_of = {name: row for row, name in enumerate(query_ids)}
+    row_of = {corpus_ids[file_row]: row for row, file_row in enumerate(corpus_order)}
+    pairs = {
         name: _pairs(root / f"{name}.parquet", query_of, row_of)
-        for name in ("negatives", "excluded", "candidates")
-        if (root / f"{name}.parquet").exists()
+        for name in ("qrels", "negatives", "excluded", "candidates")
+        if name == "qrels" or (root / f"{name}.parquet").exists()
     }
-    rows: dict[str, Any] = {
-        name: [rows for rows, _ in _by_query(table, query_of, row_of)] for name, table in tables.items()
+    # candidates with gain 0 are judged not right
+    right = [pair for pair in pairs["qrels"] if pair[2] > 0]
+    lists: dict[str, Any] = {
+        name: [rows for rows, _ in _by_query(of_table, query_of, row_of)]
+        for name, of_table in pairs.items()
+        if name != "qrels"
     }
     # a negative that a query's ranking cannot contain does not count
     for name, keep in (("candidates", np.intersect1d), ("excluded", np.setdiff1d)):
-        if {name, "negatives"} <= rows.keys():
-            rows["negatives"] = list(map(keep, rows["negatives"], rows[name]))
-    num_missing_Q = _num_missing(root / "queries.parquet")
-    positives = _positives(root / "qrels.parquet", qrels, query_of, row_of, num_missing_Q)
+        if {name, "negatives"} <= lists.keys():
+            lists["negatives"] = list(map(keep, lists["negatives"], lists[name]))
     wanted = RetrievalSet(
         path=root,
         name=meta["name"],
-        fingerprint=set_fingerprint(query_of, corpus_ids, qrels, **tables),
+        fingerprint=set_fingerprint(query_ids, corpus_ids, **pairs),
         meta=meta,
-        queries=queries,
+        queries=list(_items(table)),
         columns=columns,
-        report_by=report_by,
-        corpus_ids=[corpus_ids[row] for row in order_C.tolist()],
-        file_rows_C=order_C,
-        positives=positives,
-        num_missing_Q=num_missing_Q,
-        **rows,
+        report_by=tuple(columns)[2:],
+        corpus_ids=list(row_of),
+        file_rows_C=np.array(corpus_order, np.int64),
+        positives=_by_query(right, query_of, row_of),
+        num_missing_Q=_num_missing(table),
+        **lists,
     )
-    _check_reachable(wanted)
+    _check_judged(wanted)
     # last, since the messages of the other checks are more specific
     if meta.get("fingerprint", wanted.fingerprint) != wanted.fingerprint:
         raise SetError(
@@ -216,28 +229,19 @@ def load_set(path: str | Path, *, by: Sequence[str] = ()) -> RetrievalSet:
 
 
 def integer_column(wanted: RetrievalSet, name: str) -> np.ndarray:
-    """A column of integers in ``queries.parquet``, (Q,) int64.
-
-    Raises:
-        SetError: it does not exist or has another type.
-    """
-    values = _integers(wanted.path / "queries.parquet", name)
+    """A column of integers in ``queries.parquet``, (Q,) int64."""
+    values = _Table(wanted.path / "queries.parquet").integers(name)
     return np.array(values[: len(wanted.queries)], np.int64)
 
 
 def string_column(wanted: RetrievalSet, name: str) -> list[str]:
-    """A column of Q strings in ``queries.parquet``.
-
-    Raises:
-        SetError: it does not exist, has another type, or has nulls.
-    """
-    return _strings(wanted.path / "queries.parquet", name)[: len(wanted.queries)]
+    """A column of Q strings in ``queries.parquet``."""
+    return _Table(wanted.path / "queries.parquet").strings(name)[: len(wanted.queries)]
 
 
 def picture_ids(wanted: RetrievalSet) -> list[list[str]]:
     """Ids of each query's pictures in the release; empty lists if unknown."""
-    path = wanted.path / "queries.parquet"
-    if "picture_ids" not in _open(path, ["id"]).schema_arrow.names:
+    if "picture_ids" not in _Table(wanted.path / "queries.parquet").names:
         return [[] for _ in wanted.queries]
     return [ids.split("+") if ids else [] for ids in string_column(wanted, "picture_ids")]
 
@@ -247,9 +251,9 @@ def further_names(wanted: RetrievalSet) -> dict[str, set[str]]:
     path = wanted.path / NAMES
     if not path.exists():
         return {}
-    names_of: dict[str, set[str]] = {}
-    for picture, name in zip(_strings(path, "picture-id"), _strings(path, "name"), strict=True):
-        names_of.setdefault(picture, set()).add(name)
+    table, names_of = _Table(path), defaultdict[str, set[str]](set)
+    for picture, name in zip(table.strings("picture-id"), table.strings("name"), strict=True):
+        names_of[picture].add(name)
     return names_of
 
 
@@ -258,7 +262,7 @@ def given_rationales(wanted: RetrievalSet) -> dict[tuple[str, str], str]:
     path = wanted.path / RATIONALES
     if not path.exists():
         return {}
-    queries, candidates, texts = (_strings(path, name) for name in ("query-id", "corpus-id", "rationale"))
+    queries, candidates, texts = map(_Table(path).strings, ("query-id", "corpus-id", "rationale"))
     return dict(zip(zip(queries, candidates, strict=True), texts, strict=True))
 
 
@@ -308,6 +312,7 @@ def with_readable_content(wanted: RetrievalSet) -> tuple[RetrievalSet, list[str]
 
 
 def _meta(path: Path) -> dict[str, Any]:
+    """The content of meta.json; an optional key that is null counts as absent."""
     try:
         meta = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -316,142 +321,141 @@ def _meta(path: Path) -> dict[str, Any]:
         raise SetError(f"{path} is not JSON: {error}") from None
     if not isinstance(meta, dict) or not isinstance(meta.get("name"), str):
         raise SetError(f"{path}: 'name' must be a string")
+    meta = {key: value for key, value in meta.items() if value is not None}
     if not isinstance(meta.get("fingerprint", ""), str):
         raise SetError(f"{path}: 'fingerprint' must be a string; left out, it is computed")
-    by = meta.get("report_by", [])
-    if not isinstance(by, list) or not all(isinstance(name, str) for name in by):
-        raise SetError(f"{path}: report_by must be a list of query columns, got {by!r}")
+    for key, meaning in (("report_by", "query columns"), ("notes", "sentences")):
+        words = meta.get(key, [])
+        if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+            raise SetError(f"{path}: {key} must be a list of {meaning}, got {words!r}")
     return meta
 
 
-def _open(path: Path, columns: Sequence[str]) -> pq.ParquetFile:
-    try:
-        file = pq.ParquetFile(path)
-    except OSError as error:
-        raise SetError(f"{path} cannot be read: {error}") from None
-    except pa.ArrowInvalid as error:
-        raise SetError(f"{path} is not a Parquet file: {error}") from None
-    names = file.schema_arrow.names
-    for column in columns:
-        if column not in names:
-            raise SetError(f"{path}: column {column!r} is missing; there are {', '.join(names)}")
-    if not {"id", "text", "image"}.isdisjoint(columns) and {"text", "image"}.isdisjoint(names):
-        raise SetError(f"{path}: columns 'text' and 'image' are both missing; there are {', '.join(names)}")
-    return file
+class _Table:
+    """A Parquet file of a set; its columns are checked when they are read."""
 
+    def __init__(self, path: Path):
+        self.path = path
+        try:
+            self.file = pq.ParquetFile(path)
+        except OSError as error:
+            raise SetError(f"{path} cannot be read: {error}") from None
+        except pa.ArrowInvalid as error:
+            raise SetError(f"{path} is not a Parquet file: {error}") from None
+        self.names = self.file.schema_arrow.names
 
-def _kind(file: pq.ParquetFile, column: str) -> pa.DataType:
-    kind = file.schema_arrow.field(column).type
-    return kind.value_type if pa.types.is_dictionary(kind) else kind
+    def require(self, column: str, words: str, fits: Callable[[pa.DataType], bool]) -> None:
+        """Check the type of a column."""
+        if column not in self.names:
+            raise SetError(f"{self.path}: column {column!r} is missing; there are {', '.join(self.names)}")
+        kind = self.file.schema_arrow.field(column).type
+        kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+        if not fits(kind):
+            raise SetError(f"{self.path}: column {column!r} must hold {words}, it holds {kind}")
 
+    def strings(self, column: str) -> list[str]:
+        self.require(column, "strings", is_text)
+        return self._values(column)
 
-def _strings(path: Path, column: str, *, nulls: bool = False) -> list[Any]:
-    file = _open(path, [column])
-    _check_text(path, column, _kind(file, column), nulls=nulls)
-    return _values(path, file, column, nulls=nulls)
+    def optional_strings(self, column: str) -> list[str | None]:
+        self.require(column, "strings", _is_text_or_null)
+        return self.file.read(columns=[column]).column(0).to_pylist()
 
+    def integers(self, column: str) -> list[int]:
+        self.require(column, "integers", pa.types.is_integer)
+        return self._values(column)
 
-def _values(path: Path, file: pq.ParquetFile, column: str, *, nulls: bool = False) -> list[Any]:
-    values = file.read(columns=[column]).column(0).to_pylist()
-    if not nulls and None in values:
-        raise SetError(f"{path}: column {column!r} is null in row {values.index(None)}")
-    return values
+    def _values(self, column: str) -> list[Any]:
+        values = self.file.read(columns=[column]).column(0).to_pylist()
+        if None in values:
+            raise SetError(f"{self.path}: column {column!r} is null in row {values.index(None)}")
+        return values
 
-
-def _check_text(path: Path, column: str, kind: pa.DataType, *, nulls: bool) -> None:
-    if not (is_text(kind) or (nulls and pa.types.is_null(kind))):
-        raise SetError(f"{path}: column {column!r} must hold strings, it holds {kind}")
-
-
-def _integers(path: Path, column: str) -> list[Any]:
-    file = _open(path, [column])
-    if not pa.types.is_integer(_kind(file, column)):
-        raise SetError(f"{path}: column {column!r} must hold integers, it holds {_kind(file, column)}")
-    return _values(path, file, column)
-
-
-def _ids(path: Path) -> list[str]:
-    ids = _strings(path, "id")
-    if not ids:
-        raise SetError(f"{path} has no rows")
-    seen: set[str] = set()
-    for row, name in enumerate(ids):
-        # TREC run files separate columns by white space
-        if not name or name.split() != [name]:
-            raise SetError(f"{path}: id {name!r} in row {row} is empty or contains white space")
-        if name in seen:
-            raise SetError(f"{path}: id {name!r} occurs twice, again in row {row}")
-        seen.add(name)
-    return ids
-
-
-def _queries(
-    path: Path, meta: dict[str, Any], by: Sequence[str]
-) -> tuple[list[Item], dict[str, list[str]], tuple[str, ...]]:
-    _ids(path)  # checks the ids
-    _open(path, ["id", "category", "group"])
-    columns = {
-        "category": [value or UNCATEGORISED for value in _strings(path, "category", nulls=True)],
-        "group": _strings(path, "group"),
-    }
-    report_by = tuple(dict.fromkeys([*meta.get("report_by", []), *by]))
-    for name in report_by:
-        if name in RESERVED:
-            raise SetError(f"{path}: cannot report by {name!r}, which is a reserved column")
-        columns[name] = _strings(path, name)
-        if len(set(columns[name])) > MAX_REPORT_VALUES:
+    def ids(self) -> list[str]:
+        """The column ``id``, of distinct names that TREC run files can hold: they separate columns by white space."""
+        ids = self.strings("id")
+        if {"text", "image"}.isdisjoint(self.names):
             raise SetError(
-                f"{path}: report_by column {name!r} has {len(set(columns[name]))} values, "
-                f"more than {MAX_REPORT_VALUES}: too many for a table"
+                f"{self.path}: columns 'text' and 'image' are both missing; there are {', '.join(self.names)}"
             )
-    queries = list(_items(path, path.parent))
-    for item, group in zip(queries, columns["group"], strict=True):
-        if not group:
-            raise SetError(f"{path}: query {item.id!r} has no group; if it shares nothing, use its id")
-    return queries, columns, report_by
+        if not ids:
+            raise SetError(f"{self.path} has no rows")
+        seen: set[str] = set()
+        for row, name in enumerate(ids):
+            if name.split() != [name]:
+                raise SetError(f"{self.path}: id {name!r} in row {row} is empty or contains white space")
+            if name in seen:
+                raise SetError(f"{self.path}: id {name!r} occurs twice, again in row {row}")
+            seen.add(name)
+        return ids
 
 
-def _items(path: Path, root: Path) -> Iterator[Item]:
-    file = _open(path, ["id"])
-    wanted = [name for name in ("id", "text", "image", "instruction") if name in file.schema_arrow.names]
+def _is_text_or_null(kind: pa.DataType) -> bool:
+    return is_text(kind) or pa.types.is_null(kind)
+
+
+def _query_columns(table: _Table, report_by: Iterable[str]) -> dict[str, list[str]]:
+    """``category``, ``group`` and the columns that figures are reported by."""
+    columns = {
+        "category": [value or UNCATEGORISED for value in table.optional_strings("category")],
+        "group": table.strings("group"),
+    }
+    if "" in columns["group"]:
+        name = table.strings("id")[columns["group"].index("")]
+        raise SetError(f"{table.path}: query {name!r} has no group; if it shares nothing, use its id")
+    for name in dict.fromkeys(report_by):
+        if name in RESERVED:
+            raise SetError(f"{table.path}: cannot report by {name!r}, which is a reserved column")
+        columns[name] = table.strings(name)
+        if (num := len(set(columns[name]))) > MAX_REPORT_VALUES:
+            raise SetError(
+                f"{table.path}: report_by column {name!r} has {num} values, more than {MAX_REPORT_VALUES}: too many for a "
+                "table"
+            )
+    return columns
+
+
+def _items(table: _Table) -> Iterator[Item]:
+    wanted = [name for name in ("id", "text", "image", "instruction") if name in table.names]
     for name in {"text", "instruction"}.intersection(wanted):
-        _check_text(path, name, _kind(file, name), nulls=True)
-    for batch in file.iter_batches(batch_size=READ_ROWS, columns=wanted):
+        table.require(name, "strings", _is_text_or_null)
+    for batch in table.file.iter_batches(batch_size=READ_ROWS, columns=wanted):
         for row in batch.to_pylist():
             item = Item(
                 id=row["id"],
                 text=row.get("text") or None,
-                images=_pictures(path, root, row["id"], row.get("image")),
+                images=_pictures(table.path, row["id"], row.get("image")),
                 instruction=row.get("instruction") or None,
             )
             if not item.text and not item.images:
-                raise SetError(f"{path}: {item.id!r} has neither text nor image")
+                raise SetError(f"{table.path}: {item.id!r} has neither text nor image")
             yield item
 
 
-def _pictures(path: Path, root: Path, name: str, cell: Any) -> tuple[ImageRef, ...]:
+def _pictures(path: Path, name: str, cell: Any) -> tuple[ImageRef, ...]:
+    """The pictures in a cell of an item's row in the table ``path``."""
     if cell is None or cell == "":
         return ()
     if isinstance(cell, list):
-        return tuple(ref for part in cell for ref in _pictures(path, root, name, part))
+        return tuple(ref for part in cell for ref in _pictures(path, name, part))
     if isinstance(cell, dict):
-        return _pictures(path, root, name, cell.get("bytes") or cell.get("path"))
+        return _pictures(path, name, cell.get("bytes") or cell.get("path"))
     if isinstance(cell, bytes):
         return (cell,)
     if isinstance(cell, str):
-        return (_in_folder(path, root, name, cell),)
+        return (_in_folder(path, name, cell),)
     raise SetError(
         f"{path}: image of {name!r} must be bytes, a path or {{bytes, path}}, got {type(cell).__name__}"
     )
 
 
-def _in_folder(path: Path, root: Path, name: str, cell: str) -> str:
+def _in_folder(path: Path, name: str, cell: str) -> str:
     """Resolve a picture reference, which must stay in the set, since a foreign set could otherwise expose any file."""
     file, library, row = cell.partition(".parquet#")
-    target = root / (file + library.removesuffix("#"))
+    target = path.parent / (file + library.removesuffix("#"))
     real = _real(str(target.parent)) / target.name
     real = Path(os.path.realpath(real)) if real.is_symlink() else Path(os.path.normpath(real))
-    folder = _real(str(root))
+    folder = _real(str(path.parent))
     # the hub's cache links to files in blobs/; sets may share a library of pictures beside them
     blobs = [above.parent / "blobs" for above in folder.parents if above.name == "snapshots"]
     if not any(real.is_relative_to(allowed) for allowed in (folder.parent if library else folder, *blobs)):
@@ -466,30 +470,27 @@ def _real(folder: str) -> Path:
     return Path(os.path.realpath(folder))
 
 
-def _pairs(
-    path: Path, query_of: dict[str, int], row_of: dict[str, int], *, with_gain: bool = False
-) -> list[tuple[Any, ...]]:
-    names = ["query-id", "corpus-id", *(["score"] if with_gain else [])]
-    _open(path, names)
-    table = pd.DataFrame(
-        {name: (_integers if name == "score" else _strings)(path, name) for name in names}, dtype=object
-    )
+def _pairs(path: Path, query_of: Mapping[str, int], row_of: Mapping[str, int]) -> list[tuple[Any, ...]]:
+    """The rows of a table: query id, candidate id and, in ``qrels.parquet``, gain."""
+    table = _Table(path)
+    names = ["query-id", "corpus-id"]
+    pairs = pd.DataFrame({name: table.strings(name) for name in names}, dtype=object)
     wrong = {
-        "query {0!r} is not in queries.parquet": ~table["query-id"].isin(query_of),
-        "{1!r}, listed for query {0!r}, is not in corpus.parquet": ~table["corpus-id"].isin(row_of),
-        "{1!r} is listed twice for query {0!r}": table.duplicated(names[:2]),
+        "query {0!r} is not in queries.parquet": ~pairs["query-id"].isin(query_of),
+        "{1!r}, listed for query {0!r}, is not in corpus.parquet": ~pairs["corpus-id"].isin(row_of),
+        "{1!r} is listed twice for query {0!r}": pairs.duplicated(names),
     }
-    if with_gain:
-        gains = pd.to_numeric(table["score"])
-        wrong["score of {1!r} for query {0!r} must be a gain >= 0, got {2}"] = ~(gains >= 0)
+    if path.stem == "qrels":
+        pairs["score"] = np.array(table.integers("score"), dtype=object)
+        wrong["score of {1!r} for query {0!r} must be a gain >= 0, got {2}"] = pairs["score"] < 0
     for message, bad in wrong.items():
         if bad.any():
-            raise SetError(f"{path}: {message.format(*table[bad].iloc[0])}")
-    return list(table.itertuples(index=False, name=None))
+            raise SetError(f"{path}: {message.format(*pairs[bad].iloc[0])}")
+    return list(pairs.itertuples(index=False, name=None))
 
 
 def _by_query(
-    pairs: Sequence[tuple[Any, ...]], query_of: dict[str, int], row_of: dict[str, int]
+    pairs: Sequence[tuple[Any, ...]], query_of: Mapping[str, int], row_of: Mapping[str, int]
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Each query's rows, int32 and ascending, and their gains, float64 (1 for pairs without gain)."""
     query_N = np.array([query_of[query] for query, *_ in pairs], np.int64)
@@ -500,47 +501,36 @@ def _by_query(
     return list(zip(np.split(row_N[order], stops), np.split(gain_N[order], stops), strict=True))
 
 
-def _positives(
-    path: Path,
-    qrels: Sequence[tuple[Any, ...]],
-    query_of: dict[str, int],
-    row_of: dict[str, int],
-    num_missing_Q: np.ndarray | None,
-) -> list[tuple[np.ndarray, np.ndarray]]:
-    # candidates with gain 0 are judged not right
-    judged = _by_query([pair for pair in qrels if pair[2] > 0], query_of, row_of)
-    missing_Q = np.zeros(len(judged)) if num_missing_Q is None else num_missing_Q
-    without = [
-        query for query, own, num in zip(query_of, judged, missing_Q, strict=True) if not len(own[0]) + num
-    ]
-    if without:
-        raise SetError(f"{path}: {len(without)} of {len(judged)} queries have no positive: {some(without)}")
-    return judged
-
-
-def _num_missing(path: Path) -> np.ndarray | None:
+def _num_missing(table: _Table) -> np.ndarray | None:
     name = "num_missing_positives"
-    if name not in _open(path, ["id"]).schema_arrow.names:
+    if name not in table.names:
         return None
-    missing_Q = np.array(_integers(path, name), np.int64)
+    missing_Q = np.array(table.integers(name), np.int64)
     if missing_Q.min(initial=0) < 0:
-        raise SetError(f"{path}: column {name!r} must not be negative")
+        raise SetError(f"{table.path}: column {name!r} must not be negative")
     return missing_Q if missing_Q.any() else None
 
 
-def _check_reachable(wanted: RetrievalSet) -> None:
-    """Check that the optional tables leave each query's positives in its ranking."""
-    judged = [(query, rows) for query, (rows, _) in zip(wanted.query_ids, wanted.positives, strict=True)]
+def _check_judged(wanted: RetrievalSet) -> None:
+    """Check that every query has a positive, and that the optional tables leave its positives in its ranking."""
+    missing_Q = np.zeros(len(wanted.queries)) if wanted.num_missing_Q is None else wanted.num_missing_Q
+    right = {query: rows for query, (rows, _) in zip(wanted.query_ids, wanted.positives, strict=True)}
+    if none := [
+        query for (query, rows), num in zip(right.items(), missing_Q, strict=True) if not len(rows) + num
+    ]:
+        raise SetError(
+            f"{wanted.path / 'qrels.parquet'}: {len(none)} of {len(right)} queries have no positive: {some(none)}"
+        )
     path = wanted.path / "candidates.parquet"
-    for (query, right), own in zip(judged, wanted.candidates or (), strict=False):
+    for (query, rows), own in zip(right.items(), wanted.candidates or (), strict=False):
         if not len(own):
             raise SetError(f"{path}: query {query!r} has no candidates")
-        if len(lost := np.setdiff1d(right, own)):
+        if len(lost := np.setdiff1d(rows, own)):
             name = wanted.corpus_ids[lost[0]]
             raise SetError(f"{path}: positive {name!r} of query {query!r} is not among them")
     path = wanted.path / "excluded.parquet"
-    for (query, right), excluded in zip(judged, wanted.excluded or (), strict=False):
-        if len(lost := np.intersect1d(right, excluded)):
+    for (query, rows), excluded in zip(right.items(), wanted.excluded or (), strict=False):
+        if len(lost := np.intersect1d(rows, excluded)):
             raise SetError(f"{path}: {wanted.corpus_ids[lost[0]]!r} is a positive of query {query!r}")
 
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from eval.benchmarks.folder.pool import Pool
 from eval.benchmarks.folder.spreadsheet import ENDINGS, Broken, Table, read_table
-from eval.benchmarks.release_files import Fields, ReleaseError
+from eval.benchmarks.release_files import ReleaseError, match_columns
 from eval.sets.retrieval_set import MAX_REPORT_VALUES, RetrievalSet
 from eval.sets.write_set import Candidate, Query, write_set
 from rge.common.registry import PluginOptions
@@ -73,11 +73,7 @@ class FolderOptions(TableOptions):
 
 
 def import_folder(options: FolderOptions) -> RetrievalSet:
-    """Read folder and table and write a retrieval set.
-
-    Raises:
-        UserError: there is no table or no picture, or the table has problems, all of which are listed.
-    """
+    """Read folder and table and write a retrieval set."""
     if not options.src.is_dir():
         raise ReleaseError(f"src {options.src} is not a directory")
     if options.src.resolve().is_relative_to(options.out.resolve()):
@@ -135,7 +131,7 @@ class _Rows:
         self.places: dict[str, str] = {}
         mapped = {word.partition("=")[0].strip() for word in self.options.field_map}
         kept = [name for name in self.table.names if name not in self.options.report_by or name in mapped]
-        self.columns = Fields(ALIASES, self.options.field_map).columns(self.table.path, kept)
+        self.columns = match_columns(self.table.path, kept, ALIASES, self.options.field_map)
         if "right" not in self.columns:
             raise ReleaseError(
                 f"{self.table.path} has no column of right answers ({', '.join(ALIASES['right'])}); it has "

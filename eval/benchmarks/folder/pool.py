@@ -27,9 +27,6 @@ class Pool:
     Attributes:
         files: candidate id -> path, sorted by path.
         unreadable: id -> reason, for files that cannot be opened.
-
-    Raises:
-        UserError: no picture can be opened.
     """
 
     def __init__(self, root: Path, *, exclude: Path):
@@ -92,11 +89,7 @@ class Pool:
         return self.find(name[:-2]) if re.fullmatch(r"\d+\.0", name) else set()
 
     def names(self, cell: str) -> list[str]:
-        """Split a cell into names at ; , | or line breaks, which may also be part of a file's name.
-
-        Raises:
-            ReleaseError: the text is both one file's name and a list of other files' names.
-        """
+        """Split a cell into names at ; , | or line breaks, which may also be part of a file's name."""
         parts = SEPARATORS.split(cell.strip())
         names, start = [], 0
         while start < len(parts):
@@ -112,11 +105,7 @@ class Pool:
         return [name for name in names if name]
 
     def resolve(self, name: str) -> str:
-        """The only picture that a name can refer to.
-
-        Raises:
-            ReleaseError: no picture or several match, or it cannot be opened.
-        """
+        """The only picture that a name can refer to."""
         matches = sorted(self.find(name))
         if len(matches) > 1:
             raise ReleaseError(f"{name!r} could be {' or '.join(map(repr, matches[:3]))}: give the full path")

@@ -60,11 +60,7 @@ class Table:
 
 
 def read_table(path: Path, sheet: str | None = None) -> Table:
-    """Read a table.
-
-    Raises:
-        UserError: the file cannot be read as a table, or it is unclear which sheet to read.
-    """
+    """Read a table."""
     ending = path.suffix.lower()
     if not path.is_file():
         raise ReleaseError(f"table {path} does not exist")

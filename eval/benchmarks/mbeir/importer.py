@@ -15,20 +15,19 @@ every query; here all queries get the same one, in their instruction field.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from eval.benchmarks.release_files import (
     PictureOptions,
     Pictures,
     ReleaseError,
-    cell,
+    Row,
     chosen,
     content_id,
-    placed_rows,
+    iter_rows,
 )
 from eval.sets.retrieval_set import RetrievalSet, some
 from eval.sets.write_set import Candidate, Query
@@ -68,11 +67,7 @@ class MbeirOptions(PictureOptions):
 
 
 def import_mbeir(options: MbeirOptions) -> list[str] | RetrievalSet:
-    """Read M-BEIR's test queries and write a suite (returns the names of its tasks) or one set.
-
-    Raises:
-        UserError: a file, an instruction, a picture or a right candidate is missing.
-    """
+    """Read M-BEIR's test queries and write a suite (returns the names of its tasks) or one set."""
     names = chosen("tasks", options.tasks, TASKS)
     title = "M-BEIR" if len(names) == len(TASKS) else f"M-BEIR, {len(names)} of {len(TASKS)} tasks"
     if options.pool == "global":
@@ -98,9 +93,9 @@ def local_pool(task: str) -> str:
     return f"cand_pool/local/mbeir_{task}{'_test' * task.startswith('mscoco')}_cand_pool.jsonl"
 
 
-def sentence(text: str | None) -> str:
+def sentence(text: str) -> str:
     """A text as the released loader formats it: no surrounding quotes, a capital letter first and a full stop last."""
-    text = (text or "").replace("\r", "").strip().strip('"')
+    text = text.replace("\r", "").strip().strip('"')
     if not text:
         return ""
     return text[0].upper() + text[1:] + ("" if text[-1] in ".?!" else ".")
@@ -108,26 +103,21 @@ def sentence(text: str | None) -> str:
 
 def _write(title: str, tasks: Iterable[str], pool: str, options: MbeirOptions, member: str) -> RetrievalSet:
     """Write one set from the queries of some tasks and a pool."""
-    pictures, prompts = Pictures([options.images or options.src]), _prompts(options)
+    hint = "unpack mbeir_images.tar.gz and pass images=DIR"
+    pictures, prompts = Pictures(options.images or options.src, hint=hint), _prompts(options)
     queries: list[Query] = []
     pairs: list[tuple[str, str]] = []
     for task in tasks:
         right = _right(options.src / f"qrels/test/mbeir_{task}_test_qrels.txt")
-        for row, where in placed_rows([_existing(options.src / query_file(task))]):
-            queries.append(_query(row, where, task, prompts, pictures))
-            pairs += [(queries[-1].id, name) for name in right.get(queries[-1].id, [])]
-    rows = partial(placed_rows, [_existing(options.src / pool)])
-    wanted = {name for _, name in pairs}
-    lost = wanted - {str(cell(row, where, "did")) for row, where in rows()}
+        for row in iter_rows(_existing(options.src / query_file(task))):
+            query = _query(row, task, prompts, pictures)
+            queries.append(query)
+            pairs += [(query.id, name) for name in right.get(query.id, [])]
+    pool_file = _existing(options.src / pool)
+    lost = {name for _, name in pairs} - {str(row.value("did")) for row in iter_rows(pool_file)}
     own = {name for query, name in pairs if options.pool == "global" or _dataset(name) == _dataset(query)}
     if missing := sorted(lost & own):
-        raise ReleaseError(f"{options.src / pool} lacks {len(missing)} right candidates: {some(missing)}")
-
-    def corpus() -> Iterator[Candidate]:
-        for row, where in rows():
-            image = _picture(pictures, row.get("img_path"), where)
-            yield Candidate(str(cell(row, where, "did")), sentence(row.get("txt")) or None, image)
-
+        raise ReleaseError(f"{pool_file} lacks {len(missing)} right candidates: {some(missing)}")
     return options.write(
         member,
         meta={
@@ -139,35 +129,39 @@ def _write(title: str, tasks: Iterable[str], pool: str, options: MbeirOptions, m
             "right_candidates_of_another_pool": len(lost),
         },
         queries=queries,
-        corpus=corpus(),
+        corpus=(
+            Candidate(
+                str(row.value("did")),
+                sentence(row.text("txt")) or None,
+                *_images(pictures, row, "img_path"),
+            )
+            for row in iter_rows(pool_file)
+        ),
         qrels=[(query, name, 1) for query, name in pairs if name not in lost],
     )
 
 
-def _picture(pictures: Pictures, path: str | None, where: str) -> bytes | Path | None:
-    return pictures.need(path, where, "unpack mbeir_images.tar.gz and pass images=DIR") if path else None
+def _images(pictures: Pictures, row: Row, column: str) -> tuple[bytes | Path, ...]:
+    return (pictures.find(row[column], row.where),) if row.get(column) else ()
 
 
-def _query(
-    row: dict[str, Any], where: str, task: str, prompts: dict[tuple[str, ...], str], pictures: Pictures
-) -> Query:
-    name, modality = str(cell(row, where, "qid")), str(cell(row, where, "query_modality"))
-    prompt = None
+def _query(row: Row, task: str, prompts: dict[tuple[str, ...], str], pictures: Pictures) -> Query:
+    name, modality = str(row.value("qid")), str(row.value("query_modality"))
+    prompt = ""
     if prompts:
         key = (_dataset(name), modality, KINDS[task[-1]][1])
         if key not in prompts:
-            raise ReleaseError(f"{where}: no instruction for data set {key[0]}, {key[1]} to {key[2]}")
+            raise row.error(f"no instruction for data set {key[0]}, {key[1]} to {key[2]}")
         prompt = sentence(prompts[key])
     # the released code joins instruction and text with a space into one sentence
-    text = sentence(f"{prompt or ''} {row.get('query_txt') or ''}").removeprefix(prompt or "").strip()
-    image = _picture(pictures, row.get("query_img_path"), where)
+    text = sentence(f"{prompt} {row.text('query_txt')}").removeprefix(prompt).strip()
     return Query(
         name,
         text or None,
-        () if image is None else (image,),
+        _images(pictures, row, "query_img_path"),
         category=task,
         group=content_id(row.get("query_img_path") or text),
-        instruction=prompt,
+        instruction=prompt or None,
     )
 
 
@@ -190,10 +184,7 @@ def _prompts(options: MbeirOptions) -> dict[tuple[str, ...], str]:
         return {}
     file = _existing(options.src / "instructions/query_instructions.tsv")
     prompt, names = f"prompt_{options.instructions}", ("dataset_id", "query_modality", "cand_modality")
-    return {
-        tuple(str(cell(row, where, name)) for name in names): str(cell(row, where, prompt))
-        for row, where in placed_rows([file])
-    }
+    return {tuple(str(row.value(name)) for name in names): str(row.value(prompt)) for row in iter_rows(file)}
 
 
 def _existing(path: Path) -> Path:

@@ -3,8 +3,8 @@
 Shape suffixes: Q = queries, M = metrics.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from eval.benchmarks.registry import Benchmark, register_benchmark
-from eval.scoring.output_files import Scored, score_ranking
+from eval.scoring.output_files import Scored
 from eval.scoring.protocol import Protocol
 from eval.scoring.search import Ranking
 from eval.sets.retrieval_set import RetrievalSet
@@ -33,24 +33,18 @@ def cuts_of(task: str) -> tuple[int, ...]:
 class Mbeir(Protocol):
     """M-BEIR: ``task_hit`` of each task, averaged over tasks."""
 
-    def score(self, wanted: RetrievalSet, ranking: Ranking) -> Scored:
+    def score(self, wanted: RetrievalSet, ranking: Ranking, names: Sequence[str] = ()) -> Scored:
         """As `Protocol.score`, with `MAIN` as a further metric."""
-        scored = score_ranking(wanted, ranking, self.names(wanted))
-        place_Q = np.array(
-            [scored.names.index(f"hit@{cuts_of(task)[0]}") for task in wanted.columns["category"]]
-        )
-
-        def with_main(one_QM: np.ndarray) -> np.ndarray:
-            return np.column_stack([one_QM, np.take_along_axis(one_QM, place_Q[:, None], axis=1)])
-
-        return Scored(
-            (*scored.names, MAIN),
-            value_QM=with_main(scored.value_QM),
-            best_QM=with_main(scored.best_QM),
-            worst_QM=with_main(scored.worst_QM),
-            random_QM=np.column_stack([scored.random_QM, np.full(len(place_Q), np.nan)]),  # varies by task
-            first_hit_Q=scored.first_hit_Q,
-        )
+        scored = super().score(wanted, ranking, names)
+        hits = [f"hit@{cuts_of(task)[0]}" for task in wanted.columns["category"]]
+        place_Q1 = np.array(list(map(scored.names.index, hits)))[:, None]
+        more = {
+            name: np.column_stack([table_QM, np.take_along_axis(table_QM, place_Q1, axis=1)])
+            for name in ("value_QM", "best_QM", "worst_QM")
+            for table_QM in [getattr(scored, name)]
+        }
+        more["random_QM"] = np.column_stack([scored.random_QM, np.full(len(hits), np.nan)])  # varies by task
+        return replace(scored, names=(*scored.names, MAIN), **more)
 
     def figures(self, wanted: RetrievalSet, scored: Scored, *, seed: int) -> dict[str, Any]:
         """Official: the released code's names and rounding, by task."""

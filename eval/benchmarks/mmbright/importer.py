@@ -20,6 +20,7 @@ Task 4 joins a document with the pictures of its page by a hexadecimal key in bo
 matches only ``KEY_N.txt``, so documents in several chunks (``KEY_N_M.txt``, biology) got no pictures.
 """
 
+import io
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -27,21 +28,22 @@ from functools import cached_property
 from itertools import chain
 from typing import Any, Literal
 
+from PIL import Image
+
 from eval.benchmarks.release_files import (
     Draft,
     ReleaseError,
     ReleaseOptions,
+    Row,
     as_list,
     chosen,
     column_names,
     content_id,
     iter_rows,
     need_columns,
-    stack,
-    still,
 )
 from eval.sets.write_set import Candidate, Query
-from rge.common.images import ImageError
+from rge.common.images import ImageError, load_image
 from rge.common.schema import safe_id
 
 NO_IMAGE = "__NO_IMAGE__"
@@ -65,11 +67,7 @@ class MmbrightOptions(ReleaseOptions):
 
 
 def import_mmbright(options: MmbrightOptions) -> list[str]:
-    """Read one task of MM-BRIGHT and write a suite; returns the names of its domains.
-
-    Raises:
-        UserError: a file or column is missing, gold candidates are not in the corpus, or a query's picture is broken.
-    """
+    """Read one task of MM-BRIGHT and write a suite; returns the names of its domains."""
     if options.task != "4" and options.keys != "chunked":
         raise ReleaseError(f"keys= applies to task 4 only, not to task {options.task}: leave it out")
     config = "examples" if options.task == "1" else "examples_multimodal"
@@ -114,8 +112,10 @@ class _Domain:
     unscored: list[str] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        self.task = self.options.task
+    @property
+    def task(self) -> str:
+        """Task number."""
+        return self.options.task
 
     @cached_property
     def doc_ids(self) -> dict[str, None]:
@@ -130,7 +130,7 @@ class _Domain:
         for row in self._rows("document_images", ("path", "bytes")) if self.task in ("3", "4") else ():
             path = _path(row["path"])
             try:
-                images[path] = still(row["bytes"])
+                images[path] = _still(row["bytes"])
             except (ImageError, TypeError):
                 self.broken.append(path)
         if self.task in ("3", "4") and not images:
@@ -159,12 +159,14 @@ class _Domain:
         columns = ["id", "query", "gold_ids", "negative_ids"]
         columns += ["image_paths"] if self.task != "1" else []
         columns += ["positive_images", "negative_images"] if self.task in ("3", "4") else []
-        pictures: dict[str, bytes] = {}
-        if self.task != "1":
-            rows = self._rows("examples_images", ("path", "bytes"))
-            pictures = {_path(row["path"]): row["bytes"] for row in rows}
+        rows = self._rows("examples_images", ("path", "bytes")) if self.task != "1" else ()
+        pictures = {_path(row["path"]): row["bytes"] for row in rows}
         for row in self._rows("examples" if self.task == "1" else "examples_multimodal", columns):
-            self._add(row, draft, pictures)
+            gains, wrong = self._judgements(row)
+            if any(gains.values()):
+                draft.add(self._query(row, pictures), row.where, gains, wrong)
+            else:
+                self.unscored.append(str(row["id"]))
         draft.refuse_lost(f"the corpus of {self.name}", allowed=self.options.allow_missing)
         if not draft.queries:
             raise ReleaseError(
@@ -197,36 +199,26 @@ class _Domain:
 
     def _corpus(self) -> Iterator[Candidate]:
         if self.task == "3":
-            for path, data in self.images.items():
-                yield Candidate(safe_id(path), None, data)
+            yield from (Candidate(safe_id(path), None, data) for path, data in self.images.items())
             return
         left = set(self.doc_ids)
         for row in self._rows("documents", ("id", "content")):
             doc = str(row["id"])
-            if doc not in left:
-                continue
-            left.remove(doc)
-            if self.task != "4":
-                yield Candidate(safe_id(doc), row["content"])
-            for pair in self.pairs.get(doc, []):
-                path = pair.partition("|||")[2]
-                yield Candidate(safe_id(pair), row["content"], self.images.get(path))
+            if doc in left:
+                left.remove(doc)
+                for name in self.pairs.get(doc, (doc,)):
+                    yield Candidate(
+                        safe_id(name), row.text("content"), self.images.get(name.partition("|||")[2])
+                    )
 
-    def _add(self, row: dict[str, Any], draft: Draft, pictures: dict[str, bytes]) -> None:
-        name = str(row["id"])
-        gains, wrong = self._judgements(row)
-        if not any(gains.values()):
-            self.unscored.append(name)
-            return
+    def _query(self, row: Row, pictures: dict[str, bytes]) -> Query:
+        name = safe_id(str(row["id"]))
         paths = [] if self.task == "1" else [_path(path) for path in as_list(row["image_paths"])]
-        draft.queries.append(
-            Query(
-                id=safe_id(name),
-                text=row["query"],
-                images=tuple(self._query_images(name, paths, pictures)),
-                group=content_id(*paths) if paths else safe_id(name),
-                columns={"num_missing_positives": draft.judge(name, gains, wrong)},
-            )
+        return Query(
+            id=name,
+            text=row.text("query"),
+            images=tuple(self._query_images(name, paths, pictures)),
+            group=content_id(*paths) if paths else name,
         )
 
     def _judgements(self, row: dict[str, Any]) -> tuple[dict[str, int], list[str]]:
@@ -243,21 +235,16 @@ class _Domain:
     def _of_pairs(
         self, gold: Sequence[str], right: Sequence[str], wrong: set[str]
     ) -> tuple[dict[str, int], list[str]]:
-        """The same for task 4, from gold documents, right pictures and wrong pictures."""
-        golds = set(gold)
+        """The same for task 4: gain 2 for a gold document with a positive picture of its page, 1 without picture."""
         # all other pairs of a gold document count as judged and not right
-        gains = {pair: 0 for doc, pairs in self.pairs.items() if doc in golds for pair in pairs}
-        gains |= {f"{doc}|||{NO_IMAGE}": 1 for doc in gold} | self._graded(gold, right)
+        gains = {pair: 0 for doc in gold for pair in self.pairs.get(doc, ())}
+        gains |= {f"{doc}|||{NO_IMAGE}": 1 for doc in gold}
+        of_page = [
+            (doc, path) for path in right for doc in gold if image_key(path, self.name) == self._key(doc)
+        ]
+        gains |= {f"{doc}|||{path}": 2 for doc, path in of_page}
         every = chain.from_iterable(self.pairs.values())
         return gains, [pair for pair in every if pair.partition("|||")[2] in wrong and not gains.get(pair)]
-
-    def _graded(self, gold: Sequence[str], right: Sequence[str]) -> dict[str, int]:
-        """Gain 2 for each pair of a gold document and a positive picture of its page."""
-        of_page: dict[str, list[str]] = {}
-        for doc in gold:
-            of_page.setdefault(self._key(doc), []).append(doc)
-        keys = [(path, image_key(path, self.name)) for path in right]
-        return {f"{doc}|||{path}": 2 for path, key in keys if key for doc in of_page.get(key, ())}
 
     def _key(self, doc: str) -> str:
         return document_key(doc, legacy=self.options.keys == "legacy")
@@ -267,17 +254,17 @@ class _Domain:
         images = []
         for path in paths:
             try:
-                images.append(still(pictures[path]))
+                images.append(_still(pictures[path]))
             except (KeyError, TypeError, ImageError) as error:
                 raise ReleaseError(
                     f"{self.name}: picture {path!r} of query {query!r} is missing or cannot be opened ({error!r}). The "
                     "released code would substitute a white picture; remove it from image_paths to leave it out"
                 ) from None
         if self.options.image_policy == "vconcat" and len(images) > 1:
-            return [stack(images)]
+            return [_stacked(images)]
         return images[:1] if self.options.image_policy == "first" else images
 
-    def _rows(self, config: str, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+    def _rows(self, config: str, columns: Sequence[str]) -> Iterator[Row]:
         """Rows of the domain's files in a configuration."""
         folder, name = self.options.src / config, self.name
         whole = folder / f"{name}.parquet"
@@ -296,3 +283,29 @@ def _images(value: Any) -> list[str]:
 
 def _path(value: Any) -> str:
     return str(value).replace("\\", "/")
+
+
+def _still(data: bytes) -> bytes:
+    """Replace an animation by its first frame as PNG; other pictures are returned unchanged."""
+    try:
+        load_image(data)
+    except ImageError:
+        return _png(load_image(data, first_frame=True))
+    return data
+
+
+def _stacked(pictures: Sequence[bytes]) -> bytes:
+    """Pictures below one another on white, without resizing, as PNG."""
+    images = [load_image(data) for data in pictures]
+    size = max(image.width for image in images), sum(image.height for image in images)
+    whole, top = Image.new("RGB", size, "white"), 0
+    for image in images:
+        whole.paste(image, (0, top))
+        top += image.height
+    return _png(whole)
+
+
+def _png(image: Image.Image) -> bytes:
+    sink = io.BytesIO()
+    image.save(sink, "PNG")
+    return sink.getvalue()

@@ -1,6 +1,6 @@
 """The protocol of MM-BRIGHT: nDCG@10 by domain; official as in the released code, with trec_eval's tie-breaking."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from eval.benchmarks.registry import Benchmark, register_benchmark
-from eval.scoring.output_files import Scored, means, score_ranking
+from eval.scoring.output_files import Scored, means
 from eval.scoring.protocol import Protocol
 from eval.scoring.search import Ranking
 from eval.sets.retrieval_set import RetrievalSet
@@ -26,16 +26,15 @@ class Mmbright(Protocol):
         removes = self.profile == "official" and wanted.meta.get("task") in (1, 2, 4)
         return replace(wanted, excluded=wanted.negatives) if removes else wanted
 
-    def score(self, wanted: RetrievalSet, ranking: Ranking) -> Scored:
-        """As `Protocol.score`; official with trec_eval's tie-breaking and the released code's cutoffs."""
+    def score(self, wanted: RetrievalSet, ranking: Ranking, names: Sequence[str] = ()) -> Scored:
+        """As `Protocol.score`; official at the released code's cutoffs."""
         if self.profile == "clean":
             return super().score(wanted, ranking)
-        extra = [f"{metric}@{k}" for metric in _TREC.values() for k in CUTS]
-        names = self.names(wanted, extra, negatives=False)
         if wanted.meta.get("task") == 3 and ranking.score_QW.dtype == np.float32:
             # The released code of this task scales float32 scores by 100, whose rounding makes some of them equal.
             ranking = replace(ranking, score_QW=ranking.score_QW * np.float32(100))
-        return score_ranking(wanted, trec_ties(ranking), names)
+        extra = [f"{metric}@{k}" for metric in _TREC.values() for k in CUTS]
+        return super().score(wanted, ranking, self.names(wanted, extra, negatives=False))
 
     def figures(self, wanted: RetrievalSet, scored: Scored, *, seed: int) -> dict[str, Any]:
         """Official: the released code's names, rounded to five digits."""
@@ -53,16 +52,6 @@ class Mmbright(Protocol):
         return {"official": {key: round(sum(b[key] for b in blocks) / len(blocks), 5) for key in blocks[0]}}
 
 
-def trec_ties(ranking: Ranking) -> Ranking:
-    """Reorder equal scores as trec_eval does: larger ids first."""
-    rows_QW, score_QW = ranking.rows_QW.copy(), ranking.score_QW
-    tied = (score_QW[:, 1:] == score_QW[:, :-1]) & np.isfinite(score_QW[:, 1:])
-    for query in np.flatnonzero(tied.any(axis=1)):
-        order = np.lexsort((-rows_QW[query].astype(np.int64), -score_QW[query]))
-        rows_QW[query] = rows_QW[query][order]
-    return replace(ranking, rows_QW=rows_QW)
-
-
 PROTOCOLS = (
     Mmbright("mmbright", "clean", ("ndcg@10", "recall@10"), (
         "nDCG@10 with linear gains, mean over domains",
@@ -77,7 +66,7 @@ PROTOCOLS = (
         "task 4: graded 2 and 1; pairs with a picture judged wrong are removed. With keys=legacy at import this is what "
         "the code calls the protocol of Table 6",
         "equal scores are in trec_eval's order, the larger id first",
-    ), skips_missing=True),
+    ), ties="trec", skips_missing=True),
 )  # fmt: skip
 PUBLISHED = Path(__file__).with_name("published")
 register_benchmark(

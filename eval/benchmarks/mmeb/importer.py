@@ -19,12 +19,11 @@ from eval.benchmarks.release_files import (
     PictureOptions,
     Pictures,
     ReleaseError,
-    as_list,
+    Row,
     chosen,
     content_id,
     files_of_split,
-    need_columns,
-    placed_rows,
+    read_rows,
 )
 from eval.sets.write_set import Candidate, Query
 from rge.common.mmeb_prompts import SETS, plain, reword
@@ -50,16 +49,14 @@ class MmebOptions(PictureOptions):
 
 
 def import_mmeb(options: MmebOptions) -> list[str]:
-    """Read MMEB's evaluation sets and write a suite; returns the names of its sets.
-
-    Raises:
-        UserError: a set or picture is missing, or a row has no candidates.
-    """
+    """Read MMEB's evaluation sets and write a suite; returns the names of its sets."""
     names = chosen("sets", options.sets, SETS)
     files = {name: paths for name in names if (paths := _files(options.src, name))}
     refuse_lacking(options.src, [name for name in names if name not in files], len(names), "36 is no MMEB")
-    roots = (options.images, options.src / "images", options.src / "MMEB-images", options.src)
-    pictures = Pictures([root for root in roots if root])
+    pictures = Pictures(
+        options.images, options.src / "images", options.src / "MMEB-images", options.src,
+        hint="unpack images.zip and pass images=DIR",
+    )  # fmt: skip
     return options.write_members(
         {name: SETS[name] for name in names},
         lambda name: _import_one(name, files[name], pictures, options),
@@ -90,7 +87,6 @@ class OwnCandidates:
     """A set in which every query has its own candidates, the right one first.
 
     Attributes:
-        find: finds the picture of a path; the second argument is the prefix for error messages.
         word_query: final rewording of a query's text.
         word_candidate: the same for a candidate's text.
         num_equal: number of queries with repeated candidates.
@@ -98,7 +94,7 @@ class OwnCandidates:
     """
 
     name: str
-    find: Callable[[str, str], bytes | Path]
+    pictures: Pictures
     word_query: Callable[[str], str] = str
     word_candidate: Callable[[str], str] = str
     queries: list[Query] = field(default_factory=list)
@@ -108,15 +104,14 @@ class OwnCandidates:
     num_hidden: int = 0
     _content_of: dict[str, tuple[str, str]] = field(default_factory=dict)
 
-    def add(self, text: str, path: str, targets: Sequence[tuple[str, str, str]], where: str) -> None:
-        """Add a query and its candidates (id, text, picture path), with "" for missing parts."""
-        for place, (_, *content) in enumerate(targets):
-            if not any(content):
-                raise ReleaseError(f"{where}: candidate {place} has neither text nor picture")
+    def add(self, text: str, path: str, targets: Sequence[tuple[str, str, str]], row: Row) -> None:
+        """Add the query of a row and its candidates (id, text, picture path), with "" for missing parts."""
         query = f"{self.name}-{len(self.queries):05d}"
-        for name, *content in targets:
+        for place, (name, *content) in enumerate(targets):
+            if not any(content):
+                raise row.error(f"candidate {place} has neither text nor picture")
             self.num_hidden += self._content_of.setdefault(name, (content[0], content[1])) != tuple(content)
-        images = (self.find(path, where),) if path else ()
+        images = (self.pictures.find(path, row.where),) if path else ()
         self.queries.append(Query(query, self.word_query(text), images, group=content_id(path or text)))
         names = list(dict.fromkeys(name for name, *_ in targets))
         self.num_equal += len(names) < len(targets)
@@ -126,7 +121,7 @@ class OwnCandidates:
     def corpus(self) -> Iterator[Candidate]:
         """Distinct candidates, sorted by id."""
         for name, (text, path) in sorted(self._content_of.items()):
-            image = self.find(path, f"{self.name}: candidate") if path else None
+            image = self.pictures.find(path, f"{self.name}: candidate") if path else None
             yield Candidate(name, self.word_candidate(text) or None, image)
 
     def parts(self) -> dict[str, Any]:
@@ -138,20 +133,19 @@ class OwnCandidates:
 
 def _import_one(name: str, files: Sequence[Path], pictures: Pictures, options: MmebOptions) -> None:
     clean = str if options.verbatim else plain
-    draft = OwnCandidates(name, partial(pictures.need, hint="unpack images.zip and pass images=DIR"))
+    draft = OwnCandidates(name, pictures)
     if options.instructions == "rge":
         draft.word_query = partial(reword, name, side="query")
         draft.word_candidate = lambda text: text and reword(name, text, "candidate")
-    for row, where in placed_rows(files):
-        need_columns(where, row, COLUMNS)
+    for row in read_rows(files, COLUMNS):
         if separate := list(filter(row.get, APART)):
-            raise ReleaseError(
-                f"{where}: column {separate[0]!r} holds the instruction separately, as in MMEB-V2 (MMEB_Test_Instruct), so the "
+            raise row.error(
+                f"column {separate[0]!r} holds the instruction separately, as in MMEB-V2 (MMEB_Test_Instruct), so the "
                 "texts alone would be embedded without it: use the files of MMEB-eval"
             )
-        targets = [(clean(text), path) for text, path in _targets(row, where)]
+        targets = [(clean(text), path) for text, path in _targets(row)]
         known = [(content_id(*content), *content) for content in targets]
-        draft.add(clean(row["qry_text"] or ""), row["qry_img_path"] or "", known, where)
+        draft.add(clean(row.text("qry_text")), row.text("qry_img_path"), known, row)
     if not draft.queries:
         raise ReleaseError(f"{files[0]} has no rows")
     options.write(
@@ -171,15 +165,14 @@ def _import_one(name: str, files: Sequence[Path], pictures: Pictures, options: M
     )
 
 
-def _targets(row: dict[str, Any], where: str) -> list[tuple[str, str]]:
+def _targets(row: Row) -> list[tuple[str, str]]:
     """(text, picture path) of each candidate; a set without pictures (or texts) may leave that list empty."""
     texts, paths = (
-        [part or "" for part in ([cell] if cell == "" else as_list(cell))]
-        for cell in (row["tgt_text"], row["tgt_img_path"])
+        [""] if row[column] == "" else row.texts(column) for column in ("tgt_text", "tgt_img_path")
     )
     size = max(len(texts), len(paths))
     if size == 0:
-        raise ReleaseError(f"{where}: no candidates")
+        raise row.error("no candidates")
     if min(len(texts), len(paths)) not in (size, 0):
-        raise ReleaseError(f"{where}: {len(texts)} texts and {len(paths)} pictures for the candidates")
+        raise row.error(f"{len(texts)} texts and {len(paths)} pictures for the candidates")
     return list(zip(texts or [""] * size, paths or [""] * size, strict=True))

@@ -12,7 +12,6 @@ its text, its picture's path or both, and of candidates with the same identity o
 picture's second caption is never used. Judgements of 0 are ignored; of two judgements of a document the higher one counts.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,18 +22,15 @@ from eval.benchmarks.release_files import (
     PictureOptions,
     Pictures,
     ReleaseError,
-    as_list,
-    cell,
+    Row,
     chosen,
     content_id,
     files_of_split,
-    need_columns,
-    placed_rows,
     read_qrels,
+    read_rows,
 )
 from eval.sets.write_set import Candidate, Query
 from rge.common.mmeb_prompts import PLACEHOLDER, SETS, plain
-from rge.common.schema import safe_id
 
 ASKED = "Find a document image that matches the given query:"
 SHOWN = "Understand the content of the provided document image."
@@ -78,11 +74,7 @@ class Mmeb2Options(PictureOptions):
 
 
 def import_mmeb2(options: Mmeb2Options) -> list[str]:
-    """Read one part of MMEB-V2 and write a suite; returns the names of its sets.
-
-    Raises:
-        UserError: a set, a column or a picture is missing.
-    """
+    """Read one part of MMEB-V2 and write a suite; returns the names of its sets."""
     if options.part == "visdoc" and options.images is not None:
         raise ReleaseError(
             "images= applies to part=image only; the tables of part=visdoc include their pictures: leave it out"
@@ -141,58 +133,48 @@ def _target(name: str, instruction: str, caption: str, path: str, *, captioned: 
     return content_id(identity), caption if caption.strip() else "", ""
 
 
-def _targets(name: str, row: dict[str, Any], where: str) -> list[tuple[str, str, str]]:
+def _targets(name: str, row: Row) -> list[tuple[str, str, str]]:
     """The candidates of a row, the right one first."""
-    texts = [part or "" for part in as_list(row["tgt_text"]) or [""]]
-    paths = [part or "" for part in as_list(row["tgt_img_path"])] or [""] * len(texts)
+    texts = row.texts("tgt_text") or [""]
+    paths = row.texts("tgt_img_path") or [""] * len(texts)
     if len(paths) != len(texts):
-        raise ReleaseError(f"{where}: {len(texts)} texts and {len(paths)} pictures for the candidates")
-    target = partial(_target, name, row["tgt_inst"] or "", captioned=bool(texts[0].strip()))
+        raise row.error(f"{len(texts)} texts and {len(paths)} pictures for the candidates")
+    target = partial(_target, name, row.text("tgt_inst"), captioned=bool(texts[0].strip()))
     return list(map(target, texts, paths))
 
 
 def _import_images(name: str, options: Mmeb2Options, about: dict[str, str]) -> None:
-    pictures = Pictures([root for root in (options.images, options.src / "image-tasks", options.src) if root])
-    find = partial(pictures.need, hint="unpack image-tasks of TIGER-Lab/MMEB-V2 and pass images=DIR")
-    draft = OwnCandidates(name, find, word_query=plain, word_candidate=plain)
-    for row, where in placed_rows(files_of_split(options.src / name, "test")):
-        need_columns(where, row, COLUMNS, ". For files of MMEB-eval (V1) use import mmeb")
-        text = query_text(name, row["qry_inst"] or "", row["qry_text"] or "")
-        image = "" if name in _TEXT_TO_IMAGE else row["qry_img_path"] or ""
-        draft.add(text, image, _targets(name, row, where), where)
+    hint = "unpack image-tasks of TIGER-Lab/MMEB-V2 and pass images=DIR"
+    pictures = Pictures(options.images, options.src / "image-tasks", options.src, hint=hint)
+    draft = OwnCandidates(name, pictures, word_query=plain, word_candidate=plain)
+    files = files_of_split(options.src / name, "test")
+    for row in read_rows(files, COLUMNS, ". For files of MMEB-eval (V1) use import mmeb"):
+        image = "" if name in _TEXT_TO_IMAGE else row.text("qry_img_path")
+        text = query_text(name, row.text("qry_inst"), row.text("qry_text"))
+        draft.add(text, image, _targets(name, row), row)
     meta = _meta(name, options) | {"candidates_never_seen": draft.num_hidden} | about
     options.write(name, meta=meta, **draft.parts())
 
 
 def _import_documents(name: str, options: Mmeb2Options, about: dict[str, str]) -> None:
-    def rows(part: str) -> Iterator[tuple[dict[str, Any], str]]:
-        return placed_rows(files_of_split(options.src / name / part, DOCUMENTS[name][1]))
+    def files(part: str) -> list[Path]:
+        return files_of_split(options.src / name / part, DOCUMENTS[name][1])
 
-    qrels_files = files_of_split(options.src / name / "qrels", DOCUMENTS[name][1])
-    judged = {
-        query: {candidate: gain for candidate, gain in gains.items() if gain > 0}
-        for query, gains in read_qrels(qrels_files).items()
-    }
-    queries = []
-    for row, where in rows("queries"):
-        query = safe_id(str(cell(row, where, "query-id")))
-        if not judged.get(query):
-            raise ReleaseError(
-                f"{where}: query {query!r} has no judgement above 0; the released code fails on it too"
-            )
-        queries.append(Query(query, f"{ASKED} {cell(row, where, 'query')}", group=query))
-    ids = {query.id for query in queries}
-
-    def corpus() -> Iterator[Candidate]:
-        for row, where in rows("corpus"):
-            image = cell(row, where, "image")
-            image = image["bytes"] if isinstance(image, dict) else image
-            yield Candidate(safe_id(str(cell(row, where, "corpus-id"))), SHOWN, image)
-
-    qrels = [
-        (query, *pair) for query, positives in judged.items() if query in ids for pair in positives.items()
-    ]
-    options.write(name, meta=_meta(name, options) | about, queries=queries, corpus=corpus(), qrels=qrels)
+    judged = read_qrels(files("qrels"))
+    queries, qrels = [], []
+    for row in read_rows(files("queries")):
+        query = row.id("query-id")
+        right = [(query, *pair) for pair in judged.get(query, {}).items() if pair[1] > 0]
+        if not right:
+            raise row.error(f"query {query!r} has no judgement above 0; the released code fails on it too")
+        queries.append(Query(query, f"{ASKED} {row.value('query')}", group=query))
+        qrels += right
+    corpus = (
+        Candidate(row.id("corpus-id"), SHOWN, image["bytes"] if isinstance(image, dict) else image)
+        for row in read_rows(files("corpus"))
+        for image in [row.value("image")]
+    )
+    options.write(name, meta=_meta(name, options) | about, queries=queries, corpus=corpus, qrels=qrels)
 
 
 def _meta(name: str, options: Mmeb2Options) -> dict[str, Any]:

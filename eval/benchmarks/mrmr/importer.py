@@ -11,21 +11,19 @@ pictures, and in knowledge and theorem downscales pictures above 2,000 pixels; h
 """
 
 import hashlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from eval.benchmarks.release_files import (
     ReleaseError,
     ReleaseOptions,
-    cell,
+    Row,
     chosen,
     files_of_split,
-    placed_rows,
     read_qrels,
+    read_rows,
 )
 from eval.sets.write_set import Candidate, Query
-from rge.common.schema import safe_id
 
 INSTRUCTIONS = {
     "knowledge": "Retrieve relevant documents that help answer the question.",
@@ -47,7 +45,6 @@ _DISCIPLINES = {
 }
 DISCIPLINES = {name: discipline for discipline, names in _DISCIPLINES.items() for name in names.split()}
 """Domain of a query -> discipline, as reported in the paper; the released code maps the rest to ``other``."""
-TEXT, IMAGE = "text", "image"
 
 
 @dataclass
@@ -62,11 +59,7 @@ class MrmrOptions(ReleaseOptions):
 
 
 def import_mrmr(options: MrmrOptions) -> list[str]:
-    """Read MRMR's tasks and write a suite; returns their names.
-
-    Raises:
-        UserError: a task or column is missing, a modality does not match the content, or a judgement's query is unknown.
-    """
+    """Read MRMR's tasks and write a suite; returns their names."""
     tasks = chosen("tasks", options.tasks, INSTRUCTIONS)
     if missing := [task for task in tasks if not (options.src / task).is_dir()]:
         raise ReleaseError(
@@ -84,18 +77,13 @@ def import_mrmr(options: MrmrOptions) -> list[str]:
 
 
 def _import_one(task: str, options: MrmrOptions) -> None:
-    def rows(part: str) -> Iterator[tuple[dict[str, Any], str]]:
-        return placed_rows(files_of_split(options.src / task / part, "test"))
-
-    judged = read_qrels(files_of_split(options.src / task / "qrels", "test"))
-    ids, queries = [], []
-    for row, where in rows("query"):
-        ids.append(safe_id(str(cell(row, where, "id"))))
-        if ids[-1] in judged:
-            queries.append(_query(ids[-1], row, where, task, options))
-    if lost := sorted(set(judged) - set(ids)):
+    folder = options.src / task
+    judged = read_qrels(files_of_split(folder / "qrels", "test"))
+    rows = [(row.id("id"), row) for row in read_rows(files_of_split(folder / "query", "test"))]
+    queries = [_query(name, row, task, options) for name, row in rows if name in judged]
+    if lost := sorted(judged.keys() - {name for name, _ in rows}):
         raise ReleaseError(
-            f"{options.src / task / 'qrels'}: query {lost[0]!r} is not in query/; are the files from different releases?"
+            f"{folder / 'qrels'}: query {lost[0]!r} is not in query/; are the files from different releases?"
         )
     options.write(
         task,
@@ -106,12 +94,12 @@ def _import_one(task: str, options: MrmrOptions) -> None:
             "task": task,
             "query_images": options.query_images,
             "report_by": ["discipline", "domain"],
-            "queries_without_judgements": len(ids) - len(queries),
+            "queries_without_judgements": len(rows) - len(queries),
         },
         queries=queries,
         corpus=(
-            Candidate(safe_id(str(cell(row, where, "id"))), *_content(row, where))
-            for row, where in rows("corpus")
+            Candidate(row.id("id"), *_content(row))
+            for row in read_rows(files_of_split(folder / "corpus", "test"))
         ),
         qrels=[
             (query.id, candidate, gain)
@@ -122,8 +110,8 @@ def _import_one(task: str, options: MrmrOptions) -> None:
     )
 
 
-def _query(name: str, row: dict[str, Any], where: str, task: str, options: MrmrOptions) -> Query:
-    text, image = _content(row, where)
+def _query(name: str, row: Row, task: str, options: MrmrOptions) -> Query:
+    text, image = _content(row)
     images = [] if image is None else [image]
     if options.query_images == "numbered":
         numbered = [_picture(row.get(f"image {n}")) for n in range(1, 100)]
@@ -144,12 +132,12 @@ def _picture(cell: Any) -> bytes | None:
     return cell.get("bytes") if isinstance(cell, dict) else cell
 
 
-def _content(row: dict[str, Any], where: str) -> tuple[str | None, bytes | None]:
+def _content(row: Row) -> tuple[str | None, bytes | None]:
     """(text, picture) of an item, limited to its modality; as in the release, the text of an image-only item is not used."""
-    parts = str(cell(row, where, "modality")).replace(" ", "").split(",")
-    if unknown := sorted(set(parts) - {TEXT, IMAGE}):
-        raise ReleaseError(f"{where}: modality {unknown[0]!r} is neither text nor image")
-    content: dict[str, Any] = {TEXT: row.get("text") or None, IMAGE: _picture(row.get("image"))}
-    if empty := [part for part in (TEXT, IMAGE) if part in parts and content[part] is None]:
-        raise ReleaseError(f"{where}: modality is {','.join(parts)}, but {empty[0]} is empty")
-    return content[TEXT] if TEXT in parts else None, content[IMAGE] if IMAGE in parts else None
+    parts = str(row.value("modality")).replace(" ", "").split(",")
+    if unknown := sorted(set(parts) - {"text", "image"}):
+        raise row.error(f"modality {unknown[0]!r} is neither text nor image")
+    text, image = row.text("text") or None, _picture(row.get("image"))
+    if empty := [part for part in parts if {"text": text, "image": image}[part] is None]:
+        raise row.error(f"modality is {','.join(parts)}, but {empty[0]} is empty")
+    return text if "text" in parts else None, image if "image" in parts else None

@@ -4,11 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from eval.benchmarks.mmbright.protocol import trec_ties
 from eval.benchmarks.registry import Benchmark, register_benchmark
-from eval.scoring.output_files import Scored, means
+from eval.scoring.output_files import Scored
 from eval.scoring.protocol import Protocol
-from eval.scoring.search import Ranking
 from eval.sets.retrieval_set import RetrievalSet
 
 MAIN = {"negation": "recall@1"}
@@ -20,16 +18,16 @@ USUAL = "ndcg@10"
 class Mrmr(Protocol):
     """MRMR: five tasks, each with its main score."""
 
-    def score(self, wanted: RetrievalSet, ranking: Ranking) -> Scored:
-        """As `Protocol.score`; official with trec_eval's tie-breaking."""
-        return super().score(wanted, trec_ties(ranking) if self.profile == "official" else ranking)
+    def main_metric(self, wanted: RetrievalSet) -> str:
+        """recall@1 for negation, nDCG@10 for the other tasks."""
+        return MAIN.get(str(wanted.meta.get("task")), USUAL)
 
     def figures(self, wanted: RetrievalSet, scored: Scored, *, seed: int) -> dict[str, Any]:
         """The task's main score; official rounded to five digits, as the released code does."""
-        name = MAIN.get(str(wanted.meta.get("task")), USUAL)
-        value = means(scored.names, scored.value_QM)[name]
-        value = round(value, 5) if self.profile == "official" else value
-        return {"main_score": {"metric": name, "value": value}}
+        score = self.main_score(wanted, scored)
+        return {
+            "main_score": score | {"value": round(score["value"], 5)} if self.profile == "official" else score
+        }
 
     def suite_figures(self, results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         """Main scores of all tasks; the release does not average them."""
@@ -48,6 +46,6 @@ PROTOCOLS = (
         "negation against its whole pool, the released default; with split_corpus=true the release gives each query four "
         "documents, by an unpublished rule",
         "the release skips items that cannot be embedded, which shifts the ids of queries; here this is an error",
-    ), skips_missing=True),
+    ), ties="trec", skips_missing=True),
 )  # fmt: skip
 register_benchmark(Benchmark("mrmr", "eval.benchmarks.mrmr.importer:import_mrmr", PROTOCOLS))

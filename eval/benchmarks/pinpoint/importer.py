@@ -15,8 +15,6 @@ The set holds each judgement once. The original lengths of the lists, by which t
 ``num_listed_positives`` and ``num_listed_negatives``.
 """
 
-from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,11 +24,10 @@ from eval.benchmarks.release_files import (
     PictureOptions,
     Pictures,
     ReleaseError,
+    Row,
     as_list,
-    column_names,
     content_id,
     iter_rows,
-    need_columns,
 )
 from eval.sets.retrieval_set import RetrievalSet
 from eval.sets.write_set import Candidate, Query
@@ -56,29 +53,22 @@ class PinpointOptions(PictureOptions):
 
 
 def import_pinpoint(options: PinpointOptions) -> RetrievalSet:
-    """Read the release and write a retrieval set.
-
-    Raises:
-        UserError: a file or column is missing, ids repeat, or positives are not in the index.
-    """
+    """Read the release and write a retrieval set."""
     table, index_file = options.src / TABLE, options.src / INDEX
     for path in (table, index_file):
         if not path.is_file():
             raise ReleaseError(f"{path} does not exist: src must be a clone of pinterest/pinpoint-dataset")
-    need_columns(table, column_names(table), COLUMNS)
     index = dict.fromkeys(line.strip() for line in index_file.read_text("utf-8").splitlines() if line.strip())
-    pictures = Pictures([options.images or options.src / "images", options.src], options.manifest)
-    draft, count = Draft(index), Counter[str]()
-    seen: set[str] = set()
-    for record in iter_rows(table):
-        row = _Row.read(record, table)
-        if row.name in seen:
-            raise ReleaseError(f"{table}: query {row.name!r} occurs twice")
-        seen.add(row.name)
-        count.update(row.oddities(index))
-        if row.right:
-            num_missing = draft.judge(row.name, dict.fromkeys(row.right, 1), row.wrong, row.own)
-            draft.queries.append(_query(row, num_missing, pictures, options))
+    pictures = Pictures(
+        options.images or options.src / "images", options.src, manifest=options.manifest,
+        hint="download it with the release's tools, then pass images=DIR or manifest=FILE",
+    )  # fmt: skip
+    draft = Draft(index)
+    for row in iter_rows(table, needed=COLUMNS):
+        query, right, wrong = _query(row, pictures, options.instruction)
+        if right:
+            own = str(query.columns["picture_ids"]).split("+")
+            draft.add(query, row.where, dict.fromkeys(right, 1), wrong, own)
     draft.refuse_lost(f"{index_file} ({len(index)} pictures)", allowed=options.allow_missing)
     return options.write(
         meta={
@@ -86,87 +76,43 @@ def import_pinpoint(options: PinpointOptions) -> RetrievalSet:
             "benchmark": "pinpoint",
             "source": "pinterest/pinpoint-dataset, imported by eval.benchmarks.pinpoint.importer",
             "report_by": ["images"],
-            "as_shipped": count,
             "num_missing_positives": len(draft.lost),
             "exclude_query_image": options.exclude_query_image,
         },
         queries=draft.queries,
-        corpus=(Candidate(id=name, image=_picture(pictures, name, options)) for name in index),
+        corpus=(Candidate(id=name, image=pictures.find(name, by_stem=True)) for name in index),
         qrels=draft.qrels,
         negatives=draft.negatives,
         excluded=draft.excluded if options.exclude_query_image else None,
     )
 
 
-@dataclass(frozen=True)
-class _Row:
-    """A row of the table: its lists as shipped and without duplicates."""
-
-    name: str
-    text: str
-    own: list[str]
-    right: list[str]
-    wrong: list[str]
-    listed_right: list[Any]
-    listed_wrong: list[Any]
-    is_single: Any
-
-    @classmethod
-    def read(cls, row: Mapping[str, Any], table: Path) -> "_Row":
-        name = str(row["query_id"]).removeprefix("query_").zfill(5)  # as the released scorer normalises it
-        right, wrong = as_list(row["positive_candidates"]), as_list(row["negative_candidates"])
-        own = _distinct([row["query_image_signature"], row.get("query_image_signature2")])
-        if not own:
-            raise ReleaseError(f"{table}: query {name!r} has no picture")
-        text, single = row["instruction"], row.get("is_single")
-        return cls(name, text, own, _distinct(right), _distinct(wrong), right, wrong, single)
-
-    def oddities(self, index: Mapping[str, None]) -> dict[str, int]:
-        """Counts of this row's irregularities."""
-        own, right, wrong = set(self.own), set(self.right), set(self.wrong)
-        return {
-            "rows_without_positives": not right,
-            "duplicate_positives": len(right) < len(self.listed_right),
-            "rows_with_none_negatives": any(map(_is_none, self.listed_wrong)),
-            "rows_with_both": bool(right & wrong),
-            "negatives_outside_index": len(wrong - index.keys()) if right else 0,
-            "own_image_negative": bool(own & wrong),
-            "own_image_positive": bool(own & right),
-            "is_single_disagrees": self.is_single is not None and bool(self.is_single) != (len(own) == 1),
-        }
-
-
-def _query(row: _Row, num_missing: int, pictures: Pictures, options: PinpointOptions) -> Query:
-    return Query(
-        id=row.name,
-        text=row.text,
-        images=tuple(_picture(pictures, name, options) for name in row.own),
-        group="+".join(row.own),
-        instruction=options.instruction,
+def _query(row: Row, pictures: Pictures, instruction: str | None) -> tuple[Query, list[str], list[str]]:
+    """A row's query, with its positives and negatives, each once."""
+    name = str(row["query_id"]).removeprefix("query_").zfill(5)  # as the released scorer normalises it
+    listed_right, listed_wrong = as_list(row["positive_candidates"]), as_list(row["negative_candidates"])
+    own = _distinct([row["query_image_signature"], row.get("query_image_signature2")])
+    if not own:
+        raise row.error(f"query {name!r} has no picture")
+    right = _distinct(listed_right)
+    query = Query(
+        id=name,
+        text=row.text("instruction"),
+        images=tuple(pictures.find(signature, by_stem=True) for signature in own),
+        group="+".join(own),
+        instruction=instruction,
         columns={
-            "images": "one image" if len(row.own) == 1 else "two images",
-            "picture_ids": "+".join(row.own),
-            "paraphrase": content_id(*row.own, *sorted(row.right)),
-            "num_listed_positives": len(row.listed_right),
-            "num_listed_negatives": len(row.listed_wrong),
-            "num_missing_positives": num_missing,
+            "images": "one image" if len(own) == 1 else "two images",
+            "picture_ids": "+".join(own),
+            "paraphrase": content_id(*own, *sorted(right)),
+            "num_listed_positives": len(listed_right),
+            "num_listed_negatives": len(listed_wrong),
         },
     )
-
-
-def _is_none(value: Any) -> bool:
-    return value is None or str(value).strip() in ("", "None", "nan")
+    return query, right, _distinct(listed_wrong)
 
 
 def _distinct(values: list[Any]) -> list[str]:
-    return list(dict.fromkeys(str(value) for value in values if not _is_none(value)))
-
-
-def _picture(pictures: Pictures, name: str, options: PinpointOptions) -> bytes | Path:
-    picture = pictures.find(name, by_stem=True)
-    if picture is None:
-        raise ReleaseError(
-            f"picture {name!r} is not below {options.images or options.src / 'images'}: download it with the release's "
-            "tools, then pass images=DIR or manifest=FILE"
-        )
-    return picture
+    """Names without repeats and without the ways in which the table writes a missing one."""
+    names = dict.fromkeys(str(value) for value in values)
+    return [name for name in names if name.strip() not in ("", "None", "nan")]

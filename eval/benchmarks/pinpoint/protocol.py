@@ -37,7 +37,7 @@ CUTS = (1, 5, 10, 50)
 class Pinpoint(Protocol):
     """PinPoint: AP@10, the cost of explicit negatives, and sensitivity to paraphrases."""
 
-    def score(self, wanted: RetrievalSet, ranking: Ranking) -> Scored:
+    def score(self, wanted: RetrievalSet, ranking: Ranking, names: Sequence[str] = ()) -> Scored:
         """As `Protocol.score`; official with the released scorer's denominators, see `pinpoint_values`."""
         if self.profile == "clean":
             return super().score(wanted, ranking)

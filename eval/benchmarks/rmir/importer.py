@@ -9,25 +9,24 @@ Genome (integers, which are not file names and need a manifest).
 """
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from eval.benchmarks.release_files import (
     TABLES,
     Draft,
-    Fields,
     PictureOptions,
     Pictures,
     ReleaseError,
+    Row,
     as_list,
     column_names,
     content_id,
     iter_rows,
-    placed_rows,
+    match_columns,
     read_qrels,
 )
 from eval.sets.retrieval_set import RetrievalSet, some
@@ -97,38 +96,21 @@ class RmirOptions(PictureOptions):
     """Remove a query's own picture from its ranking; the paper does not mention this."""
 
 
-@dataclass
-class _Row:
-    """A query whose pictures are not looked up yet; positives have gains."""
-
-    id: str
-    text: str
-    images: list[Any]
-    category: str
-    group: str | None = None
-    positives: dict[str, int] = field(default_factory=dict)
-    negatives: set[str] = field(default_factory=set)
-
-    @cached_property
-    def picture_ids(self) -> list[str]:
-        return list(map(_name, self.images))
-
-
 class _Pool:
     """The file that lists the pool, with its ``ids`` in order."""
 
     def __init__(self, path: Path):
         self.path, names = path, column_names(path)
-        fields = Fields(POOL_ALIASES, prefer=("id", "image"))
-        self.columns = fields.columns(path, names, [name.lower() for name in names])
+        ignored = [name.lower() for name in names]
+        self.columns = match_columns(path, names, POOL_ALIASES, prefer=("id", "image"), ignored=ignored)
         if not self.columns:
             raise ReleaseError(f"{path}: the pool needs a column id or image; found: {', '.join(names)}")
         self.ids: dict[str, None] = {}
         wanted = [self.columns.get("id") or self.columns["image"]]
-        for number, record in enumerate(iter_rows(path, wanted), 1):
+        for record in iter_rows(path, wanted):
             name = self._name(record)
             if name in self.ids:
-                raise ReleaseError(f"{path}, row {number}: picture {name!r} is in the pool twice")
+                raise record.error(f"picture {name!r} is in the pool twice")
             self.ids[name] = None
 
     def _name(self, record: Mapping[str, Any]) -> str:
@@ -144,29 +126,40 @@ class _Pool:
 
 
 def import_rmir(options: RmirOptions) -> RetrievalSet:
-    """Read a release of RMIR and write a retrieval set.
-
-    Raises:
-        UserError: files, columns, counts or pictures do not fit; the message says what to pass.
-    """
+    """Read a release of RMIR and write a retrieval set."""
     if not options.src.is_dir():
         raise ReleaseError(f"src {options.src} is not a directory")
+    judged, wrong = _one_file(options, "qrels"), _one_file(options, "negatives")
     pool_file = options.pool or _one_file(options, *POOL)
-    rows = _read_queries(options, pool_file)
+    files = _query_files(options, [pool_file, options.manifest, judged, wrong])
     if pool_file is None:
         raise ReleaseError(
             f"{options.src} has no file that lists the pool ({', '.join(POOL)}), and a pool of the positives alone would be "
             "far too easy: pass pool=FILE with one id per row"
         )
-    roots = [root for root in (options.images, options.src / "images", options.src) if root]
-    pictures, pool = Pictures(roots, options.manifest), _Pool(pool_file)
-    draft = Draft(pool.ids)
-    for row in rows:
-        num_missing = draft.judge(row.id, row.positives, sorted(row.negatives), row.picture_ids)
-        draft.queries.append(_query(row, pictures, num_missing, options.instruction))
+    pool = _Pool(pool_file)
+    pictures = Pictures(
+        options.images, options.src / "images", options.src, hint="pass images=DIR, or manifest=FILE with id and path",
+        manifest=options.manifest,
+    )  # fmt: skip
+    draft, shown = Draft(pool.ids), dict[str, None]()
+    gains_of = read_qrels([judged] if judged else [])
+    wrong_of: dict[str, set[str]] = defaultdict(set)
+    for row in iter_rows(wrong) if judged and wrong else ():
+        wrong_of[row.id("query-id")].add(row.id("corpus-id"))
+    for row in _rows(files, options, needs_positives=judged is None):
+        own = list(map(_name, as_list(row["image"])))
+        shown |= dict.fromkeys(own)
+        query = _query(row, own, pictures, options.instruction)
+        right, negatives = (list(map(_name, as_list(row.get(key)))) for key in ("positives", "negatives"))
+        judgements = gains_of.get(query.id, {})
+        gains = dict.fromkeys(right, 1) | {name: gain for name, gain in judgements.items() if gain > 0}
+        bad = {*negatives, *wrong_of[query.id], *(judgements.keys() - gains.keys())}
+        # queries may cover all splits and qrels only one, or the reverse
+        if gains or bad or judged is None:
+            draft.add(query, row.where, gains, sorted(bad), own)
     draft.refuse_lost(f"the {len(pool.ids)} pictures of the pool {pool_file}", allowed=options.allow_missing)
-    notes = _check_counts(rows, len(pool.ids), options)
-    shown = [*pool.ids, *(name for row in rows for name in row.picture_ids)]
+    notes = _check_counts(draft, len(pool.ids), options)
     return options.write(
         meta={
             "name": "RMIR" if options.split == "test" else f"RMIR {options.split}",
@@ -183,22 +176,25 @@ def import_rmir(options: RmirOptions) -> RetrievalSet:
         negatives=draft.negatives or None,
         excluded=draft.excluded if options.exclude_query_image else None,
         # half of Visual Genome's pictures are also in COCO, under whose names other training sets have them
-        names=[
-            (name, f"coco:{pictures.coco[name]}") for name in dict.fromkeys(shown) if name in pictures.coco
-        ],
+        names=[(name, f"coco:{pictures.coco[name]}") for name in pool.ids | shown if name in pictures.coco],
     )
 
 
-def _query(row: _Row, pictures: Pictures, num_missing: int, instruction: str) -> Query:
-    ids = "+".join(row.picture_ids)
+def _query(row: Row, own: Sequence[str], pictures: Pictures, instruction: str) -> Query:
+    """A query from a row with our column names, and the ids of its pictures."""
+    if row["id"] is None or not own or not row["text"]:
+        raise row.error("a query needs a picture and a text, and an id")
+    category = CODES.get(str(row["category"]).strip().lower())
+    if category is None:
+        raise row.error(f"category {row['category']!r} is not one of {', '.join(sorted(CODES))}")
     return Query(
-        id=row.id,
-        text=row.text,
-        images=tuple(_picture(pictures, ref) for ref in row.images),
-        category=row.category,
-        group=row.group or ids,
+        id=safe_id(str(row["id"])),
+        text=str(row["text"]),
+        images=tuple(_picture(pictures, ref) for ref in as_list(row["image"])),
+        category=category,
+        group=str(row.get("group") or "+".join(own)),
         instruction=instruction,
-        columns={"num_missing_positives": num_missing, "picture_ids": ids},
+        columns={"picture_ids": "+".join(own)},
     )
 
 
@@ -238,63 +234,34 @@ def _query_files(options: RmirOptions, others: Sequence[Path | None]) -> list[Pa
     return named
 
 
-def _read_queries(options: RmirOptions, pool: Path | None) -> list[_Row]:
-    """Read queries and judgements."""
-    fields = Fields(ALIASES, options.field_map, prefer=("id", "text"))
-    judged, wrong = _one_file(options, "qrels"), _one_file(options, "negatives")
-    rows: dict[str, _Row] = {}
-    for path in _query_files(options, [pool, options.manifest, judged, wrong]):
-        columns = fields.columns(path, column_names(path), IGNORED)
-        needed = ("id", "text", "image", "category", *(["positives"] if judged is None else []))
-        if lacking := [field_name for field_name in needed if field_name not in columns]:
+def _rows(files: Sequence[Path], options: RmirOptions, *, needs_positives: bool) -> Iterator[Row]:
+    """Rows of the split's queries, with our column names."""
+    needed = ("id", "text", "image", "category", *(["positives"] if needs_positives else []))
+    for path in files:
+        columns = match_columns(
+            path, column_names(path), ALIASES, options.field_map, prefer=("id", "text"), ignored=IGNORED
+        )
+        if lacking := [name for name in needed if name not in columns]:
             raise ReleaseError(
                 f"{path}: no column for the query's {lacking[0]} ({', '.join(ALIASES[lacking[0]])}); found: "
                 f"{', '.join(columns.values())}; pass field_map=THEIRS={lacking[0]}"
             )
-        for record, where in placed_rows([path]):
-            row = {field_name: record.get(column) for field_name, column in columns.items()}
+        for record in iter_rows(path):
+            row = Row({name: record.get(column) for name, column in columns.items()}, record.where)
             if row.get("split") in (None, "", options.split):
-                _add(rows, row, where)
-    if judged is None:
-        return list(rows.values())
-    _judge(rows, judged, wrong)
-    # queries may cover all splits and qrels only one, or the reverse
-    return [row for row in rows.values() if row.positives or row.negatives]
+                yield row
 
 
-def _add(rows: dict[str, _Row], row: Mapping[str, Any], where: str) -> None:
-    """Add one query, given by our column names."""
-    images, name = as_list(row["image"]), safe_id(str(row["id"]))
-    if not images or not row["text"]:
-        raise ReleaseError(f"{where}: a query needs a picture and a text")
-    if row["id"] is None or name in rows:
-        raise ReleaseError(f"{where}: query {name!r} occurs twice, or has no id")
-    right, wrong = (list(map(_name, as_list(row.get(key)))) for key in ("positives", "negatives"))
-    group, category = row.get("group"), _category(row["category"], where)
-    rows[name] = _Row(
-        name, str(row["text"]), images, category, str(group) if group else None, dict.fromkeys(right, 1), set(wrong)
-    )  # fmt: skip
-
-
-def _judge(rows: Mapping[str, _Row], judged: Path, wrong: Path | None) -> None:
-    """Add judgements from separate tables; a gain of 0 makes a candidate a negative."""
-    for query, gains in read_qrels([judged]).items():
-        if row := rows.get(query):
-            row.positives |= {candidate: gain for candidate, gain in gains.items() if gain > 0}
-            row.negatives |= gains.keys() - row.positives.keys()
-    for record in iter_rows(wrong) if wrong else ():
-        if row := rows.get(safe_id(str(record["query-id"]))):
-            row.negatives.add(safe_id(str(record["corpus-id"])))
-
-
-def _check_counts(rows: Sequence[_Row], num_candidates: int, options: RmirOptions) -> list[str]:
+def _check_counts(draft: Draft, num_candidates: int, options: RmirOptions) -> list[str]:
     """Compare with the published counts; differences are an error, or notes with ``counts=false``."""
-    if without := [row.id for row in rows if not row.positives]:
-        raise ReleaseError(f"{len(without)} of {len(rows)} queries have no positive: {some(without)}")
+    num_right = Counter({query.id: int(query.columns["num_missing_positives"]) for query in draft.queries})
+    num_right.update(query for query, _, gain in draft.qrels if gain)
+    if none := [query for query, num in num_right.items() if not num]:
+        raise ReleaseError(f"{len(none)} of {len(num_right)} queries have no positive: {some(none)}")
     counts = Counter(dict.fromkeys(CATEGORY_COUNTS, 0))
-    counts.update(row.category for row in rows)
+    counts.update(str(query.category) for query in draft.queries)
     wrong = _unlike_published(counts, num_candidates) if options.split == "test" else []
-    if many := [row.id for row in rows if len(row.positives) > MAX_POSITIVES]:
+    if many := [query for query, num in num_right.items() if num > MAX_POSITIVES]:
         wrong.append(f"more than {MAX_POSITIVES} positives in {len(many)} queries ({some(many)})")
     if wrong and options.counts:
         raise ReleaseError(
@@ -321,13 +288,6 @@ def _unlike_published(found: Mapping[str, int], num_candidates: int) -> list[str
     return wrong
 
 
-def _category(value: Any, where: str) -> str:
-    category = CODES.get(str(value).strip().lower())
-    if category is None:
-        raise ReleaseError(f"{where}: category {value!r} is not one of {', '.join(sorted(CODES))}")
-    return category
-
-
 def _name(ref: Any) -> str:
     """A picture's id in the release; bytes are named by their content."""
     if isinstance(ref, Mapping):
@@ -349,14 +309,6 @@ def _picture(pictures: Pictures, ref: Any) -> bytes | Path:
     if "://" in name and name not in pictures.manifest:
         raise ReleaseError(f"picture {name!r} is a URL: download it and pass manifest=FILE with id and path")
     stem = Path(name).stem
-    picture = pictures.find(ref, by_stem=bool(re.fullmatch(r"[0-9a-f]{16}", stem)))
-    if picture is not None:
-        return picture
-    hint = (
-        "an integer is a Visual Genome id, which is not a file name: pass manifest=image_data.json"
-        if stem.isdigit()
-        else "pass images=DIR, or manifest=FILE with id and path"
-    )
-    raise ReleaseError(
-        f"picture {name!r} is neither in the manifest nor below {', '.join(map(str, pictures.roots))}: {hint}"
-    )
+    hint = "an integer is a Visual Genome id, which is not a file name: pass manifest=image_data.json"
+    by_stem = bool(re.fullmatch(r"[0-9a-f]{16}", stem))
+    return pictures.find(ref, by_stem=by_stem, hint=hint if stem.isdigit() else "")

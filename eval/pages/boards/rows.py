@@ -172,20 +172,20 @@ def generic_columns(results: Mapping[str, Any]) -> tuple[list[Column], int]:
     names = [name for name in dict.fromkeys([*headline, *usual]) if name in (results.get(block) or {})]
     if not names:
         raise UserError(f"an evaluation of {results['set']['name']} has none of {', '.join(usual)}")
-    return [Column(name, (block, name)) for name in names[:MAX_COLUMNS]], 0
+    return [Column(name=name, figure=(block, name)) for name in names[:MAX_COLUMNS]], 0
 
 
 def published_rows(table: Published) -> list[Row]:
     """Rows of a published table."""
     out, metric = [], table.columns[table.main].path[-1]
-    for number, (model, note, values) in enumerate(table.rows):
-        figures = [None if value is None else Figure(value) for value in values]
+    for row in table.rows:
+        figures = [None if value is None else Figure(value) for value in row.values]
         slices = {
             column.path[1]: figure
             for column, figure in zip(table.columns, figures, strict=True)
             if len(column.path) == 3 and column.path[-1] == metric and figure is not None
         }
-        out.append(Row(model, note, figures, True, slices, comparable=number not in table.other_release))
+        out.append(Row(row.model, row.note, figures, True, slices, comparable=not row.other_release))
     return out
 
 

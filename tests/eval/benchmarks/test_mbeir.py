@@ -190,7 +190,7 @@ def test_what_is_not_there_is_said(release, tmp_path):
     tsv.write_text("\n".join(line for line in tsv.read_text().splitlines() if "fashioniq" not in line))
     refused("fashioniq_task7", "row 1: no instruction for data set 7, image,text to image")
     (release / "mbeir_images/5000.png").unlink()
-    refused("fashioniq_task7", "picture 'mbeir_images/5000.png' is in none of", instructions="none")
+    refused("fashioniq_task7", "picture 'mbeir_images/5000.png' is not below", instructions="none")
 
 
 def test_a_release_in_pieces_is_fetched_and_counted(release, tmp_path, monkeypatch):
@@ -225,6 +225,6 @@ def test_the_published_averages_are_those_of_their_rows():
     """Of the 16 rows; three do not agree with themselves, which the table says."""
     table = published()["mbeir"]
     assert [column.path[1] for column in table.columns[1:]] == list(TASKS)
-    apart = [model for model, _, (average, *tasks) in table.rows if abs(average - np.mean(tasks)) > 0.00051]
+    apart = [row.model for row in table.rows if abs(row.values[0] - np.mean(row.values[1:])) > 0.00051]
     assert apart == ["LamRA-Ret-2B", "ELVA-2B", "ELVA-7B"]
     assert all(model in " ".join(table.notes) for model in apart)

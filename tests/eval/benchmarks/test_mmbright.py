@@ -11,12 +11,11 @@ from eval_fakes import FakeEncoder, loader, picture, write_set
 from PIL import Image
 
 from eval.benchmarks.mmbright.importer import MmbrightOptions, document_key, image_key, import_mmbright
-from eval.benchmarks.mmbright.protocol import trec_ties
 from eval.benchmarks.published_tables import published
 from eval.benchmarks.registry import protocol_for
 from eval.commands.run import RunOptions, run
 from eval.commands.score import ScoreOptions, score
-from eval.scoring.search import Ranking
+from eval.scoring.search import Ranking, trec_ties
 from eval.sets.retrieval_set import load_set
 from rge.common.errors import UserError
 from rge.common.options import parse_options
@@ -270,6 +269,6 @@ def test_refusals(src, tmp_path):
 def test_published_averages_are_means_of_domains(task, models):
     """Tables 3 to 6: all 30 averages are unweighted means of 29 domains, to the printed digit."""
     rows = published()[f"mmbright{task}"].rows
-    values = 100 * np.array([values for _, _, values in rows])
+    values = 100 * np.array([row.values for row in rows])
     assert values.shape == (models, 30)
     np.testing.assert_allclose(values[:, 1:].mean(axis=1), values[:, 0], atol=0.0501)

@@ -27,8 +27,8 @@ def test_every_table_is_there_with_its_source():
         assert table.benchmark in BENCHMARKS
         assert "Table" in table.source or "metrics.csv" in table.source
         assert table.url.startswith("https://")
-        assert len({model for model, _, _ in table.rows}) == len(table.rows)
-        values = [value for _, _, row in table.rows for value in row if value is not None]
+        assert len({row.model for row in table.rows}) == len(table.rows)
+        values = [value for row in table.rows for value in row.values if value is not None]
         assert 0 <= min(values) <= max(values) <= 1
 
 
@@ -49,7 +49,7 @@ def test_cells_as_printed():
     for key, model, name, value in printed:
         table = published()[key]
         place = [column.name for column in table.columns].index(name)
-        (row,) = [values for label, _, values in table.rows if label == model]
+        (row,) = [row.values for row in table.rows if row.model == model]
         assert 100 * row[place] == pytest.approx(value)
 
 

@@ -8,17 +8,18 @@ from eval_fakes import FakeEncoder, loader, picture
 
 from eval.__main__ import main
 from eval.benchmarks.published_tables import published
+from eval.benchmarks.release_files import Draft
 from eval.benchmarks.rmir.importer import (
     CATEGORY_COUNTS,
     SWAPPED,
     RmirOptions,
     _check_counts,
-    _Row,
     import_rmir,
 )
 from eval.commands.audit import audit_training
 from eval.commands.run import RunOptions, run
 from eval.sets.retrieval_set import load_set
+from eval.sets.write_set import Query
 from rge.common.errors import UserError
 
 POOL = [f"{number:016x}" for number in range(1, 9)]  # Open Images ids
@@ -182,7 +183,7 @@ def test_visual_genome_ids_are_never_guessed(release):
         picture(5)
     )  # another picture's file name
     with pytest.raises(
-        UserError, match="'2412112' is neither .* integer is a Visual Genome id, which is not a file"
+        UserError, match="'2412112' is not below .* integer is a Visual Genome id, which is not a file"
     ):
         import_rmir(options(release, manifest=None))
 
@@ -327,22 +328,27 @@ def test_visual_genome_pictures_are_found_in_training_files_under_cocos_name(rel
 
 
 def test_published_counts_and_the_swap_warning(tmp_path):
-    def rows(counts):
-        return [_Row(f"{c}{i}", "x", [], c, positives={"p": 1}) for c, n in counts.items() for i in range(n)]
+    def draft(counts, num_right=1):
+        made = Draft([str(n) for n in range(num_right)])
+        for category, num in counts.items():
+            for number in range(num):
+                query = Query(f"{category}{number}", "x", category=category)
+                made.add(query, "row", dict.fromkeys(made.pool, 1))
+        return made
 
     given = RmirOptions(src=tmp_path, out=tmp_path)
-    assert _check_counts(rows(CATEGORY_COUNTS), 35_803, given) == [SWAPPED]
-    assert _check_counts(rows({"functional": 546, "temporal": 432, "causal": 656}), 35_803, given) == []
+    published_counts = draft(CATEGORY_COUNTS)
+    assert _check_counts(published_counts, 35_803, given) == [SWAPPED]
+    swapped = {"functional": 546, "temporal": 432, "causal": 656}
+    assert _check_counts(draft(swapped), 35_803, given) == []
     with pytest.raises(UserError, match="35,802 pictures in the pool instead of 35,803"):
-        _check_counts(rows(CATEGORY_COUNTS), 35_802, given)
+        _check_counts(published_counts, 35_802, given)
     with pytest.raises(
         UserError, match="1 functional, 0 temporal, 0 causal queries instead of 546 functional, 6"
     ):
-        _check_counts(rows({"functional": 1}), 35_803, given)
-    many = rows(CATEGORY_COUNTS)
-    many[0].positives = {str(n): 1 for n in range(21)}
+        _check_counts(draft({"functional": 1}), 35_803, given)
     with pytest.raises(UserError, match="more than 20 positives in 1 queries"):
-        _check_counts(many, 35_803, given)
+        _check_counts(draft({"causal": 1}, num_right=21), 35_803, given)
 
 
 def test_the_command(release, capsys):
@@ -364,8 +370,8 @@ def test_the_command(release, capsys):
 def test_published_averages_under_every_weighting(counts, worst):
     """All 22 averages are micro means with 432 temporal and 656 causal queries, not with the text's counts."""
     errors = []
-    for _, _, values in published()["rmir"].rows:
-        cells = [100 * value for value in values]
+    for row in published()["rmir"].rows:
+        cells = [100 * value for value in row.values]
         for k in (0, 1):
             mean = sum(n * cells[2 * place + k] for place, n in enumerate(counts)) / sum(counts)
             errors.append(abs(mean - cells[6 + k]))

@@ -144,7 +144,7 @@ def test_limit_and_report_by(tmp_path):
     assert (len(first.corpus_ids), first.fingerprint) == (NUM_CANDIDATES, found.fingerprint)
     with pytest.raises(SetError, match="column 'colour' is missing; there are id, text"):
         load_set(path, by=["colour"])
-    for name in ("group", "rationale", "mrr"):
+    for name in ("group", "rationale", "stop_reason"):
         with pytest.raises(SetError, match=f"cannot report by '{name}', which is a reserved column"):
             load_set(path, by=[name])
 

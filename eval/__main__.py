@@ -105,7 +105,8 @@ def command_of(name: str) -> tuple[type, Callable[..., Any]]:
     if name in COMMANDS:
         module, options, function = COMMANDS[name]
         return getattr(import_module(module), options), getattr(import_module(module), function)
-    return BENCHMARKS[name.removeprefix("import ")].load_importer()
+    benchmark = BENCHMARKS[name.removeprefix("import ")]
+    return benchmark.options(), benchmark.importer
 
 
 def _imported(done: "RetrievalSet | list[str]") -> str:

@@ -84,21 +84,21 @@ def tasks(path: str | Path, *, benchmark: str = GENERIC, profile: str = "clean")
     """
     root = find_shipped(path)
     folders = [root / name for name in load_suite(root).members] if is_suite(root) else [root]
-    out = []
-    for folder in folders:
-        wanted = load_set(folder)
-        protocol = protocol_for(benchmark, profile, wanted)
-        prepared = with_content(protocol.prepare(wanted))
-        queries, candidates = _kinds(wanted.queries), _kinds(wanted.corpus_items())
-        metadata = _metadata(prepared, queries, candidates, _main_score(protocol, prepared))
-        parts = {
-            "metadata": metadata,
-            "wanted": prepared,
-            "query_kinds": queries,
-            "candidate_kinds": candidates,
-        }
-        out.append(type("SetTask", (SetTask,), parts)())
-    return out
+    return [_task(folder, benchmark, profile) for folder in folders]
+
+
+def _task(folder: Path, benchmark: str, profile: str) -> SetTask:
+    wanted = load_set(folder)
+    protocol = protocol_for(benchmark, profile, wanted)
+    wanted = with_content(protocol.prepare(wanted))
+    queries, candidates = _kinds(wanted.queries), _kinds(wanted.corpus_items())
+    parts = {
+        "metadata": _metadata(wanted, queries, candidates, _main_score(protocol, wanted)),
+        "wanted": wanted,
+        "query_kinds": queries,
+        "candidate_kinds": candidates,
+    }
+    return type("SetTask", (SetTask,), parts)()
 
 
 def _main_score(protocol: Protocol, wanted: RetrievalSet) -> str:
@@ -138,13 +138,10 @@ def _table(wanted: RetrievalSet, side: str, kinds: str, *, named: bool) -> Datas
     """An MTEB table, cached on disk by the set's content, since a pool's pictures may exceed the memory."""
     items = wanted.queries if side == "queries" else wanted.corpus_items()
     several = "i" in kinds and any(len(item.images) > 1 for item in items)
-    features: dict[str, Any] = {"id": Value("string")}
-    if "t" in kinds:
-        features["text"] = Value("string")
-    if "i" in kinds:
-        features["image"] = List(Image()) if several else Image()
-    if named:
-        features["instruction"] = Value("string")
+    pictures = List(Image()) if several else Image()
+    optional = {"text": ("t" in kinds, Value("string")), "image": ("i" in kinds, pictures)}
+    optional["instruction"] = (named, Value("string"))
+    features = {"id": Value("string")} | {name: kind for name, (has, kind) in optional.items() if has}
     source = {"path": str(wanted.path), "content": wanted.content, "side": side}
     return Dataset.from_generator(
         _rows,

@@ -1,4 +1,4 @@
-"""Published figures of the benchmarks: one JSON file per table, with its source, in a benchmark's folder ``published``.
+"""Published figures of the benchmarks: one JSON file per table, with its source, in a folder ``published``.
 
 A file lists columns (with the path of the same figure in our results) and rows in per cent, as printed.
 """
@@ -90,13 +90,9 @@ class Published(BaseModel):
 
 def published() -> dict[str, Published]:
     """All tables by key, sorted."""
-    files = {
-        path.stem: (path, benchmark.name)
-        for benchmark in BENCHMARKS.values()
-        if benchmark.published is not None
-        for path in benchmark.published.glob("*.json")
-    }
-    return {key: _read(*files[key]) for key in sorted(files)}
+    folders = {benchmark.published for benchmark in BENCHMARKS.values() if benchmark.published is not None}
+    tables = [_read(path) for folder in folders for path in folder.glob("*.json")]
+    return {table.key: table for table in sorted(tables, key=lambda table: table.key)}
 
 
 def table_of(benchmark: str | None, set_name: str) -> Published | None:
@@ -109,13 +105,15 @@ def table_of(benchmark: str | None, set_name: str) -> Published | None:
 
 
 @cache
-def _read(path: Path, benchmark: str) -> Published:
+def _read(path: Path) -> Published:
     try:
         table = Published.model_validate(json.loads(path.read_text(encoding="utf-8")) | {"key": path.stem})
     except (OSError, ValueError, TypeError) as error:
         raise UserError(f"{path} is not a valid published table: {type(error).__name__}: {error}") from error
-    if table.benchmark != benchmark:
-        raise UserError(f"{path} names benchmark {table.benchmark!r}, but is in the folder of {benchmark!r}")
+    if table.benchmark not in BENCHMARKS or path.parent != BENCHMARKS[table.benchmark].published:
+        raise UserError(
+            f"{path} names benchmark {table.benchmark!r}, whose published tables are not in that folder"
+        )
     for row in table.rows:
         if len(row.values) != len(table.columns):
             raise UserError(f"{path}: row {row.model!r} has {len(row.values)} of {len(table.columns)} values")

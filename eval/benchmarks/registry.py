@@ -1,4 +1,4 @@
-"""Registry of benchmarks: folders here, or user-defined plugins.
+"""Registry of benchmarks: those of `eval.benchmarks.releases`, and user-defined plugins.
 
     register_benchmark(Benchmark("birds", import_birds, (Protocol("birds", "clean", ("recall@1",)),)))
 
@@ -6,7 +6,6 @@ makes ``rge eval import birds`` and ``benchmark=birds`` work, and shows its publ
 docs/extending.md.
 """
 
-import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,7 +29,7 @@ class Benchmark:
     Attributes:
         name: name for ``import`` and ``benchmark=``.
         importer: a function of one annotated argument, a dataclass of options, that writes a retrieval set and returns it,
-            or writes a suite and returns its members' names. ``module:function`` is imported on use.
+            or writes a suite and returns its members' names.
         protocols: one per profile, with this benchmark's name.
         published: folder of published tables, see `eval.benchmarks.published_tables`.
 
@@ -39,7 +38,7 @@ class Benchmark:
     """
 
     name: str
-    importer: str | Callable[[Any], object]
+    importer: Callable[[Any], object]
     protocols: tuple[Protocol, ...]
     published: Path | None = None
 
@@ -49,18 +48,14 @@ class Benchmark:
             if protocol.benchmark != self.name:
                 raise UserError(f"benchmark {self.name!r} has a protocol of {protocol.benchmark!r}")
 
-    def load_importer(self) -> tuple[type, Callable[[Any], object]]:
-        """The importer's options class and function."""
-        function: Any = self.importer
-        if isinstance(self.importer, str):
-            module, _, name = self.importer.partition(":")
-            function = getattr(importlib.import_module(module), name)
-        kinds = [kind for name, kind in get_type_hints(function).items() if name != "return"]
+    def options(self) -> type:
+        """The class of the importer's options."""
+        kinds = [kind for name, kind in get_type_hints(self.importer).items() if name != "return"]
         if len(kinds) != 1:
             raise UserError(
                 f"the importer of {self.name!r} must take exactly one annotated argument: its options"
             )
-        return kinds[0], function
+        return kinds[0]
 
 
 @dataclass(kw_only=True)
@@ -96,13 +91,9 @@ class MeasureOptions(PluginOptions):
         return protocol, wanted, unread
 
 
+_RELEASES = ("rmir", "mmeb", "mmeb2", "mmbright", "pinpoint", "mrmr", "mbeir")
 BENCHMARKS: Registry[Benchmark] = Registry(
-    "benchmark",
-    "rge.benchmarks",
-    [
-        f"eval.benchmarks.{name}.protocol"
-        for name in ("rmir", "mmeb", "mmeb2", "mmbright", "pinpoint", "mrmr", "mbeir")
-    ],
+    "benchmark", "rge.benchmarks", [f"eval.benchmarks.releases.{name}" for name in _RELEASES]
 )
 
 

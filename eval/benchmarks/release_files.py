@@ -301,7 +301,8 @@ def match_columns(
             f"field_map={unknown[0]}=FIELD, or field_map={unknown[0]}=ignore"
         )
     for key, theirs in found.items():
-        theirs.sort(key=lambda name, places=rank[key]: (name not in given, places.get(_plain(name), 0)))
+        likeliest = {name: (name not in given, rank[key].get(_plain(name), 0)) for name in theirs}
+        theirs.sort(key=likeliest.__getitem__)
         if len(theirs) > 1 and theirs[0] not in given and key not in prefer:
             raise ReleaseError(
                 f"{path}: columns {theirs[0]!r} and {theirs[1]!r} could both be {key!r}: choose with "

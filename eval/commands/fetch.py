@@ -19,11 +19,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from eval.benchmarks.mbeir.importer import TASKS, local_pool, query_file
-from eval.benchmarks.mmeb2.importer import DOCUMENTS
-from eval.benchmarks.pinpoint.importer import INDEX, TABLE
 from eval.benchmarks.published_tables import COUNTED, published
 from eval.benchmarks.release_files import files_of_split, iter_rows
+from eval.benchmarks.releases.mbeir import TASKS, local_pool, query_file
+from eval.benchmarks.releases.mmeb2 import DOCUMENTS
+from eval.benchmarks.releases.pinpoint import INDEX, TABLE
 from rge.common.errors import UserError
 from rge.common.files import read_json, write_json
 from rge.common.mmeb_prompts import SETS

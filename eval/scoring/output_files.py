@@ -6,7 +6,7 @@
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,32 +71,42 @@ class Scored:
     first_hit_Q: np.ndarray
 
 
+def values_of(names: Sequence[str], judged: Judged) -> np.ndarray:
+    """Values of metrics, (Q, M)."""
+    return np.stack([compute(name, judged) for name in names], axis=1)
+
+
 def judged_rows(wanted: RetrievalSet, rows_QK: np.ndarray) -> Judged:
     """`judge` with the judgements of a set."""
     num, missing_Q = len(wanted.corpus_ids), wanted.num_missing_Q
     return judge(rows_QK, wanted.positives, wanted.negatives, num_candidates=num, num_missing_Q=missing_Q)
 
 
-def score_ranking(wanted: RetrievalSet, ranking: Ranking, names: Sequence[str]) -> Scored:
-    """Compute metrics for every query of the set; the ranking must be deep enough for all of them."""
-    wide = judged_rows(wanted, ranking.rows_QW)
-    judged, pool_Q = cut(wide, ranking.depth), wanted.pool_sizes()
+def score_ranking(
+    wanted: RetrievalSet,
+    ranking: Ranking,
+    names: Sequence[str],
+    judged: Judged | None = None,
+    values: Callable[[Sequence[str], Judged], np.ndarray] = values_of,
+) -> Scored:
+    """Compute metrics for every query of the set; the ranking must be deep enough for all of them.
 
-    def values(of: Judged) -> np.ndarray:
-        return np.stack([compute(name, of) for name in names], axis=1)
+    ``judged``: all ranks of the ranking, if not by the set's judgements. ``values``: (Q, M) of the metrics.
+    """
+    wide = judged or judged_rows(wanted, ranking.rows_QW)
+    top, pool_Q = cut(wide, ranking.depth), wanted.pool_sizes()
 
     def with_ties(*, best: bool) -> np.ndarray:
-        return values(cut(tied_order(wide, ranking.score_QW, best=best), ranking.depth))
+        return values(names, cut(tied_order(wide, ranking.score_QW, best=best), ranking.depth))
 
+    floors = [random_floor(name, top, pool_Q, depth=ranking.depth) for name in names]
     return Scored(
         names=tuple(names),
-        value_QM=values(judged),
+        value_QM=values(names, top),
         best_QM=with_ties(best=True),
         worst_QM=with_ties(best=False),
-        random_QM=np.stack(
-            [random_floor(name, judged, pool_Q, depth=ranking.depth) for name in names], axis=1
-        ),
-        first_hit_Q=first_hit_rank(judged),
+        random_QM=np.stack(floors, axis=1),
+        first_hit_Q=first_hit_rank(top),
     )
 
 

@@ -45,12 +45,9 @@ class Protocol:
     skips_missing: bool = False
     metrics: tuple[str, ...] = ()
 
-    def names(
-        self, wanted: RetrievalSet, more: Sequence[str] = (), *, negatives: bool = True
-    ) -> tuple[str, ...]:
-        """Metrics to compute: the default ones, ``more``, and those requested by the user."""
-        everywhere = names_of(negatives=negatives and wanted.negatives is not None)
-        return tuple(dict.fromkeys((*everywhere, *more, *self.metrics)))
+    def names(self, wanted: RetrievalSet) -> tuple[str, ...]:
+        """Metrics to compute: those that every evaluation reports, and those requested by the user."""
+        return tuple(dict.fromkeys((*names_of(negatives=wanted.negatives is not None), *self.metrics)))
 
     def check_depth(self, wanted: RetrievalSet, depth: int) -> None:
         """Raise a `UserError` unless rankings are deep enough for all metrics."""
@@ -67,10 +64,10 @@ class Protocol:
         """The headline metric of one set; some benchmarks have different ones for different sets."""
         return self.headline[0]
 
-    def score(self, wanted: RetrievalSet, ranking: Ranking, names: Sequence[str] = ()) -> Scored:
-        """All metrics for every query; ``names``: others than those of `names`."""
+    def score(self, wanted: RetrievalSet, ranking: Ranking) -> Scored:
+        """All metrics for every query."""
         ranking = trec_ties(ranking) if self.ties == "trec" else ranking
-        scored = score_ranking(wanted, ranking, names or self.names(wanted))
+        scored = score_ranking(wanted, ranking, self.names(wanted))
         value_QM = {"best": scored.best_QM, "worst": scored.worst_QM}.get(self.ties, scored.value_QM)
         return replace(scored, value_QM=value_QM)
 

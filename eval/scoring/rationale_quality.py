@@ -39,17 +39,15 @@ def shortcut_rates(dirs: Sequence[Path], metric: str) -> dict[str, Any]:
     Raises:
         UserError: a modality is missing or repeated, or the evaluations do not belong together.
     """
-    results = {path: read_results(path) for path in dirs}
-    modalities = [result.get("query_modality") for result in results.values()]
-    same = {
-        (r["set"]["fingerprint"], r.get("checkpoint_hash"), r.get("query_mode")) for r in results.values()
-    }
-    if sorted(map(str, modalities)) != sorted(MODALITIES) or len(same) > 1:
+    results = [read_results(path) for path in dirs]
+    modalities = [str(result.get("query_modality")) for result in results]
+    same = {(one["set"]["fingerprint"], one.get("checkpoint_hash"), one.get("query_mode")) for one in results}
+    if sorted(modalities) != sorted(MODALITIES) or len(same) > 1:
         raise UserError(
-            f"shortcuts need three evaluations of one set, checkpoint and query mode, with query_modality=both,text,image; "
-            f"{', '.join(map(str, dirs))} have {', '.join(map(str, modalities))}"
+            "shortcuts need three evaluations of one set, checkpoint and query mode, with query_modality=both,text,image; "
+            f"{', '.join(map(str, dirs))} have {', '.join(modalities)}"
         )
-    tables = {str(modality): _read(path, metric) for modality, path in zip(modalities, dirs, strict=True)}
+    tables = {modality: _read(path, metric) for modality, path in zip(modalities, dirs, strict=True)}
     whole = tables["both"]
     solved = {name: table.loc[whole.index, metric] > 0 for name, table in tables.items()}
     either = solved["text"] | solved["image"]

@@ -50,8 +50,8 @@ def search(
 ) -> Ranking:
     """Rank candidates by inner product: highest score first, then lowest row.
 
-    Embeddings are float32 of unit norm, those of candidates in the order of ids and possibly a memory map. A query's ranking
-    has no rows of ``excluded`` and only rows of ``candidates`` (None: all). ``block_rows`` bounds the memory.
+    Embeddings are float32 of unit norm, those of candidates in the order of ids, possibly a memory map. A query's ranking has
+    no rows of ``excluded`` and only rows of ``candidates`` (None: all). ``block_rows`` bounds the memory.
 
     Raises:
         ValueError: wrong dtype or shape, values that are not finite, or a depth below 1.

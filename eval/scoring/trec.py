@@ -115,7 +115,7 @@ def read_run(path: Path, wanted: RetrievalSet, *, allow_ties: bool = False) -> R
     ranked = set(lines["query"])
     kept = lines[~_among(lines, wanted, wanted.excluded or ())]
     return ReadRun(
-        ranking=_pad(*(kept[name].to_numpy() for name in ("query", "row", "score")), len(wanted.queries)),
+        ranking=_pad(kept, len(wanted.queries)),
         missing=[name for query, name in enumerate(wanted.query_ids) if query not in ranked],
         num_excluded=len(lines) - len(kept),
         tag=table["tag"][0].as_py(),
@@ -211,13 +211,11 @@ def _among(lines: pd.DataFrame, wanted: RetrievalSet, lists: Sequence[np.ndarray
     return (lines["query"] * size + lines["row"]).isin(np.concatenate(codes) if codes else [])
 
 
-def _pad(query_N: np.ndarray, row_N: np.ndarray, score_N: np.ndarray, num_queries: int) -> Ranking:
+def _pad(lines: pd.DataFrame, num_queries: int) -> Ranking:
     """Lines, sorted by query and rank, as one padded array."""
-    count_Q = np.bincount(query_N, minlength=num_queries)
-    start_Q = np.cumsum(count_Q) - count_Q
-    width = int(count_Q.max(initial=0))
+    query_N, rank_N = lines["query"].to_numpy(), lines.groupby("query").cumcount().to_numpy()
+    width = int(rank_N.max(initial=-1)) + 1
     rows_QW = np.full((num_queries, width), -1, np.int32)
     score_QW = np.full((num_queries, width), -np.inf)
-    rank_N = np.arange(len(query_N)) - start_Q[query_N]
-    rows_QW[query_N, rank_N], score_QW[query_N, rank_N] = row_N, score_N
+    rows_QW[query_N, rank_N], score_QW[query_N, rank_N] = lines["row"], lines["score"]
     return Ranking(rows_QW, score_QW, width)

@@ -5,8 +5,9 @@ The set is written to a temporary directory, checked by `eval.sets.retrieval_set
 
 import hashlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from rge.common.images import ImageError, load_image, picture_bytes
 from rge.identity.set_fingerprint import set_fingerprint
 
 WRITE_ROWS = 64
-"""Candidates with pictures written at a time, since a pool may be larger than memory."""
+"""Candidates with pictures written at a time, since a pool may be larger than memory; of texts 128 times as many."""
 
 
 @dataclass(frozen=True)
@@ -89,12 +90,8 @@ def write_set(
         if names:
             columns = {"picture-id": [picture for picture, _ in names], "name": [name for _, name in names]}
             pq.write_table(pa.table(columns), work / NAMES, compression="zstd")
-        fingerprint = set_fingerprint(
-            [query.id for query in queries],
-            corpus_ids,
-            qrels,
-            **{name: rows or () for name, rows in pairs.items()},
-        )
+        listed = {name: rows or () for name, rows in pairs.items()}
+        fingerprint = set_fingerprint([query.id for query in queries], corpus_ids, qrels, **listed)
         counts = {"queries": len(queries), "corpus": len(corpus_ids), "qrels": len(qrels)}
         counts |= {name: len(rows) for name, rows in pairs.items() if rows is not None}
         content = {"split": "test"} | meta | {"counts": counts, "fingerprint": fingerprint}
@@ -172,14 +169,8 @@ def _write_corpus(path: Path, corpus: Iterable[Candidate], place: _Pictures) -> 
     kind = pa.binary() if place.embed else pa.string()
     schema = pa.schema([("id", pa.string()), ("image", kind), ("text", pa.string())])
     ids: list[str] = []
-    rows: list[dict[str, Any]] = []
-    with pq.ParquetWriter(path, schema, compression="zstd") as writer:
 
-        def flush() -> None:
-            if rows:
-                writer.write_table(pa.Table.from_pylist(rows, schema))
-                rows.clear()
-
+    def cells() -> Iterator[dict[str, Any]]:
         for candidate in corpus:
             ids.append(candidate.id)
             image = place.cell(candidate.image, candidate.id)
@@ -187,10 +178,13 @@ def _write_corpus(path: Path, corpus: Iterable[Candidate], place: _Pictures) -> 
                 raise SetError(
                     f"picture of {candidate.id!r} is not a file that can be linked to: pass pictures=embed"
                 )
-            rows.append({"id": candidate.id, "image": image, "text": candidate.text or None})
-            if len(rows) == (WRITE_ROWS if image is not None else 8192):
-                flush()
-        flush()
+            yield {"id": candidate.id, "image": image, "text": candidate.text or None}
+
+    rows, size = cells(), WRITE_ROWS
+    with pq.ParquetWriter(path, schema, compression="zstd") as writer:
+        while batch := list(islice(rows, size)):
+            writer.write_table(pa.Table.from_pylist(batch, schema))
+            size = WRITE_ROWS if any(row["image"] for row in batch) else 128 * WRITE_ROWS
     return ids
 
 

@@ -48,7 +48,7 @@ def test_ours_are_there():
     assert set(BENCHMARKS) == {"rmir", "mmeb", "mmeb2", "mmbright", "pinpoint", "mrmr", "mbeir"}
     assert [one.profile for one in BENCHMARKS["mmeb"].protocols] == ["clean", "official"]
     for one in BENCHMARKS.values():
-        schema, function = one.load_importer()
+        schema, function = one.options(), one.importer
         assert schema.__name__.lower() == f"{one.name}options"
         assert function.__name__ == f"import_{one.name}"
 
@@ -113,11 +113,11 @@ def test_names_are_unique_and_the_nearest_is_named():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Benchmark("a", "m:f", ()), "profiles of a must list at least one"),
-        (lambda: Benchmark("a", "m:f", (Protocol("b"),)), "benchmark 'a' has a protocol of 'b'"),
-        (lambda: Benchmark("a", "m:f", (Protocol("a", "mine"),)), "must be one of clean, official, got 'mine'"),
-        (lambda: register_benchmark(Benchmark("generic", "m:f", (Protocol(),))), "the name 'generic' is reserved"),
-        (lambda: Benchmark("a", lambda options: None, (Protocol("a"),)).load_importer(), "exactly one annotated argument"),
+        (lambda: Benchmark("a", print, ()), "profiles of a must list at least one"),
+        (lambda: Benchmark("a", print, (Protocol("b"),)), "benchmark 'a' has a protocol of 'b'"),
+        (lambda: Benchmark("a", print, (Protocol("a", "mine"),)), "must be one of clean, official, got 'mine'"),
+        (lambda: register_benchmark(Benchmark("generic", print, (Protocol(),))), "the name 'generic' is reserved"),
+        (lambda: Benchmark("a", lambda options: None, (Protocol("a"),)).options(), "exactly one annotated argument"),
         (lambda: register_metric("Mine", cutoffs=None, words=""), "name must consist of a-z"),
         (lambda: register_metric("mine", cutoffs=(0,), words=""), r"cutoffs must be at least 1, got \(0,\)"),
         (lambda: register_metric("ndcg", cutoffs=(1,), words="")(lambda j, k: j.gain_QK), "two metrics called"),

@@ -148,11 +148,8 @@ class _Rows:
 
     def add(self, number: int, row: dict[str, Any]) -> None:
         """Read one row."""
-        cells = {
-            key: (self.table.address(number, column_of_key), row.get(column_of_key, ""))
-            for key, column_of_key in self.columns.items()
-        }
-        name = self._name(number, cells)
+        cells = {key: self._cell(number, row, key) for key in ALIASES}
+        name = self._name(cells)
         text, instruction, category, group = (
             self._text(cells, key) for key in ("text", "instruction", "category", "group")
         )
@@ -173,23 +170,25 @@ class _Rows:
         self.wrong += [(name, picture) for picture in bad]
         self.own += [(name, picture) for picture in pictures if picture not in good]
 
-    def _name(self, number: int, cells: dict[str, _Cell]) -> str:
+    def _cell(self, number: int, row: dict[str, Any], key: str) -> _Cell:
+        if key not in self.columns:
+            return f"row {number}", ""
+        return self.table.address(number, self.columns[key]), row.get(self.columns[key], "")
+
+    def _name(self, cells: dict[str, _Cell]) -> str:
         """The query's id, which must be unique."""
         name = safe_id(self._text(cells, "id")) or f"q{len(self.queries) + 1:05d}"
-        where = cells["id"][0] if "id" in cells else f"row {number}"
+        where = cells["id"][0]
         if (first := self.places.setdefault(name, where)) != where:
             self.problems.append(f"{where}: id {name!r} is already used in {first}")
         return name
 
     def _check(self, number: int, row: dict[str, Any], cells: dict[str, _Cell], both: set[str]) -> None:
         """Record a row's missing values, and ``both``: pictures listed as right and as wrong."""
-
-        def is_empty(key: str) -> bool:
-            return key not in cells or cells[key][1] in ("", [])
-
-        if is_empty("right"):
+        empty = {key for key, (_, value) in cells.items() if value in ("", [])}
+        if "right" in empty:
             self.problems.append(f"{cells['right'][0]}: no right answer")
-        if is_empty("text") and is_empty("image"):
+        if {"text", "image"} <= empty:
             self.problems.append(f"row {number}: neither text nor picture")
         for picture in sorted(both):
             self.problems.append(f"{cells['wrong'][0]}: {picture!r} is listed as right and as wrong")
@@ -206,20 +205,18 @@ class _Rows:
             raise ReleaseError("\n".join(lines))
 
     def _text(self, cells: dict[str, _Cell], key: str) -> str:
-        where, value = cells.get(key, ("", ""))
+        where, value = cells[key]
         self._refuse(where, value, dates=key in ("category", "group"))
         return _words(value)
 
     def _pictures(self, cells: dict[str, _Cell], key: str) -> list[str]:
-        where, value = cells.get(key, ("", ""))
+        where, value = cells[key]
         if self._refuse(where, value):
             return []
-        ids: dict[str, None] = {}
-        names = value
+        names, ids = value if isinstance(value, list) else [], dict[str, None]()
         if not isinstance(value, list):
-            names = []
             with self._collecting(where):
-                names = self.pool.names(str(value))
+                names = self.pool.names(value)
         for name in names:
             with self._collecting(where):
                 ids[self.pool.resolve(str(name))] = None

@@ -10,9 +10,8 @@ from eval_fakes import FakeEncoder, loader, picture
 from hub import hub
 
 from eval.__main__ import main
-from eval.benchmarks.mbeir.importer import TASKS, MbeirOptions, import_mbeir, local_pool, query_file
-from eval.benchmarks.mbeir.protocol import cuts_of
 from eval.benchmarks.published_tables import published
+from eval.benchmarks.releases.mbeir import TASKS, MbeirOptions, cuts_of, import_mbeir, local_pool, query_file
 from eval.benchmarks.suite import load_suite
 from eval.commands.compare import CompareOptions, compare
 from eval.commands.fetch import FetchOptions, fetch

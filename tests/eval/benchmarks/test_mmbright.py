@@ -10,9 +10,9 @@ import pytest
 from eval_fakes import FakeEncoder, loader, picture, write_set
 from PIL import Image
 
-from eval.benchmarks.mmbright.importer import MmbrightOptions, document_key, image_key, import_mmbright
 from eval.benchmarks.published_tables import published
 from eval.benchmarks.registry import protocol_for
+from eval.benchmarks.releases.mmbright import MmbrightOptions, document_key, image_key, import_mmbright
 from eval.commands.run import RunOptions, run
 from eval.commands.score import ScoreOptions, score
 from eval.scoring.search import Ranking, trec_ties

@@ -1,6 +1,7 @@
 """MMEB: 36 sets, per-query candidates, ties, instruction profiles, averages; end to end as a suite."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -8,9 +9,9 @@ import pytest
 from eval_fakes import FakeEncoder, loader, picture
 
 from eval.__main__ import main
-from eval.benchmarks.mmeb.importer import MmebOptions, import_mmeb
 from eval.benchmarks.published_tables import published
 from eval.benchmarks.registry import protocol_for
+from eval.benchmarks.releases.mmeb import MmebOptions, import_mmeb
 from eval.commands.run import RunOptions, run
 from eval.scoring.search import Ranking
 from eval.sets.retrieval_set import load_set
@@ -210,8 +211,29 @@ def test_refusals(release, tmp_path):
             {"qry_inst": "Represent it."},
             "column 'qry_inst' holds the instruction separately, as in MMEB-V2",
         ),
+        ({"qry_text": 7}, "row 1: column 'qry_text' must hold text, got 7"),
+        ({"tgt_text": [7, 8], "tgt_img_path": []}, "row 1: column 'tgt_text' must hold text, got 7"),
         ({"qry_img_path": "no.png"}, "picture 'no.png' is not below .* unpack images.zip"),
     ):
         (src / "SUN397.jsonl").write_text(json.dumps(row | change) + "\n")
         with pytest.raises(UserError, match=message):
             import_mmeb(MmebOptions(src=src, out=tmp_path / "o", sets=("SUN397",)))
+
+
+def test_a_failed_import_says_what_it_leaves_behind(release, tmp_path):
+    src = tmp_path / "src"
+    src.mkdir()
+    for name, change in (("ImageNet-1K", {}), ("SUN397", {"tgt_text": [], "tgt_img_path": []})):
+        row = rows_of("ImageNet-1K")[0] | {"qry_img_path": ""} | change
+        (src / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    options = MmebOptions(src=src, out=tmp_path / "o", sets=("ImageNet-1K", "SUN397"))
+    with pytest.raises(
+        UserError, match=r"(?s)no candidates.*1 of 2 sets were written .* pass overwrite=true"
+    ):
+        import_mmeb(options)
+    (src / "SUN397.jsonl").write_text(
+        json.dumps(row | rows_of("ImageNet-1K")[0] | {"qry_img_path": ""}) + "\n"
+    )
+    with pytest.raises(UserError, match="already exists"):
+        import_mmeb(options)
+    assert import_mmeb(replace(options, overwrite=True)) == ["ImageNet-1K", "SUN397"]

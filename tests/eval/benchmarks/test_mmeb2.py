@@ -10,8 +10,8 @@ import pytest
 from eval_fakes import FakeEncoder, loader, picture
 
 from eval.__main__ import main
-from eval.benchmarks.mmeb2.importer import DOCUMENTS, Mmeb2Options, import_mmeb2
 from eval.benchmarks.registry import protocol_for
+from eval.benchmarks.releases.mmeb2 import DOCUMENTS, Mmeb2Options, import_mmeb2
 from eval.commands.run import RunOptions, run
 from eval.scoring.search import Ranking
 from eval.sets.retrieval_set import load_set

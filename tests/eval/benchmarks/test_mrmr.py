@@ -8,8 +8,8 @@ import pytest
 from eval_fakes import FakeEncoder, loader, picture
 
 from eval.__main__ import main
-from eval.benchmarks.mrmr.importer import DISCIPLINES, INSTRUCTIONS, MrmrOptions, import_mrmr
 from eval.benchmarks.registry import protocol_for
+from eval.benchmarks.releases.mrmr import DISCIPLINES, INSTRUCTIONS, MrmrOptions, import_mrmr
 from eval.commands.run import RunOptions, run
 from eval.scoring.search import Ranking
 from eval.sets.retrieval_set import load_set

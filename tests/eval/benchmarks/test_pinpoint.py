@@ -9,7 +9,7 @@ import pytest
 from eval_fakes import picture
 
 from eval.__main__ import main
-from eval.benchmarks.pinpoint.importer import PinpointOptions, import_pinpoint
+from eval.benchmarks.releases.pinpoint import PinpointOptions, import_pinpoint
 from eval.commands.score import ScoreOptions, score
 from rge.common.errors import UserError
 
@@ -143,6 +143,9 @@ def test_rarer_traps_of_the_table(release, tmp_path):
     rows[2]["query_id"] = "query_1"
     pd.DataFrame(rows).to_parquet(src / "pinpoint_licensed.parquet")
     with pytest.raises(UserError, match="query '00001' occurs twice"):
+        import_pinpoint(PinpointOptions(src=src, out=tmp_path / "p"))
+    pd.DataFrame([row | {"instruction": 7} for row in rows]).to_parquet(src / "pinpoint_licensed.parquet")
+    with pytest.raises(UserError, match="row 1: column 'instruction' must hold text, got 7"):
         import_pinpoint(PinpointOptions(src=src, out=tmp_path / "p"))
     pd.DataFrame(rows[:1]).drop(columns="instruction").to_parquet(src / "pinpoint_licensed.parquet")
     with pytest.raises(UserError, match="column 'instruction' is missing; found: query_id"):

@@ -9,7 +9,7 @@ from eval_fakes import FakeEncoder, loader, picture
 from eval.__main__ import main
 from eval.benchmarks.published_tables import published
 from eval.benchmarks.release_files import Draft
-from eval.benchmarks.rmir.importer import (
+from eval.benchmarks.releases.rmir import (
     CATEGORY_COUNTS,
     SWAPPED,
     RmirOptions,

@@ -10,7 +10,7 @@ import pytest
 from hub import COMMIT, hub
 
 from eval.__main__ import main
-from eval.benchmarks.mmeb2.importer import DOCUMENTS
+from eval.benchmarks.releases.mmeb2 import DOCUMENTS
 from eval.commands.fetch import FetchOptions, _repo_of, _unpack, fetch
 from rge.common.errors import UserError
 from rge.common.mmeb_prompts import SETS

@@ -11,8 +11,8 @@ from chromium import Chromium
 from eval_fakes import FakeEncoder, loader, picture, write_set
 
 from eval.__main__ import main
-from eval.benchmarks.mmeb.importer import MmebOptions, import_mmeb
 from eval.benchmarks.published_tables import published
+from eval.benchmarks.releases.mmeb import MmebOptions, import_mmeb
 from eval.commands.run import RunOptions, run
 from eval.pages.boards.leaderboard import write_leaderboard
 from eval.pages.boards.side_by_side import who_wins

@@ -49,7 +49,7 @@ def test_shortcut_rates_by_hand(done):
     assert found["either"]["low"] < 8 / 24 < found["either"]["high"]
     with pytest.raises(UserError, match="query_modality=both,text,image"):
         shortcut_rates(dirs[:2], "hit@1")
-    with pytest.raises(UserError, match="one evaluation each of both, text, image"):
+    with pytest.raises(UserError, match="query_modality=both,text,image; .* have both, both, text"):
         shortcut_rates([dirs[0], dirs[0], dirs[1]], "hit@1")
 
 

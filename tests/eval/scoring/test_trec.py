@@ -192,6 +192,9 @@ def test_files_that_are_missing_or_empty(wanted, tmp_path):
     (tmp_path / "empty").write_text("\n")
     with pytest.raises(RunError, match="is empty"):
         read_run(tmp_path / "empty", wanted)
+    (tmp_path / "utf16").write_text("q00 Q0 c000 1 9 tag\n", encoding="utf-16")
+    with pytest.raises(RunError, match="utf16 is not UTF-8 .*: save it as UTF-8"):
+        read_run(tmp_path / "utf16", wanted)
     (tmp_path / "damaged").write_bytes(gzip.compress(bytes(1000))[:10] + bytes(range(255, 0, -1)))
     with pytest.raises(RunError, match="damaged cannot be read: Error -3 while decompressing"):
         read_run(tmp_path / "damaged", wanted)

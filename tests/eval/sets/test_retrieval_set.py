@@ -1,11 +1,15 @@
 """Loading a retrieval set: every form that the format allows, and an error for everything that it does not."""
 
+import json
+
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from eval_fakes import NUM_CANDIDATES, NUM_QUERIES, picture, tables, write_set, write_tables
 
+from eval.benchmarks.registry import protocol_for
 from eval.sets.retrieval_set import SetError, content_digest, load_set, with_content
+from rge.common.errors import UserError
 from rge.common.images import ImageError, picture_bytes
 from rge.common.schema import Item
 
@@ -292,6 +296,7 @@ def test_a_changed_set_is_refused(tmp_path):
             '{"name": "x", "fingerprint": "y", "report_by": "pair"}',
             "report_by must be a list of query columns",
         ),
+        ('{"name": "x", "notes": "old"}', "notes must be a list of sentences, got 'old'"),
         (None, "meta.json cannot be read"),
     ],
 )
@@ -335,3 +340,22 @@ def test_content_digest_sees_what_is_shown_and_not_the_name(tmp_path):
     assert len({content_digest(other)[0] for other in others} | {whole}) == 6
     with pytest.raises(ImageError, match="cannot be read"):
         content_digest(Item("a", images=(str(tmp_path / "y.png"),)))
+
+
+def test_null_in_meta_counts_as_absent(tmp_path):
+    path = write_tables(tmp_path, small())
+    nothing = dict.fromkeys(("notes", "report_by", "fingerprint", "slice_notes"))
+    (path / "meta.json").write_text(json.dumps({"name": "x"} | nothing))
+    assert load_set(path).meta == {"name": "x"}
+
+
+def test_columns_of_results_are_no_slices(tmp_path):
+    """They would replace a column of per_query.parquet: those of `RESULT_COLUMNS`, and every metric."""
+    content = small()
+    content["queries"] |= {"hit@1": ["a", "b"], "mrr": ["a", "b"], "stop_reason": ["a", "b"]}
+    path = write_tables(tmp_path, content)
+    with pytest.raises(SetError, match="cannot report by 'stop_reason', which is a reserved column"):
+        load_set(path, by=["stop_reason"])
+    for name in ("hit@1", "mrr"):
+        with pytest.raises(UserError, match=f"cannot report by '{name}', which is the name of a metric"):
+            protocol_for("generic", "clean", load_set(path, by=[name]))

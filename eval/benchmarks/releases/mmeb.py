@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from eval.benchmarks.registry import Benchmark, register_benchmark
 from eval.benchmarks.release_files import (
     PictureOptions,
     Pictures,
@@ -25,6 +26,7 @@ from eval.benchmarks.release_files import (
     files_of_split,
     read_rows,
 )
+from eval.scoring.protocol import Protocol
 from eval.sets.write_set import Candidate, Query
 from rge.common.mmeb_prompts import SETS, plain, reword
 
@@ -153,7 +155,7 @@ def _import_one(name: str, files: Sequence[Path], pictures: Pictures, options: M
         meta={
             "name": f"MMEB {name}",
             "benchmark": "mmeb",
-            "source": "TIGER-Lab/MMEB-eval, imported by eval.benchmarks.mmeb.importer",
+            "source": "TIGER-Lab/MMEB-eval, imported by eval.benchmarks.releases.mmeb",
             "instructions": options.instructions,
             # the texts already include their instructions, so the checkpoint's prompt wording must not be added
             "prompts": "verbatim" if options.verbatim else "plain",
@@ -176,3 +178,15 @@ def _targets(row: Row) -> list[tuple[str, str]]:
     if min(len(texts), len(paths)) not in (size, 0):
         raise row.error(f"{len(texts)} texts and {len(paths)} pictures for the candidates")
     return list(zip(texts or [""] * size, paths or [""] * size, strict=True))
+
+
+_OVERALL = "overall is the unweighted mean of the sets, likewise IND, OOD and each meta-task"
+PROTOCOLS = (
+    Protocol("mmeb", "clean", ("hit@1", "mrr"), (
+        "hit@1 within each query's own candidates; equal scores count against the model", _OVERALL,
+    ), ties="worst"),
+    Protocol("mmeb", "official", ("hit@1",), (
+        "hit@1 as argmax over candidates with the answer first: equal scores count for the model", _OVERALL,
+    ), ties="best"),
+)  # fmt: skip
+register_benchmark(Benchmark("mmeb", import_mmeb, PROTOCOLS, Path(__file__).with_name("published")))

@@ -12,14 +12,22 @@ Layout (``TIGER-Lab/M-BEIR``, read by github.com/TIGER-AI-Lab/UniIR, 98dc570):
 Ids are ``DATASET:NUMBER``. OVEN and InfoSeek ask about the same encyclopedia, and their judgements name right candidates of
 both data sets; a task's own pool holds only those of one. The released code draws one of a data set's four instructions for
 every query; here all queries get the same one, in their instruction field.
+
+The headline is the share of queries with a right candidate in the top 5 (top 10 for fashion), mean over tasks.
+
+Shape suffixes: Q = queries, M = metrics.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
+
+from eval.benchmarks.registry import Benchmark, register_benchmark
 from eval.benchmarks.release_files import (
     PictureOptions,
     Pictures,
@@ -29,6 +37,9 @@ from eval.benchmarks.release_files import (
     content_id,
     iter_rows,
 )
+from eval.scoring.output_files import Scored
+from eval.scoring.protocol import Protocol
+from eval.scoring.search import Ranking
 from eval.sets.retrieval_set import RetrievalSet, some
 from eval.sets.write_set import Candidate, Query
 
@@ -123,7 +134,7 @@ def _write(title: str, tasks: Iterable[str], pool: str, options: MbeirOptions, m
         meta={
             "name": title,
             "benchmark": "mbeir",
-            "source": "TIGER-Lab/M-BEIR, imported by eval.benchmarks.mbeir.importer",
+            "source": "TIGER-Lab/M-BEIR, imported by eval.benchmarks.releases.mbeir",
             "pool": options.pool,
             "instructions": options.instructions,
             "right_candidates_of_another_pool": len(lost),
@@ -197,3 +208,73 @@ def _existing(path: Path) -> Path:
 
 def _dataset(name: str) -> str:
     return name.partition(":")[0]
+
+
+MAIN = "task_hit"
+"""Metric that is averaged over tasks: hit@10 for tasks whose `CUTS` begin with 10, else hit@5."""
+CUTS = {"fashion200k": (10, 20, 50), "fashioniq": (10, 20, 50)}
+"""Cutoffs that the released configuration reports for a data set, the main one first; ``USUAL`` for the others."""
+USUAL = (5, 1, 10)
+
+
+def cuts_of(task: str) -> tuple[int, ...]:
+    """Cutoffs of a task, the main one first."""
+    return CUTS.get(task.partition("_")[0], USUAL)
+
+
+@dataclass(frozen=True)
+class Mbeir(Protocol):
+    """M-BEIR: ``task_hit`` of each task, averaged over tasks."""
+
+    def score(self, wanted: RetrievalSet, ranking: Ranking) -> Scored:
+        """As `Protocol.score`, with `MAIN` as a further metric."""
+        scored = super().score(wanted, ranking)
+        hits = [f"hit@{cuts_of(task)[0]}" for task in wanted.columns["category"]]
+        place_Q1 = np.array(list(map(scored.names.index, hits)))[:, None]
+        more = {
+            name: np.column_stack([table_QM, np.take_along_axis(table_QM, place_Q1, axis=1)])
+            for name in ("value_QM", "best_QM", "worst_QM")
+            for table_QM in [getattr(scored, name)]
+        }
+        more["random_QM"] = np.column_stack([scored.random_QM, np.full(len(hits), np.nan)])  # varies by task
+        return replace(scored, names=(*scored.names, MAIN), **more)
+
+    def figures(self, wanted: RetrievalSet, scored: Scored, *, seed: int) -> dict[str, Any]:
+        """Official: the released code's names and rounding, by task."""
+        if self.profile == "clean":
+            return {}
+        task_Q = np.array(wanted.columns["category"], dtype=object)
+        column = dict(zip(scored.names, scored.value_QM.T, strict=True))
+        return {
+            "official": {
+                task: {
+                    f"Recall@{k}": round(float(np.nanmean(column[f"hit@{k}"][task_Q == task])), 4)
+                    for k in cuts_of(task)
+                }
+                for task in sorted(set(task_Q))
+            }
+        }
+
+    def suite_figures(self, results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """Official: the figures of all tasks, as in the released table."""
+        if self.profile == "clean":
+            return {}
+        return {
+            "official": dict(chain.from_iterable(result["official"].items() for result in results.values()))
+        }
+
+
+_SAID = (
+    "M-BEIR's Recall@k is hit@k: 1 if any right candidate is among the first k",
+    "task_hit is hit@10 for Fashion200K and FashionIQ and hit@5 for the others; overall is its unweighted mean over tasks",
+    "right candidates in another task's pool (OVEN and InfoSeek) are left out of a local set, which does not change hit@k",
+    "one instruction for all queries of a task; the released code draws one of four for each query",
+    "equal scores are ordered by id; the released search does not define their order",
+)
+PROTOCOLS = (
+    Mbeir("mbeir", "clean", (MAIN, "hit@1", "recall@10"), (*_SAID, "a query without a ranking counts 0")),
+    Mbeir("mbeir", "official", (MAIN,), (
+        *_SAID, "official: figures under the released names, rounded to four digits per task",
+    )),
+)  # fmt: skip
+register_benchmark(Benchmark("mbeir", import_mbeir, PROTOCOLS, Path(__file__).with_name("published")))

@@ -1,4 +1,20 @@
-"""The protocol of PinPoint: AP@10, the cost of explicit negatives, and sensitivity to paraphrases.
+"""PinPoint (pinterest/pinpoint-dataset): queries of one or two pictures and an instruction over one index of pictures.
+
+Layout: ``pinpoint_licensed.parquet`` (query_id, instruction, query_image_signature, query_image_signature2,
+positive_candidates, negative_candidates, is_single), ``index_signatures.txt``, and pictures named by their signature.
+
+Pitfalls of the shipped table:
+
+- a missing second picture is the *string* "None"; ``is_single`` sometimes contradicts it, so the signature decides;
+- lists of candidates have duplicates, and "None" among the negatives;
+- some candidates are both positive and negative for a query;
+- the query's own picture is in the index, and often listed as a negative;
+- rows with the same pictures are paraphrases only if they also have the same positives.
+
+The set holds each judgement once. The original lengths of the lists, by which the released scorer divides, are kept in
+``num_listed_positives`` and ``num_listed_negatives``.
+
+The protocol reports AP@10, the cost of explicit negatives, and sensitivity to paraphrases.
 
 Shape suffixes: Q = queries, K = ranks, M = metrics, G = groups.
 """
@@ -13,22 +29,109 @@ import numpy as np
 import pandas as pd
 
 from eval.benchmarks.registry import Benchmark, register_benchmark
-from eval.scoring.metrics import (
-    Judged,
-    average_precision_capped,
-    compute,
-    cut,
-    first_hit_rank,
-    judge,
-    parse_name,
-    random_floor,
-    tied_order,
+from eval.benchmarks.release_files import (
+    Draft,
+    PictureOptions,
+    Pictures,
+    ReleaseError,
+    Row,
+    as_list,
+    content_id,
+    iter_rows,
 )
-from eval.scoring.output_files import Scored, means
+from eval.scoring.metrics import Judged, average_precision_capped, compute, parse_name
+from eval.scoring.output_files import Scored, judged_rows, means, score_ranking
 from eval.scoring.protocol import Protocol
 from eval.scoring.search import Ranking
 from eval.sets.retrieval_set import RetrievalSet, integer_column, picture_ids, string_column
+from eval.sets.write_set import Candidate, Query
 from rge.stats.intervals import cluster_bootstrap, figures, index_of, ratio_bootstrap
+
+TABLE, INDEX = "pinpoint_licensed.parquet", "index_signatures.txt"
+COLUMNS = ("query_id", "instruction", "query_image_signature", "positive_candidates", "negative_candidates")
+
+
+@dataclass
+class PinpointOptions(PictureOptions):
+    """Make a retrieval set from the release of PinPoint."""
+
+    images: Path | None = None
+    """Folder of pictures named SIGNATURE.jpg, at any depth; null: src/images."""
+    manifest: Path | None = None
+    """Table of id and path, if pictures have other names."""
+    instruction: str | None = None
+    """Task instruction put before each query's own; null: none, as released."""
+    allow_missing: bool = False
+    """Accept positives that are not in the index; they still count in every denominator."""
+    exclude_query_image: bool = False
+    """Remove a query's own pictures from its ranking; the released retrieval does not."""
+
+
+def import_pinpoint(options: PinpointOptions) -> RetrievalSet:
+    """Read the release and write a retrieval set."""
+    table, index_file = options.src / TABLE, options.src / INDEX
+    for path in (table, index_file):
+        if not path.is_file():
+            raise ReleaseError(f"{path} does not exist: src must be a clone of pinterest/pinpoint-dataset")
+    index = dict.fromkeys(line.strip() for line in index_file.read_text("utf-8").splitlines() if line.strip())
+    pictures = Pictures(
+        options.images or options.src / "images", options.src, manifest=options.manifest,
+        hint="download it with the release's tools, then pass images=DIR or manifest=FILE",
+    )  # fmt: skip
+    draft = Draft(index)
+    for row in iter_rows(table, needed=COLUMNS):
+        query, right, wrong = _query(row, pictures, options.instruction)
+        if right:
+            own = str(query.columns["picture_ids"]).split("+")
+            draft.add(query, row.where, dict.fromkeys(right, 1), wrong, own)
+    draft.refuse_lost(f"{index_file} ({len(index)} pictures)", allowed=options.allow_missing)
+    return options.write(
+        meta={
+            "name": "PinPoint",
+            "benchmark": "pinpoint",
+            "source": "pinterest/pinpoint-dataset, imported by eval.benchmarks.releases.pinpoint",
+            "report_by": ["images"],
+            "num_missing_positives": len(draft.lost),
+            "exclude_query_image": options.exclude_query_image,
+        },
+        queries=draft.queries,
+        corpus=(Candidate(id=name, image=pictures.find(name, by_stem=True)) for name in index),
+        qrels=draft.qrels,
+        negatives=draft.negatives,
+        excluded=draft.excluded if options.exclude_query_image else None,
+    )
+
+
+def _query(row: Row, pictures: Pictures, instruction: str | None) -> tuple[Query, list[str], list[str]]:
+    """A row's query, with its positives and negatives, each once."""
+    name = str(row["query_id"]).removeprefix("query_").zfill(5)  # as the released scorer normalises it
+    listed_right, listed_wrong = as_list(row["positive_candidates"]), as_list(row["negative_candidates"])
+    own = _distinct([row["query_image_signature"], row.get("query_image_signature2")])
+    if not own:
+        raise row.error(f"query {name!r} has no picture")
+    right = _distinct(listed_right)
+    query = Query(
+        id=name,
+        text=row.text("instruction"),
+        images=tuple(pictures.find(signature, by_stem=True) for signature in own),
+        group="+".join(own),
+        instruction=instruction,
+        columns={
+            "images": "one image" if len(own) == 1 else "two images",
+            "picture_ids": "+".join(own),
+            "paraphrase": content_id(*own, *sorted(right)),
+            "num_listed_positives": len(listed_right),
+            "num_listed_negatives": len(listed_wrong),
+        },
+    )
+    return query, right, _distinct(listed_wrong)
+
+
+def _distinct(values: list[Any]) -> list[str]:
+    """Names without repeats and without the ways in which the table writes a missing one."""
+    names = dict.fromkeys(str(value) for value in values)
+    return [name for name in names if name.strip() not in ("", "None", "nan")]
+
 
 CUTS = (1, 5, 10, 50)
 
@@ -37,38 +140,32 @@ CUTS = (1, 5, 10, 50)
 class Pinpoint(Protocol):
     """PinPoint: AP@10, the cost of explicit negatives, and sensitivity to paraphrases."""
 
-    def score(self, wanted: RetrievalSet, ranking: Ranking, names: Sequence[str] = ()) -> Scored:
+    def names(self, wanted: RetrievalSet) -> tuple[str, ...]:
+        """Official: at the released scorer's cutoffs too."""
+        if self.profile == "clean":
+            return super().names(wanted)
+        kinds = ("precision", "recall", "map_capped", "negative_recall", "delta_map_capped")
+        names = super().names(replace(wanted, negatives=None))
+        return tuple(dict.fromkeys((*names, *(f"{kind}@{k}" for kind in kinds for k in CUTS))))
+
+    def score(self, wanted: RetrievalSet, ranking: Ranking) -> Scored:
         """As `Protocol.score`; official with the released scorer's denominators, see `pinpoint_values`."""
         if self.profile == "clean":
             return super().score(wanted, ranking)
-        listed_Q = integer_column(wanted, "num_listed_positives")
-        bad_Q = integer_column(wanted, "num_listed_negatives")
-        in_pool_Q = np.array([len(rows) for rows, _ in wanted.positives], np.int64)
-        rows_QW = ranking.rows_QW
-        # repeated positives count in the denominator, like ones never found
-        missing_Q, num_candidates = listed_Q - in_pool_Q, len(wanted.corpus_ids)
-        wide = judge(rows_QW, wanted.positives, None, num_candidates=num_candidates, num_missing_Q=missing_Q)
-        negative_QK = np.stack(
-            [np.isin(row, listed) for row, listed in zip(rows_QW, wanted.negatives or [], strict=True)]
+        listed_Q, bad_Q = (
+            integer_column(wanted, f"num_listed_{kind}") for kind in ("positives", "negatives")
         )
-        wide = replace(wide, negative_QK=negative_QK, num_negatives_Q=bad_Q)
-        # Negatives are removed from the whole list before it is cut.
-        judged = cut(wide, ranking.depth)
-        kinds = ("precision", "recall", "map_capped", "negative_recall", "delta_map_capped")
-        names = self.names(wanted, [f"{kind}@{k}" for kind in kinds for k in CUTS], negatives=False)
-        value_QM = pinpoint_values(names, judged)
-        pool_Q = wanted.pool_sizes()
-        random_QM = np.full(value_QM.shape, np.nan)
-        for m, name in enumerate(names):
-            if not name.startswith(("negative", "delta")):
-                random_QM[:, m] = random_floor(name, judged, pool_Q, depth=ranking.depth)
-
-        def tied(*, best: bool) -> np.ndarray:
-            order = tied_order(wide, ranking.score_QW, best=best)
-            return pinpoint_values(names, cut(order, ranking.depth))
-
-        first_Q = first_hit_rank(judged)
-        return Scored(names, value_QM, tied(best=True), tied(best=False), random_QM, first_Q)
+        found_Q = np.array([len(rows) for rows, _ in wanted.positives], np.int64)
+        # repeated positives count in the denominator, like ones never found
+        judged = judged_rows(
+            replace(wanted, negatives=None, num_missing_Q=listed_Q - found_Q), ranking.rows_QW
+        )
+        negative_QK = np.stack(list(map(np.isin, ranking.rows_QW, wanted.negatives or [])))
+        judged = replace(judged, negative_QK=negative_QK, num_negatives_Q=bad_Q)
+        names = self.names(wanted)
+        scored = score_ranking(wanted, ranking, names, judged, pinpoint_values)
+        no_floor = [name.startswith(("negative", "delta")) for name in names]
+        return replace(scored, random_QM=np.where(no_floor, np.nan, scored.random_QM))
 
     def figures(self, wanted: RetrievalSet, scored: Scored, *, seed: int) -> dict[str, Any]:
         """Linguistic sensitivity, the relative cost of negatives, and, if official, the released scorer's names."""
@@ -126,8 +223,8 @@ def _official(value: Mapping[str, float], micro: Mapping[str, Mapping[str, Any] 
 def pinpoint_values(names: Sequence[str], judged: Judged) -> np.ndarray:
     """Per-query values as the released scorer of PinPoint computes them, (Q, M).
 
-    Source: evaluate.py and utils/metrics.py of pinterest/pinpoint-dataset. Differs: none. ``judged``: the whole list of each
-    query, with positives and negatives as listed; a candidate may be both.
+    Source: evaluate.py and utils/metrics.py of pinterest/pinpoint-dataset. Differs: none. ``judged``: each query's whole list,
+    from which negatives are removed before it is cut, with positives and negatives as listed; a candidate may be both.
     """
     assert judged.negative_QK is not None
     removed_last = np.argsort(judged.negative_QK, axis=1, kind="stable")
@@ -193,7 +290,4 @@ PROTOCOLS = (
         "a query without a ranking is left out; compare only with the repository's metrics.csv, not with the paper",
     ), skips_missing=True),
 )  # fmt: skip
-PUBLISHED = Path(__file__).with_name("published")
-register_benchmark(
-    Benchmark("pinpoint", "eval.benchmarks.pinpoint.importer:import_pinpoint", PROTOCOLS, PUBLISHED)
-)
+register_benchmark(Benchmark("pinpoint", import_pinpoint, PROTOCOLS, Path(__file__).with_name("published")))

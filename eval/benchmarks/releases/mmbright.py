@@ -22,14 +22,17 @@ matches only ``KEY_N.txt``, so documents in several chunks (``KEY_N_M.txt``, bio
 
 import io
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
+from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 from PIL import Image
 
+from eval.benchmarks.registry import Benchmark, register_benchmark
 from eval.benchmarks.release_files import (
     Draft,
     ReleaseError,
@@ -42,6 +45,10 @@ from eval.benchmarks.release_files import (
     iter_rows,
     need_columns,
 )
+from eval.scoring.output_files import Scored, means
+from eval.scoring.protocol import Protocol
+from eval.scoring.search import Ranking
+from eval.sets.retrieval_set import RetrievalSet
 from eval.sets.write_set import Candidate, Query
 from rge.common.images import ImageError, load_image
 from rge.common.schema import safe_id
@@ -54,7 +61,7 @@ class MmbrightOptions(ReleaseOptions):
     """Make a suite of retrieval sets from the release of MM-BRIGHT."""
 
     task: Literal["1", "2", "3", "4"] = "2"
-    """Task, see `eval.benchmarks.mmbright.importer`."""
+    """Task, see `eval.benchmarks.releases.mmbright`."""
     domains: tuple[str, ...] = ("all",)
     """Domains; by default all that src has."""
     image_policy: Literal["first", "vconcat", "all"] = "all"
@@ -177,7 +184,7 @@ class _Domain:
             meta={
                 "name": f"MM-BRIGHT task {self.task}, {self.name}",
                 "benchmark": "mmbright",
-                "source": "mm-bright/MM-BRIGHT, imported by eval.benchmarks.mmbright.importer",
+                "source": "mm-bright/MM-BRIGHT, imported by eval.benchmarks.releases.mmbright",
                 "task": int(self.task),
                 "domain": self.name,
                 "image_policy": None if self.task == "1" else self.options.image_policy,
@@ -309,3 +316,69 @@ def _png(image: Image.Image) -> bytes:
     sink = io.BytesIO()
     image.save(sink, "PNG")
     return sink.getvalue()
+
+
+CUTS = (1, 5, 10, 25, 50, 100)
+_TREC = {"NDCG": "ndcg", "MAP": "map", "Recall": "recall", "P": "precision"}
+
+
+@dataclass(frozen=True)
+class Mmbright(Protocol):
+    """MM-BRIGHT: the mean over domains of nDCG@10."""
+
+    def prepare(self, wanted: RetrievalSet) -> RetrievalSet:
+        """Official: hard negatives (tasks 1 and 2) and pairs with a negative picture (task 4) are excluded from rankings."""
+        removes = self.profile == "official" and wanted.meta.get("task") in (1, 2, 4)
+        return replace(wanted, excluded=wanted.negatives) if removes else wanted
+
+    def names(self, wanted: RetrievalSet) -> tuple[str, ...]:
+        """Official: at the released code's cutoffs too, without metrics of the negatives that it removes."""
+        if self.profile == "clean":
+            return super().names(wanted)
+        names = super().names(replace(wanted, negatives=None))
+        return tuple(dict.fromkeys((*names, *(f"{metric}@{k}" for metric in _TREC.values() for k in CUTS))))
+
+    def score(self, wanted: RetrievalSet, ranking: Ranking) -> Scored:
+        """As `Protocol.score`; official, the scores of task 3 are scaled first."""
+        if (
+            self.profile == "official"
+            and wanted.meta.get("task") == 3
+            and ranking.score_QW.dtype == np.float32
+        ):
+            # The released code scales float32 scores by 100, whose rounding makes some of them equal.
+            ranking = replace(ranking, score_QW=ranking.score_QW * np.float32(100))
+        return super().score(wanted, ranking)
+
+    def figures(self, wanted: RetrievalSet, scored: Scored, *, seed: int) -> dict[str, Any]:
+        """Official: the released code's names, rounded to five digits."""
+        if self.profile == "clean":
+            return {}
+        value = means(scored.names, scored.value_QM)
+        figures = {f"{t}@{k}": round(value[f"{o}@{k}"], 5) for t, o in _TREC.items() for k in CUTS}
+        return {"official": figures | {"MRR": round(value["mrr"], 5)}}
+
+    def suite_figures(self, results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """Official: the mean of the domains' rounded figures, rounded again."""
+        if self.profile == "clean":
+            return {}
+        blocks = [result["official"] for result in results.values()]
+        return {"official": {key: round(sum(b[key] for b in blocks) / len(blocks), 5) for key in blocks[0]}}
+
+
+PROTOCOLS = (
+    Mmbright("mmbright", "clean", ("ndcg@10", "recall@10"), (
+        "nDCG@10 with linear gains, mean over domains",
+        "hard negatives stay in the ranking",
+        "task 4 is graded as in the paper: 2 for a gold document with a positive picture, 1 for it without picture",
+        "queries without any positive are not part of the set",
+    )),
+    Mmbright("mmbright", "official", ("ndcg@10",), (
+        "as the released code (143ae35): nDCG@10 of trec_eval over the top 1,000, rounded to five digits per domain, mean "
+        "over domains",
+        "tasks 1 and 2: the query's hard negatives are removed from its ranking",
+        "task 4: graded 2 and 1; pairs with a picture judged wrong are removed. With keys=legacy at import this is what "
+        "the code calls the protocol of Table 6",
+        "equal scores are in trec_eval's order, the larger id first",
+    ), ties="trec", skips_missing=True),
+)  # fmt: skip
+register_benchmark(Benchmark("mmbright", import_mmbright, PROTOCOLS, Path(__file__).with_name("published")))

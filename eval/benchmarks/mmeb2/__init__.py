@@ -1,1 +1,0 @@
-"""MMEB-V2, its image and visual-document parts."""

@@ -6,7 +6,7 @@ model use pictures. The paper has a template for reformulations; the prompts her
 """
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -90,49 +90,37 @@ class Rewriter:
             for query in queries
         ]
         known, todo = known_and_open(self.answers, keys, queries)
+        open_keys, unanswered = list(todo), list[Outcome]()
         with progress_bar(total=len(todo), desc=self.kind, disable=not todo) as bar:
 
-            def keep(key: str, text: str) -> None:
-                self.answers.put_values({key: text})
-                known[key] = text
+            def take(place: int, outcome: Outcome) -> None:
                 bar.update()
+                if outcome.unanswered:
+                    unanswered.append(outcome)
+                    return
+                known[open_keys[place]] = text = "" if outcome.reply is None else outcome.reply.text.strip()
+                if text:
+                    self.answers.put_values({open_keys[place]: text})
 
-            empty = self._write(todo, keep)
-        if empty and not any(known.values()):
+            self._caller.run(list(map(self._request, todo.values())), take)
+        if unanswered:
+            raise UserError(
+                f"{len(unanswered)} of {len(todo)} calls to {self._shown} are unanswered, such as: "
+                f"{unanswered[0].error}; the other answers are stored, run the same command again to continue"
+            )
+        if todo and not any(known.values()):
             raise UserError(
                 f"{self._shown} wrote nothing for any of {sum(key is not None for key in keys)} queries"
             )
-        self.answers.put_values(dict.fromkeys(empty, ""))
-        known |= dict.fromkeys(empty, "")
+        self.answers.put_values({key: "" for key in todo if not known[key]})
         return [None if key is None else known[key] for key in keys]
 
-    def _write(self, todo: Mapping[str, Item], keep: Callable[[str, str], None]) -> list[str]:
-        """Make the calls; returns the keys of refused or empty answers."""
+    def _request(self, query: Item) -> Request:
         system, request = PROMPTS[self.kind]
-        requests, keys = [], list(todo)
-        for query in todo.values():
-            # A caption must not repeat or answer the question, so the model sees only the pictures.
-            text = [query.text] if query.text and self.kind != "caption" else []
-            pictures = [Picture(ref, hashlib.sha256(picture_bytes(ref)).hexdigest()) for ref in query.images]
-            requests.append(Request(self.model, (*text, *pictures, request), system, max_tokens=MAX_TOKENS))
-        unanswered: list[Outcome] = []
-        empty: list[str] = []
-
-        def take(place: int, outcome: Outcome) -> None:
-            if outcome.unanswered:
-                unanswered.append(outcome)
-            elif outcome.reply is not None and (text := outcome.reply.text.strip()):
-                keep(keys[place], text)
-            else:
-                empty.append(keys[place])
-
-        self._caller.run(requests, take)
-        if unanswered:
-            raise UserError(
-                f"{len(unanswered)} of {len(requests)} calls to {self._shown} are unanswered, such as: "
-                f"{unanswered[0].error}; the other answers are stored, run the same command again to continue"
-            )
-        return empty
+        # A caption must not repeat or answer the question, so the model sees only the pictures.
+        text = [query.text] if query.text and self.kind != "caption" else []
+        pictures = [Picture(ref, hashlib.sha256(picture_bytes(ref)).hexdigest()) for ref in query.images]
+        return Request(self.model, (*text, *pictures, request), system, max_tokens=MAX_TOKENS)
 
 
 @dataclass(kw_only=True)

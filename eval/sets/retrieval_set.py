@@ -248,22 +248,21 @@ def picture_ids(wanted: RetrievalSet) -> list[list[str]]:
 
 def further_names(wanted: RetrievalSet) -> dict[str, set[str]]:
     """Picture id -> its other names in training files, from ``names.parquet``; empty without it."""
-    path = wanted.path / NAMES
-    if not path.exists():
-        return {}
-    table, names_of = _Table(path), defaultdict[str, set[str]](set)
-    for picture, name in zip(table.strings("picture-id"), table.strings("name"), strict=True):
+    names_of: dict[str, set[str]] = defaultdict(set)
+    for picture, name in _rows(wanted.path / NAMES, "picture-id", "name"):
         names_of[picture].add(name)
     return names_of
 
 
 def given_rationales(wanted: RetrievalSet) -> dict[tuple[str, str], str]:
     """(query id, candidate id) -> rationale, from ``rationales.parquet``; empty without it."""
-    path = wanted.path / RATIONALES
-    if not path.exists():
-        return {}
-    queries, candidates, texts = map(_Table(path).strings, ("query-id", "corpus-id", "rationale"))
-    return dict(zip(zip(queries, candidates, strict=True), texts, strict=True))
+    rows = _rows(wanted.path / RATIONALES, "query-id", "corpus-id", "rationale")
+    return {(query, candidate): text for query, candidate, text in rows}
+
+
+def _rows(path: Path, *columns: str) -> Iterator[tuple[str, ...]]:
+    """Rows of an optional table of strings; none without it."""
+    return zip(*map(_Table(path).strings, columns), strict=True) if path.exists() else iter(())
 
 
 def content_digest(item: Item) -> tuple[str, tuple[str, ...]]:

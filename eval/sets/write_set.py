@@ -82,18 +82,16 @@ def write_set(
         place = _Pictures(work, embed=embed, decode=decode)
         corpus_ids = _write_corpus(work / "corpus.parquet", corpus, place)
         _write_queries(work / "queries.parquet", queries, place)
-        pairs = {"negatives": negatives, "excluded": excluded, "candidates": candidates}
-        _write_pairs(work / "qrels.parquet", qrels)
-        for name, rows in pairs.items():
-            if rows is not None:
-                _write_pairs(work / f"{name}.parquet", rows)
+        given = {"negatives": negatives, "excluded": excluded, "candidates": candidates}
+        lists = {name: pairs for name, pairs in given.items() if pairs is not None}
+        _write_rows(work / "qrels.parquet", ("query-id", "corpus-id", "score"), qrels)
+        for name, pairs in lists.items():
+            _write_rows(work / f"{name}.parquet", ("query-id", "corpus-id"), pairs)
         if names:
-            columns = {"picture-id": [picture for picture, _ in names], "name": [name for _, name in names]}
-            pq.write_table(pa.table(columns), work / NAMES, compression="zstd")
-        listed = {name: rows or () for name, rows in pairs.items()}
-        fingerprint = set_fingerprint([query.id for query in queries], corpus_ids, qrels, **listed)
+            _write_rows(work / NAMES, ("picture-id", "name"), names)
+        fingerprint = set_fingerprint([query.id for query in queries], corpus_ids, qrels, **lists)
         counts = {"queries": len(queries), "corpus": len(corpus_ids), "qrels": len(qrels)}
-        counts |= {name: len(rows) for name, rows in pairs.items() if rows is not None}
+        counts |= {name: len(pairs) for name, pairs in lists.items()}
         content = {"split": "test"} | meta | {"counts": counts, "fingerprint": fingerprint}
         write_json(work / "meta.json", content)
         (work / "README.md").write_text(_CARD.format(name=content["name"]), "utf-8")
@@ -209,8 +207,7 @@ def _write_queries(path: Path, queries: Sequence[Query], place: _Pictures) -> No
     pq.write_table(table, path, compression="zstd")
 
 
-def _write_pairs(path: Path, pairs: Sequence[tuple[Any, ...]]) -> None:
-    fields = [("query-id", pa.string()), ("corpus-id", pa.string()), ("score", pa.int64())]
-    schema = pa.schema(fields if path.stem == "qrels" else fields[:2])
-    rows = [dict(zip(schema.names, pair, strict=False)) for pair in pairs]
-    pq.write_table(pa.Table.from_pylist(rows, schema), path, compression="zstd")
+def _write_rows(path: Path, columns: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> None:
+    schema = pa.schema([(name, pa.int64() if name == "score" else pa.string()) for name in columns])
+    cells = [dict(zip(columns, row, strict=True)) for row in rows]
+    pq.write_table(pa.Table.from_pylist(cells, schema), path, compression="zstd")

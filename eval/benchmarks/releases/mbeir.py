@@ -61,6 +61,11 @@ KINDS = {
 }
 """Modalities of queries and candidates."""
 GLOBAL_POOL = "cand_pool/global/mbeir_union_test_cand_pool.jsonl"
+MAIN = "task_hit"
+"""Metric that is averaged over tasks: hit@10 for tasks whose `CUTS` begin with 10, else hit@5."""
+CUTS = {"fashion200k": (10, 20, 50), "fashioniq": (10, 20, 50)}
+"""Cutoffs that the released configuration reports for a data set, the main one first; ``USUAL`` for the others."""
+USUAL = (5, 1, 10)
 
 
 @dataclass
@@ -208,13 +213,6 @@ def _existing(path: Path) -> Path:
 
 def _dataset(name: str) -> str:
     return name.partition(":")[0]
-
-
-MAIN = "task_hit"
-"""Metric that is averaged over tasks: hit@10 for tasks whose `CUTS` begin with 10, else hit@5."""
-CUTS = {"fashion200k": (10, 20, 50), "fashioniq": (10, 20, 50)}
-"""Cutoffs that the released configuration reports for a data set, the main one first; ``USUAL`` for the others."""
-USUAL = (5, 1, 10)
 
 
 def cuts_of(task: str) -> tuple[int, ...]:

@@ -54,6 +54,9 @@ from rge.common.images import ImageError, load_image
 from rge.common.schema import safe_id
 
 NO_IMAGE = "__NO_IMAGE__"
+CUTS = (1, 5, 10, 25, 50, 100)
+_TREC = {"NDCG": "ndcg", "MAP": "map", "Recall": "recall", "P": "precision"}
+"""The released scorer's cutoffs, and its names of metrics."""
 
 
 @dataclass
@@ -316,10 +319,6 @@ def _png(image: Image.Image) -> bytes:
     sink = io.BytesIO()
     image.save(sink, "PNG")
     return sink.getvalue()
-
-
-CUTS = (1, 5, 10, 25, 50, 100)
-_TREC = {"NDCG": "ndcg", "MAP": "map", "Recall": "recall", "P": "precision"}
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,7 @@ DOCUMENTS: dict[str, tuple[str, str]] = {
 }
 """The 24 sets of the leaderboard, with their meta-task and the hub's split."""
 COLUMNS = ("qry_inst", "qry_text", "qry_img_path", "tgt_inst", "tgt_text", "tgt_img_path")
+MAIN = {"image": "hit@1", "visdoc": "ndcg@5"}
 
 
 @dataclass
@@ -193,9 +194,6 @@ def _meta(name: str, options: Mmeb2Options) -> dict[str, Any]:
         # the texts already include their instructions, so the checkpoint's prompt wording must not be added
         "prompts": "plain",
     }
-
-
-MAIN = {"image": "hit@1", "visdoc": "ndcg@5"}
 
 
 @dataclass(frozen=True)

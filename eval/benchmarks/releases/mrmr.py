@@ -50,6 +50,9 @@ _DISCIPLINES = {
 }
 DISCIPLINES = {name: discipline for discipline, names in _DISCIPLINES.items() for name in names.split()}
 """Domain of a query -> discipline, as reported in the paper; the released code maps the rest to ``other``."""
+MAIN = {"negation": "recall@1"}
+"""Main score of tasks for which it is not `USUAL`."""
+USUAL = "ndcg@10"
 
 
 @dataclass
@@ -146,11 +149,6 @@ def _content(row: Row) -> tuple[str | None, bytes | None]:
     if empty := [part for part in parts if {"text": text, "image": image}[part] is None]:
         raise row.error(f"modality is {','.join(parts)}, but {empty[0]} is empty")
     return text if "text" in parts else None, image if "image" in parts else None
-
-
-MAIN = {"negation": "recall@1"}
-"""Main score of tasks for which it is not `USUAL`."""
-USUAL = "ndcg@10"
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,8 @@ from rge.stats.intervals import cluster_bootstrap, figures, index_of, ratio_boot
 
 TABLE, INDEX = "pinpoint_licensed.parquet", "index_signatures.txt"
 COLUMNS = ("query_id", "instruction", "query_image_signature", "positive_candidates", "negative_candidates")
+CUTS = (1, 5, 10, 50)
+"""Cutoffs of the released scorer."""
 
 
 @dataclass
@@ -133,9 +135,6 @@ def _distinct(values: list[Any]) -> list[str]:
     return [name for name in names if name.strip() not in ("", "None", "nan")]
 
 
-CUTS = (1, 5, 10, 50)
-
-
 @dataclass(frozen=True)
 class Pinpoint(Protocol):
     """PinPoint: AP@10, the cost of explicit negatives, and sensitivity to paraphrases."""
@@ -163,7 +162,8 @@ class Pinpoint(Protocol):
         negative_QK = np.stack(list(map(np.isin, ranking.rows_QW, wanted.negatives or [])))
         judged = replace(judged, negative_QK=negative_QK, num_negatives_Q=bad_Q)
         names = self.names(wanted)
-        scored = score_ranking(wanted, ranking, names, judged, pinpoint_values)
+        with np.errstate(divide="ignore", invalid="ignore"):  # floors of negatives, which are left out below
+            scored = score_ranking(wanted, ranking, names, judged, pinpoint_values)
         no_floor = [name.startswith(("negative", "delta")) for name in names]
         return replace(scored, random_QM=np.where(no_floor, np.nan, scored.random_QM))
 

@@ -46,8 +46,10 @@ OF_ENCODED = {
     "rationale": "rationales",
     "stop_reason": "stop_reasons",
     "rationale_tokens": "num_rationale_tokens",
+    "generate_ms": "generate_ms",
+    "embed_ms": "embed_ms",
 }
-"""Columns of per_query.parquet with other names than the attributes of `Encoded`; ``generate_ms`` and ``embed_ms`` follow."""
+"""Columns of per_query.parquet, with the attributes of `Encoded` that they hold."""
 
 
 @dataclass(frozen=True)
@@ -130,10 +132,14 @@ def per_query_table(
     rows_QK, score_QK = ranking.rows_QW[:, head].tolist(), ranking.score_QW[:, head].tolist()
     columns["top10"] = [[wanted.corpus_ids[row] for row in rows if row >= 0] for rows in rows_QK]
     columns["top10_scores"] = [list(filter(np.isfinite, scores)) for scores in score_QK]
-    for name in ("rationale", "rationale_tokens", "stop_reason", "generate_ms", "embed_ms"):
-        absent = [None] * len(wanted.queries)
-        columns[name] = absent if encoded is None else getattr(encoded, OF_ENCODED.get(name, name))
-    return pa.table({name: pa.array(values, RESULT_COLUMNS.get(name)) for name, values in columns.items()})
+    for name, attribute in OF_ENCODED.items():
+        columns[name] = [None] * len(wanted.queries) if encoded is None else getattr(encoded, attribute)
+    kinds = (
+        dict.fromkeys(wanted.columns, pa.string())
+        | dict.fromkeys(scored.names, pa.float64())
+        | RESULT_COLUMNS
+    )
+    return pa.table({name: pa.array(values, kinds[name]) for name, values in columns.items()})
 
 
 def figures(wanted: RetrievalSet, scored: Scored, *, seed: int) -> dict[str, Any]:

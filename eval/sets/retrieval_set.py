@@ -195,15 +195,6 @@ def load_set(path: str | Path, *, by: Sequence[str] = ()) -> RetrievalSet:
     }
     # candidates with gain 0 are judged not right
     right = [pair for pair in pairs["qrels"] if pair[2] > 0]
-    lists: dict[str, Any] = {
-        name: [rows for rows, _ in _by_query(of_table, query_of, row_of)]
-        for name, of_table in pairs.items()
-        if name != "qrels"
-    }
-    # a negative that a query's ranking cannot contain does not count
-    for name, keep in (("candidates", np.intersect1d), ("excluded", np.setdiff1d)):
-        if {name, "negatives"} <= lists.keys():
-            lists["negatives"] = list(map(keep, lists["negatives"], lists[name]))
     wanted = RetrievalSet(
         path=root,
         name=meta["name"],
@@ -216,7 +207,7 @@ def load_set(path: str | Path, *, by: Sequence[str] = ()) -> RetrievalSet:
         file_rows_C=np.array(corpus_order, np.int64),
         positives=_by_query(right, query_of, row_of),
         num_missing_Q=_num_missing(table),
-        **lists,
+        **_lists(pairs, query_of, row_of),
     )
     _check_judged(wanted)
     # last, since the messages of the other checks are more specific
@@ -226,6 +217,22 @@ def load_set(path: str | Path, *, by: Sequence[str] = ()) -> RetrievalSet:
             f"{wanted.fingerprint!r}: the set was changed after it was written, or only part of it was copied"
         )
     return wanted
+
+
+def _lists(
+    pairs: Mapping[str, Sequence[tuple[Any, ...]]], query_of: Mapping[str, int], row_of: Mapping[str, int]
+) -> dict[str, Any]:
+    """Each query's rows in the optional tables."""
+    lists = {
+        name: [rows for rows, _ in _by_query(table, query_of, row_of)]
+        for name, table in pairs.items()
+        if name != "qrels"
+    }
+    # a negative that a query's ranking cannot contain does not count
+    for name, keep in (("candidates", np.intersect1d), ("excluded", np.setdiff1d)):
+        if {name, "negatives"} <= lists.keys():
+            lists["negatives"] = list(map(keep, lists["negatives"], lists[name]))
+    return lists
 
 
 def integer_column(wanted: RetrievalSet, name: str) -> np.ndarray:

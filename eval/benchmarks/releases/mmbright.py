@@ -25,7 +25,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -128,12 +127,6 @@ class _Domain:
         return self.options.task
 
     @cached_property
-    def doc_ids(self) -> dict[str, None]:
-        """Ids of documents, without repeats."""
-        rows = self._rows("documents", ("id",)) if self.task != "3" else ()
-        return dict.fromkeys(str(row["id"]) for row in rows)
-
-    @cached_property
     def images(self) -> dict[str, bytes]:
         """Pictures of documents by path; broken ones are dropped, as the released loader does silently."""
         images: dict[str, bytes] = {}
@@ -150,22 +143,25 @@ class _Domain:
         return images
 
     @cached_property
-    def pairs(self) -> dict[str, list[str]]:
-        """Task 4: document -> its candidates ``document|||picture``, first the one without a picture."""
+    def candidates(self) -> dict[str, tuple[str, str]]:
+        """Candidate -> its document and the path of its picture, "" for none."""
+        if self.task == "3":
+            return {path: ("", path) for path in self.images}
+        docs = dict.fromkeys(str(row["id"]) for row in self._rows("documents", ("id",)))
         if self.task != "4":
-            return {}
+            return {doc: (doc, "") for doc in docs}
         of_page: dict[str, list[str]] = {}
         for path in self.images:
-            if key := image_key(path, self.name):
-                of_page.setdefault(key, []).append(path)
+            of_page.setdefault(image_key(path, self.name), []).append(path)
         return {
-            doc: [f"{doc}|||{path}" for path in (NO_IMAGE, *of_page.get(self._key(doc), []))]
-            for doc in self.doc_ids
+            f"{doc}|||{path or NO_IMAGE}": (doc, path)
+            for doc in docs
+            for path in ("", *of_page.get(self._key(doc), ()))
         }
 
     def write(self) -> None:
         """Read the domain and write its set."""
-        draft = Draft(self._candidates())
+        draft = Draft(self.candidates)
         columns = ["id", "query", "gold_ids", "negative_ids"]
         columns += ["image_paths"] if self.task != "1" else []
         columns += ["positive_images", "negative_images"] if self.task in ("3", "4") else []
@@ -202,24 +198,15 @@ class _Domain:
             negatives=draft.negatives,
         )
 
-    def _candidates(self) -> set[str]:
-        if self.task == "4":
-            return set(chain.from_iterable(self.pairs.values()))
-        return set(self.images if self.task == "3" else self.doc_ids)
-
     def _corpus(self) -> Iterator[Candidate]:
-        if self.task == "3":
-            yield from (Candidate(safe_id(path), None, data) for path, data in self.images.items())
-            return
-        left = set(self.doc_ids)
-        for row in self._rows("documents", ("id", "content")):
-            doc = str(row["id"])
-            if doc in left:
-                left.remove(doc)
-                for name in self.pairs.get(doc, (doc,)):
-                    yield Candidate(
-                        safe_id(name), row.text("content"), self.images.get(name.partition("|||")[2])
-                    )
+        of_doc: dict[str, list[tuple[str, str]]] = {}
+        for name, (doc, path) in self.candidates.items():
+            of_doc.setdefault(doc, []).append((name, path))
+        for name, path in of_doc.pop("", ()):
+            yield Candidate(safe_id(name), None, self.images[path])
+        for row in self._rows("documents", ("id", "content")) if of_doc else ():
+            for name, path in of_doc.pop(str(row["id"]), ()):
+                yield Candidate(safe_id(name), row.text("content"), self.images.get(path))
 
     def _query(self, row: Row, pictures: dict[str, bytes]) -> Query:
         name = safe_id(str(row["id"]))
@@ -247,14 +234,12 @@ class _Domain:
     ) -> tuple[dict[str, int], list[str]]:
         """The same for task 4: gain 2 for a gold document with a positive picture of its page, 1 without picture."""
         # all other pairs of a gold document count as judged and not right
-        gains = {pair: 0 for doc in gold for pair in self.pairs.get(doc, ())}
+        gains = {pair: 0 for pair, (doc, _) in self.candidates.items() if doc in gold}
         gains |= {f"{doc}|||{NO_IMAGE}": 1 for doc in gold}
-        of_page = [
-            (doc, path) for path in right for doc in gold if image_key(path, self.name) == self._key(doc)
-        ]
-        gains |= {f"{doc}|||{path}": 2 for doc, path in of_page}
-        every = chain.from_iterable(self.pairs.values())
-        return gains, [pair for pair in every if pair.partition("|||")[2] in wrong and not gains.get(pair)]
+        keys = {path: image_key(path, self.name) for path in right}
+        gains |= {f"{doc}|||{path}": 2 for path, key in keys.items() for doc in gold if key == self._key(doc)}
+        bad = [pair for pair, (_, path) in self.candidates.items() if path in wrong]
+        return gains, [pair for pair in bad if not gains.get(pair)]
 
     def _key(self, doc: str) -> str:
         return document_key(doc, legacy=self.options.keys == "legacy")

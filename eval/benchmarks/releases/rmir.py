@@ -10,8 +10,9 @@ Genome (integers, which are not file names and need a manifest).
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -144,24 +145,13 @@ def import_rmir(options: RmirOptions) -> RetrievalSet:
         options.images, options.src / "images", options.src, hint="pass images=DIR, or manifest=FILE with id and path",
         manifest=options.manifest,
     )  # fmt: skip
-    draft, shown = Draft(pool.ids), dict[str, None]()
-    gains_of = read_qrels([judged] if judged else [])
-    wrong_of: dict[str, set[str]] = defaultdict(set)
-    for row in iter_rows(wrong) if judged and wrong else ():
-        wrong_of[row.id("query-id")].add(row.id("corpus-id"))
-    for row in _rows(files, options, needs_positives=judged is None):
-        own = list(map(_name, as_list(row["image"])))
-        shown |= dict.fromkeys(own)
-        query = _query(row, own, pictures, options.instruction)
-        right, negatives = (list(map(_name, as_list(row.get(key)))) for key in ("positives", "negatives"))
-        judgements = gains_of.get(query.id, {})
-        gains = dict.fromkeys(right, 1) | {name: gain for name, gain in judgements.items() if gain > 0}
-        bad = {*negatives, *wrong_of[query.id], *(judgements.keys() - gains.keys())}
-        # queries may cover all splits and qrels only one, or the reverse
-        if gains or bad or judged is None:
-            draft.add(query, row.where, gains, sorted(bad), own)
+    draft = _drafted(
+        _rows(files, options, needs_positives=judged is None), pool, pictures, judged, wrong, options
+    )
     draft.refuse_lost(f"the {len(pool.ids)} pictures of the pool {pool_file}", allowed=options.allow_missing)
     notes = _check_counts(draft, len(pool.ids), options)
+    own = (str(query.columns["picture_ids"]).split("+") for query in draft.queries)
+    shown = dict.fromkeys(chain(pool.ids, *own))
     return options.write(
         meta={
             "name": "RMIR" if options.split == "test" else f"RMIR {options.split}",
@@ -178,8 +168,36 @@ def import_rmir(options: RmirOptions) -> RetrievalSet:
         negatives=draft.negatives or None,
         excluded=draft.excluded if options.exclude_query_image else None,
         # half of Visual Genome's pictures are also in COCO, under whose names other training sets have them
-        names=[(name, f"coco:{pictures.coco[name]}") for name in pool.ids | shown if name in pictures.coco],
+        names=[(name, f"coco:{pictures.coco[name]}") for name in shown if name in pictures.coco],
     )
+
+
+def _drafted(
+    rows: Iterable[Row],
+    pool: _Pool,
+    pictures: Pictures,
+    judged: Path | None,
+    wrong: Path | None,
+    options: RmirOptions,
+) -> Draft:
+    """The queries with their judgements, from the rows themselves and from the tables ``judged`` and ``wrong``."""
+    draft, gains_of = Draft(pool.ids), read_qrels([judged] if judged else [])
+    wrong_of: dict[str, set[str]] = defaultdict(set)
+    for row in iter_rows(wrong) if judged and wrong else ():
+        wrong_of[row.id("query-id")].add(row.id("corpus-id"))
+    for row in rows:
+        own, right, negatives = (
+            list(map(_name, as_list(row.get(key)))) for key in ("image", "positives", "negatives")
+        )
+        name = safe_id(str(row["id"]))
+        judgements = gains_of.get(name, {})
+        gains = dict.fromkeys(right, 1) | {found: gain for found, gain in judgements.items() if gain > 0}
+        bad = {*negatives, *wrong_of[name], *(judgements.keys() - gains.keys())}
+        # queries may cover all splits and qrels only one, or the reverse
+        if gains or bad or judged is None:
+            query = _query(row, own, pictures, options.instruction)
+            draft.add(query, row.where, gains, sorted(bad), own)
+    return draft
 
 
 def _query(row: Row, own: Sequence[str], pictures: Pictures, instruction: str) -> Query:
@@ -207,16 +225,12 @@ def _one_file(options: RmirOptions, *stems: str) -> Path | None:
             (options.src / stem).glob("*")
         )
         tables = [path for path in paths if path.suffix in TABLES and path.is_file()]
-        named = _of_split(tables, options.split) or tables
+        named = [path for path in tables if options.split in path.stem] or tables
         if len(named) > 1:
             raise ReleaseError(f"{options.src}: {named} could all be {stem}: join them into one file")
         if named:
             return named[0]
     return None
-
-
-def _of_split(files: Sequence[Path], split: str) -> list[Path]:
-    return [path for path in files if split in path.stem]
 
 
 def _query_files(options: RmirOptions, others: Sequence[Path | None]) -> list[Path]:
@@ -227,7 +241,7 @@ def _query_files(options: RmirOptions, others: Sequence[Path | None]) -> list[Pa
     files = [path for path in sorted(options.src.iterdir()) if path.suffix in TABLES and path not in passed]
     if not files:
         raise ReleaseError(f"{options.src} has no table ({', '.join(TABLES)}) with queries")
-    named = files if len(files) == 1 else _of_split(files, options.split)
+    named = files if len(files) == 1 else [path for path in files if options.split in path.stem]
     if not named:
         raise ReleaseError(
             f"{options.src}: unclear which of {', '.join(path.name for path in files)} has the {options.split} queries: name "

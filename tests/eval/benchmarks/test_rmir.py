@@ -230,6 +230,18 @@ def test_missing_positives(release):
     assert results["random"]["recall@20"] == pytest.approx((0.5 + 1 + 1) / 3)
 
 
+def test_a_query_of_another_split_needs_no_picture(release):
+    """Queries may cover all splits, and judgements one: pictures of the others need not be there."""
+    listed(release)
+    rows = [json.loads(line) for line in (release / "src" / "test.jsonl").read_text().splitlines()]
+    (release / "src" / "test.jsonl").unlink()
+    other = rows[0] | {"query_id": "z", "input_image": "7"}
+    jsonl(release / "src" / "queries.jsonl", [row | {"target_images": []} for row in (*rows, other)])
+    judged = [{"query-id": q["id"], "corpus-id": q["right"][0], "score": 1} for q in QUERIES]
+    jsonl(release / "src" / "qrels.jsonl", judged)
+    assert import_rmir(options(release)).query_ids == ["a", "b", "c"]
+
+
 def test_query_image_exclusion(release):
     listed(release)
     jsonl(release / "src" / "corpus.jsonl", [{"id": name} for name in [*POOL, OWN[0]]])

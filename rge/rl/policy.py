@@ -5,7 +5,7 @@ Tokens of all rationales are concatenated without padding; `owner_L` has each to
 Shape suffixes: B = queries, K = rationales per query, N = B * K rationales, L = sampled tokens.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,13 +18,13 @@ MAX_LOG_RATIO = 20.0
 
 
 def advantages(reward_BK: Tensor, *, scale: str, std_floor: float, std_batch: float = 1.0) -> Tensor:
-    """Advantage of each rationale over its group.
+    """Advantage of each rationale over its group (row); none for a group with a value that is not finite.
 
     Source: GRPO (arXiv:2402.03300) section 4.1.2, r - mean over std. Scales as TRL's ``scale_rewards``. Differs: `std_floor`,
     which is 1e-4 in TRL, is a setting, since rounding differences between states of equal rationales would be amplified.
 
     Args:
-        reward_BK: one group per row. A group with a value that is not finite gets no advantage: its mean is unknown.
+        reward_BK: one group per row.
         scale: ``group``: divide by the group's standard deviation; ``batch``: by `std_batch`; ``none``.
         std_floor: added to the standard deviation; if both are 0, there is no advantage.
         std_batch: standard deviation of all rewards of all ranks, see `standard_deviation`.
@@ -57,19 +57,12 @@ def standard_deviation(reward_BK: Tensor) -> float:
     return float(known.std()) if len(known) > 1 else 0.0
 
 
-@dataclass(frozen=True)
-class PolicyTerms:
-    """Terms of a policy loss over these rationales.
+class PolicyTerms(NamedTuple):
+    """Terms of a policy loss over some rationales; those of all chunks and ranks add up."""
 
-    Attributes:
-        loss: their share of the loss, with gradient; shares of all chunks and ranks add up.
-        kl: summed k3 estimates over credited tokens; 0 without a reference.
-        clipped: number of credited tokens without gradient because of the clip.
-    """
-
-    loss: Tensor
-    kl: Tensor
-    clipped: Tensor
+    loss: Tensor  # with gradient
+    kl: Tensor  # summed k3 estimates over credited tokens; 0 without a reference
+    clipped: Tensor  # number of credited tokens without gradient because of the clip
 
 
 def policy_loss(

@@ -3,10 +3,9 @@
 Nothing is inherited from the model's generation settings: only the arguments here affect generation. Rationales
 are carried as token ids; decoding and tokenising them again may give other ids, and with them another state.
 
-A generation step runs every layer once and, on a CPU, checks which rows have finished; positions, masks and buffers are
-prepared before the first step. Finished rows leave the batch. On a GPU a step consists of thousands of small kernels that take
-longer to launch than to run, so they are captured as one CUDA graph per number of rows and buffer length. Capturing
-synchronises the device and empties its caches, so graphs, and the memory they use, are kept for the whole run (`_Captured`).
+A step runs every layer once; positions, masks and buffers are prepared before the first. Finished rows leave the batch. On a
+GPU a step consists of thousands of small kernels that take longer to launch than to run, so they are captured as one CUDA graph
+per number of rows and buffer length, and kept for the whole run (`_Captured`).
 
 Shape suffixes: B = rows still being written, R = all rows, L = steps, V = vocabulary, D = hidden size.
 """
@@ -120,32 +119,21 @@ def _captured_of(embedder: EmbeddingModel) -> _Captured | None:
 
 @dataclass(frozen=True, slots=True)
 class Rationale:
-    """What the model wrote for one prompt.
+    """What the model wrote for one prompt."""
 
-    Attributes:
-        ids: token ids without ``<emb>``; empty if the model directly wrote ``<emb>``.
-        forced: the cap was reached and ``<emb>`` was appended.
-        state_D: unit-norm state at ``<emb>``, float32, without gradient; None unless computed with the current weights.
-        seconds: wall time of its batch divided by the batch's rows.
-        age: steps since generation.
-        direct: deliberately empty: ``<emb>`` directly follows the prompt.
-        oracle: not generated: the ids are the oracle's rationale.
-        given: not generated: the ids were passed in, for an additional state of the query.
-        margin: smallest decision margin over its tokens: the lead of the best logit over the second, or the distance of a
-            drawn number to the nearest one that would have drawn another token; infinite unless requested.
-        log_probs: of its tokens, and of ``<emb>`` if the model wrote it, as reported by an external sampler such as vLLM;
-            None if our own forward computes them.
-    """
-
-    ids: tuple[int, ...]
-    forced: bool
+    ids: tuple[int, ...]  # without ``<emb>``; empty if the model directly wrote ``<emb>``
+    forced: bool  # the cap was reached and ``<emb>`` was appended
+    # Unit-norm state at ``<emb>``, float32, without gradient; None unless computed with the current weights.
     state_D: Tensor | None = field(repr=False)
-    seconds: float
-    age: int = 0
-    direct: bool = False
-    oracle: bool = False
-    given: bool = False
+    seconds: float  # wall time of its batch divided by the batch's rows
+    age: int = 0  # steps since generation
+    direct: bool = False  # deliberately empty: ``<emb>`` directly follows the prompt
+    oracle: bool = False  # not generated: the ids are the oracle's rationale
+    given: bool = False  # not generated: the ids were passed in, for an additional state of the query
+    # Smallest decision margin over its tokens: the lead of the best logit over the second, or the distance of a drawn number to
+    # the nearest one that would have drawn another token; infinite unless requested.
     margin: float = float("inf")
+    # Of its tokens, and of ``<emb>`` if the model wrote it, as an external sampler reported them; None: our forward computes them.
     log_probs: tuple[float, ...] | None = None
 
 
@@ -202,7 +190,6 @@ def generate(
     if any(len(ids) >= max_new_tokens for ids in given):
         raise ValueError(f"given ids and <emb> must fit into max_new_tokens={max_new_tokens}")
     choice = _Choice(max_new_tokens, temperature, min_new_tokens, direct_above, margins)
-    choice.check()
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
     num_rows = num_each + len(given)
     at_once = max(1, batch_size // num_each)
@@ -218,13 +205,13 @@ def generate(
             rows = [index * num_rows + number for index in chosen for number in range(num_rows)]
             own_seeds: list[int | None] | None = None
             if seeds is not None and temperature > 0:
-                own_seeds = []
-                for index in chosen:
-                    own_seeds += [*seeds[index * num_each : (index + 1) * num_each], *[None] * len(given)]
+                of_prompt = [seeds[index * num_each : (index + 1) * num_each] for index in chosen]
+                own_seeds = [seed for own in of_prompt for seed in (*own, *[None] * len(given))]
             read = [*[None] * num_each, *given] * len(chosen) if given else None
             began = time.perf_counter()
             if encoded is None:
-                known = _encode(embedder, [prompts[index] for index in chosen])
+                with torch.no_grad():
+                    known = encode_prompts(embedder, embedder, [prompts[index] for index in chosen])
                 known_at = [*range(len(chosen))]
             else:
                 known, known_at = encoded, [index if places is None else places[index] for index in chosen]
@@ -250,11 +237,6 @@ def generate(
     return [results[row] for row in range(len(results))]
 
 
-@torch.no_grad()
-def _encode(embedder: EmbeddingModel, prompts: Sequence[Prompt]) -> EncodedPrompts | EncodedParts:
-    return encode_prompts(embedder, embedder, prompts)
-
-
 @dataclass(frozen=True)
 class _Choice:
     """How `generate` chooses tokens."""
@@ -265,7 +247,7 @@ class _Choice:
     direct_above: float | None
     margins: bool
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be >= 1, got {self.max_new_tokens}")
         if not 0 <= self.min_new_tokens < self.max_new_tokens:
@@ -376,9 +358,8 @@ class _Writing:
         return results
 
     def _write(self) -> None:
-        device = self.row_B.device
         # Reading from a GPU synchronises, and keeping a finished row in the batch costs little: check rarely there.
-        look_every = 1 if device.type == "cpu" and self.captured is None else 8
+        look_every = 1 if self.row_B.device.type == "cpu" and self.captured is None else 8
         warm = False
         for step in range(self.num_steps):
             chooses = step < self.choice.max_new_tokens
@@ -390,6 +371,7 @@ class _Writing:
                 self._read()
             if step == self.num_steps - 1:
                 return
+            warm = True
             if (step and step % look_every == 0) or step == self.choice.max_new_tokens:
                 num_rows = len(self.row_B)
                 num_alive = num_rows - int(self.done_B.sum())
@@ -403,13 +385,9 @@ class _Writing:
                     warm = False
                     if not captured:
                         self.hidden_BD = self.hidden_BD[kept]
-                        self._choose(chooses)
-                    self._tell()
-                    continue
             if not captured:
                 self._choose(chooses)
             self._tell()
-            warm = True
 
     def _read(self) -> None:
         """Run the layers over each row's newest token, and store the states of rows that end with it."""

@@ -14,7 +14,8 @@ the same code in both forms, so both write the same tokens; transformers keeps f
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from transformers import GenerationConfig
 
 from benches.harness import count_flops, make_batch, random_backbone, random_picture
 from rge.common.errors import UserError
+from rge.common.options import one_of
 from rge.common.schema import Item
 from rge.config import load_recipe
 from rge.data.collate import Batch, StepBatches, chunks_of
@@ -158,6 +160,16 @@ def long_setting(options: Sizes, sizes: dict | None = None) -> Setting:
 
 
 SETTINGS: dict[str, Callable[[Sizes], Setting]] = {"demo": demo_setting, "long": long_setting}
+
+
+def measure_settings(
+    options: Any, allowed: Sequence[str], measure: Callable[[str], dict[str, float]]
+) -> dict:
+    """Measure every setting of the options; the last one's figures are repeated at the top level."""
+    one_of("settings", options.settings, allowed)
+    torch.manual_seed(0)
+    results = {name: measure(name) for name in options.settings}
+    return results[options.settings[-1]] | {"settings": results, "options": asdict(options)}
 
 
 class StoppingHead(nn.Module):

@@ -209,12 +209,11 @@ def generate(
                 own_seeds = [seed for own in of_prompt for seed in (*own, *[None] * len(given))]
             read = [*[None] * num_each, *given] * len(chosen) if given else None
             began = time.perf_counter()
-            if encoded is None:
+            known, known_at = encoded, [index if places is None else places[index] for index in chosen]
+            if known is None:
                 with torch.no_grad():
                     known = encode_prompts(embedder, embedder, [prompts[index] for index in chosen])
                 known_at = [*range(len(chosen))]
-            else:
-                known, known_at = encoded, [index if places is None else places[index] for index in chosen]
             writing = _Writing(
                 embedder, known, np.repeat(known_at, num_rows).tolist(), choice, own_seeds, read, captured
             )

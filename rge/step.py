@@ -84,8 +84,8 @@ class TrainingStep:
         Returns:
             Report, equal on all ranks: loss, loss_lm, loss_contrastive, its terms if there are several
             (``loss_info_nce``) and hit_at_1 if they exist, those of further states as ``..._direct`` and ``..._latent``;
-            the mean number of negatives and of labelled negatives in the loss's denominator per query; cut_prompts, the
-            number of prompts that were too long and lost the end of their text.
+            the mean number of negatives and of labelled negatives per query; cut_prompts, the number of prompts that were
+            too long and lost the end of their text.
 
         Raises:
             FloatingPointError: the loss is not finite; names the records of this rank.
@@ -422,18 +422,11 @@ def easy_queries(lead_B: Tensor, adaptive: AdaptiveConfig, most: float) -> Tenso
 
 
 def candidate_masks(batch: Batch, identity_C: Tensor, offset: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Positive, ignored and labelled negative candidates of each query in the global batch.
+    """(B, C) bool masks on the host: positive, ignored and labelled negative candidates of each query in the global batch.
 
     A candidate of any rank that equals one of the query's right answers is ignored, unless it is one of the query's positives
-    in this batch or one of its own labelled negatives: a label overrides an equal identity.
-
-    Args:
-        batch: this rank's batch.
-        identity_C: identities of all ranks' candidates.
-        offset: column of this rank's first candidate.
-
-    Returns:
-        Three (B, C) bool masks on the host: positive, ignored, labelled negative.
+    in this batch or one of its own labelled negatives: a label overrides an equal identity. `identity_C` are those of all
+    ranks' candidates, this rank's from column `offset` on.
     """
     B, C, identity_C = len(batch.queries), identity_C.shape[0], identity_C.cpu()
     positive_BC = torch.zeros(B, C, dtype=torch.bool)

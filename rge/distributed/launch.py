@@ -65,7 +65,11 @@ def make_accelerator(train: TrainConfig, dtype: str = "float32") -> Accelerator:
     """
     _check_precision(dtype)
     _check_accumulation(os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS"), "the launch has")
-    _check_compiler()
+    if (compiler := os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")).lower() != "no":
+        raise LaunchError(  # prompts differ in length, and the rollout would not run the compiled code
+            f"the launch asks for torch.compile (dynamo_backend {compiler}), which training does not use: remove the section "
+            "dynamo_config from the launch config, or launch with --dynamo_backend no"
+        )
     plugin: DeepSpeedPlugin | FullyShardedDataParallelPlugin | None = None
     if _asked("DEEPSPEED"):
         path = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")  # shipped ones are found from any folder
@@ -212,16 +216,6 @@ def _check_accumulation(found: object, where: str) -> None:
         raise LaunchError(
             f"{where} gradient_accumulation_steps={found}, which would divide every gradient; remove it: a step already is a "
             "stage's whole batch_size, of which train.micro_batch_size are computed at once"
-        )
-
-
-def _check_compiler() -> None:
-    """Refuse torch.compile: prompts differ in length, and the rollout would not run the compiled code."""
-    found = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
-    if found.lower() != "no":
-        raise LaunchError(
-            f"the launch asks for torch.compile (dynamo_backend {found}), which training does not use: remove the section "
-            "dynamo_config from the launch config, or launch with --dynamo_backend no"
         )
 
 

@@ -485,10 +485,9 @@ def host(
     processes: int,
     on_gpu: bool = True,
 ) -> dict[str, float]:
-    """Peak use of one machine besides its GPUs: bytes of memory, bytes of shared memory, open files.
+    """Peak use of one machine besides its GPUs, by `processes` of `num_workers` each: bytes of memory, shared memory, open files.
 
-    It runs `processes`, each with `num_workers` and batches of `batch_bytes` (`pixel_bytes`). At least one batch is
-    prefetched, even if `prefetch_bytes` is less. For a GPU, pixels are prefetched to pinned memory and processes use NCCL.
+    Batches of `batch_bytes` are `pixel_bytes`. For a GPU, at least one is prefetched to pinned memory, and processes use NCCL.
     """
     # Prefetched batches, and the one in use, are in pinned memory, allocated in powers of two. A worker holds its prompts'
     # pictures and the buffer that joins them.
@@ -529,8 +528,7 @@ def step_seconds(
 ) -> float:
     """Seconds of a step: FLOPs at the achieved `peak` (FLOP/s), generation at the achieved `bandwidth` (bytes per second).
 
-    Generating a token reads all weights of the text model and the rows' keys and values, and computes little: it is bound by
-    memory.
+    Generation is bound by memory: a token reads all weights of the text model and the rows' keys and values.
     """
     seconds = num_flops / peak
     if load.own:

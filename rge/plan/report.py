@@ -135,13 +135,11 @@ def plan(
     *,
     on_gpu: bool = True,
 ) -> Plan:
-    """The plan of a stage.
+    """The plan of a stage, whose model comes without its weights.
 
-    The model comes without its weights. `longest` are the tokens of the largest prompts, their pictures and rationales, if the
-    records are known. With `on_gpu`, memory is reserved for its context and buffers, and settings are chosen by its memory.
-
-    Raises:
-        RecipeError: the batch cannot be divided, a prompt is longer than allowed, or activations cannot be kept as asked.
+    `longest` are the tokens of the largest prompts, their pictures and rationales, if the records are known. With `on_gpu`,
+    memory is reserved for its context and buffers, and settings are chosen by its memory. RecipeError if the batch cannot be
+    divided, a prompt is longer than allowed, or activations cannot be kept as asked.
     """
     shapes = shapes_of(model, recipe.model.max_pixels)
     load = load_of(recipe, shapes, options, longest)
@@ -230,11 +228,7 @@ def _utilisations(options: PlanOptions) -> tuple[float, float]:
 def load_of(
     recipe: Recipe, shapes: Shapes, options: PlanOptions, longest: Mapping[str, int] | None = None
 ) -> Load:
-    """Work of one rank in a step: the largest that the recipe allows, or that occurs in the records (`longest`).
-
-    Raises:
-        RecipeError: see `plan`.
-    """
+    """Work of one rank in a step: the largest that the recipe allows, or that occurs in the records (`longest`)."""
     stage, queries = _stage(recipe, options)
     objective = Objective.of(recipe, options.for_)
     rationale = options.rationale_tokens or recipe.rollout.max_new_tokens
@@ -294,11 +288,7 @@ def _largest(recipe: Recipe, shapes: Shapes, options: PlanOptions) -> dict[str, 
 
 
 def setup_of(recipe: Recipe, model: HubModel, options: PlanOptions) -> Setup:
-    """Settings of a rank in the planned stage.
-
-    Raises:
-        RecipeError: training would refuse the optimizer under the back end.
-    """
+    """Settings of a rank in the planned stage; RecipeError if training would refuse the optimizer under the back end."""
     lora = recipe.model.lora
     _, queries = _stage(recipe, options)
     back_end = options.back_end or recipe.train.back_end

@@ -82,16 +82,14 @@ def ways(recipe: Recipe, load: Load, setup: Setup) -> Iterator[Setup]:
     if several:
         places = ["none", "device", "host"] if asked == "auto" else [asked]
     wanted = {"once": [True], "twice": [False], "auto": [False, True] if several else [True]}[prompt_pass]
-    for keep in places:
-        possible = _may_encode_once(recipe, load, setup) and (load.chunks == 1 or keep != "none")
-        for once in dict.fromkeys(once and possible for once in wanted):
-            yield replace(setup, keep=keep, once=once)
-
-
-def _may_encode_once(recipe: Recipe, load: Load, setup: Setup) -> bool:
     lora = recipe.model.lora
     has_dropout = lora is not None and lora.dropout > 0
-    return load.own > 0 and recipe.rollout.backend == "own" and not (setup.shares_weights or has_dropout)
+    by_us = load.own > 0 and recipe.rollout.backend == "own"
+    for keep in places:
+        kept = load.chunks == 1 or keep != "none"
+        possible = by_us and kept and not (setup.shares_weights or has_dropout)
+        for once in dict.fromkeys(once and possible for once in wanted):
+            yield replace(setup, keep=keep, once=once)
 
 
 def decided(recipe: Recipe, shapes: Shapes, load: Load, setup: Setup, room: Room) -> tuple[Way, str]:

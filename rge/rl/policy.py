@@ -108,15 +108,12 @@ def policy_loss(
         epsilon: the ratio is clipped at 1 - epsilon.
         epsilon_high: and at 1 + epsilon_high.
         rationales: of all ranks and chunks, credited or not.
-        tokens: credited ones of all ranks and chunks, for ``dapo``.
-        cap: greatest number of tokens of a rationale, for ``dr_grpo``.
+        tokens: credited ones of all ranks and chunks.
+        cap: greatest number of tokens of a rationale.
         beta: weight of the KL term.
-        reference_L: log probabilities under the reference.
+        reference_L: log probabilities under the reference, if `beta` is not 0.
         weight_L: corrections for another sampler, see `sampling_weights`.
         correct_kl: multiply k3 by the ratio, so that its gradient is that of the KL (TRL's ``use_bias_correction_kl``).
-
-    Raises:
-        ValueError: an unknown `loss_type`, or `beta` without a reference.
     """
     if loss_type not in LOSS_TYPES:
         raise ValueError(f"loss_type must be one of {', '.join(LOSS_TYPES)}; got {loss_type!r}")

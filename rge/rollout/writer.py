@@ -177,8 +177,9 @@ class Writer:
         if self.embedder.pictures is not None:
             self.embedder.pictures.open()
         encoded = self._encode(batch) if self.once else None
+        # The checksum tells queries of equal id apart, which different sources may have.
         keys = [
-            f"{name}:{_checksum(prompt.input_ids)}"
+            f"{name}:{zlib.crc32(prompt.input_ids.numpy().tobytes()):08x}"
             for name, prompt in zip(batch.record_ids, batch.queries, strict=True)
         ]
         known = [self._unwritten(step, batch, row, key) for row, key in enumerate(keys)]
@@ -276,15 +277,15 @@ def make_writer(
             sleep=settings.vllm_sleep,
         )
     keep, prompt_pass = (kept.where, kept.prompt_pass) if kept else ("none", settings.prompt_pass)
+    size = recipe.train.micro_batch_size
     once = vllm is None and encodes_once(
         prompt_pass,
         queries_a_rank=-(-stage.batch_size // dist.world_size()),
-        micro_batch_size=recipe.train.micro_batch_size,
+        micro_batch_size=size,
         sharded=sharded,
         has_dropout=has_dropout(embedder),
         keep=keep,
     )
-    size = recipe.train.micro_batch_size
     writer = Writer(model, embedder, settings, once, vllm, recipe.loss, micro_batch_size=size, keep=keep)
     if writer.store is not None:
         accelerator.register_for_checkpointing(writer.store)
@@ -325,11 +326,6 @@ def sample_seeds(seed: int, count: int) -> list[int]:
     if count == 1:
         return [seed]
     return [seed, *map(int, np.random.SeedSequence([seed]).generate_state(count - 1, np.uint64))]
-
-
-def _checksum(ids: Any) -> str:
-    """Tells queries of equal id apart, which different sources may have."""
-    return f"{zlib.crc32(ids.numpy().tobytes()):08x}"
 
 
 def rollout_report(rollout: Rollout | None, seconds: float, device: torch.device) -> dict[str, float]:

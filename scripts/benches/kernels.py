@@ -68,17 +68,8 @@ def count(options: Options) -> dict[str, dict[str, dict[str, int]]]:
             with_prompts, positions.calls = positions.calls, 0
             run(setting, gpu)
             gpu.phase = "-"
-        found[form] = {}
-        for phase in sorted({phase for phase, _ in gpu.kernels} - {"-"}):
-            launches = gpu.of(gpu.kernels, phase)
-            found[form][phase] = {
-                "kernels": launches - gpu.kernels[phase, "graph"] + inside.get(phase, 0),
-                "launches": launches,
-                "waits": gpu.of(gpu.waits, phase),
-                "captures": gpu.graphs[phase],
-                "copies": gpu.copies[phase],
-                "unpinned": gpu.unpinned[phase],
-            }
+        phases = sorted({phase for phase, _ in gpu.kernels} - {"-"})
+        found[form] = {phase: _counts(gpu, phase, inside.get(phase, 0)) for phase in phases}
         found[form]["positions"] = {"with prompts": with_prompts, "in a step": positions.calls}
         positions.calls = 0
         found[form]["places"] = {
@@ -87,6 +78,13 @@ def count(options: Options) -> dict[str, dict[str, dict[str, int]]]:
             if phase != "-"
         }
     return found
+
+
+def _counts(gpu: FakeGpu, phase: str, in_graphs: int) -> dict[str, int]:
+    launches = gpu.of(gpu.kernels, phase)
+    kernels = launches - gpu.kernels[phase, "graph"] + in_graphs
+    others = gpu.graphs[phase], gpu.copies[phase], gpu.unpinned[phase]
+    return dict(zip(COLUMNS, (kernels, launches, gpu.of(gpu.waits, phase), *others), strict=True))
 
 
 def count_captures(options: Options) -> list[dict[str, int]]:

@@ -126,16 +126,7 @@ def check_launch(accelerator: Accelerator, train: TrainConfig, optimizer: str = 
             "recipes/accelerate/cpu_2.yaml), on GPUs give --multi_gpu. If one is what you want: --num_processes 1, and unset "
             "MASTER_ADDR"
         )
-    for asked, expected in (("DEEPSPEED", DistributedType.DEEPSPEED), ("FSDP", DistributedType.FSDP)):
-        if _asked(asked) and kind != expected:
-            raise LaunchError(
-                f"{asked} was asked for, but accelerate runs {kind.value}, in which every process holds everything: "
-                + (
-                    "FSDP needs a GPU (on CPU, use recipes/accelerate/cpu_2.yaml or a DeepSpeed config)"
-                    if asked == "FSDP"
-                    else "ACCELERATE_USE_CPU=true switches DeepSpeed off; unset it and use recipes/accelerate/cpu_zero2.yaml"
-                )
-            )
+    _check_plugins(kind)
     if train.num_processes is not None and train.num_processes != running:
         raise LaunchError(
             f"train.num_processes={train.num_processes}, but {running} run; pass the number to accelerate launch as well "
@@ -158,6 +149,18 @@ def check_launch(accelerator: Accelerator, train: TrainConfig, optimizer: str = 
             f"config, or use one that shards as much: {_command(train.back_end)}. If the GPUs have room for "
             f"{found.name} (python -m rge.plan says), set train.back_end={found.key}"
         )
+
+
+def _check_plugins(kind: DistributedType) -> None:
+    fixes = {
+        DistributedType.DEEPSPEED: "ACCELERATE_USE_CPU=true switches DeepSpeed off; unset it and use recipes/accelerate/cpu_zero2.yaml",
+        DistributedType.FSDP: "FSDP needs a GPU (on CPU, use recipes/accelerate/cpu_2.yaml or a DeepSpeed config)",
+    }
+    for expected, fix in fixes.items():
+        if _asked(expected.value) and kind != expected:
+            raise LaunchError(
+                f"{expected.value} was asked for, but accelerate runs {kind.value}, in which every process holds everything: {fix}"
+            )
 
 
 def back_end(accelerator: Accelerator) -> BackEnd:

@@ -15,7 +15,8 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -194,26 +195,20 @@ def generate(
     num_rows = num_each + len(given)
     at_once = max(1, batch_size // num_each)
     results: dict[int, Rationale] = {}
-    was_training, captured = embedder.training, _captured_of(embedder)
-    # Also switches gradient checkpointing off, which in training mode would compute every layer twice.
-    embedder.eval()
-    try:
-        if captured is not None:
-            captured.begin(embedder)
+    with _ready_to_write(embedder) as captured:
         for start in range(0, len(order), at_once):
             chosen = order[start : start + at_once]
             rows = [index * num_rows + number for index in chosen for number in range(num_rows)]
-            own_seeds: list[int | None] | None = None
+            own_seeds = None
             if seeds is not None and temperature > 0:
-                of_prompt = [seeds[index * num_each : (index + 1) * num_each] for index in chosen]
-                own_seeds = [seed for own in of_prompt for seed in (*own, *[None] * len(given))]
+                own_seeds = _seeds_of(chosen, seeds, num_each, num_rows)
             read = [*[None] * num_each, *given] * len(chosen) if given else None
             began = time.perf_counter()
-            known, known_at = encoded, [index if places is None else places[index] for index in chosen]
-            if known is None:
-                with torch.no_grad():
-                    known = encode_prompts(embedder, embedder, [prompts[index] for index in chosen])
+            if encoded is None:
+                known = _encode(embedder, [prompts[index] for index in chosen])
                 known_at = [*range(len(chosen))]
+            else:
+                known, known_at = encoded, [index if places is None else places[index] for index in chosen]
             writing = _Writing(
                 embedder, known, np.repeat(known_at, num_rows).tolist(), choice, own_seeds, read, captured
             )
@@ -229,11 +224,34 @@ def generate(
             del writing  # free its memory before the next batch allocates
             if on_progress is not None:
                 on_progress(len(chosen))
+    return [results[row] for row in range(len(results))]
+
+
+@contextmanager
+def _ready_to_write(embedder: EmbeddingModel) -> Iterator[_Captured | None]:
+    """In evaluation mode, with the embedder's captured steps."""
+    was_training, captured = embedder.training, _captured_of(embedder)
+    # Also switches gradient checkpointing off, which in training mode would compute every layer twice.
+    embedder.eval()
+    try:
+        if captured is not None:
+            captured.begin(embedder)
+        yield captured
     finally:
         if captured is not None:
             captured.in_use.release()
         embedder.train(was_training)
-    return [results[row] for row in range(len(results))]
+
+
+@torch.no_grad()
+def _encode(embedder: EmbeddingModel, prompts: Sequence[Prompt]) -> EncodedPrompts | EncodedParts:
+    return encode_prompts(embedder, embedder, prompts)
+
+
+def _seeds_of(chosen: Sequence[int], seeds: Sequence[int], num_each: int, num_rows: int) -> list[int | None]:
+    """Seeds of the chosen prompts' rows; given ones have none."""
+    of_prompt = [seeds[index * num_each : (index + 1) * num_each] for index in chosen]
+    return [seed for own in of_prompt for seed in (*own, *[None] * (num_rows - num_each))]
 
 
 @dataclass(frozen=True)
@@ -299,18 +317,8 @@ class _Writing:
             self.cache = RunningCache(encoded, places, self.capacity, room_of)
         else:
             self.cache = Cache(encoded, places, self.num_steps)
-        uniform_RL = given_RL = None
-        if seeds is not None:
-            uniform_RL = torch.zeros(R, max_new_tokens, dtype=torch.float64)
-            for row, seed in enumerate(seeds):
-                if seed is not None:
-                    stream = np.random.Generator(np.random.Philox(key=seed))
-                    uniform_RL[row] = torch.from_numpy(stream.random(max_new_tokens))
-        if given is not None:
-            given_RL = torch.full((R, max_new_tokens), -1)
-            for row, ids in enumerate(given):
-                if ids is not None:
-                    given_RL[row, : len(ids) + 1] = torch.tensor([*ids, embedder.emb_id])
+        uniform_RL = None if seeds is None else _uniform(seeds, R, max_new_tokens)
+        given_RL = None if given is None else _given_ids(given, embedder.emb_id, R, max_new_tokens)
         barred = torch.tensor(embedder.suppressed_ids, dtype=torch.long)
         rows, uniform_RL, given_RL, self.barred = moved(
             (torch.tensor(places), uniform_RL, given_RL, barred), device
@@ -496,6 +504,24 @@ class _Writing:
             "model.cuda_graphs: a captured step checked against the plain one: tokens equal, states to %.1e",
             apart,
         )
+
+
+def _uniform(seeds: Sequence[int | None], R: int, L: int) -> Tensor:
+    """(R, L) float64 random numbers of each row, from its own seed."""
+    uniform_RL = torch.zeros(R, L, dtype=torch.float64)
+    for row, seed in enumerate(seeds):
+        if seed is not None:
+            uniform_RL[row] = torch.from_numpy(np.random.Generator(np.random.Philox(key=seed)).random(L))
+    return uniform_RL
+
+
+def _given_ids(given: Sequence[Sequence[int] | None], emb_id: int, R: int, L: int) -> Tensor:
+    """(R, L) the tokens to read instead of generating, `emb_id` last; -1 elsewhere."""
+    given_RL = torch.full((R, L), -1)
+    for row, ids in enumerate(given):
+        if ids is not None:
+            given_RL[row, : len(ids) + 1] = torch.tensor([*ids, emb_id])
+    return given_RL
 
 
 def _rotations(model: HubModel, last_position_3B: Tensor, after_B: Tensor, num_steps: int) -> Rotations:

@@ -82,14 +82,8 @@ def show(recipe: PlanCommand) -> int:
     """Print the plan of one stage or all; 1 if it does not fit."""
     if recipe.cpu:
         tflops, tbs = cpu_speed(recipe.model.dtype)
-        recipe = replace(
-            recipe,
-            num_gpus=1,
-            gpu_gib=main_memory() / GIB,
-            peak_tflops=tflops,
-            bandwidth_tbs=tbs,
-            back_end="ddp",
-        )
+        here = {"gpu_gib": main_memory() / GIB, "peak_tflops": tflops, "bandwidth_tbs": tbs}
+        recipe = replace(recipe, num_gpus=1, back_end="ddp", **here)  # type: ignore[arg-type]
     model, origin = outline(recipe.model, recipe.init)
     everything = recipe.for_ == "all"
     stages = recipe.stages() if everything else [recipe.for_]
@@ -442,13 +436,12 @@ def _sections(found: Plan, options: PlanOptions, back_end: str) -> Iterator[tupl
     if not options.cpu:
         yield from _machine_sections(found, options, back_end)
     (least, most), digits = _utilisations(options), 2 if options.cpu else 1
-    yield (
-        f"{found.steps:,} steps at {options.peak_tflops:.3g} TFLOP/s and {options.bandwidth_tbs:.3g} TB/s (estimate)",
-        {
-            f"hours at a utilisation of {options.reached:g}": f"{found.hours:,.{digits}f}",
-            f"from {most:g} to {least:g}": f"{found.hours_from:,.{digits}f} to {found.hours_to:,.{digits}f}",
-        },
-    )
+    speed = f"{options.peak_tflops:.3g} TFLOP/s and {options.bandwidth_tbs:.3g} TB/s"
+    hours = {
+        f"hours at a utilisation of {options.reached:g}": f"{found.hours:,.{digits}f}",
+        f"from {most:g} to {least:g}": f"{found.hours_from:,.{digits}f} to {found.hours_to:,.{digits}f}",
+    }
+    yield f"{found.steps:,} steps at {speed} (estimate)", hours
 
 
 def _machine_sections(

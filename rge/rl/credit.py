@@ -259,9 +259,8 @@ class Credit:
             for state_BD in (state_ND[0::2], state_ND[1::2])
         ]
         # With one query there is no other's rationale.
-        direct, other, counted, others = dist.sum_over_ranks(
-            [hits[0], hits[1] * (count > 1), count, count * (count > 1)], self.device
-        )
+        local = [hits[0], hits[1] * (count > 1), count, count * (count > 1)]
+        direct, other, counted, others = dist.sum_over_ranks(local, self.device)
         self.figures["hit_at_1_direct"] = direct / counted
         if others:
             self.figures["hit_at_1_counterfactual"] = other / others

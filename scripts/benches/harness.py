@@ -44,12 +44,12 @@ def medians(found: Mapping[str, list[float]]) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in found.items()}
 
 
-def show(rows: Mapping[str, Mapping[str, object]], over: str = "", digits: int = 2) -> None:
+def show(rows: Mapping[str, Mapping[str, object]], over: str = "") -> None:
     """Print figures, a line for each name; with ``over``, also as multiples of that line's."""
     table = pd.DataFrame.from_dict(rows, orient="index")
     if over:
         table = table.join(table / table.loc[over], rsuffix=f" / {over}")
-    print(table.to_string(float_format=lambda value: f"{value:,.{digits}f}", na_rep=""), flush=True)
+    print(table.to_string(float_format=lambda value: f"{value:,.4g}", na_rep=""), flush=True)
 
 
 def resident(field: str) -> int:

@@ -112,5 +112,5 @@ def measure(options: Options) -> dict:
         with tempfile.TemporaryDirectory() as folder:
             found[name] = _measured(Path(folder) / "index", options, clustered)
     print(f"{options.rows:,} vectors of {options.dimensions}")
-    show({label: {name: row[label] for name, row in found.items()} for label in found[name]}, digits=3)
+    show({label: {name: row[label] for name, row in found.items()} for label in found[name]})
     return dict(zip(("clustered", "even"), found.values(), strict=True))

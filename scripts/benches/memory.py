@@ -96,9 +96,9 @@ def measure(options: Options) -> dict:
             if size in options.whole:
                 whole[f"{size}"] = _repeated(repeats, model, size, size, micro)
     print(f"growth of resident memory in one step, median of {repeats}; in micro batches of {micro}")
-    show(rows, digits=1)
+    show(rows)
     print("undivided")
-    show(whole, digits=1)
+    show(whole)
     growth = {size: round(row["growth_mb"], 1) for size, row in rows.items()}
     return {
         "micro_batch": micro,

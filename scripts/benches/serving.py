@@ -101,7 +101,7 @@ def measure(options: Options) -> dict:
                     ),
                 }
     print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
-    show(rows, digits=3)
+    show(rows)
     return {"lost": sum(row.get("lost", 0) for row in rows.values())}
 
 
@@ -239,5 +239,5 @@ def _types(embedder: Any) -> dict:
         kept = np.mean([len({*a} & {*b}) / 10 for a, b in zip(ranked, nearest, strict=True)])
         found[kind] = {"recall@1": float(recalls[0]), "recall@10": float(recalls[1]), "kept": float(kept)}
         found[kind]["bytes"] = size * pool.shape[1]
-    show(found, digits=3)
+    show(found)
     return found

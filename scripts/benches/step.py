@@ -70,7 +70,6 @@ def _count_recipe(name: str, options: Options) -> dict[str, float]:
     show(
         {form: {"TFLOP of a query, with its candidates": count / 2e12} for form, count in found.items()},
         "ours, twice",
-        3,
     )
     kept = found["ours, once and kept"]
     return {

@@ -41,10 +41,7 @@ def info_nce(
 
     Source: RGE (arXiv:2511.16150) eqs. 2 and 3. Differs: a query may have several positives; its loss is the mean over
     them of ``-log(e^p / (e^p + sum of negatives))``, so that positives do not push one another away. With one
-    positive a query this is the paper's loss.
-
-    A sum and not a mean, so that the caller divides by the *global* number of queries: ranks with unequal numbers
-    then weigh every query alike.
+    positive a query this is the paper's loss. It is a sum, so that the caller divides by the *global* number of queries.
 
     Args:
         q_BD: unit-norm query states of this rank, float32.
@@ -54,7 +51,7 @@ def info_nce(
         temperature: tau > 0; cosine similarities are divided by it. No unit.
 
     Returns:
-        Scalar, in nats, summed over B.
+        Scalar, in nats.
 
     Raises:
         ValueError: temperature <= 0, a query without a positive, or a positive that is ignored as well.
@@ -90,9 +87,7 @@ def contrastive_losses(
 
     Source of the mean: Matryoshka Representation Learning (arXiv:2205.13147). Differs: the paper's sum with weights of
     one is a mean here, so that the ratio to the LM loss stays what the recipe says. A cut embedding is normalised again.
-
-    Tensors and `temperature` are those of `info_nce`; `terms` are weights by registered name, `sizes` further numbers of
-    components.
+    `terms` are weights by registered name, `sizes` further numbers of components, the rest as in `info_nce`.
 
     Returns:
         By name, without the weights, summed over B; and ``contrastive_loss``, their weighted sum, which is trained.
@@ -128,14 +123,8 @@ def alignment(
     """KL divergence from the teacher's distribution over the candidates to that of the same query's other state.
 
     Source: RIME (arXiv:2604.22280) draws the spaces of direct and reasoned states together; here it is the ranking
-    that is drawn, and only towards the reasoned side, which is detached.
-
-    Args:
-        q_BD: unit-norm states that learn, with gradient.
-        teacher_BD: target states of the same queries; neither they nor their candidates get a gradient.
-        c_CD: unit-norm candidates of all ranks.
-        ignored_BC: bool, columns left out.
-        temperature: > 0; cosine similarities of both sides are divided by it.
+    that is drawn, and only towards the reasoned side, which is detached. Tensors are those of `info_nce`; neither
+    `teacher_BD`, target states of the same queries, nor its candidates get a gradient.
 
     Returns:
         Scalar, in nats, summed over B.
@@ -152,10 +141,7 @@ def alignment(
 
 
 def lead_over_negatives(q_BD: Tensor, c_CD: Tensor, positive_BC: Tensor, ignored_BC: Tensor) -> Tensor:
-    """(B,) the margin by which each query's best positive leads its best negative, as a difference of cosines.
-
-    Args: as `info_nce`.
-    """
+    """(B,) the margin by which each query's best positive leads its best negative, as a difference of cosines."""
     score_BC = q_BD @ c_CD.T
     positive_BC, ignored_BC = moved((positive_BC, ignored_BC), q_BD.device)
     best_positive_B = score_BC.masked_fill(~positive_BC, float("-inf")).amax(dim=1)
@@ -164,14 +150,23 @@ def lead_over_negatives(q_BD: Tensor, c_CD: Tensor, positive_BC: Tensor, ignored
 
 
 def hit_at_1(q_BD: Tensor, c_CD: Tensor, positive_BC: Tensor, ignored_BC: Tensor) -> Tensor:
-    """Number of queries whose best candidate is a positive; a tie with a negative counts as a miss.
-
-    Args: as `info_nce`.
-
-    Returns:
-        Scalar int64 count over B.
-    """
+    """Number of queries whose best candidate is a positive; a tie with a negative counts as a miss."""
     return (lead_over_negatives(q_BD, c_CD, positive_BC, ignored_BC) > 0).sum()
+
+
+def _by_chunks(
+    work: Callable[[Tensor, Tensor], tuple[Tensor, ...]],
+    hidden_ND: Tensor,
+    label_N: Tensor,
+    chunk_tokens: int,
+) -> list[tuple[Tensor, ...]]:
+    """The results of `work` on `chunk_tokens` rows at a time; several chunks' logits are recomputed in the backward pass."""
+    if hidden_ND.shape[0] != label_N.shape[0]:
+        raise ValueError(f"{hidden_ND.shape[0]} states cannot predict {label_N.shape[0]} labels")
+    if label_N.shape[0] <= chunk_tokens:
+        return [work(hidden_ND, label_N)]
+    chunks = zip(hidden_ND.split(chunk_tokens), label_N.split(chunk_tokens), strict=True)
+    return [checkpoint(work, hidden, label, use_reentrant=False) for hidden, label in chunks]
 
 
 def rationale_nll(
@@ -189,9 +184,6 @@ def rationale_nll(
     (N_q mean_q + N_t mean_t) / (N_q + N_t). This function returns its numerator; the caller divides by the number of
     tokens of the global batch.
 
-    Logits are made `chunk_tokens` rows at a time and recomputed in the backward pass: 1,024 rows of Qwen2.5-VL's
-    vocabulary are 0.6 GB in float32, and a batch has many thousand.
-
     Args:
         hidden_ND: states that predict, one before each label.
         head: the model's output projection, D -> V.
@@ -200,24 +192,18 @@ def rationale_nll(
         reduction: ``sum``, or ``none`` for one value per token.
 
     Returns:
-        Scalar float32, in nats, summed over N; zero for N = 0, still part of the graph. (N,) without reduction.
+        Scalar float32, in nats; zero for N = 0, still part of the graph. (N,) without reduction.
 
     Raises:
         ValueError: hidden and label lengths differ.
     """
-    if hidden_ND.shape[0] != label_N.shape[0]:
-        raise ValueError(f"{hidden_ND.shape[0]} states cannot predict {label_N.shape[0]} labels")
 
-    def chunk_nll(hidden: Tensor, label: Tensor) -> Tensor:
+    def nll(hidden: Tensor, label: Tensor) -> tuple[Tensor]:
         logits = head(hidden)
-        return F.cross_entropy(
-            logits.float() if logits.dtype != torch.float64 else logits, label, reduction=reduction
-        )
+        logits = logits.float() if logits.dtype != torch.float64 else logits
+        return (F.cross_entropy(logits, label, reduction=reduction),)
 
-    if label_N.shape[0] <= chunk_tokens:
-        return chunk_nll(hidden_ND, label_N)
-    chunks = zip(hidden_ND.split(chunk_tokens), label_N.split(chunk_tokens), strict=True)
-    parts = [checkpoint(chunk_nll, hidden, label, use_reentrant=False) for hidden, label in chunks]
+    parts = [part for (part,) in _by_chunks(nll, hidden_ND, label_N, chunk_tokens)]
     return torch.cat(parts) if reduction == "none" else sum(parts[1:], parts[0])
 
 
@@ -233,15 +219,15 @@ def rationale_log_probs(
     """Log probabilities of sampled tokens under the distribution that `rge.rollout.generate` draws from.
 
     That is softmax(logits / temperature) without the barred tokens. Otherwise the model could raise their share, which
-    has no effect on a rollout, instead of the words'.
+    has no effect on a rollout, instead of the words'. States, head, labels and chunks are those of `rationale_nll`.
 
     Args:
-        hidden_ND: states that predict, one before each label.
-        head: the model's output projection, D -> V.
-        label_N: sampled token ids, int64; none of them barred.
+        hidden_ND: states that predict.
+        head: output projection.
+        label_N: sampled token ids, none of them barred.
         barred_ids: tokens that are never sampled.
         temperature: > 0; logits are divided by it.
-        chunk_tokens: rows of logits held at once, see `rationale_nll`.
+        chunk_tokens: rows of logits held at once.
 
     Returns:
         (N,) log probabilities in nats, with gradient, float32 or float64; (N,) entropies in nats, without.
@@ -249,8 +235,6 @@ def rationale_log_probs(
     Raises:
         ValueError: hidden and label lengths differ, or temperature <= 0.
     """
-    if hidden_ND.shape[0] != label_N.shape[0]:
-        raise ValueError(f"{hidden_ND.shape[0]} states cannot predict {label_N.shape[0]} labels")
     if temperature <= 0:
         raise ValueError(f"temperature must be > 0, got {temperature}")
     barred = moved(torch.tensor(list(barred_ids), dtype=torch.long), hidden_ND.device)
@@ -263,8 +247,5 @@ def rationale_log_probs(
             entropy = -(log_prob.exp() * log_prob.clamp(min=torch.finfo(log_prob.dtype).min)).sum(dim=-1)
         return log_prob.gather(1, label[:, None])[:, 0], entropy
 
-    if label_N.shape[0] <= chunk_tokens:
-        return chunk(hidden_ND, label_N)
-    chunks = zip(hidden_ND.split(chunk_tokens), label_N.split(chunk_tokens), strict=True)
-    parts = [checkpoint(chunk, hidden, label, use_reentrant=False) for hidden, label in chunks]
-    return torch.cat([log_prob for log_prob, _ in parts]), torch.cat([entropy for _, entropy in parts])
+    log_probs, entropies = zip(*_by_chunks(chunk, hidden_ND, label_N, chunk_tokens), strict=True)
+    return torch.cat(log_probs), torch.cat(entropies)

@@ -21,59 +21,43 @@ from rge.rollout.generate import Rationale
 
 
 class Contrast(NamedTuple):
-    """Result of comparing query states with candidates.
+    """Result of comparing query states with candidates."""
 
-    Attributes:
-        loss: summed over all states of the queries.
-        figures: by name in the report, a sum and its number of values per query.
-        lead_B: the direct state's lead, see `rge.losses.lead_over_negatives`; None if no direct state is trained.
-    """
-
-    loss: Tensor
-    figures: dict[str, tuple[Tensor, int]]
-    lead_B: Tensor | None = None
+    loss: Tensor  # summed over all states of the queries
+    figures: dict[str, tuple[Tensor, int]]  # by name in the report, a sum and its number of values per query
+    lead_B: Tensor | None = (
+        None  # the direct state's, see `rge.losses.lead_over_negatives`; None if none is trained
+    )
 
 
 @dataclass(frozen=True)
 class Objective:
-    """alpha_lm * L_lm + alpha_con * L_con (paper eq. 10), and alpha_rl * L_rl in the stage rl.
-
-    Attributes:
-        alpha_lm: weight of the LM loss; 1 in the cold start.
-        alpha_con: weight of the contrastive loss; 0 in the cold start.
-        temperature: of InfoNCE.
-        anchor: ``self``, ``oracle``, ``none``, ``mix`` or ``latent``: the query state that InfoNCE sees. With ``mix`` some of
-            the rationales given to a step are the oracle's (`rge.rollout.writer`); the step is that of ``self``.
-        states: shares of L_con for further states of the same queries, ``direct`` or ``latent``; the rest is the anchor's.
-        align: weight within L_con of the KL divergence from the anchor's ranking to that of each further state.
-        align_temperature: of both sides of that divergence.
-        adaptive: which queries' LM target becomes ``<emb>`` alone; None: none.
-        think_lm: share of the LM loss on oracle rationales after the think tokens.
-        lm_on_candidates: ``<emb>`` after a candidate's prompt is an LM label too.
-        matryoshka_dims: further embedding sizes that the contrastive losses are averaged over.
-        terms: registered contrastive losses, with their weights within L_con.
-        alpha_rl: weight of the policy gradient.
-        sampled_at: temperature of the policy gradient's rationales.
-        num_updates: optimizer updates per rollout.
-        rewards_oracle: a reward reads the oracle rationale.
-    """
+    """alpha_lm * L_lm + alpha_con * L_con (paper eq. 10), and alpha_rl * L_rl in the stage rl."""
 
     alpha_lm: float
     alpha_con: float
-    temperature: float = 0.03
+    temperature: float = 0.03  # of InfoNCE
+    # The query state that InfoNCE sees: ``self``, ``oracle``, ``none``, ``mix`` or ``latent``. With ``mix`` some of the
+    # rationales given to a step are the oracle's (`rge.rollout.writer`); the step is that of ``self``.
     anchor: str = "self"
-    lm_on_candidates: bool = True
-    matryoshka_dims: tuple[int, ...] = ()
+    lm_on_candidates: bool = True  # ``<emb>`` after a candidate's prompt is an LM label too
+    matryoshka_dims: tuple[
+        int, ...
+    ] = ()  # further embedding sizes that the contrastive losses are averaged over
+    # Registered contrastive losses, with their weights within L_con.
     terms: Mapping[str, float] = field(default_factory=lambda: {"info_nce": 1.0})
     alpha_rl: float = 0.0
-    sampled_at: float = 1.0
-    num_updates: int = 1
-    rewards_oracle: bool = False
+    sampled_at: float = 1.0  # temperature of the policy gradient's rationales
+    num_updates: int = 1  # optimizer updates per rollout
+    rewards_oracle: bool = False  # a reward reads the oracle rationale
+    # Shares of L_con for further states of the same queries, ``direct`` or ``latent``; the rest is the anchor's.
     states: Mapping[str, float] = field(default_factory=dict)
-    align: float = 0.0
-    align_temperature: float = 0.03
-    adaptive: AdaptiveConfig | None = None
-    think_lm: float = 0.0
+    align: float = (
+        0.0  # weight within L_con of the KL divergence from the anchor's ranking to each further state's
+    )
+    align_temperature: float = 0.03  # of both sides of that divergence
+    adaptive: AdaptiveConfig | None = None  # which queries' LM target becomes ``<emb>`` alone
+    think_lm: float = 0.0  # share of the LM loss on oracle rationales after the think tokens
 
     @classmethod
     def of(cls, recipe: Recipe, stage: str) -> "Objective":
@@ -198,7 +182,7 @@ class Objective:
 
         Args:
             batch: of this rank.
-            rationales: of the rollout, equally many per query, those of further states last.
+            rationales: equally many per query, those of further states last.
             embedder: has the tokens before ``<emb>`` in each state.
             row: of the query.
             sampled: read the log probabilities of the rollout's tokens, for the policy gradient.
@@ -230,7 +214,7 @@ class Objective:
     def contrastive(
         self, q_ND: Tensor, c_CD: Tensor, positive_BC: Tensor, ignored_BC: Tensor, num_added: int = 0
     ) -> Contrast:
-        """The contrastive losses, the same in training and in validation.
+        """The contrastive losses, the same in training and in validation; masks as in `rge.losses.info_nce`.
 
         Args:
             q_ND: states of B queries, equally many each, in the order of `query_branches`.

@@ -1,18 +1,13 @@
-"""The training step: rollout, candidate masks, gradient caching in chunks, backward, over any number of processes.
+"""The training step: candidate masks, gradient caching in chunks, backward, over any number of processes.
 
 A step's contrastive batch is global: every query is compared with every candidate of every rank. If it does not fit
 into memory as a whole, gradients are computed exactly by gradient caching (arXiv:2101.06983): first all states without
 gradient, then dL/dstate of the InfoNCE over all ranks, then one forward per chunk with the surrogate <state, dL/dstate>.
-Here the query side's first pass is free, since the rollout already ends in the state at ``<emb>``.
+The query side's first pass is free, since the rollout already ends in the state at ``<emb>``. If memory has room for the
+activations of a first forward with gradient (`train.keep_activations`), that is the chunks' only forward.
 
-If memory has room for the activations of a first forward with gradient (`train.keep_activations`), that is the chunks' only
-forward, and prompts are encoded once, chunk by chunk, before the rollout.
-
-If the step fits as a whole, prompts are encoded once: `encode_prompts` runs them with gradient, the rollout continues
-from their keys and values without, and the branches continue from the same ones with gradient. Otherwise a prompt is
-encoded once for the rollout and once in its chunk.
-
-The stage rl takes the same step with more branches per query and one more loss, a `RolloutLoss`.
+Prompts that `encode_prompts` has run with gradient before the rollout are not encoded again. The stage rl takes the same
+step with more branches per query and one more loss, a `RolloutLoss`.
 
 Shape suffixes: B = queries of this rank, N = query states or candidates of this rank, C = candidates of all ranks,
 D = hidden size.
@@ -21,7 +16,7 @@ D = hidden size.
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Protocol
 
 import torch
@@ -47,13 +42,9 @@ class RolloutLoss(Protocol):
     """A loss on a rollout's rationales besides the contrastive one; in the stage rl, `rge.rl.credit.Credit`."""
 
     def judge(self, q_ND: Tensor, c_CD: Tensor, masks: Masks, read: Read) -> None:
-        """Receive the rollout's states and the candidates before any backward.
+        """Receive the rollout's states and all ranks' candidates, without gradient, before any backward.
 
-        Args:
-            q_ND: this rank's states, without gradient.
-            c_CD: candidates of all ranks, without gradient.
-            masks: see `candidate_masks`.
-            read: computes states of other branches of the same queries, row by row, for metrics.
+        `read` computes states of other branches of the same queries, for metrics.
         """
 
     def loss(self, readout: Readout, rows: slice) -> Tensor:
@@ -63,33 +54,21 @@ class RolloutLoss(Protocol):
         """Figures of the last update, equal on all ranks; ``loss_rl`` among them."""
 
 
+@dataclass
 class TrainingStep:
-    """Accumulates the gradients of optimizer updates.
+    """Accumulates the gradients of optimizer updates."""
 
-    Args:
-        model: the wrapped embedder (DDP, DeepSpeed or itself), called for every forward with gradient.
-        embedder: the same, unwrapped.
-        micro_batch_size: queries per forward.
-        keep: where several chunks' activations wait for the backward, ``device`` or ``host``, see
-            `rge.model.embedding_model.keeping`; ``none`` recomputes them.
-        backward: `Accelerator.backward` or `Tensor.backward`.
-        no_sync: context without gradient synchronisation, used for all chunks but the last.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        embedder: EmbeddingModel,
-        objective: Objective,
-        micro_batch_size: int,
-        *,
-        keep: str = "none",
-        backward: Callable[[Tensor], object] = torch.Tensor.backward,
-        no_sync: Callable[[], AbstractContextManager] = nullcontext,
-    ):
-        self.model, self.embedder, self.objective = model, embedder, objective
-        self.micro_batch_size, self.keep = micro_batch_size, keep
-        self.backward, self.no_sync = backward, no_sync
+    model: (
+        nn.Module
+    )  # the wrapped embedder (DDP, DeepSpeed or itself), called for every forward with gradient
+    embedder: EmbeddingModel  # the same, unwrapped
+    objective: Objective
+    micro_batch_size: int  # queries per forward
+    _: KW_ONLY
+    # Where several chunks' activations wait for the backward, see `rge.model.embedding_model.keeping`; none recomputes them.
+    keep: str = "none"
+    backward: Callable[[Tensor], object] = torch.Tensor.backward  # or `Accelerator.backward`
+    no_sync: Callable[[], AbstractContextManager] = nullcontext  # around all chunks but the last
 
     def __call__(
         self, batch: Batch, rollout: Rollout | None = None, extra: RolloutLoss | None = None
@@ -105,8 +84,8 @@ class TrainingStep:
         Returns:
             Report, equal on all ranks: loss, loss_lm, loss_contrastive, its terms if there are several
             (``loss_info_nce``) and hit_at_1 if they exist, those of further states as ``..._direct`` and ``..._latent``;
-            the mean number of negatives and of labelled negatives in the loss's denominator per query; cut_prompts, the
-            number of prompts that were too long and lost the end of their text.
+            the mean number of negatives and of labelled negatives per query; cut_prompts, the number of prompts that were
+            too long and lost the end of their text.
 
         Raises:
             FloatingPointError: the loss is not finite; names the records of this rank.
@@ -115,15 +94,10 @@ class TrainingStep:
         objective = self.objective
         forward = _Forward(self.embedder, objective, batch, rollout, self.micro_batch_size)
         share = _Share(forward)
-        several = objective.compares and len(forward.chunks) > 1
-        comparing = (
-            _GradientCache(forward, share.con_scale, extra, self.keep)
-            if several
-            else _AtOnce(forward, share.con_scale, extra)
-        )
+        comparing = _Comparing(forward, share.con_scale, extra, self.keep)
         for number, (queries, _) in enumerate(forward.chunks):
             with nullcontext() if number == len(forward.chunks) - 1 else self.no_sync():
-                q, t = comparing.readouts(self.model, number)
+                q, t = forward(self.model, number, comparing.firsts.pop(number, _First()))
                 compared, easy_B = comparing.compare(q, t), None
                 if compared is not None and compared.easy_B is not None:
                     easy_B = compared.easy_B[queries]
@@ -146,21 +120,15 @@ class TrainingStep:
 
 @dataclass
 class _First:
-    """Kept from a chunk's first forward: queries and candidates computed with gradient, and the random state to restore."""
+    """Kept from a chunk's first forward."""
 
-    q: Readout | None = None
-    t: Readout | None = None
-    draw: RandomState | None = None
+    q: Readout | None = None  # queries, computed with gradient
+    t: Readout | None = None  # candidates, likewise
+    draw: RandomState | None = None  # to restore
 
 
 class _Forward:
-    """Forward passes of a batch under an objective: its prompts with the needed branches, packed and run chunk by chunk.
-
-    Attributes:
-        chunks: one forward each; the same number on every rank.
-        num_queries: of all ranks.
-        num_each: states per query that InfoNCE uses.
-    """
+    """Forward passes of a batch under an objective: its prompts with the needed branches, packed and run chunk by chunk."""
 
     def __init__(
         self,
@@ -175,9 +143,9 @@ class _Forward:
         self.rationales = rollout.rationales or ()
         self.micro_batch_size = micro_batch_size
         shares = dist.gather_sizes(len(batch.queries), embedder.device)
-        self.num_queries = sum(shares)
-        self.chunks = chunks_of(batch, shares, micro_batch_size)
-        self.num_each = objective.num_states(batch, self.rationales)
+        self.num_queries = sum(shares)  # of all ranks
+        self.chunks = chunks_of(batch, shares, micro_batch_size)  # the same number on every rank
+        self.num_each = objective.num_states(batch, self.rationales)  # states per query that InfoNCE uses
         self._encoded: list[EncodedPrompts] = []
         if rollout.encoded is not None:
             encoded = rollout.encoded
@@ -194,9 +162,8 @@ class _Forward:
         queries, _ = self.chunks[number]
         return slice(queries.start * self.num_each, queries.stop * self.num_each)
 
-    def __call__(self, model: nn.Module, number: int, first: _First | None = None) -> tuple[Readout, Readout]:
+    def __call__(self, model: nn.Module, number: int, first: _First) -> tuple[Readout, Readout]:
         """A chunk's queries with all their branches, and its candidates, through `model`."""
-        first = first or _First()
         if first.draw is not None:
             first.draw.set()
         packs: list[Packed | Readout] = [first.q or self._queries(number)]
@@ -208,7 +175,7 @@ class _Forward:
             return q, Readout(q.state_ND[:0], q.nll.new_zeros(()), 0)
         return readouts[0], readouts[1]
 
-    def first_pass(self, keep: str) -> tuple[Tensor, Tensor, list[_First]]:
+    def first_pass(self, keep: str) -> tuple[Tensor, Tensor, dict[int, _First]]:
         """This rank's query states (N, D) and candidates (N, D) for InfoNCE, and what the second pass takes over.
 
         If nothing is kept (`keep` as in `TrainingStep`), only branches whose state is read are computed, without gradient. With
@@ -219,7 +186,8 @@ class _Forward:
         as_second = is_random or keep != "none"
         with_queries = is_random or not objective.needs_rollout
         with_candidates = objective.trains_candidates or not as_second
-        q_parts, t_parts, firsts = [], [], []
+        q_parts, t_parts = [], []
+        firsts = {}
         for number in range(len(self.chunks)):
             first = _First(draw=RandomState(self.embedder.device) if is_random and keep == "none" else None)
             packs = [self._queries(number, states_only=not as_second)] if with_queries else []
@@ -233,7 +201,7 @@ class _Forward:
             if keep != "none":
                 first.q = readouts[0] if with_queries else None
                 first.t = readouts[-1] if with_candidates else None
-            firsts.append(first)
+            firsts[number] = first
         if not with_queries:
             q_parts = [self._own_states()]
         return torch.cat(q_parts), torch.cat(t_parts), firsts
@@ -333,79 +301,55 @@ class _Forward:
 
 @dataclass
 class Comparison:
-    """Result of comparing this rank's query states with the candidates of all ranks.
+    """Result of comparing this rank's query states with the candidates of all ranks."""
 
-    Attributes:
-        contrast: losses and hits, see `Objective.contrastive`.
-        num_negatives: in the losses' denominators.
-        num_labelled: labelled negatives among them.
-        easy_B: this rank's queries to be answered directly: their LM target is ``<emb>`` alone, the others' the oracle
-            rationale. None without `Objective.adaptive`.
-        lm_tokens: labels of all ranks with these targets.
+    contrast: Contrast  # losses and hits
+    num_negatives: int  # in the losses' denominators
+    num_labelled: int  # labelled negatives among them
+    # This rank's queries to be answered directly: their LM target is ``<emb>`` alone. None without `Objective.adaptive`.
+    easy_B: Tensor | None = None
+    lm_tokens: float = 0.0  # labels of all ranks with these targets
+
+
+class _Comparing:
+    """A step's comparison: with gradient if the step is one chunk, by gradient caching if there are several.
+
+    `firsts` has what the first pass kept for each chunk's second.
     """
 
-    contrast: Contrast
-    num_negatives: int
-    num_labelled: int
-    easy_B: Tensor | None = None
-    lm_tokens: float = 0.0
-
-
-class _AtOnce:
-    """A step in one chunk, whose states are compared with gradient; or a step without a comparison."""
-
-    def __init__(self, forward: _Forward, scale: float, extra: RolloutLoss | None):
+    def __init__(self, forward: _Forward, scale: float, extra: RolloutLoss | None, keep: str):
         self.forward, self.scale, self.extra = forward, scale, extra
+        self.objective = forward.objective
         self.compared: Comparison | None = None
-
-    def readouts(self, model: nn.Module, number: int) -> tuple[Readout, Readout]:
-        """A chunk's queries and candidates, with gradient."""
-        return self.forward(model, number)
+        self.firsts: dict[int, _First] = {}
+        self.grads: tuple[Tensor | None, Tensor | None] | None = None
+        if self.objective.compares and len(forward.chunks) > 1:
+            q_ND, t_ND, self.firsts = forward.first_pass(keep)
+            trains = self.objective.alpha_con > 0
+            q_ND, t_ND = q_ND.requires_grad_(trains), t_ND.requires_grad_(trains)
+            self.compared = forward.compare(q_ND, t_ND, extra)
+            if trains:
+                (self.compared.contrast.loss * scale).backward()
+            self.grads = q_ND.grad, t_ND.grad
 
     def compare(self, q: Readout, t: Readout) -> Comparison | None:
-        """The comparison of this step, if any."""
-        objective = self.forward.objective
-        if objective.compares:
-            t_ND = t.state_ND if objective.trains_candidates else self.forward.candidate_states([0])
+        """The comparison of this step, if any; of several chunks, that before the first backward."""
+        if self.compared is None and self.objective.compares:
+            t_ND = t.state_ND if self.objective.trains_candidates else self.forward.candidate_states([0])
             self.compared = self.forward.compare(q.state_ND, t_ND, self.extra)
         return self.compared
 
     def loss(self, q: Readout, t: Readout, number: int) -> Tensor:
-        """The comparison's share of a chunk's loss."""
-        if self.compared is None or self.forward.objective.alpha_con == 0:
+        """The comparison's share of a chunk's loss; of several, <state, dL/dstate>, whose gradient is the same."""
+        if self.compared is None or self.objective.alpha_con == 0:
             return q.nll.new_zeros(())
-        return self.compared.contrast.loss * self.scale
-
-
-class _GradientCache(_AtOnce):
-    """dL/dstate of a step in several chunks: all states without gradient, then one backward of the comparison."""
-
-    def __init__(self, forward: _Forward, scale: float, extra: RolloutLoss | None, keep: str):
-        super().__init__(forward, scale, extra)
-        q_ND, t_ND, self.firsts = forward.first_pass(keep)
-        trains = forward.objective.alpha_con > 0
-        if trains:
-            q_ND, t_ND = q_ND.requires_grad_(), t_ND.requires_grad_()
-        self.compared = forward.compare(q_ND, t_ND, extra)
-        if trains:
-            (self.compared.contrast.loss * scale).backward()
-        self.grad_q_ND, self.grad_t_ND = q_ND.grad, t_ND.grad
-
-    def readouts(self, model: nn.Module, number: int) -> tuple[Readout, Readout]:
-        """A chunk's queries and candidates, with gradient; frees what was kept from the first pass."""
-        first, self.firsts[number] = self.firsts[number], _First()
-        return self.forward(model, number, first)
-
-    def compare(self, q: Readout, t: Readout) -> Comparison | None:
-        """The comparison of all chunks, computed before the first backward."""
-        return self.compared
-
-    def loss(self, q: Readout, t: Readout, number: int) -> Tensor:
-        """<state, dL/dstate>, whose gradient is that of the comparison; 0 if there is no comparison."""
-        if self.grad_q_ND is None or self.grad_t_ND is None:
-            return q.nll.new_zeros(())
+        if self.grads is None:
+            return self.compared.contrast.loss * self.scale
+        grad_q_ND, grad_t_ND = self.grads
+        assert grad_q_ND is not None
+        assert grad_t_ND is not None
         rows, (_, candidates) = self.forward.states_of(number), self.forward.chunks[number]
-        return (q.state_ND * self.grad_q_ND[rows]).sum() + (t.state_ND * self.grad_t_ND[candidates]).sum()
+        return (q.state_ND * grad_q_ND[rows]).sum() + (t.state_ND * grad_t_ND[candidates]).sum()
 
 
 class _Share:
@@ -478,18 +422,11 @@ def easy_queries(lead_B: Tensor, adaptive: AdaptiveConfig, most: float) -> Tenso
 
 
 def candidate_masks(batch: Batch, identity_C: Tensor, offset: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Positive, ignored and labelled negative candidates of each query in the global batch.
+    """(B, C) bool masks on the host: positive, ignored and labelled negative candidates of each query in the global batch.
 
     A candidate of any rank that equals one of the query's right answers is ignored, unless it is one of the query's positives
-    in this batch or one of its own labelled negatives: a label overrides an equal identity.
-
-    Args:
-        batch: this rank's batch.
-        identity_C: identities of all ranks' candidates.
-        offset: column of this rank's first candidate.
-
-    Returns:
-        Three (B, C) bool masks on the host: positive, ignored, labelled negative.
+    in this batch or one of its own labelled negatives: a label overrides an equal identity. `identity_C` are those of all
+    ranks' candidates, this rank's from column `offset` on.
     """
     B, C, identity_C = len(batch.queries), identity_C.shape[0], identity_C.cpu()
     positive_BC = torch.zeros(B, C, dtype=torch.bool)

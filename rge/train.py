@@ -81,12 +81,7 @@ def train(recipe: Recipe, run: Checked, accelerator: Accelerator) -> None:
 
 
 def train_stage(
-    recipe: Recipe,
-    name: str,
-    folder: Path,
-    start: str,
-    run: Checked,
-    accelerator: Accelerator,
+    recipe: Recipe, name: str, folder: Path, start: str, run: Checked, accelerator: Accelerator
 ) -> None:
     """Train one stage from `start`, or from its own last state, and export it to ``folder/final``."""
     set_seed(recipe.train.seed)
@@ -96,9 +91,8 @@ def train_stage(
     embedder = embedder_to_train(start, recipe.model, recipe.export.adapters_only)
     check_sizes(recipe.loss.matryoshka_dims, embedder.model)
     batches = make_batches(recipe, stage, objective, embedder.processor, records)
-    reinforcement = None
-    if name == "rl" and objective.needs_rollout:
-        reinforcement = make_reinforcement(recipe, embedder, folder, accelerator)
+    rewarded = name == "rl" and objective.needs_rollout
+    reinforcement = make_reinforcement(recipe, embedder, folder, accelerator) if rewarded else None
     slow = vision_parameters(embedder.model)
     optimizer = make_optimizer(embedder, recipe.optim, stage.lr, slow)
     model, optimizer = dist.prepare(accelerator, embedder, optimizer, recipe.optim.max_grad_norm)
@@ -152,12 +146,9 @@ def train_stage(
             report |= training_step(batch, rollout, credit)
 
             # 3. Clip and step, the same on every back end.
+            source = f"step {step + 1}, records of this batch: {batch.record_ids}"
             report["grad_norm"] = dist.optimizer_step(
-                accelerator,
-                model,
-                optimizer,
-                recipe.optim.max_grad_norm,
-                f"step {step + 1}, records of this batch: {batch.record_ids}",
+                accelerator, model, optimizer, recipe.optim.max_grad_norm, source
             )
 
         ended = time.perf_counter()

@@ -39,11 +39,7 @@ def problems(recipe: Recipe, sources: Mapping[str, Records]) -> Iterator[str]:
 
 
 def num_records(file: Records, recipe: Recipe) -> int:
-    """Number of held-out records to use.
-
-    Raises:
-        RecordError: fewer records than processes.
-    """
+    """Number of held-out records to use; RecordError for fewer records than processes."""
     count = min(recipe.validation.max_records, len(file))
     if count < dist.world_size():
         raise RecordError(
@@ -69,11 +65,7 @@ def make_validation(
 
 
 class Validation:
-    """Held-out records of one stage.
-
-    Raises:
-        RecordError: fewer records than processes.
-    """
+    """Held-out records of one stage."""
 
     def __init__(self, collator: Collator, objective: Objective, recipe: Recipe):
         self.collator, self.objective = collator, replace(objective, adaptive=None)
@@ -164,10 +156,8 @@ class Validation:
         """Every query against the candidates of all records: `Contrast.figures`, summed over the queries."""
         sizes = dist.gather_sizes(t_ND.shape[0], t_ND.device)
         c_CD = dist.gather_rows(t_ND, sizes)
-        own = torch.tensor(
-            [identity for batch in chunks for identity in batch.candidate_identity], device=t_ND.device
-        )
-        identity_C = dist.gather_rows(own, sizes)
+        own = [identity for batch in chunks for identity in batch.candidate_identity]
+        identity_C = dist.gather_rows(torch.tensor(own, device=t_ND.device), sizes)
         first = sum(sizes[: dist.rank()])
         num_each = len(q_ND) // sum(len(batch.queries) for batch in chunks)
         sums: defaultdict[str, float] = defaultdict(float)

@@ -11,6 +11,7 @@ several runs at a time.
 
 Job arrays: ``index=5`` makes only the sixth run (``index=$SLURM_ARRAY_TASK_ID``), and ``list=true`` prints the list. The same command
 with ``collect=true`` then writes the tables. ``launcher`` is the command before ``rge/train.py``, such as an `accelerate launch` line.
+Paths are relative to the working directory.
 
 Written to ``out``: ``table.md``, ``table.csv``, ``table.tex``, ``table.json`` and ``plot.svg``. Tables have each arm's mean over seeds
 and its paired difference from the first arm, with 95 % intervals over seeds and groups of queries together. On a suite such as MMEB's,
@@ -18,7 +19,6 @@ means are over members. The last line printed is ``table.json``.
 """
 
 import json
-import os
 import re
 import shlex
 from dataclasses import dataclass, replace
@@ -28,7 +28,6 @@ from typing import Literal
 import pandas as pd
 from arms import (
     DEMO_SET,
-    ROOT,
     Arm,
     Results,
     Row,
@@ -47,7 +46,7 @@ from eval.scoring.metrics import names_of as names_of_metrics
 from eval.scoring.tables import latex
 from rge.common.commands import start
 from rge.common.errors import UserError
-from rge.common.files import write_text
+from rge.common.files import find_shipped, write_text
 from rge.common.options import names_of, offer_help, parse_options, split_word
 from rge.config import AtLeastOne, load_recipe
 
@@ -95,7 +94,6 @@ def main(arguments: list[str]) -> None:
     """Make the missing runs, then write tables and plot."""
     refuse_launcher("scripts/ablate.py")
     options, arms, extra = read_options(arguments)
-    os.chdir(ROOT)
     key, values = parse_sweep(options.sweep)
     options, study = plan(options, key, values, arms, extra)
     runs = [(arm, seed) for seed in range(options.seeds) for arm in study.arms]
@@ -135,11 +133,7 @@ def read_options(arguments: list[str]) -> tuple[Options, dict[str, list[str]], l
 
 
 def parse_sweep(sweep: str) -> tuple[str, list[str]]:
-    """``loss.ratio=[1:1,1:10]`` as key and values. Commas inside brackets belong to a value.
-
-    Raises:
-        SweepError: another form, an empty value, or a value given twice.
-    """
+    """``loss.ratio=[1:1,1:10]`` as key and values. Commas inside brackets belong to a value."""
     key, mark, inside = sweep.partition("=")
     if not mark or not (inside.startswith("[") and inside.endswith("]")):
         raise SweepError(f"sweep must be KEY=[VALUE,VALUE,...], got {sweep!r}")
@@ -153,12 +147,13 @@ def parse_sweep(sweep: str) -> tuple[str, list[str]]:
     values = [value.strip() for value in values]
     if "" in values:
         raise SweepError(f"sweep must be KEY=[VALUE,VALUE,...] without empty values, got {sweep!r}")
-    names = [folder_name(value) for value in values]
-    for place, name in enumerate(names):
-        if name in names[:place]:
+    folders: dict[str, str] = {}
+    for value in values:
+        if (name := folder_name(value)) in folders:
             raise SweepError(
-                f"{values[names.index(name)]} and {values[place]} of the sweep are the same run, or would be written to the same folder {name}"
+                f"{folders[name]} and {value} of the sweep are the same run, or would be written to the same folder {name}"
             )
+        folders[name] = value
     return key, values
 
 
@@ -170,12 +165,7 @@ def folder_name(value: str) -> str:
 def plan(
     options: Options, key: str, values: list[str], arms: dict[str, list[str]], extra: list[str]
 ) -> tuple[Options, Study]:
-    """The options with defaults filled in, and a study with one arm per value.
-
-    Raises:
-        SweepError: ``with.`` of a value that is not in the sweep, or no set.
-        RecipeError: the recipe, the swept key, a value or an override is wrong.
-    """
+    """The options with defaults filled in, and a study with one arm per value; an error if the recipe refuses one of them."""
     if unknown := [value for value in arms if value not in values]:
         raise SweepError(f"with.{unknown[0]} names no value of the sweep: {', '.join(values)}")
     options = complete(options, key, load_recipe([f"recipe={options.recipe}"]).out)
@@ -225,9 +215,10 @@ def chosen(options: Options, runs: list[tuple[Arm, int]]) -> list[tuple[Arm, int
 
 def check_places(options: Options) -> None:
     """Fail before the first run if the start or the set is missing."""
-    if is_suite(Path(options.set)):
-        load_suite(Path(options.set))
-    elif not (Path(options.set) / "queries.parquet").is_file():
+    place = find_shipped(options.set)
+    if is_suite(place):
+        load_suite(place)
+    elif not (place / "queries.parquet").is_file():
         raise SweepError(
             f"set={options.set} is no retrieval set (no queries.parquet) and no suite (no suite.json)"
         )
@@ -284,7 +275,10 @@ def write_tables(study: Study, key: str, values: list[str], options: Options) ->
         data += found + in_table(results, Table(metric, rows, hidden, metric), "")[1]
     out, text = Path(options.out), "\n".join(lines)
     write_text(out / "table.md", text)
-    write_text(out / "table.csv", pd.DataFrame(map(flat, data)).to_csv(index=False))
+    table = pd.DataFrame(data)
+    seeds = pd.DataFrame(table.pop("seeds").tolist()).add_prefix("seed_")
+    columns = ["row", "slice", "metric", "queries", "mean", "low", "high"]
+    write_text(out / "table.csv", table[columns].join(seeds).to_csv(index=False))
     write_text(out / "table.tex", "\n".join(tex))
     write_text(out / "table.json", json.dumps(data, indent=1))
     marks = [
@@ -295,12 +289,6 @@ def write_tables(study: Study, key: str, values: list[str], options: Options) ->
     title = f"{key}: mean of {study.seeds} seeds, 95 % interval over seeds and groups of queries"
     write_text(out / "plot.svg", interval_chart(marks, title=title))
     print(f"\n{text}\n{json.dumps(data)}")
-
-
-def flat(row: dict) -> dict:
-    """A row of the table with a column for each seed."""
-    seeds = {f"seed_{number}": mean for number, mean in enumerate(row["seeds"])}
-    return {name: row[name] for name in ("row", "slice", "metric", "queries", "mean", "low", "high")} | seeds
 
 
 if __name__ == "__main__":

@@ -2,10 +2,8 @@
 
 An `Arm` is one training, started from another arm's checkpoint. A `Study` lists arms, retrieval sets and seeds; `run_all` makes the
 missing runs; `Results` reads them; `in_table` puts 95 % intervals on any weighted sum of arms. Finished runs are skipped and
-interrupted ones resume. The same command started twice makes two runs at a time, and waits only when nothing else can be started.
-
-Per-query results are kept in the study's ``kept.json``, small enough to commit and enough to recompute every interval.
-scripts/study.py and scripts/ablate.py are declarations over this.
+interrupted ones resume; the same command started twice makes two runs at a time. Per-query results are kept in the study's
+``kept.json``, small enough to commit and enough to recompute every interval.
 """
 
 import base64
@@ -135,10 +133,16 @@ def refuse_launcher(script: str) -> None:
         )
 
 
+def in_clone(name: str) -> str:
+    """A file of the repository, as seen from the working directory."""
+    return os.path.relpath(ROOT / name)
+
+
 def default_launcher() -> str:
     """`accelerate launch` as configured on a machine with a GPU, else two processes on CPU."""
-    config = "" if shutil.which("nvidia-smi") else " --config_file recipes/accelerate/cpu_2.yaml"
-    return f"{shlex.quote(sys.executable)} -m accelerate.commands.launch{config}"
+    config = ["--config_file", in_clone("recipes/accelerate/cpu_2.yaml")]
+    words = [sys.executable, "-m", "accelerate.commands.launch"]
+    return shlex.join(words if shutil.which("nvidia-smi") else [*words, *config])
 
 
 def run(command: list[str]) -> None:
@@ -168,8 +172,7 @@ def run_all(study: Study, wanted: Sequence[tuple[Arm, int]], *, wait: bool = Tru
 def run_arm(study: Study, arm: Arm, seed: int, *, wait: bool = True) -> bool:
     """Train and evaluate one run, after the run that it starts from; False: another process is making either."""
     if arm.after and not study.is_finished(arm, seed):
-        before = study.by_name[arm.after]
-        if not run_arm(study, before, seed, wait=wait):
+        if not run_arm(study, study.by_name[arm.after], seed, wait=wait):
             return False
     folder = study.folder(study.by_name[arm.after] if arm.point else arm, seed)
     with _held(folder, wait) as ours:
@@ -201,7 +204,7 @@ def _train(study: Study, arm: Arm, seed: int, folder: Path) -> None:
     if not note.is_file() or note.read_text() != command:
         print(f"{study.run_name(arm, seed)}: {shlex.join(train)}", flush=True)
         # rge/train.py refuses a checkpoint of other settings.
-        run([*shlex.split(study.launcher or default_launcher()), "rge/train.py", *train])
+        run([*shlex.split(study.launcher or default_launcher()), in_clone("rge/train.py"), *train])
         write_text(note, command)
 
 
@@ -324,12 +327,8 @@ class Results:
     ) -> dict[str, Any] | None:
         """The mean of a weighted sum of arms over queries, with its 95 % interval; None without a complete seed.
 
-        Returns:
-            ``mean``, ``low`` and ``high`` over seeds and groups of queries together; ``of_groups``, the interval over groups alone, with
-            the seeds given; ``seeds``, each seed's mean; ``queries``, their number.
-
-        Raises:
-            UserError: arms were evaluated on different queries.
+        ``mean``, ``low`` and ``high`` are over seeds and groups of queries together, ``of_groups`` is the interval over groups alone,
+        ``seeds`` has each seed's mean. UserError if arms were evaluated on different queries.
         """
         values, first, chosen = [], "", pd.DataFrame()
         for seed in self.seeds(list(weights), set_name, metric):
@@ -361,12 +360,11 @@ class Results:
 
     def seeds(self, names: Sequence[str], set_name: str, metric: str) -> list[int]:
         """Seeds for which all these arms have the metric."""
-
-        def has(name: str, seed: int) -> bool:
-            found = self.of(name, seed, set_name)
-            return found is not None and metric in found[1]
-
-        return [seed for seed in range(self.study.seeds) if all(has(name, seed) for name in names)]
+        return [
+            seed
+            for seed in range(self.study.seeds)
+            if all((found := self.of(name, seed, set_name)) and metric in found[1] for name in names)
+        ]
 
 
 def _packed_queries(frame: pd.DataFrame, columns: Sequence[str]) -> dict[str, Any]:

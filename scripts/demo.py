@@ -86,19 +86,19 @@ def steps(baseline: bool, run: str = RUN) -> list[Step]:
     """All steps, in order; for any folder `run` but `RUN`, training includes the backbone."""
     from_base, none = run == RUN, f"{run}_none"
     train = (*launcher(), "rge/train.py", "recipe=demo")
-    start = (f"init={BASE}",) if from_base else ()
-    training_data = sorted(
-        str(path.relative_to(ROOT)) for path in (ROOT / DATA / "train").rglob("*") if path.is_file()
-    )
-    recipe = ("recipes/demo.yaml", *training_data)
-    test_set = tuple(sorted(str(path.relative_to(ROOT)) for path in (ROOT / DATA / "test").glob("*")))
+
+    def files_below(folder: str) -> list[str]:
+        files = (path for path in (ROOT / folder).rglob("*") if path.is_file())
+        return sorted(str(path.relative_to(ROOT)) for path in files)
+
+    recipe, test_set = ("recipes/demo.yaml", *files_below(f"{DATA}/train")), files_below(f"{DATA}/test")
     # One item at a time would make run.trec independent of the batch, and take twice as long here.
     evaluate = (*EVAL, "run", f"set={DATA}/test", "overwrite=true", "report=false", "exact=false")
     weights, weights_none = f"{run}/joint/final/model.safetensors", f"{none}/joint/final/model.safetensors"
     conditions = tuple(f"{run}/eval/{name}/results.json" for name in CONDITIONS)
     rivals = {"question_only": "reasoning-text", "picture_only": "reasoning-image", "direct": "direct-both"}
     pairs = {name: f"{run}/eval/{folder}" for name, folder in rivals.items()}
-    base = (f"{BASE}/model.safetensors",) if from_base else ()
+    base, start = ((f"{BASE}/model.safetensors",), (f"init={BASE}",)) if from_base else ((), ())
     trained, modes = f"{run}/joint/final", ("query_mode=reasoning,direct", "query_modality=both,text,image")
     train_own, share = (*train, *start, f"out={run}"), TRAIN if from_base else FIRST_STAGE + TRAIN
     eval_own = (*evaluate, f"checkpoint={trained}", f"out={run}/eval", *modes)
@@ -270,10 +270,9 @@ class Progress:
         left = "estimating the time left"
         if in_this_run > 0.03:
             left = f"about {max(elapsed / in_this_run * (1 - done / whole) / 60, 0.1):.0f} min left"
+        states = {place: ": done" for place in range(1, number)} | {number: ": running"}
         rows = "".join(
-            f"<li>{'<b>' if place == number else ''}{step.name}{': running</b>' if place == number else ''}"
-            f"{': done' if place < number else ''}</li>"
-            for place, step in enumerate(self.todo, start=1)
+            f"<li>{step.name}{states.get(place, '')}</li>" for place, step in enumerate(self.todo, start=1)
         )
         write_text(
             self.path,
@@ -344,23 +343,18 @@ def table(rows: dict[str, dict[str, dict[str, Any]]]) -> str:
         text = f"{100 * figure['value']:.1f}"
         return text if figure.get("low") is None else f"{text} {in_words(figure['low'], figure['high'])}"
 
-    lines = []
+    blocks = []
     for pair, title in PAIRS.items():
-        lines.append(f"{title:28s}" + "".join(f"{name:>20s}" for name in SHOWN))
-        lines += [
-            f"{label:28s}" + "".join(f"{cell(row[pair][name]):>20s}" for name in SHOWN)
-            for label, row in rows.items()
-        ]
-        lines.append("")
-    return "\n".join(lines[:-1])
+        cells = {label: {name: cell(row[pair][name]) for name in SHOWN} for label, row in rows.items()}
+        blocks.append(pd.DataFrame.from_dict(cells, orient="index").rename_axis(columns=title).to_string())
+    return "\n\n".join(blocks)
 
 
 def chain(eval_folder: Path, set_folder: Path) -> dict[str, dict[str, float]]:
     """Where answers are lost: is the thing named right, is the answer, is its picture found?
 
-    Returns:
-        For seen and held-out pairs, per cent: ``named`` of all queries; ``answered`` of these; ``found`` of those (the first
-        candidate is right); and ``found_otherwise`` of the queries whose thing is named wrong.
+    For seen and held-out pairs, per cent: ``named`` of all queries; ``answered`` of these; ``found`` of those (the first candidate is
+    right); and ``found_otherwise`` of the queries whose thing is named wrong.
     """
     queries = pd.read_parquet(
         eval_folder / "per_query.parquet", columns=["query_id", "pair", "rationale", "hit@1"]
@@ -383,9 +377,8 @@ def chain(eval_folder: Path, set_folder: Path) -> dict[str, dict[str, float]]:
 def judge_words(query_ids: Iterable[str], rationales: Iterable[str], set_folder: Path) -> pd.DataFrame:
     """Compare rationales with those of a set (``rationales.parquet``); without one, a query counts as wrong.
 
-    Returns:
-        Per query ``named``, whether the first clause equals that of a rationale of the set, and so names the thing right, and
-        ``answered``, whether the whole text does.
+    Per query ``named``, whether the first clause equals that of a rationale of the set, and so names the thing right, and ``answered``,
+    whether the whole text does.
     """
     known = pd.read_parquet(set_folder / "rationales.parquet").groupby("query-id")["rationale"].agg(set)
     rows = []

@@ -64,6 +64,8 @@ from rge.rollout.writer import Rollout  # noqa: E402
 from rge.scratch import build as scratch  # noqa: E402
 from rge.step import TrainingStep  # noqa: E402
 
+Figures = dict[str, Any]
+
 LIMIT_S = 3600.0
 """Time limit of a command that a check starts."""
 
@@ -127,6 +129,11 @@ class Machine:
     def on_gpu(self) -> bool:
         """Whether the checks run on a GPU."""
         return self.device.type == "cuda"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of small models: bfloat16 on a GPU."""
+        return torch.bfloat16 if self.on_gpu else torch.float32
 
     def wait(self) -> None:
         """Wait for the device."""
@@ -206,8 +213,8 @@ def random_batch(
     )
 
 
-def check_kernels(machine: Machine) -> tuple[str, dict[str, Any]]:
-    """Flash attention against ordinary attention at the 3B's shapes."""
+def check_kernels(machine: Machine) -> Figures:
+    """Flash attention against ordinary attention at the 3B's shapes: greatest relative differences of outputs and gradients."""
     if not machine.on_gpu:
         raise NotRun(
             "flash attention has no CPU kernel (its emulation is held against a loop in tests/rge/model/test_varlen.py)"
@@ -222,7 +229,7 @@ def check_kernels(machine: Machine) -> tuple[str, dict[str, Any]]:
         runs = moved(varlen.make_runs(q_lengths, k_lengths), machine.device)
         settings = {"scale": size**-0.5, "causal": causal, "window": None}
         figures[name] = varlen.verify(varlen._flash, states, runs, settings, f"check of {name}")
-    return "relative differences of outputs and gradients, the greatest of each", figures
+    return figures
 
 
 def timed(machine: Machine, step: Callable[[], dict[str, float]]) -> dict[str, float]:
@@ -252,16 +259,15 @@ def _one_step(
     return report, torch.cat(gradients)
 
 
-def check_form(machine: Machine) -> tuple[str, dict[str, Any]]:
-    """The GPU's form against padded rows in float32."""
-    dtype = torch.bfloat16 if machine.on_gpu else torch.float32
+def check_form(machine: Machine) -> Figures:
+    """The GPU's form against padded rows in float32: a step with gradient caching, both losses."""
     plain = small_embedder(machine, torch.float32, "sdpa")
     batch = random_batch(machine, plain, 5)
     report, expected = _one_step(machine, plain, batch)
-    report_fast, found = _one_step(machine, small_embedder(machine, dtype, "varlen"), batch)
+    report_fast, found = _one_step(machine, small_embedder(machine, machine.dtype, "varlen"), batch)
     cosine = float(torch.nn.functional.cosine_similarity(expected, found, dim=0))
     figures = {
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": str(machine.dtype).removeprefix("torch."),
         "cosine of the gradients": cosine,
         "loss, rows in float32": report["loss"],
         "loss, varlen": report_fast["loss"],
@@ -269,12 +275,15 @@ def check_form(machine: Machine) -> tuple[str, dict[str, Any]]:
     least = 0.98 if machine.on_gpu else 1 - 1e-6
     if not cosine >= least or not math.isclose(report["loss"], report_fast["loss"], rel_tol=0.05):
         raise AssertionError(f"the forms differ (at least {least:g} is asked of the cosine): {figures}")
-    return "a step with gradient caching, both losses", figures
+    return figures
 
 
-def check_kept(machine: Machine) -> tuple[str, dict[str, Any]]:
-    """Kept activations (`train.keep_activations`) against computing them again: gradients, time and peak memory."""
-    embedder = small_embedder(machine, torch.bfloat16 if machine.on_gpu else torch.float32, "varlen")
+def check_kept(machine: Machine) -> Figures:
+    """Kept activations (`train.keep_activations`) against computing them again: gradients, time and peak memory.
+
+    A small model, sixteen queries in micro batches of two; seconds and memory of the second step.
+    """
+    embedder = small_embedder(machine, machine.dtype, "varlen")
     batch = random_batch(machine, embedder, 16)
     expected, figures = torch.empty(0), {}
     least, embedding_model.LEAST_BYTES = embedding_model.LEAST_BYTES, 2**12  # the small model's are small
@@ -297,14 +306,11 @@ def check_kept(machine: Machine) -> tuple[str, dict[str, Any]]:
         raise AssertionError(
             f"kept activations give another gradient (at most {most:g} is allowed): {figures}"
         )
-    return (
-        "a small model, sixteen queries in micro batches of two; seconds and memory of the second step",
-        figures,
-    )
+    return figures
 
 
-def check_fused(machine: Machine) -> tuple[str, dict[str, Any]]:
-    """A step with fused kernels (`model.fused_kernels`) against one without: with bfloat16 weights, and with float32 weights under autocast."""
+def check_fused(machine: Machine) -> Figures:
+    """A small model's step with fused kernels against one without: bfloat16 weights, and float32 weights under autocast."""
     if not machine.on_gpu or not fused.wanted(machine.options.fused_kernels):
         raise NotRun("liger-kernel is not installed" if machine.on_gpu else "fused kernels need a GPU")
     figures, least = {}, fused.LEAST
@@ -324,22 +330,21 @@ def check_fused(machine: Machine) -> tuple[str, dict[str, Any]]:
         if len(kinds) < 3:
             raise AssertionError(f"only these kernels were used with weights in {dtype}: {sorted(kinds)}")
         apart, name = float((found - expected).norm() / expected.norm()), str(dtype).removeprefix("torch.")
-        figures |= {f"difference of the gradient, {name} weights": apart}
         figures |= {
+            f"difference of the gradient, {name} weights": apart,
             f"loss, {name} weights": report["loss"],
             f"loss, {name} weights, fused": report_fused["loss"],
         }
         if not apart <= 0.05 or not math.isclose(report["loss"], report_fused["loss"], rel_tol=0.01):
             raise AssertionError(f"fused kernels give another step (0.05 is allowed): {figures}")
-    return "a step of the small model, all sizes of input", figures
+    return figures
 
 
-def check_rollout(machine: Machine) -> tuple[str, dict[str, Any]]:
-    """Captured steps against plain ones; also after weights changed in place (replayed) and after they moved (captured anew)."""
-    dtype = torch.bfloat16 if machine.on_gpu else torch.float32
+def check_rollout(machine: Machine) -> Figures:
+    """The tokens of captured steps (on a GPU) against plain ones; also after weights changed in place, and after they moved."""
     written, seconds = [], []
     for graphs in (False, True):
-        embedder = small_embedder(machine, dtype, "varlen", cuda_graphs=graphs).eval()
+        embedder = small_embedder(machine, machine.dtype, "varlen", cuda_graphs=graphs).eval()
         batch = random_batch(machine, embedder, 12)
         settings = {"max_new_tokens": 48, "batch_size": 12}
         generate(embedder, batch.queries, **settings)
@@ -363,9 +368,7 @@ def check_rollout(machine: Machine) -> tuple[str, dict[str, Any]]:
     figures |= {"s, kernel by kernel": seconds[0], "s, captured": seconds[1]}
     if equal < len(plain):
         raise AssertionError(f"captured steps wrote other tokens: {figures}")
-    if not machine.on_gpu:
-        return "steps are captured on a GPU only: here both are plain", figures
-    return "greedy, the same tokens", figures
+    return figures
 
 
 def recipe_embedder(machine: Machine) -> tuple[EmbeddingModel, int, int]:
@@ -393,8 +396,11 @@ def recipe_embedder(machine: Machine) -> tuple[EmbeddingModel, int, int]:
     return embedder.train(), side, rationale
 
 
-def check_against(machine: Machine) -> tuple[str, dict[str, Any]]:
-    """Rollout and gradients of a step in our forms, and as rollout by transformers and gradient caching in passes of stock layers."""
+def check_against(machine: Machine) -> Figures:
+    """Rollout and gradients of a step in our forms, and as rollout by transformers and gradient caching in passes of stock layers.
+
+    The second run of each, stock layers the first, in micro batches; the vision tower's attention is ours in all.
+    """
     options = machine.options
     embedder, side, rationale = recipe_embedder(machine)
     queries, micro = (options.against, options.micro_batch) if machine.on_gpu else (4, 2)
@@ -451,14 +457,11 @@ def check_against(machine: Machine) -> tuple[str, dict[str, Any]]:
         raise AssertionError(
             f"losses differ by more than 2 %, or gradients have a cosine below 0.98: {figures}"
         )
-    return (
-        "the second run of each, stock layers the first, in micro batches; the vision tower's attention is ours in all",
-        figures,
-    )
+    return figures
 
 
-def check_training(machine: Machine) -> tuple[str, dict[str, Any]]:
-    """Whole steps, rollout and optimizer included, at the recipe's sizes, against the plan."""
+def check_training(machine: Machine) -> Figures:
+    """Whole steps, rollout and AdamW included, at the recipe's sizes, random weights, one process, against the plan."""
     options, recipe = machine.options, machine.recipe
     embedder, side, rationale = recipe_embedder(machine)
     queries, micro, steps = options.queries, options.micro_batch, options.steps
@@ -497,6 +500,7 @@ def check_training(machine: Machine) -> tuple[str, dict[str, Any]]:
     own = max(1, round(statistics.mean(len(written.ids) for written in rationales)))
     counted, planned = _plan(machine, embedder, batch, own, rationale, micro)
     figures: dict[str, Any] = {
+        "dtype": str(embedder.model.dtype),
         "parameters, G": sum(parameter.numel() for parameter in embedder.parameters()) / 1e9,
         "queries": queries,
         "tokens of a query's prompt": len(batch.queries[0]),
@@ -518,7 +522,7 @@ def check_training(machine: Machine) -> tuple[str, dict[str, Any]]:
         "GiB, set aside by the plan besides": RESERVED_GIB,
         "GiB, measured peak": torch.cuda.max_memory_allocated() / GIB if machine.on_gpu else "not on a CPU",
     }
-    return f"random weights, {embedder.model.dtype}, one process, AdamW", figures
+    return figures
 
 
 def _plan(
@@ -535,21 +539,20 @@ def _plan(
         candidate=round(statistics.mean(map(len, batch.candidates))),
         own=own, oracle=len(batch.oracle_ids[0]) - 1, query_pictures=1, candidate_pictures=1,
     )  # fmt: skip
-    setup = Setup(checkpointing=recipe.model.gradient_checkpointing)
-    counted = sum(flops(shapes, load, setup).values())
-    dtype_bytes = embedder.model.dtype.itemsize
-    setup = replace(
-        setup, back_end="zero2", num_gpus=8, dtype_bytes=dtype_bytes, trained=shapes.parameters,
-        rollout_rows=recipe.rollout.batch_size, micro_queries=min(micro, len(batch.queries)),
+    setup = Setup(
+        back_end="zero2", num_gpus=8, dtype_bytes=embedder.model.dtype.itemsize, trained=shapes.parameters,
+        checkpointing=recipe.model.gradient_checkpointing, rollout_rows=recipe.rollout.batch_size,
+        micro_queries=min(micro, len(batch.queries)),
     )  # fmt: skip
+    counted = sum(flops(shapes, load, setup).values())
     # The work of one of eight processes, but unsharded, and everything in the weights' dtype.
-    each = float(shapes.parameters * dtype_bytes)
+    each = float(shapes.parameters * setup.dtype_bytes)
     unsharded = {"weights": each, "gradients": each, "optimizer": 2 * each}
     return counted, memory(shapes, replace(load, own=longest), setup) | unsharded
 
 
-def check_back_ends(machine: Machine) -> tuple[str, dict[str, Any]]:
-    """A few steps of the demo under each launch config."""
+def check_back_ends(machine: Machine) -> Figures:
+    """Two steps of both stages of the demo under each launch config, on all GPUs."""
     if machine.gpus < 2:
         raise NotRun(
             f"DDP, ZeRO-1, ZeRO-2, ZeRO-3 and FSDP2 need two GPUs, here {'is one' if machine.gpus else 'are none'}"
@@ -562,7 +565,7 @@ def check_back_ends(machine: Machine) -> tuple[str, dict[str, Any]]:
             figures[name] = f"{time.perf_counter() - began:.0f} s" if out is None else f"failed: {out}"
     if any(value.startswith("failed") for value in figures.values()):
         raise AssertionError(json.dumps(figures))
-    return f"two steps of both stages on {machine.gpus} GPUs", figures
+    return figures
 
 
 def launch_command(config: str, processes: int, out: Path) -> list[str]:
@@ -593,7 +596,7 @@ def _run(command: list[str]) -> str | None:
     return "\n".join([*reasons[:20], "...", *lines[-40:]])
 
 
-CHECKS: dict[str, Callable[[Machine], tuple[str, dict[str, Any]]]] = {
+CHECKS: dict[str, Callable[[Machine], Figures]] = {
     "kernels": check_kernels,
     "form": check_form,
     "kept": check_kept,
@@ -613,9 +616,9 @@ def run_checks(machine: Machine, write: Callable[[list[Result]], None]) -> list[
             continue
         print(f"{name} ...", flush=True)
         began, figures = time.perf_counter(), {}
+        state, says = "passed", " ".join((check.__doc__ or "").split())
         try:
-            says, figures = check(machine)
-            state = "passed"
+            figures = check(machine)
         except NotRun as missing:
             state, says = "not run", str(missing)
         except Exception as problem:  # noqa: BLE001 - the report shows it, and the other checks still run

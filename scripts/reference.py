@@ -34,17 +34,18 @@ DATA = {
 }  # fmt: skip
 
 
+OWN = {
+    "plan": PlanOptions, "embed": EmbedOptions, "index": IndexOptions, "search": SearchOptions, "explore": ExploreOptions,
+    "serve": ServeOptions, "compare-runs": CompareRunsOptions,
+}  # fmt: skip
+
+
 def commands() -> Iterator[tuple[str, type, type | None]]:
     """Every command, its options, and those that it shares with a command before it."""
     yield "rge train", Recipe, None
     yield "rge check", CheckOptions, Recipe
-    yield "rge plan", PlanOptions, None
-    yield "rge embed", EmbedOptions, None
-    yield "rge index", IndexOptions, None
-    yield "rge search", SearchOptions, None
-    yield "rge explore", ExploreOptions, None
-    yield "rge serve", ServeOptions, None
-    yield "rge compare-runs", CompareRunsOptions, None
+    for name, schema in OWN.items():
+        yield f"rge {name}", schema, None
     for name, schema in DIAGNOSES.items():
         yield f"rge diagnose {name}", schema, None
     run = command_of("run")[0]

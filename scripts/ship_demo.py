@@ -37,11 +37,7 @@ class Options:
 
 
 def ship(trained: Path, folder: Path) -> int:
-    """Write a model in bfloat16 and return its size in bytes.
-
-    Raises:
-        UserError: it would be too large for the repository.
-    """
+    """Write a model in bfloat16 and return its size in bytes; UserError if it is too large for the repository."""
     weights = {
         name: weight.to(torch.bfloat16) if weight.is_floating_point() else weight
         for name, weight in load_file(trained / "model.safetensors").items()
@@ -51,7 +47,8 @@ def ship(trained: Path, folder: Path) -> int:
     shutil.rmtree(waiting, ignore_errors=True)
     shutil.copytree(trained, waiting, ignore=shutil.ignore_patterns("*.safetensors", "README.md", DONE))
     save_file(weights, waiting / "model.safetensors", metadata={"format": "pt"})
-    (waiting / "config.json").write_text(json.dumps(_in_bfloat16(config), indent=2) + "\n", encoding="utf-8")
+    text = json.dumps(_in_bfloat16(config), indent=2)
+    (waiting / "config.json").write_text(text + "\n", encoding="utf-8")
     if (trained / RGE_JSON).is_file():
         card = model_card(read_settings(trained), folder.name, LICENCE)
         (waiting / "README.md").write_text(card, encoding="utf-8")

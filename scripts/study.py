@@ -783,6 +783,8 @@ SECOND = {
     "adaptive": ("rl", ("rl.rewards=[{name: gain_over_direct}, {name: length, weight: 0.03}]",)),
 }  # fmt: skip
 """Stage and settings of each second half; none costs more counted FLOPs than repeating the joint stage."""
+ONCE: dict[str, Any] = {"shared": True, "query_mode": ""}
+"""Trained for all seeds, and not evaluated."""
 RL_SLICES = {
     "unseen drawings of training families": Slice("unseen"),
     "test families, seen pairs": Slice("test", "pair", "seen"),
@@ -798,31 +800,12 @@ def reinforcement(options: Options) -> Finding:
     if options.on != "test":
         raise UserError("finding rl has test sets only: give on=test, or other findings")
     out = options.out / "rl"
-    once: dict[str, Any] = {"shared": True, "query_mode": ""}
     # Tower and tokens are the same at every dose. One step, since some stage must be named.
-    arms = [Arm("eyes", "cold_start", "", ("cold_start.steps=1",), **once, ends_with="backbone")]
+    arms = [Arm("eyes", "cold_start", "", ("cold_start.steps=1",), **ONCE, ends_with="backbone")]
     text = ""
     for dose, halves in SPOILED.items():
-        folder = out / f"data_{dose}" / "train"
-        records = {
-            stage: sources_word(stage, {folder / f"{name}.jsonl": weight for name, weight in weights.items()})
-            for stage, weights in WEIGHTS.items()
-        }
-        cold, joint, again = f"cold_{dose}", f"joint_{dose}", f"again_{dose}"
-        steps = steps_words("joint", options)
-        warmup = (records["cold_start"], *steps_words("cold_start", options))
-        arms.append(Arm(cold, "cold_start", "eyes", warmup, **once))
-        arms.append(Arm(joint, "joint", cold, (records["joint"], *steps)))
-        for name in halves:
-            stage, settings = SECOND[name]
-            words = (records[stage], *settings, *(steps if name == "again" else ()))
-            arms.append(Arm(f"{name}_{dose}", stage, joint, words, flops_of="" if name == "again" else again))
-        pairs = [(name, "joint") for name in halves] + [(name, "again") for name in halves[1:]]
-        pairs += [("rl_con", "ume"), ("rl_lm", "rl_con"), ("length", "rl_con"), ("adaptive", "rl_con")]
-        text += "".join(f"{a}_{dose} - {b}_{dose}\n" for a, b in pairs if {a, b} <= {"joint", *halves})
-        if dose:
-            text += f"cost of spoiling {dose} % = {joint} - joint_0\n"
-            text += f"beyond half of the way back, {dose} % = rl_con_{dose} - 0.5*{joint} - 0.5*joint_0\n"
+        arms += dose_arms(dose, halves, options)
+        text += differences(dose, halves)
     sets = {"unseen": out / "data_50" / "unseen", "test": DEMO_SET}
     metrics = {
         "hit@1, %": "hit@1",
@@ -854,6 +837,38 @@ def reinforcement(options: Options) -> Finding:
         return ["Counted FLOPs, seed 0", "", *markdown(titles, rows)]
 
     return Finding(study, names, tables, prepare=prepare, extra=costs)
+
+
+def dose_arms(dose: int, halves: Sequence[str], options: Options) -> list[Arm]:
+    """Cold start, joint stage and second halves on records with this percentage of spoiled oracles."""
+    folder, steps = options.out / "rl" / f"data_{dose}" / "train", steps_words("joint", options)
+    records = {
+        stage: sources_word(stage, {folder / f"{name}.jsonl": weight for name, weight in weights.items()})
+        for stage, weights in WEIGHTS.items()
+    }
+    cold, joint, again = f"cold_{dose}", f"joint_{dose}", f"again_{dose}"
+    warmup = (records["cold_start"], *steps_words("cold_start", options))
+    arms = [
+        Arm(cold, "cold_start", "eyes", warmup, **ONCE),
+        Arm(joint, "joint", cold, (records["joint"], *steps)),
+    ]
+    for name in halves:
+        stage, settings = SECOND[name]
+        words = (records[stage], *settings, *(steps if name == "again" else ()))
+        arms.append(Arm(f"{name}_{dose}", stage, joint, words, flops_of="" if name == "again" else again))
+    return arms
+
+
+def differences(dose: int, halves: Sequence[str]) -> str:
+    """The differences between a dose's second halves, and to its joint stage."""
+    pairs = [(name, "joint") for name in halves] + [(name, "again") for name in halves[1:]]
+    pairs += [("rl_con", "ume"), ("rl_lm", "rl_con"), ("length", "rl_con"), ("adaptive", "rl_con")]
+    text = "".join(f"{a}_{dose} - {b}_{dose}\n" for a, b in pairs if {a, b} <= {"joint", *halves})
+    if dose:
+        joint = f"joint_{dose}"
+        text += f"cost of spoiling {dose} % = {joint} - joint_0\n"
+        text += f"beyond half of the way back, {dose} % = rl_con_{dose} - 0.5*{joint} - 0.5*joint_0\n"
+    return text
 
 
 def written_figures(frame: pd.DataFrame, path: Path) -> pd.DataFrame:

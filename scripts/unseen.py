@@ -67,17 +67,14 @@ def main(words: list[str]) -> None:
     for number, checkpoint in enumerate(options.checkpoints):
         for kind, folder in sets.items():
             out = options.out / f"eval_{number}_{folder.name}"
-            evaluate(checkpoint, folder, out)
+            about = [f"checkpoint={checkpoint}", f"set={folder}", f"out={out}", "overwrite=true"]
+            run([sys.executable, "-m", "rge", "eval", "run", *about, "report=false", "exact=false"])
             found[checkpoint, kind] = values(out)
     print(table(options.checkpoints, kinds, found))
 
 
 def find(stamps: Path) -> dict[str, list[Path]]:
-    """The listed photographs by the concept that they show.
-
-    Raises:
-        UserError: some are not there.
-    """
+    """The listed photographs by the concept that they show; UserError if some are not there."""
     root = stamps / INSIDE if (stamps / INSIDE).is_dir() else stamps
     found = defaultdict(list)
     with LIST.open(encoding="utf-8", newline="") as rows:
@@ -113,9 +110,7 @@ def rewordings() -> dict[str, str]:
 def write(sets: dict[str, Path], photographs: dict[str, list[Path]] | None) -> None:
     """Both retrieval sets of a comparison; a query's id ends in the number of its photograph, or in 0.
 
-    Args:
-        sets: folders by kind, `PICTURES` or `WORDS`.
-        photographs: by the concept that they show; questions about other things are left out. None for `WORDS`.
+    ``sets`` are folders by kind, `PICTURES` or `WORDS`; of ``photographs`` by concept (None for `WORDS`), other questions are left out.
     """
     rows = pd.read_parquet(TEST / "queries.parquet")
     rows = rows[rows["id"].str.endswith(".0")]
@@ -142,12 +137,6 @@ def write(sets: dict[str, Path], photographs: dict[str, list[Path]] | None) -> N
         source = "the demo's test set" + ("; tuxpaint-stamps-default" if photographs else "")
         meta = {"name": f"rge-demo-{folder.name}", "source": source}
         write_set(folder, meta=meta, queries=queries, corpus=corpus, qrels=qrels, overwrite=True)
-
-
-def evaluate(checkpoint: str, folder: Path, out: Path) -> None:
-    """Run `rge eval run`; exit with its code if it fails."""
-    words = [f"checkpoint={checkpoint}", f"set={folder}", f"out={out}", "overwrite=true", "report=false"]
-    run([sys.executable, "-m", "rge", "eval", "run", *words, "exact=false"])
 
 
 def values(out: Path) -> pd.DataFrame:

@@ -106,15 +106,9 @@ def rank() -> int:
 
 
 def join_workers() -> tuple[int, int]:
-    """Initialise a process group for work that shares only files and short messages, and select the local rank's GPU.
+    """Rank and number of processes, in a group for work that shares only files and short messages; selects the local rank's GPU.
 
-    The group is always gloo's, with a long time-out: one process may be hours ahead of another.
-
-    Returns:
-        (rank, number of processes).
-
-    Raises:
-        LaunchError: the processes do not find each other.
+    The group is gloo's, with a long time-out: one process may be hours ahead of another. LaunchError if they don't find each other.
     """
     if not _initialized():
         try:
@@ -130,10 +124,7 @@ def join_workers() -> tuple[int, int]:
 
 
 def connect_to_store() -> torch.distributed.Store:
-    """A new connection to the launch's key-value store.
-
-    Keys are prefixed with the attempt, since torchrun can restart processes on the same store.
-    """
+    """A new connection to the launch's key-value store, for this attempt: torchrun can restart processes on the same store."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = torch.distributed.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=30))
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -157,23 +148,16 @@ def ensure_group() -> None:
 
 
 def background_group() -> Any:
-    """A group of all processes for threads, separate from training's; all processes call it.
-
-    It is always gloo's, and waits for the slowest disk.
-    """
+    """A gloo group of all processes for threads, separate from training's, that waits for the slowest disk; all call it."""
     return torch.distributed.new_group(backend="gloo", timeout=timedelta(days=1))
 
 
 @contextmanager
 def writes_deferred(accelerator: Accelerator, group: Any) -> Iterator[list[Callable[[], None]]]:
-    """Inside, ``accelerator.save_state`` only copies this process's shard of weights and optimizer state to main memory.
+    """Inside, ``accelerator.save_state`` of a sharded back end only copies this process's shard to main memory.
 
     Small files, such as random states, are written immediately; so are whole weights (FSDP's FULL_STATE_DICT), and everything
-    if the launch configures one of DeepSpeed's checkpoint writers.
-
-    Args:
-        accelerator: with a sharded back end.
-        group: of `background_group`.
+    if the launch configures one of DeepSpeed's checkpoint writers. `group` is one of `background_group`.
 
     Yields:
         The writes, filled when the block ends: calling them all in order, on all processes, writes the files. They raise
@@ -236,14 +220,10 @@ def in_main_memory(state: Any) -> Any:
     """Copy a nested state to main memory, preserving shared storage."""
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-    stager = DefaultStager(
-        StagingOptions(
-            use_pinned_memory=False,
-            use_shared_memory=False,
-            use_async_staging=False,
-            use_non_blocking_copy=False,
-        )
+    settings = dict.fromkeys(
+        ("use_pinned_memory", "use_shared_memory", "use_async_staging", "use_non_blocking_copy"), False
     )
+    stager = DefaultStager(StagingOptions(**settings))
     try:
         return stager.stage(state)
     finally:
@@ -315,9 +295,7 @@ def prepare(
 def whole(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     """Gather full parameters for reading, or for equal changes on all processes, under ZeRO-3."""
     # A tied matrix is one parameter, however often it is named.
-    shared = list(
-        {id(parameter): parameter for parameter in parameters if hasattr(parameter, "ds_id")}.values()
-    )
+    shared = [*{id(one): one for one in parameters if hasattr(one, "ds_id")}.values()]
     if not shared:
         yield
         return
@@ -331,10 +309,9 @@ def whole(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 def whole_model(accelerator: Accelerator, model: nn.Module) -> Iterator[None]:
     """Gather all parameters on every process, for forwards without gradient that bypass `model`.
 
-    ZeRO-3 and FSDP2 gather a layer's parameters in hooks around its forward and drop them again. Generating a rationale
-    that way would gather the model once per token, and hang as soon as one process generates more tokens than another. Here
-    everything is gathered once, in the same order everywhere; inside, the hooks are off, so nothing is sent and
-    processes may differ in the number, length and kind of their forwards. Each process holds the whole model meanwhile.
+    ZeRO-3 and FSDP2 gather a layer's parameters in hooks around its forward and drop them again: once per token of a
+    rationale, and in vain as soon as one process generates more tokens than another. Here everything is gathered once, and the
+    hooks are off, so processes may differ in the number, length and kind of their forwards.
     """
     import torch.distributed.fsdp
 
@@ -383,8 +360,7 @@ def _without_hooks(model: nn.Module) -> Iterator[None]:
 def no_sync(accelerator: Accelerator, model: nn.Module) -> Iterator[None]:
     """Accumulate gradients without synchronising: more backward passes of the step follow.
 
-    DDP reduces gradients once, with the last backward. Back ends that shard gradients reduce them every time, so that no
-    process ever holds them whole.
+    DDP reduces gradients once, with the last backward. Back ends that shard them reduce every time, to never hold them whole.
     """
     if accelerator.distributed_type == DistributedType.FSDP:
         yield
@@ -404,13 +380,10 @@ def no_sync(accelerator: Accelerator, model: nn.Module) -> Iterator[None]:
 def optimizer_step(
     accelerator: Accelerator, model: nn.Module, optimizer, max_grad_norm: float, source: str = "this step"
 ) -> float:
-    """Clip (0 clips nothing), step, and clear the gradients; `source` names the step and its records in errors.
-
-    Returns:
-        The gradient's global norm before clipping.
+    """Clip (0 clips nothing), step, and clear the gradients; returns their global norm before clipping.
 
     Raises:
-        FloatingPointError: the norm is not finite, on all processes; the weights are unchanged.
+        FloatingPointError: the norm is not finite, on all processes; names `source`, the weights are unchanged.
     """
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         # Clipping and step happened inside backward; DeepSpeed skips a step whose norm is not finite.
@@ -439,8 +412,7 @@ def is_sharded(accelerator: Accelerator) -> bool:
 def full_weights(accelerator: Accelerator, model: nn.Module, embedder: nn.Module) -> dict[str, Tensor] | None:
     """Full weights of ``embedder.model``, gathered on the main process; all processes call it.
 
-    Returns:
-        None if the embedder itself holds its weights whole, and, under ZeRO-3 and FSDP2, on other processes.
+    None if the embedder itself holds its weights whole, and, under ZeRO-3 and FSDP2, on other processes.
     """
     if not is_sharded(accelerator):
         return None

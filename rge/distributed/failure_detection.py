@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from rge.common.errors import SIGNALLED, UserError
@@ -114,10 +114,8 @@ class _Watch(threading.Thread):
         """Stop watching, and let the others expect no more heartbeats."""
         self._ended.set()
         self.join()
-        try:
+        with suppress(RuntimeError):  # the store ended first
             self._say("left")
-        except RuntimeError:
-            pass  # the store ended first
 
     def run(self) -> None:
         """Watch until this process stops, or end it."""
@@ -143,12 +141,8 @@ class _Watch(threading.Thread):
             seen = said
             if silent_s >= self.silence_s:
                 with self._lock:
-                    missed = {
-                        "rank": self.next_rank,
-                        "host": "unknown host",
-                        "reason": f"no sign of life for {silent_s:.0f} s: killed (out of memory?), stopped, or its machine is gone",
-                        "code": 1,
-                    }
+                    reason = f"no sign of life for {silent_s:.0f} s: killed (out of memory?), stopped, or its machine is gone"
+                    missed = {"rank": self.next_rank, "host": "unknown host", "reason": reason, "code": 1}
                     self.store.compare_set("failed", "", json.dumps(missed))
 
     def _watch_the_store(self) -> None:

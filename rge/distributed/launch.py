@@ -1,12 +1,9 @@
 """Initialise accelerate for the recipe, and refuse launches that do not match it.
 
 A recipe sets the minimum sharding (``train.back_end``) and the computing dtype (``model.dtype``); trained weights, gradients
-summed over micro batches and the optimizer's state are float32. A launch without a back end, such as plain
-``accelerate launch rge/train.py recipe=...`` or torchrun, gets the recipe's. A launch config with one is used if it is
-sufficient.
-
-Some launches silently start one process, do not connect several processes, or run another back end than configured.
-Training would continue with a fraction of the batch or of the memory.
+summed over micro batches and the optimizer's state are float32. A launch without a back end gets the recipe's; a launch config
+with one is used if it is sufficient. Some launches silently start one process, do not connect several, or run another back
+end than configured: training would continue with a fraction of the batch or of the memory.
 """
 
 import json
@@ -41,9 +38,9 @@ NAMES = {"ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3", 
 
 @dataclass(frozen=True)
 class BackEnd:
-    """The back end of a run (``one process``, ``DDP``, ``ZeRO-1``, ``ZeRO-2``, ``ZeRO-3``, ``FSDP2``) and its number of processes."""
+    """The back end of a run and its number of processes."""
 
-    name: str
+    name: str  # ``one process``, ``DDP``, ``ZeRO-1``, ``ZeRO-2``, ``ZeRO-3`` or ``FSDP2``
     num_processes: int
 
     @property
@@ -64,15 +61,19 @@ def make_accelerator(train: TrainConfig, dtype: str = "float32") -> Accelerator:
     """Initialise the process group, the back end and its precision.
 
     Raises:
-        LaunchError: the launch asks for another precision, gradient accumulation or torch.compile. `check_launch` checks the
-            rest.
+        LaunchError: the launch asks for another precision, gradient accumulation or torch.compile. `check_launch` has the rest.
     """
     _check_precision(dtype)
     _check_accumulation(os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS"), "the launch has")
-    _check_compiler()
+    if (compiler := os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")).lower() != "no":
+        raise LaunchError(  # prompts differ in length, and the rollout would not run the compiled code
+            f"the launch asks for torch.compile (dynamo_backend {compiler}), which training does not use: remove the section "
+            "dynamo_config from the launch config, or launch with --dynamo_backend no"
+        )
     plugin: DeepSpeedPlugin | FullyShardedDataParallelPlugin | None = None
     if _asked("DEEPSPEED"):
-        plugin = _deepspeed(_config_file(), train, dtype)
+        path = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")  # shipped ones are found from any folder
+        plugin = _deepspeed(path and str(find_shipped(path)), train, dtype)
     elif _asked("FSDP"):
         plugin = _fsdp2(FullyShardedDataParallelPlugin(), dtype)
     elif _launched() > 1 and train.back_end.startswith("zero"):
@@ -90,14 +91,13 @@ def make_accelerator(train: TrainConfig, dtype: str = "float32") -> Accelerator:
             dtype,
         )
     use_deepspeed = isinstance(plugin, DeepSpeedPlugin)
-    # Without a GPU, DeepSpeed silently does not connect ranks unless a communication library is given.
-    library = {"backend": "gloo"} if use_deepspeed and not torch.accelerator.is_available() else {}
+    without_gpu = not torch.accelerator.is_available()
+    # Without a GPU, DeepSpeed silently does not connect ranks unless a communication library is given; accelerate unless `cpu`.
+    library = {"backend": "gloo"} if use_deepspeed and without_gpu else {}
     if train.deterministic:
         torch.use_deterministic_algorithms(True)
-    # Likewise accelerate without a GPU, unless `cpu` is set.
-    on_cpu = not use_deepspeed and not torch.accelerator.is_available()
     return Accelerator(
-        cpu=on_cpu,
+        cpu=not use_deepspeed and without_gpu,
         mixed_precision="bf16" if dtype == "bfloat16" else "no",
         deepspeed_plugin=plugin if use_deepspeed else None,
         fsdp_plugin=plugin if isinstance(plugin, FullyShardedDataParallelPlugin) else None,
@@ -126,16 +126,7 @@ def check_launch(accelerator: Accelerator, train: TrainConfig, optimizer: str = 
             "recipes/accelerate/cpu_2.yaml), on GPUs give --multi_gpu. If one is what you want: --num_processes 1, and unset "
             "MASTER_ADDR"
         )
-    for asked, expected in (("DEEPSPEED", DistributedType.DEEPSPEED), ("FSDP", DistributedType.FSDP)):
-        if _asked(asked) and kind != expected:
-            raise LaunchError(
-                f"{asked} was asked for, but accelerate runs {kind.value}, in which every process holds everything: "
-                + (
-                    "FSDP needs a GPU (on CPU, use recipes/accelerate/cpu_2.yaml or a DeepSpeed config)"
-                    if asked == "FSDP"
-                    else "ACCELERATE_USE_CPU=true switches DeepSpeed off; unset it and use recipes/accelerate/cpu_zero2.yaml"
-                )
-            )
+    _check_plugins(kind)
     if train.num_processes is not None and train.num_processes != running:
         raise LaunchError(
             f"train.num_processes={train.num_processes}, but {running} run; pass the number to accelerate launch as well "
@@ -160,6 +151,18 @@ def check_launch(accelerator: Accelerator, train: TrainConfig, optimizer: str = 
         )
 
 
+def _check_plugins(kind: DistributedType) -> None:
+    fixes = {
+        DistributedType.DEEPSPEED: "ACCELERATE_USE_CPU=true switches DeepSpeed off; unset it and use recipes/accelerate/cpu_zero2.yaml",
+        DistributedType.FSDP: "FSDP needs a GPU (on CPU, use recipes/accelerate/cpu_2.yaml or a DeepSpeed config)",
+    }
+    for expected, fix in fixes.items():
+        if _asked(expected.value) and kind != expected:
+            raise LaunchError(
+                f"{expected.value} was asked for, but accelerate runs {kind.value}, in which every process holds everything: {fix}"
+            )
+
+
 def back_end(accelerator: Accelerator) -> BackEnd:
     """The back end of this run."""
     kind = accelerator.distributed_type
@@ -180,8 +183,8 @@ def describe(accelerator: Accelerator) -> dict[str, Any]:
 def check_resume(saved: dict[str, Any], accelerator: Accelerator, path: object) -> None:
     """Refuse to load a state that another kind of launch saved; LaunchError names both launches and the fix.
 
-    One process and DDP write the same files, for any number of processes; FSDP2's shards can be redistributed over any
-    number of processes. DeepSpeed's are tied to its stage and to the number of processes.
+    One process and DDP write the same files, for any number of processes, as do FSDP2's shards among themselves. DeepSpeed's
+    are tied to its stage and to the number of processes.
     """
     then, now = BackEnd(**saved), back_end(accelerator)
     if (then.is_ddp and now.is_ddp) or (then.name == now.name == "FSDP2") or then == now:
@@ -202,7 +205,7 @@ def _check_precision(dtype: str) -> None:
     asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
     if asked == "no" or (asked, dtype) == ("bf16", "bfloat16"):
         return
-    fixes = f"launch with it off: accelerate launch --mixed_precision no {_script()}"
+    fixes = f"launch with it off: accelerate launch --mixed_precision no {shlex.join(sys.argv)}"
     if asked == "bf16":
         fixes += ", or set model.dtype=bfloat16"
     raise LaunchError(
@@ -216,19 +219,6 @@ def _check_accumulation(found: object, where: str) -> None:
         raise LaunchError(
             f"{where} gradient_accumulation_steps={found}, which would divide every gradient; remove it: a step already is a "
             "stage's whole batch_size, of which train.micro_batch_size are computed at once"
-        )
-
-
-def _check_compiler() -> None:
-    """Refuse torch.compile, which `accelerate config` offers.
-
-    Prompts differ in length, and neither the rollout nor passes without gradient would run the compiled code.
-    """
-    found = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
-    if found.lower() != "no":
-        raise LaunchError(
-            f"the launch asks for torch.compile (dynamo_backend {found}), which training does not use: remove the section "
-            "dynamo_config from the launch config, or launch with --dynamo_backend no"
         )
 
 
@@ -320,19 +310,9 @@ def _sharding_level(key: str) -> int:
     return min(BACK_ENDS.index(key), BACK_ENDS.index("zero3"))
 
 
-def _script() -> str:
-    return shlex.join(sys.argv)
-
-
 def _command(key: str) -> str:
     if torch.accelerator.is_available():
         config = f"{key}_8"
     else:
         config = "cpu_2" if key in ("ddp", "fsdp2") else f"cpu_{key}"
-    return f"accelerate launch --config_file recipes/accelerate/{config}.yaml --num_processes {_launched()} {_script()}"
-
-
-def _config_file() -> str | None:
-    """The launch config's DeepSpeed settings; shipped ones are found from any folder."""
-    path = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
-    return None if path is None else str(find_shipped(path))
+    return f"accelerate launch --config_file recipes/accelerate/{config}.yaml --num_processes {_launched()} {shlex.join(sys.argv)}"

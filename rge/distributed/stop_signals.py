@@ -71,11 +71,7 @@ def received_by_any(device: torch.device) -> signal.Signals | None:
 def exit_after(
     received: signal.Signals, accelerator: Accelerator, name: str, step: int, num_steps: int, states: Path
 ) -> NoReturn:
-    """Exit once the state in `states` is written.
-
-    Raises:
-        SystemExit: with 143 or 130, neither success, after which a scheduler would start the next job, nor the 1 of a crash.
-    """
+    """Exit once the state in `states` is written, with 143 or 130: neither success, nor the 1 of a crash, to a scheduler."""
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         print(  # noqa: T201

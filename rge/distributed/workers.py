@@ -19,7 +19,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -164,11 +163,7 @@ class _Worker:
         self.send((make, device, plugins_loaded()))
 
     def send(self, what: Any) -> None:
-        """Send a message.
-
-        Raises:
-            WorkerError: the process is gone.
-        """
+        """Send a message; WorkerError if the process is gone."""
         self.is_idle, self.heard_at = False, time.monotonic()
         try:
             self.connection.send(what)
@@ -176,11 +171,7 @@ class _Worker:
             raise self._gone() from None
 
     def receive(self) -> tuple[Any, ...]:
-        """Receive a message: kind, round and payload.
-
-        Raises:
-            WorkerError: the process is gone.
-        """
+        """Receive a message: kind, round and payload; WorkerError if the process is gone."""
         try:
             said = self.connection.recv()
         except (EOFError, OSError):
@@ -228,17 +219,16 @@ def serve(handle: int, parent: int) -> None:
         connection.send(("ready", 0))
         while True:
             round_, number, job = connection.recv()
-            report = partial(_report_progress, connection, round_)
+
+            def report(num_items: int, round_: int = round_) -> None:
+                connection.send(("progress", round_, num_items))
+
             try:
                 result = work(job, report)
             except Exception as error:  # noqa: BLE001 - likewise
                 connection.send(("error", round_, portable(error)))
             else:
                 connection.send(("result", round_, number, result))
-
-
-def _report_progress(connection: Connection, round_: int, num_items: int) -> None:
-    connection.send(("progress", round_, num_items))
 
 
 def _exit_with_parent(parent: int) -> None:

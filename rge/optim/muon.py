@@ -18,9 +18,8 @@ class Muon(torch.optim.Optimizer):
     """Nesterov momentum whose update of a matrix is orthogonalised and scaled to AdamW's root mean square.
 
     The same rule as `torch.optim.Muon` with ``adjust_lr_fn="match_rms_adamw"``, against which it is tested. That one
-    processes single matrices, in bfloat16, on every process; on a CPU without bfloat16 instructions a step of a two
-    million parameter model then takes seconds. Here matrices of one shape are one batched product, in float32 without a
-    GPU; every process computes a share of the matrices, and one gather distributes the results.
+    processes single matrices, in bfloat16, on every process. Here matrices of one shape are one batched product, in float32
+    without a GPU; every process computes a share of the matrices, and one gather distributes the results.
     Gradients must be equal on all processes, as under DDP, and unsharded, unlike under ZeRO-2, ZeRO-3 and FSDP.
 
     Args:

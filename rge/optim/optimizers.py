@@ -64,9 +64,6 @@ def make_optimizer(
         config: the recipe's; weight decay is decoupled and multiplied by the rate. For ``muon`` see `MuonAdamW`.
         lr: learning rate.
         slow: parameters whose rate is `OptimConfig.vision_lr_ratio` times `lr`: the vision tower's.
-
-    Raises:
-        ValueError: unknown name.
     """
     name, betas, eps = config.name, config.betas, config.eps
     if name not in ("adamw", "muon"):

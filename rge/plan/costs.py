@@ -12,7 +12,6 @@ their backward needs is kept (`train.keep_activations`). A frozen vision tower r
 
 import math
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -89,50 +88,35 @@ CPU_UTILISATION = (0.5, 0.9)
 
 @dataclass(frozen=True)
 class PictureCost:
-    """Cost of one picture in the vision tower.
+    """Cost of one picture in the vision tower."""
 
-    Attributes:
-        placeholders: its placeholder tokens; each is replaced by `feature` numbers.
-        num_bytes: of its pixels between processes, 8 bits per channel.
-        products: FLOPs of a pass in matrix products, `attention` in attention, `fixed` in what is never trained.
-        states: numbers in a layer's input.
-        inside: numbers that autograd keeps per layer.
-    """
-
-    placeholders: int = 0
+    placeholders: int = 0  # tokens, each replaced by `feature` numbers
     feature: int = 0
-    num_bytes: int = 0
-    products: float = 0.0
-    attention: float = 0.0
-    fixed: float = 0.0
+    num_bytes: int = 0  # of its pixels between processes, 8 bits per channel
+    products: float = 0.0  # FLOPs of a pass in matrix products
+    attention: float = 0.0  # the same in attention
+    fixed: float = 0.0  # the same in what is never trained
     layers: int = 0
-    states: int = 0
-    inside: int = 0
+    states: int = 0  # numbers in a layer's input
+    inside: int = 0  # numbers that autograd keeps per layer
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """Sizes of a model and its text layers.
-
-    Attributes:
-        parameters: all; `vision_parameters` of them in the vision tower.
-        layer: parameters of one text layer's matrices; `key_value` of them compute keys and values.
-        vocabulary: rows of the output matrix.
-        picture: the largest.
-    """
+    """Sizes of a model and its text layers."""
 
     parameters: int
-    vision_parameters: int
-    layer: int
-    key_value: int
+    vision_parameters: int  # of these
+    layer: int  # parameters of one text layer's matrices
+    key_value: int  # of these, those that compute keys and values
     layers: int
     hidden: int
     inner: int
     heads: int
     key_heads: int
     head_size: int
-    vocabulary: int
-    picture: PictureCost
+    vocabulary: int  # rows of the output matrix
+    picture: PictureCost  # the largest
 
 
 def speed_of(device: str, dtype: str) -> tuple[float, float] | None:
@@ -209,7 +193,10 @@ def _count(model: HubModel, num_pixels: int) -> PictureCost:
     def counted(kinds: str) -> int:
         return sum(count for operation, count in flops.items() if re.search(kinds, str(operation)))
 
-    attention, fixed = counted("bmm|attention"), counted("convolution") * _is_fixed(parts)
+    # In a tower that comes with a package, the weights of convolutions are buffers.
+    convolutions = [part for part in parts if isinstance(part, nn.Conv2d)]
+    are_buffers = not any(isinstance(part.weight, nn.Parameter) for part in convolutions)
+    attention, fixed = counted("bmm|attention"), counted("convolution") * are_buffers
     states, inside = _numbers_of(first, inputs[0]) if inputs else (0, 0)
     return PictureCost(
         placeholders=features.shape[0],
@@ -224,11 +211,6 @@ def _count(model: HubModel, num_pixels: int) -> PictureCost:
     )
 
 
-def _is_fixed(parts: Sequence[nn.Module]) -> bool:
-    """Whether the weights of convolutions are buffers, as in a tower that comes with a package."""
-    return not any(isinstance(part.weight, nn.Parameter) for part in parts if isinstance(part, nn.Conv2d))
-
-
 def _numbers_of(block: Any, states: Tensor) -> tuple[int, int]:
     """Numbers in a tower block's input, and those that it computes."""
     hidden = states.shape[-1]
@@ -238,38 +220,26 @@ def _numbers_of(block: Any, states: Tensor) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Load:
-    """Work of one rank in a step.
-
-    Attributes:
-        chunks: micro batches.
-        prompt: tokens of a query's prompt, pictures included; `candidate` of a candidate's.
-        own: tokens of a generated rationale without `<emb>`; 0 if none is generated.
-        oracle: tokens of an oracle rationale; 0 if none is used.
-        read_own: whether InfoNCE reads a separate branch (after the generated rationale, or directly after the prompt).
-        label_candidates: whether `<emb>` after a candidate's prompt is predicted.
-        query_pictures: pictures of the largest size in a query's prompt; `candidate_pictures` likewise.
-        each: generated rationales per query.
-        sampled: whether their tokens' log probabilities are read, for a policy gradient.
-        oracles: branches with the oracle rationale: after the prompt, after think tokens.
-        beside: tokens of branches of further states, and think tokens before an oracle rationale.
-    """
+    """Work of one rank in a step."""
 
     queries: int
     candidates: int
-    chunks: int
-    prompt: int
-    candidate: int
-    own: int
-    oracle: int
-    read_own: bool
+    chunks: int  # micro batches
+    prompt: int  # tokens of a query's prompt, pictures included
+    candidate: int  # the same of a candidate's
+    own: int  # tokens of a generated rationale without `<emb>`; 0 if none is generated
+    oracle: int  # tokens of an oracle rationale; 0 if none is used
+    read_own: (
+        bool  # InfoNCE reads a separate branch (after the generated rationale, or directly after the prompt)
+    )
     contrastive: bool
-    label_candidates: bool
-    query_pictures: float
+    label_candidates: bool  # `<emb>` after a candidate's prompt is predicted
+    query_pictures: float  # of the largest size in a query's prompt
     candidate_pictures: float
-    each: int = 1
-    sampled: bool = False
-    oracles: int = 1
-    beside: int = 0
+    each: int = 1  # generated rationales per query
+    sampled: bool = False  # their tokens' log probabilities are read, for a policy gradient
+    oracles: int = 1  # branches with the oracle rationale: after the prompt, after think tokens
+    beside: int = 0  # tokens of branches of further states, and think tokens before an oracle rationale
 
     @property
     def tail(self) -> int:
@@ -299,39 +269,24 @@ class Load:
 
 @dataclass(frozen=True)
 class Setup:
-    """Settings of a rank.
-
-    Attributes:
-        back_end: one of `BACK_ENDS`.
-        num_gpus: over which ZeRO and FSDP2 shard.
-        dtype_bytes: of the computing dtype and of frozen weights; trained weights are float32.
-        trained: parameters with a gradient.
-        checkpointing: keep only layers' inputs, and recompute layers in the backward.
-        adapters: the text model's own matrices get no gradient.
-        train_vision: the backward goes through the vision tower.
-        optimizer_states: numbers that the optimizer keeps per parameter.
-        rollout_rows: rationales generated at once.
-        captures: generation steps are captured as CUDA graphs, whose buffers stay for the run.
-        micro_queries: queries per forward.
-        keep: where the activations of several micro batches are kept: ``device``, ``host`` or ``none``.
-        once: prompts are encoded once; None: only with a single micro batch.
-        engine: bytes of an external engine during the rollout.
-    """
+    """Settings of a rank."""
 
     back_end: str = "ddp"
-    num_gpus: int = 1
-    dtype_bytes: int = 4
-    trained: int = 0
-    checkpointing: bool = False
-    adapters: bool = False
-    train_vision: bool = True
-    optimizer_states: int = 2
-    rollout_rows: int = 1
-    captures: bool = False
-    micro_queries: int = 1
-    keep: str = "none"
-    once: bool | None = None
-    engine: float = 0.0
+    num_gpus: int = 1  # over which ZeRO and FSDP2 shard
+    dtype_bytes: int = 4  # of the computing dtype and of frozen weights; trained weights are float32
+    trained: int = 0  # parameters with a gradient
+    checkpointing: bool = False  # keep only layers' inputs, and recompute layers in the backward
+    adapters: bool = False  # the text model's own matrices get no gradient
+    train_vision: bool = True  # the backward goes through the vision tower
+    optimizer_states: int = 2  # numbers that the optimizer keeps per parameter
+    rollout_rows: int = 1  # rationales generated at once
+    captures: bool = False  # generation steps are captured as CUDA graphs, whose buffers stay for the run
+    micro_queries: int = 1  # queries per forward
+    keep: str = (
+        "none"  # where the activations of several micro batches are kept: ``device``, ``host`` or ``none``
+    )
+    once: bool | None = None  # prompts are encoded once; None: only with a single micro batch
+    engine: float = 0.0  # bytes of an external engine during the rollout
 
     def shards(self, kind: str) -> int:
         """GPUs over which ``weights``, ``gradients`` or ``optimizer`` states are sharded."""
@@ -530,10 +485,9 @@ def host(
     processes: int,
     on_gpu: bool = True,
 ) -> dict[str, float]:
-    """Peak use of one machine besides its GPUs: bytes of memory, bytes of shared memory, open files.
+    """Peak use of one machine besides its GPUs, by `processes` of `num_workers` each: bytes of memory, shared memory, open files.
 
-    It runs `processes`, each with `num_workers` and batches of `batch_bytes` (`pixel_bytes`). At least one batch is
-    prefetched, even if `prefetch_bytes` is less. For a GPU, pixels are prefetched to pinned memory and processes use NCCL.
+    Batches of `batch_bytes` are `pixel_bytes`. For a GPU, at least one is prefetched to pinned memory, and processes use NCCL.
     """
     # Prefetched batches, and the one in use, are in pinned memory, allocated in powers of two. A worker holds its prompts'
     # pictures and the buffer that joins them.
@@ -574,8 +528,7 @@ def step_seconds(
 ) -> float:
     """Seconds of a step: FLOPs at the achieved `peak` (FLOP/s), generation at the achieved `bandwidth` (bytes per second).
 
-    Generating a token reads all weights of the text model and the rows' keys and values, and computes little: it is bound by
-    memory.
+    Generation is bound by memory: a token reads all weights of the text model and the rows' keys and values.
     """
     seconds = num_flops / peak
     if load.own:

@@ -26,12 +26,9 @@ WORTH_SAYING = 0.95
 
 
 class Plans:
-    """Plans of a run's open stages on this machine.
+    """Plans of a run's open stages on this machine: `found` has each stage's, or why there is none.
 
-    `num_steps` are by open stage, `records` and `layouts` by source; `found` has each stage's plan, or why there is none.
-
-    Raises:
-        RecipeError: `rollout.prompt_pass` cannot be satisfied.
+    `num_steps` are by open stage, `records` and `layouts` by source. RecipeError if `rollout.prompt_pass` cannot be satisfied.
     """
 
     def __init__(

@@ -73,10 +73,9 @@ TABLE: dict[str, dict[str, Any]] = {
 
 
 def outline(model: ModelConfig, init: str | None = None) -> tuple[HubModel, str]:
-    """The model of a recipe, or its checkpoint `init`, on `meta`; whole under every back end, without communication.
+    """The model of a recipe, or its checkpoint `init`, on `meta`, and where its shapes come from.
 
-    Returns:
-        The model, and where its shapes come from.
+    It is whole under every back end, without communication.
 
     Raises:
         BackboneError: its shapes are unknown, or its family is not supported.

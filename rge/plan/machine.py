@@ -25,7 +25,9 @@ _CGROUP = Path("/sys/fs/cgroup")
 def problems(recipe: Recipe) -> Iterator[str]:
     """Too few open files for this process."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed, here = descriptors(recipe.data.num_workers), _open_files()
+    needed, here = descriptors(recipe.data.num_workers), 0
+    with suppress(OSError):  # not Linux
+        here = len(os.listdir("/proc/self/fd"))
     if soft != resource.RLIM_INFINITY and soft - here < needed:
         yield (
             f"a process may open {soft} files (hard limit {hard}), has {here} open, and may need {needed} more: raise it "
@@ -121,10 +123,3 @@ def cpu_speed(dtype: str) -> tuple[float, float]:
             product_s = min(product_s, seconds(lambda: torch.mm(factor, factor, out=product)))
         copy_s = min(copy_s, seconds(lambda: copy.copy_(words)))
     return 2 * side**3 / product_s / 1e12, 2 * words.nbytes / copy_s / 1e12
-
-
-def _open_files() -> int:
-    try:
-        return len(os.listdir("/proc/self/fd"))
-    except OSError:  # not Linux
-        return 0

@@ -1,12 +1,11 @@
 """Options of `rge plan`; free of torch, so that ``--help`` is quick."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rge.config import AtLeastOne, BackEndName, Recipe, load_options
+from rge.config import AtLeastOne, BackEndName, Recipe
 
 NotNegative = Annotated[int, Field(ge=0)]
 
@@ -64,12 +63,3 @@ class PlanCommand(PlanOptions, Recipe):
 
     ``recipe=NAME``, the options of this command, and every key of the recipe.
     """
-
-
-def read_options(words: Sequence[str]) -> PlanCommand:
-    """The recipe and this command's options.
-
-    Raises:
-        RecipeError: an option or a key of the recipe has a value that it cannot have, or does not exist.
-    """
-    return load_options(PlanCommand, words, command="rge plan recipe=NAME")

@@ -15,26 +15,8 @@ from typing import Any
 from rge.config import BACK_ENDS, UNSHARDED_ONLY, Recipe, RecipeError, StageConfig
 from rge.model.hub_model import HubModel
 from rge.objective import Objective
-from rge.plan.costs import (
-    CPU_UTILISATION,
-    DTYPE_BYTES,
-    GIB,
-    OPTIMIZER_STATES,
-    RESERVED_GIB,
-    UTILISATION,
-    Load,
-    Setup,
-    Shapes,
-    communication,
-    flops,
-    host,
-    naming_flops,
-    num_parameters,
-    pixel_bytes,
-    shapes_of,
-    state_copy,
-    step_seconds,
-)
+from rge.plan import costs
+from rge.plan.costs import GIB, Load, Setup, Shapes, num_parameters, shapes_of
 from rge.plan.known_models import outline
 from rge.plan.machine import cpu_speed, main_memory
 from rge.plan.options import PlanCommand, PlanOptions
@@ -57,47 +39,34 @@ class FasterWay:
 
 @dataclass
 class Plan:
-    """The plan of one stage; the command's last line is this as JSON.
-
-    Attributes:
-        tokens: per step over all GPUs, by kind.
-        flops_per_gpu: per step, by phase; `flops` over all GPUs.
-        memory: bytes on a GPU, by kind; `memory_from` and `memory_to` bound `memory_total`.
-        bytes_sent: per GPU and step, by back end.
-        batch_bytes: pictures of a rank's batch.
-        host: of one machine, see `rge.plan.costs.host`.
-        keep: `train.keep_activations` with ``auto`` resolved, and `why`.
-        seconds: per step.
-        hours: of all steps at the given utilisation; `hours_from` and `hours_to` at the highest and the lowest.
-        advice: changes that would make it fit; empty if it does.
-    """
+    """The plan of one stage; the command's last line is this as JSON."""
 
     parameters: int
     vision_parameters: int
     trained_parameters: int
     shapes: Shapes
     load: Load
-    tokens: dict[str, int]
-    flops_per_gpu: dict[str, float]
-    flops: float
-    memory: dict[str, float]
+    tokens: dict[str, int]  # per step over all GPUs, by kind
+    flops_per_gpu: dict[str, float]  # per step, by phase
+    flops: float  # per step, over all GPUs
+    memory: dict[str, float]  # bytes on a GPU, by kind
     memory_total: float
-    memory_from: float
+    memory_from: float  # bounds of `memory_total`
     memory_to: float
-    bytes_sent: dict[str, float]
-    batch_bytes: float
-    host: dict[str, float]
-    keep: str
+    bytes_sent: dict[str, float]  # per GPU and step, by back end
+    batch_bytes: float  # pictures of a rank's batch
+    host: dict[str, float]  # of one machine, see `rge.plan.costs.host`
+    keep: str  # `train.keep_activations` with ``auto`` resolved
     prompt_pass: str
-    why: str
-    seconds: float
+    why: str  # of `keep`
+    seconds: float  # per step
     fastest: list[FasterWay]
     steps: int
-    hours: float
-    hours_from: float
-    hours_to: float
+    hours: float  # of all steps at the given utilisation
+    hours_from: float  # at the highest
+    hours_to: float  # at the lowest
     fits: bool
-    advice: list[str]
+    advice: list[str]  # changes that would make it fit; empty if it does
 
 
 @dataclass(frozen=True)
@@ -113,14 +82,8 @@ def show(recipe: PlanCommand) -> int:
     """Print the plan of one stage or all; 1 if it does not fit."""
     if recipe.cpu:
         tflops, tbs = cpu_speed(recipe.model.dtype)
-        recipe = replace(
-            recipe,
-            num_gpus=1,
-            gpu_gib=main_memory() / GIB,
-            peak_tflops=tflops,
-            bandwidth_tbs=tbs,
-            back_end="ddp",
-        )
+        here = {"gpu_gib": main_memory() / GIB, "peak_tflops": tflops, "bandwidth_tbs": tbs}
+        recipe = replace(recipe, num_gpus=1, back_end="ddp", **here)  # type: ignore[arg-type]
     model, origin = outline(recipe.model, recipe.init)
     everything = recipe.for_ == "all"
     stages = recipe.stages() if everything else [recipe.for_]
@@ -146,7 +109,7 @@ def plan_naming(recipe: Recipe, model: HubModel, options: PlanOptions) -> Naming
     scratch = recipe.model.scratch
     if recipe.init is not None or scratch is None or scratch.naming is None:
         return None
-    choosing, saying = naming_flops(
+    choosing, saying = costs.naming_flops(
         shapes_of(model, recipe.model.max_pixels),
         pictures=scratch.naming_batch_size,
         name_tokens=options.name_tokens,
@@ -166,28 +129,26 @@ def plan(
     *,
     on_gpu: bool = True,
 ) -> Plan:
-    """The plan of a stage.
+    """The plan of a stage, whose model comes without its weights.
 
-    The model comes without its weights. `longest` are the tokens of the largest prompts, their pictures and rationales, if the
-    records are known. With `on_gpu`, memory is reserved for its context and buffers, and settings are chosen by its memory.
-
-    Raises:
-        RecipeError: the batch cannot be divided, a prompt is longer than allowed, or activations cannot be kept as asked.
+    `longest` are the tokens of the largest prompts, their pictures and rationales, if the records are known. With `on_gpu`,
+    memory is reserved for its context and buffers, and settings are chosen by its memory. RecipeError if the batch cannot be
+    divided, a prompt is longer than allowed, or activations cannot be kept as asked.
     """
     shapes = shapes_of(model, recipe.model.max_pixels)
     load = load_of(recipe, shapes, options, longest)
-    batch_bytes = pixel_bytes(shapes, load)
+    batch_bytes = costs.pixel_bytes(shapes, load)
     processes = min(options.num_gpus, options.gpus_per_machine)
-    machine = host(
+    machine = costs.host(
         shapes.parameters,
         batch_bytes=batch_bytes,
         prefetch_bytes=recipe.data.prefetch_mb * 2**20,
         num_workers=recipe.data.num_workers,
-        dtype_bytes=DTYPE_BYTES[recipe.model.dtype],
+        dtype_bytes=costs.DTYPE_BYTES[recipe.model.dtype],
         processes=processes,
     )
     base = setup_of(recipe, model, options)
-    copied = state_copy(shapes, base, processes) if recipe.train.background_save else 0.0
+    copied = costs.state_copy(shapes, base, processes) if recipe.train.background_save else 0.0
     machine["memory"] += copied
     room = Room(
         options.gpu_gib * GIB if on_gpu else None,
@@ -204,7 +165,7 @@ def plan(
 
     def hours(utilisation: float) -> float:
         peak, bandwidth = (1e12 * utilisation * most for most in (options.peak_tflops, options.bandwidth_tbs))
-        seconds = step_seconds(shapes, load, setup, num_flops=num_flops, peak=peak, bandwidth=bandwidth)
+        seconds = costs.step_seconds(shapes, load, setup, num_flops=num_flops, peak=peak, bandwidth=bandwidth)
         return steps * seconds / 3600
 
     least, most = _utilisations(options)
@@ -217,13 +178,15 @@ def plan(
         shapes=shapes,
         load=load,
         tokens=tokens_of(load, options.num_gpus),
-        flops_per_gpu=flops(shapes, load, setup),
+        flops_per_gpu=costs.flops(shapes, load, setup),
         flops=num_flops * options.num_gpus,
         memory=way.memory,
         memory_total=way.total,
         memory_from=way.total - way.uncertain,
         memory_to=way.total + way.uncertain,
-        bytes_sent={name: communication(shapes, load, replace(setup, back_end=name)) for name in BACK_ENDS},
+        bytes_sent={
+            name: costs.communication(shapes, load, replace(setup, back_end=name)) for name in BACK_ENDS
+        },
         batch_bytes=batch_bytes,
         host=machine,
         keep=setup.keep,
@@ -252,18 +215,14 @@ def plan(
 
 
 def _utilisations(options: PlanOptions) -> tuple[float, float]:
-    least, most = CPU_UTILISATION if options.cpu else UTILISATION
+    least, most = costs.CPU_UTILISATION if options.cpu else costs.UTILISATION
     return min(least, options.reached), max(most, options.reached)
 
 
 def load_of(
     recipe: Recipe, shapes: Shapes, options: PlanOptions, longest: Mapping[str, int] | None = None
 ) -> Load:
-    """Work of one rank in a step: the largest that the recipe allows, or that occurs in the records (`longest`).
-
-    Raises:
-        RecipeError: see `plan`.
-    """
+    """Work of one rank in a step: the largest that the recipe allows, or that occurs in the records (`longest`)."""
     stage, queries = _stage(recipe, options)
     objective = Objective.of(recipe, options.for_)
     rationale = options.rationale_tokens or recipe.rollout.max_new_tokens
@@ -323,11 +282,7 @@ def _largest(recipe: Recipe, shapes: Shapes, options: PlanOptions) -> dict[str, 
 
 
 def setup_of(recipe: Recipe, model: HubModel, options: PlanOptions) -> Setup:
-    """Settings of a rank in the planned stage.
-
-    Raises:
-        RecipeError: training would refuse the optimizer under the back end.
-    """
+    """Settings of a rank in the planned stage; RecipeError if training would refuse the optimizer under the back end."""
     lora = recipe.model.lora
     _, queries = _stage(recipe, options)
     back_end = options.back_end or recipe.train.back_end
@@ -340,13 +295,13 @@ def setup_of(recipe: Recipe, model: HubModel, options: PlanOptions) -> Setup:
     return Setup(
         back_end=back_end,
         num_gpus=options.num_gpus,
-        dtype_bytes=DTYPE_BYTES[recipe.model.dtype],
+        dtype_bytes=costs.DTYPE_BYTES[recipe.model.dtype],
         trained=num_parameters(model, recipe.model)[1],
         checkpointing=recipe.model.gradient_checkpointing,
         adapters=lora is not None,
         # `modules_to_save` is meant for the tower's merger.
         train_vision=lora.vision or bool(lora.modules_to_save) if lora else not recipe.model.freeze_vision,
-        optimizer_states=OPTIMIZER_STATES[recipe.optim.name],
+        optimizer_states=costs.OPTIMIZER_STATES[recipe.optim.name],
         rollout_rows=recipe.rollout.batch_size,
         captures=recipe.model.cuda_graphs
         and recipe.model.dtype == "bfloat16"
@@ -371,7 +326,7 @@ def tokens_of(load: Load, num_gpus: int) -> dict[str, int]:
 def reserved(recipe: Recipe, options: PlanOptions, *, on_gpu: bool = True) -> float:
     """Reserved bytes, including vLLM's engine unless it sleeps between rollouts."""
     engine = 0.0 if recipe.rollout.vllm_sleep else engine_bytes(recipe, options)
-    return RESERVED_GIB * GIB * on_gpu + engine
+    return costs.RESERVED_GIB * GIB * on_gpu + engine
 
 
 def engine_bytes(recipe: Recipe, options: PlanOptions) -> float:
@@ -481,13 +436,12 @@ def _sections(found: Plan, options: PlanOptions, back_end: str) -> Iterator[tupl
     if not options.cpu:
         yield from _machine_sections(found, options, back_end)
     (least, most), digits = _utilisations(options), 2 if options.cpu else 1
-    yield (
-        f"{found.steps:,} steps at {options.peak_tflops:.3g} TFLOP/s and {options.bandwidth_tbs:.3g} TB/s (estimate)",
-        {
-            f"hours at a utilisation of {options.reached:g}": f"{found.hours:,.{digits}f}",
-            f"from {most:g} to {least:g}": f"{found.hours_from:,.{digits}f} to {found.hours_to:,.{digits}f}",
-        },
-    )
+    speed = f"{options.peak_tflops:.3g} TFLOP/s and {options.bandwidth_tbs:.3g} TB/s"
+    hours = {
+        f"hours at a utilisation of {options.reached:g}": f"{found.hours:,.{digits}f}",
+        f"from {most:g} to {least:g}": f"{found.hours_from:,.{digits}f} to {found.hours_to:,.{digits}f}",
+    }
+    yield f"{found.steps:,} steps at {speed} (estimate)", hours
 
 
 def _machine_sections(

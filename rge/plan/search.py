@@ -8,19 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from rge.config import BACK_ENDS, UNSHARDED_ONLY, Recipe, RecipeError
-from rge.plan.costs import (
-    ACTIVATIONS_OFF_BY,
-    GIB,
-    KEPT,
-    Load,
-    Setup,
-    Shapes,
-    communication,
-    flops,
-    kept_bytes,
-    memory,
-    step_seconds,
-)
+from rge.plan import costs
+from rge.plan.costs import ACTIVATIONS_OFF_BY, GIB, Load, Setup, Shapes
 from rge.plan.options import PlanOptions
 
 
@@ -30,52 +19,42 @@ class ImpossibleKeeping(RecipeError):
 
 @dataclass(frozen=True)
 class Room:
-    """Resources of a process.
+    """Resources of a process."""
 
-    Attributes:
-        gpu: bytes of GPU memory; None without a GPU.
-        reserved: bytes of it set aside.
-        host: bytes of main memory available for activations; None: unknown.
-        peak: achieved FLOP/s.
-        bandwidth: achieved GPU memory bandwidth, bytes per second.
-    """
-
-    gpu: float | None
-    reserved: float
-    host: float | None
-    peak: float
-    bandwidth: float
+    gpu: float | None  # bytes of GPU memory; None without a GPU
+    reserved: float  # bytes of it set aside
+    host: float | None  # bytes of main memory available for activations; None: unknown
+    peak: float  # achieved FLOP/s
+    bandwidth: float  # achieved GPU memory bandwidth, bytes per second
 
 
 @dataclass(frozen=True)
 class Way:
-    """Costs of a step with one choice of settings.
-
-    Attributes:
-        num_flops: per rank.
-        memory: bytes on a GPU, by kind.
-        host: bytes of main memory per process.
-        sent: bytes sent per GPU.
-    """
+    """Costs of a step with one choice of settings."""
 
     load: Load
     setup: Setup
-    num_flops: float
+    num_flops: float  # per rank
     seconds: float
-    memory: dict[str, float]
-    host: float
-    sent: float
+    memory: dict[str, float]  # bytes on a GPU, by kind
+    host: float  # bytes of main memory per process
+    sent: float  # bytes sent per GPU
 
     @classmethod
     def of(cls, shapes: Shapes, load: Load, setup: Setup, room: Room) -> "Way":
         """Estimate the costs of a step."""
-        num_flops = sum(flops(shapes, load, setup).values())
-        seconds = step_seconds(
-            shapes, load, setup, num_flops=num_flops, peak=room.peak, bandwidth=room.bandwidth
+        num_flops = sum(costs.flops(shapes, load, setup).values())
+        return cls(
+            load,
+            setup,
+            num_flops,
+            costs.step_seconds(
+                shapes, load, setup, num_flops=num_flops, peak=room.peak, bandwidth=room.bandwidth
+            ),
+            costs.memory(shapes, load, setup) | {"reserved": room.reserved},
+            costs.kept_bytes(shapes, load, setup)[1],
+            costs.communication(shapes, load, setup),
         )
-        kinds = memory(shapes, load, setup) | {"reserved": room.reserved}
-        host = kept_bytes(shapes, load, setup)[1]
-        return cls(load, setup, num_flops, seconds, kinds, host, communication(shapes, load, setup))
 
     @property
     def total(self) -> float:
@@ -85,7 +64,7 @@ class Way:
     @property
     def uncertain(self) -> float:
         """Uncertainty of `total`, bytes."""
-        return ACTIVATIONS_OFF_BY * (self.memory["activations"] + self.memory[KEPT])
+        return ACTIVATIONS_OFF_BY * (self.memory["activations"] + self.memory[costs.KEPT])
 
     def fits(self, room: Room, *, surely: bool = False) -> bool:
         """Whether it fits in memory; `surely`: even at the upper end of the estimate."""
@@ -103,16 +82,14 @@ def ways(recipe: Recipe, load: Load, setup: Setup) -> Iterator[Setup]:
     if several:
         places = ["none", "device", "host"] if asked == "auto" else [asked]
     wanted = {"once": [True], "twice": [False], "auto": [False, True] if several else [True]}[prompt_pass]
-    for keep in places:
-        possible = _may_encode_once(recipe, load, setup) and (load.chunks == 1 or keep != "none")
-        for once in dict.fromkeys(once and possible for once in wanted):
-            yield replace(setup, keep=keep, once=once)
-
-
-def _may_encode_once(recipe: Recipe, load: Load, setup: Setup) -> bool:
     lora = recipe.model.lora
     has_dropout = lora is not None and lora.dropout > 0
-    return load.own > 0 and recipe.rollout.backend == "own" and not (setup.shares_weights or has_dropout)
+    by_us = load.own > 0 and recipe.rollout.backend == "own"
+    for keep in places:
+        kept = load.chunks == 1 or keep != "none"
+        possible = by_us and kept and not (setup.shares_weights or has_dropout)
+        for once in dict.fromkeys(once and possible for once in wanted):
+            yield replace(setup, keep=keep, once=once)
 
 
 def decided(recipe: Recipe, shapes: Shapes, load: Load, setup: Setup, room: Room) -> tuple[Way, str]:

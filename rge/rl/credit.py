@@ -6,7 +6,6 @@ Shape suffixes: B = queries of this rank, K = rationales per query, N = B * K, L
 all ranks, D = hidden size.
 """
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,20 +28,15 @@ from rge.rl.reference import Reference, make_reference
 from rge.rl.rewards import Rollouts, evaluate, find_reward
 from rge.rollout.generate import Rationale
 
+Read = Callable[[Callable[[int], list[Branch]]], Tensor]
+"""From the branches of each row to their states (N, D), without gradient."""
+
 DIFFERS = 1e-4
 """Rewards of a group that lie within this are equal: states of equal rationales differ by rounding."""
 
 
 class Reinforcement:
-    """Rewards, reference and candidate pool of the stage rl.
-
-    Args:
-        reference: of the KL term; None without it.
-        folder: of the stage, where rewards may cache paid answers.
-
-    Raises:
-        UserError: a reward that does not exist, or does not take its options; a pool that cannot be read.
-    """
+    """Rewards, reference of the KL term and candidate pool of the stage rl; ``folder`` is where rewards may cache paid answers."""
 
     def __init__(self, recipe: Recipe, embedder: EmbeddingModel, reference: Reference | None, folder: Path):
         self.settings, self.temperature = recipe.rl, recipe.loss.temperature
@@ -79,20 +73,20 @@ class Reinforcement:
             f"{name} {report[f'reward_{name}']:.4g}" if f"reward_{name}" in report else f"{name} not a number"
             for name in self.terms
         )
-        if report["unscored_groups"] == 1:
-            raise UserError(
-                f"rl: for {self.idle_steps} steps no query could be scored, so nothing was learned. Mean reward of the last "
-                f"step: {terms}. A query is scored where every reward gives a finite number for each of its rationales and a "
-                "right answer is among the candidates: check rl.rewards and rl.candidates"
-            )
-        raise UserError(
-            f"rl: for {self.idle_steps} steps no query had two rationales of different reward, so nothing was learned. Mean "
-            f"reward of the last step: {terms}; entropy {report['entropy']:.3g} nats a token, cut off "
-            f"{report['forced_rate']:.0%}, unscored {report['unscored_groups']:.0%}. If the entropy is near 0, the model "
-            "writes one rationale a query: start from an earlier checkpoint, or raise rl.temperature; if a reward is at its "
-            "maximum, choose another (rl.rewards); if all are cut off, raise rollout.max_new_tokens. rl.patience=0 disables "
-            "this check"
+        problem = (
+            f"had two rationales of different reward, so nothing was learned. Mean reward of the last step: {terms}; entropy "
+            f"{report['entropy']:.3g} nats a token, cut off {report['forced_rate']:.0%}, unscored "
+            f"{report['unscored_groups']:.0%}. If the entropy is near 0, the model writes one rationale a query: start from "
+            "an earlier checkpoint, or raise rl.temperature; if a reward is at its maximum, choose another (rl.rewards); if "
+            "all are cut off, raise rollout.max_new_tokens. rl.patience=0 disables this check"
         )
+        if report["unscored_groups"] == 1:
+            problem = (
+                f"could be scored, so nothing was learned. Mean reward of the last step: {terms}. A query is scored where every "
+                "reward gives a finite number for each of its rationales and a right answer is among the candidates: check "
+                "rl.rewards and rl.candidates"
+            )
+        raise UserError(f"rl: for {self.idle_steps} steps no query {problem}")
 
     def state_dict(self) -> dict[str, Any]:
         """For a resumable checkpoint."""
@@ -107,15 +101,7 @@ class Reinforcement:
 
 
 class Credit:
-    """Rewards and advantages of one rollout's rationales.
-
-    Attributes:
-        rationales: of the step, with direct members if a reward needs them.
-        written_N: bool; sampled rationales, i.e. not direct members.
-
-    Raises:
-        UserError: vLLM returned no probabilities, which the importance sampling correction needs.
-    """
+    """Rewards and advantages of one rollout's rationales, with direct members if a reward needs them."""
 
     def __init__(
         self,
@@ -128,9 +114,9 @@ class Credit:
         self.rl, self.batch, self.rationales, self.measure = rl, batch, list(rationales), measure
         self.device = rl.embedder.device
         self.num_each = len(rationales) // len(batch.queries)
-        self.num_added = int(rl.with_direct)
-        self.written_N = torch.arange(len(rationales)) % self.num_each < self.num_each - self.num_added
-        self.written_N = self.written_N.to(self.device)
+        # Sampled rationales, i.e. not direct members.
+        place_N = torch.arange(len(rationales), device=self.device) % self.num_each
+        self.written_N = place_N < self.num_each - int(rl.with_direct)
         lengths = torch.tensor([len(one.ids) + 1 for one in rationales])
         self.starts = [0, *lengths.cumsum(0).tolist()]
         owner_L = torch.arange(len(rationales)).repeat_interleave(lengths)
@@ -157,7 +143,7 @@ class Credit:
         q_ND: Tensor,
         c_CD: Tensor,
         masks: tuple[Tensor, Tensor, Tensor],
-        read: Callable[[Callable[[int], list[Branch]]], Tensor],
+        read: Read,
     ) -> None:
         """Compute rewards and advantages once per rollout, for all its updates; see `rge.step.RolloutLoss.judge`.
 
@@ -225,6 +211,7 @@ class Credit:
             )
             self._count("sampling_ratio_mean", (ratio_L * credit_L).sum())
             self._count("sampling_corrected", ((ratio_L != weight_L) & credit_L).sum())
+        epsilon_high = settings.epsilon if settings.epsilon_high is None else settings.epsilon_high
         found = policy_loss(
             log_prob_L,
             old_L,
@@ -233,7 +220,7 @@ class Credit:
             credit_L,
             loss_type=settings.loss_type,
             epsilon=settings.epsilon,
-            epsilon_high=settings.epsilon if settings.epsilon_high is None else settings.epsilon_high,
+            epsilon_high=epsilon_high,
             rationales=self.total_rationales,
             tokens=self.total_tokens,
             cap=self.rl.cap,
@@ -257,7 +244,7 @@ class Credit:
         c_CD: Tensor,
         positive_BC: Tensor,
         ignored_BC: Tensor,
-        read: Callable[[Callable[[int], list[Branch]]], Tensor],
+        read: Read,
     ) -> None:
         """Count hits of direct states and of states after the first rationale of the query before."""
         count, emb_id = len(self.batch.queries), self.rl.embedder.emb_id
@@ -272,9 +259,8 @@ class Credit:
             for state_BD in (state_ND[0::2], state_ND[1::2])
         ]
         # With one query there is no other's rationale.
-        direct, other, counted, others = dist.sum_over_ranks(
-            [hits[0], hits[1] * (count > 1), count, count * (count > 1)], self.device
-        )
+        local = [hits[0], hits[1] * (count > 1), count, count * (count > 1)]
+        direct, other, counted, others = dist.sum_over_ranks(local, self.device)
         self.figures["hit_at_1_direct"] = direct / counted
         if others:
             self.figures["hit_at_1_counterfactual"] = other / others
@@ -343,7 +329,7 @@ class Credit:
         )
 
     def _figures_of(self, group: Rollouts, values: dict[str, Tensor], total_BK: Tensor) -> dict[str, float]:
-        """Mean rewards by term over sampled rationales, shares of informative and unscored groups, advantages of right and wrong ones.
+        """Mean rewards over sampled rationales, shares of informative and unscored groups, mean advantages.
 
         A group's direct member counts for whether its rewards differ, since it is learned from.
         """
@@ -381,22 +367,15 @@ class Credit:
 
 def _names(rewards: Sequence[RewardConfig]) -> list[str]:
     """Names in the log: a second ``ndcg``, with other options, is ``ndcg_2``."""
-    seen: Counter[str] = Counter()
-    names = []
-    for config in rewards:
-        seen[config.name] += 1
-        names.append(config.name if seen[config.name] == 1 else f"{config.name}_{seen[config.name]}")
-    return names
+    names = [config.name for config in rewards]
+    counts = [names[: place + 1].count(name) for place, name in enumerate(names)]
+    return [name if count == 1 else f"{name}_{count}" for name, count in zip(names, counts, strict=True)]
 
 
 def make_reinforcement(
     recipe: Recipe, embedder: EmbeddingModel, folder: Path, accelerator: Accelerator
 ) -> Reinforcement:
-    """The stage rl of a run; called before `embedder` is wrapped, since its weights are the reference's.
-
-    Raises:
-        UserError: see `Reinforcement` and `make_reference`.
-    """
+    """The stage rl of a run; called before `embedder` is wrapped, since its weights are the reference's."""
     reference = None
     if recipe.rl.beta and recipe.rl.alpha_rl:
         reference = make_reference(recipe, embedder, accelerator)

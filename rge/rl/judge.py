@@ -6,13 +6,15 @@ folder, so that none is paid for twice and a resumed run gets the same ones.
 
 import json
 import re
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rge.calls.caller import Caller, Outcome
+from rge.calls.caller import Caller
 from rge.calls.model_config import ModelConfig, check_model
 from rge.calls.replies import BadValue, Reply
 from rge.calls.request import Request
@@ -27,8 +29,6 @@ BEST = 10
 INSTRUCTION = f"""A search engine writes a short line of reasoning about a query before it looks the answer up.
 Say how well the reasoning works out what is asked for, from 0 (misleading or empty) to {BEST} (names exactly what answers the
 query). Answer with the number alone."""
-
-_callers: dict[str, Caller] = {}
 
 
 def _endpoint(endpoint: dict[str, Any], instruction: str = INSTRUCTION) -> ModelConfig:
@@ -55,7 +55,7 @@ def judge_reward(group: Rollouts, endpoint: dict[str, Any], instruction: str = I
         endpoint: `rge.calls.model_config.ModelConfig`: name, base_url, key_env, budget, prices, concurrency ...
         instruction: for the judge.
     """
-    caller = _caller(group.folder, endpoint)
+    caller = _caller(group.folder, json.dumps(endpoint, sort_keys=True))
     values = torch.zeros(group.forced_BK.shape, dtype=torch.float64)
     places, requests = [], []
     for row, texts in enumerate(group.texts):
@@ -70,15 +70,11 @@ def judge_reward(group: Rollouts, endpoint: dict[str, Any], instruction: str = I
             )
     outcomes = caller.run(requests, read=mark) if requests else []
     for (row, number), outcome in zip(places, outcomes, strict=True):
-        values[row, number] = _value(outcome)
+        values[row, number] = torch.nan
+        with suppress(BadValue):
+            if outcome.reply is not None:
+                values[row, number] = mark(outcome.reply) / BEST
     return values.to(group.state_BKD)
-
-
-def _value(outcome: Outcome) -> float:
-    try:
-        return torch.nan if outcome.reply is None else mark(outcome.reply) / BEST
-    except BadValue:
-        return torch.nan
 
 
 def mark(reply: Reply) -> float:
@@ -89,8 +85,6 @@ def mark(reply: Reply) -> float:
     return float(found[1])
 
 
-def _caller(folder: Path, endpoint: dict[str, Any]) -> Caller:
-    key = json.dumps([str(folder), endpoint], sort_keys=True)
-    if key not in _callers:
-        _callers[key] = Caller({"judge": _endpoint(endpoint)}, AnswerStore(folder / "judge.sqlite"))
-    return _callers[key]
+@cache
+def _caller(folder: Path, endpoint: str) -> Caller:
+    return Caller({"judge": _endpoint(json.loads(endpoint))}, AnswerStore(folder / "judge.sqlite"))

@@ -5,7 +5,7 @@ Tokens of all rationales are concatenated without padding; `owner_L` has each to
 Shape suffixes: B = queries, K = rationales per query, N = B * K rationales, L = sampled tokens.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,13 +18,13 @@ MAX_LOG_RATIO = 20.0
 
 
 def advantages(reward_BK: Tensor, *, scale: str, std_floor: float, std_batch: float = 1.0) -> Tensor:
-    """Advantage of each rationale over its group.
+    """Advantage of each rationale over its group (row); none for a group with a value that is not finite.
 
     Source: GRPO (arXiv:2402.03300) section 4.1.2, r - mean over std. Scales as TRL's ``scale_rewards``. Differs: `std_floor`,
     which is 1e-4 in TRL, is a setting, since rounding differences between states of equal rationales would be amplified.
 
     Args:
-        reward_BK: one group per row. A group with a value that is not finite gets no advantage: its mean is unknown.
+        reward_BK: one group per row.
         scale: ``group``: divide by the group's standard deviation; ``batch``: by `std_batch`; ``none``.
         std_floor: added to the standard deviation; if both are 0, there is no advantage.
         std_batch: standard deviation of all rewards of all ranks, see `standard_deviation`.
@@ -57,19 +57,12 @@ def standard_deviation(reward_BK: Tensor) -> float:
     return float(known.std()) if len(known) > 1 else 0.0
 
 
-@dataclass(frozen=True)
-class PolicyTerms:
-    """Terms of a policy loss over these rationales.
+class PolicyTerms(NamedTuple):
+    """Terms of a policy loss over some rationales; those of all chunks and ranks add up."""
 
-    Attributes:
-        loss: their share of the loss, with gradient; shares of all chunks and ranks add up.
-        kl: summed k3 estimates over credited tokens; 0 without a reference.
-        clipped: number of credited tokens without gradient because of the clip.
-    """
-
-    loss: Tensor
-    kl: Tensor
-    clipped: Tensor
+    loss: Tensor  # with gradient
+    kl: Tensor  # summed k3 estimates over credited tokens; 0 without a reference
+    clipped: Tensor  # number of credited tokens without gradient because of the clip
 
 
 def policy_loss(
@@ -115,15 +108,12 @@ def policy_loss(
         epsilon: the ratio is clipped at 1 - epsilon.
         epsilon_high: and at 1 + epsilon_high.
         rationales: of all ranks and chunks, credited or not.
-        tokens: credited ones of all ranks and chunks, for ``dapo``.
-        cap: greatest number of tokens of a rationale, for ``dr_grpo``.
+        tokens: credited ones of all ranks and chunks.
+        cap: greatest number of tokens of a rationale.
         beta: weight of the KL term.
-        reference_L: log probabilities under the reference.
+        reference_L: log probabilities under the reference, if `beta` is not 0.
         weight_L: corrections for another sampler, see `sampling_weights`.
         correct_kl: multiply k3 by the ratio, so that its gradient is that of the KL (TRL's ``use_bias_correction_kl``).
-
-    Raises:
-        ValueError: an unknown `loss_type`, or `beta` without a reference.
     """
     if loss_type not in LOSS_TYPES:
         raise ValueError(f"loss_type must be one of {', '.join(LOSS_TYPES)}; got {loss_type!r}")

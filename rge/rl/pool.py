@@ -78,10 +78,8 @@ class Pool:
 
     def state_dict(self) -> dict[str, Any]:
         """For a resumable checkpoint."""
-        return {
-            "age": self.age,
-            "state_PD": None if self.state_PD is None else self.state_PD.to("cpu", copy=True),
-        }
+        state_PD = None if self.state_PD is None else self.state_PD.to("cpu", copy=True)
+        return {"age": self.age, "state_PD": state_PD}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """From a resumable checkpoint; UserError if the pool's size has changed."""
@@ -113,17 +111,17 @@ def read_pool(path: Path) -> list[Target]:
     found: dict[str, Target] = {}
     if not path.exists():
         raise UserError(f"rl.candidates: there is no pool at {path}")
-    for target in _of_corpus(path) if path.is_dir() else _of_records(RecordFile(path)):
+    if path.is_dir():
+        targets = _of_corpus(path)
+    else:
+        records = RecordFile(path)
+        chosen = (records[index] for index in range(len(records)))
+        targets = (target for record in chosen for target in (*record.positives, *record.negatives))
+    for target in targets:
         found.setdefault(target.id, target)
     if not found:
         raise UserError(f"rl.candidates: the pool {path} holds no candidates")
     return list(found.values())
-
-
-def _of_records(records: Records) -> Iterator[Target]:
-    for index in range(len(records)):
-        record = records[index]
-        yield from (*record.positives, *record.negatives)
 
 
 def _of_corpus(folder: Path) -> Iterator[Target]:
@@ -146,14 +144,7 @@ def _of_corpus(folder: Path) -> Iterator[Target]:
 
 
 def check_pool(recipe: Recipe, sources: Mapping[str, Records]) -> str | None:
-    """Check that a pool is readable and has right answers of training's queries.
-
-    Returns:
-        A warning, if some queries have no right answer in it.
-
-    Raises:
-        UserError: see `read_pool`; or it answers none of the queries.
-    """
+    """A warning if some of training's queries have no right answer in the pool; UserError if none has, or it is unreadable."""
     if recipe.rl.candidates == "batch":
         return None
     path = pool_path(recipe)

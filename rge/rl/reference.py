@@ -6,6 +6,7 @@ With adapters it is the model without them, at no cost; otherwise a frozen copy.
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 
 import torch
 from accelerate import Accelerator
@@ -20,17 +21,13 @@ from rge.model.prompts import Prompt
 from rge.rollout.generate import Rationale
 
 
+@dataclass
 class Reference:
-    """Log probabilities of rationales under the stage's initial weights.
+    """Log probabilities of rationales under the stage's initial weights."""
 
-    Args:
-        embedder: a frozen copy, or the model in training if it has adapters.
-        temperature: of the sampled rationales.
-        micro_batch_size: queries per forward.
-    """
-
-    def __init__(self, embedder: EmbeddingModel, temperature: float, micro_batch_size: int):
-        self.embedder, self.temperature, self.micro_batch_size = embedder, temperature, micro_batch_size
+    embedder: EmbeddingModel  # a frozen copy, or the model in training if it has adapters
+    temperature: float  # of the sampled rationales
+    micro_batch_size: int  # queries per forward
 
     @torch.no_grad()
     def log_probs(self, prompts: Sequence[Prompt], rationales: Sequence[Rationale]) -> Tensor:
@@ -76,16 +73,17 @@ def make_reference(recipe: Recipe, embedder: EmbeddingModel, accelerator: Accele
 
 def problems(recipe: Recipe, zero3: bool) -> Iterator[str]:
     """Why no reference can be kept."""
-    needed = "rl" in recipe.stages() and recipe.rl.beta and recipe.rl.alpha_rl
-    if needed and recipe.model.lora is not None and recipe.model.lora.modules_to_save:
-        yield (
-            "rl.beta's reference is the model without adapters, and model.lora.modules_to_save trains modules that would change "
-            "it: leave out one of them"
-        )
-    if needed and recipe.model.lora is None and zero3:
+    if not ("rl" in recipe.stages() and recipe.rl.beta and recipe.rl.alpha_rl):
+        return
+    if recipe.model.lora is None and zero3:
         yield (
             "rl.beta needs the weights that the stage starts from, and under ZeRO-3 no process holds them whole: use "
             "model.lora, whose reference is the model without adapters, another back end, or rl.beta=0"
+        )
+    if recipe.model.lora is not None and recipe.model.lora.modules_to_save:
+        yield (
+            "rl.beta's reference is the model without adapters, and model.lora.modules_to_save trains modules that would change "
+            "it: leave out one of them"
         )
 
 

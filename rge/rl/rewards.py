@@ -27,39 +27,22 @@ from rge.config import Recipe, RewardConfig
 
 @dataclass(frozen=True)
 class Rollouts:
-    """Input of a reward: this rank's rationales, query after query, and the candidates of all ranks.
+    """Input of a reward: this rank's rationales, query after query, and the candidates of all ranks."""
 
-    Attributes:
-        state_BKD: unit-norm states at ``<emb>``, without gradient.
-        candidate_CD: unit-norm embeddings of the candidates: the step's, or a fixed pool's.
-        right_BC: bool; everything that answers the query, by identity. All others are wrong.
-        labelled_BC: bool; the query's own labelled negatives.
-        ids: token ids of K rationales per query, without ``<emb>``.
-        oracle_ids: of the query's oracle, ending with ``<emb>``; empty if not read.
-        query_ids: of the query's prompt.
-        forced_BK: bool; cut off at the cap, ``<emb>`` appended.
-        direct_BK: bool; deliberately empty.
-        temperature: of InfoNCE; cosines are divided by it.
-        cap: maximum number of generated tokens.
-        decode: token ids to text.
-        folder: where a reward may cache paid answers.
-        record_ids: of the queries.
-    """
-
-    state_BKD: Tensor
-    candidate_CD: Tensor
-    right_BC: Tensor
-    labelled_BC: Tensor
-    ids: Sequence[Sequence[Sequence[int]]]
-    oracle_ids: Sequence[Sequence[int]]
-    query_ids: Sequence[Sequence[int]]
-    forced_BK: Tensor
-    direct_BK: Tensor
-    temperature: float
-    cap: int
+    state_BKD: Tensor  # unit-norm states at ``<emb>``, without gradient
+    candidate_CD: Tensor  # unit-norm embeddings of the candidates: the step's, or a fixed pool's
+    right_BC: Tensor  # bool; everything that answers the query, by identity. All others are wrong
+    labelled_BC: Tensor  # bool; the query's own labelled negatives
+    ids: Sequence[Sequence[Sequence[int]]]  # of K rationales per query, without ``<emb>``
+    oracle_ids: Sequence[Sequence[int]]  # of the query's oracle, ending with ``<emb>``; empty if not read
+    query_ids: Sequence[Sequence[int]]  # of the query's prompt
+    forced_BK: Tensor  # bool; cut off at the cap, ``<emb>`` appended
+    direct_BK: Tensor  # bool; deliberately empty
+    temperature: float  # of InfoNCE; cosines are divided by it
+    cap: int  # maximum number of generated tokens
     decode: Callable[[Sequence[int]], str]
-    folder: Path
-    record_ids: Sequence[str] = field(default_factory=list)
+    folder: Path  # where a reward may cache paid answers
+    record_ids: Sequence[str] = field(default_factory=list)  # of the queries
 
     @cached_property
     def score_BKC(self) -> Tensor:
@@ -98,19 +81,14 @@ RewardFunction = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Reward:
-    """A registered reward.
-
-    Attributes:
-        function: see `RewardFunction`.
-        needs_direct: the group must contain the direct state, as a further, empty member.
-        needs_oracle: the oracle rationale must be read.
-        check: called with the options before training; raises UserError for invalid ones.
-    """
+    """A registered reward."""
 
     function: RewardFunction
-    needs_direct: bool = False
-    needs_oracle: bool = False
-    check: Callable[..., object] | None = None
+    needs_direct: bool = False  # the group must contain the direct state, as a further, empty member
+    needs_oracle: bool = False  # the oracle rationale must be read
+    check: Callable[..., object] | None = (
+        None  # called with the options before training; UserError for invalid ones
+    )
 
 
 REWARDS: Registry[Reward] = Registry("reward", "rge.rewards", ("rge.rl.judge",))

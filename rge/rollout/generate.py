@@ -3,10 +3,9 @@
 Nothing is inherited from the model's generation settings: only the arguments here affect generation. Rationales
 are carried as token ids; decoding and tokenising them again may give other ids, and with them another state.
 
-A generation step runs every layer once and, on a CPU, checks which rows have finished; positions, masks and buffers are
-prepared before the first step. Finished rows leave the batch. On a GPU a step consists of thousands of small kernels that take
-longer to launch than to run, so they are captured as one CUDA graph per number of rows and buffer length. Capturing
-synchronises the device and empties its caches, so graphs, and the memory they use, are kept for the whole run (`_Captured`).
+A step runs every layer once; positions, masks and buffers are prepared before the first. Finished rows leave the batch. On a
+GPU a step consists of thousands of small kernels that take longer to launch than to run, so they are captured as one CUDA graph
+per number of rows and buffer length, and kept for the whole run (`_Captured`).
 
 Shape suffixes: B = rows still being written, R = all rows, L = steps, V = vocabulary, D = hidden size.
 """
@@ -16,7 +15,8 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -120,32 +120,21 @@ def _captured_of(embedder: EmbeddingModel) -> _Captured | None:
 
 @dataclass(frozen=True, slots=True)
 class Rationale:
-    """What the model wrote for one prompt.
+    """What the model wrote for one prompt."""
 
-    Attributes:
-        ids: token ids without ``<emb>``; empty if the model directly wrote ``<emb>``.
-        forced: the cap was reached and ``<emb>`` was appended.
-        state_D: unit-norm state at ``<emb>``, float32, without gradient; None unless computed with the current weights.
-        seconds: wall time of its batch divided by the batch's rows.
-        age: steps since generation.
-        direct: deliberately empty: ``<emb>`` directly follows the prompt.
-        oracle: not generated: the ids are the oracle's rationale.
-        given: not generated: the ids were passed in, for an additional state of the query.
-        margin: smallest decision margin over its tokens: the lead of the best logit over the second, or the distance of a
-            drawn number to the nearest one that would have drawn another token; infinite unless requested.
-        log_probs: of its tokens, and of ``<emb>`` if the model wrote it, as reported by an external sampler such as vLLM;
-            None if our own forward computes them.
-    """
-
-    ids: tuple[int, ...]
-    forced: bool
+    ids: tuple[int, ...]  # without ``<emb>``; empty if the model directly wrote ``<emb>``
+    forced: bool  # the cap was reached and ``<emb>`` was appended
+    # Unit-norm state at ``<emb>``, float32, without gradient; None unless computed with the current weights.
     state_D: Tensor | None = field(repr=False)
-    seconds: float
-    age: int = 0
-    direct: bool = False
-    oracle: bool = False
-    given: bool = False
+    seconds: float  # wall time of its batch divided by the batch's rows
+    age: int = 0  # steps since generation
+    direct: bool = False  # deliberately empty: ``<emb>`` directly follows the prompt
+    oracle: bool = False  # not generated: the ids are the oracle's rationale
+    given: bool = False  # not generated: the ids were passed in, for an additional state of the query
+    # Smallest decision margin over its tokens: the lead of the best logit over the second, or the distance of a drawn number to
+    # the nearest one that would have drawn another token; infinite unless requested.
     margin: float = float("inf")
+    # Of its tokens, and of ``<emb>`` if the model wrote it, as an external sampler reported them; None: our forward computes them.
     log_probs: tuple[float, ...] | None = None
 
 
@@ -202,25 +191,17 @@ def generate(
     if any(len(ids) >= max_new_tokens for ids in given):
         raise ValueError(f"given ids and <emb> must fit into max_new_tokens={max_new_tokens}")
     choice = _Choice(max_new_tokens, temperature, min_new_tokens, direct_above, margins)
-    choice.check()
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
     num_rows = num_each + len(given)
     at_once = max(1, batch_size // num_each)
     results: dict[int, Rationale] = {}
-    was_training, captured = embedder.training, _captured_of(embedder)
-    # Also switches gradient checkpointing off, which in training mode would compute every layer twice.
-    embedder.eval()
-    try:
-        if captured is not None:
-            captured.begin(embedder)
+    with _ready_to_write(embedder) as captured:
         for start in range(0, len(order), at_once):
             chosen = order[start : start + at_once]
             rows = [index * num_rows + number for index in chosen for number in range(num_rows)]
-            own_seeds: list[int | None] | None = None
+            own_seeds = None
             if seeds is not None and temperature > 0:
-                own_seeds = []
-                for index in chosen:
-                    own_seeds += [*seeds[index * num_each : (index + 1) * num_each], *[None] * len(given)]
+                own_seeds = _seeds_of(chosen, seeds, num_each, num_rows)
             read = [*[None] * num_each, *given] * len(chosen) if given else None
             began = time.perf_counter()
             if encoded is None:
@@ -243,16 +224,34 @@ def generate(
             del writing  # free its memory before the next batch allocates
             if on_progress is not None:
                 on_progress(len(chosen))
+    return [results[row] for row in range(len(results))]
+
+
+@contextmanager
+def _ready_to_write(embedder: EmbeddingModel) -> Iterator[_Captured | None]:
+    """In evaluation mode, with the embedder's captured steps."""
+    was_training, captured = embedder.training, _captured_of(embedder)
+    # Also switches gradient checkpointing off, which in training mode would compute every layer twice.
+    embedder.eval()
+    try:
+        if captured is not None:
+            captured.begin(embedder)
+        yield captured
     finally:
         if captured is not None:
             captured.in_use.release()
         embedder.train(was_training)
-    return [results[row] for row in range(len(results))]
 
 
 @torch.no_grad()
 def _encode(embedder: EmbeddingModel, prompts: Sequence[Prompt]) -> EncodedPrompts | EncodedParts:
     return encode_prompts(embedder, embedder, prompts)
+
+
+def _seeds_of(chosen: Sequence[int], seeds: Sequence[int], num_each: int, num_rows: int) -> list[int | None]:
+    """Seeds of the chosen prompts' rows; given ones have none."""
+    of_prompt = [seeds[index * num_each : (index + 1) * num_each] for index in chosen]
+    return [seed for own in of_prompt for seed in (*own, *[None] * (num_rows - num_each))]
 
 
 @dataclass(frozen=True)
@@ -265,7 +264,7 @@ class _Choice:
     direct_above: float | None
     margins: bool
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be >= 1, got {self.max_new_tokens}")
         if not 0 <= self.min_new_tokens < self.max_new_tokens:
@@ -318,18 +317,8 @@ class _Writing:
             self.cache = RunningCache(encoded, places, self.capacity, room_of)
         else:
             self.cache = Cache(encoded, places, self.num_steps)
-        uniform_RL = given_RL = None
-        if seeds is not None:
-            uniform_RL = torch.zeros(R, max_new_tokens, dtype=torch.float64)
-            for row, seed in enumerate(seeds):
-                if seed is not None:
-                    stream = np.random.Generator(np.random.Philox(key=seed))
-                    uniform_RL[row] = torch.from_numpy(stream.random(max_new_tokens))
-        if given is not None:
-            given_RL = torch.full((R, max_new_tokens), -1)
-            for row, ids in enumerate(given):
-                if ids is not None:
-                    given_RL[row, : len(ids) + 1] = torch.tensor([*ids, embedder.emb_id])
+        uniform_RL = None if seeds is None else _uniform(seeds, R, max_new_tokens)
+        given_RL = None if given is None else _given_ids(given, embedder.emb_id, R, max_new_tokens)
         barred = torch.tensor(embedder.suppressed_ids, dtype=torch.long)
         rows, uniform_RL, given_RL, self.barred = moved(
             (torch.tensor(places), uniform_RL, given_RL, barred), device
@@ -376,9 +365,8 @@ class _Writing:
         return results
 
     def _write(self) -> None:
-        device = self.row_B.device
         # Reading from a GPU synchronises, and keeping a finished row in the batch costs little: check rarely there.
-        look_every = 1 if device.type == "cpu" and self.captured is None else 8
+        look_every = 1 if self.row_B.device.type == "cpu" and self.captured is None else 8
         warm = False
         for step in range(self.num_steps):
             chooses = step < self.choice.max_new_tokens
@@ -390,6 +378,7 @@ class _Writing:
                 self._read()
             if step == self.num_steps - 1:
                 return
+            warm = True
             if (step and step % look_every == 0) or step == self.choice.max_new_tokens:
                 num_rows = len(self.row_B)
                 num_alive = num_rows - int(self.done_B.sum())
@@ -403,13 +392,9 @@ class _Writing:
                     warm = False
                     if not captured:
                         self.hidden_BD = self.hidden_BD[kept]
-                        self._choose(chooses)
-                    self._tell()
-                    continue
             if not captured:
                 self._choose(chooses)
             self._tell()
-            warm = True
 
     def _read(self) -> None:
         """Run the layers over each row's newest token, and store the states of rows that end with it."""
@@ -519,6 +504,24 @@ class _Writing:
             "model.cuda_graphs: a captured step checked against the plain one: tokens equal, states to %.1e",
             apart,
         )
+
+
+def _uniform(seeds: Sequence[int | None], R: int, L: int) -> Tensor:
+    """(R, L) float64 random numbers of each row, from its own seed."""
+    uniform_RL = torch.zeros(R, L, dtype=torch.float64)
+    for row, seed in enumerate(seeds):
+        if seed is not None:
+            uniform_RL[row] = torch.from_numpy(np.random.Generator(np.random.Philox(key=seed)).random(L))
+    return uniform_RL
+
+
+def _given_ids(given: Sequence[Sequence[int] | None], emb_id: int, R: int, L: int) -> Tensor:
+    """(R, L) the tokens to read instead of generating, `emb_id` last; -1 elsewhere."""
+    given_RL = torch.full((R, L), -1)
+    for row, ids in enumerate(given):
+        if ids is not None:
+            given_RL[row, : len(ids) + 1] = torch.tensor([*ids, emb_id])
+    return given_RL
 
 
 def _rotations(model: HubModel, last_position_3B: Tensor, after_B: Tensor, num_steps: int) -> Rotations:

@@ -34,7 +34,7 @@ ENVIRONMENT = {
 
 
 class Engine:
-    """vLLM on the device of one of our models.
+    """vLLM on the device of one of our models; ValueError or RuntimeError if it lacks the model's family or memory.
 
     Args:
         embedder: the model, unwrapped.
@@ -44,10 +44,6 @@ class Engine:
         batch_size: rationales generated at once.
         memory: share of the device's memory for the engine: its copy of the weights, and the cache.
         more: further arguments of vLLM's `LLM`.
-
-    Raises:
-        ValueError: vLLM does not support such a model, or it needs more memory.
-        RuntimeError: likewise.
     """
 
     def __init__(
@@ -116,14 +112,7 @@ class Engine:
 
 
 class TrainingEngine(Engine):
-    """An engine that gets the weights in training before each rollout (`sync_weights`).
-
-    Args:
-        embedder: the model in training, unwrapped.
-        accelerator: of the run.
-        sleep: free the engine's memory between rollouts; CUDA only.
-        settings: see `Engine`.
-    """
+    """An engine that gets the weights in training before each rollout (`sync_weights`); with `sleep` it frees its memory between."""
 
     def __init__(
         self, embedder: EmbeddingModel, accelerator: Accelerator, *, sleep: bool = False, **settings: Any

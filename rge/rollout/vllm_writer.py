@@ -6,6 +6,7 @@ tokens, exactly as for a reused rationale.
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -47,19 +48,14 @@ def check_possible(option: str, sleeps: bool = False, device: torch.device | Non
         )
 
 
+@dataclass
 class VllmWriter:
-    """Generates rationales with an engine that has the model's weights. See `in_training` and `of_checkpoint`.
+    """Generates rationales with an engine that has the model's weights. See `in_training` and `of_checkpoint`."""
 
-    Args:
-        embedder: the model, unwrapped.
-        engine: with the same weights.
-        max_new_tokens: cap on generated tokens, ``<emb>`` included.
-        batch_size: rationales generated at once, and prompts whose pictures are encoded at once.
-    """
-
-    def __init__(self, embedder: EmbeddingModel, engine: "Engine", max_new_tokens: int, batch_size: int):
-        self.embedder, self.engine = embedder, engine
-        self.max_new_tokens, self.batch_size = max_new_tokens, batch_size
+    embedder: EmbeddingModel  # unwrapped
+    engine: "Engine"
+    max_new_tokens: int  # cap on generated tokens, ``<emb>`` included
+    batch_size: int  # rationales generated at once, and prompts whose pictures are encoded at once
 
     @classmethod
     def in_training(
@@ -67,11 +63,7 @@ class VllmWriter:
     ) -> "VllmWriter":
         """A writer whose engine gets the training model's weights before each rollout.
 
-        Args:
-            embedder: the model in training, unwrapped.
-            accelerator: of the run.
-            sleep: the engine frees its memory between rollouts.
-            sizes: see `_start`.
+        With `sleep` the engine frees its memory between rollouts; `sizes` are those of `_start`.
 
         Raises:
             BackboneError: see `check_possible` and `_start`.
@@ -106,21 +98,16 @@ class VllmWriter:
         batch_size: int,
         memory: float,
     ) -> "VllmWriter":
-        """Start an engine with a share `memory` of the device's memory.
-
-        Raises:
-            BackboneError: vLLM does not support the model's family or tokenizer, or does not start.
-        """
+        """Start an engine with a share `memory` of the device's; BackboneError if vLLM can't run the model, or doesn't start."""
         collapsed_ids(embedder.model, [])  # fail for an unsupported family before anything is started
         if len(embedder.suppressed_ids) > MOST_BARRED:
             raise BackboneError(
                 f"{option}=vllm can keep {MOST_BARRED} tokens out of rationales, and this tokenizer has "
                 f"{len(embedder.suppressed_ids)} special tokens and unused rows; set {option}=own"
             )
+        sizes = {"max_model_tokens": max_prompt_tokens + max_new_tokens, "batch_size": batch_size}
         try:
-            engine = make(
-                max_model_tokens=max_prompt_tokens + max_new_tokens, batch_size=batch_size, memory=memory
-            )
+            engine = make(memory=memory, **sizes)
         except (ValueError, RuntimeError) as error:
             raise BackboneError(
                 f"{option}=vllm: vLLM does not start with {memory_option}={memory:g}: {error}"
@@ -147,7 +134,7 @@ class VllmWriter:
         Args:
             prompts: of any length.
             temperature: 0 is greedy; otherwise logits are divided by it and sampled from, without any truncation.
-            seeds: one per rationale, required for sampling. A row's tokens depend on its own seed alone, but the same seed
+            seeds: one per rationale, for sampling. A row's tokens depend on its own seed alone, but the same seed
                 gives other tokens than in `rge.rollout.generate`.
             num_each: rationales per prompt; vLLM computes a prompt's keys and values once.
 
@@ -164,7 +151,11 @@ class VllmWriter:
             return []
         began = time.perf_counter()
         self.engine.sync_weights()
-        requests = [request for request in self._requests(prompts) for _ in range(num_each)]
+        requests = []
+        for start in range(0, len(prompts), self.batch_size):
+            part = prompts[start : start + self.batch_size]
+            for prompt, features in zip(part, self.embedder.picture_features(part), strict=True):
+                requests += [self._request(prompt, features)] * num_each
         settings: dict[str, Any] = {
             "temperature": temperature,
             "max_tokens": self.max_new_tokens,
@@ -190,14 +181,6 @@ class VllmWriter:
                 Rationale(ids if forced else ids[:-1], forced, None, seconds, log_probs=log_probs)
             )
         return rationales
-
-    def _requests(self, prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
-        requests = []
-        for start in range(0, len(prompts), self.batch_size):
-            part = prompts[start : start + self.batch_size]
-            for prompt, features in zip(part, self.embedder.picture_features(part), strict=True):
-                requests.append(self._request(prompt, features))
-        return requests
 
     def _request(self, prompt: Prompt, features: Tensor | None) -> dict[str, Any]:
         """A prompt as vLLM takes it: one placeholder per picture, and the pictures' features (placeholders, D)."""

@@ -46,15 +46,9 @@ def encodes_once(
     has_dropout: bool,
     keep: str = "none",
 ) -> bool:
-    """Whether the prompts of a step are encoded once: `rollout.prompt_pass` with ``auto`` resolved.
+    """Whether the prompts of a step are encoded once: `rollout.prompt_pass` (`asked`) with ``auto`` resolved.
 
-    Args:
-        asked: ``auto``, ``once`` or ``twice``.
-        queries_a_rank: largest share of a step's batch.
-        micro_batch_size: queries per forward.
-        sharded: parameters are sharded (ZeRO-3, FSDP2).
-        has_dropout: training uses dropout, which must not affect a rollout.
-        keep: `train.keep_activations` with ``auto`` resolved; several chunks' prompts must be kept to be encoded once.
+    `keep` is `train.keep_activations`, likewise resolved: several chunks' prompts must be kept to be encoded once.
 
     Raises:
         RecipeError: ``once`` is not possible.
@@ -79,18 +73,14 @@ def encodes_once(
 
 
 class Rollout(NamedTuple):
-    """A step's rationales.
+    """A step's rationales."""
 
-    Attributes:
-        rationales: equally many per query, query after query; given ones last in each group.
-        encoded: the queries' prompts, encoded with gradient, if one encoding serves the whole step; in parts for several
-            chunks.
-        easy_share: maximum share of queries trained to be answered without a rationale.
-    """
-
-    rationales: Sequence[Rationale]
+    rationales: Sequence[
+        Rationale
+    ]  # equally many per query, query after query; given ones last in each group
+    # The queries' prompts with gradient, if one encoding serves the whole step; in parts for several chunks.
     encoded: EncodedPrompts | EncodedParts | None = None
-    easy_share: float = 0.0
+    easy_share: float = 0.0  # maximum share of queries trained to be answered without a rationale
 
     def after_update(self) -> "Rollout":
         """The same for the next update: without states and encoding, which belong to the old weights."""
@@ -152,7 +142,7 @@ class Store:
 
 
 class Writer:
-    """Provides the rationales of every step.
+    """Provides the rationales of every step; ``store`` has the reusable ones, and is restored on resume.
 
     Args:
         model: the wrapped embedder.
@@ -163,9 +153,6 @@ class Writer:
         loss: decides whose rationale a query gets.
         micro_batch_size: queries per forward of the step, if its chunks' prompts are kept.
         keep: see `rge.model.embedding_model.keeping`; ``none``: the step has one chunk.
-
-    Attributes:
-        store: of reusable rationales, restored on resume; or None.
     """
 
     def __init__(
@@ -190,8 +177,9 @@ class Writer:
         if self.embedder.pictures is not None:
             self.embedder.pictures.open()
         encoded = self._encode(batch) if self.once else None
+        # The checksum tells queries of equal id apart, which different sources may have.
         keys = [
-            f"{name}:{_checksum(prompt.input_ids)}"
+            f"{name}:{zlib.crc32(prompt.input_ids.numpy().tobytes()):08x}"
             for name, prompt in zip(batch.record_ids, batch.queries, strict=True)
         ]
         known = [self._unwritten(step, batch, row, key) for row, key in enumerate(keys)]
@@ -266,13 +254,7 @@ def make_writer(
 ) -> Writer:
     """A stage's writer; its store is saved and loaded with the accelerator's state.
 
-    Args:
-        model: the wrapped embedder.
-        embedder: the same, unwrapped.
-        recipe: of the run.
-        stage: of the recipe.
-        accelerator: of the run.
-        kept: what the stage's micro batches keep; None: nothing.
+    `kept` is what the stage's micro batches keep; None: nothing.
 
     Raises:
         RecipeError: `rollout.prompt_pass=once` is not possible.
@@ -295,15 +277,15 @@ def make_writer(
             sleep=settings.vllm_sleep,
         )
     keep, prompt_pass = (kept.where, kept.prompt_pass) if kept else ("none", settings.prompt_pass)
+    size = recipe.train.micro_batch_size
     once = vllm is None and encodes_once(
         prompt_pass,
         queries_a_rank=-(-stage.batch_size // dist.world_size()),
-        micro_batch_size=recipe.train.micro_batch_size,
+        micro_batch_size=size,
         sharded=sharded,
         has_dropout=has_dropout(embedder),
         keep=keep,
     )
-    size = recipe.train.micro_batch_size
     writer = Writer(model, embedder, settings, once, vllm, recipe.loss, micro_batch_size=size, keep=keep)
     if writer.store is not None:
         accelerator.register_for_checkpointing(writer.store)
@@ -344,11 +326,6 @@ def sample_seeds(seed: int, count: int) -> list[int]:
     if count == 1:
         return [seed]
     return [seed, *map(int, np.random.SeedSequence([seed]).generate_state(count - 1, np.uint64))]
-
-
-def _checksum(ids: Any) -> str:
-    """Tells queries of equal id apart, which different sources may have."""
-    return f"{zlib.crc32(ids.numpy().tobytes()):08x}"
 
 
 def rollout_report(rollout: Rollout | None, seconds: float, device: torch.device) -> dict[str, float]:

@@ -91,19 +91,20 @@ def write_library(folder: Path, num: int) -> None:
     """Parquet files of `PICTURES_A_FILE` pictures each."""
     concepts = max(1, num // A_CONCEPT)
     for first in range(0, num, PICTURES_A_FILE):
-        path = folder / f"{first // PICTURES_A_FILE:05d}.parquet"
+        path, numbers = (
+            folder / f"{first // PICTURES_A_FILE:05d}.parquet",
+            range(first, num)[:PICTURES_A_FILE],
+        )
         if path.is_file():
             continue
-        numbers = range(first, min(first + PICTURES_A_FILE, num))
-        table = pa.table(
-            {
-                "id": [f"picture {number}" for number in numbers],
-                "image": pa.array([picture(number, number % concepts) for number in numbers], pa.binary()),
-                "caption": [caption(number % concepts) for number in numbers],
-            }
-        )
+        pictures = [picture(number, number % concepts) for number in numbers]
+        columns = {
+            "id": [f"picture {number}" for number in numbers],
+            "image": pa.array(pictures, pa.binary()),
+            "caption": [caption(number % concepts) for number in numbers],
+        }
         with replacing(path) as waiting:
-            pq.write_table(table, waiting, compression="none")
+            pq.write_table(pa.table(columns), waiting, compression="none")
 
 
 class World:

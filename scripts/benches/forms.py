@@ -14,7 +14,8 @@ the same code in both forms, so both write the same tokens; transformers keeps f
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from transformers import GenerationConfig
 
 from benches.harness import count_flops, make_batch, random_backbone, random_picture
 from rge.common.errors import UserError
+from rge.common.options import one_of
 from rge.common.schema import Item
 from rge.config import load_recipe
 from rge.data.collate import Batch, StepBatches, chunks_of
@@ -114,14 +116,15 @@ def long_setting(options: Sizes, sizes: dict | None = None) -> Setting:
 
     ``sizes``, as for `rge.scratch.build.build`, are those of another model than `options` describes.
     """
+    hidden = options.hidden
     vision = {
-        **{"depth": 4, "hidden_size": options.hidden // 2, "intermediate_size": options.hidden * 3 // 2},
-        **{"num_heads": 4, "patch_size": 14, "window_size": 112, "fullatt_block_indexes": [3]},
-    }
+        "depth": 4, "hidden_size": hidden // 2, "intermediate_size": hidden * 3 // 2, "num_heads": 4, "patch_size": 14,
+        "window_size": 112, "fullatt_block_indexes": [3],
+    }  # fmt: skip
     text = {
-        **{"hidden_size": options.hidden, "intermediate_size": options.hidden * 4},
-        **{"num_hidden_layers": options.layers, "num_attention_heads": 8, "num_key_value_heads": 2},
-    }
+        "hidden_size": hidden, "intermediate_size": hidden * 4, "num_hidden_layers": options.layers,
+        "num_attention_heads": 8, "num_key_value_heads": 2,
+    }  # fmt: skip
     rng = np.random.default_rng(0)
     words = ["key", "lock", "door", "open", "close"]
     texts = [" ".join(rng.choice(words, 20)) for _ in range(50)]
@@ -158,6 +161,16 @@ def long_setting(options: Sizes, sizes: dict | None = None) -> Setting:
 
 
 SETTINGS: dict[str, Callable[[Sizes], Setting]] = {"demo": demo_setting, "long": long_setting}
+
+
+def measure_settings(
+    options: Any, allowed: Sequence[str], measure: Callable[[str], dict[str, float]]
+) -> dict:
+    """Measure every setting of the options; the last one's figures are repeated at the top level."""
+    one_of("settings", options.settings, allowed)
+    torch.manual_seed(0)
+    results = {name: measure(name) for name in options.settings}
+    return results[options.settings[-1]] | {"settings": results, "options": asdict(options)}
 
 
 class StoppingHead(nn.Module):
@@ -300,19 +313,19 @@ def _losses(objective: Objective, lm: float, con: float) -> dict[str, float]:
     return {"loss_lm": lm, "loss_contrastive": con, "loss": total}
 
 
+def _labelled(setting: Setting) -> bool:
+    return setting.objective.lm_on_candidates and setting.objective.alpha_lm > 0
+
+
 def _num_tokens(setting: Setting) -> int:
     """Tokens that the LM loss is a mean over."""
     batch = setting.batch
-    return sum(map(len, batch.oracle_ids)) + (len(batch.candidates) if _labelled(setting.objective) else 0)
-
-
-def _labelled(objective: Objective) -> bool:
-    return objective.lm_on_candidates and objective.alpha_lm > 0
+    return sum(map(len, batch.oracle_ids)) + len(batch.candidates) * _labelled(setting)
 
 
 def candidate_readout(setting: Setting, prompts: Sequence[Prompt]) -> Readout:
     """States of candidates, and their part of the LM loss; by rge in both forms."""
-    branch = Branch([setting.embedder.emb_id], read_state=True, predict=_labelled(setting.objective))
+    branch = Branch([setting.embedder.emb_id], read_state=True, predict=_labelled(setting))
     return setting.embedder(setting.embedder.pack(prompts, [[branch]] * len(prompts)))[0]
 
 
@@ -464,18 +477,14 @@ def count_3b(
     # Text layers, windowed and global vision layers: one of each, then one more of each.
     wanted = (text["num_hidden_layers"], vision["depth"] - num_global, num_global)
     found = []
-    for layers in ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)):
+    text_sizes = {key: value for key, value in text.items() if key != "vocab_size"}
+    vision_sizes = {key: value for key, value in vision.items() if key != "out_hidden_size"}
+    for num_text, windowed, whole in ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)):
+        blocks = {"depth": windowed + whole, "fullatt_block_indexes": [*range(windowed, windowed + whole)]}
         sizes = {
             "vocab_size": 2048,
-            "text": {
-                **{key: value for key, value in text.items() if key != "vocab_size"},
-                "num_hidden_layers": layers[0],
-            },
-            "vision": {
-                **{key: value for key, value in vision.items() if key != "out_hidden_size"},
-                "depth": layers[1] + layers[2],
-                "fullatt_block_indexes": list(range(layers[1], layers[1] + layers[2])),
-            },
+            "text": text_sizes | {"num_hidden_layers": num_text},
+            "vision": vision_sizes | blocks,
         }
         setting = long_setting(options, sizes)
         # A tokenizer of that size cannot be learned here; only the number of rows affects the cost.
@@ -485,7 +494,6 @@ def count_3b(
             checkpoint_gradients(setting.embedder)
         with Uncomputed():
             found.append(flops_of(setting.embedder, work_of(setting)))
-        num_text, windowed, whole = layers
         print(f"{num_text} text, {windowed} windowed and {whole} global vision layers: counted", flush=True)
     base, *others = found
     return {

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
 from PIL import Image
 
 if TYPE_CHECKING:
@@ -41,6 +42,14 @@ def in_turns(
 def medians(found: Mapping[str, list[float]]) -> dict[str, float]:
     """The median of each list."""
     return {name: statistics.median(values) for name, values in found.items()}
+
+
+def show(rows: Mapping[str, Mapping[str, object]], over: str = "") -> None:
+    """Print figures, a line for each name; with ``over``, also as multiples of that line's."""
+    table = pd.DataFrame.from_dict(rows, orient="index")
+    if over:
+        table = table.join(table / table.loc[over], rsuffix=f" / {over}")
+    print(table.to_string(float_format=lambda value: f"{value:,.4g}", na_rep=""), flush=True)
 
 
 def resident(field: str) -> int:

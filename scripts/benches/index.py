@@ -13,6 +13,7 @@ from typing import Annotated
 import numpy as np
 from pydantic import Field
 
+from benches.harness import show
 from rge.index.store import Index, Row, writing
 
 A_COMMIT = 256
@@ -57,17 +58,15 @@ def searched(index: Index, query_QD: np.ndarray, exact: bool) -> tuple[float, li
     return float(np.median(times)), found
 
 
-def _column(folder: Path, options: Options, clustered: bool) -> dict[str, float]:
-    """Print one column of the table."""
-    spread = "around 2,000 centres" if clustered else "evenly spread"
-    print(f"\n{options.rows:,} vectors of {options.dimensions}, {spread}")
+def _measured(folder: Path, options: Options, clustered: bool) -> dict[str, float]:
     vector_ND = drawn(options.rows, options.dimensions, clustered, seed=1)
     query_QD = drawn(QUERIES, options.dimensions, clustered, seed=2)
+    found: dict[str, float] = {}
 
     def timed(label: str, work):
         began = time.perf_counter()
         answer = work()
-        print(f"  {label:<58}{time.perf_counter() - began:>9.1f} s", flush=True)
+        found[f"{label}, s"] = time.perf_counter() - began
         return answer
 
     with writing(folder):
@@ -76,44 +75,42 @@ def _column(folder: Path, options: Options, clustered: bool) -> dict[str, float]
         )
         timed(f"add all, {A_COMMIT} a commit", lambda: put(index, vector_ND))
         timed("merge small files", lambda: index.refresh(ann_from=options.rows + 1))
-        exact_ms, right = searched(index, query_QD, exact=True)
-        numpy_right = [
-            {f"{place:07d}.jpg" for place in np.argsort(-(vector_ND @ query_D), kind="stable")[:K]}
-            for query_D in query_QD
-        ]
-        agree = np.mean([len(a & b) / K for a, b in zip(right, numpy_right, strict=True)])
-        print(f"  {'a search, exact':<58}{exact_ms:>9.1f} ms   (agrees with numpy: {agree:.3f})")
+        found["exact_ms"], right = searched(index, query_QD, exact=True)
+        best_QK = np.argsort(-(query_QD @ vector_ND.T), axis=1, kind="stable")[:, :K]
+        numpy_right = [{f"{place:07d}.jpg" for place in best_K} for best_K in best_QK]
+        found["exact agrees with numpy"] = _shared(right, numpy_right)
         for number in (1, 8):
             began = time.process_time()
             for start in range(0, QUERIES - number + 1, number):
                 index.search(query_QD[start : start + number], K, exact=True)
             spent = (time.process_time() - began) * 1000 / (QUERIES // number)
-            label = f"CPU time of an exact search, {number} in one call"
-            print(f"  {label:<58}{spent:>9.1f} ms")
-        recall = timed(
-            "make the approximate index, and measure its recall", lambda: index.refresh(ann_from=1)
-        )
-        print(f"  {'recall@10 as `rge index` prints it, over 100 rows':<58}{recall.recall:>9.3f}")
-        ann_ms, found = searched(index, query_QD, exact=False)
-        share = np.mean([len(a & b) / K for a, b in zip(right, found, strict=True)])
-        print(f"  {'a search, approximate':<58}{ann_ms:>9.1f} ms")
-        print(f"  {f'recall@{K} against exact, {QUERIES} new queries':<58}{share:>9.3f}")
+            found[f"CPU time of an exact search, {number} in one call, ms"] = spent
+        # As `rge index` prints it, over 100 rows.
+        found["recall"] = timed("make the approximate index", lambda: index.refresh(ann_from=1)).recall
+        found["approximate_ms"], close = searched(index, query_QD, exact=False)
+        found["recall_of_new_queries"] = _shared(right, close)
         tenth = options.rows // 10
         other_ND = drawn(tenth, options.dimensions, clustered, seed=3)
-        timed(f"change {tenth:,} rows", lambda: put(index, other_ND))
+        timed("change a tenth of the rows", lambda: put(index, other_ND))
         gone = [f"{number:07d}.jpg" for number in range(tenth, 2 * tenth)]
-        timed(f"remove {tenth:,} rows", lambda: index.remove("/photos", gone))
+        timed("remove a tenth of the rows", lambda: index.remove("/photos", gone))
         timed("which rows there are, with their stamps", lambda: index.known("/photos"))
-        again = timed("refresh, and measure again", lambda: index.refresh(ann_from=1))
-        print(f"  {'recall@10 afterwards':<58}{again.recall:>9.3f}")
-    recalls = {"recall": recall.recall, "recall_of_new_queries": float(share)}
-    return {"exact_ms": exact_ms, "approximate_ms": ann_ms, **recalls, "recall_afterwards": again.recall}
+        found["recall_afterwards"] = timed(
+            "refresh, and measure again", lambda: index.refresh(ann_from=1)
+        ).recall
+    return found
+
+
+def _shared(found: list[set[str]], others: list[set[str]]) -> float:
+    return float(np.mean([len(a & b) / K for a, b in zip(found, others, strict=True)]))
 
 
 def measure(options: Options) -> dict:
     """Both kinds of vectors."""
     found = {}
-    for name, clustered in (("clustered", True), ("even", False)):
+    for name, clustered in (("around 2,000 centres", True), ("evenly spread", False)):
         with tempfile.TemporaryDirectory() as folder:
-            found[name] = _column(Path(folder) / "index", options, clustered)
-    return found
+            found[name] = _measured(Path(folder) / "index", options, clustered)
+    print(f"{options.rows:,} vectors of {options.dimensions}")
+    show({label: {name: row[label] for name, row in found.items()} for label in found[name]})
+    return dict(zip(("clustered", "even"), found.values(), strict=True))

@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 from benches import forms
+from benches.harness import show
 from rge.model.embedding_model import encode_prompts
 from rge.model.families import FAMILIES
 from rge.rollout.generate import generate
@@ -67,17 +68,8 @@ def count(options: Options) -> dict[str, dict[str, dict[str, int]]]:
             with_prompts, positions.calls = positions.calls, 0
             run(setting, gpu)
             gpu.phase = "-"
-        found[form] = {}
-        for phase in sorted({phase for phase, _ in gpu.kernels} - {"-"}):
-            launches = gpu.of(gpu.kernels, phase)
-            found[form][phase] = {
-                "kernels": launches - gpu.kernels[phase, "graph"] + inside.get(phase, 0),
-                "launches": launches,
-                "waits": gpu.of(gpu.waits, phase),
-                "captures": gpu.graphs[phase],
-                "copies": gpu.copies[phase],
-                "unpinned": gpu.unpinned[phase],
-            }
+        phases = sorted({phase for phase, _ in gpu.kernels} - {"-"})
+        found[form] = {phase: _counts(gpu, phase, inside.get(phase, 0)) for phase in phases}
         found[form]["positions"] = {"with prompts": with_prompts, "in a step": positions.calls}
         positions.calls = 0
         found[form]["places"] = {
@@ -86,6 +78,13 @@ def count(options: Options) -> dict[str, dict[str, dict[str, int]]]:
             if phase != "-"
         }
     return found
+
+
+def _counts(gpu: FakeGpu, phase: str, in_graphs: int) -> dict[str, int]:
+    launches = gpu.of(gpu.kernels, phase)
+    kernels = launches - gpu.kernels[phase, "graph"] + in_graphs
+    others = gpu.graphs[phase], gpu.copies[phase], gpu.unpinned[phase]
+    return dict(zip(COLUMNS, (kernels, launches, gpu.of(gpu.waits, phase), *others), strict=True))
 
 
 def count_captures(options: Options) -> list[dict[str, int]]:
@@ -148,12 +147,8 @@ def _ours(setting: forms.Setting, gpu: FakeGpu) -> None:
     gpu.phase = "prompts"
     encoded = encode_prompts(embedder, embedder, batch.queries)
     gpu.phase = "rollout"
-    settings = {
-        "max_new_tokens": setting.max_new_tokens,
-        "batch_size": len(batch.queries),
-        "encoded": encoded,
-    }
-    rationales = generate(embedder, batch.queries, **settings)
+    settings = {"max_new_tokens": setting.max_new_tokens, "batch_size": len(batch.queries)}
+    rationales = generate(embedder, batch.queries, encoded=encoded, **settings)
     gpu.phase = "losses and backward"
     forms.our_step(setting, rationales, encoded)
 
@@ -175,19 +170,17 @@ def _three_passes(setting: forms.Setting, gpu: FakeGpu) -> None:
 def measure(options: Options) -> dict:
     """Count and print the tables."""
     found = count(options)
-    print(f"{'':22}{'':22}" + "".join(f"{name:>10}" for name in COLUMNS))
-    totals = {}
+    totals, rows = {}, {}
     for form, phases in found.items():
-        rows = {phase: numbers for phase, numbers in phases.items() if phase not in ("places", "positions")}
-        totals[form] = {name: sum(row[name] for row in rows.values()) for name in COLUMNS}
-        for phase, row in (*rows.items(), ("all", totals[form])):
-            print(f"{form:22}{phase:22}" + "".join(f"{row[name]:10,}" for name in COLUMNS))
+        own = {phase: numbers for phase, numbers in phases.items() if phase not in ("places", "positions")}
+        totals[form] = {name: sum(row[name] for row in own.values()) for name in COLUMNS}
+        rows |= {f"{form}: {phase}": row for phase, row in (own | {"all": totals[form]}).items()}
+    show(rows)
     tokens = options.rationale_tokens + 1
     per_layer = {
         form: phases["rollout"]["kernels"] / tokens / options.layers for form, phases in found.items()
     }
-    shown = {form: round(kernels, 1) for form, kernels in per_layer.items()}
-    print(f"\nkernels of the rollout a token and layer, all else shared out: {shown}")
+    print(f"kernels of the rollout a token and layer, all else shared out: {per_layer}")
     for form, phases in found.items():
         print(f"positions computed, {form}: {phases['positions']}")
     captures = count_captures(options)

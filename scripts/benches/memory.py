@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benches.harness import in_new_process, make_batch, peak_growth, random_picture
+from benches.harness import in_new_process, make_batch, peak_growth, random_picture, show
 from rge.common.schema import Item
 from rge.data.collate import Batch
 from rge.model.backbone import load_backbone
@@ -85,10 +85,6 @@ def point(folder: str, size: int, micro_batch: int, first: int) -> dict[str, flo
 def measure(options: Options) -> dict:
     """All points."""
     micro, repeats = options.micro_batch, options.repeats
-    print(
-        f"micro batch {micro}; growth of resident memory in one step, MB: median [lowest, highest] of {repeats}"
-    )
-    print(f"{'batch':>6}{'in micro batches':>28}{'undivided':>28}{'its inputs':>12}{'s':>8}", flush=True)
     rows, whole = {}, {}
     with tempfile.TemporaryDirectory() as folder:
         model = str(Path(folder) / "model")
@@ -96,14 +92,13 @@ def measure(options: Options) -> dict:
         sizes = {"vocab_size": 400, "text": TEXT, "vision": VISION}
         scratch.build(Path(model), texts, seed=0, min_pixels=SIDE_PX**2, max_pixels=SIDE_PX**2, **sizes)
         for size in options.batches:
-            rows[size] = row = _repeated(repeats, model, size, micro, micro)
+            rows[f"{size}"] = _repeated(repeats, model, size, micro, micro)
             if size in options.whole:
-                whole[size] = _repeated(repeats, model, size, size, micro)
-            print(
-                f"{size:>6}{row['shown']:>28}{whole.get(size, {}).get('shown', ''):>28}"
-                f"{row['inputs_mb']:>12.1f}{row['seconds']:>8.1f}",
-                flush=True,
-            )
+                whole[f"{size}"] = _repeated(repeats, model, size, size, micro)
+    print(f"growth of resident memory in one step, median of {repeats}; in micro batches of {micro}")
+    show(rows)
+    print("undivided")
+    show(whole)
     growth = {size: round(row["growth_mb"], 1) for size, row in rows.items()}
     return {
         "micro_batch": micro,
@@ -114,14 +109,12 @@ def measure(options: Options) -> dict:
     }
 
 
-def _repeated(repeats: int, *point_of: Any) -> dict[str, Any]:
+def _repeated(repeats: int, *point_of: Any) -> dict[str, float]:
     found = [in_new_process(point, *point_of) for _ in range(repeats)]
     growth = [run["growth"] / 1e6 for run in found]
-    median, low, high = statistics.median(growth), min(growth), max(growth)
     return {
-        "growth_mb": median,
-        "spread_mb": high - low,
-        "shown": f"{median:.1f} [{low:.1f}, {high:.1f}]",
+        "growth_mb": statistics.median(growth),
+        "spread_mb": max(growth) - min(growth),
         "inputs_mb": found[0]["inputs"] / 1e6,
         "seconds": statistics.median(run["seconds"] for run in found),
     }

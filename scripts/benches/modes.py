@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from benches.harness import count_flops, in_turns, medians
+from benches.harness import count_flops, in_turns, medians, show
 from rge.diagnose.pairs import read_pairs
 from rge.embedder import Embedder
 
@@ -54,13 +54,14 @@ def measure(options: Options) -> dict:
         flops[mode] = count_flops(lambda mode=mode: ask(mode)) / len(queries)
     wall, cpu = map(medians, in_turns({mode: lambda mode=mode: ask(mode) for mode in modes}, options.repeats))
     print(f"{len(queries)} queries, {options.batch_size} at once, {torch.get_num_threads()} threads")
-    titles = ("MFLOP", "x direct", "ms", "x direct", "CPU ms", "x direct")
-    print(f"{'mode':12}{'decode steps':>14}" + "".join(f"{title:>10}" for title in titles))
-    found = {}
-    for mode in modes:
-        times = [1000 * of[mode] / len(queries) for of in (wall, cpu)]
-        ratios = [of[mode] / of["direct"] for of in (flops, wall, cpu)]
-        cells = [flops[mode] / 1e6, ratios[0], times[0], ratios[1], times[1], ratios[2]]
-        print(f"{mode:12}{steps[mode]:14.1f}" + "".join(f"{cell:10.2f}" for cell in cells))
-        found[mode] = {"decode_steps": steps[mode], "flops": flops[mode], "ms": times[0], "cpu_ms": times[1]}
+    found = {
+        mode: {
+            "decode_steps": steps[mode],
+            "flops": flops[mode],
+            "ms": 1000 * wall[mode] / len(queries),
+            "cpu_ms": 1000 * cpu[mode] / len(queries),
+        }
+        for mode in modes
+    }
+    show(found, over="direct")
     return {"queries": len(queries), "batch_size": options.batch_size, "modes": found}

@@ -10,7 +10,7 @@
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -18,24 +18,9 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from benches.forms import (
-    SETTINGS,
-    Setting,
-    Sizes,
-    candidate_readout,
-    check_equal,
-    contrastive,
-    count_3b,
-    flops_of,
-    our_rollout,
-    predicting,
-    stock_embeddings,
-    stock_nll,
-    stock_states,
-    their_rollout,
-)
-from benches.harness import in_turns, medians
-from rge.common.options import one_of
+from benches import forms
+from benches.forms import SETTINGS, Setting, Sizes, our_rollout
+from benches.harness import in_turns, medians, show
 from rge.config import LossConfig, Recipe, RLConfig, RolloutConfig
 from rge.losses import rationale_log_probs
 from rge.model.embedding_model import encode_prompts, normalise
@@ -59,13 +44,12 @@ class Options(Sizes):
 
 
 def measure(options: Options) -> dict:
-    """Measure every setting; the last one's figures are repeated at the top level."""
-    one_of("settings", options.settings, [*SETTINGS, "3b"])
-    torch.manual_seed(0)
-    results = {}
-    for name in options.settings:
-        results[name] = _count_3b(options) if name == "3b" else _time(SETTINGS[name](options), options)
-    return results[options.settings[-1]] | {"settings": results, "options": asdict(options)}
+    """Measure every setting."""
+
+    def measured(name: str) -> dict[str, float]:
+        return _count_3b(options) if name == "3b" else _time(SETTINGS[name](options), options)
+
+    return forms.measure_settings(options, [*SETTINGS, "3b"], measured)
 
 
 def _time(setting: Setting, options: Options) -> dict[str, float]:
@@ -74,7 +58,7 @@ def _time(setting: Setting, options: Options) -> dict[str, float]:
     setting, recipe = groups_of(setting, count), rl_recipe(setting, options)
     embedder = setting.embedder.double()
     own_ids = [rationale.ids for rationale in our_rollout(setting, num_each=count)]
-    worst = check_equal(
+    worst = forms.check_equal(
         embedder,
         (
             lambda: our_rl_step(setting, recipe),
@@ -87,7 +71,7 @@ def _time(setting: Setting, options: Options) -> dict[str, float]:
     work = rl_work(setting, recipe, own_ids)
     wall, cpu = in_turns(work, options.repeats, lambda: embedder.zero_grad(set_to_none=True))
     return (
-        rl_ratios(flops_of(embedder, work), "flops", "GFLOP", 1e9)
+        rl_ratios(forms.flops_of(embedder, work), "flops", "GFLOP", 1e9)
         | rl_ratios(medians(wall), "time", "s")
         | rl_ratios(medians(cpu), "cpu_time", "CPU s")
         | {"rationale_tokens": sum(len(ids) + 1 for ids in own_ids)}
@@ -137,14 +121,14 @@ def plain_rl_step(
     suffixes = [[*ids, embedder.emb_id] for ids in own_ids]
     positive_BC, ignored_BC, _ = candidate_masks(batch, torch.tensor(batch.candidate_identity), 0)
     with torch.no_grad():
-        state_ND = stock_embeddings(embedder, repeated, own_ids)
-        found = candidate_readout(setting, batch.candidates)
+        state_ND = forms.stock_embeddings(embedder, repeated, own_ids)
+        found = forms.candidate_readout(setting, batch.candidates)
         logit = state_ND.view(-1, K, state_ND.shape[1]) @ found.state_ND.T / recipe.loss.temperature
         right = (positive_BC | ignored_BC)[:, None].expand_as(logit)
         reward_BK = logit.masked_fill(~right, float("-inf")).logsumexp(2) - logit.logsumexp(2)
         advantage_BK = advantages(reward_BK, scale="group", std_floor=rl.std_floor)
-    written = stock_states(embedder, repeated, suffixes)
-    rows, columns, label_L = predicting(repeated, suffixes)
+    written = forms.stock_states(embedder, repeated, suffixes)
+    rows, columns, label_L = forms.predicting(repeated, suffixes)
     log_prob_L, _ = rationale_log_probs(
         written[rows, columns], head, label_L, barred_ids=embedder.suppressed_ids, temperature=1.0
     )
@@ -153,12 +137,12 @@ def plain_rl_step(
     total = rl.alpha_rl * policy
     if not lean:
         total.backward()
-        total, written = 0.0, stock_states(embedder, repeated, suffixes)
+        total, written = 0.0, forms.stock_states(embedder, repeated, suffixes)
     ends = [len(prompt) + len(ids) for prompt, ids in zip(repeated, own_ids, strict=True)]
-    found = candidate_readout(setting, batch.candidates)
-    con = contrastive(setting, normalise(written[range(len(ends)), ends]), found.state_ND)
+    found = forms.candidate_readout(setting, batch.candidates)
+    con = forms.contrastive(setting, normalise(written[range(len(ends)), ends]), found.state_ND)
     num_tokens = sum(map(len, batch.oracle_ids)) + found.num_tokens
-    lm = (stock_nll(embedder, batch.queries, batch.oracle_ids) + found.nll) / num_tokens
+    lm = (forms.stock_nll(embedder, batch.queries, batch.oracle_ids) + found.nll) / num_tokens
     total = total + rl.alpha_con * con + rl.alpha_lm * lm
     total.backward()  # type: ignore[union-attr]
     parts = {"loss_rl": policy, "loss_contrastive": con, "loss_lm": lm}
@@ -172,7 +156,7 @@ def rl_work(
     count = recipe.rl.num_rationales
     return {
         "ours": lambda: our_rl_step(setting, recipe),
-        "generate, k copies": lambda: their_rollout(repeated_prompts(setting, count)),
+        "generate, k copies": lambda: forms.their_rollout(repeated_prompts(setting, count)),
         "generate, prompts once": lambda: our_rollout(setting, num_each=count),
         "score, log probabilities, embed, LM": lambda: plain_rl_step(setting, recipe, own_ids),
         "score, one forward for both, LM": lambda: plain_rl_step(setting, recipe, own_ids, lean=True),
@@ -183,8 +167,8 @@ def rl_ratios(found: dict[str, float], what: str, unit: str, scale: float = 1.0)
     """Print the figures of `rl_work` in a unit of ``scale``, and return their ratios, named after ``what``."""
     plain = found["generate, k copies"] + found["score, log probabilities, embed, LM"]
     lean = found["generate, prompts once"] + found["score, one forward for both, LM"]
-    for name, value in [*found.items(), ("plain, all", plain), ("leaner, all", lean)]:
-        print(f"{f'{name}, {unit}':48s}{value / scale:12.2f}{value / found['ours']:8.2f}", flush=True)
+    all_forms = found | {"plain, all": plain, "leaner, all": lean}
+    show({name: {unit: value / scale} for name, value in all_forms.items()}, over="ours")
     return {
         f"rl_step_{what}_ratio": plain / found["ours"],
         f"rl_step_{what}_ratio_lean": lean / found["ours"],
@@ -202,7 +186,7 @@ def _count_3b(options: Options) -> dict[str, float]:
         written[:] = [sum(len(ids) + 1 for ids in own_ids), len(setting.batch.queries[0])]
         return rl_work(setting, rl_recipe(setting, options), own_ids)
 
-    whole = count_3b(replace(options, batch=1), work)
+    whole = forms.count_3b(replace(options, batch=1), work)
     tokens, prompt = written
     print(
         f"3b: one query of {prompt} tokens, {options.rationales} rationales of {tokens} tokens in all",

@@ -19,13 +19,13 @@ import torch
 from accelerate import Accelerator
 from torch.multiprocessing import start_processes
 
+from benches.harness import show
 from rge.checkpoints.training_state import States
 from rge.config import TrainConfig
 from rge.distributed import collectives as dist
 from rge.distributed import launch
 
 WIDTH = 1000
-COLUMNS = ("state_mb", "waited_gap_s", "background_gap_s", "background_written_s", "slow_down")
 
 
 @dataclass
@@ -45,16 +45,14 @@ class Options:
 def measure(options: Options) -> dict:
     """All sizes, on one process and under each sharded back end."""
     torch.set_num_threads(1)
-    print(f"{'million parameters':>19}" + "".join(f"{name:>22}" for name in COLUMNS))
-    rows = {}
+    rows: dict[str, dict[str, float]] = {}
     for back_end in ("", *options.back_ends):
         for millions in options.millions:
             runs = [_save(millions, options.folder, back_end) for _ in range(options.repeats)]
-            row = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
-            row["gap_ratio"] = row["waited_gap_s"] / row["background_gap_s"]
-            name = f"{back_end} {millions:g}".strip()
-            rows[name] = {column: round(value, 3) for column, value in row.items()}
-            print(f"{name:>19}" + "".join(f"{row[column]:>22.2f}" for column in COLUMNS), flush=True)
+            row = {name: round(statistics.median(run[name] for run in runs), 3) for name in runs[0]}
+            row["gap_ratio"] = round(row["waited_gap_s"] / row["background_gap_s"], 3)
+            rows[f"{back_end} {millions:g}".strip()] = row
+            show(rows)
     return rows
 
 

@@ -11,7 +11,7 @@ import faiss
 import numpy as np
 import torch
 
-from benches.harness import in_turns
+from benches.harness import in_turns, show
 from eval.scoring.metrics import compute, cut, judge, names_of, tied_order
 from eval.scoring.search import Ranking, rows_within, search
 
@@ -60,11 +60,8 @@ def measure(options: Options) -> dict:
     ]
     work["score"] = lambda: _score(ranking, positives, options.candidates)
     wall, cpu = ({name: min(x) for name, x in found.items()} for found in in_turns(work, options.repeats))
-    print(f"{'':8}{'wall s':>10}{'CPU s':>10}")
-    for name in work:
-        print(f"{name:8}{wall[name]:10.2f}{cpu[name]:10.2f}")
+    show({name: {"wall s": wall[name], "CPU s": cpu[name]} for name in work}, over="faiss")
     ratios = {"ratio": wall["search"] / wall["faiss"], "cpu_ratio": cpu["search"] / cpu["faiss"]}
-    print(f"{'ratio':8}{ratios['ratio']:10.3f}{ratios['cpu_ratio']:10.3f}")
     times = {f"{name}_s": wall[name] for name in work} | {f"{name}_cpu_s": cpu[name] for name in work}
     return vars(options) | times | ratios | {"threads": faiss.omp_get_max_threads()}
 

@@ -28,6 +28,7 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import Field
 
+from benches.harness import show
 from eval.sets.retrieval_set import load_set
 from rge.common.errors import UserError
 from rge.common.files import find_shipped
@@ -79,36 +80,39 @@ def measure(options: Options) -> dict:
         return embedder.encode_query(item.text, list(item.images), instruction=item.instruction or "")
 
     loop(0)
-    print(f"{'':26} {'clients':>7} {'a second':>9} {'p50 ms':>8} {'p95 ms':>8} {'lost':>5}  least cosine")
-    lost = 0
+    rows: dict[str, dict[str, float]] = {}
     for engine in options.engines:
         with _server(options.checkpoint, engine) as (port, cpu):
             asyncio.run(_load(port, bodies[:32], 16, options.limit_s))  # warm
             for count in counts:
                 if count == 1:
-                    _in_turns(loop, bodies[:few], port, cpu, engine)
+                    rows |= _in_turns(loop, bodies[:few], port, cpu, engine)
                     continue
                 asked = [bodies[row % len(bodies)] for row in range(max(count, options.requests))]
                 began = time.perf_counter()
                 answers = asyncio.run(_load(port, asked, count, options.limit_s))
                 seconds = time.perf_counter() - began
                 times = [answer[0] for answer in answers if answer is not None]
-                lost += (missing := len(answers) - len(times))
                 pairs = zip(answers, map(loop, range(few)), strict=False)
-                worst = min((answer[1] @ expected for answer, expected in pairs if answer), default=0)
-                _print(f"rge serve engine={engine}", count, seconds, times, missing, worst)
-    return {"lost": lost}
+                rows[f"rge serve engine={engine}, {count} clients"] = _row(seconds, times) | {
+                    "lost": len(answers) - len(times),
+                    "least cosine": min(
+                        (answer[1] @ expected for answer, expected in pairs if answer), default=0
+                    ),
+                }
+    print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+    show(rows)
+    return {"lost": sum(row.get("lost", 0) for row in rows.values())}
 
 
-def _print(name: str, count: int, seconds: float, times: list[float], lost: int, worst: float | None) -> None:
+def _row(seconds: float, times: list[float]) -> dict[str, float]:
     p50, p95 = np.percentile(times, [50, 95]) * 1000
-    shown = "" if worst is None else f"{worst:.7f}"
-    print(f"{name:26} {count:>7} {len(times) / seconds:>9.1f} {p50:>8.0f} {p95:>8.0f} {lost:>5}  {shown}")
+    return {"a second": len(times) / seconds, "p50 ms": p50, "p95 ms": p95}
 
 
 def _in_turns(
     loop: Callable[[int], np.ndarray], bodies: list[bytes], port: int, cpu: Callable[[], float], engine: str
-) -> None:
+) -> dict[str, dict[str, float]]:
     """One query by the loop, one by the server, and so on."""
     connection = http.client.HTTPConnection("127.0.0.1", port)
 
@@ -117,26 +121,26 @@ def _in_turns(
         answer = json.loads(connection.getresponse().read())
         return np.frombuffer(base64.b64decode(answer["data"][0]["embedding"]), "<f4")
 
-    sides = (("loop over encode_query", loop, time.process_time), (f"rge serve engine={engine}", ask, cpu))
-    times: dict[str, list[float]] = {name: [] for name, _, _ in sides}
+    sides = {
+        "loop over encode_query": (loop, time.process_time),
+        f"rge serve engine={engine}, 1 client": (ask, cpu),
+    }
+    times: dict[str, list[float]] = {name: [] for name in sides}
     used = dict.fromkeys(times, 0.0)
     worst = 1.0
     for row in range(len(bodies)):
         found = []
-        for name, encode, clock in sides:
+        for name, (encode, clock) in sides.items():
             began, before = time.perf_counter(), clock()
             found.append(encode(row))
             times[name].append(time.perf_counter() - began)
             used[name] += clock() - before
         worst = min(worst, float(found[0] @ found[1]))
-    for name, _, _ in sides:
-        _print(name, 1, sum(times[name]), times[name], 0, None if "loop" in name else worst)
-    of_loop, of_server = (float(np.median(times[name])) for name, _, _ in sides)
-    ms = [used[name] * 1000 / len(bodies) for name, _, _ in sides]
-    print(
-        f"a lone client takes {of_server / of_loop:.2f} times a loop's median time; CPU time {ms[1]:.0f} ms a query, in the loop "
-        f"{ms[0]:.0f}; load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
-    )
+    return {
+        name: _row(sum(times[name]), times[name])
+        | {"CPU ms a query": used[name] * 1000 / len(bodies), "least cosine": worst}
+        for name in sides
+    }
 
 
 def _body(item: Any) -> bytes:
@@ -223,9 +227,8 @@ def _types(embedder: Any) -> dict:
         return coarse / np.linalg.norm(coarse, axis=1, keepdims=True)
 
     nearest = np.argsort(-queries @ pool.T, axis=1, kind="stable")[:, :10]
-    ten, found = "of float32's ten", {}
+    found = {}
     print(f"{len(items)} queries, {len(pool)} documents, {pool.shape[1]} components")
-    print(f"{'type':8} {'bytes':>6} {'recall@1':>9} {'recall@10':>10} {ten:>17}")
     for kind, size in (("float", 4.0), ("int8", 1.0), ("binary", 0.125)):
         scores = as_float(queries, kind) @ as_float(pool, kind).T
         ranked = np.argsort(-scores, axis=1, kind="stable")[:, :10]
@@ -234,6 +237,7 @@ def _types(embedder: Any) -> dict:
             np.mean([len(own & {*row[:k]}) / min(len(own), k) for own, row in judged]) for k in (1, 10)
         ]
         kept = np.mean([len({*a} & {*b}) / 10 for a, b in zip(ranked, nearest, strict=True)])
-        print(f"{kind:8} {size * pool.shape[1]:>6.0f} {recalls[0]:>9.3f} {recalls[1]:>10.3f} {kept:>17.3f}")
         found[kind] = {"recall@1": float(recalls[0]), "recall@10": float(recalls[1]), "kept": float(kept)}
+        found[kind]["bytes"] = size * pool.shape[1]
+    show(found)
     return found

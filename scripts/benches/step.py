@@ -18,32 +18,15 @@ tokens per second, which are ours over three-pass. The JSON's top level repeats 
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
 
-from benches.forms import (
-    SETTINGS,
-    Setting,
-    Sizes,
-    candidates_alone,
-    check_equal,
-    checkpoint_gradients,
-    count_3b,
-    flops_of,
-    grad_cache_step,
-    our_full_step,
-    our_rollout,
-    our_step,
-    our_step_in_chunks,
-    their_full_step,
-    their_rollout,
-    three_pass_step,
-)
-from benches.harness import in_turns, medians
-from rge.common.options import one_of
+from benches import forms
+from benches.forms import SETTINGS, Setting, Sizes, flops_of, our_rollout, their_rollout
+from benches.harness import in_turns, medians, show
 from rge.model.embedding_model import encode_prompts
 
 PARTS = {"rollout": "rollout", "step": "forward and backward", "full": "both"}
@@ -63,38 +46,31 @@ class Options(Sizes):
 
 def measure(options: Options) -> dict:
     """Measure every setting."""
-    recipe = options.form == "recipe"
-    one_of("settings", options.settings, [*SETTINGS, "3b"] if recipe else list(SETTINGS))
-    torch.manual_seed(0)
-    results = {}
-    for name in options.settings:
-        if recipe:
-            results[name] = _count_recipe(name, options)
-            continue
-        setting = SETTINGS[name](options)
-        print(f"\n{name}: {setting.note}", flush=True)
-        _compare(setting)
-        results[name] = _time(setting, options.repeats)
-    versions = {"threads": torch.get_num_threads(), "torch": torch.__version__}
-    return results[options.settings[-1]] | {"settings": results, "options": asdict(options)} | versions
+    if options.form == "recipe":
+        found = forms.measure_settings(
+            options, [*SETTINGS, "3b"], lambda name: _count_recipe(name, replace(options, batch=2))
+        )
+    else:
+        found = forms.measure_settings(options, [*SETTINGS], lambda name: _compare_and_time(name, options))
+    return found | {"threads": torch.get_num_threads(), "torch": torch.__version__}
 
 
 def _count_recipe(name: str, options: Options) -> dict[str, float]:
     """FLOPs of the main run's step, in our forms and others'."""
-    options = replace(options, batch=2)
     if name == "3b":
-        found = count_3b(options, _work_of_recipe, train=True)
+        found = forms.count_3b(options, _work_of_recipe, train=True)
     else:
         setting = SETTINGS[name](options)
-        checkpoint_gradients(setting.embedder)
+        forms.checkpoint_gradients(setting.embedder)
         print(f"\n{name}: {setting.note}", flush=True)
-        worst = check_equal(setting.embedder.double(), [*_work_of_recipe(setting).values()])
+        worst = forms.check_equal(setting.embedder.double(), [*_work_of_recipe(setting).values()])
         print(f"losses and gradients equal to {worst:.0e} (float64, relative)", flush=True)
         found = flops_of(setting.embedder.float(), _work_of_recipe(setting))
     ours = found["ours, twice"]
-    print(f"{'a query, with its candidates':34s}{'TFLOP':>10s}{'over ours, twice':>18s}")
-    for form, count in found.items():
-        print(f"{form:34s}{count / 2e12:10.3f}{count / ours:18.2f}", flush=True)
+    show(
+        {form: {"TFLOP of a query, with its candidates": count / 2e12} for form, count in found.items()},
+        "ours, twice",
+    )
     kept = found["ours, once and kept"]
     return {
         "recipe_flops_ratio": found["gradient caching"] / ours,
@@ -110,33 +86,35 @@ def _work_of_recipe(setting: Setting) -> dict[str, Callable[[], dict[str, float]
 
     def cached() -> dict[str, float]:
         their_rollout(setting)
-        return grad_cache_step(setting, own_ids, 1)
+        return forms.grad_cache_step(setting, own_ids, 1)
 
     return {
-        "ours, twice": lambda: our_step_in_chunks(setting, 1, "none"),
-        "ours, once and kept": lambda: our_step_in_chunks(setting, 1, "device"),
+        "ours, twice": lambda: forms.our_step_in_chunks(setting, 1, "none"),
+        "ours, once and kept": lambda: forms.our_step_in_chunks(setting, 1, "device"),
         "gradient caching": cached,
-        "three passes": lambda: their_full_step(setting),
+        "three passes": lambda: forms.their_full_step(setting),
     }
 
 
-def _compare(setting: Setting) -> None:
-    """Fail unless tokens, losses and gradients of the two forms agree in float64."""
+def _compare_and_time(name: str, options: Options) -> dict[str, float]:
+    """Time a setting, whose tokens, losses and gradients have to agree between the two forms in float64."""
+    setting = SETTINGS[name](options)
+    print(f"\n{name}: {setting.note}", flush=True)
     embedder = setting.embedder.double()
     rationales = our_rollout(setting)
     own_ids = [list(rationale.ids) for rationale in rationales]
     if own_ids != their_rollout(setting):
         raise RuntimeError(f"{setting.name}: the two rollouts wrote different tokens")
-    worst = check_equal(
+    worst = forms.check_equal(
         embedder,
         (
-            lambda: our_step(setting, rationales),
-            lambda: our_full_step(setting),
-            lambda: three_pass_step(setting, own_ids),
+            lambda: forms.our_step(setting, rationales),
+            lambda: forms.our_full_step(setting),
+            lambda: forms.three_pass_step(setting, own_ids),
         ),
     )
     print(f"same tokens; losses and gradients equal to {worst:.0e} (float64, relative)", flush=True)
-    embedder.float()
+    return _time(replace(setting, embedder=embedder.float()), options.repeats)
 
 
 def _time(setting: Setting, repeats: int) -> dict[str, float]:
@@ -149,25 +127,26 @@ def _time(setting: Setting, repeats: int) -> dict[str, float]:
         "ours writing": lambda: our_rollout(setting, encoded),
         "ours rollout": lambda: our_rollout(setting),
         "theirs rollout": lambda: their_rollout(setting),
-        "ours step": lambda: our_step(setting, rationales),
-        "theirs step": lambda: three_pass_step(setting, own_ids),
-        "ours full": lambda: our_full_step(setting),
-        "theirs full": lambda: their_full_step(setting),
+        "ours step": lambda: forms.our_step(setting, rationales),
+        "theirs step": lambda: forms.three_pass_step(setting, own_ids),
+        "ours full": lambda: forms.our_full_step(setting),
+        "theirs full": lambda: forms.their_full_step(setting),
     }
-    flops = flops_of(embedder, work | {"candidates": lambda: candidates_alone(setting)})
+    flops = flops_of(embedder, work | {"candidates": lambda: forms.candidates_alone(setting)})
     wall, cpu = map(medians, in_turns(work, repeats, lambda: embedder.zero_grad(set_to_none=True)))
     tokens = sum(len(ids) + 1 for ids in own_ids)
     ratio: dict[str, dict[str, float]] = {}
-    print(f"{'':28s}{'three-pass':>12s}{'ours':>12s}{'ratio':>8s}")
+    rows = {}
     for kind, unit, values in (("GFLOP", 1e9, flops), ("s", 1.0, wall), ("CPU s", 1.0, cpu)):
         ratio[kind] = {part: values[f"theirs {part}"] / values[f"ours {part}"] for part in PARTS}
         for part, label in PARTS.items():
-            theirs, ours = values[f"theirs {part}"] / unit, values[f"ours {part}"] / unit
-            print(f"{label + ', ' + kind:28s}{theirs:12.2f}{ours:12.2f}{ratio[kind][part]:8.2f}")
+            sides = {side: values[f"{side} {part}"] / unit for side in ("theirs", "ours")}
+            rows[f"{label}, {kind}"] = sides | {"ratio": ratio[kind][part]}
     theirs = tokens / wall["theirs rollout"]
-    for part, label in (("rollout", "rollout, tokens/s"), ("writing", "  in a step, tokens/s")):
+    for part, label in (("rollout", "rollout, tokens/s"), ("writing", "in a step, tokens/s")):
         ours = tokens / wall[f"ours {part}"]
-        print(f"{label:28s}{theirs:12.1f}{ours:12.1f}{ours / theirs:8.2f}", flush=True)
+        rows[label] = {"theirs": theirs, "ours": ours, "ratio": ours / theirs}
+    show(rows)
     return {
         "step_flops_ratio": ratio["GFLOP"]["step"],
         "full_step_flops_ratio": ratio["GFLOP"]["full"],

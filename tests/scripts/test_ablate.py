@@ -434,3 +434,35 @@ def test_the_stage_rl_goes_on_from_the_joint_stage(ablate, tmp_path, monkeypatch
     with pytest.raises(SystemExit):
         ablate.main(words)
     assert {"stage=rl", "rl.alpha_rl=0", "rl.alpha_con=0", f"init={tmp_path / 'cold'}"} <= set(started[0])
+
+
+def test_paths_are_relative_to_the_working_directory(ablate, tmp_path, monkeypatch):
+    """Also that of a recipe; what belongs to the repository is found from anywhere."""
+    started = []
+
+    def run(command: list[str]) -> None:
+        started.append(command)
+        sys.exit(3)
+
+    monkeypatch.setattr(ablate.arms, "run", run)
+    monkeypatch.setattr(ablate, "load_recipe", load_recipe)
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text((ROOT / "recipes" / "demo.yaml").read_text())
+    Path("set").mkdir()
+    Path("set/queries.parquet").touch()
+    for recipe in (["recipe=mine.yaml", "set=set"], ["recipe=demo"]):
+        with pytest.raises(SystemExit):
+            ablate.main([*recipe, SWEEP, "init=cold", "out=sweep"])
+    for command in started:
+        config, script = (
+            command[command.index("--config_file") + 1],
+            command[command.index("--config_file") + 2],
+        )
+        assert [Path(path).resolve() for path in (config, script)] == [
+            ROOT / "recipes/accelerate/cpu_2.yaml",
+            ROOT / "rge/train.py",
+        ]
+        assert {"init=cold", "out=sweep/self/seed_0"} <= set(command)
+    assert Path("sweep/self/seed_0").is_dir()
+    with pytest.raises(ablate.SweepError, match="init=nowhere does not exist"):
+        ablate.main(["recipe=demo", SWEEP, "init=nowhere", "out=sweep"])

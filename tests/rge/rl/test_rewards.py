@@ -202,7 +202,7 @@ def endpoint_of(server, **more):
 
 @pytest.fixture(autouse=True)
 def forget_callers():
-    judge._callers.clear()
+    judge._caller.cache_clear()
 
 
 def test_a_judge_is_asked_once_for_each_rationale(group):
@@ -219,7 +219,7 @@ def test_a_judge_is_asked_once_for_each_rationale(group):
         assert "Query:\nopens" in str(asked).replace("\\n", "\n")
         assert "Reference reasoning:\na key opens" in str(asked).replace("\\n", "\n")
     # Kept: the server is gone, and another process asks again.
-    judge._callers.clear()
+    judge._caller.cache_clear()
     assert value(group, "judge", endpoint=endpoint_of(server)).tolist() == found.tolist()
 
 

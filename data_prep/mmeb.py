@@ -8,7 +8,6 @@ folder per set with ``original-*.parquet``, ``diverse_instruction-*.parquet`` or
 
 import hashlib
 import json
-import os
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from pydantic import Field
 from data_prep.jsonl import json_line
 from rge.common.commands import progress_bar
 from rge.common.errors import UserError
-from rge.common.files import write_text
+from rge.common.files import relative, write_text
 from rge.common.images import ImageError, load_image
 from rge.common.mmeb_prompts import SETS, SOURCE, canonical, plain, reword, split_instruction
 from rge.common.options import one_of, parse_options
@@ -246,8 +245,7 @@ def _picture(work: _Work, path: str) -> str | None:
                 load_image(str(file))
             except ImageError:
                 file = None
-        out = work.options.out.resolve()
-        work.known[path] = None if file is None else os.path.relpath(file.parent.resolve() / file.name, out)
+        work.known[path] = None if file is None else relative(file, work.options.out)
     return work.known[path]
 
 

@@ -35,7 +35,7 @@ from eval.scoring.output_files import (
 )
 from eval.scoring.tables import in_per_cent
 from rge.common.errors import UserError
-from rge.common.files import find_shipped, write_json
+from rge.common.files import find_shipped, relative, write_json
 from rge.stats.intervals import NUM_RESAMPLES, Bootstrap, cluster_bootstrap, index_of
 
 SUITE = "suite.json"
@@ -159,7 +159,7 @@ def aggregate(
         "set": about_set,
         **_part(first, SHARED),
         "suite": suite.column,
-        "member_dirs": {name: os.path.relpath(path, out) for name, path in dirs.items()},
+        "member_dirs": {name: relative(path, out) for name, path in dirs.items()},
         **suite_figures(table, names, columns, seed=seed),
         **_by_query(table, names, _reported(results, columns), seed=seed),
         "by_category": _of_all(results, "micro"),

@@ -203,6 +203,15 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def relative(path: str | Path, folder: str | Path) -> str:
+    """A path relative to a folder.
+
+    Links above the path, and in that of the folder, are resolved first: ".." after a link leads out of the link's target.
+    """
+    path = Path(path)
+    return os.path.relpath(path.parent.resolve() / path.name, Path(folder).resolve())
+
+
 def find_shipped(path: str | Path) -> Path:
     """Resolve a path given in a recipe or command, so that the demo runs in any folder.
 

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from small_runs import config_of, one_family
 
-from data_prep.rationales.main import read_captions
+from data_prep.rationales.pairs import read_captions
 from data_prep.rmir import oracle, prompts
 from data_prep.rmir.config import ConfigError, JudgeSpec, OracleConfig, check
 from data_prep.rmir.main import estimate, run_stages, status

@@ -15,7 +15,7 @@ from small_runs import config_of, one_family
 
 from data_prep.__main__ import main
 from data_prep.rationales.leak import MIN_OTHERS, PictureLeak, Shown, caption_leak, embedding_leak
-from data_prep.rationales.main import read_captions
+from data_prep.rationales.pairs import read_captions
 from data_prep.rmir import frames, oracle, prompts, stages
 from data_prep.rmir.config import (
     EncoderConfig,

@@ -77,8 +77,8 @@ def seed(run: Run) -> dict[str, Any]:
     captions = [image["caption"] for image in images if image["caption"]]
     captioner = text_encoder(config.caption_encoder)
     save_vectors(folder / "captions.npy", embed_captions(captioner, captions))
-    frames.write_rows(folder / "rejected.parquet", "rejected", bad)
-    frames.write_rows(folder / "images.parquet", "images", images)
+    frames.write_rows(folder / "rejected.parquet", bad)
+    frames.write_rows(folder / "images.parquet", images)
     return {
         "listed": listed,
         "usable": len(unique),
@@ -158,7 +158,7 @@ def _before(run: Run, table: pa.Table, state: LibraryState) -> tuple[Rows, np.nd
         return [], np.empty((0, 0), np.float32)
     gone = set(map(_key, table.select(["id", "sha256"]).take(pa.array(state.gone, pa.int64())).to_pylist()))
     number = len(state.extensions)
-    images = run.rows("seed", f"images-{number}", "images")
+    images = run.rows("seed", f"images-{number}")
     stays = [row for row, image in enumerate(images) if _key(image) not in gone]
     vectors_ND = np.load(run.path("seed", f"images-{number}.npy"), mmap_mode="r")
     return [images[row] for row in stays], vectors_ND[stays]
@@ -173,7 +173,7 @@ def drawn(run: Run, most: int | None) -> Rows:
     if most is None or most >= len(images):
         return images
     extended = run.path("seed", "images-1.parquet").is_file()
-    original = run.rows("seed", "images-1", "images") if extended else images
+    original = run.rows("seed", "images-1") if extended else images
     rng = np.random.default_rng(run.config.seed.seed)
     rows = sorted(rng.choice(len(original), min(most, len(original)), replace=False).tolist())
     old = [_key(image) for image in original]
@@ -251,7 +251,7 @@ def _parts(run: Run) -> list[pa.Table]:
     """Parts of the library that were inspected and embedded so far."""
     found: list[pa.Table] = []
     while (path := _part(run, len(found))).with_suffix(".npy").is_file() and path.is_file():
-        found.append(frames.read_table(path, "inspected"))
+        found.append(frames.read_table(path))
     return found
 
 
@@ -277,7 +277,7 @@ def scan_library(
     seen: set[bytes] = set()
 
     def finish(number: int) -> None:
-        table = frames.read_table(_part(run, number), "inspected")
+        table = frames.read_table(_part(run, number))
         start = sum(map(len, tables))
         for row, name in enumerate(table["id"].to_pylist(), start):
             if row not in gone:

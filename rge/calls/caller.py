@@ -222,9 +222,9 @@ class _ModelRun:
         """Under a budget: single calls to make first, one with pictures and one without, so that estimates rest on bills."""
         sender, found = self.sender, dict[bool, Call]()
         model, store = sender.model, sender.store
-        if not sender.has_budget:
+        if not sender.budgets:
             return []
-        budget_left = store.remaining_budget(model.endpoint, model.budget, sender.budget)
+        budget_left = store.remaining(sender.budgets)
         in_flight = {key for row in store.open_batches(model.endpoint) for key, _ in row.calls.values()}
         for call in calls:
             pictures = bool(call.request.num_pictures())

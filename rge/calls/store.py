@@ -75,6 +75,8 @@ INSERT INTO bills VALUES ((SELECT endpoint FROM attempts WHERE id = ?), ?, 1, ?,
     guessed = guessed + excluded.guessed, billed = billed + excluded.billed,
     most_input = max(most_input, excluded.most_input), most_output = max(most_output, excluded.most_output)
 """
+Budgets = Mapping[str | None, float]
+"""Caps on the total cost by endpoint; None: of all endpoints together."""
 _WAIT_S = 60.0
 """How long to wait for another process's lock."""
 _MIN_ESTIMATE = 100
@@ -194,18 +196,11 @@ class AnswerStore:
     # --------------------------------------------------------------------------------------------------------- ledger
 
     def begin_attempt(
-        self,
-        endpoint: str,
-        key: str,
-        tokens: tuple[int, int],
-        max_cost: float,
-        budget: float | None,
-        *,
-        total: float | None = None,
+        self, endpoint: str, key: str, tokens: tuple[int, int], max_cost: float, budgets: Budgets
     ) -> int | None:
         """Enter an attempt at its maximum cost, before it is sent. Returns its number, or None if it exceeds a budget."""
         with self._transaction():
-            if max_cost > self.remaining_budget(endpoint, budget, total):
+            if max_cost > self.remaining(budgets):
                 return None
             return self._insert_attempt(endpoint, key, tokens, max_cost)
 
@@ -278,9 +273,7 @@ class AnswerStore:
         row: BatchRow,
         endpoint: str,
         calls: Sequence[tuple[str, tuple[int, int], float]],
-        budget: float | None,
-        *,
-        total: float | None = None,
+        budgets: Budgets,
     ) -> int:
         """Enter a new batch and an attempt for each of its calls (key, tokens, maximum cost), before it is sent.
 
@@ -288,7 +281,7 @@ class AnswerStore:
             How many calls, from the first on, fit the budgets; these are entered, also in the row.
         """
         with self._transaction():
-            budget_left = self.remaining_budget(endpoint, budget, total)
+            budget_left = self.remaining(budgets)
             for number, (key, tokens, max_cost) in enumerate(calls):
                 if max_cost > budget_left:
                     break
@@ -381,10 +374,9 @@ class AnswerStore:
         """Total cost of all answered calls."""
         return sum(row.cost for row in self.ledger())
 
-    def remaining_budget(self, endpoint: str, budget: float | None, total: float | None) -> float:
-        """What is left of the endpoint's and the total budget, whichever is less; infinity without a budget."""
-        limits = ((endpoint, budget), (None, total))
-        return min((limit - self.spent(of) for of, limit in limits if limit is not None), default=math.inf)
+    def remaining(self, budgets: Budgets) -> float:
+        """What is left of the tightest budget; infinity without one."""
+        return min((budget - self.spent(endpoint) for endpoint, budget in budgets.items()), default=math.inf)
 
     def _insert_attempt(self, endpoint: str, key: str, tokens: tuple[int, int], max_cost: float) -> int:
         cursor = self._db.execute(

@@ -115,7 +115,7 @@ class BatchJobs:
             return True
         row = BatchRow(f"rge-{secrets.token_hex(8)}", time.time())
         calls = [(call.key, *self.sender.estimate(call.request, batch=True)) for call, _ in packed]
-        num_taken = store.begin_batch(row, model.endpoint, calls, model.budget, total=self.sender.budget)
+        num_taken = store.begin_batch(row, model.endpoint, calls, self.sender.budgets)
         try:
             if num_taken and not await self._submit(row, [content for _, content in packed[:num_taken]]):
                 store.close_batch(row.label, billed=False)

@@ -29,7 +29,7 @@ from rge.calls.pictures import EncodedPictures
 from rge.calls.providers.transport import Connection
 from rge.calls.replies import usage
 from rge.calls.request import Part, Picture, Request
-from rge.calls.store import AnswerStore, StoredReply
+from rge.calls.store import AnswerStore, Budgets, StoredReply
 
 T = TypeVar("T")
 
@@ -159,14 +159,10 @@ class Sender:
         model, health = self.model, self.health
         while health.stopped is None:
             # The cost of the first call is only an estimate: under a budget, the others wait for its bill.
-            is_first = (
-                self.has_budget and not self.stats(call.request).calls and not health.unanswered_in_a_row
-            )
+            is_first = self.budgets and not self.stats(call.request).calls and not health.unanswered_in_a_row
             if not (is_first and health.in_flight):
                 tokens, max_cost = self.estimate(call.request)
-                attempt = self.store.begin_attempt(
-                    model.endpoint, call.key, tokens, max_cost, model.budget, total=self.budget
-                )
+                attempt = self.store.begin_attempt(model.endpoint, call.key, tokens, max_cost, self.budgets)
                 if attempt is not None:
                     health.in_flight += 1
                     return attempt
@@ -176,9 +172,10 @@ class Sender:
         raise health.stopped
 
     @property
-    def has_budget(self) -> bool:
-        """Whether the cost of calls is limited."""
-        return self.model.budget is not None or self.budget is not None
+    def budgets(self) -> Budgets:
+        """The limits of what calls may cost."""
+        limits = {self.model.endpoint: self.model.budget, None: self.budget}
+        return {endpoint: budget for endpoint, budget in limits.items() if budget is not None}
 
     def stats(self, request: Request) -> BillingStats:
         """How bills compare with estimates, for calls such as this one."""

@@ -269,7 +269,7 @@ def test_a_malformed_answer_is_kept_with_its_raw_text_and_paid_once(store):
 
 
 def put(store: AnswerStore, key: str, raw: bytes = b"{}", cost: float = 0.5) -> None:
-    store.put(store.begin_attempt("m", key, (1, 2), 9.0, None), key, "m", StoredReply(raw, 1, 2, cost, 0.1))
+    store.put(store.begin_attempt("m", key, (1, 2), 9.0, {}), key, "m", StoredReply(raw, 1, 2, cost, 0.1))
 
 
 def test_an_answer_is_never_changed(store):
@@ -283,7 +283,7 @@ def test_an_answer_is_never_changed(store):
 
 
 def test_a_full_disk_stops(store):
-    number = store.begin_attempt("m", "k", (1, 2), 9.0, None)
+    number = store.begin_attempt("m", "k", (1, 2), 9.0, {})
     store._db.execute(f"PRAGMA max_page_count={store._db.execute('PRAGMA page_count').fetchone()[0]}")
     with pytest.raises(
         StoreError, match=r"could not be written \(database or disk is full\), so calls stop here"
@@ -296,16 +296,16 @@ def test_a_full_disk_stops(store):
 def test_what_was_under_way_when_a_process_was_killed_stays_in_the_ledger(tmp_path):
     first = AnswerStore(tmp_path / "c")
     put(first, "a")
-    first.begin_attempt("m", "b", (1, 2), 9.0, None)
+    first.begin_attempt("m", "b", (1, 2), 9.0, {})
     first.close()  # as a kill would
     again = AnswerStore(tmp_path / "c")
     (found,) = again.ledger()
     assert (found.calls, found.cost, found.lost_calls, found.lost_cost) == (1, 0.5, 1, 9.0)
-    assert again.begin_attempt("m", "b", (1, 2), 9.0, budget=18.4) is None, (
+    assert again.begin_attempt("m", "b", (1, 2), 9.0, {"m": 18.4}) is None, (
         "9.5 are gone, and this may cost 9 more"
     )
-    assert again.begin_attempt("m", "b", (1, 2), 9.0, budget=18.5) is not None
-    assert again.begin_attempt("n", "b", (1, 2), 9.0, budget=9.0) is not None, (
+    assert again.begin_attempt("m", "b", (1, 2), 9.0, {"m": 18.5}) is not None
+    assert again.begin_attempt("n", "b", (1, 2), 9.0, {"n": 9.0}) is not None, (
         "another endpoint has a budget of its own"
     )
 
@@ -334,7 +334,7 @@ def test_processes_share_the_file(tmp_path):
         "store = AnswerStore(sys.argv[1])\n"
         "for n in range(50):\n"
         "    key = f'{sys.argv[2]}-{n}'\n"
-        "    store.put(store.begin_attempt('m', key, (1, 1), 2.0, None), key, 'm', StoredReply(b'{}', 1, 1, 1.0, 0.0))\n"
+        "    store.put(store.begin_attempt('m', key, (1, 1), 2.0, {}), key, 'm', StoredReply(b'{}', 1, 1, 1.0, 0.0))\n"
     )
     with ExitStack() as stack:
         running = [

@@ -105,7 +105,7 @@ class Writing:
 
     def _ask(self, caller: Caller, *, rewrite: bool) -> None:
         """Request the candidates of every pair, or rewrites of those that give too much away."""
-        places: dict[int, tuple[list[Candidate], int]] = {}
+        places: list[tuple[list[Candidate], int]] = []
         lost: list[Outcome] = []
         for source in self.sources:
             source.written = source.written or [[] for _ in source.pairs()]
@@ -116,9 +116,8 @@ class Writing:
             for pair in chain.from_iterable(source.pairs() for source in self.sources):
                 if wanted := self._wanted(pair.samples, rewrite):
                     request = request_for(pair, self.options, rewrite=rewrite)
-                    for sample in wanted:
-                        places[len(places)] = pair.samples, sample
-                        yield replace(request, sample=sample)
+                    places.extend((pair.samples, sample) for sample in wanted)
+                    yield from (replace(request, sample=sample) for sample in wanted)
 
         def take(position: int, outcome: Outcome) -> None:
             samples, sample = places[position]
@@ -129,21 +128,24 @@ class Writing:
 
         total = None if rewrite else sum(source.counts["asked"] for source in self.sources)
         caller.run(requests(), take, read=prompts.read, title="rationales", total=total)
-        unanswered = [outcome for outcome in lost if outcome.unanswered]
-        if unanswered:
-            message = (
-                f"{len(unanswered)} of {len(places)} calls are unanswered, such as: {unanswered[0].error}. The other answers are "
-                "stored; run the same command again to repeat only these calls"
-            )
-            if self.options.on_unanswered == "wait":
-                raise UserError(f"{message}. on_unanswered=proceed continues without them")
-            print(message, file=sys.stderr)
-        elif not rewrite and lost and len(lost) == len(places):
+        self._check_answered(lost, len(places))
+        if not rewrite and lost and len(lost) == len(places) and all(outcome.rejected for outcome in lost):
             caller.store.forget_rejections(outcome.key for outcome in lost)
             raise RequestRejected(
                 f"all {len(lost)} calls were rejected, such as: {lost[0].error}. Nothing was written; change the model's "
                 "settings and run the same command again"
             )
+
+    def _check_answered(self, lost: Sequence[Outcome], num_calls: int) -> None:
+        unanswered = [outcome for outcome in lost if outcome.unanswered]
+        if unanswered:
+            message = (
+                f"{len(unanswered)} of {num_calls} calls are unanswered, such as: {unanswered[0].error}. The other answers are "
+                "stored; run the same command again to repeat only these calls"
+            )
+            if self.options.on_unanswered == "wait":
+                raise UserError(f"{message}. on_unanswered=proceed continues without them")
+            print(message, file=sys.stderr)
 
     def _wanted(self, written: Sequence[Candidate], rewrite: bool) -> list[int]:
         """Numbers of a pair's candidates to write or rewrite."""

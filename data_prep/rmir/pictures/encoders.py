@@ -128,7 +128,7 @@ class PixelEncoder:
 
 
 class CheckpointEncoder:
-    """A checkpoint of this project in direct mode; pictures and texts are both embedded as candidates."""
+    """A checkpoint of this project in direct mode, for pictures or captions; all are embedded as candidates, queries too."""
 
     def __init__(self, checkpoint: "str | Embedder", batch_size: int):
         from rge.embedder import Embedder
@@ -141,7 +141,7 @@ class CheckpointEncoder:
         """(N, D) float32, unit norm."""
         return self._encode([Item(str(number), images=(ref,)) for number, ref in enumerate(refs)])
 
-    def texts(self, texts: Sequence[str]) -> np.ndarray:
+    def texts(self, texts: Sequence[str], *, query: bool = False) -> np.ndarray:
         """(N, D) float32, unit norm."""
         return self._encode([Item(str(number), text=text) for number, text in enumerate(texts)])
 
@@ -149,14 +149,6 @@ class CheckpointEncoder:
         return self.encoder.encode(
             items, side="candidate", mode="direct", batch_size=self.batch_size
         ).embeddings
-
-
-class CheckpointTextEncoder(CheckpointEncoder):
-    """The same for captions; queries are also embedded as candidates."""
-
-    def texts(self, texts: Sequence[str], *, query: bool = False) -> np.ndarray:
-        """(N, D) float32, unit norm."""
-        return super().texts(texts)
 
 
 class EncoderUnavailable(UserError):
@@ -187,7 +179,7 @@ def text_encoder(config: EncoderConfig) -> TextEncoder:
     if config.kind == "hashing":
         return HashingEncoder()
     if config.kind == "checkpoint":
-        return CheckpointTextEncoder(_checkpoint(config), config.batch_size)
+        return CheckpointEncoder(_checkpoint(config), config.batch_size)
     from data_prep.rmir.pictures.hub_encoders import HubTextEncoder
 
     return HubTextEncoder(config.path or "", config.batch_size)

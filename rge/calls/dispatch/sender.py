@@ -197,14 +197,13 @@ class Sender:
         batch: bool = False,
     ) -> StoredReply:
         """Store an answer and its cost, and learn from the bill how far the estimate for the request was off."""
-        tokens = usage(body)
-        num_input, num_output, cached = tokens.billed(self.store.expected_tokens(attempt))
-        cost = self.model.cost(num_input, num_output, cached, batch=batch)
-        stored = StoredReply(body, num_input, num_output, cost, took_s)
+        tokens = usage(body, self.store.expected_tokens(attempt))
+        cost = self.model.cost(tokens.input_tokens, tokens.output_tokens, tokens.cached, batch=batch)
+        stored = StoredReply(body, tokens.input_tokens, tokens.output_tokens, cost, took_s)
         estimate = None
         if request is not None and not tokens.refused:
             estimate = (*self.model.estimate(request), bool(request.num_pictures()))
-        self.store.put(attempt, key, self.model.name, stored, cached, estimate=estimate)
+        self.store.put(attempt, key, self.model.name, stored, tokens.cached, estimate=estimate)
         self.counts.asked += 1
         self.counts.batched += batch
         self.counts.refused += tokens.refused

@@ -242,7 +242,7 @@ def test_ones_own_prompt_is_sent(tmp_path):
 
 def test_captions_are_read():
     def read(text: str, stop: str = "stop") -> str:
-        return prompts.read_caption(Reply(text, stop, 1, 1), 6)
+        return prompts.read_caption(Reply(text, stop), 6)
 
     assert read("Well.\n<caption>A red  door\nin a wall.</caption>") == "A red door in a wall."
     with pytest.raises(BadValue, match="<caption> has 7 words, more than 6"):

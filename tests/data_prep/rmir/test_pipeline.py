@@ -285,7 +285,7 @@ BLOCK = """<input_desc>A padlock.</input_desc>
 
 
 def said(text: str, stop: str = "stop") -> Reply:
-    return Reply(text, stop, 1, 1)
+    return Reply(text, stop)
 
 
 def test_generated_blocks():

@@ -432,7 +432,7 @@ def test_large_pictures_are_scaled_down():
 
 
 def reply(text: str, stop: str = "stop") -> Reply:
-    return Reply(text, stop, 1, 2)
+    return Reply(text, stop)
 
 
 @pytest.mark.parametrize(

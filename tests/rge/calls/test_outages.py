@@ -286,7 +286,7 @@ def test_a_dead_endpoint_leaves_its_calls_open_however_often(store):
 )  # fmt: skip
 def test_refusals_are_read_however_they_are_typed(text):
     with pytest.raises(Refused):
-        check_complete(Reply(text, "stop", 1, 1), "x")
+        check_complete(Reply(text, "stop"), "x")
 
 
 # ---------------------------------------------------------------------------------------------------------------- answers

@@ -199,8 +199,8 @@ def test_the_content_policy_is_asked_for_and_its_abstention_is_counted():
     assert policy in with_policy
     assert with_policy.replace(f"{policy}\n\n", "") == without
     with pytest.raises(Declined):
-        prompts.read_generated(Reply("ABSTAIN DUE TO SENSITIVE IMAGE", "stop", 1, 1), "CAUS", 25, 50)
-    prompts.check_generated(Reply("ABSTAIN DUE TO SENSITIVE IMAGE", "stop", 1, 1), ["CAUS"], 25, 50)
+        prompts.read_generated(Reply("ABSTAIN DUE TO SENSITIVE IMAGE", "stop"), "CAUS", 25, 50)
+    prompts.check_generated(Reply("ABSTAIN DUE TO SENSITIVE IMAGE", "stop"), ["CAUS"], 25, 50)
     assert GenerateConfig().content_policy
 
 

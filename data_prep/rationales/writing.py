@@ -28,9 +28,9 @@ from rge.calls.caller import Caller, Outcome
 from rge.calls.failures import RequestRejected
 from rge.calls.replies import ReplyError
 from rge.calls.request import Request
-from rge.calls.store import AnswerStore, open_locked
+from rge.calls.store import AnswerStore
 from rge.common.errors import UserError
-from rge.common.files import relative, replacing, write_json
+from rge.common.files import open_locked, relative, replacing, write_json
 from rge.diagnose.knowability import knowability, measure_knowability
 
 if TYPE_CHECKING:

@@ -19,9 +19,9 @@ from rge.calls.caller import Caller, Outcome, Read
 from rge.calls.failures import RequestRejected
 from rge.calls.model_config import cache_names
 from rge.calls.request import Picture, Request
-from rge.calls.store import AnswerStore, open_locked
+from rge.calls.store import AnswerStore
 from rge.common.errors import UserError
-from rge.common.files import read_json, write_text
+from rge.common.files import open_locked, read_json, write_text
 
 Row = dict[str, Any]
 EXPORTED = ("licence", "source_column", "author_column", "licence_column")

@@ -5,7 +5,6 @@ corrupts the file). The file must be on a local disk. Attempts enter the ledger 
 budgets hold across processes, and after a kill the attempts in flight stay in the ledger as estimates.
 """
 
-import fcntl
 import hashlib
 import json
 import math
@@ -20,6 +19,7 @@ from typing import IO, Any
 
 from rge.calls.model_config import BillingStats
 from rge.common.errors import UserError
+from rge.common.files import open_locked
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS replies (
@@ -298,12 +298,11 @@ class AnswerStore:
                 )
         return len(row.calls)
 
-    def update_batch(self, label: str, *, file: str | None = None, id: str | None = None) -> None:
-        """Record the provider's ids of a batch; None leaves an id unchanged."""
+    def save_batch(self, row: BatchRow) -> None:
+        """Record the provider's ids of a batch."""
         with self._transaction():
             self._db.execute(
-                "UPDATE batches SET file = coalesce(?, file), id = coalesce(?, id) WHERE label = ?",
-                (file, id, label),
+                "UPDATE batches SET file = ?, id = ? WHERE label = ?", (row.file, row.id, row.label)
             )
 
     def open_batches(self, endpoint: str) -> list[BatchRow]:
@@ -421,24 +420,6 @@ def _open(path: Path) -> sqlite3.Connection:
                 connection.close()
                 raise
             time.sleep(0.02)
-
-
-def open_locked(path: Path) -> IO[str]:
-    """Open a lock file; the lock is held until the file is closed or the process ends.
-
-    Raises:
-        UserError: another process holds the lock.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file = path.open("w")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        file.close()
-        raise UserError(
-            f"another process is working in {path.parent}; wait for it, or choose another out="
-        ) from None
-    return file
 
 
 def value_key(*parts: Any) -> str:

@@ -173,13 +173,13 @@ class BatchJobs:
     async def _create(self, row: BatchRow, bodies: list[bytes]) -> None:
         if row.file is None:
             row.file = await self.api.send_file(row.label, bodies)
-            self.store.update_batch(row.label, file=row.file)
+            self.store.save_batch(row)
         try:
             row.id = await self.api.create(row.label, row.file)
         except AttemptFailed as error:
             if error.limited or not await self._find_created(row):
                 raise
-        self.store.update_batch(row.label, id=row.id)
+        self.store.save_batch(row)
 
     async def _find_created(self, row: BatchRow) -> bool:
         """Search the provider for a batch whose creation got no answer, and record its id if found."""
@@ -195,7 +195,7 @@ class BatchJobs:
                     "accepted; run the same command to search again"
                 ) from None
             if row.id is not None:
-                self.store.update_batch(row.label, id=row.id)
+                self.store.save_batch(row)
                 return True
         return False
 

@@ -74,7 +74,7 @@ class Caller:
         """Answer requests, from the store where possible.
 
         Args:
-            requests: duplicates are sent once. An iterator is read just far enough ahead to keep the endpoints busy.
+            requests: duplicates are sent once. An iterator is read as calls are made, at most `CALLS_AHEAD` of a model ahead.
             on_outcome: receives the position and outcome of each request, as soon as it is settled.
             read: validates a reply; unreadable ones are requested again, see `ModelConfig.reasks`.
             title: of the progress bar.

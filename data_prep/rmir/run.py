@@ -307,16 +307,16 @@ class _Shard:
     models: set[str] = field(default_factory=set)  # whose calls these are
     complete: bool = False  # all of its requests were made
 
-    def calls(self) -> list[Outcome]:
-        """Outcomes of all its requests."""
-        return [outcome for of_item in self.outcomes for outcome in of_item.values()]
+    @property
+    def unanswered(self) -> list[Outcome]:
+        """Outcomes of its unanswered calls."""
+        return [outcome for of_item in self.outcomes for outcome in of_item.values() if outcome.unanswered]
 
     def settled(self) -> Iterator[tuple[Any, list[Outcome]]]:
         """Items without unanswered calls, with the outcomes of their requests in order."""
         for item, of_item in zip(self.items, self.outcomes, strict=True):
-            outcomes = [of_item[place] for place in sorted(of_item)]
-            if not any(outcome.unanswered for outcome in outcomes):
-                yield item, outcomes
+            if not any(outcome.unanswered for outcome in of_item.values()):
+                yield item, [of_item[place] for place in sorted(of_item)]
 
 
 class _Shards:
@@ -380,7 +380,7 @@ class _Shards:
             self._held_back.append(shard)  # not yet known whether the endpoints work at all
 
     def _write(self, shard: _Shard) -> None:
-        missing = [outcome for outcome in shard.calls() if outcome.unanswered]
+        missing = shard.unanswered
         self.unanswered += missing
         before = self.open_parts.get(str(shard.number), 0)
         proceed = self.run.config.on_unanswered == "proceed"
@@ -405,7 +405,7 @@ class _Shards:
         """Write the shards that were held back, and raise as `Run.in_shards` does."""
         wait = self.run.config.on_unanswered == "wait"
         silent = [model for model in self.rejected if not self.num_answered[model]]
-        missing = [outcome for shard in self._held_back for outcome in shard.calls() if outcome.unanswered]
+        missing = [outcome for shard in self._held_back for outcome in shard.unanswered]
         if silent and not missing:
             rejected = self.rejected[silent[0]]
             self.run.store.forget_rejections(

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+import httpx
 from PIL import Image
 
 from rge.calls.dispatch.grouping import Call, Counts
@@ -111,24 +112,29 @@ class Sender:
         attempt = await self._begin(call)
         sent_at = time.monotonic()
         try:
-            async with asyncio.timeout(self.model.timeout_s):
-                response = await connection.chat(call.request, pictures)
-        except TimeoutError:
+            response = await self._response(connection, call.request, pictures)
+        except asyncio.CancelledError:
             self.store.end_attempt(attempt, billed=True)
-            raise AttemptFailed(f"no answer within {self.model.timeout_s:g} s", billed=True) from None
-        except (AttemptFailed, Rejection, StopCalls, asyncio.CancelledError) as error:
-            self.store.end_attempt(
-                attempt, billed=getattr(error, "billed", isinstance(error, asyncio.CancelledError))
-            )
             raise
-        else:
-            request = None if canary else call.request
-            stored = self.keep(call.key, request, attempt, response.content, time.monotonic() - sent_at)
-            health.call_accepted(sent_at)
-            health.pace.on_answer(response.headers)
-            return stored
+        except (AttemptFailed, Rejection, StopCalls) as error:
+            self.store.end_attempt(attempt, billed=isinstance(error, AttemptFailed) and error.billed)
+            raise
         finally:
             health.call_ended()
+        request = None if canary else call.request
+        stored = self.keep(call.key, request, attempt, response.content, time.monotonic() - sent_at)
+        health.call_accepted(sent_at)
+        health.pace.on_answer(response.headers)
+        return stored
+
+    async def _response(
+        self, connection: Connection, request: Request, pictures: EncodedPictures
+    ) -> httpx.Response:
+        try:
+            async with asyncio.timeout(self.model.timeout_s):
+                return await connection.chat(request, pictures)
+        except TimeoutError:
+            raise AttemptFailed(f"no answer within {self.model.timeout_s:g} s", billed=True) from None
 
     async def _check_settings(self, connection: Connection, call: Call, error: Rejection) -> None:
         """Send a harmless request (a canary) with the same settings; if it succeeds, only this request was rejected.

@@ -8,7 +8,6 @@ folder per set with ``original-*.parquet``, ``diverse_instruction-*.parquet`` or
 
 import hashlib
 import json
-import os
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from pydantic import Field
 from data_prep.jsonl import json_line
 from rge.common.commands import progress_bar
 from rge.common.errors import UserError
-from rge.common.files import write_text
+from rge.common.files import relative, write_text
 from rge.common.images import ImageError, load_image
 from rge.common.mmeb_prompts import SETS, SOURCE, canonical, plain, reword, split_instruction
 from rge.common.options import one_of, parse_options
@@ -61,18 +60,6 @@ class MmebOptions:
     """Open every picture; an unreadable one counts as missing."""
 
 
-class _Work:
-    """The conversion of one set: its picture folders and counts."""
-
-    def __init__(self, name: str, options: MmebOptions):
-        self.name, self.options = name, options
-        src, images = options.src, options.images
-        self.roots = [images] if images is not None else [src, src / "images", src / "MMEB-images"]
-        self.counts: Counter[str] = Counter()
-        # Path of each picture relative to the records; None: missing or unreadable.
-        self.known: dict[str, str | None] = {}
-
-
 def main(words: Sequence[str]) -> None:
     """Convert, and print the counts."""
     options = parse_options(MmebOptions, words, "rge data mmeb")
@@ -108,113 +95,129 @@ def convert(options: MmebOptions) -> dict[str, Any]:
         "sets": {},
     }  # fmt: skip
     for name in names:
-        work = _Work(name, options)
-        lines = [json_line(record) for record in _records(work, files[name])]
-        _check_left(work, len(lines))
+        work = _Import(name, options)
+        lines = [json_line(record) for record in work.records(files[name])]
+        work.check_left(len(lines))
         write_text(out / f"{name}.jsonl", "".join(lines))
         report["sets"][name] = {**work.counts, "written": len(lines)}
     write_text(out / "report.json", json.dumps(report, indent=1) + "\n")
     return report
 
 
-def _records(work: _Work, files: Sequence[Path]) -> Iterator[Record]:
-    """Records of the sampled rows; without ``max_per_set``, of all rows."""
-    total, most = sum(map(num_rows, files)), work.options.max_per_set
-    chosen: Collection[int] = range(total)
-    if most is not None and most < total:
-        rng = np.random.default_rng([work.options.seed, *work.name.encode()])
-        chosen = set(rng.choice(total, most, replace=False).tolist())
-    rows = enumerate(row for file in files for row in table_rows(file))
-    for number, row in progress_bar(rows, total=total, desc=work.name):
-        if number in chosen and (record := _record(work, row, number)) is not None:
-            yield record
-
-
-def _check_left(work: _Work, num_records: int) -> None:
-    """Raise if the set has no records, or, with ``missing=error``, lost any picture."""
-    num_lost = work.counts[f"left out: {NO_PICTURE}"]
-    if num_lost and work.options.missing == "error":
-        shown = next(path for path, found in work.known.items() if found is None)
-        raise UserError(
-            f"{work.name}: {num_lost:,} of {work.counts['read']:,} rows have no picture, such as {shown!r} below "
-            f"{', '.join(map(str, work.roots))}: unpack the set's archive, give images=DIR, or leave such rows out with "
-            "missing=drop"
-        )
-    if not num_records:
-        raise UserError(f"{work.name}: no row is left ({dict(work.counts)})")
-
-
 Part = tuple[str, str]
 """Text and picture path of a query or a target; "" stands for a missing one."""
 
 
-def _record(work: _Work, row: dict[str, Any], number: int) -> Record | None:
-    name, counts, split = work.name, work.counts, work.options.split
-    where = f"{name}, row {number + 1}"
-    if lacking := [column for column in COLUMNS if column not in row]:
-        raise UserError(f"{where}: column {lacking[0]!r} is missing; found: {', '.join(row)}")
-    counts["read"] += 1
-    [(text, path)] = _parts(row, "qry", "qry_image_path", where)
-    positives = [part for part in _parts(row, "pos_text", "pos_image_path", where) if any(part)]
-    negatives = _parts(row, *NEGATIVES, where) if row.keys() >= {*NEGATIVES} else []
-    if reason := _unusable(work, (text, path), positives):
-        counts[f"left out: {reason}"] += 1
-        return None
-    negatives = _usable_negatives(work, positives, negatives)
-    instruction, query = _query(work, text, path)
-    counts["instruction told apart"] += instruction is not None
-    counts["with negatives"] += bool(negatives)
-    return Record(
-        id=f"{name}-{number:07d}",
-        group=hashlib.sha256((path or text).encode()).hexdigest()[:16],
-        source=f"{SOURCE}{name}",
-        split={"original": "train"}.get(split, split),
-        category=SETS[name]["meta_task"],
-        instruction=instruction,
-        query=query,
-        positives=[Positive(**_target(work, part)) for part in dict.fromkeys(positives)],
-        negatives=[Target(**_target(work, part)) for part in dict.fromkeys(negatives)],
-        wording="included",
-    )
+class _Import:
+    """The conversion of one set: its picture folders and counts."""
 
+    def __init__(self, name: str, options: MmebOptions):
+        self.name, self.options = name, options
+        src, images = options.src, options.images
+        self.roots = [images] if images is not None else [src, src / "images", src / "MMEB-images"]
+        self.counts: Counter[str] = Counter()
+        # Path of each picture relative to the records; None: missing or unreadable.
+        self.known: dict[str, str | None] = {}
 
-def _query(work: _Work, text: str, path: str) -> tuple[str | None, QueryPart]:
-    """The instruction, if it can be separated, and the rest of a query, reworded if requested."""
-    instruction, rest = split_instruction(work.name, text)
-    if work.options.instructions == "rge":
-        if instruction is None:
-            rest = reword(work.name, text, "query")
-        else:
-            instruction = reword(work.name, instruction, "query")
-    return instruction, QueryPart(text=rest or None, images=[_picture(work, path)] if path else [])  # type: ignore[list-item]
+    def records(self, files: Sequence[Path]) -> Iterator[Record]:
+        """Records of the sampled rows; without ``max_per_set``, of all rows."""
+        total, most = sum(map(num_rows, files)), self.options.max_per_set
+        chosen: Collection[int] = range(total)
+        if most is not None and most < total:
+            rng = np.random.default_rng([self.options.seed, *self.name.encode()])
+            chosen = set(rng.choice(total, most, replace=False).tolist())
+        rows = enumerate(row for file in files for row in table_rows(file))
+        for number, row in progress_bar(rows, total=total, desc=self.name):
+            if number in chosen and (record := self._record(row, number)) is not None:
+                yield record
 
+    def check_left(self, num_records: int) -> None:
+        """Raise if the set has no records, or, with ``missing=error``, lost any picture."""
+        num_lost = self.counts[f"left out: {NO_PICTURE}"]
+        if num_lost and self.options.missing == "error":
+            shown = next(path for path, found in self.known.items() if found is None)
+            raise UserError(
+                f"{self.name}: {num_lost:,} of {self.counts['read']:,} rows have no picture, such as {shown!r} below "
+                f"{', '.join(map(str, self.roots))}: unpack the set's archive, give images=DIR, or leave such rows out with "
+                "missing=drop"
+            )
+        if not num_records:
+            raise UserError(f"{self.name}: no row is left ({dict(self.counts)})")
 
-def _unusable(work: _Work, query: Part, positives: Sequence[Part]) -> str | None:
-    """Reason to skip a row, or None; a missing query or target picture is one."""
-    if not any(query):
-        return "empty query"
-    if not positives:
-        return "empty target"
-    missing = [path for _, path in (query, *positives) if path and _picture(work, path) is None]
-    return NO_PICTURE if missing else None
+    def _record(self, row: dict[str, Any], number: int) -> Record | None:
+        name, counts, split = self.name, self.counts, self.options.split
+        where = f"{name}, row {number + 1}"
+        if lacking := [column for column in COLUMNS if column not in row]:
+            raise UserError(f"{where}: column {lacking[0]!r} is missing; found: {', '.join(row)}")
+        counts["read"] += 1
+        [(text, path)] = _parts(row, "qry", "qry_image_path", where)
+        positives = [part for part in _parts(row, "pos_text", "pos_image_path", where) if any(part)]
+        negatives = _parts(row, *NEGATIVES, where) if row.keys() >= {*NEGATIVES} else []
+        if reason := self._unusable((text, path), positives):
+            counts[f"left out: {reason}"] += 1
+            return None
+        negatives = self._usable_negatives(positives, negatives)
+        instruction, query = self._query(text, path)
+        counts["instruction told apart"] += instruction is not None
+        counts["with negatives"] += bool(negatives)
+        return Record(
+            id=f"{name}-{number:07d}",
+            group=hashlib.sha256((path or text).encode()).hexdigest()[:16],
+            source=f"{SOURCE}{name}",
+            split={"original": "train"}.get(split, split),
+            category=SETS[name]["meta_task"],
+            instruction=instruction,
+            query=query,
+            positives=[Positive(**self._target(part)) for part in dict.fromkeys(positives)],
+            negatives=[Target(**self._target(part)) for part in dict.fromkeys(negatives)],
+            wording="included",
+        )
 
+    def _query(self, text: str, path: str) -> tuple[str | None, QueryPart]:
+        """The instruction, if it can be separated, and the rest of a query, reworded if requested."""
+        instruction, rest = split_instruction(self.name, text)
+        if self.options.instructions == "rge":
+            if instruction is None:
+                rest = reword(self.name, text, "query")
+            else:
+                instruction = reword(self.name, instruction, "query")
+        return instruction, QueryPart(text=rest or None, images=[self._picture(path)] if path else [])  # type: ignore[list-item]
 
-def _usable_negatives(work: _Work, positives: Sequence[Part], negatives: Sequence[Part]) -> list[Part]:
-    """Negatives whose picture exists and that are not also a target."""
-    negatives = [part for part in negatives if any(part)]
-    shown = [(text, path) for text, path in negatives if not path or _picture(work, path) is not None]
-    right = {_id(part) for part in positives}
-    kept = [part for part in shown if _id(part) not in right]
-    work.counts["negatives without their picture"] += len(negatives) - len(shown)
-    work.counts["negatives equal to the target"] += len(shown) - len(kept)
-    return kept
+    def _unusable(self, query: Part, positives: Sequence[Part]) -> str | None:
+        """Reason to skip a row, or None; a missing query or target picture is one."""
+        if not any(query):
+            return "empty query"
+        if not positives:
+            return "empty target"
+        missing = [path for _, path in (query, *positives) if path and self._picture(path) is None]
+        return NO_PICTURE if missing else None
 
+    def _usable_negatives(self, positives: Sequence[Part], negatives: Sequence[Part]) -> list[Part]:
+        """Negatives whose picture exists and that are not also a target."""
+        negatives = [part for part in negatives if any(part)]
+        shown = [(text, path) for text, path in negatives if not path or self._picture(path) is not None]
+        right = {_id(part) for part in positives}
+        kept = [part for part in shown if _id(part) not in right]
+        self.counts["negatives without their picture"] += len(negatives) - len(shown)
+        self.counts["negatives equal to the target"] += len(shown) - len(kept)
+        return kept
 
-def _target(work: _Work, part: Part) -> dict[str, Any]:
-    text, path = part
-    if text and work.options.instructions == "rge":
-        text = reword(work.name, text, "candidate")
-    return {"id": _id(part), "text": text or None, "image": _picture(work, path) if path else None}
+    def _target(self, part: Part) -> dict[str, Any]:
+        text, path = part
+        if text and self.options.instructions == "rge":
+            text = reword(self.name, text, "candidate")
+        return {"id": _id(part), "text": text or None, "image": self._picture(path) if path else None}
+
+    def _picture(self, path: str) -> str | None:
+        if path not in self.known:
+            file = next((root / path for root in self.roots if (root / path).is_file()), None)
+            if file is not None and self.options.decode:
+                try:
+                    load_image(str(file))
+                except ImageError:
+                    file = None
+            self.known[path] = None if file is None else relative(file, self.options.out)
+        return self.known[path]
 
 
 def _parts(row: dict[str, Any], text: str, image: str, where: str) -> list[Part]:
@@ -236,19 +239,6 @@ def _cells(value: Any) -> list[str]:
 def _id(part: Part) -> str:
     # Equal content gets equal ids, so that in-batch masking recognises rows of the same class.
     return hashlib.sha256(json.dumps(part).encode()).hexdigest()[:16]
-
-
-def _picture(work: _Work, path: str) -> str | None:
-    if path not in work.known:
-        file = next((root / path for root in work.roots if (root / path).is_file()), None)
-        if file is not None and work.options.decode:
-            try:
-                load_image(str(file))
-            except ImageError:
-                file = None
-        out = work.options.out.resolve()
-        work.known[path] = None if file is None else os.path.relpath(file.parent.resolve() / file.name, out)
-    return work.known[path]
 
 
 def _files(src: Path, name: str, split: str) -> list[Path]:

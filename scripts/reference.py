@@ -10,7 +10,7 @@ from pathlib import Path
 from data_prep.demo.build import DemoOptions
 from data_prep.demo.spoil import SpoilOptions
 from data_prep.mmeb import MmebOptions
-from data_prep.rationales.main import RationaleOptions
+from data_prep.rationales.options import RationaleOptions
 from data_prep.rmir.main import RmirCommand
 from data_prep.rmir.results.review import AgreementOptions
 from data_prep.rmir.reviewing import ReviewOptions

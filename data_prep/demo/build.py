@@ -24,7 +24,7 @@ from data_prep.demo import retrieval
 from data_prep.demo.families import FAMILIES, GALLERY, QUERIES, TRAINING
 from data_prep.demo.pictures import render_family, write_library
 from data_prep.demo.records import naming_records, reference, relation_records, text_records
-from data_prep.demo.retrieval import SetRows
+from data_prep.demo.retrieval import Drawings, SetRows
 from data_prep.demo.splits import VALID_GALLERY, VALID_QUERIES, Splits, split
 from data_prep.demo.tables import HERE, Tables, read_tables
 from data_prep.jsonl import write_jsonl
@@ -71,30 +71,27 @@ def build(out: Path, icons: Path) -> None:
         ]
         write_library(out / "train" / library, rows)
     test = retrieval.test_rows(tables, splits)
-    drawn = pictures[QUERIES], pictures[GALLERY]
-    _write_test(out / "test", "rge-demo-test", test, *drawn, retrieval.SLICE_NOTES)
-    _write_valid(out / "valid", "rge-demo-valid", retrieval.valid_rows(tables, splits))
+    asked, shown = Drawings(QUERIES, pictures[QUERIES]), Drawings(GALLERY, pictures[GALLERY])
+    _write(out / "test", "rge-demo-test", test, asked, shown)
+    _write(out / "valid", "rge-demo-valid", retrieval.valid_rows(tables, splits), *VALID)
     (out / "LICENSES.md").write_text(licences(), encoding="utf-8")
     (out / "train" / "openmoji" / "LICENSE.md").write_text(share_alike(), encoding="utf-8")
 
 
-Notes = dict[str, dict[str, str]]
+VALID = Drawings(VALID_QUERIES), Drawings(VALID_GALLERY)
+"""Drawings of the validation queries and gallery, which are in the training libraries."""
 
 
-def _write_test(
-    folder: Path, name: str, rows: SetRows, asking: dict[str, bytes], shown: dict[str, bytes], notes: Notes
+def _write(
+    folder: Path,
+    name: str,
+    rows: SetRows,
+    asked: Drawings,
+    shown: Drawings,
+    notes: dict[str, dict[str, str]] = retrieval.SLICE_NOTES,
 ) -> None:
-    """Write a set by the held-out families; ``asking`` and ``shown`` are pictures of queries and gallery, by concept."""
-    cells = retrieval.stored(QUERIES, asking), retrieval.stored(GALLERY, shown)
-    licence = f"queries {QUERIES.licence}, gallery {GALLERY.licence}"
-    retrieval.write_set(folder, name, rows, GALLERY, *cells, licence, notes)
-
-
-def _write_valid(folder: Path, name: str, rows: SetRows, notes: Notes = retrieval.SLICE_NOTES) -> None:
-    """Write a set by the validation families, whose pictures are in the training libraries."""
-    cells = retrieval.referred(VALID_QUERIES), retrieval.referred(VALID_GALLERY)
-    licence = f"queries {VALID_QUERIES.licence}, gallery {VALID_GALLERY.licence}"
-    retrieval.write_set(folder, name, rows, VALID_GALLERY, *cells, licence, notes)
+    licence = f"queries {asked.family.licence}, gallery {shown.family.licence}"
+    retrieval.write_set(folder, name, rows, asked.cell, shown.cell, licence, notes)
 
 
 def write_records(out: Path, tables: Tables, splits: Splits) -> None:
@@ -120,7 +117,7 @@ def write_rotated(out: Path) -> None:
     icons = {key: icon for key, icon in tables.icons.items() if key[0] not in held}
     write_records(out, replace(tables, icons=icons), splits)
     copy_pictures(out)
-    _write_valid(out / "valid", "rge-demo-rotated", retrieval.rotated_rows(tables, splits))
+    _write(out / "valid", "rge-demo-rotated", retrieval.rotated_rows(tables, splits), *VALID)
 
 
 def write_mixed(out: Path) -> None:
@@ -132,18 +129,18 @@ def write_mixed(out: Path) -> None:
     tables = read_tables()
     splits = split(tables)
     copy_pictures(out)
-    valid = retrieval.mixed_rows(retrieval.valid_rows(tables, splits), VALID_GALLERY)
+    valid = retrieval.mixed_rows(retrieval.valid_rows(tables, splits))
     held = {reference(concept, VALID_QUERIES) for concept in valid.sources}
     kept = [record for record in naming_records(tables) if held.isdisjoint(record.query.images)]
     write_jsonl(out / "train" / "naming.jsonl", kept)
     queries, corpus = (
         pq.read_table(OUT / "test" / f"{name}.parquet").to_pylist() for name in ("queries", "corpus")
     )
-    asking = {row["group"]: row["image"][0]["bytes"] for row in queries}
-    shown = {row["concept"]: row["image"]["bytes"] for row in corpus}
-    test = retrieval.mixed_rows(retrieval.test_rows(tables, splits), GALLERY)
-    _write_test(out / "test", "rge-demo-mixed-test", test, asking, shown, retrieval.KIND_NOTES)
-    _write_valid(out / "valid", "rge-demo-mixed-valid", valid, retrieval.KIND_NOTES)
+    asked = Drawings(QUERIES, {row["group"]: row["image"][0]["bytes"] for row in queries})
+    shown = Drawings(GALLERY, {row["concept"]: row["image"]["bytes"] for row in corpus})
+    test = retrieval.mixed_rows(retrieval.test_rows(tables, splits))
+    _write(out / "test", "rge-demo-mixed-test", test, asked, shown, retrieval.KIND_NOTES)
+    _write(out / "valid", "rge-demo-mixed-valid", valid, *VALID, retrieval.KIND_NOTES)
 
 
 def licences() -> str:

@@ -37,6 +37,20 @@ Cell = Callable[[Concept], dict[str, object]]
 """Makes the stored form of a picture: its bytes, or a reference to a library."""
 
 
+@dataclass(frozen=True)
+class Drawings:
+    """A family's drawings as stored in a set: as bytes by concept, or in the library in ``train`` beside the set's folder."""
+
+    family: Family
+    pictures: dict[str, bytes] | None = None
+
+    def cell(self, concept: Concept) -> dict[str, object]:
+        """The stored form of a picture."""
+        if self.pictures is None:
+            return {"bytes": None, "path": f"../train/{reference(concept, self.family)}"}
+        return {"bytes": self.pictures[concept.key], "path": f"{concept.picture(self.family)}.webp"}
+
+
 @dataclass
 class Judgements:
     """Relevance judgements of a retrieval set, by query and candidate."""
@@ -48,8 +62,9 @@ class Judgements:
 
 @dataclass
 class SetRows(Judgements):
-    """Rows of a retrieval set, without the pictures' cells."""
+    """Rows of a retrieval set, without the pictures' cells; the gallery is drawn by one family."""
 
+    gallery: Family = VALID_GALLERY
     corpus: list[Concept] = field(default_factory=list)
     queries: list[dict[str, str]] = field(default_factory=list)
     sources: list[Concept] = field(default_factory=list)
@@ -58,10 +73,10 @@ class SetRows(Judgements):
 def test_rows(tables: Tables, splits: Splits) -> SetRows:
     """All facts except those of validation, in two phrasings each; the gallery shows every concept."""
     facts = [fact for fact in tables.facts if fact.pair not in splits.valid]
-    rows = SetRows(corpus=list(tables.concepts.values()))
+    rows = SetRows(gallery=GALLERY, corpus=list(tables.concepts.values()))
     for fact in facts:
         pair = "held_out" if fact.pair in splits.test else "seen"
-        ask(rows, tables, fact, pair, GALLERY, NUM_TEST_PHRASINGS)
+        ask(rows, tables, fact, pair, NUM_TEST_PHRASINGS)
     return rows
 
 
@@ -75,7 +90,7 @@ def valid_rows(tables: Tables, splits: Splits) -> SetRows:
     rows = SetRows(corpus=[tables.concepts[concept] for concept in tables.concepts if concept in shown])
     for fact in facts:
         pair = "held_out" if fact.pair in splits.valid else "seen"
-        ask(rows, tables, fact, pair, VALID_GALLERY, 1)
+        ask(rows, tables, fact, pair, 1)
     return rows
 
 
@@ -88,16 +103,16 @@ def rotated_rows(tables: Tables, splits: Splits) -> SetRows:
     for fact in tables.facts:
         if is_drawn(tables, fact):
             pair = "held_out" if fact.pair in splits.words_only else "seen"
-            ask(rows, tables, fact, pair, VALID_GALLERY, NUM_TEST_PHRASINGS)
+            ask(rows, tables, fact, pair, NUM_TEST_PHRASINGS)
     return rows
 
 
-def mixed_rows(rows: SetRows, family: Family) -> SetRows:
-    """Pair each relation query with an easy query about the same drawing; `family` is that of the gallery.
+def mixed_rows(rows: SetRows) -> SetRows:
+    """Pair each relation query with an easy query about the same drawing.
 
     The gallery must show the queries' sources too. Relations about a drawing beyond the number of naming phrasings are dropped.
     """
-    mixed, asked = SetRows(corpus=rows.corpus), Counter[str]()
+    mixed, asked = SetRows(gallery=rows.gallery, corpus=rows.corpus), Counter[str]()
     for query, source in zip(rows.queries, rows.sources, strict=True):
         number = asked[source.key]
         if number == len(NAMING_PHRASINGS):
@@ -113,8 +128,9 @@ def mixed_rows(rows: SetRows, family: Family) -> SetRows:
         }
         mixed.queries += [query | {"kind": "relation"}, easy]
         mixed.sources += [source, source]
-        mixed.qrels.append((easy["id"], source.picture(family), 1))
-        mixed.rationales.append((easy["id"], source.picture(family), f"{source.sentence}."))
+        answer = source.picture(rows.gallery)
+        mixed.qrels.append((easy["id"], answer, 1))
+        mixed.rationales.append((easy["id"], answer, f"{source.sentence}."))
     kept = {query["id"] for query in mixed.queries}
     mixed.qrels += [row for row in rows.qrels if row[0] in kept]
     mixed.negatives += [row for row in rows.negatives if row[0] in kept]
@@ -122,29 +138,18 @@ def mixed_rows(rows: SetRows, family: Family) -> SetRows:
     return mixed
 
 
-def stored(family: Family, pictures: dict[str, bytes]) -> Cell:
-    """Cells with the bytes of a family's pictures."""
-    return lambda concept: {"bytes": pictures[concept.key], "path": f"{concept.picture(family)}.webp"}
-
-
-def referred(family: Family) -> Cell:
-    """Cells that refer to a family's picture library beside the training records, in ``train`` beside the set's folder."""
-    return lambda concept: {"bytes": None, "path": f"../train/{reference(concept, family)}"}
-
-
 def write_set(
     folder: Path,
     name: str,
     rows: SetRows,
-    family: Family,
     query_cell: Cell,
     corpus_cell: Cell,
     licence: str,
     notes: dict[str, dict[str, str]] = SLICE_NOTES,
 ) -> None:
-    """Write a retrieval set; `family` is that of the gallery, `notes` the ``slice_notes`` of `write_tables`."""
+    """Write a retrieval set; `notes` are the ``slice_notes`` of `write_tables`."""
     corpus = {
-        "id": [concept.picture(family) for concept in rows.corpus],
+        "id": [concept.picture(rows.gallery) for concept in rows.corpus],
         "image": pa.array([corpus_cell(concept) for concept in rows.corpus], IMAGE),
         "concept": [concept.key for concept in rows.corpus],
     }
@@ -204,11 +209,15 @@ def write_tables(
     (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
 
 
-def ask(rows: SetRows, tables: Tables, fact: Fact, pair: str, family: Family, num_phrasings: int) -> None:
-    """Add a fact's queries and their judgements over a family's gallery to a set."""
+def ask(rows: SetRows, tables: Tables, fact: Fact, pair: str, num_phrasings: int) -> None:
+    """Add a fact's queries and their judgements to a set."""
     question = tables.questions[fact.question]
     first = stable_hash("asked", *fact.pair)
-    answers = {tables.concepts[answer].picture(family): text for answer, text in fact.answers.items()}
+
+    def drawing(concept: str) -> str:
+        return tables.concepts[concept].picture(rows.gallery)
+
+    answers = {drawing(answer): text for answer, text in fact.answers.items()}
     for number in range(num_phrasings):
         name = f"{fact.question}.{fact.source}.{number}"
         rows.queries.append(
@@ -224,4 +233,4 @@ def ask(rows: SetRows, tables: Tables, fact: Fact, pair: str, family: Family, nu
         rows.sources.append(tables.concepts[fact.source])
         rows.qrels += [(name, answer, 1) for answer in answers]
         rows.rationales += [(name, answer, text) for answer, text in answers.items()]
-        rows.negatives += [(name, tables.concepts[wrong].picture(family)) for wrong in fact.wrong]
+        rows.negatives += [(name, drawing(wrong)) for wrong in fact.wrong]

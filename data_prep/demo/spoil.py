@@ -123,14 +123,14 @@ def _write_test(folder: Path, tables: Tables, splits: Splits, held: dict[str, Fa
     ]
     rows = retrieval.SetRows(corpus=[tables.concepts[concept] for concept in drawn])
     for fact in facts:
-        retrieval.ask(rows, tables, fact, "seen", VALID_GALLERY, 1)
+        retrieval.ask(rows, tables, fact, "seen", 1)
 
     def query(concept: Concept) -> dict[str, object]:
         family = held[concept.key]
         assert family is not None
-        return retrieval.referred(family)(concept)
+        return retrieval.Drawings(family).cell(concept)
 
     shown = {held[concept.key] for concept in rows.sources}
     licence = ", ".join(sorted({family.licence for family in shown if family} | {VALID_GALLERY.licence}))
-    gallery = retrieval.referred(VALID_GALLERY)
-    retrieval.write_set(folder, "rge-demo-unseen", rows, VALID_GALLERY, query, gallery, licence)
+    gallery = retrieval.Drawings(VALID_GALLERY)
+    retrieval.write_set(folder, "rge-demo-unseen", rows, query, gallery.cell, licence)

@@ -5,12 +5,12 @@ rationale's gain is the increase in log-probability of the right target, in nats
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
+import torch
 
-from rge.common.schema import Item, Record, Target
-from rge.data.sources import located
+from rge.common.schema import Record, Target
+from rge.data.collate import query_item, target_item
 from rge.diagnose.knowability import own_rationales
 from rge.embedder import Embedder
 from rge.model.packing import Branch
@@ -50,7 +50,7 @@ class GainJudge:
         self.batch_size, self.temperature = batch_size, temperature
 
     def judge(
-        self, folder: Path, pairs: Sequence[tuple[Record, Target]], candidates: Sequence[Sequence[str]]
+        self, pairs: Sequence[tuple[Record, Target]], candidates: Sequence[Sequence[str]]
     ) -> list[np.ndarray]:
         """Gains of each pair's candidates, (number of candidates,) for each pair.
 
@@ -62,48 +62,35 @@ class GainJudge:
             for target in (positive, *record.negatives):
                 by_id.setdefault(target.id, target)
         targets = list(by_id.values())
-        items = [
-            Item(one.id, one.text, (located(one.image, folder),) if one.image else ()) for one in targets
-        ]
-        size = self.batch_size
+        items, size = list(map(target_item, targets)), self.batch_size
         target_CD = self.encoder.encode(items, side="candidate", mode="direct", batch_size=size).embeddings
         found: list[np.ndarray] = []
         for start in range(0, len(pairs), size):
             batch = pairs[start : start + size]
-            states = self._states(folder, [record for record, _ in batch], candidates[start : start + size])
+            states = self._states([record for record, _ in batch], candidates[start : start + size])
             for (record, positive), state_KD in zip(batch, states, strict=True):
                 rows = _distinct_targets(record, positive, targets)
                 right = [targets[row].id for row in rows].index(positive.id)
                 found.append(gains(state_KD[0], state_KD[1:], target_CD[rows], right, self.temperature))
         return found
 
-    def own(self, folder: Path, records: Sequence[Record]) -> list[str] | None:
+    def own(self, records: Sequence[Record]) -> list[str] | None:
         """Rationales that the embedder itself writes for the queries; None if it embeds queries without one."""
         if self.encoder.query_mode == "direct":
             return None
-        queries = [_query(record, folder) for record in records]
-        return own_rationales(self.encoder, queries, batch_size=self.batch_size)
+        return own_rationales(self.encoder, list(map(query_item, records)), batch_size=self.batch_size)
 
-    def _states(
-        self, folder: Path, records: Sequence[Record], candidates: Sequence[Sequence[str]]
-    ) -> list[np.ndarray]:
-        import torch
-
+    def _states(self, records: Sequence[Record], candidates: Sequence[Sequence[str]]) -> list[np.ndarray]:
         builder, embedder = self.encoder.builder, self.encoder.model
         prompts, branches = [], []
         for record, texts in zip(records, candidates, strict=True):
-            prompts.append(builder.build(_query(record, folder), "query"))
+            prompts.append(builder.build(query_item(record), "query"))
             own = [Branch([embedder.emb_id], read_state=True)]
             own += [Branch(builder.rationale_ids(text, record.id), read_state=True) for text in texts]
             branches.append(own)
         with torch.no_grad():
             state_ND = embedder(embedder.pack(prompts, branches))[0].state_ND.float().cpu().numpy()
         return np.split(state_ND, np.cumsum([len(own) for own in branches])[:-1])
-
-
-def _query(record: Record, folder: Path) -> Item:
-    images = tuple(located(image, folder) for image in record.query.images)
-    return Item(record.id, record.query.text, images, record.instruction)
 
 
 def _distinct_targets(record: Record, positive: Target, targets: Sequence[Target]) -> list[int]:

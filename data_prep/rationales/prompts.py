@@ -1,4 +1,4 @@
-"""Prompts for writing rationales."""
+"""Prompts for writing rationales, and checks on the answers."""
 
 from rge.calls.replies import Reply, check_complete, tag
 from rge.calls.request import Part
@@ -6,6 +6,18 @@ from rge.common.mmeb_prompts import TRAINING_TASKS, set_of
 from rge.common.schema import Positive, Record
 
 TASK = "Task: explain an answer"
+FORBIDDEN = (
+    "positive sample",
+    "negative sample",
+    "ground truth",
+    "ground-truth",
+    "correct answer",
+    "target image",
+    "target text",
+    "as an ai",
+    "<emb>",
+)
+"""A rationale must read as if its writer had not seen the answer; `<emb>` is reserved for the trainer."""
 
 _TASKS = {
     "classification": (
@@ -126,3 +138,16 @@ def read(reply: Reply) -> str:
     """
     check_complete(reply, "rationale")
     return tag(reply.text, "rationale")
+
+
+def faults(rationale: str, *, max_words: int) -> list[str]:
+    """Names of a rationale's faults other than leak; letters must be Latin, since some models drift into Chinese."""
+    found = []
+    if len(rationale.split()) > max_words:
+        found.append("too long")
+    if any(phrase in rationale.lower() for phrase in FORBIDDEN):
+        found.append("forbidden phrase")
+    letters = [letter for letter in rationale if letter.isalpha()]
+    if sum(ord(letter) < 0x250 for letter in letters) < 0.95 * len(letters):
+        found.append("language")
+    return found

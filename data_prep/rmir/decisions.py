@@ -21,7 +21,7 @@ def panels(folder: Path) -> Iterator[dict[tuple[str, str], list[tuple[str, int, 
 
     All judgements on a triplet are in the same part.
     """
-    for part in frames.parts(folder, "judgements"):
+    for part in frames.parts(folder):
         found: dict[tuple[str, str], list[tuple[str, int, str]]] = {}
         columns = (
             part[name].to_pylist() for name in ("query_id", "candidate_id", "judge", "sample", "verdict")
@@ -46,7 +46,7 @@ def decided(out: Path) -> list[dict[str, Any]]:
 
 def candidates_by_query(out: Path, state: str) -> dict[str, list[str]]:
     """Candidates of each query in the given state, in table order, without those that any triplet puts in doubt."""
-    doubted = {row["id"] for row in frames.stage_rows(out, "keep", "doubted", "pool")}
+    doubted = {row["id"] for row in frames.stage_rows(out, "keep", "doubted")}
     found: dict[str, list[str]] = {}
     for row in decided(out):
         if row["state"] == state and row["candidate_id"] not in doubted:

@@ -24,11 +24,11 @@ SCHEMAS: dict[str, pa.Schema] = {
             "id": _S, "ref": _S, "caption": _S, "sha256": _S, "width": _I, "height": _I, "phash": _S, "cluster": _I,
         },
         "captions": {"id": _S, "caption": _S, "key": _S},
-        "generated": {
+        "queries": {
             "query_id": _S, "image_id": _S, "category": _S, "query": _S, "target_desc": _S, "reasoning": _S,
             "input_desc": _S, "key": _S,
         },
-        "filtered": {"query_id": _S, "reasoning": _S, "input_desc": _S, "key": _S},
+        "valid": {"query_id": _S, "reasoning": _S, "input_desc": _S, "key": _S},
         "rejected": {"id": _S, "reason": _S, "detail": _S, "key": _S},
         "triplets": {
             "query_id": _S, "candidate_id": _S, "position": _I, "image_rank": _I, "caption_rank": _I,
@@ -38,6 +38,7 @@ SCHEMAS: dict[str, pa.Schema] = {
             "query_id": _S, "candidate_id": _S, "judge": _S, "sample": _I, "verdict": _S, "reasoning": _S, "key": _S,
         },
         "decided": {"query_id": _S, "candidate_id": _S, "majority": _S, "confidence": _F, "negativeness": _F, "state": _S},
+        "doubted": {"id": _S},
         "pool": {"id": _S},
         "shortcuts": {
             "query_id": _S, "category": _S, "split": _S, "probe": _S, "rank": _I, "num_right": _I, "num_ranked": _I,
@@ -55,57 +56,52 @@ class TableError(UserError):
     """A table does not have the expected schema; the message names file and column."""
 
 
-def write_rows(path: Path, name: str, rows: Iterable[dict[str, Any]]) -> None:
+def _schema_name(path: Path) -> str:
+    """The schema of a table has the name of its file, or of its folder if it is in parts; ``images-1`` is one of ``images``."""
+    table = path.parent if path.name.startswith("part-") else path
+    return table.name.removesuffix(".parquet").partition("-")[0]
+
+
+def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     """Write a table atomically.
 
     Raises:
         TableError: the rows do not fit the schema.
-        FileError: the disk is full.
     """
-    rows = list(rows)
+    rows, name = list(rows), _schema_name(path)
     if rows and (wrong := set(rows[0]) ^ set(SCHEMAS[name].names)):
         raise TableError(f"{path}: columns {sorted(wrong)} are missing from, or not in, the schema {name}")
     write_table(path, pa.Table.from_pylist(rows, schema=SCHEMAS[name]))
 
 
 @contextmanager
-def writing(path: Path, name: str) -> Iterator[Callable[[list[dict[str, Any]]], None]]:
+def writing(path: Path) -> Iterator[Callable[[list[dict[str, Any]]], None]]:
     """Write a table in blocks of rows with the yielded function; the file appears if the block exits without error."""
-    with replacing(path) as waiting, pq.ParquetWriter(waiting, SCHEMAS[name], compression="zstd") as out:
-        yield lambda rows: out.write_table(pa.Table.from_pylist(rows, schema=SCHEMAS[name]))
+    schema = SCHEMAS[_schema_name(path)]
+    with replacing(path) as waiting, pq.ParquetWriter(waiting, schema, compression="zstd") as out:
+        yield lambda rows: out.write_table(pa.Table.from_pylist(rows, schema=schema))
 
 
 def write_table(path: Path, table: pa.Table) -> None:
-    """Write a table atomically.
-
-    Raises:
-        FileError: it cannot be written.
-    """
+    """Write a table atomically."""
     with replacing(path) as waiting:
         pq.write_table(table, waiting, compression="zstd")
 
 
-def parts(folder: Path, name: str) -> Iterator[pa.Table]:
-    """Read the parts of a table in order, one at a time.
-
-    Raises:
-        TableError: a part is corrupt or has other columns.
-    """
-    return (_read(part, name) for part in sorted(folder.glob("part-*.parquet")))
+def parts(folder: Path) -> Iterator[pa.Table]:
+    """Read the parts of a table in order, one at a time."""
+    return map(read_table, sorted(folder.glob("part-*.parquet")))
 
 
-def read_table(path: Path, name: str) -> pa.Table:
+def read_table(path: Path) -> pa.Table:
     """Read a file, or all parts in a folder in order, and check the schema.
 
     Raises:
         TableError: it is missing, corrupt, or has other columns.
     """
+    name = _schema_name(path)
     if path.is_dir():
-        return pa.concat_tables([SCHEMAS[name].empty_table(), *parts(path, name)])
-    return _read(path, name)
-
-
-def _read(path: Path, name: str) -> pa.Table:
+        return pa.concat_tables([SCHEMAS[name].empty_table(), *parts(path)])
     if not path.exists():
         raise TableError(f"{path} does not exist: finish the run first (python -m data_prep rmir)")
     try:
@@ -117,22 +113,13 @@ def _read(path: Path, name: str) -> pa.Table:
     return table
 
 
-def read_rows(path: Path, name: str) -> list[dict[str, Any]]:
-    """Like `read_table`, as a list of dicts."""
-    return read_table(path, name).to_pylist()
-
-
-def stage_rows(out: Path, stage: str, table: str, name: str | None = None) -> list[dict[str, Any]]:
-    """Rows of a table that a finished stage of the run in `out` wrote, in one file or in parts.
-
-    The schema's `name` is by default that of the table.
-    """
+def stage_rows(out: Path, stage: str, table: str) -> list[dict[str, Any]]:
+    """Rows of a table that a finished stage of the run in `out` wrote, in one file or in parts."""
     path = out / stage / table
-    rows = read_rows(path if path.is_dir() else path.with_name(f"{table}.parquet"), name or table)
-    if (name or table) == "images":
-        for row in rows:
-            if row["ref"].startswith(OUT):
-                row["ref"] = str(out / row["ref"].removeprefix(OUT))
+    rows = read_table(path if path.is_dir() else path.with_name(f"{table}.parquet")).to_pylist()
+    for row in rows:
+        if (row.get("ref") or "").startswith(OUT):
+            row["ref"] = str(out / row["ref"].removeprefix(OUT))
     return rows
 
 

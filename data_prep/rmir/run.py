@@ -19,9 +19,9 @@ from rge.calls.caller import Caller, Outcome, Read
 from rge.calls.failures import RequestRejected
 from rge.calls.model_config import cache_names
 from rge.calls.request import Picture, Request
-from rge.calls.store import AnswerStore, open_locked
+from rge.calls.store import AnswerStore
 from rge.common.errors import UserError
-from rge.common.files import read_json, write_text
+from rge.common.files import open_locked, read_json, write_text
 
 Row = dict[str, Any]
 EXPORTED = ("licence", "source_column", "author_column", "licence_column")
@@ -62,8 +62,8 @@ def identities(config: RmirConfig) -> list[dict[str, Any]]:
     return [identity(encoder) for encoder in (config.image_encoder, config.caption_encoder, *more)]
 
 
-def fingerprint(config: RmirConfig, stage: str, encoders: Sequence[dict[str, Any]] | None = None) -> str:
-    """Hash of exactly what a stage's result depends on: the settings that it reads, and the stages before it.
+def fingerprints(config: RmirConfig, encoders: Sequence[dict[str, Any]] | None = None) -> dict[str, str]:
+    """Hash of exactly what each stage's result depends on: the settings that it reads, and the stages before it.
 
     ``encoders`` is the result of `identities`; None computes it, which reads local weights.
     """
@@ -76,7 +76,7 @@ def fingerprint(config: RmirConfig, stage: str, encoders: Sequence[dict[str, Any
         if version is not None and name != "seed":
             depends_on["library"] = version
         found[name] = _hash(depends_on)
-    return found[stage]
+    return found
 
 
 def _hash(content: Any) -> str:
@@ -86,11 +86,9 @@ def _hash(content: Any) -> str:
 def _extended(path: Path) -> str | None:
     """Hash of the extensions of a finished seed set; None if it was never extended."""
     found = read_json(path)
-    return (
-        _hash([found["extensions"], found["gone"], found["captions"]])
-        if found and found["extensions"]
-        else None
-    )
+    if not found or not found["extensions"]:
+        return None
+    return _hash([found["extensions"], found["gone"], found["captions"]])
 
 
 def _settings(config: RmirConfig, encoders: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
@@ -158,17 +156,13 @@ class Run:
         """A file or folder of a stage."""
         return self.out / stage / name
 
-    def rows(self, stage: str, name: str, schema: str | None = None) -> list[dict[str, Any]]:
+    def rows(self, stage: str, table: str) -> list[Row]:
         """`data_prep.rmir.frames.stage_rows` of this run."""
-        return frames.stage_rows(self.out, stage, name, schema)
+        return frames.stage_rows(self.out, stage, table)
 
-    def by(self, key: str, stage: str, name: str, schema: str | None = None) -> dict[str, dict[str, Any]]:
+    def by(self, key: str, stage: str, table: str) -> dict[str, Row]:
         """Like `rows`, by the values of a column."""
-        return frames.by(key, self.rows(stage, name, schema))
-
-    def queries(self) -> list[dict[str, Any]]:
-        """Rows of the stage ``generate``."""
-        return self.rows("generate", "queries", "generated")
+        return frames.by(key, self.rows(stage, table))
 
     def images(self) -> list[dict[str, Any]]:
         """The seed set in order, with captions from the stage ``caption`` where the library has none.
@@ -203,8 +197,8 @@ class Run:
         return found if found["fingerprint"] == self.fingerprint(stage) else None
 
     def fingerprint(self, stage: str) -> str:
-        """`fingerprint` with the encoders as of the start of the run."""
-        return fingerprint(self.config, stage, self.encoders)
+        """That of a stage, with the encoders as of the start of the run."""
+        return fingerprints(self.config, self.encoders)[stage]
 
     def run(self, stage: str, work: Callable[["Run"], dict[str, Any]]) -> dict[str, Any]:
         """Run a stage, or return its report if it is finished.
@@ -294,7 +288,7 @@ class Run:
 class Asking:
     """A stage's requests for each of its items, and the rows it makes of the answers."""
 
-    tables: dict[str, str]  # schema of each table to write
+    tables: tuple[str, ...]  # to write
     requests: Callable[[Any], Iterable[Request]]  # for an item; their ``model`` is a name in the config
     read: Read  # parses an answer; requests whose answers it rejects are repeated
     # (table, row) pairs for an item and the outcomes of its requests
@@ -313,16 +307,16 @@ class _Shard:
     models: set[str] = field(default_factory=set)  # whose calls these are
     complete: bool = False  # all of its requests were made
 
-    def calls(self) -> list[Outcome]:
-        """Outcomes of all its requests."""
-        return [outcome for of_item in self.outcomes for outcome in of_item.values()]
+    @property
+    def unanswered(self) -> list[Outcome]:
+        """Outcomes of its unanswered calls."""
+        return [outcome for of_item in self.outcomes for outcome in of_item.values() if outcome.unanswered]
 
     def settled(self) -> Iterator[tuple[Any, list[Outcome]]]:
         """Items without unanswered calls, with the outcomes of their requests in order."""
         for item, of_item in zip(self.items, self.outcomes, strict=True):
-            outcomes = [of_item[place] for place in sorted(of_item)]
-            if not any(outcome.unanswered for outcome in outcomes):
-                yield item, outcomes
+            if not any(outcome.unanswered for outcome in of_item.values()):
+                yield item, [of_item[place] for place in sorted(of_item)]
 
 
 class _Shards:
@@ -386,7 +380,7 @@ class _Shards:
             self._held_back.append(shard)  # not yet known whether the endpoints work at all
 
     def _write(self, shard: _Shard) -> None:
-        missing = [outcome for outcome in shard.calls() if outcome.unanswered]
+        missing = shard.unanswered
         self.unanswered += missing
         before = self.open_parts.get(str(shard.number), 0)
         proceed = self.run.config.on_unanswered == "proceed"
@@ -397,9 +391,8 @@ class _Shards:
         if missing:
             self._note_open(shard, len(missing))
         found = [row for item, outcomes in shard.settled() for row in self.asking.rows(item, outcomes)]
-        for name, schema in self.asking.tables.items():
-            rows = (row for table, row in found if table == name)
-            frames.write_rows(self._part(shard, name), schema, rows)
+        for name in self.asking.tables:
+            frames.write_rows(self._part(shard, name), (row for table, row in found if table == name))
         if before and not missing:
             self._note_open(shard, 0)
 
@@ -412,7 +405,7 @@ class _Shards:
         """Write the shards that were held back, and raise as `Run.in_shards` does."""
         wait = self.run.config.on_unanswered == "wait"
         silent = [model for model in self.rejected if not self.num_answered[model]]
-        missing = [outcome for shard in self._held_back for outcome in shard.calls() if outcome.unanswered]
+        missing = [outcome for shard in self._held_back for outcome in shard.unanswered]
         if silent and not missing:
             rejected = self.rejected[silent[0]]
             self.run.store.forget_rejections(

@@ -5,7 +5,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from data_prep.rmir import frames
-from data_prep.rmir.config import ConfigError
+from data_prep.rmir.config import ConfigError, LibraryConfig
 from data_prep.rmir.pictures.changes import Changes, LibraryState, compare, files_of, rows_of
 from data_prep.rmir.pictures.download import resolve
 from data_prep.rmir.pictures.encoders import ImageEncoder, TextEncoder, image_encoder, text_encoder
@@ -77,8 +77,8 @@ def seed(run: Run) -> dict[str, Any]:
     captions = [image["caption"] for image in images if image["caption"]]
     captioner = text_encoder(config.caption_encoder)
     save_vectors(folder / "captions.npy", embed_captions(captioner, captions))
-    frames.write_rows(folder / "rejected.parquet", "rejected", bad)
-    frames.write_rows(folder / "images.parquet", "images", images)
+    frames.write_rows(folder / "rejected.parquet", bad)
+    frames.write_rows(folder / "images.parquet", images)
     return {
         "listed": listed,
         "usable": len(unique),
@@ -158,7 +158,7 @@ def _before(run: Run, table: pa.Table, state: LibraryState) -> tuple[Rows, np.nd
         return [], np.empty((0, 0), np.float32)
     gone = set(map(_key, table.select(["id", "sha256"]).take(pa.array(state.gone, pa.int64())).to_pylist()))
     number = len(state.extensions)
-    images = run.rows("seed", f"images-{number}", "images")
+    images = run.rows("seed", f"images-{number}")
     stays = [row for row, image in enumerate(images) if _key(image) not in gone]
     vectors_ND = np.load(run.path("seed", f"images-{number}.npy"), mmap_mode="r")
     return [images[row] for row in stays], vectors_ND[stays]
@@ -173,7 +173,7 @@ def drawn(run: Run, most: int | None) -> Rows:
     if most is None or most >= len(images):
         return images
     extended = run.path("seed", "images-1.parquet").is_file()
-    original = run.rows("seed", "images-1", "images") if extended else images
+    original = run.rows("seed", "images-1") if extended else images
     rng = np.random.default_rng(run.config.seed.seed)
     rows = sorted(rng.choice(len(original), min(most, len(original)), replace=False).tolist())
     old = [_key(image) for image in original]
@@ -250,13 +250,17 @@ def _carry_over(folder: Path, state: LibraryState, found: Changes, table: pa.Tab
 def _parts(run: Run) -> list[pa.Table]:
     """Parts of the library that were inspected and embedded so far."""
     found: list[pa.Table] = []
-    while (path := _part(run, len(found))).with_suffix(".npy").is_file() and path.is_file():
-        found.append(frames.read_table(path, "inspected"))
+    while _vectors(run, len(found)).is_file() and (path := _part(run, len(found))).is_file():
+        found.append(frames.read_table(path))
     return found
 
 
 def _part(run: Run, number: int) -> Path:
     return run.path("seed", "inspected") / f"part-{number:05d}.parquet"
+
+
+def _vectors(run: Run, number: int) -> Path:
+    return _part(run, number).with_suffix(".npy")
 
 
 def scan_library(
@@ -270,57 +274,64 @@ def scan_library(
     Raises:
         LibraryError: the library cannot be read, or an id occurs twice.
     """
-    config, state = run.config, LibraryState.read(run.path("seed"))
-    gone = set(state.gone)
-    tables: list[pa.Table] = []
-    vectors: list[np.ndarray] = []
+    config, state = run.config.library, LibraryState.read(run.path("seed"))
     seen: set[bytes] = set()
-
-    def finish(number: int) -> None:
-        table = frames.read_table(_part(run, number), "inspected")
-        start = sum(map(len, tables))
-        for row, name in enumerate(table["id"].to_pylist(), start):
-            if row not in gone:
-                if _hash(name) in seen:
-                    raise LibraryError(
-                        f"library.path {config.library.path}: the id {name!r} occurs twice (white space counts as %20): "
-                        "choose another library.id_column; null numbers the rows"
-                    )
-                seen.add(_hash(name))
+    tables: list[pa.Table] = []
+    for table in _parts(run):
+        _add_ids(seen, table, sum(map(len, tables)), state, config)
         tables.append(table)
-        if table["reason"].null_count:
-            vectors.append(np.load(_part(run, number).with_suffix(".npy"), mmap_mode="r"))
-
-    def prepare(number: int) -> list[ImageRef] | None:
-        """Read a block and write its table; returns the pictures to embed, or None at the end."""
-        if (rows := next(todo, None)) is None:
-            return None
-        there, failed = resolve(rows, run.out / "downloads", config.download, progress=run.progress)
-        found = inspect(there, config.library)
-        reason = [
-            failed.get(row["id"]) or why for row, why in zip(rows, found["reason"].to_pylist(), strict=True)
-        ]
-        place = found.schema.get_field_index("reason")
-        found = found.set_column(place, found.schema.field(place), pa.array(reason, pa.string()))
-        frames.write_table(_part(run, number), found)
-        return [row["data"] or row["ref"] for row, why in zip(there, reason, strict=True) if why is None]
-
-    for number in range(len(_parts(run))):
-        finish(number)
     if not tables:
         LibraryState(files=files_of(library)).write(run.path("seed"))
     # A sixth each: two blocks are in memory at once, and decoding needs more.
-    most_bytes = max(1, int(config.library.memory_mb * 2**20 / 6))
+    most_bytes = max(1, int(config.memory_mb * 2**20 / 6))
     left = _unread(library, state, sum(map(len, tables)), frozenset(seen))
-    todo = blocks(fetched(left), config.library.shard_size, most_bytes)
+    todo = blocks(fetched(left), config.shard_size, most_bytes)
     with ThreadPoolExecutor(1) as beside:
-        waiting = beside.submit(prepare, len(tables))
+
+        def prepare(number: int) -> Future[list[ImageRef] | None]:
+            return beside.submit(
+                lambda: _inspect_block(run, rows, number) if (rows := next(todo, None)) else None
+            )
+
+        waiting = prepare(len(tables))
         while (refs := waiting.result()) is not None:
             number = len(tables)
-            waiting = beside.submit(prepare, number + 1)
-            save_vectors(_part(run, number).with_suffix(".npy"), embed_pictures(encoder, refs))
-            finish(number)
-    return tables, vectors
+            waiting = prepare(number + 1)
+            save_vectors(_vectors(run, number), embed_pictures(encoder, refs))
+            tables.append(frames.read_table(_part(run, number)))
+            _add_ids(seen, tables[-1], sum(map(len, tables[:-1])), state, config)
+    good = [number for number, table in enumerate(tables) if table["reason"].null_count]
+    return tables, [np.load(_vectors(run, number), mmap_mode="r") for number in good]
+
+
+def _inspect_block(run: Run, rows: Rows, number: int) -> list[ImageRef]:
+    """Write the table ``inspected`` of a block; returns the pictures to embed."""
+    config = run.config
+    there, failed = resolve(rows, run.out / "downloads", config.download, progress=run.progress)
+    found = inspect(there, config.library)
+    reason = [
+        failed.get(row["id"]) or why for row, why in zip(rows, found["reason"].to_pylist(), strict=True)
+    ]
+    place = found.schema.get_field_index("reason")
+    found = found.set_column(place, found.schema.field(place), pa.array(reason, pa.string()))
+    frames.write_table(_part(run, number), found)
+    return [row["data"] or row["ref"] for row, why in zip(there, reason, strict=True) if why is None]
+
+
+def _add_ids(
+    seen: set[bytes], table: pa.Table, start: int, state: LibraryState, config: LibraryConfig
+) -> None:
+    """Add the ids of a part, whose rows begin at `start`, without those that are gone; raises if one occurs twice."""
+    gone = set(state.gone)
+    for row, name in enumerate(table["id"].to_pylist(), start):
+        if row in gone:
+            continue
+        if _hash(name) in seen:
+            raise LibraryError(
+                f"library.path {config.path}: the id {name!r} occurs twice (white space counts as %20): choose another "
+                "library.id_column; null numbers the rows"
+            )
+        seen.add(_hash(name))
 
 
 def _unread(library: Library, state: LibraryState, count: int, known: frozenset[bytes]) -> Iterator[dict]:

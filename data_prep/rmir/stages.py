@@ -46,9 +46,8 @@ def caption(run: Run) -> dict[str, Any]:
     def rows(image: Row, outcomes: list[Outcome]) -> Iterator[tuple[str, Row]]:
         yield _read_or_rejected("captions", "id", image["id"], outcomes[0], read)
 
-    tables = {"captions": "captions", "rejected": "rejected"}
     without = [image for image in run.rows("seed", "images") if not image["caption"]]
-    run.in_shards("caption", without, Asking(tables, ask, read, rows))
+    run.in_shards("caption", without, Asking(("captions", "rejected"), ask, read, rows))
     captioned = [image for image in run.images() if image["caption"]]
     written = [image["caption"] for image in captioned if image["caption_by"] != "library"]
     vectors = np.load(run.path("seed", "captions.npy"), mmap_mode="r")
@@ -94,9 +93,8 @@ def generate(run: Run) -> dict[str, Any]:
 
             yield _read_or_rejected("queries", "query_id", f"{image['id']}-{code}-1", outcomes[0], read)
 
-    tables = {"queries": "generated", "rejected": "rejected"}
-    run.in_shards("generate", images, Asking(tables, ask, readable, rows))
-    queries, rejected = run.queries(), run.rows("generate", "rejected")
+    run.in_shards("generate", images, Asking(("queries", "rejected"), ask, readable, rows))
+    queries, rejected = run.rows("generate", "queries"), run.rows("generate", "rejected")
     return {"inputs": len(images), "queries": len(queries), "rejected": reasons(rejected)}
 
 
@@ -104,7 +102,7 @@ def filter_queries(run: Run) -> dict[str, Any]:
     """Keep the questions that meet all constraints (3.1.2)."""
     config, texts = run.config.filter, wording(run.config.prompts)
     images = run.by("id", "seed", "images")
-    queries = run.queries()
+    queries = run.rows("generate", "queries")
 
     def ask(query: Row) -> Iterator[Request]:
         picture = run.picture(images[query["image_id"]], config.model)
@@ -114,9 +112,8 @@ def filter_queries(run: Run) -> dict[str, Any]:
     def rows(query: Row, outcomes: list[Outcome]) -> Iterator[tuple[str, Row]]:
         yield _read_or_rejected("valid", "query_id", query["query_id"], outcomes[0], prompts.read_filtered)
 
-    tables = {"valid": "filtered", "rejected": "rejected"}
-    run.in_shards("filter", queries, Asking(tables, ask, prompts.read_filtered, rows))
-    valid, rejected = run.rows("filter", "valid", "filtered"), run.rows("filter", "rejected")
+    run.in_shards("filter", queries, Asking(("valid", "rejected"), ask, prompts.read_filtered, rows))
+    valid, rejected = run.rows("filter", "valid"), run.rows("filter", "rejected")
     return {"queries": len(queries), "valid": len(valid), "rejected": reasons(rejected)}
 
 
@@ -186,15 +183,15 @@ def _vectors_by(run: Run, spec: IndexSpec, images: Rows) -> np.ndarray:
 def retrieve(run: Run) -> dict[str, Any]:
     """Retrieve candidates of each question: the nearest to its target description in each index (3.1.3)."""
     images = run.images()
-    valid = {row["query_id"] for row in run.rows("filter", "valid", "filtered")}
-    queries = [row for row in run.queries() if row["query_id"] in valid]
+    valid = {row["query_id"] for row in run.rows("filter", "valid")}
+    queries = [row for row in run.rows("generate", "queries") if row["query_id"] in valid]
     found: list[dict[str, list[str]]] = [{} for _ in queries]
     encoders = {}
     for name, index in _indices(run, images) if queries else ():
         encoders[name] = index.encoder
         _search(run, index, queries, [per_query.setdefault(name, []) for per_query in found])
     num_triplets = both = 0
-    with frames.writing(run.path("retrieve", "triplets.parquet"), "triplets") as write:
+    with frames.writing(run.path("retrieve", "triplets.parquet")) as write:
         for start in range(0, len(queries), QUERIES_A_GROUP):
             block = slice(start, start + QUERIES_A_GROUP)
             rows = [
@@ -239,7 +236,7 @@ def judge(run: Run) -> dict[str, Any]:
     """Have every judge of the panel judge every triplet (3.1.4)."""
     config = run.config.judge
     images = run.by("id", "seed", "images")
-    queries = run.by("query_id", "generate", "queries", "generated")
+    queries = run.by("query_id", "generate", "queries")
     candidates: dict[str, list[str]] = {}
     for row in run.rows("retrieve", "triplets"):
         candidates.setdefault(row["query_id"], []).append(row["candidate_id"])
@@ -265,7 +262,7 @@ def judge(run: Run) -> dict[str, Any]:
             yield "judgements", about | answer
 
     asking = Asking(
-        {"judgements": "judgements"},
+        ("judgements",),
         ask,
         prompts.read_judged,
         rows,
@@ -325,7 +322,7 @@ def keep(run: Run) -> dict[str, Any]:
     frames.write_table(run.path("keep", "decided.parquet"), decided)
     states = list(zip(decided["candidate_id"].to_pylist(), decided["state"].to_pylist(), strict=True))
     doubted = maths.doubted_images(states)
-    frames.write_rows(run.path("keep", "doubted.parquet"), "pool", [{"id": name} for name in sorted(doubted)])
+    frames.write_rows(run.path("keep", "doubted.parquet"), [{"id": name} for name in sorted(doubted)])
     counts = Counter(state for _, state in states)
     counted = {state: counts[state] for state in maths.STATES}
     return {"triplets": len(states), **counted, "doubted_images": len(doubted)}
@@ -341,7 +338,7 @@ def pool(run: Run) -> dict[str, Any]:
     """The retrieval pool: every image that is a right answer to some query and is not doubted (3.1.6)."""
     kept = decisions.candidates_by_query(run.out, maths.KEPT)
     images = sorted({name for found in kept.values() for name in found})
-    frames.write_rows(run.path("pool", "pool.parquet"), "pool", [{"id": name} for name in images])
+    frames.write_rows(run.path("pool", "pool.parquet"), [{"id": name} for name in images])
     triplets = sum(map(len, kept.values()))
     lost = sum(row["state"] == maths.KEPT for row in decisions.decided(run.out)) - triplets
     return {"images": len(images), "triplets": triplets, "kept_but_doubted_elsewhere": lost}
@@ -350,8 +347,8 @@ def pool(run: Run) -> dict[str, Any]:
 def split(run: Run) -> dict[str, Any]:
     """Split queries into test and training set by TSR (3.1.7), and export the data set."""
     config = run.config
-    doubted = {row["id"] for row in run.rows("keep", "doubted", "pool")}
-    queries = run.queries()
+    doubted = {row["id"] for row in run.rows("keep", "doubted")}
+    queries = run.rows("generate", "queries")
     inputs = {row["query_id"]: row["image_id"] for row in queries}
     positives = decisions.candidates_by_query(run.out, maths.KEPT)
     if config.keep.remove_doubted_inputs:
@@ -365,7 +362,7 @@ def split(run: Run) -> dict[str, Any]:
         {"query_id": name, "tsr": scores[name], "split": part, "overlaps": name in overlap["all"]}
         for name, part in parts.items()
     ]
-    frames.write_rows(run.path("split", "splits.parquet"), "splits", rows)
+    frames.write_rows(run.path("split", "splits.parquet"), rows)
     written = export(run, parts, positives)
     counts = Counter(parts.values())
     return {

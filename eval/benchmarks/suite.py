@@ -36,7 +36,7 @@ from eval.scoring.output_files import (
 from eval.scoring.protocol import headline_figures
 from eval.scoring.tables import in_per_cent
 from rge.common.errors import UserError
-from rge.common.files import find_shipped, write_json
+from rge.common.files import find_shipped, relative, write_json
 from rge.stats.intervals import NUM_RESAMPLES, Bootstrap, cluster_bootstrap, index_of
 
 SUITE = "suite.json"
@@ -154,7 +154,7 @@ def aggregate(
         "set": about_set,
         **_part(first, SHARED),
         "suite": suite.column,
-        "member_dirs": {name: os.path.relpath(path, out) for name, path in dirs.items()},
+        "member_dirs": {name: relative(path, out) for name, path in dirs.items()},
         **suite_figures(table, names, columns, _reported(results, columns), seed=seed),
         "by_category": by_member,
         "ties": _member_means([result["ties"] for result in results.values()]),

@@ -7,7 +7,6 @@ probability given the description: the noisy-channel model, and UPR's score (Sac
 `write_records` makes training records for such a judge, which learns from the LM loss of a cold start.
 """
 
-import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +17,7 @@ from eval.judging.rewrite import known_and_open
 from rge.calls.store import AnswerStore, value_key
 from rge.common.commands import progress_bar
 from rge.common.errors import UserError
-from rge.common.files import read_json
+from rge.common.files import read_json, relative
 from rge.common.registry import PluginOptions
 from rge.common.schema import Item, Positive, QueryPart, Record, Target
 from rge.data.sources import RecordFile
@@ -220,4 +219,4 @@ def _identity(target: Target) -> str:
 def _beside(ref: str, out: Path) -> str:
     """A picture reference relative to the folder of `out`."""
     path, mark, row = ref.partition("#")
-    return os.path.relpath(path, out.parent) + mark + row
+    return relative(path, out.parent) + mark + row

@@ -1,33 +1,35 @@
 """Client for model APIs: rate limits, retries, budgets, and a cache that never pays twice for one answer.
 
 An answer is stored before it is parsed, so a malformed one is paid for once; it is then requested again with the format stated.
+Every call is a task, which takes a connection of its model from a pool as large as `ModelConfig.concurrency`.
 """
 
 import asyncio
-import math
 import sys
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
 
 from rge.calls.dispatch.batch_jobs import BatchJobs
-from rge.calls.dispatch.grouping import Call, Counts, Feed, Grouping, Outcome, Read
+from rge.calls.dispatch.grouping import Call, Counts, Grouping, Outcome, Read
 from rge.calls.dispatch.health import Health
 from rge.calls.dispatch.sender import Sender
-from rge.calls.failures import BudgetReached, Rejected, StopCalls
+from rge.calls.failures import BudgetReached, StopCalls
 from rge.calls.keys import Mask, read_key
 from rge.calls.model_config import ModelConfig, check_model
 from rge.calls.pictures import Pictures
 from rge.calls.providers.batches import BatchApi
-from rge.calls.providers.bodies import EncodedPictures
-from rge.calls.providers.transport import Send, connections, make_client
+from rge.calls.providers.transport import Connection, connections
 from rge.calls.replies import ReplyError
-from rge.calls.request import Picture, Request
+from rge.calls.request import Request
 from rge.calls.store import AnswerStore, StoredReply
 from rge.common.commands import progress_bar
 from rge.common.errors import UserError, ungrouped
 from rge.common.images import ImageError
 
-NextCall = Callable[[], Awaitable[Call | None]]
+CALLS_AHEAD = 1024
+"""Calls of a model that wait for a connection, before no further requests are read."""
+CALLS_A_ROUND = 100_000
+"""Calls for which batches are submitted together; they take hours whatever their number."""
 
 
 class Caller:
@@ -54,7 +56,7 @@ class Caller:
         for name, model in models.items():
             check_model(f"models.{name}", model)
         self._mask = Mask(read_key(model.name, model.key_env) for model in models.values() if model.key_env)
-        self._health = {model.endpoint: Health() for model in models.values()}
+        self._health = {model.endpoint: Health(self._say) for model in models.values()}
         self._senders = {
             name: Sender(model, self._health[model.endpoint], store, self._mask, self.counts, budget)
             for name, model in models.items()
@@ -65,14 +67,14 @@ class Caller:
         requests: Iterable[Request],
         on_outcome: Callable[[int, Outcome], object] | None = None,
         *,
-        read: Read | None = None,
+        read: Read = lambda reply: None,
         title: str = "calls",
         total: int | None = None,
     ) -> list[Outcome]:
         """Answer requests, from the store where possible.
 
         Args:
-            requests: duplicates are sent once. An iterator is read just far enough ahead to keep the endpoints busy.
+            requests: duplicates are sent once. An iterator is read as calls are made, at most `CALLS_AHEAD` of a model ahead.
             on_outcome: receives the position and outcome of each request, as soon as it is settled.
             read: validates a reply; unreadable ones are requested again, see `ModelConfig.reasks`.
             title: of the progress bar.
@@ -96,141 +98,138 @@ class Caller:
                 bar.update()
                 take(position, outcome)
 
-            read = read or (lambda reply: None)
-            feed = Feed(Grouping(self.models, self.store, self._mask, self.counts, read, done), requests)
-            if feed.read_more():
-                asyncio.run(self._run_all(feed))
+            grouping = Grouping(self.models, self.store, self._mask, self.counts, read, done)
+            asyncio.run(self._run_all(grouping, requests))
         return [outcomes[position] for position in range(len(outcomes))]
 
-    async def _run_all(self, feed: Feed) -> None:
-        for health in self._health.values():
+    async def _run_all(self, grouping: Grouping, requests: Iterable[Request]) -> None:
+        healths = self._health.values()
+        for health in healths:
             health.start()
         with Pictures() as pictures, ungrouped(UserError):
-            async with asyncio.TaskGroup() as group:
-                feed.start(lambda name: group.create_task(self._run_model(name, feed, pictures)))
-        stopped = [health.stopped for health in self._health.values() if health.stopped is not None]
-        if stopped:
+            async with AsyncExitStack() as stack, asyncio.TaskGroup() as group:
+                runs: dict[str, _ModelRun] = {}
+                for calls in grouping.calls(requests):
+                    for call in calls:
+                        name = call.request.model
+                        if name not in runs:
+                            runs[name] = _ModelRun(self._senders[name], grouping, pictures, group, self._say)
+                            await runs[name].open(stack)
+                        await runs[name].add(call)
+                    if any(health.stopped for health in healths):
+                        break
+                    await asyncio.sleep(0)  # so that cached answers do not hold up calls
+                for run in runs.values():
+                    await run.start_round()
+        if stopped := [health.stopped for health in healths if health.stopped is not None]:
             raise min(stopped, key=lambda error: isinstance(error, BudgetReached))
-
-    async def _run_model(self, name: str, feed: Feed, pictures: Pictures) -> None:
-        model, sender = self.models[name], self._senders[name]
-        run = _ModelRun(sender, feed.grouping, pictures, self._say)
-        if model.mode == "batch":
-            while sender.health.stopped is None and (calls := await feed.take_round(name)):
-                await run.make_calls(await run.make_batches(calls))
-        else:
-            num = min(model.concurrency, len(feed.waiting[name])) if feed.ended else model.concurrency
-            await run.work(lambda: feed.next_call(name), num)
-        if (error := sender.health.stopped) is not None and name in feed.waiting:
-            # Printed now: other models' calls and batches may take long.
-            self._say(f"{error}")
-            feed.close(name)
 
     def _say(self, text: str) -> None:
         if self.progress:
             sys.stderr.write(f"{text}\n")
 
 
-@dataclass
 class _ModelRun:
-    """One model in one run."""
+    """The calls of one model in one run."""
 
-    sender: Sender
-    grouping: Grouping
-    pictures: Pictures
-    say: Callable[[str], None]
+    def __init__(
+        self,
+        sender: Sender,
+        grouping: Grouping,
+        pictures: Pictures,
+        group: asyncio.TaskGroup,
+        say: Callable[[str], None],
+    ):
+        self.sender, self.grouping, self.pictures, self.say = sender, grouping, pictures, say
+        self._start = group.create_task
+        self._pool: asyncio.LifoQueue[Connection] = asyncio.LifoQueue()
+        self._ahead = asyncio.Semaphore(CALLS_AHEAD + sender.model.concurrency)
+        self._batched: list[Call] = []
+        self._round: asyncio.Task[None] | None = None
 
-    async def make_calls(self, calls: Sequence[Call]) -> None:
-        """Make single calls."""
-        queue = iter(calls)
+    async def open(self, stack: AsyncExitStack) -> None:
+        """Fill the pool with connections, which the stack closes."""
+        model = self.sender.model
+        clients = connections(model, self.sender.mask)
+        for connection in clients:
+            await stack.enter_async_context(connection.client)
+        for number in range(model.concurrency):
+            self._pool.put_nowait(clients[number % len(clients)])
 
-        async def next_call() -> Call | None:
-            return next(queue, None)
-
-        await self.work(next_call, min(self.sender.model.concurrency, len(calls)))
-
-    async def work(self, next_call: NextCall, num_workers: int) -> None:
-        """Make calls from concurrent workers until none are left."""
-        sender = self.sender
-
-        async def worker(send: Send) -> None:
-            while sender.health.stopped is None and (call := await next_call()) is not None:
-                calls = [call]
-                while calls:
-                    result = await self._answer(send, calls[0])
-                    if result is None:
-                        return
-                    calls = self.grouping.record(calls[0], result) + calls[1:]
-
-        if not num_workers:
+    async def add(self, call: Call) -> None:
+        """Make a call as soon as a connection is free, or collect it for the next round of batches."""
+        if self.sender.model.mode == "batch":
+            self._batched.append(call)
+            if len(self._batched) == CALLS_A_ROUND:
+                await self.start_round()
             return
-        async with (
-            connections(sender.model, num_workers, sender.mask) as clients,
-            asyncio.TaskGroup() as group,
-        ):
-            for number in range(num_workers):
-                group.create_task(worker(clients[number % len(clients)]))
+        await self._ahead.acquire()
+        self._start(self._make(call)).add_done_callback(lambda _: self._ahead.release())
 
-    async def _answer(self, send: Send, call: Call) -> StoredReply | ReplyError | None:
+    async def _make(self, call: Call) -> None:
+        """Make a call, and those that request its unreadable answers again."""
+        health = self.sender.health
+        connection = await self._pool.get()
+        try:
+            calls = [call]
+            while calls and health.stopped is None:
+                result = await self._answer(connection, calls[0])
+                calls = self.grouping.record(calls[0], result) + calls[1:]
+        except StopCalls as error:
+            health.stop(error)
+        finally:
+            self._pool.put_nowait(connection)
+
+    async def _answer(self, connection: Connection, call: Call) -> StoredReply | ReplyError:
         try:
             # Before the attempt, so that scaling a photograph does not count towards its time limit.
-            pictures = await self._encode(call.request)
+            pictures = await self.pictures.of(call.request)
+            return await self.sender.call(connection, call, pictures)
         except ImageError as error:
-            return self.sender.unanswered(call, str(error), None)
-        result = await self.sender.call(send, call, pictures)
-        assert not isinstance(result, Rejected)
-        return result
+            return self.sender.unanswered(str(error))
+        except ReplyError as error:
+            return error
 
-    async def _encode(self, request: Request) -> EncodedPictures:
-        return {part: await self.pictures(part) for part in request.parts if isinstance(part, Picture)}
+    async def start_round(self) -> None:
+        """Submit the calls collected so far as batches, once the round before has ended."""
+        if self._round is not None:
+            await self._round
+        if self._batched:
+            self._round = self._start(self._make_batches(self._batched))
+            self._batched = []
 
-    async def make_batches(self, calls: list[Call]) -> list[Call]:
-        """Use the provider's batch API. Returns the calls still to be made one by one."""
-        sender, reasks = self.sender, list[Call]()
-        pending = {call.key: call for call in calls}
-        if pilots := self._pilots(calls):
-            await self.make_calls(pilots)
-            if sender.health.stopped is not None:
-                return []
-            for call in pilots:
-                del pending[call.key]
-
-        def settle(key: str, result: StoredReply | ReplyError) -> None:
-            sender.health.call_accepted(float("-inf"))
-            if (call := pending.pop(key, None)) is not None:
-                reasks.extend(self.grouping.record(call, result))
-
+    async def _make_batches(self, calls: list[Call]) -> None:
+        sender = self.sender
+        first = self._pilots(calls)
+        for pilot in first:
+            await self._make(pilot)
+        if sender.health.stopped is not None:
+            return
         # Files may redirect to another host; httpx does not forward the key there.
-        async with make_client(sender.model, timeout=sender.model.timeout_s, follow_redirects=True) as client:
-            api = BatchApi(client, sender.model, sender.mask)
-            jobs = BatchJobs(sender, api, encode=self._encode, settle=settle, say=self.say)
-            try:
-                reasons = await jobs.run(dict(pending))
-            except StopCalls as error:
-                sender.health.stop(error)
-                return []
-        remaining = [*pending.values(), *reasks]
-        if remaining:
-            why = next(iter(reasons.values()), "their answers could not be read")[:300]
-            self.say(f"{sender.model.name}: making {len(remaining):,} single calls, at full price: {why}")
-        return remaining
+        options = {"timeout": sender.model.timeout_s, "follow_redirects": True}
+        api = BatchApi(sender.model, sender.mask, **options)
+        try:
+            async with api.client:
+                jobs = BatchJobs(sender, api, self.grouping, self.pictures, self.say)
+                singles = await jobs.run([call for call in calls if call not in first])
+        except StopCalls as error:
+            sender.health.stop(error)
+            return
+        for call in singles:
+            self._start(self._make(call))
 
     def _pilots(self, calls: Sequence[Call]) -> list[Call]:
         """Under a budget: single calls to make first, one with pictures and one without, so that estimates rest on bills."""
-        sender, pilots = self.sender, dict[bool, Call]()
+        sender, found = self.sender, dict[bool, Call]()
         model, store = sender.model, sender.store
-        budget_left = store.remaining_budget(model.endpoint, model.budget, sender.budget)
-        if budget_left == math.inf:
+        if not sender.budgets:
             return []
+        budget_left = store.remaining(sender.budgets)
         in_flight = {key for row in store.open_batches(model.endpoint) for key, _ in row.calls.values()}
         for call in calls:
             pictures = bool(call.request.num_pictures())
-            if (
-                pictures in pilots
-                or call.key in in_flight
-                or store.billing_stats(model.endpoint, pictures).calls
-            ):
+            if pictures in found or call.key in in_flight or sender.stats(call.request).calls:
                 continue
-            if model.max_cost(call.request) <= budget_left:
-                pilots[pictures] = call
-        return list(pilots.values())
+            if sender.estimate(call.request)[1] <= budget_left:
+                found[pictures] = call
+        return list(found.values())

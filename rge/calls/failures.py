@@ -52,9 +52,17 @@ class Unanswered(ReplyError):
 
 
 class Rejection(ReplyError):
-    """The endpoint cannot process this request; stored, so that it is not sent again."""
+    """The endpoint cannot process this request; stored, so that it is not sent again.
+
+    Args:
+        certain: whether status or code blame this request; if not, a canary finds out whether all requests are rejected.
+    """
 
     kind = "rejected request"
+
+    def __init__(self, message: str, *, certain: bool = True):
+        super().__init__(message)
+        self.certain = certain
 
 
 @dataclass
@@ -65,20 +73,6 @@ class AttemptFailed(Exception):
     limited: bool = False  # a 429: not processed and not billed
     wait_s: float | None = None  # Retry-After
     billed: bool = False  # the provider may have processed the request and may bill it
-    raw: bytes | None = None  # body of the response, if any
-
-    def __str__(self) -> str:
-        return self.reason
-
-
-@dataclass
-class Rejected(Exception):
-    """The endpoint rejected a request."""
-
-    reason: str
-    # Whether status or code blame this request; else a canary finds out whether all requests are rejected.
-    certain: bool
-    raw: bytes  # body of the response
 
     def __str__(self) -> str:
         return self.reason

@@ -32,23 +32,11 @@ def chat(
     text: str, *, stop: str = "stop", input_tokens: int = 100, output_tokens: int = 20, model: str = "local"
 ) -> Answer:
     """Build a chat completion."""
-    message = {"role": "assistant", "content": text}
-    usage = {
-        "prompt_tokens": input_tokens,
-        "completion_tokens": output_tokens,
-        "total_tokens": input_tokens + output_tokens,
-    }
-    choice = {"index": 0, "message": message, "finish_reason": stop}
-    return Answer(
-        {
-            "id": "local",
-            "object": "chat.completion",
-            "created": 0,
-            "model": model,
-            "choices": [choice],
-            "usage": usage,
-        }
-    )
+    choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": stop}
+    usage = {"prompt_tokens": input_tokens, "completion_tokens": output_tokens}
+    usage["total_tokens"] = input_tokens + output_tokens
+    about = {"id": "local", "object": "chat.completion", "created": 0, "model": model}
+    return Answer({**about, "choices": [choice], "usage": usage})
 
 
 class Batches:
@@ -84,13 +72,8 @@ class Batches:
     def create(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Create a batch."""
         name = f"batch_{len(self.batches)}"
-        self.batches[name] = {
-            "id": name,
-            "object": "batch",
-            "status": "in_progress",
-            "created_at": time.time(),
-            **settings,
-        }
+        about = {"id": name, "object": "batch", "status": "in_progress", "created_at": time.time()}
+        self.batches[name] = about | settings
         return self.batches[name]
 
     async def poll(self, name: str) -> dict[str, Any]:

@@ -123,10 +123,6 @@ class ModelConfig:
         stats = stats or BillingStats()
         return int(prompt * stats.max_input), int(request.max_tokens * request.n * stats.max_output)
 
-    def max_cost(self, request: Request, stats: BillingStats | None = None, *, batch: bool = False) -> float:
-        """Estimate the maximum cost of a call."""
-        return self.cost(*self.estimate(request, stats), batch=batch)
-
     def sent_by(self) -> str:
         """Endpoint and wire settings outside the cache key: with others, a rejected request may be accepted."""
         return f"{self.endpoint} {self.token_limit} {self.send_seed}"

@@ -8,15 +8,18 @@ import asyncio
 import base64
 import io
 from collections import OrderedDict
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from PIL import Image
 
-from rge.calls.request import Picture
+from rge.calls.request import Picture, Request
 from rge.common.images import load_image, picture_bytes
 from rge.common.picture_metadata import without_metadata
 from rge.common.schema import ImageRef
 
+EncodedPictures = Mapping[Picture, tuple[str, str]]
+"""Media type and base64 of each picture of a request."""
 SENDABLE = {"JPEG": "image/jpeg", "PNG": "image/png", "WEBP": "image/webp"}
 """Formats that every server reads; others are converted to JPEG."""
 JPEG_QUALITY = 90
@@ -67,12 +70,16 @@ class Pictures:
     def __exit__(self, *_: object) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def __call__(self, picture: Picture) -> tuple[str, str]:
-        """Media type and base64 of a picture.
+    async def of(self, request: Request) -> EncodedPictures:
+        """The encoded pictures of a request.
 
         Raises:
-            ImageError: the picture cannot be read or decoded.
+            ImageError: a picture cannot be read or decoded.
         """
+        return {part: await self.encode(part) for part in request.parts if isinstance(part, Picture)}
+
+    async def encode(self, picture: Picture) -> tuple[str, str]:
+        """Media type and base64 of a picture; raises as `of` does."""
         task = self._cache.get(picture)
         if task is None:
             task = self._cache[picture] = asyncio.create_task(self._prepare(picture))

@@ -72,26 +72,16 @@ class Reply:
 
     text: str  # JSON answers are converted to tags
     stop: str  # ``stop``, ``length``, ``refusal`` or the provider's own reason
-    input_tokens: int | None  # as billed; None: not reported
-    output_tokens: int | None  # likewise
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens billed for an answer, even a malformed one; None: not reported."""
+    """Tokens billed for an answer."""
 
-    input_tokens: int | None  # including cached ones
-    output_tokens: int | None  # including reasoning
-    cached: int = 0  # input tokens read from the provider's prompt cache
-    refused: bool = False  # the provider's policy declined the whole request
-
-    def billed(self, expected: tuple[int, int]) -> tuple[int, int, int]:
-        """Input, output and cached tokens; ``expected`` (input, output) replaces unreported counts."""
-        # A refused request is not billed unless the provider reports tokens for it.
-        num_input, num_output = (0, 0) if self.refused else expected
-        num_input = num_input if self.input_tokens is None else self.input_tokens
-        num_output = num_output if self.output_tokens is None else self.output_tokens
-        return num_input, num_output, min(self.cached, num_input)
+    input_tokens: int  # including cached ones
+    output_tokens: int  # including reasoning
+    cached: int  # input tokens read from the provider's prompt cache
+    refused: bool  # the provider's policy declined the whole request
 
 
 BROKEN_OFF = ("error", "abort", "insufficient_system_resource")
@@ -136,8 +126,7 @@ def read_replies(raw: bytes) -> list[Reply | ReplyError]:
         raise NotAChat(f"unexpected JSON: {_excerpt(json.dumps(body))}")
     if not choices:
         raise EmptyChoices("the answer has no choices")
-    tokens = _usage(body)
-    return [_choice(as_dict(choice), tokens) for choice in choices]
+    return [_choice(as_dict(choice)) for choice in choices]
 
 
 def is_failure(body: Any) -> bool:
@@ -158,7 +147,7 @@ def dict_items(value: Any) -> list[dict[str, Any]]:
     return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
-def _choice(choice: dict[str, Any], tokens: Usage) -> Reply | ReplyError:
+def _choice(choice: dict[str, Any]) -> Reply | ReplyError:
     message, stop = choice.get("message"), str(choice.get("finish_reason") or "stop")
     if stop.startswith("content_filter"):  # Gemini: "content_filter: PROHIBITED_CONTENT", without a message
         message, stop = as_dict(message), "refusal"
@@ -169,8 +158,7 @@ def _choice(choice: dict[str, Any], tokens: Usage) -> Reply | ReplyError:
         text, stop = message["refusal"], "refusal"
     if not text.strip() and stop not in ("length", "refusal"):
         return EmptyChoices("the message is empty")
-    text = _as_tags(text, whole=stop != "length")
-    return Reply(text, stop, tokens.input_tokens, tokens.output_tokens)
+    return Reply(_as_tags(text, whole=stop != "length"), stop)
 
 
 def _text(content: Any) -> str:
@@ -211,20 +199,23 @@ def _replace_surrogates(value: Any) -> Any:
     return value
 
 
-def usage(raw: bytes) -> Usage:
-    """Tokens billed for an answer; None if its body is unreadable."""
+def usage(raw: bytes, expected: tuple[int, int]) -> Usage:
+    """Tokens billed for an answer, even a malformed one; ``expected`` (input, output) replaces counts that are not reported."""
     try:
-        return _usage(json.loads(raw))
+        body = as_dict(json.loads(raw))
     except (ValueError, RecursionError):
-        return Usage(None, None)
+        body = {}
+    reported, refused = as_dict(body.get("usage")), bool(body.get("error"))
 
+    def count(value: Any, default: int) -> int:
+        return value if type(value) is int and value >= 0 else default
 
-def _usage(body: Any) -> Usage:
-    reported = as_dict(as_dict(body).get("usage"))
-    cached = as_dict(reported.get("prompt_tokens_details")).get("cached_tokens")
-    counts = (reported.get("prompt_tokens"), reported.get("completion_tokens"), cached)
-    num_input, num_output, cached = (count if type(count) is int and count >= 0 else None for count in counts)
-    return Usage(num_input, num_output, cached or 0, bool(as_dict(body).get("error")))
+    # A refused request is not billed unless the provider reports tokens for it.
+    num_input, num_output = (0, 0) if refused else expected
+    num_input = count(reported.get("prompt_tokens"), num_input)
+    num_output = count(reported.get("completion_tokens"), num_output)
+    cached = count(as_dict(reported.get("prompt_tokens_details")).get("cached_tokens"), 0)
+    return Usage(num_input, num_output, min(cached, num_input), refused)
 
 
 def check_complete(reply: Reply, last_tag: str) -> None:
@@ -243,7 +234,7 @@ def check_complete(reply: Reply, last_tag: str) -> None:
     if reply.stop == "refusal" or _REFUSAL.match(text.replace("\u2019", "'")):
         raise Refused(_excerpt(text) if text else "declined without a reason")
     if reply.stop == "length":
-        raise Truncated(f"cut off before </{last_tag}> after {reply.output_tokens} tokens")
+        raise Truncated(f"the answer is cut off before </{last_tag}>")
 
 
 def tag(text: str, name: str) -> str:

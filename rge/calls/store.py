@@ -5,7 +5,6 @@ corrupts the file). The file must be on a local disk. Attempts enter the ledger 
 budgets hold across processes, and after a kill the attempts in flight stay in the ledger as estimates.
 """
 
-import fcntl
 import hashlib
 import json
 import math
@@ -14,23 +13,21 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 from rge.calls.model_config import BillingStats
 from rge.common.errors import UserError
+from rge.common.files import open_locked
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS replies (
     key TEXT PRIMARY KEY, model TEXT NOT NULL, raw BLOB NOT NULL, input_tokens INTEGER NOT NULL,
     output_tokens INTEGER NOT NULL, cost REAL NOT NULL, seconds REAL NOT NULL,
     at TEXT NOT NULL DEFAULT CURRENT_TIMESTAMP);
-CREATE TABLE IF NOT EXISTS failures (
-    key TEXT NOT NULL, model TEXT NOT NULL, kind TEXT NOT NULL, message TEXT NOT NULL, raw BLOB,
-    at TEXT NOT NULL DEFAULT CURRENT_TIMESTAMP);
 CREATE TABLE IF NOT EXISTS rejections (
-    key TEXT NOT NULL, sent_by TEXT NOT NULL, message TEXT NOT NULL, raw BLOB,
+    key TEXT NOT NULL, sent_by TEXT NOT NULL, message TEXT NOT NULL,
     at TEXT NOT NULL DEFAULT CURRENT_TIMESTAMP, PRIMARY KEY (key, sent_by));
 CREATE TABLE IF NOT EXISTS bills (
     endpoint TEXT NOT NULL, pictures INTEGER NOT NULL, calls INTEGER NOT NULL, guessed REAL NOT NULL, billed REAL NOT NULL,
@@ -78,6 +75,8 @@ INSERT INTO bills VALUES ((SELECT endpoint FROM attempts WHERE id = ?), ?, 1, ?,
     guessed = guessed + excluded.guessed, billed = billed + excluded.billed,
     most_input = max(most_input, excluded.most_input), most_output = max(most_output, excluded.most_output)
 """
+Budgets = Mapping[str | None, float]
+"""Caps on the total cost by endpoint; None: of all endpoints together."""
 _WAIT_S = 60.0
 """How long to wait for another process's lock."""
 _MIN_ESTIMATE = 100
@@ -123,9 +122,9 @@ class BatchRow:
 
     label: str  # our own name, part of the ids of its calls
     began: float  # Unix time
-    file: str | None  # the provider's id of the uploaded requests
-    id: str | None  # the provider's id of the batch; None: unknown whether it was created
-    calls: dict[int, tuple[str, int]]  # call number -> (key, attempt)
+    file: str | None = None  # the provider's id of the uploaded requests
+    id: str | None = None  # the provider's id of the batch; None: unknown whether it was created
+    calls: dict[int, tuple[str, int]] = field(default_factory=dict)  # call number -> (key, attempt)
 
 
 class AnswerStore:
@@ -189,7 +188,7 @@ class AnswerStore:
     def put_values(self, values: Mapping[str, Any]) -> None:
         """Store JSON values computed for free, such as scores of a local model."""
         rows = [(key, json.dumps(value).encode()) for key, value in values.items()]
-        with self._transaction("answers"):
+        with self._transaction():
             self._db.executemany(
                 "INSERT OR IGNORE INTO replies VALUES (?, '', ?, 0, 0, 0, 0, CURRENT_TIMESTAMP)", rows
             )
@@ -197,18 +196,11 @@ class AnswerStore:
     # --------------------------------------------------------------------------------------------------------- ledger
 
     def begin_attempt(
-        self,
-        endpoint: str,
-        key: str,
-        tokens: tuple[int, int],
-        max_cost: float,
-        budget: float | None,
-        *,
-        total: float | None = None,
+        self, endpoint: str, key: str, tokens: tuple[int, int], max_cost: float, budgets: Budgets
     ) -> int | None:
         """Enter an attempt at its maximum cost, before it is sent. Returns its number, or None if it exceeds a budget."""
-        with self._transaction("an attempt"):
-            if max_cost > self.remaining_budget(endpoint, budget, total):
+        with self._transaction():
+            if max_cost > self.remaining(budgets):
                 return None
             return self._insert_attempt(endpoint, key, tokens, max_cost)
 
@@ -227,7 +219,7 @@ class AnswerStore:
         If another process has stored an answer under the same key, that one stays and both are paid. ``estimate`` (estimated
         input and output tokens, whether there were pictures) updates `billing_stats`.
         """
-        with self._transaction("an answer"):
+        with self._transaction():
             self._db.execute(
                 "INSERT OR IGNORE INTO replies (key, model, raw, input_tokens, output_tokens, cost, seconds)"
                 " VALUES (?, ?, ?, ?, ?, ?, ?)",
@@ -256,7 +248,7 @@ class AnswerStore:
 
     def end_attempt(self, attempt: int, *, billed: bool) -> None:
         """End an attempt without an answer: keep it at its maximum cost if the provider may bill it, else delete it."""
-        with self._transaction("an attempt"):
+        with self._transaction():
             self._end_attempt(attempt, billed)
 
     # -------------------------------------------------------------------------------------------------------- batches
@@ -278,42 +270,39 @@ class AnswerStore:
 
     def begin_batch(
         self,
-        label: str,
+        row: BatchRow,
         endpoint: str,
-        began: float,
         calls: Sequence[tuple[str, tuple[int, int], float]],
-        budget: float | None,
-        *,
-        total: float | None = None,
+        budgets: Budgets,
     ) -> int:
-        """Enter a batch and an attempt for each of its calls (key, tokens, maximum cost), before it is sent.
+        """Enter a new batch and an attempt for each of its calls (key, tokens, maximum cost), before it is sent.
 
         Returns:
-            How many calls, from the first on, fit the budgets and were entered.
+            How many calls, from the first on, fit the budgets; these are entered, also in the row.
         """
-        with self._transaction("a batch"):
-            budget_left, num_calls = self.remaining_budget(endpoint, budget, total), 0
-            for key, tokens, max_cost in calls:
+        with self._transaction():
+            budget_left = self.remaining(budgets)
+            for number, (key, tokens, max_cost) in enumerate(calls):
                 if max_cost > budget_left:
                     break
+                budget_left -= max_cost
                 attempt = self._insert_attempt(endpoint, key, tokens, max_cost)
+                row.calls[number] = key, attempt
                 self._db.execute(
-                    "INSERT INTO batch_calls VALUES (?, ?, ?, ?)", (label, num_calls, key, attempt)
+                    "INSERT INTO batch_calls VALUES (?, ?, ?, ?)", (row.label, number, key, attempt)
                 )
-                budget_left, num_calls = budget_left - max_cost, num_calls + 1
-            if num_calls:
+            if row.calls:
                 self._db.execute(
                     "INSERT INTO batches (label, endpoint, state, began) VALUES (?, ?, 'open', ?)",
-                    (label, endpoint, began),
+                    (row.label, endpoint, row.began),
                 )
-            return num_calls
+        return len(row.calls)
 
-    def update_batch(self, label: str, *, file: str | None = None, id: str | None = None) -> None:
-        """Record the provider's ids of a batch; None leaves an id unchanged."""
-        with self._transaction("a batch"):
+    def save_batch(self, row: BatchRow) -> None:
+        """Record the provider's ids of a batch."""
+        with self._transaction():
             self._db.execute(
-                "UPDATE batches SET file = coalesce(?, file), id = coalesce(?, id) WHERE label = ?",
-                (file, id, label),
+                "UPDATE batches SET file = ?, id = ? WHERE label = ?", (row.file, row.id, row.label)
             )
 
     def open_batches(self, endpoint: str) -> list[BatchRow]:
@@ -339,7 +328,7 @@ class AnswerStore:
 
     def close_batch(self, label: str, *, billed: bool) -> None:
         """Close a batch; its unanswered calls count as lost if billed, else they are deleted."""
-        with self._transaction("a batch"):
+        with self._transaction():
             for _, attempt in self.batch_calls(label).values():
                 self._end_attempt(attempt, billed)
             self._db.execute("UPDATE batches SET state = 'settled' WHERE label = ?", (label,))
@@ -352,22 +341,14 @@ class AnswerStore:
             self._db.execute("DELETE FROM attempts WHERE id = ?", (attempt,))
             self._db.execute("DELETE FROM batch_calls WHERE attempt = ?", (attempt,))
 
-    # ------------------------------------------------------------------------------------------------------- failures
+    # ----------------------------------------------------------------------------------------------------- rejections
 
-    def record_failure(self, key: str, model: str, kind: str, message: str, raw: str | None) -> None:
-        """Record a failed call; the next run repeats it."""
-        with self._transaction("a failure"):
-            self._db.execute(
-                "INSERT INTO failures (key, model, kind, message, raw) VALUES (?, ?, ?, ?, ?)",
-                (key, model, kind, message, raw),
-            )
-
-    def record_rejection(self, key: str, sent_by: str, message: str, raw: str | None) -> None:
+    def record_rejection(self, key: str, sent_by: str, message: str) -> None:
         """Record that an endpoint rejects a request, so that it is not sent again with the same settings."""
-        with self._transaction("a rejection"):
+        with self._transaction():
             self._db.execute(
-                "INSERT OR IGNORE INTO rejections (key, sent_by, message, raw) VALUES (?, ?, ?, ?)",
-                (key, sent_by, message, raw),
+                "INSERT OR IGNORE INTO rejections (key, sent_by, message) VALUES (?, ?, ?)",
+                (key, sent_by, message),
             )
 
     def rejection(self, key: str, sent_by: str) -> str | None:
@@ -377,7 +358,7 @@ class AnswerStore:
 
     def forget_rejections(self, keys: Iterable[str]) -> None:
         """Forget these rejections, so that the requests are sent again."""
-        with self._transaction("a rejection"):
+        with self._transaction():
             self._db.executemany("DELETE FROM rejections WHERE key = ?", [(key,) for key in keys])
 
     def spent(self, endpoint: str | None) -> float:
@@ -392,10 +373,9 @@ class AnswerStore:
         """Total cost of all answered calls."""
         return sum(row.cost for row in self.ledger())
 
-    def remaining_budget(self, endpoint: str, budget: float | None, total: float | None) -> float:
-        """What is left of the endpoint's and the total budget, whichever is less; infinity without a budget."""
-        limits = ((endpoint, budget), (None, total))
-        return min((limit - self.spent(of) for of, limit in limits if limit is not None), default=math.inf)
+    def remaining(self, budgets: Budgets) -> float:
+        """What is left of the tightest budget; infinity without one."""
+        return min((budget - self.spent(endpoint) for endpoint, budget in budgets.items()), default=math.inf)
 
     def _insert_attempt(self, endpoint: str, key: str, tokens: tuple[int, int], max_cost: float) -> int:
         cursor = self._db.execute(
@@ -407,7 +387,7 @@ class AnswerStore:
         return cursor.lastrowid
 
     @contextmanager
-    def _transaction(self, what: str) -> Iterator[None]:
+    def _transaction(self) -> Iterator[None]:
         with self._lock:
             try:
                 self._db.execute("BEGIN IMMEDIATE")
@@ -415,8 +395,8 @@ class AnswerStore:
                 self._db.execute("COMMIT")
             except sqlite3.DatabaseError as error:
                 raise StoreError(
-                    f"{self.path}: {what} could not be stored ({error}), so calls stop here. Free up disk space and run the "
-                    "same command again"
+                    f"{self.path} could not be written ({error}), so calls stop here. Free up disk space and run the same command "
+                    "again"
                 ) from None
             finally:
                 if self._db.in_transaction:
@@ -440,24 +420,6 @@ def _open(path: Path) -> sqlite3.Connection:
                 connection.close()
                 raise
             time.sleep(0.02)
-
-
-def open_locked(path: Path) -> IO[str]:
-    """Open a lock file; the lock is held until the file is closed or the process ends.
-
-    Raises:
-        UserError: another process holds the lock.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file = path.open("w")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        file.close()
-        raise UserError(
-            f"another process is working in {path.parent}; wait for it, or choose another out="
-        ) from None
-    return file
 
 
 def value_key(*parts: Any) -> str:

@@ -1,5 +1,6 @@
-"""Atomic writes, files that ship with the package, and the limit of open files."""
+"""Atomic writes, locks, files that ship with the package, and the limit of open files."""
 
+import fcntl
 import glob
 import json
 import os
@@ -11,7 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from rge.common.errors import UserError
 
@@ -201,6 +202,33 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
         with suppress(json.JSONDecodeError):
             rows.append(json.loads(line))
     return rows
+
+
+def open_locked(path: Path) -> IO[str]:
+    """Open a lock file; the lock is held until the file is closed or the process ends.
+
+    Raises:
+        UserError: another process holds the lock.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = path.open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise UserError(
+            f"another process is working in {path.parent}; wait for it, or choose another out="
+        ) from None
+    return file
+
+
+def relative(path: str | Path, folder: str | Path) -> str:
+    """A path relative to a folder.
+
+    Links above the path, and in that of the folder, are resolved first: ".." after a link leads out of the link's target.
+    """
+    path = Path(path)
+    return os.path.relpath(path.parent.resolve() / path.name, Path(folder).resolve())
 
 
 def find_shipped(path: str | Path) -> Path:

@@ -6,7 +6,6 @@ as ``base=``. PEFT loads them too: ``PeftModel.from_pretrained(base, folder)``.
 """
 
 import json
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rge.common.files import read_json
+from rge.common.files import read_json, relative
 from rge.distributed import collectives as dist
 from rge.identity.run_identity import content_of
 from rge.model.adapters import ADAPTER, AdapterError, modules_to_save, trained_rows
@@ -160,7 +159,7 @@ class Base:
 
     def as_recorded_in(self, folder: Path) -> dict[str, Any]:
         """Its entry in the ``rge.json`` of a folder; the relative path finds it if both are moved together."""
-        beside = os.path.relpath(self.path, folder) if Path(self.path).is_dir() else None
+        beside = relative(self.path, folder) if Path(self.path).is_dir() else None
         return asdict(self) | {"beside": beside}
 
 

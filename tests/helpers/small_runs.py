@@ -43,7 +43,7 @@ def one_family(path: Path) -> None:
 
 def table_of(run: Run, stage: str, name: str, schema: str, rows: list[dict]) -> None:
     whole = [{key: row.get(key) for key in frames.SCHEMAS[schema].names} for row in rows]
-    frames.write_rows(run.path(stage, name), schema, whole)
+    frames.write_rows(run.path(stage, name), whole)
 
 
 YES, NO, NEITHER = (["true"] * 5, ["false"] * 5, ["abstain"] * 5)
@@ -91,7 +91,7 @@ def made(
         }
         for name in votes
     ]
-    table_of(run, "generate", "queries/part-00000.parquet", "generated", queries)
+    table_of(run, "generate", "queries/part-00000.parquet", "queries", queries)
     triplets, judgements = [], []
     for query, candidates in votes.items():
         query = called(query)

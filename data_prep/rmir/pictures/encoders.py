@@ -12,7 +12,6 @@ import numpy as np
 from PIL import Image
 
 from data_prep.rmir.config import EncoderConfig
-from data_prep.rmir.pictures.vectors import unit
 from rge.common.errors import UserError
 from rge.common.images import load_image
 from rge.common.schema import ImageRef, Item
@@ -43,6 +42,12 @@ class TextEncoder(Protocol):
 
     def texts(self, texts: Sequence[str], *, query: bool) -> np.ndarray:
         """(N, D) float32, unit norm."""
+
+
+def unit(vectors: np.ndarray) -> np.ndarray:
+    """Scale rows to unit length; zero rows stay zero."""
+    norms = np.linalg.norm(vectors, axis=1, keepdims=True)
+    return (vectors / np.where(norms > 0, norms, 1)).astype(np.float32)
 
 
 class HashingEncoder:
@@ -123,7 +128,7 @@ class PixelEncoder:
 
 
 class CheckpointEncoder:
-    """A checkpoint of this project in direct mode; pictures and texts are both embedded as candidates."""
+    """A checkpoint of this project in direct mode, for pictures or captions; all are embedded as candidates, queries too."""
 
     def __init__(self, checkpoint: "str | Embedder", batch_size: int):
         from rge.embedder import Embedder
@@ -136,7 +141,7 @@ class CheckpointEncoder:
         """(N, D) float32, unit norm."""
         return self._encode([Item(str(number), images=(ref,)) for number, ref in enumerate(refs)])
 
-    def texts(self, texts: Sequence[str]) -> np.ndarray:
+    def texts(self, texts: Sequence[str], *, query: bool = False) -> np.ndarray:
         """(N, D) float32, unit norm."""
         return self._encode([Item(str(number), text=text) for number, text in enumerate(texts)])
 
@@ -144,14 +149,6 @@ class CheckpointEncoder:
         return self.encoder.encode(
             items, side="candidate", mode="direct", batch_size=self.batch_size
         ).embeddings
-
-
-class CheckpointTextEncoder(CheckpointEncoder):
-    """The same for captions; queries are also embedded as candidates."""
-
-    def texts(self, texts: Sequence[str], *, query: bool = False) -> np.ndarray:
-        """(N, D) float32, unit norm."""
-        return super().texts(texts)
 
 
 class EncoderUnavailable(UserError):
@@ -182,7 +179,7 @@ def text_encoder(config: EncoderConfig) -> TextEncoder:
     if config.kind == "hashing":
         return HashingEncoder()
     if config.kind == "checkpoint":
-        return CheckpointTextEncoder(_checkpoint(config), config.batch_size)
+        return CheckpointEncoder(_checkpoint(config), config.batch_size)
     from data_prep.rmir.pictures.hub_encoders import HubTextEncoder
 
     return HubTextEncoder(config.path or "", config.batch_size)

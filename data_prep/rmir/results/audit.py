@@ -34,7 +34,7 @@ SUSPECT_BITS = 4
 def audit(run: Run) -> dict[str, Any]:
     """Write ``audit/shortcuts.parquet`` and return the figures for the report."""
     rows = shortcuts(run)
-    frames.write_rows(run.path("audit", "shortcuts.parquet"), "shortcuts", rows)
+    frames.write_rows(run.path("audit", "shortcuts.parquet"), rows)
     found = {"judges": judges(run), "indices": indices(run), "shortcuts": solved(rows, run.config.audit.ks)}
     return defined(found | {"overlap": overlap(run)})
 
@@ -123,7 +123,7 @@ def _probes(run: Run, pool: list[str]) -> list[_Probe]:
 def shortcuts(run: Run) -> list[Row]:
     """Rank of each query's first right answer in the pool, for each probe; the query's own picture is not ranked."""
     pool, splits = list(run.by("id", "pool", "pool")), run.by("query_id", "split", "splits")
-    queries = [row for row in run.queries() if row["query_id"] in splits]
+    queries = [row for row in run.rows("generate", "queries") if row["query_id"] in splits]
     positives = candidates_by_query(run.out, maths.KEPT)
     # In blocks that fit in memory: all scores would be 37 GB at 100,000 queries and candidates.
     size = max(1, int(run.config.audit.memory_mb * 2**20 / (4 * max(len(pool), 1))))
@@ -206,7 +206,7 @@ def _solved(
 
 def overlap(run: Run) -> dict[str, int]:
     """Number of pictures that training and test share, by their roles in each."""
-    images, queries = run.by("id", "seed", "images"), run.by("query_id", "generate", "queries", "generated")
+    images, queries = run.by("id", "seed", "images"), run.by("query_id", "generate", "queries")
     splits = run.by("query_id", "split", "splits")
     roles: dict[tuple[str, str], set[str]] = defaultdict(set)
     for name, row in splits.items():

@@ -84,7 +84,7 @@ class _Export:
     ):
         self.run, self.config, self.folder, self.positives = run, run.config, folder, positives
         self.images = {image["id"]: image for image in run.images()}
-        self.queries = run.by("query_id", "generate", "queries", "generated")
+        self.queries = run.by("query_id", "generate", "queries")
         self.train, self.test = (
             sorted(name for name, part in splits.items() if part == which) for which in ("train", "test")
         )

@@ -64,9 +64,9 @@ def draw(run: Path, size: int, split: str, seed: int) -> list[dict[str, Any]]:
         TableError: the run is not finished.
         ReviewError: it has no decided triplet in the split.
     """
-    queries = frames.by("query_id", frames.stage_rows(run, "generate", "queries", "generated"))
+    queries = frames.by("query_id", frames.stage_rows(run, "generate", "queries"))
     splits = frames.by("query_id", frames.stage_rows(run, "split", "splits"))
-    doubted = frames.by("id", frames.stage_rows(run, "keep", "doubted", "pool"))
+    doubted = frames.by("id", frames.stage_rows(run, "keep", "doubted"))
     parts = ("test", "train") if split == "all" else (split,)
     decided = [
         row
@@ -182,7 +182,7 @@ class _Vote:
 
 
 def _votes(run: Path, people: Mapping[str, Said]) -> list[_Vote]:
-    queries = frames.by("query_id", frames.stage_rows(run, "generate", "queries", "generated"))
+    queries = frames.by("query_id", frames.stage_rows(run, "generate", "queries"))
     decided, found = _decided(run), []
     verdicts = [(name, key, row["verdict"]) for name, said in people.items() for key, row in said.items()]
     for name, key, verdict in verdicts:

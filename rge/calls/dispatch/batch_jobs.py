@@ -10,26 +10,23 @@ import re
 import secrets
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
-from rge.calls.dispatch.grouping import Call
+from rge.calls.dispatch.grouping import Call, Grouping
 from rge.calls.dispatch.sender import Sender
-from rge.calls.failures import AttemptFailed, EndpointDown, NotFound, Rejected, RequestRejected, StopCalls
-from rge.calls.model_config import BillingStats
+from rge.calls.failures import AttemptFailed, EndpointDown, NotFound, Rejection, RequestRejected, StopCalls
+from rge.calls.pictures import Pictures
 from rge.calls.providers.batches import MAX_BYTES, MAX_CALLS, BatchApi, Line, State
-from rge.calls.providers.bodies import EncodedPictures, body
-from rge.calls.providers.transport import failure, to_json
-from rge.calls.replies import NotAChat, ReplyError, read_replies
-from rge.calls.request import Request
+from rge.calls.providers.bodies import body
+from rge.calls.providers.errors import failure
+from rge.calls.providers.transport import check_chat, to_json
+from rge.calls.replies import ReplyError
 from rge.calls.store import BatchRow, StoredReply
 from rge.common.images import ImageError
 
 T = TypeVar("T")
-Encode = Callable[[Request], Awaitable[EncodedPictures]]
-Settle = Callable[[str, StoredReply | ReplyError], object]
-Say = Callable[[str], object]
 
 MAX_LOOKUPS = 3
 """Searches of the provider's list, one `ModelConfig.batch_poll_s` apart, before a missing batch counts as never created."""
@@ -38,23 +35,31 @@ MAX_FAILED_POLLS = 20
 
 
 class BatchJobs:
-    """Batches of one endpoint; `settle` receives the key and the answer (or rejection) of each call, even if unwanted now."""
+    """Batches of one endpoint. Results of earlier runs' calls are stored too, even if they are not wanted now."""
 
-    def __init__(self, sender: Sender, api: BatchApi, *, encode: Encode, settle: Settle, say: Say):
-        self.sender, self.api, self.encode, self.settle, self.say = sender, api, encode, settle, say
+    def __init__(
+        self,
+        sender: Sender,
+        api: BatchApi,
+        grouping: Grouping,
+        pictures: Pictures,
+        say: Callable[[str], object],
+    ):
+        self.sender, self.api, self.grouping, self.pictures, self.say = sender, api, grouping, pictures, say
         self.model, self.store, self.mask = sender.model, sender.store, sender.mask
-        self.unanswered: dict[str, str] = {}  # key -> reason
-        self._wanted: Mapping[str, Call] = {}
+        self._wanted: dict[str, Call] = {}  # calls without a result, by key
+        self._reasks: list[Call] = []
+        self._why: str | None = None  # the first reason why a call got no answer
         self._waiting: list[BatchRow] = []
         self._last_status: dict[str, str] = {}  # by label
         # The first result that stops calls; raised once its batch is stored.
         self._stop: StopCalls | None = None
 
-    async def run(self, wanted: Mapping[str, Call]) -> dict[str, str]:
+    async def run(self, calls: Sequence[Call]) -> list[Call]:
         """Answer calls through batches.
 
         Returns:
-            Key and reason of each call without an answer (failed, expired or lost): make these as single calls.
+            Calls to make one by one: those that failed, expired or were lost, and those that request unreadable answers again.
 
         Raises:
             StopCalls: the budget is used up and no batch is in flight, or the provider is unreachable, rejects or cancelled a
@@ -62,13 +67,20 @@ class BatchJobs:
         """
         # Two processes resuming the same unconfirmed batch would both create it.
         self.store.lock_batches()
-        self._wanted = wanted
+        self._wanted = {call.key: call for call in calls}
         queue = deque(await self._resume())
         while queue or self._waiting:
             await self._submit_all(queue)
             if self._waiting:
-                queue.extend(wanted[key] for key in await self._wait_for_any() if key in wanted)
-        return {key: why for key, why in self.unanswered.items() if key in wanted}
+                queue += await self._wait_for_any()
+        left = [*self._wanted.values(), *self._reasks]
+        if left:
+            why = (self._why or "their answers could not be read")[:300]
+            self.say(f"{self.model.name}: making {len(left):,} single calls, at full price: {why}")
+        return left
+
+    def _no_answer(self, why: str) -> None:
+        self._why = self._why or self.mask(why)
 
     async def _resume(self) -> list[Call]:
         """Resume the batches of earlier runs; returns the calls that none of them contains."""
@@ -90,41 +102,32 @@ class BatchJobs:
     async def _submit_all(self, queue: deque[Call]) -> None:
         """Submit batches until the queue is empty, or a budget or the provider's own queue is full."""
         while queue:
-            if await self._submit_next(queue):
+            if not await self._submit_next(queue):
                 if not self._waiting:
-                    raise self.sender.budget_reached(self._max_cost(queue[0].request))
+                    raise self.sender.budget_reached(self.sender.estimate(queue[0].request, batch=True)[1])
                 return
 
     async def _submit_next(self, queue: deque[Call]) -> bool:
-        """Submit one batch. Returns whether the budget or the provider's queue is full."""
+        """Submit one batch. Returns whether there may be room for another, within budgets and the provider's queue."""
         model, store = self.model, self.store
         packed = await self._pack(queue)
         if not packed:
-            return False
-        label, began = f"rge-{secrets.token_hex(8)}", time.time()
-        calls = [
-            (call.key, model.estimate(call.request, self._stats(call.request)), self._max_cost(call.request))
-            for call, _ in packed
-        ]
-        num_taken = store.begin_batch(
-            label, model.endpoint, began, calls, model.budget, total=self.sender.budget
-        )
-        queue.extendleft(call for call, _ in reversed(packed[num_taken:]))
-        if not num_taken:
             return True
-        row = BatchRow(label, began, None, None, store.batch_calls(label))
+        row = BatchRow(f"rge-{secrets.token_hex(8)}", time.time())
+        calls = [(call.key, *self.sender.estimate(call.request, batch=True)) for call, _ in packed]
+        num_taken = store.begin_batch(row, model.endpoint, calls, self.sender.budgets)
         try:
-            submitted = await self._submit(row, [content for _, content in packed[:num_taken]])
+            if num_taken and not await self._submit(row, [content for _, content in packed[:num_taken]]):
+                store.close_batch(row.label, billed=False)
+                num_taken = 0
         except StopCalls:
-            store.close_batch(label, billed=False)
+            store.close_batch(row.label, billed=False)
             raise
-        if not submitted:
-            store.close_batch(label, billed=False)
-            queue.extendleft(call for call, _ in reversed(packed[:num_taken]))
-            return True
-        self._waiting.append(row)
-        self.say(f"{model.name}: submitted batch {row.id} of {num_taken:,} calls")
-        return num_taken < len(packed)
+        queue.extendleft(call for call, _ in reversed(packed[num_taken:]))
+        if num_taken:
+            self._waiting.append(row)
+            self.say(f"{model.name}: submitted batch {row.id} of {num_taken:,} calls")
+        return num_taken == len(packed)
 
     async def _pack(self, queue: deque[Call]) -> list[tuple[Call, bytes]]:
         """Take the calls of one batch off the queue, with their request bodies."""
@@ -132,11 +135,9 @@ class BatchJobs:
         while queue and len(packed) < MAX_CALLS:
             call = queue.popleft()
             try:
-                content = to_json(body(self.model, call.request, await self.encode(call.request)))
+                content = to_json(body(self.model, call.request, await self.pictures.of(call.request)))
             except ImageError as error:
-                self.unanswered[call.key] = str(
-                    error
-                )  # the single call fails the same way and is counted there
+                self._no_answer(str(error))  # the single call fails the same way and is counted there
                 continue
             if packed and num_bytes + len(content) > MAX_BYTES:
                 queue.appendleft(call)
@@ -145,56 +146,40 @@ class BatchJobs:
             num_bytes += len(content) + 200
         return packed
 
-    def _stats(self, request: Request) -> BillingStats:
-        return self.store.billing_stats(self.model.endpoint, bool(request.num_pictures()))
-
-    def _max_cost(self, request: Request) -> float:
-        return self.model.max_cost(request, self._stats(request), batch=True)
-
     async def _submit(self, row: BatchRow, bodies: list[bytes]) -> bool:
         """Create a batch, with retries. False: the provider's queue is full and other batches are in flight."""
-        model, num_tries, limited_since = self.model, 0, None
-        while True:
+        name = self.model.name
+
+        async def create() -> bool:
             try:
                 await self._create(row, bodies)
-                return True
-            except Rejected as error:
-                raise RequestRejected(
-                    f"{model.name}: the endpoint rejects the batch; {self.mask(str(error))}. Change the model's settings, or "
-                    "use single calls (mode=calls)"
-                ) from None
-            except StopCalls as error:
-                raise type(error)(f"{error} (mode=batch)") from None
             except AttemptFailed as error:
-                failed = error
-            if failed.limited and self._waiting:
-                return False
-            if failed.limited:
-                now = time.monotonic()
-                limited_since = limited_since or now
-                wait_s = min(failed.wait_s or model.batch_poll_s, model.max_backoff_s)
-                why = f"still rate-limited after {model.max_limited_s:g} s (max_limited_s)"
-                give_up = now - limited_since > model.max_limited_s
-            else:
-                wait_s = min(model.max_backoff_s, model.backoff_s * 2**num_tries)
-                num_tries += 1
-                why, give_up = f"{num_tries} attempts", num_tries > model.max_retries
-            if give_up:
-                raise EndpointDown(
-                    f"{model.name}: the endpoint accepts no batch ({why}); last error: {self.mask(str(failed))}"
-                )
-            await asyncio.sleep(wait_s)
+                if error.limited and self._waiting:
+                    return False
+                raise
+            return True
+
+        try:
+            return await self.sender.retried(create)
+        except Rejection as error:
+            raise RequestRejected(
+                f"{name}: the endpoint rejects the batch; {error}. Change the model's settings, or use single calls (mode=calls)"
+            ) from None
+        except AttemptFailed as error:
+            raise EndpointDown(f"{name}: the endpoint accepts no batch; last error: {error}") from None
+        except StopCalls as error:
+            raise type(error)(f"{error} (mode=batch)") from None
 
     async def _create(self, row: BatchRow, bodies: list[bytes]) -> None:
         if row.file is None:
             row.file = await self.api.send_file(row.label, bodies)
-            self.store.update_batch(row.label, file=row.file)
+            self.store.save_batch(row)
         try:
             row.id = await self.api.create(row.label, row.file)
         except AttemptFailed as error:
             if error.limited or not await self._find_created(row):
                 raise
-        self.store.update_batch(row.label, id=row.id)
+        self.store.save_batch(row)
 
     async def _find_created(self, row: BatchRow) -> bool:
         """Search the provider for a batch whose creation got no answer, and record its id if found."""
@@ -204,13 +189,13 @@ class BatchJobs:
                 row.id = await self._poll(
                     f"whether batch {row.label} was accepted", partial(self.api.find, row)
                 )
-            except Rejected as error:
+            except Rejection as error:
                 raise EndpointDown(
-                    f"{self.model.name}: the endpoint does not list batches ({self.mask(str(error))}), so it is unknown whether "
-                    f"{row.label} was accepted; run the same command to search again"
+                    f"{self.model.name}: the endpoint does not list batches ({error}), so it is unknown whether {row.label} was "
+                    "accepted; run the same command to search again"
                 ) from None
             if row.id is not None:
-                self.store.update_batch(row.label, id=row.id)
+                self.store.save_batch(row)
                 return True
         return False
 
@@ -229,12 +214,12 @@ class BatchJobs:
 
     # --------------------------------------------------------------------------------------------------------- waiting
 
-    async def _wait_for_any(self) -> list[str]:
-        """Wait until a batch has ended, and store its results. Returns the keys of calls to resubmit."""
+    async def _wait_for_any(self) -> list[Call]:
+        """Wait until a batch has ended, and store its results. Returns the calls to resubmit."""
         began = time.monotonic()
         while True:
             await asyncio.sleep(self.model.batch_poll_s)
-            num_before, resubmit = len(self._waiting), list[str]()
+            num_before, resubmit = len(self._waiting), list[Call]()
             for row in list(self._waiting):
                 state = await self._state(row)
                 if state.ended:
@@ -252,23 +237,21 @@ class BatchJobs:
     async def _state(self, row: BatchRow) -> State:
         try:
             state = await self._poll(f"the status of batch {row.id}", partial(self.api.state, str(row.id)))
-        except (Rejected, NotFound) as error:
+        except (Rejection, NotFound) as error:
             # Deleted, or past the provider's retention: its cost is unknown.
             self.store.close_batch(row.label, billed=True)
-            raise self._resubmit_error(
-                row, f"no longer exists at the provider: {self.mask(str(error))}"
-            ) from None
+            raise self._resubmit_error(row, f"no longer exists at the provider ({error})") from None
         if state.status != self._last_status.get(row.label):
             self._last_status[row.label] = state.status
             self.say(f"{self.model.name}: batch {row.id}: {state.status}")
         return state
 
-    async def _settle_ended(self, row: BatchRow, state: State) -> list[str]:
-        """Store the results of an ended batch. Returns the keys of calls to resubmit."""
+    async def _settle_ended(self, row: BatchRow, state: State) -> list[Call]:
+        """Store the results of an ended batch. Returns the calls to resubmit."""
         if state.reason is not None:
             self.store.close_batch(row.label, billed=False)
             if state.queue_full and self._waiting:
-                return [key for key, _ in row.calls.values()]
+                return [self._wanted[key] for key, _ in row.calls.values() if key in self._wanted]
             fix = "Change the model's settings"
             if state.queue_full:
                 fix = "Wait until fewer tokens are queued at the provider"
@@ -278,8 +261,10 @@ class BatchJobs:
             )
         await self._keep_results(row, state)
         missing = self.store.batch_calls(row.label)
-        for key, _ in missing.values():
-            self.unanswered[key] = f"batch {row.id} ({state.status}) contains no result for it"
+        if missing:
+            self._no_answer(
+                f"batch {row.id} ({state.status}) contains no result for {len(missing):,} of its calls"
+            )
         self.store.close_batch(row.label, billed=not state.partial)
         if missing and state.status == "cancelled":
             raise self._resubmit_error(
@@ -301,10 +286,8 @@ class BatchJobs:
             missing = self.store.batch_calls(row.label)
             try:
                 lines = await self._poll(f"the results of batch {row.id}", partial(self.api.results, state))
-            except (Rejected, NotFound) as error:
-                self.say(
-                    f"{self.model.name}: cannot download the results of batch {row.id}: {self.mask(str(error))}"
-                )
+            except (Rejection, NotFound) as error:
+                self.say(f"{self.model.name}: cannot download the results of batch {row.id}: {error}")
                 return
             own = [line for line in lines if re.fullmatch(rf"{re.escape(row.label)}-\d+", line.id)]
             if num_unknown := len(lines) - len(own):
@@ -317,42 +300,38 @@ class BatchJobs:
             await asyncio.sleep(min(self.model.batch_poll_s, self.model.backoff_s))
 
     def _keep_line(self, row: BatchRow, line: Line, key: str, attempt: int) -> None:
-        wanted = self._wanted.get(key)
+        """Store the answer in a result, or end its attempt without one."""
         raw = line.body
-        if raw is None:
-            raw = self._read_failure(line, key)
-        elif not self._is_chat(raw, key):
-            self.store.end_attempt(attempt, billed=True)
+        try:
+            answer = self._read_failure(line) if raw is None else raw
+            check_chat(answer)
+        except (AttemptFailed, Rejection, StopCalls) as error:
+            self.store.end_attempt(attempt, billed=raw is not None)
+            self._fail(key, error)
             return
-        if raw is None:
-            self.store.end_attempt(attempt, billed=False)
-            return
+        wanted = self._wanted.get(key)
         request = wanted.request if wanted is not None else None
         took_s = time.time() - row.began
-        self.settle(key, self.sender.keep(key, request, attempt, raw, took_s, batch=True))
+        self._settle(key, self.sender.keep(key, request, attempt, answer, took_s, batch=True))
 
-    def _is_chat(self, raw: bytes, key: str) -> bool:
-        try:
-            read_replies(raw)
-        except NotAChat as error:
-            self.unanswered[key] = self.mask(str(error))
-            return False
-        except ReplyError:  # an answer, though without content
-            pass
-        return True
-
-    def _read_failure(self, line: Line, key: str) -> bytes | None:
-        """Handle a result without an answer; returns the body of a policy refusal, which is stored like an answer."""
+    def _read_failure(self, line: Line) -> bytes:
+        """The body of a policy refusal, which is stored like an answer; any other failure is raised."""
         if line.status is None or line.status < 400:
-            self.unanswered[key] = self.mask(line.error.decode("utf-8", "replace"))
-            return None
-        failed, wanted = failure(line.status, line.error, {}, self.model, self.mask), self._wanted.get(key)
-        if failed is None:
-            return line.error
-        if isinstance(failed, Rejected) and failed.certain and wanted is not None:
-            self.settle(key, self.sender.rejected(wanted, failed))
-        elif isinstance(failed, StopCalls):
-            self._stop = self._stop or failed
+            raise AttemptFailed(line.error.decode("utf-8", "replace"))
+        failed = failure(line.status, line.error, {}, self.model, self.mask)
+        if failed is not None:
+            raise failed
+        return line.error
+
+    def _fail(self, key: str, error: AttemptFailed | Rejection | StopCalls) -> None:
+        if isinstance(error, StopCalls):
+            self._stop = self._stop or error
+        elif isinstance(error, Rejection) and error.certain and key in self._wanted:
+            self._settle(key, self.sender.rejected(self._wanted[key], error))
         else:
-            self.unanswered[key] = self.mask(str(failed))
-        return None
+            self._no_answer(str(error))
+
+    def _settle(self, key: str, result: StoredReply | ReplyError) -> None:
+        self.sender.health.call_accepted(float("-inf"))
+        if (call := self._wanted.pop(key, None)) is not None:
+            self._reasks += self.grouping.record(call, result)

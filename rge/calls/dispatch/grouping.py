@@ -1,7 +1,5 @@
 """Group requests into calls, and match answers to requests."""
 
-import asyncio
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -13,10 +11,10 @@ from rge.calls.replies import UNREADABLE, Refused, Reply, ReplyError, Truncated,
 from rge.calls.request import Request
 from rge.calls.store import AnswerStore, StoredReply
 
-CALLS_AHEAD = 1024
-"""Requests read ahead per lookup in the store, and calls queued per model."""
-BATCH_CALLS_AHEAD = 100_000
-"""Calls queued for a model in batch mode, whose batches take hours whatever their size."""
+REQUESTS_AT_ONCE = 1024
+"""Requests that are looked up in the store together."""
+OF_THE_CALL = (Refused, Unanswered, Rejection)
+"""Errors of a call that are those of all its samples."""
 Read = Callable[[Reply], object]
 """Validates a reply; raises one of `rge.calls.replies.UNREADABLE` to have it requested again."""
 
@@ -29,7 +27,6 @@ class Outcome:
     cached: bool  # settled from the store, without a call
     reply: Reply | None = None  # the answer; None with ``error``
     error: ReplyError | None = None  # why there is no reply
-    reasked: int = 0  # times it was requested again because the answer was unreadable
 
     @property
     def unanswered(self) -> bool:
@@ -103,6 +100,17 @@ class Grouping:
     def __post_init__(self) -> None:
         self._cache_names = cache_names(self.models)
 
+    def calls(self, requests: Iterable[Request]) -> Iterator[list[Call]]:
+        """Read requests, `REQUESTS_AT_ONCE` at a time, and yield the calls for those that the store cannot answer."""
+        pending: list[PendingSample] = []
+        # Samples of one prompt must be read together to share a call.
+        for _, samples in groupby(enumerate(requests), key=lambda item: (item[1].model, item[1].parts)):
+            pending += [PendingSample(position, request) for position, request in samples]
+            if len(pending) >= REQUESTS_AT_ONCE:
+                yield self.resolve(pending)
+                pending = []
+        yield self.resolve(pending)
+
     def resolve(self, pending: list[PendingSample]) -> list[Call]:
         """Settle what the store can answer, and group the rest into new calls."""
         calls: list[Call] = []
@@ -114,49 +122,44 @@ class Grouping:
                 request = replace(first, n=last.sample - first.sample + 1)
                 model = self.models[request.model]
                 key = request.key(self._cache_names[request.model], model.cache_settings())
+                call = Call(key, request, group)
                 if key in self._open:
                     self._open[key].pending += group
-                elif stored := self.store.get(key):
-                    reasks += self._deliver(Call(key, request, group), stored)
-                elif why := self.store.rejection(key, model.sent_by()):
-                    self._deliver_error(Call(key, request, group), Rejection(why))
+                elif (result := self._stored(key, model)) is not None:
+                    reasks += self._deliver(call, result)
                 else:
-                    calls.append(Call(key, request, group))
-                    self._open[key] = calls[-1]
+                    calls.append(call)
+                    self._open[key] = call
             waiting = reasks
         return calls
+
+    def _stored(self, key: str, model: ModelConfig) -> StoredReply | Rejection | None:
+        if (stored := self.store.get(key)) is not None:
+            return stored
+        why = self.store.rejection(key, model.sent_by())
+        return None if why is None else Rejection(why)
 
     def record(self, call: Call, result: StoredReply | ReplyError) -> list[Call]:
         """Settle the requests of a call; returns the calls that request unreadable answers again."""
         del self._open[call.key]
         for sample in call.pending:
             sample.cached = False
-        if isinstance(result, ReplyError):
-            self._deliver_error(call, result)
-            return []
         return self.resolve(self._deliver(call, result))
 
-    def _deliver_error(self, call: Call, error: ReplyError) -> None:
-        for sample in call.pending:
-            outcome = Outcome(call.key, sample.cached, error=error, reasked=sample.reasked)
-            self.done(sample.position, outcome)
-
-    def _deliver(self, call: Call, stored: StoredReply) -> list[PendingSample]:
-        """Settle the requests of an answered call; returns those to request again."""
+    def _deliver(self, call: Call, result: StoredReply | ReplyError) -> list[PendingSample]:
+        """Settle the requests of a call; returns those to request again."""
         reasks: list[PendingSample] = []
-        try:
-            replies = read_replies(stored.raw)
-        except ReplyError as error:
-            replies = [error]
+        replies = _replies(result)
         model = self.models[call.request.model]
         for sample in call.pending:
             index = sample.request.sample - call.request.sample
-            if index >= len(replies) and not isinstance(replies[0], Refused):
-                # A server that ignores `n` returns one sample: request the others.
-                reasks.append(sample)
-                continue
-            reply = replies[index] if index < len(replies) else replies[0]
-            problem = self._problem(reply)
+            if index >= len(replies):
+                if not isinstance(replies[0], OF_THE_CALL):
+                    # A server that ignores `n` returns one sample: request the others.
+                    reasks.append(sample)
+                    continue
+                index = 0
+            problem = self._problem(replies[index])
             if problem is not None and sample.reasked < model.reasks:
                 self.counts.reasked += 1
                 request = _reask_request(sample.request, problem, sample.reasked + 1)
@@ -164,7 +167,7 @@ class Grouping:
                 continue
             self.counts.unreadable += problem is not None
             self.counts.cached += sample.cached
-            self.done(sample.position, self._outcome(sample, call.key, reply))
+            self.done(sample.position, self._outcome(call.key, sample.cached, replies[index]))
         return reasks
 
     def _problem(self, reply: Reply | ReplyError) -> ReplyError | None:
@@ -179,13 +182,12 @@ class Grouping:
             pass
         return None
 
-    def _outcome(self, sample: PendingSample, key: str, reply: Reply | ReplyError) -> Outcome:
+    def _outcome(self, key: str, cached: bool, reply: Reply | ReplyError) -> Outcome:
         if isinstance(reply, ReplyError):
             # The error may quote the answer.
             reply.args = (self.mask(str(reply)),)
-            return Outcome(key, sample.cached, error=reply, reasked=sample.reasked)
-        reply = replace(reply, text=self.mask(reply.text))
-        return Outcome(key, sample.cached, reply=reply, reasked=sample.reasked)
+            return Outcome(key, cached, error=reply)
+        return Outcome(key, cached, replace(reply, text=self.mask(reply.text)))
 
     def _group_samples(self, pending: Iterable[PendingSample]) -> list[list[PendingSample]]:
         """Group consecutive samples of one prompt, up to `draws_a_call`; others stay alone."""
@@ -203,86 +205,11 @@ class Grouping:
         return groups
 
 
-class Feed:
-    """Queues of calls by model. More requests are read whenever one model's queue runs empty."""
-
-    def __init__(self, grouping: Grouping, requests: Iterable[Request]):
-        self.grouping = grouping
-        # Limit of a model's queue, beyond which the other models wait for it.
-        self._max_waiting = {
-            name: BATCH_CALLS_AHEAD if model.mode == "batch" else CALLS_AHEAD
-            for name, model in grouping.models.items()
-        }
-        # Samples of one prompt must be read together to share a call.
-        self._prompts = groupby(enumerate(requests), key=lambda item: (item[1].model, item[1].parts))
-        self.waiting: dict[str, deque[Call]] = {}
-        self.ended = False
-        self._changed = asyncio.Event()
-        self._start: Callable[[str], object] | None = None
-
-    def read_more(self) -> bool:
-        """Read requests until some need a call; False at the end of the requests."""
-        calls: list[Call] = []
-        while not calls and not self.ended:
-            pending = list(self._read_chunk())
-            self.ended = len(pending) < CALLS_AHEAD
-            calls = self.grouping.resolve(pending)
-        for call in calls:
-            name = call.request.model
-            if name not in self.waiting:
-                self.waiting[name] = deque()
-                if self._start is not None:
-                    self._start(name)
-            self.waiting[name].append(call)
-        self._changed.set()
-        return bool(calls)
-
-    def _read_chunk(self) -> Iterator[PendingSample]:
-        number = 0
-        for _, samples in self._prompts:
-            for position, request in samples:
-                number += 1
-                yield PendingSample(position, request)
-            if number >= CALLS_AHEAD:
-                return
-
-    def start(self, start: Callable[[str], object]) -> None:
-        """Call `start` once per model, when its first call is queued."""
-        self._start = start
-        for name in list(self.waiting):
-            start(name)
-
-    async def next_call(self, name: str) -> Call | None:
-        """The model's next call; None at the end."""
-        while not (queue := self.waiting[name]):
-            if self.ended:
-                return None
-            if all(len(calls) < self._max_waiting[other] for other, calls in self.waiting.items()):
-                self.read_more()
-                continue
-            # Another model's queue is full: wait, to bound memory.
-            self._changed.clear()
-            await self._changed.wait()
-        call = queue.popleft()
-        if len(queue) == self._max_waiting[name] - 1:
-            self._changed.set()
-        return call
-
-    async def take_round(self, name: str) -> list[Call]:
-        """Take the calls of one round of batches; empty at the end."""
-        queue = self.waiting[name]
-        while len(queue) < self._max_waiting[name] and not self.ended:
-            self.read_more()
-            await asyncio.sleep(0)  # let the other models' calls proceed
-        calls = [queue.popleft() for _ in range(min(len(queue), self._max_waiting[name]))]
-        self._changed.set()
-        return calls
-
-    def close(self, name: str) -> None:
-        """Drop a model's queue and stop reading requests; the other models finish their queues."""
-        self.ended = True
-        self.waiting[name].clear()
-        self._changed.set()
+def _replies(result: StoredReply | ReplyError) -> list[Reply | ReplyError]:
+    try:
+        return [result] if isinstance(result, ReplyError) else read_replies(result.raw)
+    except ReplyError as error:
+        return [error]
 
 
 def _reask_request(request: Request, error: ReplyError, number: int) -> Request:

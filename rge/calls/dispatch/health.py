@@ -27,7 +27,8 @@ class Health:
     Stopping cancels nothing: calls in flight are billed, so their answers are awaited and stored.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, say: Callable[[str], object] = lambda text: None) -> None:
+        self._say = say
         self.pace = Pace()
         self.accepted_at = float("-inf")
         """Send time of the latest accepted call."""
@@ -67,8 +68,10 @@ class Health:
             )
 
     def stop(self, error: StopCalls) -> None:
-        """Stop calls for this run; the first reason given is kept."""
-        self.stopped = self.stopped or error
+        """Stop calls for this run; the first reason given is kept, and said now: other endpoints' calls may take long."""
+        if self.stopped is None:
+            self.stopped = error
+            self._say(str(error))
         self._completed.set()
 
 

@@ -6,8 +6,9 @@ import functools
 import io
 import random
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TypeVar
 
 import httpx
 from PIL import Image
@@ -18,22 +19,20 @@ from rge.calls.failures import (
     AttemptFailed,
     BudgetReached,
     EndpointDown,
-    Rejected,
     Rejection,
     RequestRejected,
     StopCalls,
     Unanswered,
 )
 from rge.calls.keys import Mask
-from rge.calls.model_config import ModelConfig
-from rge.calls.providers.bodies import EncodedPictures
-from rge.calls.providers.transport import Send
-from rge.calls.replies import NotAChat, ReplyError, read_replies, usage
+from rge.calls.model_config import BillingStats, ModelConfig
+from rge.calls.pictures import EncodedPictures
+from rge.calls.providers.transport import Connection
+from rge.calls.replies import usage
 from rge.calls.request import Part, Picture, Request
-from rge.calls.store import AnswerStore, StoredReply
+from rge.calls.store import AnswerStore, Budgets, StoredReply
 
-MAX_FAILURE_CHARACTERS = 20_000
-"""Of a failed response's body, kept in the record of failures."""
+T = TypeVar("T")
 
 
 @dataclass
@@ -47,161 +46,151 @@ class Sender:
     counts: Counts
     budget: float | None  # of all models together
 
-    async def call(
-        self, send: Send, call: Call, pictures: EncodedPictures, *, canary: bool = False
-    ) -> StoredReply | ReplyError | Rejected | None:
-        """Make a call, with retries.
-
-        Returns:
-            The answer, or the error that settles the call; None: calls to the endpoint stopped before it was settled. `Rejected`
-            is returned for canaries only, which are never settled.
+    async def call(self, connection: Connection, call: Call, pictures: EncodedPictures) -> StoredReply:
+        """Make a call, with retries, and store its answer.
 
         Raises:
-            StoreError: an answer cannot be stored.
+            Unanswered, Rejection: it is settled without an answer.
+            StopCalls: no further call to the endpoint can succeed; this one is not settled.
+            StoreError: the answer cannot be stored.
         """
-        model, num_tries, limited_since = self.model, 0, None
+        try:
+            return await self.retried(lambda: self._attempt(connection, call, pictures))
+        except AttemptFailed as error:
+            raise self._give_up(error) from None
+        except Rejection as error:
+            if not error.certain:
+                await self._check_settings(connection, call, error)
+            raise self.rejected(call, error) from None
+
+    async def retried(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        """Repeat an attempt until it succeeds.
+
+        Raises:
+            AttemptFailed: the last failure, after `ModelConfig.max_retries`, or `max_limited_s` of 429s.
+            EndpointDown: the endpoint asks to wait longer than `max_limited_s`, or accepts no other call either.
+        """
+        model, health, num_retries, limited_since = self.model, self.health, 0, None
         while True:
-            await self.health.pace.wait_turn()
-            result = await self._once(send, call, pictures, canary)
-            if not isinstance(result, AttemptFailed):
-                return result
-            message = self.mask(str(result))
-            if result.wait_s is not None and result.wait_s > model.max_limited_s:
-                self.health.stop(
-                    EndpointDown(
-                        f"{model.name}: the endpoint asks to wait {result.wait_s:,.0f} s (Retry-After), longer than "
-                        f"max_limited_s={model.max_limited_s:g}; {message}. Run the same command again after that time"
-                    )
+            sent_at = await health.pace.wait_turn()
+            try:
+                return await attempt()
+            except AttemptFailed as error:
+                failed = replace(error, reason=self.mask(error.reason))
+            if failed.wait_s is not None and failed.wait_s > model.max_limited_s:
+                raise EndpointDown(
+                    f"{model.name}: the endpoint asks to wait {failed.wait_s:,.0f} s (Retry-After), longer than "
+                    f"max_limited_s={model.max_limited_s:g}; {failed}. Run the same command again after that time"
                 )
-                return None
-            if result.limited:
+            if failed.limited:
                 self.counts.limited += 1
+                health.pace.on_limited(sent_at, failed.wait_s, model.backoff_s, model.max_backoff_s)
                 limited_since = limited_since or time.monotonic()
-                if time.monotonic() - limited_since < model.max_limited_s:
-                    continue
-                message = self._still_limited(message, limited_since)
-            elif num_tries < model.max_retries:
+                if time.monotonic() - limited_since >= model.max_limited_s:
+                    raise self._still_limited(failed, limited_since)
+            elif num_retries < model.max_retries:
                 self.counts.retries += 1
-                wait_s = min(model.max_backoff_s, model.backoff_s * 2**num_tries) * random.random()
-                await asyncio.sleep(max(wait_s, min(result.wait_s or 0.0, model.max_backoff_s)))
-                num_tries += 1
-                continue
+                wait_s = min(model.max_backoff_s, model.backoff_s * 2**num_retries) * random.random()
+                await asyncio.sleep(max(wait_s, min(failed.wait_s or 0.0, model.max_backoff_s)))
+                num_retries += 1
             else:
-                message += f" ({num_tries + 1} attempts)"
-            error = self.unanswered(call, message, result.raw)
-            self.health.call_unanswered(error)
-            return error
+                raise AttemptFailed(f"{failed} ({num_retries + 1} attempts)")
 
-    def _still_limited(self, message: str, limited_since: float) -> str:
-        """The error of a call that got nothing but 429s; stops the endpoint if no other call was accepted either."""
-        message += f", still rate-limited after {self.model.max_limited_s:g} s (max_limited_s)"
-        if self.health.accepted_at < limited_since:
-            self.health.stop(
-                EndpointDown(
-                    f"{self.model.name}: {message}. Answers so far are stored; run the same command later"
-                )
-            )
-        return message
-
-    async def _once(
-        self, send: Send, call: Call, pictures: EncodedPictures, canary: bool
-    ) -> StoredReply | ReplyError | Rejected | AttemptFailed | None:
-        attempt = await self._begin(call)
-        if attempt is None:
-            return None
-        sent_at = time.monotonic()
-        result = await self._attempt(send, call.request, pictures, attempt)
-        if isinstance(result, httpx.Response):
-            request = None if canary else call.request
-            stored = self.keep(call.key, request, attempt, result.content, time.monotonic() - sent_at)
-            self.health.call_accepted(sent_at)
-            self.health.pace.on_answer(result.headers)
-            self.health.call_ended()
-            return stored
-        self.health.call_ended()
-        if isinstance(result, StopCalls):
-            self.health.stop(result)
-            return None
-        if isinstance(result, Rejected):
-            if canary:
-                return result
-            if not result.certain and (verdict := await self._send_canary(send, call, result)) is not True:
-                return verdict
-            return self.rejected(call, result)
-        if result.limited:
-            model = self.model
-            self.health.pace.on_limited(sent_at, result.wait_s, model.backoff_s, model.max_backoff_s)
-        return result
+    def _still_limited(self, failed: AttemptFailed, since: float) -> AttemptFailed | EndpointDown:
+        message = f"{failed}, still rate-limited after {self.model.max_limited_s:g} s (max_limited_s)"
+        if self.health.accepted_at >= since:
+            return AttemptFailed(message)
+        return EndpointDown(
+            f"{self.model.name}: {message}. Answers so far are stored; run the same command later"
+        )
 
     async def _attempt(
-        self, send: Send, request: Request, pictures: EncodedPictures, attempt: int
-    ) -> httpx.Response | AttemptFailed | Rejected | StopCalls:
-        """Make one attempt; if it gives no answer, close its ledger entry."""
-        failed: AttemptFailed | Rejected | StopCalls
+        self, connection: Connection, call: Call, pictures: EncodedPictures, *, canary: bool = False
+    ) -> StoredReply:
+        """Make one attempt; raises as `Connection.chat` does, after closing the attempt's ledger entry."""
+        health = self.health
+        attempt = await self._begin(call)
+        sent_at = time.monotonic()
         try:
-            async with asyncio.timeout(self.model.timeout_s):
-                response = await send(request, pictures)
-            read_replies(response.content)
-            return response
-        except NotAChat as error:
-            message = f"the endpoint's response is not a chat completion: {error}"
-            failed = AttemptFailed(message, billed=True, raw=response.content)
-        except ReplyError:
-            return response  # an empty answer counts as one: it may have been billed
-        except TimeoutError:
-            failed = AttemptFailed(f"no answer within {self.model.timeout_s:g} s", billed=True)
-        except (AttemptFailed, Rejected, StopCalls) as error:
-            failed = error
+            response = await self._response(connection, call.request, pictures)
         except asyncio.CancelledError:
             self.store.end_attempt(attempt, billed=True)
             raise
-        self.store.end_attempt(attempt, billed=isinstance(failed, AttemptFailed) and failed.billed)
-        return failed
+        except (AttemptFailed, Rejection, StopCalls) as error:
+            self.store.end_attempt(attempt, billed=isinstance(error, AttemptFailed) and error.billed)
+            raise
+        finally:
+            health.call_ended()
+        request = None if canary else call.request
+        stored = self.keep(call.key, request, attempt, response.content, time.monotonic() - sent_at)
+        health.call_accepted(sent_at)
+        health.pace.on_answer(response.headers)
+        return stored
 
-    async def _send_canary(self, send: Send, call: Call, why: Rejected) -> ReplyError | Literal[True] | None:
-        """Send harmless contents with the same settings. True: only this request is rejected; None: all are, and calls stop."""
+    async def _response(
+        self, connection: Connection, request: Request, pictures: EncodedPictures
+    ) -> httpx.Response:
+        try:
+            async with asyncio.timeout(self.model.timeout_s):
+                return await connection.chat(request, pictures)
+        except TimeoutError:
+            raise AttemptFailed(f"no answer within {self.model.timeout_s:g} s", billed=True) from None
+
+    async def _check_settings(self, connection: Connection, call: Call, error: Rejection) -> None:
+        """Send a harmless request (a canary) with the same settings; if it succeeds, only this request was rejected.
+
+        Raises:
+            RequestRejected: it is rejected too.
+            Unanswered: it gets no answer.
+        """
         health, rejected_at = self.health, time.monotonic()
         async with health.canary:
             if health.accepted_at > rejected_at:  # a call sent after the rejection was accepted
-                return True
+                return
             request, pictures = _canary(call.request)
-            result = await self.call(send, Call(f"canary {call.key}", request, []), pictures, canary=True)
-        if isinstance(result, Rejected):
-            health.stop(
-                RequestRejected(
-                    f"{self.model.name}: the endpoint rejects the request; {self.mask(str(why))}. It also rejects a harmless one "
-                    "with the same settings: change the model's settings (token_limit, send_temperature, send_seed, "
-                    "extra_body, max_side_px ...) and run the same command again; answers so far are stored"
-                )
-            )
-            return None
-        return True if isinstance(result, StoredReply) else result
+            canary = Call(f"canary {call.key}", request, [])
+            try:
+                await self.retried(lambda: self._attempt(connection, canary, pictures, canary=True))
+            except AttemptFailed as failed:
+                raise self._give_up(failed) from None
+            except Rejection:
+                raise RequestRejected(
+                    f"{self.model.name}: the endpoint rejects the request; {error}. It also rejects a harmless one with the same "
+                    "settings: change the model's settings (token_limit, send_temperature, send_seed, extra_body, max_side_px ...) "
+                    "and run the same command again; answers so far are stored"
+                ) from None
 
-    async def _begin(self, call: Call) -> int | None:
-        """Enter an attempt in the ledger as soon as the budget allows it; None: calls to the endpoint have stopped."""
+    async def _begin(self, call: Call) -> int:
+        """Enter an attempt in the ledger as soon as the budget allows it; raises why calls to the endpoint have stopped."""
         model, health = self.model, self.health
-        with_pictures = bool(call.request.num_pictures())
         while health.stopped is None:
-            stats = self.store.billing_stats(model.endpoint, with_pictures)
-            budgeted = model.budget is not None or self.budget is not None
             # The cost of the first call is only an estimate: under a budget, the others wait for its bill.
-            wait_for_bill = (
-                budgeted and not stats.calls and health.in_flight and not health.unanswered_in_a_row
-            )
-            if not wait_for_bill:
-                max_cost = model.max_cost(call.request, stats)
-                tokens = model.estimate(call.request, stats)
-                attempt = self.store.begin_attempt(
-                    model.endpoint, call.key, tokens, max_cost, model.budget, total=self.budget
-                )
+            is_first = self.budgets and not self.stats(call.request).calls and not health.unanswered_in_a_row
+            if not (is_first and health.in_flight):
+                tokens, max_cost = self.estimate(call.request)
+                attempt = self.store.begin_attempt(model.endpoint, call.key, tokens, max_cost, self.budgets)
                 if attempt is not None:
                     health.in_flight += 1
                     return attempt
                 if not health.in_flight:
-                    health.stop(self.budget_reached(max_cost))
-                    return None
+                    raise self.budget_reached(max_cost)
             await health.wait_for_completion()
-        return None
+        raise health.stopped
+
+    @property
+    def budgets(self) -> Budgets:
+        """The limits of what calls may cost."""
+        limits = {self.model.endpoint: self.model.budget, None: self.budget}
+        return {endpoint: budget for endpoint, budget in limits.items() if budget is not None}
+
+    def stats(self, request: Request) -> BillingStats:
+        """How bills compare with estimates, for calls such as this one."""
+        return self.store.billing_stats(self.model.endpoint, bool(request.num_pictures()))
+
+    def estimate(self, request: Request, *, batch: bool = False) -> tuple[tuple[int, int], float]:
+        """Estimated input and maximum output tokens, corrected by earlier bills, and the maximum cost."""
+        tokens = self.model.estimate(request, self.stats(request))
+        return tokens, self.model.cost(*tokens, batch=batch)
 
     def keep(
         self,
@@ -213,33 +202,35 @@ class Sender:
         *,
         batch: bool = False,
     ) -> StoredReply:
-        """Store an answer and its cost, and update the billing statistics from its token usage."""
-        tokens = usage(body)
-        num_input, num_output, cached = tokens.billed(self.store.expected_tokens(attempt))
-        cost = self.model.cost(num_input, num_output, cached, batch=batch)
-        stored = StoredReply(body, num_input, num_output, cost, took_s)
+        """Store an answer and its cost, and learn from the bill how far the estimate for the request was off."""
+        tokens = usage(body, self.store.expected_tokens(attempt))
+        cost = self.model.cost(tokens.input_tokens, tokens.output_tokens, tokens.cached, batch=batch)
+        stored = StoredReply(body, tokens.input_tokens, tokens.output_tokens, cost, took_s)
         estimate = None
         if request is not None and not tokens.refused:
             estimate = (*self.model.estimate(request), bool(request.num_pictures()))
-        self.store.put(attempt, key, self.model.name, stored, cached, estimate=estimate)
+        self.store.put(attempt, key, self.model.name, stored, tokens.cached, estimate=estimate)
         self.counts.asked += 1
         self.counts.batched += batch
         self.counts.refused += tokens.refused
         return stored
 
-    def rejected(self, call: Call, error: Rejected) -> Rejection:
+    def rejected(self, call: Call, error: Rejection) -> Rejection:
         """Record that the endpoint rejects a call, so that it is not sent again with the same settings."""
-        rejection = Rejection(self.mask(f"{self.model.name}: {error}"))
-        self.store.record_rejection(call.key, self.model.sent_by(), str(rejection), self._excerpt(error.raw))
+        rejection = Rejection(f"{self.model.name}: {error}")
+        self.store.record_rejection(call.key, self.model.sent_by(), str(rejection))
         self.counts.rejected += 1
         return rejection
 
-    def unanswered(self, call: Call, why: str, raw: bytes | None) -> Unanswered:
-        """Record a call without an answer; the next run repeats it."""
-        error = Unanswered(f"{self.model.name}: {why}")
-        self.store.record_failure(call.key, self.model.name, error.kind, str(error), self._excerpt(raw))
+    def _give_up(self, error: AttemptFailed) -> Unanswered:
+        unanswered = self.unanswered(str(error))
+        self.health.call_unanswered(unanswered)
+        return unanswered
+
+    def unanswered(self, why: str) -> Unanswered:
+        """The error of a call without an answer; the next run repeats it."""
         self.counts.unanswered += 1
-        return error
+        return Unanswered(f"{self.model.name}: {why}")
 
     def budget_reached(self, max_cost: float) -> BudgetReached:
         """The error of a call whose maximum cost exceeds what is left of a budget."""
@@ -253,9 +244,6 @@ class Sender:
             f"{model.name}: {used}, and the next call might cost {max_cost:.4f}, so calls stop here. Raise {option} and run the "
             "same command again"
         )
-
-    def _excerpt(self, raw: bytes | None) -> str | None:
-        return self.mask(raw.decode("utf-8", "replace"))[:MAX_FAILURE_CHARACTERS] if raw else None
 
 
 @functools.cache

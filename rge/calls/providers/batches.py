@@ -10,10 +10,9 @@ from typing import Any
 
 import httpx
 
-from rge.calls.failures import AttemptFailed, Rejected
-from rge.calls.keys import Mask
-from rge.calls.model_config import ModelConfig
-from rge.calls.providers.transport import exchange, failure, to_json
+from rge.calls.failures import AttemptFailed, Rejection
+from rge.calls.providers.errors import failure
+from rge.calls.providers.transport import Connection, to_json
 from rge.calls.replies import as_dict, dict_items, is_failure
 from rge.calls.store import BatchRow
 
@@ -57,11 +56,8 @@ class Line:
     error: bytes = b""  # body of the failure
 
 
-class BatchApi:
+class BatchApi(Connection):
     """The batch API of one endpoint."""
-
-    def __init__(self, client: httpx.AsyncClient, model: ModelConfig, mask: Mask):
-        self.client, self.model, self.mask = client, model, mask
 
     async def send_file(self, label: str, bodies: Sequence[bytes]) -> str:
         """Upload requests, which is free. Returns the provider's file id."""
@@ -124,13 +120,13 @@ class BatchApi:
         return lines
 
     async def _fetch(self, method: str, url: str, **options: Any) -> httpx.Response:
-        """Send a request; raises `AttemptFailed`, `Rejected` (also by policy) or `StopCalls` unless it succeeds."""
-        response = await exchange(self.client, method, url, self.mask, **options)
+        """Send a request; raises `AttemptFailed`, `Rejection` (also by policy) or `StopCalls` unless it succeeds."""
+        response = await self.exchange(method, url, **options)
         if response.is_success:
             return response
         raw = response.content
         error = failure(response.status_code, raw, response.headers, self.model, self.mask)
-        raise error or Rejected(raw.decode("utf-8", "replace"), certain=True, raw=raw)
+        raise error or Rejection(self.mask(raw.decode("utf-8", "replace")))
 
     async def _json(self, method: str, url: str, **options: Any) -> Json:
         response = await self._fetch(method, url, **options)
@@ -139,8 +135,7 @@ class BatchApi:
         except ValueError:
             value = None
         if not isinstance(value, dict):
-            message = f"no JSON object at {url}: {self.mask(response.text[:100])!r}"
-            raise AttemptFailed(message, billed=True, raw=response.content)
+            raise AttemptFailed(f"no JSON object at {url}: {self.mask(response.text)[:100]!r}", billed=True)
         return value
 
 

@@ -1,13 +1,10 @@
 """Headers and body of a request, for OpenAI's chat completions and compatible endpoints."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from rge.calls.model_config import ModelConfig
+from rge.calls.pictures import EncodedPictures
 from rge.calls.request import Part, Picture, Request
-
-EncodedPictures = Mapping[Picture, tuple[str, str]]
-"""Media type and base64 of each picture of a request."""
 
 OPENAI = "https://api.openai.com/v1"
 PATH = "/chat/completions"

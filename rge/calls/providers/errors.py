@@ -1,13 +1,33 @@
-"""Classify a provider's errors: by documented code, then by HTTP status, then by wording.
+"""Exceptions for a provider's errors, classified by documented code, then by HTTP status, then by wording.
 
 Sources: the error pages of OpenAI, Azure OpenAI, Anthropic, Gemini (google.rpc codes), OpenRouter and vLLM, autumn 2026. Undocumented
 errors are `UNKNOWN`: a 400 may concern one request or all of them, and the caller finds out with a canary.
 """
 
+import re
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from enum import Enum
 from typing import Any
 
-from rge.calls.replies import as_dict, dict_items
+from rge.calls.failures import (
+    AccountRejected,
+    AttemptFailed,
+    EndpointDown,
+    KeyRejected,
+    NotFound,
+    Rejection,
+    StopCalls,
+)
+from rge.calls.keys import Mask
+from rge.calls.model_config import ModelConfig
+from rge.calls.replies import ReplyError, as_dict, dict_items, parse
+
+MAYBE_BILLED = (200, 408, 504)
+"""Statuses of failures that the model may have written to: it was broken off, or a proxy timed out."""
+SHOWN_CHARACTERS = 300
+"""Of a response body quoted in a message."""
 
 
 class Meaning(Enum):
@@ -95,3 +115,69 @@ def error_of(body: Any) -> dict[str, Any]:
         body = body[0]
     error = as_dict(body).get("error")
     return {"message": error} if isinstance(error, str) else as_dict(error)
+
+
+def failure(
+    status: int, raw: bytes, response_headers: Mapping[str, str], model: ModelConfig, mask: Mask
+) -> AttemptFailed | Rejection | StopCalls | None:
+    """The exception for an error response; None: a policy refusal, which counts as an answer."""
+    excerpt = mask(" ".join(raw.decode("utf-8", "replace").split()))[:SHOWN_CHARACTERS]
+    message = f"HTTP {status}: {excerpt}"
+    if 300 <= status < 400:
+        # Redirects are not followed, so that the key goes only to the configured address.
+        return EndpointDown(
+            f"{model.name}: the address has moved to {mask(str(response_headers.get('location')))}: set base_url"
+        )
+    try:
+        content = parse(raw)
+    except ReplyError:
+        content = None
+    meaning = classify(status, content)
+    if meaning is Meaning.POLICY:
+        return None
+    if meaning is Meaning.ACCOUNT:
+        return _account_error(status, codes(content), message, model)
+    if meaning is Meaning.OVERLOAD:
+        wait_s = parse_seconds(response_headers.get("retry-after")) or _retry_delay(content)
+        return AttemptFailed(message, limited=status == 429, wait_s=wait_s, billed=status in MAYBE_BILLED)
+    return Rejection(message, certain=meaning is Meaning.REQUEST)
+
+
+def _account_error(status: int, error_codes: set[str], message: str, model: ModelConfig) -> AccountRejected:
+    name = model.name
+    if error_codes & KEY_CODES or status == 401:
+        source = model.key_env or "none: key_env is not set"
+        return KeyRejected(f"{name}: the endpoint rejects the key (from {source}); {message}")
+    if status == 404:
+        return NotFound(f"{name}: no such model or address; {message}")
+    if status == 403:
+        return KeyRejected(
+            f"{name}: the endpoint rejects the key (from {model.key_env}), or the key has no access to this model; {message}"
+        )
+    return AccountRejected(
+        f"{name}: the account has no credit or quota left, or no access to this model; {message}. Calls stop here: fix this with "
+        "the provider and run the same command again"
+    )
+
+
+def _retry_delay(content: Any) -> float | None:
+    # Gemini reports it in the body instead of a header.
+    details = dict_items(error_of(content).get("details"))
+    delays = [detail["retryDelay"] for detail in details if "retryDelay" in detail]
+    return parse_seconds(str(delays[0])) if delays else None
+
+
+def parse_seconds(text: str | None) -> float | None:
+    """Parse a header into seconds: "1.5", "6m0s", "20ms", an HTTP date or an ISO 8601 time; None if invalid."""
+    if not text:
+        return None
+    if re.fullmatch(r"\d+(\.\d+)?", text):
+        return float(text)
+    if re.fullmatch(r"(\d+(\.\d+)?(ms|h|m|s))+", text):
+        units = {"ms": 0.001, "s": 1, "m": 60, "h": 3600}
+        return sum(float(number) * units[unit] for number, unit in re.findall(r"([\d.]+)(ms|h|m|s)", text))
+    try:
+        at = parsedate_to_datetime(text) if "," in text else datetime.fromisoformat(text)
+    except ValueError:
+        return None
+    return max((at - datetime.now(UTC)).total_seconds(), 0.0) if at.tzinfo else None

@@ -10,10 +10,11 @@ import pytest
 from PIL import Image
 
 from data_prep.__main__ import main
-from data_prep.rationales import checks, prompts
+from data_prep.rationales import prompts
 from data_prep.rationales.gain import GainJudge, gains
 from data_prep.rationales.leak import text_leak
-from data_prep.rationales.main import RationaleOptions, write
+from data_prep.rationales.options import RationaleOptions
+from data_prep.rationales.writing import Writing
 from rge.calls.local_server import Answer, Batches, LocalServer, chat
 from rge.calls.model_config import ModelConfig
 from rge.common.errors import UserError
@@ -50,7 +51,11 @@ def test_leak(rationale, target, share):
     ],
 )
 def test_faults(rationale, found):
-    assert checks.faults(rationale, max_words=50) == found
+    assert prompts.faults(rationale, max_words=50) == found
+
+
+def write(options: RationaleOptions) -> dict:
+    return Writing(options).run()
 
 
 def record(name: str, query: dict, positive: dict, instruction: str | None = None) -> Record:
@@ -198,7 +203,7 @@ def test_calls_that_are_all_rejected_replace_no_result(records, tmp_path):
 
 def test_windows_are_in_flight_together(records, tmp_path, monkeypatch):
     """Twenty records in windows of two, by batches: one batch, one wait; and a second process is refused meanwhile."""
-    monkeypatch.setattr("data_prep.rationales.main.WINDOW", 2)
+    monkeypatch.setattr("data_prep.rationales.pairs.WINDOW", 2)
     (line, *_) = records.read_text().splitlines()
     rows = [{**json.loads(line), "id": f"r{number}", "group": f"r{number}"} for number in range(20)]
     for number, row in enumerate(rows):
@@ -292,15 +297,14 @@ def test_gain_by_hand():
 
 def test_gains_of_an_embedder_are_those_of_separate_forwards(records, checkpoint):
     """One forward of prompt and branches equals one forward a rationale; a record's other positives are no rivals."""
-    folder = records.parent
-    rows = [Record.model_validate_json(line) for line in records.read_text().splitlines()]
-    other = record("other", {"text": "what?"}, {"text": "a key", "image": "images/a.png"})
+    folder, rows = records.parent, RecordFile(records)
+    other = record("other", {"text": "what?"}, {"text": "a key", "image": str(folder / "images/a.png")})
     both = Positive(id="also", text="a second right answer")
     first = rows[0].model_copy(update={"positives": [*rows[0].positives, both]})
     pairs = [(first, first.positives[0]), (first, both), (other, other.positives[0])]
     texts = [["A padlock is opened with a key.", "An egg."], [], ["A chick hatches from it."]]
     judge = GainJudge(checkpoint, batch_size=2, temperature=0.05)
-    found = judge.judge(folder, pairs, texts)
+    found = judge.judge(pairs, texts)
     assert [len(gain) for gain in found] == [2, 0, 1]
     encoder = judge.encoder
     targets = encoder.encode(
@@ -374,7 +378,7 @@ def test_whether_a_leak_can_be_measured_is_asked_of_all_records_together(
     pictures_wanted, tmp_path, monkeypatch
 ):
     """Whatever their order: two of the last four have a caption."""
-    monkeypatch.setattr("data_prep.rationales.main.WINDOW", 4)
+    monkeypatch.setattr("data_prep.rationales.pairs.WINDOW", 4)
     records, captions, answers = pictures_wanted
     pq.write_table(pq.read_table(captions).slice(8, 2), captions)
     out = tmp_path / "out.jsonl"
@@ -402,7 +406,7 @@ def test_a_checkpoint_says_how_much_it_knows_and_sees_the_targets(
 ):
     """The model writes "ball" whatever it is asked; a rationale is kept where it knows half of its words."""
     records, captions, answers = pictures_wanted
-    monkeypatch.setattr(GainJudge, "own", lambda self, folder, rows: ["a ball, so"] * len(rows))
+    monkeypatch.setattr(GainJudge, "own", lambda self, rows: ["a ball, so"] * len(rows))
     found = {}
     with LocalServer(answers) as server:
         for least in ("null", "0.4", "0.99"):
@@ -427,10 +431,13 @@ def test_a_checkpoint_says_how_much_it_knows_and_sees_the_targets(
 
 def test_what_the_model_writes_is_what_it_is_measured_by(records, checkpoint):
     judge = GainJudge(checkpoint, batch_size=2)
-    rows = [Record.model_validate_json(line) for line in records.read_text().splitlines()]
-    queries = [Item(row.id, row.query.text, (str(records.parent / "images/a.png"),)) for row in rows]
+    rows = RecordFile(records)
+    queries = [
+        Item(row.id, row.query.text, (str(records.parent / "images/a.png"),))
+        for row in map(rows.__getitem__, range(len(rows)))
+    ]
     written = judge.encoder.encode(queries, side="query", mode="reasoning").rationales
-    assert judge.own(records.parent, rows) == written
+    assert judge.own([rows[place] for place in range(len(rows))]) == written
 
 
 async def several(path, body):
@@ -447,7 +454,7 @@ async def several(path, body):
 def test_the_candidate_that_gains_most_is_taken(records, tmp_path, checkpoint, monkeypatch):
     asked = []
 
-    def judge(self, folder, pairs, candidates):
+    def judge(self, pairs, candidates):
         asked.append([list(texts) for texts in candidates])
         return [
             np.array([0.1 * (text == "Firemen use it.") - 0.05 for text in texts]) for texts in candidates
@@ -504,3 +511,18 @@ def test_the_dry_run_counts_and_asks_nothing(records, tmp_path, capsys):
     main(["rationales", *words, "candidates=3", "dry_run=true", *by_batch])
     assert "at most 0.77." in capsys.readouterr().out
     assert not list(tmp_path.glob("out*"))
+
+
+def test_records_may_leave_out_what_training_fills_in(records, tmp_path):
+    """`rge train` reads records without id, group, source and split, so the result of this command keeps them too."""
+    rows = [json.loads(line) for line in records.read_text().splitlines()[:1]]
+    for row in rows:
+        for name in ("id", "group", "source", "split"):
+            del row[name]
+        del row["positives"][0]["id"]
+    records.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with LocalServer(answer) as server:
+        model = ModelConfig(name="m", base_url=server.url)
+        report = write(RationaleOptions(records=records, out=tmp_path / "out.jsonl", model=model))
+    assert report["records"] == 1
+    assert len(RecordFile(tmp_path / "out.jsonl", need_rationale=True)) == 1

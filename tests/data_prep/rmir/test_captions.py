@@ -10,13 +10,13 @@ import pyarrow.parquet as pq
 import pytest
 from small_runs import config_of, one_family
 
-from data_prep.rationales.main import read_captions
+from data_prep.rationales.pairs import read_captions
 from data_prep.rmir import oracle, prompts
 from data_prep.rmir.config import ConfigError, JudgeSpec, OracleConfig, check
 from data_prep.rmir.main import estimate, run_stages, status
 from data_prep.rmir.pictures.encoders import HashingEncoder
 from data_prep.rmir.results import audit, report
-from data_prep.rmir.run import STAGES, Run, RunError, fingerprint, stages_of
+from data_prep.rmir.run import STAGES, Run, RunError, fingerprints, stages_of
 from data_prep.rmir.wording import SHIPPED
 from rge.calls.local_server import Answer, LocalServer, chat
 from rge.calls.replies import Abstained, BadValue, MissingTag, Refused, Reply
@@ -211,9 +211,9 @@ def test_captions_that_are_all_rejected_leave_their_stage_open(tmp_path):
 def test_off_there_is_no_such_stage(tmp_path):
     config = few_judges(tmp_path / "out", library(tmp_path / "library.csv", 20))
     assert "caption" not in stages_of(config)
-    before = {stage: fingerprint(config, stage) for stage in stages_of(config)}
+    before = fingerprints(config)
     config.caption.max_words = 7
-    assert {stage: fingerprint(config, stage) for stage in stages_of(config)} == before
+    assert fingerprints(config) == before
     run = Run(config, progress=False)
     with pytest.raises(RunError, match="set, for example, caption.model=writer"):
         run_stages(run, ["caption"])
@@ -242,7 +242,7 @@ def test_ones_own_prompt_is_sent(tmp_path):
 
 def test_captions_are_read():
     def read(text: str, stop: str = "stop") -> str:
-        return prompts.read_caption(Reply(text, stop, 1, 1), 6)
+        return prompts.read_caption(Reply(text, stop), 6)
 
     assert read("Well.\n<caption>A red  door\nin a wall.</caption>") == "A red door in a wall."
     with pytest.raises(BadValue, match="<caption> has 7 words, more than 6"):

@@ -285,7 +285,7 @@ BLOCK = """<input_desc>A padlock.</input_desc>
 
 
 def said(text: str, stop: str = "stop") -> Reply:
-    return Reply(text, stop, 1, 1)
+    return Reply(text, stop)
 
 
 def test_generated_blocks():
@@ -414,7 +414,7 @@ def test_the_doubted_image_leaves_the_whole_set(world):
     """`b` is a sure answer to q1, but doubted for q2: it is removed everywhere."""
     kept = stages.keep(world)
     assert (kept["kept"], kept["rejected"], kept["abstained"], kept["doubted"]) == (3, 2, 1, 1)
-    assert [row["id"] for row in world.rows("keep", "doubted", "pool")] == ["b"]
+    assert [row["id"] for row in world.rows("keep", "doubted")] == ["b"]
     assert stages.pool(world) == {"images": 2, "triplets": 2, "kept_but_doubted_elsewhere": 1}
     assert [row["id"] for row in world.rows("pool", "pool")] == ["a", "d"]
 
@@ -508,9 +508,9 @@ def test_names_that_are_one_without_blanks_are_refused(tmp_path):
 def test_a_table_with_another_schema_is_named(world):
     pq.write_table(pa.table({"id": [1]}), world.path("pool", "pool.parquet").parent.parent / "pool.parquet")
     with pytest.raises(frames.TableError, match="expected the schema pool"):
-        frames.read_table(world.out / "pool.parquet", "pool")
+        frames.read_table(world.out / "pool.parquet")
     with pytest.raises(frames.TableError, match="columns .*'id'.* the schema pool"):
-        frames.write_rows(world.out / "x.parquet", "pool", [{"name": "a"}])
+        frames.write_rows(world.out / "pool.parquet", [{"name": "a"}])
 
 
 def test_a_full_disk_is_named(world, monkeypatch):
@@ -519,7 +519,7 @@ def test_a_full_disk_is_named(world, monkeypatch):
 
     monkeypatch.setattr(pq, "write_table", full)
     with pytest.raises(FileError, match="cannot be written: No space left on device"):
-        frames.write_rows(world.out / "x.parquet", "pool", [{"id": "a"}])
+        frames.write_rows(world.out / "pool.parquet", [{"id": "a"}])
 
 
 @contextmanager
@@ -716,7 +716,7 @@ def test_a_call_that_is_never_answered_stays_open_and_the_others_go_on_where_tha
             run_stages(run, STAGES)
             assert run.done("generate")["unanswered"] == 1
             assert run.done("generate")["met"]["unanswered"] == 1
-            partly = len(run.rows("generate", "queries", "generated"))
+            partly = len(run.rows("generate", "queries"))
             assert run.done("split")
             assert "generate" in status(run)
             config.on_unanswered = "wait"
@@ -727,7 +727,7 @@ def test_a_call_that_is_never_answered_stays_open_and_the_others_go_on_where_tha
         with closing(Run(config, progress=False)) as run:
             run_stages(run, STAGES)
             # Not always more: all that it answers may be rejected. The tables are compared below.
-            assert len(run.rows("generate", "queries", "generated")) >= partly
+            assert len(run.rows("generate", "queries")) >= partly
             assert all(
                 not run.done(stage).get("unanswered") for stage in STAGES if stage in stages_of(config)
             )
@@ -824,10 +824,9 @@ def test_killed_no_kept_call_is_repeated_and_no_row_is_lost(tmp_path):
             "an answer that was kept was asked for again"
         )
     assert sum(counted.asked.values()) - needed <= 3 * 16, "at most the calls under way come twice"
-    schemas = {"caption/captions": "captions", "generate/queries": "generated", "filter/valid": "filtered"}
-    for table, schema in {**schemas, "judge/judgements": "judgements"}.items():
-        tables = [frames.read_rows(tmp_path / name / table, schema) for name in ("whole", "killed")]
-        assert tables[0] == tables[1]
+    for table in ("caption/captions", "generate/queries", "filter/valid", "judge/judgements"):
+        tables = [frames.read_table(tmp_path / name / table) for name in ("whole", "killed")]
+        assert tables[0].equals(tables[1])
     records = [(tmp_path / name / "dataset" / "train.jsonl").read_text() for name in ("whole", "killed")]
     assert records[0] == records[1]
 

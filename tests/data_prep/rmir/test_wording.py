@@ -20,7 +20,7 @@ from data_prep.rmir.config import (
     check,
 )
 from data_prep.rmir.main import run_stages
-from data_prep.rmir.run import STAGES, Run, fingerprint
+from data_prep.rmir.run import STAGES, Run, fingerprints
 from data_prep.rmir.wording import SHIPPED, WordingError, wording
 from rge.calls.local_server import LocalServer, chat
 from rge.calls.model_config import ModelConfig
@@ -85,7 +85,7 @@ def test_the_kind_of_reasoning_of_the_docs_is_asked_for(tmp_path):
         check(config)
         run = Run(config, progress=False)
         run_stages(run, STAGES[: STAGES.index("judge") + 1])
-        queries = run.rows("generate", "queries", "generated")
+        queries = run.rows("generate", "queries")
         run.close()
     assert len(seen) == 3
     assert [query["query_id"] for query in queries] == [f"{number}-MATE-1" for number in range(6)]
@@ -104,13 +104,13 @@ def test_the_kind_of_reasoning_of_the_docs_is_asked_for(tmp_path):
 )
 def test_another_wording_redoes_the_stages_that_say_it(tmp_path, name, redone):
     config = config_of(tmp_path, "http://host/v1", caption=CaptionConfig("writer"))
-    before = {stage: fingerprint(config, stage) for stage in STAGES}
+    before = fingerprints(config)
     (tmp_path / "prompts").mkdir()
     (tmp_path / "prompts" / name).write_text(
         (SHIPPED / name).read_text().replace("picture", "photo") + "\nMind this.\n"
     )
     config.prompts = str(tmp_path / "prompts")
-    changed = [stage for stage in STAGES if fingerprint(config, stage) != before[stage]]
+    changed = [stage for stage in STAGES if fingerprints(config)[stage] != before[stage]]
     assert changed == [*redone.split(), "keep", "pool", "split", "audit"]
 
 

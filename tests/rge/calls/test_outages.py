@@ -13,8 +13,7 @@ from rge.calls.failures import AccountRejected, BudgetReached, EndpointDown, Key
 from rge.calls.local_server import Answer, Batches, LocalServer, chat
 from rge.calls.model_config import ModelConfig
 from rge.calls.prices import confirm, fill_prices
-from rge.calls.providers.errors import Meaning, classify
-from rge.calls.providers.transport import parse_seconds
+from rge.calls.providers.errors import Meaning, classify, parse_seconds
 from rge.calls.replies import Refused, Reply, check_complete, read_replies, tag
 from rge.calls.request import Picture, Request
 from rge.calls.store import AnswerStore
@@ -287,7 +286,7 @@ def test_a_dead_endpoint_leaves_its_calls_open_however_often(store):
 )  # fmt: skip
 def test_refusals_are_read_however_they_are_typed(text):
     with pytest.raises(Refused):
-        check_complete(Reply(text, "stop", 1, 1), "x")
+        check_complete(Reply(text, "stop"), "x")
 
 
 # ---------------------------------------------------------------------------------------------------------------- answers

@@ -5,7 +5,7 @@ import resource
 import forked
 import pytest
 
-from rge.common.files import FileError, replacing, write_bytes, write_json, write_text
+from rge.common.files import FileError, relative, replacing, write_bytes, write_json, write_text
 
 
 def test_what_is_written_is_there(tmp_path):
@@ -64,3 +64,16 @@ def test_a_kill_while_writing_leaves_the_old_file(tmp_path):
         program.wait_until((tmp_path / "written").exists)
         program.kill()
     assert (tmp_path / "a").read_text() == "old"
+
+
+def test_a_relative_path_is_found_from_behind_links(tmp_path):
+    """Both the folder and a folder above the file are links to places of another depth."""
+    for real, link in (("deep/er/out", "out"), ("pictures/of/mine", "mine")):
+        (tmp_path / real).mkdir(parents=True)
+        (tmp_path / link).symlink_to(tmp_path / real)
+    (tmp_path / "mine" / "a.png").write_text("a")
+    (tmp_path / "mine" / "linked.png").symlink_to("a.png")
+    for name in ("a.png", "linked.png"):
+        found = relative(tmp_path / "mine" / name, tmp_path / "out")
+        assert found == f"../../../pictures/of/mine/{name}", "the file's own name stays"
+        assert (tmp_path / "out" / found).read_text() == "a"

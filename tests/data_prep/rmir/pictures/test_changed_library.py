@@ -202,7 +202,7 @@ def test_a_finished_run_is_extended_and_asks_only_about_what_is_new(tmp_path):
         config.seed.per_cluster = 3
         run = Run(config, progress=False)
         run_stages(run, STAGES)
-        before = {row["query_id"] for row in run.rows("generate", "queries", "generated")}
+        before = {row["query_id"] for row in run.rows("generate", "queries")}
         images = {row["id"] for row in run.rows("seed", "images")}
         first = set(asked)
         library.write_text("\n".join(lines) + "\n")
@@ -211,7 +211,7 @@ def test_a_finished_run_is_extended_and_asks_only_about_what_is_new(tmp_path):
         config.library.changed = "extend"
         asked.clear()
         run_stages(run, STAGES)
-        after = {row["query_id"] for row in run.rows("generate", "queries", "generated")}
+        after = {row["query_id"] for row in run.rows("generate", "queries")}
         more = {row["id"] for row in run.rows("seed", "images")} - images
         extensions = run.done("seed")["counts"]["extensions"]
         run.close()

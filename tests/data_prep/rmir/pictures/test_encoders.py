@@ -165,9 +165,9 @@ def asked_about(run: Run) -> None:
     """One question about the first picture, as the stages before retrieval write it."""
     name = run.rows("seed", "images")[0]["id"]
     query = {"query_id": "q", "image_id": name, "category": "causal", "query": "?", "target_desc": "an apple"}
-    for stage, table, schema in (("generate", "queries", "generated"), ("filter", "valid", "filtered")):
-        row = {key: query.get(key) for key in SCHEMAS[schema].names}
-        write_rows(run.path(stage, table) / "part-00000.parquet", schema, [row])
+    for stage, table in (("generate", "queries"), ("filter", "valid")):
+        row = {key: query.get(key) for key in SCHEMAS[table].names}
+        write_rows(run.path(stage, table) / "part-00000.parquet", [row])
 
 
 def test_without_captions_the_image_index_alone_finds_candidates(checkpoint, pictures, tmp_path):

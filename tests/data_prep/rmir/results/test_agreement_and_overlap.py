@@ -205,7 +205,6 @@ def test_shares_of_shortcuts():
 def table_of(run, stage, name, schema, rows):
     frames.write_rows(
         run.path(stage, name),
-        schema,
         [{key: row.get(key) for key in frames.SCHEMAS[schema].names} for row in rows],
     )
 
@@ -238,13 +237,11 @@ def finished(tmp_path):
     captions = [image["caption"] for image in images]
     seed_set.save_vectors(run.path("seed", "captions.npy"), HashingEncoder().texts(captions))
     asked = [("q1", "in", "causal", "b thing"), ("q2", "a", "temporal", "e thing")]
-    table_of(run, "generate", "queries/part-00000.parquet", "generated", [
+    table_of(run, "generate", "queries/part-00000.parquet", "queries", [
         {"query_id": name, "image_id": image, "category": category, "query": "a question", "target_desc": target}
         for name, image, category, target in asked
     ])  # fmt: skip
-    table_of(
-        run, "filter", "valid/part-00000.parquet", "filtered", [{"query_id": name} for name, *_ in asked]
-    )
+    table_of(run, "filter", "valid/part-00000.parquet", "valid", [{"query_id": name} for name, *_ in asked])
     found = {
         ("q1", "a"): ([T, T], ["image", "caption"]), ("q1", "b"): ([T, T], ["more"]),
         ("q1", "c"): ([F, F], ["image"]), ("q2", "e"): ([T, T], ["caption"]), ("q2", "d"): ([F, T], ["image"]),
@@ -346,9 +343,7 @@ def test_a_further_index_brings_candidates_of_its_own(finished):
 
 def test_the_input_is_a_candidate_where_one_asks_for_it(finished):
     """For questions that their own picture may answer."""
-    inputs = {
-        query["query_id"]: query["image_id"] for query in finished.rows("generate", "queries", "generated")
-    }
+    inputs = {query["query_id"]: query["image_id"] for query in finished.rows("generate", "queries")}
     for exclude in (True, False):
         finished.config.retrieve.exclude_input = exclude
         stages.retrieve(finished)

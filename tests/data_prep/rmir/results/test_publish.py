@@ -135,7 +135,7 @@ def test_what_two_people_say_against_the_panel_is_done_and_can_be_taken_back(tmp
             report.write(run)
             answers = run.store.num_replies()
             decided = run.rows("keep", "decided")
-            doubted = {row["id"] for row in run.rows("keep", "doubted", "pool")}
+            doubted = {row["id"] for row in run.rows("keep", "doubted")}
     before = sets_of(out)
     kept, rejected = (
         [row for row in decided if row["state"] == state and row["candidate_id"] not in doubted]

@@ -15,7 +15,7 @@ from small_runs import config_of, one_family
 
 from data_prep.__main__ import main
 from data_prep.rationales.leak import MIN_OTHERS, PictureLeak, Shown, caption_leak, embedding_leak
-from data_prep.rationales.main import read_captions
+from data_prep.rationales.pairs import read_captions
 from data_prep.rmir import frames, oracle, prompts, stages
 from data_prep.rmir.config import (
     EncoderConfig,
@@ -26,7 +26,7 @@ from data_prep.rmir.config import (
 from data_prep.rmir.main import run_stages
 from data_prep.rmir.pictures.library import Library, LibraryError
 from data_prep.rmir.results import report
-from data_prep.rmir.run import STAGES, Run, fingerprint
+from data_prep.rmir.run import STAGES, Run, fingerprints
 from data_prep.rmir.wording import wording
 from rge.calls.failures import RequestRejected
 from rge.calls.local_server import Answer, LocalServer, chat
@@ -79,13 +79,13 @@ def test_two_pictures_that_differ_in_their_ending_are_two(tmp_path):
 def test_a_change_redoes_what_reads_it_and_nothing_else(tmp_path, setting, redone):
     config = config_of(tmp_path, tmp_path, "http://host/v1")
     config.caption.model = "writer"
-    before = {stage: fingerprint(config, stage) for stage in STAGES}
+    before = fingerprints(config)
     (*path, last), value = setting[0].split("."), setting[1]
     place = config
     for name in path:
         place = place[name] if isinstance(place, dict) else getattr(place, name)
     setattr(place, last, value)
-    assert [stage for stage in STAGES if fingerprint(config, stage) != before[stage]] == redone.split()
+    assert [stage for stage in STAGES if fingerprints(config)[stage] != before[stage]] == redone.split()
 
 
 # ------------------------------------------------------------------------------------------------------- odd providers
@@ -199,8 +199,8 @@ def test_the_content_policy_is_asked_for_and_its_abstention_is_counted():
     assert policy in with_policy
     assert with_policy.replace(f"{policy}\n\n", "") == without
     with pytest.raises(Declined):
-        prompts.read_generated(Reply("ABSTAIN DUE TO SENSITIVE IMAGE", "stop", 1, 1), "CAUS", 25, 50)
-    prompts.check_generated(Reply("ABSTAIN DUE TO SENSITIVE IMAGE", "stop", 1, 1), ["CAUS"], 25, 50)
+        prompts.read_generated(Reply("ABSTAIN DUE TO SENSITIVE IMAGE", "stop"), "CAUS", 25, 50)
+    prompts.check_generated(Reply("ABSTAIN DUE TO SENSITIVE IMAGE", "stop"), ["CAUS"], 25, 50)
     assert GenerateConfig().content_policy
 
 
@@ -417,9 +417,7 @@ def test_doubted_images_may_leave_the_list_before_tsr(tmp_path):
 
         def table(stage, name, schema, rows, run=run):
             columns = frames.SCHEMAS[schema].names
-            frames.write_rows(
-                run.path(stage, name), schema, [{key: row.get(key) for key in columns} for row in rows]
-            )
+            frames.write_rows(run.path(stage, name), [{key: row.get(key) for key in columns} for row in rows])
 
         names = ("in", "right", "doubted", "wrong")
         ref = str(tmp_path / "a.png")
@@ -430,7 +428,7 @@ def test_doubted_images_may_leave_the_list_before_tsr(tmp_path):
             [{"id": name, "ref": ref, "sha256": "1" * 64} for name in names],
         )
         query = {"query_id": "q", "image_id": "in", "category": "causal", "query": "?", "target_desc": "t"}
-        table("generate", "queries/part-00000.parquet", "generated", [query])
+        table("generate", "queries/part-00000.parquet", "queries", [query])
         votes = {"right": ["true"] * 5, "doubted": ["true"] * 3 + ["false"] * 2, "wrong": ["false"] * 5}
         table("retrieve", "triplets.parquet", "triplets", [
             {"query_id": "q", "candidate_id": name, "position": rank, "image_rank": rank + 1, "found_by": ["image"]}

@@ -41,14 +41,14 @@ def page(tmp_path):
 
     def table(name, schema, rows):
         columns = frames.SCHEMAS[schema].names
-        frames.write_rows(run / name, schema, [{key: row.get(key) for key in columns} for row in rows])
+        frames.write_rows(run / name, [{key: row.get(key) for key in columns} for row in rows])
 
     table("seed/images.parquet", "images", [{"id": name, "ref": f"{LIBRARY}#{name}"} for name in names])
     queries = [
         {"query_id": f"q{n}", "image_id": names[n], "category": "causal", "query": TEXTS[n].encode("utf-8", "replace").decode()}
         for n in range(4)
     ]  # fmt: skip
-    table("generate/queries/part-00000.parquet", "generated", queries)
+    table("generate/queries/part-00000.parquet", "queries", queries)
     states = [maths.KEPT, maths.KEPT, maths.KEPT, maths.REJECTED]
     pairs = [{"query_id": f"q{n}", "candidate_id": names[n + 4], "state": states[n]} for n in range(4)]
     table("keep/decided.parquet", "decided", pairs)

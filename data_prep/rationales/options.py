@@ -1,0 +1,66 @@
+"""Options of ``rge data rationales``."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from data_prep.rationales.prompts import TASKS
+from data_prep.rmir.config import AtLeastOne, EncoderConfig
+from rge.calls.model_config import ModelConfig
+
+SAMPLING_TEMPERATURE = 0.7
+"""Default for several candidates, which would all be the same at 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RationaleOptions:
+    """Have a model that sees query and target write oracle rationales for training records."""
+
+    task: Literal[("auto", *TASKS)] = "auto"  # type: ignore[valid-type]
+    """Task of the prompt; auto: inferred from each record."""
+    leak: Literal["keep", "drop", "rewrite"] = "keep"
+    """What to do with a rationale that copies more than `max_leak` of its target: keep, drop, or rewrite (request it
+    once more, then drop it)."""
+    max_leak: float = 0.5
+    """Highest leak score that passes: the share of the target that a rationale gives away (docs/data_prep.md)."""
+    max_words: AtLeastOne = 50
+    """Maximum words of a rationale; longer ones are left out."""
+    temperature: float | None = None
+    """Sampling temperature; null: 0, or 0.7 if several are written (at 0 they would all be the same)."""
+    candidates: AtLeastOne = 1
+    """Rationales written for each pair."""
+    select: str | None = None
+    """Checkpoint that chooses among the candidates; null: take the first that passes the checks."""
+    min_gain: float | None = None
+    """Minimum gain of a chosen rationale (nats); those with less are left out. null: keep all."""
+    min_knowability: float | None = None
+    """Minimum share of a rationale's words that the checkpoint of `select` writes on its own; those with less are left
+    out. null: keep all."""
+    captions: Path | None = None
+    """Parquet table with id and caption of target pictures, for the leak score; null: ``pictures.parquet`` beside the
+    records, if it exists."""
+    on_unanswered: Literal["wait", "proceed"] = "wait"
+    """What to do if calls are unanswered (outages): wait until the same command has asked them again, or proceed
+    without these pairs."""
+    encoder: EncoderConfig | None = None
+    """Encoder of target pictures, or of their captions, for the leak score (kinds as for ``rge data rmir``); null: the
+    checkpoint of `select`, if there is one."""
+    records: Path
+    """Training records, JSON lines; or a folder of such files."""
+    out: Path
+    """Training records with rationales; a folder if ``records`` is one. Pictures are referenced, not copied."""
+    model: ModelConfig
+    """The writer, with the same settings as a model of ``rge data rmir``; its ``budget`` covers all files."""
+    prices: Path | None = None
+    """Price table (YAML) for a writer without prices in its settings; null: rge/calls/prices.yaml."""
+    dry_run: bool = False
+    """Make no calls; print the number of calls, tokens and the cost."""
+    yes: bool = False
+    """On a terminal, do not ask for confirmation before the first paid call; the estimate is still printed."""
+
+    @property
+    def sampling_temperature(self) -> float:
+        """The temperature that requests are sent with."""
+        if self.temperature is not None:
+            return self.temperature
+        return SAMPLING_TEMPERATURE if self.candidates > 1 else 0.0

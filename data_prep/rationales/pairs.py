@@ -1,0 +1,179 @@
+"""The pairs of query and target to write rationales for, and the files they come from."""
+
+import hashlib
+import os
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+
+import pyarrow.parquet as pq
+
+from data_prep.rationales import prompts
+from data_prep.rationales.options import RationaleOptions
+from rge.calls.request import Picture, Request
+from rge.common.errors import UserError
+from rge.common.images import picture_bytes
+from rge.common.schema import ImageRef, Positive, Record, Target
+from rge.data.sources import RecordFile
+
+WINDOW = 1000
+"""Records whose pictures and rationales are compared with each other."""
+SCORES = ".scores.jsonl"
+"""Ending of the files of scores beside the results."""
+PICTURES = "pictures.parquet"
+"""File beside records of the rmir pipeline: id, caption and origin of each picture."""
+
+
+@dataclass
+class Candidate:
+    """One rationale written for a pair. Scores are None until they are measured, or if they cannot be."""
+
+    text: str | None  # None: the answer had none; the reason is in `faults`
+    faults: list[str]
+    leaks: dict[str, float] | None = None
+    gain: float | None = None
+    knowability: float | None = None
+
+    @property
+    def leak(self) -> float | None:
+        """The highest of the measured leaks."""
+        return max((self.leaks or {}).values(), default=None)
+
+
+@dataclass
+class Pair:
+    """A query and one of its targets, with the rationales written for it."""
+
+    record: Record
+    positive: Positive
+    samples: list[Candidate]
+    own: str | None = None  # the rationale that the checkpoint of `select` itself writes
+
+    @property
+    def known(self) -> str:
+        """Instruction and text of the query."""
+        return f"{self.record.instruction or ''} {self.record.query.text or ''}".strip()
+
+    @property
+    def good(self) -> list[Candidate]:
+        """Candidates that passed the checks."""
+        return [sample for sample in self.samples if sample.text is not None and not sample.faults]
+
+
+Window = list[list[Pair]]
+"""The pairs of each record of a window."""
+
+
+@dataclass
+class Source:
+    """The state of one file of records."""
+
+    records: RecordFile
+    out: Path
+    captions: dict[str, str] = field(default_factory=dict)  # by picture id or path
+    written: list[list[Candidate]] = field(default_factory=list)  # candidates of each pair
+    counts: Counter[str] = field(default_factory=Counter)
+    chosen: list[Candidate] = field(default_factory=list)
+    # (chosen rationale, the checkpoint's own, text of the query, group)
+    beside_own: list[tuple[str, str, str, str]] = field(default_factory=list)
+
+    def windows(self) -> Iterator[Window]:
+        """All pairs, `WINDOW` records at a time."""
+        written = iter(self.written)
+        for start in range(0, len(self.records), WINDOW):
+            batch = [self.records[row] for row in range(start, min(start + WINDOW, len(self.records)))]
+            yield [
+                [Pair(record, target, next(written, [])) for target in record.positives] for record in batch
+            ]
+
+    def pairs(self) -> Iterator[Pair]:
+        """All pairs."""
+        return (pair for window in self.windows() for pair in chain.from_iterable(window))
+
+    def beside(self, ending: str) -> Path:
+        """A file beside the result."""
+        return self.out.with_name(f"{self.out.name}{ending}")
+
+    def caption(self, target: Target) -> str | None:
+        """Caption of a target's picture, looked up by the target's id or the picture's path."""
+        if (caption := self.captions.get(target.id)) is not None or target.image is None:
+            return caption
+        return self.captions.get(os.path.relpath(str(target.image), self.records.path.parent))
+
+
+def sources_of(options: RationaleOptions) -> list[Source]:
+    """The files to process; every record is checked.
+
+    Raises:
+        UserError: there are none, they cannot be read, or the result would overwrite them.
+    """
+    records, out = options.records, options.out
+    if out.resolve() == records.resolve():
+        raise UserError(f"out={out} would overwrite the records")
+    files = {records: out}
+    if records.is_dir():
+        paths = [path for path in sorted(records.glob("*.jsonl")) if not path.name.endswith(SCORES)]
+        files = {path: out / path.name for path in paths}
+    if not files:
+        raise UserError(f"records={records} is a folder without .jsonl files")
+    return [Source(RecordFile(path), target) for path, target in files.items()]
+
+
+def replies_of(options: RationaleOptions) -> Path:
+    """File of all answers."""
+    out = options.out
+    return out / "replies.sqlite" if options.records.is_dir() else out.with_name(f"{out.name}.replies.sqlite")
+
+
+def task_of(pair: Pair, options: RationaleOptions) -> str:
+    """Task of a pair's prompt."""
+    return prompts.task_of(pair.record, pair.positive) if options.task == "auto" else options.task
+
+
+def request_for(
+    pair: Pair, options: RationaleOptions, *, rewrite: bool = False, look: bool = True
+) -> Request:
+    """Ask for a pair's rationale; without ``look``, pictures are not read, so the request has no cache key."""
+    record, positive, model = pair.record, pair.positive, options.model
+
+    def picture(ref: ImageRef) -> Picture:
+        return Picture(ref, hashlib.sha256(picture_bytes(ref)).hexdigest() if look else "", model.max_side_px)
+
+    parts = prompts.parts(
+        record,
+        positive,
+        task_of(pair, options),
+        list(map(picture, record.query.images)),
+        picture(positive.image) if positive.image else None,
+        max_words=options.max_words,
+        rewrite=rewrite,
+    )
+    return Request(
+        model.name,
+        parts,
+        temperature=options.sampling_temperature,
+        max_tokens=max(256, 4 * options.max_words),
+        form="<rationale>your rationale</rationale>",
+        fields=(("rationale", None),),
+    )
+
+
+def read_captions(records: Path, given: Path | None) -> dict[str, str]:
+    """Captions by id, or by path as in the records, from the given table or from the one that the rmir pipeline writes beside its records.
+
+    Raises:
+        UserError: the file is not such a table.
+    """
+    path = given or records.with_name(PICTURES)
+    if given is None and not path.is_file():
+        return {}
+    try:
+        table = pq.read_table(path, columns=["id", "caption"])
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(
+            f"captions={path} is not a Parquet file with columns id and caption: {error}"
+        ) from None
+    rows = zip(table["id"].to_pylist(), table["caption"].to_pylist(), strict=True)
+    return {str(name): caption for name, caption in rows if caption}

@@ -1,0 +1,339 @@
+"""Write, check and choose rationales, and write the records that get one."""
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import asdict, replace
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from data_prep.jsonl import json_line
+from data_prep.rationales import prompts
+from data_prep.rationales.leak import PictureLeak, Shown, bare_text, caption_leak, text_leak
+from data_prep.rationales.options import RationaleOptions
+from data_prep.rationales.pairs import (
+    SCORES,
+    Candidate,
+    Pair,
+    Source,
+    Window,
+    read_captions,
+    replies_of,
+    request_for,
+    sources_of,
+)
+from data_prep.rmir.pictures.encoders import CheckpointEncoder
+from rge.calls.caller import Caller, Outcome
+from rge.calls.failures import RequestRejected
+from rge.calls.replies import ReplyError
+from rge.calls.request import Request
+from rge.calls.store import AnswerStore
+from rge.common.errors import UserError
+from rge.common.files import open_locked, relative, replacing, write_json
+from rge.diagnose.knowability import knowability, measure_knowability
+
+if TYPE_CHECKING:
+    from data_prep.rationales.gain import GainJudge  # imports torch
+
+GAIN_WINDOW = 256
+"""Pairs whose targets share one softmax when gains are measured."""
+
+
+class Writing:
+    """The command at work.
+
+    Raises:
+        UserError: an unreadable file, or a checkpoint or encoder that cannot be used.
+    """
+
+    def __init__(self, options: RationaleOptions):
+        self.options, self.sources = options, sources_of(options)
+        self.judge = None if options.select is None else _judge(options.select, options.min_knowability)
+        self.by_sight = self._leak_encoder()
+        for source in self.sources:
+            source.captions = read_captions(source.records.path, options.captions)
+            if options.leak != "keep" and self.by_sight is None:
+                self._check_measurable(source)
+
+    def _leak_encoder(self) -> PictureLeak | None:
+        if self.options.encoder is not None:
+            return PictureLeak.of(self.options.encoder)
+        if self.judge is not None:
+            return PictureLeak(CheckpointEncoder(self.judge.encoder, self.judge.batch_size), by_picture=True)
+        return None
+
+    def _check_measurable(self, source: Source) -> None:
+        """Raise if no target has a text or a caption to measure leaks by."""
+        if not any(
+            bare_text(pair.record, pair.positive) is not None or source.caption(pair.positive)
+            for pair in source.pairs()
+        ):
+            raise UserError(
+                f"leak={self.options.leak} cannot be measured: the targets of {source.records.path} are pictures without captions. "
+                "Pass captions= (Parquet with id and caption) or encoder="
+            )
+
+    def run(self) -> dict[str, Any]:
+        """Write the records with rationales to ``out``, and a report to ``out`` + ``.report.json``.
+
+        The calls of all files are made together, so that a provider's batches are awaited once.
+
+        Returns:
+            The report; for a folder, the reports by file name.
+
+        Raises:
+            UserError: another process writes there; calls are unanswered, or all are rejected.
+        """
+        options, replies = self.options, replies_of(self.options)
+        with closing(open_locked(replies.with_suffix(".lock"))), closing(AnswerStore(replies)) as store:
+            caller = Caller({options.model.name: options.model}, store, progress=True)
+            self._ask(caller, rewrite=False)
+            self._measure_leaks()
+            if options.leak == "rewrite":
+                self._ask(caller, rewrite=True)
+                self._measure_leaks()
+            reports = {}
+            for source in self.sources:
+                self._finish(source)
+                report = self._report(source) | {"models": [asdict(entry) for entry in store.ledger()]}
+                write_json(source.beside(".report.json"), report)
+                reports[source.out.name] = report
+        return reports if options.records.is_dir() else reports[options.out.name]
+
+    # --------------------------------------------------------------------------------------------------------- asking
+
+    def _ask(self, caller: Caller, *, rewrite: bool) -> None:
+        """Request the candidates of every pair, or rewrites of those that give too much away."""
+        places: list[tuple[list[Candidate], int]] = []
+        lost: list[Outcome] = []
+        for source in self.sources:
+            source.written = source.written or [[] for _ in source.pairs()]
+            wanted = [self._wanted(samples, rewrite) for samples in source.written]
+            source.counts["rewritten" if rewrite else "asked"] = sum(map(len, wanted))
+
+        def requests() -> Iterator[Request]:
+            for pair in chain.from_iterable(source.pairs() for source in self.sources):
+                if wanted := self._wanted(pair.samples, rewrite):
+                    request = request_for(pair, self.options, rewrite=rewrite)
+                    places.extend((pair.samples, sample) for sample in wanted)
+                    yield from (replace(request, sample=sample) for sample in wanted)
+
+        def take(position: int, outcome: Outcome) -> None:
+            samples, sample = places[position]
+            if outcome.unanswered or outcome.rejected:
+                lost.append(outcome)
+            samples += [Candidate(None, [])] * (sample + 1 - len(samples))
+            samples[sample] = self._read(outcome)
+
+        total = None if rewrite else sum(source.counts["asked"] for source in self.sources)
+        caller.run(requests(), take, read=prompts.read, title="rationales", total=total)
+        self._check_answered(lost, len(places))
+        if not rewrite and lost and len(lost) == len(places) and all(outcome.rejected for outcome in lost):
+            caller.store.forget_rejections(outcome.key for outcome in lost)
+            raise RequestRejected(
+                f"all {len(lost)} calls were rejected, such as: {lost[0].error}. Nothing was written; change the model's "
+                "settings and run the same command again"
+            )
+
+    def _check_answered(self, lost: Sequence[Outcome], num_calls: int) -> None:
+        unanswered = [outcome for outcome in lost if outcome.unanswered]
+        if unanswered:
+            message = (
+                f"{len(unanswered)} of {num_calls} calls are unanswered, such as: {unanswered[0].error}. The other answers are "
+                "stored; run the same command again to repeat only these calls"
+            )
+            if self.options.on_unanswered == "wait":
+                raise UserError(f"{message}. on_unanswered=proceed continues without them")
+            print(message, file=sys.stderr)
+
+    def _wanted(self, written: Sequence[Candidate], rewrite: bool) -> list[int]:
+        """Numbers of a pair's candidates to write or rewrite."""
+        if not rewrite:
+            return list(range(self.options.candidates))
+        return [sample for sample, candidate in enumerate(written) if self._leaky(candidate)]
+
+    def _leaky(self, candidate: Candidate) -> bool:
+        return candidate.leak is not None and candidate.leak > self.options.max_leak
+
+    def _read(self, outcome: Outcome) -> Candidate:
+        try:
+            text = prompts.read(outcome.answer())
+        except ReplyError as error:
+            return Candidate(None, [error.kind])
+        return Candidate(text, prompts.faults(text, max_words=self.options.max_words))
+
+    # ------------------------------------------------------------------------------------------------------ measuring
+
+    def _measure_leaks(self) -> None:
+        """Measure leaks of the candidates that have none yet, comparing the pictures of one window of records."""
+        for source in self.sources:
+            for window in source.windows():
+                pairs = list(chain.from_iterable(window))
+                new = [
+                    (pair, candidate)
+                    for pair in pairs
+                    for candidate in pair.samples
+                    if candidate.text is not None and candidate.leaks is None
+                ]
+                for pair, candidate in new:
+                    candidate.leaks = _leaks_of_words(source, pair, candidate.text or "")
+                if new and self.by_sight is not None:
+                    _measure_by_sight(source, pairs, new, self.by_sight)
+
+    def _weigh(self, judge: "GainJudge", window: Window) -> None:
+        """Measure gain and knowability of all candidates that passed the checks."""
+        written: Sequence[str | None] = judge.own([pairs[0].record for pairs in window]) or [None] * len(
+            window
+        )
+        for pairs, own in zip(window, written, strict=True):
+            for pair in pairs:
+                pair.own = own
+        pairs = list(chain.from_iterable(window))
+        for start in range(0, len(pairs), GAIN_WINDOW):
+            batch = pairs[start : start + GAIN_WINDOW]
+            asked = [(pair.record, pair.positive) for pair in batch]
+            texts = [[candidate.text or "" for candidate in pair.good] for pair in batch]
+            for pair, gain_K in zip(batch, judge.judge(asked, texts), strict=True):
+                for candidate, gain in zip(pair.good, gain_K, strict=True):
+                    candidate.gain = float(gain)
+                    if pair.own is not None:
+                        candidate.knowability = knowability(candidate.text or "", pair.own, pair.known)
+
+    # ------------------------------------------------------------------------------------------------------- choosing
+
+    def _finish(self, source: Source) -> None:
+        """Choose among the candidates, and write the result and the scores."""
+        for candidate in chain.from_iterable(source.written):
+            if self.options.leak != "keep" and self._leaky(candidate):
+                candidate.faults.append("leak")
+            source.counts.update(f"dropped: {fault}" for fault in candidate.faults)
+        with replacing(source.out) as out, replacing(source.beside(SCORES)) as beside:
+            with out.open("w", encoding="utf-8") as records, beside.open("w", encoding="utf-8") as scores:
+                for window in source.windows():
+                    if self.judge is not None:
+                        self._weigh(self.judge, window)
+                    for pairs in window:
+                        chosen = [self._choose(source, pair) for pair in pairs]
+                        for pair, best in zip(pairs, chosen, strict=True):
+                            scores.writelines(_score_lines(pair, best))
+                        records.write(_record_line(source, pairs, chosen))
+
+    def _choose(self, source: Source, pair: Pair) -> Candidate | None:
+        """The candidate with the highest gain among those that pass; the first of equals."""
+        good, least, counts = pair.good, self.options.min_knowability, source.counts
+        if not good:
+            return None
+        if least is not None:
+            # None: it says nothing beyond the query, hence nothing that the model could not know.
+            known = [sample for sample in good if sample.knowability is None or sample.knowability >= least]
+            counts["below min_knowability"] += len(good) - len(known)
+            if not known:
+                counts["dropped: knowability"] += 1
+                return None
+            good = known
+        best = max(good, key=lambda candidate: candidate.gain or 0.0)
+        counts["not chosen"] += len(good) - 1
+        if self.options.min_gain is not None and (best.gain or 0.0) < self.options.min_gain:
+            counts["dropped: gain"] += 1
+            return None
+        source.chosen.append(best)
+        if pair.own is not None:
+            source.beside_own.append((best.text or "", pair.own, pair.known, pair.record.group))
+        return best
+
+    def _report(self, source: Source) -> dict[str, Any]:
+        chosen = source.chosen
+        leaks = [candidate.leak for candidate in chosen if candidate.leak is not None]
+        report: dict[str, Any] = {
+            "records": 0,
+            "records without a rationale": 0,
+            **source.counts,
+            "kept": len(chosen),
+            "leak_mean": _mean(leaks),
+            "leak_above_limit": sum(leak > self.options.max_leak for leak in leaks),
+            "leak_not_measured": len(chosen) - len(leaks),
+        }
+        if self.by_sight is not None:
+            report["leak_encoder"] = self.by_sight.name
+        if self.judge is not None:
+            report["select"] = self.options.select
+            report["gain_mean"] = _mean([best.gain for best in chosen if best.gain is not None])
+            beside = source.beside_own
+            report["knowability"] = measure_knowability(*zip(*beside, strict=True)) if beside else None
+        return report
+
+
+def _judge(checkpoint: str, min_knowability: float | None) -> "GainJudge":
+    from data_prep.rationales.gain import GainJudge
+
+    judge = GainJudge(checkpoint)
+    if min_knowability is not None and judge.encoder.query_mode == "direct":
+        raise UserError(
+            f"min_knowability: {checkpoint} writes no rationales for queries; give another select, or none"
+        )
+    return judge
+
+
+def _leaks_of_words(source: Source, pair: Pair, rationale: str) -> dict[str, float]:
+    record, positive = pair.record, pair.positive
+    leaks = {"text": text_leak(rationale, bare_text(record, positive))}
+    if positive.image:
+        leaks["caption"] = caption_leak(rationale, source.caption(positive), pair.known)
+    return {name: leak for name, leak in leaks.items() if leak is not None}
+
+
+def _measure_by_sight(
+    source: Source, pairs: Sequence[Pair], new: Sequence[tuple[Pair, Candidate]], by_sight: PictureLeak
+) -> None:
+    shown = {
+        target.id: Shown(str(target.image), source.caption(target))
+        for pair in pairs
+        for target in (*pair.record.positives, *pair.record.negatives)
+        if target.image is not None
+    }
+    asked = [(pair.positive.id, candidate.text or "", pair.known) for pair, candidate in new]
+    for (_, candidate), leak in zip(new, by_sight.scores(shown, asked), strict=True):
+        if leak is not None:
+            candidate.leaks = {**(candidate.leaks or {}), "picture": leak}
+
+
+def _score_lines(pair: Pair, best: Candidate | None) -> Iterator[str]:
+    for sample, candidate in enumerate(pair.samples):
+        row = {
+            "record": pair.record.id,
+            "target": pair.positive.id,
+            "sample": sample,
+            "chosen": candidate is best,
+            "faults": candidate.faults,
+            "rationale": candidate.text,
+            **{f"leak_{name}": round(leak, 4) for name, leak in (candidate.leaks or {}).items()},
+            "gain": candidate.gain,
+            "knowability": candidate.knowability,
+        }
+        yield f"{json.dumps(row, ensure_ascii=False)}\n"
+
+
+def _record_line(source: Source, pairs: Sequence[Pair], chosen: Sequence[Candidate | None]) -> str:
+    """The record with the targets that have a rationale; "" if none has."""
+    kept = [
+        pair.positive.model_copy(update={"rationale": best.text})
+        for pair, best in zip(pairs, chosen, strict=True)
+        if best is not None
+    ]
+    if not kept:
+        source.counts["records without a rationale"] += 1
+        return ""
+    source.counts["records"] += 1
+    record = pairs[0].record.model_copy(update={"positives": kept})
+    row = record.model_dump(exclude_none=True, exclude_defaults=True)
+    for part in (*row["positives"], *row.get("negatives", ())):
+        if "image" in part:
+            part["image"] = relative(part["image"], source.out.parent)
+    if "images" in row["query"]:
+        row["query"]["images"] = [relative(image, source.out.parent) for image in row["query"]["images"]]
+    return json_line(row)
+
+
+def _mean(values: list[float]) -> float:
+    return round(sum(values) / len(values), 4) if values else 0.0

@@ -73,7 +73,7 @@ class Adapter:
     target: str | Callable[..., Embeds]
     """Called with `Facts` and the keywords of `load_model`; ``module:function`` is imported on use."""
 
-    def load(self, facts: Facts, *, as_released: bool, **options: Any) -> Embeds:
+    def load(self, facts: Facts, *, as_released: bool = False, **options: Any) -> Embeds:
         """Load a model of this family."""
         target = self.target
         if as_released:

@@ -29,7 +29,7 @@ COMMANDS = {
     "fetch": ("eval.commands.fetch", "FetchOptions", "fetch"),
     "check": ("eval.commands.check", "CheckOptions", "check"),
     "audit": ("eval.commands.audit", "AuditOptions", "audit_command"),
-    "report": ("eval.commands.report", "ReportOptions", "report"),
+    "report": ("eval.pages.report", "ReportOptions", "report"),
     "export": ("eval.commands.export", "ExportOptions", "export"),
     "import folder": ("eval.benchmarks.folder.importer", "FolderOptions", "import_folder"),
 }

@@ -20,7 +20,7 @@ from eval.benchmarks.registry import BENCHMARKS
 from rge.common.options import keys
 from rge.config import CheckOptions, Recipe
 from rge.diagnose.__main__ import DIAGNOSES
-from rge.explore.options import ExploreOptions
+from rge.explore.__main__ import ExploreOptions
 from rge.identity.compare_runs import CompareRunsOptions
 from rge.index.options import EmbedOptions, IndexOptions, SearchOptions
 from rge.plan.options import PlanOptions

@@ -74,23 +74,18 @@ class _Seen:
         return self.queries | self.targets
 
 
-WORDS = {
+COUNTED = {
     "query_images": "query pictures are in the training files",
+    "candidate_images": None,
     "positive_images": "right answers' pictures are targets in the training files",
     "query_pairs": "queries (picture and text) are training queries",
     "answer_pairs": "queries have a picture and a right answer that training paired",
 }
-"""Text of the warning for each count."""
-COUNTED = ("query_images", "candidate_images", "positive_images", "query_pairs", "answer_pairs")
-"""Keys of the counts."""
+"""Keys of the counts, and what a count above zero warns of."""
 
 
 def audit_command(options: AuditOptions) -> Any:
-    """Audit a set or evaluations, and print what was found.
-
-    Raises:
-        UserError: neither or both of train= and evals= are given, or a file cannot be read.
-    """
+    """Audit a set or evaluations, and print what was found."""
     if bool(options.evals) == bool(options.train):
         raise UserError("give either set=DIR train=FILE,... or evals=DIR,...")
     if options.evals:
@@ -163,9 +158,6 @@ def audit_training(wanted: RetrievalSet, files: Sequence[Path]) -> Audit:
     """Count pictures and pairs of a set that also occur in training files.
 
     ``files``: training records, see `rge.common.schema.Record`; other JSON lines are ignored.
-
-    Raises:
-        UserError: a file cannot be read.
     """
     seen = _seen(tuple(map(_stamp, files)))
     flags_of: dict[str, list[bool]] = {key: [] for key in COUNTED}
@@ -183,8 +175,8 @@ def audit_training(wanted: RetrievalSet, files: Sequence[Path]) -> Audit:
     counts = {key: {"shared": sum(flags), "of": len(flags)} for key, flags in flags_of.items()}
     warnings = [
         f"{WARN}: {counts[key]['shared']} of {counts[key]['of']} {text}; figures on them measure memory"
-        for key, text in WORDS.items()
-        if counts[key]["shared"]
+        for key, text in COUNTED.items()
+        if text is not None and counts[key]["shared"]
     ]
     return Audit({"train": list(map(str, files)), "num_records": seen.num_records, **counts}, warnings)
 

@@ -7,7 +7,7 @@ Needs the extra ``baselines`` (bm25s). Candidates that share no word with the qu
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -40,11 +40,7 @@ class Bm25Options(RewriteOptions, MeasureOptions):
 
 
 def bm25(options: Bm25Options) -> Path:
-    """Rank, score and write, as `eval.commands.run` does for an embedder.
-
-    Raises:
-        UserError: bm25s is not installed, no candidate has text, or an option is invalid.
-    """
+    """Rank, score and write, as `eval.commands.run` does for an embedder."""
     if is_suite(options.set):
         options.protocol()
         cache = options.cache or options.out / ".cache"
@@ -78,12 +74,11 @@ def bm25(options: Bm25Options) -> Path:
 
 
 def rank(wanted: RetrievalSet, options: Bm25Options) -> Ranking:
-    """Rank the candidates that share a word with each query, best first, equal scores by id, with all ties of the last rank.
-
-    Raises:
-        UserError: see `bm25`.
-    """
-    library = _library()
+    """Rank the candidates that share a word with each query, best first, equal scores by id, with all ties of the last rank."""
+    try:
+        import bm25s
+    except ImportError:
+        raise UserError("BM25 needs bm25s: pip install -e '.[baselines]', or pip install bm25s") from None
     texts = [""] * len(wanted.corpus_ids)
     for row, item in zip(wanted.file_order_C.tolist(), wanted.corpus_items(), strict=True):
         texts[row] = item.text or ""
@@ -92,9 +87,9 @@ def rank(wanted: RetrievalSet, options: Bm25Options) -> Ranking:
     stopwords = None if options.stopwords == "null" else options.stopwords
 
     def words(parts: list[str]) -> list[list[str]]:
-        return library.tokenize(parts, stopwords=stopwords, return_ids=False, show_progress=False)
+        return bm25s.tokenize(parts, stopwords=stopwords, return_ids=False, show_progress=False)
 
-    index = library.BM25(k1=options.k1, b=options.b, method=options.method)
+    index = bm25s.BM25(k1=options.k1, b=options.b, method=options.method)
     index.index(words(texts), show_progress=False)
     rankings = []
     queries = words([query.text or "" for query in wanted.queries])
@@ -110,11 +105,3 @@ def rank(wanted: RetrievalSet, options: Bm25Options) -> Ranking:
         rows = rows[score_C[rows] >= last]
         rankings.append((query, rows, score_C[rows]))
     return Ranking(*stack_rankings(len(queries), rankings), options.depth)
-
-
-def _library() -> Any:
-    try:
-        import bm25s
-    except ImportError:
-        raise UserError("BM25 needs bm25s: pip install -e '.[baselines]', or pip install bm25s") from None
-    return bm25s

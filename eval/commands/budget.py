@@ -2,37 +2,28 @@
 
     rge eval budget checkpoint=DIR set=DIR out=DIR [k=8] [gate=0.25,0.5]
 
-Each point gets an evaluation directory under ``out``, which `compare` and `report` accept like those of ``run``;
-``budget.json``, ``budget.svg`` and the page plot accuracy against generated tokens and against milliseconds.
-
-``direct``, ``reasoning``    no rationale, one greedy rationale
-``mean-K``, ``max-K``        K sampled rationales: mean of the embeddings, or each candidate's best score
-``gate-P``                   only the P per cent of queries with the smallest margin between their top two candidates in
-                             direct mode reason. With gate_from= the direction and the threshold are learned on another set
-``adaptive``, ``always``     for a checkpoint that writes nothing for some queries: as it decides, and forced to write;
-                             compared with the same number of randomly chosen queries
-``auto-P``                   for a checkpoint trained to decide: `mode=auto` with `generation.direct_above` P
-``*-both``                   candidates reason too
-
-Embeddings are cached by the seed of their rationale, so a larger k samples only new ones. On a suite every point is measured
-for every member and joined as in `eval.benchmarks.suite`: accuracy, gains and costs are means over members, and a gate
-applies its share to each member's queries. `eval.commands.rerank` accepts any of these directories.
+Each point (docs/evaluation.md lists them) gets an evaluation directory under ``out``, which `compare`, `report` and `rerank`
+accept like those of ``run``; ``budget.json``, ``budget.svg`` and the page plot accuracy against generated tokens and against
+milliseconds. Embeddings are cached by the seed of their rationale, so a larger k samples only new ones. On a suite every point
+is measured for every member and joined as in `eval.benchmarks.suite`: accuracy, gains and costs are means over members, and a
+gate applies its share to each member's queries.
 """
 
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import pandas as pd
+from pydantic import Field
 
 from eval.benchmarks.suite import aggregate, in_all, is_suite, load_suite, loaded_once, mean_over
-from eval.commands.run import Condition, RunOptions, Session, start
+from eval.commands.run import Condition, RunOptions, Session, start, write_page
 from eval.embedding.fill_cache import Embeds
 from eval.embedding.identity import versions
 from eval.embedding.set_embeddings import Embeddings
@@ -50,31 +41,36 @@ from rge.common.options import one_of
 from rge.common.schema import Encoded
 from rge.stats.intervals import OF_DIFFERENCES, Bootstrap, figures, in_words, index_of
 
-PLOT, PAGE, TABLE = "budget.svg", "report.html", "budget"
+PLOT, TABLE = "budget.svg", "budget"
 FUSIONS = ("mean", "max")
 GATED = "direct to reasoning, gated"
 DECIDED = "direct to reasoning, decided by the model"
+SETTINGS = (
+    "k", "draw_temperature", "fuse", "gate", "gate_from", "margin", "auto", "both_sides", "batch_size", "seed",
+)  # fmt: skip
+"""Options that budget.json records."""
+Share = Annotated[float, Field(gt=0, lt=1)]
 
 
 @dataclass(kw_only=True)
 class BudgetOptions(RunOptions):
     """Evaluate a checkpoint in all modes: accuracy against tokens and time."""
 
-    k: int = 8
+    k: Annotated[int, Field(ge=0)] = 8
     """Rationales sampled per query, for fusion; 0: none."""
-    draw_temperature: float = 0.7
+    draw_temperature: Annotated[float, Field(gt=0)] = 0.7
     """Temperature of these samples."""
     fuse: tuple[str, ...] = FUSIONS
     """How to fuse: mean of embeddings and/or max of scores."""
-    gate: tuple[float, ...] = ()
+    gate: tuple[Share, ...] = ()
     """Shares of queries that reason (those with the smallest margins), such as 0.25,0.5."""
     gate_from: Path | None = None
     """Evaluations of this checkpoint in both modes on another set, by `run query_mode=reasoning,direct` or `budget`.
     From these the gate learns whether queries with small or with large margins should reason, and the thresholds; if it
     learns nothing, there is no gate. null: small margins, with thresholds from this set, which only describes it."""
-    margin: tuple[float, ...] = ()
+    margin: tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], ...] = ()
     """Margins below which a query reasons, if a threshold is known, from another set for example."""
-    auto: tuple[float, ...] = (0.02, 0.1, 0.25, 0.5, 0.75, 0.9, 0.98)
+    auto: tuple[Share, ...] = (0.02, 0.1, 0.25, 0.5, 0.75, 0.9, 0.98)
     """For a checkpoint that decides for itself (docs/modes.md): thresholds on the probability of `<emb>` as the first
     token, from which on it writes no rationale; each is a point of a curve."""
     both_sides: bool = False
@@ -85,19 +81,14 @@ class BudgetOptions(RunOptions):
 
 @dataclass(frozen=True)
 class Point:
-    """One point of the accuracy-cost plot.
-
-    Attributes:
-        at: position on its curve: k or share.
-        about: further content for results.json.
-    """
+    """One point of the accuracy-cost plot."""
 
     name: str
     curve: str
-    at: float
+    at: float  # position on its curve: k or share
     ranking: Ranking
     encoded: Encoded
-    about: Mapping[str, Any] = field(default_factory=dict)
+    about: Mapping[str, Any] = field(default_factory=dict)  # further content for results.json
 
     @property
     def mode(self) -> Mode:
@@ -106,10 +97,7 @@ class Point:
 
 
 def budget(options: BudgetOptions, load: Callable[..., Embeds] | None = None) -> Path:
-    """Evaluate all points, print the table, write curves and page; returns ``out``.
-
-    ``load``: as in `eval.commands.run.run`.
-    """
+    """Evaluate all points, print the table, write curves and page; returns ``out``. ``load``: see `eval.commands.run.run`."""
     _check(options)
     metric = options.metric or options.protocol().headline[0]
     suite = is_suite(options.set)
@@ -130,19 +118,8 @@ def budget(options: BudgetOptions, load: Callable[..., Embeds] | None = None) ->
     write_text(options.out / BUDGET, text + "\n")
     write_text(options.out / PLOT, as_file(content))
     write_tables(options.out / TABLE, pd.json_normalize(rows, sep=" "), formatted)
-    if options.report:
-        print(f"\n{_page(options.out, content, suite=suite)}")
+    write_page(options, [options.out], page="leaderboard" if suite else "set", metric=metric)
     return options.out
-
-
-def _page(out: Path, content: Mapping[str, Any], *, suite: bool) -> Path:
-    if suite:
-        from eval.pages.boards.leaderboard import write_leaderboard
-
-        return write_leaderboard([str(out)], out / PAGE)
-    from eval.pages.report import write_report
-
-    return write_report([out / name for name in BASES], out / PAGE, metric=content["metric"], budget=content)
 
 
 def _of_suite(
@@ -178,10 +155,11 @@ def _of_set(options: BudgetOptions, metric: str, load: Callable[..., Embeds]) ->
         )
     drawn = session.embeddings.asking(temperature=options.draw_temperature)
     seeds = range(options.seed, options.seed + options.k)
-    _embed(options, session.embeddings, drawn, seeds)
+    _fill_caches(options, session.embeddings, drawn, seeds)
     process_group, base = session.embeddings.process_group, None
     if process_group.is_first:
-        base = _base(session, options.candidate_mode)
+        encoded: dict[Mode, Encoded] = {mode: session.embeddings.queries(mode, "both") for mode in BASES}
+        base = _Base(session, session.embeddings.candidates(options.candidate_mode), encoded)
     decides = process_group.once(lambda: base is not None and _decides(base.encoded["reasoning"]))
     always = _always_writing(session.embeddings) if decides else None
     if base is None:
@@ -203,8 +181,10 @@ def _of_set(options: BudgetOptions, metric: str, load: Callable[..., Embeds]) ->
     return rows
 
 
-def _embed(options: BudgetOptions, embeddings: Embeddings, drawn: Embeddings, seeds: Sequence[int]) -> None:
-    """Fill all caches that the points need, shared among the processes."""
+def _fill_caches(
+    options: BudgetOptions, embeddings: Embeddings, drawn: Embeddings, seeds: Sequence[int]
+) -> None:
+    """Embed everything that the points need, shared among the processes."""
     embeddings.fill_candidates(options.candidate_mode)
     if options.both_sides:
         embeddings.fill_candidates("reasoning")
@@ -215,11 +195,7 @@ def _embed(options: BudgetOptions, embeddings: Embeddings, drawn: Embeddings, se
 
 
 def _learned(directory: Path, session: Session, metric: str, shares: Sequence[float]) -> dict[float, Gate]:
-    """Learn a gate for each share from evaluations on another set; empty if the direction is not significant.
-
-    Raises:
-        UserError: the evaluations are missing, of another checkpoint, or of the same set.
-    """
+    """Learn a gate for each share from evaluations on another set; empty if the direction is not significant."""
     paths = [path if (path := directory / mode).is_dir() else directory / f"{mode}-both" for mode in BASES]
     for path in paths:
         results = read_results(path)
@@ -271,18 +247,8 @@ def _check(options: BudgetOptions) -> None:
         raise UserError(
             "budget sets the query mode and modality itself: leave out query_mode= and query_modality="
         )
-    if options.k < 0:
-        raise UserError(f"k must be at least 0, got {options.k}")
-    if options.k and options.draw_temperature <= 0:
-        raise UserError(
-            f"draw_temperature must be above 0, got {options.draw_temperature:g}: greedy rationales would all be the same"
-        )
     one_of("fuse", options.fuse, FUSIONS)
     options.check_model()
-    for key, most in (("gate", 1.0), ("margin", np.inf), ("auto", 1.0)):
-        for value in getattr(options, key):
-            if not 0 < value < most:
-                raise UserError(f"{key}={value:g} must be between 0 and {most:g}")
 
 
 def _decides(reasoned: Encoded) -> bool:
@@ -310,7 +276,13 @@ class _Base:
     session: Session
     candidate_CD: np.ndarray
     encoded: dict[Mode, Encoded]
-    ranked: dict[Mode, Ranking]
+
+    @cached_property
+    def ranked(self) -> dict[Mode, Ranking]:
+        return {mode: self.rank(encoded) for mode, encoded in self.encoded.items()}
+
+    def rank(self, encoded: Encoded) -> Ranking:
+        return self.session.rank(encoded.embeddings, self.candidate_CD)
 
     def gated(self, name: str, curve: str, reason_Q: np.ndarray, about: Mapping[str, Any]) -> Point:
         """The point at which the queries in `reason_Q` reason."""
@@ -318,13 +290,6 @@ class _Base:
         ranking = choose(reason_Q, self.ranked["reasoning"], self.ranked["direct"])
         chosen = gated(reason_Q, self.encoded["reasoning"], self.encoded["direct"])
         return Point(name, curve, share, ranking, chosen, {"gate": {**about, "share": share}})
-
-
-def _base(session: Session, candidate_mode: Mode) -> _Base:
-    candidate_CD = session.embeddings.candidates(candidate_mode)
-    encoded = {mode: session.embeddings.queries(mode, "both") for mode in BASES}
-    ranked = {mode: session.rank(queries.embeddings, candidate_CD) for mode, queries in encoded.items()}
-    return _Base(session, candidate_CD, encoded, ranked)
 
 
 def _fused(base: _Base, options: BudgetOptions, drawn: Embeddings, seeds: Sequence[int]) -> Iterator[Point]:
@@ -336,10 +301,9 @@ def _fused(base: _Base, options: BudgetOptions, drawn: Embeddings, seeds: Sequen
         fused = together(samples, mean_embedding([sample.embeddings for sample in samples]))
         about = {"k": number, "draw_temperature": options.draw_temperature}
         if "mean" in options.fuse:
-            ranking = base.session.rank(fused.embeddings, base.candidate_CD)
-            yield Point(f"mean-{number}", "mean of k", number, ranking, fused, about)
+            yield Point(f"mean-{number}", "mean of k", number, base.rank(fused), fused, about)
         if "max" in options.fuse:
-            rankings.append(base.session.rank(samples[-1].embeddings, base.candidate_CD))
+            rankings.append(base.rank(samples[-1]))
             yield Point(f"max-{number}", "max of k", number, max_score(rankings), fused, about)
 
 
@@ -359,9 +323,8 @@ def _gated(base: _Base, options: BudgetOptions, metric: str) -> Iterator[Point]:
 
 def _decided(base: _Base, always: Embeddings) -> Iterator[Point]:
     """A model that writes nothing for some queries: forced to write, and as it decides."""
-    written = always.queries("reasoning", "both")
-    yield Point("always", DECIDED, 1, base.session.rank(written.embeddings, base.candidate_CD), written)
-    reasoned = base.encoded["reasoning"]
+    written, reasoned = always.queries("reasoning", "both"), base.encoded["reasoning"]
+    yield Point("always", DECIDED, 1, base.rank(written), written)
     share = float((reasoned.num_rationale_tokens > 0).mean())
     about = {"gate": {"decided_by": "the model", "share": share}}
     yield Point("adaptive", DECIDED, share, base.ranked["reasoning"], reasoned, about)
@@ -384,12 +347,11 @@ def _thresholds(base: _Base, above: Sequence[float]) -> Iterator[Point]:
 
 def _both_sides(base: _Base) -> Iterator[Point]:
     embeddings = base.session.embeddings
-    reasoned_CD = embeddings.candidates("reasoning")
     costs = read_costs(embeddings.fill_candidates("reasoning"))
+    reasoned = replace(base, candidate_CD=embeddings.candidates("reasoning"))
     for mode, encoded in base.encoded.items():
         about = {"candidate_mode": "reasoning", "a_candidate_costs": costs}
-        ranking = base.session.rank(encoded.embeddings, reasoned_CD)
-        yield Point(f"{mode}-both", "candidates reason too", 1, ranking, encoded, about)
+        yield Point(f"{mode}-both", "candidates reason too", 1, reasoned.rank(encoded), encoded, about)
 
 
 def _write(
@@ -462,9 +424,6 @@ def _means(parts: Sequence[Mapping[str, Any]], keys: Iterable[str]) -> dict[str,
 
 
 def _content(options: BudgetOptions, metric: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    keys = (
-        "k", "draw_temperature", "fuse", "gate", "gate_from", "margin", "auto", "both_sides", "batch_size", "seed",
-    )  # fmt: skip
     results = read_results(options.out / BASES[0])
     about = results["set"]
     return {
@@ -473,7 +432,7 @@ def _content(options: BudgetOptions, metric: str, rows: Sequence[Mapping[str, An
         "checkpoint_hash": results["checkpoint_hash"],
         "format": FORMAT,
         "metric": metric,
-        "settings": {key: getattr(options, key) for key in keys},
+        "settings": {key: getattr(options, key) for key in SETTINGS},
         "costs": f"means over {'members' if results.get('suite') else 'queries'}: tokens generated; milliseconds of a batch divided by its rows, search not counted",
         "points": list(rows),
         "versions": versions(),

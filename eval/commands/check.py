@@ -35,33 +35,15 @@ class CheckOptions(PluginOptions):
     """Retrieval set directory, or a suite of them."""
 
 
-@dataclass(frozen=True)
-class Checked:
-    """The set with its content hash, a summary, and caveats for readers of its figures."""
-
-    wanted: RetrievalSet
-    lines: list[str]
-    caveats: list[str]
+def check(options: CheckOptions) -> None:
+    """Check and print a set, or each member of a suite; a SetError lists all violations and unreadable pictures."""
+    for name in load_suite(options.set).members if is_suite(options.set) else [""]:
+        lines, caveats = check_set(options.set / name)
+        print("\n".join([*lines, *(f"caveat: {line}" for line in caveats)]), flush=True)
 
 
-def check(options: CheckOptions) -> list[Checked]:
-    """Check and print a set, or each member of a suite.
-
-    Raises:
-        SetError: the set violates the format, or pictures cannot be opened; all are listed.
-    """
-    paths = [options.set]
-    if is_suite(options.set):
-        paths = [options.set / name for name in load_suite(options.set).members]
-    out = []
-    for path in paths:
-        out.append(check_set(path))
-        print("\n".join([*out[-1].lines, *(f"caveat: {line}" for line in out[-1].caveats)]), flush=True)
-    return out
-
-
-def check_set(path: Path) -> Checked:
-    """Read all content of a set and find caveats; errors as in `check`."""
+def check_set(path: Path) -> tuple[list[str], list[str]]:
+    """Read all content of a set; returns a summary, and caveats for readers of its figures."""
     wanted = load_set(path)
     bad: list[str] = []
     ids_of: dict[str, list[str]] = defaultdict(list)
@@ -76,7 +58,6 @@ def check_set(path: Path) -> Checked:
     if bad:
         more = f"\nand {len(bad) - MAX_LISTED} more" if len(bad) > MAX_LISTED else ""
         raise SetError(f"{path}: {len(bad)} items cannot be read:\n" + "\n".join(bad[:MAX_LISTED]) + more)
-    wanted = with_content(wanted, digests)
     queries = Counter(part for query in wanted.queries for part in _parts(query))
     rights = [len(rows) for rows, _ in wanted.positives]
     each = " to ".join(map(str, sorted({min(rights), max(rights)})))
@@ -86,10 +67,10 @@ def check_set(path: Path) -> Checked:
         f"{_num_groups(wanted)} groups, {sum(rights)} right answers, {each} per query",
         f"{len(wanted.corpus_ids)} candidates ({pool['pictures']} with pictures, {pool['text']} with text)",
         f"fingerprint {wanted.fingerprint}",
-        f"content     {wanted.content}",
+        f"content     {with_content(wanted, digests).content}",
     ]
     copies = [ids for ids in ids_of.values() if len(ids) > 1]
-    return Checked(wanted, lines, [*wanted.meta.get("notes", []), *_caveats(wanted, copies, asked)])
+    return lines, [*wanted.meta.get("notes", []), *_caveats(wanted, copies, asked)]
 
 
 def _parts(item: Item) -> list[str]:

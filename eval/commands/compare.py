@@ -63,7 +63,6 @@ class CompareOptions(PluginOptions):
 class Row:
     """One test of a metric on a slice of the queries. Differences are a - b, as fractions.
 
-    ``p_holm`` is p adjusted within the slice's family (the values of one column), None for the whole set.
     ``effect`` is None for means over categories or members, and if all queries differ by the same amount.
     ``low`` and ``high`` are None for a single group, ``minimum_detectable`` also if all groups differ by the same amount.
     """
@@ -77,17 +76,13 @@ class Row:
     low: float | None
     high: float | None
     p: float
-    p_holm: float | None
+    p_holm: float | None  # adjusted for the number of slices of its column; None for the whole set
     effect: float | None
     minimum_detectable: float | None
 
 
 def compare(options: CompareOptions) -> list[Row]:
-    """Test every metric on every slice, print the table, and write it if ``out`` is given.
-
-    Raises:
-        UserError: the evaluations are of different sets or queries, or one lacks a metric.
-    """
+    """Test every metric on every slice, print the table, and write it if ``out`` is given."""
     a, b = read_evaluation(options.a), read_evaluation(options.b)
     check_one_set([a, b])
     frame_b = b.per_query.loc[a.per_query.index]
@@ -100,12 +95,12 @@ def compare(options: CompareOptions) -> list[Row]:
         print(f"WARNING: {warning}", file=sys.stderr, flush=True)
     print(_heading(a, b), _formatted(rows).to_string(index=False), sep="\n")
     if options.out is not None:
-        _write(options.out, options, a, b, rows, warnings)
+        _write(options, options.out, a, b, rows, warnings)
     return rows
 
 
 def _write(
-    out: Path, options: CompareOptions, a: Evaluation, b: Evaluation, rows: list[Row], warnings: list[str]
+    options: CompareOptions, out: Path, a: Evaluation, b: Evaluation, rows: list[Row], warnings: list[str]
 ) -> None:
     """Write compare.json, the plot of the first metric, both tables and the page."""
     content = {

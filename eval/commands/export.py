@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
@@ -32,7 +32,6 @@ from eval.scoring.trec import read_lines
 from rge.common.errors import UserError
 from rge.common.files import write_json, write_text
 from rge.common.mmeb_prompts import SETS
-from rge.common.options import one_of
 from rge.common.registry import PluginOptions
 
 EVALUATION = "## Evaluation"
@@ -46,8 +45,8 @@ _UNKNOWN = (
 class ExportOptions(PluginOptions):
     """Export an evaluation to another program's format."""
 
-    format: str
-    """pinpoint, top50, mmeb, mteb, csv, latex or card."""
+    format: Literal["pinpoint", "top50", "mmeb", "mteb", "csv", "latex", "card"]
+    """What is written (docs/evaluation.md)."""
     eval: Path
     """Evaluation directory."""
     out: Path
@@ -61,21 +60,14 @@ class ExportOptions(PluginOptions):
 
 
 def export(options: ExportOptions) -> Path:
-    """Write the file and return its path.
-
-    Raises:
-        UserError: the evaluation lacks what the format needs.
-    """
-    one_of("format", [options.format], tuple(FORMATS))
+    """Write the file and return its path; a UserError if the evaluation lacks what the format needs."""
     results = read_results(options.eval)
     old = [f"{options.eval} {OLD}"] if old_results(results) else []
     for warning in [*old, *results.get("warnings", [])]:
         print(f"WARNING: {warning}", file=sys.stderr, flush=True)
     content = FORMATS[options.format](options, results)
-    if isinstance(content, str):
-        write_text(options.out, content)
-    else:
-        write_json(options.out, content)
+    write = write_text if isinstance(content, str) else write_json
+    write(options.out, content)
     print(options.out)
     return options.out
 
@@ -118,10 +110,7 @@ def _mmeb(options: ExportOptions, results: dict[str, Any]) -> dict[str, Any]:
             "warnings": results.get("warnings", []),
         },
         "metrics": {
-            "image": {
-                name: {metric: figure["value"] for metric, figure in results["by_category"][name].items()}
-                for name in SETS
-            },
+            "image": {name: _values(results["by_category"][name]) for name in SETS},
             "video": {},
             "visdoc": {},
         },
@@ -131,11 +120,10 @@ def _mmeb(options: ExportOptions, results: dict[str, Any]) -> dict[str, Any]:
 def _mteb(options: ExportOptions, results: dict[str, Any]) -> dict[str, Any]:
     if options.main not in results["micro"]:
         raise UserError(f"main must be one of {', '.join(results['micro'])}, got {options.main!r}")
+    values = {name: round(value, 5) for name, value in _values(results["micro"]).items()}
     scores = {
-        re.sub("^hit@", "hit_rate@", name).replace("@", "_at_"): round(figure["value"], 5)
-        for name, figure in results["micro"].items()
-    } | {
-        "main_score": round(results["micro"][options.main]["value"], 5),
+        **{re.sub("^hit@", "hit_rate@", name).replace("@", "_at_"): value for name, value in values.items()},
+        "main_score": values[options.main],
         "hf_subset": "default",
         "languages": ["eng-Latn"],
     }
@@ -149,6 +137,10 @@ def _mteb(options: ExportOptions, results: dict[str, Any]) -> dict[str, Any]:
         "date": _now(),
         "model_name": options.model,
     }
+
+
+def _values(figures: dict[str, Any]) -> dict[str, float]:
+    return {metric: figure["value"] for metric, figure in figures.items()}
 
 
 def _card(path: Path, results: dict[str, Any]) -> str:

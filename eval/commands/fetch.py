@@ -64,25 +64,18 @@ class FetchOptions:
 
 @dataclass(frozen=True)
 class Release:
-    """Location of a release, and how to count it.
-
-    Attributes:
-        repos: repository on the hub -> folder below ``out``, and patterns of its files (empty: all).
-        count: counts the download, by key of the published table; None if only the import can count it.
-        unpack: archive -> target folder, both below ``out``; an archive may be split into ``NAME.part-00`` ...
-    """
+    """Location of a release, and how to count it."""
 
     repos: Mapping[str, tuple[str, Sequence[str]]]
+    """Repository on the hub -> folder below ``out``, and patterns of its files (empty: all)."""
     count: Callable[[Path], dict[str, dict[str, int]]] | None
+    """Counts the download, by key of the published table; None if only the import can count it."""
     unpack: Mapping[str, str]
+    """Archive -> target folder, both below ``out``; an archive may be split into ``NAME.part-00`` ..."""
 
 
 def fetch(options: FetchOptions) -> Path:
-    """Download, unpack and count; returns ``out``.
-
-    Raises:
-        UserError: the hub cannot be reached, ``out`` holds another commit, or the release is incomplete.
-    """
+    """Download, unpack and count; returns ``out``. A UserError if the release is incomplete."""
     release = _release(options)
     options.out.mkdir(parents=True, exist_ok=True)
     part = f" part={options.part}" if options.benchmark == "mmeb2" else ""
@@ -126,13 +119,9 @@ def _download_all(options: FetchOptions, release: Release, about: dict[str, Any]
         write_json(options.out / FETCHED, about)
         with _asking(repo):
             snapshot_download(
-                repo,
-                repo_type="dataset",
-                revision=commit,
-                local_dir=options.out / folder,
-                allow_patterns=list(patterns) or None,
-                max_workers=options.workers,
-            )
+                repo, repo_type="dataset", revision=commit, local_dir=options.out / folder,
+                allow_patterns=list(patterns) or None, max_workers=options.workers,
+            )  # fmt: skip
 
 
 def _unpack_all(out: Path, release: Release, about: dict[str, Any]) -> None:

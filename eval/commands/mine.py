@@ -39,11 +39,7 @@ class MineOptions(TableOptions):
 
 
 def mine(options: MineOptions, load: Callable[..., Embeds] | None = None) -> Path:
-    """Import, check, evaluate, and return the page.
-
-    Raises:
-        UserError: the folder or the table has problems, which are all listed before anything is embedded.
-    """
+    """Import, check, evaluate, and return the page; problems of folder and table are all listed before anything is embedded."""
     source = options.src.resolve()
     out = options.out or source.with_name(f"{source.name}_eval")
     table = {

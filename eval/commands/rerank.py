@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import pandas as pd
+from pydantic import Field
 
 from eval.benchmarks.registry import protocol_for
 from eval.benchmarks.suite import aggregate, is_suite, load_suite, member_dirs
@@ -53,7 +54,7 @@ class RerankOptions(PluginOptions):
     """Output directory."""
     judge: str
     """Vision-language model: a directory or an id on the hub."""
-    top_n: int = 20
+    top_n: Annotated[int, Field(ge=1)] = 20
     """Number of candidates per query that the judge sees."""
     mix: float | None = None
     """Add the judge's score times this to the ranking's own score, instead of replacing it; choose the value on other
@@ -76,22 +77,15 @@ class RerankOptions(PluginOptions):
 
 @dataclass(frozen=True)
 class Judged:
-    """A ranking from `reorder`, the number of scored pairs, and the milliseconds per query.
-
-    ``ms_Q``: sum over a query's pairs of the mean time of a pair in its batch.
-    """
+    """A ranking from `reorder`, and what it cost."""
 
     ranking: Ranking
     num_pairs: int
-    ms_Q: np.ndarray
+    ms_Q: np.ndarray  # per query, the sum over its pairs of the mean time of a pair in its batch
 
 
 def rerank_command(options: RerankOptions) -> Path:
-    """Rerank a finished evaluation, write the outputs, and return their directory.
-
-    Raises:
-        UserError: the evaluation or its set does not exist, or see `rerank`.
-    """
+    """Rerank a finished evaluation, write the outputs, and return their directory."""
     old = read_results(options.of)
 
     @cache
@@ -135,14 +129,10 @@ def _rerank_suite(
         "num_pairs": sum(block["num_pairs"] for block in blocks),
         "ms_mean": float(np.mean([block["ms_mean"] for block in blocks])),
     }
+    title = f"top {options.top_n} of {options.of}"
+    more = {"rerank": about}
     aggregate(
-        suite,
-        dirs,
-        options.out,
-        seed=options.seed,
-        overwrite=options.overwrite,
-        more={"rerank": about},
-        title=f"top {options.top_n} of {options.of}",
+        suite, dirs, options.out, seed=options.seed, overwrite=options.overwrite, more=more, title=title
     )
 
 
@@ -208,17 +198,9 @@ def _rerank_set(
         "again": rerun_command("rerank", options),
     }
     write_evaluation(
-        options.out,
-        wanted,
-        judged.ranking,
-        protocol,
-        made,
-        tag=tag,
-        seed=options.seed,
-        missing=read.missing,
-        limit=limit,
-        title=f"top {options.top_n} of {options.of}",
-    )
+        options.out, wanted, judged.ranking, protocol, made, tag=tag, seed=options.seed, missing=read.missing,
+        limit=limit, title=f"top {options.top_n} of {options.of}",
+    )  # fmt: skip
     return about
 
 
@@ -245,12 +227,7 @@ def rerank(
 
     Returns:
         The same result in every process.
-
-    Raises:
-        UserError: ``top_n`` is below 1.
     """
-    if top_n < 1:
-        raise UserError(f"top_n must be at least 1, got {top_n}")
     head_QN = ranking.rows_QW[:, : min(top_n, ranking.depth)]
     query_P, place_P = np.nonzero(head_QN >= 0)
     row_P = head_QN[query_P, place_P].astype(np.int64)

@@ -11,12 +11,13 @@ cache, and the first one does the rest.
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from itertools import product
+from dataclasses import asdict, dataclass, replace
+from itertools import chain, product
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 import numpy as np
+from pydantic import Field
 
 from eval.benchmarks.registry import MeasureOptions
 from eval.benchmarks.suite import is_suite, loaded_once, measure_members
@@ -27,7 +28,7 @@ from eval.embedding.set_embeddings import Embeddings, contents_of
 from eval.judging.rewrite import RewriteOptions, rewritten
 from eval.models.registry import ModelOptions
 from eval.scoring.evaluation import decides, write_evaluation
-from eval.scoring.output_files import RESULTS, check_out, rerun_command, self_retrieval
+from eval.scoring.output_files import RESULTS, check_out, rerun_command, self_retrieval, value_at
 from eval.scoring.protocol import Protocol
 from eval.scoring.search import DEPTH, Ranking, rows_within, search
 from eval.sets.retrieval_set import MODALITIES, Modality, RetrievalSet, load_set, with_content
@@ -39,6 +40,15 @@ from rge.common.schema import Encoded
 MODES: tuple[Mode, ...] = get_args(Mode)
 MAX_INSTRUCTIONS = 20
 """Maximum number of instructions listed in results.json; a set may have one per query."""
+DETERMINES = (
+    "checkpoint_hash", "decoding", "embedding_dims", "candidate_mode", "depth", "dtype", "exact", "prompts.profile",
+    "rewrite.kind", "rewrite.model", "query_mode", "query_modality",
+)  # fmt: skip
+"""Keys of results.json that determine the figures beside those of `decides`; not software, machine and batch size."""
+UNTRAINED = (
+    "query_mode=reasoning, but according to rge.json this checkpoint was trained without rationales (reasons: none): "
+    "use query_mode=direct"
+)
 
 
 @dataclass(kw_only=True)
@@ -60,7 +70,7 @@ class RunOptions(ModelOptions, RewriteOptions, MeasureOptions):
     """direct or reasoning: whether candidates get rationales too."""
     depth: int = DEPTH
     """Length of a ranking; extended to the largest cutoff of the metrics."""
-    memory_mb: float = 2048.0
+    memory_mb: Annotated[float, Field(gt=0)] = 2048.0
     """Memory for the pool's embeddings, MB; a larger pool is searched in blocks of this size from a file in the cache."""
     seed: int = 0
     """Seed of the resampling and of sampled rationales."""
@@ -111,19 +121,14 @@ def run(options: RunOptions, load: Callable[..., Embeds] | None = None) -> list[
         encoded = embeddings.queries(condition.mode, condition.modality, seed)
         ranking = session.rank(encoded.embeddings, candidate_CD)
         figures = {
-            "warnings": [
-                w for w in session.warnings if condition.mode == "reasoning" or not w.startswith("query_mode")
-            ],
             "mean_cosine": {"query": mean_cosine(encoded.embeddings), "candidate": mean_cosine(candidate_CD)},
             "embedding_dim": candidate_CD.shape[1],
         }
         print()
-        session.write(condition, ranking, encoded, figures, title=f"{condition.mode}, {condition.modality}")
-    if options.report:
-        from eval.pages.report import write_report
-
-        metric = "recall@1" if options.benchmark == "generic" else session.protocol.headline[0]
-        print(f"\n{write_report(dirs, options.out / 'report.html', metric=metric)}")
+        name = f"{condition.mode}-{condition.modality}"
+        session.write(condition, ranking, encoded, figures, tag=name, title=name.replace("-", ", "))
+    metric = "recall@1" if options.benchmark == "generic" else session.protocol.headline[0]
+    write_page(options, dirs, page="set", metric=metric)
     return dirs
 
 
@@ -132,33 +137,32 @@ def _run_suite(options: RunOptions, load: Callable[..., Embeds]) -> list[Path]:
     dirs = measure_members(
         options, lambda _, path, out: run(options.of_member(path, out), load), options.query_mode[0]
     )
-    if options.report and join().is_first:
-        from eval.pages.boards.leaderboard import write_leaderboard
-
-        print(f"\n{write_leaderboard([str(path) for path in dirs], options.out / 'report.html')}")
+    if join().is_first:
+        write_page(options, dirs, page="leaderboard")
     return dirs
+
+
+def write_page(options: RunOptions, dirs: Sequence[Path], **more: Any) -> None:
+    """Write ``report.html`` unless report=false; ``more``: further options of `eval.pages.report`."""
+    if options.report:
+        # not at the top: results record every loaded package, and pages do not change figures
+        from eval.pages.report import ReportOptions, report
+
+        print()
+        report(ReportOptions(runs=tuple(map(str, dirs)), out=options.out / "report.html", **more))
 
 
 @dataclass(frozen=True)
 class Session:
-    """A checked set, an encoder's embeddings of it, and what all conditions have in common.
-
-    Attributes:
-        wanted: the set, prepared by the protocol.
-        draw_seed: seed of sampled rationales; None for greedy decoding.
-        warnings: caveats for readers of the figures.
-        audit: overlap with the training files; None if none are known.
-        shared: content of results.json that is the same for all conditions.
-    """
+    """A checked set, an encoder's embeddings of it, and what all conditions have in common."""
 
     options: RunOptions
-    wanted: RetrievalSet
+    wanted: RetrievalSet  # prepared by the protocol
     protocol: Protocol
     embeddings: Embeddings
-    draw_seed: int | None
-    warnings: list[str]
-    audit: Audit | None
-    shared: Mapping[str, Any] = field(repr=False)
+    draw_seed: int | None  # of sampled rationales; None for greedy decoding
+    audit: Audit | None  # overlap with the training files; None if none are known
+    shared: Mapping[str, Any]  # content of results.json that is the same for all conditions
 
     def rank(self, query_QD: np.ndarray, candidate_CD: np.ndarray) -> Ranking:
         """Exact search with the set's exclusions and candidate lists."""
@@ -171,6 +175,24 @@ class Session:
             block_rows=rows_within(self.embeddings.memory_mb, candidate_CD.shape[1]),
         )
 
+    def about(self, condition: Condition) -> dict[str, Any]:
+        """What a condition measures and how, for results.json."""
+        return {"query_mode": condition.mode, "query_modality": condition.modality, **self.shared}
+
+    def warnings(self, mode: Mode) -> list[str]:
+        """Caveats for readers of the figures."""
+        settings = self.embeddings.encoder.settings
+        untrained = [UNTRAINED] if mode == "reasoning" and settings.reasons == "none" else []
+        audited = [] if self.audit is None else self.audit.warnings
+        return [*self.wanted.meta.get("notes", []), *untrained, *settings.notes, *audited]
+
+    def check_out(self, condition: Condition) -> None:
+        """Raise a UserError if the output directory holds another evaluation."""
+        about, options = self.about(condition), self.options
+        determined = decides(self.wanted, self.protocol, options.seed) | {"set.limit": options.limit}
+        determined |= {key: value_at(about, key.split(".")) for key in DETERMINES}
+        check_out(condition.out, determined, overwrite=options.overwrite, measured=about)
+
     def write(
         self,
         condition: Condition,
@@ -178,17 +200,16 @@ class Session:
         encoded: Encoded,
         more: Mapping[str, Any],
         *,
-        tag: str = "",
+        tag: str,
         title: str | None = None,
     ) -> dict[str, Any]:
         """Score a ranking and write its output directory; returns the content of results.json.
 
-        ``more``: further keys of results.json. ``tag``: suffix of the run file's tag; default: mode and modality. ``title``:
-        see `write_evaluation`.
+        ``more``: further keys of results.json. ``tag``: suffix of the run file's tag. ``title``: see `write_evaluation`.
         """
         about = {
-            **_of_condition(self.shared, condition),
-            "warnings": self.warnings,
+            **self.about(condition),
+            "warnings": self.warnings(condition.mode),
             "audit": self.audit.content if self.audit is not None else None,
             "self_retrieval": self_retrieval(ranking, self.embeddings.contents.own),
             "again": condition.rerun_command,
@@ -200,7 +221,7 @@ class Session:
             ranking,
             self.protocol,
             about,
-            tag=f"{self.shared['checkpoint_hash'][:12]}-{tag or f'{condition.mode}-{condition.modality}'}",
+            tag=f"{self.shared['checkpoint_hash'][:12]}-{tag}",
             seed=self.options.seed,
             encoded=encoded,
             limit=self.options.limit,
@@ -212,11 +233,7 @@ class Session:
 def start(
     options: RunOptions, conditions: Sequence[Condition], load: Callable[..., Embeds] | None = None
 ) -> Session:
-    """Check the set, read its pictures once, load the encoder and print warnings.
-
-    Raises:
-        UserError: invalid options or data, or an output directory holds another evaluation.
-    """
+    """Check the set and the output directories, read all pictures once, load the encoder and print warnings."""
     process_group = join()
     wanted = load_set(options.set, by=options.by)
     protocol = options.protocol(wanted)
@@ -237,28 +254,24 @@ def start(
     for condition in conditions:
         encoder.settings.check_mode(condition.mode)
     audit = process_group.once(lambda: _audit(options.train, encoder, wanted))
-    warnings = _warnings(conditions, encoder, wanted, audit)
-    for warning in warnings if process_group.is_first else ():
-        print(f"WARNING: {warning}", file=sys.stderr, flush=True)
-    shared = _shared(options, wanted, encoder)
-    identity = decides(wanted, protocol, options.seed) | _decides(options, shared)
-    for condition in conditions:
-        measured = _of_condition(shared, condition)
-        determined = identity | {key: measured[key] for key in ("query_mode", "query_modality")}
-        check_out(condition.out, determined, overwrite=options.overwrite, measured=measured)
     embeddings = Embeddings(
         encoder, wanted, contents, options.root, options.batch_size, options.memory_mb, process_group,
         options.embedding_dims,
     )  # fmt: skip
     draw_seed = options.seed if encoder.settings.generation.temperature > 0 else None
-    return Session(options, wanted, protocol, embeddings, draw_seed, warnings, audit, shared)
+    shared = _shared(options, wanted, encoder)
+    session = Session(options, wanted, protocol, embeddings, draw_seed, audit, shared)
+    warnings = chain.from_iterable(session.warnings(condition.mode) for condition in conditions)
+    for warning in dict.fromkeys(warnings) if process_group.is_first else ():
+        print(f"WARNING: {warning}", file=sys.stderr, flush=True)
+    for condition in conditions:
+        session.check_out(condition)
+    return session
 
 
 def _conditions(options: RunOptions) -> list[Condition]:
     one_of("query_mode", options.query_mode, MODES)
     one_of("query_modality", options.query_modality, MODALITIES)
-    if options.memory_mb <= 0:
-        raise UserError(f"memory_mb must be above 0, got {options.memory_mb:g}")
     options.protocol()
     options.check_model()
     conditions = [
@@ -285,35 +298,6 @@ def _audit(train: Sequence[str], encoder: Embeds, wanted: RetrievalSet) -> Audit
     if train == ("auto",):
         files = training_files(encoder.settings.recipe)
     return audit_training(wanted, files) if files else None
-
-
-def _warnings(
-    conditions: Sequence[Condition], encoder: Embeds, wanted: RetrievalSet, audit: Audit | None
-) -> list[str]:
-    """Caveats for readers of the figures."""
-    out = list(wanted.meta.get("notes", []))
-    if encoder.settings.reasons == "none" and any(condition.mode == "reasoning" for condition in conditions):
-        out.append(
-            "query_mode=reasoning, but according to rge.json this checkpoint was trained without rationales (reasons: none): "
-            "use query_mode=direct"
-        )
-    return out + list(encoder.settings.notes) + (audit.warnings if audit is not None else [])
-
-
-def _of_condition(shared: Mapping[str, Any], condition: Condition) -> dict[str, Any]:
-    return {"query_mode": condition.mode, "query_modality": condition.modality, **shared}
-
-
-def _decides(options: RunOptions, shared: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings that determine the figures, except software, machine, batch size and condition; see `check_out`."""
-    keys = ("checkpoint_hash", "decoding", "embedding_dims", "candidate_mode", "depth", "dtype", "exact")
-    return {
-        "set.limit": options.limit,
-        **{key: shared[key] for key in keys},
-        "prompts.profile": shared["prompts"]["profile"],
-        "rewrite.kind": options.rewrite,
-        "rewrite.model": options.rewriter_model,
-    }
 
 
 def _shared(options: RunOptions, wanted: RetrievalSet, encoder: Embeds) -> dict[str, Any]:

@@ -44,11 +44,7 @@ class ScoreOptions(MeasureOptions):
 
 
 def score(options: ScoreOptions) -> Path:
-    """Score a run file, write the outputs, and return their directory.
-
-    Raises:
-        UserError: the run or the set is invalid, or queries are missing without ``allow_missing``.
-    """
+    """Score a run file, write the outputs, and return their directory."""
     options.protocol()  # report its errors first
     if len(options.weights) not in (0, 1 + len(options.fuse)):
         raise UserError(

@@ -82,33 +82,30 @@ def fill(
     Raises:
         UserError: an embedding is not finite or not of unit norm.
     """
-    if batch_size < 1:
-        raise UserError(f"batch_size must be at least 1, got {batch_size}")
     # The first process decides what is missing, so that a shard just written by another does not shift the assignment.
     done = process_group.once(lambda: covered(cache))
     name, first = f"{side}, {mode}", process_group.is_first
-    counted = int(done.sum())
-    with progress_bar(
-        total=cache.num_items, initial=counted, desc=f"{name:>17}", unit="item", disable=not first
-    ) as bar:
+    bar = progress_bar(
+        total=cache.num_items, initial=int(done.sum()), desc=f"{name:>17}", unit="item", disable=not first
+    )
+    counts_all = process_group.size > 1 and first
 
-        def count(num: int) -> None:
-            nonlocal counted
-            counted += num
-            bar.update(num)
+    def count_all() -> None:
+        if counts_all:
+            bar.update(max(int(covered(cache).sum()) - bar.n, 0))
 
-        counts_all = process_group.size > 1 and first
-
-        def count_all() -> None:
-            if counts_all and (more := int(covered(cache).sum()) - counted) > 0:
-                count(more)
-
+    with bar:
         for number, (start, batch) in enumerate(_missing(items, done, SHARD_BATCHES * batch_size)):
             if number % process_group.size != process_group.rank:
                 continue
             ids = [item.id for item in batch]
             encoded = encoder.encode(
-                batch, side=side, mode=mode, batch_size=batch_size, seeds=_seeds(seed, ids), on_progress=count
+                batch,
+                side=side,
+                mode=mode,
+                batch_size=batch_size,
+                seeds=_seeds(seed, ids),
+                on_progress=bar.update,
             )
             check_embeddings(encoded.embeddings, ids, side)
             write_shard(cache, start, encoded)
@@ -138,11 +135,7 @@ def check_embeddings(embeddings_ND: np.ndarray, ids: Sequence[str], side: str) -
 
 
 def cut(embeddings_ND: np.ndarray, dims: int | None) -> np.ndarray:
-    """Truncate embeddings to `dims` components and renormalise them; None: no truncation.
-
-    Raises:
-        UserError: `dims` is out of range, or a truncated embedding is zero.
-    """
+    """Truncate embeddings to `dims` components and renormalise them; None: no truncation."""
     if dims is None:
         return embeddings_ND
     full = embeddings_ND.shape[1]

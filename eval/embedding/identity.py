@@ -31,14 +31,10 @@ def versions() -> dict[str, str]:
 def with_key(
     results: Mapping[str, Any], *, made: Identity | None = None, made_with: Identity | None = None
 ) -> Identity:
-    """The identity for a results.json that is being written.
+    """The identity for a results.json that is being written: `asked_of`, software, plugins, machine, and a ``key`` of all parts.
 
     ``made``: identity that supplies software, plugins and machine; None: this process. ``made_with``: further software that
-    cached embeddings depend on.
-
-    Returns:
-        ``key``, the parts of `asked_of`, ``software`` (loaded modules except pages, and package versions), ``plugins``, and
-        ``machine``, which is not part of the key because machines differ by rounding only.
+    cached embeddings depend on. The key leaves out the machine, since machines differ by rounding only.
     """
     if made is None:
         made = run_identity.joined(made_with, run_identity.run_identity(but=(PAGES,)))
@@ -62,12 +58,7 @@ def identity_of(results: Mapping[str, Any]) -> Identity:
 
 
 def asked_of(results: Mapping[str, Any]) -> Identity:
-    """What was measured and how, from a results.json.
-
-    Returns:
-        ``set`` (ids, judgements, texts, pictures, import options), ``protocol``, ``embedder`` (loaded files, the hub's
-        commit), ``settings`` (pixels, generation, dtype and others), ``asked`` and ``prompts``. Unknown values are None.
-    """
+    """What was measured and how, from a results.json; unknown values are None."""
     of_set, prompts, model, settings = (
         results.get(part) or {} for part in ("set", "prompts", "model", "settings")
     )

@@ -46,11 +46,7 @@ ALONE = ProcessGroup()
 
 
 def join() -> ProcessGroup:
-    """Join the processes started by the launcher, using the GPU of the local rank if there are GPUs; may be repeated.
-
-    Raises:
-        rge.distributed.collectives.LaunchError: the processes cannot connect.
-    """
+    """Join the processes started by the launcher, using the GPU of the local rank if there are GPUs; may be repeated."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return ALONE
     from rge.distributed.collectives import join_workers

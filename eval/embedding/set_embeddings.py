@@ -11,18 +11,10 @@ from typing import Any, Self
 
 import numpy as np
 
+from eval.embedding import shards
 from eval.embedding.fill_cache import Embeds, Mode, Side, check_collapse, cut, fill
 from eval.embedding.processes import ALONE, ProcessGroup
-from eval.embedding.shards import (
-    Cache,
-    cache_key,
-    caches_in,
-    describe,
-    encoder_key,
-    open_cache,
-    read,
-    read_embeddings,
-)
+from eval.embedding.shards import Cache, cache_key, caches_in, describe, encoder_key
 from eval.sets.retrieval_set import Modality, RetrievalSet, content_digest
 from rge.common.commands import progress_bar
 from rge.common.modes import SILENT
@@ -36,25 +28,16 @@ ROOMS = ("rge", "eval.models", "eval.embedding")
 
 @dataclass(frozen=True)
 class Contents:
-    """Content hashes of a set, computed before a model is loaded, so that missing pictures are reported early.
+    """Content hashes of a set, computed before a model is loaded, so that missing pictures are reported early."""
 
-    Attributes:
-        candidates: content hash of each candidate, in file order.
-        queries: content hash of each query, by modality.
-        own: for each query the candidate rows (in id order) with a byte-identical copy of one of its pictures.
-    """
-
-    candidates: list[str]
+    candidates: list[str]  # in file order
     queries: dict[Modality, list[str]]
     own: list[np.ndarray]
+    """For each query the candidate rows (in id order) with a byte-identical copy of one of its pictures."""
 
 
 def contents_of(wanted: RetrievalSet, modalities: Sequence[Modality]) -> Contents:
-    """Read every picture of a set once and hash all contents.
-
-    Raises:
-        rge.common.images.ImageError: a picture cannot be read.
-    """
+    """Read every picture of a set once and hash all contents; an ImageError if one cannot be read."""
     candidates: list[str] = []
     rows_of_picture: dict[str, list[int]] = {}
     items = progress_bar(
@@ -83,24 +66,19 @@ def contents_of(wanted: RetrievalSet, modalities: Sequence[Modality]) -> Content
 
 @dataclass
 class Embeddings:
-    """The embeddings of one encoder on one set.
-
-    Attributes:
-        root: directory of all caches.
-        memory_mb: memory for a pool's embeddings; larger ones become a memory map.
-        dims: truncate embeddings to this many components; None: all. Caches hold whole embeddings.
-        made_with: software and plugins that the embeddings depend on so far (first process only).
-    """
+    """The embeddings of one encoder on one set."""
 
     encoder: Embeds
     wanted: RetrievalSet
     contents: Contents
-    root: Path
+    root: Path  # of all caches
     batch_size: int
-    memory_mb: float
+    memory_mb: float  # for a pool's embeddings; larger ones become a memory map
     process_group: ProcessGroup = ALONE
-    dims: int | None = None
-    made_with: Identity | None = None
+    dims: int | None = (
+        None  # truncate embeddings, but not those in caches, to this many components; None: all
+    )
+    made_with: Identity | None = None  # software and plugins that they depend on so far (first process only)
     _notices: set[str] = field(default_factory=set)
     _filled: dict[tuple[Any, ...], Cache] = field(default_factory=dict)
 
@@ -120,24 +98,16 @@ class Embeddings:
         )
 
     def queries(self, mode: Mode, modality: Modality, seed: int | None = None) -> Encoded:
-        """Embeddings and rationales of the queries, in file order.
-
-        Raises:
-            UserError: all embeddings are the same.
-        """
-        encoded = read(self.fill_queries(mode, modality, seed))
+        """Embeddings and rationales of the queries, in file order; a UserError if all embeddings are the same."""
+        encoded = shards.read(self.fill_queries(mode, modality, seed))
         encoded = replace(encoded, embeddings=cut(encoded.embeddings, self.dims))
         check_collapse(encoded.embeddings, self.contents.queries[modality], "query")
         return encoded
 
     def candidates(self, mode: Mode, seed: int | None = None) -> np.ndarray:
-        """Embeddings of the pool in id order, (C, D) float32.
-
-        Raises:
-            UserError: all embeddings are the same.
-        """
+        """Embeddings of the pool in id order, (C, D) float32; a UserError if all are the same."""
         cache = self.fill_candidates(mode, seed)
-        embedding_CD = cut(read_embeddings(cache, self.wanted.file_order_C, self.memory_mb), self.dims)
+        embedding_CD = cut(shards.read_embeddings(cache, self.wanted.file_order_C, self.memory_mb), self.dims)
         contents = [self.contents.candidates[row] for row in self.wanted.file_rows_C.tolist()]
         check_collapse(embedding_CD, contents, "candidate")
         return embedding_CD
@@ -162,25 +132,19 @@ class Embeddings:
         )
         encoder = self.process_group.once(lambda: self._encoder_key(asked, side, mode))
         key = cache_key(encoder, modality=modality, fingerprint=wanted.fingerprint, contents=contents)
-        about = {"side": side, "mode": mode, "modality": modality, "set": wanted.name}
-        about |= {"checkpoint_hash": self.encoder.checkpoint_hash, "asked": asked}
+        about = {"side": side, "mode": mode, "modality": modality, "set": wanted.name, "asked": asked}
+        about |= {"checkpoint_hash": self.encoder.checkpoint_hash}
         names = contents
         if seed is not None:  # a sampled rationale also depends on the item's id
             ids = wanted.query_ids if side == "query" else [wanted.corpus_ids[r] for r in wanted.file_order_C]
             names = [f"{content} {name}" for content, name in zip(contents, ids, strict=True)]
         cache = Cache(self.root / f"{side}-{mode}-{modality}-{key[:20]}", names)
-        self.process_group.once(lambda: open_cache(cache, **about, key=key, encoder=encoder))
+        self.process_group.once(lambda: shards.open_cache(cache, **about, key=key, encoder=encoder))
         self.process_group.once(lambda: self._record(cache))  # now, in case the run is killed
         fill(
-            self.encoder,
-            items,
-            cache,
-            side=side,
-            mode=mode,
-            batch_size=self.batch_size,
-            seed=seed,
+            self.encoder, items, cache, side=side, mode=mode, batch_size=self.batch_size, seed=seed,
             process_group=self.process_group,
-        )
+        )  # fmt: skip
         self.process_group.once(lambda: self._record(cache))  # again, with modules loaded by embedding
         self._filled[side, mode, modality, seed] = cache
         return cache

@@ -36,12 +36,7 @@ ADOPTED_ROWS = 4096
 
 @dataclass(frozen=True)
 class Cache:
-    """The directory of the shards of one side and condition.
-
-    Attributes:
-        path: exists after `open_cache`.
-        names: content hash of each row of a complete cache.
-    """
+    """The directory of the shards of one side and condition; ``names`` are the content hashes of its rows when complete."""
 
     path: Path
     names: Sequence[str]
@@ -89,11 +84,7 @@ def caches_in(root: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
 
 
 def adopt(cache: Cache, encoder: str) -> None:
-    """Copy rows with the same content from other caches of the same encoder.
-
-    Raises:
-        UserError: a shard of another cache cannot be read.
-    """
+    """Copy rows with the same content from other caches of the same encoder."""
     source: dict[str, tuple[Path, int]] = {}
     for folder, about in caches_in(cache.path.parent):
         if folder == cache.path or about.get("encoder") != encoder:
@@ -142,13 +133,8 @@ def write_shard(cache: Cache, start: int, encoded: Encoded) -> None:
 
 
 def read(cache: Cache) -> Encoded:
-    """Read a complete cache, rows in item order.
-
-    Raises:
-        UserError: a shard is damaged, or rows are missing.
-    """
-    parts = [table for _, _, table in _parts(cache)]
-    table = pa.concat_tables(parts).combine_chunks()
+    """Read a complete cache, rows in item order; a UserError if a shard is damaged, or rows are missing."""
+    table = pa.concat_tables([table for _, _, table in _parts(cache)]).combine_chunks()
     return Encoded(
         embeddings=np.ascontiguousarray(_embedding_rows(table)),
         rationales=table["rationale"].to_pylist(),
@@ -163,10 +149,7 @@ def read_embeddings(cache: Cache, place: np.ndarray, memory_mb: float) -> np.nda
     """Embeddings of a complete cache, (num_items, D) float32; ``place``: target row of each row.
 
     Arrays above ``memory_mb`` become a memory map of an anonymous file in the cache's directory, which disappears with this
-    process.
-
-    Raises:
-        UserError: a shard is damaged, rows are missing, or the disk is full.
+    process. A UserError as in `read`, or if the disk is full.
     """
     out: np.ndarray | None = None
     for start, stop, table in _parts(cache, ("embedding",)):

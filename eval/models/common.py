@@ -77,11 +77,7 @@ class ThirdParty:
         return other
 
     def reword(self, profile: str) -> None:
-        """Use a profile of `rge.common.prompt_profiles`.
-
-        Raises:
-            UserError: the embedder has fixed prompts.
-        """
+        """Use a profile of `rge.common.prompt_profiles`; a UserError if the embedder has fixed prompts."""
         raise UserError(f"prompts={profile}: this encoder has fixed prompts")
 
 
@@ -131,60 +127,43 @@ class DirectEncoder(ThirdParty, Generic[T]):
             ImageError: a picture cannot be read.
         """
         self.settings.check_mode(mode)
-        rows: list[tuple[Any, ...]] = []
-        together = 1 if self.settings.exact else batch_size
-        for start in range(0, len(items), WINDOW_BATCHES * batch_size):
-            part = items[start : start + WINDOW_BATCHES * batch_size]
+        together, window = 1 if self.settings.exact else batch_size, WINDOW_BATCHES * batch_size
+        states: dict[int, np.ndarray] = {}
+        embed_ms = np.zeros(len(items))
+        for start in range(0, len(items), window):
             began = time.perf_counter()
-            prepared = [self.prepare(item, side) for item in part]
-            prepare_ms = (time.perf_counter() - began) * 1000 / len(part)
-            embedded: dict[int, tuple[Any, ...]] = {}
+            prepared = [self.prepare(item, side) for item in items[start : start + window]]
+            prepare_ms = (time.perf_counter() - began) * 1000 / len(prepared)
             for chosen in by_length([length for length, _ in prepared], together):
                 began = time.perf_counter()
-                states = normalise(self.embed([prepared[row][1] for row in chosen])).float().cpu().numpy()
-                ms = prepare_ms + (time.perf_counter() - began) * 1000 / len(chosen)
-                for row, state in zip(chosen, states, strict=True):
-                    embedded[row] = (state, "", 0, "prefilled", 0.0, ms)
+                state_ND = normalise(self.embed([prepared[row][1] for row in chosen])).float().cpu().numpy()
+                rows = [start + row for row in chosen]
+                states |= zip(rows, state_ND, strict=True)
+                embed_ms[rows] = prepare_ms + (time.perf_counter() - began) * 1000 / len(rows)
                 if on_progress is not None:
-                    on_progress(len(chosen))
-            rows += [embedded[row] for row in sorted(embedded)]
-        return encoded(rows)
-
-
-def encoded(rows: Sequence[tuple[Any, ...]]) -> Encoded:
-    """Combine rows of (state (D,), rationale, its tokens, stop reason, milliseconds of writing, and of embedding)."""
-    columns: Any = zip(*rows, strict=True) if rows else ([] for _ in range(6))
-    states, texts, tokens, reasons, generate_ms, embed_ms = columns
-    return Encoded(
-        embeddings=np.stack(states) if rows else np.empty((0, 0), np.float32),
-        rationales=list(texts),
-        num_rationale_tokens=np.array(tokens, np.int64),
-        stop_reasons=list(reasons),
-        generate_ms=np.array(generate_ms, np.float64),
-        embed_ms=np.array(embed_ms, np.float64),
-    )
-
-
-def placed(load: Callable[..., T]) -> Callable[..., T]:
-    """Decorator for loaders that applies the defaults of `place`; other options of `load_model` are passed on."""
-
-    @wraps(load)
-    def loader(facts: Facts, *, device: str | None = None, dtype: str | None = None, **options: Any) -> T:
-        return load(facts, *place(device, dtype), **options)
-
-    return loader
+                    on_progress(len(rows))
+        num = len(items)
+        return Encoded(
+            embeddings=np.stack([states[row] for row in range(num)]) if num else np.empty((0, 0), np.float32),
+            rationales=[""] * num,
+            num_rationale_tokens=np.zeros(num, np.int64),
+            stop_reasons=["prefilled"] * num,
+            generate_ms=np.zeros(num),
+            embed_ms=embed_ms,
+        )
 
 
 def direct(load: Callable[[Facts, str, str], T]) -> Callable[..., T]:
-    """Decorator for loaders of models without rationales, which rejects generation options with a UserError."""
+    """Decorator for loaders of models without rationales: `place`, and a UserError for generation options."""
 
-    @placed
     @wraps(load)
-    def loader(facts: Facts, device: str, dtype: str, **generation: float | None) -> T:
+    def loader(
+        facts: Facts, *, device: str | None = None, dtype: str | None = None, **generation: float | None
+    ) -> T:
         for key, value in generation.items():
             if value is not None:
                 raise UserError(f"{key}={value}: {facts.name} writes no rationales")
-        return load(facts, device, dtype)
+        return load(facts, *place(device, dtype))
 
     return loader
 

@@ -62,7 +62,7 @@ class LastToken(DirectEncoder[Prompt]):
         self.pad_id = processor.tokenizer.pad_token_id
 
     def reword(self, profile: str) -> None:
-        """See `eval.models.common.ThirdParty`."""
+        """Use a prompt profile, for prompts too."""
         super().reword(profile)
         self.builder = copy.copy(self.builder)
         self.builder.profile = self.wording
@@ -106,11 +106,7 @@ def load_vlm2vec(facts: Facts, device: str, dtype: str) -> LastToken:
 
 
 def load_qwen(facts: Facts, adapter: str, dtype: str) -> tuple[Any, Any]:
-    """Load a Qwen model and its processor; a LoRA is merged into its base.
-
-    Raises:
-        UserError: a different family, a LoRA without a base, or files that cannot be loaded.
-    """
+    """Load a Qwen model and its processor; a LoRA is merged into its base."""
     if facts.model_type not in FAMILIES:
         raise UserError(
             f"adapter={adapter} is for {', '.join(FAMILIES)}; {facts.name} is a {facts.model_type or '?'}"

@@ -9,12 +9,14 @@ the files; adapter, revision and prompts are recorded in ``results.json``. Famil
 adds a family, also from a plugin (docs/extending.md).
 """
 
-import importlib
+import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import Field
 
 from eval.embedding.fill_cache import Embeds
 from eval.sets.retrieval_set import RetrievalSet
@@ -26,7 +28,7 @@ from rge.common.registry import Registry
 
 RELEASED = "qwen2_5_vl"
 """Architecture of the released RGE checkpoint."""
-QWEN = ("qwen2_vl", "qwen2_5_vl")
+QWEN = ("qwen2_vl", RELEASED)
 ON_THE_HUB = {"MCG-NJU/RGE": "lcxrocks/RGE"}
 """Name of a paper or repository -> hub id of its weights, tried if the name itself does not exist."""
 NOT_HERE = {
@@ -49,57 +51,38 @@ FILES = ("*.safetensors", "*.json", "*.txt", "*.jinja", "*.model")
 
 @dataclass(frozen=True)
 class Facts:
-    """Information about a model from its files.
-
-    Attributes:
-        name: name as given by the user.
-        revision: commit on the hub; None for a directory.
-        model_type: from ``config.json``, or that of a LoRA's base model; "" if unknown.
-        files: relative file names.
-        tokens: added tokens of the tokenizer.
-        base: facts of a LoRA's base model.
-        fetched: its id on the hub, if that is not ``name``.
-    """
+    """Information about a model from its files."""
 
     path: Path
-    name: str
-    revision: str | None
-    model_type: str
-    files: frozenset[str]
-    tokens: frozenset[str]
-    base: "Facts | None" = None
-    fetched: str | None = None
+    name: str  # as given by the user
+    revision: str | None  # commit on the hub; None for a directory
+    model_type: str  # from ``config.json``, or that of a LoRA's base model; "" if unknown
+    files: frozenset[str]  # relative names
+    tokens: frozenset[str]  # added to the tokenizer
+    base: "Facts | None" = None  # of a LoRA
+    fetched: str | None = None  # its id on the hub, if that is not ``name``
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """How one family is recognised and loaded.
-
-    Attributes:
-        name: name for ``adapter=``.
-        about: one line for help and error messages.
-        matches: whether a model is of this family; the first match is used.
-        target: called with `Facts` and the keywords of `load_model`; ``module:function`` is imported on use.
-        released: the same for ``as=release``; None if not supported.
-    """
+    """How one family is recognised and loaded."""
 
     name: str
-    about: str
-    matches: Callable[[Facts], bool]
+    about: str  # one line for help and error messages
+    matches: Callable[[Facts], bool]  # the first match is used
     target: str | Callable[..., Embeds]
-    released: str | None = None
+    """Called with `Facts` and the keywords of `load_model`; ``module:function`` is imported on use."""
 
     def load(self, facts: Facts, *, as_released: bool = False, **options: Any) -> Embeds:
-        """Load a model of this family; a `UserError` if it does not support ``as=release``."""
-        target = self.released if as_released else self.target
-        if target is None:
-            raise UserError(
-                f"adapter={self.name} has no as=release, only {', '.join(adapter.name for adapter in adapters() if adapter.released)}"
-            )
+        """Load a model of this family."""
+        target = self.target
+        if as_released:
+            if self.name != "rge-release":
+                raise UserError(f"adapter={self.name} has no as=release, only rge-release")
+            target = "eval.models.rge:load_as_released"
         if callable(target):
             return target(facts, **options)
-        module, _, function = target.partition(":")
-        return getattr(importlib.import_module(module), function)(facts, **options)
+        return pkgutil.resolve_name(target)(facts, **options)
 
 
 OURS = (
@@ -114,7 +97,6 @@ OURS = (
         "the released RGE checkpoint: Qwen2.5-VL with an <emb> token, without rge.json",
         lambda facts: facts.model_type == RELEASED and "<emb>" in facts.tokens,
         "eval.models.rge:load_release",
-        "eval.models.released:load_as_released",
     ),
     Adapter(
         "ume-r1",
@@ -161,15 +143,11 @@ Loader = TypeVar("Loader", bound=Callable[..., Embeds])
 def register_embedder(
     name: str, *, about: str, matches: Callable[[Facts], bool]
 ) -> Callable[[Loader], Loader]:
-    """Decorator that registers a function as loader of a family of embedders.
+    """Decorator that registers a function as loader of a family of embedders; it is matched before ours.
 
     The function gets `Facts` and ``device``, ``dtype``, ``max_new_tokens`` and ``temperature`` of `load_model`, and
-    returns something that `Embeds`; see `eval.models.common.DirectEncoder` for one that writes no rationale.
-
-    The other arguments are those of `Adapter`; families added here are matched before ours.
-
-    Raises:
-        UserError: the name is taken.
+    returns something that `Embeds`; see `eval.models.common.DirectEncoder` for one that writes no rationale. ``about`` and
+    ``matches``: see `Adapter`.
     """
 
     def register(load: Loader) -> Loader:
@@ -248,7 +226,7 @@ class ModelOptions:
     """Commit, tag or branch of an id on the hub."""
     base: str | None = None
     """Base model of adapters (a checkpoint of rge, or a LoRA): a directory or an id on the hub; null: the one in their files."""
-    batch_size: int = 32
+    batch_size: Annotated[int, Field(ge=1)] = 32
     """Items embedded, and rationales written, at once; affects speed and memory, not the embeddings."""
     exact: bool | None = None
     """Embed every item alone, so that run.trec is the same to the last digit for any batch_size= and number of
@@ -269,11 +247,9 @@ class ModelOptions:
     """Prompt profile; null: the set's if it names one, else the checkpoint's."""
 
     def check_model(self) -> None:
-        """Raise a `UserError` for invalid options, before anything is read."""
+        """Raise a `UserError` for options that contradict each other, before anything is read."""
         if self.prompts is not None:
             one_of("prompts", [self.prompts], tuple(PROFILES))
-        if self.batch_size < 1:
-            raise UserError(f"batch_size must be at least 1, got {self.batch_size}")
         if self.exact and self.engine != "own":
             raise UserError("exact=true embeds every item alone, which vLLM does not do: use engine=own")
         if (self.checkpoint is None) == (self.model is None):
@@ -281,31 +257,22 @@ class ModelOptions:
             raise UserError(f"give checkpoint=DIR or model=NAME, got {given}")
 
     def loader(self) -> Callable[..., Embeds]:
-        """`load_model` with these options; `load` adds those that depend on the set.
-
-        Raises:
-            UserError: ``checkpoint`` is not a finished checkpoint.
-        """
+        """`load_model` with the options that do not depend on a set; a `UserError` if ``checkpoint`` is unfinished."""
         if self.checkpoint is not None:
             _check_checkpoint(checkpoint_folder(self.checkpoint), self.adapter)
-        engine: dict[str, Any] = {"engine": self.engine}
-        if self.engine != "own":
-            engine |= {"vllm_memory": self.vllm_memory, "vllm_rows": self.batch_size}
+        of_vllm: dict[str, Any] = {"vllm_memory": self.vllm_memory, "vllm_rows": self.batch_size}
         return partial(
             load_model,
             adapter=self.adapter,
             revision=self.revision,
             base=self.base,
             as_released=self.as_ == "release",
-            **engine,
+            engine=self.engine,
+            **({} if self.engine == "own" else of_vllm),
         )
 
     def load(self, wanted: RetrievalSet, load: Callable[..., Embeds] | None = None) -> Embeds:
-        """Load the embedder with the prompts that options and set require; ``load`` replaces `loader`.
-
-        Raises:
-            UserError: the embedder does not exist, or its prompts do not fit the set.
-        """
+        """Load the embedder with the prompts that options and set require; ``load`` replaces `loader`."""
         verbatim = wanted.meta.get("prompts") == "verbatim"
         if verbatim and self.as_ != "release":
             raise UserError(
@@ -345,7 +312,13 @@ def _check_checkpoint(checkpoint: Path, adapter: str | None) -> None:
 
 def _chosen(facts: Facts, requested: Adapter | None) -> Adapter:
     """The requested family, else the first that matches a model's files."""
-    chosen = requested or _recognised(facts)
+    unlike_ours = "<emb>" in facts.tokens and "rge.json" not in facts.files and facts.model_type != RELEASED
+    if requested is None and unlike_ours:
+        raise UserError(
+            f"{facts.name} has an <emb> token but no rge.json, and is not the released RGE checkpoint, which is a {RELEASED}. "
+            "If it was trained with rge, copy its rge.json from the training output"
+        )
+    chosen = requested or next((adapter for adapter in adapters() if adapter.matches(facts)), None)
     if facts.model_type in NOT_HERE and chosen in (None, *OURS):
         raise UserError(
             f"{facts.name} is a {facts.model_type}: {NOT_HERE[facts.model_type]}. Score rankings of the model's own code with "
@@ -360,16 +333,6 @@ def _chosen(facts: Facts, requested: Adapter | None) -> Adapter:
     return chosen
 
 
-def _recognised(facts: Facts) -> Adapter | None:
-    """The first family that matches a model's files."""
-    if "<emb>" in facts.tokens and "rge.json" not in facts.files and facts.model_type != RELEASED:
-        raise UserError(
-            f"{facts.name} has an <emb> token but no rge.json, and is not the released RGE checkpoint, which is a {RELEASED}. "
-            "If it was trained with rge, copy its rge.json from the training output"
-        )
-    return next((adapter for adapter in adapters() if adapter.matches(facts)), None)
-
-
 def _device(device: str | None) -> str:
     import torch
 
@@ -378,11 +341,7 @@ def _device(device: str | None) -> str:
 
 
 def facts_of(model: str | Path, revision: str | None = None, base_named: str | None = None) -> Facts:
-    """Inspect a model's files, fetched from the hub unless ``model`` is a directory, and those of a LoRA's base.
-
-    Raises:
-        UserError: there is no such directory or hub id, or a file is invalid.
-    """
+    """Inspect a model's files, fetched from the hub unless ``model`` is a directory, and those of a LoRA's base."""
     path, commit, fetched = Path(model), None, None
     if not path.is_dir():
         path, commit, fetched = _fetch(str(model), revision)

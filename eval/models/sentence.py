@@ -7,8 +7,7 @@ queries, and of candidates with text and picture only the text is used. Models t
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from PIL import Image
@@ -24,8 +23,7 @@ from rge.model.prompts import user_text
 TEXT, IMAGE, BOTH = "text", "image", "both"
 
 
-@dataclass(frozen=True)
-class Shown:
+class Shown(NamedTuple):
     """One input for the library; ``side`` selects the prompt, and ``kind`` is text, image or both."""
 
     side: str
@@ -49,61 +47,41 @@ class Sentences(DirectEncoder[Shown]):
         self.model = model.eval()
 
     def prepare(self, item: Item, side: str) -> tuple[int, Shown]:
-        """Text, picture or both, as the model accepts; sorted by the text's length in characters.
-
-        Raises:
-            UserError: the model does not support this item.
-        """
-        text, name = user_text(item, side, self.wording), self.settings.model
-        where, pictures = f"{side} {item.id!r}", item.images
-        if pictures and IMAGE not in self.reads:
-            if side == "query":
-                raise UserError(
-                    f"{where} has a picture, but {name} reads only texts: use query_modality=text to leave pictures out "
-                    "(rewrite=caption describes them in words)"
-                )
-            if not text:
-                raise UserError(f"{where} has no text, but {name} reads only texts")
+        """Text, picture or both; a UserError if the model does not accept them. Sorted by the text's length in characters."""
+        text, pictures = user_text(item, side, self.wording), item.images
+        if side == "candidate" and text and IMAGE not in self.reads:
             pictures = ()
+        where, name = f"{side} {item.id!r}", self.settings.model
         if len(pictures) > 1:
             raise UserError(f"{where} has {len(pictures)} pictures, but {name} reads only one")
-        content: dict[str, Any] = {TEXT: text} if text else {}
-        if pictures:
-            content[IMAGE] = load_image(pictures[0])
-        if not content:
+        parts = [TEXT] * bool(text) + [IMAGE] * bool(pictures)
+        if not parts:
             raise ValueError(f"item {item.id!r} has neither text nor images")
-        if len(content) == 1:
-            return len(text), Shown(side, *content.popitem())
-        if BOTH not in self.reads:
+        kind = parts[0] if len(parts) == 1 else BOTH
+        if kind not in self.reads:
             raise UserError(
-                f"{where} has text and picture, but {name} reads only one of them: use query_modality=text or image; for "
-                "CLIP and SigLIP adapter=clip combines both"
+                f"{where} has {' and '.join(parts)}, but {name} reads only {' or '.join(self.reads)}: query_modality=text or image leaves "
+                "out the other part of a query, rewrite=caption puts its pictures in words, and adapter=clip combines "
+                "text and picture of CLIP and SigLIP"
             )
-        return len(text), Shown(side, BOTH, content)
+        content: Any = text if kind == TEXT else load_image(pictures[0])
+        return len(text), Shown(side, kind, {TEXT: text, IMAGE: content} if kind == BOTH else content)
 
     def embed(self, batch: Sequence[Shown]) -> Tensor:
         """Embeddings (B, D); different kinds of inputs are embedded separately."""
         states: dict[int, Tensor] = {}
-        for side, kind in dict.fromkeys((one.side, one.kind) for one in batch):
-            rows = [row for row, one in enumerate(batch) if (one.side, one.kind) == (side, kind)]
+        for side, kind in dict.fromkeys(one[:2] for one in batch):
+            rows = [row for row, one in enumerate(batch) if one[:2] == (side, kind)]
             encode = self.model.encode_query if side == "query" else self.model.encode_document
-            part = encode(
-                [batch[row].content for row in rows],
-                batch_size=len(rows),
-                convert_to_tensor=True,
-                show_progress_bar=False,
-            )
-            states |= dict(zip(rows, part, strict=True))
+            content = [batch[row].content for row in rows]
+            part = encode(content, batch_size=len(rows), convert_to_tensor=True, show_progress_bar=False)
+            states |= zip(rows, part, strict=True)
         return torch.stack([states[row] for row in range(len(batch))])
 
 
 @direct
 def load_sentences(facts: Facts, device: str, dtype: str) -> Sentences:
-    """Load a sentence-transformers model, without running code from its repository.
-
-    Raises:
-        UserError: the library is not installed, or it cannot load the model.
-    """
+    """Load a sentence-transformers model, without running code from its repository."""
     try:
         from sentence_transformers import SentenceTransformer
     except ImportError:

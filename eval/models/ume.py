@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Literal, Self
 
-from eval.models.common import VLM2VEC, ThirdParty, placed, settings_of
+from eval.models.common import VLM2VEC, ThirdParty, place, settings_of
 from eval.models.registry import Facts
 from rge.checkpoints.settings import Settings
 from rge.common.prompt_profiles import PROFILES
@@ -64,7 +64,7 @@ class UmeEncoder(ThirdParty):
         return other
 
     def reword(self, profile: str) -> None:
-        """See `eval.models.common.ThirdParty`."""
+        """Use a prompt profile in both modes."""
         self.settings = self.settings.but(profile=profile, wording=asdict(PROFILES[profile]))
 
     def encode(
@@ -76,20 +76,20 @@ class UmeEncoder(ThirdParty):
         return self.by_mode[mode].encode(items, mode=mode, **options)
 
 
-@placed
 def load_ume(
     facts: Facts,
-    device: str,
-    dtype: str,
     *,
-    max_new_tokens: int | None = None,
-    temperature: float | None = None,
+    device: str | None,
+    dtype: str | None,
+    max_new_tokens: int | None,
+    temperature: float | None,
 ) -> UmeEncoder:
     """Load a UME-R1 checkpoint.
 
     Deliberate differences from its own code: a rationale that reaches the cap gets ``<gen_emb>`` appended (counted as
     forced), and decoding is greedy.
     """
+    device, dtype = place(device, dtype)
     backbone = load_backbone(facts.path, dtype=dtype, emb_token=GEN)
     tokenizer = backbone.processor.tokenizer
     tags = set(tokenizer.convert_tokens_to_ids([tag for tag in WRITTEN if tag in tokenizer.get_vocab()]))

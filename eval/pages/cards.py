@@ -8,26 +8,20 @@ from typing import Any
 
 import pandas as pd
 
+from eval.pages import examples
 from eval.pages.evaluations import RANK_COLUMN, Evaluation
-from eval.pages.examples import (
-    NUM_SHOWN,
-    Gallery,
-    SetView,
-    as_rank,
-    as_text,
-    choose_examples,
-    facets,
-    outcome_of,
-    top_of,
-    varying,
-)
+from eval.pages.examples import Gallery, SetView
 from eval.pages.wording import tag
 from eval.sets.retrieval_set import RetrievalSet, given_rationales
 
 _FIRST_HIT: dict[str, Any] = {
     "name": "outcome",
     "label": "First hit",
-    "values": [("first", "rank 1"), ("near", f"rank 2–{NUM_SHOWN}"), ("below", f"below {NUM_SHOWN}")],
+    "values": [
+        ("first", "rank 1"),
+        ("near", f"rank 2–{examples.NUM_SHOWN}"),
+        ("below", f"below {examples.NUM_SHOWN}"),
+    ],
 }
 
 
@@ -42,10 +36,12 @@ def cards_of(
 ) -> dict[str, Any]:
     """Template context of the cards."""
     k = re.search(r"@(\d+)", metric)
-    success_rank = min(int(k.group(1)), NUM_SHOWN) if k else 1
-    strata = varying(main.per_query, ("category", *loaded.report_by))
-    chosen = choose_examples(main.per_query, success_rank=success_rank, num=num, strata=strata, seed=seed)
-    tops = {query: top_of(main.per_query, query) for query in chosen}
+    success_rank = min(int(k.group(1)), examples.NUM_SHOWN) if k else 1
+    strata = examples.varying(main.per_query, ("category", *loaded.report_by))
+    chosen = examples.choose_examples(
+        main.per_query, success_rank=success_rank, num=num, strata=strata, seed=seed
+    )
+    tops = {query: examples.top_of(main.per_query, query) for query in chosen}
     view = SetView(loaded, {query: [names] for query, names in tops.items()}, gallery)
     given = given_rationales(loaded)
     right = pd.Series(given, dtype=object).groupby(level=0).agg(set).to_dict() if given else {}
@@ -55,7 +51,7 @@ def cards_of(
         card["success"] = (card["rank"] or math.inf) <= success_rank
         card["says"] = _says(card["rationale"], right.get(query, set()), given.values())
         card["ranks"] = [
-            (e.label, as_rank(e.per_query.at[query, RANK_COLUMN]), e is main) for e in evaluations
+            (e.label, examples.as_rank(e.per_query.at[query, RANK_COLUMN]), e is main) for e in evaluations
         ]
         cards.append(card)
     return {
@@ -65,7 +61,7 @@ def cards_of(
         "reasons": main.mode[0] == "reasoning",
         "success_rank": success_rank,
         **_num_by_rank(main.per_query[RANK_COLUMN]),
-        "filters": [*facets(main.per_query, strata), _FIRST_HIT],
+        "filters": [*examples.facets(main.per_query, strata), _FIRST_HIT],
         "strata": [name.replace("_", " ") for name in strata],
     }
 
@@ -83,7 +79,7 @@ def _of_cards(cards: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _num_by_rank(ranks: pd.Series) -> dict[str, int]:
-    counts = Counter(map(outcome_of, map(as_rank, ranks)))
+    counts = Counter(map(examples.outcome_of, map(examples.as_rank, ranks)))
     return {f"num_{name}": counts[name] for name, _ in _FIRST_HIT["values"]} | {"num_queries": len(ranks)}
 
 
@@ -91,16 +87,16 @@ def _card(
     query_id: str, measured: pd.Series, top: Sequence[str], view: SetView, strata: Sequence[str]
 ) -> dict[str, Any]:
     shown_query = view.query(query_id)
-    rank = as_rank(measured[RANK_COLUMN])
+    rank = examples.as_rank(measured[RANK_COLUMN])
     values = [str(measured[name]) for name in strata]
     return shown_query | {
         "data": {"query": query_id}
         | {f"f{place}": value for place, value in enumerate(values)}
-        | {"outcome": outcome_of(rank)},
+        | {"outcome": examples.outcome_of(rank)},
         "tags": [tag(name, value) for name, value in zip(strata, values, strict=True)],
-        "rationale": as_text(measured.get("rationale")),
+        "rationale": examples.as_text(measured.get("rationale")),
         "forced": measured.get("stop_reason") == "forced",
-        "tokens": as_rank(measured.get("rationale_tokens")),
+        "tokens": examples.as_rank(measured.get("rationale_tokens")),
         "results": view.ranked(query_id, top, shown_query["pictures"]),
         "rank": rank,
         "wanted": [] if set(top) & set(view.right[query_id]) else view.wanted(query_id),
@@ -113,10 +109,9 @@ def _says(written: str | None, right: set[str], sayings: Collection[str]) -> str
 
 
 def _opening(cards: Sequence[dict[str, Any]], *, given: str) -> dict[str, Any] | None:
-    """The opening card: the first one, preferably one whose rationale occurs in the set.
+    """The opening card: the first, preferably one whose rationale occurs in the set, since a model's own may contradict its result.
 
-    A model's own text may contradict its result, but rationales of the set are consistent. A success should have the
-    ``right`` rationale; a failure that of ``another`` query, which shows what the query was mistaken for, or the right one.
+    A failure with the rationale of ``another`` query shows what the query was mistaken for.
     """
     order = (given, "right", "another", "own")
     return min(cards, key=lambda card: order.index(card["says"]), default=None)

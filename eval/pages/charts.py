@@ -53,15 +53,6 @@ CONFIG = {
 
 
 @dataclass(frozen=True)
-class Series:
-    """One line of a chart: strictly increasing x, finite y (at least one point), and a label ("" for a single line)."""
-
-    label: str
-    x: Sequence[float]
-    y: Sequence[float]
-
-
-@dataclass(frozen=True)
 class Band:
     """A named range of the x axis, such as a training stage; open at its start."""
 
@@ -72,17 +63,14 @@ class Band:
 
 @dataclass(frozen=True)
 class Point:
-    """A point over a cost: ``y`` with its interval, as fractions; the bounds may be None.
-
-    ``number``: its number on the page; None: its position among the points.
-    """
+    """A point over a cost: ``y`` with its interval, as fractions; the bounds may be None."""
 
     label: str
     x: float
     y: float
     low: float | None
     high: float | None
-    number: int | None = None
+    number: int | None = None  # on the page; None: its position among the points
 
 
 Curves = Mapping[str, Sequence[Point]]
@@ -91,31 +79,28 @@ Curves = Mapping[str, Sequence[Point]]
 
 @dataclass(frozen=True)
 class Mark:
-    """A mean with its interval, as fractions; the bounds may be None.
+    """A mean with its interval, as fractions; the bounds may be None."""
 
-    ``arm``: row. ``group``: slice, shown by colour. ``panel``: metric. ``seeds``: means of single seeds.
-    """
-
-    arm: str
-    group: str
-    panel: str
+    arm: str  # row
+    group: str  # slice, shown by colour
+    panel: str  # metric
     mean: float
     low: float | None
     high: float | None
-    seeds: Sequence[float] = ()
+    seeds: Sequence[float] = ()  # means of single seeds
 
 
-def line_chart(series: Sequence[Series], *, name: str, bands: Sequence[Band], percent: bool) -> Markup:
-    """Lines over training steps: values faint, moving averages strong; the y axis includes zero.
+def line_chart(
+    steps: Sequence[float], values: Sequence[float], *, name: str, bands: Sequence[Band], percent: bool
+) -> Markup:
+    """Finite values over increasing steps: faint, with a strong moving average; the y axis includes zero.
 
-    The first six of one or more series have distinct colours and dashes; bands are drawn if there is more than one. The
-    ``data-chart`` attribute of the ``<svg>`` element has the data that the page's script shows on hover.
+    Bands are drawn if there is more than one. The ``data-chart`` attribute of the ``<svg>`` element has the data that the
+    page's script shows on hover.
     """
     scale, unit = (100.0, "%") if percent else (1.0, "")
-    tables = [smoothed(line, bands) for line in series]
-    for table in tables:
-        table[["y", "mean"]] *= scale
-    table = pd.concat(tables, ignore_index=True)
+    table = smoothed(steps, values, bands)
+    table[["y", "mean"]] *= scale
     low, high = min(0.0, table["y"].min()), max(table["y"].max(), 0.0)
     y_domain = [low, high + 0.04 * ((high - low) or 1.0)]
     x_domain = [float(table["x"].min()), float(table["x"].max())]
@@ -124,50 +109,41 @@ def line_chart(series: Sequence[Series], *, name: str, bands: Sequence[Band], pe
     y: dict[str, Any] = {"axis": {"labelExpr": f"datum.label + '{unit}'"}, "scale": _fixed(y_domain)}
     line = {"type": "line", "strokeJoin": "round", "strokeCap": "round"}
     x = _of("x", title="step", scale=_fixed(x_domain))
-    colour = _by("series", sort=None, legend=None, scale={"range": COLOURS})
-    dashes = _by("series", sort=None, legend=None, scale={"range": DASHES})
+    colour = {"value": COLOURS[0]}
 
     def along(field: str, **channels: Any) -> dict[str, Any]:
         return {"x": x, "y": _of(field, **y), "color": colour, **channels}
 
     layers = [
         {"mark": line | {"opacity": 0.3, "strokeWidth": 1}, "encoding": along("y", detail=_by("part"))},
-        {"mark": line | {"strokeWidth": 2}, "encoding": along("mean", detail=_by("part"), strokeDash=dashes)},
+        {"mark": line | {"strokeWidth": 2}, "encoding": along("mean", detail=_by("part"))},
         {
             "mark": _dot(34) | {"aria": False},
             "transform": [{"filter": "datum.last"}],
             "encoding": along("mean"),
         },
     ]
-    labels = [line.label for line in series]
     hover = {
         "plot": [LEFT, TOP, PLOT_WIDTH, PLOT_HEIGHT],
         "domain": [*x_domain, *y_domain],
         "unit": unit,
         "xLabel": "step",
         "series": [
-            {"label": label, "x": part["x"].map(_short).tolist(), "y": part["mean"].map(_short).tolist()}
-            for label, part in zip(labels, tables, strict=True)
+            {"label": "", "x": table["x"].map(_short).tolist(), "y": table["mean"].map(_short).tolist()}
         ],
     }
-    ends = [
-        f"{label + ': ' if label else ''}"
-        + ", ".join(f"{number(part['mean'].iloc[at])}{unit} at step {number(part['x'].iloc[at])}" for at in (0, -1))
-        for label, part in zip(labels, tables, strict=True)
-    ]  # fmt: skip
+    ends = [f"{number(table['mean'].iloc[at])}{unit} at step {number(table['x'].iloc[at])}" for at in (0, -1)]
     spec = {"data": {"values": table.to_dict("records")}, "layer": _bands(bands, x_domain) + layers}
-    return _on_page(spec, f"{name}. {'; '.join(ends)}", hover)
+    return _on_page(spec, f"{name}. {', '.join(ends)}", hover)
 
 
-def smoothed(series: Series, bands: Sequence[Band] = ()) -> pd.DataFrame:
-    """Downsample a series to about `MAX_POINTS` means over equal ranges, with their moving average.
+def smoothed(steps: Sequence[float], values: Sequence[float], bands: Sequence[Band] = ()) -> pd.DataFrame:
+    """Downsample values to about `MAX_POINTS` means over equal ranges, with their moving average.
 
-    Lines break at band boundaries, where the same name may be a different sum of losses.
-
-    Returns:
-        Columns ``series``, ``x``, ``y``, ``mean``, ``part`` (which band), ``last`` (whether it is the last point).
+    Lines break at band boundaries, where the same name may be a different sum of losses. Columns: ``x``, ``y``, ``mean``,
+    ``part`` (which band), ``last`` (whether it is the last point).
     """
-    table = pd.DataFrame({"x": series.x, "y": series.y}, dtype=float)
+    table = pd.DataFrame({"x": steps, "y": values}, dtype=float)
     table["part"] = [next((i for i, b in enumerate(bands) if b.start < x <= b.end), -1) for x in table["x"]]
     parts = []
     for part, rows in table.groupby("part", sort=False):
@@ -179,7 +155,7 @@ def smoothed(series: Series, bands: Sequence[Band] = ()) -> pd.DataFrame:
         width = len(rows) // 16 // 2 * 2 + 1
         mean = rows["y"].rolling(width, center=True, min_periods=1).mean()
         parts.append(rows.assign(part=part, mean=mean))
-    out = pd.concat(parts, ignore_index=True).assign(series=series.label)
+    out = pd.concat(parts, ignore_index=True)
     return out.assign(last=out.index == len(out) - 1)
 
 
@@ -219,10 +195,7 @@ def curves_file(charts: Mapping[str, Curves], metric: str) -> str:
 def interval_chart(marks: Sequence[Mark], *, title: str) -> str:
     """Means with intervals as a file: rows are arms, panels metrics, colours slices, and rings seeds.
 
-    Arms, slices and panels keep the order of the marks.
-
-    Raises:
-        ValueError: there are no marks, or more slices than colours.
+    Arms, slices and panels keep the order of the marks. More slices than colours, or no marks, are a ValueError.
     """
     if not marks:
         raise ValueError(f"plot {title!r} has nothing to show")

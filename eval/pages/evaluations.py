@@ -72,11 +72,7 @@ class Evaluation:
         return list(self.results.get(block) or {})
 
     def figure(self, *path: str) -> Figure | None:
-        """The figure at a path of keys of results.json; None if that slice or metric was not computed.
-
-        Raises:
-            UserError: the value or a bound is not a finite number.
-        """
+        """The figure at a path of keys of results.json; None if that slice or metric was not computed."""
         entry = value_at(self.results, path)
         if entry is None:
             return None
@@ -91,11 +87,7 @@ class Evaluation:
 
 
 def read_evaluations(dirs: Sequence[Path], baselines: Mapping[str, Path]) -> list[Evaluation]:
-    """Read evaluation directories, or those in them, in the order of the table: ablations, direct, baselines, reasoning.
-
-    Raises:
-        UserError: there is no directory, or one is incomplete or inconsistent.
-    """
+    """Read evaluation directories, or those in them, in the order of the table: ablations, direct, baselines, reasoning."""
     directories = dict.fromkeys(path for directory in dirs for path in expand(Path(directory)))
     if not directories:
         raise UserError("dirs must name at least one evaluation directory, got none")
@@ -119,11 +111,7 @@ def read_evaluations(dirs: Sequence[Path], baselines: Mapping[str, Path]) -> lis
 
 
 def expand(directory: Path, *, single: bool = False) -> list[Path]:
-    """The directory itself if it is an evaluation, else the evaluations in it.
-
-    Raises:
-        UserError: it contains no evaluation, or, with ``single``, several.
-    """
+    """The directory itself if it is an evaluation, else the evaluations in it; with ``single``, exactly one."""
     if not directory.is_dir():
         raise UserError(f"{directory} is not a directory: pass the output of `rge eval run`")
 
@@ -146,11 +134,7 @@ def expand(directory: Path, *, single: bool = False) -> list[Path]:
 
 
 def read_evaluation(directory: Path) -> Evaluation:
-    """Read one evaluation directory.
-
-    Raises:
-        UserError: it is incomplete or inconsistent.
-    """
+    """Read one evaluation directory; a UserError if it is incomplete or inconsistent."""
     results = read_results(directory)
     missing = [key for key in ("set", "micro") if not results.get(key)]
     missing += [f"set.{key}" for key in ("name", "fingerprint") if not (results.get("set") or {}).get(key)]
@@ -181,11 +165,7 @@ def _per_query(path: Path) -> pd.DataFrame:
 
 
 def check_one_set(evaluations: Sequence[Evaluation]) -> None:
-    """Refuse evaluations of different retrieval sets, protocols or queries.
-
-    Raises:
-        UserError: two evaluations differ.
-    """
+    """Raise a `UserError` for evaluations of different retrieval sets, protocols or queries."""
     first = evaluations[0]
     for other in evaluations[1:]:
         if why := set_mismatch(first.results, other.results):
@@ -222,17 +202,9 @@ def compared(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
 
 
 def set_of(main: Evaluation, given: Path | None) -> RetrievalSet:
-    """The retrieval set of an evaluation.
-
-    Raises:
-        UserError: it does not exist, or has changed since.
-    """
-    path = given or main.results["set"].get("path")
-    if path is None:
-        raise UserError(
-            f"{main.directory}/results.json does not record the location of the retrieval set: pass set=DIR"
-        )
-    if not Path(path).is_dir():
+    """The retrieval set of an evaluation; a UserError if it does not exist, or has changed since."""
+    path = Path(given or main.results["set"].get("path") or "")
+    if not path.is_dir():
         raise UserError(
             f"retrieval set {path} of {main.directory} does not exist; if it was moved, pass set=DIR"
         )
@@ -244,10 +216,7 @@ def set_of(main: Evaluation, given: Path | None) -> RetrievalSet:
 
 
 def warnings_of(evaluations: Sequence[Evaluation]) -> list[str]:
-    """Warnings for readers of the figures, without repeats, with labels if they do not apply to all evaluations.
-
-    Includes warnings of results.json, results of older versions, rankings that lack queries, and limits on queries.
-    """
+    """Warnings for readers of the figures, without repeats, with labels if they do not apply to all evaluations."""
     labels_of: dict[str, list[str]] = defaultdict(list)
     for one in evaluations:
         for warning in dict.fromkeys(_warnings(one.results)):

@@ -96,11 +96,7 @@ class Gallery:
         return {picture.name: (picture.width, picture.height) for picture in self.pictures}
 
     def add(self, ref: ImageRef, owner: str) -> str:
-        """Embed a picture, unless it already is, and return its name on the page.
-
-        Raises:
-            UserError: it is missing or cannot be decoded.
-        """
+        """Embed a picture, unless it already is, and return its name on the page."""
         try:
             data = picture_bytes(ref)
             digest = hashlib.sha256(data).hexdigest()
@@ -128,11 +124,7 @@ def _embed(name: str, data: bytes) -> Picture:
 
 
 class SetView:
-    """Queries and candidates of one retrieval set, for cards; ``rankings``: query -> first candidates of all rankings shown.
-
-    Raises:
-        UserError: a query or a candidate is not in the set.
-    """
+    """Queries and candidates of one retrieval set, for cards; ``rankings``: query -> first candidates of all rankings shown."""
 
     def __init__(
         self, loaded: RetrievalSet, rankings: Mapping[str, Sequence[Sequence[str]]], gallery: Gallery

@@ -2,6 +2,8 @@
 
     rge eval report runs=DIR[,DIR...] out=FILE [log=FILE,...] [baseline=LABEL:DIR,...]
 
+The command also writes leaderboards, see `eval.pages.boards.leaderboard`.
+
 evaluation directories --evaluations--> Evaluation --tables, cards, training_log--> context
   --templates/report.html.j2--> one file: no network, every picture in it once, readable without script
 
@@ -9,54 +11,111 @@ Anything that would be misleading raises a `UserError` that names the directory 
 of different sets, numbers that are not finite, missing pictures.
 """
 
+import json
+import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from eval.pages.budget_curves import on_page
+from eval.pages import tables
+from eval.pages.boards.leaderboard import write_leaderboard
+from eval.pages.budget_curves import BASES, BUDGET, on_page
 from eval.pages.cards import cards_of
-from eval.pages.evaluations import check_one_set, compared, featured, read_evaluations, set_of, warnings_of
-from eval.pages.examples import Gallery
-from eval.pages.provenance import provenance_of
-from eval.pages.single_file import write_page
-from eval.pages.tables import (
-    MAX_MAIN_SLICES,
-    ceiling_of,
-    cost_and_ties,
-    main_table,
-    metrics_table,
-    notes_of,
-    random_floors,
-    verdict_of,
+from eval.pages.evaluations import (
+    Evaluation,
+    check_one_set,
+    compared,
+    expand,
+    featured,
+    read_evaluation,
+    read_evaluations,
+    set_of,
+    warnings_of,
 )
+from eval.pages.examples import Gallery
+from eval.pages.single_file import write_page
 from eval.pages.training_log import curves_of
 from eval.scoring.metrics import metric_words
+from eval.scoring.output_files import RESULTS
 from rge.common.errors import UserError
+from rge.common.files import read_json
+from rge.common.registry import PluginOptions
 
 
-def write_report(
-    dirs: Sequence[Path],
-    out: Path,
-    *,
-    training_logs: Sequence[Path] = (),
-    title: str | None = None,
-    metric: str = "recall@1",
-    num_examples: int = 48,
-    baselines: Mapping[str, Path] | None = None,
-    set_dir: Path | None = None,
-    seed: int = 0,
-    budget: Mapping[str, Any] | None = None,
-) -> Path:
-    """Write the report page of one or more evaluations of one retrieval set, and return ``out``.
+@dataclass
+class ReportOptions(PluginOptions):
+    """Write one HTML page from finished evaluations."""
+
+    runs: tuple[str, ...]
+    """Evaluation directories, or directories that contain them."""
+    out: Path
+    """The HTML file to write."""
+    log: tuple[str, ...] = ()
+    """``metrics.jsonl`` of each stage of the training run, in order."""
+    baseline: tuple[str, ...] = ()
+    """``LABEL:DIR`` of evaluations of other checkpoints."""
+    title: str | None = None
+    """Heading of the page; null: the default."""
+    metric: str = "recall@1"
+    """Metric of the main table."""
+    examples: int = 48
+    """Number of queries shown with pictures."""
+    set: Path | None = None
+    """Current location of the retrieval set; null: as in results.json."""
+    seed: int = 0
+    """Seed for the choice of examples."""
+    page: Literal["auto", "set", "leaderboard"] = "auto"
+    """``set`` for conditions of one set, ``leaderboard`` for many models; ``auto``: a leaderboard if the evaluations
+    are for a suite or for several sets."""
+    published: Literal["auto", "all", "none"] = "auto"
+    """Published tables on a leaderboard: ``auto`` (those of the benchmarks at hand), ``all`` or ``none``."""
+
+
+def report(options: ReportOptions) -> Path:
+    """``rge eval report``: write the page that the options describe, print its path and return it."""
+    runs = [word for word in options.runs if word]
+    board = _is_for_leaderboard(runs) if options.page == "auto" else options.page == "leaderboard"
+    path = _write_leaderboard(options, runs) if board else _write_report(options, list(map(Path, runs)))
+    print(path)
+    return path
+
+
+def _is_for_leaderboard(runs: Sequence[str]) -> bool:
+    """Whether runs are of a suite or of several sets, or have labels."""
+    for word in runs:
+        if not Path(word).is_dir():
+            return ":" in word
+    results = [read_evaluation(path).results for word in runs for path in expand(Path(word))]
+    return (
+        any(about.get("suite") for about in results)
+        or len({about["set"]["fingerprint"] for about in results}) > 1
+    )
+
+
+def _write_leaderboard(options: ReportOptions, runs: Sequence[str]) -> Path:
+    if options.log or options.baseline:
+        raise UserError(
+            "log= and baseline= are for page=set; for a leaderboard pass all models as runs=LABEL:DIR,..."
+        )
+    num_examples = 24 if options.examples == ReportOptions.examples else options.examples
+    return write_leaderboard(
+        runs, options.out, title=options.title, which=options.published, num_examples=num_examples,
+        set_dir=options.set, seed=options.seed,
+    )  # fmt: skip
+
+
+def _write_report(options: ReportOptions, dirs: list[Path]) -> Path:
+    """Write the page of one or more evaluations of one set, or of the output of `budget`.
 
     The output is deterministic: examples are drawn by a seeded hash of the query id, and the page has no dates.
-    Baselines are evaluation directories of other checkpoints, by label; logs are stages of one run, or runs to compare.
-
-    Raises:
-        UserError: an evaluation is incomplete, holds a number that is not finite, or is of another retrieval set;
-            a picture is missing; a training log cannot be read.
     """
-    evaluations = read_evaluations(dirs, baselines or {})
+    metric, budget = options.metric, None
+    if len(dirs) == 1 and not (dirs[0] / RESULTS).exists():
+        budget = read_json(dirs[0] / BUDGET)
+    if budget is not None:
+        dirs = [dirs[0] / name for name in BASES]
+    evaluations = read_evaluations(dirs, _baselines(options.baseline))
     check_one_set(evaluations)
     main = featured(evaluations)
     if main.figure("micro", metric) is None:
@@ -66,29 +125,111 @@ def write_report(
         )
     rows = compared(evaluations)
     gallery = Gallery()
-    loaded = set_of(main, set_dir)
-    examples = cards_of(rows, main, loaded, metric, num_examples, seed, gallery)
-    table, other_tables = main_table(rows, main, metric, random_floors(main, loaded, metric))
+    loaded = set_of(main, options.set)
+    examples = cards_of(rows, main, loaded, metric, options.examples, options.seed, gallery)
+    table, other_tables = tables.main_table(rows, main, metric, tables.random_floors(main, loaded, metric))
     content = dict(
-        title=title or f"What reasoning gained on {main.results['set']['name']}",
+        title=options.title or f"What reasoning gained on {main.results['set']['name']}",
         set=main.results["set"],
         profile=main.results.get("profile"),
         metric=metric,
         metric_words=metric_words(metric),
-        verdict=verdict_of(rows, main, metric),
+        verdict=tables.verdict_of(rows, main, metric),
         main_table=table,
         other_tables=other_tables,
-        ceiling=ceiling_of(main, metric),
-        metrics_table=metrics_table(evaluations, main),
-        health=cost_and_ties(evaluations, metric),
+        ceiling=tables.ceiling_of(main, metric),
+        metrics_table=tables.metrics_table(evaluations, main),
+        health=tables.cost_and_ties(evaluations, metric),
         warnings=warnings_of(evaluations),
-        slice_notes=notes_of(loaded, table.by),
+        slice_notes=tables.notes_of(loaded, table.by),
         examples=examples,
         pictures=gallery.pictures,
         sizes=gallery.sizes,
-        curves=curves_of(training_logs),
+        curves=curves_of([Path(name) for name in options.log if name]),
         budget=None if budget is None else on_page(budget),
         provenance=provenance_of(evaluations),
-        max_slices=MAX_MAIN_SLICES,
+        max_slices=tables.MAX_MAIN_SLICES,
     )
-    return write_page(out, "report.html.j2", ["report.css"], content)
+    return write_page(options.out, "report.html.j2", ["report.css"], content)
+
+
+def _baselines(words: Sequence[str]) -> dict[str, Path]:
+    """``LABEL:DIR`` as label -> directory."""
+    baselines = {}
+    for word in filter(None, words):
+        label, _, directory = word.partition(":")
+        if not (label and directory):
+            raise UserError(f"baseline must be LABEL:DIR, got {word!r}")
+        baselines[label] = Path(directory)
+    return baselines
+
+
+def provenance_of(evaluations: Sequence[Evaluation]) -> dict[str, Any]:
+    """Shared facts, differing facts, and everything recorded except figures."""
+    figures = {"again", "set", "micro", "macro", "ties", "rationale", "random"}
+    recorded = [
+        {
+            key: _without_paths(value)
+            for key, value in one.results.items()
+            if key not in figures and not key.startswith("by_")
+        }
+        for one in evaluations
+    ]
+    facts = [_facts(of_one, one) for of_one, one in zip(recorded, evaluations, strict=True)]
+    shared = set.intersection(*(set(of_one.items()) for of_one in facts)) if len(facts) > 1 else set()
+    own = [{key: value for key, value in of_one.items() if (key, value) not in shared} for of_one in facts]
+    texts = [json.dumps(of_one, indent=1, ensure_ascii=False, default=str) for of_one in recorded]
+    labels = [one.label for one in evaluations]
+    return {
+        "common": {key: value for key, value in facts[0].items() if (key, value) in shared},
+        "own": list(zip(labels, own, strict=True)),
+        "recorded": list(zip(labels, texts, strict=True)),
+    }
+
+
+def _facts(recorded: Mapping[str, Any], evaluation: Evaluation) -> dict[str, str]:
+    """Facts that fit on one line each."""
+    facts = {}
+    for name, value in recorded.items():
+        if isinstance(value, Mapping) and all(isinstance(v, (str, int, float)) for v in value.values()):
+            value = ", ".join(f"{k} {_brief(v)}" for k, v in value.items())
+        if isinstance(value, (str, int, float)) and 0 < len(_brief(value)) <= 300:
+            facts[name.replace("_", " ")] = _brief(value)
+    if (command := _command(evaluation)) is not None:
+        facts["reproduce with"] = command
+    return facts
+
+
+def _brief(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _command(evaluation: Evaluation) -> str | None:
+    """The command that reproduces this evaluation, except out=; None if it was not recorded."""
+    again = evaluation.results.get("again")
+    if not again:
+        return None
+
+    def as_word(value: Any) -> str:
+        if isinstance(value, list):
+            return ",".join(map(as_word, value)) or "[]"
+        return _local(value) if isinstance(value, str) else json.dumps(value)
+
+    words = [f"{key}={as_word(value)}" for key, value in again["options"].items()]
+    return shlex.join(["rge", "eval", again["command"], *words])
+
+
+def _without_paths(value: Any) -> Any:
+    """Replace absolute paths by relative ones, since a page may be shared."""
+    if isinstance(value, Mapping):
+        return {k: _without_paths(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_without_paths(v) for v in value]
+    return _local(value) if isinstance(value, str) else value
+
+
+def _local(text: str) -> str:
+    path = Path(text)
+    if not path.is_absolute():
+        return text
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else path.name

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -21,15 +21,11 @@ MAX_MAIN_SLICES = 4
 """Maximum number of slices beside "all queries" in the main table; others get separate tables."""
 
 
-@dataclass(frozen=True)
-class Cell:
-    """A table cell: a figure, with the position of its dot and interval on the column's scale, in per cent."""
+class Cell(NamedTuple):
+    """A table cell: a figure, and which one it is."""
 
     figure: Figure | None
-    at: float = 0.0
-    low: float = 0.0
-    high: float = 0.0
-    where: str = ""
+    where: str
 
 
 @dataclass(frozen=True)
@@ -96,11 +92,8 @@ def _table(
     scale = Scale.around(_ends(chain(*grid, chance)))
 
     def row(label: str, note: str, figures: Sequence[Figure | None], block: str = "", **more: bool) -> Row:
-        cells = [
-            _cell(figure, scale, f"{label}|{block or c.block}|{c.name or ''}|{metric}")
-            for c, figure in zip(columns, figures, strict=True)
-        ]
-        return Row(label, note, cells, **more)
+        names = [f"{label}|{block or c.block}|{c.name or ''}|{metric}" for c in columns]
+        return Row(label, note, list(map(Cell, figures, names)), **more)
 
     rows = [row("Random floor", "a shuffled ranking", chance, "random")] if chance else []
     rows += [
@@ -125,13 +118,6 @@ def _chance(
     if columns[0].name is None:  # recorded in results.json, unlike those of slices
         figures[0] = Figure(main.results["random"][metric])
     return figures
-
-
-def _cell(figure: Figure | None, scale: Scale, where: str) -> Cell:
-    if figure is None:
-        return Cell(None, where=where)
-    low, high = (figure.value if bound is None else bound for bound in (figure.low, figure.high))
-    return Cell(figure, scale.at(figure.value), scale.at(low), scale.at(high), where)
 
 
 def main_table(
@@ -178,9 +164,12 @@ def _gains(
     for one in rivals:
         if metric in main.per_query and metric in one.per_query:
             difference_Q = main.per_query[metric] - one.per_query.loc[main.per_query.index, metric]
-            where = [f"{one.label}|gain {c.block}|{c.name or ''}|{metric}" for c in columns]
-            gains = [_gain(main, difference_Q, c.rows_Q) for c in columns]
-            cells = [Cell(gain, where=at) for gain, at in zip(gains, where, strict=True)]
+            cells = [
+                Cell(
+                    _gain(main, difference_Q, c.rows_Q), f"{one.label}|gain {c.block}|{c.name or ''}|{metric}"
+                )
+                for c in columns
+            ]
             rows.append(Row(f"Gain over {one.label}", "", cells))
     return rows
 
@@ -210,8 +199,7 @@ def metrics_table(evaluations: Sequence[Evaluation], main: Evaluation) -> dict[s
                 "words": metric_words(metric),
                 "floor": floors[block].get(metric),
                 "cells": [
-                    Cell(one.figure(block, metric), where=f"{one.label}|{block}||{metric}")
-                    for one in evaluations
+                    Cell(one.figure(block, metric), f"{one.label}|{block}||{metric}") for one in evaluations
                 ],
             }
             for metric in dict.fromkeys(chain.from_iterable(one.names(block) for one in evaluations))
@@ -247,11 +235,7 @@ def verdict_of(evaluations: Sequence[Evaluation], main: Evaluation, metric: str)
 
 
 def notes_of(loaded: RetrievalSet, by: str) -> list[tuple[str, str]]:
-    """(heading, explanation) of the main table's slices, from ``slice_notes`` in the set's meta.json.
-
-    Raises:
-        UserError: ``slice_notes`` does not have the right structure.
-    """
+    """(heading, explanation) of the main table's slices, from ``slice_notes`` in the set's meta.json."""
     notes = loaded.meta.get("slice_notes") or {}
     of_column = notes.get(by) or {} if isinstance(notes, Mapping) else None
     if not isinstance(of_column, Mapping) or not all(isinstance(words, str) for words in of_column.values()):
@@ -284,19 +268,15 @@ def _cost_cells(one: Evaluation, metric: str) -> dict[str, str | None]:
     def share(value: float) -> str:
         return f"{percent(value)} %"
 
+    tokens = shown("{:.1f} / {:.0f}".format, ("rationale", "tokens_mean"), ("rationale", "tokens_p95"))
+    ties = ("ties", metric, "worst"), ("ties", metric, "best")
     rationale = {
         "Forced stops": shown(share, ("rationale", "forced_rate")),
-        "Tokens, mean / p95": shown(
-            "{:.1f} / {:.0f}".format, ("rationale", "tokens_mean"), ("rationale", "tokens_p95")
-        ),
+        "Tokens, mean / p95": tokens,
     }
     return (rationale if one.mode[0] == "reasoning" else dict.fromkeys(rationale)) | {
         "Generate, ms per query": milliseconds("generate_ms", 0.0),
         "Embed, ms per query": milliseconds("embed_ms", -1.0),
-        "Ties, worst–best": shown(
-            lambda worst, best: f"{percent(worst)}–{share(best)}",
-            ("ties", metric, "worst"),
-            ("ties", metric, "best"),
-        ),
+        "Ties, worst–best": shown(lambda worst, best: f"{percent(worst)}–{share(best)}", *ties),
         "Own picture first": shown(share, ("self_retrieval", "rate@1")),
     }

@@ -1,14 +1,13 @@
-"""Training logs (``metrics.jsonl``) as curves: stages of one run end to end, or several runs side by side."""
+"""Training logs (``metrics.jsonl``) as curves: the stages of one run end to end."""
 
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from eval.pages.charts import Band, Series, line_chart
+from eval.pages.charts import Band, line_chart
 from eval.pages.evaluations import check_finite
 from eval.pages.wording import number
 from rge.common.errors import UserError
@@ -24,53 +23,44 @@ CURVE_NAMES = {
 """Keys of ``metrics.jsonl`` with charts, in order: title, and whether values are shown in per cent."""
 
 
-def curves_of(paths: Sequence[Path]) -> dict[str, Any] | None:
-    """Charts of training logs for a page; None without logs."""
-    if not paths:
-        return None
-    runs = read_training_logs(paths)
-    keys = list(dict.fromkeys(key for run in runs for key in run.curves))
-    keys = [key for key in CURVE_NAMES if key in keys] + sorted(set(keys) - set(CURVE_NAMES))
-    return {
-        "charts": [_chart(key, runs) for key in keys],
-        "labels": [run.label for run in runs] if len(runs) > 1 else [],
-    }
+def curves_of(paths: Sequence[Path]) -> list[dict[str, Any]]:
+    """Charts of training logs for a page."""
+    training = read_training_logs(paths)
+    keys = [key for key in CURVE_NAMES if key in training.curves]
+    return [_chart(key, training) for key in (*keys, *sorted(set(training.curves) - set(keys)))]
 
 
-def _chart(key: str, runs: Sequence["Training"]) -> dict[str, Any]:
+def _chart(key: str, training: "Training") -> dict[str, Any]:
     name, percent = CURVE_NAMES.get(key, (key.replace("_", " ").capitalize(), False))
-    series = [Series(run.label, *run.curves[key]) for run in runs if key in run.curves]
-    last = ""
-    if len(series) == 1:
-        last = f"ends at {number(series[0].y[-1] * (100 if percent else 1))}{'%' if percent else ''}"
-    bands = runs[0].stages if len(runs) == 1 else []
-    return {"name": name, "last": last, "svg": line_chart(series, name=name, bands=bands, percent=percent)}
+    steps, values = training.curves[key]
+    last = f"ends at {number(values[-1] * (100 if percent else 1))}{'%' if percent else ''}"
+    svg = line_chart(steps, values, name=name, bands=training.stages, percent=percent)
+    return {"name": name, "last": last, "svg": svg}
 
 
 @dataclass
 class Training:
     """Curves of one run: key -> (steps, values), and the stages on the same step axis."""
 
-    label: str
     curves: dict[str, tuple[list[float], list[float]]] = field(default_factory=dict)
     stages: list[Band] = field(default_factory=list)
 
 
-def read_training_logs(paths: Sequence[Path]) -> list[Training]:
-    """Read ``metrics.jsonl`` files: JSON lines with ``step``, any curves, and ``stage`` if the run has several.
+def read_training_logs(paths: Sequence[Path]) -> Training:
+    """Read the ``metrics.jsonl`` files of one run, stage by stage: JSON lines with ``step``, any curves, and ``stage``.
 
-    Files without a common stage are stages of one run and are concatenated in the given order; otherwise each file is a
-    separate run. A stage that restarts its step count continues the axis; a repeated step within a stage (a resumed run)
-    replaces the earlier one.
-
-    Raises:
-        UserError: a file is missing or empty, a line is not a JSON object with a step, or a value is not finite.
+    A stage that restarts its step count continues the axis; a repeated step within a stage (a resumed run) replaces the
+    earlier one.
     """
-    logs = {path: _read_log(path) for path in paths}
-    stages = [stage for entries in logs.values() for stage in {entry.get("stage") for entry in entries}]
-    if len(logs) > 1 and None not in stages and len(stages) == len(set(stages)):
-        return [_training("", list(chain(*logs.values())))]
-    return list(map(_training, _short_names(list(logs)), logs.values()))
+    entries: list[dict[str, Any]] = []
+    for path in paths:
+        log = _read_log(path)
+        if {entry.get("stage") for entry in entries} & {entry.get("stage") for entry in log}:
+            raise UserError(
+                f"training log {path} repeats a stage of an earlier one: log= takes the stages of one run"
+            )
+        entries += log
+    return _training(entries)
 
 
 def _read_log(path: Path) -> list[dict[str, Any]]:
@@ -106,8 +96,8 @@ def _is_curve(key: str) -> bool:
     return key in CURVE_NAMES or key.startswith("loss")
 
 
-def _training(label: str, entries: Sequence[Mapping[str, Any]]) -> Training:
-    training = Training(label)
+def _training(entries: Sequence[Mapping[str, Any]]) -> Training:
+    training = Training()
     values: dict[str, dict[float, float]] = defaultdict(dict)
     offset, last, stage = 0.0, 0.0, object()
     for entry in entries:
@@ -126,15 +116,3 @@ def _training(label: str, entries: Sequence[Mapping[str, Any]]) -> Training:
         steps = sorted(points)
         training.curves[key] = (steps, [points[step] for step in steps])
     return training
-
-
-def _short_names(paths: Sequence[Path]) -> list[str]:
-    """Paths without their common parts, as labels."""
-    all_parts = [path.with_suffix("").parts for path in paths]
-    if len(paths) < 2:
-        return [""]
-    labels = [
-        "/".join(p for i, p in enumerate(parts) if any(other[i : i + 1] != (p,) for other in all_parts))
-        for parts in all_parts
-    ]
-    return [label or str(path) for label, path in zip(labels, paths, strict=True)]

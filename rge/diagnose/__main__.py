@@ -4,20 +4,74 @@
     rge diagnose sensitivity checkpoint=runs/demo/joint/final data=FILE.jsonl|SET
     rge diagnose invariance checkpoint=runs/demo/joint/final data=FILE.jsonl|SET
 
-A table is printed, and ``out/NAME.json`` written (leakage: also ``leakage.svg``).
+A table is printed, and ``out/NAME.json`` written (leakage: also ``leakage.svg``). Torch is imported after ``--help``.
 """
 
-import json
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from rge.common.commands import pick, start
 from rge.common.errors import UserError
-from rge.common.files import DEMO_CHECKPOINT, checkpoint_folder, write_text
+from rge.common.files import DEMO_CHECKPOINT, checkpoint_folder, write_json, write_text
 from rge.common.options import parse_options
-from rge.diagnose.options import Diagnosis, InvarianceOptions, LeakageOptions, SensitivityOptions
+from rge.common.registry import PluginOptions
+
+AtLeastOne = Annotated[int, Field(ge=1)]
+
+
+@dataclass
+class Diagnosis(PluginOptions):
+    """Options of every diagnosis."""
+
+    checkpoint: Path
+    """Checkpoint directory with ``rge.json``, or ``demo``."""
+    data: Path
+    """Training records: a file, or a folder that the library `datasets` reads; or the folder of a retrieval set. Leakage needs records with oracle rationales."""
+    out: Path | None = None
+    """Folder for ``NAME.json``; null: ``diagnose`` beside the checkpoint."""
+    base: str | None = None
+    """Base model of a checkpoint of adapters: a directory or an id on the hub; null: the one in its ``rge.json``."""
+    seed: int = 0
+    """Seed of all randomness."""
+
+
+@dataclass
+class LeakageOptions(Diagnosis):
+    """Measure how much an oracle rationale leaks: how fast the contrastive loss falls on the state after it."""
+
+    steps: AtLeastOne = 100
+    """Steps of the short training run."""
+    batch_size: AtLeastOne = 32
+    """Queries per step."""
+    lr: Annotated[float, Field(gt=0)] = 1e-3
+    """Learning rate of that training."""
+
+
+@dataclass
+class SensitivityOptions(Diagnosis):
+    """Measure whether the embedding depends on what the rationale says, or on what the think tokens hold."""
+
+    mode: Literal["reasoning", "latent"] | None = None
+    """Whether to intervene on words or on think tokens; null: according to how the checkpoint's queries were trained."""
+    limit: AtLeastOne = 500
+    """Number of pairs to examine."""
+    batch_size: AtLeastOne = 64
+    """Items embedded at once."""
+
+
+@dataclass
+class InvarianceOptions(Diagnosis):
+    """Check whether an embedding depends on the rest of its batch; the exit code is 1 if it does."""
+
+    limit: AtLeastOne = 32
+    """Number of pairs to examine."""
+    backend: Literal["own", "vllm"] = "own"
+    """What writes the rationales: the model itself, or vLLM."""
+
 
 DIAGNOSES: dict[str, type[Diagnosis]] = {
     "leakage": LeakageOptions,
@@ -31,41 +85,35 @@ def main(arguments: list[str]) -> int:
     about = {name: (schema.__doc__ or "").split("\n")[0] for name, schema in DIAGNOSES.items()}
     name, words = pick(arguments, about, "rge diagnose")
     options = parse_options(DIAGNOSES[name], words, f"rge diagnose {name}")
-    import torch  # after --help, which needs none of these
+    import torch
 
     torch.set_float32_matmul_precision("highest")
     options = replace(options, checkpoint=checkpoint_folder(options.checkpoint))
     if options.out is None and options.checkpoint == DEMO_CHECKPOINT:
         raise UserError("checkpoint=demo is part of the package: set out= to a folder of your own")
     out = options.out or options.checkpoint.parent / "diagnose"
-    settings = {
-        key: value for key, value in asdict(options).items() if key not in ("checkpoint", "data", "out")
-    }
-    inputs = {"checkpoint": str(options.checkpoint), "data": str(options.data)}
-    result, table = _leakage(options, out) if isinstance(options, LeakageOptions) else _with_pairs(options)
+    result, table = _measured(options, out)
+    settings = asdict(options)
+    del settings["out"]
+    inputs = {key: str(settings.pop(key)) for key in ("checkpoint", "data")}
     report = {"diagnosis": name, **inputs, "options": settings, **result}
-    write_text(out / f"{name}.json", json.dumps(report, indent=1))
+    write_json(out / f"{name}.json", report)
     print(table)  # noqa: T201 - output of a command
     print(f"written: {out / name}.json")  # noqa: T201
     return 0 if result.get("agrees", True) else 1
 
 
-def _leakage(options: LeakageOptions, out: Path) -> tuple[dict[str, Any], str]:
-    from rge.diagnose import leakage
-
-    training = {key: getattr(options, key) for key in ("steps", "batch_size", "lr", "seed")}
-    result = leakage.leakage(
-        options.checkpoint, options.data, on_step=_progress, base=options.base, **training
-    )
-    write_text(out / "leakage.svg", leakage.plot(result))
-    return result, leakage.table(result)
-
-
-def _with_pairs(options: Diagnosis) -> tuple[dict[str, Any], str]:
-    from rge.diagnose import invariance, sensitivity
+def _measured(options: Diagnosis, out: Path) -> tuple[dict[str, Any], str]:
+    """The result of a diagnosis, and its table."""
+    from rge.diagnose import invariance, leakage, sensitivity
     from rge.diagnose.pairs import read_pairs
     from rge.embedder import Embedder
 
+    if isinstance(options, LeakageOptions):
+        training = {key: getattr(options, key) for key in ("steps", "batch_size", "lr", "seed", "base")}
+        result = leakage.leakage(options.checkpoint, options.data, on_step=_progress, **training)
+        write_text(out / "leakage.svg", leakage.plot(result))
+        return result, leakage.table(result)
     assert isinstance(options, (SensitivityOptions, InvarianceOptions))
     encoder = Embedder.from_pretrained(options.checkpoint, base=options.base, dtype="float32")
     pairs = read_pairs(options.data, options.limit, options.seed)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from rge.common.commands import progress_bar
-from rge.common.schema import Encoded, Item
+from rge.common.schema import Item
 from rge.config import RolloutConfig
 from rge.diagnose.pairs import Pairs
 from rge.embedder import Embedder
@@ -45,10 +45,10 @@ def invariance(
     }
     variants: dict[str, Any] = {}
     found = _variants(encoder, items, batch_sizes, backend)
-    for mode, name, encoded in progress_bar(found, desc="comparing", unit="variant"):
+    for mode, name, (embeddings, rationales) in progress_bar(found, desc="comparing", unit="variant"):
         expected = reference[mode]
-        same = np.array([a == b for a, b in zip(expected.rationales, encoded.rationales, strict=True)])
-        row = compare(expected.embeddings[same], encoded.embeddings[same])
+        same = np.array([a == b for a, b in zip(expected.rationales, rationales, strict=True)])
+        row = compare(expected.embeddings[same], embeddings[same])
         exact = name != "bfloat16"
         agrees = same.all() and row["difference"] is not None and row["difference"] < TOLERANCE
         variants[f"{mode}, {name}"] = {
@@ -68,30 +68,32 @@ def invariance(
 
 def _variants(
     encoder: Embedder, items: Sequence[Item], batch_sizes: Sequence[int], backend: str
-) -> Iterator[tuple[Mode, str, Encoded]]:
-    """Mode, name and embeddings of every variant, one at a time."""
+) -> Iterator[tuple[Mode, str, tuple[np.ndarray, list[str]]]]:
+    """Mode, name, embeddings and rationales of every variant, one at a time."""
+
+    def encoded(mode: Mode, size: int, by: Embedder = encoder, step: int = 1) -> tuple[np.ndarray, list[str]]:
+        found = by.encode(items[::step], side="query", mode=mode, batch_size=size)
+        return found.embeddings[::step], found.rationales[::step]
+
     largest = batch_sizes[-1]
     for mode in MODES:
         for size in batch_sizes:
-            yield mode, f"batches of {size}", encoder.encode(items, side="query", mode=mode, batch_size=size)
-        encoded = encoder.encode(items[::-1], side="query", mode=mode, batch_size=largest)
-        encoded.embeddings[:] = encoded.embeddings[::-1].copy()
-        encoded.rationales.reverse()
-        yield mode, "in the opposite order", encoded
+            yield mode, f"batches of {size}", encoded(mode, size)
+        yield mode, "in the opposite order", encoded(mode, largest, step=-1)
     if backend == "vllm":
         yield "reasoning", "vLLM's rationale", _by_vllm(encoder, items, largest)
     bfloat16 = Embedder.from_pretrained(
         encoder.checkpoint, base=encoder.base, device=str(encoder.model.device), dtype="bfloat16"
     )
     for mode in MODES:
-        yield mode, "bfloat16", bfloat16.encode(items, side="query", mode=mode, batch_size=largest)
+        yield mode, "bfloat16", encoded(mode, largest, by=bfloat16)
     plain = load_plain(encoder.checkpoint, encoder.base).to(encoder.model.device)
     prompts = [encoder.builder.build(item, "query") for item in items]
     for attention in ("sdpa", "eager"):
         plain.set_attn_implementation(attention)
         for side in ("right", "left"):
-            encoded = _encoded(_plain_states(plain, encoder, prompts, side), [""] * len(items))
-            yield "direct", f"plain transformers, {attention}, padded {side}", encoded
+            states = _plain_states(plain, encoder, prompts, side)
+            yield "direct", f"plain transformers, {attention}, padded {side}", (states, [""] * len(items))
 
 
 def compare(a_ND: np.ndarray, b_ND: np.ndarray) -> dict[str, float | None]:
@@ -105,26 +107,20 @@ def compare(a_ND: np.ndarray, b_ND: np.ndarray) -> dict[str, float | None]:
     }
 
 
-def _by_vllm(encoder: Embedder, items: Sequence[Item], batch_size: int) -> Encoded:
-    """Greedy rationales of vLLM, and our states after them."""
-    cap = encoder.settings.generation.max_new_tokens
+def _by_vllm(encoder: Embedder, items: Sequence[Item], batch_size: int) -> tuple[np.ndarray, list[str]]:
+    """Our states after greedy rationales of vLLM, and these."""
     vllm = VllmWriter.in_training(
         encoder.model,
         Accelerator(),
         max_prompt_tokens=encoder.builder.max_tokens,
-        max_new_tokens=cap,
+        max_new_tokens=encoder.settings.generation.max_new_tokens,
         batch_size=batch_size,
         memory=RolloutConfig().vllm_memory,
     )
     prompts = [encoder.builder.build(item, "query") for item in items]
     ids = [list(rationale.ids) for rationale in vllm.generate(prompts)]
     states = encoder.encode_after(prompts, ids, batch_size=batch_size)
-    return _encoded(states, [encoder.builder.decode(row) for row in ids])
-
-
-def _encoded(embeddings: np.ndarray, rationales: list[str]) -> Encoded:
-    zero_N = np.zeros(len(rationales))
-    return Encoded(embeddings, rationales, zero_N, ["emb"] * len(rationales), zero_N, zero_N)
+    return states, [encoder.builder.decode(row) for row in ids]
 
 
 @torch.no_grad()

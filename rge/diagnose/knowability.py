@@ -29,15 +29,9 @@ def content_words(text: str | None) -> list[str]:
 
 
 def knowability(oracle: str, own: str, known: str = "") -> float | None:
-    """Share of the oracle's words that the model's own rationale contains too, without those of the query.
+    """Share of the oracle's words, except those of the query (`known`), that the model's own rationale contains, 0 to 1.
 
-    Args:
-        oracle: rationale of an oracle that sees the target.
-        own: rationale of the model, which sees only the query.
-        known: the query's text and instruction.
-
-    Returns:
-        Between 0 and 1; None if the oracle says nothing beyond the query.
+    None if the oracle says nothing beyond the query.
     """
     words = set(content_words(oracle)) - set(content_words(known))
     return len(words & set(content_words(own))) / len(words) if words else None
@@ -52,12 +46,7 @@ def own_rationales(encoder: "Embedder", queries: Sequence[Item], *, batch_size: 
 
 
 def measure_knowability(
-    oracle: Sequence[str],
-    own: Sequence[str],
-    known: Sequence[str],
-    groups: Sequence[str],
-    *,
-    seed: int = 0,
+    oracle: Sequence[str], own: Sequence[str], known: Sequence[str], groups: Sequence[str], *, seed: int = 0
 ) -> dict[str, Any]:
     """`knowability` of many queries, and the level of chance.
 

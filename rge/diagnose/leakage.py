@@ -60,7 +60,7 @@ def leakage(
         ``chance``, ``curves`` (kind -> loss_lm and loss_contrastive per step), ``gain`` (kind -> nats below chance over the
         last fifth), ``leak`` (the wrong query's gain as a share of the right one's) and a ``verdict``.
     """
-    settings = read_settings(checkpoint).recipe
+    temperature = read_settings(checkpoint).recipe["loss"]["temperature"]
     curves: dict[str, dict[str, list[float]]] = {}
     chances: list[float] = []
     for kind in triplets:
@@ -68,19 +68,12 @@ def leakage(
         encoder = Embedder.from_pretrained(checkpoint, base=base, dtype="float32")
         embedder = encoder.model.train()
         embedder.requires_grad_(True)
-        objective = Objective(
-            0.5, 0.5, settings["loss"]["temperature"], "self" if kind == "own rationale" else "oracle"
-        )
-        objective = replace(objective, lm_on_candidates=False)
+        anchor = "self" if kind == "own rationale" else "oracle"
+        objective = Objective(0.5, 0.5, temperature, anchor, lm_on_candidates=False)
         records = open_data(data, need_rationale=True)
-        batches = StepBatches(
-            [records],
-            Mixture([len(records)], [1.0], batch_size, seed),
-            encoder.builder,
-            DataConfig(max_negatives=0, sort_by_length=False),
-            rank=0,
-            world_size=1,
-        )
+        mixture = Mixture([len(records)], [1.0], batch_size, seed)
+        config = DataConfig(max_negatives=0, sort_by_length=False)
+        batches = StepBatches([records], mixture, encoder.builder, config, rank=0, world_size=1)
         optimizer = torch.optim.AdamW(embedder.parameters(), lr=lr, weight_decay=0.0)
         curve: dict[str, list[float]] = {"loss_lm": [], "loss_contrastive": []}
         for step in range(steps):
@@ -88,9 +81,8 @@ def leakage(
             rollout = None
             if objective.needs_rollout:
                 cap = encoder.settings.generation.max_new_tokens
-                rollout = Rollout(
-                    generate(embedder, batch.queries, max_new_tokens=cap, batch_size=batch_size)
-                )
+                written = generate(embedder, batch.queries, max_new_tokens=cap, batch_size=batch_size)
+                rollout = Rollout(written)
             report = TrainingStep(embedder, embedder, objective, batch_size)(batch, rollout)
             torch.nn.utils.clip_grad_norm_(embedder.parameters(), 1.0)
             optimizer.step()
@@ -106,11 +98,7 @@ def leakage(
 
 
 def rearrange(batch: Batch, kind: str, rng: np.random.Generator) -> Batch:
-    """Turn a batch of right triplets into one of `TRIPLETS`: a random cycle through the batch exchanges partners.
-
-    Raises:
-        ValueError: the batch has only one query.
-    """
+    """Turn a batch of right triplets into one of `TRIPLETS`: a random cycle through the batch exchanges partners."""
     if kind == "right":
         return batch
     if len(batch.queries) < 2:
@@ -118,13 +106,9 @@ def rearrange(batch: Batch, kind: str, rng: np.random.Generator) -> Batch:
     order = rng.permutation(len(batch.queries))
     other = np.empty_like(order)
     other[order] = np.roll(order, 1)
-    if kind == "wrong target":
-        return replace(
-            batch,
-            positive=[batch.positive[row] for row in other],
-            right_answers=[batch.right_answers[row] for row in other],
-        )
-    return replace(batch, queries=[batch.queries[row] for row in other])
+    moved = ("positive", "right_answers") if kind == "wrong target" else ("queries",)
+    changes: dict[str, Any] = {name: [getattr(batch, name)[row] for row in other] for name in moved}
+    return replace(batch, **changes)
 
 
 def chance(batch: Batch) -> float:
@@ -140,23 +124,29 @@ def judge(curves: dict[str, dict[str, list[float]]], level: float) -> dict[str, 
     for kind, curve in curves.items():
         tail = curve["loss_contrastive"][-max(len(curve["loss_contrastive"]) // 5, 1) :]
         gain[kind] = level - float(np.mean(tail))
-    leak = None
-    if not {"right", "wrong query"} <= curves.keys():
-        verdict = "no verdict without right triplets and those with a wrong query"
-    elif gain["right"] < 0.1 * level:
-        verdict = f"no verdict: right triplets got {gain['right']:.2f} nats below chance ({level:.2f}); give more steps or another lr"
-    else:
-        leak = max(gain["wrong query"], 0.0) / gain["right"]
-        share = f"{100 * leak:.0f} % of what right triplets learn ({gain['wrong query']:.2f} of {gain['right']:.2f} nats below chance)"
-        if leak >= LEAKS:
-            verdict = (
-                f"the oracle rationale leaks the target: with wrong queries the loss still falls by {share}"
-            )
-        elif leak <= CLEAN:
-            verdict = f"no leak is seen: with wrong queries the loss falls by {share}"
-        else:
-            verdict = f"the oracle rationale leaks in part: with wrong queries the loss falls by {share}"
+    leak, verdict = _verdict(gain, level)
     return {"chance": level, "curves": curves, "gain": gain, "leak": leak, "verdict": verdict}
+
+
+def _verdict(gain: dict[str, float], level: float) -> tuple[float | None, str]:
+    if not {"right", "wrong query"} <= gain.keys():
+        return None, "no verdict without right triplets and those with a wrong query"
+    right, wrong = gain["right"], gain["wrong query"]
+    if right < 0.1 * level:
+        return (
+            None,
+            f"no verdict: right triplets got {right:.2f} nats below chance ({level:.2f}); give more steps or another lr",
+        )
+    leak = max(wrong, 0.0) / right
+    found = (
+        "the oracle rationale leaks the target: with wrong queries the loss still falls" if leak >= LEAKS
+        else "no leak is seen: with wrong queries the loss falls" if leak <= CLEAN
+        else "the oracle rationale leaks in part: with wrong queries the loss falls"
+    )  # fmt: skip
+    return (
+        leak,
+        f"{found} by {100 * leak:.0f} % of what right triplets learn ({wrong:.2f} of {right:.2f} nats below chance)",
+    )
 
 
 def table(result: dict[str, Any]) -> str:

@@ -31,11 +31,7 @@ class Pairs:
 
 
 def read_pairs(path: str | Path, limit: int, seed: int = 0) -> Pairs:
-    """Draw at most `limit` queries from training records (see `open_data`), whose targets are the candidates, or a retrieval set.
-
-    Raises:
-        RecordError: it is neither, or damaged.
-    """
+    """Draw at most `limit` queries from training records (see `open_data`), whose targets are the candidates, or a retrieval set."""
     path = Path(path)
     if (path / "queries.parquet").is_file():
         return _from_set(path, limit, seed)
@@ -43,11 +39,7 @@ def read_pairs(path: str | Path, limit: int, seed: int = 0) -> Pairs:
 
 
 def open_data(path: str | Path, *, need_rationale: bool = False) -> Records:
-    """Open training records: a file, or the split ``train`` of a folder that the library `datasets` reads.
-
-    Raises:
-        RecordError: it is neither, or damaged.
-    """
+    """Open training records: a file, or the split ``train`` of a folder that the library `datasets` reads."""
     path = Path(path)
     if path.suffix != ".jsonl" and not path.is_dir():
         raise RecordError(

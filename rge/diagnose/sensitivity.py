@@ -45,9 +45,6 @@ def sensitivity(
         own embedding, and ``moved``, the share of queries with another best candidate; ``cosine_of_others``: mean cosine between
         own embeddings of different queries; a ``verdict``; and, for records with oracle rationales, ``knowability``, see
         `rge.diagnose.knowability.measure_knowability`.
-
-    Raises:
-        UserError: ``latent`` for a checkpoint without think tokens.
     """
     mode = mode or ("latent" if encoder.query_mode == "latent" else "reasoning")
     encoder.settings.check_mode(mode)
@@ -145,10 +142,9 @@ def _latent(
 def latent_embeddings(
     encoder: Embedder, prompts: Sequence[Prompt], *, batch_size: int, thought_QLKD: Tensor | None = None
 ) -> tuple[np.ndarray, Tensor]:
-    """Embeddings after think tokens; `thought_QLKD` replaces their hidden states where they enter each layer, if given.
+    """Embeddings (Q, D) after think tokens, and their hidden states (Q, L, K, D) where they enter each layer.
 
-    Returns:
-        Embeddings (Q, D), and the hidden states (Q, L, K, D) before replacement, in main memory.
+    `thought_QLKD` replaces these, if given.
     """
     embedder = encoder.model
     layers = embedder.family.decoder(embedder.model).layers

@@ -9,15 +9,41 @@ import socket
 import sys
 import threading
 import webbrowser
+from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Annotated
+
+from pydantic import Field
 
 from rge.common.commands import start
 from rge.common.errors import UserError
 from rge.common.options import parse_options
+from rge.common.registry import PluginOptions
 from rge.explore.address import bound, url_of
-from rge.explore.options import ExploreOptions
+from rge.index.options import Server
 from rge.index.search import absolute
 from rge.index.warm import ask_server
+
+
+@dataclass(kw_only=True)
+class ExploreOptions(PluginOptions):
+    """Open a local web page for exploring a checkpoint: ask, watch it write, edit its rationale, see what it finds."""
+
+    index: str | None = None
+    """An index made by ``rge index``; null: the demo's test drawings, embedded at the start and kept in memory."""
+    checkpoint: str | None = None
+    """Checkpoint: a directory, an id on the hub, or ``demo``; null: the one that the index was made with, else
+    ``demo``."""
+    base: str | None = None
+    """Base model of a checkpoint of adapters: a directory or an id on the hub; null: the one in its ``rge.json``."""
+    server: Server = "auto"
+    """Use a running ``rge serve`` of this user with the checkpoint, if there is one; ``none``: always load it here."""
+    host: str = "127.0.0.1"
+    """Address to listen on; any but this machine's loopback address lets others in, without a password."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 7860
+    """Port to listen on; 0: any free port."""
+    open: bool = False
+    """Open the page in the browser."""
 
 
 def main(words: list[str]) -> int:

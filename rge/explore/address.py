@@ -7,11 +7,7 @@ from rge.common.errors import UserError
 
 
 def bound(host: str, port: int, *, listens: bool = False) -> socket.socket:
-    """Bind a socket to an address; unless `listens`, clients are refused until the server starts.
-
-    Raises:
-        UserError: the host is not this machine's, or the port is taken.
-    """
+    """Bind a socket to an address; unless `listens`, clients are refused until the server starts."""
     try:
         infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, address = infos[0]

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.staticfiles import StaticFiles
 
@@ -29,16 +29,10 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
 }
-
-
 Text = Annotated[str, Field(max_length=20_000)]
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class Picture(_Body):
+class Picture(BaseModel, extra="forbid"):
     """A query's picture: in the index, among the examples, or in the request."""
 
     source: str | None = None
@@ -47,7 +41,7 @@ class Picture(_Body):
     data: str | None = None
 
 
-class Question(_Body):
+class Question(BaseModel, extra="forbid"):
     """A query."""
 
     question: Text = ""
@@ -59,7 +53,7 @@ class Question(_Body):
     k: int = Field(default=8, ge=1, le=100)
 
 
-class Other(_Body):
+class Other(BaseModel, extra="forbid"):
     """The question to which another query is compared."""
 
     question: Text = ""
@@ -98,8 +92,8 @@ def application(explorer: Explorer, host: str) -> FastAPI:
             "knows_icons_only": explorer.embedder.checkpoint == DEMO_CHECKPOINT,
             "columns": list(index.columns),
             "examples": [
-                {"question": example.question, "picture": {"example": number}}
-                for number, example in enumerate(explorer.examples)
+                {"question": one.question, "picture": {"example": at}}
+                for at, one in enumerate(explorer.examples)
             ],
             "pictures": [] if explorer.examples else strip,
         }

@@ -91,12 +91,7 @@ class Explorer:
 
         These are ``waiting`` (number of earlier questions), ``direct`` (hits without a rationale), ``rationale`` (the text so far),
         ``hits`` (each with ``was``, its rank without the rationale), and ``forced`` (the cap was reached). If `tell` raises an
-        exception, the model stops writing.
-
-        Raises:
-            ValueError: the query is empty, the rationale is too long or contains ``<emb>``, or `where` is not a valid condition.
-            ImageError: the picture cannot be read.
-            BusyError: the model was busy for too long.
+        exception, the model stops writing. A wrong query is a ValueError; after `WAIT_S` behind others, it is a BusyError.
         """
         with self._wait_for_turn(tell):
             prompt = self._prompt(query.question, query.picture, query.instruction)
@@ -129,11 +124,7 @@ class Explorer:
             return {"question": asked, "rationale": self.embedder.builder.decode(ids)}
 
     def picture(self, source: str, name: str) -> bytes:
-        """Encoded bytes of an item's picture: the original, else the index's thumbnail.
-
-        Raises:
-            UserError: there is no picture.
-        """
+        """Encoded bytes of an item's picture: the original, else the index's thumbnail; a UserError if there is none."""
         ref, thumbnail = self.index.picture(source, name)
         if ref is not None and not ref.startswith(WEB):
             try:
@@ -216,11 +207,9 @@ def demo_gallery(embedder: Embedder) -> Index:
     """Index the demo's test drawings in memory."""
     source = read_source(find_shipped(f"{GALLERY}/corpus.parquet"))
     index = Index.create(
-        "memory://",
-        checkpoint=str(embedder.checkpoint),
-        checkpoint_hash=embedder.checkpoint_hash,
+        "memory://", checkpoint=str(embedder.checkpoint), checkpoint_hash=embedder.checkpoint_hash,
         dimensions=embedder.size,
-    )
+    )  # fmt: skip
     entries = [replace(entry, text=entry.metadata["concept"], metadata={}) for entry in source.entries]
     reader = Reader(embedder, thumbnail_px=256, captions=False)
     for window in reader.embed(entries, Unreadable(len(entries), 0.0)):
@@ -231,14 +220,12 @@ def demo_gallery(embedder: Embedder) -> Index:
 
 def demo_examples(count: int = NUM_EXAMPLES) -> list[Example]:
     """Queries of the demo's test set, each about a different thing."""
-    rows = pq.read_table(
-        find_shipped(Path(GALLERY) / "queries.parquet"), columns=["id", "text", "image", "group", "pair"]
-    )
     right: dict[str, set[str]] = {}
-    for row in pq.read_table(find_shipped(Path(GALLERY) / "qrels.parquet")).to_pylist():
+    for row in pq.read_table(find_shipped(f"{GALLERY}/qrels.parquet")).to_pylist():
         right.setdefault(row["query-id"], set()).add(row["corpus-id"])
     by_group: dict[str, Example] = {}
-    for row in rows.to_pylist():
+    columns = ["id", "text", "image", "group", "pair"]
+    for row in pq.read_table(find_shipped(f"{GALLERY}/queries.parquet"), columns=columns).to_pylist():
         if row["pair"] == "seen" and row["image"]:
             answers = frozenset(right.get(row["id"], ()))
             by_group.setdefault(row["group"], Example(row["text"], row["image"][0]["bytes"], answers))

@@ -73,9 +73,6 @@ def cluster_bootstrap(
             is omitted from its mean.
         num_resamples: B.
         seed: the same seed and groups give the same resamples, for any values.
-
-    Raises:
-        ValueError: mismatched shapes, no query, infinite values, or fewer than one resample.
     """
     num_GSM, count_GSM = group_sums(value_QM, group_Q, stratum_Q)
     shape = num_GSM.shape[1:]
@@ -120,12 +117,7 @@ def over_seeds(bootstrap: Bootstrap, num_seeds: int, *, seed: int = 0) -> Bootst
 
 
 def ratio_bootstrap(
-    part_Q: np.ndarray,
-    whole_Q: np.ndarray,
-    group_Q: np.ndarray,
-    *,
-    num_resamples: int = NUM_RESAMPLES,
-    seed: int = 0,
+    part_Q: np.ndarray, whole_Q: np.ndarray, group_Q: np.ndarray, *, seed: int = 0
 ) -> Bootstrap:
     """The ratio of two means over the queries that have both values; NaN if the second mean is 0. See `cluster_bootstrap`."""
     both_Q = np.isfinite(part_Q) & np.isfinite(whole_Q)
@@ -136,7 +128,7 @@ def ratio_bootstrap(
         return np.divide(part_X1, whole_X1, out=np.full(whole_X1.shape, np.nan), where=whole_X1 > 0)
 
     num_groups = np.array([len(sums_GSM)])
-    return resampled(sums_GSM[:, 0], ratio, num_groups, num_resamples=num_resamples, seed=seed)
+    return resampled(sums_GSM[:, 0], ratio, num_groups, seed=seed)
 
 
 def resampled(
@@ -144,7 +136,7 @@ def resampled(
     statistic: Callable[[np.ndarray], np.ndarray],
     num_groups_M: np.ndarray,
     *,
-    num_resamples: int,
+    num_resamples: int = NUM_RESAMPLES,
     seed: int,
 ) -> Bootstrap:
     """Resample groups with replacement, for any statistic of sums over groups.

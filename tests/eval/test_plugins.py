@@ -24,8 +24,8 @@ from eval.scoring.protocol import Protocol
 from rge.common.errors import UserError
 from rge.common.options import keys, parse_options
 from rge.common.registry import Registry, load_plugins
-from rge.diagnose.options import SensitivityOptions
-from rge.explore.options import ExploreOptions
+from rge.diagnose.__main__ import SensitivityOptions
+from rge.explore.__main__ import ExploreOptions
 from rge.index.options import EmbedOptions, IndexOptions, SearchOptions
 from rge.serving.options import ServeOptions
 

@@ -39,7 +39,7 @@ ONLY_IN = {
         "data_prep/rmir/pictures/hub_encoders.py",
         "eval/models/clip.py",
         "eval/models/qwen.py",
-        "eval/models/released.py",
+        "eval/models/rge.py",
     },
 }
 WITHOUT_TORCH = (

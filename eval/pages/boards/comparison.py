@@ -35,9 +35,6 @@ def write_comparison(
 
     ``compared``: content of compare.json; the first metric of its rows decides who wins a query. Without examples the set
     is not needed.
-
-    Raises:
-        UserError: the set or a picture is missing.
     """
     sides = {"A": a, "B": b}
     labels = [f"{name_of(side)}, {note_of(side)}" for side in (a, b)]

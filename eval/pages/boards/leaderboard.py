@@ -22,7 +22,6 @@ from eval.embedding.identity import identity_of
 from eval.pages.boards.comparison import against
 from eval.pages.boards.rows import (
     MAX_COLUMNS,
-    HeatMap,
     Row,
     generic_columns,
     heat_map,
@@ -59,7 +58,7 @@ class Board:
     main: int
     rows: list[Row]
     foreign: list[Row]
-    heat: HeatMap | None
+    heat: dict[str, Any] | None
     protocol: Sequence[str] = ()
     apart: Sequence[str] = ()
     warnings: Sequence[str] = ()
@@ -84,12 +83,7 @@ def write_leaderboard(
     """Write the page, and each board's rows as .csv and .tex, and return ``out``; the output is deterministic.
 
     Published tables: those of the measured benchmarks (``auto``), ``all``, or ``none``.
-
-    Raises:
-        UserError: an evaluation is incomplete, two have the same name, or a set or picture is missing.
     """
-    if which not in ("auto", "all", "none"):
-        raise UserError(f"published must be auto, all or none, got {which!r}")
     groups, budgets = _groups(runs)
     if set_dir is not None and len(groups) > 1:
         raise UserError(f"set=DIR is for evaluations of one set, but these are of {len(groups)}")
@@ -145,8 +139,6 @@ def board_tables(board: Board) -> tuple[pd.DataFrame, pd.DataFrame]:
 
 _Key = tuple[str, ...]
 """(benchmark, profile, limit, fingerprint, content); evaluations on one board agree in all of them."""
-
-
 _Member = tuple[str, str, Evaluation]
 """Label, note, evaluation."""
 _Budget = tuple[str, dict[str, Any]]
@@ -303,15 +295,12 @@ def _cost(rows: Sequence[Mapping[str, Any]], name: str) -> Markup | None:
     """Scatter plot of the cost table's rows."""
     if not rows:
         return None
-    points = [
-        Point(
+    points = []
+    for row in rows:
+        label, ms, figure = (
             f"{row['label']}, {row['note']}",
             row["embed_ms"] + (row["generate_ms"] or 0.0),
-            row["figure"].value,
-            row["figure"].low,
-            row["figure"].high,
-            row["number"],
+            row["figure"],
         )
-        for row in rows
-    ]
+        points.append(Point(label, ms, figure.value, figure.low, figure.high, row["number"]))
     return scatter(points, name=name, x_label="milliseconds per query, on the machine of the run")

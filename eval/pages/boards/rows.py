@@ -26,41 +26,18 @@ MAX_MODELS = 8
 
 @dataclass(frozen=True)
 class Row:
-    """A model on a board, measured (with its ``evaluation``) or published.
-
-    Attributes:
-        note: mode, modality and profile of a measured row; a remark on a published one.
-        figures: one per column.
-        slices: slice -> figure of the main metric.
-        labels: short labels of its special properties.
-        warnings: from its results.json.
-        comparable: whether it is ranked.
-        place: its rank among the comparable rows of its board.
-    """
+    """A model on a board, measured (with its ``evaluation``) or published."""
 
     label: str
-    note: str
-    figures: list[Figure | None]
+    note: str  # mode, modality and profile of a measured row; a remark on a published one
+    figures: list[Figure | None]  # one per column
     published: bool
-    slices: dict[str, Figure]
+    slices: dict[str, Figure]  # of the main metric
     evaluation: Evaluation | None = None
-    labels: Sequence[str] = ()
+    labels: Sequence[str] = ()  # its special properties
     warnings: Sequence[str] = ()
-    comparable: bool = True
+    comparable: bool = True  # whether it is ranked
     place: int | None = None
-
-
-@dataclass(frozen=True)
-class HeatMap:
-    """Figures by category.
-
-    Attributes:
-        models: (label, note, whether published), one per column.
-        lines: (category, cells); a cell is a figure and its position between the lowest (0) and the highest (1) of all.
-    """
-
-    models: list[tuple[str, str, bool]]
-    lines: list[tuple[str, list[tuple[Figure, float] | None]]]
 
 
 def name_of(run: Evaluation) -> str:
@@ -89,10 +66,7 @@ def note_of(run: Evaluation) -> str:
 def measured_row(
     label: str, note: str, run: Evaluation, columns: Sequence[Column], metric: str, known: bool
 ) -> Row:
-    """A row of one of our evaluations.
-
-    `known`: the content of the board's set is known, so rows without a recorded content are not ranked.
-    """
+    """A row of one of our evaluations; `known`: the set's content is, so rows without a recorded content are not ranked."""
     official = run.results.get("profile") == "official"
     figures = [_official(run, column) if official else run.figure(*column.path) for column in columns]
     warnings = [str(warning) for warning in run.results.get("warnings") or []]
@@ -200,8 +174,8 @@ def _slices(run: Evaluation, metric: str) -> dict[str, Figure]:
     return out
 
 
-def heat_map(rows: Sequence[Row], foreign: Sequence[Row]) -> HeatMap | None:
-    """Categories by models; cells show numbers, so colour is not essential. None for fewer than two categories."""
+def heat_map(rows: Sequence[Row], foreign: Sequence[Row]) -> dict[str, Any] | None:
+    """Categories by models; None for fewer than two categories. A cell is a figure and its place between the lowest (0) and highest (1)."""
     # all measured rows, then the best published ones
     sliced = [row for row in (*rows, *foreign) if row.slices]
     chosen = sorted(sliced, key=lambda row: row.published)[:MAX_MODELS]
@@ -214,7 +188,7 @@ def heat_map(rows: Sequence[Row], foreign: Sequence[Row]) -> HeatMap | None:
     def cell(figure: Figure | None) -> tuple[Figure, float] | None:
         return None if figure is None else (figure, (figure.value - low) / ((high - low) or 1.0))
 
-    return HeatMap(
-        models=[(row.label, row.note, row.published) for row in chosen],
-        lines=[(name.replace("_", " "), [cell(row.slices.get(name)) for row in chosen]) for name in names],
-    )
+    return {
+        "models": [(row.label, row.note, row.published) for row in chosen],
+        "lines": [(name.replace("_", " "), [cell(row.slices.get(name)) for row in chosen]) for name in names],
+    }

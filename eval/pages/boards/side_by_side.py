@@ -10,19 +10,9 @@ import numpy as np
 import pandas as pd
 
 from eval.benchmarks.suite import is_suite
+from eval.pages import examples
 from eval.pages.evaluations import RANK_COLUMN, Evaluation
-from eval.pages.examples import (
-    NUM_SHOWN,
-    Gallery,
-    SetView,
-    as_rank,
-    as_text,
-    choose_examples,
-    facets,
-    outcome_of,
-    top_of,
-    varying,
-)
+from eval.pages.examples import Gallery, SetView
 from eval.pages.wording import tag
 from eval.sets.retrieval_set import UNCATEGORISED, RetrievalSet, load_set
 from rge.common.errors import UserError
@@ -30,7 +20,12 @@ from rge.common.errors import UserError
 MAX_MEMBERS = 6
 """Maximum number of suite members that examples are drawn from, since each must be read."""
 TIE = "tie"
-_RANKS = [("first", "1"), ("near", f"2–{NUM_SHOWN}"), ("below", f"below {NUM_SHOWN}"), ("none", "not ranked")]
+_RANKS = [
+    ("first", "1"),
+    ("near", f"2–{examples.NUM_SHOWN}"),
+    ("below", f"below {examples.NUM_SHOWN}"),
+    ("none", "not ranked"),
+]
 
 
 def side_by_side(
@@ -44,31 +39,26 @@ def side_by_side(
     """Example cards with the first candidates of every run, and their filters.
 
     The metric decides who wins; without one, the rank of the first right candidate does.
-
-    Raises:
-        UserError: the set does not exist, or is not the measured one.
     """
     names, first = list(runs), next(iter(runs.values()))
     frame = _ranked(runs, metric)
     counts = frame["winner"].value_counts()
     winners = [name for name in (*names, TIE, "several", "none") if name in counts]
-    columns = varying(frame, [name for name in first.reported_by if name != "category"])
+    columns = examples.varying(frame, [name for name in first.reported_by if name != "category"])
     drawn = frame if not first.results.get("suite") else _of_some_members(frame, seed)
-    chosen = choose_examples(drawn, success_rank=1, num=num, strata=["category", "winner"], seed=seed)
+    chosen = examples.choose_examples(
+        drawn, success_rank=1, num=num, strata=["category", "winner"], seed=seed
+    )
     cards = _cards(chosen, runs, drawn, columns, gallery, first, set_dir)
     categories = sorted({card["data"]["category"] for card in cards})
     return {
         "cards": cards,
         "runs": names,
         "filters": [
-            {
-                "name": "category",
-                "label": "Category",
-                "values": [(name, tag("", name)) for name in categories],
-            },
-            {"name": "winner", "label": "Winner", "values": [(name, name) for name in winners]},
+            {"name": "category", "label": "Category", "values": [(one, tag("", one)) for one in categories]},
+            {"name": "winner", "label": "Winner", "values": [(one, one) for one in winners]},
             {"name": "rank", "label": "Best rank", "values": _RANKS},
-            *facets(drawn, columns),
+            *examples.facets(drawn, columns),
         ],
         "winners": [(name, int(counts[name])) for name in winners],
         "num_queries": len(frame),
@@ -118,7 +108,7 @@ def _cards(
     first: Evaluation,
     set_dir: Path | None,
 ) -> list[dict[str, Any]]:
-    tops = {query: [top_of(run.per_query, query) for run in runs.values()] for query in chosen}
+    tops = {query: [examples.top_of(run.per_query, query) for run in runs.values()] for query in chosen}
     cards = {}
     for loaded, prefix, queries in _sets_of(chosen, first, set_dir):
         names = {query: query.removeprefix(prefix) for query in queries}
@@ -164,14 +154,14 @@ def _card(
     view: SetView,
 ) -> dict[str, Any]:
     shown_query = view.query(name)
-    best, winner, category = as_rank(row[RANK_COLUMN]), str(row["winner"]), str(row["category"])
+    best, winner, category = examples.as_rank(row[RANK_COLUMN]), str(row["winner"]), str(row["category"])
     values = [str(row[column]) for column in columns]
     return shown_query | {
         "data": {
             "query": query,
             "category": category,
             "winner": winner,
-            "rank": "none" if best is None else outcome_of(best),
+            "rank": "none" if best is None else examples.outcome_of(best),
             **{f"f{place}": value for place, value in enumerate(values)},
         },
         "tags": [
@@ -183,8 +173,8 @@ def _card(
         "lists": [
             {
                 "label": label,
-                "rank": as_rank(run.per_query.at[query, RANK_COLUMN]),
-                "rationale": as_text(run.per_query.loc[query].get("rationale")),
+                "rank": examples.as_rank(run.per_query.at[query, RANK_COLUMN]),
+                "rationale": examples.as_text(run.per_query.loc[query].get("rationale")),
                 "results": view.ranked(name, top, shown_query["pictures"]),
                 "wins": label == winner,
             }

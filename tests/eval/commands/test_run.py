@@ -28,8 +28,7 @@ from eval.commands.compare import CompareOptions, compare
 from eval.commands.run import RunOptions, run
 from eval.commands.score import ScoreOptions, score
 from eval.pages.evaluations import read_evaluation
-from eval.pages.provenance import provenance_of
-from eval.pages.report import write_report
+from eval.pages.report import ReportOptions, provenance_of, report
 from eval.pages.tables import random_floors
 from eval.scoring import evaluation
 from eval.scoring.metrics import names_of
@@ -500,8 +499,6 @@ def test_nothing_half_written_looks_complete(set_dir, tmp_path, monkeypatch):
             "profile=official is what a benchmark's released code computes, so it needs bench",
         ),
         ({"prompts": "rgee"}, "prompts must be one of plain, rge, got 'rgee'"),
-        ({"memory_mb": 0.0}, "memory_mb must be above 0, got 0"),
-        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
         ({"limit": 0}, "limit must be at least 1, got 0"),
         ({"depth": 20}, "depth must be at least 50, the largest cutoff of the metrics, got 20"),
     ],
@@ -510,6 +507,12 @@ def test_wrong_options_are_named(set_dir, tmp_path, change, message):
     with pytest.raises(UserError, match=message):
         run(options(set_dir, tmp_path / "out", **change), loader(FakeEncoder()))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("word", ["memory_mb=0", "batch_size=0"])
+def test_numbers_must_be_positive(set_dir, tmp_path, word, capsys):
+    assert main(["run", "checkpoint=fake", f"set={set_dir}", f"out={tmp_path / 'out'}", word]) == 2
+    assert re.search(f"error: {word.partition('=')[0]} must be >=? [01], got 0", capsys.readouterr().err)
 
 
 def test_collapsed_candidates_stop_the_run(set_dir, tmp_path):
@@ -657,13 +660,12 @@ def test_a_page_says_the_command_that_makes_its_figures_again(tmp_path, monkeypa
 
 
 @pytest.mark.slow
-def test_the_report_is_written_last(set_dir, tmp_path, monkeypatch, capsys):
-    report = pytest.importorskip("eval.pages.report")
+def test_the_report_is_written_last(set_dir, tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(report, "write_report", lambda dirs, out, metric: asked.append((dirs, out)) or out)
+    monkeypatch.setattr("eval.pages.report.report", lambda asks: asked.append((asks.runs, asks.out)))
     run(options(set_dir, tmp_path, report=True, query_mode=("reasoning", "direct")), loader(FakeEncoder()))
-    assert asked == [([tmp_path / "reasoning-both", tmp_path / "direct-both"], tmp_path / "report.html")]
-    assert str(tmp_path / "report.html") in capsys.readouterr().out
+    dirs = (str(tmp_path / "reasoning-both"), str(tmp_path / "direct-both"))
+    assert asked == [(dirs, tmp_path / "report.html")]
 
 
 def test_per_query_nulls_where_a_metric_is_not_defined(tmp_path):
@@ -724,4 +726,4 @@ def test_a_page_of_queries_whose_positives_are_missing(tmp_path):
     floor_Q = random_floors(read_evaluation(out), loaded, "recall@10")
     found = len(loaded.positives[1][0])
     assert floor_Q[1] == pytest.approx(10 / 60 * found / (found + 2))
-    write_report([out], tmp_path / "again.html", metric="recall@10")
+    report(ReportOptions(runs=(str(out),), out=tmp_path / "again.html", metric="recall@10"))

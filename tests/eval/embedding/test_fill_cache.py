@@ -40,7 +40,7 @@ class quiet:  # stands for tqdm.tqdm
     """Counts like a progress bar; the last one made is ``quiet.last``."""
 
     def __init__(self, *, total, initial, **_):
-        self.total, self.initial, self.count = total, initial, initial
+        self.total, self.initial, self.n = total, initial, initial
         quiet.last = self
 
     def __enter__(self):
@@ -50,7 +50,7 @@ class quiet:  # stands for tqdm.tqdm
         pass
 
     def update(self, num):
-        self.count += num
+        self.n += num
 
 
 def same(one: Encoded, other: Encoded) -> bool:
@@ -77,7 +77,7 @@ def test_shards_give_back_what_was_encoded(tmp_path):
     assert found.rationales == [f"because of {item.id}" for item in ITEMS]
     assert found.num_rationale_tokens.tolist() == [n for part in direct for n in part.num_rationale_tokens]
     assert found.stop_reasons == [reason for part in direct for reason in part.stop_reasons]
-    assert quiet.last.count == quiet.last.total == 50
+    assert quiet.last.n == quiet.last.total == 50
 
 
 def test_a_second_run_encodes_nothing(tmp_path):
@@ -260,11 +260,6 @@ def test_unusable_embeddings_stop_the_run_and_are_not_kept(tmp_path, damage, mes
     with pytest.raises(UserError, match=message):
         encode(tmp_path, Broken(damage))
     assert not list(tmp_path.glob("*/*.parquet"))
-
-
-def test_batch_size_must_be_positive(tmp_path):
-    with pytest.raises(UserError, match="batch_size must be at least 1, got 0"):
-        encode(tmp_path, FakeEncoder(), batch_size=0)
 
 
 def unit(rng, rows):

@@ -13,10 +13,10 @@ from eval_fakes import FakeEncoder, loader, picture, tables, write_set, write_ta
 from eval.__main__ import main
 from eval.commands.compare import CompareOptions, compare
 from eval.commands.export import ExportOptions, export
-from eval.commands.report import ReportOptions, report
 from eval.commands.run import RunOptions, run
 from eval.commands.score import ScoreOptions, score
 from eval.embedding.identity import differences, identity_of
+from eval.pages.report import ReportOptions, report
 from eval.sets.retrieval_set import load_set, with_content
 from rge.checkpoints.export import export as write_checkpoint
 from rge.checkpoints.export import settings_of

@@ -99,7 +99,7 @@ def test_every_process_makes_its_own_shards_and_the_first_waits_for_all(tmp_path
 
     class Bar:
         def __init__(self, *, total, initial, disable, **_):
-            self.total, self.count = total, initial
+            self.total, self.n = total, initial
             bars.extend([] if disable else [self])
 
         def __enter__(self):
@@ -109,7 +109,7 @@ def test_every_process_makes_its_own_shards_and_the_first_waits_for_all(tmp_path
             pass
 
         def update(self, num):
-            self.count += num
+            self.n += num
 
     class WithSecond(FakeEncoder):
         def encode(self, batch, **rest):
@@ -123,7 +123,7 @@ def test_every_process_makes_its_own_shards_and_the_first_waits_for_all(tmp_path
     assert [size for *_, size in second.calls] == [8, 8, 8]
     assert first.seen == [item.id for item in items if int(item.id[1:]) // 8 % 2 == 0]
     assert covered(cache).all()
-    assert [(bar.count, bar.total) for bar in bars] == [(50, 50)]
+    assert [(bar.n, bar.total) for bar in bars] == [(50, 50)]
     open_cache(alone, encoder="other")
     fill(FakeEncoder(), iter(items), alone, process_group=ALONE, **options)
     np.testing.assert_array_equal(read(cache).embeddings, read(alone).embeddings)

@@ -12,7 +12,7 @@ from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoPr
 
 from eval.__main__ import main
 from eval.models.registry import load_model
-from eval.models.released import PICTURE, small_sides
+from eval.models.rge import PICTURE, small_sides
 from eval.sets.retrieval_set import load_set
 from rge.common.errors import UserError
 from rge.common.mmeb_prompts import PLACEHOLDER, SETS

@@ -65,13 +65,13 @@ def test_texts_alone_are_read_and_nothing_is_left_out_in_silence(facts):
     embed(encoder, *TEXTS)
     assert {one for _, one in library.asked} == {one.text for one in TEXTS}  # without the set's instruction
     with pytest.raises(
-        UserError, match="query '4' has a picture, but some/model reads only texts: use query_modality=text"
+        UserError, match="query '4' has text and image, but some/model reads only text: query_modality=text"
     ):
         embed(encoder, SHOWN)
     library.asked.clear()
     embed(encoder, SHOWN, side="candidate")
     assert library.asked == [("document", "egg")]
-    with pytest.raises(UserError, match="candidate '5' has no text, but some/model reads only texts"):
+    with pytest.raises(UserError, match="candidate '5' has image, but some/model reads only text"):
         embed(encoder, Item("5", None, (picture(1),)), side="candidate")
 
 
@@ -90,7 +90,7 @@ def test_pictures_reach_a_model_that_takes_them(facts):
     with pytest.raises(UserError, match="query '6' has 2 pictures, but some/model reads only one"):
         embed(encoder, Item("6", "egg", (picture(1), picture(2))))
     with pytest.raises(
-        UserError, match="query '4' has text and picture, but some/model reads only one of them"
+        UserError, match="query '4' has text and image, but some/model reads only text or image"
     ):
         embed(Sentences(facts, Library("text", "image"), "float32"), SHOWN)
 
@@ -169,7 +169,7 @@ def test_a_real_small_model_finds_what_means_the_same(tmp_path):
         "report": False,
         "query_mode": ("direct",),
     }
-    with pytest.raises(UserError, match="reads only texts: use query_modality=text"):
+    with pytest.raises(UserError, match="reads only text: query_modality=text"):
         run(RunOptions(**options))
     (out,) = run(RunOptions(**options, query_modality=("text",)))
     results = json.loads((out / "results.json").read_text())
@@ -180,5 +180,5 @@ def test_a_real_small_model_finds_what_means_the_same(tmp_path):
     found = load_model(path).encode(items, side="candidate", mode="direct", batch_size=3).embeddings
     np.testing.assert_allclose(found, [by_hand(path, one.text) for one in items], atol=1e-5)
     pictures = write_set(tmp_path / "pictures", num_queries=3, num_candidates=6)
-    with pytest.raises(UserError, match="candidate 'c.*' has no text"):
+    with pytest.raises(UserError, match="candidate 'c.*' has image, but .* reads only text"):
         run(RunOptions(**options | {"set": pictures, "out": tmp_path / "none"}, query_modality=("text",)))

@@ -171,15 +171,15 @@ def test_the_command_chooses_the_page(world, tmp_path, capsys):
     assert "did you mean 'leaderboard'?" in capsys.readouterr().err
 
 
-def test_what_is_wrong_is_named(world, tmp_path):
+def test_what_is_wrong_is_named(world, tmp_path, capsys):
     out = tmp_path / "p.html"
     with pytest.raises(
         UserError,
         match=r"is a second 'openai/clip' \(direct\) on the same set: give labels with runs=LABEL:DIR",
     ):
         write_leaderboard([str(world / "clip"), str(world / "clip")], out)
-    with pytest.raises(UserError, match="published must be auto, all or none"):
-        write_leaderboard([str(world / "clip")], out, which="some")
+    assert main(["report", f"runs={world / 'clip'}", f"out={out}", "published=some"]) == 2
+    assert "published must be one of auto, all, none" in capsys.readouterr().err
     with pytest.raises(UserError, match="set=DIR is for evaluations of one set, but these are of 2"):
         write_leaderboard([str(world / "clip"), str(world / "mmeb_eval")], out, set_dir=world / "set")
     with pytest.raises(UserError, match="retrieval set .* does not exist; if it was moved"):

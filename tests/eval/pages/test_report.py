@@ -13,11 +13,10 @@ import pytest
 from chromium import Chromium
 from PIL import Image
 
-from eval.commands.report import ReportOptions, report
 from eval.pages import charts, evaluations, examples
 from eval.pages.evaluations import RANK_COLUMN
 from eval.pages.examples import choose_examples
-from eval.pages.report import write_report
+from eval.pages.report import ReportOptions, report
 from eval.pages.training_log import read_training_logs
 from eval.pages.wording import LONG_QUESTION, number
 from rge.common.errors import UserError
@@ -176,11 +175,15 @@ def write_log(path: Path, entries: list[dict]) -> Path:
     return path
 
 
+def write_report(dirs: list[Path], out: Path, **options) -> Path:
+    return report(ReportOptions(runs=tuple(map(str, dirs)), out=out, page="set", **options))
+
+
 def written(world: Path, **options) -> str:
     options = {
-        "training_logs": [world / "cold" / "metrics.jsonl"],
-        "baselines": {"No <rationale>": world / "none"},
-        "num_examples": 24,
+        "log": (str(world / "cold" / "metrics.jsonl"),),
+        "baseline": (f"No <rationale>:{world / 'none'}",),
+        "examples": 24,
     } | options
     return write_report([world / "out"], world / "report.html", **options).read_text(encoding="utf-8")
 
@@ -406,13 +409,13 @@ def test_says_in_which_proportion_examples_were_chosen(world):
     )
     assert "alternates between values of category and pair" in text
     assert [node["attrs"]["data-outcome"] for node in page.all("article")].count("first") == 12
-    text = " ".join(Page(written(world, num_examples=40)).all("section", id="examples")[0]["text"].split())
+    text = " ".join(Page(written(world, examples=40)).all("section", id="examples")[0]["text"].split())
     assert "All are on this page: 20 are successes (rank 1) and 20 are failures." in text
 
 
 @pytest.mark.slow
 def test_queries_without_and_with_several_pictures(world):
-    page = Page(written(world, num_examples=40))
+    page = Page(written(world, examples=40))
     cards = {card["attrs"]["data-query"]: card for card in page.all("article")}
     assert len(page.inside(cards["q0"], cls="query-pics")) == 0
     assert len(page.inside(page.inside(cards["q1"], cls="query-pics")[0], "use")) == 2
@@ -485,7 +488,7 @@ def test_a_failure_leaves_the_old_page(world):
 
 
 def test_direct_only_report_has_no_rationales(world):
-    out = write_report([world / "out/direct-both"], world / "direct.html", num_examples=4)
+    out = write_report([world / "out/direct-both"], world / "direct.html", examples=4)
     page = Page(out.read_text())
     assert len(page.all("article")) == 4
     assert not page.all("blockquote")
@@ -616,12 +619,12 @@ def test_the_page_opens_with_reasons_that_the_set_gives(world):
 def test_results_of_two_protocols_do_not_share_a_page(world):
     edit(world / "out/direct-both", lambda r: r.update(benchmark="rmir", profile="official"))
     with pytest.raises(UserError, match="has benchmark .*'rmir'.*page=leaderboard"):
-        written(world, baselines={})
+        written(world, baseline=())
     for folder in (world / "out").iterdir():
         edit(folder, lambda r: r.update(benchmark="rmir", profile="clean"))
     edit(world / "out/direct-both", lambda r: r.update(profile="official"))
     with pytest.raises(UserError, match="has profile '(official|clean)'.*'(official|clean)'"):
-        written(world, baselines={})
+        written(world, baseline=())
 
 
 @pytest.mark.slow
@@ -730,7 +733,7 @@ def test_curves_are_drawn_with_axes_stages_and_a_spoken_summary(world):
             for s in (1, 5, 9)
         ],
     )
-    page = Page(written(world, training_logs=[world / "cold/metrics.jsonl", joint]))
+    page = Page(written(world, log=(str(world / "cold/metrics.jsonl"), str(joint))))
     drawn = page.all("svg", cls="chart")
     names = [node["attrs"]["aria-label"].split(".")[0] for node in drawn]
     assert names == ["Loss", "Rationale loss (nats per token)", "Contrastive loss (nats)", "Forced stops"]
@@ -742,7 +745,7 @@ def test_curves_are_drawn_with_axes_stages_and_a_spoken_summary(world):
     assert len(data["series"][0]["x"]) <= charts.MAX_POINTS + 3
 
 
-def test_stages_end_to_end_and_runs_side_by_side(tmp_path):
+def test_stages_stand_end_to_end_and_another_run_is_refused(tmp_path):
     cold = write_log(
         tmp_path / "cold/metrics.jsonl", [{"stage": "cold", "step": s, "loss": 1.0} for s in (1, 2)]
     )
@@ -750,16 +753,17 @@ def test_stages_end_to_end_and_runs_side_by_side(tmp_path):
         tmp_path / "self/metrics.jsonl", [{"stage": "joint", "step": s, "loss": 2.0} for s in (1, 2)]
     )
     other = write_log(tmp_path / "none/metrics.jsonl", [{"stage": "joint", "step": 1, "loss": 3.0}])
-    (run,) = read_training_logs([cold, ours])
+    run = read_training_logs([cold, ours])
     assert run.curves["loss"] == ([1, 2, 3, 4], [1.0, 1.0, 2.0, 2.0])
     assert [(b.label, b.start, b.end) for b in run.stages] == [("cold", 0, 2), ("joint", 2, 4)]
-    assert [run.label for run in read_training_logs([ours, other])] == ["self", "none"]
+    with pytest.raises(UserError, match="none/metrics.jsonl repeats a stage of an earlier one"):
+        read_training_logs([ours, other])
 
 
 def test_a_resumed_step_replaces_and_half_a_last_line_is_dropped(tmp_path):
     log = write_log(tmp_path / "m.jsonl", [{"step": s, "loss": float(i)} for i, s in enumerate((1, 2, 3, 2))])
     log.write_text(log.read_text() + '{"step": 4, "lo')
-    (run,) = read_training_logs([log])
+    run = read_training_logs([log])
     assert run.curves["loss"] == ([1, 2, 3], [0.0, 3.0, 2.0])
 
 
@@ -792,14 +796,14 @@ def test_numbers_for_people(value, text):
 
 
 def test_smoothing_keeps_the_mean_and_a_line_breaks_where_a_stage_ends():
-    flat = charts.smoothed(charts.Series("", list(range(1, 81)), [0.0, 4.0] * 40))
+    flat = charts.smoothed(list(range(1, 81)), [0.0, 4.0] * 40)
     assert flat["mean"].iloc[5:-5].between(1.5, 2.5).all()  # five points of 80
     assert flat["y"].tolist() == [0.0, 4.0] * 40
-    long = charts.smoothed(charts.Series("", list(range(1000)), list(range(1000))))
+    long = charts.smoothed(list(range(1000)), list(range(1000)))
     assert len(long) == charts.MAX_POINTS
     assert long["y"].mean() == pytest.approx(499.5, abs=0.5)
     bands = [charts.Band("a", 0, 40), charts.Band("b", 40, 80)]
-    parts = charts.smoothed(charts.Series("", list(range(1, 81)), [1.0] * 40 + [9.0] * 40), bands)
+    parts = charts.smoothed(list(range(1, 81)), [1.0] * 40 + [9.0] * 40, bands)
     assert parts.groupby("part")["mean"].agg(["min", "max"]).to_numpy().tolist() == [[1, 1], [9, 9]]
     assert parts["last"].sum() == 1
 
@@ -852,7 +856,7 @@ def test_a_moved_set_is_found_where_it_is_said_to_be(world):
     (world / "set").rename(world / "elsewhere")
     with pytest.raises(UserError, match="does not exist; if it was moved, pass set=DIR"):
         written(world)
-    assert "<article" in written(world, set_dir=world / "elsewhere")
+    assert "<article" in written(world, set=world / "elsewhere")
 
 
 @pytest.mark.parametrize("block", ["micro", "by_pair", "random", "forced", "ties"])
@@ -893,9 +897,9 @@ def test_unknown_metric_names_those_there_are(world):
 
 def test_a_baseline_is_one_evaluation(world):
     with pytest.raises(UserError, match="holds 4: pass one of direct-both"):
-        written(world, baselines={"other": world / "out"})
+        written(world, baseline=(f"other:{world / 'out'}",))
     with pytest.raises(UserError, match="must be unique, got 'Direct' twice"):
-        written(world, baselines={"Direct": world / "none"})
+        written(world, baseline=(f"Direct:{world / 'none'}",))
 
 
 def test_two_checkpoints_among_the_runs_are_told_apart(world):
@@ -967,7 +971,7 @@ def test_in_a_browser(world, tmp_path):
     if program is None:
         pytest.skip("no Chromium on the path")
     page = world / "report.html"
-    written(world, num_examples=40)
+    written(world, examples=40)
     browser = Chromium(program, tmp_path / "profile")
     try:
         grounds = []

@@ -5,6 +5,7 @@ from typing import Any
 from eval.models.common import placed, settings_of
 from eval.models.registry import Facts
 from rge.embedder import Embedder
+from rge.inference import Inference
 from rge.model.backbone import load_backbone
 from rge.model.embedding_model import EmbeddingModel
 from rge.model.prompts import PromptBuilder
@@ -61,4 +62,4 @@ def load_release(
         differs_from_release=list(DIFFERS),
     )
     builder = PromptBuilder(backbone.processor, "rge", MAX_PROMPT_TOKENS)
-    return Embedder(EmbeddingModel(backbone).to(device), builder, facts.path, settings)
+    return Embedder(Inference(EmbeddingModel(backbone).to(device), builder), facts.path, settings)

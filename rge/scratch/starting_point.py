@@ -39,7 +39,7 @@ class Blueprint:
     records: Mapping[str, Records | None]
 
     @property
-    def pixels(self) -> dict[str, int]:
+    def pixels(self) -> dict[str, Any]:
         """Smallest and largest picture."""
         return {"min_pixels": self.recipe.model.min_pixels, "max_pixels": self.recipe.model.max_pixels}
 

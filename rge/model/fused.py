@@ -208,7 +208,7 @@ def faster(form: type[Faster], stock: type[nn.Module]) -> type[nn.Module]:
     """The subclass of both; always the same one."""
     if (form, stock) not in _made:
         name = f"{form.__name__}_{stock.__name__}"
-        _made[form, stock] = type(name, (form, stock), {"__module__": __name__})
+        _made[form, stock] = type(name, (form, stock), {"__module__": form.__module__})
     return _made[form, stock]
 
 

@@ -11,7 +11,6 @@ imported when a checkpoint is loaded.
 """
 
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
     from rge.inference import EncodeOptions, Inference, OnProgress, Side
     from rge.model.embedding_model import EmbeddingModel
     from rge.model.prompts import Prompt, PromptBuilder
-    from rge.rollout.vllm_writer import VllmWriter
 
 Picture = ImageRef | Path | Image.Image
 """A path, ``library.parquet#row``, a web address, a data URL, encoded bytes, or a decoded picture."""
@@ -60,34 +58,25 @@ class Job:
     options: "EncodeOptions"
 
 
+_Prepared = tuple[Job, list["Prompt"], float]
+"""A job, its prompts, and the mean time in ms that making one took."""
+
+
 class Embedder:
     """A trained model with its prompts and its generation settings; `with_` changes settings."""
 
-    base: Path | None = None
-    """Directory of the base model, for a checkpoint of adapters."""
-
     def __init__(
         self,
-        model: "EmbeddingModel",
-        builder: "PromptBuilder",
+        inference: "Inference | None",
         checkpoint: Path,
         settings: Settings,
-        engine: "VllmWriter | None" = None,
+        base: Path | None = None,
     ):
-        from rge.inference import Inference
-
-        self._inference = Inference(model, builder, engine)
-        self._describe(checkpoint, settings)
-
-    def _describe(self, checkpoint: Path, settings: Settings) -> None:
+        """`base` is the directory of the base model of a checkpoint of adapters."""
         from rge.checkpoints.export import checkpoint_hash
 
-        self.checkpoint, self.settings = checkpoint, settings
+        self._loaded, self.checkpoint, self.settings, self.base = inference, checkpoint, settings, base
         self.checkpoint_hash = checkpoint_hash(checkpoint)
-
-    @classmethod
-    def _of(cls, inference: "Inference", checkpoint: Path, settings: Settings) -> "Embedder":
-        return cls(inference.model, inference.builder, checkpoint, settings, inference.engine)
 
     @classmethod
     def from_pretrained(
@@ -131,38 +120,39 @@ class Embedder:
         """
         import torch
 
-        from rge.inference import Inference, VllmOptions
+        from rge.inference import Inference
+        from rge.model.adapter_files import base_of
 
         folder = local_folder(checkpoint, revision)
-        settings = read_settings(folder)
-        base_folder = _base(folder, base)
-        several = device if isinstance(device, list | tuple) else [device]
-        devices = [None if name is None else str(name) for name in several]
+        settings, base = read_settings(folder), base_of(folder, base)
+        given = device if isinstance(device, list | tuple) else [device]
+        devices = [str(name or ("cuda" if torch.cuda.is_available() else "cpu")) for name in given]
         if not devices:
             raise ValueError("device is empty; None uses a GPU if there is one")
-        first = devices[0] or ("cuda" if torch.cuda.is_available() else "cpu")
         dtype = dtype and str(dtype).removeprefix("torch.")
         choices = {"dtype": (dtype, (None, *DTYPES)), "engine": (engine, ("own", "vllm"))}
         for key, (value, allowed) in choices.items():
             if value not in allowed:
                 raise UserError(not_one_of(key, value, filter(None, allowed)))
-        settings = settings.asking(**_given(max_new_tokens=max_new_tokens, temperature=temperature)).but(
-            dtype=dtype or ("float32" if first == "cpu" else settings.recipe["model"]["dtype"]),
-            **_given(quantization=quantization),
+        settings = settings.asking(max_new_tokens=max_new_tokens, temperature=temperature).but(
+            dtype=dtype or ("float32" if devices[0] == "cpu" else settings.recipe["model"]["dtype"]),
+            quantization=quantization,
         )
-        if engine == "vllm":
-            if len(devices) > 1 or quantization is not None:
-                raise UserError("engine=vllm needs a single device and unquantized weights")
-            vllm = VllmOptions(vllm_memory, vllm_rows)
-            inference = Inference.load(folder, settings, first, vllm, base_folder)
-            assert inference.engine is not None
-            return cls._of(inference, folder, settings.but(engine=inference.engine.name))
+        vllm = {"memory": vllm_memory, "batch_size": vllm_rows} if engine == "vllm" else None
+        if vllm and (len(devices) > 1 or quantization is not None):
+            raise UserError("engine=vllm needs a single device and unquantized weights")
         if len(devices) > 1:
-            names = [name for name in devices if name is not None]
-            return _SpreadEmbedder(folder, settings, names, base_folder)
-        embedder = cls._of(Inference.load(folder, settings, first, base=base_folder), folder, settings)
-        embedder.base = base_folder
-        return embedder
+            return _SpreadEmbedder(devices, folder, settings, base)
+        inference = Inference.load(folder, settings, devices[0], base, vllm)
+        return cls(inference, folder, settings.but(engine=inference.engine and inference.engine.name), base)
+
+    @property
+    def _inference(self) -> "Inference":
+        if self._loaded is None:
+            raise AttributeError(
+                "model, builder and prompts of an embedder on several devices are in its worker processes"
+            )
+        return self._loaded
 
     @property
     def model(self) -> "EmbeddingModel":
@@ -184,28 +174,15 @@ class Embedder:
     ) -> Self:
         """An embedder on the same model with other settings.
 
-        Args:
-            exact: compute every row's state alone, see `encode`.
-            profile: name of a prompt profile, see `rge.common.prompt_profiles`.
-            temperature: of sampled rationales.
-            min_new_tokens: ``<emb>`` is suppressed before this many tokens.
+        `exact` computes every row's state alone, see `encode`; `profile` is the name of a prompt profile, see
+        `rge.common.prompt_profiles`; ``<emb>`` is suppressed before `min_new_tokens`.
         """
         other = copy(self)
-        generation = _given(temperature=temperature, min_new_tokens=min_new_tokens)
-        other.settings = self.settings.asking(**generation).but(**_given(exact=exact, profile=profile))
-        other._begin(self.settings.profile)
+        settings = self.settings.asking(temperature=temperature, min_new_tokens=min_new_tokens)
+        other.settings = settings.but(exact=exact, profile=profile)
+        if self._loaded is not None and other.settings.profile != self.settings.profile:
+            other._loaded = self._loaded.worded(PROFILES[other.settings.profile])
         return other
-
-    def _begin(self, profile: str) -> None:
-        """Rebuild the prompts after a change of settings, such as another prompt profile."""
-        if self.settings.profile == profile:
-            return
-        self._inference = self._inference.worded(PROFILES[self.settings.profile])
-
-    @property
-    def engine(self) -> "VllmWriter | None":
-        """The vLLM engine, if it writes rationales."""
-        return self._inference.engine
 
     @property
     def size(self) -> int:
@@ -286,9 +263,10 @@ class Embedder:
         if warning:
             warnings.warn(warning, stacklevel=2)
         self.check_dimensions(dimensions)
+        mode = mode or self.query_mode
         encoded = self.encode(
-            items, side="query", mode=mode or self.query_mode, batch_size=batch_size, seeds=seeds, progress=progress
-        )  # fmt: skip
+            items, side="query", mode=mode, batch_size=batch_size, seeds=seeds, progress=progress
+        )
         return self._shaped(encoded, single, dimensions, return_rationales, as_tensor)
 
     def encode_document(
@@ -322,22 +300,18 @@ class Embedder:
 
     def push_to_hub(self, repo_id: str, *, private: bool = False, token: str | None = None) -> str:
         """Upload the checkpoint with its model card to ``user/name``, which is created if needed; returns the commit's URL."""
-        from huggingface_hub import HfApi
+        from huggingface_hub import CommitOperationAdd, HfApi
 
         from rge.checkpoints.description import renamed_card
 
         api = HfApi(token=token)
         api.create_repo(repo_id, private=private, exist_ok=True)
-        with tempfile.TemporaryDirectory() as folder:
-            # Symlinks: only the card differs, whose examples use the checkpoint's name on the hub.
-            for path in self.checkpoint.iterdir():
-                (Path(folder) / path.name).symlink_to(path.resolve())
-            card = self.checkpoint / "README.md"
-            if card.is_file():
-                (Path(folder) / card.name).unlink()
-                text = card.read_text(encoding="utf-8")
-                (Path(folder) / card.name).write_text(renamed_card(text, repo_id), encoding="utf-8")
-            return str(api.upload_folder(repo_id=repo_id, folder_path=folder))
+        files: dict[str, Any] = {path.name: path for path in self.checkpoint.iterdir() if path.is_file()}
+        if "README.md" in files:  # its examples use the checkpoint's name on the hub
+            card = files["README.md"].read_text(encoding="utf-8")
+            files["README.md"] = renamed_card(card, repo_id).encode()
+        added = [CommitOperationAdd(name, content) for name, content in files.items()]
+        return str(api.create_commit(repo_id, added, commit_message=f"Upload {repo_id}"))
 
     def instruction_for(self, given: str | None, task: str | None = None) -> tuple[str | None, str | None]:
         """The instruction of a query, and a warning if training did not use it.
@@ -347,14 +321,14 @@ class Embedder:
         Raises:
             ValueError: an unknown task.
         """
-        known = self.settings.instructions
+        known, warning = self.settings.instructions, None
         if given is not None:
             if given and known and given not in known.known:
-                return given, (
-                    f"{self.checkpoint.name} was not trained with the instruction {given!r}; known are "
-                    + "; ".join(map(repr, known.known[:8]))
+                some = "; ".join(map(repr, known.known[:8]))
+                warning = (
+                    f"{self.checkpoint.name} was not trained with the instruction {given!r}; known are {some}"
                 )
-            return given or None, None
+            return given or None, warning
         if task is not None:
             tasks = known.by_task if known else {}
             if task not in tasks:
@@ -363,18 +337,14 @@ class Embedder:
                 )
             return tasks[task], None
         if known is None and self.settings.recipe:
-            return None, (
+            warning = (
                 f"{self.checkpoint.name} does not say with which instructions it was trained (an older export): give "
                 "instruction="
             )
-        return self.default_instruction, None
+        return self.default_instruction, warning
 
     def cut(self, vectors: np.ndarray, dimensions: int | None) -> np.ndarray:
-        """Truncate embeddings (N, D) and normalise them again.
-
-        Raises:
-            UserError: a size that the checkpoint was not trained for.
-        """
+        """Truncate embeddings (N, D) and normalise them again; UserError for a size that the checkpoint was not trained for."""
         self.check_dimensions(dimensions)
         if dimensions is None or dimensions == self.size:
             return vectors
@@ -410,15 +380,8 @@ class Embedder:
         still written in batches, and those that a rounding error might have changed (`rge.inference.CLOSE`) are written again
         alone; in other dtypes, all are written alone.
 
-        Args:
-            items: what to embed.
-            side: determines the wording of the prompt.
-            mode: ``reasoning``: the model writes a rationale first; ``direct``: ``<emb>`` is prefilled; ``latent``: think tokens
-                and ``<emb>`` are; ``auto``: the model decides, and a rationale is empty where it answered directly.
-            batch_size: rows per forward.
-            seeds: one per item, needed for sampling.
-            on_progress: called with the number of items just finished.
-            progress: show a progress bar; None: for long lists on a terminal.
+        The `side` determines the wording of the prompt; other arguments as in `encode_query`. With ``mode=auto``, a rationale is
+        empty where the model answered directly. `on_progress` is called with the number of items just finished.
 
         Raises:
             UserError: the checkpoint was not trained for the mode.
@@ -430,7 +393,7 @@ class Embedder:
         if mode not in get_args(Mode):
             raise ValueError(f"mode must be one of {', '.join(get_args(Mode))}, got {mode!r}")
         self.settings.check_mode(mode)
-        if self.settings.exact and self.engine is not None:
+        if self.settings.exact and self.settings.engine is not None:
             raise ValueError(
                 "exact embeddings are computed row by row, which vLLM does not do: use engine=own"
             )
@@ -447,19 +410,15 @@ class Embedder:
             generate_ms=np.zeros(num),
             embed_ms=np.zeros(num),
         )
-        jobs = (
-            Job(
-                items[start : start + window],
-                side,
-                EncodeOptions(mode, batch_size, None if seeds is None else seeds[start : start + window]),
-            )
-            for start in range(0, num, window)
+        windows = [slice(start, start + window) for start in range(0, num, window)]
+        options = (
+            EncodeOptions(mode, batch_size, None if seeds is None else seeds[rows]) for rows in windows
         )
+        jobs = (Job(items[rows], side, option) for rows, option in zip(windows, options, strict=True))
 
         def put(number: int, part: Encoded) -> None:
-            rows = slice(number * window, number * window + len(part.rationales))
             for field in fields(Encoded):
-                getattr(encoded, field.name)[rows] = getattr(part, field.name)
+                getattr(encoded, field.name)[windows[number]] = getattr(part, field.name)
 
         if progress is None:
             progress = num > 4 * batch_size and sys.stderr.isatty()
@@ -472,45 +431,33 @@ class Embedder:
     ) -> None:
         remaining = iter(jobs)
 
-        def prepare_next() -> tuple[Job, list["Prompt"], float] | None:
+        def prepare_next() -> _Prepared | None:
             job = next(remaining, None)
-            return None if job is None else (job, *self._prepare(job.items, job.side))
+            return None if job is None else self._prepare(job)
 
         # A thread reads and scales the next window's pictures while the device works on this one's.
         with ThreadPoolExecutor(1, "rge-prepare") as pool:
             upcoming = pool.submit(prepare_next)
             for number in count():
-                prepared = upcoming.result()
-                if prepared is None:
+                if (prepared := upcoming.result()) is None:
                     return
-                job, prompts, prepare_ms = prepared
                 upcoming = pool.submit(prepare_next)
-                put(
-                    number,
-                    self._inference.embed(prompts, job.options, self.settings, on_progress, prepare_ms),
-                )
+                put(number, self._embed(prepared, on_progress))
 
-    def _window(self, job: Job, on_progress: "OnProgress") -> Encoded:
-        prompts, prepare_ms = self._prepare(job.items, job.side)
-        return self._inference.embed(prompts, job.options, self.settings, on_progress, prepare_ms)
-
-    def _prepare(self, items: Sequence[Item], side: "Side") -> tuple[list["Prompt"], float]:
-        """The prompts of a window, and the mean preparation time in ms."""
+    def _prepare(self, job: Job) -> _Prepared:
         began = time.perf_counter()
         prompts = [
-            self._inference.prompt(item, side, [load_image(_fetched(ref)) for ref in item.images])
-            for item in items
+            self._inference.prompt(item, job.side, [*map(_decoded, item.images)]) for item in job.items
         ]
         self.warn_of_truncation(prompts)
-        return prompts, (time.perf_counter() - began) * 1000 / len(prompts)
+        return job, prompts, (time.perf_counter() - began) * 1000 / len(prompts)
+
+    def _embed(self, prepared: _Prepared, on_progress: "OnProgress") -> Encoded:
+        job, prompts, prepare_ms = prepared
+        return self._inference.embed(prompts, job.options, self.settings, on_progress, prepare_ms)
 
     def prompt(self, item: Item, side: "Side", images: Sequence[Image.Image] | None = None) -> "Prompt":
-        """The prompt of an item, for `encode_prompts`; decoded `images` are used in place of ``item.images``.
-
-        Raises:
-            ValueError: an empty item, or one whose pictures alone are too long.
-            ImageError: a picture cannot be read.
-        """
+        """The prompt of an item, for `encode_prompts`; see `rge.model.prompts.PromptBuilder.build`."""
         return self._inference.prompt(item, side, images)
 
     def warn_of_truncation(self, prompts: Sequence["Prompt"]) -> None:
@@ -528,15 +475,13 @@ class Embedder:
         return self._inference.embed(prompts, EncodeOptions(mode, batch_size), self.settings)
 
     def direct_probabilities(self, items: Iterable[Item], *, batch_size: int = 64) -> np.ndarray:
-        """Probabilities (N,) of ``<emb>`` as the first token of each query, by which ``mode=auto`` decides.
+        """Probabilities (N,) of ``<emb>`` as the first token of each query, by which ``mode=auto`` decides."""
+        from rge.inference import EncodeOptions
 
-        Raises:
-            UserError: the checkpoint was not trained to decide.
-        """
         self.settings.check_mode("auto")
         remaining, parts = iter(items), [np.empty(0, np.float32)]
         while window := list(islice(remaining, WINDOW_BATCHES * batch_size)):
-            prompts, _ = self._prepare(window, "query")
+            _, prompts, _ = self._prepare(Job(window, "query", EncodeOptions("auto", batch_size)))
             parts.append(self._inference.direct_probabilities(prompts, batch_size))
         return np.concatenate(parts)
 
@@ -553,26 +498,22 @@ class _SpreadEmbedder(Embedder):
     settings: CheckpointSettings
 
     def __init__(
-        self, checkpoint: Path, settings: CheckpointSettings, devices: Sequence[str], base: Path | None
+        self, devices: Sequence[str], checkpoint: Path, settings: CheckpointSettings, base: Path | None
     ):
         import torch
 
-        self._describe(checkpoint, settings)
-        self.base = base
+        super().__init__(None, checkpoint, settings, base)
         self._devices, self._threads = devices, max(1, torch.get_num_threads() // len(devices))
-        self._begin(settings.profile)
+        self._make_workers()
 
-    def _begin(self, profile: str) -> None:
+    def _make_workers(self) -> None:
         work = partial(_worker, self.checkpoint, self.settings, self.base, self._threads)
         self._workers = Workers(work, self._devices)  # start when needed
 
-    engine = None
-
-    @property
-    def _inference(self) -> "Inference":  # type: ignore[override]
-        raise AttributeError(
-            "model, builder and prompts of an embedder on several devices are in its worker processes"
-        )
+    def with_(self, **settings: Any) -> Self:
+        other = super().with_(**settings)
+        other._make_workers()
+        return other
 
     @property
     def size(self) -> int:
@@ -595,43 +536,23 @@ def _worker(folder: Path, settings: CheckpointSettings, base: Path | None, threa
 
     from rge.inference import Inference
 
-    embedder = Embedder._of(Inference.load(folder, settings, device, base=base), folder, settings)
+    embedder = Embedder(Inference.load(folder, settings, device, base), folder, settings)
     if device == "cpu":
         torch.set_num_threads(threads)
-    return embedder._window
-
-
-def _base(folder: Path, base: str | Path | None) -> Path | None:
-    """The base of a checkpoint of adapters; None if the checkpoint has all its weights."""
-    from rge.model.adapter_files import find_base, is_adapter_checkpoint
-
-    if is_adapter_checkpoint(folder):
-        return find_base(folder, base)
-    if base is not None:
-        raise UserError(f"base={base} is for checkpoints of adapters, and {folder} has all its weights")
-    return None
-
-
-def _given(**options: Any) -> dict[str, Any]:
-    """The arguments that are not None."""
-    return {name: value for name, value in options.items() if value is not None}
+    return lambda job, on_progress: embedder._embed(embedder._prepare(job), on_progress)
 
 
 def local_folder(checkpoint: str | Path, revision: str | None) -> Path:
     """The checkpoint's directory; downloads it from the hub if needed."""
-    folder, name = checkpoint_folder(Path(checkpoint).expanduser()), str(checkpoint)
-    is_path = isinstance(checkpoint, Path) or name.startswith((".", "/", "~")) or name.count("/") != 1
-    if folder.exists() or is_path:
-        return folder
-    from huggingface_hub import snapshot_download
+    from rge.model.adapter_files import AdapterError, fetched, is_hub_id
 
+    folder = checkpoint_folder(Path(checkpoint).expanduser())
+    if folder.exists() or isinstance(checkpoint, Path) or not is_hub_id(checkpoint):
+        return folder
     try:
-        return Path(snapshot_download(name, revision=revision))
-    except (OSError, ValueError) as error:  # the bases of the hub's errors
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CheckpointError(
-            f"{name} is not a directory here, and could not be fetched from the Hugging Face hub: {reason}"
-        ) from error
+        return fetched(checkpoint, revision)
+    except AdapterError as error:
+        raise CheckpointError(str(error)) from error
 
 
 def _items(texts: Any, images: Any, instruction: str | None = None) -> tuple[bool, list[Item]]:
@@ -639,27 +560,29 @@ def _items(texts: Any, images: Any, instruction: str | None = None) -> tuple[boo
     if texts is None and images is None:
         raise ValueError("give texts, images, or both")
     single = isinstance(texts, str) or (texts is None and _is_picture(images))
-    if not single and _is_picture(images):
+    if single:
+        texts, images = [texts], [images]
+    elif _is_picture(images):
         raise ValueError("a list of texts and a single picture: give one entry per text, None if it has none")
-    given = (texts, images)
-    columns = [[value] if single else None if value is None else list(value) for value in given]
-    lengths = [len(column) for column in columns if column is not None]
-    if len(set(lengths)) > 1:
+    texts = [None] * len(images) if texts is None else list(texts)
+    images = [None] * len(texts) if images is None else list(images)
+    if len(texts) != len(images):
         raise ValueError(
-            f"{lengths[0]} texts and {lengths[1]} images: give one entry per item, None if it has none"
+            f"{len(texts)} texts and {len(images)} images: give one entry per item, None if it has none"
         )
-    items = []
-    for row in range(lengths[0]):
-        text, pictures = (None if column is None else column[row] for column in columns)
-        if text is not None and not isinstance(text, str):
+    for text in texts:
+        if not isinstance(text, str | None):
             raise ValueError(f"a text must be a string, got {type(text).__name__}")
-        items.append(Item(str(row), text, _pictures(pictures), instruction))
+    items = [
+        Item(str(row), text, _pictures(pictures), instruction)
+        for row, (text, pictures) in enumerate(zip(texts, images, strict=True))
+    ]
     return single, items
 
 
-def _fetched(picture: Any) -> Any:
+def _decoded(picture: Any) -> Image.Image:
     on_the_web = isinstance(picture, str) and picture.startswith(("http://", "https://", "data:"))
-    return fetch_picture(picture) if on_the_web else picture
+    return load_image(fetch_picture(picture) if on_the_web else picture)
 
 
 def _is_picture(value: Any) -> bool:

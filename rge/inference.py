@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -46,14 +46,6 @@ class EncodeOptions:
     seeds: Sequence[int] | None = None
 
 
-@dataclass(frozen=True)
-class VllmOptions:
-    """Share of a GPU's memory for vLLM, and the rows that it processes at once."""
-
-    memory: float
-    rows: int
-
-
 class Inference:
     """A model in evaluation mode with its prompt builder; an `engine` may write its rationales."""
 
@@ -79,10 +71,10 @@ class Inference:
         folder: Path,
         settings: CheckpointSettings,
         device: str,
-        vllm: VllmOptions | None = None,
         base: Path | None = None,
+        vllm: dict[str, Any] | None = None,
     ) -> "Inference":
-        """Load a checkpoint with these settings; `base` is for one of adapters.
+        """Load a checkpoint with these settings; `base` is for one of adapters, `vllm` has sizes of `VllmWriter.of_checkpoint`.
 
         Raises:
             BackboneError: weights or processor cannot be loaded or have no ``<emb>``, or vLLM does not start.
@@ -110,18 +102,13 @@ class Inference:
             base=base,
         )
         builder = PromptBuilder(backbone.processor, settings.profile, settings.max_prompt_tokens)
-        model = EmbeddingModel(backbone)
-        if vllm is None:
-            return cls(model.to(device), builder)
-        engine = VllmWriter.of_checkpoint(
-            model.eval(),
-            folder,
-            device,
-            max_prompt_tokens=settings.max_prompt_tokens,
-            max_new_tokens=settings.generation.max_new_tokens,
-            batch_size=vllm.rows,
-            memory=vllm.memory,
-        )
+        model, engine = EmbeddingModel(backbone).eval(), None
+        if vllm is not None:
+            lengths = {
+                "max_prompt_tokens": settings.max_prompt_tokens,
+                "max_new_tokens": settings.generation.max_new_tokens,
+            }
+            engine = VllmWriter.of_checkpoint(model, folder, device, **lengths, **vllm)
         # Only now, since vLLM measures how much of the device is free.
         return cls(model.to(device), builder, engine)
 
@@ -154,32 +141,30 @@ class Inference:
             UserError: the checkpoint was not trained for the mode.
             ValueError: sampling without seeds, or what vLLM cannot do.
         """
-        num = len(prompts)
         settings.check_mode(options.mode)
+        num, batch_size = len(prompts), 1 if settings.exact else options.batch_size
         with self._computing:
             if options.mode in SILENT:
-                batch_size = 1 if settings.exact else options.batch_size
-                states, embed_ms = self._prefilled(prompts, options.mode, batch_size, on_progress)
+                given = [self.model.given[options.mode]] * num
+                states, embed_ms = self._in_batches(prompts, given, batch_size, on_progress)
                 return Encoded(
                     states, [""] * num, np.zeros(num, np.int64), ["prefilled"] * num, np.zeros(num), embed_ms + prepare_ms
                 )  # fmt: skip
-            rationales = self._rationales(prompts, options, settings, on_progress)
-            embed_ms = np.full(num, prepare_ms)
-            if settings.exact:
-                for row, rationale in enumerate(rationales):
-                    began = time.perf_counter()
-                    state_D = self._states(prompts[row : row + 1], [rationale.ids])[0]
-                    rationales[row] = replace(rationale, state_D=state_D)
-                    embed_ms[row] += (time.perf_counter() - began) * 1000
+            written = self._written(prompts, options, settings, on_progress)
+            if settings.exact or self.engine is not None:
+                states, embed_ms = self._in_batches(prompts, [one.ids for one in written], batch_size)
+            else:
+                found = [cast(Tensor, one.state_D).float().cpu() for one in written]
+                states, embed_ms = torch.stack(found).numpy(), np.zeros(num)
         with self._tokenizing:
-            texts = [self.builder.decode(rationale.ids) for rationale in rationales]
+            texts = [self.builder.decode(one.ids) for one in written]
         return Encoded(
-            torch.stack([cast(Tensor, rationale.state_D).float().cpu() for rationale in rationales]).numpy(),
+            states,
             texts,
-            np.array([len(rationale.ids) for rationale in rationales], np.int64),
-            ["forced" if rationale.forced else "emb" for rationale in rationales],
-            np.array([rationale.seconds * 1000 for rationale in rationales]),
-            embed_ms,
+            np.array([len(one.ids) for one in written], np.int64),
+            ["forced" if one.forced else "emb" for one in written],
+            np.array([one.seconds * 1000 for one in written]),
+            embed_ms + prepare_ms,
         )
 
     @torch.no_grad()
@@ -188,7 +173,7 @@ class Inference:
     ) -> np.ndarray:
         """Embeddings (N, D) of prompts after given rationales; see `rge.embedder.Embedder.encode_after`."""
         with self._computing:
-            return self._in_batches(prompts, rationales, batch_size)
+            return self._in_batches(prompts, rationales, batch_size)[0]
 
     @torch.no_grad()
     def direct_probabilities(self, prompts: Sequence[Prompt], batch_size: int) -> np.ndarray:
@@ -202,39 +187,29 @@ class Inference:
                 probabilities[rows] = logit_BV.softmax(dim=1)[:, self.model.emb_id].cpu().numpy()
         return probabilities
 
-    def _states(self, prompts: Sequence[Prompt], rationales: Sequence[Sequence[int]]) -> Tensor:
-        """States (N, D) after rationales, in one forward."""
-        branches = [[Branch([*ids, self.model.emb_id], read_state=True)] for ids in rationales]
-        return self.model(self.model.pack(prompts, branches))[0].state_ND
-
     def _in_batches(
-        self, prompts: Sequence[Prompt], rationales: Sequence[Sequence[int]], batch_size: int
-    ) -> np.ndarray:
-        """States (N, D) after rationales, in batches of similar lengths."""
-        state_ND = np.empty((len(prompts), self.size), np.float32)
+        self,
+        prompts: Sequence[Prompt],
+        rationales: Sequence[Sequence[int]],
+        batch_size: int,
+        on_progress: OnProgress = lambda count: None,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """States (N, D) after rationales, in batches of similar lengths, and milliseconds (N,)."""
+        state_ND, embed_ms = np.empty((len(prompts), self.size), np.float32), np.empty(len(prompts))
         lengths = [len(prompt) + len(ids) for prompt, ids in zip(prompts, rationales, strict=True)]
         for rows in by_length(lengths, batch_size):
-            states = self._states([prompts[row] for row in rows], [rationales[row] for row in rows])
-            state_ND[rows] = states.float().cpu().numpy()
-        return state_ND
-
-    def _prefilled(
-        self, prompts: Sequence[Prompt], mode: Mode, batch_size: int, on_progress: OnProgress
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Embeddings (N, D) without a generated rationale, and milliseconds (N,)."""
-        prefix = self.model.given[mode]
-        state_ND, embed_ms = np.empty((len(prompts), self.size), np.float32), np.empty(len(prompts))
-        for rows in by_length([*map(len, prompts)], batch_size):
             began = time.perf_counter()
-            states = self._states([prompts[row] for row in rows], [prefix] * len(rows))
-            state_ND[rows] = states.float().cpu().numpy()
+            branches = [[Branch([*rationales[row], self.model.emb_id], read_state=True)] for row in rows]
+            (readout,) = self.model(self.model.pack([prompts[row] for row in rows], branches))
+            state_ND[rows] = readout.state_ND.float().cpu().numpy()
             embed_ms[rows] = (time.perf_counter() - began) * 1000 / len(rows)
             on_progress(len(rows))
         return state_ND, embed_ms
 
-    def _rationales(
+    def _written(
         self, prompts: Sequence[Prompt], options: EncodeOptions, settings: Settings, on_progress: OnProgress
     ) -> list[Rationale]:
+        """Generated rationales; with their states, unless vLLM wrote them."""
         generation = settings.generation
         min_new_tokens, direct_above = generation.min_new_tokens, None
         if options.mode == "auto":
@@ -246,18 +221,9 @@ class Inference:
                 raise UserError(
                     "engine=vllm supports neither forced rationales nor a threshold: use engine=own"
                 )
-            rationales = self.engine.generate(
-                prompts, temperature=generation.temperature, seeds=options.seeds
-            )
-            state_ND = self._in_batches(
-                prompts, [rationale.ids for rationale in rationales], options.batch_size
-            )
-            rationales = [
-                replace(rationale, state_D=torch.from_numpy(state_D))
-                for rationale, state_D in zip(rationales, state_ND, strict=True)
-            ]
+            found = self.engine.generate(prompts, temperature=generation.temperature, seeds=options.seeds)
             on_progress(len(prompts))
-            return rationales
+            return found
 
         def write(rows: Sequence[int], batch_size: int, **more: Any) -> list[Rationale]:
             return generate(
@@ -276,9 +242,6 @@ class Inference:
         if not settings.exact:
             return write(every, options.batch_size, on_progress=on_progress)
         batch_size = options.batch_size if settings.dtype == "float32" else 1
-        rationales = write(every, batch_size, on_progress=on_progress, margins=batch_size > 1)
+        found = write(every, batch_size, on_progress=on_progress, margins=batch_size > 1)
         close = CLOSE["drawn" if generation.temperature > 0 else "greedy"]
-        return [
-            write([row], 1)[0] if rationale.margin < close else rationale
-            for row, rationale in enumerate(rationales)
-        ]
+        return [write([row], 1)[0] if one.margin < close else one for row, one in enumerate(found)]

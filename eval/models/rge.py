@@ -28,6 +28,7 @@ from rge.common.mmeb_prompts import PLACEHOLDER
 from rge.common.prompt_profiles import EMB_TOKEN, PROFILES
 from rge.common.schema import Encoded, ImageRef, Item
 from rge.embedder import Embedder
+from rge.inference import Inference
 from rge.model.backbone import load_backbone
 from rge.model.embedding_model import EmbeddingModel, normalise
 from rge.model.prompts import PromptBuilder, user_text
@@ -96,7 +97,7 @@ def load_release(
         differs_from_release=DIFFERS,
     )
     builder = PromptBuilder(backbone.processor, "rge", MAX_PROMPT_TOKENS)
-    return Embedder(EmbeddingModel(backbone).to(device), builder, facts.path, settings)
+    return Embedder(Inference(EmbeddingModel(backbone).to(device), builder), facts.path, settings)
 
 
 class Released(ThirdParty):

@@ -16,6 +16,7 @@ from rge.checkpoints.settings import Settings
 from rge.common.prompt_profiles import PROFILES
 from rge.common.schema import Encoded, Item
 from rge.embedder import Embedder
+from rge.inference import Inference
 from rge.model.backbone import load_backbone
 from rge.model.embedding_model import EmbeddingModel
 from rge.model.prompts import PromptBuilder
@@ -119,5 +120,5 @@ def load_ume(
         embedder = EmbeddingModel(backbone).to(device)
         embedder.emb_id = tokenizer.convert_tokens_to_ids(token)
         builder = UmeBuilder(backbone.processor, VLM2VEC, MAX_PROMPT_TOKENS, emb_token=token)
-        by_mode[mode] = Embedder(embedder, builder, facts.path, settings)
+        by_mode[mode] = Embedder(Inference(embedder, builder), facts.path, settings)
     return UmeEncoder(by_mode, settings)

@@ -42,12 +42,10 @@ def divergence_explained(name: str, folder: Path) -> Iterator[None]:
     try:
         yield
     except FloatingPointError as error:
-        states = [path for path in complete_states(folder / "state") if damage(path, contents=False) is None]
-        last = (
-            f"The last good state is of step {int(states[-1].name.removeprefix('step_'))}: {states[-1]}"
-            if states
-            else "No state was saved before (train.save_every)"
-        )
+        last = "No state was saved before (train.save_every)"
+        for path in complete_states(folder / "state"):
+            if damage(path, contents=False) is None:
+                last = f"The last good state is of step {int(path.name.removeprefix('step_'))}: {path}"
         raise DivergedError(
             f"{name} has diverged: {error}. {last}. The same command would diverge again: start with another out= and a "
             f"lower {name}.lr, more {name}.warmup_steps or a smaller optim.max_grad_norm; if it always happens with the same "
@@ -75,13 +73,14 @@ class CheckpointManager:
         self.recipe, self.name, self.folder, self.num_steps = recipe, name, folder, num_steps
         self.validation, self.identity = validation, identity
         self.embedder, self.model, self.accelerator = embedder, model, accelerator
+        train, state = recipe.train, folder / "state"
         self.states = States(
             accelerator,
             embedder,
             optimizer,
-            folder / "state",
-            keep_last=recipe.train.keep_last,
-            background=recipe.train.background_save,
+            state,
+            keep_last=train.keep_last,
+            background=train.background_save,
         )
         metric = recipe.validation.metric
         self._saved = 0  # step of the newest state
@@ -100,7 +99,7 @@ class CheckpointManager:
 
         Raises:
             CheckpointError: all states are damaged, or another recipe made them.
-            LaunchError: this launch cannot read the state's files.
+            LaunchError: this launch cannot read them.
         """
         found = self.states.latest()
         if found is None:
@@ -119,8 +118,7 @@ class CheckpointManager:
     def validate(self, step: int) -> dict[str, float]:
         """Every `validation.every` steps, measure the held-out records, and keep the checkpoint if it is among the best.
 
-        Returns:
-            The figures, see `Validation.measure`, and ``val_s``, the seconds that this took; otherwise nothing.
+        Returns the figures of `Validation.measure` and ``val_s``, the seconds that this took; otherwise nothing.
         """
         if self.validation is None or (step % self.recipe.validation.every and step != self.num_steps):
             return {}
@@ -187,12 +185,13 @@ class CheckpointManager:
             return
         sign = -1 if self.metric == "val_hit_at_1" else 1
         saved: dict[int, float] = {}
-        if self.accelerator.is_main_process:
-            for path in (self.folder / "best").glob(f"step_*/{RGE_JSON}"):
-                settings = json.loads(path.read_text())
-                # Figures of other held-out records cannot be compared.
-                is_alike = _held_out(settings["recipe"]) == _held_out(to_dict(self.recipe))
-                saved[settings["step"]] = sign * settings["validation"][self.metric] if is_alike else math.inf
+        for path in (
+            (self.folder / "best").glob(f"step_*/{RGE_JSON}") if self.accelerator.is_main_process else ()
+        ):
+            settings = json.loads(path.read_text())
+            # Figures of other held-out records cannot be compared.
+            is_alike = _held_out(settings["recipe"]) == _held_out(to_dict(self.recipe))
+            saved[settings["step"]] = sign * settings["validation"][self.metric] if is_alike else math.inf
         values = dist.from_main(saved) | {step: sign * figures[self.metric]}
         ranked = sorted(values, key=lambda at: (values[at], at))  # best first; of equals the earlier
         if step not in ranked[:keep]:

@@ -61,11 +61,9 @@ def training_data(sources: Sequence[SourceConfig]) -> dict[str, Any]:
     ranked = sorted(total, key=total.__getitem__, reverse=True)  # stable: of equals the first
     by_task: dict[str, str | None] = {}
     for name, keys in groupby(sorted(tasks), key=itemgetter(0)):
-        chosen = {category: tasks[name, category].most_common(1)[0][0] for _, category in keys}
-        if len(set(chosen.values())) == 1:
-            by_task[name] = next(iter(chosen.values()))
-        else:
-            by_task |= {f"{name}/{category}": instruction for category, instruction in chosen.items()}
+        chosen = {f"{name}/{category}": tasks[name, category].most_common(1)[0][0] for _, category in keys}
+        agreed = set(chosen.values())
+        by_task |= {name: agreed.pop()} if len(agreed) == 1 else chosen
     return {
         "instructions": {
             "default": ranked[0] if ranked else None,
@@ -107,34 +105,28 @@ def model_card(settings: CheckpointSettings, name: str, licence: str | None = No
     Its examples load a path that starts with ``./``: anyone could register a name such as ``a/b`` as a hub id, and the example
     sets `trust_remote_code`.
     """
-    path = f"./{name.rsplit('/', 1)[-1]}"
     base: str = (settings.recipe.get("model") or {}).get("path") or ""
-    adapted, parts = settings.base, settings.origins
-    on_hub = base if is_hub_id(base) else next((part["hub_id"] for part in parts if "hub_id" in part), None)
-    least, most = f"{settings.pixels.min:,}", f"{settings.pixels.max:,}"
-    validation = settings.validation or {}
-    figures = [
-        f"{key.removeprefix('val_')} {value:.4g}"
-        for key, value in validation.items()
-        if isinstance(value, float)
-    ]
+    hub_ids = [base] if is_hub_id(base) else [part["hub_id"] for part in settings.origins if "hub_id" in part]
+    figures = (settings.validation or {}).items()
     return jinja2.Template(CARD, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True).render(
         settings.content(),
         name=name,
-        path=path,
+        path=f"./{name.rsplit('/', 1)[-1]}",
         licence=licence,
-        base=base,
-        on_hub=on_hub,
-        parts=[f"{part['name']} ({part['part']}, {part['licence']})" for part in parts],
-        base_on_hub=is_hub_id(base),
-        base_name=Path(base).name,
-        base_sha256=adapted and adapted.sha256,
-        adapted=adapted and (adapted.path if is_hub_id(adapted.path) else Path(adapted.path).name),
+        on_hub=hub_ids[0] if hub_ids else None,
+        parts=[f"{part['name']} ({part['part']}, {part['licence']})" for part in settings.origins],
+        base=_shown(base),
+        base_sha256=settings.base and settings.base.sha256,
+        adapted=settings.base and _shown(settings.base.path),
         default=settings.instructions and settings.instructions.default,
-        range=least if least == most else f"{least} to {most}",
-        measured=Path(str(validation.get("path"))).name if validation else None,
-        figures=figures,
+        range=" to ".join(dict.fromkeys((f"{settings.pixels.min:,}", f"{settings.pixels.max:,}"))),
+        measured=Path(str(settings.validation.get("path"))).name if settings.validation else None,
+        figures=[f"{key.removeprefix('val_')} {it:.4g}" for key, it in figures if isinstance(it, float)],
     )
+
+
+def _shown(model: str) -> str:
+    return model if is_hub_id(model) else Path(model).name
 
 
 CARD = """\
@@ -192,7 +184,7 @@ With sentence-transformers: `SentenceTransformer("{{ path }}", trust_remote_code
 ## Training
 
 * Base model: {% if parts %}{{ parts | join(" and ") }}; the rest was trained from scratch. Their licences also apply to \
-these weights{% elif not base %}none, trained from scratch{% else %}{{ base if base_on_hub else base_name }}. Its licence also applies to \
+these weights{% elif not base %}none, trained from scratch{% else %}{{ base }}. Its licence also applies to \
 these weights{% endif %}.
 * Stage `{{ stage }}` of recipe `{{ recipe.get("recipe", "unknown") }}`, {{ step }} steps.
 * Training data: {{ (training_data or ["not recorded"]) | join(", ") }}.

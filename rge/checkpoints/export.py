@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import zlib
 from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from rge.checkpoints.manifest import DONE, flush, write_manifest
 from rge.checkpoints.settings import RGE_JSON, CheckpointError, CheckpointSettings
 from rge.common.files import same_mode
 from rge.model.adapter_files import adapter_weights, write_adapters
-from rge.model.backbone import tied_names, weight_names
+from rge.model.backbone import skeleton
 from rge.model.embedding_model import EmbeddingModel
 from rge.model.hub_model import HubModel
 
@@ -40,13 +39,13 @@ def export(
 ) -> None:
     """Write a finished checkpoint: weights, config, processor, chat template, ``rge.json``, model card.
 
-    It is flushed to the disk, its weights are read back and compared, and ``done.json`` lists its files with their checksums.
+    It is written under a temporary name, flushed to the disk and renamed; its weights are read back and compared, and ``done.json``
+    lists its files with their checksums.
 
     Args:
         embedder: unwrapped.
-        folder: the checkpoint; written under a temporary name and renamed.
-        settings: content of ``rge.json``, see `settings_of`. With a ``base``, only
-            `rge.model.adapter_files.adapter_weights` are written.
+        folder: the checkpoint.
+        settings: content of ``rge.json``, see `settings_of`; with a ``base``, only adapters are written.
         state_dict: gathered or merged weights instead of ``embedder.model``'s own. They are written in the dtype that the
             model was loaded in; for bfloat16 the trained ones are float32.
 
@@ -79,7 +78,9 @@ def export(
             model.config.save_pretrained(temporary)
         embedder.processor.save_pretrained(temporary)
         parts = getattr(model.config, "origins", None)
-        _describe(temporary, settings | ({"origins": parts} if parts else {}), _shown_name(folder))
+        # In the card ``demo/joint/final`` for ``/home/me/runs/demo/joint/final``.
+        name = "/".join(folder.resolve().parts[-3:]).lstrip("/")
+        _describe(temporary, settings | ({"origins": parts} if parts else {}), name)
         same_mode(temporary, temporary / RGE_JSON)
         files = [*temporary.iterdir()]
         for path in files:
@@ -106,8 +107,9 @@ def _describe(folder: Path, settings: dict[str, Any], name: str) -> None:
 
 def _check_names(model: HubModel, weights: dict[str, Tensor], folder: Path) -> None:
     """Refuse weights with other names than the model is loaded with; a tied matrix may be named once."""
-    names = weight_names(model)
-    unknown, missing = sorted(weights.keys() - names), sorted(names - weights.keys() - set(tied_names(model)))
+    names = skeleton(model.config).state_dict().keys()
+    tied = getattr(model, "all_tied_weights_keys", {}).keys()
+    unknown, missing = sorted(weights.keys() - names), sorted(names - weights.keys() - tied)
     if unknown or missing:
         problem = f"{unknown[0]} is not one of its weights" if unknown else f"{missing[0]} is missing"
         raise CheckpointError(
@@ -122,29 +124,18 @@ def _check_weights(weights: dict[str, Tensor], folder: Path) -> None:
     written: Counter = Counter()
     for path in folder.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
-            written.update(_fingerprints(file.get_tensor(name) for name in file.keys()))
+            written.update(_fingerprint(file.get_tensor(name)) for name in file.keys())
     distinct = {(value.data_ptr(), value.shape): value for value in weights.values()}
-    expected = Counter(_fingerprints(distinct.values()))
+    expected = Counter(map(_fingerprint, distinct.values()))
     if expected != written:
         raise OSError(
             f"{(expected - written).total()} of {len(distinct)} weights differ from what was written when read back"
         )
 
 
-def _fingerprints(tensors: Iterable[Tensor]) -> list[tuple]:
-    return [
-        (
-            str(each.dtype),
-            tuple(each.shape),
-            zlib.crc32(each.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data),
-        )
-        for each in tensors
-    ]
-
-
-def _shown_name(folder: Path) -> str:
-    """The name in the model card: ``demo/joint/final`` for ``/home/me/runs/demo/joint/final``."""
-    return "/".join(folder.resolve().parts[-3:]).lstrip("/")
+def _fingerprint(tensor: Tensor) -> tuple:
+    flat = tensor.detach().cpu().contiguous().flatten()
+    return str(tensor.dtype), tuple(tensor.shape), zlib.crc32(flat.view(torch.uint8).numpy().data)
 
 
 def _dtype_loaded(model: HubModel) -> torch.dtype | None:
@@ -190,14 +181,14 @@ def checkpoint_hash(checkpoint: Path) -> str:
     """Sha256 over names and contents of weights, configs, tokenizer and ``rge.json``, except the run's ``identity`` in it."""
     digest = hashlib.sha256()
     for path in sorted(checkpoint.iterdir()):
-        if path.suffix in IDENTIFYING and path.name != DONE:
-            digest.update(path.name.encode() + b"\0")
-            if path.name == RGE_JSON and "identity" in (settings := json.loads(path.read_text())):
-                settings.pop("identity")  # the machine and code that trained it
-                digest.update(hashlib.sha256(json.dumps(settings, indent=2).encode() + b"\n").digest())
-                continue
-            with path.open("rb") as content:
-                digest.update(hashlib.file_digest(content, "sha256").digest())
+        if path.suffix not in IDENTIFYING or path.name == DONE:
+            continue
+        with path.open("rb") as content:
+            found = hashlib.file_digest(content, "sha256")
+        if path.name == RGE_JSON and "identity" in (settings := json.loads(path.read_text())):
+            settings.pop("identity")  # the machine and code that trained it
+            found = hashlib.sha256(json.dumps(settings, indent=2).encode() + b"\n")
+        digest.update(path.name.encode() + b"\0" + found.digest())
     return digest.hexdigest()
 
 

@@ -21,24 +21,13 @@ def write_manifest(
     every = sorted(path for path in folder.rglob("*") if path.is_file())
     for path in every:
         flush(path)
-    listed = {
-        path.relative_to(folder).as_posix(): {
-            "bytes": path.stat().st_size,
-            "crc32": checksum(path) if checksums else None,
-        }
-        for path in (every if files is None else sorted(files))
-    }
+    listed = {}
+    for path in every if files is None else sorted(files):
+        crc32 = checksum(path) if checksums else None
+        listed[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "crc32": crc32}
     (folder / DONE).write_text(json.dumps({**meta, "files": listed}))
     flush(folder / DONE)
     flush(folder)
-
-
-def read_done(folder: Path) -> dict[str, Any] | None:
-    """Content of a folder's ``done.json``, or None if it cannot be read."""
-    try:
-        return json.loads((folder / DONE).read_text())
-    except (OSError, ValueError):
-        return None
 
 
 def damage(folder: Path, *, contents: bool = True) -> str | None:

@@ -7,9 +7,9 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from rge.checkpoints.manifest import damage, read_done
+from rge.checkpoints.manifest import damage
 from rge.checkpoints.settings import RGE_JSON, CheckpointError, read_settings
-from rge.checkpoints.training_state import complete_states
+from rge.checkpoints.training_state import complete_states, newest_state
 from rge.common.errors import UserError
 from rge.common.files import find_shipped
 from rge.config import Recipe, flat, to_dict
@@ -40,11 +40,7 @@ NOT_OF = {
 
 
 def finished(folder: Path, recipe: Recipe, name: str) -> bool:
-    """Whether the stage's checkpoint exists.
-
-    Raises:
-        CheckpointError: it was made with another recipe (names the differing keys) or other records, or is damaged.
-    """
+    """Whether the stage's checkpoint exists; CheckpointError if it is damaged, or of another recipe or other records."""
     final = folder / "final"
     if not (final / RGE_JSON).is_file():
         return False
@@ -81,19 +77,16 @@ def stage_identity(
     """Everything besides the recipe that a stage's result depends on; all processes call it."""
     found = None
     if accelerator.is_main_process:
-        folder = Path(start)
+        content: dict[str, Any] = {"model": start, "commit": commit}
+        if (folder := Path(start)).exists():
+            base = read_settings(folder).base if is_adapter_checkpoint(folder) else None
+            content = content_of(folder, but=ABOUT) | ({"base": base.sha256} if base else {})
         found = run_identity(
             records=records_identity(recipe, name, records),
-            start=_content_of_start(folder) if folder.exists() else {"model": start, "commit": commit},
+            start=content,
             launch=launch.describe(accelerator) | {"mixed_precision": accelerator.mixed_precision},
         )
     return dist.from_main(found)
-
-
-def _content_of_start(folder: Path) -> dict[str, Any]:
-    """Content of a checkpoint; of adapters with that of their base."""
-    base = read_settings(folder).base if is_adapter_checkpoint(folder) else None
-    return content_of(folder, but=ABOUT) | ({"base": base.sha256} if base else {})
 
 
 ABOUT = ("README.md", RGE_JSON, "identity.json", "done.json", "eyes.json")
@@ -111,20 +104,13 @@ def records_identity(recipe: Recipe, name: str, records: Mapping[str, Records]) 
 
 def check_records(folder: Path, recipe: Recipe, name: str, records: Mapping[str, Records]) -> None:
     """Raise CheckpointError if the records have changed since the stage's newest state."""
-    for path in complete_states(folder / "state")[-1:]:
-        if (done := read_done(path)) is not None:
-            _check_same_records(records_identity(recipe, name, records), done, path)
+    if (newest := newest_state(folder / "state")) is not None:
+        path, done = newest
+        _check_same_records(records_identity(recipe, name, records), done, path)
 
 
 def check_same_run(found: Mapping[str, Any], now: Identity, path: Path) -> list[str]:
-    """Refuse to continue with other records or from another start.
-
-    Returns:
-        Other changes as text: code, versions, machine.
-
-    Raises:
-        CheckpointError: names the changed files.
-    """
+    """Refuse (CheckpointError) to continue with other records or from another start; returns other changes as text."""
     then = found.get("identity", {})
     _check_same_records(now.get("records", {}), found, path)
     apart = differences(then, now)
@@ -138,8 +124,9 @@ def check_same_run(found: Mapping[str, Any], now: Identity, path: Path) -> list[
 
 def _check_same_records(now: Mapping[str, Any], found: Mapping[str, Any], path: Path) -> None:
     then = (found.get("identity") or {}).get("records", {})
-    pairs = [{key: one[key] for key in now.keys() & then.keys()} for one in (then, now)]
-    apart = differences({"records": pairs[0]}, {"records": pairs[1]})
+    apart = differences(
+        *({"records": {key: one[key] for key in now.keys() & then.keys()}} for one in (then, now))
+    )
     if apart:
         raise CheckpointError(
             f"{path} was trained on other records (then and now): {'; '.join(in_words(apart))}. The order of records depends on "
@@ -160,11 +147,11 @@ def _files_now(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_state(folder: Path, recipe: Recipe, name: str, accelerator: Accelerator) -> None:
     """Raise CheckpointError or LaunchError if this recipe or launch cannot resume from the stage's newest state."""
-    for path in complete_states(folder / "state")[-1:]:
-        if (done := read_done(path)) is not None:
-            check_same_recipe(done["recipe"], recipe, name, path)
-            launch.check_resume(done["launch"], accelerator, path)
-            _check_streams(done, recipe, name, accelerator, path)
+    if (newest := newest_state(folder / "state")) is not None:
+        path, done = newest
+        check_same_recipe(done["recipe"], recipe, name, path)
+        launch.check_resume(done["launch"], accelerator, path)
+        _check_streams(done, recipe, name, accelerator, path)
 
 
 def _check_streams(
@@ -184,11 +171,7 @@ def _check_streams(
 
 
 def check_start(recipe: Recipe) -> None:
-    """Refuse to ignore a finished earlier stage: a stage that is run alone starts from `init`, otherwise from the model.
-
-    Raises:
-        CheckpointError: an earlier stage is finished in the same folder, there is no `init`, and the stage has not begun.
-    """
+    """Raise CheckpointError if a stage that is run alone, without `init`, would ignore a finished earlier stage."""
     out, stages = Path(recipe.out), list(NOT_OF)
     if recipe.stage == "all" or recipe.init is not None or complete_states(out / recipe.stage / "state"):
         return
@@ -210,12 +193,11 @@ def check_same_recipe(found: dict[str, Any], recipe: Recipe, name: str, path: Pa
     """
     ignored = MAY_DIFFER + NOT_OF[name]
     ours, theirs = flat(to_dict(recipe)), flat(found)
-    if name == "cold_start":
-        # The one loss setting that the cold start uses.
-        for keys in (ours, theirs):
+    run_alone = not ours["stage"] == theirs["stage"] == "all"
+    for keys in (ours, theirs):
+        if name == "cold_start":  # the one loss setting that it uses
             keys["cold_start loss.lm_on_candidates"] = keys["loss.lm_on_candidates"]
-    if not ours["stage"] == theirs["stage"] == "all":
-        for keys in (ours, theirs):
+        if run_alone:
             keys["init"] = _start(keys, name, recipe.out)
     different = {
         key: f"{key} (there {theirs.get(key)!r}, now {ours.get(key)!r})"

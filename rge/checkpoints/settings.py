@@ -26,8 +26,9 @@ class _Frozen(BaseModel):
         return self.model_dump(exclude_unset=True)
 
     def but(self, **changes: Any) -> Self:
-        """A copy with other values."""
-        return type(self).model_validate(self.content() | changes)
+        """A copy with other values; None leaves one as it is."""
+        given = {name: value for name, value in changes.items() if value is not None}
+        return type(self).model_validate(self.content() | given)
 
 
 class Pixels(_Frozen):
@@ -68,11 +69,8 @@ class Settings(_Frozen):
     """Everything besides the weights that decides an embedder's embeddings, and caveats about its figures.
 
     Attributes:
-        profile: wording of its prompts.
-        generation: of rationales.
         recipe: of its training; empty for other models.
         reasons: the side that gets a rationale; ``none`` for a model trained without.
-        dtype: of its weights.
         exact: every row is computed alone.
         engine: set if vLLM generates the rationales.
         modes: query modes that it has; None: all that its training allows.
@@ -103,7 +101,7 @@ class Settings(_Frozen):
 
     def asking(self, **generation: Any) -> Self:
         """A copy with other generation settings."""
-        return self.but(generation=self.generation.content() | generation)
+        return self.but(generation=self.generation.but(**generation).content())
 
     @property
     def decides_itself(self) -> bool:
@@ -117,15 +115,14 @@ class Settings(_Frozen):
             raise UserError(
                 f"{self.model or 'this model'} writes no rationales: use query_mode={self.modes[0]}"
             )
+        lacks = None
         if mode == "auto" and not self.decides_itself:
+            lacks = "that was trained to decide (loss.states.direct and loss.adaptive.share above 0)"
+        elif mode == "latent" and not self.think_tokens:
+            lacks = "with think tokens (model.think_tokens, and loss.states.latent or loss.anchor=latent)"
+        if lacks:
             raise UserError(
-                "mode=auto needs a checkpoint that was trained to decide (loss.states.direct and loss.adaptive.share above "
-                "0); ask this one with mode=reasoning or mode=direct"
-            )
-        if mode == "latent" and not self.think_tokens:
-            raise UserError(
-                "mode=latent needs a checkpoint with think tokens (model.think_tokens, and loss.states.latent or "
-                "loss.anchor=latent); ask this one with mode=reasoning or mode=direct"
+                f"mode={mode} needs a checkpoint {lacks}; ask this one with mode=reasoning or mode=direct"
             )
 
 

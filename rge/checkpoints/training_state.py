@@ -16,10 +16,10 @@ import re
 import shutil
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -41,8 +41,7 @@ theirs must not change afterwards: it is written while training goes on."""
 class States:
     """The training states of one stage.
 
-    `generators` are random states of each process beside the global ones. What batches contain depends on them, so that only
-    as many processes can resume as saved.
+    What batches contain depends on `generators`, each process's own, so that only as many processes can resume as saved.
     """
 
     def __init__(
@@ -153,9 +152,8 @@ class States:
                 writes.pop(0)()  # frees its copy
 
         def complete() -> None:
-            # Other nodes wrote most of a sharded state: sizes are checked, contents are not read again.
             if self.accelerator.is_main_process:
-                self._complete(step, temporary, final, meta, checksums=self._group is None)
+                self._complete(step, temporary, final, meta)
 
         try:
             self._together(write)
@@ -177,10 +175,9 @@ class States:
             for found in filter(None, dist.gather_objects(failure, self._group)):
                 raise OSError(found)
 
-    def _complete(
-        self, step: int, temporary: Path, final: Path, meta: dict[str, Any], checksums: bool = True
-    ) -> None:
-        write_manifest(temporary, {"step": step, **meta}, checksums=checksums)
+    def _complete(self, step: int, temporary: Path, final: Path, meta: dict[str, Any]) -> None:
+        # Other nodes wrote most of a sharded state: sizes are checked, contents are not read again.
+        write_manifest(temporary, {"step": step, **meta}, checksums=self._group is None)
         discard(final)
         temporary.rename(final)
         flush(self.folder)
@@ -197,26 +194,23 @@ class States:
         Raises:
             CheckpointError: there are states, and all are damaged.
         """
-        found: tuple[str, dict[str, Any]] | str | None = None
+        found, damaged = None, list[str]()
         if self.accelerator.is_main_process:
             for leftover in self.folder.glob("tmp_step_*"):  # of a run that was killed while it wrote
                 shutil.rmtree(leftover, ignore_errors=True)
-            damaged = []
             for path in reversed(complete_states(self.folder)):
                 if (problem := damage(path)) is None:
-                    found = str(path), json.loads((path / DONE).read_text())
+                    found = path, json.loads((path / DONE).read_text())
                     break
                 self._damaged.add(path)
                 damaged.append(f"{path} is damaged: {problem}")
                 self.accelerator.print(damaged[-1])
-            if damaged and found is None:
-                found = "; ".join(damaged)
-        found = dist.from_main(found)
-        if isinstance(found, str):
+        found, damaged = dist.from_main((found, damaged))
+        if damaged and found is None:
             raise CheckpointError(
-                f"no intact state to resume from: {found}. Delete {self.folder} to start again"
+                f"no intact state to resume from: {'; '.join(damaged)}. Delete {self.folder} to start again"
             )
-        return None if found is None else (Path(found[0]), found[1])
+        return found
 
     def announce(self, name: str, step: int, path: Path, changed: Sequence[str]) -> None:
         """Print where a stage resumes, and what has changed since its state that affects rounding."""
@@ -308,10 +302,16 @@ def complete_states(folder: Path) -> list[Path]:
     )
 
 
+def newest_state(folder: Path) -> tuple[Path, dict[str, Any]] | None:
+    """The newest state and its ``done.json``; None if there is none, or it cannot be read, which `States.latest` reports."""
+    for path in complete_states(folder)[-1:]:
+        with suppress(OSError, ValueError):
+            return path, json.loads((path / DONE).read_text())
+    return None
+
+
 def _random_states(generators: Sequence[torch.Generator]) -> dict[str, Any]:
-    kind = np.random.get_state(legacy=True)
-    assert isinstance(kind, tuple)
-    name, keys, *rest = kind
+    name, keys, *rest = cast(tuple, np.random.get_state(legacy=True))
     states = {
         "python": random.getstate(),
         "numpy": [name, keys.tolist(), *rest],
@@ -331,6 +331,5 @@ def _set_random_states(states: dict[str, Any], generators: Sequence[torch.Genera
     torch.set_rng_state(states["torch"])
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
-    if generators:
-        for generator, state in zip(generators, states["generators"], strict=True):
-            generator.set_state(state)
+    for generator, state in zip(generators, states["generators"] if generators else (), strict=True):
+        generator.set_state(state)

@@ -12,7 +12,7 @@ import json
 import platform
 import sys
 import sysconfig
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,9 +34,9 @@ Identity = dict[str, Any]
 
 
 def run_identity(*, but: Sequence[str] = (), **parts: Any) -> Identity:
-    """The identity of a run: `parts` from the caller (a training's ``recipe``, ``records``, ``start`` and ``launch``) and the software.
+    """The identity of a run: `parts` (of a training ``records``, ``start`` and ``launch``), and its software; see there for `but`.
 
-    Adds ``software`` (see there for `but`), ``plugins`` and ``machine``, which is recorded but never makes anything stale.
+    ``machine`` is recorded but never makes anything stale.
     """
     return {**parts, "software": software(but=but), "plugins": plugins(), "machine": machine()}
 
@@ -76,34 +76,29 @@ def plugins(*, figures: bool = True) -> dict[str, dict[str, Any]]:
 
 def machine() -> dict[str, Any]:
     """CPU, its vector instructions, and torch's threads, which change a float32 score by about 1e-7."""
-    cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
-    if info.is_file():
-        names = [
-            line.partition(":")[2].strip()
-            for line in info.read_text().splitlines()
-            if line.startswith("model name")
-        ]
-        cpu = names[0] if names else cpu
-    torch = sys.modules.get("torch")
-    return {"cpu": cpu} | (
-        {} if torch is None
-        else {"instructions": torch.backends.cpu.get_cpu_capability(), "threads": torch.get_num_threads()}
-    )  # fmt: skip
+    lines = info.read_text().splitlines() if info.is_file() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    found: dict[str, Any] = {"cpu": next(names, platform.processor() or platform.machine())}
+    if (torch := sys.modules.get("torch")) is not None:
+        found |= {
+            "instructions": torch.backends.cpu.get_cpu_capability(),
+            "threads": torch.get_num_threads(),
+        }
+    return found
 
 
 def changes_since(then: Identity) -> dict[str, tuple[Any, Any]]:
     """How the software of an earlier run (its `software_of`) differs from the same modules and packages now, see `differences`.
 
-    Which modules are loaded also depends on the command. So all modules of `then` are compared, loaded now or not, like the
-    dependencies that a compiler lists.
+    All its modules are compared, loaded now or not: which ones are loaded also depends on the command.
     """
-    loaded = dict(_loaded())
-    software = {
-        "modules": {name: _code_now(name, loaded) for name in then["software"]["modules"]},
-        "packages": {name: _version_now(name) for name in then["software"]["packages"]},
+    loaded, software = dict(_loaded()), then["software"]
+    now = {
+        "modules": {name: _code_now(name, loaded) for name in software["modules"]},
+        "packages": {name: _version_now(name) for name in software["packages"]},
     }
-    return differences(then, {"software": software, "plugins": plugins(figures=False)})
+    return differences(then, {"software": now, "plugins": plugins(figures=False)})
 
 
 def software_of(rooms: Sequence[str]) -> Identity:
@@ -170,11 +165,8 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[A
 
 def unknown(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     """Parts that only one of the two identities records."""
-    return [
-        part
-        for part in dict.fromkeys([*a, *b, MODULES.rstrip("."), PACKAGES.rstrip(".")])
-        if (_part(a, part) is None) != (_part(b, part) is None)
-    ]
+    named = dict.fromkeys([*a, *b, MODULES.rstrip("."), PACKAGES.rstrip(".")])
+    return [part for part in named if (_part(a, part) is None) != (_part(b, part) is None)]
 
 
 def in_words(apart: Mapping[str, tuple[Any, Any]]) -> list[str]:
@@ -183,17 +175,17 @@ def in_words(apart: Mapping[str, tuple[Any, Any]]) -> list[str]:
     for name, pair in apart.items():
         part, _, rest = name.partition(".")
         a, b = (_shown(value) for value in pair)
+        head, item = f"{part}:", f"{rest} {a} and {b}"
         if name.startswith(MODULES):
-            lines.setdefault("code of", []).append(name.removeprefix(MODULES))
+            head, item = "code of", name.removeprefix(MODULES)
         elif name.startswith(PACKAGES):
-            lines.setdefault("versions:", []).append(f"{name.removeprefix(PACKAGES)} {a} and {b}")
+            head, item = "versions:", f"{name.removeprefix(PACKAGES)} {a} and {b}"
         elif part == "records":
             file, _, what = rest.rpartition(".")
-            lines.setdefault(f"records of {file}:", []).append(f"{what} {a} and {b}")
+            head, item = f"records of {file}:", f"{what} {a} and {b}"
         elif part == "recipe":
-            lines.setdefault(f"{rest}:", []).append(f"{a} and {b}")
-        else:
-            lines.setdefault(f"{part}:", []).append(f"{rest} {a} and {b}")
+            head, item = f"{rest}:", f"{a} and {b}"
+        lines.setdefault(head, []).append(item)
     return [
         f"{head} {', '.join(items[:SHOWN])}{f' and {len(items) - SHOWN} more' if len(items) > SHOWN else ''}"
         for head, items in lines.items()
@@ -254,25 +246,16 @@ class _Module(NamedTuple):
     is_installed: bool  # the file belongs to Python or to an installed package
 
 
-class _LoadedModules:
+_described: dict[str, tuple[Any, _Module]] = {}
+
+
+def _modules() -> Iterator[_Module]:
     """Descriptions of ``sys.modules``: thousands, of which few change from one question to the next."""
-
-    def __init__(self) -> None:
-        # One attribute, since threads may ask at the same time.
-        self.last: tuple[dict[str, Any], dict[str, _Module]] = ({}, {})
-
-    def __call__(self) -> Collection[_Module]:
-        now, (before, described) = sys.modules.copy(), self.last
-        if now != before:
-            described = {
-                key: described[key] if key in before and before[key] is module else _describe(key, module)
-                for key, module in now.items()
-            }
-            self.last = now, described
-        return described.values()
-
-
-_modules = _LoadedModules()
+    for key, loaded in sys.modules.copy().items():
+        known = _described.get(key)
+        if known is None or known[0] is not loaded:
+            known = _described[key] = loaded, _describe(key, loaded)
+        yield known[1]
 
 
 def _describe(key: str, loaded: Any) -> _Module:
@@ -316,14 +299,9 @@ def _hash_of(path: Path, *_: int) -> str:
         return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
     tree = ast.parse(path.read_bytes())
     for node in ast.walk(tree):
-        body = getattr(node, "body", None)
-        if (
-            isinstance(body, list)
-            and body
-            and isinstance(body[0], ast.Expr)
-            and isinstance(body[0].value, ast.Constant)
-        ):
-            body[0].value = ast.Constant("")
+        match getattr(node, "body", None):
+            case [ast.Expr(ast.Constant()) as docstring, *_]:
+                docstring.value = ast.Constant("")
     return hashlib.sha256(ast.dump(tree).encode()).hexdigest()[:12]
 
 

@@ -35,22 +35,20 @@ def set_fingerprint(
             gains as floats), which would give another fingerprint on another machine.
     """
     digest = hashlib.sha256()
-    rows: list[list[tuple[object, ...]]] = [
-        [("query", name) for name in query_ids],
-        [("corpus", name) for name in corpus_ids],
-        [("qrels", query, name, _integer(gain, query, name)) for query, name, gain in qrels],
-        [("negatives", query, name) for query, name in negatives],
-        [("excluded", query, name) for query, name in excluded],
-        [("candidates", query, name) for query, name in candidates],
-    ]
-    for table in rows:
-        for row in table:
-            for name in row[1:3]:
-                if not isinstance(name, str):
-                    raise ValueError(
-                        f"{row[0]}: an id must be a string, got {name!r} ({type(name).__name__})"
-                    )
-        for row in sorted(table):
+    tables: dict[str, Iterable[tuple[object, ...]]] = {
+        "query": ((name,) for name in query_ids),
+        "corpus": ((name,) for name in corpus_ids),
+        "qrels": ((query, name, _integer(gain, query, name)) for query, name, gain in qrels),
+        "negatives": negatives,
+        "excluded": excluded,
+        "candidates": candidates,
+    }
+    for kind, table in tables.items():
+        rows = [(kind, *row) for row in table]
+        for name in (name for row in rows for name in row[1:3]):
+            if not isinstance(name, str):
+                raise ValueError(f"{kind}: an id must be a string, got {name!r} ({type(name).__name__})")
+        for row in sorted(rows):
             digest.update(json.dumps(row, ensure_ascii=False, separators=(",", ":")).encode() + b"\n")
     return digest.hexdigest()
 

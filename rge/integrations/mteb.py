@@ -8,6 +8,7 @@ Wraps `rge.embedder.Embedder`. `eval.benchmarks.mteb_tasks` turns our retrieval 
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,24 +22,16 @@ from rge.checkpoints.export import checkpoint_hash
 from rge.checkpoints.settings import read_settings
 from rge.common.schema import Item
 from rge.embedder import WINDOW_BATCHES, Embedder, local_folder
-from rge.model.adapter_files import find_base, is_adapter_checkpoint
+from rge.model.adapter_files import base_of
 
 
 class ReasoningEncoder(AbsEncoder):
-    """The model that MTEB calls; `mteb.get_model` passes its arguments.
+    """The model that MTEB calls; `mteb.get_model` passes its arguments, further `options` go to `Embedder.from_pretrained`.
 
-    Args:
-        model_name: as registered.
-        revision: as registered.
-        device: see `rge.embedder.Embedder.from_pretrained`.
-        checkpoint: the folder.
-        mode: of queries: ``reasoning`` or ``direct``; None: as trained.
-        instruction: before every query; '': none; None: the query's own if the task has them, else the task's, else that of
-            training.
-        prompts: prompt profile instead of the checkpoint's, such as ``plain`` for MMEB, whose texts contain their instructions.
-        exact: compute every row alone, so that the batch size does not affect the last digit; None: in float32 on a CPU, as
-            ``rge eval run`` does.
-        options: further options of `Embedder.from_pretrained`.
+    `mode` is that of queries: ``reasoning`` or ``direct``; None: as trained. `instruction` is put before every query; '': none; None:
+    the query's own if the task has them, else the task's, else that of training. `prompts` is a prompt profile instead of the
+    checkpoint's, such as ``plain`` for MMEB, whose texts contain their instructions. `exact` computes every row alone, so that the
+    batch size does not affect the last digit; None: in float32 on a CPU, as ``rge eval run`` does.
     """
 
     def __init__(
@@ -75,25 +68,16 @@ class ReasoningEncoder(AbsEncoder):
         """Embed the batches of a loader, (N, D) float32, unit norm; only queries reason."""
         is_query = prompt_type == PromptType.query
         fallback = self._instruction(task_metadata) if is_query else None
-        parts, window = [], list[Item]()
-        for batch in inputs:
-            items = _items(batch, fallback, is_query=is_query)
-            if self.instruction is not None and is_query:
-                items = (replace(item, instruction=self.instruction or None) for item in items)
-            window += items
-            if len(window) >= WINDOW_BATCHES * batch_size:
-                parts.append(self._embed(window, is_query, batch_size))
-                window = []
-        parts.append(self._embed(window, is_query, batch_size))
+        items = (item for batch in inputs for item in _items(batch, fallback, is_query=is_query))
+        if self.instruction is not None and is_query:
+            items = (replace(item, instruction=self.instruction or None) for item in items)
+        asked: Any = {"side": "candidate", "mode": "direct", "batch_size": batch_size}
+        if is_query:
+            asked |= {"side": "query", "mode": self.mode}
+        parts = [np.empty((0, self.embedder.size), np.float32)]
+        while window := list(islice(items, WINDOW_BATCHES * batch_size)):
+            parts.append(self.embedder.encode(window, **asked).embeddings)
         return np.concatenate(parts)
-
-    def _embed(self, items: list[Item], is_query: bool, batch_size: int) -> np.ndarray:
-        return self.embedder.encode(
-            items,
-            side="query" if is_query else "candidate",
-            mode=self.mode if is_query else "direct",
-            batch_size=batch_size,
-        ).embeddings
 
     def _instruction(self, task_metadata: Any) -> str | None:
         prompt = task_metadata.prompt
@@ -105,26 +89,22 @@ class ReasoningEncoder(AbsEncoder):
 def register(
     checkpoint: str | Path, name: str | None = None, *, revision: str | None = None, **options: Any
 ) -> ModelMeta:
-    """Register a checkpoint with MTEB: `mteb.get_model` loads it by name, `mteb.evaluate` accepts the return value.
+    """Register a checkpoint, a folder or an id on the hub, with MTEB: `mteb.get_model` loads it by name (``owner/name``).
 
-    Args:
-        checkpoint: folder, or id on the Hugging Face hub.
-        name: ``owner/name``; None: the id on the hub, or the last two parts of the folder.
-        revision: commit, tag or branch on the hub.
-        options: see `ReasoningEncoder`. They are part of the key of MTEB's cached results.
+    `name` defaults to the id on the hub, or the last two parts of the folder. `options` are `ReasoningEncoder`'s, and part of the key of
+    MTEB's cached results.
 
     Returns:
-        MTEB's description of the model. Its revision is the hash of all files, so cached results never belong to another
-        checkpoint.
+        MTEB's description of the model, which `mteb.evaluate` accepts. Its revision is the hash of all files, so cached results
+        never belong to another checkpoint.
 
     Raises:
-        rge.checkpoints.settings.CheckpointError: not a checkpoint of rge.
+        CheckpointError: not a checkpoint of rge.
     """
     folder = local_folder(checkpoint, revision)
     settings = read_settings(folder)
-    weights = [*folder.glob("*.safetensors")]
-    if is_adapter_checkpoint(folder):
-        weights += find_base(folder, options.get("base")).glob("*.safetensors")
+    places = filter(None, (folder, base_of(folder, options.get("base"))))
+    weights = [path for place in places for path in place.glob("*.safetensors")]
     if name is None:
         on_hub = "/" in str(checkpoint) and not Path(checkpoint).expanduser().exists()
         name = str(checkpoint) if on_hub else "/".join(folder.resolve().parts[-2:])
@@ -167,10 +147,7 @@ def _items(batch: dict[str, Any], fallback: str | None, *, is_query: bool) -> It
     texts = batch.get("query", batch.get("text")) if is_query else batch.get("text")
     images, own = batch.get("image"), batch.get("instruction") if is_query else None
     for row in range(len(texts if texts is not None else images or ())):
-        pictures = images[row] if images is not None else None
-        yield Item(
-            str(row),
-            texts[row] if texts is not None else None,
-            () if pictures is None else tuple(pictures) if isinstance(pictures, list) else (pictures,),
-            (own[row] or None) if own is not None else fallback,
-        )
+        text, pictures = (None if column is None else column[row] for column in (texts, images))
+        several = pictures if isinstance(pictures, list) else [] if pictures is None else [pictures]
+        instruction = (own[row] or None) if own is not None else fallback
+        yield Item(str(row), text, tuple(several), instruction)

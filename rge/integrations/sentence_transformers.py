@@ -64,11 +64,8 @@ class ReasoningEmbedder(InputModule):
             raise UserError(f"backend={backend!r}: a checkpoint of rge runs in torch")
         options = dict(model_kwargs or {})
         dtype, base = options.pop("dtype", options.pop("torch_dtype", None)), options.pop("base", None)
-        unknown = {"model_kwargs": options} | {
-            name: others.get(name) for name in ("processor_kwargs", "config_kwargs")
-        }
-        for name, given in unknown.items():
-            if given:
+        for name in ("model_kwargs", "processor_kwargs", "config_kwargs"):
+            if given := options if name == "model_kwargs" else others.get(name):
                 raise UserError(
                     f"{name}={given}: a checkpoint of rge takes model_kwargs={{'dtype': ..., 'base': ...}} only; its rge.json has the rest"
                 )
@@ -180,10 +177,12 @@ def _parts(value: Any) -> list[tuple[str, Any]]:
     parts: list[tuple[str, Any]] = []
     for kind, part in value.items():
         several = part if kind == "image" and isinstance(part, list | tuple) else [part]
-        parts += [
-            (kind, picture_ref(each) if kind == "image" else each) for each in several if part is not None
-        ]
+        parts += [_part(kind, each) for each in several if part is not None]
     return parts
+
+
+def _part(kind: str, value: Any) -> tuple[str, Any]:
+    return kind, picture_ref(value) if kind == "image" else value
 
 
 def _parts_of_chat(messages: list[dict[str, Any]]) -> list[tuple[str, Any]]:
@@ -194,9 +193,4 @@ def _parts_of_chat(messages: list[dict[str, Any]]) -> list[tuple[str, Any]]:
         return [("text", content)]
     if not all(part.get("type") in ("text", "image") for part in content):
         raise ValueError("the parts of a message are of type text or image")
-    return [
-        ("text", part["text"])
-        if part["type"] == "text"
-        else ("image", picture_ref(part.get("image", part.get("url"))))
-        for part in content
-    ]
+    return [_part(part["type"], part.get(part["type"], part.get("url"))) for part in content]

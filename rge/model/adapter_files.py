@@ -7,7 +7,7 @@ as ``base=``. PEFT loads them too: ``PeftModel.from_pretrained(base, folder)``.
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from rge.common.errors import UserError
 from rge.common.files import read_json, relative
 from rge.distributed import collectives as dist
 from rge.identity.run_identity import content_of
@@ -29,6 +30,7 @@ ROWS = "token_adapter.trainable_tokens_delta"
 """PEFT's name of rows that replace those of a matrix."""
 BASE_FILES = "*.safetensors"
 """Identify a base; configuration, tokenizer and processor are stored with the adapters."""
+FETCHED = [BASE_FILES, "*.json"]
 FORM = {
     "r": "rank",
     "lora_alpha": "alpha",
@@ -48,13 +50,9 @@ def is_adapter_checkpoint(path: str | Path) -> bool:
 def adapter_weights(
     model: HubModel, rows_of_base: int, weights: dict[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """Weights of a checkpoint of adapters alone, by PEFT's names.
-
-    `weights` is the model's state dict if the back end had to gather it; `rows_of_base` are those of the base's embedding matrix.
-    """
+    """Weights of a checkpoint of adapters alone, by PEFT's names; `weights` is the model's state dict, if gathered."""
     state = model.state_dict() if weights is None else weights
-    whole = tuple(f"{name}." for name in modules_to_save(model))
-    saved = {_in_peft(name): it for name, it in state.items() if ".lora_" in name or name.startswith(whole)}
+    saved = {_in_peft(name): state[name] for name in state if _is_adapter(model, name)}
     for matrix, rows in trained_rows(model).items():
         trained = torch.stack([state[f"{name}.weight"] for name in rows])
         others = state[matrix][_token_ids(model, rows_of_base)[len(rows) :]]
@@ -89,9 +87,8 @@ def load_trainable_adapters(model: HubModel, folder: Path) -> None:
             "starts new ones"
         )
     saved = load_file(folder / WEIGHTS)
-    whole = tuple(f"{name}." for name in modules_to_save(model))
     for name, parameter in model.named_parameters():
-        if ".lora_" in name or name.startswith(whole):
+        if _is_adapter(model, name):
             with dist.whole([parameter]):
                 parameter.copy_(saved[_in_peft(name)])
     for matrix, rows in trained_rows(model).items():
@@ -107,12 +104,9 @@ def load_trainable_adapters(model: HubModel, folder: Path) -> None:
 
 
 def merge_saved(model: HubModel, folder: Path, rename: Callable[[str], str] = lambda name: name) -> HubModel:
-    """The base with any PEFT adapters merged into it.
+    """The base with the PEFT adapters in a folder merged into it, in place.
 
-    Args:
-        model: the base; changed.
-        folder: with PEFT's files.
-        rename: maps names of its weights, `PREFIX` included, to this model's.
+    `rename` maps names of the adapters' weights, `PREFIX` included, to this model's.
 
     Raises:
         AdapterError: weights and model do not match, or ZeRO-3 has sharded the base.
@@ -153,8 +147,8 @@ class Base:
         """The base of a stage that starts from a directory or a hub id, or from a checkpoint of adapters."""
         if is_adapter_checkpoint(start):
             recorded = _recorded(Path(start))
-            return cls(**{field.name: recorded[field.name] for field in fields(cls)})
-        place = Path(start) if Path(start).is_dir() else _fetched(start, commit)
+            return cls(*(recorded[key] for key in ("path", "revision", "sha256", "rows")))
+        place = Path(start) if Path(start).is_dir() else fetched(start, commit, FETCHED)
         return cls(start, commit, _hash_of(place), rows)
 
     def as_recorded_in(self, folder: Path) -> dict[str, Any]:
@@ -163,13 +157,17 @@ class Base:
         return asdict(self) | {"beside": beside}
 
 
-def find_base(checkpoint: Path, asked: str | Path | None = None, instead: str | None = None) -> Path:
-    """The directory of the base of a checkpoint's adapters.
+def base_of(checkpoint: Path, asked: str | Path | None) -> Path | None:
+    """`find_base` of a checkpoint of adapters; None if the checkpoint has all its weights."""
+    if is_adapter_checkpoint(checkpoint):
+        return find_base(checkpoint, asked)
+    if asked is not None:
+        raise UserError(f"base={asked} is for checkpoints of adapters, and {checkpoint} has all its weights")
+    return None
 
-    Args:
-        checkpoint: of adapters.
-        asked: directory or hub id of the base; None: as in ``rge.json``.
-        instead: another directory or hub id to try.
+
+def find_base(checkpoint: Path, asked: str | Path | None = None, instead: str | None = None) -> Path:
+    """The directory of the base of a checkpoint's adapters: `asked`, else as in ``rge.json``, or `instead`.
 
     Raises:
         AdapterError: it is missing, or has other weights.
@@ -179,12 +177,12 @@ def find_base(checkpoint: Path, asked: str | Path | None = None, instead: str | 
         if (found := _hash_of(place)) == wanted["sha256"]:
             return place
         others.append(f"{place} ({found[:12]})")
-    belongs = f"the adapters in {checkpoint} belong to the base {wanted['path']} ({wanted['sha256'][:12]})"
+    problem = "which is not here: name its directory"
     if others:
-        raise AdapterError(
-            f"{belongs}, and {', '.join(others)} has other weights: name the right one with base="
-        )
-    raise AdapterError(f"{belongs}, which is not here: name its directory with base=")
+        problem = f"and {', '.join(others)} has other weights: name the right one"
+    raise AdapterError(
+        f"the adapters in {checkpoint} belong to the base {wanted['path']} ({wanted['sha256'][:12]}), {problem} with base="
+    )
 
 
 def rows_of_base(checkpoint: Path) -> int:
@@ -195,15 +193,13 @@ def rows_of_base(checkpoint: Path) -> int:
 def _places(
     checkpoint: Path, wanted: dict[str, Any], asked: str | Path | None, instead: str | None
 ) -> Iterator[Path]:
-    given = [asked] if asked is not None else [wanted["path"], instead]
-    for name in given:
-        if name is not None and Path(name).is_dir():
-            yield Path(name)
+    named = [asked] if asked is not None else [wanted["path"], instead]
+    names = [str(name) for name in named if name is not None]
+    yield from (Path(name) for name in names if Path(name).is_dir())
     if asked is None and wanted["beside"] is not None and (beside := checkpoint / wanted["beside"]).is_dir():
         yield beside
-    for name in given:
-        if name is not None and is_hub_id(str(name)):
-            yield _fetched(str(name), wanted["revision"] if str(name) == wanted["path"] else None)
+    for name in filter(is_hub_id, names):
+        yield fetched(name, wanted["revision"] if name == wanted["path"] else None, FETCHED)
 
 
 def is_hub_id(name: str) -> bool:
@@ -211,15 +207,16 @@ def is_hub_id(name: str) -> bool:
     return name.count("/") == 1 and not name.startswith((".", "/", "~")) and not Path(name).exists()
 
 
-def _fetched(name: str, revision: str | None) -> Path:
+def fetched(name: str, revision: str | None, patterns: list[str] | None = None) -> Path:
+    """The directory of a repository on the hub, or of its files that match the patterns; AdapterError without a connection."""
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=[BASE_FILES, "*.json"]))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except (OSError, ValueError) as error:  # the hub's own errors are these
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise AdapterError(
-            f"the base {name} is not a directory here, and could not be fetched from the hub: {reason}"
+            f"{name} is not a directory here, and could not be fetched from the Hugging Face hub: {reason}"
         ) from error
 
 
@@ -235,6 +232,11 @@ def _hash_of(base: Path) -> str:
     if not content["bytes"]:
         raise AdapterError(f"{base} cannot be the base of adapters: it has no weights ({BASE_FILES})")
     return content["sha256"]
+
+
+def _is_adapter(model: HubModel, name: str) -> bool:
+    """Whether a weight is one of an adapter, or of a module that is trained whole."""
+    return ".lora_" in name or name.startswith(tuple(f"{whole}." for whole in modules_to_save(model)))
 
 
 def _targets(model: HubModel) -> list[str]:

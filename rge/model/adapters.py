@@ -35,13 +35,9 @@ class EmbRow(nn.Module):
     def forward(
         self, inputs: Tensor, outputs: Tensor, *, lookup: bool, scale: Tensor | float = 1.0
     ) -> Tensor:
-        """The frozen module's output as if the row were in its matrix.
+        """The frozen module's output as if the row were in its matrix: embeddings (..., D) of ids, or logits (..., V) of states.
 
-        Args:
-            inputs: token ids for a lookup, states (..., D) for logits.
-            outputs: of the frozen module: embeddings (..., D) or logits (..., V).
-            lookup: whether it is a lookup.
-            scale: by which the module multiplies rows, as Gemma's does.
+        `scale` is what the module multiplies rows by, as Gemma's does.
         """
         if not self.enabled:
             return outputs
@@ -103,24 +99,25 @@ def add_adapters(
         _train_row(model, f"think_{number}" if number else "emb", token_id, tied)
 
 
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
 def _linear_layers(model: HubModel, targets: Sequence[str], excluded: set[nn.Module]) -> list[str]:
     """Names of linear layers whose last part is among `targets`, if any."""
-    linear = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module not in excluded
-    ]
-    known = {name.rsplit(".", 1)[-1] for name in linear}
+    every = model.named_modules()
+    linear = [name for name, it in every if isinstance(it, nn.Linear) and it not in excluded]
+    known = set(map(_last, linear))
     if unknown := sorted(set(targets) - known):
         raise AdapterError(
             f"model.lora.targets: no linear layer is named {', '.join(unknown)}; there are: {', '.join(sorted(known))}"
         )
-    return [name for name in linear if not targets or name.rsplit(".", 1)[-1] in targets]
+    return [name for name in linear if not targets or _last(name) in targets]
 
 
 def _named_modules(model: HubModel, last_parts: Sequence[str]) -> dict[str, nn.Module]:
-    named = {name: module for name, module in model.named_modules() if name.rsplit(".", 1)[-1] in last_parts}
-    if unknown := sorted(set(last_parts) - {name.rsplit(".", 1)[-1] for name in named}):
+    named = {name: module for name, module in model.named_modules() if _last(name) in last_parts}
+    if unknown := sorted(set(last_parts) - set(map(_last, named))):
         tower = {name for part in family_of(model).vision(model) for name, _ in part.named_children()}
         raise AdapterError(
             f"model.lora.modules_to_save: no module is named {', '.join(unknown)}; the vision tower has "
@@ -156,19 +153,20 @@ def without_adapters(model: HubModel) -> Iterator[None]:
     from peft.tuners.lora import LoraLayer
 
     layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
-    rows = [module for module in model.modules() if isinstance(module, EmbRow)]
     frozen = [(parameter, parameter.requires_grad) for layer in layers for parameter in layer.parameters()]
-    try:
+
+    def enable(enabled: bool) -> None:
         for layer in layers:
-            layer.enable_adapters(False)
-        for row in rows:
-            row.enabled = False
+            layer.enable_adapters(enabled)
+        for module in model.modules():
+            if isinstance(module, EmbRow):
+                module.enabled = enabled
+
+    try:
+        enable(False)
         yield
     finally:
-        for layer in layers:
-            layer.enable_adapters(True)
-        for row in rows:
-            row.enabled = True
+        enable(True)
         for parameter, trained in frozen:  # PEFT changes it
             parameter.requires_grad_(trained)
 
@@ -187,8 +185,7 @@ def merged_weights(model: HubModel, weights: dict[str, Tensor] | None = None) ->
 def merge(model: HubModel, weights: dict[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yield names and weights of the plain model, with adapters and rows merged in; unadapted weights are not copied.
 
-    The model itself is unchanged: merging in place and reverting it would change last bits. `weights` is its state dict if the
-    back end had to gather it.
+    The model is unchanged: merging in place and reverting it would change last bits. `weights`: its state dict, if gathered.
     """
     from peft.tuners.lora import LoraLayer
 
@@ -207,15 +204,12 @@ def merge(model: HubModel, weights: dict[str, Tensor] | None = None) -> Iterator
         yield f"{name}.weight", weight_OI.to(base.dtype)
         if "base_layer.bias" in part:
             yield f"{name}.bias", part["base_layer.bias"]
-    embedding, head = matrix_names(model)
-    tied = not hasattr(model, "emb_column")
-    for name in [embedding] if tied else [embedding, head]:
-        found[name] = found[name].clone()
-    for name, row in model.named_children():
-        if isinstance(row, EmbRow):
-            matrix = found[head if name.endswith("_column") else embedding]
-            matrix[row.token_id] = found.pop(f"{name}.weight").to(matrix.dtype)
-    if tied and head in found:
+    (embedding, head), replaced = matrix_names(model), trained_rows(model)
+    for name, rows in replaced.items():
+        matrix = found[name] = found[name].clone()
+        for row_name, row in rows.items():
+            matrix[row.token_id] = found.pop(f"{row_name}.weight").to(matrix.dtype)
+    if head not in replaced and head in found:  # tied
         found[head] = found[embedding]
     yield from found.items()
 

@@ -20,7 +20,7 @@ from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -44,13 +44,7 @@ KEY = "model.attn_implementation"
 
 @dataclass(frozen=True)
 class EncodedPrompts:
-    """Keys and values of prompts, to continue them.
-
-    Attributes:
-        part: their layout.
-        keys: of each layer, as computed: padded rows (B, P, K, d), or flat (T, K, d); with or without gradient.
-        values: likewise.
-    """
+    """Keys and values of prompts in each layer, to continue them: padded rows (B, P, K, d) or flat (T, K, d)."""
 
     part: PromptPart
     keys: list[Tensor]
@@ -61,27 +55,9 @@ class EncodedPrompts:
         """Whether tokens are concatenated without padding."""
         return self.keys[0].dim() == 3
 
-    def buffers(
-        self, places: Sequence[int], capacity: int, *, heads_first: bool, room_of: "Room"
-    ) -> list[tuple[Tensor, Tensor]]:
-        """Each layer's keys and values of some rows, without gradient, zero-padded to (rows, capacity, K, d).
-
-        Under autocast keys are rotated in float32 and used in the dtype of values: cast once, not in every step. The padding
-        is zeros, since the plain kernel multiplies it by a weight of zero.
-        """
-        longest = max(self.part.lengths[place] for place in places)
-        rows = moved(torch.tensor(places), self.values[0].device)
-
-        def buffer(name: str, states: Tensor) -> Tensor:
-            known = self.padded(states, rows, longest)
-            room = room_of(name, (len(places), capacity, *known.shape[2:]), self.values[0])
-            room[:, :longest] = known
-            return room.transpose(1, 2).contiguous() if heads_first else room
-
-        return [
-            (buffer(f"keys {layer}", keys), buffer(f"values {layer}", values))
-            for layer, (keys, values) in enumerate(zip(self.keys, self.values, strict=True))
-        ]
+    def buffers(self, *args: Any, **options: Any) -> list[tuple[Tensor, Tensor]]:
+        """See `EncodedParts.buffers`."""
+        return EncodedParts([self]).buffers(*args, **options)
 
     def padded(self, states: Tensor, rows: Tensor, longest: int) -> Tensor:
         """A layer's keys or values of some rows, without gradient: (rows, longest, K, d)."""
@@ -123,8 +99,12 @@ class EncodedParts:
     def buffers(
         self, places: Sequence[int], capacity: int, *, heads_first: bool, room_of: "Room"
     ) -> list[tuple[Tensor, Tensor]]:
-        """As in `EncodedPrompts`; places are counted through all parts."""
-        device, dtype = self.values[0].device, self.values[0].dtype
+        """Each layer's keys and values of some rows, without gradient, zero-padded to (rows, capacity, K, d).
+
+        Places are counted through all parts. Under autocast keys are rotated in float32 and used in the dtype of values: cast
+        once, not in every step. The padding is zeros, since the plain kernel multiplies it by a weight of zero.
+        """
+        device = self.values[0].device
         copies, start = [], 0
         for encoded in self.parts:
             end = start + len(encoded.part.lengths)
@@ -141,22 +121,17 @@ class EncodedParts:
             room = room_of(f"{name} {layer}", (len(places), capacity, *heads), self.values[0])
             for encoded, rows, into, longest in copies:
                 states = getattr(encoded, name)[layer]
-                room[into, :longest] = encoded.padded(states, rows, longest).to(dtype)
+                room[into, :longest] = encoded.padded(states, rows, longest).to(room.dtype)
             return room.transpose(1, 2).contiguous() if heads_first else room
 
         return [(buffer(layer, "keys"), buffer(layer, "values")) for layer in range(len(self.values))]
 
 
 class Pass:
-    """Plan of a forward over prompts, tails, or both.
+    """Plan of a forward over prompts (None if already `encoded`), their tails, or both.
 
-    Args:
-        prompts: rows to encode; None if already `encoded`.
-        tails: their continuations; None to encode prompts alone.
-        encoded: prompts' keys and values from an earlier pass.
-        num_layers: of the text model.
-        form: ``auto``, ``varlen``, or anything else for padded rows; see `rge.model.varlen.wanted`.
-        whole_pictures: whether all tokens of a picture attend to each other.
+    `form` is ``auto``, ``varlen``, or anything else for padded rows, see `rge.model.varlen.wanted`; with `whole_pictures`, all
+    tokens of a picture attend to each other.
     """
 
     def __init__(
@@ -180,19 +155,9 @@ class Pass:
 
     def attend(self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, kernel: "_Kernel") -> Tensor:
         """Outputs (T, H, d)."""
-        if self._layout is None:
-            # Decided here, since only the states have the computing dtype.
-            if self.encoded is None:
-                flat = wanted(self.form, v_TKd.device, v_TKd.dtype, KEY)
-            else:
-                flat = self.encoded.is_flat
-            part = self.prompts if self.encoded is None else self.encoded.part
-            assert part is not None
-            if flat:
-                self._layout = _Flat(part, self.tails, v_TKd.device, self.whole_pictures)
-            else:
-                self._layout = _Padded(part, self.tails)
-        layout, split, outputs = self._layout, self.num_prompt_tokens, []
+        # Decided here, since only the states have the computing dtype.
+        layout = self._layout = self._layout or self._laid_out(v_TKd)
+        split, outputs = self.num_prompt_tokens, []
         if self.encoded is None:
             known = layout.known(k_TKd[:split], v_TKd.dtype), layout.known(v_TKd[:split], v_TKd.dtype)
             if self.tails is None:
@@ -207,6 +172,16 @@ class Pass:
         if self.tails is not None:
             outputs.append(layout.tails(q_THd[split:], k_TKd[split:], v_TKd[split:], *known, kernel))
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+
+    def _laid_out(self, like: Tensor) -> "_Flat | _Padded":
+        if self.encoded is not None:
+            part, flat = self.encoded.part, self.encoded.is_flat
+        else:
+            assert self.prompts is not None
+            part, flat = self.prompts, wanted(self.form, like.device, like.dtype, KEY)
+        return (
+            _Flat(part, self.tails, like.device, self.whole_pictures) if flat else _Padded(part, self.tails)
+        )
 
 
 class _Flat:
@@ -360,10 +335,7 @@ class _Rows:
 class Cache:
     """Plan of generation: preallocated keys and values of padded rows; one new token per row and step, after the longest prompt.
 
-    Args:
-        encoded: of the prompts, read without gradient.
-        places: indices of prompts, repeated for several continuations.
-        num_new_tokens: maximum per prompt.
+    `places` are indices of prompts, repeated for several continuations; `num_new_tokens` is the maximum per prompt.
     """
 
     read_R = None
@@ -419,17 +391,9 @@ def bucket(number: int) -> int:
 class RunningCache:
     """Plan of generation independent of the host: every step runs the same kernels on the same memory.
 
-    So a step can be captured as a CUDA graph and replayed. Each row's tokens start at the beginning of its own buffer, and
-    their number is a tensor on the device.
-
-    Args:
-        encoded: of the prompts, read without gradient.
-        places: indices of prompts, repeated for several continuations.
-        capacity: tokens per row.
-        room_of: allocates everything that a step reads or writes.
-
-    Attributes:
-        length_B: int32 tokens of each row.
+    So a step can be captured as a CUDA graph and replayed. Each row's tokens start at the beginning of its own buffer of
+    `capacity` tokens, and their number is a tensor on the device, `length_B`. `room_of` allocates everything that a step reads or
+    writes; `places` as in `Cache`.
     """
 
     read_R = None
@@ -559,12 +523,9 @@ for _asked, _name in NAMES.items():
 
 
 def install(text: HubModel, form: str = "auto", whole_pictures: bool = False) -> str:
-    """Let a text model's layers call `attend`, and its last layer compute only what is read; idempotent.
+    """Let the layers of a decoder of transformers call `attend`, and its last layer compute only what is read; idempotent.
 
-    Args:
-        text: a decoder of transformers with ``config`` and ``layers``, each with ``self_attn`` and ``mlp``.
-        form: see `rge.model.varlen.wanted`.
-        whole_pictures: see `Pass`.
+    `form` and `whole_pictures` as in `Pass`.
 
     Returns:
         The form to plan with: ``varlen`` instead of ``auto`` for layers with a window, or `whole_pictures`, which padded rows
@@ -573,9 +534,8 @@ def install(text: HubModel, form: str = "auto", whole_pictures: bool = False) ->
     Raises:
         UserError: another form was asked for with `whole_pictures`.
     """
-    if form == "auto" and (
-        whole_pictures or "sliding_attention" in (getattr(text.config, "layer_types", None) or ())
-    ):
+    has_windows = "sliding_attention" in (getattr(text.config, "layer_types", None) or ())
+    if form == "auto" and (whole_pictures or has_windows):
         form = "varlen"
     if whole_pictures and form != "varlen":
         raise UserError(

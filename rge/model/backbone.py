@@ -30,7 +30,7 @@ from rge.distributed import collectives as dist
 from rge.model import fused
 from rge.model import vision_tower as vision
 from rge.model.adapter_files import find_base, is_adapter_checkpoint, merge_saved, rows_of_base
-from rge.model.families import FAMILIES, Family, family_of
+from rge.model.families import FAMILIES, family_of
 from rge.model.hub_model import HubModel
 
 _STOCK = {"auto": "sdpa", "varlen": "sdpa"}
@@ -43,16 +43,12 @@ class BackboneError(UserError):
 
 @dataclass
 class Backbone:
-    """A model with its processor.
+    """A model with its processor, whose tokenizer knows ``<emb>``.
 
     Attributes:
-        model: the Hugging Face model, ``...ForConditionalGeneration``.
-        processor: its processor; the tokenizer knows ``<emb>``.
-        emb_id: id of ``<emb>``.
         suppressed_ids: ids that a rationale never contains: every special token but ``<emb>``, and the unused padding rows
             of the embedding matrix.
         attention: form of the text model's attention, see `rge.model.varlen.wanted`.
-        think_ids: ids of the think tokens, in order.
         rows_of_base: rows of the saved embedding matrix, before any token was added.
     """
 
@@ -63,11 +59,6 @@ class Backbone:
     attention: str = "auto"
     think_ids: tuple[int, ...] = ()
     rows_of_base: int = 0
-
-    @property
-    def family(self) -> Family:
-        """The conventions of its family."""
-        return family_of(self.model)
 
 
 def read_config(path: str | Path, revision: str | None = None) -> PretrainedConfig:
@@ -111,7 +102,7 @@ def load_backbone(
     Args:
         path: hub id or directory; one that holds adapters alone is loaded merged into its base.
         revision: commit or tag on the hub.
-        dtype: weights' dtype.
+        dtype: of the weights.
         attn_implementation: the text model's attention: ``auto``, ``varlen``, ``sdpa`` or ``eager``.
         vision_attn_implementation: the vision tower's, likewise.
         fused_kernels: ``auto``, ``liger`` or ``none``, see `rge.model.fused`.
@@ -130,17 +121,18 @@ def load_backbone(
         AdapterError: the base of the adapters is missing or different.
     """
     transformers_logging.disable_progress_bar()  # we show our own
-    config = read_config(path, revision)
-    weights, own, adapted = path, {}, is_adapter_checkpoint(path)
+    config, adapted = read_config(path, revision), is_adapter_checkpoint(path)
+    if adapted and quantization is not None:
+        raise BackboneError(
+            f"{path} holds adapters, which are merged into weights that quantization={quantization} would have rounded "
+            "before: export it with export.adapters_only=false"
+        )
+    weights, own, num_rows = path, {}, config.get_text_config().vocab_size
     if adapted:
-        if quantization is not None:
-            raise BackboneError(
-                f"{path} holds adapters, which are merged into weights that quantization={quantization} would have rounded "
-                "before: export it with export.adapters_only=false"
-            )
-        weights, num_rows = base or find_base(Path(path)), config.get_text_config().vocab_size
+        weights, own = base or find_base(Path(path)), {"config": config}
         config.get_text_config().vocab_size = rows_of_base(Path(path))
-        own = {"config": config}
+    attention = {"": attn_implementation, "text_config": attn_implementation}
+    attention["vision_config"] = vision_attn_implementation
     try:
         processor = load_processor(
             path, config, revision=revision, min_pixels=min_pixels, max_pixels=max_pixels
@@ -149,14 +141,7 @@ def load_backbone(
             weights,
             revision=revision,
             dtype=getattr(torch, dtype),
-            attn_implementation={
-                part: _STOCK.get(asked, asked)
-                for part, asked in (
-                    ("", attn_implementation),
-                    ("text_config", attn_implementation),
-                    ("vision_config", vision_attn_implementation),
-                )
-            },
+            attn_implementation={part: _STOCK.get(asked, asked) for part, asked in attention.items()},
             output_loading_info=True,
             **own,
             **quantized(quantization, config, dtype, device),
@@ -169,29 +154,30 @@ def load_backbone(
         raise BackboneError(
             f"{path} lacks {len(missing)} weights, e.g. {missing[0]}: the checkpoint is incomplete"
         )
-    if hasattr(model.get_input_embeddings().weight, "ds_id"):
-        _drop_unused_renamings(model)
+    _drop_unused_renamings(model)
     before = model.get_input_embeddings().num_embeddings
-    if adapted:
-        if num_rows > before:
-            model.resize_token_embeddings(num_rows, mean_resizing=False)
-        if merge:
-            model = merge_saved(model, Path(path))
+    if num_rows > before and adapted:
+        model.resize_token_embeddings(num_rows, mean_resizing=False)
+    if adapted and merge:
+        model = merge_saved(model, Path(path))
     vision.speed_up(model, vision_attn_implementation, fused.wanted(fused_kernels))
     tokenizer, thinks = processor.tokenizer, think_names(think_tokens)
     if add_emb:
-        add_emb_token(model, tokenizer)
-        if thinks:
-            # A line break: models have seen many in a row, without meaning.
-            add_tokens(model, tokenizer, thinks, tokenizer("\n", add_special_tokens=False).input_ids[-1])
+        # The end of turn: a token that the model already writes after a complete answer.
+        add_tokens(model, tokenizer, [EMB_TOKEN], tokenizer.eos_token_id)
+        # A line break: models have seen many in a row, without meaning.
+        add_tokens(model, tokenizer, thinks, tokenizer("\n", add_special_tokens=False).input_ids[-1])
     _check_tokens(path, tokenizer, emb_token, thinks)
-    emb_id = tokenizer.convert_tokens_to_ids(emb_token)
-    num_rows = model.get_input_embeddings().num_embeddings  # under ZeRO-3 the weight has no shape
-    special = set(tokenizer.all_special_ids) | set(range(len(tokenizer), num_rows))
-    special |= {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-    think_ids = tuple(tokenizer.convert_tokens_to_ids(thinks))
-    barred = sorted(special - {emb_id})
-    return Backbone(model, processor, emb_id, barred, attn_implementation, think_ids, before)
+    emb_id, *think_ids = tokenizer.convert_tokens_to_ids([emb_token, *thinks])
+    suppressed = _special_ids(tokenizer, model.get_input_embeddings().num_embeddings) - {emb_id}
+    return Backbone(
+        model, processor, emb_id, sorted(suppressed), attn_implementation, tuple(think_ids), before
+    )
+
+
+def _special_ids(tokenizer: Any, num_rows: int) -> set[int]:
+    named = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return named.union(tokenizer.all_special_ids, range(len(tokenizer), num_rows))
 
 
 def _check_tokens(path: str | Path, tokenizer: Any, emb_token: str, thinks: Sequence[str]) -> None:
@@ -227,13 +213,8 @@ QUANTIZATIONS = ("8bit", "4bit")
 def quantized(kind: str | None, config: PretrainedConfig, dtype: str, device: str) -> dict[str, Any]:
     """Options of transformers that quantize the text model's matrices with bitsandbytes.
 
-    The vision tower and the output matrix are not quantized: they are small, and their errors affect everything.
-
-    Args:
-        kind: ``8bit`` (LLM.int8) or ``4bit`` (NF4); None: none.
-        config: of the model.
-        dtype: of everything else, and of the products.
-        device: of the weights; 4 bits only on a GPU.
+    The vision tower and the output matrix are not quantized: they are small, and their errors affect everything. `kind` is
+    ``8bit`` (LLM.int8) or ``4bit`` (NF4, only on a GPU); `dtype` is that of everything else, and of the products.
 
     Raises:
         BackboneError: an unknown kind, not possible on that device, or bitsandbytes is missing.
@@ -259,6 +240,8 @@ def quantized(kind: str | None, config: PretrainedConfig, dtype: str, device: st
 
 def _drop_unused_renamings(model: HubModel) -> None:
     """Under ZeRO-3 transformers also keeps renamings that loading did not use; saving would apply them backwards."""
+    if not hasattr(model.get_input_embeddings().weight, "ds_id"):
+        return
     renamings = getattr(model, "_weight_conversions", None) or []
     model.__dict__["_weight_conversions"] = [change for change in renamings if change.was_used()]
 
@@ -270,15 +253,6 @@ def load_plain(path: str | Path, base: Path | None = None) -> HubModel:
         model.resize_token_embeddings(read_config(path).get_text_config().vocab_size, mean_resizing=False)
         model = merge_saved(model, Path(path))
     return model.eval()
-
-
-def add_emb_token(model: HubModel, tokenizer) -> int:
-    """Add ``<emb>`` unless the model has it, and return its id.
-
-    Its row starts as a copy of the end of turn's (``<|im_end|>`` on Qwen), a token that the model already writes after a
-    complete answer. On Qwen2.5-VL it gets the id 151665.
-    """
-    return add_tokens(model, tokenizer, [EMB_TOKEN], tokenizer.eos_token_id)[0]
 
 
 def add_tokens(model: HubModel, tokenizer, names: Sequence[str], source: int) -> list[int]:
@@ -322,16 +296,6 @@ def skeleton(config: PretrainedConfig) -> HubModel:
     """A model of a config on `meta`: shapes without numbers, whole under every back end."""
     with set_zero3_state(), torch.device("meta"):  # otherwise ZeRO-3 would shard it
         return AutoModelForImageTextToText.from_config(config).eval()
-
-
-def weight_names(model: HubModel) -> set[str]:
-    """Names of the weights of a plain model of this config, whatever wraps or extends this one."""
-    return set(skeleton(model.config).state_dict())
-
-
-def tied_names(model: HubModel) -> dict[str, str]:
-    """Names of tied matrices to those of the matrices that they share."""
-    return getattr(model, "all_tied_weights_keys", {})
 
 
 def vision_parameters(model: HubModel) -> list[nn.Parameter]:

@@ -15,21 +15,17 @@ from rge.model.adapter_files import find_base, is_adapter_checkpoint, load_train
 from rge.model.adapters import add_adapters
 from rge.model.attention import EncodedParts, EncodedPrompts, Pass, install
 from rge.model.backbone import Backbone, load_backbone, vision_parameters
-from rge.model.families import normalised
+from rge.model.families import family_of, normalised
 from rge.model.packing import Branch, PromptPart, TailPart, pack_prompts, pack_tails, to_device
 from rge.model.prompts import Prompt
 
 
 @dataclass(frozen=True)
 class Packed:
-    """One batch of rows for `EmbeddingModel.forward`.
+    """One batch of rows for `EmbeddingModel.forward`: prompts (None if already `encoded`), their tails, or both.
 
-    Attributes:
-        prompts: to encode; None if already `encoded`.
-        tails: to read states and predictions from; None to encode prompts alone.
-        owners: the prompts themselves, for `EmbeddingModel.pictures`.
-        temperature: of the sampled branches.
-        by_branch: compute `Readout.nll_P` too.
+    `owners` are the prompts themselves, for `EmbeddingModel.pictures`; `temperature` is that of the sampled branches; with
+    `by_branch`, `Readout.nll_P` is computed too.
     """
 
     prompts: PromptPart | None
@@ -79,8 +75,7 @@ class Readout:
 
     Attributes:
         state_ND: unit-norm states at the branches' ``<emb>``, float32 (float64 for a float64 model).
-        nll: summed negative log likelihood of the predicted tokens, in nats.
-        num_tokens: number of predicted tokens.
+        nll: summed negative log likelihood of the `num_tokens` predicted tokens, in nats.
         encoded: keys and values of the prompts, if there were no tails.
         log_prob_L: of the sampled tokens, branch after branch, see `rge.losses.rationale_log_probs`; None without any.
         entropy_L: of their distributions, without gradient.
@@ -99,16 +94,12 @@ class Readout:
 class EmbeddingModel(nn.Module):
     """A backbone that embeds: the state at ``<emb>``, L2-normalised (RGE, arXiv:2511.16150, section 3.4).
 
-    Args:
-        backbone: model, processor and ids.
-        cuda_graphs: whether a GPU's steps of generation are captured, see `rge.rollout.generate`.
-
-    Attributes:
-        given: ids between prompt and ``<emb>`` in the modes in which nothing is written.
-        pictures: set where a frozen vision tower's features may serve a whole step; None computes them in every pass.
+    With `cuda_graphs`, a GPU's steps of generation are captured, see `rge.rollout.generate`. `given` has the ids between prompt and
+    ``<emb>`` in the modes in which nothing is written.
     """
 
     pictures: PictureMemory | None = None
+    """Set where a frozen vision tower's features may serve a whole step; None computes them in every pass."""
 
     def __init__(self, backbone: Backbone, cuda_graphs: bool = True):
         super().__init__()
@@ -120,7 +111,7 @@ class EmbeddingModel(nn.Module):
         self.suppressed_ids = backbone.suppressed_ids
         tokenizer = backbone.processor.tokenizer
         self.pad_id = tokenizer.pad_token_id
-        self.family = backbone.family
+        self.family = family_of(backbone.model)
         self.picture_ids = self.family.picture_ids(self.model.config, tokenizer)
         text = self.family.decoder(self.model)
         self.attention = install(text, backbone.attention, self.family.whole_pictures)
@@ -160,12 +151,8 @@ class EmbeddingModel(nn.Module):
     def forward(self, *packs: Packed | Readout) -> list[Readout]:
         """Run every pack through the backbone in one call, so that a wrapper sees few forwards per step.
 
-        Args:
-            packs: e.g. the queries' rows and the candidates' rows, which have nothing to share. A readout of an earlier
-                forward of the unwrapped module is returned unchanged: the wrapper prepares a backward in each forward.
-
-        Returns:
-            One readout per pack.
+        A readout of an earlier forward of the unwrapped module is returned unchanged: the wrapper prepares a backward in each
+        forward.
         """
         return [packed if isinstance(packed, Readout) else self._read(packed) for packed in packs]
 
@@ -181,7 +168,9 @@ class EmbeddingModel(nn.Module):
         """Last-layer states of all tokens, valid for those that are read, and the plan."""
         prompts, tails = packed.prompts, packed.tails
         parts = [part for part in (prompts, tails) if part is not None]
-        features = None if prompts is None else self._features(prompts, packed.owners)
+        features = index_F = None
+        if prompts is not None:
+            features, index_F = self._features(prompts, packed.owners), prompts.picture_index_F
         num_layers = len(self.family.decoder(self.model).layers)
         plan = Pass(prompts, tails, packed.encoded, num_layers, self.attention, self.family.whole_pictures)
         inputs = {
@@ -189,7 +178,6 @@ class EmbeddingModel(nn.Module):
             "position_ids": torch.cat([part.position_ids_3T for part in parts], dim=1)[:, None],
             "attention_mask": plan,
         }
-        index_F = None if prompts is None else prompts.picture_index_F
         hidden_TD = self.family.states(self.model, features, index_F, inputs)[0]
         return hidden_TD, plan
 
@@ -197,8 +185,8 @@ class EmbeddingModel(nn.Module):
         prompts, tails = packed.prompts, packed.tails
         hidden_TD, plan = self._run(packed)
         if tails is None:
-            layers = [plan.kept[layer] for layer in range(plan.num_layers)]
-            encoded = EncodedPrompts(prompts, [keys for keys, _ in layers], [values for _, values in layers])  # type: ignore[arg-type]
+            keys, values = zip(*(plan.kept[layer] for layer in range(plan.num_layers)), strict=True)
+            encoded = EncodedPrompts(prompts, [*keys], [*values])  # type: ignore[arg-type]
             return Readout(hidden_TD[:0], hidden_TD.new_zeros(()), 0, encoded)
         tail_TD, head = hidden_TD[plan.num_prompt_tokens :], self.model.get_output_embeddings()
         predicting_MD, nll_P = tail_TD[tails.predict_index_M], None
@@ -244,13 +232,10 @@ class EmbeddingModel(nn.Module):
 
 
 def embedder_to_train(start: str, config: ModelConfig, adapters_only: bool = False) -> EmbeddingModel:
-    """The embedder that a recipe trains, with frozen and trainable parts.
+    """The embedder that a recipe trains from `start`, a hub id or directory, with frozen and trainable parts.
 
-    Args:
-        start: hub id or directory: `ModelConfig.path`, or a checkpoint instead.
-        config: of the recipe.
-        adapters_only: continue the adapters of a checkpoint that has nothing else, on the same base; otherwise they are merged,
-            as on export.
+    With `adapters_only`, the adapters of a checkpoint that has nothing else are continued, on the same base; otherwise they are
+    merged, as on export.
 
     Raises:
         BackboneError: nothing usable is there.
@@ -294,11 +279,9 @@ LEAST_BYTES = 2**20
 
 @dataclass(frozen=True)
 class Kept:
-    """What a stage's micro batches keep between their first forward and their backward.
+    """What a stage's micro batches keep between their first forward and their backward, and where (see `keeping`, or ``none``).
 
-    Attributes:
-        where: see `keeping`; ``none``: nothing.
-        prompt_pass: `rollout.prompt_pass`; ``twice`` if there is room for the candidates' activations alone.
+    `prompt_pass` is `rollout.prompt_pass`; ``twice`` if there is room for the candidates' activations alone.
     """
 
     where: str
@@ -331,10 +314,7 @@ def _from_host(kept: Tensor | tuple[torch.device, Tensor]) -> Tensor:
 def encode_prompts(model: nn.Module, embedder: EmbeddingModel, prompts: Sequence[Prompt]) -> EncodedPrompts:
     """Keys and values of prompts, with gradient, for the rollout and then `rge.step.TrainingStep`.
 
-    Args:
-        model: the wrapped embedder; its next forward is the training step's, and both share one backward.
-        embedder: the same, unwrapped.
-        prompts: of any queries.
+    `model` is the wrapped embedder: its next forward is the training step's, and both share one backward.
     """
     (readout,) = model(embedder.pack_prompts(prompts))
     return readout.encoded

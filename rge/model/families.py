@@ -52,10 +52,8 @@ class Family:
         """Width and height that a picture of this size is scaled to before the processor.
 
         As for the released Qwen models, by qwen-vl-utils: sides become multiples of a placeholder's, within the processor's
-        limits if possible. If that rounds a side of a long picture down to 0, the processor's own rule is used.
-
-        Raises:
-            ValueError: a side is more than 200 times as long as the other.
+        limits if possible. If that rounds a side of a long picture down to 0, the processor's own rule is used. A side over 200
+        times as long as the other is a ValueError.
         """
         from qwen_vl_utils.vision_process import smart_resize  # both bring torchvision
         from transformers.models.qwen2_vl import image_processing_qwen2_vl as stock
@@ -143,7 +141,7 @@ class Family:
         """Rotary positions (3, T) of a prompt's tokens on the time, height and width axes.
 
         The same as transformers' `get_rope_index`, which needs a model; data workers have none. `type_ids_T` is 1 on
-        placeholders, else 0; `grid` as in `pictures_of`, None without pictures.
+        placeholders; `grid` is from `pictures_of`.
         """
         pieces, end, after, seen = [], 0, 0, 0
         placeholders = type_ids_T.nonzero().flatten().tolist()
@@ -165,19 +163,14 @@ class Family:
         return position_ids_3BT
 
     def rotations(self, model: HubModel, like: Tensor, position_ids_3BT: Tensor) -> Rotations:
-        """Cosines and sines (B, T, head size) of positions, in the dtype of `like`, by kind of layer; ``""`` if there is only one."""
+        """Cosines and sines (B, T, head size), in the dtype of `like`, by kind of layer; ``""`` if there is only one."""
         rotary, positions = self.decoder(model).rotary_emb, self.rotary_positions(position_ids_3BT)
         if kinds := getattr(rotary, "layer_types", None):
             return {kind: rotary(like, positions, kind) for kind in kinds}
         return {"": rotary(like, positions)}
 
     def features(self, model: HubModel, pixel_values: Tensor, grid: Tensor) -> Tensor:
-        """Run the vision tower.
-
-        Args:
-            model: of this family.
-            pixel_values: patches or tiles of all pictures, see `normalised`.
-            grid: theirs, on the host.
+        """Run the vision tower on `normalised` patches or tiles of all pictures; their `grid` is on the host.
 
         Returns:
             (F, D): one row per placeholder token, in order. Rows of (1 + L) * D are split: the first D replace the
@@ -196,14 +189,9 @@ class Family:
         """Last-layer states (B, T, D) after the final norm.
 
         The model's own forward would count placeholders on the device and synchronise, and may create a mask. Features are put
-        by index, since a mask would synchronise in the backward too.
-
-        Args:
-            model: of this family.
-            features: from `features`.
-            picture_index_F: places of placeholders among the B * T tokens, in order.
-            inputs: ``input_ids`` (B, T), ``position_ids`` (3, B, T) and ``attention_mask`` (a plan of `rge.model.attention`, or
-                None for causal attention over rows without padding).
+        by index (places of placeholders among the B * T tokens), since a mask would synchronise in the backward too. `inputs` are
+        ``input_ids`` (B, T), ``position_ids`` (3, B, T) and ``attention_mask`` (a plan of `rge.model.attention`, or None for causal
+        attention over rows without padding).
         """
         hidden_BTD = model.get_input_embeddings()(inputs["input_ids"])
         added: list[Tensor] = []
@@ -244,20 +232,25 @@ class Family:
         input_ids: Tensor,
         attention_mask: Tensor,
     ) -> dict[str, Tensor]:
-        """Arguments of the model's own forward over padded rows, for comparison.
+        """Arguments of the model's own forward over padded rows (B, T), for comparison.
 
-        Args:
-            config: of the model.
-            pictures: pixel values and grid of each row, None without pictures.
-            input_ids: (B, T).
-            attention_mask: (B, T), 0 on padding.
+        `pictures` are pixel values and grid of each row, None without pictures; `attention_mask` is 0 on padding.
         """
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
-        if shown := [each for each in pictures if each is not None]:
-            inputs["pixel_values"] = torch.cat([pixel_values for pixel_values, _ in shown])
-            inputs["image_grid_thw"] = torch.cat([grid for _, grid in shown])
-            inputs["mm_token_type_ids"] = (input_ids == config.image_token_id).long()
+        if any(one is not None for one in pictures):
+            inputs |= self._plain_pictures(config, pictures, input_ids)
         return inputs
+
+    def _plain_pictures(
+        self, config: Any, pictures: Sequence[tuple[Tensor, Tensor] | None], input_ids: Tensor
+    ) -> dict[str, Tensor]:
+        values, grids = zip(*filter(None, pictures), strict=True)
+        types = (input_ids == config.image_token_id).long()
+        return {
+            "pixel_values": torch.cat(values),
+            "image_grid_thw": torch.cat(grids),
+            "mm_token_type_ids": types,
+        }
 
 
 class Qwen3VL(Family):
@@ -319,18 +312,10 @@ class Tiles(Family):
         """One of the equal axes."""
         return position_ids_3BT[0]
 
-    def plain_inputs(
-        self,
-        config: Any,
-        pictures: Sequence[tuple[Tensor, Tensor] | None],
-        input_ids: Tensor,
-        attention_mask: Tensor,
+    def _plain_pictures(
+        self, config: Any, pictures: Sequence[tuple[Tensor, Tensor] | None], input_ids: Tensor
     ) -> dict[str, Tensor]:
-        """Tiles of all rows, one after the other."""
-        inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
-        if shown := [found[0] for found in pictures if found is not None]:
-            inputs["pixel_values"] = torch.cat(shown)
-        return inputs
+        return {"pixel_values": torch.cat([tiles for tiles, _ in filter(None, pictures)])}
 
 
 class Idefics3(Tiles):
@@ -376,22 +361,16 @@ class Idefics3(Tiles):
         states = tower.encoder(inputs_embeds=states, attention_mask=None).last_hidden_state
         return model.model.connector(tower.post_layernorm(states)).flatten(0, 1)
 
-    def plain_inputs(
-        self,
-        config: Any,
-        pictures: Sequence[tuple[Tensor, Tensor] | None],
-        input_ids: Tensor,
-        attention_mask: Tensor,
+    def _plain_pictures(
+        self, config: Any, pictures: Sequence[tuple[Tensor, Tensor] | None], input_ids: Tensor
     ) -> dict[str, Tensor]:
         """Tiles row by row, padded with zeros, which the model drops."""
-        inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
-        if shown := [found[0] for found in pictures if found is not None]:
-            most = max(map(len, shown))
-            inputs["pixel_values"] = shown[0].new_zeros(len(pictures), most, *shown[0].shape[1:])
-            for row, found in enumerate(pictures):
-                if found is not None:
-                    inputs["pixel_values"][row, : len(found[0])] = found[0]
-        return inputs
+        shown = [tiles for tiles, _ in filter(None, pictures)]
+        padded = shown[0].new_zeros(len(pictures), max(map(len, shown)), *shown[0].shape[1:])
+        for row, found in enumerate(pictures):
+            if found is not None:
+                padded[row, : len(found[0])] = found[0]
+        return {"pixel_values": padded}
 
 
 FAMILIES: Registry[Family] = Registry("family of models", "rge.families", ["rge.towers.efficientnet"])

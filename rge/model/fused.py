@@ -1,8 +1,8 @@
 """Norms, gated activations and rotary embeddings of a model on a GPU, in one kernel each.
 
-transformers computes each of these in up to twelve kernels that are limited by memory bandwidth (docs/performance.md). Where
-liger-kernel is installed (the extra ``liger``), its kernels are used, which compute the same formulas. The first call of each kind in a
-process is held against plain code. Small inputs, such as a rollout's single tokens, and other devices use transformers' code.
+Where liger-kernel is installed (the extra ``liger``), its kernels are used, which compute the same formulas (docs/performance.md). The
+first call of each kind in a process is held against plain code. Small inputs, such as a rollout's single tokens, and other devices use
+transformers' code.
 
 Layers are recognised by the code of their forward, which most families of transformers share word for word. Other kinds, such as
 Gemma's norms, stay as they are.
@@ -67,10 +67,10 @@ def speed_up(model: HubModel, fused: bool) -> None:
     for module in model.modules():
         form = STOCK.get(_code(type(module)))
         if form is _Mlp and (fused or cast(Any, module).intermediate_size % 8):
-            module.__class__ = _faster(_Mlp, type(module))
+            module.__class__ = faster(_Mlp, type(module))
             cast(_Mlp, module).fused = fused
         elif form is _Norm and fused:
-            module.__class__ = _faster(_Norm, type(module))
+            module.__class__ = faster(_Norm, type(module))
 
 
 def undo(model: HubModel) -> None:
@@ -92,14 +92,8 @@ def rotated(q_THd: Tensor, k_THd: Tensor, cos_Td: Tensor, sin_Td: Tensor) -> tup
     """Rotary embeddings of a Qwen vision tower's queries and keys, in float32."""
     from liger_kernel.transformers.rope import liger_rotary_pos_emb_vision
 
-    inputs = q_THd, k_THd, cos_Td, sin_Td
-    return _call(
-        liger_rotary_pos_emb_vision,
-        apply_rotary_pos_emb_vision,
-        inputs,
-        ("queries", "keys"),
-        "rotary embeddings",
-    )
+    forms, inputs = (liger_rotary_pos_emb_vision, apply_rotary_pos_emb_vision), (q_THd, k_THd, cos_Td, sin_Td)
+    return _call(*forms, inputs, ("queries", "keys"), "rotary embeddings")
 
 
 def _norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -120,12 +114,10 @@ def _norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 def _gated(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
     from liger_kernel.ops.swiglu import LigerSiLUMulFunction
 
-    def kernel(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
-        return LigerSiLUMulFunction.apply(gate_TF, up_TF)
-
     def plain(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
         return F.silu(gate_TF) * up_TF
 
+    kernel = LigerSiLUMulFunction.apply
     return _call(kernel, plain, (gate_TF, up_TF), ("gate", "input"), "a gated activation")
 
 
@@ -146,12 +138,12 @@ def _call(
 
 
 if TYPE_CHECKING:
-    _Stock = HubModel
+    Stock = HubModel
 else:
-    _Stock = object
+    Stock = object
 
 
-class _Faster(_Stock):
+class Faster(Stock):
     """A layer with another forward than its class in transformers, from which it also inherits."""
 
     def __reduce__(self) -> tuple:
@@ -159,7 +151,7 @@ class _Faster(_Stock):
         return _blank, (form, stock), self.__getstate__()
 
 
-class _Norm(_Faster):
+class _Norm(Faster):
     def forward(self, hidden_states: Tensor) -> Tensor:
         # With weights of another dtype the result would have another one, too.
         if not applies(hidden_states) or hidden_states.dtype != self.weight.dtype:
@@ -168,7 +160,7 @@ class _Norm(_Faster):
         return _norm(flat_TD, self.weight, self.variance_epsilon).view(hidden_states.shape)
 
 
-class _Mlp(_Faster):
+class _Mlp(Faster):
     fused = False
 
     def forward(self, x: Tensor) -> Tensor:
@@ -212,14 +204,14 @@ STOCK = {_code(LlamaRMSNorm): _Norm, _code(LlamaMLP): _Mlp, _code(Qwen2_5_VLMLP)
 _made: dict[tuple[type, type], type[nn.Module]] = {}
 
 
-def _faster(form: type[_Faster], stock: type[nn.Module]) -> type[nn.Module]:
+def faster(form: type[Faster], stock: type[nn.Module]) -> type[nn.Module]:
     """The subclass of both; always the same one."""
     if (form, stock) not in _made:
         name = f"{form.__name__}_{stock.__name__}"
-        _made[form, stock] = type(name, (form, stock), {"__module__": __name__})
+        _made[form, stock] = type(name, (form, stock), {"__module__": form.__module__})
     return _made[form, stock]
 
 
-def _blank(form: type[_Faster], stock: type[nn.Module]) -> nn.Module:
-    layer = _faster(form, stock)
+def _blank(form: type[Faster], stock: type[nn.Module]) -> nn.Module:
+    layer = faster(form, stock)
     return layer.__new__(layer)

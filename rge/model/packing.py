@@ -28,6 +28,8 @@ from rge.model.prompts import Prompt
 PROMPT, PADDING = 0, -1
 """Segments of a tail; branches are 1, 2, ..."""
 
+NO_IDS = torch.empty(0, dtype=torch.long)
+
 _ALONE = ("image_grid", "pixels")
 """Left out when a part is moved. The grid stays on the host, since reading sizes from a device would synchronise."""
 
@@ -59,13 +61,9 @@ class PromptPart:
         lengths: tokens of each row; on the host, like `start`, so that attention is laid out without synchronising.
         start: tokens before the first row: those of the masked picture, if no row has one.
         spans: of each row, begins and ends of its pictures' placeholders.
-        input_ids_T: token ids, row after row.
-        position_ids_3T: rotary positions.
         picture_index_F: places in T of the pictures' placeholders.
         index_BP: places in T of each row's tokens, padded with 0.
-        length_B: `lengths` on the device.
-        last_id_B: id of each prompt's last token.
-        last_position_3B: its positions.
+        last_id_B: of each prompt's last token, as `last_position_3B`.
         after_B: position of the first token after the prompt, the same on all axes.
         pixels: patches or tiles of all pictures, rows in order, uint8.
         image_grid: (number of pictures, 3), on the host, see `rge.model.vision_tower.sizes_of`.
@@ -92,16 +90,12 @@ class TailPart:
 
     Attributes:
         branch_lengths: tokens of each row's branches.
-        input_ids_T: token ids, row after row.
-        position_ids_3T: rotary positions.
         index_BS: places in T of each row's tokens, padded with 0.
         segment_BS: `PROMPT` for the prompt's last token, the branch's number, or `PADDING`.
         state_index_N: places in T of the states to read, row by row, branch by branch.
         predict_index_M: places in T of the states that predict `label_M`.
-        label_M: token ids.
         label_lengths: number of labels of each branch with labels.
         sampled_index_L: places in T of the states that predict `sampled_L`.
-        sampled_L: sampled token ids.
         read_index_R: all places in T whose state is read or predicts, in order.
     """
 
@@ -139,13 +133,10 @@ def pack_prompts(
     picture_ids: Sequence[int],
     empty_picture: tuple[Tensor, Tensor],
 ) -> PromptPart:
-    """Lay out prompts, each without its last token.
+    """Lay out prompts, one per row, each without its last token.
 
-    Args:
-        prompts: one per row.
-        picture_ids: ids of the smallest picture's tokens (start, one placeholder, end), see `empty_picture`.
-        empty_picture: pixels and grid put before the first row if no prompt has a picture. Its tokens belong
-            to no row, so no row attends to them.
+    If no prompt has a picture, `empty_picture` (pixels and grid, of the tokens `picture_ids`) is put before the first row. Its tokens
+    belong to no row, so no row attends to them.
 
     Raises:
         ValueError: no rows, or a prompt that ends in a picture.
@@ -154,22 +145,20 @@ def pack_prompts(
         raise ValueError("cannot pack a batch without rows")
     pixels = [prompt.pixels for prompt in prompts if prompt.pixels is not None]
     grids = [prompt.image_grid for prompt in prompts if prompt.image_grid is not None]
-    ids, places, types, lengths, start = [], [], [], [], 0
-    if not pixels:
-        pixels, grids = [empty_picture[0]], [empty_picture[1]]
-        ids.append(torch.tensor(picture_ids))
-        places.append(torch.zeros(3, len(picture_ids), dtype=torch.long))
-        start = len(picture_ids)
-        types.append(torch.tensor([0, *[1] * (start - 2), 0]))
+    ids = [prompt.input_ids[:-1] for prompt in prompts]
+    places = [prompt.position_3T[:, :-1] for prompt in prompts]
+    types = [prompt.type_ids[:-1] for prompt in prompts]
+    lengths, start = tuple(map(len, ids)), 0
     for prompt in prompts:
         if bool(prompt.type_ids[-1]):
             raise ValueError(f"the prompt of {prompt.id} ends in a picture; a token must follow it")
-        ids.append(prompt.input_ids[:-1])
-        places.append(prompt.position_3T[:, :-1])
-        types.append(prompt.type_ids[:-1])
-        lengths.append(len(prompt) - 1)
+    if not pixels:
+        pixels, grids, start = [empty_picture[0]], [empty_picture[1]], len(picture_ids)
+        ids.insert(0, torch.tensor(picture_ids))
+        places.insert(0, torch.zeros(3, start, dtype=torch.long))
+        types.insert(0, torch.tensor([0, *[1] * (start - 2), 0]))
     return PromptPart(
-        lengths=tuple(lengths),
+        lengths=lengths,
         start=start,
         spans=tuple(_spans(prompt.type_ids[:-1]) for prompt in prompts),
         input_ids_T=torch.cat(ids),
@@ -192,15 +181,9 @@ def pack_tails(
     *,
     read_prompts: bool = False,
 ) -> TailPart:
-    """Lay out the continuations of prompts.
+    """Lay out the continuations of prompts, any number per prompt and of any lengths; ValueError for one without tokens.
 
-    Args:
-        prompts: one per row.
-        branches: continuations of each prompt, any number and any lengths.
-        read_prompts: also read the state at each prompt's last token, before those of its branches.
-
-    Raises:
-        ValueError: a branch without tokens.
+    With `read_prompts`, the state at each prompt's last token is read too, before those of its branches.
     """
     ids, segments, places, states, predicts, labels, lengths = [], [], [], [], [], [], []
     samples, sampled = [], []
@@ -245,18 +228,19 @@ def pack_tails(
         segment_BS=segment_BS,
         state_index_N=torch.tensor(states, dtype=torch.long),
         predict_index_M=torch.tensor(predicts, dtype=torch.long),
-        label_M=torch.cat(labels) if labels else torch.empty(0, dtype=torch.long),
+        label_M=torch.cat([NO_IDS, *labels]),
         label_lengths=tuple(map(len, labels)),
         sampled_index_L=torch.tensor(samples, dtype=torch.long),
-        sampled_L=torch.cat(sampled) if sampled else torch.empty(0, dtype=torch.long),
+        sampled_L=torch.cat([NO_IDS, *sampled]),
         read_index_R=torch.tensor(sorted({*states, *predicts, *samples}), dtype=torch.long),
     )
 
 
 def _spans(type_ids_T: Tensor) -> tuple[tuple[int, int], ...]:
+    """Begins and ends of runs of ones."""
     edges = torch.diff(type_ids_T, prepend=type_ids_T.new_zeros(1), append=type_ids_T.new_zeros(1))
-    begins, ends = (edges == 1).nonzero().flatten(), (edges == -1).nonzero().flatten()
-    return tuple(zip(begins.tolist(), ends.tolist(), strict=True))
+    begins, ends = ((edges == step).nonzero().flatten().tolist() for step in (1, -1))
+    return tuple(zip(begins, ends, strict=True))
 
 
 def _index(lengths: Sequence[int], start: int) -> Tensor:

@@ -8,7 +8,7 @@ the backbone's own processor.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -32,7 +32,7 @@ class Prompt:
     """One prompt as the backbone reads it, without padding.
 
     Attributes:
-        id: of the item, for error messages.
+        id: of the item.
         input_ids: (T,) int64, ending with the assistant header: generation or ``<emb>`` comes next.
         type_ids: (T,) int64, 1 on picture placeholders, else 0.
         position_3T: int64 rotary positions on the time, height and width axes.
@@ -86,13 +86,10 @@ def user_text(item: Item, side: str, profile: Profile) -> str:
 
 
 class PromptBuilder:
-    """Turns items into prompts with one processor and one profile.
+    """Turns items into prompts with one processor and one profile (or its name in `PROFILES`).
 
-    Args:
-        profile: a profile, or its name in `PROFILES`.
-        max_tokens: of a prompt; see `build`.
-        emb_token: the token whose state is the embedding; None for models that embed at their last token.
-        max_rationale_tokens: of an oracle rationale; None: unlimited.
+    `emb_token` is the token whose state is the embedding; None for models that embed at their last token. Oracle rationales have at
+    most `max_rationale_tokens`.
 
     Raises:
         ValueError: unknown profile, or a tokenizer without ``<emb>``.
@@ -116,7 +113,7 @@ class PromptBuilder:
             self.emb_id = self.tokenizer.convert_tokens_to_ids(emb_token)
             if self.emb_id is None or self.emb_id == self.tokenizer.unk_token_id:
                 raise ValueError(
-                    f"the tokenizer has no {emb_token} token; add it with rge.model.backbone.add_emb_token"
+                    f"the tokenizer has no {emb_token} token; rge.model.backbone.load_backbone(add_emb=True) adds it"
                 )
         # `all_special_tokens` has only named ones: neither <emb> nor, on some tokenizers, the placeholders.
         added = self.tokenizer.added_tokens_decoder.values()
@@ -143,12 +140,7 @@ class PromptBuilder:
         """Token ids and pictures of one prompt.
 
         A prompt over `max_tokens` loses only the end of the user's text: cutting the ids would remove the assistant header,
-        or a picture's placeholders.
-
-        Args:
-            item: to embed.
-            side: ``query`` or ``candidate``.
-            images: decoded pictures to use instead of loading ``item.images``, e.g. augmented ones.
+        or a picture's placeholders. `images` are decoded pictures to use instead of loading ``item.images``, e.g. augmented ones.
 
         Raises:
             ValueError: an empty item, or one that is too long even without its text. Interleaved text and
@@ -161,9 +153,7 @@ class PromptBuilder:
             images = [self.family.scaled(image, self.processor.image_processor) for image in images]
         if item.parts:
             return self._interleaved(item, side, images)
-        return self._fitted(
-            item, side, len(images), lambda text, num_cut: self._encode(item.id, text, images, num_cut)
-        )
+        return self._fitted(item, side, len(images), partial(self._encode, item.id, images))
 
     def measure(self, item: Item, side: str, sizes: Sequence[tuple[int, int]]) -> Measured:
         """The size of `build`'s prompt of an item that is not interleaved, with these widths and heights; errors as there."""
@@ -177,12 +167,11 @@ class PromptBuilder:
         return self._fitted(item, side, len(sizes), counted)
 
     def _fitted(self, item: Item, side: str, num_images: int, encode: Callable[[str, int], P]) -> P:
-        """A prompt within `max_tokens`: encoded again with less text until it fits.
-
-        `encode` takes the text and the number of its missing tokens.
-        """
+        """A prompt within `max_tokens`: `encode` gets less text, and how many of its tokens are missing, until it fits."""
         text = self._plain(user_text(item, side, self.profile))
-        if not num_images and not text:
+        # A benchmark's candidate may be empty; its wording alone is embedded. A query's instruction asks nothing.
+        own = (item.text or "").strip() if side == "query" else text
+        if not num_images and not own:
             raise ValueError(f"item {item.id!r} has neither text nor images")
         prompt = encode(text, 0)
         if len(prompt) <= self.max_tokens:
@@ -211,9 +200,8 @@ class PromptBuilder:
         pieces[texts[0]] = before + str(pieces[texts[0]])
         pieces[texts[-1]] = str(pieces[texts[-1]]) + after
         content = []
-        for place, piece in enumerate(pieces):
-            follows_picture = place > 0 and pieces[place - 1] is None
-            newline = "\n" if follows_picture else ""
+        for before_it, piece in zip(["", *pieces], pieces, strict=False):
+            newline = "\n" if before_it is None else ""
             content.append(
                 {"type": "image"} if piece is None else {"type": "text", "text": f"{newline}{piece}\n"}
             )
@@ -226,11 +214,7 @@ class PromptBuilder:
         return prompt
 
     def rationale_ids(self, rationale: str, record_id: str) -> list[int]:
-        """Token ids of an oracle rationale and its ``<emb>``.
-
-        Raises:
-            ValueError: an empty rationale, one that contains ``<emb>`` itself, or one that is too long.
-        """
+        """Token ids of an oracle rationale and its ``<emb>``; ValueError if it is empty, too long, or contains ``<emb>``."""
         text = rationale.strip()
         if not text:
             raise ValueError(f"record {record_id!r} has an empty rationale")
@@ -267,13 +251,17 @@ class PromptBuilder:
             [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
         )
 
-    def _encode(self, name: str, text: str, images: Sequence[Image.Image], num_cut: int = 0) -> Prompt:
+    def _encode(self, name: str, images: Sequence[Image.Image], text: str, num_cut: int) -> Prompt:
         # Rendering and tokenising depend only on the text and the pictures' sizes. Candidates without a text, and
         # small sets, repeat them; then only the pictures are processed.
         key = (text, *(image.size for image in images))
         if known := self._known.get(key):
             input_ids, grid = known
-            pictures = self._pictures(name, images) if images else {}
+            pictures: Mapping[str, Tensor] = {}
+            if images:
+                given = {"images": list(images), "return_tensors": "pt", **self._options}
+                with _of_pictures(name):
+                    pictures = self.processor.image_processor(**given)
             if not images or (grid is not None and torch.equal(pictures["image_grid_thw"], grid)):
                 return self._prompt(name, input_ids, pictures, num_cut)
         input_ids, fields = self._processed(name, self._render(text, len(images)), images)
@@ -286,15 +274,10 @@ class PromptBuilder:
     def _processed(
         self, name: str, rendered: str, images: Sequence[Image.Image]
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        given = {"images": list(images) or None, "return_tensors": "pt", **self._options}
         with _of_pictures(name):
-            fields = self.processor(
-                text=[rendered], images=list(images) or None, return_tensors="pt", **self._options
-            )
+            fields = self.processor(text=[rendered], **given)
         return fields["input_ids"][0], fields
-
-    def _pictures(self, name: str, images: Sequence[Image.Image]) -> Mapping[str, Tensor]:
-        with _of_pictures(name):
-            return self.processor.image_processor(images=list(images), return_tensors="pt", **self._options)
 
     def _prompt(self, name: str, input_ids: Tensor, fields: Mapping[str, Tensor], num_cut: int) -> Prompt:
         image_processor = self.processor.image_processor

@@ -33,14 +33,7 @@ class KernelError(UserError):
 
 @dataclass(frozen=True)
 class Runs:
-    """Lengths of sequences, on the host, and their starts.
-
-    Attributes:
-        q_lengths: query tokens of each sequence.
-        k_lengths: key tokens; queries are aligned at their end.
-        q_start_N: (N + 1) int32 sums of `q_lengths`.
-        k_start_N: likewise of `k_lengths`.
-    """
+    """Query and key tokens of sequences, on the host, and their (N + 1) int32 sums. Queries are aligned at the keys' end."""
 
     q_lengths: tuple[int, ...]
     k_lengths: tuple[int, ...]
@@ -57,32 +50,27 @@ def make_runs(q_lengths: Sequence[int], k_lengths: Sequence[int]) -> Runs:
 
 
 def wanted(asked: str, device: torch.device, dtype: torch.dtype, key: str) -> bool:
-    """Whether attention is computed in this form.
+    """Whether attention is computed in this form: ``auto``: where flash attention does, from torch 2.11; ``varlen``: always.
 
-    Args:
-        asked: ``auto``: if flash attention supports it, from torch 2.11; ``varlen``: always; other names: never.
-        device: of the states.
-        dtype: of the computation.
-        key: of the recipe, for the message.
+    `key` is that of the recipe, for messages.
 
     Raises:
         KernelError: ``varlen`` on a GPU in a dtype that flash attention does not support, or with a torch that lacks it.
     """
-    on_gpu = device.type == "cuda"
-    if asked == "varlen" and on_gpu and dtype not in TOLERANCE:
+    if device.type != "cuda" or asked not in ("auto", "varlen"):
+        return asked == "varlen"
+    if not _parameters():
+        needs = f"{key}=varlen needs torch 2.11 or later, here is {torch.__version__}"
+        if asked == "varlen":
+            raise KernelError(f"{needs}: update torch, or set {key}=sdpa")
+        _say_once(f"{needs}, so padded rows are used")
+        return False
+    if asked == "varlen" and dtype not in TOLERANCE:
         raise KernelError(
             f"{key}=varlen computes in bfloat16 or float16, not in {str(dtype).removeprefix('torch.')}: "
             f"train with mixed precision, or set {key}=sdpa"
         )
-    if asked == "auto" and on_gpu and not _parameters():
-        _say_once(
-            f"{key}: torch {torch.__version__} lacks flash attention of this form (2.11 has it), so padded rows are used"
-        )
-    if asked == "varlen" and on_gpu and not _parameters():
-        raise KernelError(
-            f"{key}=varlen needs torch 2.11 or later, here is {torch.__version__}: update torch, or set {key}=sdpa"
-        )
-    return asked == "varlen" or (asked == "auto" and on_gpu and dtype in TOLERANCE and bool(_parameters()))
+    return dtype in TOLERANCE
 
 
 def attend_runs(
@@ -96,17 +84,10 @@ def attend_runs(
     window: int | None = None,
     key: str,
 ) -> Tensor:
-    """Attention outputs (T, H, d) of separate sequences.
+    """Attention outputs (T, H, d) of separate sequences; each key head may serve several heads.
 
-    Args:
-        q_THd: queries.
-        k_UKd: keys; each key head may serve several heads.
-        v_UKd: values.
-        runs: the sequences.
-        scale: of the products.
-        causal: a token attends only to itself and earlier ones, counted from the sequences' ends.
-        window: maximum number of tokens up to itself that it attends to; None: all.
-        key: of the recipe, for the message.
+    With `causal`, a token attends only to itself and earlier ones, counted from the sequences' ends; with `window`, only to that
+    many of them. `key` is the recipe's, for messages.
 
     Raises:
         KernelError: the GPU's kernel differs from ordinary attention.
@@ -135,15 +116,8 @@ def attend_last(
 ) -> Tensor:
     """Outputs (B, H, d) of one token per row over the first `seen_B` tokens of its buffer, itself the last; no gradient.
 
-    Args:
-        q_BHd: queries.
-        k_BCKd: buffers of keys, C tokens per row.
-        v_BCKd: of values.
-        seen_B: int32, on the device, where captured steps increment it.
-        starts: int32 (B + 1) each: 0, 1, 2 ..., and 0, C, 2C ...
-        scale: of the products.
-        window: see `attend_runs`.
-        key: see `attend_runs`.
+    `seen_B` is int32 on the device, where captured steps increment it; `starts` are int32 (B + 1): 0, 1, 2 ... and 0, C, 2C ... The
+    rest is as in `attend_runs`.
 
     Raises:
         KernelError: the GPU's kernel differs from ordinary attention.
@@ -152,17 +126,8 @@ def attend_last(
         return _attend_last_reference(q_BHd, k_BCKd, v_BCKd, seen_B, scale, window)
     # Without a window a single token attends to everything, so causality does not matter.
     window_size = (-1, -1) if window is None else (window - 1, 0)
-    out = _varlen(
-        q_BHd.contiguous(),
-        k_BCKd.flatten(0, 1),
-        v_BCKd.flatten(0, 1),
-        *starts,
-        1,
-        k_BCKd.shape[1],
-        scale=scale,
-        window_size=window_size,
-        seen_N=seen_B,
-    )
+    flat, sizes = (q_BHd.contiguous(), k_BCKd.flatten(0, 1), v_BCKd.flatten(0, 1)), (1, k_BCKd.shape[1])
+    out = _varlen(*flat, *starts, *sizes, scale=scale, window_size=window_size, seen_N=seen_B)
     kind = (key, "last", q_BHd.dtype, window is None)
     if kind not in _verified:
         plain = _attend_last_reference(q_BHd.float(), k_BCKd.float(), v_BCKd.float(), seen_B, scale, window)
@@ -193,17 +158,11 @@ def _attend_last_reference(
 def _flash(
     q_THd: Tensor, k_UKd: Tensor, v_UKd: Tensor, runs: Runs, *, scale: float, causal: bool, window: int | None
 ) -> Tensor:
-    return _varlen(
-        q_THd.contiguous(),
-        k_UKd.contiguous(),
-        v_UKd.contiguous(),
-        runs.q_start_N,
-        runs.k_start_N,
-        max(runs.q_lengths),
-        max(runs.k_lengths),
-        scale=scale,
-        window_size=(-1 if window is None else window - 1, 0 if causal else -1),
-    )
+    q_THd, k_UKd, v_UKd = (part.contiguous() for part in (q_THd, k_UKd, v_UKd))
+    longest_q, longest_k = max(runs.q_lengths), max(runs.k_lengths)
+    window_size = (-1 if window is None else window - 1, 0 if causal else -1)
+    starts = runs.q_start_N, runs.k_start_N
+    return _varlen(q_THd, k_UKd, v_UKd, *starts, longest_q, longest_k, scale=scale, window_size=window_size)
 
 
 def _varlen(
@@ -225,17 +184,9 @@ def _varlen(
     if "enable_gqa" in takes:  # before torch 2.13, key heads may be fewer unasked
         settings["enable_gqa"] = q_THd.shape[1] != k_UKd.shape[1]
     if seen_N is not None and "seqused_k" not in takes:  # the operator has it, its wrapper does not
-        left, right = window_size
-        return torch.ops.aten._flash_attention_forward(
-            *sequences,
-            0.0,
-            False,
-            False,
-            scale=scale,
-            window_size_left=left,
-            window_size_right=right,
-            seqused_k=seen_N,
-        )[0]
+        window = {"window_size_left": window_size[0], "window_size_right": window_size[1]}
+        options: dict[str, Any] = {"scale": scale, "seqused_k": seen_N, **window}
+        return torch.ops.aten._flash_attention_forward(*sequences, 0.0, False, False, **options)[0]
     if seen_N is not None:
         settings["seqused_k"] = seen_N
     return _varlen_module().varlen_attn(*sequences, **settings)
@@ -331,20 +282,10 @@ def _seen(num_q: int, num_k: int, causal: bool, window: int | None, device: torc
 def verify(
     kernel: Callable[..., Tensor], states: Sequence[Tensor], runs: Runs, settings: dict, key: str
 ) -> float:
-    """Hold an attention kernel against ordinary attention on given queries, keys and values; see `hold_against`.
-
-    `runs`, `settings` and `key` are those of `attend_runs`.
-    """
+    """Hold an attention kernel against ordinary attention on given queries, keys and values; see `hold_against`."""
     words = f"{key}: flash attention", "ordinary attention", f"{key}=sdpa"
-    given = {"runs": runs, **settings}
-    return hold_against(
-        partial(kernel, **given),
-        partial(one_by_one, **given),
-        partial(rounded, **given),
-        states,
-        ("queries", "keys", "values"),
-        words,
-    )
+    tested, plain, usual = (partial(form, runs=runs, **settings) for form in (kernel, one_by_one, rounded))
+    return hold_against(tested, plain, usual, states, ("queries", "keys", "values"), words)
 
 
 def hold_against(
@@ -361,13 +302,8 @@ def hold_against(
     attention, for instance. So a difference is an error if it exceeds both `TOLERANCE` and three times that of plain
     code in the inputs' dtypes. The latter is the criterion of flash attention's own tests.
 
-    Args:
-        kernel: of all inputs; returns a tensor or several.
-        plain: likewise, called in higher precision.
-        rounded: likewise, called in the inputs' dtypes.
-        inputs: the first ones, as many as there are names, get gradients.
-        names: of these inputs.
-        words: what is compared, with what, and the setting that avoids it, for messages.
+    All three return a tensor or several for all inputs; `rounded` is called in the inputs' dtypes. The first inputs, as many as there
+    are `names`, get gradients. `words` are what is compared, with what, and the setting that avoids it, for messages.
 
     Returns:
         The greatest relative difference.
@@ -376,14 +312,8 @@ def hold_against(
         KernelError: a difference is an error.
     """
     dtype, count = inputs[0].dtype, len(names)
-    exact = _with_gradients(
-        plain,
-        [
-            part.to(torch.float64 if dtype == torch.float32 else torch.promote_types(dtype, torch.float32))
-            for part in inputs
-        ],
-        count,
-    )
+    wide = torch.float64 if dtype == torch.float32 else torch.promote_types(dtype, torch.float32)
+    exact = _with_gradients(plain, [part.to(wide) for part in inputs], count)
     found = _with_gradients(kernel, inputs, count)
     labels = [*["output"] * (len(exact) - count), *(f"gradient of {name}" for name in names)]
     apart, allowed = _apart(found, exact), TOLERANCE.get(dtype, 1e-5)
@@ -406,17 +336,14 @@ def _with_gradients(function: Callable[..., Any], inputs: Sequence[Tensor], coun
         given = [part.clone().detach().requires_grad_(place < count) for place, part in enumerate(inputs)]
         found = function(*given)
         outputs = list(found) if isinstance(found, tuple) else [found]
-        # An irregular cotangent, of few digits, reveals kernels that mix up rows or columns.
-        cotangents = [
-            torch.arange(out.numel(), device=out.device)
-            .double()
-            .cos()
-            .bfloat16()
-            .view(out.shape)
-            .to(out.dtype)
-            for out in outputs
-        ]
+        cotangents = [_irregular(out) for out in outputs]
         return [*(out.detach() for out in outputs), *torch.autograd.grad(outputs, given[:count], cotangents)]
+
+
+def _irregular(like: Tensor) -> Tensor:
+    """A cotangent of few digits that reveals kernels that mix up rows or columns."""
+    numbers = torch.arange(like.numel(), device=like.device).double().cos()
+    return numbers.bfloat16().view(like.shape).to(like.dtype)
 
 
 def _apart(found: Sequence[Tensor], exact: Sequence[Tensor]) -> list[float]:

@@ -7,7 +7,7 @@ D = head size.
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,13 +29,12 @@ from rge.model.varlen import Runs, attend_runs, make_runs, wanted
 
 KEY = "model.vision_attn_implementation"
 
+TOWERS = (Qwen2VLVisionAttention, Qwen2_5_VLVisionAttention, Qwen3VLVisionAttention)
+"""Attention of the towers that `_InGroups` replaces."""
+
 
 class PatchProjection(nn.Conv3d):
-    """A convolution over single patches, as a matrix product.
-
-    Convolution kernels are slow at kernel = stride = input: several times slower than the product on CPU, and slow in
-    bfloat16 on GPU.
-    """
+    """A convolution over single patches, as a matrix product, which is several times faster on CPU, and in bfloat16 on GPU."""
 
     def forward(self, patch: Tensor) -> Tensor:
         """Project patches (P, channels, time, height, width), each of the kernel's size, to (P, out channels)."""
@@ -74,16 +73,8 @@ def make_spans(lengths: Sequence[int]) -> Spans:
 def sizes_of(tower: HubModel, grid: Tensor, device: torch.device) -> dict[str, Any]:
     """Arguments of a Qwen tower's forward that depend on the pictures' sizes, computed on the host, once for all layers.
 
-    The tower itself would synchronise with the device several times per forward.
-
-    Args:
-        tower: of Qwen2-VL, Qwen2.5-VL or Qwen3-VL.
-        grid: (number of pictures, 3), on the host.
-        device: of the weights.
-
-    Returns:
-        Keyword arguments of the tower. ``spans`` has the spans by their number: windows are parts of pictures, so if there
-        are equally many, they are the same.
+    The tower itself would synchronise with the device several times per forward. `grid` is (number of pictures, 3), on the host.
+    ``spans`` has the spans by their number: windows are parts of pictures, so if there are equally many, they are the same.
     """
     config, merge, grid = tower.config, tower.spatial_merge_size, grid.cpu()
     boundaries = [get_vision_cu_seqlens(grid)]
@@ -107,13 +98,7 @@ def sizes_of(tower: HubModel, grid: Tensor, device: torch.device) -> dict[str, A
     return moved(found, device)
 
 
-if TYPE_CHECKING:
-    _Stock = HubModel
-else:
-    _Stock = object
-
-
-class _InGroups(_Stock):
+class _InGroups(fused.Faster):
     """Attention within pictures (or windows), in one call per size, or on a GPU one call of flash attention.
 
     Otherwise transformers calls the kernel once per picture (or window) and layer: hundreds of calls with a few dozen patches.
@@ -126,68 +111,40 @@ class _InGroups(_Stock):
             return super().forward(
                 hidden_states, cu_seqlens, position_embeddings=position_embeddings, **kwargs
             )
-        family = sys.modules[type(self).__mro__[2].__module__]
+        family = sys.modules[next(kind for kind in type(self).__mro__ if kind in TOWERS).__module__]
         P, count = hidden_states.shape[0], len(cu_seqlens) - 1
-        if spans is None:
-            chosen = moved(make_spans(cu_seqlens.diff().tolist()), cu_seqlens.device)
-        else:
-            chosen = spans[count]
+        spans = spans or {count: moved(make_spans(cu_seqlens.diff().tolist()), cu_seqlens.device)}
+        chosen = spans[count]
         q_PHD, k_PHD, v_PHD = self.qkv(hidden_states).reshape(P, 3, self.num_heads, -1).unbind(1)
         rotate = fused.rotated if self.fused and fused.applies(q_PHD) else family.apply_rotary_pos_emb_vision
         q_PHD, k_PHD = rotate(q_PHD, k_PHD, *position_embeddings)
         if wanted(self.asked, v_PHD.device, v_PHD.dtype, KEY):
             out = attend_runs(q_PHD, k_PHD, v_PHD, chosen.runs, scale=self.scaling, causal=False, key=KEY)
             return self.proj(out.flatten(1))
+        states = q_PHD, k_PHD, v_PHD
         if len(chosen.sizes) == 1:
             shape = (-1, chosen.sizes[0], *q_PHD.shape[1:])
-            return self.proj(
-                _attend(q_PHD.view(shape), k_PHD.view(shape), v_PHD.reshape(shape), self.scaling)
-            )
-        parts = [
-            _attend(q_PHD[place_GS], k_PHD[place_GS], v_PHD[place_GS], self.scaling)
-            for place_GS in chosen.places
-        ]
+            return self.proj(_attend([part.reshape(shape) for part in states], self.scaling))
+        parts = [_attend([part[place_GS] for part in states], self.scaling) for place_GS in chosen.places]
         # Back to the order of the patches.
         return self.proj(torch.cat(parts)[chosen.back_P])
 
 
-def _attend(q_GSHD: Tensor, k_GSHD: Tensor, v_GSHD: Tensor, scale: float) -> Tensor:
-    q, k, v = (x.transpose(1, 2) for x in (q_GSHD, k_GSHD, v_GSHD))
+def _attend(states_GSHD: Sequence[Tensor], scale: float) -> Tensor:
+    q, k, v = (part.transpose(1, 2) for part in states_GSHD)
     return F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2).flatten(2).flatten(0, 1)
 
 
-class _Qwen2VLInGroups(_InGroups, Qwen2VLVisionAttention):  # type: ignore[misc]  # takes spans besides
-    pass
-
-
-class _Qwen25VLInGroups(_InGroups, Qwen2_5_VLVisionAttention):  # type: ignore[misc]  # takes spans besides
-    pass
-
-
-class _Qwen3VLInGroups(_InGroups, Qwen3VLVisionAttention):  # type: ignore[misc]  # takes spans besides
-    pass
-
-
-FASTER = {
-    Qwen2VLVisionAttention: _Qwen2VLInGroups,
-    Qwen2_5_VLVisionAttention: _Qwen25VLInGroups,
-    Qwen3VLVisionAttention: _Qwen3VLInGroups,
-}
-
-
 def speed_up(model: HubModel, attention: str = "auto", fused_kernels: bool = False) -> None:
-    """Replace parts of a model by their faster form, in place.
+    """Replace parts of a whole model by their faster form, in place.
 
-    Args:
-        model: the whole model, text part included.
-        attention: of the vision tower, as in `rge.model.varlen.wanted`.
-        fused_kernels: use fused kernels on a GPU, see `rge.model.fused`.
+    `attention` is the vision tower's, as in `rge.model.varlen.wanted`; `fused_kernels` are used on a GPU, see `rge.model.fused`.
     """
     fused.speed_up(model, fused_kernels)
     for module in model.modules():
         if type(module) is nn.Conv3d and module.kernel_size == module.stride:
             module.__class__ = PatchProjection
-        elif isinstance(module, _InGroups) or type(module) in FASTER:
-            module.__class__ = FASTER.get(type(module), type(module))
-            grouped = cast(_InGroups, module)
-            grouped.asked, grouped.fused = attention, fused_kernels
+        elif type(module) in TOWERS:
+            module.__class__ = fused.faster(_InGroups, type(module))
+        if isinstance(module, _InGroups):
+            module.asked, module.fused = attention, fused_kernels

@@ -51,9 +51,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Qwen2Tokenizer:
     learner.normalizer = normalizers.NFC()
     learner.pre_tokenizer = pretokenizer
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    learner.train_from_iterator(
-        texts, trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet, show_progress=False)
-    )
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet, show_progress=False)
+    learner.train_from_iterator(texts, trainer)
     learned = json.loads(learner.to_str())["model"]
     vocab, merges = learned["vocab"], [tuple(merge) for merge in learned["merges"]]
 
@@ -62,9 +61,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Qwen2Tokenizer:
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pretokenizer
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
-    )
+    tokenizer.add_special_tokens([AddedToken(it, special=True, normalized=False) for it in SPECIAL_TOKENS])
     return Qwen2Tokenizer(
         tokenizer_object=tokenizer,
         vocab=vocab,
@@ -107,10 +104,9 @@ def make_processor(
     if smollm2.is_smollm2(text):  # the same form, another greeting
         template = template.replace("You are a helpful assistant.", smollm2.SYSTEM)
     size = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
-    if vision.get("model_type") == efficientnet.EfficientNetConfig.model_type:
+    pictures = {"patch_size": vision.get("patch_size", 14)}
+    if efficientnet.is_efficientnet(vision):
         pictures = efficientnet.picture_settings(vision)
-    else:
-        pictures = {"patch_size": vision.get("patch_size", 14)}
     return Qwen2_5_VLProcessor(
         image_processor=Qwen2VLImageProcessor(size=size, **pictures),
         tokenizer=tokenizer,
@@ -122,15 +118,10 @@ def make_processor(
 def make_model(
     tokenizer: PreTrainedTokenizerBase, text: dict[str, Any], vision: dict[str, Any]
 ) -> Qwen2_5_VLForConditionalGeneration:
-    """A Qwen2.5-VL, float32, with random weights (seed torch before) except for pretrained parts.
+    """A Qwen2.5-VL, float32, with random weights (seed torch before) except for pretrained parts; TowerError without their package.
 
-    Args:
-        tokenizer: has the special ids and the vocabulary size.
-        text: overrides of the text config: sizes, ``tie_word_embeddings``; or ``model_type: smollm2`` alone.
-        vision: overrides of the vision config; its ``model_type`` may be a tower of `rge.towers`.
-
-    Raises:
-        TowerError: its package is not installed.
+    `text` has overrides of the text config: sizes, ``tie_word_embeddings``; or ``model_type: smollm2`` alone. `vision` has those of the
+    vision config; its ``model_type`` may be a tower of `rge.towers`.
     """
     ids: Any = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS}
     config = make_config(num_rows(len(tokenizer)), ids, text, vision)
@@ -146,15 +137,9 @@ def make_model(
 
 
 def origins(text: dict[str, Any], vision: dict[str, Any]) -> list[dict[str, Any]]:
-    """Pretrained parts of a backbone: name, licence, and source file with its hash.
-
-    Raises:
-        SmolError: its package is not installed, or has another file.
-        TowerError: its package is not installed.
-    """
+    """Pretrained parts of a backbone: name, licence, and source file with its hash; UserError if a package is missing."""
     found = [smollm2.origin()] if smollm2.is_smollm2(text) else []
-    is_photo = vision.get("model_type") == efficientnet.EfficientNetConfig.model_type
-    return [*found, efficientnet.origin()] if is_photo else found
+    return [*found, efficientnet.origin()] if efficientnet.is_efficientnet(vision) else found
 
 
 def vocabulary(vocab_size: int, text: dict[str, Any]) -> int:
@@ -180,9 +165,8 @@ def make_config(
     quarter, rest = head_dim // 8, head_dim // 2 - head_dim // 8
     sections = [quarter, rest // 2, rest - rest // 2]
     rope_theta = text.pop("rope_theta", 1e6)
-    is_photo = vision.get("model_type") == efficientnet.EfficientNetConfig.model_type
-    kind = efficientnet.EfficientNetQwenConfig if is_photo else Qwen2_5_VLConfig
-    return kind(
+    is_photo = efficientnet.is_efficientnet(vision)
+    return (efficientnet.EfficientNetQwenConfig if is_photo else Qwen2_5_VLConfig)(
         text_config={
             "vocab_size": rows,
             "max_position_embeddings": 8192,

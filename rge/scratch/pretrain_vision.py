@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from rge.checkpoints.settings import CheckpointError
 from rge.checkpoints.training_state import States
 from rge.common.images import load_image
-from rge.config import OptimConfig, StageConfig, TrainConfig
+from rge.config import OptimConfig, ScratchConfig, StageConfig, TrainConfig
 from rge.data.sources import RecordError, RecordFile
 from rge.distributed import collectives as dist
 from rge.distributed.stop_signals import exit_after, received_by_any
@@ -33,6 +33,7 @@ from rge.model.backbone import vision_parameters
 from rge.model.families import family_of
 from rge.model.hub_model import HubModel
 from rge.optim.optimizers import learning_rate, make_optimizer, set_learning_rate
+from rge.towers.smollm2 import is_smollm2
 
 
 def naming_pictures(path: str | Path, side_px: int) -> tuple[Tensor, Tensor, list[str]]:
@@ -60,7 +61,7 @@ def naming_pictures(path: str | Path, side_px: int) -> tuple[Tensor, Tensor, lis
 
 
 def augment(picture_B3HW: Tensor, generator: torch.Generator) -> Tensor:
-    """Random affine map, mirror and colour mix of a batch of drawings on white, all rows at once."""
+    """Random affine map, mirror and colour mix of a batch of drawings on white."""
     B = picture_B3HW.shape[0]
 
     def uniform(low: float, high: float, *shape: int) -> Tensor:
@@ -147,7 +148,6 @@ def patches(picture_B3HW: Tensor, image_processor: Any) -> Tensor:
 class _Namer(nn.Module):
     """Both losses in one forward. K = names, B = pictures, P = tokens of a picture, T = tokens of the longest name."""
 
-    model: HubModel
     name_KT: Tensor
     real_KT: Tensor
     picture_P: Tensor
@@ -214,17 +214,7 @@ class _Namer(nn.Module):
 
 
 class _Progress:
-    """States and logs of `teach`; all processes call every method.
-
-    Args:
-        accelerator: of the run.
-        namer: what is trained.
-        generator: of this process's batches.
-        folder: for ``state`` and ``metrics.jsonl``.
-        num_steps: of all phases.
-        train: how often to save and to log.
-        identity: kept with each state.
-    """
+    """States and logs of `teach`; all processes call every method."""
 
     def __init__(
         self,
@@ -246,18 +236,15 @@ class _Progress:
         if (found := self.states.latest()) is not None:
             self._path, done = found
             self.first_step, self.correct, self.counted = done["step"], done["correct"], done["counted"]
-            self._check(done)
+            then, now = done["mixed_precision"], accelerator.mixed_precision
+            if then != now:
+                raise CheckpointError(
+                    f"{self._path} was computed in mixed precision {then!r}, and this run has {now!r}: set model.dtype as "
+                    f"before, or delete {self.states.folder} to start this stage again"
+                )
+            changed = in_words(differences(done["identity"] or {}, identity or {}))
+            self.states.announce("naming", self.first_step, self._path, changed)
         self.logs = Logs(accelerator, folder, "naming", self.first_step, num_steps, train.log_every)
-
-    def _check(self, done: Mapping[str, Any]) -> None:
-        then, now = done["mixed_precision"], self.accelerator.mixed_precision
-        if then != now:
-            raise CheckpointError(
-                f"{self._path} was computed in mixed precision {then!r}, and this run has {now!r}: set model.dtype as before, or "
-                f"delete {self.states.folder} to start this stage again"
-            )
-        changed = in_words(differences(done["identity"] or {}, self.identity or {}))
-        self.states.announce("naming", self.first_step, self._path, changed)
 
     def begin(self, phase: range, optimizer: torch.optim.Optimizer) -> range:
         """The phase's unfinished steps, of which there is at least one."""
@@ -295,41 +282,18 @@ def teach(
     labels: Tensor,
     names: Sequence[str],
     folder: Path,
+    config: ScratchConfig,
+    train: TrainConfig,
     *,
-    steps: int,
-    batch_size: int,
-    lr: float,
-    seed: int,
-    style: float = 0.0,
-    say_from: float = 0.0,
     muon_kernels: bool = True,
-    train_text: bool = True,
-    train: TrainConfig | None = None,
     identity: Mapping[str, Any] | None = None,
 ) -> float:
     """Train a backbone in place to name pictures, with Muon, which needs a third of AdamW's steps here, and a cosine schedule.
 
     Writes ``metrics.jsonl`` and ``state/`` into `folder`. Called again after an interruption, with the same arguments and as many
-    processes, it resumes; on one process, the result is that of an uninterrupted run, bit for bit.
-
-    Args:
-        model: of the backbone.
-        accelerator: of the processes, which share each batch.
-        processor: of the backbone.
-        pictures: (N, 3, side, side) in [0, 1].
-        labels: (N,) int64.
-        names: text of each label, such as "This is a padlock.".
-        folder: of this stage.
-        steps: optimizer steps.
-        batch_size: pictures per step over all processes.
-        lr: peak learning rate.
-        seed: of batches and augmentation.
-        style: share of `restyle`.
-        say_from: share of the steps that only choose.
-        muon_kernels: see `OptimConfig.muon_kernels`.
-        train_text: train the text model too; a pretrained one is frozen, and the merger learns its representation.
-        train: how often to save and to log; the defaults if None.
-        identity: kept with each state.
+    processes, it resumes; on one process, the result is that of an uninterrupted run, bit for bit. A pretrained text model is
+    frozen, and the merger learns its representation. `pictures`, `labels` and `names` are those of `naming_pictures`; `identity`
+    is kept with each state.
 
     Returns:
         Accuracy of choosing on this process's augmented pictures, over the last tenth of the steps.
@@ -338,15 +302,16 @@ def teach(
         CheckpointError: a state could not be written or read, or another number of processes saved it.
         SystemExit: a signal has been received (`stop_after_this_step_at_signals`) and a state is saved.
     """
-    generator = torch.Generator().manual_seed(seed * 1000 + dist.rank())
+    generator = torch.Generator().manual_seed(train.seed * 1000 + dist.rank())
     namer, grid = _namer(model, processor, names, pictures.shape[-1])
-    progress = _Progress(accelerator, namer, generator, folder, steps, train or TrainConfig(), identity)
+    steps, lr = config.naming_steps, config.naming_lr
+    progress = _Progress(accelerator, namer, generator, folder, steps, train, identity)
     schedule = StageConfig(lr=lr, warmup_steps=50)
     settings = OptimConfig(name="muon", betas=(0.9, 0.98), weight_decay=0.05, muon_kernels=muon_kernels)
-    share = batch_size // dist.world_size()
+    share = config.naming_batch_size // dist.world_size()
     grid = grid.repeat(share, 1)
-    first_write = round(say_from * steps)
-    decoder = family_of(model).decoder(model)
+    first_write = round(config.naming_say_from * steps)
+    decoder, train_text = family_of(model).decoder(model), not is_smollm2(config.text)
     for write, phase in ((False, range(first_write)), (True, range(first_write, steps))):
         if phase.stop <= max(progress.first_step, phase.start):
             continue
@@ -366,8 +331,8 @@ def teach(
             set_learning_rate(optimizer, learning_rate(step - began, num_steps, schedule))
             rows = torch.randint(len(pictures), (share,), generator=generator)
             shown = augment(pictures[rows], generator)
-            if style:
-                shown = restyle(shown, style, generator)
+            if config.naming_style:
+                shown = restyle(shown, config.naming_style, generator)
             values = patches(shown, processor.image_processor).to(accelerator.device)
             label = labels[rows].to(accelerator.device)
             times.append(time.perf_counter())

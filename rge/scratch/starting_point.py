@@ -10,12 +10,11 @@ from typing import Any, cast
 from accelerate import Accelerator
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from rge.checkpoints.manifest import read_done
 from rge.checkpoints.settings import CheckpointError
-from rge.checkpoints.training_state import complete_states
+from rge.checkpoints.training_state import newest_state
 from rge.common.files import checkpoint_folder, find_shipped, read_json, same_mode, write_json
 from rge.common.prompt_profiles import EMB_TOKEN, think_tokens
-from rge.config import Recipe, RecordsConfig, ScratchConfig, TrainConfig
+from rge.config import Recipe, RecordsConfig, ScratchConfig
 from rge.data.sources import Records
 from rge.distributed.collectives import LaunchError
 from rge.distributed.launch import back_end
@@ -26,7 +25,6 @@ from rge.model.backbone import load_processor, name_tokens, read_config
 from rge.model.hub_model import HubModel
 from rge.scratch import build as scratch
 from rge.scratch import pretrain_vision
-from rge.towers.smollm2 import is_smollm2
 
 
 @dataclass(frozen=True)
@@ -36,24 +34,25 @@ class Blueprint:
     `records` are the sources of the vocabulary's texts, by key; None for one that was deleted since.
     """
 
+    recipe: Recipe
     scratch: ScratchConfig
-    seed: int
-    min_pixels: int
-    max_pixels: int
-    muon_kernels: bool
     records: Mapping[str, Records | None]
+
+    @property
+    def pixels(self) -> dict[str, Any]:
+        """Smallest and largest picture."""
+        return {"min_pixels": self.recipe.model.min_pixels, "max_pixels": self.recipe.model.max_pixels}
 
     def texts(self) -> list[str]:
         """Training texts of the tokenizer."""
-        return list(
-            dict.fromkeys(text for records in self.records.values() if records for text in records.texts())
-        )
+        opened = filter(None, self.records.values())
+        return list(dict.fromkeys(text for records in opened for text in records.texts()))
 
     def identity(self) -> dict[str, Any]:
         """The inputs for `rge.identity.run_identity`."""
-        given = asdict(self.scratch) | {
-            "seed": self.seed, "min_pixels": self.min_pixels, "max_pixels": self.max_pixels, "muon_kernels": self.muon_kernels,
-        }  # fmt: skip
+        recipe = self.recipe
+        given = asdict(self.scratch) | {"seed": recipe.train.seed} | self.pixels
+        given["muon_kernels"] = recipe.optim.muon_kernels
         read = {key: records and records.content for key, records in self.records.items()}
         if self.scratch.naming is not None:
             file = find_shipped(self.scratch.naming)
@@ -65,14 +64,8 @@ def blueprint(recipe: Recipe, records: Mapping[str, Records]) -> Blueprint | Non
     """Inputs of the recipe's backbone; None if training starts from a checkpoint or model."""
     if recipe.init is not None or recipe.model.scratch is None:
         return None
-    return Blueprint(
-        recipe.model.scratch,
-        recipe.train.seed,
-        recipe.model.min_pixels,
-        recipe.model.max_pixels,
-        recipe.optim.muon_kernels,
-        {source.key: records.get(source.key) for source in tokenizer_sources(recipe) if source.key},
-    )
+    keys = (source.key for source in tokenizer_sources(recipe) if source.key)
+    return Blueprint(recipe, recipe.model.scratch, {key: records.get(key) for key in keys})
 
 
 def tokenizer_sources(recipe: Recipe) -> list[RecordsConfig]:
@@ -94,11 +87,10 @@ def check_backbone(recipe: Recipe, records: Mapping[str, Records]) -> str | None
         found = read_json(folder / IDENTITY)
     else:
         delete /= "naming"
-        states = complete_states(delete / "state")
-        done = read_done(states[-1]) if states else None
-        if done is None:  # damage is reported by `States.latest`
+        newest = newest_state(delete / "state")
+        if newest is None:
             return None
-        folder, found = states[-1], done["identity"]
+        folder, found = newest[0], newest[1]["identity"]
     if found is None:
         raise CheckpointError(f"{folder} does not record what it was made from: delete {delete}")
     now = plan.identity()
@@ -122,10 +114,7 @@ def check_backbone(recipe: Recipe, records: Mapping[str, Records]) -> str | None
 def starting_point(recipe: Recipe, records: Mapping[str, Records], accelerator: Accelerator) -> str:
     """Path or hub id that the first stage loads; builds the backbone of a ``model.scratch`` recipe if needed.
 
-    Args:
-        recipe: of the run.
-        records: opened, by `RecordsConfig.key`; at least those of `tokenizer_sources` to build a backbone.
-        accelerator: of the run.
+    `records` are opened, by `RecordsConfig.key`; at least those of `tokenizer_sources` to build a backbone.
 
     Raises:
         CheckpointError: see `check_backbone`.
@@ -142,7 +131,7 @@ def starting_point(recipe: Recipe, records: Mapping[str, Records], accelerator: 
         accelerator.print(f"warning: {warning}")
     accelerator.wait_for_everyone()  # before the main process begins to write it
     if not folder.is_dir():
-        _build(plan, folder, accelerator, recipe.train)
+        _build(plan, folder, accelerator)
     if accelerator.is_main_process:
         shutil.rmtree(folder.with_name("naming") / "state", ignore_errors=True)
     accelerator.wait_for_everyone()
@@ -175,8 +164,8 @@ def processor_of(recipe: Recipe, records: Mapping[str, Records]) -> Any:
     return processor
 
 
-def _build(plan: Blueprint, folder: Path, accelerator: Accelerator, train: TrainConfig) -> None:
-    config = plan.scratch
+def _build(plan: Blueprint, folder: Path, accelerator: Accelerator) -> None:
+    recipe, config = plan.recipe, plan.scratch
     launched, start = back_end(accelerator), f"start with one process or DDP until {folder} is written"
     if launched.name == "ZeRO-3":
         # transformers would shard it on creation, which needs all processes.
@@ -198,42 +187,25 @@ def _build(plan: Blueprint, folder: Path, accelerator: Accelerator, train: Train
     identity = run_identity(**plan.identity())  # with the packages that `origins` has loaded
     if accelerator.is_main_process:
         shutil.rmtree(temporary, ignore_errors=True)
-        scratch.build(
-            temporary,
-            plan.texts(),
-            seed=plan.seed,
-            vocab_size=config.vocab_size,
-            text=config.text,
-            vision=config.vision,
-            min_pixels=plan.min_pixels,
-            max_pixels=plan.max_pixels,
-        )
+        sizes: dict[str, Any] = {
+            "vocab_size": config.vocab_size,
+            "text": config.text,
+            "vision": config.vision,
+        }
+        scratch.build(temporary, plan.texts(), seed=recipe.train.seed, **sizes, **plan.pixels)
     accelerator.wait_for_everyone()
     if config.naming is not None:
         model = cast(HubModel, AutoModelForImageTextToText.from_pretrained(temporary))
         vision.speed_up(model)
         processor = AutoProcessor.from_pretrained(temporary)
-        pictures, labels, names = pretrain_vision.naming_pictures(config.naming, int(plan.max_pixels**0.5))
+        pictures, labels, names = pretrain_vision.naming_pictures(
+            config.naming, int(recipe.model.max_pixels**0.5)
+        )
         stop_after_this_step_at_signals()
         accuracy = pretrain_vision.teach(
-            model,
-            accelerator,
-            processor,
-            pictures,
-            labels,
-            names,
-            folder.with_name("naming"),
-            steps=config.naming_steps,
-            batch_size=config.naming_batch_size,
-            lr=config.naming_lr,
-            seed=plan.seed,
-            style=config.naming_style,
-            say_from=config.naming_say_from,
-            muon_kernels=plan.muon_kernels,
-            train_text=not is_smollm2(config.text),
-            train=train,
-            identity=identity,
-        )
+            model, accelerator, processor, pictures, labels, names, folder.with_name("naming"), config,
+            recipe.train, muon_kernels=recipe.optim.muon_kernels, identity=identity,
+        )  # fmt: skip
         if accelerator.is_main_process:
             model.cpu().save_pretrained(temporary)
             found = {"pictures": len(pictures), "names": len(names), "train_accuracy": accuracy}

@@ -10,6 +10,7 @@ D = width.
 """
 
 import hashlib
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -64,15 +65,10 @@ def origin() -> dict[str, Any]:
 
 
 class EfficientNetConfig(PretrainedConfig):
-    """The tower's config; the network makes one feature of 32 x 32 pixels, and supports no other sizes.
+    """The tower's config; the network makes one feature of 32 x 32 pixels, and supports no other sizes (TowerError).
 
-    Attributes:
-        spatial_merge_size: side, in patches, of a square that becomes a placeholder token; its features are averaged.
-        out_hidden_size: width of the text model.
-        tokens_per_second: of videos, which this tower does not support, but Qwen2.5-VL's positions require it.
-
-    Raises:
-        TowerError: unsupported sizes.
+    The features of a square of `spatial_merge_size` patches are averaged for a placeholder token, and mapped to the text model's width,
+    `out_hidden_size`.
     """
 
     model_type = "efficientnet_lite0"
@@ -84,7 +80,7 @@ class EfficientNetConfig(PretrainedConfig):
     in_channels: int = 3
     hidden_size: int = 1280
     out_hidden_size: int = 2048
-    tokens_per_second: int = 4
+    tokens_per_second: int = 4  # of videos, which are not supported, but Qwen2.5-VL's positions require it
 
     def __post_init__(self, **kwargs: Any) -> None:
         """Reject sizes that the network does not support."""
@@ -95,6 +91,11 @@ class EfficientNetConfig(PretrainedConfig):
                 f"{', '.join(map(str, sizes))}; leave them out"
             )
         super().__post_init__(**kwargs)
+
+
+def is_efficientnet(vision: dict[str, Any]) -> bool:
+    """Whether ``model.scratch.vision`` selects this tower."""
+    return vision.get("model_type") == EfficientNetConfig.model_type
 
 
 def picture_settings(vision: dict[str, Any]) -> dict[str, Any]:
@@ -142,21 +143,17 @@ class EfficientNetTower(Qwen2_5_VLPreTrainedModel):
             for name, parameter in list(module.named_parameters(recurse=False)):
                 delattr(module, name)
                 module.register_buffer(name, parameter.detach())
-        width = config.out_hidden_size
-        self.merger = nn.Sequential()  # as Qwen's
-        self.merger.add_module("norm", nn.LayerNorm(config.hidden_size))
-        self.merger.add_module("narrow", nn.Linear(config.hidden_size, width))
-        self.merger.add_module("bend", nn.GELU())
-        self.merger.add_module("mix", nn.Linear(width, width))
+        wide, width = config.hidden_size, config.out_hidden_size
+        layers = {"norm": nn.LayerNorm(wide), "narrow": nn.Linear(wide, width)}
+        layers |= {"bend": nn.GELU(), "mix": nn.Linear(width, width)}
+        self.merger = nn.Sequential(OrderedDict(layers))  # as Qwen's
         self.post_init()
 
     @torch.no_grad()
     def load_pretrained(self) -> None:
         """Load the package's pretrained weights."""
         weights = torch.load(_weights_file(), weights_only=True, map_location="cpu")
-        self.network.load_state_dict(
-            {name: it for name, it in weights.items() if not name.startswith("_fc.")}
-        )
+        self.network.load_state_dict({name: weights[name] for name in weights if not name.startswith("_fc.")})
 
     def train(self, mode: bool = True) -> "EfficientNetTower":
         """Train the merger; the network keeps ImageNet's statistics and drops no paths."""
@@ -165,14 +162,10 @@ class EfficientNetTower(Qwen2_5_VLPreTrainedModel):
         return self
 
     def forward(self, hidden_states: Tensor, grid_thw: Tensor, **_: Any) -> BaseModelOutputWithPooling:
-        """Compute picture features.
+        """Features ``pooler_output`` (F, D), in the order of the placeholders.
 
-        Args:
-            hidden_states: (P, 3 * 32 * 32) normalised pixels of patches in the order of Qwen's image processor.
-            grid_thw: (pictures, 3): one, height and width in patches.
-
-        Returns:
-            ``pooler_output`` (F, D), in the order of the placeholders.
+        `hidden_states` are (P, 3 * 32 * 32) normalised pixels in the order of Qwen's image processor, `grid_thw` (pictures, 3):
+        one, height and width in patches.
         """
         sizes: list[tuple[int, int]] = [(height, width) for _, height, width in grid_thw.tolist()]
         patches = hidden_states.split([height * width for height, width in sizes])

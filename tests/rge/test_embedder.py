@@ -285,6 +285,9 @@ def test_embeddings_are_cut_to_sizes_of_training_only(described):
     ("arguments", "message"),
     [
         (((None,)), "give texts, images, or both"),
+        # The instruction of training alone is no query.
+        ((" ",), "item '0' has neither text nor images"),
+        ((["a", ""],), "item '1' has neither text nor images"),
         ((["a", "b"], ["x.png"]), "2 texts and 1 images"),
         (([1],), "a text must be a string, got int"),
         (("a", [3.0]), "a picture is a path, a web address, bytes or a PIL image, got float"),

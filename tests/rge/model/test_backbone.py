@@ -14,7 +14,7 @@ from transformers import (
 
 from rge.common.prompt_profiles import EMB_TOKEN
 from rge.common.schema import Item
-from rge.model.backbone import BackboneError, add_emb_token, load_backbone
+from rge.model.backbone import BackboneError, add_tokens, load_backbone
 from rge.model.families import normalised
 from rge.model.prompts import PromptBuilder
 from rge.objective import Objective
@@ -58,7 +58,7 @@ def test_a_full_matrix_grows(tiny_path, untied, tied):
         module.weight.detach().clone()
         for module in (model.get_input_embeddings(), model.get_output_embeddings())
     ]
-    emb_id = add_emb_token(model, tokenizer)
+    (emb_id,) = add_tokens(model, tokenizer, [EMB_TOKEN], tokenizer.eos_token_id)
     modules = (model.get_input_embeddings(), model.get_output_embeddings())
     assert emb_id == len(before[0])
     im_end = tokenizer.convert_tokens_to_ids("<|im_end|>")

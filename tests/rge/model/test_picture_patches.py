@@ -5,6 +5,7 @@ import torch
 from accelerate import Accelerator
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
+from rge.config import ScratchConfig, TrainConfig
 from rge.scratch.pretrain_vision import augment, named, patches, restyle, teach
 
 
@@ -76,9 +77,9 @@ def test_pictures_are_chosen_for_before_names_are_written(tiny_path, picture, tm
     for say_from in (1.0, 0.5):
         model = AutoModelForImageTextToText.from_pretrained(tiny_path)
         before = {key: weight.clone() for key, weight in model.state_dict().items()}
-        settings = {"steps": 8, "batch_size": 8, "lr": 1e-3, "seed": 0, "say_from": say_from}
+        config = ScratchConfig(naming_steps=8, naming_batch_size=8, naming_lr=1e-3, naming_say_from=say_from)
         folder = tmp_path / str(say_from)
-        teach(model, Accelerator(cpu=True), processor, pictures, labels, names, folder, **settings)
+        teach(model, Accelerator(cpu=True), processor, pictures, labels, names, folder, config, TrainConfig())
         found[say_from] = {
             key for key, weight in model.state_dict().items() if not torch.equal(weight, before[key])
         }
@@ -95,8 +96,8 @@ def test_naming_is_counted_over_all_pictures(tiny_path, tmp_path):
     names, labels = ["key", "skis"], torch.arange(70) % 2  # more than one batch
     pictures = labels[:, None, None, None].float().expand(-1, 3, 28, 28).contiguous()
     assert not all(right.all() for right in named(model, processor, pictures, labels, names))
-    settings = {"steps": 40, "batch_size": 8, "lr": 3e-2, "seed": 0}
-    teach(model, Accelerator(cpu=True), processor, pictures, labels, names, tmp_path, **settings)
+    config = ScratchConfig(naming_steps=40, naming_batch_size=8, naming_lr=3e-2)
+    teach(model, Accelerator(cpu=True), processor, pictures, labels, names, tmp_path, config, TrainConfig())
     for right in named(model, processor, pictures, labels, names):
         assert right.tolist() == [True] * 70
     for right in named(model, processor, pictures, torch.where(labels == 1, 0, 1), names):

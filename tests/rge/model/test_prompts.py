@@ -267,7 +267,7 @@ def test_builder_errors(builder, tiny_path, embedder):
     from transformers import AutoProcessor
 
     with pytest.raises(
-        ValueError, match="the tokenizer has no <emb> token; add it with rge.model.backbone.add_emb_token"
+        ValueError, match="the tokenizer has no <emb> token; rge.model.backbone.load_backbone"
     ):
         PromptBuilder(AutoProcessor.from_pretrained(tiny_path))
 

@@ -104,7 +104,7 @@ def ours(checkpoint):
 def vllm(checkpoint):
     embedder = Embedder.from_pretrained(checkpoint, engine="vllm", vllm_rows=16)
     yield embedder
-    embedder.engine.engine.close()
+    embedder._inference.engine.engine.close()
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from rge.checkpoints.settings import CheckpointError
 from rge.common.errors import SIGNALLED
-from rge.config import TrainConfig, load_recipe
+from rge.config import ScratchConfig, TrainConfig, load_recipe
 from rge.data.sources import RecordError
 from rge.distributed import stop_signals
 from rge.scratch import pretrain_vision, starting_point
@@ -31,8 +31,11 @@ def teach(tiny_path, picture, monkeypatch):
     stacked = np.stack([np.asarray(picture(28, 28, seed)) for seed in range(4)])
     pictures = torch.from_numpy(stacked).permute(0, 3, 1, 2).float() / 255
     names, labels = ["This is a key.", "This is a door."], torch.tensor([0, 1, 0, 1])
+    config = ScratchConfig(
+        naming_steps=8, naming_batch_size=8, naming_lr=1e-2, naming_say_from=0.5, naming_style=0.5
+    )
 
-    def run(folder, at=lambda step: None, **settings):
+    def run(folder, at=lambda step: None):
         model, shown = AutoModelForImageTextToText.from_pretrained(tiny_path), []
 
         def augment(picture, generator):
@@ -42,17 +45,9 @@ def teach(tiny_path, picture, monkeypatch):
 
         with monkeypatch.context() as patched:
             patched.setattr(pretrain_vision, "augment", augment)
-            settings = {
-                "steps": 8,
-                "batch_size": 8,
-                "lr": 1e-2,
-                "seed": 0,
-                "say_from": 0.5,
-                "style": 0.5,
-            } | settings
             accuracy = pretrain_vision.teach(
-                model, Accelerator(cpu=True), processor, pictures, labels, names, folder,
-                train=TrainConfig(save_every=2, log_every=1, background_save=False), identity={"of": "test"}, **settings,
+                model, Accelerator(cpu=True), processor, pictures, labels, names, folder, config,
+                TrainConfig(save_every=2, log_every=1, background_save=False), identity={"of": "test"},
             )  # fmt: skip
         return accuracy, model.state_dict(), len(shown)
 

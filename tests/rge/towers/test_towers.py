@@ -16,7 +16,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from rge.checkpoints.export import export, settings_of
 from rge.common.schema import Item
-from rge.config import load_recipe
+from rge.config import ScratchConfig, TrainConfig, load_recipe
 from rge.model.backbone import BackboneError, load_backbone, vision_parameters
 from rge.model.embedding_model import EmbeddingModel
 from rge.model.families import family_of, normalised
@@ -102,8 +102,8 @@ def test_the_first_stage_teaches_the_merger_and_leaves_the_network(eyes, tmp_pat
     names, labels = ["This is a key.", "This is an egg."], torch.arange(4) % 2
     pictures = labels[:, None, None, None].float().expand(-1, 3, 64, 64).contiguous()
     before = {name: it.clone() for name, it in model.state_dict().items()}
-    settings = {"steps": 3, "batch_size": 4, "lr": 1e-2, "seed": 0}
-    teach(model, Accelerator(cpu=True), processor, pictures, labels, names, tmp_path, **settings)
+    config = ScratchConfig(naming_steps=3, naming_batch_size=4, naming_lr=1e-2)
+    teach(model, Accelerator(cpu=True), processor, pictures, labels, names, tmp_path, config, TrainConfig())
     moved = {name for name, it in model.state_dict().items() if not torch.equal(it, before[name])}
     assert {f"model.visual.merger.{layer}.weight" for layer in ("norm", "narrow", "mix")} <= moved
     assert not any(".network." in name for name in moved)

@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from rge.config import TrainConfig
+from rge.config import ScratchConfig, TrainConfig
 from rge.distributed import collectives as dist
 from rge.scratch import pretrain_vision
 
@@ -39,7 +39,8 @@ def teach(name: str, steps: int) -> dict[str, torch.Tensor]:
     try:
         pretrain_vision.teach(
             model, accelerator, processor, pictures, labels, names, folder / name,
-            steps=8, batch_size=8, lr=1e-2, seed=0, say_from=0.5, train=TrainConfig(save_every=3, background_save=False),
+            ScratchConfig(naming_steps=8, naming_batch_size=8, naming_lr=1e-2, naming_say_from=0.5),
+            TrainConfig(save_every=3, background_save=False),
         )  # fmt: skip
     except KeyboardInterrupt:
         accelerator.free_memory()

@@ -42,6 +42,7 @@ class Blueprint:
     max_pixels: int
     muon_kernels: bool
     records: Mapping[str, Records | None]
+    on_bad: str = "stop"  # as of `data.on_bad`; not part of the identity
 
     def texts(self) -> list[str]:
         """Training texts of the tokenizer."""
@@ -72,6 +73,7 @@ def blueprint(recipe: Recipe, records: Mapping[str, Records]) -> Blueprint | Non
         recipe.model.max_pixels,
         recipe.optim.muon_kernels,
         {source.key: records.get(source.key) for source in tokenizer_sources(recipe) if source.key},
+        recipe.data.on_bad,
     )
 
 
@@ -213,7 +215,9 @@ def _build(plan: Blueprint, folder: Path, accelerator: Accelerator, train: Train
         model = cast(HubModel, AutoModelForImageTextToText.from_pretrained(temporary))
         vision.speed_up(model)
         processor = AutoProcessor.from_pretrained(temporary)
-        pictures, labels, names = pretrain_vision.naming_pictures(config.naming, int(plan.max_pixels**0.5))
+        pictures, labels, names = pretrain_vision.naming_pictures(
+            config.naming, int(plan.max_pixels**0.5), plan.on_bad
+        )
         stop_after_this_step_at_signals()
         accuracy = pretrain_vision.teach(
             model,

@@ -18,7 +18,7 @@ from pydantic import Field
 
 from rge.common.errors import UserError
 from rge.common.files import RECIPES as RECIPES
-from rge.common.options import parse_file
+from rge.common.options import AtLeastOne, Count, NotNegative, Positive, Share, parse_file
 from rge.common.prompt_profiles import PROFILES
 from rge.common.registry import load_plugins
 
@@ -29,12 +29,6 @@ BACK_ENDS: tuple[str, ...] = get_args(BackEndName)
 """What is sharded across processes, from nothing to everything; the last two are equal."""
 UNSHARDED_ONLY = ("muon",)
 """Optimizers that need whole gradients: launches with ZeRO or FSDP2 are refused, and plans do not suggest them."""
-
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Share = Annotated[float, Field(ge=0, le=1)]
-AtLeastOne = Annotated[int, Field(ge=1)]
-Count = Annotated[int, Field(ge=0)]
 
 Attention = Literal["auto", "varlen", "sdpa", "eager"]
 """Forms of attention, see `ModelConfig`."""

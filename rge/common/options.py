@@ -21,15 +21,21 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from rge.common.errors import UserError, not_one_of
 from rge.common.registry import PluginOptions, load_plugins
 
 T = TypeVar("T")
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
+AtLeastOne = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
 
 HELP = ("--help", "-h", "help")
 

@@ -10,7 +10,7 @@ import math
 import os
 import sys
 import tempfile
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,7 +126,7 @@ class Scanned:
     problems: list[str]
 
 
-class StoredRecords(Records):
+class StoredRecords(Records, ABC):
     """Records of known number, each checked once when the source is opened. Subclasses say how they are read.
 
     Attributes:
@@ -158,15 +158,7 @@ class StoredRecords(Records):
             raise RecordError(
                 f"training records break the format, and data.on_bad=skip leaves none:\n{self._listed(broken)}"
             )
-        self.bad = [
-            BadRecord(
-                self.name,
-                one.place,
-                one.record.id if one.record else None,
-                f"{self.unit} {one.label}: {'; '.join(one.problems)}",
-            )
-            for one in broken
-        ]
+        self.bad = [self._bad(one) for one in broken]
         self.size = len(self.offsets)
         self.content = self._extent() | {
             "sha256": sha256.hexdigest(),
@@ -175,6 +167,10 @@ class StoredRecords(Records):
         }
         if broken:
             self.content["left_out_at"] = number_of(str([one.place for one in broken]))
+
+    def _bad(self, one: Scanned) -> BadRecord:
+        reason = f"{self.unit} {one.label}: {'; '.join(one.problems)}"
+        return BadRecord(self.name, one.place, one.record.id if one.record else None, reason)
 
     @abstractmethod
     def _extent(self) -> dict[str, Any]:
@@ -226,12 +222,14 @@ class StoredRecords(Records):
         return "\n".join(problems[:MAX_REPORTED]) + more
 
     def __getitem__(self, index: int) -> Record:
-        record, problems = self._read(self.place(index))
+        return absolute(self._still(*self._read(self.place(index))), self.folder)
+
+    def _still(self, record: Record | None, problems: Sequence[str]) -> Record:
         if record is None:
             raise RecordError(
-                f"{self.name} has changed since this run opened it: record {index} can no longer be read: {'; '.join(problems)}"
+                f"{self.name} has changed since this run opened it: a record can no longer be read: {'; '.join(problems)}"
             )
-        return absolute(record, self.folder)
+        return record
 
     def place(self, index: int) -> int:
         """Its byte offset in a file, or the number of its row."""
@@ -240,8 +238,9 @@ class StoredRecords(Records):
     def texts(self) -> list[str]:
         """Distinct texts of all records."""
         bad = {one.place for one in self.bad}
-        records = (one.record for one in self._scan(hashlib.sha256()) if one.place not in bad)
-        return list(dict.fromkeys(text for record in records if record for text in texts_of(record)))
+        scanned = (one for one in self._scan(hashlib.sha256()) if one.place not in bad)
+        records = (self._still(one.record, one.problems) for one in scanned)
+        return list(dict.fromkeys(text for record in records for text in texts_of(record)))
 
 
 class RecordFile(StoredRecords):
@@ -255,18 +254,8 @@ class RecordFile(StoredRecords):
 
     def __init__(self, path: str | Path, **checks: Unpack[Checks]):
         self.path = find_shipped(path)
-        if self.path.is_dir() or self.path.suffix == ".parquet":
-            raise RecordError(
-                f"training records {self.path} is not a file of JSON lines: give a folder of Parquet or JSON lines as dataset:"
-            )
-        if not self.path.is_file():
-            raise RecordError(f"training records {self.path} do not exist")
-        with _open(self.path) as file:
-            if strip_bom(file.read(1024)).lstrip().startswith(b"["):
-                raise RecordError(
-                    f"training records {self.path} is a JSON array: write each of its objects on a line of its own (JSON lines)"
-                )
         self.folder = self.path.parent
+        _refuse_other_formats(self.path)
         super().__init__(str(self.path), **checks)
 
     @classmethod
@@ -324,6 +313,20 @@ class Column:
         """All numbers so far, memory-mapped."""
         self._file.flush()
         return np.memmap(self._file, np.int64, "r") if self._file.tell() else np.zeros(0, np.int64)
+
+
+def _refuse_other_formats(path: Path) -> None:
+    if path.is_dir() or path.suffix == ".parquet":
+        raise RecordError(
+            f"training records {path} is not a file of JSON lines: give a folder of Parquet or JSON lines as dataset:"
+        )
+    if not path.is_file():
+        raise RecordError(f"training records {path} do not exist")
+    with _open(path) as file:
+        if strip_bom(file.read(1024)).lstrip().startswith(b"["):
+            raise RecordError(
+                f"training records {path} is a JSON array: write each of its objects on a line of its own (JSON lines)"
+            )
 
 
 def _open(path: Path) -> BinaryIO:

@@ -213,20 +213,22 @@ def _embedded_pictures(files: Sequence[Records]) -> Iterator[tuple[ImageRef, str
 
 def _look_at(known: np.ndarray, began_ns: int, ref: ImageRef) -> tuple[int | None, str | None]:
     """A picture's state as a number, if it can be cached, and why it cannot be decoded; not decoded if it is `known`."""
-    number = None
-    if isinstance(ref, str):
-        path, mark, _ = ref.partition(".parquet#")
-        stamp = _stamp(path + ".parquet" if mark else ref)
-        if stamp is not None and stamp[0] < began_ns - RECENT_NS:
-            number = number_of(f"{ref}\0{stamp}\0{_code()}")
-            place = np.searchsorted(known, number)
-            if place < len(known) and known[place] == number:
-                return number, None
+    number = _state_of(ref, began_ns) if isinstance(ref, str) else None
+    if number is not None and number in known[np.searchsorted(known, number) :][:1]:
+        return number, None
     try:
         load_image(ref)
     except ImageError as error:
         return None, str(error)
     return number, None
+
+
+def _state_of(ref: str, began_ns: int) -> int | None:
+    """Hash of a picture's name, stamp and the checking code; None if it is missing or too recent."""
+    path, mark, _ = ref.partition(".parquet#")
+    stamp = _stamp(path + ".parquet" if mark else ref)
+    is_settled = stamp is not None and stamp[0] < began_ns - RECENT_NS
+    return number_of(f"{ref}\0{stamp}\0{_code()}") if is_settled else None
 
 
 def _stamp(path: str | Path) -> list[int] | None:

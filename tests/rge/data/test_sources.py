@@ -193,7 +193,13 @@ def test_written_records_read_back(tmp_path):
 def test_texts_without_repeats(write):
     negatives = [{"id": "n", "text": "What opens this?"}]
     path = write(record("a", instruction="Find it."), record("b", negatives=negatives))
-    assert RecordFile(path).texts() == ["Find it.", "What opens this?", "A key opens a padlock."]
+    file = RecordFile(path)
+    assert file.texts() == ["Find it.", "What opens this?", "A key opens a padlock."]
+    path.write_bytes(b"{")
+    with pytest.raises(
+        RecordError, match="has changed since this run opened it: a record can no longer be read"
+    ):
+        file.texts()
 
 
 def test_identity_defaults_to_the_id():

@@ -195,7 +195,7 @@ def test_texts_without_repeats(write):
     path = write(record("a", instruction="Find it."), record("b", negatives=negatives))
     file = RecordFile(path)
     assert file.texts() == ["Find it.", "What opens this?", "A key opens a padlock."]
-    path.write_bytes(b"{")
+    file.path.write_bytes(b"{")
     with pytest.raises(
         RecordError, match="has changed since this run opened it: a record can no longer be read"
     ):

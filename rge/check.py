@@ -68,8 +68,8 @@ def main(arguments: list[str]) -> int:
         return 0  # without waiting for the main process, which may take long
     raise_descriptor_limit()
     launched = "WORLD_SIZE" in os.environ
-    with ExitStack() as kept:
-        problems, found = _examined(kept, recipe, accelerator, with_launch=launched, decode=recipe.pictures)
+    with ExitStack() as lock:
+        problems, found = examine(recipe, accelerator, lock, with_launch=launched, decode=recipe.pictures)
     if problems:
         print(_report(problems), file=sys.stderr)  # noqa: T201
     else:
@@ -89,11 +89,11 @@ def checked(recipe: Recipe, accelerator: Accelerator) -> Iterator[Checked]:
         SystemExit: there are problems.
     """
     raise_descriptor_limit()
-    with ExitStack() as kept:
+    with ExitStack() as lock:
         problems: list[str] = []
         found = None
         if accelerator.is_main_process:
-            problems, found = _examined(kept, recipe, accelerator)
+            problems, found = examine(recipe, accelerator, lock)
             if not problems:
                 print("\n".join(found.summary), flush=True)  # noqa: T201
         after_main("checked")  # a large file or a download may take longer than the time-out of a collective
@@ -104,16 +104,6 @@ def checked(recipe: Recipe, accelerator: Accelerator) -> Iterator[Checked]:
             raise CoordinatedExit(USER)
         assert found is not None
         yield found
-
-
-def _examined(
-    kept: ExitStack, recipe: Recipe, accelerator: Accelerator, **options: bool
-) -> tuple[list[str], Checked]:
-    """`examine`, and put the lock of a run that can start into `kept`."""
-    problems, found = examine(recipe, accelerator, **options)
-    if not problems and found.stages:
-        _attempt(problems, kept.enter_context, held(Path(recipe.out)))
-    return problems, found
 
 
 @dataclass
@@ -127,9 +117,14 @@ class Wanted:
 
 
 def examine(
-    recipe: Recipe, accelerator: Accelerator, *, with_launch: bool = True, decode: bool = False
+    recipe: Recipe,
+    accelerator: Accelerator,
+    lock: ExitStack | None = None,
+    *,
+    with_launch: bool = True,
+    decode: bool = False,
 ) -> tuple[list[str], Checked]:
-    """All problems of a run, and the checked run if there are none; `decode` decodes every picture."""
+    """All problems of a run, and the checked run if there are none; then `lock` gets the lock of its folder."""
     run = Preflight(recipe, accelerator)
     if with_launch:
         run.attempt(launch.check_launch, accelerator, recipe.train, recipe.optim.name)
@@ -141,11 +136,11 @@ def examine(
         model = run.attempt(_outline, recipe)
         if model is not None:
             run.lay_out_sources()
-        for name in run.found.stages:
-            run.problems += _too_many_bad(recipe, name, run.found, run.layouts)
-            run.problems += _nothing_to_compare(recipe, name, run.layouts)
+        run.check_records()
         if model is not None:
             run.check_model(model)
+    if lock is not None and not run.problems and run.found.stages:
+        run.attempt(lock.enter_context, held(run.out))
     return run.problems, run.found
 
 
@@ -162,7 +157,11 @@ class Preflight:
 
     def attempt(self, action: Callable[..., T], *arguments: Any) -> T | None:
         """Call `action`; a `UserError` becomes a problem, and the result None."""
-        return _attempt(self.problems, action, *arguments)
+        try:
+            return action(*arguments)
+        except (UserError, OSError) as error:
+            self.problems.append(str(error))
+            return None
 
     def warn(self, warning: str | None) -> None:
         """Add a warning to the summary, unless it is None."""
@@ -266,10 +265,47 @@ class Preflight:
         except Exception as error:  # noqa: BLE001 - training may still succeed
             self.warn(f"warning: records were not laid out: {type(error).__name__}: {error}")
 
+    def check_records(self) -> None:
+        """Check how many records of each stage are bad, and whether single queries have something to be compared with."""
+        recipe = self.recipe
+        for name in self.found.stages:
+            stage: StageConfig = getattr(recipe, name)
+            keys = [source.key for source in stage.sources if source.key]
+            files = [self.found.records[key] for key in keys if key in self.found.records]
+            laid = [self.layouts[key] for key in keys if key in self.layouts]
+            if recipe.data.on_bad == "skip" and all(file.size is not None for file in files):
+                self._check_share_of_bad(name, files, laid)
+            alone = stage.batch_size == 1 and Objective.of(recipe, name).alpha_con > 0
+            if alone and len(laid) == len(keys) and not any(each.column("negatives").any() for each in laid):
+                self.problems.append(
+                    f"{name}.batch_size=1, and no record has a labelled negative, so its contrastive loss is always 0: raise "
+                    f"{name}.batch_size"
+                )
+
+    def _check_share_of_bad(self, name: str, files: Sequence[Records], laid: Sequence[Layout]) -> None:
+        reasons = [f"{record.source}: {record.reason}" for file in files for record in file.bad]
+        reasons += [fault for each in laid for fault in each.faults.values()]
+        total, most = sum(len(file.bad) + len(file) for file in files), self.recipe.data.max_bad_share
+        if len(reasons) > most * total:
+            self.problems.append(
+                f"{len(reasons)} of {total} records of {name} are bad, more than data.max_bad_share={most}: "
+                + "\n".join(reasons[:MAX_REPORTED])
+            )
+
+    def _num_steps(self, stage: StageConfig) -> int:
+        sizes = [
+            len(self.found.records[source.key])
+            for source in stage.sources
+            if stage.steps is None and source.key in self.found.records
+        ]
+        if not sizes:
+            return stage.steps or 1  # 1: a problem already
+        return stage.num_steps(Mixture(sizes, [1.0] * len(sizes), stage.batch_size, 0).steps_per_epoch())
+
     def check_model(self, model: HubModel) -> None:
         """Check model and disk, and summarise the run if there are no problems."""
         recipe, found = self.recipe, self.found
-        num_steps = {name: _num_steps(recipe, name, found) for name in found.stages}
+        num_steps = {name: self._num_steps(getattr(recipe, name)) for name in found.stages}
         self.attempt(check_sizes, recipe.loss.matryoshka_dims, model)
         self.problems += machine.disk_problems(recipe, num_steps, model, self.accelerator)
         plans = self.attempt(Plans, recipe, num_steps, found.records, self.layouts, model, self.accelerator)
@@ -285,28 +321,28 @@ class Preflight:
 def wanted_sources(recipe: Recipe, stages: Sequence[str]) -> dict[str, Wanted]:
     """Every source that these stages read, by key."""
     found: dict[str, Wanted] = {}
+    for wanted in _each_wanted(recipe, stages):
+        assert wanted.source.key is not None
+        known = found.setdefault(wanted.source.key, wanted)
+        known.oracle |= wanted.oracle
+        known.candidates |= wanted.candidates
+    return found
+
+
+def _each_wanted(recipe: Recipe, stages: Sequence[str]) -> Iterator[Wanted]:
     # The needs of finished stages count too: a resumed run must skip the same records.
     objectives = {name: Objective.of(recipe, name) for name in recipe.stages()}
     read = {source.key for name in stages for source in getattr(recipe, name).sources}
     for name, objective in objectives.items():
         for source in getattr(recipe, name).sources:
             if source.key in read:
-                _want(found, Wanted(source, objective.needs_oracle, objective.needs_candidates))
+                yield Wanted(source, objective.needs_oracle, objective.needs_candidates)
     if recipe.validation.key is not None:
         oracle = any(each.needs_oracle for each in objectives.values())
         candidates = any(each.needs_candidates for each in objectives.values())
-        _want(found, Wanted(recipe.validation, oracle, candidates, held_out=True))
+        yield Wanted(recipe.validation, oracle, candidates, held_out=True)
     if recipe.stages()[0] in stages:
-        for wanted in _wanted_by_scratch(recipe):
-            _want(found, wanted)
-    return found
-
-
-def _want(found: dict[str, Wanted], wanted: Wanted) -> None:
-    assert wanted.source.key is not None
-    known = found.setdefault(wanted.source.key, wanted)
-    known.oracle |= wanted.oracle
-    known.candidates |= wanted.candidates
+        yield from _wanted_by_scratch(recipe)
 
 
 def _wanted_by_scratch(recipe: Recipe) -> Iterator[Wanted]:
@@ -322,14 +358,6 @@ def _wanted_by_scratch(recipe: Recipe) -> Iterator[Wanted]:
         yield Wanted(RecordsConfig(path=scratch.naming), oracle=True)
 
 
-def _attempt(problems: list[str], action: Callable[..., T], *arguments: Any) -> T | None:
-    try:
-        return action(*arguments)
-    except (UserError, OSError) as error:
-        problems.append(str(error))
-        return None
-
-
 def _report(problems: Sequence[str]) -> str:
     if len(problems) == 1:
         return f"error: {problems[0]}"
@@ -338,34 +366,6 @@ def _report(problems: Sequence[str]) -> str:
         f"{number}. " + problem.replace("\n", "\n   ") for number, problem in enumerate(problems, start=1)
     ]
     return "\n".join(lines)
-
-
-def _too_many_bad(recipe: Recipe, name: str, found: Checked, layouts: Mapping[str, Layout]) -> Iterable[str]:
-    """With ``data.on_bad=skip``: too many bad records, which would end the stage."""
-    keys = [source.key for source in getattr(recipe, name).sources if source.key in found.records]
-    files = [found.records[key] for key in keys if key]
-    if recipe.data.on_bad != "skip" or any(file.size is None for file in files):
-        return  # not known yet
-    reasons = [f"{record.source}: {record.reason}" for file in files for record in file.bad]
-    reasons += [fault for key in keys if key in layouts for fault in layouts[key].faults.values()]
-    total = sum(len(file.bad) + len(file) for file in files)
-    if len(reasons) > recipe.data.max_bad_share * total:
-        yield (
-            f"{len(reasons)} of {total} records of {name} are bad, more than data.max_bad_share={recipe.data.max_bad_share}: "
-            + "\n".join(reasons[:MAX_REPORTED])
-        )
-
-
-def _nothing_to_compare(recipe: Recipe, name: str, layouts: Mapping[str, Layout]) -> Iterable[str]:
-    """Batches of one query need labelled negatives, but no record has any."""
-    stage: StageConfig = getattr(recipe, name)
-    laid = [layouts[source.key] for source in stage.sources if source.key and source.key in layouts]
-    alone = stage.batch_size == 1 and Objective.of(recipe, name).alpha_con > 0
-    if alone and len(laid) == len(stage.sources) and not any(each.column("negatives").any() for each in laid):
-        yield (
-            f"{name}.batch_size=1, and no record has a labelled negative, so its contrastive loss is always 0: raise "
-            f"{name}.batch_size"
-        )
 
 
 def _outline(recipe: Recipe) -> HubModel:
@@ -380,17 +380,6 @@ def _outline(recipe: Recipe) -> HubModel:
         return outline(recipe.model, recipe.init)[0]
     except KeyError as error:
         raise RecipeError(f"model.scratch lacks {error}") from None
-
-
-def _num_steps(recipe: Recipe, name: str, found: Checked) -> int:
-    stage: StageConfig = getattr(recipe, name)
-    if stage.steps is not None:
-        return stage.steps
-    keys = [source.key for source in stage.sources]
-    sizes = [len(found.records[key]) for key in keys if key in found.records]
-    if not sizes:
-        return 1  # a problem already
-    return stage.num_steps(Mixture(sizes, [1.0] * len(sizes), stage.batch_size, 0).steps_per_epoch())
 
 
 if __name__ == "__main__":

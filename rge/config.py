@@ -18,7 +18,7 @@ from pydantic import Field
 
 from rge.common.errors import UserError
 from rge.common.files import RECIPES as RECIPES
-from rge.common.options import parse_file
+from rge.common.options import AtLeastOne, Count, NotNegative, Positive, Share, parse_file
 from rge.common.prompt_profiles import PROFILES
 from rge.common.registry import load_plugins
 
@@ -29,12 +29,6 @@ BACK_ENDS: tuple[str, ...] = get_args(BackEndName)
 """What is sharded across processes, from nothing to everything; the last two are equal."""
 UNSHARDED_ONLY = ("muon",)
 """Optimizers that need whole gradients: launches with ZeRO or FSDP2 are refused, and plans do not suggest them."""
-
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Share = Annotated[float, Field(ge=0, le=1)]
-AtLeastOne = Annotated[int, Field(ge=1)]
-Count = Annotated[int, Field(ge=0)]
 
 Attention = Literal["auto", "varlen", "sdpa", "eager"]
 """Forms of attention, see `ModelConfig`."""
@@ -691,6 +685,9 @@ _RULES: Rules = {
     "loss.terms leaves no contrastive loss: give one of them a weight above 0": lambda r: (
         not any(r.loss.terms.values())
     ),
+    "loss.oracle_share=1 mixes nothing: that is loss.anchor=oracle; or give loss.oracle_decay_steps": lambda r: (
+        r.loss.anchor == "mix" and r.loss.oracle_decay_steps is None and r.loss.oracle_share == 1
+    ),
     "rollout.prompt_pass=once continues the rollout from the training model's keys and values, which "
     "rollout.backend=vllm does not have: set rollout.prompt_pass=auto": lambda r: (
         r.rollout.backend == "vllm" and r.rollout.prompt_pass == "once"
@@ -791,9 +788,8 @@ def problems(recipe: Recipe) -> Iterator[str]:
     for message, is_broken in (_RULES | _STATE_RULES | (_RL_RULES if runs_rl else {})).items():
         if is_broken(recipe):
             yield message.format(r=recipe)
-    yield from _check_mix(recipe.loss)
+    yield from _check_unused(recipe)
     yield from _check_validation(recipe)
-    yield from _check_rollout_is_used(recipe)
     for name in recipe.stages():
         yield from _check_stage(recipe, name, getattr(recipe, name))
     if runs_rl:
@@ -838,57 +834,39 @@ def _compares_in_batch(recipe: Recipe, stage: str) -> bool:
     return stage == "joint" and bool(recipe.loss.alpha_con)
 
 
-def _check_mix(loss: LossConfig) -> Iterator[str]:
-    if loss.anchor != "mix":
-        for key in ("oracle_share", "oracle_decay_steps"):
-            if getattr(loss, key) != getattr(LossConfig, key):
-                yield f"loss.{key} has no effect with loss.anchor={loss.anchor}: set loss.anchor=mix"
-        return
-    if loss.oracle_decay_steps is None and loss.oracle_share == 1:
-        yield (
-            "loss.oracle_share=1 mixes nothing: that is loss.anchor=oracle; or give loss.oracle_decay_steps"
-        )
-
-
-def _check_rollout_is_used(recipe: Recipe) -> Iterator[str]:
-    """Without own rationales, refuse settings of their content; those of speed (`backend`, `prompt_pass`) may be in a sweep's base."""
-    if recipe.loss.anchor in ("self", "mix"):
-        return
-    for key in ("temperature", "num_rationales", "reuse_steps", "direct_share"):
-        value, default = getattr(recipe.rollout, key), getattr(RolloutConfig, key)
+def _check_unused(recipe: Recipe) -> Iterator[str]:
+    """Settings without effect; those of a rollout's speed (`backend`, `prompt_pass`) may be in a sweep's base."""
+    anchor = recipe.loss.anchor
+    unused: list[tuple[str, LossConfig | RolloutConfig, str]] = []
+    if anchor != "mix":
+        unused += [("loss", recipe.loss, key) for key in ("oracle_share", "oracle_decay_steps")]
+    if anchor not in ("self", "mix"):
+        written = ("temperature", "num_rationales", "reuse_steps", "direct_share")
+        unused += [("rollout", recipe.rollout, key) for key in written]
+    for section, settings, key in unused:
+        value, default = getattr(settings, key), getattr(type(settings), key)
         if value != default:
             yield (
-                f"rollout.{key}={value} has no effect with loss.anchor={recipe.loss.anchor}, where the model writes no rationales "
-                f"in training: set rollout.{key}={default}"
+                f"{section}.{key}={value} has no effect with loss.anchor={anchor}: set {section}.{key}={json.dumps(default)}, "
+                f"or loss.anchor={'mix' if section == 'loss' else 'self'}"
             )
 
 
 def _check_validation(recipe: Recipe) -> Iterator[str]:
-    validation = recipe.validation
+    """Whether stages have the metric for choosing their best checkpoints; one without a contrastive loss uses the LM loss."""
+    validation, rl = recipe.validation, recipe.rl
     if validation.key is None:
         return
     yield from _check_records("validation", validation)
-    yield from _check_metric(recipe, "joint", *_loss_weights(recipe.loss))
-    yield from _check_metric(recipe, "rl", recipe.rl.alpha_lm, recipe.rl.alpha_con, recipe.rl.alpha_rl)
-
-
-def _check_metric(
-    recipe: Recipe, stage: str, alpha_lm: float, alpha_con: float, alpha_rl: float = 0.0
-) -> Iterator[str]:
-    """Whether a stage has the metric for choosing its best checkpoints; one without a contrastive loss uses the LM loss."""
-    metric = recipe.validation.metric
-    if stage not in recipe.stages() or not (alpha_con or alpha_rl) or alpha_lm:
-        return
-    if metric == "loss_lm":
-        yield (
-            f"validation.metric=loss_lm has no value in the stage {stage}, whose alpha_lm is 0: use hit_at_1 or "
-            "loss_contrastive"
-        )
-    if metric == "loss" and not alpha_con:
-        yield (
-            f"validation.metric=loss is always 0 in the stage {stage}, whose policy gradient is not validated and whose "
-            "other losses have weight 0: use hit_at_1 or loss_contrastive"
-        )
+    weights = {"joint": (*_loss_weights(recipe.loss), 0.0), "rl": (rl.alpha_lm, rl.alpha_con, rl.alpha_rl)}
+    for stage, (alpha_lm, alpha_con, alpha_rl) in weights.items():
+        if stage not in recipe.stages() or alpha_lm or not (alpha_con or alpha_rl):
+            continue
+        if validation.metric == "loss_lm" or (validation.metric == "loss" and not alpha_con):
+            yield (
+                f"validation.metric={validation.metric} has no value in the stage {stage}, where the weights of the losses that "
+                "it measures are 0: use hit_at_1 or loss_contrastive"
+            )
 
 
 def _check_records(key: str, config: RecordsConfig) -> Iterator[str]:

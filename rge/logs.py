@@ -34,14 +34,7 @@ PACKAGES = {"comet_ml": "comet-ml"}
 
 
 def start_trackers(accelerator: Accelerator, recipe: Recipe) -> None:
-    """Start a run in every tracker of the recipe.
-
-    `log.trackers=[wandb]` with WANDB_MODE=offline needs no network; a resumed run continues the same run of W&B.
-    TensorBoard's files go to ``<out>/trackers``.
-
-    Raises:
-        RecipeError: a tracker is not available.
-    """
+    """Start a run in every tracker of the recipe; a resumed run continues the same run of W&B."""
     if wrong := list(problems(recipe.log)):
         raise RecipeError("; ".join(wrong))
     if recipe.log.trackers:

@@ -182,11 +182,7 @@ def _refuse_foreign_files(path: Path) -> None:
 
 
 def read_json(path: str | Path) -> Any | None:
-    """Content of a JSON file; None if it does not exist.
-
-    Raises:
-        UserError: it cannot be read.
-    """
+    """Content of a JSON file; None if it does not exist. Raises `UserError`: it cannot be read."""
     if not Path(path).is_file():
         return None
     try:

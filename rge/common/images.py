@@ -5,8 +5,9 @@ import io
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import BinaryIO
 from unicodedata import normalize
@@ -56,11 +57,7 @@ def _library(path: str) -> dict[str, bytes | None]:
 
 
 def picture_bytes(ref: ImageRef) -> bytes:
-    """Encoded bytes of a picture, by the path of a file, ``library.parquet#row-id``, or the bytes themselves.
-
-    Raises:
-        ImageError: the file, the library or the row does not exist.
-    """
+    """Encoded bytes of a picture, by the path of a file, ``library.parquet#row-id``, or the bytes themselves."""
     if isinstance(ref, bytes):
         return ref
     path, mark, row = ref.partition(".parquet#")
@@ -119,30 +116,26 @@ def is_there(ref: str) -> bool:
     path, mark, row = ref.partition(".parquet#")
     if not mark:
         return os.path.isfile(ref)
-    try:
-        stat = os.stat(path + ".parquet")
-    except (OSError, ValueError):  # ValueError: a path with a zero byte
-        return False
-    names = _rows_as_of(path + ".parquet", stat.st_size, stat.st_mtime_ns)
+    names = _rows_of(path + ".parquet")
     return not isinstance(names, str) and row in names
 
 
-@lru_cache(maxsize=8)
-def _rows_as_of(library: str, _size: int, _time_ns: int) -> frozenset[str] | str:
-    return _rows_of(library)
-
-
 def _rows_of(library: str) -> frozenset[str] | str:
+    """Names of a library's rows, or why it has none."""
     try:
-        missing = {"id", "image"} - set(pq.read_schema(library).names)
-        if not missing:
-            return frozenset(map(str, pq.read_table(library, columns=["id"])["id"].to_pylist()))
-        reason = f"no column {min(missing)}"
+        stat = os.stat(library)
+        return _rows_as_of(library, stat.st_size, stat.st_mtime_ns)
     except FileNotFoundError:
         return f"picture library {library} does not exist"
-    except (OSError, ValueError) as error:
-        reason = str(error)
-    return f"picture library {library} is not a Parquet file with columns id and image: {reason}"
+    except (OSError, ValueError) as error:  # ValueError: also a path with a zero byte
+        return f"picture library {library} is not a Parquet file with columns id and image: {error}"
+
+
+@lru_cache(maxsize=8)
+def _rows_as_of(library: str, _size: int, _time_ns: int) -> frozenset[str]:
+    if missing := {"id", "image"} - set(pq.read_schema(library).names):
+        raise ValueError(f"no column {min(missing)}")
+    return frozenset(map(str, pq.read_table(library, columns=["id"])["id"].to_pylist()))
 
 
 def _files_in(folder: str) -> frozenset[str] | str:
@@ -234,11 +227,7 @@ def load_image(
 
 
 def picture_size(ref: ImageRef) -> tuple[int, int]:
-    """Width and height of `load_image`'s result, from the picture's header alone.
-
-    Raises:
-        ImageError: as `load_image`, as far as the header shows it.
-    """
+    """Width and height of `load_image`'s result, from the picture's header alone; errors as far as that shows them."""
     if isinstance(ref, bytes) or ".parquet#" in ref or not Path(ref).is_file():
         source: BinaryIO = io.BytesIO(picture_bytes(ref))
     else:
@@ -262,7 +251,7 @@ def _opened(
 ) -> Iterator[tuple[Image.Image, str]]:
     """An open picture that is not decoded yet, and its name for messages; errors inside become an `ImageError`."""
     name = f"<{len(ref)} bytes>" if isinstance(ref, bytes) else ref
-    with _explained(name, source):
+    with _explained(name):
         image = open_picture(source)
         _check_pixels(image, name)
         # Counting the frames would decode them all. A phone's MPO (a JPEG followed by previews) and HEIC open as the picture.
@@ -283,47 +272,33 @@ def _check_pixels(image: Image.Image, name: str) -> None:
 
 
 @contextmanager
-def _explained(name: str, source: BinaryIO | None = None) -> Iterator[None]:
+def _explained(name: str) -> Iterator[None]:
     try:
         yield
     except ImageError:
         raise
     except UnidentifiedImageError:  # its message contains a memory address
-        reason = (
-            "HEIC needs pillow-heif: pip install -e '.[search]'"
-            if source is not None and is_heic(_head(source))
-            else "Pillow does not recognise it as a picture"
-        )
+        reason = "Pillow does not recognise it as a picture"
+        if find_spec("pillow_heif") is None:
+            reason += "; HEIC needs pillow-heif: pip install -e '.[search]'"
         raise ImageError(f"picture {name} cannot be decoded: {reason}") from None
     except Exception as error:  # Pillow's readers raise anything on damaged files
         raise ImageError(f"picture {name} cannot be decoded: {error}") from error
 
 
 def open_picture(data: bytes | BinaryIO) -> Image.Image:
-    """Open a picture without decoding it, from encoded bytes or an open file; HEIC needs pillow-heif.
-
-    Raises:
-        UnidentifiedImageError: unknown format.
-    """
+    """Open a picture without decoding it, from encoded bytes or an open file; HEIC needs pillow-heif."""
     source = io.BytesIO(data) if isinstance(data, bytes) else data
-    if is_heic(_head(source)):
-        with suppress(ImportError):
-            import pillow_heif
+    try:
+        return Image.open(source)
+    except UnidentifiedImageError:
+        if find_spec("pillow_heif") is None:
+            raise
+        import pillow_heif
 
-            pillow_heif.register_heif_opener()
-    return Image.open(source)
-
-
-def _head(source: BinaryIO) -> bytes:
-    source.seek(0)
-    head = source.read(12)
-    source.seek(0)
-    return head
-
-
-def is_heic(data: bytes) -> bool:
-    """Whether these bytes start like a HEIC file."""
-    return data[4:8] == b"ftyp" and data[8:12] in (b"heic", b"heix", b"heim", b"heis", b"mif1", b"msf1")
+        pillow_heif.register_heif_opener()
+        source.seek(0)
+        return Image.open(source)
 
 
 def _decoded(image: Image.Image, name: str) -> Image.Image:

@@ -21,15 +21,21 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from rge.common.errors import UserError, not_one_of
 from rge.common.registry import PluginOptions, load_plugins
 
 T = TypeVar("T")
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
+AtLeastOne = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
 
 HELP = ("--help", "-h", "help")
 
@@ -84,15 +90,11 @@ class Key:
 
 
 def parse_options(schema: type[T], words: Sequence[str], command: str = "") -> T:
-    """Read ``key=value`` arguments into a dataclass, and import the modules of its ``plugins``.
+    """Read ``key=value`` arguments into a dataclass, and import the modules of its ``plugins``; UserError if something is wrong.
 
     Texts, paths and choices are taken literally; other values are YAML with the numbers of YAML 1.2. A list of texts or numbers
     may be written with commas; ``null`` is None if the type allows it. Fields without a default are required. ``--help`` prints
     `command`, which is what the user typed so far, and all keys, and exits.
-
-    Raises:
-        UserError: an argument is not ``key=value``, a key is unknown, given twice or missing, a value has the wrong type, or a
-            module of ``plugins=`` does not exist.
     """
     offer_help(schema, words, command)
     pairs = [split_word(word) for word in words]
@@ -110,9 +112,6 @@ def parse_file(schema: type[T], words: Sequence[str], *, key: str, folder: Path,
 
     That argument is ``KEY=NAME``: a file of `folder` without its ending, or a path. The file's ``base: NAME`` is read first; mappings
     are merged, lists replaced. If the dataclass has a field with the name of `key`, that gets the file's name.
-
-    Raises:
-        UserError: no file or several, a file that cannot be read, an unknown key, or a value of the wrong type.
     """
     offer_help(schema, words, command)
     pairs = [split_word(word) for word in words]
@@ -220,11 +219,7 @@ def _json(value: Any) -> str:
 
 
 def read_word(schema: type, key: str, text: str) -> Any:
-    """Parse the value of an argument by its key's type, or as YAML if the key is unknown.
-
-    Raises:
-        UserError: it is not valid YAML.
-    """
+    """Parse the value of an argument by its key's type, or as YAML if the key is unknown; `UserError` if it is not valid."""
     kinds = _alternatives(_kind_at(schema, key.split(".")))
     if text == "null" and NoneType in kinds:
         return None
@@ -255,18 +250,17 @@ def nested(key: str, value: Any) -> dict[str, Any]:
 
 
 def build(schema: type[T], layers: Sequence[tuple[str, dict[str, Any]]]) -> T:
-    """Merge layers of nested values, each with its origin for messages, and validate the result.
-
-    Raises:
-        UserError: lists all problems, one per line.
-    """
+    """Merge layers of nested values, each with its origin for messages; a `UserError` lists all problems, one per line."""
     tree: dict[str, Any] = {}
     unresolved = []
     for origin, layer in layers:
         tree = _merged(tree, layer)
-        unresolved += [f"{origin}{key}={text}{_NOT_RESOLVED}" for key, text in _interpolated(layer)]
+        unresolved += [f"{origin}{pair}" for pair in _interpolated(layer)]
     if unresolved:
-        raise UserError("\n".join(unresolved))
+        raise UserError(
+            "${...} of OmegaConf and Hydra is not resolved here; write the value itself (a shell resolves ${NAME} in double "
+            "quotes; in a recipe's out, {recipe} stands for its name):\n" + "\n".join(unresolved)
+        )
     try:
         # As JSON: strict about types (a text is not a number), but lists may become tuples and texts paths.
         options: T = _adapter(schema).validate_json(json.dumps(tree, default=str), strict=True)  # type: ignore[arg-type]
@@ -280,30 +274,18 @@ def build(schema: type[T], layers: Sequence[tuple[str, dict[str, Any]]]) -> T:
         raise UserError("\n".join(dict.fromkeys(problems))) from None
 
 
-_NOT_RESOLVED = (
-    ": ${...} of OmegaConf and Hydra is not resolved here; write the value itself (a shell resolves ${NAME} in double quotes; "
-    "in a recipe's out, {recipe} stands for its name)"
-)
-
-
-def _interpolated(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """Key and value of every text with ``${...}``, which would otherwise become a folder of that name."""
-    if isinstance(value, dict):
-        for key, item in value.items():
-            yield from _interpolated(item, f"{name}.{key}" if name else str(key))
-    elif isinstance(value, list):
-        for number, item in enumerate(value):
-            yield from _interpolated(item, f"{name}[{number}]")
+def _interpolated(value: Any, name: str = "") -> Iterator[str]:
+    """``key=value`` of every text with ``${...}``, which would otherwise become a folder of that name."""
+    if isinstance(value, dict | list):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            inner = f"[{key}]" if isinstance(value, list) else f".{key}"
+            yield from _interpolated(item, f"{name}{inner}".removeprefix("."))
     elif isinstance(value, str) and re.search(r"\$\{[^}]*\}", value):
-        yield name, value
+        yield f"{name}={value}"
 
 
 def one_of(key: str, values: Sequence[str], allowed: Sequence[str]) -> None:
-    """Check listed values against the allowed ones.
-
-    Raises:
-        UserError: the list is empty, or a value is not allowed or given twice.
-    """
+    """Refuse an empty list, and values that are not allowed or given twice."""
     for value in values:
         if value not in allowed:
             raise UserError(not_one_of(key, value, allowed))

@@ -40,11 +40,7 @@ class Registry(Generic[T]):
         self._complete = False
 
     def add(self, name: str, entry: T) -> T:
-        """Register an entry.
-
-        Raises:
-            UserError: the name is taken.
-        """
+        """Register an entry. Raises `UserError`: the name is taken."""
         if name in self._entries and self._entries[name] != entry:
             raise UserError(f"there are two {self.kind}s called {name!r}: rename the new one")
         self._entries[name] = entry
@@ -52,11 +48,7 @@ class Registry(Generic[T]):
         return entry
 
     def __getitem__(self, name: str) -> T:
-        """Look up an entry by name.
-
-        Raises:
-            UserError: unknown name; the message has the nearest one.
-        """
+        """Look up an entry by name. Raises `UserError`: unknown name; the message has the nearest one."""
         self._load()
         if name in self._entries:
             return self._entries[name]
@@ -106,11 +98,7 @@ class PluginOptions:
 
 
 def load_plugins(modules: Sequence[str]) -> None:
-    """Import plugin modules, also from the current folder.
-
-    Raises:
-        UserError: there is no such module; names the places that were searched.
-    """
+    """Import plugin modules, also from the current folder; a `UserError` names the places that were searched."""
     here = str(Path.cwd())
     if modules and here not in sys.path and "" not in sys.path:
         sys.path.append(here)

@@ -26,12 +26,8 @@ class BadRecords:
     One line per record: ``step`` (the first that drew it; 0 for those that break the format), ``source``, ``place``
     (byte, row, or ``shard:row`` of a stream), ``id`` and ``reason``. After a resume, records of later steps are found again.
 
-    Args:
-        first_step: number of finished steps.
-        mixture: of the files, needed for streams, whose number of records is that drawn so far, but at least `LEAST`.
-
-    Raises:
-        RecordError: more than ``max_bad_share`` of the records break the format.
+    The number of a stream's records is that drawn so far by the `mixture`, but at least `LEAST`. Too many bad records are a
+    `RecordError`.
     """
 
     def __init__(
@@ -59,14 +55,7 @@ class BadRecords:
         self._check()
 
     def after_step(self, step: int, batch: Batch) -> dict[str, float]:
-        """Add the records skipped in the step's batch; all processes call it.
-
-        Returns:
-            ``bad_records``: the number of distinct ones so far; nothing with ``on_bad=stop``.
-
-        Raises:
-            RecordError: too many, on all processes.
-        """
+        """Add the records skipped in the step's batch, on all processes; returns the number of distinct ones so far."""
         if not self.skips:
             return {}
         before, self.step = len(self.found), step

@@ -2,6 +2,8 @@
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -74,10 +76,7 @@ class Batch:
 
 
 def flatten(batch: Batch) -> tuple[dict[str, Any], Tensor]:
-    """Flatten a batch for transfer: all pixels in one tensor, everything else in plain lists and arrays.
-
-    A tensor for each array of each prompt would cost a process some thousand file descriptors or blocks of shared memory,
-    and a device as many copies.
+    """Flatten a batch for transfer, so that a device needs one copy instead of one for each array of each prompt.
 
     Returns:
         Everything but pixels, which pickles; (P, channels, height, width) uint8, or (0,) without pictures.
@@ -144,12 +143,13 @@ def target_item(target: Target) -> Item:
 class _Row:
     """One record's contribution to a batch."""
 
+    record_id: str
+    seed: int
     query: Prompt
     oracle_ids: list[int]
     right_answers: list[int]
-    positive: tuple[Prompt, int] | None
-    others: list[tuple[Prompt, int]]
-    negatives: list[tuple[Prompt, int]]
+    # Prompts and identities of the drawn positive, of other positives and of negatives; empty if none are needed.
+    candidates: Sequence[Sequence[tuple[Prompt, int]]] = ()
 
 
 MAX_REPLACEMENTS = 16
@@ -159,10 +159,7 @@ MAX_REPLACEMENTS = 16
 class Collator:
     """Makes batches of records: pictures decoded, prompts tokenised, targets drawn.
 
-    Args:
-        files: the sources, as numbered in draws.
-        need_oracle: tokenise oracle rationales.
-        need_candidates: draw targets, which the LM loss alone may not need.
+    `files` are numbered in draws. `need_oracle`: tokenise oracle rationales; `need_candidates`: draw targets.
     """
 
     def __init__(
@@ -185,16 +182,13 @@ class Collator:
             RecordError: a record cannot become a prompt and ``data.on_bad=stop``, or too many consecutive ones; names it.
             ImageError: likewise because of a picture.
         """
-        batch = Batch([], [], [], [], [], [], [], [], [])
+        bad: list[BadRecord] = []
         taken = {(draw.source, draw.index) for draw in drawn or draws}
-        for draw in draws:
-            self._add(batch, draw, *self._row_or_another(draw, taken, batch.bad))
-        return sorted_by_length(batch) if self.settings.sort_by_length else batch
+        rows = [self._row_or_another(draw, taken, bad) for draw in draws]
+        return _batch_of(rows, bad, by_length=self.settings.sort_by_length)
 
-    def _row_or_another(
-        self, draw: Draw, taken: Collection[tuple[int, int]], bad: list[BadRecord]
-    ) -> tuple[Record, _Row]:
-        """The drawn record, or a replacement from its source if it is bad.
+    def _row_or_another(self, draw: Draw, taken: Collection[tuple[int, int]], bad: list[BadRecord]) -> _Row:
+        """The row of the drawn record, or of a replacement from its source if it is bad.
 
         The draw alone decides which one, so that it is the same on any number of processes and after a resume.
         """
@@ -208,7 +202,7 @@ class Collator:
             if record is not None:
                 check_wording(record, file.name, self.settings.profile)
                 try:
-                    return record, self._row(chosen, record)
+                    return self._row(chosen, record)
                 except ValueError as error:
                     problem = error
             place, name = file.place(chosen.index), None if record is None else record.id
@@ -230,9 +224,16 @@ class Collator:
         oracle_ids = (
             self.builder.rationale_ids(positive.rationale or "", record.id) if self.need_oracle else []
         )
-        right_answers = sorted({identity(target) for target in record.positives})
+        row = partial(
+            _Row,
+            record.id,
+            draw.seed,
+            query,
+            oracle_ids,
+            sorted({identity(target) for target in record.positives}),
+        )
         if not self.need_candidates:
-            return _Row(query, oracle_ids, right_answers, None, [], [])
+            return row()
         shown = self._candidate(positive, generator)
         others = [
             self._candidate(target, generator)
@@ -243,20 +244,9 @@ class Collator:
         chosen: Sequence[int] = (
             generator.choice(len(record.negatives), size=count, replace=False).tolist() if count else []
         )
-        negatives = [self._candidate(record.negatives[place], generator) for place in chosen]
-        return _Row(query, oracle_ids, right_answers, shown, others, negatives)
-
-    def _add(self, batch: Batch, draw: Draw, record: Record, row: _Row) -> None:
-        batch.record_ids.append(record.id)
-        batch.seeds.append(draw.seed)
-        batch.queries.append(row.query)
-        batch.oracle_ids.append(row.oracle_ids)
-        batch.right_answers.append(row.right_answers)
-        if row.positive is None:
-            return
-        batch.positive.extend(_add_candidates(batch, [row.positive]))
-        batch.more_positives.append(_add_candidates(batch, row.others))
-        batch.negatives.append(_add_candidates(batch, row.negatives))
+        return row(
+            [[shown], others, [self._candidate(record.negatives[place], generator) for place in chosen]]
+        )
 
     def _candidate(self, target: Target, generator: np.random.Generator) -> tuple[Prompt, int]:
         return self._prompt(target_item(target), "candidate", generator), identity(target)
@@ -265,14 +255,33 @@ class Collator:
         images: list[Image.Image] | None = None
         if self.augment is not None and item.images:
             images = [self.augment(load_image(ref), int(generator.integers(2**63))) for ref in item.images]
+            if not all(isinstance(image, Image.Image) for image in images):
+                raise RecordError(f"data.augment={self.settings.augment} must return a picture, got {images}")
         return self.builder.build(item, side, images)
 
 
-def _add_candidates(batch: Batch, found: Sequence[tuple[Prompt, int]]) -> list[int]:
-    first = len(batch.candidates)
-    batch.candidates.extend(prompt for prompt, _ in found)
-    batch.candidate_identity.extend(number for _, number in found)
-    return list(range(first, len(batch.candidates)))
+def _batch_of(rows: Sequence[_Row], bad: list[BadRecord], *, by_length: bool) -> Batch:
+    """Put rows together, queries and candidates each sorted by prompt length if asked."""
+    found = [candidate for row in rows for group in row.candidates for candidate in group]
+    order = sorted(range(len(found)), key=lambda place: len(found[place][0]) if by_length else 0)
+    column_of = {place: column for column, place in enumerate(order)}
+    places = iter(range(len(found)))
+    placed = [(row, [[column_of[next(places)] for _ in group] for group in row.candidates]) for row in rows]
+    placed.sort(key=lambda pair: len(pair[0].query) if by_length else 0)
+    rows, columns = [row for row, _ in placed], [groups for _, groups in placed if groups]
+    return Batch(
+        record_ids=[row.record_id for row in rows],
+        queries=[row.query for row in rows],
+        oracle_ids=[row.oracle_ids for row in rows],
+        candidates=[found[place][0] for place in order],
+        candidate_identity=[found[place][1] for place in order],
+        positive=[column for (column,), _, _ in columns],
+        negatives=[negatives for _, _, negatives in columns],
+        right_answers=[row.right_answers for row in rows],
+        seeds=[row.seed for row in rows],
+        more_positives=[others for _, others, _ in columns],
+        bad=bad,
+    )
 
 
 def replacements(draw: Draw, others: Sequence[int], taken: Collection[tuple[int, int]]) -> Iterator[Draw]:
@@ -294,21 +303,24 @@ def problems(recipe: Recipe, stages: Sequence[str], num_processes: int) -> Itera
     """Batching problems of all stages: unknown augmentations, batches with fewer queries than processes."""
     if recipe.data.augment != "none" and recipe.data.augment not in AUGMENTATIONS:
         yield f"data.augment must be one of none, {', '.join(AUGMENTATIONS)}, got {recipe.data.augment!r}"
-    for name in stages:
-        if (size := getattr(recipe, name).batch_size) < num_processes:
-            yield (
-                f"{name}.batch_size={size} leaves some of the {num_processes} processes without a query; raise it, or launch "
-                "fewer"
-            )
+    for key, size in _batch_sizes(recipe, stages).items():
+        if size < num_processes:
+            yield f"{key}={size} leaves some of the {num_processes} processes without a query; raise it, or launch fewer"
+
+
+def _batch_sizes(recipe: Recipe, stages: Sequence[str]) -> dict[str, int]:
+    sizes = {f"{name}.batch_size": getattr(recipe, name).batch_size for name in stages}
+    scratch = recipe.model.scratch
+    is_built = recipe.init is not None or Path(recipe.out, "backbone").exists()
+    if scratch is not None and scratch.naming and not is_built:
+        sizes["model.scratch.naming_batch_size"] = scratch.naming_batch_size
+    return sizes
 
 
 class StepBatches(Collator):
     """Batches by step number, for one rank: `batches[step]` is this rank's share of the step's global batch.
 
-    Args:
-        files: the sources, in the order of the mixture. Each data worker of each rank reads a separate part of a stream.
-        world_size: number of processes, at most the batch size.
-        needs: as of `Collator`.
+    `files` are in the order of the mixture. Each data worker of each rank reads a separate part of a stream.
     """
 
     def __init__(
@@ -401,33 +413,6 @@ def make_batches(
         world_size=dist.world_size(),
         need_oracle=objective.needs_oracle,
         need_candidates=objective.needs_candidates,
-    )
-
-
-def sorted_by_length(batch: Batch) -> Batch:
-    """Sort the batch's queries, and its candidates, by prompt length."""
-    rows = sorted(range(len(batch.queries)), key=lambda row: len(batch.queries[row]))
-    columns = sorted(range(len(batch.candidates)), key=lambda column: len(batch.candidates[column]))
-    now_at = {column: place for place, column in enumerate(columns)}
-
-    def ordered(values: list, order: list[int] = rows) -> list:
-        return [values[index] for index in order] if values else []
-
-    def renumbered(of_rows: list[list[int]]) -> list[list[int]]:
-        return [[now_at[column] for column in own] for own in ordered(of_rows)]
-
-    return replace(
-        batch,
-        record_ids=ordered(batch.record_ids),
-        queries=ordered(batch.queries),
-        oracle_ids=ordered(batch.oracle_ids),
-        candidates=ordered(batch.candidates, columns),
-        candidate_identity=ordered(batch.candidate_identity, columns),
-        positive=[now_at[column] for column in ordered(batch.positive)],
-        negatives=renumbered(batch.negatives),
-        right_answers=ordered(batch.right_answers),
-        seeds=ordered(batch.seeds),
-        more_positives=renumbered(batch.more_positives),
     )
 
 

@@ -7,18 +7,16 @@ records are laid out on all cores.
 import hashlib
 import inspect
 import json
-import multiprocessing
 import os
 import sys
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib.metadata import version
 from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -28,7 +26,7 @@ from rge.common.schema import ImageRef, Item, Record
 from rge.config import Recipe
 from rge.data.collate import query_item, target_item
 from rge.data.sources import Records, number_of
-from rge.data.verdicts import Verdicts
+from rge.data.verdicts import Verdicts, forked
 from rge.model import families, prompts
 from rge.model.prompts import Measured, PromptBuilder
 
@@ -79,19 +77,23 @@ class Layout:
 
 def lay_out(file: Records, builder: PromptBuilder, *, need_oracle: bool, need_candidates: bool) -> Layout:
     """Lay out every record of a source of known length."""
-    _Shared.set(file, builder, need_oracle, need_candidates)
+    measure = partial(_sizes, file, builder, need_oracle, need_candidates)
     rows, numbers = array("q"), array("q")
     faults: dict[int, str] = {}
     few = len(file) <= FEW
-    with progress_bar(total=len(file), desc="lengths", unit="record", disable=few) as bar:
-        for number, found in enumerate(_mapped(_sizes, range(len(file)), few)):
+    with ExitStack() as stack:
+        bar = stack.enter_context(progress_bar(total=len(file), desc="lengths", unit="record", disable=few))
+        each = partial(map, measure) if few else stack.enter_context(forked(measure, chunksize=64))
+        for number, found in enumerate(each(range(len(file)))):
             bar.update(1)
             if isinstance(found, str):
                 faults[number] = found
             else:
                 rows.extend(found)
                 numbers.append(number)
-    return Layout(_table(np.array(rows, dtype=np.int64)), np.array(numbers, dtype=np.int64), faults)
+    return Layout(
+        np.array(rows, dtype=np.int64).reshape(-1, len(COLUMNS)), np.array(numbers, dtype=np.int64), faults
+    )
 
 
 def settings_of(builder: PromptBuilder, *asked: object) -> str:
@@ -115,56 +117,26 @@ def settings_of(builder: PromptBuilder, *asked: object) -> str:
     )
 
 
-def _table(numbers: np.ndarray) -> np.ndarray:
-    return numbers.reshape(-1, len(COLUMNS))
-
-
 def lay_out_once(
     file: Records, builder: PromptBuilder, verdicts: Verdicts, *, need_oracle: bool, need_candidates: bool
 ) -> Layout:
     """`lay_out`, cached for the same records and settings if it found no problem."""
-    found: list[Layout] = []
-
-    def numbers() -> np.ndarray | None:
-        found.append(lay_out(file, builder, need_oracle=need_oracle, need_candidates=need_candidates))
-        return None if found[0].faults else found[0].sizes_NK
-
-    known = verdicts.numbers(file, settings_of(builder, need_oracle, need_candidates), numbers)
-    if found:
-        return found[0]
-    assert known is not None
-    sizes = _table(known)
-    return Layout(sizes, np.arange(len(sizes)))
+    asked = settings_of(builder, need_oracle, need_candidates)
+    if (known := verdicts.numbers(file, asked)) is not None:
+        return Layout(sizes_NK := known.reshape(-1, len(COLUMNS)), np.arange(len(sizes_NK)))
+    laid = lay_out(file, builder, need_oracle=need_oracle, need_candidates=need_candidates)
+    if not laid.faults:
+        verdicts.keep_numbers(file, asked, laid.sizes_NK.ravel())
+    return laid
 
 
-class _Shared:
-    """State that the layout processes inherit by fork."""
-
-    file: Records
-    builder: PromptBuilder
-    need_oracle = need_candidates = True
-
-    @classmethod
-    def set(cls, file: Records, builder: PromptBuilder, need_oracle: bool, need_candidates: bool) -> None:
-        cls.file, cls.builder = file, builder
-        cls.need_oracle, cls.need_candidates = need_oracle, need_candidates
-
-
-def _mapped(action: Callable[[int], Any], numbers: Iterable[int], here: bool) -> Iterator[Any]:
-    if here:
-        yield from map(action, numbers)
-        return
-    context = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), context) as pool:
-        yield from pool.map(action, numbers, chunksize=64)
-
-
-def _sizes(number: int) -> list[int] | str:
-    file, builder = _Shared.file, _Shared.builder
+def _sizes(
+    file: Records, builder: PromptBuilder, need_oracle: bool, need_candidates: bool, number: int
+) -> list[int] | str:
     record = None
     try:
         record = file[number]
-        return _measured(record, builder, _Shared.need_oracle, _Shared.need_candidates)
+        return _measured(record, builder, need_oracle, need_candidates)
     except ValueError as error:
         name = file.place(number) if record is None else repr(record.id)
         return f"record {name} of {file.name}: {error}"

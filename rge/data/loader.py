@@ -52,12 +52,8 @@ class WorkerError(UserError):
 class Loader:
     """Batches of the given steps in order, prefetched by worker processes. Can be iterated once.
 
-    Args:
-        batches: makes them in the workers, which are forks of this process.
-        steps: of the batches.
-        settings: the recipe's `data`: `num_workers`, 0 to make batches on demand in this process; and `prefetch_mb`, the
-            maximum size of prefetched batches. One is always prefetched, however large; each worker holds another.
-        device: of the pixels, which are copied once from pinned memory; everything else stays on the CPU.
+    Workers are forks of this process. One batch is always prefetched, however large, and each worker holds another. Pixels are
+    copied to `device` once, from pinned memory; everything else stays on the CPU.
     """
 
     def __init__(

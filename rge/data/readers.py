@@ -1,17 +1,17 @@
 """Open a recipe's sources: a file, a data set of the library `datasets`, or a registered source."""
 
-import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from rge.common.errors import UserError
 from rge.common.files import find_shipped
-from rge.common.images import PictureIndex
 from rge.common.registry import Registry
 from rge.config import RecordsConfig, SourceConfig
-from rge.data.rows import ArrowRows, Columns, RowRecords, Rows, drop_image_bytes, parsed
-from rge.data.sources import RecordError, RecordFile, Records
+from rge.data.rows import ArrowRows, Columns, Opened, RowRecords, Rows, drop_image_bytes, parsed
+from rge.data.sources import Checks, RecordError, RecordFile, Records
 from rge.data.streams import Stream
 
 DataSource = Callable[..., Rows]
@@ -33,41 +33,22 @@ def register_data_source(name: str) -> Callable[[DataSource], DataSource]:
 def open_records(
     config: RecordsConfig,
     *,
-    need_rationale: bool = False,
-    pictures: PictureIndex | None = None,
-    progress: bool = False,
-    on_bad: str = "stop",
     first: int | None = None,
     seed: int = 0,
     notes: Path | None = None,
+    **checks: Unpack[Checks],
 ) -> Records:
     """Open a source and check its records; a stream's are checked as they are read.
 
-    Args:
-        config: the source.
-        need_rationale: every positive must have an oracle rationale.
-        pictures: checks that each picture exists; None: not checked.
-        progress: show a progress bar while checking.
-        on_bad: ``stop`` raises if records break the format; ``skip`` leaves them out.
-        first: of a stream, read only this number of records, as a fixed set.
-        seed: of a stream's order.
-        notes: see `rge.data.streams.Stream`.
-
-    Raises:
-        RecordError: it is missing or unreadable, or has records that break the format.
+    With `first`, only this number of a stream's records is read, as a fixed set; `seed` and `notes` are those of
+    `rge.data.streams.Stream`. A source that is missing or unreadable, or has records that break the format, is a `RecordError`.
     """
-    checks: dict[str, Any] = {
-        "need_rationale": need_rationale, "pictures": pictures, "progress": progress, "on_bad": on_bad
-    }  # fmt: skip
     if config.path is not None:
         return RecordFile(config.path, **checks)
-    if config.type is not None:
-        return RowRecords(config, _open_registered, **checks)
-    if not config.streaming:
-        return RowRecords(config, _open_dataset, **checks)
-    if first is not None:
-        return RowRecords(config, _First(first), **checks)
+    if not config.streaming or first is not None:
+        return RowRecords(config, partial(_open_rows, first=first), **checks)
     assert isinstance(config, SourceConfig)
+    need_rationale, pictures = checks.get("need_rationale", False), checks.get("pictures")
     return Stream(
         config, _open_stream, need_rationale=need_rationale, pictures=pictures, seed=seed, notes=notes
     )
@@ -75,10 +56,7 @@ def open_records(
 
 def some_records(config: RecordsConfig, most: int) -> Iterator[dict[str, Any]]:
     """Records of a data set or a registered source, without pictures, evenly spread; of a stream the first ones."""
-    if config.streaming:
-        rows, columns, _ = _First(most, without_pictures=True)(config)
-    else:
-        rows, columns, _ = (_open_registered if config.type is not None else _open_dataset)(config)
+    rows, columns, _ = _open_rows(config, most, without_pictures=True)
     count = len(rows)
     for number in (count * place // most for place in range(most)) if count > most else range(count):
         row = rows.without_pictures(number, number + 1)[0] if isinstance(rows, ArrowRows) else rows[number]
@@ -87,63 +65,53 @@ def some_records(config: RecordsConfig, most: int) -> Iterator[dict[str, Any]]:
             yield record.model_dump(include={"source", "category", "instruction"})
 
 
-def _open_registered(config: RecordsConfig) -> tuple[Rows, Columns, Path]:
-    assert config.type is not None
-    source = DATA_SOURCES[config.type]
-    try:
-        rows = source(**config.options)
-        number = len(rows)
-    except UserError as error:
-        raise RecordError(f"data source {config.label}: {error}") from error
-    except Exception as error:  # a user's code may raise anything
-        raise RecordError(f"data source {config.label}: {type(error).__name__}: {error}") from error
-    return _Guarded(rows, number, config.label), Columns(config, None), Path()
+def _open_rows(config: RecordsConfig, first: int | None = None, *, without_pictures: bool = False) -> Opened:
+    """A source's rows; of a stream the first ones, optionally with `PRESENT` in place of pictures' bytes."""
+    if config.type is not None:
+        rows = _Guarded(DATA_SOURCES[config.type], config)
+        return rows, Columns(config, None), Path()
+    if not config.streaming:
+        dataset, folder = load(config)
+        columns = Columns(config, dataset.column_names)
+        return ArrowRows(dataset, columns.used or []), columns, folder
+    assert first is not None
+    stream, columns, folder = _open_stream(config)
+    found: list[Mapping[str, Any]] = []
+    for table in stream.iter(batch_size=min(first, 64)):
+        kept = table.slice(0, first - len(found))
+        found += (drop_image_bytes(kept) if without_pictures else kept).to_pylist()
+        if len(found) == first:
+            break
+    return found, columns, folder
 
 
 class _Guarded:
     """Rows of a registered source; its exceptions become errors that name the source."""
 
-    def __init__(self, rows: Rows, number: int, label: str):
-        self._rows, self._number, self._label = rows, number, label
+    def __init__(self, source: DataSource, config: RecordsConfig):
+        self._name = f"data source {config.label}"
+        with self._explained(self._name):
+            self._rows = source(**config.options)
+            self._number = len(self._rows)
 
     def __len__(self) -> int:
         return self._number
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
-        try:
+        with self._explained(f"{self._name}, row {index}"):
             row = self._rows[index]
+            if not isinstance(row, Mapping):
+                raise UserError(f"a row is a mapping of names to values, got {type(row).__name__}")
+            return row
+
+    @staticmethod
+    @contextmanager
+    def _explained(place: str) -> Iterator[None]:
+        try:
+            yield
         except Exception as error:  # a user's code may raise anything
-            raise RecordError(
-                f"data source {self._label}, row {index}: {type(error).__name__}: {error}"
-            ) from error
-        if not isinstance(row, Mapping):
-            raise RecordError(
-                f"data source {self._label}, row {index}: a row is a mapping of names to values, got {type(row).__name__}"
-            )
-        return row
-
-
-def _open_dataset(config: RecordsConfig) -> tuple[Rows, Columns, Path]:
-    dataset, folder = load(config)
-    columns = Columns(config, dataset.column_names)
-    return ArrowRows(dataset, columns.used or []), columns, folder
-
-
-class _First:
-    """Opens the first rows of a stream as a list; optionally with `PRESENT` instead of picture bytes."""
-
-    def __init__(self, count: int, without_pictures: bool = False):
-        self.count, self.without_pictures = count, without_pictures
-
-    def __call__(self, config: RecordsConfig) -> tuple[Rows, Columns, Path]:
-        stream, columns, folder = _open_stream(config)
-        found: list[Mapping[str, Any]] = []
-        for table in stream.iter(batch_size=min(self.count, 64)):
-            kept = table.slice(0, self.count - len(found))
-            found += (drop_image_bytes(kept) if self.without_pictures else kept).to_pylist()
-            if len(found) == self.count:
-                break
-        return found, columns, folder
+            kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+            raise RecordError(f"{place}: {kind}{error}") from error
 
 
 def _open_stream(config: RecordsConfig) -> tuple[Any, Columns, Path]:
@@ -223,19 +191,16 @@ def _saved(config: RecordsConfig, folder: Path) -> Any:
 
 
 def _load_failure(config: RecordsConfig, local: bool, error: Exception) -> str:
-    text = f"data set {config.label} cannot be loaded: {error or type(error).__name__}"
+    name = config.dataset or ""
     if local:
-        return f"{text} (a folder must hold Parquet or JSON lines, or what save_to_disk wrote)"
-    if config.dataset is not None and find_shipped(config.dataset).is_file():
-        return f"data set {config.label} is a file: give its folder, or JSON lines as path:"
-    if config.dataset is not None and (
-        config.dataset.count("/") > 1 or config.dataset.startswith((".", "/", "~"))
-    ):
-        return f"data set {config.dataset}: there is no such folder"
-    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
-        if os.environ.get(name, "0") not in ("0", ""):
-            return (
-                f"data set {config.label} is neither a folder nor in this machine's cache, and {name} keeps it from being "
-                f"fetched: unset that, or give a folder that holds it ({type(error).__name__})"
-            )
-    return f"{text}; is it a missing folder, or a hub name that needs `hf auth login`?"
+        fix = "a folder must hold Parquet or JSON lines, or what save_to_disk wrote"
+    elif find_shipped(name).is_file():
+        fix = "it is a file: give its folder, or JSON lines as path:"
+    elif name.count("/") > 1 or name.startswith((".", "/", "~")):
+        fix = "there is no such folder"
+    else:
+        fix = (
+            "is it a missing folder, a hub name that needs `hf auth login`, or not in this machine's cache while "
+            "HF_HUB_OFFLINE or HF_DATASETS_OFFLINE is set?"
+        )
+    return f"data set {config.label} cannot be loaded: {error or type(error).__name__}; {fix}"

@@ -3,34 +3,28 @@
 A data set is Arrow tables; rows are read without decoding pictures, and checking does not even read the pictures' bytes.
 """
 
-import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Unpack
 
 import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import ValidationError
 
 from rge.common.commands import progress_bar
-from rge.common.images import PictureIndex
 from rge.common.schema import Positive, QueryPart, Record, Target
 from rge.config import RecordsConfig
 from rge.data.sources import (
+    PRESENT,
+    Checks,
     RecordError,
-    Records,
     Scanned,
-    absolute,
-    faults_of,
+    StoredRecords,
     problems_of,
-    texts_of,
     with_defaults,
     without_nulls,
 )
-
-PRESENT = "<bytes>"
-"""Placeholder for unneeded bytes of a picture."""
 
 AT_ONCE = 1024
 """Rows checked together."""
@@ -73,65 +67,35 @@ class ArrowRows:
 
 def drop_image_bytes(table: pa.Table) -> pa.Table:
     """The table with `PRESENT` in place of pictures' bytes, which are not read."""
-    return pa.table(
-        {name: pa.chunked_array([_array_without_bytes(chunk) for chunk in column.chunks], _type_without_bytes(column.type))
-         for name, column in zip(table.column_names, table.columns, strict=True)}
-    )  # fmt: skip
+    if not table.num_rows:
+        return table
+    columns = ([_without_bytes(chunk) for chunk in column.chunks] for column in table.columns)
+    return pa.table(dict(zip(table.column_names, map(pa.chunked_array, columns), strict=True)))
 
 
-def _is_picture(kind: pa.DataType) -> bool:
-    return pa.types.is_struct(kind) and {field.name for field in kind} == {"bytes", "path"}
-
-
-def _is_list(kind: pa.DataType) -> bool:
-    return pa.types.is_list(kind) or pa.types.is_large_list(kind)
-
-
-def _type_without_bytes(kind: pa.DataType) -> pa.DataType:
-    if _is_picture(kind) or pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
-        return pa.string()
-    if _is_list(kind):
-        return pa.list_(_type_without_bytes(kind.value_type))
-    if pa.types.is_struct(kind):
-        return pa.struct([(field.name, _type_without_bytes(field.type)) for field in kind])
-    return kind
-
-
-def _array_without_bytes(array: pa.Array) -> pa.Array:
+def _without_bytes(array: pa.Array) -> pa.Array:
     kind = array.type
-    if _is_picture(kind):
+    if pa.types.is_struct(kind) and {field.name for field in kind} == {"bytes", "path"}:
         there, path = pc.is_valid(pc.struct_field(array, "bytes")), pc.struct_field(array, "path")
         return pc.if_else(there, pa.scalar(PRESENT), path.cast(pa.string()))
     if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
         return pc.if_else(pc.is_valid(array), pa.scalar(PRESENT), pa.scalar(None, pa.string()))
-    if _is_list(kind):
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         # `flatten` drops values hidden by null rows and slices, so offsets follow from the lengths.
         lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False)
         offsets = pa.array([0, *lengths.cumsum().tolist()], pa.int32())
-        values = _array_without_bytes(array.flatten())
-        return pa.ListArray.from_arrays(offsets, values, mask=pc.is_null(array)).cast(
-            _type_without_bytes(kind)
-        )
+        return pa.ListArray.from_arrays(offsets, _without_bytes(array.flatten()), mask=pc.is_null(array))
     if pa.types.is_struct(kind):
-        parts = [_array_without_bytes(pc.struct_field(array, field.name)) for field in kind]
-        return pa.StructArray.from_arrays(
-            parts, fields=list(_type_without_bytes(kind)), mask=pc.is_null(array)
-        )
+        parts = [_without_bytes(pc.struct_field(array, field.name)) for field in kind]
+        return pa.StructArray.from_arrays(parts, [field.name for field in kind], mask=pc.is_null(array))
     return array
 
 
 class Columns:
-    """Maps rows to records.
+    """Maps rows to records; a field or a column that does not exist is a `RecordError`.
 
-    Args:
-        config: the source.
-        there: columns of the source; None if known only by row.
-
-    Attributes:
-        used: columns that are read; None for all, each of which must be mapped.
-
-    Raises:
-        RecordError: a field or a column that does not exist.
+    `there` are the columns of the source, None if known only by row; `used` those that are read, None for all, each of which must
+    be mapped.
     """
 
     def __init__(self, config: RecordsConfig, there: Sequence[str] | None):
@@ -164,12 +128,7 @@ class Columns:
                 )
 
     def record(self, row: Mapping[str, Any], number: int | str) -> dict[str, Any]:
-        """A row as the fields of a record, with defaults for id, group, source and split.
-
-        Raises:
-            ValueError: columns of one list have different lengths; or a registered source's row has a name that is neither a
-                field nor mapped by `columns`.
-        """
+        """A row as the fields of a record, with defaults for id, group, source and split; ValueError if it cannot be one."""
         if self.used is None and (unknown := row.keys() - Record.model_fields.keys() - self._mapped):
             name = sorted(unknown)[0]
             raise ValueError(f"{name}: a record has no such field{_did_you_mean(name, Record.model_fields)}")
@@ -222,34 +181,24 @@ def _zip_leaves(part: str, leaves: Mapping[str, list[Any]]) -> list[dict[str, An
     return [row for row in rows if row.keys() & {"text", "image"}]
 
 
-class RowRecords(Records):
-    """Records of a table, by number.
+Opened = tuple[Rows, Columns, Path]
+"""Rows, how they become records, and the folder that paths of pictures are relative to."""
 
-    Args:
-        config: the source.
-        open_rows: opens it, again in each process that the records are sent to.
-        need_rationale, pictures, progress, on_bad: see `rge.data.sources.RecordFile`.
 
-    Raises:
-        RecordError: it cannot be opened, has no rows, or records that break the format.
-    """
+class RowRecords(StoredRecords):
+    """Records of a table, by number; `open_rows` opens it, again in each process that the records are sent to."""
+
+    unit, empty = "row", "the source is empty"
 
     def __init__(
-        self,
-        config: RecordsConfig,
-        open_rows: "Opener",
-        *,
-        need_rationale: bool = False,
-        pictures: PictureIndex | None = None,
-        progress: bool = False,
-        on_bad: str = "stop",
+        self, config: RecordsConfig, open_rows: Callable[[RecordsConfig], Opened], **checks: Unpack[Checks]
     ):
-        self.name, self.config, self._open_rows = config.label, config, open_rows
-        self._open: tuple[Rows, Columns, Path] | None = None
-        self._numbers = self._check(self._read(need_rationale, pictures, progress), on_bad)
-        self.size = len(self._numbers)
+        self.config, self._open_rows = config, open_rows
+        self._open: Opened | None = None
+        self.folder = self._opened()[2]
+        super().__init__(config.label, **checks)
 
-    def _opened(self) -> "tuple[Rows, Columns, Path]":
+    def _opened(self) -> Opened:
         if self._open is None:
             self._open = self._open_rows(self.config)
         return self._open
@@ -258,22 +207,10 @@ class RowRecords(Records):
         """Pickle without the data set, which the receiver opens itself."""
         return {**self.__dict__, "_open": None}
 
-    def _read(self, need_rationale: bool, pictures: PictureIndex | None, progress: bool) -> Iterator[Scanned]:
-        folder = self._opened()[2]
-        if pictures is not None:
-            pictures = _IgnoreInlineImages(pictures)
-        sha256 = hashlib.sha256()
-        for number, record, problems in self._records_without_pictures(progress):
-            sha256.update(repr(record or problems).encode(errors="backslashreplace"))
-            if record is not None:
-                problems = faults_of(record, need_rationale, folder, pictures)
-            yield Scanned(number, number, None if record is None else record.id, problems)
-        self.content = {"sha256": sha256.hexdigest(), "read": "all but the bytes of pictures"}
+    def _extent(self) -> dict[str, Any]:
+        return {"read": "all but the bytes of pictures"}
 
-    def _records_without_pictures(
-        self, progress: bool = False
-    ) -> Iterator[tuple[int, Record | None, list[str]]]:
-        """Yield number and record (without picture bytes), or its problems."""
+    def _scan(self, sha256: Any, progress: bool = False) -> Iterator[Scanned]:
         rows, columns, _ = self._opened()
         with progress_bar(
             total=len(rows), desc=f"checking {self.name}", disable=not progress or len(rows) < 1_000_000
@@ -284,57 +221,14 @@ class RowRecords(Records):
                 if isinstance(rows, ArrowRows):
                     part = rows.without_pictures(start, numbers.stop)
                 for number, row in zip(numbers, part, strict=True):
-                    yield number, *parsed(columns, row, number)
+                    record, problems = parsed(columns, row, number)
+                    sha256.update(repr(record or problems).encode(errors="backslashreplace"))
+                    yield Scanned(number, number, record, problems)
                 bar.update(len(numbers))
 
-    def _named(self) -> Iterator[tuple[int, int, str]]:
-        for number, record, _ in self._records_without_pictures():
-            if record is not None:
-                yield number, number, record.id
-
-    def __getitem__(self, index: int) -> Record:
-        number = self.place(index)
-        rows, columns, folder = self._opened()
-        record, problems = parsed(columns, rows[number], number)
-        if record is None:
-            raise RecordError(
-                f"{self.name} has changed since this run opened it: row {number} is no longer a record: {'; '.join(problems)}"
-            )
-        return absolute(record, folder)
-
-    def place(self, index: int) -> int:
-        """Number of its row."""
-        return int(self._numbers[index])
-
-    def texts(self) -> list[str]:
-        """Distinct texts of all records."""
-        kept = set(self._numbers.tolist())
-        return list(
-            dict.fromkeys(
-                text
-                for number, record, _ in self._records_without_pictures()
-                if record is not None and number in kept
-                for text in texts_of(record)
-            )
-        )
-
-
-class Opener(Protocol):
-    """Opens a source; picklable."""
-
-    def __call__(self, config: RecordsConfig) -> tuple[Rows, Columns, Path]:
-        """Its rows, how they become records, and the folder that paths of pictures are relative to."""
-
-
-class _IgnoreInlineImages(PictureIndex):
-    """Treats pictures stored as bytes as present."""
-
-    def __init__(self, others: PictureIndex):
-        super().__init__()
-        self._others = others
-
-    def fault(self, ref: str) -> str | None:
-        return None if ref.endswith(PRESENT) else self._others.fault(ref)
+    def _read(self, place: int) -> tuple[Record | None, list[str]]:
+        rows, columns, _ = self._opened()
+        return parsed(columns, rows[place], place)
 
 
 def parsed(columns: Columns, row: Mapping[str, Any], number: int | str) -> tuple[Record | None, list[str]]:

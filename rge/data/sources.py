@@ -8,13 +8,13 @@ import hashlib
 import json
 import math
 import os
+import sys
 import tempfile
 from abc import ABC, abstractmethod
-from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypedDict, Unpack
 
 import numpy as np
 from pydantic import ValidationError
@@ -33,6 +33,8 @@ class RecordError(UserError):
 
 
 MAX_REPORTED = 20
+PRESENT = "<bytes>"
+"""In place of the bytes of a picture that are not needed."""
 
 
 class BrokenRecord(RecordError):
@@ -56,23 +58,22 @@ class BadRecord:
     reason: str
 
 
-class Records(ABC):
+class Records:
     """Training records by number, independent of their storage.
 
     Attributes:
         name: what messages call the source.
-        size: number of records; None if unknown before the end.
+        size: number of records; None of a stream, whose readers number them.
         bad: records left out because they break the format.
         content: identity of the records, for `rge.identity.run_identity`: size and hash of what was read, numbers of records
             used and left out.
     """
 
     name: str
-    size: int | None
+    size: int | None = None
     bad: list[BadRecord]
     content: dict[str, Any]
 
-    @abstractmethod
     def __getitem__(self, index: int) -> Record:
         """The record at `index`, its picture references absolute.
 
@@ -80,14 +81,15 @@ class Records(ABC):
             RecordError: it has changed since the source was opened.
             BrokenRecord: it breaks the format; only in streams.
         """
+        raise TypeError(f"{self.name} is a stream: read it by `reader`")
 
-    @abstractmethod
     def place(self, index: int) -> int | str:
         """Place of the record at `index`, see `BadRecord`."""
+        raise TypeError(f"{self.name} is a stream: read it by `reader`")
 
-    @abstractmethod
     def texts(self) -> list[str]:
         """Distinct texts of all records, for training a tokenizer."""
+        raise TypeError(f"{self.name} is a stream, whose texts have no known end")
 
     def replacements_of(self, index: int) -> range:
         """Records that may replace the one at `index`, including itself."""
@@ -97,130 +99,179 @@ class Records(ABC):
         assert self.size is not None, f"{self.name} does not say how many records it has"
         return self.size
 
-    def _check(self, records: "Iterable[Scanned]", on_bad: str) -> np.ndarray:
-        """Move records that break the format to `bad`, or raise RecordError with ``on_bad=stop``; (N,) int64 places of the others."""
-        places, ids = Column(), Column()
-        broken: dict[int, Scanned] = {}
-        for record in records:
-            if record.problems:
-                broken[record.place] = record
-            places.append(record.place)
-            if record.id is not None:
-                ids.append(number_of(record.id))
-        for repeated in self._repeated(ids.read()):
-            known = broken.setdefault(repeated.place, repeated)
-            if known is not repeated:
-                known.problems.extend(repeated.problems)
-        broken = dict(sorted(broken.items()))
-        if broken and on_bad == "stop":
-            raise RecordError("training records break the format:\n" + self._listed(broken.values()))
-        kept = places.read()
-        if not len(kept):
-            raise RecordError(f"training records {self.name}: {self._EMPTY}")
-        self.bad = [
-            BadRecord(self.name, place, one.id, f"{self._UNIT} {one.label}: {'; '.join(one.problems)}")
-            for place, one in broken.items()
-        ]
-        if broken:
-            kept = kept[~np.isin(kept, list(broken))]
-        if not len(kept):
-            raise RecordError(
-                "training records break the format, and data.on_bad=skip leaves none:\n"
-                + self._listed(broken.values())
-            )
-        self.content |= {"records": len(kept), "left_out": len(broken)}
-        if broken:
-            self.content["left_out_at"] = number_of(str(list(broken)))
-        return kept
 
-    _UNIT, _EMPTY = "row", "the source is empty"
+class Checks(TypedDict, total=False):
+    """What is checked when a source is opened."""
 
-    def _listed(self, broken: "Iterable[Scanned]") -> str:
-        problems = [f"{self.name}:{one.label}: {problem}" for one in broken for problem in one.problems]
-        more = f"\n... and {len(problems) - MAX_REPORTED} more" if len(problems) > MAX_REPORTED else ""
-        return "\n".join(problems[:MAX_REPORTED]) + more
-
-    @abstractmethod
-    def _named(self) -> "Iterator[tuple[int, int, str]]":
-        """Label, place and id of every record that has one, in order."""
-
-    def _repeated(self, ids_N: np.ndarray) -> "Iterator[Scanned]":
-        """Every record with the id of an earlier one. Texts are read again only if two ids' 64-bit hashes are equal."""
-        ordered = np.sort(ids_N)
-        suspects = set(ordered[1:][ordered[1:] == ordered[:-1]].tolist())
-        if not suspects:
-            return
-        seen: dict[str, int] = {}
-        for label, place, name in self._named():
-            if number_of(name) not in suspects:
-                continue
-            if name in seen:
-                problem = f"id: {name!r} is already used in {self._UNIT} {seen[name]}"
-                yield Scanned(label, place, name, [problem])
-            seen.setdefault(name, label)
+    need_rationale: bool  # every positive must have an oracle rationale
+    pictures: PictureIndex | None  # checks that each picture exists
+    progress: bool  # show a progress bar if checking takes long
+    on_bad: str  # ``stop`` (the default) raises if records break the format; ``skip`` leaves them out
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Scanned:
-    """A checked record.
+    """A record as it was read.
 
     Attributes:
         label: number in messages: line of a file (from 1), row of a data set (from 0).
         place: see `BadRecord`.
-        id: None if it cannot be read.
+        record: None if it breaks the format.
         problems: what is wrong with it.
     """
 
     label: int
     place: int
-    id: str | None
+    record: Record | None
     problems: list[str]
 
 
-class RecordFile(Records):
-    """The records of one JSON-lines file, read by position so that a file may be larger than memory.
-
-    Every record is checked once when the file is opened. Only the offsets stay, eight bytes per record, memory-mapped from
-    a million records on; checking briefly takes as much again.
-
-    Args:
-        path: the file.
-        need_rationale: every positive must have an oracle rationale.
-        pictures: checks that each picture exists; None: not checked.
-        progress: show a progress bar while checking.
-        on_bad: ``stop`` raises if records break the format; ``skip`` leaves them out.
+class StoredRecords(Records, ABC):
+    """Records of known number, each checked once when the source is opened. Subclasses say how they are read.
 
     Attributes:
-        offsets: byte where each record starts.
+        offsets: (N,) int64 places of the records, memory-mapped.
+        folder: that paths of pictures are relative to.
 
     Raises:
-        RecordError: a file that is missing, unreadable or empty, or records that break the format (`MAX_REPORTED` are
-            listed); with ``skip``, a file without any good record.
+        RecordError: the source is empty, or records break the format (`MAX_REPORTED` are listed); with ``on_bad=skip``, no
+            record is good.
     """
 
-    def __init__(
-        self,
-        path: str | Path,
-        *,
-        need_rationale: bool = False,
-        pictures: PictureIndex | None = None,
-        progress: bool = False,
-        on_bad: str = "stop",
-    ):
-        self.path = find_shipped(path)
-        if self.path.is_dir() or self.path.suffix == ".parquet":
+    unit: str
+    """What messages call the place of a record."""
+    empty: str
+    """The message about a source without records."""
+    folder: Path
+    offsets: np.ndarray
+
+    def __init__(self, name: str, **checks: Unpack[Checks]):
+        self.name = name
+        sha256 = hashlib.sha256()
+        places, broken = self._check(sha256, checks)
+        if broken and checks.get("on_bad", "stop") == "stop":
+            raise RecordError("training records break the format:\n" + self._listed(broken))
+        if not len(places):
+            raise RecordError(f"training records {self.name}: {self.empty}")
+        self.offsets = places[~np.isin(places, [one.place for one in broken])] if broken else places
+        if not len(self.offsets):
             raise RecordError(
-                f"training records {self.path} is not a file of JSON lines: give a folder of Parquet or JSON lines as dataset:"
+                f"training records break the format, and data.on_bad=skip leaves none:\n{self._listed(broken)}"
             )
-        if not self.path.is_file():
-            raise RecordError(f"training records {self.path} do not exist")
-        self.name = str(self.path)
-        self.offsets = self._check(self._read(need_rationale, pictures, progress), on_bad)
+        self.bad = [self._bad(one) for one in broken]
         self.size = len(self.offsets)
+        self.content = self._extent() | {
+            "sha256": sha256.hexdigest(),
+            "records": self.size,
+            "left_out": len(broken),
+        }
+        if broken:
+            self.content["left_out_at"] = number_of(str([one.place for one in broken]))
 
-    _UNIT, _EMPTY = "line", "the file is empty"
+    def _bad(self, one: Scanned) -> BadRecord:
+        reason = f"{self.unit} {one.label}: {'; '.join(one.problems)}"
+        return BadRecord(self.name, one.place, one.record.id if one.record else None, reason)
 
-    def _read(self, need_rationale: bool, pictures: PictureIndex | None, progress: bool) -> Iterator[Scanned]:
+    @abstractmethod
+    def _extent(self) -> dict[str, Any]:
+        """What was read, for `content`."""
+
+    @abstractmethod
+    def _scan(self, sha256: Any, progress: bool = False) -> Iterator[Scanned]:
+        """All records in order; `sha256` is updated with what is read."""
+
+    @abstractmethod
+    def _read(self, place: int) -> tuple[Record | None, list[str]]:
+        """The record at a place, or None and its problems."""
+
+    def _check(self, sha256: Any, checks: Checks) -> tuple[np.ndarray, list[Scanned]]:
+        """(N,) int64 places of all records, and those with problems, in order."""
+        places, ids = Column(), Column()
+        broken: dict[int, Scanned] = {}
+        for one in self._scan(sha256, checks.get("progress", False)):
+            places.append(one.place)
+            if one.record is not None:
+                ids.append(number_of(one.record.id))
+                one.problems += faults_of(
+                    one.record, checks.get("need_rationale", False), self.folder, checks.get("pictures")
+                )
+            if one.problems:
+                broken[one.place] = one
+        for repeated in self._repeated(ids.read()):
+            known = broken.setdefault(repeated.place, repeated)
+            if known is not repeated:
+                known.problems += repeated.problems
+        return places.read(), [broken[place] for place in sorted(broken)]
+
+    def _repeated(self, ids_N: np.ndarray) -> Iterator[Scanned]:
+        """Every record with the id of an earlier one. Records are read again only if two ids' 64-bit hashes are equal."""
+        ordered = np.sort(ids_N)
+        suspects = set(ordered[1:][ordered[1:] == ordered[:-1]].tolist())
+        seen: dict[str, int] = {}
+        for one in self._scan(hashlib.sha256()) if suspects else ():
+            if one.record is None or number_of(name := one.record.id) not in suspects:
+                continue
+            if name in seen:
+                one.problems.append(f"id: {name!r} is already used in {self.unit} {seen[name]}")
+                yield one
+            seen.setdefault(name, one.label)
+
+    def _listed(self, broken: Sequence[Scanned]) -> str:
+        problems = [f"{self.name}:{one.label}: {problem}" for one in broken for problem in one.problems]
+        more = f"\n... and {len(problems) - MAX_REPORTED} more" if len(problems) > MAX_REPORTED else ""
+        return "\n".join(problems[:MAX_REPORTED]) + more
+
+    def __getitem__(self, index: int) -> Record:
+        return absolute(self._still(*self._read(self.place(index))), self.folder)
+
+    def _still(self, record: Record | None, problems: Sequence[str]) -> Record:
+        if record is None:
+            raise RecordError(
+                f"{self.name} has changed since this run opened it: a record can no longer be read: {'; '.join(problems)}"
+            )
+        return record
+
+    def place(self, index: int) -> int:
+        """Its byte offset in a file, or the number of its row."""
+        return int(self.offsets[index])
+
+    def texts(self) -> list[str]:
+        """Distinct texts of all records."""
+        bad = {one.place for one in self.bad}
+        scanned = (one for one in self._scan(hashlib.sha256()) if one.place not in bad)
+        records = (self._still(one.record, one.problems) for one in scanned)
+        return list(dict.fromkeys(text for record in records for text in texts_of(record)))
+
+
+class RecordFile(StoredRecords):
+    """The records of one JSON-lines file, read by position so that a file may be larger than memory.
+
+    Raises:
+        RecordError: also if the file is missing or unreadable.
+    """
+
+    unit, empty = "line", "the file is empty"
+
+    def __init__(self, path: str | Path, **checks: Unpack[Checks]):
+        self.path = find_shipped(path)
+        self.folder = self.path.parent
+        _refuse_other_formats(self.path)
+        super().__init__(str(self.path), **checks)
+
+    @classmethod
+    def known(
+        cls, path: Path, offsets: np.ndarray, bad: list[BadRecord], content: dict[str, Any]
+    ) -> "RecordFile":
+        """A file with the cached result of an earlier check, see `rge.data.verdicts`."""
+        file = cls.__new__(cls)
+        file.path, file.offsets, file.bad, file.content = path, offsets, bad, content
+        file.name, file.folder, file.size = str(path), path.parent, len(offsets)
+        return file
+
+    def _extent(self) -> dict[str, Any]:
+        return {"bytes": self.path.stat().st_size, "read": "all"}
+
+    def _scan(self, sha256: Any, progress: bool = False) -> Iterator[Scanned]:
         size = self.path.stat().st_size
         quick = size < 100_000_000  # a second or two
         bar = progress_bar(
@@ -230,86 +281,52 @@ class RecordFile(Records):
             desc=f"checking {self.path.name}",
             disable=quick or not progress,
         )
-        sha256 = hashlib.sha256()
+        start = 0
         with _open(self.path) as lines, bar:
-            for number, start, line in _numbered(lines):
+            for number, whole in enumerate(lines, start=1):
+                line = whole if start else strip_bom(whole)
                 bar.update(len(line))
                 sha256.update(line)
-                if not line.strip():
-                    continue
-                record, problems = parsed_line(line, self.path.name, start)
-                if record is not None:
-                    problems = faults_of(record, need_rationale, self.path.parent, pictures)
-                yield Scanned(number, start, None if record is None else record.id, problems)
-        self.content = {"bytes": size, "sha256": sha256.hexdigest(), "read": "all"}
+                if line.strip():
+                    yield Scanned(number, start, *parsed_line(line, self.path.name, start))
+                start += len(whole)
 
-    def _named(self) -> Iterator[tuple[int, int, str]]:
-        with _open(self.path) as lines:
-            for number, start, line in _numbered(lines):
-                record = parsed_line(line, self.path.name, start)[0] if line.strip() else None
-                if record is not None:
-                    yield number, start, record.id
-
-    @classmethod
-    def known(
-        cls, path: Path, offsets: np.ndarray, bad: list[BadRecord], content: dict[str, Any]
-    ) -> "RecordFile":
-        """A file with the cached result of an earlier check, see `rge.data.verdicts`."""
-        file = cls.__new__(cls)
-        file.path, file.offsets, file.bad, file.content = path, offsets, bad, content
-        file.name, file.size = str(path), len(offsets)
-        return file
-
-    def __getitem__(self, index: int) -> Record:
-        place = self.place(index)
+    def _read(self, place: int) -> tuple[Record | None, list[str]]:
         with _open(self.path) as lines:
             lines.seek(place)
-            line = strip_bom(lines.readline())
-        record, problems = parsed_line(line, self.path.name, place)
-        if record is None:
-            raise RecordError(
-                f"{self.path} has changed since this run opened it: at byte {place} there is no longer a record: "
-                + "; ".join(problems)
-            )
-        return absolute(record, self.path.parent)
-
-    def place(self, index: int) -> int:
-        """Its byte offset."""
-        return int(self.offsets[index])
-
-    def texts(self) -> list[str]:
-        """Distinct texts of all records."""
-        return list(dict.fromkeys(text for index in range(len(self)) for text in texts_of(self[index])))
+            return parsed_line(strip_bom(lines.readline()), self.path.name, place)
 
 
 class Column:
-    """Append-only array of 64-bit integers; beyond `SPILL` entries it is kept on disk."""
+    """Append-only array of 64-bit integers in a temporary file, so that a long one takes no memory."""
 
-    SPILL = 1 << 20
-
-    def __init__(self) -> None:
-        self._tail = array("q")
-        self._file: BinaryIO | None = None
+    def __init__(self, numbers: np.ndarray | None = None) -> None:
+        self._file = tempfile.TemporaryFile()  # unlinked: it vanishes with the last process that maps it
+        if numbers is not None:
+            self._file.write(numbers.astype(np.int64).tobytes())
 
     def append(self, number: int) -> None:
         """Add a number."""
-        self._tail.append(number)
-        if len(self._tail) == self.SPILL:
-            self._flush()
+        self._file.write(number.to_bytes(8, sys.byteorder, signed=True))
 
     def read(self) -> np.ndarray:
-        """All numbers so far, memory-mapped if there are many."""
-        if self._file is None:
-            return np.array(self._tail, dtype=np.int64)
-        self._flush()
-        return np.memmap(self._file, dtype=np.int64, mode="r")
-
-    def _flush(self) -> None:
-        if self._file is None:
-            self._file = tempfile.TemporaryFile()  # unlinked: it vanishes with the last process that maps it
-        self._tail.tofile(self._file)
+        """All numbers so far, memory-mapped."""
         self._file.flush()
-        self._tail = array("q")
+        return np.memmap(self._file, np.int64, "r") if self._file.tell() else np.zeros(0, np.int64)
+
+
+def _refuse_other_formats(path: Path) -> None:
+    if path.is_dir() or path.suffix == ".parquet":
+        raise RecordError(
+            f"training records {path} is not a file of JSON lines: give a folder of Parquet or JSON lines as dataset:"
+        )
+    if not path.is_file():
+        raise RecordError(f"training records {path} do not exist")
+    with _open(path) as file:
+        if strip_bom(file.read(1024)).lstrip().startswith(b"["):
+            raise RecordError(
+                f"training records {path} is a JSON array: write each of its objects on a line of its own (JSON lines)"
+            )
 
 
 def _open(path: Path) -> BinaryIO:
@@ -317,14 +334,6 @@ def _open(path: Path) -> BinaryIO:
         return path.open("rb")
     except OSError as error:
         raise RecordError(f"training records {path} cannot be read: {error.strerror or error}") from error
-
-
-def _numbered(lines: Iterable[bytes]) -> Iterator[tuple[int, int, bytes]]:
-    """Number, byte offset and content of each line, without the file's byte order mark."""
-    start = 0
-    for number, line in enumerate(lines, start=1):
-        yield number, start, line if start else strip_bom(line)
-        start += len(line)
 
 
 def strip_bom(line: bytes) -> bytes:
@@ -434,7 +443,7 @@ def _picture_faults(record: Record, folder: Path, pictures: PictureIndex) -> lis
     return [
         f"{field}: {fault} (record {record.id!r})"
         for field, ref in refs
-        if isinstance(ref, str) and (fault := pictures.fault(os.path.join(folder, ref)))
+        if isinstance(ref, str) and ref != PRESENT and (fault := pictures.fault(os.path.join(folder, ref)))
     ]
 
 
@@ -502,14 +511,8 @@ class Mixture:
 
     Args:
         sizes: number of records of each source; None for a stream, whose draws are numbered consecutively.
-        weights: relative share of each source.
         batch_size: records per step over all processes.
-        seed: of everything.
-        homogeneous: each step's records come from one source, and weights are shares of the steps: a query's in-batch
-            negatives are then targets of its own kind.
-
-    Raises:
-        ValueError: an empty source.
+        homogeneous: each step's records come from one source, and weights are shares of the steps.
     """
 
     def __init__(

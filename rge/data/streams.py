@@ -27,23 +27,10 @@ BATCH = 64
 """Rows read together."""
 
 
-class _Endless(Records):
-    """Records of unknown number."""
-
-    size = None
-
-    def texts(self) -> list[str]:
-        """Unsupported: a stream has no known end."""
-        raise TypeError(f"{self.name} is a stream, whose texts have no known end")
-
-    def _named(self) -> Iterator[tuple[int, int, str]]:
-        raise TypeError(f"{self.name} is a stream")
-
-
-class Stream(_Endless):
+class Stream(Records):
     """A source whose records are known only once they are read.
 
-    Opening it reads one record. Records are checked when they are drawn.
+    Opening it reads and checks one record; the others are checked when they are drawn.
 
     Args:
         config: the source.
@@ -53,9 +40,6 @@ class Stream(_Endless):
         pictures: checks the pictures of the first record.
         seed: of the order.
         notes: file in which readers record shards' lengths, so that a resumed run can skip them.
-
-    Raises:
-        RecordError: it cannot be opened, is empty, or its first record breaks the format.
     """
 
     def __init__(
@@ -96,20 +80,12 @@ class Stream(_Endless):
         """Pickle without the data set, which the receiver opens itself."""
         return {**self.__dict__, "_open": None}
 
-    def __getitem__(self, index: int) -> Record:
-        """Unsupported: only readers number records."""
-        raise TypeError(f"{self.name} is a stream: read it by `reader`")
-
-    def place(self, index: int) -> str:
-        """Unsupported, likewise."""
-        raise TypeError(f"{self.name} is a stream: read it by `reader`")
-
     def reader(self, number: int, of: int) -> "Reader":
         """One of several readers that together read every row once per epoch."""
         return Reader(self, number, of)
 
 
-class Reader(_Endless):
+class Reader(Records):
     """A reader's records by number, efficient in ascending order."""
 
     def __init__(self, stream: Stream, number: int, of: int):

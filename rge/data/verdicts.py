@@ -10,17 +10,16 @@ import hashlib
 import json
 import multiprocessing
 import os
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from functools import cache
+from functools import cache, partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import PIL
@@ -28,17 +27,22 @@ import pydantic
 
 from rge.common import images, schema
 from rge.common.commands import progress_bar
-from rge.common.files import find_shipped, replacing, write_text
+from rge.common.files import find_shipped, replacing
 from rge.common.images import ImageError, PictureIndex, load_image
 from rge.common.schema import ImageRef
 from rge.data import sources
-from rge.data.sources import MAX_REPORTED, BadRecord, Column, RecordFile, Records
+from rge.data.sources import MAX_REPORTED, BadRecord, Column, RecordFile, Records, number_of
+
+T = TypeVar("T")
 
 RECENT_NS = 2 * 10**9
 """A file that changed this recently is not cached: it may change again within a tick of the file system's clock."""
 
 AT_ONCE = 4096
 """Pictures sent to the processes at a time; those of a data set are bytes."""
+
+CHUNK = 32
+"""Pictures sent to one process at a time."""
 
 KEPT_S = 90 * 24 * 3600.0
 """Unused entries are deleted after this time."""
@@ -58,41 +62,38 @@ class Verdicts:
         self.folder = cache_folder() if folder is None else folder
         self.pictures = PictureIndex()
         self.began_ns = time.time_ns()
-        self._states: dict[str, dict[str, Any]] = {}
+        self._files: dict[str, dict[str, Any]] = {}  # by record file: stamps of what its check depends on
 
     def open(self, path: str | Path, *, need_rationale: bool, on_bad: str) -> RecordFile:
         """A record file with its pictures looked up; see `RecordFile`, also for what it raises."""
         path = find_shipped(path)
         entry = self._entry(path, need_rationale, on_bad)
-        if (known := self._cached(entry)) is not None and known[0]["stamp"] == _stamp(path):
-            said, offsets = known
-            self._states[str(path)] = {name: said[name] for name in ("stamp", "places")}
-            return RecordFile.known(path, _spill_if_large(offsets), said["bad"], said["content"])
+        if (known := self._cached(entry)) is not None and str(path) in known[0]["files"]:
+            about, offsets = known
+            self._files[str(path)] = about["files"]
+            bad = [BadRecord(**line) for line in about["bad"]]
+            return RecordFile.known(path, Column(offsets).read(), bad, about["content"])
         before = _stamp(path)
         self.pictures.asked.clear()
         file = RecordFile(
             path, need_rationale=need_rationale, pictures=self.pictures, progress=True, on_bad=on_bad
         )
-        places = {place: _stamp(place) for place in sorted(self.pictures.asked)}
-        if all(map(self._settled, (before, *places.values()))) and before == _stamp(path):
-            self._states[file.name] = {"stamp": before, "places": places}
-            verdict = {**self._states[file.name], "bad": file.bad, "content": file.content}
-            self._keep(entry, np.asarray(file.offsets), verdict)
+        files = {file.name: before} | {place: _stamp(place) for place in sorted(self.pictures.asked)}
+        if all(map(self._settled, files.values())) and before == _stamp(path):
+            self._files[file.name] = files
+            bad_lines = [asdict(bad) for bad in file.bad]
+            self._keep(entry, np.asarray(file.offsets), files=files, bad=bad_lines, content=file.content)
         return file
 
-    def numbers(self, file: Records, asked: str, find: Callable[[], np.ndarray | None]) -> np.ndarray | None:
-        """`find`'s int64 numbers for a record file opened here, cached until the file changes.
+    def numbers(self, file: Records, asked: str) -> np.ndarray | None:
+        """Cached int64 numbers of a record file opened here; `asked` is everything else that they depend on."""
+        known = self._cached(self._entry(Path(file.name), "numbers", asked))
+        return known[1] if known is not None and known[0]["files"] == self._files.get(file.name) else None
 
-        `asked` is everything else that the numbers depend on; None is not cached.
-        """
-        entry = self._entry(Path(file.name), "numbers", asked)
-        state = self._states.get(file.name)
-        if state is not None and (known := self._cached(entry, state)) is not None:
-            return known[1]
-        found = find()
-        if state is not None and found is not None:
-            self._keep(entry, found.ravel(), state)
-        return found
+    def keep_numbers(self, file: Records, asked: str, numbers: np.ndarray) -> None:
+        """Cache numbers until the record file changes."""
+        if files := self._files.get(file.name):
+            self._keep(self._entry(Path(file.name), "numbers", asked), numbers, files=files)
 
     def undecodable(self, files: Sequence[Records]) -> list[str]:
         """Existing pictures that cannot be decoded, each with its first record; on all cores.
@@ -107,16 +108,15 @@ class Verdicts:
         entries = {file.name: self._entry(Path(file.name), "pictures") for file in files}
         good: dict[str, list[Any]] = {name: [] for name in entries}
         faults: list[str] = []
-        workers = len(os.sched_getaffinity(0))
-        known = np.unique(np.concatenate([_numbers(entry) for entry in entries.values()]))
-        fork = multiprocessing.get_context("fork")
+        known = [found[1] for entry in entries.values() if (found := self._cached(entry)) is not None]
+        look = partial(_look_at, np.unique(np.concatenate([np.zeros(0, np.int64), *known])), self.began_ns)
         with (
-            ProcessPoolExecutor(workers, fork, _Known.set, (known, self.began_ns)) as pool,
+            forked(look, chunksize=CHUNK) as look_at,
             progress_bar(total=len(named), desc="pictures", unit="picture") as bar,
         ):
             try:
                 while some := list(islice(pictures, AT_ONCE)):
-                    looked = pool.map(_look_at, [ref for ref, _, _ in some], chunksize=32)
+                    looked = look_at([ref for ref, _, _ in some])
                     for (_, source, record_id), (number, fault) in zip(some, looked, strict=True):
                         bar.update(1)
                         if fault is not None:
@@ -125,66 +125,69 @@ class Verdicts:
                             good[source].append(number)
             except BrokenProcessPool:
                 after = named[bar.n][0] if bar.n < len(named) else f"number {bar.n}"
+                at_once = CHUNK * len(os.sched_getaffinity(0))
                 faults.append(
-                    f"one of the {32 * workers} pictures after {after} crashes the process that decodes it"
+                    f"one of the {at_once} pictures after {after} crashes the process that decodes it"
                 )
         for name, numbers in good.items():
-            _write_array(entries[name], np.array(sorted({*numbers} - {None}), dtype=np.int64))
+            self._keep(entries[name], np.array(sorted({*numbers} - {None}), dtype=np.int64), files={})
         if (more := len(faults) - MAX_REPORTED) > 0:
             faults[MAX_REPORTED:] = [f"... and {more} more pictures"]
         return faults
 
     def _entry(self, path: Path, *settings: object) -> Path:
         """Cache path of a file's verdict, by its name and the settings; a changed file overwrites it."""
-        return self.folder / _digest(str(path.absolute()), str(path), *settings)
+        return self.folder / f"{_digest(str(path.absolute()), str(path), *settings)}.npz"
 
     def _settled(self, stamp: list[int] | None) -> bool:
         return stamp is None or stamp[0] < self.began_ns - RECENT_NS
 
-    def _cached(
-        self, entry: Path, state: dict[str, Any] | None = None
-    ) -> tuple[dict[str, Any], np.ndarray] | None:
-        """The entry and its numbers, if nothing has changed since, and it matches `state`."""
+    def _cached(self, entry: Path) -> tuple[dict[str, Any], np.ndarray] | None:
+        """The entry and its numbers, if none of its files has changed since."""
         try:
-            known = json.loads(entry.with_suffix(".json").read_text(encoding="utf-8"))
-            numbers = _numbers(entry)
-            same = known["code"] == _code() and known["sum"] == _digest(numbers.tobytes())
-            if not same or any(_stamp(place) != stamp for place, stamp in known["places"].items()):
+            with np.load(entry, allow_pickle=False) as stored:  # checks the CRC of what is read
+                about, numbers = json.loads(stored["about"].tobytes()), stored["numbers"]
+            if about["code"] != _code() or any(_stamp(place) != at for place, at in about["files"].items()):
                 return None
-            known["bad"] = [BadRecord(**line) for line in known.get("bad", [])]
-            if state is not None and any(known[name] != value for name, value in state.items()):
-                return None
-        except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        except Exception:  # noqa: BLE001 - missing, or damaged in any way
             return None
         with suppress(OSError):
-            for name in (".json", ".npy"):
-                os.utime(entry.with_suffix(name))
-        return known, numbers
+            os.utime(entry)
+        return about, numbers
 
-    def _keep(self, entry: Path, numbers: np.ndarray, about: dict[str, Any]) -> None:
-        known = {**about, "code": _code(), "sum": _digest(numbers.tobytes())}
+    def _keep(self, entry: Path, numbers: np.ndarray, **about: Any) -> None:
+        text = json.dumps({**about, "code": _code()}).encode()
         with suppress(OSError):
             self._forget_old()
-            if _write_array(entry, numbers):
-                write_text(entry.with_suffix(".json"), json.dumps(known, default=asdict))
+            with replacing(entry) as waiting, waiting.open("wb") as out:
+                np.savez(out, about=np.frombuffer(text, np.uint8), numbers=numbers)
 
     def _forget_old(self) -> None:
         if not self.folder.is_dir():
             return
         for path in self.folder.iterdir():
-            if path.suffix in (".json", ".npy") and path.stat().st_mtime < time.time() - KEPT_S:
+            if path.suffix in (".json", ".npy", ".npz") and path.stat().st_mtime < time.time() - KEPT_S:
                 path.unlink(missing_ok=True)
 
 
-class _Known:
-    """State inherited by the decoding processes."""
+@contextmanager
+def forked(action: Callable[[Any], T], chunksize: int) -> Iterator[Callable[[Iterable[Any]], Iterator[T]]]:
+    """Yield a `map` of a function over items, on all cores; the processes inherit the function, so it need not pickle."""
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), context, _inherit, (action,)) as pool:
+        yield lambda items: pool.map(_call, items, chunksize=chunksize)
 
-    numbers: np.ndarray = np.zeros(0, np.int64)
-    began_ns = 0
 
-    @classmethod
-    def set(cls, numbers: np.ndarray, began_ns: int) -> None:
-        cls.numbers, cls.began_ns = numbers, began_ns
+def _inherit(action: Callable[[Any], Any]) -> None:
+    global _action
+    _action = action
+
+
+def _call(item: Any) -> Any:
+    return _action(item)
+
+
+_action: Callable[[Any], Any]
 
 
 def _shown(file: Records) -> Iterator[tuple[ImageRef, str]]:
@@ -208,30 +211,24 @@ def _embedded_pictures(files: Sequence[Records]) -> Iterator[tuple[ImageRef, str
         yield from ((ref, file.name, name) for ref, name in _shown(file) if isinstance(ref, bytes))
 
 
-def _look_at(ref: ImageRef) -> tuple[int | None, str | None]:
-    """A picture's state as a number, if it can be cached, and why it cannot be decoded."""
-    if isinstance(ref, bytes):
-        return None, _fault_of(ref)
-    path, mark, _ = ref.partition(".parquet#")
-    stamp = _stamp(path + ".parquet" if mark else ref)
-    number = None
-    if stamp is not None and stamp[0] < _Known.began_ns - RECENT_NS:
-        number = int.from_bytes(
-            hashlib.blake2b(f"{ref}\0{stamp}\0{_code()}".encode(), digest_size=8).digest(), signed=True
-        )
-        place = np.searchsorted(_Known.numbers, number)
-        if place < len(_Known.numbers) and _Known.numbers[place] == number:
-            return number, None
-    fault = _fault_of(ref)
-    return (None, fault) if fault is not None else (number, None)
-
-
-def _fault_of(ref: ImageRef) -> str | None:
+def _look_at(known: np.ndarray, began_ns: int, ref: ImageRef) -> tuple[int | None, str | None]:
+    """A picture's state as a number, if it can be cached, and why it cannot be decoded; not decoded if it is `known`."""
+    number = _state_of(ref, began_ns) if isinstance(ref, str) else None
+    if number is not None and number in known[np.searchsorted(known, number) :][:1]:
+        return number, None
     try:
         load_image(ref)
     except ImageError as error:
-        return str(error)
-    return None
+        return None, str(error)
+    return number, None
+
+
+def _state_of(ref: str, began_ns: int) -> int | None:
+    """Hash of a picture's name, stamp and the checking code; None if it is missing or too recent."""
+    path, mark, _ = ref.partition(".parquet#")
+    stamp = _stamp(path + ".parquet" if mark else ref)
+    is_settled = stamp is not None and stamp[0] < began_ns - RECENT_NS
+    return number_of(f"{ref}\0{stamp}\0{_code()}") if is_settled else None
 
 
 def _stamp(path: str | Path) -> list[int] | None:
@@ -255,32 +252,3 @@ def _digest(*parts: object) -> str:
     for part in parts:
         found.update(part if isinstance(part, bytes) else f"{part}\0".encode())
     return found.hexdigest()
-
-
-def _numbers(entry: Path) -> np.ndarray:
-    """The numbers of an entry; empty if unreadable."""
-    try:
-        numbers = np.load(entry.with_suffix(".npy"), allow_pickle=False)
-        if numbers.dtype == np.int64 and numbers.ndim == 1:
-            return numbers
-    except (OSError, ValueError, EOFError):
-        pass
-    return np.zeros(0, np.int64)
-
-
-def _write_array(entry: Path, numbers: np.ndarray) -> bool:
-    try:
-        with replacing(entry.with_suffix(".npy")) as waiting, waiting.open("wb") as out:
-            np.save(out, numbers)
-    except OSError:
-        return False
-    return True
-
-
-def _spill_if_large(numbers: np.ndarray) -> np.ndarray:
-    if len(numbers) <= Column.SPILL:
-        return numbers
-    file = tempfile.TemporaryFile()
-    numbers.tofile(file)
-    file.flush()
-    return np.memmap(file, dtype=np.int64, mode="r")

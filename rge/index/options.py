@@ -2,16 +2,13 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
-
-from pydantic import Field
+from typing import Literal
 
 from rge.common.modes import Mode
+from rge.common.options import AtLeastOne, Count, Share
 from rge.common.registry import PluginOptions
 
-AtLeastOne = Annotated[int, Field(ge=1)]
 Server = Literal["auto", "none"]
-Share = Annotated[float, Field(ge=0, le=1)]
 
 
 @dataclass(kw_only=True)
@@ -74,7 +71,7 @@ class IndexOptions(Reading):
     captions: Literal["show", "embed"] | None = None
     """Whether a picture's caption is only shown with it, or embedded together with it (for checkpoints that were
     trained on such pairs); null: the index's setting, or ``show`` for a new index."""
-    thumbnail_px: Annotated[int, Field(ge=0)] = 256
+    thumbnail_px: Count = 256
     """Longer side of the thumbnails that the index keeps for showing hits; 0: no thumbnails."""
     ann_from: AtLeastOne = 50_000
     """From this many rows on, keep an approximate index and measure its recall; below, search is exact."""

@@ -216,11 +216,7 @@ def _degrees(parts: Sequence[Any], is_negative: bool) -> float:
 
 
 def thumbnail(data: bytes, size_px: int) -> bytes:
-    """Scale an encoded picture down to WebP.
-
-    Raises:
-        ImageError: it cannot be decoded.
-    """
+    """Scale an encoded picture down to WebP. Raises `ImageError`: it cannot be decoded."""
     image = load_image(data, near_px=size_px, first_frame=True)
     image.thumbnail((size_px, size_px), Image.Resampling.BICUBIC)
     out = io.BytesIO()
@@ -261,8 +257,8 @@ class _Walk:
                 folders.clear()
                 continue
             seen.add((status.st_dev, status.st_ino))
-            folders[:] = _visible(folders)
-            for name in _visible(names):
+            folders[:] = sorted(name for name in folders if not name.startswith("."))
+            for name in sorted(name for name in names if not name.startswith(".")):
                 if name.lower().endswith((*SUFFIXES, ".txt")):
                     self._add(os.path.join(folder, name))
                 else:
@@ -321,10 +317,6 @@ def _picture(walk: _Walk, name: str) -> Entry:
     # macOS separates letters and accents in names; conditions are typed with both as one character.
     metadata = {"album": unicodedata.normalize("NFC", album)}
     return Entry(name, stamp, text_file=text_file, image=image, metadata=metadata)
-
-
-def _visible(names: Iterable[str]) -> list[str]:
-    return sorted(name for name in names if not name.startswith("."))
 
 
 def _stem(name: str) -> str:

@@ -113,11 +113,7 @@ class Index:
 
     @classmethod
     def open(cls, uri: str | Path) -> "Index":
-        """Open an index: a folder, or an address that LanceDB supports.
-
-        Raises:
-            SearchIndexError: it does not exist or is damaged.
-        """
+        """Open an index, a folder or an address that LanceDB supports; `SearchIndexError` if there is none."""
         uri = str(uri)
         if (opened := _table(uri)) is None:
             raise SearchIndexError(
@@ -152,9 +148,6 @@ class Index:
         """Create an empty index, in place of an attempt that was killed.
 
         `captions` says whether pictures are embedded with their texts (``embed``) or without (``show``).
-
-        Raises:
-            SearchIndexError: it exists already, or cannot be written.
         """
         uri = str(uri)
         about = {
@@ -172,11 +165,7 @@ class Index:
             return cls(uri, connection, table, about)
 
     def check(self, checkpoint: str | Path, checkpoint_hash: str) -> None:
-        """Refuse a checkpoint other than the one that made the index, whose vectors mean nothing to it.
-
-        Raises:
-            SearchIndexError: names both.
-        """
+        """Refuse a checkpoint other than the one that made the index, whose vectors mean nothing to it."""
         if self.about["checkpoint_hash"] != checkpoint_hash:
             raise SearchIndexError(
                 f"{self.uri} was made by another checkpoint: {self.about['checkpoint']} ({self.about['checkpoint_hash'][:12]}), "
@@ -184,11 +173,7 @@ class Index:
             )
 
     def embedder(self, checkpoint: str | None = None, base: str | None = None) -> "Embedder":
-        """Load the checkpoint that made the index; `checkpoint` is its new location if it was moved.
-
-        Raises:
-            SearchIndexError: `checkpoint` is another one.
-        """
+        """Load the checkpoint that made the index, see `check`; `checkpoint` is its new location if it was moved."""
         from rge.embedder import Embedder
 
         location = checkpoint or self.about["checkpoint"]
@@ -377,11 +362,7 @@ class Index:
         return [(row["source"], row["id"], row["image"] is not None) for row in rows]
 
     def picture(self, source: str, id: str) -> tuple[str | None, bytes | None]:
-        """A row's picture and its thumbnail, each None if there is none.
-
-        Raises:
-            SearchIndexError: there is no such row.
-        """
+        """A row's picture and its thumbnail, each None if there is none; `SearchIndexError` without such a row."""
         condition = f"source = {_quoted(source)} AND id = {_quoted(id)}"
         rows = self._select(["image", "thumbnail"], condition, limit=1).to_pylist()
         if not rows:
@@ -490,11 +471,7 @@ class Index:
 
 
 def writing(uri: str | Path) -> AbstractContextManager[None]:
-    """Lock an index for writing; LanceDB's commits settle conflicts in an object store.
-
-    Raises:
-        rge.checkpoints.run_lock.InUseError: another process is writing, here or on a machine that shares the folder.
-    """
+    """Lock an index for writing, see `held`; LanceDB's commits settle conflicts in an object store."""
     folder = _folder(uri)
     return nullcontext() if folder is None else held(folder)
 

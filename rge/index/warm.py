@@ -42,13 +42,10 @@ def is_private(folder: Path) -> bool:
 
 
 def ask_server(server: Server, route: str, body: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
-    """Send JSON to the running servers, the newest first.
+    """Send JSON to the running servers, the newest first; `UserError` if the request is wrong or a server does not answer.
 
     Returns:
         The path of the socket that answered, and its answer; None if `server` is ``none`` or no server has the checkpoint.
-
-    Raises:
-        UserError: the request is wrong, or the server does not answer.
     """
     folder = run_folder()
     if server == "none" or not is_private(folder):

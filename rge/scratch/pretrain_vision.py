@@ -9,6 +9,7 @@ objective teaches both only slowly. This stage has two losses over augmented pic
 """
 
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 
 from rge.checkpoints.settings import CheckpointError
 from rge.checkpoints.training_state import States
-from rge.common.images import load_image
+from rge.common.images import ImageError, load_image
 from rge.config import OptimConfig, ScratchConfig, StageConfig, TrainConfig
 from rge.data.sources import RecordError, RecordFile
 from rge.distributed import collectives as dist
@@ -36,28 +37,33 @@ from rge.optim.optimizers import learning_rate, make_optimizer, set_learning_rat
 from rge.towers.smollm2 import is_smollm2
 
 
-def naming_pictures(path: str | Path, side_px: int) -> tuple[Tensor, Tensor, list[str]]:
+def naming_pictures(path: str | Path, side_px: int, on_bad: str = "stop") -> tuple[Tensor, Tensor, list[str]]:
     """The distinct query pictures of a record file, whose oracle rationales name them ("This is a padlock.").
 
     Returns:
         (N, 3, side, side) float pictures in [0, 1], resized to `side_px`; (N,) int64 labels; and the labels' names.
     """
-    records = RecordFile(path, need_rationale=True)
-    pictures: dict[str, str] = {}
-    for index in range(len(records)):
-        record = records[index]
+    records = RecordFile(path, need_rationale=True, on_bad=on_bad)
+    named: dict[str, str] = {}
+    for record in map(records.__getitem__, range(len(records))):
         for image in record.query.images:
-            pictures.setdefault(str(image), record.positives[0].rationale or "")
-    if not pictures:
+            named.setdefault(str(image), record.positives[0].rationale or "")
+    arrays: dict[str, np.ndarray] = {}
+    for image in named:
+        try:
+            shown = load_image(image).resize((side_px, side_px), Image.Resampling.BICUBIC)
+        except ImageError as error:
+            if on_bad == "stop":
+                raise
+            warnings.warn(f"left out of model.scratch.naming (data.on_bad=skip): {error}", stacklevel=2)
+            continue
+        arrays[image] = np.asarray(shown)
+    if not arrays:
         raise RecordError(f"model.scratch.naming: no query of {path} shows a picture")
-    names = sorted(set(pictures.values()))
+    names = sorted({named[image] for image in arrays})
     label = {name: number for number, name in enumerate(names)}
-    arrays = [
-        np.asarray(load_image(image).resize((side_px, side_px), Image.Resampling.BICUBIC))
-        for image in pictures
-    ]
-    stacked = torch.from_numpy(np.stack(arrays)).permute(0, 3, 1, 2).float() / 255
-    return stacked, torch.tensor([label[name] for name in pictures.values()]), names
+    stacked = torch.from_numpy(np.stack(list(arrays.values()))).permute(0, 3, 1, 2).float() / 255
+    return stacked, torch.tensor([label[named[image]] for image in arrays]), names
 
 
 def augment(picture_B3HW: Tensor, generator: torch.Generator) -> Tensor:

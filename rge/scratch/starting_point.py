@@ -199,7 +199,7 @@ def _build(plan: Blueprint, folder: Path, accelerator: Accelerator) -> None:
         vision.speed_up(model)
         processor = AutoProcessor.from_pretrained(temporary)
         pictures, labels, names = pretrain_vision.naming_pictures(
-            config.naming, int(recipe.model.max_pixels**0.5)
+            config.naming, int(recipe.model.max_pixels**0.5), recipe.data.on_bad
         )
         stop_after_this_step_at_signals()
         accuracy = pretrain_vision.teach(

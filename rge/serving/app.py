@@ -335,22 +335,21 @@ class Service:
                 Refusal: _refused, RequestValidationError: _invalid, HTTPException: _http, Exception: _failed,
             },
         )  # fmt: skip
-        post: list[tuple[str, Callable[..., Any], str]] = [
-            ("/v1/embeddings", self._embeddings, "Embed texts and pictures, as OpenAI and vLLM"),
-            ("/v2/embed", self._cohere, "Embed texts and pictures, as Cohere"),
-            *((path, self._rerank, "Rank documents") for path in ("/v1/rerank", "/v2/rerank", "/rerank")),
+        routes: list[tuple[str, str, Callable[..., Any], str]] = [
+            ("POST", "/v1/embeddings", self._embeddings, "Embed texts and pictures, as OpenAI and vLLM"),
+            ("POST", "/v2/embed", self._cohere, "Embed texts and pictures, as Cohere"),
+            ("POST", "/v1/rerank", self._rerank, "Rank documents"),
+            ("POST", "/v2/rerank", self._rerank, "Rank documents"),
+            ("POST", "/rerank", self._rerank, "Rank documents"),
+            ("GET", "/v1/models", self._models, "The model's name"),
+            ("GET", "/v1/models/{name:path}", self._one_model, "The model, by its name"),
+            ("GET", "/health", self._health, "Whether the model works"),
+            ("GET", "/metrics", self._metrics, "Figures for Prometheus"),
         ]
         if self.index is not None:
-            post.append(("/v1/search", self._search, "Search the index"))
-        for path, route, summary in post:
-            app.add_api_route(path, route, methods=["POST"], summary=summary)
-        for path, route, summary in (
-            ("/v1/models", self._models, "The model's name"),
-            ("/v1/models/{name:path}", self._one_model, "The model, by its name"),
-            ("/health", self._health, "Whether the model works"),
-            ("/metrics", self._metrics, "Figures for Prometheus"),
-        ):
-            app.add_api_route(path, route, methods=["GET"], summary=summary)
+            routes.append(("POST", "/v1/search", self._search, "Search the index"))
+        for method, path, route, summary in routes:
+            app.add_api_route(path, route, methods=[method], summary=summary)
         return app
 
 

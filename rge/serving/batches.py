@@ -105,11 +105,7 @@ class Batches:
 
     @contextmanager
     def reserve(self, count: int) -> Iterator[Reservation]:
-        """Reserve space in the queue for a request while its inputs are prepared; `answers` takes it over.
-
-        Raises:
-            QueueFull: not enough space.
-        """
+        """Reserve space in the queue for a request while its inputs are prepared, or raise `QueueFull`."""
         with self._changed:
             if self.num_waiting + count > self.max_queue:
                 seconds = self.num_waiting / self._rows_per_s if self._rows_per_s else 1

@@ -64,11 +64,7 @@ class MemoryBudget:
         self.limit, self.now = limit, 0
 
     def take(self, count: int) -> None:
-        """Take memory from the budget; lowering `now` returns it.
-
-        Raises:
-            Refusal: the budget is used up.
-        """
+        """Take memory from the budget; lowering `now` returns it. Raises `Refusal`: the budget is used up."""
         if self.now + count > self.limit:
             message = "the server is at its memory limit (max_waiting_mb); try again"
             raise Refusal(503, message, "overloaded", retry_after_s=2)

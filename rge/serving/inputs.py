@@ -30,11 +30,7 @@ class Raw:
 
 
 def check_limits(inputs: Sequence[Raw], instruction: str | None, options: ServeOptions) -> None:
-    """Refuse inputs that are empty, too many, too long or invalid Unicode.
-
-    Raises:
-        BadInput: which input, and why.
-    """
+    """Refuse inputs that are empty, too many, too long or invalid Unicode."""
     if not inputs:
         raise BadInput("input is an empty list", "input")
     if len(inputs) > options.max_inputs:
@@ -65,11 +61,7 @@ def _check_text(param: str, text: str | None, options: ServeOptions) -> None:
 
 
 async def fetch_pictures(raw: Raw, options: ServeOptions) -> list[bytes | str]:
-    """Fetch an input's pictures that are web addresses; data URLs stay.
-
-    Raises:
-        BadInput: addresses are not allowed, or the picture cannot be fetched.
-    """
+    """Fetch an input's pictures that are web addresses, if that is allowed; data URLs stay."""
     try:
         return [await _fetched(address, options) for address in raw.pictures]
     except ImageError as error:
@@ -96,11 +88,7 @@ def make_prompt(
     instruction: str | None,
     max_mp: float,
 ) -> Prompt:
-    """The prompt of an input. Made before batching, so that an error concerns its own request only.
-
-    Raises:
-        BadInput: a picture that cannot be decoded or has too many pixels, or a prompt that cannot be made.
-    """
+    """The prompt of an input. Made before batching, so that an error (`BadInput`) concerns its own request only."""
     try:
         images = [_image(picture, max_mp) for picture in pictures]
         item = Item(raw.param, raw.text, tuple(images), instruction)  # type: ignore[arg-type]

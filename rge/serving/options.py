@@ -5,10 +5,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from rge.common.options import AtLeastOne
 from rge.common.registry import PluginOptions
-
-AtLeastOne = Annotated[int, Field(ge=1)]
-Above = Annotated[float, Field(gt=0)]
 
 
 @dataclass(kw_only=True)
@@ -60,7 +58,7 @@ class ServeOptions(PluginOptions):
     """Maximum number of waiting inputs; beyond it, requests get a 429."""
     max_waiting_mb: AtLeastOne = 2048
     """Maximum memory for bodies and pictures of requests in progress; beyond it, requests get a 503."""
-    timeout_s: Above = 120.0
+    timeout_s: Annotated[float, Field(gt=0)] = 120.0
     """Time limit of a request, from its first byte to its response; beyond it, 408 or 504."""
     drain_s: Annotated[float, Field(ge=0)] = 30.0
     """Time to finish requests in progress after SIGTERM or Ctrl-C."""

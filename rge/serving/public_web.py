@@ -64,11 +64,7 @@ class _Public(httpcore.AsyncNetworkBackend):
 
 
 async def fetch_public(address: str, max_bytes: int) -> bytes:
-    """Fetch the encoded bytes of a picture.
-
-    Raises:
-        ImageError: the host is not public, or the picture could not be fetched within `FETCH_S` seconds.
-    """
+    """Encoded bytes of a picture on a public host; `ImageError` after `FETCH_S` seconds, or if it cannot be fetched."""
     shown = address[:80] + ("..." if len(address) > 80 else "")
     try:
         async with asyncio.timeout(FETCH_S):

@@ -132,11 +132,7 @@ def _text_rows(path: str, lines: Iterable[str]) -> Iterator[dict[str, Any]]:
 
 
 def json_object(where: str, text: str | bytes) -> dict[str, Any]:
-    """Parse a JSON object; error messages begin with `where`.
-
-    Raises:
-        TableError: not a JSON object.
-    """
+    """Parse a JSON object; error messages begin with `where`. Raises `TableError`: not a JSON object."""
     try:
         value = json.loads(text)
     except ValueError as error:

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from rge.checkpoints.export import export, settings_of
-from rge.config import DataConfig, Recipe, SourceConfig, StageConfig
+from rge.config import DataConfig, Recipe, SourceConfig, StageConfig, load_recipe
+from rge.data.augment import AUGMENTATIONS
 from rge.data.collate import (
     StepBatches,
     make_batches,
     problems,
     query_item,
-    sorted_by_length,
     target_item,
 )
 from rge.data.sources import Mixture, RecordError, RecordFile, identity
@@ -178,6 +178,17 @@ def test_a_batch_with_less_than_a_query_a_process_is_a_problem():
     assert "joint.batch_size=6 leaves some of the 7 processes without a query; raise it" in problem
 
 
+def test_fewer_naming_pictures_than_processes_are_refused(tmp_path):
+    recipe = load_recipe(["recipe=demo", "model.scratch.naming_batch_size=2", f"out={tmp_path}"])
+    [problem] = problems(recipe, ["joint"], 3)
+    assert (
+        "model.scratch.naming_batch_size=2 leaves some of the 3 processes without a query; raise it"
+        in problem
+    )
+    (tmp_path / "backbone").mkdir()
+    assert list(problems(recipe, ["joint"], 3)) == []
+
+
 def test_a_record_that_cannot_be_used_is_named(batches, records):
     (records[0].path.parent / "images/4.png").unlink()
     with pytest.raises(
@@ -269,9 +280,15 @@ def test_sorting_moves_rows_and_columns_and_nothing_else(batches):
         assert lengths == sorted(lengths)
         assert len(set(lengths)) > 2
     assert ordered.record_ids != plain.record_ids
-    without = sorted_by_length(batches(need_candidates=False)[2])
+    without = batches(need_candidates=False, sort_by_length=True)[2]
     assert sorted(without.record_ids) == sorted(plain.record_ids)
     assert without.positive == []
+
+
+def test_an_augmentation_that_returns_nothing_is_an_error_of_its_own(batches, monkeypatch):
+    monkeypatch.setitem(AUGMENTATIONS._entries, "forgetful", lambda image, seed: None)
+    with pytest.raises(RecordError, match=r"data\.augment=forgetful must return a picture, got \[None"):
+        batches(augment="forgetful")[0]
 
 
 @pytest.mark.slow

@@ -142,6 +142,17 @@ def test_a_missing_file_is_an_error(tmp_path):
             RecordFile(other)
 
 
+def test_a_json_array_is_one_error(tmp_path):
+    path = tmp_path / "array.jsonl"
+    path.write_text(json.dumps([record("a"), record("b")], indent=1))
+    with pytest.raises(RecordError) as caught:
+        RecordFile(path, on_bad="skip")
+    assert str(caught.value).startswith(
+        f"training records {path} is a JSON array: write each of its objects on a line"
+    )
+    assert len(str(caught.value).splitlines()) == 1
+
+
 def test_records_are_read_by_position_with_absolute_pictures(write, tmp_path):
     path = write(record("a"), b"  ", record("ü"), record("c", query={"text": "only text"}))
     file = RecordFile(path, progress=True)
@@ -182,7 +193,13 @@ def test_written_records_read_back(tmp_path):
 def test_texts_without_repeats(write):
     negatives = [{"id": "n", "text": "What opens this?"}]
     path = write(record("a", instruction="Find it."), record("b", negatives=negatives))
-    assert RecordFile(path).texts() == ["Find it.", "What opens this?", "A key opens a padlock."]
+    file = RecordFile(path)
+    assert file.texts() == ["Find it.", "What opens this?", "A key opens a padlock."]
+    file.path.write_bytes(b"{")
+    with pytest.raises(
+        RecordError, match="has changed since this run opened it: a record can no longer be read"
+    ):
+        file.texts()
 
 
 def test_identity_defaults_to_the_id():
@@ -318,21 +335,18 @@ def test_a_large_source_is_gone_through_without_an_order_in_memory(monkeypatch):
     assert first != second
 
 
-def test_a_column_spills_to_the_disk(monkeypatch):
-    monkeypatch.setattr(Column, "SPILL", 4)
-    column = Column()
-    assert len(column.read()) == 0
-    for number in range(10):
+def test_a_column_is_on_the_disk():
+    column = Column(np.array([-5, -4]))
+    for number in range(2, 10):
         column.append(number - 5)
-        if number in (2, 3, 9):
-            assert column.read().tolist() == [value - 5 for value in range(number + 1)]
+        assert column.read().tolist() == [value - 5 for value in range(number + 1)]
     assert isinstance(column.read(), np.memmap)
+    assert len(Column().read()) == 0
 
 
 @pytest.mark.slow
-def test_a_file_takes_little_memory_and_duplicates_are_found_in_it(tmp_path, monkeypatch):
-    """Neither ids nor, from some number on, offsets are kept in memory."""
-    monkeypatch.setattr(Column, "SPILL", 1000)
+def test_a_file_takes_little_memory_and_duplicates_are_found_in_it(tmp_path):
+    """Neither ids nor offsets are kept in memory."""
     count, path = 20_000, tmp_path / "many.jsonl"
     line = json.dumps(record("NUMBER"))
     with path.open("w") as out:

@@ -14,6 +14,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from rge.checkpoints.settings import CheckpointError
 from rge.common.errors import SIGNALLED
+from rge.common.images import ImageError
 from rge.config import ScratchConfig, TrainConfig, load_recipe
 from rge.data.sources import RecordError
 from rge.distributed import stop_signals
@@ -84,6 +85,23 @@ def test_records_without_pictures_name_nothing(tmp_path):
         RecordError, match=r"model\.scratch\.naming: no query of .*texts\.jsonl shows a picture"
     ):
         pretrain_vision.naming_pictures(tmp_path / "texts.jsonl", 28)
+
+
+def test_bad_naming_records_and_pictures_are_left_out_if_asked(tmp_path, picture):
+    picture(30, 30, 0).save(tmp_path / "key.png")
+    (tmp_path / "damaged.png").write_bytes(b"no picture")
+    lines = ["{"]
+    for name in ("key", "damaged", "missing"):
+        target = {"id": name, "text": name, "rationale": f"This is a {name}."}
+        lines.append(json.dumps({"query": {"images": [f"{name}.png"]}, "positives": [target]}))
+    path = tmp_path / "some.jsonl"
+    path.write_text("\n".join(lines))
+    with pytest.warns(UserWarning, match=r"left out of model.scratch.naming .*: picture .*(damaged|missing)"):
+        pictures, labels, names = pretrain_vision.naming_pictures(path, 28, "skip")
+    assert (pictures.shape, labels.tolist(), names) == ((1, 3, 28, 28), [0], ["This is a key."])
+    path.write_text("\n".join(lines[1:]))
+    with pytest.raises(ImageError, match="damaged.png"):
+        pretrain_vision.naming_pictures(path, 28)
 
 
 @pytest.mark.slow

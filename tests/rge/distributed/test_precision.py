@@ -57,10 +57,10 @@ def found(shared, lively_path, lively, make_batch, merge, roll_out):
         "rationales": [sum(rationales, [])],
         "cases": [("float32", "zero2", "float32"), ("bfloat16", "zero2", "bfloat16")],
         "descent": {
-            "batches": [make_batch(builder, 20, False, False)],
+            "batches": [make_batch(builder, seed, False, False) for seed in (20, 40)],
             "objective": Objective(1 / 11, 10 / 11, 0.07, "oracle"),
             "lr": 2e-5,
-            "steps": 80,
+            "steps": 140,
         },
     }
     two = {
@@ -154,19 +154,20 @@ def test_gradients_point_where_float32s_do(found, name, num_processes):
 
 @pytest.mark.slow
 def test_the_loss_falls_as_far_as_float32s(found):
-    """Over some eighty steps at the recipes' rate.
+    """Over some hundred steps at the recipes' rate, by rounds of the batches.
 
     With bfloat16 weights and no float32 ones it would hardly fall where these fall by more than half.
     """
-    losses = {}
+    rounds = {}
     for name in ("float32", "bfloat16"):
-        losses[name] = torch.tensor(result(found, name, 1)["descent"], dtype=torch.float64)
-        sys.stdout.write(f"\n{name}: from {losses[name][0]:.3f} to {losses[name][-1]:.3f}\n")
-        assert losses[name][-1] < 0.5 * losses[name][0]
+        losses = torch.tensor(result(found, name, 1)["descent"], dtype=torch.float64)
+        rounds[name] = losses.unflatten(0, (-1, 2)).mean(dim=1)
+        sys.stdout.write(f"\n{name}: from {rounds[name][0]:.3f} to {rounds[name][-1]:.3f}\n")
+        assert rounds[name][-1] < 0.5 * rounds[name][0]
     half = (
-        len(losses["float32"]) // 2
+        len(rounds["float32"]) // 2
     )  # before, where it falls fastest, a few steps' lag is a great difference
-    torch.testing.assert_close(losses["bfloat16"][half:], losses["float32"][half:], atol=0, rtol=0.05)
+    torch.testing.assert_close(rounds["bfloat16"][half:], rounds["float32"][half:], atol=0, rtol=0.05)
 
 
 @pytest.mark.slow

@@ -84,7 +84,7 @@ class Program:
         while not condition():
             assert self._process.is_alive(), f"ended too early\n{self._said()}"
             assert time.monotonic() < deadline, f"waited for {LIMIT_S} s\n{self._said()}"
-            time.sleep(0.002)
+            time.sleep(0.005)
 
     def printed(self, pattern: str) -> re.Match[str]:
         """Wait until its output has a pattern, such as the address that a server listens on."""

@@ -4,6 +4,7 @@ import copy
 import functools
 from pathlib import Path
 
+import lean  # noqa: F401 - for its effect
 import numpy as np
 import pytest
 import torch

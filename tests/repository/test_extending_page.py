@@ -1,12 +1,11 @@
 """docs/extending.md is run as it is printed: each chapter in an empty folder, its files written, its commands run."""
 
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import typed
 from paths import ROOT
 
 PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
@@ -18,21 +17,23 @@ BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.M | re.S)
 @pytest.mark.parametrize("chapter", CHAPTERS)
 def test_chapter(chapter, tmp_path):
     """A block with a title is a file, ``bash`` is run, ``text`` after it is what the output has to contain."""
-    env = os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-    }
     blocks = BLOCK.findall(CHAPTERS[chapter])
     assert {"bash", "text"} <= {kind for kind, _, _ in blocks}, "a chapter without a command shows nothing"
+    with typed.commands(tmp_path / "commands", PYTHONPATH=str(ROOT)) as env:
+        (tmp_path / "here").mkdir()
+        run(blocks, tmp_path / "here", env)
+
+
+def run(blocks: list[tuple[str, str, str]], folder: Path, env: dict[str, str]) -> None:
     said = ""
     for kind, title, content in blocks:
         if title:
-            (tmp_path / title).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / title).write_text(content, encoding="utf-8")
+            (folder / title).parent.mkdir(parents=True, exist_ok=True)
+            (folder / title).write_text(content, encoding="utf-8")
         elif kind == "bash":
             done = subprocess.run(
                 ["bash", "-euo", "pipefail", "-c", content],
-                cwd=tmp_path,
+                cwd=folder,
                 env=env,
                 capture_output=True,
                 text=True,

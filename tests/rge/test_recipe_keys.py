@@ -41,6 +41,7 @@ from rge.losses import CONTRASTIVE_LOSSES
 from rge.model import embedding_model, fused
 from rge.model.embedding_model import embedder_to_train
 from rge.model.prompts import Prompt
+from rge.plan import costs
 from rge.plan.options import PlanCommand
 from rge.plan.report import reserved
 from rge.rl.credit import Credit, Reinforcement
@@ -350,13 +351,20 @@ def arguments(home, lively_path):
 def runs(home, arguments):
     """What a run with these overrides shows; a run of several entries is made once.
 
-    The program is the real one. What would only take time is left out: reading the same weights again and writing
-    checkpoints, of which is kept what was to be written.
+    The program is the real one. What would only take time is left out: reading the same weights again, counting the plan's
+    operations for the same config again, and writing checkpoints, of which is kept what was to be written.
     """
     patch = pytest.MonkeyPatch()
     read = functools.cache(lambda path, **given: embedder_load(path, **given))
     embedder_load = embedding_model.load_backbone
     patch.setattr(embedding_model, "load_backbone", lambda path, **given: copy.deepcopy(read(path, **given)))
+    counted, count = {}, costs._count
+
+    def count_once(model, num_pixels):
+        key = model.config.to_json_string(use_diff=False), num_pixels
+        return counted[key] if key in counted else counted.setdefault(key, count(model, num_pixels))
+
+    patch.setattr(costs, "_count", count_once)
     now = Run()
 
     def export(embedder, path, settings, state_dict=None):
@@ -410,7 +418,6 @@ def runs(home, arguments):
 
     yield run
     patch.undo()
-    gc.unfreeze()
 
 
 @pytest.mark.slow

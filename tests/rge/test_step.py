@@ -76,8 +76,8 @@ LAYOUTS = {
 
 THREE_PASSES = [
     ("qwen2_5_vl", precision, padding_side, layout, anchor)
-    for precision in ("float32", "float64")
-    for padding_side in ("right", "left")
+    for precision, padding_sides in [("float64", ("right", "left")), ("float32", ("right",))]
+    for padding_side in padding_sides
     for layout, anchor in [("mixed", "self"), ("mixed", "oracle"), ("mixed", "none")]
     + [("text queries", "self"), ("text candidates", "self"), ("text", "self")]
 ] + [
@@ -300,10 +300,16 @@ def kept_step(embedder, batch, objective, rationales, keep, encoded=None, micro_
     return step(batch, Rollout(rationales, encoded)), gradients(embedder)
 
 
+KEPT = [
+    (change, (number + later) % 2 == 1, form)
+    for number, change in enumerate(["self", "oracle", "states", "adapters"])
+    for later, form in enumerate(["sdpa", "varlen"])
+]
+"""Every pair of a change, checkpointing and a form."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["sdpa", "varlen"])
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("change", ["self", "oracle", "states", "adapters"])
+@pytest.mark.parametrize(("change", "checkpointing", "form"), KEPT)
 def test_kept_activations_change_nothing_but_the_work(
     lively, make_batch, roll_out, monkeypatch, change, checkpointing, form
 ):
@@ -342,8 +348,9 @@ def test_kept_activations_change_nothing_but_the_work(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("anchor", ["self", "oracle", "none"])
+@pytest.mark.parametrize(
+    ("anchor", "checkpointing"), [("self", False), ("self", True), ("oracle", True), ("none", False)]
+)
 def test_kept_activations_with_dropout_are_equal_to_the_last_bit(
     lively, make_batch, roll_out, anchor, checkpointing
 ):

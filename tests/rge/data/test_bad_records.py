@@ -390,7 +390,7 @@ ENDS_IN_S = 60.0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_workers", [0, 1, 3])
+@pytest.mark.parametrize("num_workers", [0, 3])
 def test_a_run_ends_with_the_records_name(home, tmp_path, num_workers):
     metrics = tmp_path / "out" / "cold_start" / "metrics.jsonl"
     with forked.Program(*train(home, tmp_path / "out", f"data.num_workers={num_workers}")) as program:
@@ -405,8 +405,6 @@ def test_a_run_ends_with_the_records_name(home, tmp_path, num_workers):
 EVERYWHERE = {
     "corrupt picture": (shows("damaged.png"), "record 'bad' of .*: picture .*damaged.png cannot be decoded"),
     "missing picture": (shows("gone.png"), "kind.jsonl:7: .*gone.png does not exist .record 'bad'."),
-    "schema": (record("bad", negatifs=[]), "kind.jsonl:7: negatifs: Extra inputs are not permitted"),
-    "cut off": (json.dumps(record("bad")).encode()[:-9], "kind.jsonl:7: record: Invalid JSON"),
     "repeated id": (record("r2"), "kind.jsonl:7: id: 'r2' is already used in line 3"),
 }
 
@@ -415,10 +413,10 @@ EVERYWHERE = {
 @pytest.mark.parametrize(
     ("kind", "num_workers"), [("corrupt picture", 1), *((kind, 0) for kind in EVERYWHERE)]
 )
-def test_two_processes_end_with_every_kind_of_bad_record(home, tmp_path, kind, num_workers):
+def test_two_processes_end_with_a_bad_record(home, tmp_path, kind, num_workers):
     """As if on two machines, each of which shows what its own processes say.
 
-    Data workers start after the files are opened, which shows all kinds but the corrupt picture.
+    Data workers start after the files are opened, which shows what the rest of `AT_OPENING` is stopped by too.
     """
     bad, message = EVERYWHERE[kind]
     path = write(home, "kind", bad)

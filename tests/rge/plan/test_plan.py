@@ -38,6 +38,7 @@ from rge.model.attention import Pass, install
 from rge.model.backbone import (
     BackboneError,
     load_backbone,
+    skeleton,
 )
 from rge.model.embedding_model import EmbeddingModel, encode_in_parts
 from rge.model.families import FAMILIES, family_of
@@ -489,15 +490,19 @@ def test_activations_against_what_autograd_keeps(deep, batch, how, checkpointing
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["sdpa", "varlen"])
-def test_the_3b_itself_on_meta(monkeypatch, form):
-    """A micro batch of the real shapes on `meta`: FLOPs of forward and backward, and what a GPU's form keeps.
+def test_layers_of_the_3b_on_meta(monkeypatch, form):
+    """A third of them with a micro batch of the real shapes: FLOPs of forward and backward, and what a GPU's form keeps.
 
     FLOPs to 3 per cent, with attention in plain products, which torch's counter knows best; activations to a third, with
     flash attention, which keeps no scores.
     """
     monkeypatch.setattr(varlen, "one_by_one", varlen._flash)
-    recipe = load_recipe(["recipe=qwen25vl_3b"])
-    model = outline(recipe.model)[0].to(torch.bfloat16).train()
+    config = outline(load_recipe(["recipe=qwen25vl_3b"]).model)[0].config
+    text, tower = config.get_text_config(), config.vision_config
+    assert (text.num_hidden_layers, tower.depth, tower.fullatt_block_indexes) == (36, 32, [7, 15, 23, 31])
+    text.num_hidden_layers, text.layer_types = 12, text.layer_types[:12]
+    tower.depth, tower.fullatt_block_indexes = 8, [7]
+    model = skeleton(config).to(torch.bfloat16).train()
     vision.speed_up(model, form)
     assert install(family_of(model).decoder(model), form) == form
     rows, emb, image = 2, 7, model.config.image_token_id

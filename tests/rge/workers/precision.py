@@ -8,6 +8,7 @@ and ``cases``, each a name, the recipe's ``train.back_end`` and its ``model.dtyp
 ``descent`` (``batches``, ``objective``, ``lr``, ``steps``) one process also writes the losses of those.
 """
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -136,6 +137,7 @@ def run(checkpoint: str, task: dict, back_end: str, dtype: str, kind: str, folde
 
 
 if __name__ == "__main__":
+    gc.freeze()  # what is imported, of which every back end's collections would go through it all
     close, torch.distributed.destroy_process_group = torch.distributed.destroy_process_group, lambda *_: None
     checkpoint, folder = sys.argv[1], Path(sys.argv[2])
     task = torch.load(folder / "task.pt", weights_only=False)

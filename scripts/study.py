@@ -465,6 +465,7 @@ STATES = {
     "equal_long": (("reasoning",), TWICE),
     "both_long": (("reasoning", "direct"), ("loss.states.direct=1", "joint.lr=2e-3", *TWICE)),
     "none_long": (("direct",), (*ANCHORS["none"], *TWICE)),
+    "latent_long": (WITH_LATENT, ("model.think_tokens=4", *LATENT, "joint.lr=2e-3", *TWICE)),
 }  # fmt: skip
 """By arm: the query modes of its evaluations, and the settings of its training at 1:1; `equal` trains the reasoned state only."""
 MIXED = {

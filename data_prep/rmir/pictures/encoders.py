@@ -12,6 +12,7 @@ import numpy as np
 from PIL import Image
 
 from data_prep.rmir.config import EncoderConfig
+from data_prep.rmir.pictures.vectors import unit
 from rge.common.errors import UserError
 from rge.common.images import load_image
 from rge.common.schema import ImageRef, Item
@@ -42,12 +43,6 @@ class TextEncoder(Protocol):
 
     def texts(self, texts: Sequence[str], *, query: bool) -> np.ndarray:
         """(N, D) float32, unit norm."""
-
-
-def unit(vectors: np.ndarray) -> np.ndarray:
-    """Scale rows to unit length; zero rows stay zero."""
-    norms = np.linalg.norm(vectors, axis=1, keepdims=True)
-    return (vectors / np.where(norms > 0, norms, 1)).astype(np.float32)
 
 
 class HashingEncoder:

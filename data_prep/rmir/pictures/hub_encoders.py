@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModel, AutoProcessor, AutoTokenizer
 
-from data_prep.rmir.pictures.encoders import unit
+from data_prep.rmir.pictures.vectors import unit
 from rge.common.images import load_image
 from rge.common.schema import ImageRef
 

@@ -17,7 +17,7 @@ from rge.model.prompts import PromptBuilder
 from rge.objective import Objective
 from rge.rollout.generate import generate
 from rge.rollout.writer import Rollout
-from rge.step import TrainingStep, _Forward
+from rge.step import TrainingStep, _First, _Forward
 
 OBJECTIVE = Objective(0.3, 0.7, 0.07)
 
@@ -177,7 +177,7 @@ def test_chunks_draw_the_dropout_of_their_first_forward(lively, make_batch, roll
     rationales = roll_out(lively, batch) if anchor == "self" else None
     torch.manual_seed(5)
     forward = _Forward(lively, objective, batch, rationales and Rollout(rationales), 2)
-    readouts = [forward(lively, number) for number in range(len(forward.chunks))]
+    readouts = [forward(lively, number, _First()) for number in range(len(forward.chunks))]
     q_ND, t_ND = (torch.cat([readout.state_ND for readout in side]) for side in zip(*readouts, strict=True))
     con = forward.compare(q_ND, t_ND).contrast.loss
     nll = sum(q.nll + t.nll for q, t in readouts)

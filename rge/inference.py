@@ -3,8 +3,10 @@
 Thread-safe: calls take turns, since two at once would need twice the memory and, on a CPU, compete for cores.
 """
 
+import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -46,13 +48,41 @@ class EncodeOptions:
     seeds: Sequence[int] | None = None
 
 
+_LOCKS = weakref.WeakSet[Any]()
+_FORKING = threading.RLock()
+_HELD: list[Any] = []
+
+
+def _lock() -> Any:
+    """A lock that no other thread holds during a fork; the child would wait for that thread, which it does not have."""
+    _LOCKS.add(lock := threading.RLock())
+    return lock
+
+
+def _before_fork() -> None:
+    _FORKING.acquire()
+    _HELD[:] = _LOCKS
+    for lock in _HELD:
+        lock.acquire()
+
+
+def _after_fork() -> None:
+    while _HELD:
+        _HELD.pop().release()
+    _FORKING.release()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)
+
+
 class Inference:
     """A model in evaluation mode with its prompt builder; an `engine` may write its rationales."""
 
     def __init__(self, model: EmbeddingModel, builder: PromptBuilder, engine: VllmWriter | None = None):
         self.model, self.builder, self.engine = model.eval(), builder, engine
-        self._computing = threading.RLock()
-        self._tokenizing = threading.Lock()  # a tokenizer serves one thread at a time
+        self._computing = _lock()
+        self._tokenizing = _lock()  # a tokenizer serves one thread at a time
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Another process has locks of its own.

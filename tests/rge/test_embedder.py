@@ -8,6 +8,7 @@ import os
 import pickle
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -530,6 +531,29 @@ def test_prompts_that_are_cut_are_counted_aloud(encoder, items):
         UserWarning, match="2 of 3 prompts had more than 60 tokens and lost the end of their text"
     ):
         encoder.encode(long, side="query", mode="direct", batch_size=2)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_process_forked_while_a_thread_embeds_embeds_too(described):
+    stopped = threading.Event()
+
+    def keep_embedding():
+        while not stopped.is_set():
+            described.encode_document(["a key"] * 16)
+
+    thread = threading.Thread(target=keep_embedding)
+    thread.start()
+    try:
+        expected = described.encode_document(["a lock"])
+        for _ in range(3):
+            child = os.fork()
+            if child == 0:
+                signal.alarm(60)
+                os._exit(0 if np.allclose(described.encode_document(["a lock"]), expected, atol=1e-5) else 1)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    finally:
+        stopped.set()
+        thread.join()
 
 
 @pytest.mark.slow

@@ -564,8 +564,9 @@ def _items(texts: Any, images: Any, instruction: str | None = None) -> tuple[boo
         texts, images = [texts], [images]
     elif _is_picture(images):
         raise ValueError("a list of texts and a single picture: give one entry per text, None if it has none")
+    images = None if images is None else list(images)
     texts = [None] * len(images) if texts is None else list(texts)
-    images = [None] * len(texts) if images is None else list(images)
+    images = [None] * len(texts) if images is None else images
     if len(texts) != len(images):
         raise ValueError(
             f"{len(texts)} texts and {len(images)} images: give one entry per item, None if it has none"

@@ -118,12 +118,20 @@ class Scanned:
         place: see `BadRecord`.
         record: None if it breaks the format.
         problems: what is wrong with it.
+        id: what `forget` keeps of the record.
     """
 
     label: int
     place: int
     record: Record | None
     problems: list[str]
+    id: str | None = None
+
+    def forget(self) -> "Scanned":
+        """Drop the record: every one of a file larger than memory may be broken."""
+        if self.record is not None:
+            self.id, self.record = self.record.id, None
+        return self
 
 
 class StoredRecords(Records, ABC):
@@ -170,7 +178,7 @@ class StoredRecords(Records, ABC):
 
     def _bad(self, one: Scanned) -> BadRecord:
         reason = f"{self.unit} {one.label}: {'; '.join(one.problems)}"
-        return BadRecord(self.name, one.place, one.record.id if one.record else None, reason)
+        return BadRecord(self.name, one.place, one.id, reason)
 
     @abstractmethod
     def _extent(self) -> dict[str, Any]:
@@ -196,7 +204,7 @@ class StoredRecords(Records, ABC):
                     one.record, checks.get("need_rationale", False), self.folder, checks.get("pictures")
                 )
             if one.problems:
-                broken[one.place] = one
+                broken[one.place] = one.forget()
         for repeated in self._repeated(ids.read()):
             known = broken.setdefault(repeated.place, repeated)
             if known is not repeated:
@@ -213,7 +221,7 @@ class StoredRecords(Records, ABC):
                 continue
             if name in seen:
                 one.problems.append(f"id: {name!r} is already used in {self.unit} {seen[name]}")
-                yield one
+                yield one.forget()
             seen.setdefault(name, one.label)
 
     def _listed(self, broken: Sequence[Scanned]) -> str:

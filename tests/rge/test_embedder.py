@@ -223,6 +223,7 @@ def test_pictures_in_every_form_are_one_picture(described, picture, tmp_path):
     assert many.shape == (3, 32)
     np.testing.assert_allclose(many[0], expected, atol=1e-5)
     assert np.array_equal(described.encode_document(images=[image])[0], expected)
+    assert np.array_equal(described.encode_document(images=iter([image]))[0], expected)
     reference = described.encode(
         [Item("0", "both", (str(path), str(path)))], side="candidate", mode="direct"
     ).embeddings[0]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from rge.checkpoints.description import training_data
+from rge.common.images import PictureIndex
 from rge.common.schema import Record, Target
 from rge.config import SourceConfig
 from rge.data import sources
@@ -342,6 +343,19 @@ def test_a_column_is_on_the_disk():
         assert column.read().tolist() == [value - 5 for value in range(number + 1)]
     assert isinstance(column.read(), np.memmap)
     assert len(Column().read()) == 0
+
+
+def test_broken_records_are_not_kept_in_memory(write):
+    """A wrong folder of pictures breaks every record of a file that may be larger than memory."""
+    long = record("ID", query={"text": "What opens this? " * 1000})
+    lines = [json.dumps(long).replace("ID", f"r{number % 150}").encode() for number in range(200)]
+    path = write(*lines)
+    tracemalloc.start()
+    with pytest.raises(RecordError, match="and 230 more"):
+        RecordFile(path, pictures=PictureIndex())
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < len(lines) * len(lines[0]) / 4
 
 
 @pytest.mark.slow

@@ -100,7 +100,8 @@ class Source:
         """Caption of a target's picture, looked up by the target's id or the picture's path."""
         if (caption := self.captions.get(target.id)) is not None or target.image is None:
             return caption
-        return self.captions.get(os.path.relpath(str(target.image), self.records.path.parent))
+        image = str(target.image)
+        return self.captions.get(image) or self.captions.get(os.path.relpath(image, self.records.path.parent))
 
 
 def sources_of(options: RationaleOptions) -> list[Source]:

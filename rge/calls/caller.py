@@ -120,7 +120,7 @@ class Caller:
                         break
                     await asyncio.sleep(0)  # so that cached answers do not hold up calls
                 for run in runs.values():
-                    await run.start_round()
+                    group.create_task(run.start_round())
         if stopped := [health.stopped for health in healths if health.stopped is not None]:
             raise min(stopped, key=lambda error: isinstance(error, BudgetReached))
 

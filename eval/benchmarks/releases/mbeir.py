@@ -224,6 +224,10 @@ def cuts_of(task: str) -> tuple[int, ...]:
 class Mbeir(Protocol):
     """M-BEIR: ``task_hit`` of each task, averaged over tasks."""
 
+    def main_metric(self, wanted: RetrievalSet) -> str:
+        """The hit rate that `MAIN` is in a task's set; hit@5 if tasks differ."""
+        return f"hit@{min(cuts_of(task)[0] for task in wanted.columns['category'])}"
+
     def score(self, wanted: RetrievalSet, ranking: Ranking) -> Scored:
         """As `Protocol.score`, with `MAIN` as a further metric."""
         scored = super().score(wanted, ranking)

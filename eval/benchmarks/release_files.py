@@ -107,15 +107,19 @@ class Draft:
         ``where``: location for messages. ``gains``: gain of each candidate; 0: judged, not right. ``wrong``: explicit
         negatives. ``own``: pictures of the query, which are excluded unless they are judged.
         """
-        if query.id in self._ids:
-            raise ReleaseError(f"{where}: query {query.id!r} occurs twice")
-        self._ids.add(query.id)
+        self.claim(query.id, where)
         absent = [name for name, gain in gains.items() if gain and name not in self.pool]
         self.lost += [f"{query.id}: {name}" for name in absent]
         self.queries.append(replace(query, columns={**query.columns, "num_missing_positives": len(absent)}))
         self.qrels += [(*pair, gains[name]) for name, pair in self._in_pool(query, gains)]
         self.negatives += [pair for _, pair in self._in_pool(query, wrong)]
         self.excluded += [pair for name, pair in self._in_pool(query, own) if name not in gains]
+
+    def claim(self, name: str, where: object) -> None:
+        """Raise a `ReleaseError` if a query's id repeats; for queries that are left out too."""
+        if name in self._ids:
+            raise ReleaseError(f"{where}: query {name!r} occurs twice")
+        self._ids.add(name)
 
     def _in_pool(self, query: Query, names: Iterable[str]) -> list[tuple[str, tuple[str, str]]]:
         return [(name, (query.id, safe_id(name))) for name in dict.fromkeys(names) if name in self.pool]

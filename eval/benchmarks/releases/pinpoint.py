@@ -86,6 +86,8 @@ def import_pinpoint(options: PinpointOptions) -> RetrievalSet:
         if right:
             own = str(query.columns["picture_ids"]).split("+")
             draft.add(query, row.where, dict.fromkeys(right, 1), wrong, own)
+        else:
+            draft.claim(query.id, row.where)
     draft.refuse_lost(f"{index_file} ({len(index)} pictures)", allowed=options.allow_missing)
     return options.write(
         meta={

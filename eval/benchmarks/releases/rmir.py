@@ -193,20 +193,28 @@ def _drafted(
         judgements = gains_of.get(name, {})
         gains = dict.fromkeys(right, 1) | {found: gain for found, gain in judgements.items() if gain > 0}
         bad = {*negatives, *wrong_of[name], *(judgements.keys() - gains.keys())}
+        category = _category(row, own)
         # queries may cover all splits and qrels only one, or the reverse
         if gains or bad or judged is None:
-            query = _query(row, own, pictures, options.instruction)
+            query = _query(row, own, category, pictures, options.instruction)
             draft.add(query, row.where, gains, sorted(bad), own)
+        else:
+            draft.claim(name, row.where)
     return draft
 
 
-def _query(row: Row, own: Sequence[str], pictures: Pictures, instruction: str) -> Query:
-    """A query from a row with our column names, and the ids of its pictures."""
+def _category(row: Row, own: Sequence[str]) -> str:
+    """The category of a query, which must be complete."""
     if row["id"] is None or not own or not row["text"]:
         raise row.error("a query needs a picture and a text, and an id")
     category = CODES.get(str(row["category"]).strip().lower())
     if category is None:
         raise row.error(f"category {row['category']!r} is not one of {', '.join(sorted(CODES))}")
+    return category
+
+
+def _query(row: Row, own: Sequence[str], category: str, pictures: Pictures, instruction: str) -> Query:
+    """A query from a row with our column names, and the ids of its pictures."""
     return Query(
         id=safe_id(str(row["id"])),
         text=str(row["text"]),

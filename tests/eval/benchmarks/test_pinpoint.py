@@ -276,6 +276,17 @@ def test_options_and_refusals(release, tmp_path, capsys):
     assert f"{table} cannot be read: Parquet magic bytes not found" in capsys.readouterr().err
 
 
+def test_a_repeated_id_is_refused_even_without_positives(release, tmp_path):
+    src = tmp_path / "src"
+    shutil.copytree(release, src)
+    rows = [
+        row | {"query_id": str(row["query_id"])} for row in (*ROWS, ROWS[0] | {"positive_candidates": []})
+    ]
+    pd.DataFrame(rows).to_parquet(src / "pinpoint_licensed.parquet")
+    with pytest.raises(UserError, match=rf"row {len(rows)}: query '\d+' occurs twice"):
+        import_pinpoint(PinpointOptions(src=src, out=tmp_path / "o"))
+
+
 def test_excluded_query_image(release, tmp_path):
     found = import_pinpoint(PinpointOptions(src=release, out=tmp_path / "y", exclude_query_image=True))
     assert [[found.corpus_ids[r] for r in rows] for rows in found.excluded] == [["sigi"]] * 3 + [

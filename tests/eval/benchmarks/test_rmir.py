@@ -242,6 +242,31 @@ def test_a_query_of_another_split_needs_no_picture(release):
     assert import_rmir(options(release)).query_ids == ["a", "b", "c"]
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"query_id": "a"}, "query 'a' occurs twice"),
+        ({"query": ""}, "a query needs a picture and a text"),
+        ({"type": "spatial"}, "category 'spatial' is not one of"),
+    ],
+)
+def test_a_query_without_judgements_is_checked(release, change, message):
+    listed(release)
+    rows = [json.loads(line) for line in (release / "src" / "test.jsonl").read_text().splitlines()]
+    (release / "src" / "test.jsonl").unlink()
+    other = rows[0] | {"query_id": "z"} | change
+    jsonl(release / "src" / "queries.jsonl", [row | {"target_images": []} for row in (*rows, other)])
+    judged = [
+        {"query-id": q["id"], "corpus-id": q["right"][0], "score": 1} for q in QUERIES if q["id"] != "a"
+    ]
+    judged += [{"query-id": "a", "corpus-id": QUERIES[0]["right"][0], "score": 1}] * (
+        "query_id" not in change
+    )
+    jsonl(release / "src" / "qrels.jsonl", judged)
+    with pytest.raises(UserError, match=f"row 4: {message}"):
+        import_rmir(options(release))
+
+
 def test_query_image_exclusion(release):
     listed(release)
     jsonl(release / "src" / "corpus.jsonl", [{"id": name} for name in [*POOL, OWN[0]]])

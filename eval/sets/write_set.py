@@ -7,7 +7,6 @@ import hashlib
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -178,11 +177,17 @@ def _write_corpus(path: Path, corpus: Iterable[Candidate], place: _Pictures) -> 
                 )
             yield {"id": candidate.id, "image": image, "text": candidate.text or None}
 
-    rows, size = cells(), WRITE_ROWS
+    rows: list[dict[str, Any]] = []
+    weight = 0
     with pq.ParquetWriter(path, schema, compression="zstd") as writer:
-        while batch := list(islice(rows, size)):
-            writer.write_table(pa.Table.from_pylist(batch, schema))
-            size = WRITE_ROWS if any(row["image"] for row in batch) else 128 * WRITE_ROWS
+        for row in cells():
+            rows.append(row)
+            weight += 128 if row["image"] else 1
+            if weight >= 128 * WRITE_ROWS:
+                writer.write_table(pa.Table.from_pylist(rows, schema))
+                rows, weight = [], 0
+        if rows:
+            writer.write_table(pa.Table.from_pylist(rows, schema))
     return ids
 
 

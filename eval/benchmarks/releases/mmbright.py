@@ -238,7 +238,7 @@ class _Domain:
         gains |= {f"{doc}|||{NO_IMAGE}": 1 for doc in gold}
         keys = {path: image_key(path, self.name) for path in right}
         gains |= {f"{doc}|||{path}": 2 for path, key in keys.items() for doc in gold if key == self._key(doc)}
-        bad = [pair for pair, (_, path) in self.candidates.items() if path in wrong]
+        bad = [pair for pair, (_, path) in self.candidates.items() if path and path in wrong]
         return gains, [pair for pair in bad if not gains.get(pair)]
 
     def _key(self, doc: str) -> str:

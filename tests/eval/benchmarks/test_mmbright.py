@@ -62,7 +62,7 @@ def src(tmp_path_factory):
             {
                 "image_paths": ["a.png", "b.gif"],
                 "positive_images": [{"image_path": of(PAGES["bb22"]).replace("/", "\\")}],
-                "negative_images": [{"image_path": of(PAGES["aa11"])}],
+                "negative_images": [{"image_path": of(PAGES["aa11"])}, {"image_path": ""}],
             },
             {"image_paths": ["a.png"], "positive_images": [], "negative_images": []},
         ]

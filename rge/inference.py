@@ -55,7 +55,8 @@ _HELD: list[Any] = []
 
 def _lock() -> Any:
     """A lock that no other thread holds during a fork; the child would wait for that thread, which it does not have."""
-    _LOCKS.add(lock := threading.RLock())
+    with _FORKING:  # another thread's fork goes through the set
+        _LOCKS.add(lock := threading.RLock())
     return lock
 
 

@@ -58,9 +58,8 @@ class RolloutLoss(Protocol):
 class TrainingStep:
     """Accumulates the gradients of optimizer updates."""
 
-    model: (
-        nn.Module
-    )  # the wrapped embedder (DDP, DeepSpeed or itself), called for every forward with gradient
+    # The wrapped embedder (DDP, DeepSpeed or itself), called for every forward with gradient.
+    model: nn.Module
     embedder: EmbeddingModel  # the same, unwrapped
     objective: Objective
     micro_batch_size: int  # queries per forward
@@ -111,7 +110,7 @@ class TrainingStep:
                 self.backward(total)
         if self.embedder.pictures is not None:
             self.embedder.pictures.clear()
-        report = share.report(batch.record_ids, compared)
+        report = share.report(batch.record_ids, comparing.compared)
         if extra is not None:
             report |= extra.report()
             report["loss"] += objective.alpha_rl * report.get("loss_rl", 0.0)

@@ -138,7 +138,7 @@ class StoredRecords(Records, ABC):
     """Records of known number, each checked once when the source is opened. Subclasses say how they are read.
 
     Attributes:
-        offsets: (N,) int64 places of the records, memory-mapped.
+        offsets: (N,) int64 places of the records, memory-mapped if there are many.
         folder: that paths of pictures are relative to.
 
     Raises:
@@ -306,10 +306,13 @@ class RecordFile(StoredRecords):
 
 
 class Column:
-    """Append-only array of 64-bit integers in a temporary file, so that a long one takes no memory."""
+    """Append-only array of 64-bit integers; a long one is kept on disk, and a short one needs no file descriptor."""
+
+    SPILL_BYTES = 8 << 20
 
     def __init__(self, numbers: np.ndarray | None = None) -> None:
-        self._file = tempfile.TemporaryFile()  # unlinked: it vanishes with the last process that maps it
+        # On disk it is unlinked: it vanishes with the last process that maps it.
+        self._file = tempfile.SpooledTemporaryFile(self.SPILL_BYTES)
         if numbers is not None:
             self._file.write(numbers.astype(np.int64).tobytes())
 
@@ -318,9 +321,12 @@ class Column:
         self._file.write(number.to_bytes(8, sys.byteorder, signed=True))
 
     def read(self) -> np.ndarray:
-        """All numbers so far, memory-mapped."""
-        self._file.flush()
-        return np.memmap(self._file, np.int64, "r") if self._file.tell() else np.zeros(0, np.int64)
+        """All numbers so far, memory-mapped if there are many."""
+        if self._file.tell() > self.SPILL_BYTES:
+            self._file.flush()
+            return np.memmap(self._file, np.int64, "r")
+        self._file.seek(0)
+        return np.frombuffer(self._file.read(), np.int64)
 
 
 def _refuse_other_formats(path: Path) -> None:

@@ -5,6 +5,7 @@ import json
 import re
 import tracemalloc
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -336,13 +337,24 @@ def test_a_large_source_is_gone_through_without_an_order_in_memory(monkeypatch):
     assert first != second
 
 
-def test_a_column_is_on_the_disk():
+def test_a_long_column_is_on_the_disk(monkeypatch):
+    monkeypatch.setattr(Column, "SPILL_BYTES", 40)
     column = Column(np.array([-5, -4]))
     for number in range(2, 10):
         column.append(number - 5)
         assert column.read().tolist() == [value - 5 for value in range(number + 1)]
-    assert isinstance(column.read(), np.memmap)
+        assert isinstance(column.read(), np.memmap) == (number >= 5)
     assert len(Column().read()) == 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs /proc")
+def test_sources_hold_no_descriptors(write):
+    """There may be more sources than the stock limit of 1,024 open files, and every worker inherits them."""
+    file = write(record("a"))
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    kept = [RecordFile(file) for _ in range(20)]
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert len(kept[0]) == 1
 
 
 def test_broken_records_are_not_kept_in_memory(write):
@@ -359,8 +371,9 @@ def test_broken_records_are_not_kept_in_memory(write):
 
 
 @pytest.mark.slow
-def test_a_file_takes_little_memory_and_duplicates_are_found_in_it(tmp_path):
+def test_a_file_takes_little_memory_and_duplicates_are_found_in_it(tmp_path, monkeypatch):
     """Neither ids nor offsets are kept in memory."""
+    monkeypatch.setattr(Column, "SPILL_BYTES", 8000)
     count, path = 20_000, tmp_path / "many.jsonl"
     line = json.dumps(record("NUMBER"))
     with path.open("w") as out:

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from rge.data import verdicts
-from rge.data.sources import RecordError, RecordFile
+from rge.data.sources import Column, RecordError, RecordFile
 from rge.data.verdicts import Verdicts
 
 THEN = time.time() - 7 * 86400
@@ -166,7 +166,8 @@ def test_what_is_left_out_is_remembered_too(home, opened):
     assert look(home, on_bad="skip").bad == []
 
 
-def test_places_are_on_the_disk(home, opened):
+def test_many_places_are_on_the_disk(home, opened, monkeypatch):
+    monkeypatch.setattr(Column, "SPILL_BYTES", 8)
     first, again = look(home), look(home)
     assert isinstance(again.offsets, np.memmap)
     assert (again.offsets == first.offsets).all()

@@ -177,4 +177,5 @@ def read_captions(records: Path, given: Path | None) -> dict[str, str]:
             f"captions={path} is not a Parquet file with columns id and caption: {error}"
         ) from None
     rows = zip(table["id"].to_pylist(), table["caption"].to_pylist(), strict=True)
-    return {str(name): caption for name, caption in rows if caption}
+    found = {str(name): caption for name, caption in rows if caption}
+    return {os.path.normpath(name): caption for name, caption in found.items()} | found

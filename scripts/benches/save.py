@@ -49,9 +49,10 @@ def measure(options: Options) -> dict:
     for back_end in ("", *options.back_ends):
         for millions in options.millions:
             runs = [_save(millions, options.folder, back_end) for _ in range(options.repeats)]
-            row = {name: round(statistics.median(run[name] for run in runs), 3) for name in runs[0]}
-            row["gap_ratio"] = round(row["waited_gap_s"] / row["background_gap_s"], 3)
-            rows[f"{back_end} {millions:g}".strip()] = row
+            row = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+            row["gap_ratio"] = row["waited_gap_s"] / row["background_gap_s"]
+            name = f"{back_end} {millions:g}".strip()
+            rows[name] = {column: round(value, 3) for column, value in row.items()}
             show(rows)
     return rows
 

@@ -96,9 +96,8 @@ def measure(options: Options) -> dict:
                 pairs = zip(answers, map(loop, range(few)), strict=False)
                 rows[f"rge serve engine={engine}, {count} clients"] = _row(seconds, times) | {
                     "lost": len(answers) - len(times),
-                    "least cosine": min(
-                        (answer[1] @ expected for answer, expected in pairs if answer), default=0
-                    ),
+                    "1 - least cosine": 1
+                    - min((answer[1] @ expected for answer, expected in pairs if answer), default=0),
                 }
     print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
     show(rows)
@@ -122,7 +121,7 @@ def _in_turns(
         return np.frombuffer(base64.b64decode(answer["data"][0]["embedding"]), "<f4")
 
     sides = {
-        "loop over encode_query": (loop, time.process_time),
+        f"loop over encode_query, beside {engine}": (loop, time.process_time),
         f"rge serve engine={engine}, 1 client": (ask, cpu),
     }
     times: dict[str, list[float]] = {name: [] for name in sides}
@@ -138,7 +137,7 @@ def _in_turns(
         worst = min(worst, float(found[0] @ found[1]))
     return {
         name: _row(sum(times[name]), times[name])
-        | {"CPU ms a query": used[name] * 1000 / len(bodies), "least cosine": worst}
+        | {"CPU ms a query": used[name] * 1000 / len(bodies), "1 - least cosine": 1 - worst}
         for name in sides
     }
 

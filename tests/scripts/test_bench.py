@@ -1,10 +1,15 @@
 """scripts/bench.py: every bench has options and says what it is; the step's figures; memory that was freed again is seen."""
 
+import base64
+import http.server
 import importlib
 import json
 import sys
+import threading
+import time
 
 import forked
+import numpy as np
 import pytest
 from paths import ROOT
 
@@ -52,6 +57,46 @@ def test_turns_go_back_and_forth(bench):
     wall, cpu = harness.in_turns({"a": lambda: said.append("a"), "b": lambda: said.append("b")}, 3)
     assert "".join(said) == "abbaab"
     assert {len(times) for times in (*wall.values(), *cpu.values())} == {3}
+
+
+def test_a_pause_too_short_for_the_digits_shown_still_has_a_ratio(bench, monkeypatch):
+    from benches import save
+
+    found = {"waited_gap_s": 0.0123, "background_gap_s": 0.0004, "state_mb": 12.0}
+    monkeypatch.setattr(save, "_save", lambda *_: found)
+    rows = save.measure(save.Options(millions=(1.0,)))
+    assert rows["1"] == {"waited_gap_s": 0.012, "background_gap_s": 0.0, "state_mb": 12.0, "gap_ratio": 30.75}
+
+
+def test_every_engine_has_a_loop_beside_it_and_cosines_near_one_differ(bench, capsys):
+    """One client and the loop take turns; a busy machine would not treat two engines alike."""
+    from benches import harness, serving
+
+    near = np.array([1.0, 0.0], "<f4"), np.array([0.99998, 0.0], "<f4")
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.rfile.read(int(self.headers["Content-Length"]))
+            encoded = base64.b64encode(near[1].tobytes()).decode()
+            body = json.dumps({"data": [{"embedding": encoded}]}).encode()
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    rows = {}
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        for engine in ("own", "vllm"):
+            rows |= serving._in_turns(
+                lambda row: near[0], [b"{}"], server.server_port, time.process_time, engine
+            )
+        server.shutdown()
+    assert len(rows) == 4
+    harness.show(rows)
+    assert capsys.readouterr().out.count("e-05") == 4
 
 
 @pytest.mark.slow

@@ -270,9 +270,10 @@ class Progress:
         left = "estimating the time left"
         if in_this_run > 0.03:
             left = f"about {max(elapsed / in_this_run * (1 - done / whole) / 60, 0.1):.0f} min left"
-        states = {place: ": done" for place in range(1, number)} | {number: ": running"}
+        shown = dict.fromkeys(range(1, number), "{}: done") | {number: "<b>{}: running</b>"}
         rows = "".join(
-            f"<li>{step.name}{states.get(place, '')}</li>" for place, step in enumerate(self.todo, start=1)
+            f"<li>{shown.get(place, '{}').format(step.name)}</li>"
+            for place, step in enumerate(self.todo, start=1)
         )
         write_text(
             self.path,

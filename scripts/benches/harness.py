@@ -49,7 +49,11 @@ def show(rows: Mapping[str, Mapping[str, object]], over: str = "") -> None:
     table = pd.DataFrame.from_dict(rows, orient="index")
     if over:
         table = table.join(table / table.loc[over], rsuffix=f" / {over}")
-    print(table.to_string(float_format=lambda value: f"{value:,.4g}", na_rep=""), flush=True)
+    print(table.to_string(float_format=_in_digits, na_rep=""), flush=True)
+
+
+def _in_digits(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def resident(field: str) -> int:

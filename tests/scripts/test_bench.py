@@ -99,6 +99,13 @@ def test_every_engine_has_a_loop_beside_it_and_cosines_near_one_differ(bench, ca
     assert capsys.readouterr().out.count("e-05") == 4
 
 
+def test_large_figures_are_printed_in_full(bench, capsys):
+    from benches import harness
+
+    harness.show({"own": {"gflop": 58492.3, "ratio": 1.23456}})
+    assert capsys.readouterr().out.split()[-2:] == ["58,492", "1.235"]
+
+
 @pytest.mark.slow
 def test_the_main_runs_forms_are_the_same_step(bench, capsys):
     """Which the bench compares itself; then it counts."""

@@ -13,11 +13,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
-from pydantic import Field
 
 from eval.benchmarks.registry import protocol_for
 from eval.benchmarks.suite import aggregate, is_suite, load_suite, member_dirs
@@ -32,6 +31,7 @@ from eval.sets.retrieval_set import RetrievalSet, content_digest, load_set, with
 from rge.calls.store import AnswerStore, value_key
 from rge.common.commands import progress_bar
 from rge.common.errors import UserError
+from rge.common.options import AtLeastOne
 from rge.common.registry import PluginOptions
 from rge.common.schema import Item
 
@@ -54,7 +54,7 @@ class RerankOptions(PluginOptions):
     """Output directory."""
     judge: str
     """Vision-language model: a directory or an id on the hub."""
-    top_n: Annotated[int, Field(ge=1)] = 20
+    top_n: AtLeastOne = 20
     """Number of candidates per query that the judge sees."""
     mix: float | None = None
     """Add the judge's score times this to the ranking's own score, instead of replacing it; choose the value on other
@@ -63,7 +63,7 @@ class RerankOptions(PluginOptions):
     """Current location of the retrieval set or suite; null: as in results.json."""
     cache: Path | None = None
     """Cache of scores; null: ``out/judge.sqlite``. Several runs can share one."""
-    batch_size: int = 16
+    batch_size: AtLeastOne = 16
     """Pairs per forward pass."""
     device: str | None = None
     """Device, such as cuda:0; null: a GPU if there is one."""

@@ -14,15 +14,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
-
-from pydantic import Field
+from typing import Any, Literal, TypeVar
 
 from eval.embedding.fill_cache import Embeds
 from eval.sets.retrieval_set import RetrievalSet
 from rge.common.errors import UserError
 from rge.common.files import checkpoint_folder, read_json
-from rge.common.options import one_of
+from rge.common.options import AtLeastOne, one_of
 from rge.common.prompt_profiles import PROFILES
 from rge.common.registry import Registry
 
@@ -226,7 +224,7 @@ class ModelOptions:
     """Commit, tag or branch of an id on the hub."""
     base: str | None = None
     """Base model of adapters (a checkpoint of rge, or a LoRA): a directory or an id on the hub; null: the one in their files."""
-    batch_size: Annotated[int, Field(ge=1)] = 32
+    batch_size: AtLeastOne = 32
     """Items embedded, and rationales written, at once; affects speed and memory, not the embeddings."""
     exact: bool | None = None
     """Embed every item alone, so that run.trec is the same to the last digit for any batch_size= and number of

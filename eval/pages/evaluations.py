@@ -203,8 +203,12 @@ def compared(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
 
 def set_of(main: Evaluation, given: Path | None) -> RetrievalSet:
     """The retrieval set of an evaluation; a UserError if it does not exist, or has changed since."""
-    path = Path(given or main.results["set"].get("path") or "")
-    if not path.is_dir():
+    path = given or main.results["set"].get("path")
+    if path is None:
+        raise UserError(
+            f"{main.directory}/results.json does not record the location of the retrieval set: pass set=DIR"
+        )
+    if not Path(path).is_dir():
         raise UserError(
             f"retrieval set {path} of {main.directory} does not exist; if it was moved, pass set=DIR"
         )

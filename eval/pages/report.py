@@ -37,7 +37,6 @@ from eval.pages.examples import Gallery
 from eval.pages.single_file import write_page
 from eval.pages.training_log import curves_of
 from eval.scoring.metrics import metric_words
-from eval.scoring.output_files import RESULTS
 from rge.common.errors import UserError
 from rge.common.files import read_json
 from rge.common.registry import PluginOptions
@@ -110,9 +109,7 @@ def _write_report(options: ReportOptions, dirs: list[Path]) -> Path:
 
     The output is deterministic: examples are drawn by a seeded hash of the query id, and the page has no dates.
     """
-    metric, budget = options.metric, None
-    if len(dirs) == 1 and not (dirs[0] / RESULTS).exists():
-        budget = read_json(dirs[0] / BUDGET)
+    metric, budget = options.metric, read_json(dirs[0] / BUDGET) if len(dirs) == 1 else None
     if budget is not None:
         dirs = [dirs[0] / name for name in BASES]
     evaluations = read_evaluations(dirs, _baselines(options.baseline))

@@ -832,6 +832,23 @@ def test_nothing_to_report_on(world):
         write_report([], world / "r.html")
 
 
+def test_a_set_whose_place_is_not_recorded_is_asked_for(world, monkeypatch):
+    """It was looked for in the working directory."""
+    monkeypatch.chdir(world / "set")
+    for folder in (world / "out").iterdir():
+        edit(folder, lambda r: r["set"].pop("path"))
+    with pytest.raises(UserError, match="does not record the location of the retrieval set: pass set=DIR"):
+        written(world)
+
+
+def test_a_budget_is_reported_where_an_evaluation_was_written_too(world):
+    """Its page silently became that of the other evaluation, such as one of bm25."""
+    write_evaluation(world / "both", world / "set")
+    (world / "both/budget.json").write_text("{}")
+    with pytest.raises(UserError, match="both/direct"):  # what a budget's page is made of
+        write_report([world / "both"], world / "r.html")
+
+
 def test_evaluations_of_different_sets_are_refused(world):
     edit(world / "out/direct-both", lambda r: r["set"].update(fingerprint="f" * 64))
     with pytest.raises(UserError, match=r"different retrieval sets \(fingerprints \w{12} and \w{12}\)"):

@@ -37,7 +37,7 @@ from eval.scoring.tables import write_tables
 from rge.common.errors import UserError
 from rge.common.files import write_text
 from rge.common.modes import Mode
-from rge.common.options import one_of
+from rge.common.options import Count, Positive, one_of
 from rge.common.schema import Encoded
 from rge.stats.intervals import OF_DIFFERENCES, Bootstrap, figures, in_words, index_of
 
@@ -49,28 +49,28 @@ SETTINGS = (
     "k", "draw_temperature", "fuse", "gate", "gate_from", "margin", "auto", "both_sides", "batch_size", "seed",
 )  # fmt: skip
 """Options that budget.json records."""
-Share = Annotated[float, Field(gt=0, lt=1)]
+Fraction = Annotated[float, Field(gt=0, lt=1)]
 
 
 @dataclass(kw_only=True)
 class BudgetOptions(RunOptions):
     """Evaluate a checkpoint in all modes: accuracy against tokens and time."""
 
-    k: Annotated[int, Field(ge=0)] = 8
+    k: Count = 8
     """Rationales sampled per query, for fusion; 0: none."""
-    draw_temperature: Annotated[float, Field(gt=0)] = 0.7
+    draw_temperature: Positive = 0.7
     """Temperature of these samples."""
     fuse: tuple[str, ...] = FUSIONS
     """How to fuse: mean of embeddings and/or max of scores."""
-    gate: tuple[Share, ...] = ()
+    gate: tuple[Fraction, ...] = ()
     """Shares of queries that reason (those with the smallest margins), such as 0.25,0.5."""
     gate_from: Path | None = None
     """Evaluations of this checkpoint in both modes on another set, by `run query_mode=reasoning,direct` or `budget`.
     From these the gate learns whether queries with small or with large margins should reason, and the thresholds; if it
     learns nothing, there is no gate. null: small margins, with thresholds from this set, which only describes it."""
-    margin: tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], ...] = ()
+    margin: tuple[Positive, ...] = ()
     """Margins below which a query reasons, if a threshold is known, from another set for example."""
-    auto: tuple[Share, ...] = (0.02, 0.1, 0.25, 0.5, 0.75, 0.9, 0.98)
+    auto: tuple[Fraction, ...] = (0.02, 0.1, 0.25, 0.5, 0.75, 0.9, 0.98)
     """For a checkpoint that decides for itself (docs/modes.md): thresholds on the probability of `<emb>` as the first
     token, from which on it writes no rationale; each is a point of a curve."""
     both_sides: bool = False

@@ -343,6 +343,11 @@ def test_pretrained_weights_are_asked_with_and_without_words(study, monkeypatch)
     assert trained(study) == [
         ("cold", ""),
         *((name, start) for name in ("self", "none", "ratio_1_10", "oracle", "longer")),
+        ("named_long", ""),
+        ("cold_long", "pretrained/named_long/shared/backbone"),
+        *((f"{name}_long", "pretrained/cold_long/shared/cold_start/final") for name in ("self", "both", "none")),
+        ("adapter_cold", "pretrained/named_long/shared/backbone"),
+        ("adapter_long", "pretrained/adapter_cold/shared/cold_start/final"),
     ]
     trainings = [command for command in study.commands if "rge/train.py" in command]
     assert all("recipe=smol" in command for command in trainings)
@@ -351,7 +356,7 @@ def test_pretrained_weights_are_asked_with_and_without_words(study, monkeypatch)
         for command in study.commands
         if "rge/train.py" not in command
     ]
-    assert sorted(asked) == ["query_mode=direct"] * 3 + ["query_mode=reasoning"] * 5
+    assert sorted(asked) == ["query_mode=direct"] * 7 + ["query_mode=reasoning"] * 9
 
 
 @pytest.mark.slow

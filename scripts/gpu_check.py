@@ -582,7 +582,7 @@ def _run(command: list[str]) -> str | None:
     try:
         done = subprocess.run(
             command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return f"not done after {LIMIT_S:.0f} s"

@@ -603,15 +603,14 @@ def pretrained(options: Options) -> Finding:
         "none": (36, ("loss.anchor=none",)),
         "ratio_1_10": (36, ("loss.ratio=1:10",)),
         "oracle": (36, ("loss.anchor=oracle",)),
+        "both": (36, ("loss.states.direct=1",)),
         "longer": (108, ()),
     }
     for name, (steps, settings) in trained.items():
         words = (*settings, *steps_words("joint", options, steps))
         arms.append(Arm(name, "joint", "cold", words, query_mode="reasoning"))
-    arms += long_arms(options)
     arms += [
-        Arm(f"{name}, direct", "", name, query_mode="direct")
-        for name in ("self", "none", "longer", "self_long", "both_long", "none_long", "adapter_long")
+        Arm(f"{name}, direct", "", name, query_mode="direct") for name in ("self", "none", "both", "longer")
     ]
     text = """
         self - self, direct
@@ -620,18 +619,14 @@ def pretrained(options: Options) -> Finding:
         none - none, direct
         self - ratio_1_10
         self - oracle
+        both - self
+        both - both, direct
+        both, direct - self, direct
+        both, direct - none, direct
         longer - self
         longer - longer, direct
-        self_long - self_long, direct
-        self_long - none_long, direct
-        both_long - self_long
-        both_long - both_long, direct
-        both_long, direct - none_long, direct
-        both_long, direct - self_long, direct
-        none_long - none_long, direct
-        adapter_long - self_long
     """
-    names = [arm.name for arm in arms if arm.query_mode]
+    names = [arm.name for arm in arms[1:]]
     finding = on_demo(options, "pretrained", arms, names, "\n".join(names) + text)
     study = replace(
         finding.study, recipe=("recipe=smol",), metrics=("hit@1", "recall@10", "rationale_tokens")
@@ -645,34 +640,6 @@ def pretrained(options: Options) -> Finding:
         [*finding.tables, recall],
         prepare=lambda: None if (study.out / "cold").exists() else smollm2.folder(),
     )
-
-
-def long_arms(options: Options) -> list[Arm]:
-    """Longer trainings from pretrained weights, minutes on a GPU: one naming stage, two cold starts, four joint stages."""
-    naming = (
-        "cold_start.steps=1", f"model.scratch.naming_steps={options.steps or LONG_NAMING}",
-    )  # fmt: skip
-    cold = steps_words("cold_start", options, LONG_COLD)
-    joint = (*steps_words("joint", options, LONG_JOINT), "train.save_every=100")
-    once: dict[str, Any] = {"shared": True, "query_mode": ""}
-    arms = [
-        Arm("named_long", "cold_start", "", naming, **once, ends_with="backbone"),
-        Arm("cold_long", "cold_start", "named_long", cold, **once),
-        Arm("adapter_cold", "cold_start", "named_long", (*cold, *ADAPTER, "cold_start.lr=1e-3"), **once),
-    ]
-    for name, settings in {
-        "self_long": (),
-        "both_long": ("loss.states.direct=1",),
-        "none_long": ("loss.anchor=none",),
-    }.items():
-        arms.append(Arm(name, "joint", "cold_long", (*settings, *joint), query_mode="reasoning"))
-    words = (*ADAPTER, "joint.lr=5e-4", *joint)
-    return [*arms, Arm("adapter_long", "joint", "adapter_cold", words, query_mode="reasoning")]
-
-
-LONG_NAMING, LONG_COLD, LONG_JOINT = 1200, 200, 324
-"""Steps of the three stages."""
-ADAPTER = ("model.lora={rank: 8, modules_to_save: [merger]}", "export.adapters_only=true")
 
 
 def modes(options: Options) -> Finding:

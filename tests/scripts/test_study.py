@@ -342,12 +342,7 @@ def test_pretrained_weights_are_asked_with_and_without_words(study, monkeypatch)
     start = "pretrained/cold/seed_0/cold_start/final"
     assert trained(study) == [
         ("cold", ""),
-        *((name, start) for name in ("self", "none", "ratio_1_10", "oracle", "longer")),
-        ("named_long", ""),
-        ("cold_long", "pretrained/named_long/shared/backbone"),
-        *((f"{name}_long", "pretrained/cold_long/shared/cold_start/final") for name in ("self", "both", "none")),
-        ("adapter_cold", "pretrained/named_long/shared/backbone"),
-        ("adapter_long", "pretrained/adapter_cold/shared/cold_start/final"),
+        *((name, start) for name in ("self", "none", "ratio_1_10", "oracle", "both", "longer")),
     ]
     trainings = [command for command in study.commands if "rge/train.py" in command]
     assert all("recipe=smol" in command for command in trainings)
@@ -356,7 +351,7 @@ def test_pretrained_weights_are_asked_with_and_without_words(study, monkeypatch)
         for command in study.commands
         if "rge/train.py" not in command
     ]
-    assert sorted(asked) == ["query_mode=direct"] * 7 + ["query_mode=reasoning"] * 9
+    assert sorted(asked) == ["query_mode=direct"] * 4 + ["query_mode=reasoning"] * 6
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import os
 import time
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,10 @@ SHOWN = ("loss", "reward", "forced_rate", "tokens_per_s", "wait_share", "val_hit
 """Metrics beside the bar."""
 
 
+MUCH_SAVING = 0.1
+"""Share of a stage's time above which it is told to save fewer states."""
+
+
 class Logs:
     """Writes a line of JSON per logged step to `metrics.jsonl`; only the main process writes.
 
@@ -88,7 +93,7 @@ class Logs:
         self.accelerator, self.stage = accelerator, stage
         self.num_steps, self.log_every = num_steps, log_every
         self.began = time.perf_counter()
-        self.wait_s = self.step_s = 0.0
+        self.wait_s = self.step_s = self.save_s = 0.0
         self.bar = progress_bar(
             total=num_steps,
             initial=first_step,
@@ -112,6 +117,15 @@ class Logs:
     def wait_share(self) -> float:
         """Share of the time so far that training waited for data; near 0 unless there are too few workers."""
         return self.wait_s / max(self.wait_s + self.step_s, 1e-9)
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Count the time in which training waits for a state: for its copy, and for the state before to be written."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.save_s += time.perf_counter() - began
 
     def is_due(self, step: int) -> bool:
         """Whether a step is logged; `step` counts from one."""
@@ -152,11 +166,14 @@ class Logs:
             )
 
     def close(self) -> None:
-        """Close the bar and the file, and print the share of time spent waiting; trackers stay open."""
+        """Close the bar and the file, and print the shares of time spent waiting; trackers stay open."""
         self.bar.close()
         if self.step_s:
+            saving = self.save_s / (self.wait_s + self.step_s + self.save_s)
+            advice = "; a larger train.save_every saves fewer" if saving > MUCH_SAVING else ""
             self.accelerator.print(
-                f"{self.stage}: spent {self.wait_share():.1%} of the time waiting for data"
+                f"{self.stage}: spent {self.wait_share():.1%} of the time waiting for data, and {saving:.1%} for states to be "
+                f"saved{advice}"
             )
         if self._file is not None:
             self._file.close()

@@ -165,7 +165,8 @@ def train_stage(
         logs.step(step + 1, report)
         if reinforcement is not None:
             reinforcement.after_step(report)
-        manager.after_step(step + 1)
+        with logs.saving():
+            manager.after_step(step + 1)
         waited = time.perf_counter()
     logs.close()
     manager.finish()

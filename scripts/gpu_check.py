@@ -567,12 +567,12 @@ def check_back_ends(machine: Machine) -> Figures:
 
 
 def launch_command(config: str, processes: int, out: Path) -> list[str]:
-    """Two steps of both stages of the demo, from random weights, under a launch config."""
+    """Two steps of both stages of the demo, from its base, under a launch config."""
+    # Not from random weights: those are built by one process, which ZeRO-3 and FSDP2 do not allow.
     return [
         sys.executable, "-m", "accelerate.commands.launch", "--config_file",
         str(ROOT / "recipes" / "accelerate" / f"{config}.yaml"), "--num_processes", str(processes),
-        str(ROOT / "rge" / "train.py"), "recipe=demo", "optim.name=adamw", "model.dtype=bfloat16",
-        "model.scratch.naming=null",
+        str(ROOT / "rge" / "train.py"), "recipe=demo", "optim.name=adamw", "model.dtype=bfloat16", f"init={ROOT / 'rge' / 'demo_base'}",
         "cold_start.steps=2", "joint.steps=2", "train.num_processes=" + str(processes), f"out={out}",
     ]  # fmt: skip
 

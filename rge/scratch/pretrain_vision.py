@@ -267,6 +267,10 @@ class _Progress:
             self.correct += int(chosen_B.sum())
             self.counted += len(chosen_B)
         self.logs.step(step, report)
+        with self.logs.saving():
+            self._save(step)
+
+    def _save(self, step: int) -> None:
         self.states.check()
         received = received_by_any(self.accelerator.device)
         # A phase ends without a state: its optimizer is not the next one's.

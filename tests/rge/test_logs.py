@@ -54,6 +54,20 @@ def test_after_a_resume_no_step_stands_twice_and_time_goes_on(accelerator, tmp_p
     assert elapsed == sorted(elapsed)
 
 
+@pytest.mark.parametrize(("seconds", "advice"), [(9.0, True), (0.01, False)])
+def test_a_stage_that_mostly_saves_is_told_so(accelerator, tmp_path, capsys, monkeypatch, seconds, advice):
+    now = [100.0]
+    monkeypatch.setattr("rge.logs.time.perf_counter", lambda: now[0])
+    logs = Logs(accelerator, tmp_path, "joint", 0, 1, 1)
+    with logs.saving():
+        now[0] += seconds
+    logs.step(1, {"step_s": 0.9, "wait_s": 0.1})
+    logs.close()
+    shown = capsys.readouterr().out
+    assert f"10.0% of the time waiting for data, and {seconds / (1 + seconds):.1%} for states" in shown
+    assert ("a larger train.save_every" in shown) == advice
+
+
 def lines_until(folder, step):
     text = (folder / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in text[:step]]

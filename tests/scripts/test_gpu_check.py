@@ -3,12 +3,14 @@
 import importlib.util
 import json
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from paths import ROOT
 
 from rge.common.errors import UserError
+from rge.common.files import read_json
 
 sys.path.insert(0, str(ROOT / "scripts"))
 
@@ -55,7 +57,7 @@ def test_a_rehearsal(gpu_check, tmp_path, monkeypatch):
     assert "No figure here is a GPU's" in shown
     for name, state in states.items():
         assert f"\n## {name}: {state}\n" in shown
-    assert "need two GPUs, here are none" in shown
+    assert "need GPUs, here are none" in shown
 
 
 def test_what_fails_is_in_the_report_and_ends_no_other_check(gpu_check, tmp_path, monkeypatch):
@@ -69,6 +71,12 @@ def test_what_fails_is_in_the_report_and_ends_no_other_check(gpu_check, tmp_path
     assert "on fire" in form["figures"]["trace"]
     assert back_ends["state"] == "not run"
     assert "RuntimeError: the device is on fire" in (tmp_path / "gpu_check.md").read_text()
+
+
+def test_every_back_end_starts_from_a_backbone_that_exists(gpu_check, tmp_path):
+    words = gpu_check.launch_command("zero3_8", 1, tmp_path)
+    (start,) = (word.removeprefix("init=") for word in words if word.startswith("init="))
+    assert read_json(Path(start) / "config.json")  # ZeRO-3 and FSDP2 build none
 
 
 def test_a_command_that_fails_or_hangs_fails_its_check(gpu_check, monkeypatch):

@@ -342,7 +342,7 @@ class Index:
         if where is not None:
             self._check(where)
         columns = [name for name in _HIT_COLUMNS if thumbnails or name != "thumbnail"]
-        with _lancedb_errors(self.uri, where):
+        with _lancedb_errors(self.uri):
             if words is not None:
                 if not self._indices("words"):
                     raise SearchIndexError(
@@ -381,6 +381,16 @@ class Index:
             raise SearchIndexError(
                 f"where={where[:80]!r} must be a condition of at most {MAX_WHERE} characters on: {', '.join(self.columns)}"
             )
+        with _lancedb_errors(self.uri):
+            self._table.search().limit(1).explain_plan()
+        try:  # nothing is read for a plan: if only this one fails, the condition is wrong
+            self._table.search().where(where).limit(1).explain_plan()
+        except LANCEDB_ERRORS as error:
+            hidden = "|".join(f"`{name}`" for name in sorted(PRIVATE))
+            reason = re.sub(rf"(, )?({hidden})", "", _reason(error)).replace("Invalid input, ", "")
+            raise SearchIndexError(
+                f"where={where!r} is not a valid condition on {self.uri}: {reason}"
+            ) from error
 
     def _indices(self, column: str) -> list[str]:
         return [index.name for index in self._table.list_indices() if column in index.columns]
@@ -511,20 +521,22 @@ def _table(uri: str) -> "tuple[DBConnection, Table] | None":
 
 
 @contextmanager
-def _lancedb_errors(uri: str, where: str | None = None) -> Iterator[None]:
+def _lancedb_errors(uri: str) -> Iterator[None]:
     """Turn LanceDB's errors into a `SearchIndexError`."""
     try:
         yield
     except UserError:
         raise
-    except (RuntimeError, ValueError, OSError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        reason = re.sub(r", /\S+\.rs:\d+:\d+", "", reason)  # places in LanceDB's source
-        if where is not None and ("Invalid input" in reason or "filter expression" in reason):
-            hidden = "|".join(f"`{name}`" for name in sorted(PRIVATE))
-            reason = re.sub(rf"(, )?({hidden})", "", reason).replace("Invalid input, ", "")
-            raise SearchIndexError(f"where={where!r} is not a valid condition on {uri}: {reason}") from error
-        raise SearchIndexError(f"the index {uri} cannot be used: {reason}") from error
+    except LANCEDB_ERRORS as error:
+        raise SearchIndexError(f"the index {uri} cannot be used: {_reason(error)}") from error
+
+
+LANCEDB_ERRORS = (RuntimeError, ValueError, OSError)
+
+
+def _reason(error: Exception) -> str:
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return re.sub(r", /\S+\.rs:\d+:\d+", "", reason)  # places in LanceDB's source
 
 
 _COLUMNS = {

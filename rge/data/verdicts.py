@@ -23,15 +23,17 @@ from typing import Any, TypeVar
 
 import numpy as np
 import PIL
+import pyarrow
 import pydantic
 
-from rge.common import images, schema
+import rge.common
+import rge.data
 from rge.common.commands import progress_bar
 from rge.common.files import find_shipped, replacing
 from rge.common.images import ImageError, PictureIndex, load_image
 from rge.common.schema import ImageRef
-from rge.data import sources
 from rge.data.sources import MAX_REPORTED, BadRecord, Column, RecordFile, Records, number_of
+from rge.identity.run_identity import content_of
 
 T = TypeVar("T")
 
@@ -224,11 +226,11 @@ def _look_at(known: np.ndarray, began_ns: int, ref: ImageRef) -> tuple[int | Non
 
 
 def _state_of(ref: str, began_ns: int) -> int | None:
-    """Hash of a picture's name, stamp and the checking code; None if it is missing or too recent."""
+    """Hash of a picture's name and stamp; None if it is missing or too recent."""
     path, mark, _ = ref.partition(".parquet#")
     stamp = _stamp(path + ".parquet" if mark else ref)
     is_settled = stamp is not None and stamp[0] < began_ns - RECENT_NS
-    return number_of(f"{ref}\0{stamp}\0{_code()}") if is_settled else None
+    return number_of(f"{ref}\0{stamp}") if is_settled else None
 
 
 def _stamp(path: str | Path) -> list[int] | None:
@@ -242,9 +244,9 @@ def _stamp(path: str | Path) -> list[int] | None:
 
 @cache
 def _code() -> str:
-    """Hash of the checking code: another version may decide differently."""
-    texts = [Path(str(module.__file__)).read_text(encoding="utf-8") for module in (images, schema, sources)]
-    return _digest(*texts, PIL.__version__, pydantic.VERSION)
+    """Hash of the rooms of the checking code and of its libraries: another version may decide differently."""
+    rooms = (content_of(Path(room.__path__[0]), like="*.py")["sha256"] for room in (rge.common, rge.data))
+    return _digest(*rooms, PIL.__version__, pydantic.VERSION, pyarrow.__version__)
 
 
 def _digest(*parts: object) -> str:

@@ -15,9 +15,8 @@ endif
 # each would compile all of it again; here the first one keeps it for the others.
 BYTECODE := PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX="$$PWD/$(VENV)/pycache"
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
-# Whole files go to one of three processes, so that what a file's tests share is made once. Three on two cores: a third of the time,
-# a process waits for others that it has started.
-PROCESSES := -n 3 --dist loadfile --no-loadscope-reorder
+# Whole files go to one of two processes, so that what a file's tests share is made once.
+TWO_PROCESSES := -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
@@ -43,7 +42,7 @@ PYTEST := $(OFFLINE) $(ONE_THREAD) $(BYTECODE) $(PY) -m pytest -m "not gpu and n
 # Some tests meet real clocks, browsers and servers, and a busy machine can make one of four thousand fail. Failures are run
 # once more, alone; tests that pass then are flaky, and are listed.
 test: setup lint ## what CI runs: lint, types, all tests that need neither a GPU nor the network
-	@$(PYTEST) $(PROCESSES) --durations=25 --durations-min=10 || { \
+	@$(PYTEST) $(TWO_PROCESSES) --durations=25 --durations-min=10 || { \
 		test $$? -eq 1 && echo "Retrying the failures alone. Tests that pass on retry are flaky; please fix them." && \
 		$(PYTEST) --last-failed --last-failed-no-failures none -rp; }
 

@@ -14,7 +14,7 @@ from data_prep.rationales import prompts
 from data_prep.rationales.options import RationaleOptions
 from rge.calls.request import Picture, Request
 from rge.common.errors import UserError
-from rge.common.images import picture_bytes
+from rge.common.images import ImageError, PictureIndex, picture_bytes
 from rge.common.schema import ImageRef, Positive, Record, Target
 from rge.data.sources import RecordFile
 
@@ -105,7 +105,7 @@ class Source:
 
 
 def sources_of(options: RationaleOptions) -> list[Source]:
-    """The files to process; every record is checked.
+    """The files to process; every record is checked, and that its pictures exist.
 
     Raises:
         UserError: there are none, they cannot be read, or the result would overwrite them.
@@ -119,7 +119,8 @@ def sources_of(options: RationaleOptions) -> list[Source]:
         files = {path: out / path.name for path in paths}
     if not files:
         raise UserError(f"records={records} is a folder without .jsonl files")
-    return [Source(RecordFile(path), target) for path, target in files.items()]
+    pictures = PictureIndex()
+    return [Source(RecordFile(path, pictures=pictures), target) for path, target in files.items()]
 
 
 def replies_of(options: RationaleOptions) -> Path:
@@ -140,7 +141,7 @@ def request_for(
     record, positive, model = pair.record, pair.positive, options.model
 
     def picture(ref: ImageRef) -> Picture:
-        return Picture(ref, hashlib.sha256(picture_bytes(ref)).hexdigest() if look else "", model.max_side_px)
+        return Picture(ref, _digest(ref) if look else "", model.max_side_px)
 
     parts = prompts.parts(
         record,
@@ -159,6 +160,13 @@ def request_for(
         form="<rationale>your rationale</rationale>",
         fields=(("rationale", None),),
     )
+
+
+def _digest(ref: ImageRef) -> str:
+    try:
+        return hashlib.sha256(picture_bytes(ref)).hexdigest()
+    except ImageError:  # it has vanished: its call reports that, and the others go on
+        return f"unreadable {ref!r}"
 
 
 def read_captions(records: Path, given: Path | None) -> dict[str, str]:

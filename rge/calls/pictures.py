@@ -44,14 +44,14 @@ def prepare_picture(ref: ImageRef, max_side_px: int) -> tuple[str, bytes]:
 
 
 def _unchanged(data: bytes, max_side_px: int) -> tuple[str, bytes] | None:
-    # None: it must be re-encoded, which is slow.
+    # None: it must be re-encoded, which is slow, or `load_image` refuses it.
     try:
         with Image.open(io.BytesIO(data)) as header:
             kind, mode, longest = header.format, header.mode, max(header.size)
-            upright = header.getexif().get(0x0112, 1) in (0, 1)
+            plain = header.getexif().get(0x0112, 1) in (0, 1) and not getattr(header, "is_animated", False)
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
         return None  # decoding reports the error
-    if kind not in SENDABLE or mode not in ("RGB", "RGBA", "L", "P") or longest > max_side_px or not upright:
+    if kind not in SENDABLE or mode not in ("RGB", "RGBA", "L", "P") or longest > max_side_px or not plain:
         return None
     return SENDABLE[kind], without_metadata(data)
 

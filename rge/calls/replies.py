@@ -153,7 +153,7 @@ def _choice(choice: dict[str, Any]) -> Reply | ReplyError:
         message, stop = as_dict(message), "refusal"
     if not isinstance(message, dict):
         return EmptyChoices("a choice without a message")
-    text = _text(message.get("content"))
+    text = _without_thoughts(_text(message.get("content")))
     if isinstance(message.get("refusal"), str) and message["refusal"]:
         text, stop = message["refusal"], "refusal"
     if not text.strip() and stop not in ("length", "refusal"):
@@ -167,6 +167,12 @@ def _text(content: Any) -> str:
         parts = [part.get("text", "") if isinstance(part, dict) else part for part in content]
         return "".join(part for part in parts if isinstance(part, str))
     return content if isinstance(content, str) else ""
+
+
+def _without_thoughts(text: str) -> str:
+    """What follows a model's thoughts, if its server leaves them in the answer: they may hold drafts of it."""
+    _, end, answer = text.rpartition("</think>")
+    return "" if not end and text.lstrip().startswith("<think>") else answer
 
 
 def _as_tags(text: str, *, whole: bool) -> str:

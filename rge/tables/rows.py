@@ -12,6 +12,7 @@ For folders and archives see `rge.tables.pictures`.
 
 import csv
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from io import TextIOWrapper
@@ -84,7 +85,15 @@ def reason(error: BaseException) -> str:
 def open_parquet(path: str | PathLike[str], fs: Any = None) -> Iterator[pq.ParquetFile]:
     """Open a Parquet file for reading in small pieces."""
     with (fs or fsspec.filesystem("file")).open(str(path), "rb") as data:
-        yield pq.ParquetFile(data, pre_buffer=False, buffer_size=BUFFER_BYTES)
+        file = pq.ParquetFile(data, pre_buffer=False, buffer_size=BUFFER_BYTES)
+        _check_columns(str(path), file.schema_arrow.names)
+        yield file
+
+
+def _check_columns(path: str, names: Sequence[str]) -> None:
+    # A spreadsheet exports empty columns without a name.
+    if repeated := next((name for name, number in Counter(names).items() if name and number > 1), None):
+        raise TableError(f"{path}: two columns are called {repeated!r}: rename or delete one")
 
 
 def parquet_rows(
@@ -122,6 +131,7 @@ def _text_rows(path: str, lines: Iterable[str]) -> Iterator[dict[str, Any]]:
     header = next(lines, "")
     separator = "\t" if path.lower().endswith(".tsv") else max(",;\t", key=header.count)
     reader = csv.DictReader(chain([header], lines), delimiter=separator, strict=True)
+    _check_columns(path, reader.fieldnames or [])
     for row in reader:
         if None in row or None in row.values():
             raise TableError(
@@ -135,7 +145,7 @@ def json_object(where: str, text: str | bytes) -> dict[str, Any]:
     """Parse a JSON object; error messages begin with `where`. Raises `TableError`: not a JSON object."""
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TableError(f"{where}: not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise TableError(f"{where}: an object is needed, got {type(value).__name__}")

@@ -167,6 +167,34 @@ def test_a_call_that_is_never_answered_stays_open(records, tmp_path):
     assert report["records"] == 1
 
 
+def test_a_missing_picture_is_named_before_any_call(records, tmp_path):
+    (records.parent / "images" / "a.png").unlink()
+    with LocalServer(answer) as server:
+        model = ModelConfig(name="m", base_url=server.url)
+        with pytest.raises(UserError, match=r"records.jsonl:1: .*a.png does not exist"):
+            write(RationaleOptions(records=records, out=tmp_path / "out.jsonl", model=model))
+        assert not server.num_answered
+
+
+def test_a_picture_that_vanishes_costs_only_its_own_calls(records, tmp_path):
+    second, out = records.parent / "images" / "b.png", tmp_path / "out.jsonl"
+    Image.new("RGB", (40, 40)).save(second)
+    first_line, rest = records.read_text().split("\n", 1)
+    records.write_text(f"{rest}{first_line.replace('a.png', 'b.png')}\n")
+    with LocalServer(answer) as server:
+        model = ModelConfig(name="m", base_url=server.url, reasks=0)
+        writing = Writing(RationaleOptions(records=records, out=out, model=model))
+        second.unlink()
+        with pytest.raises(
+            UserError, match="1 of 4 calls are unanswered, such as: m: picture .*b.png cannot be"
+        ):
+            writing.run()
+        assert server.num_answered == 3
+        Image.new("RGB", (40, 40)).save(second)
+        assert write(RationaleOptions(records=records, out=out, model=model))["records"] == 2
+        assert server.num_answered == 4
+
+
 def test_one_permanent_rejection_does_not_fail_the_second_run(records, tmp_path):
     async def too_large(path, body):
         said = json.dumps(body["messages"])

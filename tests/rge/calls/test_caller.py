@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import io
+import json
 import re
 import sqlite3
 import threading
@@ -39,6 +40,7 @@ from rge.calls.replies import (
 from rge.calls.request import Picture, Request
 from rge.calls.store import AnswerStore, StoredReply, StoreError
 from rge.common.errors import UserError
+from rge.common.images import ImageError
 
 
 def ask(text: str, **settings) -> Request:
@@ -378,9 +380,9 @@ def test_killed_and_resumed_no_kept_call_is_repeated(tmp_path):
 # --------------------------------------------------------------------------------------------------- keys and pictures
 
 
-def encode(image: Image.Image, kind: str) -> bytes:
+def encode(image: Image.Image, kind: str, **settings) -> bytes:
     out = io.BytesIO()
-    image.save(out, kind)
+    image.save(out, kind, **settings)
     return out.getvalue()
 
 
@@ -421,6 +423,13 @@ def test_other_pictures_are_sent_as_jpeg(mode, kind):
     media_type, sent = prepare_picture(encode(Image.new(mode, (20, 10)), kind), 1024)
     assert media_type == "image/jpeg"
     assert Image.open(io.BytesIO(sent)).mode == "RGB"
+
+
+@pytest.mark.parametrize("kind", ["WEBP", "PNG", "GIF"])
+def test_animations_are_not_sent(kind):
+    frames = [Image.new("RGB", (20, 10), colour) for colour in ("red", "blue")]
+    with pytest.raises(ImageError, match="has several frames"):
+        prepare_picture(encode(frames[0], kind, save_all=True, append_images=frames[1:]), 1024)
 
 
 def test_large_pictures_are_scaled_down():
@@ -470,6 +479,20 @@ def test_answers_without_the_format(text, stop, error):
 
 def test_a_complete_answer_is_complete_however_it_stopped():
     check_complete(reply("I can't see much, but <A>yes</A>", "length"), "a")
+
+
+@pytest.mark.parametrize(
+    ("content", "stop", "text"),
+    [
+        ("<think>No: <a>no</a>? ABSTAIN?</think>\n\n<a>yes</a>", "stop", "\n\n<a>yes</a>"),
+        ("No: <a>no</a>?</think>\nABSTAIN", "stop", "\nABSTAIN"),  # its prompt opens the thoughts
+        ('<think>{"a": 1}</think>{"a": 2}', "stop", "<a>2</a>"),
+        ("<think>Perhaps <a>no</a>, but", "length", ""),
+    ],
+)
+def test_thoughts_that_a_server_leaves_in_the_answer_are_none(content, stop, text):
+    body = {"choices": [{"message": {"content": content}, "finish_reason": stop}]}
+    assert read_replies(json.dumps(body).encode()) == [reply(text, stop)]
 
 
 def test_tags():

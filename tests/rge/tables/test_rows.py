@@ -35,13 +35,21 @@ def test_parquet_gives_the_columns_asked_for_from_any_row_on(tmp_path):
     assert num_rows(path) == 9
 
 
+def test_a_repeated_column_of_parquet_is_named(tmp_path):
+    pq.write_table(pa.Table.from_arrays([pa.array(["x"])] * 2, names=["id", "id"]), tmp_path / "a.parquet")
+    with pytest.raises(TableError, match=r"a.parquet: two columns are called 'id'"):
+        list(table_rows(tmp_path / "a.parquet", ["id"]))
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("gone.csv", None, "gone.csv cannot be read: No such file"),
         ("a.csv", b"id,text\na,b,c\n", "line 2: 2 columns are named"),
         ("a.csv", b"id\n\xff\xfe", "a.csv cannot be read"),
+        ("a.csv", b"id,text,,,text\na,b,,,c\n", "a.csv: two columns are called 'text'"),
         ("a.jsonl", b'{"id": 1}\n[]', "line 2: an object is needed, got list"),
+        ("a.jsonl", b"[" * 100_000, "line 1: not valid JSON"),
         ("a.parquet", b"nonsense", "a.parquet cannot be read"),
     ],
 )

@@ -84,7 +84,8 @@ class Rollout(NamedTuple):
 
     def after_update(self) -> "Rollout":
         """The same for the next update: without states and encoding, which belong to the old weights."""
-        return Rollout([replace(rationale, state_D=None) for rationale in self.rationales])
+        rationales = [replace(rationale, state_D=None) for rationale in self.rationales]
+        return self._replace(rationales=rationales, encoded=None)
 
 
 def problems(recipe: Recipe, stages: Sequence[str], accelerator: Accelerator) -> Iterator[str]:
@@ -328,14 +329,13 @@ def sample_seeds(seed: int, count: int) -> list[int]:
     return [seed, *map(int, np.random.SeedSequence([seed]).generate_state(count - 1, np.uint64))]
 
 
-def rollout_report(rollout: Rollout | None, seconds: float, device: torch.device) -> dict[str, float]:
+def rollout_report(rollout: Rollout, seconds: float, device: torch.device) -> dict[str, float]:
     """Share of forced stops, mean length and speed of a step's rationales over all ranks.
 
     Lengths are of what the step was trained with, reused rationales included; speed is of what was written in it.
     """
-    if rollout is None:
+    if not (rationales := rollout.rationales):  # the objective needs none
         return {}
-    rationales = rollout.rationales
     reasoned = [rationale for rationale in rationales if not rationale.direct and not rationale.given]
     new = [rationale for rationale in reasoned if not rationale.age and not rationale.oracle]
     local = [

@@ -40,7 +40,7 @@ from rge.model.embedding_model import embedder_to_train
 from rge.objective import Objective
 from rge.optim.optimizers import learning_rate, make_optimizer, set_learning_rate
 from rge.rl.credit import make_reinforcement
-from rge.rollout.writer import make_writer, rollout_report
+from rge.rollout.writer import Rollout, easy_share, make_writer, rollout_report
 from rge.scratch.starting_point import starting_point
 from rge.step import TrainingStep
 from rge.validation import make_validation
@@ -129,7 +129,7 @@ def train_stage(
         set_learning_rate(optimizer, lr)
 
         # 1. The model writes its own rationales, without gradient, continuing the prompts that step 2 will need.
-        rollout, credit = None, None
+        rollout, credit = Rollout((), easy_share=easy_share(recipe.loss, step)), None
         if writer is not None:
             with dist.whole_model(accelerator, model):
                 rollout = writer(step, batch)
@@ -140,7 +140,7 @@ def train_stage(
 
         report: dict[str, float] = {}
         for update in range(objective.num_updates):  # several only in the stage rl
-            if update and rollout is not None:
+            if update:
                 rollout = rollout.after_update()
             # 2. All losses from one forward over prompt, own rationales and oracle rationale; backward.
             report |= training_step(batch, rollout, credit)

@@ -176,10 +176,15 @@ def rank_of_right(group: Rollouts) -> Tensor:
     return 1 + ((score >= best) & ~right).sum(dim=2)
 
 
-def number_above(score_BKC: Tensor, others_BKC: Tensor, *, ties: bool) -> Tensor:
-    """(B, K, C) how many of the others have a greater score than each candidate, or with `ties` no lesser one."""
-    ordered = score_BKC.masked_fill(~others_BKC, float("-inf")).sort(dim=2).values
-    return ordered.shape[2] - torch.searchsorted(ordered, score_BKC.contiguous(), right=not ties)
+def places_of_right(score_BKC: Tensor, right_BKC: Tensor, wrong_BKC: Tensor) -> Tensor:
+    """(B, K, C) rank of each right answer among all right ones and these wrong ones, from 1; other columns mean nothing.
+
+    Ties with wrong ones count against it. Equal right ones, such as two copies of one target, take a place each.
+    """
+    ordered = score_BKC.masked_fill(~wrong_BKC, float("-inf")).sort(dim=2).values
+    wrong_above = ordered.shape[2] - torch.searchsorted(ordered, score_BKC.contiguous())
+    best_first = score_BKC.masked_fill(~right_BKC, float("-inf")).argsort(dim=2, descending=True)
+    return 1 + wrong_above + best_first.argsort(dim=2)
 
 
 @reward("format")
@@ -244,9 +249,7 @@ def ndcg_reward(group: Rollouts, among: str = "batch") -> Tensor:
         raise UserError(f"rl.rewards: ndcg's among must be batch or labelled, got {among!r}")
     right, score = group.right_BKC, group.score_BKC
     wrong = ~right if among == "batch" else (group.labelled_BC & ~group.right_BC)[:, None].expand_as(right)
-    # Above a right answer rank wrong ones that are no worse, and right ones that are better.
-    rank = 1 + number_above(score, wrong, ties=True) + number_above(score, right, ties=False)
-    gain = (1 / torch.log2(1 + rank)).masked_fill(~right, 0.0).sum(dim=2)
+    gain = (1 / torch.log2(1 + places_of_right(score, right, wrong))).masked_fill(~right, 0.0).sum(dim=2)
     place = torch.arange(1, score.shape[2] + 1, device=score.device)
     ideal = (1 / torch.log2(1 + place)).expand_as(score) * (place <= right.sum(dim=2, keepdim=True))
     return (gain / ideal.sum(dim=2)).to(score)
@@ -297,10 +300,8 @@ def ume_r1_reward(group: Rollouts) -> Tensor:
     """
     right = group.right_BKC
     count = right.sum(dim=2)
-    # A right answer is in the top P if fewer than P candidates are above it; ties count against it.
-    score = group.score_BKC
-    above = number_above(score, ~right, ties=True) + number_above(score, right, ties=False)
-    share = ((above < count[:, :, None]) & right).sum(dim=2) / count
+    in_top = places_of_right(group.score_BKC, right, ~right) <= count[:, :, None]
+    share = (in_top & right).sum(dim=2) / count
     return share * (group.mean_where(group.right_BC) - group.mean_where(~group.right_BC))
 
 

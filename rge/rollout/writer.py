@@ -84,7 +84,8 @@ class Rollout(NamedTuple):
 
     def after_update(self) -> "Rollout":
         """The same for the next update: without states and encoding, which belong to the old weights."""
-        return Rollout([replace(rationale, state_D=None) for rationale in self.rationales])
+        rationales = [replace(rationale, state_D=None) for rationale in self.rationales]
+        return self._replace(rationales=rationales, encoded=None)
 
 
 def problems(recipe: Recipe, stages: Sequence[str], accelerator: Accelerator) -> Iterator[str]:
@@ -177,10 +178,13 @@ class Writer:
         if self.embedder.pictures is not None:
             self.embedder.pictures.open()
         encoded = self._encode(batch) if self.once else None
-        # The checksum tells queries of equal id apart, which different sources may have.
+        # The checksum tells queries of equal id apart, which different sources may have; their words may be equal, too, and
+        # pictures as large.
         keys = [
-            f"{name}:{zlib.crc32(prompt.input_ids.numpy().tobytes()):08x}"
-            for name, prompt in zip(batch.record_ids, batch.queries, strict=True)
+            f"{name}:{zlib.crc32(prompt.input_ids.numpy().tobytes() + repr(answers).encode()):08x}"
+            for name, prompt, answers in zip(
+                batch.record_ids, batch.queries, batch.right_answers, strict=True
+            )
         ]
         known = [self._unwritten(step, batch, row, key) for row, key in enumerate(keys)]
         rows = [row for row, group in enumerate(known) if group is None]
@@ -328,14 +332,13 @@ def sample_seeds(seed: int, count: int) -> list[int]:
     return [seed, *map(int, np.random.SeedSequence([seed]).generate_state(count - 1, np.uint64))]
 
 
-def rollout_report(rollout: Rollout | None, seconds: float, device: torch.device) -> dict[str, float]:
+def rollout_report(rollout: Rollout, seconds: float, device: torch.device) -> dict[str, float]:
     """Share of forced stops, mean length and speed of a step's rationales over all ranks.
 
     Lengths are of what the step was trained with, reused rationales included; speed is of what was written in it.
     """
-    if rollout is None:
+    if not (rationales := rollout.rationales):  # the objective needs none
         return {}
-    rationales = rollout.rationales
     reasoned = [rationale for rationale in rationales if not rationale.direct and not rationale.given]
     new = [rationale for rationale in reasoned if not rationale.age and not rationale.oracle]
     local = [
@@ -347,13 +350,15 @@ def rollout_report(rollout: Rollout | None, seconds: float, device: torch.device
         sum(len(rationale.ids) for rationale in new),
         sum(rationale.oracle for rationale in rationales),
         sum(rationale.direct for rationale in rationales),
+        sum(not rationale.given for rationale in rationales),
     ]
-    count, num_reasoned, tokens, forced, age, new_tokens, oracle, direct = dist.sum_over_ranks(local, device)
+    sums = dist.sum_over_ranks(local, device)
+    count, num_reasoned, tokens, forced, age, new_tokens, oracle, direct, anchors = sums
     return {
         "forced_rate": forced / max(num_reasoned, 1),
         "rationale_tokens_mean": tokens / max(num_reasoned, 1),
         "rationale_age_mean": age / max(num_reasoned, 1),
         "direct_rate": direct / count,
-        "oracle_rate": oracle / count,
+        "oracle_rate": oracle / anchors,
         "tokens_per_s": new_tokens / max(seconds, 1e-9),
     }

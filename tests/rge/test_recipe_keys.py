@@ -435,6 +435,13 @@ def test_another_value_makes_another_run(key, runs):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("anchor", [("loss.anchor=oracle",), ("loss.anchor=latent", "model.think_tokens=2")])
+def test_easy_queries_need_no_rollout(anchor, runs):
+    adaptive = ("loss.states.direct=1", "loss.adaptive.share=0.5", "loss.adaptive.margin=-2")
+    assert [line["easy_rate"] for line in runs(*anchor, *adaptive).metrics] == [0.5, 0.5]
+
+
+@pytest.mark.slow
 def test_the_same_values_make_the_same_run(runs):
     """What differs above differs by the key, and not by chance."""
     runs()

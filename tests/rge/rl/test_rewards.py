@@ -12,7 +12,7 @@ from rge.calls.local_server import Answer, LocalServer, chat
 from rge.common.errors import UserError
 from rge.config import RewardConfig
 from rge.rl import judge
-from rge.rl.rewards import REWARDS, Rollouts, evaluate, find_reward, number_above, reward
+from rge.rl.rewards import REWARDS, Rollouts, evaluate, find_reward, reward
 
 TAU = 0.1
 WORDS = {1: "a", 2: "key", 3: "opens", 4: "Schlüssel", 5: "鍵", 9: "<emb>"}
@@ -102,12 +102,26 @@ def test_ties_count_against_the_right_answer(group):
     same = group.__class__(**{**vars_of(group), "candidate_CD": group.candidate_CD[:1].expand(5, -1)})
     assert value(same, "rank").tolist() == [[1 / 4] * 3, [1 / 5] * 3]
     assert not value(same, "hit").any()
-    # Both of query 0's right answers stand behind three wrong ones.
-    expected = (1 / math.log2(5) + 1 / math.log2(5)) / (1 + 1 / math.log2(3))
+    # Query 0's right answers stand behind three wrong ones, one after the other.
+    expected = (1 / math.log2(5) + 1 / math.log2(6)) / (1 + 1 / math.log2(3))
     assert value(same, "ndcg")[0, 0] == pytest.approx(expected)
-    assert number_above(
-        torch.tensor([[[1.0, 1.0, 2.0]]]), torch.tensor([[[False, True, True]]]), ties=True
-    ).tolist() == [[[2, 2, 1]]]
+
+
+def test_two_copies_of_a_right_answer_take_two_places(group):
+    """A batch often holds a target twice; its copies' embeddings may be equal to the last bit."""
+    candidate = torch.eye(5, dtype=torch.float64)[[0, 0, 1, 2, 3]]
+    state = torch.zeros(2, 3, 5, dtype=torch.float64)
+    state[:, 0, 0] = 1.0  # both copies first
+    state[:, 1, :2] = torch.tensor([0.6, 0.8])  # one wrong candidate above both
+    state[:, 2, :3] = torch.tensor([0.6, 0.8, 0.0])
+    right = torch.tensor([[True, True, False, False, False]] * 2)
+    twice = group.__class__(
+        **vars_of(group) | {"candidate_CD": candidate, "state_BKD": state, "right_BC": right}
+    )
+    behind = (1 / math.log2(3) + 1 / math.log2(4)) / (1 + 1 / math.log2(3))
+    assert value(twice, "ndcg")[0].tolist() == pytest.approx([1, behind, behind])
+    gap = 0.6 - 0.8 / 3
+    assert value(twice, "ume_r1")[0].tolist() == pytest.approx([1, gap / 2, gap / 2])  # one of the top two
 
 
 def vars_of(group):

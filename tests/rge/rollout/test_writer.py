@@ -160,6 +160,9 @@ def test_a_rationale_is_used_again_until_it_is_too_old(lively, batch, monkeypatc
     # What was written for other words is not used, whatever the id says.
     other = dataclasses.replace(batch, queries=[batch.queries[1], *batch.queries[1:]])
     assert [rationale.age for rationale in writer(14, other)[0]] == [0, 1, 1, 1, 1]
+    # Nor for another source's record of the same id, words and size of picture.
+    other = dataclasses.replace(batch, right_answers=[[-7], *batch.right_answers[1:]])
+    assert [rationale.age for rationale in writer(14, other)[0]] == [0, 1, 1, 1, 1]
 
 
 @pytest.mark.slow
@@ -235,6 +238,8 @@ def test_a_mix_of_anchors_is_the_step_of_either_where_it_stands(lively, batch):
     assert ids_of(rationales) == [given, *ids_of(plain)[1:]]
     report = rollout_report(Rollout(rationales), 1.0, lively.device)
     assert report["oracle_rate"] == 0.2
+    both = [one for group in rationales for one in (group, Rationale((), False, None, 0.0, given=True))]
+    assert rollout_report(Rollout(both), 1.0, lively.device)["oracle_rate"] == 0.2  # of the queries
     assert report["tokens_per_s"] == sum(map(len, ids_of(plain)[1:]))  # what was given was not written
     whole = do_step(lively, batch, rationales, encoded, objective=MIX)
     assert_same_step(do_step(lively, batch, rationales, micro_batch_size=2, objective=MIX), whole)

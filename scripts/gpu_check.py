@@ -555,15 +555,15 @@ def check_back_ends(machine: Machine) -> Figures:
     """Two steps of both stages of the demo under each launch config, on all GPUs; with one GPU, as one process without DDP."""
     if not machine.gpus:
         raise NotRun("DDP, ZeRO-1, ZeRO-2, ZeRO-3 and FSDP2 need GPUs, here are none")
-    figures: dict[str, Any] = {"processes": machine.gpus}
+    figures = {}
     for name in ("ddp", "zero1", "zero2", "zero3", "fsdp2")[machine.gpus == 1 :]:
         with tempfile.TemporaryDirectory() as folder:
             began = time.perf_counter()
             out = _run(launch_command(f"{name}_8", machine.gpus, Path(folder) / "run"))
             figures[name] = f"{time.perf_counter() - began:.0f} s" if out is None else f"failed: {out}"
-    if any(str(value).startswith("failed") for value in figures.values()):
+    if any(value.startswith("failed") for value in figures.values()):
         raise AssertionError(json.dumps(figures))
-    return figures
+    return {"processes": machine.gpus} | figures
 
 
 def launch_command(config: str, processes: int, out: Path) -> list[str]:
@@ -572,17 +572,19 @@ def launch_command(config: str, processes: int, out: Path) -> list[str]:
     return [
         sys.executable, "-m", "accelerate.commands.launch", "--config_file",
         str(ROOT / "recipes" / "accelerate" / f"{config}.yaml"), "--num_processes", str(processes),
-        str(ROOT / "rge" / "train.py"), "recipe=demo", "optim.name=adamw", "model.dtype=bfloat16", f"init={ROOT / 'rge' / 'demo_base'}",
+        str(ROOT / "rge" / "train.py"), "recipe=demo", f"init={ROOT / 'rge' / 'demo_base'}",
+        "optim.name=adamw", "model.dtype=bfloat16",
         "cold_start.steps=2", "joint.steps=2", "train.num_processes=" + str(processes), f"out={out}",
     ]  # fmt: skip
 
 
 def _run(command: list[str]) -> str | None:
     """Run a command; returns the end of its output if it fails."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     try:
         done = subprocess.run(
             command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
+            env=os.environ | {"PYTHONPATH": path},
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return f"not done after {LIMIT_S:.0f} s"

@@ -51,7 +51,7 @@ DECIDES = (
     "tag",
 )  # fmt: skip
 """Keys that identify an evaluation in an output directory."""
-PER_MEMBER = ("set.", "embedder.run", "machine.")
+PER_MEMBER = ("set.", "embedder.run", "asked.depth", "machine.")
 """Parts of an identity that may differ between members."""
 
 
@@ -165,6 +165,8 @@ def aggregate(
         "statistics": statistics_settings(seed) | {"resampled": "group within member"},
         "versions": versions(),
     }
+    if any(result.get("run_hash") for result in results.values()):
+        content["run_hash"] = _digest({name: result.get("run_hash") for name, result in results.items()})
     content |= protocol.suite_figures(results) | dict(more or {})
     content["identity"] = with_key(content, made=None if old_results(first) else first["identity"])
     content["headline"] = headline_figures(protocol, content["macro"], "macro")
@@ -225,7 +227,7 @@ def _joint_set(suite: Suite, results: Mapping[str, Mapping[str, Any]], table: pd
     }
 
 
-def _digest(of_member: Mapping[str, str]) -> str:
+def _digest(of_member: Mapping[str, str | None]) -> str:
     return hashlib.sha256(json.dumps(sorted(of_member.items())).encode()).hexdigest()
 
 

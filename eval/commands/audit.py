@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.benchmarks.suite import is_suite, load_suite
-from eval.pages.evaluations import expand
+from eval.pages.evaluations import check_one_set, expand, read_evaluation
 from eval.scoring.output_files import read_results
 from eval.scoring.rationale_quality import rationale_quality, shortcut_rates
 from eval.sets.retrieval_set import MODALITIES, RetrievalSet, further_names, load_set, picture_ids
@@ -118,11 +118,11 @@ def _evaluations(options: AuditOptions) -> dict[str, Any]:
         folder = options.set or Path(results["set"].get("path") or "")
         rationales[str(path)] = rationale_quality(path, _questions(folder), options.metric)
         by_mode.setdefault(str(results.get("query_mode")), {})[path] = str(results.get("query_modality"))
-    shortcuts = {
-        mode: shortcut_rates(list(modality_of), options.metric)
-        for mode, modality_of in by_mode.items()
-        if set(MODALITIES) <= set(modality_of.values())
-    }
+    shortcuts = {}
+    for mode, modality_of in by_mode.items():
+        if set(MODALITIES) <= set(modality_of.values()):
+            check_one_set(list(map(read_evaluation, modality_of)))
+            shortcuts[mode] = shortcut_rates(list(modality_of), options.metric)
     content = {"rationales": rationales, "shortcuts": shortcuts}
     print(json.dumps(content, indent=1, ensure_ascii=False))
     if options.out is not None:

@@ -23,7 +23,7 @@ from eval.benchmarks.suite import mean_over
 from eval.embedding.identity import OLD, differences, old_results, versions
 from eval.pages.boards.comparison import write_comparison
 from eval.pages.charts import Mark, interval_chart
-from eval.pages.evaluations import Evaluation, check_one_set, read_evaluation
+from eval.pages.evaluations import Evaluation, caveats, check_one_set, read_evaluation
 from eval.scoring.output_files import FORMAT, statistics_settings
 from eval.scoring.stats import POWER, effect_size, holm, minimum_detectable, sign_flip_p
 from eval.scoring.tables import write_tables
@@ -227,7 +227,7 @@ def _warnings(a: Evaluation, b: Evaluation) -> list[str]:
     """Warnings about the comparison."""
     recorded: dict[str, list[str]] = defaultdict(list)
     for run in (a, b):
-        for warning in run.results.get("warnings") or []:
+        for warning in caveats(run.results):
             recorded[warning].append(str(run.directory))
     incidental = {
         key: pair

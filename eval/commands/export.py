@@ -25,6 +25,7 @@ import yaml
 
 from eval.benchmarks.published_tables import published
 from eval.embedding.identity import OLD, old_results
+from eval.pages.evaluations import caveats
 from eval.scoring.output_files import RUN, read_results
 from eval.scoring.protocol import Protocol
 from eval.scoring.tables import in_per_cent, latex, numbers
@@ -63,7 +64,7 @@ def export(options: ExportOptions) -> Path:
     """Write the file and return its path; a UserError if the evaluation lacks what the format needs."""
     results = read_results(options.eval)
     old = [f"{options.eval} {OLD}"] if old_results(results) else []
-    for warning in [*old, *results.get("warnings", [])]:
+    for warning in [*old, *caveats(results)]:
         print(f"WARNING: {warning}", file=sys.stderr, flush=True)
     content = FORMATS[options.format](options, results)
     write = write_text if isinstance(content, str) else write_json
@@ -107,7 +108,7 @@ def _mmeb(options: ExportOptions, results: dict[str, Any]) -> dict[str, Any]:
             "report_generated_date": _now(),
             "profile": results["profile"],
             "identity": results.get("identity"),
-            "warnings": results.get("warnings", []),
+            "warnings": list(caveats(results)),
         },
         "metrics": {
             "image": {name: _values(results["by_category"][name]) for name in SETS},
@@ -165,6 +166,10 @@ def with_evaluation(card: str, results: dict[str, Any]) -> str:
     name, condition = results["set"]["name"], f"{results['query_mode']}, {results['query_modality']}"
     if results["benchmark"] != "generic":
         condition += f", {results['benchmark']} {results['profile']}"
+    if limit := results["set"].get("limit"):
+        condition += f", first {limit} queries"
+    if results.get("suite"):
+        condition += f", mean of {results['set']['num_members']} members"
     figures = results.get("headline") or [
         {"metric": metric, **results["micro"][metric]} for metric in Protocol().headline
     ]
@@ -176,7 +181,7 @@ def with_evaluation(card: str, results: dict[str, Any]) -> str:
         return [line for line in old.splitlines() if line.startswith(mark) and not line.startswith(replaced)]
 
     rows = [f"{row} {figure['metric']} | {figure['value']:.4f} {_interval(figure)} |" for figure in figures]
-    notes = [note + warning for warning in results.get("warnings", [])]
+    notes = [note + warning for warning in caveats(results)]
     section = "\n".join([EVALUATION, "", *_HEAD, *kept("| "), *rows, "", *kept("* "), *notes])
     text = f"{before.rstrip()}\n\n{section.rstrip()}\n" + (f"\n## {after}" if after else "")
     return _indexed(text, name, condition, figures)

@@ -166,7 +166,8 @@ def _rerank_set(
     loaded, process_group = judge(), join()
     check_out(options.out, {"rerank.judge": loaded.name}, overwrite=options.overwrite)
     rationales = pd.read_parquet(options.of / PER_QUERY).set_index("query_id")["rationale"].dropna()
-    texts = [Item(query.id, text=rationales.get(query.id) or query.text) for query in wanted.queries]
+    asked = wanted.query_items(old.get("query_modality") or "both")  # without what the embedder did not see
+    texts = [Item(query.id, text=rationales.get(query.id) or query.text) for query in asked]
     judged = rerank(
         wanted,
         process_group.once(lambda: loaded.describe(texts, answers)),
@@ -198,7 +199,9 @@ def _rerank_set(
         "again": rerun_command("rerank", options),
     }
     write_evaluation(
-        options.out, wanted, judged.ranking, protocol, made, tag=tag, seed=options.seed, missing=read.missing,
+        options.out, wanted, judged.ranking, protocol, made, tag=tag, seed=options.seed,
+        # a query without lines may also be one for which nothing was found, such as by BM25
+        missing=read.missing if old.get("coverage", 1.0) < 1.0 else (),
         limit=limit, title=f"top {options.top_n} of {options.of}",
     )  # fmt: skip
     return about

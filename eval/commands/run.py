@@ -126,6 +126,7 @@ def run(options: RunOptions, load: Callable[..., Embeds] | None = None) -> list[
         }
         print()
         name = f"{condition.mode}-{condition.modality}"
+        session.check_out(condition)  # again: another process may have finished meanwhile
         session.write(condition, ranking, encoded, figures, tag=name, title=name.replace("-", ", "))
     metric = "recall@1" if options.benchmark == "generic" else session.protocol.headline[0]
     write_page(options, dirs, page="set", metric=metric)

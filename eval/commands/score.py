@@ -8,6 +8,7 @@ strictly decreasing (`eval.scoring.trec`).
 """
 
 import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -68,7 +69,8 @@ def score(options: ScoreOptions) -> Path:
             f"{options.run}: {len(read.missing)} of {len(wanted.queries)} queries have no line, first {read.missing[0]!r}. "
             f"Leaving them out would flatter the run; allow_missing=true {counted} and reports the coverage"
         )
-    run_hash = hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
+    fused = json.dumps([options.fuse_by, options.weights]).encode() if options.fuse else b""
+    run_hash = hashlib.sha256(b"".join(path.read_bytes() for path in paths) + fused).hexdigest()
     fusion = {"runs": list(map(str, paths)), "by": options.fuse_by, "weights": list(options.weights)}
     about_run = {"tag": read.tag, "run_hash": run_hash, "fusion": fusion if options.fuse else None}
     identity = decides(wanted, protocol, options.seed) | {"query_mode": None} | about_run

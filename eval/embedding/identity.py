@@ -85,6 +85,7 @@ def _asked(results: Mapping[str, Any]) -> dict[str, Any]:
     )
     keys = ("query_mode", "query_modality", "candidate_mode", "embedding_dims", "ranked_with")
     at = {key: rewrite.get(key) for key in ("at", "served", "rge")}
+    depth = results.get("depth")  # of the mean reciprocal rank; a pool may be smaller
     is_sampled = decoding.get("temperature") or budget.get("k")
     return {
         **{key: results.get(key) for key in keys},
@@ -96,6 +97,7 @@ def _asked(results: Mapping[str, Any]) -> dict[str, Any]:
         "way": budget.get("name"),
         "seed": results.get("seed") if is_sampled else None,
         **({"mix": rerank["mix"]} if rerank.get("mix") is not None else {}),
+        **({"depth": min(depth, (results.get("set") or {}).get("num_candidates", depth))} if depth else {}),
     }
 
 

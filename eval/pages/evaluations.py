@@ -223,7 +223,8 @@ def warnings_of(evaluations: Sequence[Evaluation]) -> list[str]:
     """Warnings for readers of the figures, without repeats, with labels if they do not apply to all evaluations."""
     labels_of: dict[str, list[str]] = defaultdict(list)
     for one in evaluations:
-        for warning in dict.fromkeys(_warnings(one.results)):
+        old = [f"this {OLD}"] if old_results(one.results) else []
+        for warning in dict.fromkeys([*caveats(one.results), *old]):
             labels_of[warning].append(one.label)
     return [
         warning if len(labels) == len(evaluations) else f"{', '.join(labels)}: {warning}"
@@ -231,10 +232,9 @@ def warnings_of(evaluations: Sequence[Evaluation]) -> list[str]:
     ]
 
 
-def _warnings(results: Mapping[str, Any]) -> Iterator[str]:
+def caveats(results: Mapping[str, Any]) -> Iterator[str]:
+    """Warnings for readers of the figures of one evaluation."""
     yield from map(str, results.get("warnings") or [])
-    if old_results(results):
-        yield f"this {OLD}"
     if (coverage := results.get("coverage", 1.0)) < 1:
         yield f"the ranking covers {100 * coverage:.4g} % of the queries"
     if limit := results["set"].get("limit"):

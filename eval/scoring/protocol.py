@@ -64,10 +64,13 @@ class Protocol:
         """The headline metric of one set; some benchmarks have different ones for different sets."""
         return self.headline[0]
 
+    def ordered(self, ranking: Ranking) -> Ranking:
+        """The ranking with equal scores in the order in which they are scored, as far as it is one order."""
+        return trec_ties(ranking) if self.ties == "trec" else ranking
+
     def score(self, wanted: RetrievalSet, ranking: Ranking) -> Scored:
         """All metrics for every query."""
-        ranking = trec_ties(ranking) if self.ties == "trec" else ranking
-        scored = score_ranking(wanted, ranking, self.names(wanted))
+        scored = score_ranking(wanted, self.ordered(ranking), self.names(wanted))
         value_QM = {"best": scored.best_QM, "worst": scored.worst_QM}.get(self.ties, scored.value_QM)
         return replace(scored, value_QM=value_QM)
 

@@ -2,7 +2,7 @@
 
     rge eval audit evals=DIR[,DIR]
 
-Everything is computed from ``per_query.parquet``.
+Everything is computed from ``per_query.parquet``, over the queries for which the metric is defined.
 """
 
 import re
@@ -48,11 +48,11 @@ def shortcut_rates(dirs: Sequence[Path], metric: str) -> dict[str, Any]:
             f"{', '.join(map(str, dirs))} have {', '.join(modalities)}"
         )
     tables = {modality: _read(path, metric) for modality, path in zip(modalities, dirs, strict=True)}
-    whole = tables["both"]
-    solved = {name: table.loc[whole.index, metric] > 0 for name, table in tables.items()}
+    solved = pd.DataFrame({name: table[metric] for name, table in tables.items()}).dropna() > 0
     either = solved["text"] | solved["image"]
-    shares = pd.DataFrame(solved | {"either": either, "needs_both": solved["both"] & ~either})
-    return {"metric": metric, "num_queries": len(whole), **_figures(shares, whole["group"])}
+    shares = solved.assign(either=either, needs_both=solved["both"] & ~either)
+    groups = tables["both"].loc[shares.index, "group"]
+    return {"metric": metric, "num_queries": len(shares), **_figures(shares, groups)}
 
 
 def rationale_quality(directory: Path, questions: Mapping[str, str], metric: str) -> dict[str, Any] | None:
@@ -109,7 +109,7 @@ def _read(path: Path, metric: str) -> pd.DataFrame:
     frame = pd.read_parquet(path / PER_QUERY).set_index("query_id")
     if metric not in frame or not pd.api.types.is_numeric_dtype(frame[metric]):
         raise UserError(f"metric must be a column of numbers in {path / PER_QUERY}, got {metric!r}")
-    return frame
+    return frame.dropna(subset=[metric])
 
 
 def _bin(rows: pd.DataFrame, metric: str) -> dict[str, Any]:

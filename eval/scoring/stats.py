@@ -63,8 +63,10 @@ def effect_size(difference_QM: np.ndarray) -> np.ndarray:
     for m, column in enumerate(difference_QM.T):
         column = column[np.isfinite(column)]
         if len(column) > 1:
-            deviation = column.std(ddof=1)
-            out[m] = column.mean() / deviation if deviation > 0 else (0.0 if column.mean() == 0 else np.nan)
+            mean, deviation = column.mean(), column.std(ddof=1)
+            # the mean of equal numbers is rounded
+            varies = deviation > 1e-12 * max(1.0, abs(mean))
+            out[m] = mean / deviation if varies else (0.0 if mean == 0 else np.nan)
     return out
 
 

@@ -125,12 +125,14 @@ def why_unranked(results: Mapping[str, Any], table: Published) -> list[str]:
 
 
 def numbered(rows: Sequence[Row], main: int) -> list[Row]:
-    """Rows sorted by their main figure, with places for the comparable ones."""
-    place, out = 0, []
-    for row in sorted(rows, key=lambda row: order(row.figures[main])):
-        place += row.comparable
-        out.append(replace(row, place=place if row.comparable else None))
-    return out
+    """Rows sorted by their main figure, with places for the comparable ones that have it; equal figures share a place."""
+    known = [figure.value for row in rows if row.comparable and (figure := row.figures[main]) is not None]
+
+    def place(figure: Figure | None) -> int | None:
+        return None if figure is None else 1 + sum(value > figure.value for value in known)
+
+    ordered = sorted(rows, key=lambda row: order(row.figures[main]))
+    return [replace(row, place=place(row.figures[main]) if row.comparable else None) for row in ordered]
 
 
 def order(figure: Figure | None) -> tuple[bool, float]:

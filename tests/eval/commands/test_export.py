@@ -8,7 +8,7 @@ from eval_fakes import FakeEncoder, loader, write_set
 from huggingface_hub import ModelCard
 
 from eval.__main__ import main
-from eval.commands.export import ExportOptions, export
+from eval.commands.export import ExportOptions, export, with_evaluation
 from eval.commands.run import RunOptions, run
 from rge.checkpoints.export import checkpoint_hash
 from rge.common.errors import UserError
@@ -124,6 +124,23 @@ def test_the_card_of_the_checkpoint_that_was_evaluated(done, tmp_path):
     assert text.count("| set | asked |") == 1
     assert "## Use\n\nSo.\n" in text
     assert checkpoint_hash(folder) == results["checkpoint_hash"]  # a card is no part of what was evaluated
+
+
+def test_a_card_tells_a_part_from_the_whole(done):
+    results = json.loads((done / "results.json").read_text())
+    part = results | {"set": results["set"] | {"limit": 6}}
+    macro = {
+        "suite": "domain",
+        "headline": [{"metric": "mrr", "average": "macro", **results["macro"]["mrr"]}],
+    }
+    card = "# me/mine\n"
+    for one in (results, part, results | macro | {"set": results["set"] | {"num_members": 3}}):
+        card = with_evaluation(card, one)
+    rows = [line.split(" | ")[1] for line in card.splitlines() if line.startswith("| fake |")]
+    assert list(dict.fromkeys(rows)) == [
+        "reasoning, both", "reasoning, both, first 6 queries", "reasoning, both, mean of 3 members",
+    ]  # fmt: skip
+    assert "* fake, reasoning, both, first 6 queries: only the first 6 queries were evaluated" in card
 
 
 def test_a_partial_run_is_not_exported(done, tmp_path):

@@ -11,6 +11,7 @@ import torch
 from eval_fakes import FakeEncoder, loader, tables, write_set, write_tables
 from stock import nll_of, stock_forward
 
+from eval.commands.bm25 import Bm25Options, bm25
 from eval.commands.rerank import RerankOptions, reorder, rerank, rerank_command
 from eval.commands.run import RunOptions, run
 from eval.judging import description
@@ -353,6 +354,40 @@ def test_the_command_asks_for_what_the_answer_shows(tmp_path, monkeypatch):
     assert nothing["identity"]["key"] != alone["identity"]["key"]
     with pytest.raises(UserError, match="rerank.mix = 0.05, this one has None"):
         rerank_command(RerankOptions(**options))
+
+
+@pytest.mark.slow
+def test_the_judge_sees_no_text_that_the_embedder_did_not(tmp_path, monkeypatch):
+    asked = {
+        "checkpoint": "fake", "set": write_set(tmp_path / "set"), "report": False,
+        "query_mode": ("direct", "reasoning"), "query_modality": ("image",),
+    }  # fmt: skip
+    seen = []
+
+    class Sees(Fixed):
+        def describe(self, texts, answers):
+            seen.append({one.text for one in texts})
+            return super().describe(texts, answers)
+
+    monkeypatch.setattr("eval.commands.rerank.DescriptionJudge", lambda *_, **__: Sees({}))
+    for number, done in enumerate(run(RunOptions(**asked, out=tmp_path / "eval"), loader(FakeEncoder()))):
+        rerank_command(RerankOptions(of=done, judge="x", top_n=1, out=tmp_path / f"{number}"))
+    assert seen == [{f"because of q{n:02d}" for n in range(24)}, {None}]
+
+
+@pytest.mark.slow
+def test_a_query_that_counted_0_is_not_left_out_after_reranking(tmp_path, monkeypatch):
+    """BM25 ranks nothing for a query whose words occur nowhere; the official profile skips queries without a ranking."""
+    content = tables(negatives=False)
+    content["corpus"]["text"] = [f"question {name[1:].lstrip('0')}" for name in content["corpus"]["id"]]
+    content["queries"]["text"][3] = "zzz"
+    data = write_tables(tmp_path / "set", content, {"benchmark": "mmbright"})
+    done = bm25(Bm25Options(set=data, out=tmp_path / "bm25", benchmark="mmbright", profile="official"))
+    monkeypatch.setattr("eval.commands.rerank.DescriptionJudge", lambda *_, **__: Fixed({}))
+    rerank_command(RerankOptions(of=done, judge="x", mix=0.0, out=tmp_path / "judged"))
+    before, after = (json.loads((path / "results.json").read_text()) for path in (done, tmp_path / "judged"))
+    assert after["coverage"] == before["coverage"] == 1.0
+    assert after["micro"] == before["micro"]
 
 
 @pytest.mark.slow

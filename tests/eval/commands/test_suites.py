@@ -14,6 +14,7 @@ from eval.commands.budget import BudgetOptions, budget
 from eval.commands.compare import CompareOptions, compare
 from eval.commands.rerank import RerankOptions, rerank_command
 from eval.commands.run import RunOptions, run
+from eval.commands.score import ScoreOptions, score
 from eval.pages.boards.leaderboard import write_leaderboard
 from eval.sets.retrieval_set import load_set
 from rge.common.errors import UserError
@@ -222,6 +223,14 @@ def test_bm25_ranks_every_member(suite, tmp_path, capsys):
         with pytest.raises(UserError, match=rf"already holds an evaluation with settings.{key} = "):
             bm25(Bm25Options(set=suite, out=tmp_path / "out", **{key: value}))
     assert bm25(Bm25Options(set=suite, out=tmp_path / "out")) == out
+
+    other = bm25(Bm25Options(set=suite, out=tmp_path / "other", k1=2.0, b=1.0))
+    runs = {"a": {"run": out}, "b": {"run": other}, "c": {"run": out, "fuse": (other,)}}
+    runs["d"] = runs["c"] | {"weights": (2.0, 1.0)}
+    for name, asked in runs.items():
+        score(ScoreOptions(set=suite, out=tmp_path / name, **asked))
+    keys = {results_of(tmp_path / name)["identity"]["key"] for name in runs}
+    assert len(keys) == len(runs)  # they are four different rankings
 
 
 @pytest.mark.parametrize(("stopwords", "found"), [("en", False), ("null", True)])

@@ -280,7 +280,7 @@ def test_the_key_names_everything(data, tmp_path):
     for change in (
         {"checkpoint_hash": "x"}, {"profile": "official"}, {"settings": {"dtype": "bfloat16"}}, {"embedding_dims": 4},
         {"settings": {"generation": {"max_new_tokens": 9}}}, {"settings": {"pixels": {"min": 1, "max": 2}}},
-        {"settings": results["settings"] | {"pooling": "mean"}},
+        {"settings": results["settings"] | {"pooling": "mean"}}, {"depth": 10},
     ):  # fmt: skip
         assert differences(results, results | change), change
     assert "machine" in results["identity"]
@@ -306,9 +306,14 @@ def test_an_export_carries_identity_and_warnings(data, tmp_path, capsys):
     one = evaluate(data, tmp_path / "one")
     results = results_of(one)
     results["warnings"] = ["TRAINED ON THE TEST: 3 pictures"]
+    results["set"]["limit"] = 6
     (one / "results.json").write_text(json.dumps(results))
     file = export(ExportOptions("mteb", one, tmp_path / "out.json"))
-    assert "WARNING: TRAINED ON THE TEST: 3 pictures" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "WARNING: TRAINED ON THE TEST: 3 pictures" in said
+    assert "WARNING: only the first 6 queries were evaluated" in said
+    compare(CompareOptions(one, one))
+    assert "WARNING: a and b: only the first 6 queries were evaluated" in capsys.readouterr().err
     assert json.loads(file.read_text())["dataset_revision"] == results["set"]["content"]
 
 
@@ -317,6 +322,19 @@ def test_another_run_of_the_same_name_does_not_take_the_place_of_one(data, tmp_p
     changed(data, "queries", "text", ["other " + text for text in tables(6, 20)["queries"]["text"]])
     with pytest.raises(UserError, match="already holds an evaluation with set.content"):
         evaluate(data, tmp_path / "one")
+
+
+@pytest.mark.slow
+def test_an_evaluation_that_finished_meanwhile_is_not_replaced(data, tmp_path):
+    class Slow(FakeEncoder):
+        def encode(self, items, **asked):
+            if not (tmp_path / "one" / "results.json").exists():
+                evaluate(data, tmp_path / "one", FakeEncoder())
+            return super().encode(items, **asked)
+
+    with pytest.raises(UserError, match="already holds an evaluation with set.limit = None, this one has 2"):
+        evaluate(data, tmp_path / "one", Slow(), limit=2)
+    assert results_of(tmp_path / "one")["set"]["limit"] is None
 
 
 @pytest.mark.slow

@@ -11,6 +11,8 @@ from eval_fakes import FakeEncoder, loader, write_set
 
 from eval.commands.run import RunOptions, run
 from eval.pages.boards.leaderboard import write_leaderboard
+from eval.pages.boards.rows import Row, numbered
+from eval.pages.evaluations import Figure
 
 
 @pytest.fixture
@@ -212,3 +214,10 @@ def test_the_rows_of_a_board_are_also_a_csv_and_a_latex_table(made, tmp_path):
     assert {path.name for path in tmp_path.glob("page-board*")} == {
         f"page-board{number}.{ending}" for number in (0, 1) for ending in ("csv", "tex")
     }
+
+
+def test_equal_figures_share_a_place_and_a_row_without_one_has_none():
+    figures = {"a": 0.5, "b": 0.7, "c": 0.5, "d": None, "e": 0.1}
+    rows = [Row(name, "", [None if x is None else Figure(x)], False, {}) for name, x in figures.items()]
+    places = {row.label: row.place for row in numbered(rows, 0)}
+    assert places == {"b": 1, "a": 2, "c": 2, "e": 4, "d": None}

@@ -1,6 +1,7 @@
 """Shortcuts and rationales, on tables small enough to count by hand."""
 
 import json
+import shutil
 
 import pandas as pd
 import pytest
@@ -96,6 +97,23 @@ def test_the_command(done, tmp_path, capsys):
     assert "metric must be a column of numbers in" in capsys.readouterr().err
     assert main(["audit", "metric=hit@1"]) == 2
     assert "give either set=DIR train=FILE,... or evals=DIR" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_queries_without_the_metric_are_left_out(done, tmp_path, capsys):
+    out, some = tmp_path / "e", [None, *[0.25, 0.5] * 11, 1.0]
+    shutil.copytree(done / "e", out)
+    for name in ("both", "text", "image"):
+        rewrite(out / f"reasoning-{name}", **{"negative_recall@10": some, "stop_reason": ["emb"] * 24})
+    assert main(["audit", f"evals={out}", "metric=negative_recall@10"]) == 0
+    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert found["shortcuts"]["reasoning"]["num_queries"] == 23
+    assert found["shortcuts"]["reasoning"]["both"]["value"] == 1.0
+    assert {one["num_rationales"] for one in found["rationales"].values()} == {23}
+    path = out / "reasoning-text" / "per_query.parquet"
+    pd.read_parquet(path)[:9].to_parquet(path)
+    assert main(["audit", f"evals={out}"]) == 2
+    assert "Was one run with limit=?" in capsys.readouterr().err
 
 
 def test_two_models_on_a_set_of_pictures_alone(tmp_path, capsys):

@@ -208,6 +208,7 @@ def test_effect_size_by_hand():
     assert found[1] == 0.0
     assert np.isnan(found[2])
     assert np.isnan(found[3])
+    assert np.isnan(effect_size(np.full((6, 1), 0.1))).all()  # whose mean is rounded
 
 
 def test_minimum_detectable_difference_is_found_four_times_in_five():

@@ -189,10 +189,10 @@ class CheckpointManager:
             (self.folder / "best").glob(f"step_*/{RGE_JSON}") if self.accelerator.is_main_process else ()
         ):
             settings = json.loads(path.read_text())
-            # Figures of other held-out records cannot be compared.
-            is_alike = _held_out(settings["recipe"]) == _held_out(to_dict(self.recipe))
+            is_alike = self._measured_alike(settings, path.parent)
             saved[settings["step"]] = sign * settings["validation"][self.metric] if is_alike else math.inf
         values = dist.from_main(saved) | {step: sign * figures[self.metric]}
+        values = {at: math.inf if math.isnan(value) else value for at, value in values.items()}
         ranked = sorted(values, key=lambda at: (values[at], at))  # best first; of equals the earlier
         if step not in ranked[:keep]:
             return
@@ -200,6 +200,15 @@ class CheckpointManager:
         if self.accelerator.is_main_process:
             for old in ranked[keep:]:
                 discard(self.folder / "best" / step_name(old))
+
+    def _measured_alike(self, settings: dict[str, Any], path: Path) -> bool:
+        """Whether a best checkpoint is this run's, with figures of the same held-out records: others cannot be compared."""
+        try:
+            check_same_recipe(settings["recipe"], self.recipe, self.name, path)
+            check_same_run(settings, self.identity, path)
+        except CheckpointError:
+            return False
+        return _held_out(settings["recipe"]) == _held_out(to_dict(self.recipe))
 
     def _export(self, path: Path, step: int) -> None:
         recipe = self.recipe

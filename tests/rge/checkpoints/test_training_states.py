@@ -1,9 +1,11 @@
 """Training states: complete or not there, found out when damaged, written while training continues."""
 
 import json
+import math
 import random
 import threading
 from copy import deepcopy
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -356,6 +358,48 @@ def test_a_disk_with_room_for_the_checkpoint_alone_gets_it(tmp_path, monkeypatch
         manager.finish()
     assert len(exported) == 1
     assert "joint: warning: state after step 9 could not be written" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("earlier", ["another recipe", "other records", "not a number"])
+def test_only_this_runs_best_checkpoints_compete(tmp_path, monkeypatch, earlier):
+    """`state/` was deleted to start a stage again, as messages advise; `best/` was not."""
+    monkeypatch.setattr(checkpoint_manager, "stop_after_this_step_at_signals", lambda: None)
+    best, trained = tmp_path / "joint/best", Trained(tmp_path / "unused")
+
+    def export(manager, path, step):
+        settings = {"recipe": to_dict(manager.recipe), "identity": manager.identity, "step": step}
+        path.mkdir(parents=True)
+        (path / "rge.json").write_text(json.dumps(settings | {"validation": manager._validated}))
+
+    monkeypatch.setattr(checkpoint_manager.CheckpointManager, "_export", export)
+
+    def validate(words, records, figures):
+        validation = SimpleNamespace(
+            objective=SimpleNamespace(compares=True), measure=lambda _: {"val_loss": figures.pop(0)}
+        )
+        recipe = load_recipe(["recipe=demo", "validation.every=1", "validation.metric=loss", *words])
+        parts = trained.model, trained.model, trained.optimizer, trained.states.accelerator
+        manager = checkpoint_manager.CheckpointManager(
+            recipe,
+            "joint",
+            tmp_path / "joint",
+            9,
+            validation,
+            *parts,
+            {"records": {"r": records}},
+            "no start",
+        )
+        for step in range(3, 3 + len(figures)):
+            manager.validate(step)
+
+    words, figure = ["joint.lr=9"] * (earlier == "another recipe"), math.nan if earlier[0] == "n" else 0.1
+    validate(words, {"bytes": 1 + (earlier == "other records")}, [figure])
+    assert [path.name for path in best.iterdir()] == ["step_00000003"]
+    (best / "step_00000003").rename(best / "step_00000009")
+    settings = json.loads((best / "step_00000009/rge.json").read_text()) | {"step": 9}
+    (best / "step_00000009/rge.json").write_text(json.dumps(settings))
+    validate([], {"bytes": 1}, [0.5, 0.5, 0.7, math.nan])
+    assert [path.name for path in best.iterdir()] == ["step_00000003"]
 
 
 def test_a_run_that_diverges_says_which_state_is_left(tmp_path):

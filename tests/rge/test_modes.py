@@ -269,6 +269,14 @@ RECIPE = ["recipe=demo", "stage=joint", "init=x"]
             ],
             "loss.think_lm=1 leaves loss.adaptive no LM loss",
         ),
+        (
+            ["loss.states.direct=1", "loss.adaptive.share=0.5", "loss.ratio=0:1"],
+            "loss.adaptive changes targets of the LM loss, which has weight 0",
+        ),
+        (
+            ["loss.anchor=latent", "model.think_tokens=2", "loss.think_lm=0.5", "loss.ratio=0:1"],
+            "loss.think_lm=0.5 is a share of the LM loss, which has weight 0",
+        ),
     ],
 )
 def test_settings_that_contradict_one_another(words, message):

@@ -193,6 +193,8 @@ def test_a_value_of_the_wrong_type_names_its_key(load, override, message):
         ("joint.epochs=-1", "joint.epochs must be > 0, got -1"),
         ("joint.batch_size=0", "joint.batch_size must be >= 1, got 0"),
         ("joint.warmup_steps=-1", "joint.warmup_steps must be >= 0, got -1"),
+        ("optim.betas=[0.9, 1.5]", r"optim.betas.1. must be < 1, got 1.5"),
+        ("optim.eps=0", "optim.eps must be > 0, got 0"),
         ("joint.min_lr_ratio=1.5", "joint.min_lr_ratio must be <= 1, got 1.5"),
         ("data.positives=some", "data.positives must be one of draw, all, got 'some'"),
         ("data.batches=mixt", "data.batches must be one of mixed, homogeneous, got 'mixt'"),

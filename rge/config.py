@@ -18,7 +18,7 @@ from pydantic import Field
 
 from rge.common.errors import UserError
 from rge.common.files import RECIPES as RECIPES
-from rge.common.options import AtLeastOne, Count, NotNegative, Positive, Share, parse_file
+from rge.common.options import AtLeastOne, BelowOne, Count, NotNegative, Positive, Share, parse_file
 from rge.common.prompt_profiles import PROFILES
 from rge.common.registry import load_plugins
 
@@ -263,7 +263,7 @@ class AdaptiveConfig:
     rationale, as in TRACE (arXiv:2603.02929), where a larger model marks the easy queries. Needs `loss.states.direct`.
     """
 
-    share: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    share: BelowOne = 0.0
     """Largest share of a batch's queries with that target; 0: none. The others keep their rationale."""
     margin: float = 0.0
     """Margin by which the right candidate has to lead every wrong one, as a difference of cosines."""
@@ -344,7 +344,7 @@ class RolloutConfig:
     reuse_steps: Count = 0
     """Number of steps for which a query's rationale is reused; 0: none. Its `<emb>` state is always computed with the
     current weights. Only in the joint stage: the stage rl always writes new ones."""
-    direct_share: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    direct_share: BelowOne = 0.0
     """Share of the queries, drawn anew in each step, that are embedded without a rationale, so that one model is
     trained for both modes. Must be below 1: to embed all of them without, set loss.anchor=none."""
 
@@ -356,7 +356,7 @@ class StageConfig:
     steps: AtLeastOne | None = None
     """Optimizer steps; null: as many as `epochs` needs."""
     epochs: Positive = 1.0
-    """Passes over the sources' records, used if `steps` is null."""
+    """Passes over the sources' records, used if `steps` is null; the last batch is whole."""
     batch_size: AtLeastOne = 512
     """Queries per optimizer step, over all ranks; also determines the number of in-batch negatives."""
     lr: Positive = 2e-5
@@ -370,9 +370,10 @@ class StageConfig:
     sources: list[SourceConfig] = field(default_factory=list)
     """Training records and their shares."""
 
-    def num_steps(self, steps_per_epoch: int) -> int:
-        """Optimizer steps, at least one."""
-        return self.steps or max(1, round(self.epochs * steps_per_epoch))
+    def num_steps(self, num_records: int) -> int:
+        """Optimizer steps, at least one; `num_records` are those of all sources but streams."""
+        # A batch may span two epochs. Rounded first: 1.1 * 10 is a little more than 11.
+        return self.steps or max(1, math.ceil(round(self.epochs * num_records / self.batch_size, 6)))
 
 
 @dataclass
@@ -462,9 +463,9 @@ class OptimConfig:
     does; Qwen's patch embedding is one. false: AdamW updates them."""
     vision_lr_ratio: NotNegative = 1.0
     """Learning rate of the vision tower and its merger as a share of the stage's."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)
     """Decay rates of AdamW's running means of the gradient and its square."""
-    eps: float = 1e-8
+    eps: Positive = 1e-8
     """Added to the root of the mean square, to avoid division by zero."""
     weight_decay: NotNegative = 0.0
     """Decoupled weight decay: each step shrinks every weight by this share times the learning rate."""

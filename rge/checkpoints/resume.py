@@ -195,8 +195,9 @@ def check_same_recipe(found: dict[str, Any], recipe: Recipe, name: str, path: Pa
     ours, theirs = flat(to_dict(recipe)), flat(found)
     run_alone = not ours["stage"] == theirs["stage"] == "all"
     for keys in (ours, theirs):
-        if name == "cold_start":  # the one loss setting that it uses
+        if name == "cold_start":  # the loss settings that it uses; the latter is newer than some states
             keys["cold_start loss.lm_on_candidates"] = keys["loss.lm_on_candidates"]
+            keys["cold_start loss.think_lm"] = keys.get("loss.think_lm", 0.0)
         if run_alone:
             keys["init"] = _start(keys, name, recipe.out)
     different = {

@@ -34,6 +34,7 @@ T = TypeVar("T")
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
+BelowOne = Annotated[float, Field(ge=0, lt=1)]
 AtLeastOne = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 

@@ -205,29 +205,22 @@ class Credit:
                 owner_L,
                 credit_L,
                 rows.stop - rows.start,
-                mode=settings.vllm_importance_sampling_mode,
-                low=settings.vllm_importance_sampling_clip_min,
-                high=settings.vllm_importance_sampling_clip_max,
+                settings,
             )
             self._count("sampling_ratio_mean", (ratio_L * credit_L).sum())
             self._count("sampling_corrected", ((ratio_L != weight_L) & credit_L).sum())
-        epsilon_high = settings.epsilon if settings.epsilon_high is None else settings.epsilon_high
         found = policy_loss(
             log_prob_L,
             old_L,
             self.advantage_N[rows].to(log_prob_L),
             owner_L,
             credit_L,
-            loss_type=settings.loss_type,
-            epsilon=settings.epsilon,
-            epsilon_high=epsilon_high,
+            settings,
             rationales=self.total_rationales,
             tokens=self.total_tokens,
             cap=self.rl.cap,
-            beta=settings.beta,
             reference_L=None if self.reference_L is None else self.reference_L[tokens].to(log_prob_L),
             weight_L=weight_L,
-            correct_kl=settings.use_bias_correction_kl,
         )
         sampled_L = credit_L & self.written_N[rows][owner_L]
         self._count("loss_rl", found.loss.detach())

@@ -195,7 +195,7 @@ class Writer:
             self.store.add(step, [(keys[row], group) for row, group in zip(rows, new, strict=True)])
         groups = iter(written)
         rationales = [one for group in known for one in self._whole(next(groups) if group is None else group)]
-        return Rollout(rationales, encoded, easy_share(self.loss, step))
+        return Rollout(rationales, encoded)
 
     def _unwritten(self, step: int, batch: Batch, row: int, key: str) -> list[Rationale] | None:
         """A query's rationales if none are generated for it in this step."""

@@ -22,13 +22,11 @@ record's fields, or of columns that `columns` maps, to values; a picture is enco
 DATA_SOURCES: Registry[DataSource] = Registry("data source", "rge.data_sources")
 """By the name that a source's ``type`` gives."""
 
+register_data_source = DATA_SOURCES.register
+"""Decorator: ``{type: NAME, options: {...}}`` as a source reads what the function returns."""
+
 SHARDS = 256
 """Shards of a local data set read as a stream: enough for each worker of many processes."""
-
-
-def register_data_source(name: str) -> Callable[[DataSource], DataSource]:
-    """Decorator: ``{type: NAME, options: {...}}`` as a source reads what the function returns."""
-    return lambda source: DATA_SOURCES.add(name, source)
 
 
 def open_records(

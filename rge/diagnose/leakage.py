@@ -1,14 +1,7 @@
 """Does an oracle rationale leak the target? The paper's diagnostic (RGE, arXiv:2511.16150, Fig. 4), from one checkpoint.
 
-The contrastive loss sees the state after the oracle rationale, together with the LM loss, and training continues with
-
-* right:         (q, r_o, t)
-* wrong target:  (q, r_o, t_w): the target belongs to another query
-* wrong query:   (q_w, r_o, t): the rationale and the target belong to another query
-* own rationale: (q_w, own, t): as wrong query, but the contrastive loss sees the state after what the model wrote itself
-
-Wrong partners are drawn anew in every step, so they cannot be memorised. With a wrong query only the oracle points to the target,
-so a loss below chance (the logarithm of the number of candidates) is a leak.
+docs/diagnose.md describes the four kinds of triplets. With a wrong query only the oracle points to the target, so a loss below
+chance (the logarithm of the number of candidates) is a leak.
 """
 
 import math

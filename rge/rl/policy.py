@@ -146,13 +146,7 @@ def sampling_weights(
     the whole rationale. Truncated, it is clamped to the bounds; masked, it is 0 outside. Differs: its logarithm is
     first clamped to +-`MAX_LOG_RATIO`, since it is infinite for a token that the sampler considers impossible.
 
-    Args:
-        old_L: log probabilities under the model.
-        sampler_L: under the sampler; NaN, if unknown, counts as equal.
-        owner_L: number of each token's rationale.
-        credit_L: tokens that count.
-        num_rationales: N.
-        settings: mode and bounds of the ratio.
+    `sampler_L` are log probabilities under the sampler, NaN if unknown, which counts as equal; the others are `policy_loss`'s.
 
     Returns:
         (L,) weights without gradient; (L,) the unclamped ratios.

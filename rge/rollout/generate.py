@@ -209,11 +209,11 @@ def generate(
                 own_seeds = _seeds_of(chosen, seeds, num_each, num_rows)
             read = [*[None] * num_each, *given] * len(chosen) if given else None
             began = time.perf_counter()
-            if encoded is None:
-                known = _encode(embedder, [prompts[index] for index in chosen])
+            known, known_at = encoded, [index if places is None else places[index] for index in chosen]
+            if known is None:
+                with torch.no_grad():
+                    known = encode_prompts(embedder, embedder, [prompts[index] for index in chosen])
                 known_at = [*range(len(chosen))]
-            else:
-                known, known_at = encoded, [index if places is None else places[index] for index in chosen]
             writing = _Writing(
                 embedder, known, np.repeat(known_at, num_rows).tolist(), choice, own_seeds, read, captured
             )
@@ -246,11 +246,6 @@ def _ready_to_write(embedder: EmbeddingModel) -> Iterator[_Captured | None]:
         if captured is not None:
             captured.in_use.release()
         embedder.train(was_training)
-
-
-@torch.no_grad()
-def _encode(embedder: EmbeddingModel, prompts: Sequence[Prompt]) -> EncodedPrompts | EncodedParts:
-    return encode_prompts(embedder, embedder, prompts)
 
 
 def _seeds_of(chosen: Sequence[int], seeds: Sequence[int], num_each: int, num_rows: int) -> list[int | None]:

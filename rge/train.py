@@ -129,13 +129,14 @@ def train_stage(
         set_learning_rate(optimizer, lr)
 
         # 1. The model writes its own rationales, without gradient, continuing the prompts that step 2 will need.
-        rollout, credit = Rollout((), easy_share=easy_share(recipe.loss, step)), None
+        rollout, credit = Rollout(()), None
         if writer is not None:
             with dist.whole_model(accelerator, model):
                 rollout = writer(step, batch)
                 if reinforcement is not None:
                     credit = reinforcement.begin(batch, rollout.rationales, logs.is_due(step + 1))
                     rollout = rollout._replace(rationales=credit.rationales)
+        rollout = rollout._replace(easy_share=easy_share(recipe.loss, step))
         rolled_out = time.perf_counter()
 
         report: dict[str, float] = {}

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -11,10 +11,8 @@ from typing import Any
 import jinja2
 
 from rge.checkpoints.settings import CheckpointSettings
-from rge.common.files import find_shipped
 from rge.config import SourceConfig
 from rge.data.readers import some_records
-from rge.data.sources import parsed_line, strip_bom
 from rge.model.adapter_files import is_hub_id
 
 RECORDS_READ = 4096
@@ -53,11 +51,11 @@ def training_data(sources: Sequence[SourceConfig]) -> dict[str, Any]:
     total: defaultdict[str | None, float] = defaultdict(float)
     tasks: dict[tuple[str, str], Counter[str | None]] = defaultdict(Counter)
     for source in sources:
-        records = list(_some_records(source))
+        records = list(some_records(source, RECORDS_READ))
         for record in records:
-            instruction = record.get("instruction") or None
+            instruction = record.instruction or None
             total[instruction] += source.weight / len(records)
-            tasks[record.get("source", ""), record.get("category", "")][instruction] += 1
+            tasks[record.source, record.category][instruction] += 1
     ranked = sorted(total, key=total.__getitem__, reverse=True)  # stable: of equals the first
     by_task: dict[str, str | None] = {}
     for name, keys in groupby(sorted(tasks), key=itemgetter(0)):
@@ -72,31 +70,6 @@ def training_data(sources: Sequence[SourceConfig]) -> dict[str, Any]:
         },
         "training_data": [source.title for source in sources],
     }
-
-
-def _some_records(source: SourceConfig) -> Iterator[dict[str, Any]]:
-    """Evenly spread records of a source; in a file, by byte offset."""
-    if source.path is None:
-        yield from some_records(source, RECORDS_READ)
-        return
-    path = find_shipped(source.path)
-    size = path.stat().st_size
-    with path.open("rb") as lines:
-        if size < 16 << 20:
-            yield from _parsed(lines, path.name)
-            return
-        for number in range(RECORDS_READ):
-            lines.seek(size * number // RECORDS_READ)
-            if number:
-                lines.readline()  # skip the rest of the current record
-            yield from _parsed([lines.readline()], path.name)
-
-
-def _parsed(lines: Iterable[bytes], title: str) -> Iterator[dict[str, Any]]:
-    for line in map(strip_bom, lines):
-        record, _ = parsed_line(line, title, 0)
-        if record is not None:  # else blank, or skipped in training too (data.on_bad=skip)
-            yield record.model_dump(include={"source", "category", "instruction"})
 
 
 def model_card(settings: CheckpointSettings, name: str, licence: str | None = None) -> str:

@@ -41,9 +41,13 @@ def ungrouped(kind: type[Exception]) -> Iterator[None]:
 def not_one_of(key: str, value: object, allowed: Iterable[object]) -> str:
     """The message for a value that is not allowed, with the nearest one that is."""
     names = [str(name) for name in allowed]
-    near = difflib.get_close_matches(str(value), names, n=1, cutoff=0.5)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"{key} must be one of {', '.join(names)}, got {value!r}{hint}"
+    return f"{key} must be one of {', '.join(names)}, got {value!r}{did_you_mean(str(value), names)}"
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A hint at the most similar name, if there is one."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def how_it_ended(code: int) -> str:

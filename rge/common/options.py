@@ -122,9 +122,7 @@ def parse_file(schema: type[T], words: Sequence[str], *, key: str, folder: Path,
         raise UserError(f"give exactly one {key}=NAME or {key}=FILE.yaml; there are: {', '.join(known)}")
     path = Path(names[0]) if names[0].endswith((".yaml", ".yml")) else folder / f"{names[0]}.yaml"
     if not path.is_file():
-        close = difflib.get_close_matches(names[0], known, n=1)
-        hint = f"did you mean {close[0]}? " if close else ""
-        raise UserError(f"unknown {key} {names[0]!r}: {hint}there are: {', '.join(known)}")
+        raise UserError(f"{path} does not exist: {not_one_of(key, names[0], known)}")
     layers = _layers(path, folder, key)
     layers += [("", nested(name, read_word(schema, name, text))) for name, text in pairs if name != key]
     if key in names_of(schema):
@@ -303,14 +301,19 @@ def nearest(key: str, known: Iterable[str]) -> str:
     plain = {re.sub(r"\[\d+\]", "[]", name): name for name in known}
     key = re.sub(r"\[\d+\]", "[]", key)
     section, _, last = key.rpartition(".")
-    by_name = [name for name in plain if name.rpartition(".")[2] == last]
-    by_meaning = [name for name in plain if name.rpartition(".")[2] == MEANS.get(last)]
-    same_section = [name for name in by_meaning if name.rpartition(".")[0] == section]
-    similar = same_section or by_name or difflib.get_close_matches(key, plain, n=1, cutoff=0.75) or by_meaning
-    similar = similar or difflib.get_close_matches(key, plain, n=1, cutoff=0.5)
-    if not similar:
-        parts = difflib.get_close_matches(last, {name.rpartition(".")[2] for name in plain}, n=1)
-        similar = [name for name in plain if name.rpartition(".")[2] in parts]
+
+    def ending_in(*parts: str | None) -> list[str]:
+        return [name for name in plain if name.rpartition(".")[2] in parts]
+
+    by_meaning = ending_in(MEANS.get(last))
+    similar = (
+        [name for name in by_meaning if name.rpartition(".")[0] == section]
+        or ending_in(last)
+        or difflib.get_close_matches(key, plain, n=1, cutoff=0.75)
+        or by_meaning
+        or difflib.get_close_matches(key, plain, n=1, cutoff=0.5)
+        or ending_in(*difflib.get_close_matches(last, {name.rpartition(".")[2] for name in plain}, n=1))
+    )
     if not similar:
         return f"; there are: {', '.join(sorted(known))}"
     similar = sorted(similar, key=lambda name: -difflib.SequenceMatcher(None, key, name).ratio())[:3]

@@ -7,7 +7,7 @@ packages through the registry's entry point group, such as ``rge.metrics``.
 import importlib
 import importlib.metadata
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -46,6 +46,10 @@ class Registry(Generic[T]):
         self._entries[name] = entry
         _registering_module()[f"{self.kind} {name}"] = not self.figures_only
         return entry
+
+    def register(self, name: str) -> Callable[[T], T]:
+        """Decorator: `add` the entry."""
+        return lambda entry: self.add(name, entry)
 
     def __getitem__(self, name: str) -> T:
         """Look up an entry by name. Raises `UserError`: unknown name; the message has the nearest one."""

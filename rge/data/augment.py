@@ -16,6 +16,14 @@ Augmentation = Callable[[Image.Image, int], Image.Image]
 BACKGROUND = [255, 255, 255]
 
 
+AUGMENTATIONS: Registry[Augmentation] = Registry("augmentation", "rge.augmentations")
+"""By the name that ``data.augment`` gives; ``none`` is none."""
+
+register_augmentation = AUGMENTATIONS.register
+"""Decorator: ``data.augment=NAME`` sends every picture of training through the function."""
+
+
+@register_augmentation("drawing")
 def augment_drawing(image: Image.Image, seed: int) -> Image.Image:
     """Move, turn, scale, mirror and recolour a drawing on a white ground, keeping its size."""
     chance = random.Random(seed)
@@ -36,15 +44,3 @@ def augment_drawing(image: Image.Image, seed: int) -> Image.Image:
     pixels = np.asarray(image, dtype=np.float32) / 255 - 0.5
     pixels = pixels @ mix.astype(np.float32) * chance.uniform(0.75, 1.25) + 0.5 + chance.uniform(-0.1, 0.1)
     return Image.fromarray((pixels.clip(0, 1) * 255).astype(np.uint8))
-
-
-AUGMENTATIONS: Registry[Augmentation] = Registry("augmentation", "rge.augmentations")
-"""By the name that ``data.augment`` gives; ``none`` is none."""
-
-
-def register_augmentation(name: str) -> Callable[[Augmentation], Augmentation]:
-    """Decorator: ``data.augment=NAME`` sends every picture of training through the function."""
-    return lambda augmentation: AUGMENTATIONS.add(name, augmentation)
-
-
-register_augmentation("drawing")(augment_drawing)

@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -149,7 +148,7 @@ class _Row:
     oracle_ids: list[int]
     right_answers: list[int]
     # Prompts and identities of the drawn positive, of other positives and of negatives; empty if none are needed.
-    candidates: Sequence[Sequence[tuple[Prompt, int]]] = ()
+    candidates: Sequence[Sequence[tuple[Prompt, int]]]
 
 
 MAX_REPLACEMENTS = 16
@@ -219,34 +218,23 @@ class Collator:
     def _row(self, draw: Draw, record: Record) -> _Row:
         generator = np.random.default_rng(draw.seed)
         drawn = int(generator.integers(len(record.positives)))
-        positive = record.positives[drawn]
+        rationale = record.positives[drawn].rationale or ""
         query = self._prompt(query_item(record), "query", generator)
-        oracle_ids = (
-            self.builder.rationale_ids(positive.rationale or "", record.id) if self.need_oracle else []
-        )
-        row = partial(
-            _Row,
-            record.id,
-            draw.seed,
-            query,
-            oracle_ids,
-            sorted({identity(target) for target in record.positives}),
-        )
-        if not self.need_candidates:
-            return row()
-        shown = self._candidate(positive, generator)
-        others = [
-            self._candidate(target, generator)
-            for place, target in enumerate(record.positives)
-            if place != drawn and self.settings.positives == "all"
-        ]
-        count = min(self.settings.max_negatives, len(record.negatives))
-        chosen: Sequence[int] = (
-            generator.choice(len(record.negatives), size=count, replace=False).tolist() if count else []
-        )
-        return row(
-            [[shown], others, [self._candidate(record.negatives[place], generator) for place in chosen]]
-        )
+        oracle_ids = self.builder.rationale_ids(rationale, record.id) if self.need_oracle else []
+        candidates = self._candidates(record, drawn, generator) if self.need_candidates else ()
+        right_answers = sorted({identity(target) for target in record.positives})
+        return _Row(record.id, draw.seed, query, oracle_ids, right_answers, candidates)
+
+    def _candidates(
+        self, record: Record, drawn: int, generator: np.random.Generator
+    ) -> list[list[tuple[Prompt, int]]]:
+        positives, negatives = record.positives, record.negatives
+        shown = self._candidate(positives[drawn], generator)
+        rest = positives[:drawn] + positives[drawn + 1 :] if self.settings.positives == "all" else []
+        others = [self._candidate(target, generator) for target in rest]
+        count = min(self.settings.max_negatives, len(negatives))
+        chosen = generator.choice(len(negatives), size=count, replace=False).tolist() if count else []
+        return [[shown], others, [self._candidate(negatives[place], generator) for place in chosen]]
 
     def _candidate(self, target: Target, generator: np.random.Generator) -> tuple[Prompt, int]:
         return self._prompt(target_item(target), "candidate", generator), identity(target)

@@ -5,7 +5,6 @@ records are laid out on all cores.
 """
 
 import hashlib
-import inspect
 import json
 import os
 import sys
@@ -27,6 +26,7 @@ from rge.config import Recipe
 from rge.data.collate import query_item, target_item
 from rge.data.sources import Records, number_of
 from rge.data.verdicts import Verdicts, forked
+from rge.identity.run_identity import version_of
 from rge.model import families, prompts
 from rge.model.prompts import Measured, PromptBuilder
 
@@ -109,8 +109,8 @@ def settings_of(builder: PromptBuilder, *asked: object) -> str:
             builder.max_tokens,
             builder.max_rationale_tokens,
             COLUMNS,
-            [inspect.getsource(module) for module in (prompts, families, sys.modules[__name__])],
-            [version(name) for name in ("transformers", "tokenizers", "qwen-vl-utils")],
+            version_of(prompts, families, sys.modules[__name__]),
+            version("tokenizers"),  # which transformers imports for us
             asked,
         ],
         default=str,

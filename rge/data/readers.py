@@ -9,9 +9,10 @@ from typing import Any, Unpack
 from rge.common.errors import UserError
 from rge.common.files import find_shipped
 from rge.common.registry import Registry
+from rge.common.schema import Record
 from rge.config import RecordsConfig, SourceConfig
 from rge.data.rows import ArrowRows, Columns, Opened, RowRecords, Rows, drop_image_bytes, parsed
-from rge.data.sources import Checks, RecordError, RecordFile, Records
+from rge.data.sources import Checks, RecordError, RecordFile, Records, parsed_line, strip_bom
 from rge.data.streams import Stream
 
 DataSource = Callable[..., Rows]
@@ -21,13 +22,11 @@ record's fields, or of columns that `columns` maps, to values; a picture is enco
 DATA_SOURCES: Registry[DataSource] = Registry("data source", "rge.data_sources")
 """By the name that a source's ``type`` gives."""
 
+register_data_source = DATA_SOURCES.register
+"""Decorator: ``{type: NAME, options: {...}}`` as a source reads what the function returns."""
+
 SHARDS = 256
 """Shards of a local data set read as a stream: enough for each worker of many processes."""
-
-
-def register_data_source(name: str) -> Callable[[DataSource], DataSource]:
-    """Decorator: ``{type: NAME, options: {...}}`` as a source reads what the function returns."""
-    return lambda source: DATA_SOURCES.add(name, source)
 
 
 def open_records(
@@ -54,15 +53,34 @@ def open_records(
     )
 
 
-def some_records(config: RecordsConfig, most: int) -> Iterator[dict[str, Any]]:
-    """Records of a data set or a registered source, without pictures, evenly spread; of a stream the first ones."""
-    rows, columns, _ = _open_rows(config, most, without_pictures=True)
-    count = len(rows)
-    for number in (count * place // most for place in range(most)) if count > most else range(count):
-        row = rows.without_pictures(number, number + 1)[0] if isinstance(rows, ArrowRows) else rows[number]
-        record, _ = parsed(columns, row, number)
-        if record is not None:
-            yield record.model_dump(include={"source", "category", "instruction"})
+def some_records(config: RecordsConfig, most: int) -> Iterator[Record]:
+    """Records without pictures, evenly spread (in a large file, by byte offset); of a stream the first ones.
+
+    Those that break the format are left out.
+    """
+    if config.path is not None:
+        path = find_shipped(config.path)
+        found = [parsed_line(line, path.name, 0)[0] for line in _some_lines(path, most)]
+    else:
+        rows, columns, _ = _open_rows(config, most, without_pictures=True)
+        count = len(rows)
+        numbers = [count * place // most for place in range(most)] if count > most else range(count)
+        bare = rows.without_pictures if isinstance(rows, ArrowRows) else lambda start, _: [rows[start]]
+        found = [parsed(columns, bare(number, number + 1)[0], number)[0] for number in numbers]
+    return (record for record in found if record is not None)
+
+
+def _some_lines(path: Path, most: int) -> Iterator[bytes]:
+    size = path.stat().st_size
+    with path.open("rb") as lines:
+        if size < 16 << 20:
+            yield from map(strip_bom, lines)
+            return
+        for number in range(most):
+            lines.seek(size * number // most)
+            if number:
+                lines.readline()  # skip the rest of the current record
+            yield strip_bom(lines.readline())
 
 
 def _open_rows(config: RecordsConfig, first: int | None = None, *, without_pictures: bool = False) -> Opened:
@@ -114,8 +132,8 @@ class _Guarded:
             raise RecordError(f"{place}: {kind}{error}") from error
 
 
-def _open_stream(config: RecordsConfig) -> tuple[Any, Columns, Path]:
-    """The stream as tables, how its rows become records, and the folder that paths of pictures are relative to."""
+def _open_stream(config: RecordsConfig) -> Opened:
+    """A stream of tables."""
     dataset, folder = load(config)
     names = dataset.column_names
     if names is None:  # not known before the first row
@@ -153,7 +171,15 @@ def load(config: RecordsConfig) -> tuple[Any, Path]:
     except RecordError:
         raise
     except Exception as error:  # the library raises what its readers, and the network's, run into
-        raise RecordError(_load_failure(config, local, error)) from error
+        fix = "a folder must hold Parquet or JSON lines, or what save_to_disk wrote"
+        if not local:
+            fix = (
+                "there is no such folder. If it is a file of JSON lines, give it as path:; if it is a name on the hub, it may "
+                "need `hf auth login`, or HF_HUB_OFFLINE or HF_DATASETS_OFFLINE is set and it is not in this machine's cache"
+            )
+        raise RecordError(
+            f"data set {config.label} cannot be loaded: {error or type(error).__name__}; {fix}"
+        ) from error
     return found, folder if local else Path()
 
 
@@ -180,27 +206,8 @@ def _saved(config: RecordsConfig, folder: Path) -> Any:
         raise RecordError(
             f"data set {folder} is the split {str(found.split)!r}, but {config.split!r} was requested"
         )
-    for name in ("name", "revision"):
-        if getattr(config, name) is not None:
-            raise RecordError(
-                f"data set {folder} was saved by save_to_disk, which does not support {name}: leave it out"
-            )
+    if config.name is not None or config.revision is not None:
+        raise RecordError(f"data set {folder} was saved by save_to_disk: leave out name and revision")
     return (
         found.to_iterable_dataset(num_shards=max(1, min(SHARDS, len(found)))) if config.streaming else found
     )
-
-
-def _load_failure(config: RecordsConfig, local: bool, error: Exception) -> str:
-    name = config.dataset or ""
-    if local:
-        fix = "a folder must hold Parquet or JSON lines, or what save_to_disk wrote"
-    elif find_shipped(name).is_file():
-        fix = "it is a file: give its folder, or JSON lines as path:"
-    elif name.count("/") > 1 or name.startswith((".", "/", "~")):
-        fix = "there is no such folder"
-    else:
-        fix = (
-            "is it a missing folder, a hub name that needs `hf auth login`, or not in this machine's cache while "
-            "HF_HUB_OFFLINE or HF_DATASETS_OFFLINE is set?"
-        )
-    return f"data set {config.label} cannot be loaded: {error or type(error).__name__}; {fix}"

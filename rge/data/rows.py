@@ -4,7 +4,7 @@ A data set is Arrow tables; rows are read without decoding pictures, and checkin
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from difflib import get_close_matches
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, Unpack
 
@@ -13,12 +13,14 @@ import pyarrow.compute as pc
 from pydantic import ValidationError
 
 from rge.common.commands import progress_bar
+from rge.common.errors import did_you_mean
 from rge.common.schema import Positive, QueryPart, Record, Target
 from rge.config import RecordsConfig
 from rge.data.sources import (
     PRESENT,
     Checks,
     RecordError,
+    Records,
     Scanned,
     StoredRecords,
     problems_of,
@@ -107,12 +109,12 @@ class Columns:
         for ours, theirs in config.columns.items():
             if ours not in FIELDS:
                 raise RecordError(
-                    f"columns of {config.label}: a record has no field {ours!r}{_did_you_mean(ours, FIELDS)}"
+                    f"columns of {config.label}: a record has no field {ours!r}{did_you_mean(ours, FIELDS)}"
                 )
             if there is not None and theirs.split(".")[0] not in there and theirs not in there:
                 raise RecordError(
                     f"columns of {config.label}: {ours} is mapped to {theirs!r}, which is not one of its columns: "
-                    f"{', '.join(there)}{_did_you_mean(theirs, there)}"
+                    f"{', '.join(there)}{did_you_mean(theirs, there)}"
                 )
         self.used = None
         if there is not None:
@@ -131,7 +133,7 @@ class Columns:
         """A row as the fields of a record, with defaults for id, group, source and split; ValueError if it cannot be one."""
         if self.used is None and (unknown := row.keys() - Record.model_fields.keys() - self._mapped):
             name = sorted(unknown)[0]
-            raise ValueError(f"{name}: a record has no such field{_did_you_mean(name, Record.model_fields)}")
+            raise ValueError(f"{name}: a record has no such field{did_you_mean(name, Record.model_fields)}")
         found = {name: without_nulls(row[name]) for name in Record.model_fields if row.get(name) is not None}
         lists: dict[str, dict[str, list[Any]]] = {}
         for ours, theirs in self.config.columns.items():
@@ -148,11 +150,6 @@ class Columns:
         for part, leaves in lists.items():
             found[part] = _zip_leaves(part, leaves)
         return with_defaults(found, self.config.title, self.config.split, number)
-
-
-def _did_you_mean(name: str, known: Any) -> str:
-    near = get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _get_path(row: Mapping[str, Any], path: str) -> Any:
@@ -181,37 +178,43 @@ def _zip_leaves(part: str, leaves: Mapping[str, list[Any]]) -> list[dict[str, An
     return [row for row in rows if row.keys() & {"text", "image"}]
 
 
-Opened = tuple[Rows, Columns, Path]
-"""Rows, how they become records, and the folder that paths of pictures are relative to."""
+Opened = tuple[Any, Columns, Path]
+"""`Rows` or a stream, how its rows become records, and the folder that paths of pictures are relative to."""
 
 
-class RowRecords(StoredRecords):
-    """Records of a table, by number; `open_rows` opens it, again in each process that the records are sent to."""
+class Reopened(Records):
+    """Records of a data set that `open_source` opens, again in each process that they are sent to."""
+
+    def __init__(self, config: RecordsConfig, open_source: Callable[[RecordsConfig], Opened]):
+        self.config, self._open_source = config, open_source
+
+    @cached_property
+    def opened(self) -> Opened:
+        """The data set in this process."""
+        return self._open_source(self.config)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle without the data set."""
+        return {name: value for name, value in vars(self).items() if name != "opened"}
+
+
+class RowRecords(Reopened, StoredRecords):
+    """Records of a table, by number."""
 
     unit, empty = "row", "the source is empty"
 
     def __init__(
-        self, config: RecordsConfig, open_rows: Callable[[RecordsConfig], Opened], **checks: Unpack[Checks]
+        self, config: RecordsConfig, open_source: Callable[[RecordsConfig], Opened], **checks: Unpack[Checks]
     ):
-        self.config, self._open_rows = config, open_rows
-        self._open: Opened | None = None
-        self.folder = self._opened()[2]
-        super().__init__(config.label, **checks)
-
-    def _opened(self) -> Opened:
-        if self._open is None:
-            self._open = self._open_rows(self.config)
-        return self._open
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Pickle without the data set, which the receiver opens itself."""
-        return {**self.__dict__, "_open": None}
+        Reopened.__init__(self, config, open_source)
+        self.folder = self.opened[2]
+        StoredRecords.__init__(self, config.label, **checks)
 
     def _extent(self) -> dict[str, Any]:
         return {"read": "all but the bytes of pictures"}
 
     def _scan(self, sha256: Any, progress: bool = False) -> Iterator[Scanned]:
-        rows, columns, _ = self._opened()
+        rows, columns, _ = self.opened
         with progress_bar(
             total=len(rows), desc=f"checking {self.name}", disable=not progress or len(rows) < 1_000_000
         ) as bar:
@@ -227,7 +230,7 @@ class RowRecords(StoredRecords):
                 bar.update(len(numbers))
 
     def _read(self, place: int) -> tuple[Record | None, list[str]]:
-        rows, columns, _ = self._opened()
+        rows, columns, _ = self.opened
         return parsed(columns, rows[place], place)
 
 

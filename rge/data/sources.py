@@ -75,21 +75,21 @@ class Records:
     content: dict[str, Any]
 
     def __getitem__(self, index: int) -> Record:
-        """The record at `index`, its picture references absolute.
+        """The record at `index`, its picture references absolute; a stream's are read by its readers.
 
         Raises:
             RecordError: it has changed since the source was opened.
             BrokenRecord: it breaks the format; only in streams.
         """
-        raise TypeError(f"{self.name} is a stream: read it by `reader`")
+        raise NotImplementedError
 
     def place(self, index: int) -> int | str:
         """Place of the record at `index`, see `BadRecord`."""
-        raise TypeError(f"{self.name} is a stream: read it by `reader`")
+        raise NotImplementedError
 
     def texts(self) -> list[str]:
-        """Distinct texts of all records, for training a tokenizer."""
-        raise TypeError(f"{self.name} is a stream, whose texts have no known end")
+        """Distinct texts of all records, for training a tokenizer; not of a stream."""
+        raise NotImplementedError
 
     def replacements_of(self, index: int) -> range:
         """Records that may replace the one at `index`, including itself."""
@@ -157,15 +157,13 @@ class StoredRecords(Records, ABC):
         self.name = name
         sha256 = hashlib.sha256()
         places, broken = self._check(sha256, checks)
-        if broken and checks.get("on_bad", "stop") == "stop":
-            raise RecordError("training records break the format:\n" + self._listed(broken))
         if not len(places):
             raise RecordError(f"training records {self.name}: {self.empty}")
         self.offsets = places[~np.isin(places, [one.place for one in broken])] if broken else places
-        if not len(self.offsets):
-            raise RecordError(
-                f"training records break the format, and data.on_bad=skip leaves none:\n{self._listed(broken)}"
-            )
+        skips = checks.get("on_bad", "stop") == "skip"
+        if broken and not (skips and len(self.offsets)):
+            none = ", and data.on_bad=skip leaves none" if skips else ""
+            raise RecordError(f"training records break the format{none}:\n{self._listed(broken)}")
         self.bad = [self._bad(one) for one in broken]
         self.size = len(self.offsets)
         self.content = self._extent() | {

@@ -20,44 +20,44 @@ from rge.common.files import read_json_lines
 from rge.common.images import PictureIndex
 from rge.common.schema import Record
 from rge.config import RecordsConfig, SourceConfig
-from rge.data.rows import Columns, parsed
+from rge.data.rows import Opened, Reopened, parsed
 from rge.data.sources import BrokenRecord, RecordError, Records, absolute, faults_of
 
 BATCH = 64
 """Rows read together."""
 
 
-class Stream(Records):
+class Stream(Reopened):
     """A source whose records are known only once they are read.
 
     Opening it reads and checks one record; the others are checked when they are drawn.
 
     Args:
         config: the source.
-        open_stream: opens it, in each process: a ``datasets.IterableDataset`` of tables, how its rows become records, and the
-            folder that paths of pictures are relative to.
+        open_stream: opens a ``datasets.IterableDataset`` of tables.
         need_rationale: every positive must have an oracle rationale.
         pictures: checks the pictures of the first record.
         seed: of the order.
         notes: file in which readers record shards' lengths, so that a resumed run can skip them.
     """
 
+    config: SourceConfig
+
     def __init__(
         self,
         config: SourceConfig,
-        open_stream: Callable[[RecordsConfig], tuple[Any, Columns, Path]],
+        open_stream: Callable[[RecordsConfig], Opened],
         *,
         need_rationale: bool = False,
         pictures: PictureIndex | None = None,
         seed: int = 0,
         notes: Path | None = None,
     ):
-        self.name, self.config, self.bad = config.label, config, []
+        super().__init__(config, open_stream)
+        self.name, self.bad = config.label, []
         self.content = {"read": "while training, so its content is unknown"}
         self.need_rationale, self.seed, self.notes = need_rationale, seed, notes
-        self._open_stream = open_stream
-        self._open: tuple[Any, Columns, Path] | None = None
-        stream, columns, folder = self.opened()
+        stream, columns, folder = self.opened
         row = next((table.to_pylist()[0] for table in stream.iter(batch_size=1)), None)
         if row is None:
             raise RecordError(f"training records {self.name}: the stream is empty")
@@ -70,16 +70,6 @@ class Stream(Records):
                 + "; ".join(problems)
             )
 
-    def opened(self) -> tuple[Any, Columns, Path]:
-        """The stream, how its rows become records, and the folder that paths are relative to."""
-        if self._open is None:
-            self._open = self._open_stream(self.config)
-        return self._open
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Pickle without the data set, which the receiver opens itself."""
-        return {**self.__dict__, "_open": None}
-
     def reader(self, number: int, of: int) -> "Reader":
         """One of several readers that together read every row once per epoch."""
         return Reader(self, number, of)
@@ -90,7 +80,7 @@ class Reader(Records):
 
     def __init__(self, stream: Stream, number: int, of: int):
         self.stream, self.name, self.bad = stream, stream.name, []
-        self._dataset, self._columns, self._folder = stream.opened()
+        self._dataset, self._columns, self._folder = stream.opened
         self._shards = self._dataset.num_shards
         # The largest number of groups that divides readers and shards evenly; a group shares its shards row by row.
         groups = max(n for n in range(1, of + 1) if of % n == 0 and self._shards % n == 0)

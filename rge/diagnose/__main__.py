@@ -17,10 +17,8 @@ from pydantic import Field
 from rge.common.commands import pick, start
 from rge.common.errors import UserError
 from rge.common.files import DEMO_CHECKPOINT, checkpoint_folder, write_json, write_text
-from rge.common.options import parse_options
+from rge.common.options import AtLeastOne, Positive, parse_options
 from rge.common.registry import PluginOptions
-
-AtLeastOne = Annotated[int, Field(ge=1)]
 
 
 @dataclass
@@ -45,9 +43,9 @@ class LeakageOptions(Diagnosis):
 
     steps: AtLeastOne = 100
     """Steps of the short training run."""
-    batch_size: AtLeastOne = 32
-    """Queries per step."""
-    lr: Annotated[float, Field(gt=0)] = 1e-3
+    batch_size: Annotated[int, Field(ge=2)] = 32
+    """Queries per step, which exchange their partners."""
+    lr: Positive = 1e-3
     """Learning rate of that training."""
 
 

@@ -46,7 +46,7 @@ def own_rationales(encoder: "Embedder", queries: Sequence[Item], *, batch_size: 
 
 
 def measure_knowability(
-    oracle: Sequence[str], own: Sequence[str], known: Sequence[str], groups: Sequence[str], *, seed: int = 0
+    oracle: Sequence[str], own: Sequence[str], known: Sequence[str], groups: Sequence[str]
 ) -> dict[str, Any]:
     """`knowability` of many queries, and the level of chance.
 
@@ -62,11 +62,11 @@ def measure_knowability(
     rows = [row for row, share in enumerate(share_by_row) if share is not None]
     if not rows:
         return {"queries": 0, "knowability": None, "chance": None}
-    other = permute_across_groups(groups, seed)
+    other = permute_across_groups(groups)
     shares = np.array([share_by_row[row] for row in rows])
     by_chance = [knowability(oracle[row], own[other[row]], known[row]) or 0.0 for row in rows]
     return {
         "queries": len(rows),
-        "knowability": interval(shares, [groups[row] for row in rows], seed),
+        "knowability": interval(shares, [groups[row] for row in rows]),
         "chance": float(np.mean(by_chance)),
     }

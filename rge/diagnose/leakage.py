@@ -1,14 +1,7 @@
 """Does an oracle rationale leak the target? The paper's diagnostic (RGE, arXiv:2511.16150, Fig. 4), from one checkpoint.
 
-The contrastive loss sees the state after the oracle rationale, together with the LM loss, and training continues with
-
-* right:         (q, r_o, t)
-* wrong target:  (q, r_o, t_w): the target belongs to another query
-* wrong query:   (q_w, r_o, t): the rationale and the target belong to another query
-* own rationale: (q_w, own, t): as wrong query, but the contrastive loss sees the state after what the model wrote itself
-
-Wrong partners are drawn anew in every step, so they cannot be memorised. With a wrong query only the oracle points to the target,
-so a loss below chance (the logarithm of the number of candidates) is a leak.
+docs/diagnose.md describes the four kinds of triplets. With a wrong query only the oracle points to the target, so a loss below
+chance (the logarithm of the number of candidates) is a leak.
 """
 
 import math
@@ -47,7 +40,6 @@ def leakage(
     batch_size: int,
     lr: float,
     seed: int = 0,
-    triplets: tuple[str, ...] = TRIPLETS,
     on_step: Callable[[str, int, dict[str, float]], object] | None = None,
     base: str | None = None,
 ) -> dict[str, Any]:
@@ -63,7 +55,7 @@ def leakage(
     temperature = read_settings(checkpoint).recipe["loss"]["temperature"]
     curves: dict[str, dict[str, list[float]]] = {}
     chances: list[float] = []
-    for kind in triplets:
+    for kind in TRIPLETS:
         torch.manual_seed(seed)
         encoder = Embedder.from_pretrained(checkpoint, base=base, dtype="float32")
         embedder = encoder.model.train()
@@ -89,7 +81,7 @@ def leakage(
             optimizer.zero_grad(set_to_none=True)
             for name, values in curve.items():
                 values.append(report[name])
-            if kind == triplets[0]:
+            if kind == "right":
                 chances.append(chance(batch))
             if on_step is not None:
                 on_step(kind, step, report)
@@ -101,8 +93,6 @@ def rearrange(batch: Batch, kind: str, rng: np.random.Generator) -> Batch:
     """Turn a batch of right triplets into one of `TRIPLETS`: a random cycle through the batch exchanges partners."""
     if kind == "right":
         return batch
-    if len(batch.queries) < 2:
-        raise ValueError("wrong partners need a batch of at least two queries")
     order = rng.permutation(len(batch.queries))
     other = np.empty_like(order)
     other[order] = np.roll(order, 1)
@@ -129,24 +119,18 @@ def judge(curves: dict[str, dict[str, list[float]]], level: float) -> dict[str, 
 
 
 def _verdict(gain: dict[str, float], level: float) -> tuple[float | None, str]:
-    if not {"right", "wrong query"} <= gain.keys():
-        return None, "no verdict without right triplets and those with a wrong query"
     right, wrong = gain["right"], gain["wrong query"]
     if right < 0.1 * level:
-        return (
-            None,
-            f"no verdict: right triplets got {right:.2f} nats below chance ({level:.2f}); give more steps or another lr",
-        )
+        below = f"{right:.2f} nats below chance ({level:.2f})"
+        return None, f"no verdict: right triplets got {below}; give more steps or another lr"
     leak = max(wrong, 0.0) / right
     found = (
         "the oracle rationale leaks the target: with wrong queries the loss still falls" if leak >= LEAKS
         else "no leak is seen: with wrong queries the loss falls" if leak <= CLEAN
         else "the oracle rationale leaks in part: with wrong queries the loss falls"
     )  # fmt: skip
-    return (
-        leak,
-        f"{found} by {100 * leak:.0f} % of what right triplets learn ({wrong:.2f} of {right:.2f} nats below chance)",
-    )
+    learned = f"what right triplets learn ({wrong:.2f} of {right:.2f} nats below chance)"
+    return leak, f"{found} by {100 * leak:.0f} % of {learned}"
 
 
 def table(result: dict[str, Any]) -> str:

@@ -1,14 +1,9 @@
 """Does the rationale matter? Embeddings after swapped, shuffled and empty rationales, or think tokens.
 
-Words: the same query is embedded after its own rationale, another query's, the same number of full stops, nothing, the oracle's, and
-another query's oracle's.
-
-Think tokens (``mode=latent``): their embedding rows are the same for every query, so only their hidden states depend on it. Where these
-enter each decoder layer, including the first, they are replaced by another query's, by zeros, by one another's, or by the mean
-over all queries; ``<emb>`` then reads keys and values of the replacement in every layer, rotated to its new position. Keys and
+The conditions are described in docs/diagnose.md. Think tokens (``mode=latent``) are replaced by hooks where they enter each decoder
+layer, for every family and with packing: ``<emb>`` reads keys and values of the replacement, rotated to its new position. Keys and
 values themselves could not be moved between queries, since they are rotated by the length of their own prompt. The replacements
-are recorded in an unmodified pass, so they are what another query's ``<emb>`` has read. Implemented by hooks on the layers, for
-every family and with packing.
+are recorded in an unmodified pass, so they are what another query's ``<emb>`` has read.
 
 Shape suffixes: Q = queries, B = queries of a batch, L = layers, K = think tokens, T = tokens of a packed batch, D = hidden size.
 """

@@ -3,11 +3,11 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from typing import Annotated, Any
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import ValidationError
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.staticfiles import StaticFiles
 
@@ -15,7 +15,7 @@ from rge.common.errors import UserError
 from rge.common.files import DEMO_CHECKPOINT
 from rge.common.images import fetch_picture
 from rge.explore.address import is_local
-from rge.explore.explorer import Explorer, Query, StoppedError
+from rge.explore.explorer import Explorer, Picture, Query, StoppedError
 from rge.index.sources import thumbnail
 
 MAX_BYTES = 32 << 20
@@ -29,34 +29,6 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
 }
-Text = Annotated[str, Field(max_length=20_000)]
-
-
-class Picture(BaseModel, extra="forbid"):
-    """A query's picture: in the index, among the examples, or in the request."""
-
-    source: str | None = None
-    id: str | None = None
-    example: int | None = Field(default=None, ge=0)
-    data: str | None = None
-
-
-class Question(BaseModel, extra="forbid"):
-    """A query."""
-
-    question: Text = ""
-    picture: Picture | None = None
-    rationale: Text | None = None
-    instruction: Text | None = None
-    where: str | None = Field(default=None, max_length=1000)
-    hybrid: bool = False
-    k: int = Field(default=8, ge=1, le=100)
-
-
-class Other(BaseModel, extra="forbid"):
-    """The question to which another query is compared."""
-
-    question: Text = ""
 
 
 def application(explorer: Explorer, host: str) -> FastAPI:
@@ -111,12 +83,12 @@ def application(explorer: Explorer, host: str) -> FastAPI:
 
     @app.post("/api/other")
     async def other(request: Request) -> Response:
-        asked = Other.model_validate_json(await _body(request))
+        asked = Query.model_validate_json(await _body(request))
         return JSONResponse(await asyncio.to_thread(explorer.another, asked.question))
 
     @app.post("/api/ask")
     async def ask(request: Request) -> Response:
-        asked = Question.model_validate_json(await _body(request))
+        asked = Query.model_validate_json(await _body(request))
         data = None if asked.picture is None else await asyncio.to_thread(_picture, explorer, asked.picture)
         return StreamingResponse(_answers(explorer, asked, data), media_type="application/x-ndjson")
 
@@ -124,7 +96,7 @@ def application(explorer: Explorer, host: str) -> FastAPI:
     return app
 
 
-async def _answers(explorer: Explorer, asked: Question, data: bytes | None) -> AsyncIterator[str]:
+async def _answers(explorer: Explorer, asked: Query, data: bytes | None) -> AsyncIterator[str]:
     """Results of a query as lines of JSON, as they become known. When the client disconnects, the model stops writing."""
     loop, queue = asyncio.get_running_loop(), asyncio.Queue[dict[str, Any] | None]()
     stopped = False
@@ -136,7 +108,7 @@ async def _answers(explorer: Explorer, asked: Question, data: bytes | None) -> A
 
     def work() -> None:
         try:
-            explorer.ask(Query(**asked.model_dump(exclude={"picture"}), picture=data), tell)
+            explorer.ask(asked, data, tell)
         except StoppedError:
             return
         except ValueError as error:

@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import pyarrow.parquet as pq
 import torch
+from pydantic import BaseModel, Field
 
 from rge.common.errors import UserError
 from rge.common.files import find_shipped
@@ -35,6 +36,7 @@ COMPARED = 100
 TRIED = 8
 """Examples tried at the start: the page begins with the first one whose first hit is right."""
 Tell = Callable[[dict[str, Any]], object]
+Text = Annotated[str, Field(max_length=20_000)]
 
 
 class BusyError(UserError):
@@ -54,17 +56,25 @@ class Example:
     right: frozenset[str] = frozenset()
 
 
-@dataclass(frozen=True, slots=True)
-class Query:
+class Picture(BaseModel, extra="forbid"):
+    """A query's picture: in the index, among the examples, or in the request."""
+
+    source: str | None = None
+    id: str | None = None
+    example: int | None = Field(default=None, ge=0)
+    data: str | None = None
+
+
+class Query(BaseModel, extra="forbid"):
     """A query."""
 
-    question: str = ""  # may be empty if there is a picture
-    picture: bytes | None = None  # encoded
-    rationale: str | None = None  # embed after this one; None: the model writes one
-    instruction: str | None = None  # None: the checkpoint's own; "": none
-    k: int = 8  # number of hits
-    where: str | None = None  # condition on the index's columns
+    question: Text = ""  # may be empty if there is a picture
+    picture: Picture | None = None
+    rationale: Text | None = None  # embed after this one; None: the model writes one
+    instruction: Text | None = None  # None: the checkpoint's own; "": none
+    where: str | None = Field(default=None, max_length=1000)  # condition on the index's columns
     hybrid: bool = False  # also search for the question's words
+    k: int = Field(default=8, ge=1, le=100)  # number of hits
 
 
 class Explorer:
@@ -81,20 +91,20 @@ class Explorer:
     def _put_correct_example_first(self) -> None:
         for number, example in enumerate(self.examples[:TRIED]):
             news: list[dict[str, Any]] = []
-            self.ask(Query(example.question, example.picture, k=1), news.append)
+            self.ask(Query(question=example.question, k=1), example.picture, news.append)
             if {hit["id"] for hit in news[-1]["hits"]} & example.right:
                 self.examples.insert(0, self.examples.pop(number))
                 return
 
-    def ask(self, query: Query, tell: Tell) -> None:
-        """Answer a query, and `tell` results as they become known.
+    def ask(self, query: Query, picture: bytes | None, tell: Tell) -> None:
+        """Answer a query with its encoded picture, and `tell` results as they become known.
 
         These are ``waiting`` (number of earlier questions), ``direct`` (hits without a rationale), ``rationale`` (the text so far),
         ``hits`` (each with ``was``, its rank without the rationale), and ``forced`` (the cap was reached). If `tell` raises an
         exception, the model stops writing. A wrong query is a ValueError; after `WAIT_S` behind others, it is a BusyError.
         """
         with self._wait_for_turn(tell):
-            prompt = self._prompt(query.question, query.picture, query.instruction)
+            prompt = self._prompt(query.question, picture, query.instruction)
             direct = self._search(self.embedder.encode_after([prompt], [[]]), query, max(query.k, COMPARED))
             tell({"direct": direct[: query.k]})
             forced = False

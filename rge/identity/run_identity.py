@@ -15,7 +15,8 @@ import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import Any
 
 import rge
 from rge.common.files import HOME
@@ -53,7 +54,7 @@ def software(rooms: Sequence[str] = OURS, but: Sequence[str] = ()) -> dict[str, 
         if _top(name) not in plugin_packages
         and (_top(name) not in OURS or (_is_in(name, rooms) and not _is_in(name, but)))
     }
-    tops = {module.top for module in _modules()}
+    tops = {_top(name) for name, _ in _modules()}
     installed = sorted({name for top in tops for name in _distributions().get(top, ())})
     return {
         "modules": dict(sorted(modules.items())),
@@ -117,6 +118,23 @@ def joined(then: Identity | None, now: Identity) -> Identity:
 def still_valid(made_with: Sequence[Identity], rooms: Sequence[str]) -> Identity:
     """The first of `made_with` without changes since, else `software_of` the rooms now."""
     return next((then for then in made_with if not changes_since(then)), None) or software_of(rooms)
+
+
+@cache
+def version_of(*modules: ModuleType) -> str:
+    """Hash of modules and packages of ours, and of the versions of the packages that these import."""
+    roots = [Path(str(module.__file__)) for module in modules]
+    files = [
+        file for root in roots for file in ([root] if root.stem != "__init__" else root.parent.glob("*.py"))
+    ]
+    imported: set[str] = set()
+    for node in (node for file in files for node in ast.walk(ast.parse(file.read_bytes()))):
+        if isinstance(node, ast.Import):
+            imported.update(_top(name.name) for name in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            imported.add(_top(node.module))
+    packages = {name: _version_now(name) for top in imported for name in _distributions().get(top, ())}
+    return digest([sorted((str(file.relative_to(HOME)), _code_of(file)) for file in files), packages])
 
 
 def content_of(path: Path, but: Sequence[str] = (), *, like: str = "*") -> dict[str, Any]:
@@ -232,40 +250,19 @@ def _shown(value: Any) -> str:
 def _loaded() -> Iterator[tuple[str, Path]]:
     """Loaded modules and their files: ours, plugins, and those that belong neither to Python nor to an installed package."""
     known = {*OURS, *map(_top, plugins_loaded())}
-    for module in _modules():
-        if module.file is not None and (not module.is_installed or module.top in known):
-            yield module.name, module.file
+    for name, file in _modules():
+        if file is not None and (_top(name) in known or not _is_installed(file)):
+            yield name, Path(file)
 
 
-class _Module(NamedTuple):
-    """A loaded module, and what every evaluation asks about it."""
-
-    name: str
-    top: str
-    file: Path | None  # of its own
-    is_installed: bool  # the file belongs to Python or to an installed package
-
-
-_described: dict[str, tuple[Any, _Module]] = {}
-
-
-def _modules() -> Iterator[_Module]:
-    """Descriptions of ``sys.modules``: thousands, of which few change from one question to the next."""
-    for key, loaded in sys.modules.copy().items():
-        known = _described.get(key)
-        if known is None or known[0] is not loaded:
-            known = _described[key] = loaded, _describe(key, loaded)
-        yield known[1]
-
-
-def _describe(key: str, loaded: Any) -> _Module:
-    spec, file = getattr(loaded, "__spec__", None), getattr(loaded, "__file__", None)
-    if key == "__main__" and file is not None:  # `python -m rge.train`, or a script
-        key = spec.name if spec is not None else _name_of(Path(file))
-    elif spec is None or not spec.has_location:  # created at runtime, such as torch.ops
-        file = None
-    path = None if file is None else Path(file)
-    return _Module(key, _top(key), path, path is None or _is_installed(path))
+def _modules() -> Iterator[tuple[str, str | None]]:
+    """Names of ``sys.modules``, and the files of those that have one of their own."""
+    for name, loaded in sys.modules.copy().items():
+        spec, file = getattr(loaded, "__spec__", None), getattr(loaded, "__file__", None)
+        if name == "__main__" and file is not None:  # `python -m rge.train`, or a script
+            yield (_name_of(Path(file)) if spec is None else spec.name), file
+        else:  # without a location: created at runtime, such as torch.ops
+            yield name, file if spec is not None and spec.has_location else None
 
 
 def _name_of(script: Path) -> str:
@@ -275,14 +272,12 @@ def _name_of(script: Path) -> str:
     return ".".join(script.relative_to(HOME).with_suffix("").parts)
 
 
-def _is_installed(path: Path) -> bool:
-    of_python = any(path.is_relative_to(folder) for folder in _folders_of_python())
-    return of_python or bool({"site-packages", "dist-packages"} & set(path.parts))
-
-
 @cache
-def _folders_of_python() -> list[str]:
-    return [sysconfig.get_path(name) for name in ("stdlib", "scripts")]
+def _is_installed(file: str) -> bool:
+    """Whether a file belongs to Python or to an installed package."""
+    path = Path(file)
+    of_python = any(path.is_relative_to(sysconfig.get_path(name)) for name in ("stdlib", "scripts"))
+    return of_python or bool({"site-packages", "dist-packages"} & set(path.parts))
 
 
 def _code_of(path: Path) -> str:

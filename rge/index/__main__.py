@@ -42,8 +42,8 @@ def main(words: list[str]) -> int:
         if options.remove:
             return remove_source(options)
         source = read_source(options.src, id=options.id, text=options.text, image=options.image)
-        Unreadable.of(source, options).check()
-        index, reader = opened(options)
+        with Unreadable.noted(source, options):
+            index, reader = opened(options)
         update(options, source, index, reader)
     if options.watch:
         watch(options, source, index, reader)
@@ -66,12 +66,8 @@ def remove_source(options: IndexOptions) -> int:
 
 def update(options: IndexOptions, source: Source, index: Index, reader: "Reader") -> None:
     """Embed new and changed items, and remove deleted ones."""
-    unreadable = Unreadable.of(source, options)
-    try:
-        unreadable.check()
+    with Unreadable.noted(source, options) as unreadable:
         changes = update_index(index, source, reader, unreadable)
-    finally:
-        unreadable.write(options.unreadable)
     recall = index.refresh(options.ann_from)
     kept = ", except those indexed before and everything below unreadable folders" if source.unseen else ""
     unreadable.report(f" and not in the index{kept}")

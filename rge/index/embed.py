@@ -59,14 +59,10 @@ def embed(options: EmbedOptions, source: Source, parts: Path) -> int:
     checkpoint = {"checkpoint": options.checkpoint, "checkpoint_hash": embedder.checkpoint_hash}
     about = checkpoint | settings | {"src": source.name}
     _check_same_settings(parts, about)
-    unreadable = Unreadable.of(source, options)
-    unreadable.check()
     current = {entry.id: entry.stamp for entry in source.entries}
-    try:
+    with Unreadable.noted(source, options) as unreadable:
         reader = Reader(embedder, batch_size=options.batch_size, **settings)
         _embed_missing(reader, source, parts, current, unreadable)
-    finally:
-        unreadable.write(options.unreadable)
     rows = _merge_parts(options.out, parts, current, about)
     shutil.rmtree(parts)
     unreadable.report()

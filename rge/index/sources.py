@@ -13,7 +13,7 @@ import re
 import sys
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path, PurePosixPath
@@ -81,9 +81,17 @@ class Unreadable:
     faults: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, source: Source, options: Reading) -> "Unreadable":
-        """Start with the faults of a source's listing."""
-        return cls(len(source.entries) + len(source.faults), options.max_unreadable, dict(source.faults))
+    @contextmanager
+    def noted(cls, source: Source, options: Reading) -> Iterator["Unreadable"]:
+        """Start with the faults of a source's listing; at the end write all to ``unreadable=``. Raises as `check` does."""
+        found = cls(len(source.entries) + len(source.faults), options.max_unreadable, dict(source.faults))
+        try:
+            found.check()
+            yield found
+        finally:
+            if options.unreadable is not None:
+                lines = (f"{name}\t{reason}\n" for name, reason in found.faults.items())
+                write_text(options.unreadable, "".join(lines))
 
     def add(self, name: str, reason: object) -> None:
         """Record an item; raises as `check` does."""
@@ -110,11 +118,6 @@ class Unreadable:
         if self.faults:
             count = f"{len(self.faults)} of {self.total} items are unreadable{what}"
             print(f"{count}:\n{self.listed()}", file=sys.stderr)  # noqa: T201
-
-    def write(self, path: Path | None) -> None:
-        """Write all of them to a file, unless `path` is None."""
-        if path is not None:
-            write_text(path, "".join(f"{name}\t{reason}\n" for name, reason in self.faults.items()))
 
 
 @dataclass(frozen=True, slots=True)

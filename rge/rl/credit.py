@@ -136,7 +136,7 @@ class Credit:
         self.old: dict[int, Tensor] = {}
         self.advantage_N: Tensor | None = None
         self.figures: dict[str, float] = {}
-        self._restart()
+        self.sums: dict[str, Tensor] = {}
 
     def judge(
         self,
@@ -205,39 +205,33 @@ class Credit:
                 owner_L,
                 credit_L,
                 rows.stop - rows.start,
-                mode=settings.vllm_importance_sampling_mode,
-                low=settings.vllm_importance_sampling_clip_min,
-                high=settings.vllm_importance_sampling_clip_max,
+                settings,
             )
             self._count("sampling_ratio_mean", (ratio_L * credit_L).sum())
             self._count("sampling_corrected", ((ratio_L != weight_L) & credit_L).sum())
-        epsilon_high = settings.epsilon if settings.epsilon_high is None else settings.epsilon_high
         found = policy_loss(
             log_prob_L,
             old_L,
             self.advantage_N[rows].to(log_prob_L),
             owner_L,
             credit_L,
-            loss_type=settings.loss_type,
-            epsilon=settings.epsilon,
-            epsilon_high=epsilon_high,
+            settings,
             rationales=self.total_rationales,
             tokens=self.total_tokens,
             cap=self.rl.cap,
-            beta=settings.beta,
             reference_L=None if self.reference_L is None else self.reference_L[tokens].to(log_prob_L),
             weight_L=weight_L,
-            correct_kl=settings.use_bias_correction_kl,
         )
         sampled_L = credit_L & self.written_N[rows][owner_L]
         self._count("loss_rl", found.loss.detach())
         self._count("entropy", (readout.entropy_L * sampled_L).sum())
         self._count("clip_share", found.clipped)
-        self._count("kl", found.kl)
+        if self.reference_L is not None:
+            self._count("kl", found.kl)
         return found.loss
 
     def _count(self, name: str, value: Tensor) -> None:
-        self.sums[name] = self.sums[name] + value
+        self.sums[name] = self.sums.get(name, 0) + value.double()
 
     def _measure_controls(
         self,
@@ -269,23 +263,12 @@ class Credit:
         """Figures of the last update, equal on all ranks; resets the sums for the next."""
         if not self.rl.terms:
             return dict(self.figures)
-        sums = torch.stack([value.double() for value in self.sums.values()]).tolist()
-        found = dict(zip(self.sums, dist.sum_over_ranks(sums, self.device), strict=True))
-        loss = found.pop("loss_rl")
-        if self.reference_L is None:
-            del found["kl"]
-        entropy = found.pop("entropy") / max(self.total_sampled, 1)
-        report = {"entropy": entropy}
-        report |= {name: value / max(self.total_tokens, 1) for name, value in found.items()}
-        self._restart()
-        return {"loss_rl": loss, **report, **self.figures}
-
-    def _restart(self) -> None:
-        names = ["loss_rl", "entropy", "clip_share", "kl"]
-        if self.sampler_L is not None:
-            names += ["sampling_ratio_mean", "sampling_corrected"]
-        zero = torch.zeros((), dtype=torch.float64, device=self.device)
-        self.sums: dict[str, Tensor] = dict.fromkeys(names, zero)
+        totals = dist.sum_over_ranks(torch.stack([*self.sums.values()]).tolist(), self.device)
+        found = dict(zip(self.sums, totals, strict=True))
+        self.sums = {}
+        loss, entropy = found.pop("loss_rl"), found.pop("entropy") / max(self.total_sampled, 1)
+        shares = {name: value / max(self.total_tokens, 1) for name, value in found.items()}
+        return {"loss_rl": loss, "entropy": entropy, **shares, **self.figures}
 
     def _sampled(self) -> Tensor:
         """The sampler's log probabilities; NaN for direct states and forced `<emb>`."""

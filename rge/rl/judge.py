@@ -48,12 +48,8 @@ def judge_reward(group: Rollouts, endpoint: dict[str, Any], instruction: str = I
     The judge reads the query's text, the oracle rationale and the rationale, but sees no pictures. If no readable mark
     comes in spite of retries, the rationale's value is NaN, so its group is left out of the step and counted
     (``unscored_groups``). If the endpoint is down or the budget spent, the run ends with a message. Source: the
-    process reward of Embed-RL (arXiv:2602.13823). Differs: there the judge picks the positive among candidates.
-
-    Args:
-        group: rationales.
-        endpoint: `rge.calls.model_config.ModelConfig`: name, base_url, key_env, budget, prices, concurrency ...
-        instruction: for the judge.
+    process reward of Embed-RL (arXiv:2602.13823). Differs: there the judge picks the positive among candidates. `endpoint` is
+    a `rge.calls.model_config.ModelConfig`: name, base_url, key_env, budget, prices, concurrency ...
     """
     caller = _caller(group.folder, json.dumps(endpoint, sort_keys=True))
     values = torch.zeros(group.forced_BK.shape, dtype=torch.float64)

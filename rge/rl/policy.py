@@ -5,39 +5,35 @@ Tokens of all rationales are concatenated without padding; `owner_L` has each to
 Shape suffixes: B = queries, K = rationales per query, N = B * K rationales, L = sampled tokens.
 """
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-LOSS_TYPES = ("grpo", "dr_grpo", "dapo")
-SCALES = ("group", "batch", "none")
-CORRECTIONS = ("sequence_truncate", "sequence_mask")
+from rge.config import RLConfig
+
 MAX_LOG_RATIO = 20.0
 """Log ratios to another sampler are clamped to this on both sides: e^20 exceeds any bound, and is finite."""
 
 
-def advantages(reward_BK: Tensor, *, scale: str, std_floor: float, std_batch: float = 1.0) -> Tensor:
+def advantages(
+    reward_BK: Tensor,
+    *,
+    scale: Literal["group", "batch", "none"],
+    std_floor: float,
+    std_batch: float = 1.0,
+) -> Tensor:
     """Advantage of each rationale over its group (row); none for a group with a value that is not finite.
 
     Source: GRPO (arXiv:2402.03300) section 4.1.2, r - mean over std. Scales as TRL's ``scale_rewards``. Differs: `std_floor`,
     which is 1e-4 in TRL, is a setting, since rounding differences between states of equal rationales would be amplified.
 
     Args:
-        reward_BK: one group per row.
+        reward_BK: one group of at least two per row.
         scale: ``group``: divide by the group's standard deviation; ``batch``: by `std_batch`; ``none``.
         std_floor: added to the standard deviation; if both are 0, there is no advantage.
         std_batch: standard deviation of all rewards of all ranks, see `standard_deviation`.
-
-    Raises:
-        ValueError: another scale, or groups of one.
     """
-    if scale not in SCALES:
-        raise ValueError(f"scale must be one of {', '.join(SCALES)}; got {scale!r}")
-    if reward_BK.shape[1] < 2:
-        raise ValueError(
-            "an advantage compares rationales of one query, and a group of one has nothing to compare"
-        )
     known_B = reward_BK.isfinite().all(dim=1)
     reward_BK = torch.where(known_B[:, None], reward_BK, 0.0)
     found_BK = reward_BK - reward_BK.mean(dim=1, keepdim=True)
@@ -71,19 +67,15 @@ def policy_loss(
     advantage_N: Tensor,
     owner_L: Tensor,
     credit_L: Tensor,
+    settings: RLConfig,
     *,
-    loss_type: str,
-    epsilon: float,
-    epsilon_high: float,
     rationales: float,
     tokens: float,
     cap: int,
-    beta: float = 0.0,
     reference_L: Tensor | None = None,
     weight_L: Tensor | None = None,
-    correct_kl: bool = True,
 ) -> PolicyTerms:
-    """The clipped surrogate of sampled tokens, by one of three normalisations.
+    """The clipped surrogate of sampled tokens, by one of three normalisations (`rl.loss_type`).
 
     With ratio r = pi / pi_old and advantage A a token's loss is -min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A), times
     `weight_L`, plus beta * k3, k3 = e^(ref - log pi) - (ref - log pi) - 1 (http://joschu.net/blog/kl-approx.html).
@@ -104,21 +96,16 @@ def policy_loss(
         advantage_N: of their rationales.
         owner_L: number of each token's rationale.
         credit_L: bool; tokens that count: not a forced ``<emb>``, not a rationale that is left out.
-        loss_type: see above.
-        epsilon: the ratio is clipped at 1 - epsilon.
-        epsilon_high: and at 1 + epsilon_high.
+        settings: with ``use_bias_correction_kl``, k3 is multiplied by the ratio.
         rationales: of all ranks and chunks, credited or not.
         tokens: credited ones of all ranks and chunks.
         cap: greatest number of tokens of a rationale.
-        beta: weight of the KL term.
-        reference_L: log probabilities under the reference, if `beta` is not 0.
+        reference_L: log probabilities under the reference, if `rl.beta` is not 0.
         weight_L: corrections for another sampler, see `sampling_weights`.
-        correct_kl: multiply k3 by the ratio, so that its gradient is that of the KL (TRL's ``use_bias_correction_kl``).
     """
-    if loss_type not in LOSS_TYPES:
-        raise ValueError(f"loss_type must be one of {', '.join(LOSS_TYPES)}; got {loss_type!r}")
-    if beta and reference_L is None:
-        raise ValueError("beta needs log probabilities of a reference")
+    assert reference_L is not None or not settings.beta
+    epsilon = settings.epsilon
+    epsilon_high = epsilon if settings.epsilon_high is None else settings.epsilon_high
     mask_L = credit_L.to(log_prob_L.dtype)
     # Uncredited tokens may have infinite log probabilities, whose difference is NaN.
     ratio_L = torch.where(credit_L, log_prob_L - old_L, 0.0).exp()
@@ -131,12 +118,12 @@ def policy_loss(
     if reference_L is not None:
         gap_L = torch.where(credit_L, reference_L - log_prob_L, 0.0)
         kl_L = gap_L.exp() - gap_L - 1
-    penalty_L = beta * (kl_L * ratio_L if correct_kl else kl_L)
+    penalty_L = settings.beta * (kl_L * ratio_L if settings.use_bias_correction_kl else kl_L)
     share_L = torch.ones_like(mask_L)
-    if loss_type == "grpo":
+    if settings.loss_type == "grpo":
         count_N = mask_L.new_zeros(len(advantage_N)).index_add(0, owner_L, mask_L).clamp(min=1.0)
         share_L = (1 / count_N)[owner_L]
-    divisor = {"grpo": rationales, "dr_grpo": rationales * cap, "dapo": max(tokens, 1.0)}[loss_type]
+    divisor = {"grpo": rationales, "dr_grpo": rationales * cap, "dapo": max(tokens, 1.0)}[settings.loss_type]
     cut_L = ((ratio_L < 1 - epsilon) & (advantage_L < 0)) | ((ratio_L > 1 + epsilon_high) & (advantage_L > 0))
     return PolicyTerms(
         ((loss_L * share_L + penalty_L * share_L) * mask_L).sum() / divisor,
@@ -151,40 +138,25 @@ def sampling_weights(
     owner_L: Tensor,
     credit_L: Tensor,
     num_rationales: int,
-    *,
-    mode: str,
-    low: float | None,
-    high: float | None,
+    settings: RLConfig,
 ) -> tuple[Tensor, Tensor]:
     """Truncated importance sampling weights for a sampler that deviates from the model.
 
     Source: TRL's ``vllm_importance_sampling_mode`` (https://fengyao.notion.site/off-policy-rl). The ratio is pi / pi_sampler of
-    the whole rationale. Truncated, it is clamped to [low, high]; masked, it is 0 outside. Differs: its logarithm is
+    the whole rationale. Truncated, it is clamped to the bounds; masked, it is 0 outside. Differs: its logarithm is
     first clamped to +-`MAX_LOG_RATIO`, since it is infinite for a token that the sampler considers impossible.
 
-    Args:
-        old_L: log probabilities under the model.
-        sampler_L: under the sampler; NaN, if unknown, counts as equal.
-        owner_L: number of each token's rationale.
-        credit_L: tokens that count.
-        num_rationales: N.
-        mode: ``sequence_truncate`` or ``sequence_mask``.
-        low: lower bound of the ratio; None: unbounded.
-        high: upper bound, likewise.
+    `sampler_L` are log probabilities under the sampler, NaN if unknown, which counts as equal; the others are `policy_loss`'s.
 
     Returns:
         (L,) weights without gradient; (L,) the unclamped ratios.
-
-    Raises:
-        ValueError: another mode.
     """
-    if mode not in CORRECTIONS:
-        raise ValueError(f"mode must be one of {', '.join(CORRECTIONS)}; got {mode!r}")
+    low, high = settings.vllm_importance_sampling_clip_min, settings.vllm_importance_sampling_clip_max
     most = MAX_LOG_RATIO
     gap_L = torch.where(credit_L, (old_L - sampler_L).nan_to_num(0.0, most, -most), 0.0).detach()
     gap_N = gap_L.new_zeros(num_rationales).index_add(0, owner_L, gap_L)
     ratio_L = gap_N[owner_L].clamp(-most, most).exp()
     least, greatest = (-torch.inf if low is None else low), (torch.inf if high is None else high)
-    if mode == "sequence_truncate":
+    if settings.vllm_importance_sampling_mode == "sequence_truncate":
         return ratio_L.clamp(least, greatest), ratio_L
     return ratio_L.masked_fill((ratio_L < least) | (ratio_L > greatest), 0.0), ratio_L

@@ -192,11 +192,8 @@ def format_reward(group: Rollouts, script: str | None = None) -> Tensor:
     """1 if the model itself ended the rationale with ``<emb>`` within the cap, in the given script; otherwise 0.
 
     Source: the format rewards of UME-R1 (arXiv:2511.00405) and Embed-RL (arXiv:2602.13823). Differs: ``<emb>`` replaces their
-    tags. A language is recognised by its script alone, so English and German cannot be distinguished.
-
-    Args:
-        group: rationales.
-        script: prefix of the Unicode names of all its letters, e.g. LATIN or CJK; None: any.
+    tags. `script` is a prefix of the Unicode names of all letters, e.g. LATIN or CJK; None: any. A language is recognised by
+    its script alone, so English and German cannot be distinguished.
     """
     value = (~group.forced_BK).to(group.state_BKD)
     if script is None:
@@ -235,15 +232,9 @@ def margin_reward(group: Rollouts) -> Tensor:
 def ndcg_reward(group: Rollouts, among: str = "batch") -> Tensor:
     """NDCG of the right answers: sum over them of 1/log2(1 + rank), over the most that it could be.
 
-    Ties count against the right ones. Source: Jaervelin and Kekaelaeinen 2002, with gains of 1.
-
-    Args:
-        group: rationales.
-        among: ``batch``: all candidates; ``labelled``: right answers and the query's labelled negatives, which are hard;
-            a query without any has 1.
-
-    Raises:
-        UserError: another `among`.
+    Ties count against the right ones. Source: Jaervelin and Kekaelaeinen 2002, with gains of 1. With `among` ``batch``, all
+    candidates are ranked; with ``labelled`` right answers and the query's labelled negatives, which are hard; a query without
+    any has 1.
     """
     if among not in ("batch", "labelled"):
         raise UserError(f"rl.rewards: ndcg's among must be batch or labelled, got {among!r}")

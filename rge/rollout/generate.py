@@ -20,9 +20,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
+import pydantic.dataclasses
 import torch
 from torch import Tensor
 
+from rge.common.options import AtLeastOne, Count, NotNegative, Share
 from rge.distributed.transfer import moved
 from rge.model.attention import Cache, EncodedParts, EncodedPrompts, RunningCache, bucket, fresh
 from rge.model.embedding_model import EmbeddingModel, encode_prompts, normalise
@@ -190,7 +192,10 @@ def generate(
         raise ValueError("sampling (temperature > 0) needs one seed per rationale")
     if any(len(ids) >= max_new_tokens for ids in given):
         raise ValueError(f"given ids and <emb> must fit into max_new_tokens={max_new_tokens}")
-    choice = _Choice(max_new_tokens, temperature, min_new_tokens, direct_above, margins)
+    choice = _Choice(
+        max_new_tokens=max_new_tokens, temperature=temperature, min_new_tokens=min_new_tokens,
+        direct_above=direct_above, margins=margins,
+    )  # fmt: skip
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
     num_rows = num_each + len(given)
     at_once = max(1, batch_size // num_each)
@@ -204,11 +209,11 @@ def generate(
                 own_seeds = _seeds_of(chosen, seeds, num_each, num_rows)
             read = [*[None] * num_each, *given] * len(chosen) if given else None
             began = time.perf_counter()
-            if encoded is None:
-                known = _encode(embedder, [prompts[index] for index in chosen])
+            known, known_at = encoded, [index if places is None else places[index] for index in chosen]
+            if known is None:
+                with torch.no_grad():
+                    known = encode_prompts(embedder, embedder, [prompts[index] for index in chosen])
                 known_at = [*range(len(chosen))]
-            else:
-                known, known_at = encoded, [index if places is None else places[index] for index in chosen]
             writing = _Writing(
                 embedder, known, np.repeat(known_at, num_rows).tolist(), choice, own_seeds, read, captured
             )
@@ -243,38 +248,27 @@ def _ready_to_write(embedder: EmbeddingModel) -> Iterator[_Captured | None]:
         embedder.train(was_training)
 
 
-@torch.no_grad()
-def _encode(embedder: EmbeddingModel, prompts: Sequence[Prompt]) -> EncodedPrompts | EncodedParts:
-    return encode_prompts(embedder, embedder, prompts)
-
-
 def _seeds_of(chosen: Sequence[int], seeds: Sequence[int], num_each: int, num_rows: int) -> list[int | None]:
     """Seeds of the chosen prompts' rows; given ones have none."""
     of_prompt = [seeds[index * num_each : (index + 1) * num_each] for index in chosen]
     return [seed for own in of_prompt for seed in (*own, *[None] * (num_rows - num_each))]
 
 
-@dataclass(frozen=True)
+@pydantic.dataclasses.dataclass(frozen=True)
 class _Choice:
     """How `generate` chooses tokens."""
 
-    max_new_tokens: int
-    temperature: float
-    min_new_tokens: int
-    direct_above: float | None
+    max_new_tokens: AtLeastOne
+    temperature: NotNegative
+    min_new_tokens: Count
+    direct_above: Share | None
     margins: bool
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be >= 1, got {self.max_new_tokens}")
-        if not 0 <= self.min_new_tokens < self.max_new_tokens:
+        if self.min_new_tokens >= self.max_new_tokens:
             raise ValueError(
-                f"min_new_tokens must be at least 0 and below max_new_tokens={self.max_new_tokens}, got {self.min_new_tokens}"
+                f"min_new_tokens={self.min_new_tokens} must be below max_new_tokens={self.max_new_tokens}"
             )
-        if self.temperature < 0:
-            raise ValueError(f"temperature must be >= 0, got {self.temperature}")
-        if self.direct_above is not None and not 0 <= self.direct_above <= 1:
-            raise ValueError(f"direct_above is a probability, got {self.direct_above}")
 
 
 class _Writing:

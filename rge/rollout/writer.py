@@ -33,7 +33,7 @@ from rge.rollout.vllm_writer import VllmWriter, check_possible
 Written = list[tuple[tuple[int, ...], bool]]
 """Token ids and forced flag of each of a query's rationales."""
 
-_DIRECT, _ORACLE = 0x0D12EC7, 0x02AC1E
+DIRECT, ORACLE = 0x0D12EC7, 0x02AC1E
 """Salts: make the draws of direct and oracle queries independent of other uses of a query's seed."""
 
 
@@ -195,14 +195,14 @@ class Writer:
             self.store.add(step, [(keys[row], group) for row, group in zip(rows, new, strict=True)])
         groups = iter(written)
         rationales = [one for group in known for one in self._whole(next(groups) if group is None else group)]
-        return Rollout(rationales, encoded, easy_share(self.loss, step))
+        return Rollout(rationales, encoded)
 
     def _unwritten(self, step: int, batch: Batch, row: int, key: str) -> list[Rationale] | None:
         """A query's rationales if none are generated for it in this step."""
         num_each, seed = self.settings.num_rationales, batch.seeds[row]
-        if is_direct(seed, self.settings.direct_share):
+        if is_drawn(seed, DIRECT, self.settings.direct_share):
             return [Rationale((), False, None, 0.0, direct=True)] * num_each
-        if is_oracle(seed, oracle_share(self.loss, step)):
+        if is_drawn(seed, ORACLE, oracle_share(self.loss, step)):
             given = tuple(batch.oracle_ids[row][:-1])  # without <emb>
             return [Rationale(given, False, None, 0.0, oracle=True)] * num_each
         known = None if self.store is None else self.store.find(key, step)
@@ -296,17 +296,8 @@ def make_writer(
     return writer
 
 
-def is_direct(seed: int, share: float) -> bool:
-    """Whether a query with this seed gets no rationale."""
-    return _drawn(seed, _DIRECT, share)
-
-
-def is_oracle(seed: int, share: float) -> bool:
-    """Whether a query with this seed gets the oracle's rationale."""
-    return _drawn(seed, _ORACLE, share)
-
-
-def _drawn(seed: int, purpose: int, share: float) -> bool:
+def is_drawn(seed: int, purpose: int, share: float) -> bool:
+    """Whether a query with this seed gets no rationale (`DIRECT`), or the oracle's (`ORACLE`)."""
     return share > 0 and float(np.random.default_rng([seed, purpose]).random()) < share
 
 

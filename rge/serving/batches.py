@@ -23,14 +23,6 @@ from rge.serving.errors import Refusal, Stopped
 _log = logging.getLogger(__name__)
 
 
-class QueueFull(Refusal):
-    """The queue is full; `retry_after_s` estimates when it will not be."""
-
-    def __init__(self, retry_after_s: int):
-        message = "too many inputs are waiting; try again later"
-        super().__init__(429, message, "queue_full", retry_after_s=retry_after_s)
-
-
 @dataclass(frozen=True)
 class Result:
     """The result for one input: a row of `rge.common.schema.Encoded`."""
@@ -105,11 +97,13 @@ class Batches:
 
     @contextmanager
     def reserve(self, count: int) -> Iterator[Reservation]:
-        """Reserve space in the queue for a request while its inputs are prepared, or raise `QueueFull`."""
+        """Reserve space in the queue for a request while its inputs are prepared, or raise `Refusal`."""
         with self._changed:
             if self.num_waiting + count > self.max_queue:
                 seconds = self.num_waiting / self._rows_per_s if self._rows_per_s else 1
-                raise QueueFull(min(max(round(seconds), 1), 60))
+                wait_s = min(max(round(seconds), 1), 60)
+                message = "too many inputs are waiting; try again later"
+                raise Refusal(429, message, "queue_full", retry_after_s=wait_s)
             self._num_reserved += count
         reservation = Reservation(count)
         try:

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rge.common.options import AtLeastOne
+from rge.common.options import AtLeastOne, NotNegative, Positive
 from rge.common.registry import PluginOptions
 
 
@@ -52,15 +52,15 @@ class ServeOptions(PluginOptions):
     slower."""
     batch_size: AtLeastOne = 64
     """Inputs embedded, and rationales written, at once."""
-    batch_wait_ms: Annotated[float, Field(ge=0)] = 5.0
+    batch_wait_ms: NotNegative = 5.0
     """How long a batch that is not full waits for more inputs, if several clients are active."""
     max_queue: AtLeastOne = 4096
     """Maximum number of waiting inputs; beyond it, requests get a 429."""
     max_waiting_mb: AtLeastOne = 2048
     """Maximum memory for bodies and pictures of requests in progress; beyond it, requests get a 503."""
-    timeout_s: Annotated[float, Field(gt=0)] = 120.0
+    timeout_s: Positive = 120.0
     """Time limit of a request, from its first byte to its response; beyond it, 408 or 504."""
-    drain_s: Annotated[float, Field(ge=0)] = 30.0
+    drain_s: NotNegative = 30.0
     """Time to finish requests in progress after SIGTERM or Ctrl-C."""
     max_body_mb: AtLeastOne = 32
     """Maximum size of a request's body; beyond it, 413."""

@@ -7,7 +7,6 @@ import yaml
 
 from rge.config import RECIPES, Recipe, RecipeError, StageConfig, load_recipe, to_dict
 from rge.objective import Objective
-from rge.rl.policy import CORRECTIONS, LOSS_TYPES, SCALES
 
 SHIPPED = sorted(RECIPES.glob("*.yaml"))
 
@@ -320,9 +319,11 @@ def test_arguments(load, tmp_path):
         load_recipe([])
     with pytest.raises(RecipeError, match="give exactly one recipe=NAME"):
         load_recipe(["recipe=demo", "recipe=demo"])
-    with pytest.raises(RecipeError, match=r"unknown recipe 'dmo': did you mean demo\? there are: .*demo"):
+    with pytest.raises(
+        RecipeError, match=r"recipe must be one of .*demo.*, got 'dmo'; did you mean 'demo'\?"
+    ):
         load_recipe(["recipe=dmo"])
-    with pytest.raises(RecipeError, match=r"unknown recipe '.*gone\.yaml'"):
+    with pytest.raises(RecipeError, match=r"gone\.yaml does not exist"):
         load_recipe([f"recipe={tmp_path / 'gone.yaml'}"])
     with pytest.raises(RecipeError, match="arguments must be key=value, got 'demo'"):
         load("demo")
@@ -534,19 +535,6 @@ def test_without_a_policy_gradient_one_greedy_rationale_will_do():
         ]
     )  # fmt: skip
     assert Objective.of(recipe, "rl").needs_rollout
-
-
-def test_names_of_losses_are_those_of_the_policy():
-    for key, allowed in (
-        ("loss_type", LOSS_TYPES),
-        ("scale_rewards", SCALES),
-        ("vllm_importance_sampling_mode", CORRECTIONS),
-    ):
-        for name in allowed:
-            assert (
-                getattr(load_recipe(["recipe=demo", "stage=rl", "init=x", f"rl.{key}={name}"]).rl, key)
-                == name
-            )
 
 
 def test_what_another_library_would_fill_in_is_an_error_and_not_a_folder_of_that_name(tmp_path):

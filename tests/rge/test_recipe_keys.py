@@ -789,7 +789,7 @@ def test_a_source_is_what_each_of_its_keys_says(key, arguments, named, monkeypat
             return run.problems
         records = run.found.records[wanted.key]
         shown = records.reader(0, 1) if records.size is None else records
-        rows = type(records._opened()[0]).__name__ if hasattr(records, "_opened") else ""
+        rows = type(records.opened[0]).__name__ if hasattr(records, "opened") else ""
         return [type(records).__name__, rows, *(shown[index].query.text for index in range(min(records.size or 6, 6)))]  # fmt: skip
 
     one, other = map(opened, SOURCE_KEYS[key])

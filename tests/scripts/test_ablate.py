@@ -300,7 +300,7 @@ def test_runs_of_different_queries_make_no_table(ablate, tmp_path):
         (["init=runs/nowhere/final"], "init=runs/nowhere/final does not exist; train it with"),
         (["set=recipes"], "set=recipes is no retrieval set"),
         (["recipe=qwen25vl_3b"], "set= must be given"),
-        (["recipe=nothing"], "unknown recipe 'nothing'"),
+        (["recipe=nothing"], "nothing.yaml does not exist: recipe must be one of "),
         (["nonsense"], "arguments must be key=value, got 'nonsense'"),
     ],
 )

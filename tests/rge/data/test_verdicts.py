@@ -142,7 +142,7 @@ def test_a_damaged_cache_counts_as_none(home, opened, damage):
 
 def test_another_version_judges_anew(home, opened, monkeypatch):
     look(home)
-    monkeypatch.setattr(verdicts, "_code", lambda: "another")
+    monkeypatch.setattr(verdicts, "version_of", lambda *_: "another")
     look(home)
     assert opened["files"] == 2
 

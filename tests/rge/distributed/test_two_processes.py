@@ -19,7 +19,6 @@ from rge.model.prompts import PromptBuilder
 from rge.objective import Objective
 from rge.optim.muon import orthogonal
 from rge.rl.credit import Reinforcement
-from rge.rl.policy import LOSS_TYPES
 from rge.rl.reference import Reference
 from rge.rollout.generate import Rationale, generate
 from rge.rollout.writer import Rollout, rollout_report, sample_seeds
@@ -72,7 +71,7 @@ NAMES = [
     for micro in (100, 2)
     if anchor == "self" or layout == "mixed"
 ] + ["cold start-100", "cold start-2", "cold start without candidates-2", "no lm loss-100", "no lm loss-2"]
-RL_NAMES = ["rl dapo-100", *(f"rl {loss_type}-2" for loss_type in LOSS_TYPES)]
+RL_NAMES = ["rl dapo-100", *(f"rl {loss_type}-2" for loss_type in ("grpo", "dr_grpo", "dapo"))]
 RL_NAMES += ["rl dapo with kl-100", "rl dapo with kl-2", "rl dapo with a pool-2"]
 NAMES += RL_NAMES
 NAMES += ["both states-100", "both states-2", "three states-100", "three states-2"]

@@ -49,7 +49,7 @@ def explorer(gallery):
 
 def told(explorer, question="", picture=None, rationale=None, k=3, **more):
     found = []
-    explorer.ask(Query(question, picture, rationale, k=k, **more), found.append)
+    explorer.ask(Query(question=question, rationale=rationale, k=k, **more), picture, found.append)
     return found
 
 
@@ -166,12 +166,14 @@ def test_who_goes_away_ends_the_writing_and_who_comes_too_early_is_told(explorer
             raise StoppedError("gone")
 
     with pytest.raises(StoppedError):
-        explorer.ask(Query("What is this?", explorer.examples[0].picture, k=3), leave)
+        explorer.ask(Query(question="What is this?", k=3), explorer.examples[0].picture, leave)
     assert len(seen) == 2
     monkeypatch.setattr(explorer_module, "WAIT_S", 0.05)
     held, go = threading.Event(), threading.Event()
     first = threading.Thread(
-        target=lambda: explorer.ask(Query("x", rationale=""), lambda _: (held.set(), go.wait(30)))
+        target=lambda: explorer.ask(
+            Query(question="x", rationale=""), None, lambda _: (held.set(), go.wait(30))
+        )
     )
     first.start()
     assert held.wait(30)
@@ -211,7 +213,7 @@ class Endless:
     def __init__(self):
         self.ended = threading.Event()
 
-    def ask(self, query, tell):
+    def ask(self, query, picture, tell):
         try:
             for number in range(600):
                 tell({"rationale": str(number)})

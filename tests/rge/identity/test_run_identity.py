@@ -275,3 +275,29 @@ def test_a_script_is_the_users_and_an_installed_command_is_not(monkeypatch, tmp_
     start(Path(sysconfig.get_path("scripts")) / "rge")  # how `rge eval run` starts
     assert list(run_identity.changes_since(made)) == ["software.modules.mine"]
     assert not [name for name in run_identity.software()["modules"] if "bin" in name]
+
+
+def test_a_version_has_the_code_and_what_it_imports(monkeypatch, tmp_path):
+    """Also of a package, and of what a function imports."""
+    (tmp_path / "room").mkdir()
+    (tmp_path / "room" / "__init__.py").write_text("")
+    code = tmp_path / "room" / "a.py"
+    code.write_text("def f():\n    import PIL.Image\n")
+    room = ModuleType("room")
+    room.__file__ = str(tmp_path / "room" / "__init__.py")
+    monkeypatch.setattr(run_identity, "HOME", tmp_path)
+
+    def version() -> str:
+        run_identity.version_of.cache_clear()
+        return run_identity.version_of(room)
+
+    first = version()
+    assert version() == first
+    monkeypatch.setattr(run_identity, "_version_now", lambda name: f"{name} 0")
+    assert version() != first
+    monkeypatch.undo()
+    monkeypatch.setattr(run_identity, "HOME", tmp_path)
+    code.write_text("# told\ndef f():\n    import PIL.Image\n\n")
+    assert version() == first
+    code.write_text("def f():\n    import PIL.ImageOps, numpy\n")
+    assert version() != first

@@ -13,12 +13,13 @@ from rge.model.prompts import PromptBuilder
 from rge.objective import Objective
 from rge.rollout.generate import Rationale, generate
 from rge.rollout.writer import (
+    DIRECT,
+    ORACLE,
     Rollout,
     Store,
     Writer,
     encodes_once,
-    is_direct,
-    is_oracle,
+    is_drawn,
     make_writer,
     oracle_share,
     rollout_report,
@@ -203,7 +204,7 @@ def test_the_store_forgets(lively):
 
 def test_direct_queries_are_drawn_and_not_written(lively, batch):
     share = 0.4
-    drawn = [is_direct(seed, share) for seed in range(4000)]
+    drawn = [is_drawn(seed, DIRECT, share) for seed in range(4000)]
     assert abs(sum(drawn) / 4000 - share) < 0.03
     batch.seeds[:] = [
         drawn.index(True),
@@ -227,9 +228,9 @@ def test_direct_queries_are_drawn_and_not_written(lively, batch):
 @pytest.mark.slow
 def test_a_mix_of_anchors_is_the_step_of_either_where_it_stands(lively, batch):
     mix = LossConfig(anchor="mix", oracle_share=0.5)
-    drawn = [is_oracle(seed, 0.5) for seed in range(4000)]
+    drawn = [is_drawn(seed, ORACLE, 0.5) for seed in range(4000)]
     assert abs(sum(drawn) / 4000 - 0.5) < 0.03
-    assert drawn != [is_direct(seed, 0.5) for seed in range(4000)]
+    assert drawn != [is_drawn(seed, DIRECT, 0.5) for seed in range(4000)]
     batch.seeds[:] = [drawn.index(True), *[seed for seed in range(50) if not drawn[seed]][:4]]
     plain, _, _ = writer_of(lively)(0, batch)
     rationales, encoded, _ = Writer(lively, lively, SETTINGS, True, loss=mix)(0, batch)

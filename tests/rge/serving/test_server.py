@@ -39,7 +39,8 @@ from rge.model.embedding_model import EmbeddingModel
 from rge.serving import public_web
 from rge.serving.__main__ import main
 from rge.serving.app import Service
-from rge.serving.batches import Batches, QueueFull
+from rge.serving.batches import Batches
+from rge.serving.errors import Refusal
 from rge.serving.inputs import make_prompt
 from rge.serving.options import ServeOptions
 from rge.serving.process import load
@@ -883,7 +884,7 @@ def test_a_batch_takes_the_oldest_and_those_nearest_to_it_in_length():
 
     async def fill():
         with batches.reserve(4) as four, batches.reserve(5) as five:
-            with pytest.raises(QueueFull), batches.reserve(1):
+            with pytest.raises(Refusal), batches.reserve(1):
                 pytest.fail("there is room for ten")
             waits = [
                 asyncio.ensure_future(

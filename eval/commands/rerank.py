@@ -19,7 +19,7 @@ import numpy as np
 import pandas as pd
 
 from eval.benchmarks.registry import protocol_for
-from eval.benchmarks.suite import aggregate, is_suite, load_suite, member_dirs
+from eval.benchmarks.suite import ByMember, is_suite, load_suite, measure_members, member_dirs
 from eval.embedding.identity import ranked_with, set_mismatch
 from eval.embedding.processes import ALONE, ProcessGroup, join
 from eval.judging.description import QUESTION, DescriptionJudge, local_software
@@ -117,29 +117,22 @@ def _rerank_suite(
         raise UserError(
             f"{path} and {options.of} have different members: {lacking[0]!r} is only in one of them"
         )
-    dirs = {name: options.out / "members" / name for name in suite.members}
-    blocks = [
-        _rerank_set(replace(options, of=of[name], set=path / name, out=out), judge, answers)
-        for name, out in dirs.items()
-    ]
-    if not join().is_first:
-        return
-    about = blocks[0] | {
-        "of": str(options.of),
-        "num_pairs": sum(block["num_pairs"] for block in blocks),
-        "ms_mean": float(np.mean([block["ms_mean"] for block in blocks])),
-    }
-    title = f"top {options.top_n} of {options.of}"
-    more = {"rerank": about}
-    aggregate(
-        suite, dirs, options.out, seed=options.seed, overwrite=options.overwrite, more=more, title=title
-    )
+
+    def of_member(name: str, path: Path, out: Path) -> list[Path]:
+        _rerank_set(replace(options, of=of[name], set=path, out=out), judge, answers)
+        return [out]
+
+    def about(results: ByMember) -> dict[str, Any]:
+        blocks = [member["rerank"] for member in results.values()]
+        total = sum(block["num_pairs"] for block in blocks)
+        mean = float(np.mean([block["ms_mean"] for block in blocks]))
+        return {"rerank": blocks[0] | {"of": str(options.of), "num_pairs": total, "ms_mean": mean}}
+
+    measure_members(suite, options, of_member, title=f"top {options.top_n} of {options.of}", more=about)
 
 
-def _rerank_set(
-    options: RerankOptions, judge: Callable[[], DescriptionJudge], answers: AnswerStore
-) -> dict[str, Any]:
-    """Rerank the evaluation of one set; returns the ``rerank`` block of results.json."""
+def _rerank_set(options: RerankOptions, judge: Callable[[], DescriptionJudge], answers: AnswerStore) -> None:
+    """Rerank the evaluation of one set."""
     old = read_results(options.of)
     path = options.set or Path(old["set"].get("path", ""))
     if options.set is None and not path.is_dir():
@@ -179,6 +172,8 @@ def _rerank_set(
         process_group=process_group,
         mix=options.mix,
     )
+    if not process_group.is_first:
+        return
     about = {
         "top_n": options.top_n,
         "mix": options.mix,
@@ -188,8 +183,6 @@ def _rerank_set(
         "num_pairs": judged.num_pairs,
         "ms_mean": float(judged.ms_Q.mean()),
     }
-    if not process_group.is_first:
-        return about
     tag = f"{read.tag}-judged"
     made = {key: old[key] for key in KEPT if key in old} | {
         "ranked_with": ranked_with(old),
@@ -204,7 +197,6 @@ def _rerank_set(
         missing=read.missing if old.get("coverage", 1.0) < 1.0 else (),
         limit=limit, title=f"top {options.top_n} of {options.of}",
     )  # fmt: skip
-    return about
 
 
 def rerank(

@@ -63,9 +63,7 @@ def note_of(run: Evaluation) -> str:
     return ", ".join(words)
 
 
-def measured_row(
-    label: str, note: str, run: Evaluation, columns: Sequence[Column], metric: str, known: bool
-) -> Row:
+def measured_row(run: Evaluation, columns: Sequence[Column], metric: str, known: bool) -> Row:
     """A row of one of our evaluations; `known`: the set's content is, so rows without a recorded content are not ranked."""
     official = run.results.get("profile") == "official"
     figures = [_official(run, column) if official else run.figure(*column.path) for column in columns]
@@ -74,7 +72,7 @@ def measured_row(
     comparable = not any(label.endswith(UNRANKED) for label in labels)
     if official and run.results.get("coverage", 1.0) < 1.0:
         comparable = False  # this profile leaves out queries without a ranking, which inflates figures
-    return Row(label, note, figures, False, _slices(run, metric), run, labels, warnings, comparable)
+    return Row(run.label, run.note, figures, False, _slices(run, metric), run, labels, warnings, comparable)
 
 
 def _labels(results: Mapping[str, Any], warnings: Sequence[str], known: bool) -> list[str]:

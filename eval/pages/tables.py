@@ -1,7 +1,7 @@
 """The tables of a report: figures with intervals, slices, paired gains, all metrics, cost and ties."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, NamedTuple
@@ -14,7 +14,6 @@ from eval.pages.wording import Scale, percent, slice_label, slice_order
 from eval.scoring.metrics import metric_words, random_floor
 from eval.scoring.output_files import judged_rows
 from eval.sets.retrieval_set import RetrievalSet
-from rge.common.errors import UserError
 from rge.stats.intervals import OF_DIFFERENCES, cluster_bootstrap, figures, index_of
 
 MAX_MAIN_SLICES = 4
@@ -236,13 +235,8 @@ def verdict_of(evaluations: Sequence[Evaluation], main: Evaluation, metric: str)
 
 def notes_of(loaded: RetrievalSet, by: str) -> list[tuple[str, str]]:
     """(heading, explanation) of the main table's slices, from ``slice_notes`` in the set's meta.json."""
-    notes = loaded.meta.get("slice_notes") or {}
-    of_column = notes.get(by) or {} if isinstance(notes, Mapping) else None
-    if not isinstance(of_column, Mapping) or not all(isinstance(words, str) for words in of_column.values()):
-        raise UserError(
-            f"{loaded.path}/meta.json: slice_notes must be {{column: {{value: words}}}}, got {notes!r}"
-        )
-    return [(slice_label(name), of_column[name]) for name in sorted(of_column, key=slice_order)]
+    notes = loaded.meta.get("slice_notes", {}).get(by, {})
+    return [(slice_label(name), notes[name]) for name in sorted(notes, key=slice_order)]
 
 
 def cost_and_ties(evaluations: Sequence[Evaluation], metric: str) -> dict[str, Any]:

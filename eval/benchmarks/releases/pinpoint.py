@@ -43,7 +43,7 @@ from eval.scoring.metrics import Judged, average_precision_capped, compute, pars
 from eval.scoring.output_files import Scored, judged_rows, means, score_ranking
 from eval.scoring.protocol import Protocol
 from eval.scoring.search import Ranking
-from eval.sets.retrieval_set import RetrievalSet, integer_column, picture_ids, string_column
+from eval.sets.retrieval_set import RetrievalSet, picture_ids, query_column
 from eval.sets.write_set import Candidate, Query
 from rge.stats.intervals import cluster_bootstrap, figures, index_of, ratio_bootstrap
 
@@ -154,7 +154,8 @@ class Pinpoint(Protocol):
         if self.profile == "clean":
             return super().score(wanted, ranking)
         listed_Q, bad_Q = (
-            integer_column(wanted, f"num_listed_{kind}") for kind in ("positives", "negatives")
+            np.array(query_column(wanted, f"num_listed_{kind}", "integers"), np.int64)
+            for kind in ("positives", "negatives")
         )
         found_Q = np.array([len(rows) for rows, _ in wanted.positives], np.int64)
         # repeated positives count in the denominator, like ones never found
@@ -180,7 +181,7 @@ class Pinpoint(Protocol):
             # groups also join rows that share only one of two pictures; older sets have no picture_ids
             same = ["+".join(ids) or own for ids, own in zip(picture_ids(wanted), group, strict=True)]
         else:  # only rows with the same pictures and positives are paraphrases
-            same = string_column(wanted, "paraphrase")
+            same = query_column(wanted, "paraphrase")
         over = partial(over_groups, same=same, group=group, seed=seed)
         delta_Q = np.where(np.isfinite(ap_Q), np.nan_to_num(delta_Q), np.nan)
         (relative,) = figures(ratio_bootstrap(delta_Q, ap_Q, index_of(group), seed=seed))

@@ -289,14 +289,15 @@ def test_a_changed_set_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("meta", "message"),
     [
-        ("[]", "'name' must be a string"),
-        ('{"name": "x", "fingerprint": 3}', "'fingerprint' must be a string"),
+        ("[]", "Input should be a valid dictionary"),
+        ("{}", "name: Field required"),
+        ('{"name": "x", "fingerprint": 3}', "fingerprint: Input should be a valid string, got 3"),
         ("{", "meta.json is not JSON"),
         (
             '{"name": "x", "fingerprint": "y", "report_by": "pair"}',
-            "report_by must be a list of query columns",
+            "report_by: Input should be a valid list, got 'pair'",
         ),
-        ('{"name": "x", "notes": "old"}', "notes must be a list of sentences, got 'old'"),
+        ('{"name": "x", "notes": "old"}', "notes: Input should be a valid list, got 'old'"),
         (None, "meta.json cannot be read"),
     ],
 )

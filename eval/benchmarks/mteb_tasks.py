@@ -32,18 +32,12 @@ METRICS = {name: name for name in ("ndcg", "map", "recall", "precision")} | {"hi
 
 
 class SetTask(AbsTaskRetrieval):
-    """A retrieval set as an MTEB task; each set is a subclass, see `tasks`.
-
-    Attributes:
-        wanted: the set, prepared by the protocol.
-        query_kinds: MTEB's category letters of the queries' modalities.
-        candidate_kinds: the same for the candidates.
-    """
+    """A retrieval set as an MTEB task; each set is a subclass, see `tasks`."""
 
     k_values = tuple(sorted({*AbsTaskRetrieval.k_values, *CUTOFFS}))
-    wanted: RetrievalSet
-    query_kinds: str
-    candidate_kinds: str
+    wanted: RetrievalSet  # the set, prepared by the protocol
+    query_kinds: str  # MTEB's category letters of the queries' modalities
+    candidate_kinds: str  # the same for the candidates
     data_loaded: bool = False  # MTEB's attribute, redeclared for type checks without MTEB
 
     def load_data(self, num_proc: int | None = None, **_: Any) -> None:

@@ -26,21 +26,16 @@ GENERIC = "generic"
 class Benchmark:
     """Importer, protocols and published figures of a benchmark.
 
-    Attributes:
-        name: name for ``import`` and ``benchmark=``.
-        importer: a function of one annotated argument, a dataclass of options, that writes a retrieval set and returns it,
-            or writes a suite and returns its members' names.
-        protocols: one per profile, with this benchmark's name.
-        published: folder of published tables, see `eval.benchmarks.published_tables`.
-
     Raises:
         UserError: there is no protocol, or one has a different name, or an unknown or repeated profile.
     """
 
-    name: str
+    name: str  # name for ``import`` and ``benchmark=``
     importer: Callable[[Any], object]
-    protocols: tuple[Protocol, ...]
-    published: Path | None = None
+    """A function of one annotated argument, a dataclass of options, that writes a retrieval set and returns it, or writes
+    a suite and returns its members' names."""
+    protocols: tuple[Protocol, ...]  # one per profile, with this benchmark's name
+    published: Path | None = None  # folder of published tables, see `eval.benchmarks.published_tables`
 
     def __post_init__(self) -> None:
         one_of(f"profiles of {self.name}", [protocol.profile for protocol in self.protocols], PROFILES)

@@ -60,18 +60,14 @@ ByMember = Mapping[str, Mapping[str, Any]]
 
 
 class Suite(BaseModel):
-    """A checked ``suite.json``; ``benchmark`` is the protocol of all members.
-
-    Attributes:
-        column: what members are called, such as ``domain`` or ``set``.
-        members: name -> further columns, such as ``{"meta_task": "VQA", "distribution": "OOD"}``.
-    """
+    """A checked ``suite.json``; ``benchmark`` is the protocol of all members."""
 
     path: Path
     name: str
     benchmark: str
-    column: str
+    column: str  # what members are called, such as ``domain`` or ``set``
     members: dict[str, dict[str, str]]
+    """Name -> further columns, such as ``{"meta_task": "VQA", "distribution": "OOD"}``."""
 
 
 def is_suite(path: Path) -> bool:

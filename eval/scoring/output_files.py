@@ -54,23 +54,14 @@ OF_ENCODED = {
 
 @dataclass(frozen=True)
 class Scored:
-    """A judged ranking.
+    """A judged ranking."""
 
-    Attributes:
-        names: metrics.
-        value_QM: per-query values; NaN if a metric is undefined for a query.
-        best_QM: the same with ties broken in favour of the ranking.
-        worst_QM: the same with ties broken against it.
-        random_QM: expected values under a random ranking.
-        first_hit_Q: rank of the first positive, or 0.
-    """
-
-    names: tuple[str, ...]
-    value_QM: np.ndarray
-    best_QM: np.ndarray
-    worst_QM: np.ndarray
-    random_QM: np.ndarray
-    first_hit_Q: np.ndarray
+    names: tuple[str, ...]  # of the metrics
+    value_QM: np.ndarray  # per-query values; NaN if a metric is undefined for a query
+    best_QM: np.ndarray  # the same with ties broken in favour of the ranking
+    worst_QM: np.ndarray  # the same with ties broken against it
+    random_QM: np.ndarray  # expected values under a random ranking
+    first_hit_Q: np.ndarray  # rank of the first positive, or 0
 
 
 def values_of(names: Sequence[str], judged: Judged) -> np.ndarray:

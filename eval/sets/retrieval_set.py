@@ -81,38 +81,27 @@ class SetError(UserError):
 
 @dataclass(frozen=True)
 class RetrievalSet:
-    """A checked retrieval set: Q queries in file order, and C candidates in the order of their ids.
-
-    Attributes:
-        fingerprint: hash of ids and judgements.
-        meta: content of ``meta.json``.
-        queries: Q items with all modalities.
-        columns: query column (``category``, ``group`` and those of ``report_by``) -> Q strings.
-        report_by: query columns, besides ``category``, by which figures are reported.
-        corpus_ids: C candidate ids, ascending.
-        file_rows_C: row of each candidate in ``corpus.parquet``.
-        positives: per query (rows, gains): int32 rows into ``corpus_ids`` ascending, float64 gains > 0.
-        excluded: per query rows, or None without the table; ``candidates`` likewise.
-        negatives: likewise, without those that the other two keep out of the query's ranking.
-        num_missing_Q: number of positives that the pool lacks, int64; None without such a column.
-        content: see `with_content`; None until the pictures have been read.
-    """
+    """A checked retrieval set: Q queries in file order, and C candidates in the order of their ids."""
 
     path: Path
     name: str
-    fingerprint: str
-    meta: dict[str, Any]
-    queries: list[Item]
+    fingerprint: str  # hash of ids and judgements
+    meta: dict[str, Any]  # content of ``meta.json``
+    queries: list[Item]  # Q items with all modalities
     columns: dict[str, list[str]]
-    report_by: tuple[str, ...]
-    corpus_ids: list[str]
-    file_rows_C: np.ndarray
+    """Query column (``category``, ``group`` and those of ``report_by``) -> Q strings."""
+    report_by: tuple[str, ...]  # query columns, besides ``category``, by which figures are reported
+    corpus_ids: list[str]  # C candidate ids, ascending
+    file_rows_C: np.ndarray  # row of each candidate in ``corpus.parquet``
     positives: list[tuple[np.ndarray, np.ndarray]]
+    """Per query (rows, gains): int32 rows into ``corpus_ids`` ascending, float64 gains > 0."""
     negatives: list[np.ndarray] | None = None
-    excluded: list[np.ndarray] | None = None
-    candidates: list[np.ndarray] | None = None
+    """Rows of each query, without those that the next two keep out of its ranking; None without the table."""
+    excluded: list[np.ndarray] | None = None  # likewise
+    candidates: list[np.ndarray] | None = None  # likewise
     num_missing_Q: np.ndarray | None = None
-    content: str | None = None
+    """Number of positives that the pool lacks, int64; None without such a column."""
+    content: str | None = None  # see `with_content`; None until the pictures have been read
 
     @property
     def query_ids(self) -> list[str]:

@@ -37,22 +37,16 @@ class Broken:
 
 @dataclass
 class Table:
-    """Rows of a table, by heading.
-
-    Attributes:
-        names: headings, in order.
-        rows: (row number, heading -> value), without empty rows. A value is text, a list, a date, or `Broken`.
-        letters: heading -> column letter; empty for formats without cell addresses.
-        problems: problems of the table itself.
-        notes: remarks for readers of the figures.
-    """
+    """Rows of a table, by heading."""
 
     path: Path
-    names: list[str] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)  # headings, in order
     rows: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    """(row number, heading -> value), without empty rows. A value is text, a list, a date, or `Broken`."""
     letters: dict[str, str] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    """Heading -> column letter; empty for formats without cell addresses."""
+    problems: list[str] = field(default_factory=list)  # problems of the table itself
+    notes: list[str] = field(default_factory=list)  # remarks for readers of the figures
 
     def address(self, number: int, name: str) -> str:
         """Address of a cell: ``C5``, or ``row 5, right``."""

@@ -111,12 +111,8 @@ def protocol_for(
     one_of("profile", [profile], PROFILES)
     known = (Protocol(),) if benchmark == GENERIC else BENCHMARKS[benchmark].protocols
     protocol = next((candidate for candidate in known if candidate.profile == profile), None)
-    if protocol is None and benchmark == GENERIC:
-        raise UserError(
-            "profile=official is what a benchmark's released code computes, so it needs benchmark=NAME"
-        )
     if protocol is None:
-        raise UserError(f"{benchmark} has only profile={known[0].profile}, got profile={profile}")
+        raise UserError(f"benchmark={benchmark} has only profile={known[0].profile}, got profile={profile}")
     if wanted is not None and benchmark != GENERIC and wanted.meta.get("benchmark") != benchmark:
         raise UserError(
             f"benchmark={benchmark}, but {wanted.path} was not imported as that (meta.json has benchmark "

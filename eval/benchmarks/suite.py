@@ -207,7 +207,6 @@ def _joint_table(suite: Suite, dirs: Mapping[str, Path]) -> pd.DataFrame:
 
 
 def _joint_set(suite: Suite, results: ByMember, table: pd.DataFrame) -> dict[str, Any]:
-    """The ``set`` block of results.json for the whole suite."""
     sets = {name: member["set"] for name, member in results.items()}
     first = next(iter(sets.values()))
     members = {name: member["fingerprint"] for name, member in sets.items()}
@@ -294,7 +293,6 @@ def mean_over(
 
 
 def _reported(results: ByMember, columns: Sequence[str]) -> list[str]:
-    """Query columns that members report figures by."""
     blocks = dict.fromkeys(chain.from_iterable(results.values()))
     names = [block.removeprefix("by_") for block in blocks if block.startswith("by_")]
     return [name for name in names if name not in ("category", *columns)]

@@ -145,7 +145,7 @@ def _of_set(options: BudgetOptions, metric: str, load: Callable[..., Embeds]) ->
     if process_group.is_first:
         encoded: dict[Mode, Encoded] = {mode: session.embeddings.queries(mode, "both") for mode in BASES}
         base = _Base(session, session.embeddings.candidates(options.candidate_mode), encoded)
-    decides = process_group.once(lambda: base is not None and _decides(base.encoded["reasoning"]))
+    decides = process_group.once(lambda: base is not None and base.decides)
     always = _always_writing(session.embeddings) if decides else None
     if base is None:
         return []
@@ -179,7 +179,6 @@ def _row(directory: Path, metric: str) -> dict[str, Any]:
 def _fill_caches(
     options: BudgetOptions, embeddings: Embeddings, drawn: Embeddings, seeds: Sequence[int]
 ) -> None:
-    """Embed everything that the points need, shared among the processes."""
     embeddings.fill_candidates(options.candidate_mode)
     if options.both_sides:
         embeddings.fill_candidates("reasoning")
@@ -246,11 +245,6 @@ def _check(options: BudgetOptions) -> None:
     options.check_model()
 
 
-def _decides(reasoned: Encoded) -> bool:
-    """Whether the model writes a rationale for some queries only."""
-    return bool((reasoned.num_rationale_tokens == 0).any() and (reasoned.num_rationale_tokens > 0).any())
-
-
 def _always_writing(embeddings: Embeddings) -> Embeddings | None:
     """The same with an encoder forced to write; None if that is not possible, as with vLLM."""
     if embeddings.encoder.settings.engine is not None:
@@ -276,6 +270,12 @@ class _Base:
     def ranked(self) -> dict[Mode, Ranking]:
         return {mode: self.rank(encoded) for mode, encoded in self.encoded.items()}
 
+    @property
+    def decides(self) -> bool:
+        """Whether the model writes a rationale for some queries only."""
+        written_Q = self.encoded["reasoning"].num_rationale_tokens > 0
+        return bool(written_Q.any() and not written_Q.all())
+
     def rank(self, encoded: Encoded) -> Ranking:
         return self.session.rank(encoded.embeddings, self.candidate_CD)
 
@@ -288,7 +288,6 @@ class _Base:
 
 
 def _fused(base: _Base, options: BudgetOptions, drawn: Embeddings, seeds: Sequence[int]) -> Iterator[Point]:
-    """Fusion of one to k sampled rationales."""
     samples: list[Encoded] = []
     rankings: list[Ranking] = []
     for number, seed in enumerate(seeds, 1):
@@ -303,7 +302,6 @@ def _fused(base: _Base, options: BudgetOptions, drawn: Embeddings, seeds: Sequen
 
 
 def _gated(base: _Base, options: BudgetOptions, metric: str) -> Iterator[Point]:
-    """Gating by the margin in direct mode."""
     margin_Q, shares, learned = margin(base.ranked["direct"]), sorted(set(options.gate)), dict[str, str]()
     if options.gate_from is None:
         gates = {share: gate_for(margin_Q, share) for share in shares}
@@ -350,7 +348,6 @@ def _both_sides(base: _Base) -> Iterator[Point]:
 
 
 def _write(session: Session, point: Point, condition: Condition, *, overwrite: bool) -> None:
-    """Write a point's evaluation."""
     identity = {
         "set.fingerprint": session.wanted.fingerprint,
         "set.content": session.wanted.content,

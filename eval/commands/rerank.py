@@ -19,12 +19,20 @@ import numpy as np
 import pandas as pd
 
 from eval.benchmarks.registry import protocol_for
-from eval.benchmarks.suite import ByMember, is_suite, load_suite, measure_members, member_dirs
-from eval.embedding.identity import ranked_with, set_mismatch
+from eval.benchmarks.suite import ByMember, load_suite, measure_members, member_dirs
+from eval.embedding.identity import ranked_with
 from eval.embedding.processes import ALONE, ProcessGroup, join
 from eval.judging.description import QUESTION, DescriptionJudge, local_software
 from eval.scoring.evaluation import decides, write_evaluation
-from eval.scoring.output_files import PER_QUERY, RUN, check_out, read_results, rerun_command, set_figures
+from eval.scoring.output_files import (
+    PER_QUERY,
+    RUN,
+    check_measured_on,
+    check_out,
+    read_results,
+    rerun_command,
+    set_path,
+)
 from eval.scoring.search import Ranking
 from eval.scoring.trec import read_run
 from eval.sets.retrieval_set import RetrievalSet, content_digest, load_set, with_readable_content
@@ -108,15 +116,10 @@ def rerank_command(options: RerankOptions) -> Path:
 def _rerank_suite(
     options: RerankOptions, old: dict[str, Any], judge: Callable[[], DescriptionJudge], answers: AnswerStore
 ) -> None:
-    """Rerank each member of a suite, then join them."""
-    path = options.set or Path(old["set"].get("path", ""))
-    if not is_suite(path):
+    path, of = set_path(old, options.set), member_dirs(options.of, old)
+    suite = load_suite(path)
+    if suite.members.keys() != of.keys():
         raise UserError(f"{path} is not the suite that {options.of} was measured on: pass set=DIR")
-    suite, of = load_suite(path), member_dirs(options.of, old)
-    if lacking := sorted(set(suite.members) ^ set(of)):
-        raise UserError(
-            f"{path} and {options.of} have different members: {lacking[0]!r} is only in one of them"
-        )
 
     def of_member(name: str, path: Path, out: Path) -> list[Path]:
         _rerank_set(replace(options, of=of[name], set=path, out=out), judge, answers)
@@ -132,16 +135,11 @@ def _rerank_suite(
 
 
 def _rerank_set(options: RerankOptions, judge: Callable[[], DescriptionJudge], answers: AnswerStore) -> None:
-    """Rerank the evaluation of one set."""
     old = read_results(options.of)
-    path = options.set or Path(old["set"].get("path", ""))
-    if options.set is None and not path.is_dir():
-        raise UserError(f"the set of {options.of} is no longer at {path}: pass set=DIR")
-    wanted = load_set(path, by=old["set"].get("report_by", ()))
+    wanted = load_set(set_path(old, options.set), by=old["set"].get("report_by", ()))
     protocol = protocol_for(old.get("benchmark", "generic"), old["profile"], wanted, old.get("metrics", ()))
     wanted, unread = with_readable_content(protocol.prepare(wanted))
-    if why := set_mismatch({"set": set_figures(wanted)}, old):
-        raise UserError(f"{path} is not the set that {options.of} was measured on ({why}): pass set=DIR")
+    check_measured_on(wanted, old)
     limit = old["set"].get("limit")
     if limit is not None:
         wanted = wanted.first(limit)

@@ -135,7 +135,6 @@ def run(options: RunOptions, load: Callable[..., Embeds] | None = None) -> list[
 
 
 def _run_suite(options: RunOptions, load: Callable[..., Embeds]) -> list[Path]:
-    """Evaluate every member with one encoder, and write the suite's page."""
     dirs = measure_members(
         load_suite(options.set),
         options,
@@ -258,7 +257,10 @@ def start(
     encoder = options.load(wanted, load)
     for condition in conditions:
         encoder.settings.check_mode(condition.mode)
-    audit = process_group.once(lambda: _audit(options.train, encoder, wanted))
+    files = [Path(name) for name in options.train if name != "null"]
+    if options.train == ("auto",):
+        files = training_files(encoder.settings.recipe)
+    audit = process_group.once(lambda: audit_training(wanted, files) if files else None)
     embeddings = Embeddings(
         encoder, wanted, contents, options.root, options.batch_size, options.memory_mb, process_group,
         options.embedding_dims,
@@ -296,13 +298,6 @@ def _conditions(options: RunOptions) -> list[Condition]:
             f"{options.out} holds a single evaluation, but this command would write {len(conditions)}: choose another out="
         )
     return conditions
-
-
-def _audit(train: Sequence[str], encoder: Embeds, wanted: RetrievalSet) -> Audit | None:
-    files = [Path(name) for name in train if name != "null"]
-    if train == ("auto",):
-        files = training_files(encoder.settings.recipe)
-    return audit_training(wanted, files) if files else None
 
 
 def _shared(options: RunOptions, wanted: RetrievalSet, encoder: Embeds) -> dict[str, Any]:

@@ -106,7 +106,6 @@ def score(options: ScoreOptions) -> Path:
 
 
 def _read_runs(options: ScoreOptions, paths: Sequence[Path], wanted: RetrievalSet) -> ReadRun:
-    """Read the run, or fuse several into one ranking."""
     reads = [read_run(path, wanted, allow_ties=options.allow_ties) for path in paths]
     if len(reads) == 1:
         return reads[0]
@@ -119,7 +118,6 @@ def _read_runs(options: ScoreOptions, paths: Sequence[Path], wanted: RetrievalSe
 
 
 def _runs_of_members(options: ScoreOptions, members: Collection[str]) -> dict[str, list[Path]]:
-    """The run files of each member of a suite."""
 
     def run_of(folder: Path, name: str) -> Path:
         places = (folder / f"{name}.trec", folder / f"{name}.trec.gz", folder / "members" / name / RUN)

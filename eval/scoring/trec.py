@@ -198,7 +198,6 @@ def _codes(
 
 
 def _among(lines: pd.DataFrame, wanted: RetrievalSet, lists: Sequence[np.ndarray]) -> pd.Series:
-    """Whether each line's candidate is in its query's list."""
     size = len(wanted.corpus_ids)
     codes = [query * size + rows.astype(np.int64) for query, rows in enumerate(lists)]
     return (lines["query"] * size + lines["row"]).isin(np.concatenate(codes) if codes else [])

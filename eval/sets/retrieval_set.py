@@ -214,7 +214,6 @@ def load_set(path: str | Path, *, by: Sequence[str] = ()) -> RetrievalSet:
 def _lists(
     pairs: Mapping[str, Sequence[tuple[Any, ...]]], query_of: Mapping[str, int], row_of: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Each query's rows in the optional tables."""
     lists = {
         name: [rows for rows, _ in _by_query(pairs[name], query_of, row_of)]
         for name in LISTS
@@ -314,18 +313,15 @@ class _Meta(BaseModel):
 
 
 def _meta(path: Path) -> dict[str, Any]:
-    """The content of meta.json, without null."""
     try:
         meta = json.loads(path.read_text(encoding="utf-8"))
         _Meta.model_validate(meta)
-    except OSError as error:
-        raise SetError(f"{path} cannot be read: {error.strerror}") from None
     except ValidationError as error:
         wrong = error.errors()[0]
         where = ".".join(map(str, wrong["loc"]))
         raise SetError(f"{path}: {where}: {wrong['msg']}, got {wrong['input']!r}") from None
-    except ValueError as error:
-        raise SetError(f"{path} is not JSON: {error}") from None
+    except (OSError, ValueError) as error:
+        raise SetError(f"{path} cannot be read: {error}") from None
     return {key: value for key, value in meta.items() if value is not None}
 
 
@@ -336,10 +332,8 @@ class _Table:
         self.path = path
         try:
             self.file = pq.ParquetFile(path)
-        except OSError as error:
-            raise SetError(f"{path} cannot be read: {error}") from None
-        except pa.ArrowInvalid as error:
-            raise SetError(f"{path} is not a Parquet file: {error}") from None
+        except (OSError, pa.ArrowInvalid) as error:
+            raise SetError(f"{path} cannot be read as Parquet: {error}") from None
         self.names = self.file.schema_arrow.names
 
     def check(self, column: str, words: str = "strings", *, null: bool = False) -> None:
@@ -418,7 +412,6 @@ def _items(table: _Table) -> Iterator[Item]:
 
 
 def _pictures(path: Path, name: str, cell: Any) -> tuple[ImageRef, ...]:
-    """The pictures in a cell of an item's row in the table ``path``."""
     if cell is None or cell == "":
         return ()
     if isinstance(cell, list):
@@ -506,17 +499,13 @@ def _check_judged(wanted: RetrievalSet) -> None:
         raise SetError(
             f"{wanted.path / 'qrels.parquet'}: {len(none)} of {len(right)} queries have no positive: {some(none)}"
         )
-    path = wanted.path / "candidates.parquet"
-    for (query, rows), own in zip(right.items(), wanted.candidates or (), strict=False):
-        if not len(own):
-            raise SetError(f"{path}: query {query!r} has no candidates")
-        if len(lost := np.setdiff1d(rows, own)):
-            name = wanted.corpus_ids[lost[0]]
-            raise SetError(f"{path}: positive {name!r} of query {query!r} is not among them")
-    path = wanted.path / "excluded.parquet"
-    for (query, rows), excluded in zip(right.items(), wanted.excluded or (), strict=False):
-        if len(lost := np.intersect1d(rows, excluded)):
-            raise SetError(f"{path}: {wanted.corpus_ids[lost[0]]!r} is a positive of query {query!r}")
+    for name, lost_of in (("candidates", np.setdiff1d), ("excluded", np.intersect1d)):
+        for (query, rows), listed in zip(right.items(), getattr(wanted, name) or (), strict=False):
+            if len(lost := lost_of(rows, listed)):
+                words = "is not" if name == "candidates" else "is"
+                raise SetError(
+                    f"{wanted.path / name}.parquet: {wanted.corpus_ids[lost[0]]!r}, a positive of query {query!r}, {words} listed"
+                )
 
 
 def some(names: Sequence[str]) -> str:

@@ -77,7 +77,6 @@ def read_table(path: Path, sheet: str | None = None) -> Table:
 
 
 def _read_objects(table: Table) -> None:
-    """Read a format without cell addresses."""
     rows = [{key: _plain(value) for key, value in row.items()} for row in iter_rows(table.path)]
     rows = [row for row in rows if any(value not in ("", []) for value in row.values())]
     table.names = list(dict.fromkeys(name for row in rows for name in row))
@@ -92,7 +91,7 @@ def _read_grid(table: Table, grid: Iterator[tuple[int, Sequence[Any]]], hint: st
     width = max(len(cells) for _, cells in lines)
     (head, names), *rows = [(n, cells + [""] * (width - len(cells))) for n, cells in lines]
     column_of: dict[str, int] = {}
-    for column, name in enumerate(map(_heading, names)):
+    for column, name in enumerate(" ".join(str(name).split()) for name in names):
         letter = get_column_letter(column + 1)
         filled = [n for n, cells in rows if cells[column] != ""]
         if name in column_of:
@@ -107,10 +106,6 @@ def _read_grid(table: Table, grid: Iterator[tuple[int, Sequence[Any]]], hint: st
             )
     table.names = list(column_of)
     table.rows += [(n, {name: cells[at] for name, at in column_of.items()}) for n, cells in rows]
-
-
-def _heading(name: Any) -> str:
-    return " ".join(name.split()) if isinstance(name, str) else str(name)
 
 
 def _plain(value: Any) -> Any:
@@ -172,7 +167,6 @@ def _workbook(table: Table, wanted: str | None) -> Iterator[tuple[int, Sequence[
 
 
 def _sheet(path: Path, book: Workbook, wanted: str | None) -> str:
-    """The title of the sheet to read."""
     if wanted is not None:
         if wanted not in book.sheetnames:
             raise ReleaseError(f"{path} has no sheet {wanted!r}; its sheets: {', '.join(book.sheetnames)}")

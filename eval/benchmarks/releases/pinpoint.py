@@ -33,10 +33,10 @@ from eval.benchmarks.release_files import (
     Draft,
     PictureOptions,
     Pictures,
-    ReleaseError,
     Row,
     as_list,
     content_id,
+    existing,
     iter_rows,
 )
 from eval.scoring.metrics import Judged, average_precision_capped, compute, parse_name
@@ -71,10 +71,9 @@ class PinpointOptions(PictureOptions):
 
 def import_pinpoint(options: PinpointOptions) -> RetrievalSet:
     """Read the release and write a retrieval set."""
-    table, index_file = options.src / TABLE, options.src / INDEX
-    for path in (table, index_file):
-        if not path.is_file():
-            raise ReleaseError(f"{path} does not exist: src must be a clone of pinterest/pinpoint-dataset")
+    table, index_file = (
+        existing(options.src / name, "pinterest/pinpoint-dataset") for name in (TABLE, INDEX)
+    )
     index = dict.fromkeys(line.strip() for line in index_file.read_text("utf-8").splitlines() if line.strip())
     pictures = Pictures(
         options.images or options.src / "images", options.src, manifest=options.manifest,
@@ -195,7 +194,7 @@ class Pinpoint(Protocol):
         out: dict[str, Any] = {
             "micro": _known(micro),
             "group_mean": _known({name: over(column[name], of=np.mean, least=1) for name in self.headline}),
-            "paraphrase_groups": _num_groups(same, defined),
+            "paraphrase_groups": int((pd.Series(same)[defined].value_counts() > 1).sum()),
         }
         if official:
             figures_of = _official(means(scored.names, scored.value_QM), micro)
@@ -208,7 +207,6 @@ def _known(figures_of: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _official(value: Mapping[str, float], micro: Mapping[str, Mapping[str, Any] | None]) -> dict[str, Any]:
-    """Figures under the released scorer's names."""
     figures: dict[str, Any] = {}
     for k in CUTS:
         figures[f"mAP@{k}"] = value[f"map_capped@{k}"]
@@ -266,11 +264,6 @@ def over_groups(
     value_G = np.array([[float(of(values.to_numpy()))] for _, values in parts["value"]])
     means = cluster_bootstrap(value_G, index_of(parts["group"].first().tolist()), seed=seed)
     return figures(means, (0.0, 1.0))[0] | {"value": float(value_G.mean())}
-
-
-def _num_groups(same: Sequence[str], kept_Q: np.ndarray) -> int:
-    _, count = np.unique(np.asarray(same, dtype=object)[kept_Q].astype(str), return_counts=True)
-    return int((count > 1).sum())
 
 
 PROTOCOLS = (

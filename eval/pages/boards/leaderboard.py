@@ -19,7 +19,7 @@ from markupsafe import Markup
 
 from eval.benchmarks.published_tables import Published, published, table_of
 from eval.embedding.identity import identity_of
-from eval.pages.boards.comparison import against
+from eval.pages.boards.comparison import against, side_by_side
 from eval.pages.boards.rows import (
     MAX_COLUMNS,
     Row,
@@ -34,7 +34,6 @@ from eval.pages.boards.rows import (
     published_rows,
     why_unranked,
 )
-from eval.pages.boards.side_by_side import side_by_side
 from eval.pages.budget_curves import BASES, BUDGET, on_page
 from eval.pages.charts import Point, scatter
 from eval.pages.evaluations import Evaluation, expand, read_evaluation, warnings_of
@@ -141,8 +140,6 @@ def _groups(runs: Sequence[str]) -> tuple[dict[_Key, list[Evaluation]], dict[_Ke
     _join_old(groups, budgets)
     for members in groups.values():
         _refuse_namesakes(members)
-    if not groups:
-        raise UserError("runs must name at least one evaluation directory")
     return dict(groups), budgets
 
 
@@ -211,7 +208,6 @@ def _board(name: str, members: Sequence[Evaluation], table: Published | None) ->
 
 
 def _facts(results: Mapping[str, Any]) -> str:
-    """Description of a board's set."""
     about = results["set"]
     facts = f"{about['num_queries']:,} queries, {about['num_candidates']:,} candidates"
     if about.get("num_members"):
@@ -253,7 +249,6 @@ def _cost_rows(measured: Sequence[Row], main: int) -> list[dict[str, Any]]:
 
 
 def _cost(rows: Sequence[Mapping[str, Any]], name: str) -> Markup | None:
-    """Scatter plot of the cost table's rows."""
     points = [
         Point(
             f"{row['label']}, {row['note']}",

@@ -20,7 +20,6 @@ from mteb.abstasks.task_metadata import TaskMetadata
 from eval.benchmarks.registry import GENERIC, protocol_for
 from eval.benchmarks.suite import is_suite, load_suite
 from eval.scoring.metrics import CUTOFFS
-from eval.scoring.protocol import Protocol
 from eval.sets.retrieval_set import RetrievalSet, load_set, with_content
 from rge.common.files import find_shipped
 from rge.common.images import picture_bytes
@@ -32,18 +31,12 @@ METRICS = {name: name for name in ("ndcg", "map", "recall", "precision")} | {"hi
 
 
 class SetTask(AbsTaskRetrieval):
-    """A retrieval set as an MTEB task; each set is a subclass, see `tasks`.
-
-    Attributes:
-        wanted: the set, prepared by the protocol.
-        query_kinds: MTEB's category letters of the queries' modalities.
-        candidate_kinds: the same for the candidates.
-    """
+    """A retrieval set as an MTEB task; each set is a subclass, see `tasks`."""
 
     k_values = tuple(sorted({*AbsTaskRetrieval.k_values, *CUTOFFS}))
-    wanted: RetrievalSet
-    query_kinds: str
-    candidate_kinds: str
+    wanted: RetrievalSet  # the set, prepared by the protocol
+    query_kinds: str  # MTEB's category letters of the queries' modalities
+    candidate_kinds: str  # the same for the candidates
     data_loaded: bool = False  # MTEB's attribute, redeclared for type checks without MTEB
 
     def load_data(self, num_proc: int | None = None, **_: Any) -> None:
@@ -91,23 +84,19 @@ def _task(folder: Path, benchmark: str, profile: str) -> SetTask:
     wanted = load_set(folder)
     protocol = protocol_for(benchmark, profile, wanted)
     wanted = with_content(protocol.prepare(wanted))
+    headline = (protocol.main_metric(wanted), *protocol.headline) if protocol.benchmark != GENERIC else ()
+    parts_of = (name.partition("@") for name in (*headline, "ndcg@10"))
+    main_score = next(
+        f"{METRICS[kind]}_at_{k}" for kind, _, k in parts_of if k and kind in METRICS
+    )  # MTEB has it
     queries, candidates = _kinds(wanted.queries), _kinds(wanted.corpus_items())
     parts = {
-        "metadata": _metadata(wanted, queries, candidates, _main_score(protocol, wanted)),
+        "metadata": _metadata(wanted, queries, candidates, main_score),
         "wanted": wanted,
         "query_kinds": queries,
         "candidate_kinds": candidates,
     }
     return type("SetTask", (SetTask,), parts)()
-
-
-def _main_score(protocol: Protocol, wanted: RetrievalSet) -> str:
-    """The first headline metric that MTEB has."""
-    headline = (protocol.main_metric(wanted), *protocol.headline) if protocol.benchmark != GENERIC else ()
-    for kind, _, k in (name.partition("@") for name in (*headline, "ndcg@10")):
-        if k and kind in METRICS:
-            return f"{METRICS[kind]}_at_{k}"
-    raise AssertionError
 
 
 def _metadata(wanted: RetrievalSet, queries: str, candidates: str, main_score: str) -> TaskMetadata:

@@ -19,17 +19,13 @@ COUNTED = {"num_members": "sets", "num_queries": "queries", "num_candidates": "c
 
 
 class Column(BaseModel):
-    """A column of a table.
-
-    Attributes:
-        name: heading.
-        path: path of the figure in results.json, such as ``("by_category", "causal", "recall@20")``.
-        official: the same under ``profile=official``, if that is a different figure.
-    """
+    """A column of a table."""
 
     name: str
     path: tuple[str, ...] = Field(alias="figure")
+    """Path of the figure in results.json, such as ``("by_category", "causal", "recall@20")``."""
     official: tuple[str, ...] | None = None
+    """The same under ``profile=official``, if that is a different figure."""
 
 
 class Row(BaseModel):
@@ -48,33 +44,23 @@ class Row(BaseModel):
 
 
 class Published(BaseModel):
-    """A published table.
+    """A published table."""
 
-    Attributes:
-        key: name of its file.
-        task: task number of MM-BRIGHT, else None.
-        source: paper and table, or file and commit.
-        url: home page of the benchmark.
-        counts: counts of the published set, such as ``{"num_queries": 1634}``.
-        notes: caveats for comparisons.
-        main: index of the column that rows are sorted by.
-        profiles: our profiles that compute the published definition; the first is the released one.
-        made_with: import options that the published rows were measured with.
-    """
-
-    key: str
+    key: str  # name of its file
     benchmark: str
-    task: int | None = None
+    task: int | None = None  # task number of MM-BRIGHT, else None
     title: str
-    source: str
-    url: str
+    source: str  # paper and table, or file and commit
+    url: str  # home page of the benchmark
     counts: dict[str, int] = Field(alias="set")
-    notes: list[str]
-    main: int
+    """Counts of the published set, such as ``{"num_queries": 1634}``."""
+    notes: list[str]  # caveats for comparisons
+    main: int  # index of the column that rows are sorted by
     columns: list[Column]
     rows: list[Row]
     profiles: tuple[str, ...] = ("official",)
-    made_with: dict[str, Any] = {}
+    """Our profiles that compute the published definition; the first is the released one."""
+    made_with: dict[str, Any] = {}  # import options that the published rows were measured with
 
     def not_this_set(self, measured: Mapping[str, Any]) -> str | None:
         """Reason why a measured set (``set`` of results.json) is not the published one; None if its counts match."""

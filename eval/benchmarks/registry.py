@@ -26,21 +26,16 @@ GENERIC = "generic"
 class Benchmark:
     """Importer, protocols and published figures of a benchmark.
 
-    Attributes:
-        name: name for ``import`` and ``benchmark=``.
-        importer: a function of one annotated argument, a dataclass of options, that writes a retrieval set and returns it,
-            or writes a suite and returns its members' names.
-        protocols: one per profile, with this benchmark's name.
-        published: folder of published tables, see `eval.benchmarks.published_tables`.
-
     Raises:
         UserError: there is no protocol, or one has a different name, or an unknown or repeated profile.
     """
 
-    name: str
+    name: str  # name for ``import`` and ``benchmark=``
     importer: Callable[[Any], object]
-    protocols: tuple[Protocol, ...]
-    published: Path | None = None
+    """A function of one annotated argument, a dataclass of options, that writes a retrieval set and returns it, or writes
+    a suite and returns its members' names."""
+    protocols: tuple[Protocol, ...]  # one per profile, with this benchmark's name
+    published: Path | None = None  # folder of published tables, see `eval.benchmarks.published_tables`
 
     def __post_init__(self) -> None:
         one_of(f"profiles of {self.name}", [protocol.profile for protocol in self.protocols], PROFILES)
@@ -116,12 +111,8 @@ def protocol_for(
     one_of("profile", [profile], PROFILES)
     known = (Protocol(),) if benchmark == GENERIC else BENCHMARKS[benchmark].protocols
     protocol = next((candidate for candidate in known if candidate.profile == profile), None)
-    if protocol is None and benchmark == GENERIC:
-        raise UserError(
-            "profile=official is what a benchmark's released code computes, so it needs benchmark=NAME"
-        )
     if protocol is None:
-        raise UserError(f"{benchmark} has only profile={known[0].profile}, got profile={profile}")
+        raise UserError(f"benchmark={benchmark} has only profile={known[0].profile}, got profile={profile}")
     if wanted is not None and benchmark != GENERIC and wanted.meta.get("benchmark") != benchmark:
         raise UserError(
             f"benchmark={benchmark}, but {wanted.path} was not imported as that (meta.json has benchmark "

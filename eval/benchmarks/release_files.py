@@ -235,6 +235,13 @@ def need_columns(where: object, present: Iterable[str], needed: Iterable[str], h
         raise ReleaseError(f"{where}: column {lacking[0]!r} is missing; found: {', '.join(names)}{hint}")
 
 
+def existing(path: Path, release: str) -> Path:
+    """The path; a `ReleaseError` if a release lacks it."""
+    if not path.exists():
+        raise ReleaseError(f"{path} does not exist: src must be a copy of {release}")
+    return path
+
+
 def files_of_split(folder: Path, split: str) -> list[Path]:
     """Tables of a split in the Hugging Face hub's layout: ``test-00000-of-00002.parquet``, ``test.jsonl``."""
     files = sorted(
@@ -277,6 +284,7 @@ def match_columns(
     *,
     prefer: Sequence[str] = (),
     ignored: Sequence[str] = (),
+    needed: Sequence[str] = (),
 ) -> dict[str, str]:
     """Our name -> the file's name, for every column of a file.
 
@@ -287,9 +295,10 @@ def match_columns(
         field_map: the user's ``theirs=ours`` words; ``theirs=ignore`` drops a column.
         prefer: our names whose aliases are sorted by likelihood: of two matching columns the likelier one is used.
         ignored: columns in lower case that may be left out.
+        needed: our names that must be found.
 
     Raises:
-        UserError: a column is unknown, two columns match the same name, or a word of ``field_map`` is not a pair.
+        UserError: a column is unknown or missing, two columns match the same name, or a word of ``field_map`` is not a pair.
     """
     given = dict(_mapping(word, aliases) for word in field_map if word)
     rank = {key: {_plain(alias): place for place, alias in enumerate(aliases[key])} for key in aliases}
@@ -312,6 +321,11 @@ def match_columns(
                 f"{path}: columns {theirs[0]!r} and {theirs[1]!r} could both be {key!r}: choose with "
                 f"field_map={theirs[1]}=ignore"
             )
+    if lacking := [key for key in needed if key not in found]:
+        raise ReleaseError(
+            f"{path}: no column {lacking[0]} ({', '.join(aliases[lacking[0]])}); found: {', '.join(names)}; pass "
+            f"field_map=THEIRS={lacking[0]}"
+        )
     return {key: theirs[0] for key, theirs in found.items()}
 
 

@@ -12,14 +12,14 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
 from pydantic import BaseModel
 
-from eval.benchmarks.registry import MeasureOptions, protocol_for
+from eval.benchmarks.registry import protocol_for
 from eval.embedding.identity import differences, old_results, versions, with_key
 from eval.embedding.processes import join
 from eval.scoring.output_files import (
@@ -55,19 +55,19 @@ PER_MEMBER = ("set.", "embedder.run", "asked.depth", "machine.")
 """Parts of an identity that may differ between members."""
 
 
-class Suite(BaseModel):
-    """A checked ``suite.json``; ``benchmark`` is the protocol of all members.
+ByMember = Mapping[str, Mapping[str, Any]]
+"""Content of results.json by member."""
 
-    Attributes:
-        column: what members are called, such as ``domain`` or ``set``.
-        members: name -> further columns, such as ``{"meta_task": "VQA", "distribution": "OOD"}``.
-    """
+
+class Suite(BaseModel):
+    """A checked ``suite.json``; ``benchmark`` is the protocol of all members."""
 
     path: Path
     name: str
     benchmark: str
-    column: str
+    column: str  # what members are called, such as ``domain`` or ``set``
     members: dict[str, dict[str, str]]
+    """Name -> further columns, such as ``{"meta_task": "VQA", "distribution": "OOD"}``."""
 
 
 def is_suite(path: Path) -> bool:
@@ -126,12 +126,13 @@ def aggregate(
     *,
     seed: int,
     overwrite: bool = False,
-    more: Mapping[str, Any] | None = None,
+    more: Callable[[ByMember], Mapping[str, Any]] = lambda _: {},
     title: str | None = None,
-) -> dict[str, Any]:
-    """Join the evaluations of all members and write the joint output directory; returns the content of results.json.
+) -> None:
+    """Join the evaluations of all members and write the joint output directory.
 
-    ``more``: further keys of results.json. ``title``: printed with the summary table; None prints nothing.
+    ``more``: further keys of results.json, from those of the members. ``title``: printed with the summary table; None
+    prints nothing.
 
     Raises:
         UserError: members were measured with different settings, or ``out`` holds something else.
@@ -167,7 +168,7 @@ def aggregate(
     }
     if any(result.get("run_hash") for result in results.values()):
         content["run_hash"] = _digest({name: result.get("run_hash") for name, result in results.items()})
-    content |= protocol.suite_figures(results) | dict(more or {})
+    content |= protocol.suite_figures(results) | dict(more(results))
     content["identity"] = with_key(content, made=None if old_results(first) else first["identity"])
     content["headline"] = headline_figures(protocol, content["macro"], "macro")
     invalidate(out)
@@ -175,14 +176,13 @@ def aggregate(
     if title is not None:
         figures = in_per_cent(content, (*protocol.headline, *content.get("metrics", [])))
         print(f"\n{suite.name}: {title} -> {out}\n{figures.to_string()}", flush=True)
-    return content
 
 
 def _part(results: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
     return {key: results[key] for key in keys if key in results}
 
 
-def _check_alike(dirs: Mapping[str, Path], results: Mapping[str, Mapping[str, Any]]) -> None:
+def _check_alike(dirs: Mapping[str, Path], results: ByMember) -> None:
     first = next(iter(results.values()))
     for name, result in results.items():
         for key, (value, expected) in differences(result, first).items():
@@ -206,8 +206,7 @@ def _joint_table(suite: Suite, dirs: Mapping[str, Path]) -> pd.DataFrame:
     return pd.concat(frames, ignore_index=True)
 
 
-def _joint_set(suite: Suite, results: Mapping[str, Mapping[str, Any]], table: pd.DataFrame) -> dict[str, Any]:
-    """The ``set`` block of results.json for the whole suite."""
+def _joint_set(suite: Suite, results: ByMember, table: pd.DataFrame) -> dict[str, Any]:
     sets = {name: member["set"] for name, member in results.items()}
     first = next(iter(sets.values()))
     members = {name: member["fingerprint"] for name, member in sets.items()}
@@ -293,8 +292,7 @@ def mean_over(
     return cluster_bootstrap(values, group_Q, num_resamples=num_resamples, seed=seed)
 
 
-def _reported(results: Mapping[str, Mapping[str, Any]], columns: Sequence[str]) -> list[str]:
-    """Query columns that members report figures by."""
+def _reported(results: ByMember, columns: Sequence[str]) -> list[str]:
     blocks = dict.fromkeys(chain.from_iterable(results.values()))
     names = [block.removeprefix("by_") for block in blocks if block.startswith("by_")]
     return [name for name in names if name not in ("category", *columns)]
@@ -317,38 +315,39 @@ def mean_of(parts: Sequence[Bootstrap]) -> Bootstrap:
     )
 
 
-def loaded_once(load: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a loader so that it loads once, whatever its arguments: all members share one model."""
-    held: list[Any] = []
+class Measuring(Protocol):
+    """Options of a command that measures: where it writes, and how it resamples."""
 
-    def once(*args: Any, **keys: Any) -> Any:
-        if not held:
-            held.append(load(*args, **keys))
-        return held[0]
-
-    return once
+    out: Path
+    seed: int
+    overwrite: bool
 
 
 def measure_members(
-    options: MeasureOptions, measure: Callable[[str, Path, Path], Sequence[Path]], title: str
+    suite: Suite,
+    options: Measuring,
+    measure: Callable[[str, Path, Path], Sequence[Path]],
+    *,
+    title: str | None = None,
+    more: Callable[[ByMember], Mapping[str, Any]] = lambda _: {},
 ) -> list[Path]:
     """Measure every member of a suite separately and join each condition's evaluations; returns the joint directories.
 
     ``measure``: called with a member's name, set and output directory; returns the directories of its evaluations, which are
-    that directory or subfolders of it. ``title``: printed if there is only one condition.
+    that directory or subfolders of it; conditions that some members lack are not joined. ``title``: printed if there is
+    only one condition; None prints no tables. ``more``: see `aggregate`.
     """
-    suite = load_suite(options.set)
     conditions: dict[str, dict[str, Path]] = {}
     for name in suite.members:
         out = options.out / "members" / name
         for done in measure(name, suite.path / name, out):
             conditions.setdefault(os.path.relpath(done, out), {})[name] = done
-    if join().is_first:
-        for condition, dirs in conditions.items():
-            shown = title if condition == os.curdir else condition
-            out = options.out / condition
-            aggregate(suite, dirs, out, seed=options.seed, overwrite=options.overwrite, title=shown)
-    return [options.out / condition for condition in conditions]
+    of_all = {condition: dirs for condition, dirs in conditions.items() if len(dirs) == len(suite.members)}
+    for condition, dirs in of_all.items() if join().is_first else ():
+        shown = title and (title if condition == os.curdir else condition)
+        out = options.out / condition
+        aggregate(suite, dirs, out, seed=options.seed, overwrite=options.overwrite, more=more, title=shown)
+    return [options.out / condition for condition in of_all]
 
 
 def _member_means(blocks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

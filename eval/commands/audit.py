@@ -21,7 +21,7 @@ from typing import Any
 
 from eval.benchmarks.suite import is_suite, load_suite
 from eval.pages.evaluations import check_one_set, expand, read_evaluation
-from eval.scoring.output_files import read_results
+from eval.scoring.output_files import read_results, set_path
 from eval.scoring.rationale_quality import rationale_quality, shortcut_rates
 from eval.sets.retrieval_set import MODALITIES, RetrievalSet, further_names, load_set, picture_ids
 from rge.common.errors import UserError
@@ -29,6 +29,7 @@ from rge.common.files import find_shipped, write_json
 from rge.common.images import ImageError, picture_bytes
 from rge.common.registry import PluginOptions
 from rge.common.schema import ImageRef, Item
+from rge.tables.rows import json_object, reading
 
 WARN = "TRAINED ON THE TEST"
 MIN_ID_LENGTH = 8
@@ -86,12 +87,10 @@ COUNTED = {
 
 def audit_command(options: AuditOptions) -> Any:
     """Audit a set or evaluations, and print what was found."""
-    if bool(options.evals) == bool(options.train):
-        raise UserError("give either set=DIR train=FILE,... or evals=DIR,...")
-    if options.evals:
+    if options.evals and not options.train:
         return _evaluations(options)
-    if options.set is None:
-        raise UserError("train= needs set=DIR")
+    if options.evals or not options.train or options.set is None:
+        raise UserError("give either set=DIR train=FILE,... or evals=DIR,...")
     files = [Path(name) for name in options.train]
     if not is_suite(options.set):
         audit = audit_training(load_set(options.set), files)
@@ -115,8 +114,8 @@ def _evaluations(options: AuditOptions) -> dict[str, Any]:
     by_mode: dict[str, dict[Path, str]] = {}
     for path in dirs:
         results = read_results(path)
-        folder = options.set or Path(results["set"].get("path") or "")
-        rationales[str(path)] = rationale_quality(path, _questions(folder), options.metric)
+        questions = _questions(set_path(results, options.set))
+        rationales[str(path)] = rationale_quality(path, questions, options.metric)
         by_mode.setdefault(str(results.get("query_mode")), {})[path] = str(results.get("query_modality"))
     shortcuts = {}
     for mode, modality_of in by_mode.items():
@@ -138,8 +137,6 @@ def _questions(folder: Path) -> dict[str, str]:
             for name in load_suite(folder).members
             for query, text in _questions(folder / name).items()
         }
-    if not folder.is_dir():
-        raise UserError(f"retrieval set {folder} does not exist; if it was moved, pass set=DIR")
     return {query.id: query.text or "" for query in load_set(folder).queries}
 
 
@@ -199,9 +196,8 @@ def _candidate_names(
 
 
 def _stamp(path: Path) -> tuple[Path, int, int]:
-    if not path.is_file():
-        raise UserError(f"training file {path} cannot be read: it does not exist")
-    return path, path.stat().st_size, path.stat().st_mtime_ns
+    with reading(str(path)):
+        return path, path.stat().st_size, path.stat().st_mtime_ns
 
 
 @lru_cache(maxsize=1)
@@ -237,21 +233,13 @@ def _read(path: Path, seen: _Seen, digests: dict[str, str | None]) -> None:
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:
-    number = 0
-    try:
-        with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):  # noqa: B007  # for the message below
-                record = json.loads(line) if line.strip() else None
-                if isinstance(record, dict):
-                    yield record
-    except OSError as error:
-        raise UserError(f"training file {path} cannot be read: {error.strerror or error}") from None
-    except ValueError as error:
-        raise UserError(f"training file {path}, line {number}: {error}") from None
+    with reading(str(path)), path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                yield json_object(f"{path}, line {number}", line)
 
 
 def _names(item: Item, *, own_id: bool = True) -> set[str]:
-    """All hashes and ids of an item's pictures."""
     if not item.images:
         return set()
     ids = {*map(_digest, item.images), *(_name(ref) for ref in item.images if isinstance(ref, str))}

@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 
 from eval.benchmarks.registry import MeasureOptions
-from eval.benchmarks.suite import is_suite, measure_members
+from eval.benchmarks.suite import is_suite, load_suite, measure_members
 from eval.judging.rewrite import RewriteOptions, rewritten
 from eval.scoring.evaluation import decides, write_evaluation
 from eval.scoring.output_files import check_out, rerun_command
@@ -44,9 +44,11 @@ def bm25(options: Bm25Options) -> Path:
     if is_suite(options.set):
         options.protocol()
         cache = options.cache or options.out / ".cache"
-        measure_members(
-            options, lambda _, path, out: [bm25(replace(options, set=path, out=out, cache=cache))], "bm25"
-        )
+
+        def of_member(_: str, path: Path, out: Path) -> list[Path]:
+            return [bm25(replace(options, set=path, out=out, cache=cache))]
+
+        measure_members(load_suite(options.set), options, of_member, title="bm25")
         return options.out
     protocol, wanted, unread = options.prepared()
     protocol.check_depth(wanted, options.depth)

@@ -13,7 +13,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,7 +22,7 @@ import numpy as np
 import pandas as pd
 from pydantic import Field
 
-from eval.benchmarks.suite import aggregate, in_all, is_suite, load_suite, loaded_once, mean_over
+from eval.benchmarks.suite import is_suite, load_suite, mean_over, measure_members
 from eval.commands.run import Condition, RunOptions, Session, start, write_page
 from eval.embedding.fill_cache import Embeds
 from eval.embedding.identity import versions
@@ -100,11 +100,19 @@ def budget(options: BudgetOptions, load: Callable[..., Embeds] | None = None) ->
     """Evaluate all points, print the table, write curves and page; returns ``out``. ``load``: see `eval.commands.run.run`."""
     _check(options)
     metric = options.metric or options.protocol().headline[0]
-    suite = is_suite(options.set)
-    measure = _of_suite if suite else _of_set
-    rows = measure(options, metric, loaded_once(load or options.loader()))
-    if rows is None:
+    suite, load = is_suite(options.set), cache(load or options.loader())  # all members share one model
+    if suite:
+        dirs = measure_members(
+            load_suite(options.set),
+            options,
+            lambda _, path, out: _of_set(options.of_member(path, out), metric, load),
+            more=lambda results: {"budget": _joined({name: one["budget"] for name, one in results.items()})},
+        )
+    else:
+        dirs = _of_set(options, metric, load)
+    if not dirs:
         return options.out
+    rows = [_row(path, metric) for path in dirs]
     _add_gains(
         rows, options.out, metric, partial(mean_over, names=["value"], members=suite, seed=options.seed)
     )
@@ -122,31 +130,8 @@ def budget(options: BudgetOptions, load: Callable[..., Embeds] | None = None) ->
     return options.out
 
 
-def _of_suite(
-    options: BudgetOptions, metric: str, load: Callable[..., Embeds]
-) -> list[dict[str, Any]] | None:
-    """`_of_set` for every member, joined point by point."""
-    suite, folder = load_suite(options.set), options.out / "members"
-    of_member: dict[str, dict[str, dict[str, Any]]] = {}
-    for member in suite.members:
-        rows = _of_set(options.of_member(suite.path / member, folder / member), metric, load)
-        if rows is not None:
-            of_member[member] = {row["name"]: row for row in rows}
-    joined = []
-    # some points may exist for some members only, depending on what the model decides
-    for name in in_all(list(of_member.values())) if of_member else ():
-        row = _joined({member: rows[name] for member, rows in of_member.items()})
-        dirs, out = {member: folder / member / name for member in of_member}, options.out / name
-        more = {"budget": row}
-        content = aggregate(suite, dirs, out, seed=options.seed, overwrite=options.overwrite, more=more)
-        if metric not in content["macro"]:
-            raise UserError(f"metric {metric} has no mean over members because some members lack it")
-        joined.append(row | {"metric": metric, **content["macro"][metric]})
-    return joined or None
-
-
-def _of_set(options: BudgetOptions, metric: str, load: Callable[..., Embeds]) -> list[dict[str, Any]] | None:
-    """Measure all points of one set and write their evaluations; returns None except in the first process."""
+def _of_set(options: BudgetOptions, metric: str, load: Callable[..., Embeds]) -> list[Path]:
+    """Measure all points of one set and return the directories of their evaluations; none except in the first process."""
     condition = Condition("reasoning", "both", options.out / "reasoning", rerun_command("budget", options))
     session = start(options, [condition], load)
     if session.draw_seed is not None:
@@ -160,10 +145,10 @@ def _of_set(options: BudgetOptions, metric: str, load: Callable[..., Embeds]) ->
     if process_group.is_first:
         encoded: dict[Mode, Encoded] = {mode: session.embeddings.queries(mode, "both") for mode in BASES}
         base = _Base(session, session.embeddings.candidates(options.candidate_mode), encoded)
-    decides = process_group.once(lambda: base is not None and _decides(base.encoded["reasoning"]))
+    decides = process_group.once(lambda: base is not None and base.decides)
     always = _always_writing(session.embeddings) if decides else None
     if base is None:
-        return None
+        return []
     points = chain(
         (Point(mode, mode, 1, base.ranked[mode], base.encoded[mode]) for mode in BASES),
         _fused(base, options, drawn, seeds),
@@ -172,19 +157,28 @@ def _of_set(options: BudgetOptions, metric: str, load: Callable[..., Embeds]) ->
         _thresholds(base, options.auto),
         _both_sides(base) if options.both_sides else (),
     )
-    rows = []
+    dirs = []
     for point in points:
         place = replace(condition, mode=point.mode, out=options.out / point.name)
-        row = _write(session, point, place, metric, overwrite=options.overwrite)
+        _write(session, point, place, overwrite=options.overwrite)
+        row = _row(place.out, metric)
         print(f"{point.name:24} {metric} {100 * row['value']:6.2f}  {row['tokens']:7.1f} tokens", flush=True)
-        rows.append(row)
-    return rows
+        dirs.append(place.out)
+    return dirs
+
+
+def _row(directory: Path, metric: str) -> dict[str, Any]:
+    """A point's row of budget.json, except comparisons with other points."""
+    results = read_results(directory)
+    known = results["macro" if results.get("suite") else "micro"]
+    if metric not in known:
+        raise UserError(f"metric must be one of {', '.join(known)}, got {metric!r}")
+    return results["budget"] | {"metric": metric, **known[metric]}
 
 
 def _fill_caches(
     options: BudgetOptions, embeddings: Embeddings, drawn: Embeddings, seeds: Sequence[int]
 ) -> None:
-    """Embed everything that the points need, shared among the processes."""
     embeddings.fill_candidates(options.candidate_mode)
     if options.both_sides:
         embeddings.fill_candidates("reasoning")
@@ -251,11 +245,6 @@ def _check(options: BudgetOptions) -> None:
     options.check_model()
 
 
-def _decides(reasoned: Encoded) -> bool:
-    """Whether the model writes a rationale for some queries only."""
-    return bool((reasoned.num_rationale_tokens == 0).any() and (reasoned.num_rationale_tokens > 0).any())
-
-
 def _always_writing(embeddings: Embeddings) -> Embeddings | None:
     """The same with an encoder forced to write; None if that is not possible, as with vLLM."""
     if embeddings.encoder.settings.engine is not None:
@@ -281,6 +270,12 @@ class _Base:
     def ranked(self) -> dict[Mode, Ranking]:
         return {mode: self.rank(encoded) for mode, encoded in self.encoded.items()}
 
+    @property
+    def decides(self) -> bool:
+        """Whether the model writes a rationale for some queries only."""
+        written_Q = self.encoded["reasoning"].num_rationale_tokens > 0
+        return bool(written_Q.any() and not written_Q.all())
+
     def rank(self, encoded: Encoded) -> Ranking:
         return self.session.rank(encoded.embeddings, self.candidate_CD)
 
@@ -293,7 +288,6 @@ class _Base:
 
 
 def _fused(base: _Base, options: BudgetOptions, drawn: Embeddings, seeds: Sequence[int]) -> Iterator[Point]:
-    """Fusion of one to k sampled rationales."""
     samples: list[Encoded] = []
     rankings: list[Ranking] = []
     for number, seed in enumerate(seeds, 1):
@@ -308,7 +302,6 @@ def _fused(base: _Base, options: BudgetOptions, drawn: Embeddings, seeds: Sequen
 
 
 def _gated(base: _Base, options: BudgetOptions, metric: str) -> Iterator[Point]:
-    """Gating by the margin in direct mode."""
     margin_Q, shares, learned = margin(base.ranked["direct"]), sorted(set(options.gate)), dict[str, str]()
     if options.gate_from is None:
         gates = {share: gate_for(margin_Q, share) for share in shares}
@@ -354,10 +347,7 @@ def _both_sides(base: _Base) -> Iterator[Point]:
         yield Point(f"{mode}-both", "candidates reason too", 1, reasoned.rank(encoded), encoded, about)
 
 
-def _write(
-    session: Session, point: Point, condition: Condition, metric: str, *, overwrite: bool
-) -> dict[str, Any]:
-    """Write a point's evaluation; returns its row of budget.json, except comparisons with other points."""
+def _write(session: Session, point: Point, condition: Condition, *, overwrite: bool) -> None:
     identity = {
         "set.fingerprint": session.wanted.fingerprint,
         "set.content": session.wanted.content,
@@ -369,11 +359,7 @@ def _write(
     ms_Q = point.encoded.generate_ms + point.encoded.embed_ms
     costs = {"tokens": float(point.encoded.num_rationale_tokens.mean()), "ms": float(ms_Q.mean())}
     about = {"name": point.name, "curve": point.curve, "at": point.at, **costs, **point.about}
-    results = session.write(condition, point.ranking, point.encoded, {"budget": about}, tag=point.name)
-    figure = results["micro"].get(metric)
-    if figure is None:
-        raise UserError(f"metric must be one of {', '.join(results['micro'])}, got {metric!r}")
-    return about | {"metric": metric, **figure}
+    session.write(condition, point.ranking, point.encoded, {"budget": about}, tag=point.name)
 
 
 def _add_gains(
@@ -404,8 +390,7 @@ def _add_gains(
 def _joined(of_member: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Join one point over all members: means of costs and shares."""
     parts = list(of_member.values())
-    row = {key: value for key, value in parts[0].items() if key not in ("metric", "value", "low", "high")}
-    row |= _means(parts, ("at", "tokens", "ms"))
+    row = dict(parts[0]) | _means(parts, ("at", "tokens", "ms"))
     if "gate" in row:
         gates = {name: part["gate"] for name, part in of_member.items()}
         of_each = {

@@ -10,7 +10,6 @@ effect size and the minimum detectable difference.
 
 import json
 import sys
-from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,10 +19,10 @@ import numpy as np
 import pandas as pd
 
 from eval.benchmarks.suite import mean_over
-from eval.embedding.identity import OLD, differences, old_results, versions
+from eval.embedding.identity import differences, versions
 from eval.pages.boards.comparison import write_comparison
 from eval.pages.charts import Mark, interval_chart
-from eval.pages.evaluations import Evaluation, caveats, check_one_set, read_evaluation
+from eval.pages.evaluations import Evaluation, check_one_set, read_evaluation, warnings_of
 from eval.scoring.output_files import FORMAT, statistics_settings
 from eval.scoring.stats import POWER, effect_size, holm, minimum_detectable, sign_flip_p
 from eval.scoring.tables import write_tables
@@ -224,18 +223,12 @@ def plot(rows: list[Row], metric: str) -> str:
 
 
 def _warnings(a: Evaluation, b: Evaluation) -> list[str]:
-    """Warnings about the comparison."""
-    recorded: dict[str, list[str]] = defaultdict(list)
-    for run in (a, b):
-        for warning in caveats(run.results):
-            recorded[warning].append(str(run.directory))
     incidental = {
         key: pair
         for key, pair in differences(a.results, b.results).items()
         if key.startswith(INCIDENTAL) or (key.startswith("plugins.") and None not in pair)
     }
-    out = [f"{run.directory} {OLD}" for run in (a, b) if old_results(run.results)]
-    out += [f"{'a and b' if len(paths) > 1 else paths[0]}: {warning}" for warning, paths in recorded.items()]
+    out = warnings_of([replace(run, label=str(run.directory)) for run in (a, b)])
     if incidental:
         changes = "; ".join(what_differs(incidental))
         out.append(f"a and b also differ in settings that are not being compared: {changes}")
@@ -274,7 +267,6 @@ def _heading(a: Evaluation, b: Evaluation) -> str:
 
 
 def _formatted(rows: list[Row]) -> pd.DataFrame:
-    """The rows, formatted for printing."""
     return pd.DataFrame(
         {
             "slice": row.slice,

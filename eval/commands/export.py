@@ -24,7 +24,6 @@ from typing import Any, Literal
 import yaml
 
 from eval.benchmarks.published_tables import published
-from eval.embedding.identity import OLD, old_results
 from eval.pages.evaluations import caveats
 from eval.scoring.output_files import RUN, read_results
 from eval.scoring.protocol import Protocol
@@ -63,8 +62,7 @@ class ExportOptions(PluginOptions):
 def export(options: ExportOptions) -> Path:
     """Write the file and return its path; a UserError if the evaluation lacks what the format needs."""
     results = read_results(options.eval)
-    old = [f"{options.eval} {OLD}"] if old_results(results) else []
-    for warning in [*old, *caveats(results)]:
+    for warning in caveats(results):
         print(f"WARNING: {warning}", file=sys.stderr, flush=True)
     content = FORMATS[options.format](options, results)
     write = write_text if isinstance(content, str) else write_json
@@ -91,14 +89,12 @@ def _ranked(options: ExportOptions, results: dict[str, Any]) -> dict[str, list[s
 
 
 def _mmeb(options: ExportOptions, results: dict[str, Any]) -> dict[str, Any]:
-    missing = [name for name in SETS if name not in results["by_category"]]
-    if results.get("benchmark") != "mmeb" or missing:
+    why = published()["mmeb"].not_this_set(results["set"])
+    if why or results.get("benchmark") != "mmeb":
         raise UserError(
-            f"format=mmeb needs an evaluation of all {len(SETS)} sets with benchmark=mmeb; {options.eval} lacks "
-            f"{len(missing)}" + (f", first {missing[0]}" if missing else "")
+            f"format=mmeb needs an evaluation of all {len(SETS)} sets with benchmark=mmeb; {options.eval} has "
+            f"benchmark={results.get('benchmark')}" + (f", and {why}" if why else "")
         )
-    if why := published()["mmeb"].not_this_set(results["set"]):
-        raise UserError(f"format=mmeb is for the leaderboard, but {why} ({options.eval})")
     return {
         "metadata": {
             "model_name": options.model,
@@ -146,14 +142,12 @@ def _values(figures: dict[str, Any]) -> dict[str, float]:
 
 def _card(path: Path, results: dict[str, Any]) -> str:
     """Read the model card, checking that it belongs to the evaluated checkpoint."""
-    if not path.is_file():
-        raise UserError(f"format=card extends the model card of a checkpoint, but {path} does not exist")
     from rge.checkpoints.export import checkpoint_hash  # imports torch
 
-    if checkpoint_hash(path.parent) != results.get("checkpoint_hash"):
+    if not path.is_file() or checkpoint_hash(path.parent) != results.get("checkpoint_hash"):
         raise UserError(
-            f"{path.parent} is not the evaluated checkpoint ({results.get('checkpoint')}): the hash of its files is not "
-            "checkpoint_hash in results.json"
+            f"{path} is not the model card of the evaluated checkpoint ({results.get('checkpoint')}): it does not exist, or "
+            "the hash of the files beside it is not checkpoint_hash in results.json"
         )
     return path.read_text(encoding="utf-8")
 

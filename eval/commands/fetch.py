@@ -76,11 +76,12 @@ class Release:
 
 def fetch(options: FetchOptions) -> Path:
     """Download, unpack and count; returns ``out``. A UserError if the release is incomplete."""
-    release = _release(options)
-    options.out.mkdir(parents=True, exist_ok=True)
     part = f" part={options.part}" if options.benchmark == "mmeb2" else ""
+    key = options.benchmark + part
+    release = _release(options, key)
+    options.out.mkdir(parents=True, exist_ok=True)
     about: dict[str, Any] = read_json(options.out / FETCHED) or {"commits": {}, "unpacked": {}}
-    if about.setdefault("benchmark", options.benchmark + part) != options.benchmark + part:
+    if about.setdefault("benchmark", key) != key:
         raise UserError(f"{options.out} holds {about['benchmark']}: choose another out=")
     _download_all(options, release, about)
     _unpack_all(options.out, release, about)
@@ -105,7 +106,6 @@ def _in_words(counts: Mapping[str, Mapping[str, int]]) -> str:
 
 
 def _download_all(options: FetchOptions, release: Release, about: dict[str, Any]) -> None:
-    """Fetch every repository at the requested commit, or at that of an earlier call."""
     from huggingface_hub import HfApi, snapshot_download
 
     for repo, (folder, patterns) in release.repos.items():
@@ -125,7 +125,6 @@ def _download_all(options: FetchOptions, release: Release, about: dict[str, Any]
 
 
 def _unpack_all(out: Path, release: Release, about: dict[str, Any]) -> None:
-    """Unpack the archives that have not been unpacked yet."""
     for archive, folder in release.unpack.items():
         pieces = sorted(path for pattern in (archive, f"{archive}.part-*") for path in out.glob(pattern))
         size = sum(path.stat().st_size for path in pieces)
@@ -135,30 +134,12 @@ def _unpack_all(out: Path, release: Release, about: dict[str, Any]) -> None:
             write_json(out / FETCHED, about)
 
 
-def _release(options: FetchOptions) -> Release:
-    documents = {_repo_of(name): (name, ()) for name in DOCUMENTS}
-    pictures = {"image-tasks/mmeb_v1.tar.gz": "image-tasks"}
-    releases = {
-        "mmeb": Release({"TIGER-Lab/MMEB-eval": ("", ())}, _count_mmeb, {"images.zip": "images"}),
-        "mmeb2": Release(
-            {"ziyjiang/MMEB_Test_Instruct": ("", ()), "TIGER-Lab/MMEB-V2": ("", tuple(pictures))},
-            _count_mmeb,
-            pictures,
-        )
-        if options.part == "image"
-        else Release(documents, _count_documents, {}),
-        "rmir": Release({"amazon-science/rmir": ("", ())}, None, {}),
-        "mmbright": Release({"mm-bright/MM-BRIGHT": ("", ())}, _count_mmbright, {}),
-        "pinpoint": Release({}, _count_pinpoint, {}),
-        "mbeir": Release({"TIGER-Lab/M-BEIR": ("", _MBEIR_FILES)}, _count_mbeir, {"mbeir_images.tar.gz": ""}),
-    }
-    one_of("benchmark", [options.benchmark], tuple(releases))
-    release = releases[options.benchmark]
-    for key in ("repo", "revision"):
-        if getattr(options, key) is not None and len(release.repos) > 1:
-            raise UserError(
-                f"{key}= is for a release in one repository; {options.benchmark} is in {len(release.repos)}"
-            )
+def _release(options: FetchOptions, key: str) -> Release:
+    one_of("benchmark", [options.benchmark], sorted({name.partition(" ")[0] for name in RELEASES}))
+    release = RELEASES[key]
+    for option in ("repo", "revision"):
+        if getattr(options, option) is not None and len(release.repos) > 1:
+            raise UserError(f"{option}= is for a release in one repository; {key} is in {len(release.repos)}")
     if options.repo is not None:
         return replace(release, repos={options.repo: ("", ())})
     if not release.repos:
@@ -304,3 +285,20 @@ def _lacking(counts_of: Mapping[str, Mapping[str, int]]) -> list[str]:
         for key, number in counts.items()
         if number < expected[name].get(key, 0)
     ]
+
+
+_PICTURES = {"image-tasks/mmeb_v1.tar.gz": "image-tasks"}
+RELEASES = {
+    "mmeb": Release({"TIGER-Lab/MMEB-eval": ("", ())}, _count_mmeb, {"images.zip": "images"}),
+    "mmeb2 part=image": Release(
+        {"ziyjiang/MMEB_Test_Instruct": ("", ()), "TIGER-Lab/MMEB-V2": ("", tuple(_PICTURES))},
+        _count_mmeb,
+        _PICTURES,
+    ),
+    "mmeb2 part=visdoc": Release({_repo_of(name): (name, ()) for name in DOCUMENTS}, _count_documents, {}),
+    "rmir": Release({"amazon-science/rmir": ("", ())}, None, {}),
+    "mmbright": Release({"mm-bright/MM-BRIGHT": ("", ())}, _count_mmbright, {}),
+    "pinpoint": Release({}, _count_pinpoint, {}),
+    "mbeir": Release({"TIGER-Lab/M-BEIR": ("", _MBEIR_FILES)}, _count_mbeir, {"mbeir_images.tar.gz": ""}),
+}
+"""Benchmark, and part if it has several -> its release."""

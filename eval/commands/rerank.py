@@ -19,12 +19,20 @@ import numpy as np
 import pandas as pd
 
 from eval.benchmarks.registry import protocol_for
-from eval.benchmarks.suite import aggregate, is_suite, load_suite, member_dirs
-from eval.embedding.identity import ranked_with, set_mismatch
+from eval.benchmarks.suite import ByMember, load_suite, measure_members, member_dirs
+from eval.embedding.identity import ranked_with
 from eval.embedding.processes import ALONE, ProcessGroup, join
 from eval.judging.description import QUESTION, DescriptionJudge, local_software
 from eval.scoring.evaluation import decides, write_evaluation
-from eval.scoring.output_files import PER_QUERY, RUN, check_out, read_results, rerun_command, set_figures
+from eval.scoring.output_files import (
+    PER_QUERY,
+    RUN,
+    check_measured_on,
+    check_out,
+    read_results,
+    rerun_command,
+    set_path,
+)
 from eval.scoring.search import Ranking
 from eval.scoring.trec import read_run
 from eval.sets.retrieval_set import RetrievalSet, content_digest, load_set, with_readable_content
@@ -108,47 +116,30 @@ def rerank_command(options: RerankOptions) -> Path:
 def _rerank_suite(
     options: RerankOptions, old: dict[str, Any], judge: Callable[[], DescriptionJudge], answers: AnswerStore
 ) -> None:
-    """Rerank each member of a suite, then join them."""
-    path = options.set or Path(old["set"].get("path", ""))
-    if not is_suite(path):
+    path, of = set_path(old, options.set), member_dirs(options.of, old)
+    suite = load_suite(path)
+    if suite.members.keys() != of.keys():
         raise UserError(f"{path} is not the suite that {options.of} was measured on: pass set=DIR")
-    suite, of = load_suite(path), member_dirs(options.of, old)
-    if lacking := sorted(set(suite.members) ^ set(of)):
-        raise UserError(
-            f"{path} and {options.of} have different members: {lacking[0]!r} is only in one of them"
-        )
-    dirs = {name: options.out / "members" / name for name in suite.members}
-    blocks = [
-        _rerank_set(replace(options, of=of[name], set=path / name, out=out), judge, answers)
-        for name, out in dirs.items()
-    ]
-    if not join().is_first:
-        return
-    about = blocks[0] | {
-        "of": str(options.of),
-        "num_pairs": sum(block["num_pairs"] for block in blocks),
-        "ms_mean": float(np.mean([block["ms_mean"] for block in blocks])),
-    }
-    title = f"top {options.top_n} of {options.of}"
-    more = {"rerank": about}
-    aggregate(
-        suite, dirs, options.out, seed=options.seed, overwrite=options.overwrite, more=more, title=title
-    )
+
+    def of_member(name: str, path: Path, out: Path) -> list[Path]:
+        _rerank_set(replace(options, of=of[name], set=path, out=out), judge, answers)
+        return [out]
+
+    def about(results: ByMember) -> dict[str, Any]:
+        blocks = [member["rerank"] for member in results.values()]
+        total = sum(block["num_pairs"] for block in blocks)
+        mean = float(np.mean([block["ms_mean"] for block in blocks]))
+        return {"rerank": blocks[0] | {"of": str(options.of), "num_pairs": total, "ms_mean": mean}}
+
+    measure_members(suite, options, of_member, title=f"top {options.top_n} of {options.of}", more=about)
 
 
-def _rerank_set(
-    options: RerankOptions, judge: Callable[[], DescriptionJudge], answers: AnswerStore
-) -> dict[str, Any]:
-    """Rerank the evaluation of one set; returns the ``rerank`` block of results.json."""
+def _rerank_set(options: RerankOptions, judge: Callable[[], DescriptionJudge], answers: AnswerStore) -> None:
     old = read_results(options.of)
-    path = options.set or Path(old["set"].get("path", ""))
-    if options.set is None and not path.is_dir():
-        raise UserError(f"the set of {options.of} is no longer at {path}: pass set=DIR")
-    wanted = load_set(path, by=old["set"].get("report_by", ()))
+    wanted = load_set(set_path(old, options.set), by=old["set"].get("report_by", ()))
     protocol = protocol_for(old.get("benchmark", "generic"), old["profile"], wanted, old.get("metrics", ()))
     wanted, unread = with_readable_content(protocol.prepare(wanted))
-    if why := set_mismatch({"set": set_figures(wanted)}, old):
-        raise UserError(f"{path} is not the set that {options.of} was measured on ({why}): pass set=DIR")
+    check_measured_on(wanted, old)
     limit = old["set"].get("limit")
     if limit is not None:
         wanted = wanted.first(limit)
@@ -179,6 +170,8 @@ def _rerank_set(
         process_group=process_group,
         mix=options.mix,
     )
+    if not process_group.is_first:
+        return
     about = {
         "top_n": options.top_n,
         "mix": options.mix,
@@ -188,8 +181,6 @@ def _rerank_set(
         "num_pairs": judged.num_pairs,
         "ms_mean": float(judged.ms_Q.mean()),
     }
-    if not process_group.is_first:
-        return about
     tag = f"{read.tag}-judged"
     made = {key: old[key] for key in KEPT if key in old} | {
         "ranked_with": ranked_with(old),
@@ -204,7 +195,6 @@ def _rerank_set(
         missing=read.missing if old.get("coverage", 1.0) < 1.0 else (),
         limit=limit, title=f"top {options.top_n} of {options.of}",
     )  # fmt: skip
-    return about
 
 
 def rerank(

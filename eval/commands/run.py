@@ -12,6 +12,7 @@ cache, and the first one does the rest.
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from itertools import chain, product
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
@@ -20,7 +21,7 @@ import numpy as np
 from pydantic import Field
 
 from eval.benchmarks.registry import MeasureOptions
-from eval.benchmarks.suite import is_suite, loaded_once, measure_members
+from eval.benchmarks.suite import is_suite, load_suite, measure_members
 from eval.commands.audit import Audit, audit_training, training_files
 from eval.embedding.fill_cache import Embeds, Mode, mean_cosine
 from eval.embedding.processes import join
@@ -106,7 +107,7 @@ def run(options: RunOptions, load: Callable[..., Embeds] | None = None) -> list[
     """
     conditions = _conditions(options)
     if is_suite(options.set):
-        return _run_suite(options, loaded_once(load or options.loader()))
+        return _run_suite(options, cache(load or options.loader()))  # all members share one model
     session = start(options, conditions, load)
     embeddings, seed = session.embeddings, session.draw_seed
     dirs = [condition.out for condition in conditions]
@@ -134,9 +135,11 @@ def run(options: RunOptions, load: Callable[..., Embeds] | None = None) -> list[
 
 
 def _run_suite(options: RunOptions, load: Callable[..., Embeds]) -> list[Path]:
-    """Evaluate every member with one encoder, and write the suite's page."""
     dirs = measure_members(
-        options, lambda _, path, out: run(options.of_member(path, out), load), options.query_mode[0]
+        load_suite(options.set),
+        options,
+        lambda _, path, out: run(options.of_member(path, out), load),
+        title=options.query_mode[0],
     )
     if join().is_first:
         write_page(options, dirs, page="leaderboard")
@@ -254,7 +257,10 @@ def start(
     encoder = options.load(wanted, load)
     for condition in conditions:
         encoder.settings.check_mode(condition.mode)
-    audit = process_group.once(lambda: _audit(options.train, encoder, wanted))
+    files = [Path(name) for name in options.train if name != "null"]
+    if options.train == ("auto",):
+        files = training_files(encoder.settings.recipe)
+    audit = process_group.once(lambda: audit_training(wanted, files) if files else None)
     embeddings = Embeddings(
         encoder, wanted, contents, options.root, options.batch_size, options.memory_mb, process_group,
         options.embedding_dims,
@@ -292,13 +298,6 @@ def _conditions(options: RunOptions) -> list[Condition]:
             f"{options.out} holds a single evaluation, but this command would write {len(conditions)}: choose another out="
         )
     return conditions
-
-
-def _audit(train: Sequence[str], encoder: Embeds, wanted: RetrievalSet) -> Audit | None:
-    files = [Path(name) for name in train if name != "null"]
-    if train == ("auto",):
-        files = training_files(encoder.settings.recipe)
-    return audit_training(wanted, files) if files else None
 
 
 def _shared(options: RunOptions, wanted: RetrievalSet, encoder: Embeds) -> dict[str, Any]:

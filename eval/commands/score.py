@@ -9,7 +9,7 @@ strictly decreasing (`eval.scoring.trec`).
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -52,13 +52,14 @@ def score(options: ScoreOptions) -> Path:
             f"weights must be {1 + len(options.fuse)} numbers, one per run, got {len(options.weights)}"
         )
     if is_suite(options.set):
-        runs = _runs_of_members(options)
+        suite = load_suite(options.set)
+        runs = _runs_of_members(options, suite.members)
 
         def of_member(name: str, path: Path, out: Path) -> list[Path]:
             run, *fuse = runs[name]
             return [score(replace(options, run=run, fuse=tuple(fuse), set=path, out=out))]
 
-        measure_members(options, of_member, str(options.run))
+        measure_members(suite, options, of_member, title=str(options.run))
         return options.out
     protocol, wanted, unread = options.prepared()
     paths = [path / RUN if path.is_dir() else path for path in (options.run, *options.fuse)]
@@ -105,7 +106,6 @@ def score(options: ScoreOptions) -> Path:
 
 
 def _read_runs(options: ScoreOptions, paths: Sequence[Path], wanted: RetrievalSet) -> ReadRun:
-    """Read the run, or fuse several into one ranking."""
     reads = [read_run(path, wanted, allow_ties=options.allow_ties) for path in paths]
     if len(reads) == 1:
         return reads[0]
@@ -117,9 +117,7 @@ def _read_runs(options: ScoreOptions, paths: Sequence[Path], wanted: RetrievalSe
     )
 
 
-def _runs_of_members(options: ScoreOptions) -> dict[str, list[Path]]:
-    """The run files of each member of a suite."""
-    members = load_suite(options.set).members
+def _runs_of_members(options: ScoreOptions, members: Collection[str]) -> dict[str, list[Path]]:
 
     def run_of(folder: Path, name: str) -> Path:
         places = (folder / f"{name}.trec", folder / f"{name}.trec.gz", folder / "members" / name / RUN)

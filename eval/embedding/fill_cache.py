@@ -122,16 +122,14 @@ def check_embeddings(embeddings_ND: np.ndarray, ids: Sequence[str], side: str) -
         raise UserError(
             f"encoder must return ({len(ids)}, D) float32 embeddings, got {embeddings_ND.shape} {embeddings_ND.dtype}"
         )
-    bad = np.flatnonzero(~np.isfinite(embeddings_ND).all(axis=1))
+    norm_N = np.linalg.norm(embeddings_ND, axis=1)
+    bad = np.flatnonzero(~(np.abs(norm_N - 1) <= 1e-3))  # also NaN
     if len(bad):
         raise UserError(
-            f"embedding of {side} {ids[bad[0]]!r} contains NaN or infinity, as do {len(bad) - 1} more in this shard: try "
-            "dtype=float32; if that does not help, the checkpoint has diverged: evaluate an earlier one"
+            f"embedding of {side} {ids[bad[0]]!r} must have norm 1, got {norm_N[bad[0]]:.6g}, as do {len(bad) - 1} more in "
+            "this shard. If it is NaN or infinite, try dtype=float32; if that does not help, the checkpoint has diverged: "
+            "evaluate an earlier one"
         )
-    norm_N = np.linalg.norm(embeddings_ND, axis=1)
-    bad = np.flatnonzero(np.abs(norm_N - 1) > 1e-3)
-    if len(bad):
-        raise UserError(f"embedding of {side} {ids[bad[0]]!r} must have norm 1, got {norm_N[bad[0]]:.6g}")
 
 
 def cut(embeddings_ND: np.ndarray, dims: int | None) -> np.ndarray:

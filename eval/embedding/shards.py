@@ -30,6 +30,14 @@ from rge.common.schema import Encoded
 FORMAT = 2
 """Version of the shard format; part of the key."""
 ABOUT = "about.json"
+COLUMNS = {
+    "rationale": ("rationales", pa.string()),
+    "num_rationale_tokens": ("num_rationale_tokens", pa.int64()),
+    "stop_reason": ("stop_reasons", pa.string()),
+    "generate_ms": ("generate_ms", pa.float64()),
+    "embed_ms": ("embed_ms", pa.float64()),
+}
+"""Column of a shard, beside embedding and content -> attribute of `Encoded`, and type."""
 ADOPTED_ROWS = 4096
 """Rows per shard of adopted rows."""
 
@@ -118,31 +126,21 @@ def covered(cache: Cache) -> np.ndarray:
 def write_shard(cache: Cache, start: int, encoded: Encoded) -> None:
     """Write rows from ``start`` on durably."""
     num, dim = encoded.embeddings.shape
-    columns = {
-        "embedding": pa.FixedSizeListArray.from_arrays(
-            pa.array(encoded.embeddings.ravel(), pa.float32()), dim
-        ),
-        "rationale": pa.array(encoded.rationales, pa.string()),
-        "num_rationale_tokens": pa.array(encoded.num_rationale_tokens, pa.int64()),
-        "stop_reason": pa.array(encoded.stop_reasons, pa.string()),
-        "generate_ms": pa.array(encoded.generate_ms, pa.float64()),
-        "embed_ms": pa.array(encoded.embed_ms, pa.float64()),
-        "content": pa.array(cache.names[start : start + num], pa.string()),
-    }
+    flat = pa.array(encoded.embeddings.ravel(), pa.float32())
+    columns = {"embedding": pa.FixedSizeListArray.from_arrays(flat, dim)}
+    columns |= {name: pa.array(getattr(encoded, field), kind) for name, (field, kind) in COLUMNS.items()}
+    columns["content"] = pa.array(cache.names[start : start + num], pa.string())
     _write_table(cache, start, pa.table(columns))
 
 
 def read(cache: Cache) -> Encoded:
     """Read a complete cache, rows in item order; a UserError if a shard is damaged, or rows are missing."""
     table = pa.concat_tables([table for _, _, table in _parts(cache)]).combine_chunks()
-    return Encoded(
-        embeddings=np.ascontiguousarray(_embedding_rows(table)),
-        rationales=table["rationale"].to_pylist(),
-        num_rationale_tokens=table["num_rationale_tokens"].to_numpy(),
-        stop_reasons=table["stop_reason"].to_pylist(),
-        generate_ms=table["generate_ms"].to_numpy(),
-        embed_ms=table["embed_ms"].to_numpy(),
-    )
+    columns: dict[str, Any] = {
+        field: table[name].to_pylist() if kind == pa.string() else table[name].to_numpy()
+        for name, (field, kind) in COLUMNS.items()
+    }
+    return Encoded(embeddings=np.ascontiguousarray(_embedding_rows(table)), **columns)
 
 
 def read_embeddings(cache: Cache, place: np.ndarray, memory_mb: float) -> np.ndarray:

@@ -217,6 +217,5 @@ def _identity(target: Target) -> str:
 
 
 def _beside(ref: str, out: Path) -> str:
-    """A picture reference relative to the folder of `out`."""
     path, mark, row = ref.partition("#")
     return relative(path, out.parent) + mark + row

@@ -146,15 +146,14 @@ class RewriteOptions:
     def load_rewriter(self, cache: Path) -> Rewriter | None:
         """Load the rewriter; None if ``rewrite`` is not set."""
         kind, url, model = self.rewrite, self.rewriter, self.rewriter_model
-        if kind is None:
-            if url is not None or model is not None:
-                raise UserError(f"rewriter= and rewriter_model= need rewrite={' or rewrite='.join(PROMPTS)}")
+        if kind is url is model is None:
             return None
-        one_of("rewrite", [kind], tuple(PROMPTS))
-        if url is None or model is None:
+        if kind is None or url is None or model is None:
             raise UserError(
-                f"rewrite={kind} needs rewriter=ADDRESS of an OpenAI-compatible endpoint and rewriter_model=NAME"
+                f"rewrite={' or '.join(PROMPTS)} needs rewriter=ADDRESS of an OpenAI-compatible endpoint and "
+                "rewriter_model=NAME, and these need rewrite="
             )
+        one_of("rewrite", [kind], tuple(PROMPTS))
         return Rewriter(kind, url, model, self.rewriter_key_env, AnswerStore(cache / "rewrites.sqlite"))
 
 

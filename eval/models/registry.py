@@ -71,17 +71,6 @@ class Adapter:
     target: str | Callable[..., Embeds]
     """Called with `Facts` and the keywords of `load_model`; ``module:function`` is imported on use."""
 
-    def load(self, facts: Facts, *, as_released: bool = False, **options: Any) -> Embeds:
-        """Load a model of this family."""
-        target = self.target
-        if as_released:
-            if self.name != "rge-release":
-                raise UserError(f"adapter={self.name} has no as=release, only rge-release")
-            target = "eval.models.rge:load_as_released"
-        if callable(target):
-            return target(facts, **options)
-        return pkgutil.resolve_name(target)(facts, **options)
-
 
 OURS = (
     Adapter(
@@ -186,18 +175,20 @@ def load_model(
     requested = None if adapter is None else EMBEDDERS[adapter]
     facts = facts_of(model, revision, base)
     chosen = _chosen(facts, requested)
-    options = {"device": device, "dtype": dtype, "max_new_tokens": max_new_tokens, "temperature": temperature}
-    if engine != "own":
-        if chosen.name != "rge":
-            raise UserError(
-                f"engine={engine} is for checkpoints of rge, but {model} is loaded as {chosen.name}"
-            )
-        options |= {"engine": engine, **of_engine}
-    if base is not None and facts.base is None:
-        if chosen.name != "rge":
-            raise UserError(f"base={base} is for adapters, but {model} is a full model")
-        options["base"] = base
-    encoder = chosen.load(facts, as_released=as_released, **options)
+    options: dict[str, Any] = {
+        "device": device, "dtype": dtype, "max_new_tokens": max_new_tokens, "temperature": temperature,
+    }  # fmt: skip
+    further = {
+        ("rge-release", "as=release"): {"as_released": True} if as_released else {},
+        ("rge", f"engine={engine}"): {} if engine == "own" else {"engine": engine, **of_engine},
+        ("rge", f"base={base}"): {} if base is None or facts.base is not None else {"base": base},
+    }
+    for (only, word), of_one in further.items():
+        if of_one and chosen.name != only:
+            raise UserError(f"{word} is for adapter={only}, but {model} is loaded as {chosen.name}")
+        options |= of_one
+    target = chosen.target
+    encoder = (target if callable(target) else pkgutil.resolve_name(target))(facts, **options)
     notes = []
     if facts.fetched:
         notes.append(f"{model} was fetched as {facts.fetched}, since the hub has no model of that name")

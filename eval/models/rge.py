@@ -72,14 +72,22 @@ def load_release(
     dtype: str | None,
     max_new_tokens: int | None,
     temperature: float | None,
-) -> Embedder:
+    as_released: bool = False,
+) -> "Embedder | Released":
     """The released RGE checkpoint (github.com/MCG-NJU/RGE) with its prompts.
 
     Chat template with the default system prompt; pictures, a newline, instruction and text, a newline; the query writes
     at most 128 tokens up to ``<emb>``; a candidate is wrapped in "Summarize the ... in one word". Differences from the
-    released evaluation are listed in `DIFFERS` and recorded in results.json.
+    released evaluation are listed in `DIFFERS` and recorded in results.json. ``as_released``: see `Released`, which fixes
+    the decoding.
     """
     device, dtype = place(device, dtype)
+    if as_released and temperature is not None:
+        raise UserError(
+            "temperature= cannot be combined with as=release, which decodes with the checkpoint's settings"
+        )
+    if as_released:
+        return _load_as_released(facts, device, dtype, max_new_tokens or RELEASE_TOKENS)
     backbone = load_backbone(facts.path, dtype=dtype, min_pixels=RELEASE["min"], max_pixels=RELEASE["max"])
     settings = settings_of(
         facts,
@@ -245,23 +253,10 @@ def longer(inputs: dict[str, Tensor], written: list[int]) -> dict[str, Tensor]:
     return inputs | more
 
 
-def load_as_released(
-    facts: Facts,
-    *,
-    device: str | None,
-    dtype: str | None,
-    max_new_tokens: int | None,
-    temperature: float | None,
-) -> Released:
-    """Load the released RGE checkpoint for its own evaluation procedure, which fixes the decoding."""
-    if temperature is not None:
-        raise UserError(
-            "temperature= cannot be combined with as=release, which decodes with the checkpoint's settings"
-        )
-    device, dtype = place(device, dtype)
+def _load_as_released(facts: Facts, device: str, dtype: str, max_new_tokens: int) -> Released:
     with loading(facts):
         model: Any = AutoModelForImageTextToText.from_pretrained(facts.path, dtype=getattr(torch, dtype))
         processor: Any = AutoProcessor.from_pretrained(facts.path)
         processor.image_processor = AutoImageProcessor.from_pretrained(facts.path, backend="pil")
     processor.image_processor.size = {"shortest_edge": RELEASE["min"], "longest_edge": RELEASE["max"]}
-    return Released(facts, model.to(device), processor, dtype, max_new_tokens or RELEASE_TOKENS)
+    return Released(facts, model.to(device), processor, dtype, max_new_tokens)

@@ -10,7 +10,15 @@ from typing import Any
 import pandas as pd
 
 from eval.embedding.identity import OLD, old_results, set_mismatch
-from eval.scoring.output_files import PER_QUERY, RESULTS, RUN, read_results, value_at
+from eval.scoring.output_files import (
+    PER_QUERY,
+    RESULTS,
+    RUN,
+    check_measured_on,
+    read_results,
+    set_path,
+    value_at,
+)
 from eval.sets.retrieval_set import RetrievalSet, load_set, with_readable_content
 from rge.common.errors import UserError
 
@@ -88,9 +96,7 @@ class Evaluation:
 
 def read_evaluations(dirs: Sequence[Path], baselines: Mapping[str, Path]) -> list[Evaluation]:
     """Read evaluation directories, or those in them, in the order of the table: ablations, direct, baselines, reasoning."""
-    directories = dict.fromkeys(path for directory in dirs for path in expand(Path(directory)))
-    if not directories:
-        raise UserError("dirs must name at least one evaluation directory, got none")
+    directories = dict.fromkeys(path for directory in dirs for path in expand(directory))
     evaluations = list(map(read_evaluation, directories))
     counts = Counter(one.label for one in evaluations)
     evaluations = [
@@ -100,8 +106,10 @@ def read_evaluations(dirs: Sequence[Path], baselines: Mapping[str, Path]) -> lis
         for one in evaluations
     ]
     for label, directory in baselines.items():
-        (path,) = expand(Path(directory), single=True)
-        one = read_evaluation(path)
+        inner = expand(directory)
+        one = read_evaluation(
+            inner[0] if len(inner) == 1 else directory
+        )  # of several, its message lists the names
         note = f"other checkpoint, {one.label.lower()}"
         evaluations.append(replace(one, label=label, note=note, order=_BASELINE_ORDER, is_baseline=True))
     (label, num) = Counter(one.label for one in evaluations).most_common(1)[0]
@@ -110,8 +118,8 @@ def read_evaluations(dirs: Sequence[Path], baselines: Mapping[str, Path]) -> lis
     return sorted(evaluations, key=lambda one: one.order)
 
 
-def expand(directory: Path, *, single: bool = False) -> list[Path]:
-    """The directory itself if it is an evaluation, else the evaluations in it; with ``single``, exactly one."""
+def expand(directory: Path) -> list[Path]:
+    """The directory itself if it is an evaluation or holds none, else the evaluations in it."""
     if not directory.is_dir():
         raise UserError(f"{directory} is not a directory: pass the output of `rge eval run`")
 
@@ -120,17 +128,9 @@ def expand(directory: Path, *, single: bool = False) -> list[Path]:
 
     if holds(directory, RESULTS, PER_QUERY):
         return [directory]
-    inner = sorted(child for child in directory.iterdir() if holds(child, RESULTS, PER_QUERY, RUN))
-    if not inner:
-        raise UserError(
-            f"{directory} has no results.json: the evaluation is incomplete or in another directory"
-        )
-    if single and len(inner) > 1:
-        names = ", ".join(child.name for child in inner)
-        raise UserError(
-            f"a baseline is a single evaluation, but {directory} holds {len(inner)}: pass one of {names}"
-        )
-    return inner
+    return sorted(child for child in directory.iterdir() if holds(child, RESULTS, PER_QUERY, RUN)) or [
+        directory
+    ]
 
 
 def read_evaluation(directory: Path) -> Evaluation:
@@ -152,15 +152,10 @@ def read_evaluation(directory: Path) -> Evaluation:
 
 def _per_query(path: Path) -> pd.DataFrame:
     try:
-        table = pd.read_parquet(path)
-    except (OSError, ValueError) as error:
+        table = pd.read_parquet(path).set_index(QUERY_COLUMN, verify_integrity=True)
+        table[[RANK_COLUMN, TOP_COLUMN]]
+    except (OSError, ValueError, KeyError) as error:
         raise UserError(f"{path} cannot be read: {error}; run the evaluation again") from error
-    absent = [name for name in (QUERY_COLUMN, RANK_COLUMN, TOP_COLUMN) if name not in table]
-    if absent:
-        raise UserError(f"{path} has no column {absent[0]!r}; found: {', '.join(table.columns)}")
-    table = table.set_index(QUERY_COLUMN)
-    if table.index.has_duplicates:
-        raise UserError(f"{path} has query {table.index[table.index.duplicated()][0]!r} more than once")
     return table
 
 
@@ -203,19 +198,8 @@ def compared(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
 
 def set_of(main: Evaluation, given: Path | None) -> RetrievalSet:
     """The retrieval set of an evaluation; a UserError if it does not exist, or has changed since."""
-    path = given or main.results["set"].get("path")
-    if path is None:
-        raise UserError(
-            f"{main.directory}/results.json does not record the location of the retrieval set: pass set=DIR"
-        )
-    if not Path(path).is_dir():
-        raise UserError(
-            f"retrieval set {path} of {main.directory} does not exist; if it was moved, pass set=DIR"
-        )
-    loaded, _ = with_readable_content(load_set(path))
-    now = {"set": {"fingerprint": loaded.fingerprint, "content": loaded.content}}
-    if why := set_mismatch(now, main.results):
-        raise UserError(f"retrieval set {path} is not the one that {main.directory} was measured on ({why})")
+    loaded, _ = with_readable_content(load_set(set_path(main.results, given)))
+    check_measured_on(loaded, main.results)
     return loaded
 
 
@@ -223,8 +207,7 @@ def warnings_of(evaluations: Sequence[Evaluation]) -> list[str]:
     """Warnings for readers of the figures, without repeats, with labels if they do not apply to all evaluations."""
     labels_of: dict[str, list[str]] = defaultdict(list)
     for one in evaluations:
-        old = [f"this {OLD}"] if old_results(one.results) else []
-        for warning in dict.fromkeys([*caveats(one.results), *old]):
+        for warning in dict.fromkeys(caveats(one.results)):
             labels_of[warning].append(one.label)
     return [
         warning if len(labels) == len(evaluations) else f"{', '.join(labels)}: {warning}"
@@ -239,6 +222,8 @@ def caveats(results: Mapping[str, Any]) -> Iterator[str]:
         yield f"the ranking covers {100 * coverage:.4g} % of the queries"
     if limit := results["set"].get("limit"):
         yield f"only the first {limit:,} queries were evaluated"
+    if old_results(results):
+        yield f"this {OLD}"
 
 
 def check_finite(value: object, where: str) -> None:

@@ -1,9 +1,11 @@
-"""Choose example queries and show them with their pictures (each embedded once), right answers and rankings."""
+"""Choose example queries and show them as cards: pictures (each embedded once), rationales, rankings and right answers."""
 
 import base64
 import hashlib
 import io
-from collections import defaultdict
+import math
+import re
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -15,9 +17,9 @@ import pandas as pd
 import pyarrow.parquet as pq
 from PIL import Image
 
-from eval.pages.evaluations import RANK_COLUMN, TOP_COLUMN
+from eval.pages.evaluations import RANK_COLUMN, TOP_COLUMN, Evaluation
 from eval.pages.wording import slice_order, tag
-from eval.sets.retrieval_set import RetrievalSet
+from eval.sets.retrieval_set import RetrievalSet, given_rationales
 from rge.common.errors import UserError
 from rge.common.images import ImageError, load_image, picture_bytes
 from rge.common.schema import ImageRef
@@ -131,8 +133,6 @@ class SetView:
     ):
         self._path, self._gallery = loaded.path, gallery
         place = {query_id: row for row, query_id in enumerate(loaded.query_ids)}
-        if strange := sorted(rankings.keys() - place.keys()):
-            raise UserError(f"query {strange[0]!r} was evaluated, but {loaded.path} does not have it")
         self._queries = {query_id: loaded.queries[place[query_id]] for query_id in rankings}
         self.right: dict[str, list[str]] = {}
         self._wrong: dict[str, set[str]] = {}
@@ -147,8 +147,6 @@ class SetView:
             needed.update(*lists, right[:MAX_WANTED])
         items = loaded.corpus_items() if needed else ()
         self._corpus = {item.id: item for item in items if item.id in needed}
-        if lost := sorted(needed - self._corpus.keys()):
-            raise UserError(f"candidate {lost[0]!r} was ranked, but {loaded.path} does not have it")
         self._names = _names(loaded.path / "corpus.parquet")
 
     def query(self, query_id: str) -> dict[str, Any]:
@@ -228,3 +226,97 @@ def as_rank(value: Any) -> int | None:
 def outcome_of(rank: int | None) -> str:
     """Whether the first right answer is ``first``, ``near`` (shown on the card) or ``below``."""
     return "below" if rank is None or rank > NUM_SHOWN else "first" if rank == 1 else "near"
+
+
+_FIRST_HIT: dict[str, Any] = {
+    "name": "outcome",
+    "label": "First hit",
+    "values": [
+        ("first", "rank 1"),
+        ("near", f"rank 2–{NUM_SHOWN}"),
+        ("below", f"below {NUM_SHOWN}"),
+    ],
+}
+
+
+def cards_of(
+    evaluations: Sequence[Evaluation],
+    main: Evaluation,
+    loaded: RetrievalSet,
+    metric: str,
+    num: int,
+    seed: int,
+    gallery: Gallery,
+) -> dict[str, Any]:
+    """Template context of the cards."""
+    k = re.search(r"@(\d+)", metric)
+    success_rank = min(int(k.group(1)), NUM_SHOWN) if k else 1
+    strata = varying(main.per_query, ("category", *loaded.report_by))
+    chosen = choose_examples(main.per_query, success_rank=success_rank, num=num, strata=strata, seed=seed)
+    tops = {query: top_of(main.per_query, query) for query in chosen}
+    view = SetView(loaded, {query: [names] for query, names in tops.items()}, gallery)
+    given = given_rationales(loaded)
+    right = pd.Series(given, dtype=object).groupby(level=0).agg(set).to_dict() if given else {}
+    cards = []
+    for query in chosen:
+        card = _card(query, main.per_query.loc[query], tops[query], view, strata)
+        card["success"] = (card["rank"] or math.inf) <= success_rank
+        of_query = card["rationale"] in right.get(query, ())
+        card["says"] = "right" if of_query else "another" if card["rationale"] in given.values() else "own"
+        card["ranks"] = [
+            (e.label, as_rank(e.per_query.at[query, RANK_COLUMN]), e is main) for e in evaluations
+        ]
+        cards.append(card)
+    outcomes = Counter(map(outcome_of, map(as_rank, main.per_query[RANK_COLUMN])))
+    return {
+        "cards": cards,
+        **_of_cards(cards),
+        "opens_with_given": bool(given),
+        "reasons": main.mode[0] == "reasoning",
+        "success_rank": success_rank,
+        **{f"num_{name}": outcomes[name] for name, _ in _FIRST_HIT["values"]},
+        "num_queries": len(main.per_query),
+        "filters": [*facets(main.per_query, strata), _FIRST_HIT],
+        "strata": [name.replace("_", " ") for name in strata],
+    }
+
+
+def _of_cards(cards: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The opening success and failure, and counts of successes, negatives and forced stops."""
+    found, missed = ([card for card in cards if card["success"] is success] for success in (True, False))
+    return {
+        "found": _opening(found, given="right"),
+        "missed": _opening(missed, given="another"),
+        "num_successes": len(found),
+        "num_negatives": sum(result["negative"] for card in cards for result in card["results"]),
+        "num_forced": sum(card["forced"] for card in cards),
+    }
+
+
+def _card(
+    query_id: str, measured: pd.Series, top: Sequence[str], view: SetView, strata: Sequence[str]
+) -> dict[str, Any]:
+    shown_query = view.query(query_id)
+    rank = as_rank(measured[RANK_COLUMN])
+    values = [str(measured[name]) for name in strata]
+    return shown_query | {
+        "data": {"query": query_id}
+        | {f"f{place}": value for place, value in enumerate(values)}
+        | {"outcome": outcome_of(rank)},
+        "tags": [tag(name, value) for name, value in zip(strata, values, strict=True)],
+        "rationale": as_text(measured.get("rationale")),
+        "forced": measured.get("stop_reason") == "forced",
+        "tokens": as_rank(measured.get("rationale_tokens")),
+        "results": view.ranked(query_id, top, shown_query["pictures"]),
+        "rank": rank,
+        "wanted": [] if set(top) & set(view.right[query_id]) else view.wanted(query_id),
+    }
+
+
+def _opening(cards: Sequence[dict[str, Any]], *, given: str) -> dict[str, Any] | None:
+    """The opening card: the first, preferably one whose rationale occurs in the set, since a model's own may contradict its result.
+
+    A failure with the rationale of ``another`` query shows what the query was mistaken for.
+    """
+    order = (given, "right", "another", "own")  # has the set this rationale, for this query or another?
+    return min(cards, key=lambda card: order.index(card["says"]), default=None)

@@ -4,7 +4,7 @@
 
 The command also writes leaderboards, see `eval.pages.boards.leaderboard`.
 
-evaluation directories --evaluations--> Evaluation --tables, cards, training_log--> context
+evaluation directories --evaluations--> Evaluation --tables, examples, training_log--> context
   --templates/report.html.j2--> one file: no network, every picture in it once, readable without script
 
 Anything that would be misleading raises a `UserError` that names the directory and the fix: incomplete evaluations, figures
@@ -21,7 +21,6 @@ from typing import Any, Literal
 from eval.pages import tables
 from eval.pages.boards.leaderboard import write_leaderboard
 from eval.pages.budget_curves import BASES, BUDGET, on_page
-from eval.pages.cards import cards_of
 from eval.pages.evaluations import (
     Evaluation,
     check_one_set,
@@ -33,7 +32,7 @@ from eval.pages.evaluations import (
     set_of,
     warnings_of,
 )
-from eval.pages.examples import Gallery
+from eval.pages.examples import Gallery, cards_of
 from eval.pages.single_file import write_page
 from eval.pages.training_log import curves_of
 from eval.scoring.metrics import metric_words
@@ -74,6 +73,8 @@ class ReportOptions(PluginOptions):
 def report(options: ReportOptions) -> Path:
     """``rge eval report``: write the page that the options describe, print its path and return it."""
     runs = [word for word in options.runs if word]
+    if not runs:
+        raise UserError("runs must name at least one evaluation directory")
     board = _is_for_leaderboard(runs) if options.page == "auto" else options.page == "leaderboard"
     path = _write_leaderboard(options, runs) if board else _write_report(options, list(map(Path, runs)))
     print(path)
@@ -151,7 +152,6 @@ def _write_report(options: ReportOptions, dirs: list[Path]) -> Path:
 
 
 def _baselines(words: Sequence[str]) -> dict[str, Path]:
-    """``LABEL:DIR`` as label -> directory."""
     baselines = {}
     for word in filter(None, words):
         label, _, directory = word.partition(":")
@@ -185,7 +185,6 @@ def provenance_of(evaluations: Sequence[Evaluation]) -> dict[str, Any]:
 
 
 def _facts(recorded: Mapping[str, Any], evaluation: Evaluation) -> dict[str, str]:
-    """Facts that fit on one line each."""
     facts = {}
     for name, value in recorded.items():
         if isinstance(value, Mapping) and all(isinstance(v, (str, int, float)) for v in value.values()):

@@ -1,7 +1,7 @@
 """The tables of a report: figures with intervals, slices, paired gains, all metrics, cost and ties."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, NamedTuple
@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from eval.pages.evaluations import Evaluation, Figure, check_finite
+from eval.pages.evaluations import Evaluation, Figure
 from eval.pages.wording import Scale, percent, slice_label, slice_order
 from eval.scoring.metrics import metric_words, random_floor
 from eval.scoring.output_files import judged_rows
 from eval.sets.retrieval_set import RetrievalSet
-from rge.common.errors import UserError
 from rge.stats.intervals import OF_DIFFERENCES, cluster_bootstrap, figures, index_of
 
 MAX_MAIN_SLICES = 4
@@ -89,7 +88,8 @@ def _table(
 ) -> Table:
     chance = _chance(main, metric, columns, floor)
     grid = [[one.figure(*c.path, metric) for c in columns] for one in evaluations]
-    scale = Scale.around(_ends(chain(*grid, chance)))
+    known = filter(None, chain(*grid, chance))
+    scale = Scale.around(end for figure in known for end in (figure.value, figure.low, figure.high))
 
     def row(label: str, note: str, figures: Sequence[Figure | None], block: str = "", **more: bool) -> Row:
         names = [f"{label}|{block or c.block}|{c.name or ''}|{metric}" for c in columns]
@@ -103,11 +103,6 @@ def _table(
     return Table(columns[-1].by, [(c.heading, c.num_queries) for c in columns], rows, scale)
 
 
-def _ends(figures: Iterable[Figure | None]) -> Iterator[float | None]:
-    for figure in filter(None, figures):
-        yield from (figure.value, figure.low, figure.high)
-
-
 def _chance(
     main: Evaluation, metric: str, columns: Sequence[_Column], floor: np.ndarray | None
 ) -> list[Figure | None]:
@@ -116,7 +111,7 @@ def _chance(
         return []
     figures = [None if c.rows_Q is None else Figure(float(np.nanmean(floor[c.rows_Q]))) for c in columns]
     if columns[0].name is None:  # recorded in results.json, unlike those of slices
-        figures[0] = Figure(main.results["random"][metric])
+        figures[0] = main.figure("random", metric)
     return figures
 
 
@@ -145,10 +140,8 @@ def _slices(evaluations: Sequence[Evaluation], main: Evaluation) -> dict[str, li
 
 def random_floors(main: Evaluation, loaded: RetrievalSet, metric: str) -> np.ndarray | None:
     """Expected value of the metric under a random ranking, for each query of the evaluation; None if unknown."""
-    value = (main.results.get("random") or {}).get(metric)
-    if value is None:
+    if main.figure("random", metric) is None:
         return None
-    check_finite(value, f"{main.directory}/results.json: random.{metric}")
     judged = judged_rows(loaded, np.full((len(loaded.queries), 1), -1))
     depth = int(main.results.get("depth") or len(loaded.corpus_ids))
     floors = pd.Series(random_floor(metric, judged, loaded.pool_sizes(), depth=depth), loaded.query_ids)
@@ -175,7 +168,6 @@ def _gains(
 
 
 def _gain(main: Evaluation, difference_Q: pd.Series, rows_Q: np.ndarray | None) -> Figure | None:
-    """The mean difference of some queries, with its interval."""
     if rows_Q is None:
         return None
     group_Q = index_of(main.per_query["group"][rows_Q].tolist())
@@ -230,19 +222,14 @@ def verdict_of(evaluations: Sequence[Evaluation], main: Evaluation, metric: str)
         elif _is_rival(one, main):
             shown.append(("by the same checkpoint without it", one))
     parts = [(name, figure) for name, one in shown if (figure := one.figure("micro", metric)) is not None]
-    floor = (main.results.get("random") or {}).get(metric)
-    return parts if floor is None else [*parts, ("by chance", Figure(floor))]
+    floor = main.figure("random", metric)
+    return parts if floor is None else [*parts, ("by chance", floor)]
 
 
 def notes_of(loaded: RetrievalSet, by: str) -> list[tuple[str, str]]:
     """(heading, explanation) of the main table's slices, from ``slice_notes`` in the set's meta.json."""
-    notes = loaded.meta.get("slice_notes") or {}
-    of_column = notes.get(by) or {} if isinstance(notes, Mapping) else None
-    if not isinstance(of_column, Mapping) or not all(isinstance(words, str) for words in of_column.values()):
-        raise UserError(
-            f"{loaded.path}/meta.json: slice_notes must be {{column: {{value: words}}}}, got {notes!r}"
-        )
-    return [(slice_label(name), of_column[name]) for name in sorted(of_column, key=slice_order)]
+    notes = loaded.meta.get("slice_notes", {}).get(by, {})
+    return [(slice_label(name), notes[name]) for name in sorted(notes, key=slice_order)]
 
 
 def cost_and_ties(evaluations: Sequence[Evaluation], metric: str) -> dict[str, Any]:

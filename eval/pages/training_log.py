@@ -1,6 +1,5 @@
 """Training logs (``metrics.jsonl``) as curves: the stages of one run end to end."""
 
-import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,6 +10,7 @@ from eval.pages.charts import Band, line_chart
 from eval.pages.evaluations import check_finite
 from eval.pages.wording import number
 from rge.common.errors import UserError
+from rge.tables.rows import json_object, reading
 
 CURVE_NAMES = {
     "loss": ("Loss", False),
@@ -64,32 +64,23 @@ def read_training_logs(paths: Sequence[Path]) -> Training:
 
 
 def _read_log(path: Path) -> list[dict[str, Any]]:
-    try:
-        content = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"training log {path} cannot be read: {error.strerror or error}") from error
-    entries, lines = [], content.splitlines()
-    for place, line in enumerate(lines, start=1):
-        try:
-            entries += [_entry(line, f"{path}:{place}")] if line.strip() else []
-        except json.JSONDecodeError as error:
-            # the last line of a killed or running job may be incomplete
-            if place < len(lines) or content.endswith("\n"):
-                raise UserError(f"{path}:{place} is not JSON: {error}") from error
+    """The entries of one file; plotted values must be finite or None."""
+    with reading(str(path)):
+        complete = path.read_text(encoding="utf-8").rpartition("\n")[0]  # a job may be writing the last line
+    entries = []
+    for place, line in enumerate(complete.splitlines(), start=1):
+        if not line.strip():
+            continue
+        entry = json_object(f"{path}, line {place}", line)
+        if "step" not in entry:
+            raise UserError(f"{path}, line {place} has no step: {line[:80]}")
+        for key in ("step", *filter(_is_curve, entry)):
+            if entry[key] is not None:
+                check_finite(entry[key], f"{path}, line {place}: {key}")
+        entries.append(entry)
     if not entries:
         raise UserError(f"training log {path} is empty")
     return entries
-
-
-def _entry(line: str, where: str) -> dict[str, Any]:
-    """Parse one step's entry; plotted values must be finite or None."""
-    entry = json.loads(line)
-    if not isinstance(entry, dict) or "step" not in entry:
-        raise UserError(f"{where} must be a JSON object with a step, got {line[:80]}")
-    for key in ("step", *filter(_is_curve, entry)):
-        if entry[key] is not None:
-            check_finite(entry[key], f"{where}: {key}")
-    return entry
 
 
 def _is_curve(key: str) -> bool:

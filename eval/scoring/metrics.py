@@ -27,23 +27,15 @@ CUTOFFS = (1, 5, 10, 20, 50)
 
 @dataclass(frozen=True)
 class Judged:
-    """Judgements of a ranking, rank by rank.
+    """Judgements of a ranking, rank by rank."""
 
-    Attributes:
-        gain_QK: gain of the candidate at each rank, float64; 0 for other candidates and padding.
-        ideal_QP: gains of all positives, descending, padded with 0; float64.
-        num_positives_Q: int64, >= 1.
-        negative_QK: whether the candidate is an explicit negative; None for a set without them.
-        num_negatives_Q: int64, may be 0; None likewise.
-        num_missing_Q: number of positives that the pool lacks, int64; None: none.
-    """
-
-    gain_QK: np.ndarray
-    ideal_QP: np.ndarray
-    num_positives_Q: np.ndarray
+    gain_QK: np.ndarray  # gain of the candidate at each rank, float64; 0 for other candidates and padding
+    ideal_QP: np.ndarray  # gains of all positives, descending, padded with 0; float64
+    num_positives_Q: np.ndarray  # int64, >= 1
     negative_QK: np.ndarray | None = None
-    num_negatives_Q: np.ndarray | None = None
-    num_missing_Q: np.ndarray | None = None
+    """Whether the candidate is an explicit negative; None for a set without them."""
+    num_negatives_Q: np.ndarray | None = None  # int64, may be 0; None likewise
+    num_missing_Q: np.ndarray | None = None  # number of positives that the pool lacks, int64; None: none
 
     @property
     def num_findable_Q(self) -> np.ndarray:

@@ -16,12 +16,12 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from eval.embedding.identity import asked_of
+from eval.embedding.identity import asked_of, set_mismatch
 from eval.scoring.metrics import Judged, compute, cut, first_hit_rank, judge, random_floor, tied_order
 from eval.scoring.search import DEPTH, Ranking
 from eval.sets.retrieval_set import RESULT_COLUMNS, RetrievalSet
 from rge.common.errors import UserError
-from rge.common.files import write_bytes
+from rge.common.files import find_shipped, write_bytes
 from rge.common.options import given
 from rge.common.schema import Encoded
 from rge.identity.run_identity import Identity, differences
@@ -54,23 +54,14 @@ OF_ENCODED = {
 
 @dataclass(frozen=True)
 class Scored:
-    """A judged ranking.
+    """A judged ranking."""
 
-    Attributes:
-        names: metrics.
-        value_QM: per-query values; NaN if a metric is undefined for a query.
-        best_QM: the same with ties broken in favour of the ranking.
-        worst_QM: the same with ties broken against it.
-        random_QM: expected values under a random ranking.
-        first_hit_Q: rank of the first positive, or 0.
-    """
-
-    names: tuple[str, ...]
-    value_QM: np.ndarray
-    best_QM: np.ndarray
-    worst_QM: np.ndarray
-    random_QM: np.ndarray
-    first_hit_Q: np.ndarray
+    names: tuple[str, ...]  # of the metrics
+    value_QM: np.ndarray  # per-query values; NaN if a metric is undefined for a query
+    best_QM: np.ndarray  # the same with ties broken in favour of the ranking
+    worst_QM: np.ndarray  # the same with ties broken against it
+    random_QM: np.ndarray  # expected values under a random ranking
+    first_hit_Q: np.ndarray  # rank of the first positive, or 0
 
 
 def values_of(names: Sequence[str], judged: Judged) -> np.ndarray:
@@ -225,6 +216,23 @@ def set_figures(wanted: RetrievalSet) -> dict[str, Any]:
     } | {key: wanted.meta[key] for key in ("split", "licence", "source") if key in wanted.meta}
 
 
+def set_path(results: Mapping[str, Any], given: Path | None, *, otherwise: str = "") -> Path:
+    """Location of an evaluation's retrieval set or suite: as given, else as recorded; a `UserError` if there is none.
+
+    ``otherwise``: what else the user can do, for the message.
+    """
+    path = given or Path(results["set"].get("path") or "unknown")
+    if not find_shipped(path).is_dir():
+        raise UserError(f"retrieval set {path} does not exist; if it was moved, pass set=DIR{otherwise}")
+    return path
+
+
+def check_measured_on(wanted: RetrievalSet, results: Mapping[str, Any]) -> None:
+    """Raise a `UserError` if a set is not the one of an evaluation, or has changed since."""
+    if why := set_mismatch({"set": set_figures(wanted)}, results):
+        raise UserError(f"{wanted.path} is not the retrieval set that was measured ({why}): pass set=DIR")
+
+
 def statistics_settings(seed: int) -> dict[str, Any]:
     """Settings of the intervals, for results.json."""
     settings = {"interval": "BCa", "level": LEVEL, "resampled": "group", "num_resamples": NUM_RESAMPLES}
@@ -291,11 +299,7 @@ def _usage(results: Mapping[str, Any]) -> Identity:
 
 
 def read_results(directory: Path) -> dict[str, Any]:
-    """Read ``results.json`` of a finished output directory.
-
-    Raises:
-        UserError: it is missing or invalid.
-    """
+    """Read ``results.json`` of a finished output directory; a `UserError` if it is missing or invalid."""
     path = directory / RESULTS
     try:
         return json.loads(path.read_text(encoding="utf-8"))
@@ -316,11 +320,7 @@ def invalidate(out: Path) -> None:
 
 
 def write_tables(out: Path, table: pa.Table, results: dict[str, Any]) -> None:
-    """Write the per-query table and then results.json.
-
-    Raises:
-        ValueError: a figure is not finite.
-    """
+    """Write the per-query table and then results.json; a `ValueError` if a figure is not finite."""
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd")
     write_bytes(out / PER_QUERY, sink.getvalue().to_pybytes())

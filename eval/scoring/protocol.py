@@ -25,25 +25,17 @@ PROFILES = ("clean", "official")
 
 @dataclass(frozen=True)
 class Protocol:
-    """Protocol of sets without a benchmark, and base class of the others.
+    """Protocol of sets without a benchmark, and base class of the others."""
 
-    Attributes:
-        benchmark: its name; ``generic`` for sets without one.
-        profile: one of `PROFILES`.
-        headline: the benchmark's headline metrics, most important first.
-        statements: description of what is computed.
-        ties: how equal scores count: in the order of ids, for (best) or against (worst) the model, or in trec_eval's order.
-        skips_missing: whether queries without a ranking are left out instead of counting 0.
-        metrics: further metrics requested by the user.
-    """
-
-    benchmark: str = "generic"
-    profile: str = "clean"
+    benchmark: str = "generic"  # its name; ``generic`` for sets without one
+    profile: str = "clean"  # one of `PROFILES`
     headline: tuple[str, ...] = ("recall@1", "recall@10", "mrr", "ndcg@10")
-    statements: tuple[str, ...] = ()
+    """The benchmark's headline metrics, most important first."""
+    statements: tuple[str, ...] = ()  # description of what is computed
     ties: Literal["id", "best", "worst", "trec"] = "id"
-    skips_missing: bool = False
-    metrics: tuple[str, ...] = ()
+    """How equal scores count: in the order of ids, for (best) or against (worst) the model, or in trec_eval's order."""
+    skips_missing: bool = False  # whether queries without a ranking are left out instead of counting 0
+    metrics: tuple[str, ...] = ()  # further metrics requested by the user
 
     def names(self, wanted: RetrievalSet) -> tuple[str, ...]:
         """Metrics to compute: those that every evaluation reports, and those requested by the user."""

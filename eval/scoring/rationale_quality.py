@@ -117,7 +117,6 @@ def _bin(rows: pd.DataFrame, metric: str) -> dict[str, Any]:
 
 
 def _figures(table: pd.DataFrame, group: pd.Series) -> dict[str, dict[str, float | None]]:
-    """Mean of each column, with its interval."""
     means = cluster_bootstrap(table.to_numpy(np.float64), index_of(group.tolist()), seed=0)
     return dict(zip(table.columns, figures(means, (0.0, 1.0)), strict=True))
 

@@ -26,17 +26,11 @@ SPARE = 8
 
 @dataclass(frozen=True)
 class Ranking:
-    """Ranked candidates of Q queries.
+    """Ranked candidates of Q queries."""
 
-    Attributes:
-        rows_QW: candidate rows, best first, int32, padded with -1.
-        score_QW: float32 in the same order, non-increasing, padded with -inf.
-        depth: length of the ranking; further columns only hold ties of the candidate at this rank.
-    """
-
-    rows_QW: np.ndarray
-    score_QW: np.ndarray
-    depth: int
+    rows_QW: np.ndarray  # candidate rows, best first, int32, padded with -1
+    score_QW: np.ndarray  # float32 in the same order, non-increasing, padded with -inf
+    depth: int  # length of the ranking; further columns only hold ties of the candidate at this rank
 
 
 def search(

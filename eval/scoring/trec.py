@@ -76,19 +76,12 @@ def write_run(
 
 @dataclass(frozen=True)
 class ReadRun:
-    """A run file read for a retrieval set.
+    """A run file read for a retrieval set."""
 
-    Attributes:
-        ranking: one row per query of the set; the depth is the longest list.
-        missing: queries of the set without a line.
-        num_excluded: number of lines dropped because the set excludes the candidate for the query.
-        tag: last column of the first line.
-    """
-
-    ranking: Ranking
-    missing: list[str]
-    num_excluded: int
-    tag: str
+    ranking: Ranking  # one row per query of the set; the depth is the longest list
+    missing: list[str]  # queries of the set without a line
+    num_excluded: int  # number of lines dropped because the set excludes the candidate for the query
+    tag: str  # last column of the first line
 
 
 def read_run(path: Path, wanted: RetrievalSet, *, allow_ties: bool = False) -> ReadRun:
@@ -205,7 +198,6 @@ def _codes(
 
 
 def _among(lines: pd.DataFrame, wanted: RetrievalSet, lists: Sequence[np.ndarray]) -> pd.Series:
-    """Whether each line's candidate is in its query's list."""
     size = len(wanted.corpus_ids)
     codes = [query * size + rows.astype(np.int64) for query, rows in enumerate(lists)]
     return (lines["query"] * size + lines["row"]).isin(np.concatenate(codes) if codes else [])

@@ -28,7 +28,7 @@ import hashlib
 import json
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -38,6 +38,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pydantic import BaseModel, ValidationError
 
 from rge.common.errors import UserError
 from rge.common.files import find_shipped
@@ -48,6 +49,8 @@ from rge.tables.rows import is_text
 
 Modality = Literal["both", "text", "image"]
 MODALITIES: tuple[Modality, ...] = ("both", "text", "image")
+LISTS = ("negatives", "excluded", "candidates")
+"""Optional tables of pairs of a query and a candidate."""
 NAMES = "names.parquet"
 RATIONALES = "rationales.parquet"
 UNCATEGORISED = "uncategorised"
@@ -78,38 +81,27 @@ class SetError(UserError):
 
 @dataclass(frozen=True)
 class RetrievalSet:
-    """A checked retrieval set: Q queries in file order, and C candidates in the order of their ids.
-
-    Attributes:
-        fingerprint: hash of ids and judgements.
-        meta: content of ``meta.json``.
-        queries: Q items with all modalities.
-        columns: query column (``category``, ``group`` and those of ``report_by``) -> Q strings.
-        report_by: query columns, besides ``category``, by which figures are reported.
-        corpus_ids: C candidate ids, ascending.
-        file_rows_C: row of each candidate in ``corpus.parquet``.
-        positives: per query (rows, gains): int32 rows into ``corpus_ids`` ascending, float64 gains > 0.
-        excluded: per query rows, or None without the table; ``candidates`` likewise.
-        negatives: likewise, without those that the other two keep out of the query's ranking.
-        num_missing_Q: number of positives that the pool lacks, int64; None without such a column.
-        content: see `with_content`; None until the pictures have been read.
-    """
+    """A checked retrieval set: Q queries in file order, and C candidates in the order of their ids."""
 
     path: Path
     name: str
-    fingerprint: str
-    meta: dict[str, Any]
-    queries: list[Item]
+    fingerprint: str  # hash of ids and judgements
+    meta: dict[str, Any]  # content of ``meta.json``
+    queries: list[Item]  # Q items with all modalities
     columns: dict[str, list[str]]
-    report_by: tuple[str, ...]
-    corpus_ids: list[str]
-    file_rows_C: np.ndarray
+    """Query column (``category``, ``group`` and those of ``report_by``) -> Q strings."""
+    report_by: tuple[str, ...]  # query columns, besides ``category``, by which figures are reported
+    corpus_ids: list[str]  # C candidate ids, ascending
+    file_rows_C: np.ndarray  # row of each candidate in ``corpus.parquet``
     positives: list[tuple[np.ndarray, np.ndarray]]
+    """Per query (rows, gains): int32 rows into ``corpus_ids`` ascending, float64 gains > 0."""
     negatives: list[np.ndarray] | None = None
-    excluded: list[np.ndarray] | None = None
-    candidates: list[np.ndarray] | None = None
+    """Rows of each query, without those that the next two keep out of its ranking; None without the table."""
+    excluded: list[np.ndarray] | None = None  # likewise
+    candidates: list[np.ndarray] | None = None  # likewise
     num_missing_Q: np.ndarray | None = None
-    content: str | None = None
+    """Number of positives that the pool lacks, int64; None without such a column."""
+    content: str | None = None  # see `with_content`; None until the pictures have been read
 
     @property
     def query_ids(self) -> list[str]:
@@ -190,7 +182,7 @@ def load_set(path: str | Path, *, by: Sequence[str] = ()) -> RetrievalSet:
     row_of = {corpus_ids[file_row]: row for row, file_row in enumerate(corpus_order)}
     pairs = {
         name: _pairs(root / f"{name}.parquet", query_of, row_of)
-        for name in ("qrels", "negatives", "excluded", "candidates")
+        for name in ("qrels", *LISTS)
         if name == "qrels" or (root / f"{name}.parquet").exists()
     }
     # candidates with gain 0 are judged not right
@@ -222,11 +214,10 @@ def load_set(path: str | Path, *, by: Sequence[str] = ()) -> RetrievalSet:
 def _lists(
     pairs: Mapping[str, Sequence[tuple[Any, ...]]], query_of: Mapping[str, int], row_of: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Each query's rows in the optional tables."""
     lists = {
-        name: [rows for rows, _ in _by_query(table, query_of, row_of)]
-        for name, table in pairs.items()
-        if name != "qrels"
+        name: [rows for rows, _ in _by_query(pairs[name], query_of, row_of)]
+        for name in LISTS
+        if name in pairs
     }
     # a negative that a query's ranking cannot contain does not count
     for name, keep in (("candidates", np.intersect1d), ("excluded", np.setdiff1d)):
@@ -235,22 +226,16 @@ def _lists(
     return lists
 
 
-def integer_column(wanted: RetrievalSet, name: str) -> np.ndarray:
-    """A column of integers in ``queries.parquet``, (Q,) int64."""
-    values = _Table(wanted.path / "queries.parquet").integers(name)
-    return np.array(values[: len(wanted.queries)], np.int64)
-
-
-def string_column(wanted: RetrievalSet, name: str) -> list[str]:
-    """A column of Q strings in ``queries.parquet``."""
-    return _Table(wanted.path / "queries.parquet").strings(name)[: len(wanted.queries)]
+def query_column(wanted: RetrievalSet, name: str, words: str = "strings") -> list[Any]:
+    """A column of Q strings or integers in ``queries.parquet``."""
+    return _Table(wanted.path / "queries.parquet").read(name, words)[: len(wanted.queries)]
 
 
 def picture_ids(wanted: RetrievalSet) -> list[list[str]]:
     """Ids of each query's pictures in the release; empty lists if unknown."""
     if "picture_ids" not in _Table(wanted.path / "queries.parquet").names:
         return [[] for _ in wanted.queries]
-    return [ids.split("+") if ids else [] for ids in string_column(wanted, "picture_ids")]
+    return [ids.split("+") if ids else [] for ids in query_column(wanted, "picture_ids")]
 
 
 def further_names(wanted: RetrievalSet) -> dict[str, set[str]]:
@@ -269,7 +254,7 @@ def given_rationales(wanted: RetrievalSet) -> dict[tuple[str, str], str]:
 
 def _rows(path: Path, *columns: str) -> Iterator[tuple[str, ...]]:
     """Rows of an optional table of strings; none without it."""
-    return zip(*map(_Table(path).strings, columns), strict=True) if path.exists() else iter(())
+    return zip(*map(_Table(path).read, columns), strict=True) if path.exists() else iter(())
 
 
 def content_digest(item: Item) -> tuple[str, tuple[str, ...]]:
@@ -317,24 +302,27 @@ def with_readable_content(wanted: RetrievalSet) -> tuple[RetrievalSet, list[str]
         return wanted, [f"the set's texts and pictures are not part of this result's identity: {error}"]
 
 
+class _Meta(BaseModel):
+    """The keys of meta.json that have a type; null counts as absent."""
+
+    name: str
+    fingerprint: str | None = None
+    report_by: list[str] | None = None
+    notes: list[str] | None = None
+    slice_notes: dict[str, dict[str, str]] | None = None
+
+
 def _meta(path: Path) -> dict[str, Any]:
-    """The content of meta.json; an optional key that is null counts as absent."""
     try:
         meta = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise SetError(f"{path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise SetError(f"{path} is not JSON: {error}") from None
-    if not isinstance(meta, dict) or not isinstance(meta.get("name"), str):
-        raise SetError(f"{path}: 'name' must be a string")
-    meta = {key: value for key, value in meta.items() if value is not None}
-    if not isinstance(meta.get("fingerprint", ""), str):
-        raise SetError(f"{path}: 'fingerprint' must be a string; left out, it is computed")
-    for key, meaning in (("report_by", "query columns"), ("notes", "sentences")):
-        words = meta.get(key, [])
-        if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
-            raise SetError(f"{path}: {key} must be a list of {meaning}, got {words!r}")
-    return meta
+        _Meta.model_validate(meta)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        where = ".".join(map(str, wrong["loc"]))
+        raise SetError(f"{path}: {where}: {wrong['msg']}, got {wrong['input']!r}") from None
+    except (OSError, ValueError) as error:
+        raise SetError(f"{path} cannot be read: {error}") from None
+    return {key: value for key, value in meta.items() if value is not None}
 
 
 class _Table:
@@ -344,42 +332,31 @@ class _Table:
         self.path = path
         try:
             self.file = pq.ParquetFile(path)
-        except OSError as error:
-            raise SetError(f"{path} cannot be read: {error}") from None
-        except pa.ArrowInvalid as error:
-            raise SetError(f"{path} is not a Parquet file: {error}") from None
+        except (OSError, pa.ArrowInvalid) as error:
+            raise SetError(f"{path} cannot be read as Parquet: {error}") from None
         self.names = self.file.schema_arrow.names
 
-    def require(self, column: str, words: str, fits: Callable[[pa.DataType], bool]) -> None:
-        """Check the type of a column."""
+    def check(self, column: str, words: str = "strings", *, null: bool = False) -> None:
+        """Check that a column holds strings or integers; ``null``: it may hold nothing else than null."""
         if column not in self.names:
             raise SetError(f"{self.path}: column {column!r} is missing; there are {', '.join(self.names)}")
         kind = self.file.schema_arrow.field(column).type
         kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-        if not fits(kind):
+        fits = is_text(kind) if words == "strings" else pa.types.is_integer(kind)
+        if not fits and not (null and pa.types.is_null(kind)):
             raise SetError(f"{self.path}: column {column!r} must hold {words}, it holds {kind}")
 
-    def strings(self, column: str) -> list[str]:
-        self.require(column, "strings", is_text)
-        return self._values(column)
-
-    def optional_strings(self, column: str) -> list[str | None]:
-        self.require(column, "strings", _is_text_or_null)
-        return self.file.read(columns=[column]).column(0).to_pylist()
-
-    def integers(self, column: str) -> list[int]:
-        self.require(column, "integers", pa.types.is_integer)
-        return self._values(column)
-
-    def _values(self, column: str) -> list[Any]:
+    def read(self, column: str, words: str = "strings", *, null: bool = False) -> list[Any]:
+        """The values of a column; an error if one is null, unless `null`."""
+        self.check(column, words, null=null)
         values = self.file.read(columns=[column]).column(0).to_pylist()
-        if None in values:
+        if None in values and not null:
             raise SetError(f"{self.path}: column {column!r} is null in row {values.index(None)}")
         return values
 
     def ids(self) -> list[str]:
         """The column ``id``, of distinct names that TREC run files can hold: they separate columns by white space."""
-        ids = self.strings("id")
+        ids = self.read("id")
         if {"text", "image"}.isdisjoint(self.names):
             raise SetError(
                 f"{self.path}: columns 'text' and 'image' are both missing; there are {', '.join(self.names)}"
@@ -396,23 +373,19 @@ class _Table:
         return ids
 
 
-def _is_text_or_null(kind: pa.DataType) -> bool:
-    return is_text(kind) or pa.types.is_null(kind)
-
-
 def _query_columns(table: _Table, report_by: Iterable[str]) -> dict[str, list[str]]:
     """``category``, ``group`` and the columns that figures are reported by."""
     columns = {
-        "category": [value or UNCATEGORISED for value in table.optional_strings("category")],
-        "group": table.strings("group"),
+        "category": [value or UNCATEGORISED for value in table.read("category", null=True)],
+        "group": table.read("group"),
     }
     if "" in columns["group"]:
-        name = table.strings("id")[columns["group"].index("")]
+        name = table.read("id")[columns["group"].index("")]
         raise SetError(f"{table.path}: query {name!r} has no group; if it shares nothing, use its id")
     for name in dict.fromkeys(report_by):
         if name in RESERVED:
             raise SetError(f"{table.path}: cannot report by {name!r}, which is a reserved column")
-        columns[name] = table.strings(name)
+        columns[name] = table.read(name)
         if (num := len(set(columns[name]))) > MAX_REPORT_VALUES:
             raise SetError(
                 f"{table.path}: report_by column {name!r} has {num} values, more than {MAX_REPORT_VALUES}: too many for a "
@@ -424,7 +397,7 @@ def _query_columns(table: _Table, report_by: Iterable[str]) -> dict[str, list[st
 def _items(table: _Table) -> Iterator[Item]:
     wanted = [name for name in ("id", "text", "image", "instruction") if name in table.names]
     for name in {"text", "instruction"}.intersection(wanted):
-        table.require(name, "strings", _is_text_or_null)
+        table.check(name, null=True)
     for batch in table.file.iter_batches(batch_size=READ_ROWS, columns=wanted):
         for row in batch.to_pylist():
             item = Item(
@@ -439,7 +412,6 @@ def _items(table: _Table) -> Iterator[Item]:
 
 
 def _pictures(path: Path, name: str, cell: Any) -> tuple[ImageRef, ...]:
-    """The pictures in a cell of an item's row in the table ``path``."""
     if cell is None or cell == "":
         return ()
     if isinstance(cell, list):
@@ -480,14 +452,14 @@ def _pairs(path: Path, query_of: Mapping[str, int], row_of: Mapping[str, int]) -
     """The rows of a table: query id, candidate id and, in ``qrels.parquet``, gain."""
     table = _Table(path)
     names = ["query-id", "corpus-id"]
-    pairs = pd.DataFrame({name: table.strings(name) for name in names}, dtype=object)
+    pairs = pd.DataFrame({name: table.read(name) for name in names}, dtype=object)
     wrong = {
         "query {0!r} is not in queries.parquet": ~pairs["query-id"].isin(query_of),
         "{1!r}, listed for query {0!r}, is not in corpus.parquet": ~pairs["corpus-id"].isin(row_of),
         "{1!r} is listed twice for query {0!r}": pairs.duplicated(names),
     }
     if path.stem == "qrels":
-        pairs["score"] = np.array(table.integers("score"), dtype=object)
+        pairs["score"] = np.array(table.read("score", "integers"), dtype=object)
         wrong["score of {1!r} for query {0!r} must be a gain >= 0, got {2}"] = pairs["score"] < 0
     for message, bad in wrong.items():
         if bad.any():
@@ -511,7 +483,7 @@ def _num_missing(table: _Table) -> np.ndarray | None:
     name = "num_missing_positives"
     if name not in table.names:
         return None
-    missing_Q = np.array(table.integers(name), np.int64)
+    missing_Q = np.array(table.read(name, "integers"), np.int64)
     if missing_Q.min(initial=0) < 0:
         raise SetError(f"{table.path}: column {name!r} must not be negative")
     return missing_Q if missing_Q.any() else None
@@ -527,17 +499,13 @@ def _check_judged(wanted: RetrievalSet) -> None:
         raise SetError(
             f"{wanted.path / 'qrels.parquet'}: {len(none)} of {len(right)} queries have no positive: {some(none)}"
         )
-    path = wanted.path / "candidates.parquet"
-    for (query, rows), own in zip(right.items(), wanted.candidates or (), strict=False):
-        if not len(own):
-            raise SetError(f"{path}: query {query!r} has no candidates")
-        if len(lost := np.setdiff1d(rows, own)):
-            name = wanted.corpus_ids[lost[0]]
-            raise SetError(f"{path}: positive {name!r} of query {query!r} is not among them")
-    path = wanted.path / "excluded.parquet"
-    for (query, rows), excluded in zip(right.items(), wanted.excluded or (), strict=False):
-        if len(lost := np.intersect1d(rows, excluded)):
-            raise SetError(f"{path}: {wanted.corpus_ids[lost[0]]!r} is a positive of query {query!r}")
+    for name, lost_of in (("candidates", np.setdiff1d), ("excluded", np.intersect1d)):
+        for (query, rows), listed in zip(right.items(), getattr(wanted, name) or (), strict=False):
+            if len(lost := lost_of(rows, listed)):
+                words = "is not" if name == "candidates" else "is"
+                raise SetError(
+                    f"{wanted.path / name}.parquet: {wanted.corpus_ids[lost[0]]!r}, a positive of query {query!r}, {words} listed"
+                )
 
 
 def some(names: Sequence[str]) -> str:

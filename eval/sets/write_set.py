@@ -33,25 +33,17 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Query:
-    """One query; it needs a text or a picture.
+    """One query; it needs a text or a picture."""
 
-    Attributes:
-        id: unique, without white space.
-        text: the user's text; None for a query of pictures only.
-        images: encoded bytes or paths, in the order of the prompt.
-        category: slice of the macro mean, if any.
-        group: queries that share it, or a picture, are resampled together; None: the query's id.
-        instruction: task instruction.
-        columns: further columns of ``queries.parquet``, strings or integers, the same for every query.
-    """
-
-    id: str
-    text: str | None = None
-    images: tuple[bytes | Path, ...] = ()
-    category: str | None = None
+    id: str  # unique, without white space
+    text: str | None = None  # the user's text; None for a query of pictures only
+    images: tuple[bytes | Path, ...] = ()  # encoded bytes or paths, in the order of the prompt
+    category: str | None = None  # slice of the macro mean, if any
     group: str | None = None
-    instruction: str | None = None
+    """Queries that share it, or a picture, are resampled together; None: the query's id."""
+    instruction: str | None = None  # task instruction
     columns: Mapping[str, str | int] = field(default_factory=dict)
+    """Further columns of ``queries.parquet``, strings or integers, the same for every query."""
 
 
 def write_set(

@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 from eval.benchmarks.folder.pool import Pool
 from eval.benchmarks.folder.spreadsheet import ENDINGS, Broken, Table, read_table
-from eval.benchmarks.release_files import ReleaseError, match_columns
-from eval.sets.retrieval_set import MAX_REPORT_VALUES, RetrievalSet
+from eval.benchmarks.release_files import ReleaseError, match_columns, need_columns
+from eval.sets.retrieval_set import RetrievalSet
 from eval.sets.write_set import Candidate, Query, write_set
 from rge.common.registry import PluginOptions
 from rge.common.schema import safe_id
@@ -74,8 +74,6 @@ class FolderOptions(TableOptions):
 
 def import_folder(options: FolderOptions) -> RetrievalSet:
     """Read folder and table and write a retrieval set."""
-    if not options.src.is_dir():
-        raise ReleaseError(f"src {options.src} is not a directory")
     if options.src.resolve().is_relative_to(options.out.resolve()):
         raise ReleaseError(f"out {options.out} contains the pictures: choose a different folder")
     table = read_table(options.queries or _table_in(options.src), options.sheet)
@@ -131,20 +129,9 @@ class _Rows:
         self.places: dict[str, str] = {}
         mapped = {word.partition("=")[0].strip() for word in self.options.field_map}
         kept = [name for name in self.table.names if name not in self.options.report_by or name in mapped]
-        self.columns = match_columns(self.table.path, kept, ALIASES, self.options.field_map)
-        if "right" not in self.columns:
-            raise ReleaseError(
-                f"{self.table.path} has no column of right answers ({', '.join(ALIASES['right'])}); it has "
-                f"{', '.join(self.table.names)}"
-            )
-        columns = ", ".join(self.table.names)
-        for name in self.options.report_by:
-            if name not in self.table.names:
-                raise ReleaseError(
-                    f"report_by={name}: {self.table.path} has no such column; it has {columns}"
-                )
-            if len({str(row[name]) for _, row in self.table.rows}) > MAX_REPORT_VALUES:
-                raise ReleaseError(f"report_by={name}: the column has more than {MAX_REPORT_VALUES} values")
+        field_map = self.options.field_map
+        self.columns = match_columns(self.table.path, kept, ALIASES, field_map, needed=["right"])
+        need_columns(self.table.path, self.table.names, self.options.report_by)
 
     def add(self, number: int, row: dict[str, Any]) -> None:
         """Read one row."""

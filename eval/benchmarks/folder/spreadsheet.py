@@ -37,22 +37,16 @@ class Broken:
 
 @dataclass
 class Table:
-    """Rows of a table, by heading.
-
-    Attributes:
-        names: headings, in order.
-        rows: (row number, heading -> value), without empty rows. A value is text, a list, a date, or `Broken`.
-        letters: heading -> column letter; empty for formats without cell addresses.
-        problems: problems of the table itself.
-        notes: remarks for readers of the figures.
-    """
+    """Rows of a table, by heading."""
 
     path: Path
-    names: list[str] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)  # headings, in order
     rows: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    """(row number, heading -> value), without empty rows. A value is text, a list, a date, or `Broken`."""
     letters: dict[str, str] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    """Heading -> column letter; empty for formats without cell addresses."""
+    problems: list[str] = field(default_factory=list)  # problems of the table itself
+    notes: list[str] = field(default_factory=list)  # remarks for readers of the figures
 
     def address(self, number: int, name: str) -> str:
         """Address of a cell: ``C5``, or ``row 5, right``."""
@@ -83,7 +77,6 @@ def read_table(path: Path, sheet: str | None = None) -> Table:
 
 
 def _read_objects(table: Table) -> None:
-    """Read a format without cell addresses."""
     rows = [{key: _plain(value) for key, value in row.items()} for row in iter_rows(table.path)]
     rows = [row for row in rows if any(value not in ("", []) for value in row.values())]
     table.names = list(dict.fromkeys(name for row in rows for name in row))
@@ -98,7 +91,7 @@ def _read_grid(table: Table, grid: Iterator[tuple[int, Sequence[Any]]], hint: st
     width = max(len(cells) for _, cells in lines)
     (head, names), *rows = [(n, cells + [""] * (width - len(cells))) for n, cells in lines]
     column_of: dict[str, int] = {}
-    for column, name in enumerate(map(_heading, names)):
+    for column, name in enumerate(" ".join(str(name).split()) for name in names):
         letter = get_column_letter(column + 1)
         filled = [n for n, cells in rows if cells[column] != ""]
         if name in column_of:
@@ -113,10 +106,6 @@ def _read_grid(table: Table, grid: Iterator[tuple[int, Sequence[Any]]], hint: st
             )
     table.names = list(column_of)
     table.rows += [(n, {name: cells[at] for name, at in column_of.items()}) for n, cells in rows]
-
-
-def _heading(name: Any) -> str:
-    return " ".join(name.split()) if isinstance(name, str) else str(name)
 
 
 def _plain(value: Any) -> Any:
@@ -178,7 +167,6 @@ def _workbook(table: Table, wanted: str | None) -> Iterator[tuple[int, Sequence[
 
 
 def _sheet(path: Path, book: Workbook, wanted: str | None) -> str:
-    """The title of the sheet to read."""
     if wanted is not None:
         if wanted not in book.sheetnames:
             raise ReleaseError(f"{path} has no sheet {wanted!r}; its sheets: {', '.join(book.sheetnames)}")

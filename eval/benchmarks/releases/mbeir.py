@@ -35,6 +35,7 @@ from eval.benchmarks.release_files import (
     Row,
     chosen,
     content_id,
+    existing,
     iter_rows,
 )
 from eval.scoring.output_files import Scored
@@ -60,6 +61,7 @@ KINDS = {
     "8": ("image,text", "image,text"),
 }
 """Modalities of queries and candidates."""
+REPOSITORY = "TIGER-Lab/M-BEIR (rge eval fetch mbeir out=DIR)"
 GLOBAL_POOL = "cand_pool/global/mbeir_union_test_cand_pool.jsonl"
 MAIN = "task_hit"
 """Metric that is averaged over tasks: hit@10 for tasks whose `CUTS` begin with 10, else hit@5."""
@@ -118,18 +120,17 @@ def sentence(text: str) -> str:
 
 
 def _write(title: str, tasks: Iterable[str], pool: str, options: MbeirOptions, member: str) -> RetrievalSet:
-    """Write one set from the queries of some tasks and a pool."""
     hint = "unpack mbeir_images.tar.gz and pass images=DIR"
     pictures, prompts = Pictures(options.images or options.src, hint=hint), _prompts(options)
     queries: list[Query] = []
     pairs: list[tuple[str, str]] = []
     for task in tasks:
         right = _right(options.src / f"qrels/test/mbeir_{task}_test_qrels.txt")
-        for row in iter_rows(_existing(options.src / query_file(task))):
+        for row in iter_rows(existing(options.src / query_file(task), REPOSITORY)):
             query = _query(row, task, prompts, pictures)
             queries.append(query)
             pairs += [(query.id, name) for name in right.get(query.id, [])]
-    pool_file = _existing(options.src / pool)
+    pool_file = existing(options.src / pool, REPOSITORY)
     lost = {name for _, name in pairs} - {str(row.value("did")) for row in iter_rows(pool_file)}
     own = {name for query, name in pairs if options.pool == "global" or _dataset(name) == _dataset(query)}
     if missing := sorted(lost & own):
@@ -182,9 +183,8 @@ def _query(row: Row, task: str, prompts: dict[tuple[str, ...], str], pictures: P
 
 
 def _right(path: Path) -> dict[str, list[str]]:
-    """Right candidates of each query."""
     right: dict[str, list[str]] = defaultdict(list)
-    for number, line in enumerate(_existing(path).read_text("utf-8").splitlines(), 1):
+    for number, line in enumerate(existing(path, REPOSITORY).read_text("utf-8").splitlines(), 1):
         parts = line.split()
         if len(parts) not in (4, 5):
             raise ReleaseError(f"{path}, line {number}: expected qid, 0, did and relevance, got {line!r}")
@@ -198,17 +198,9 @@ def _prompts(options: MbeirOptions) -> dict[tuple[str, ...], str]:
     """(data set, query modality, candidate modality) -> instruction; empty with ``instructions=none``."""
     if options.instructions == "none":
         return {}
-    file = _existing(options.src / "instructions/query_instructions.tsv")
+    file = existing(options.src / "instructions/query_instructions.tsv", REPOSITORY)
     prompt, names = f"prompt_{options.instructions}", ("dataset_id", "query_modality", "cand_modality")
     return {tuple(str(row.value(name)) for name in names): str(row.value(prompt)) for row in iter_rows(file)}
-
-
-def _existing(path: Path) -> Path:
-    if not path.is_file():
-        raise ReleaseError(
-            f"{path} does not exist: src must be a copy of TIGER-Lab/M-BEIR (rge eval fetch mbeir out=DIR)"
-        )
-    return path
 
 
 def _dataset(name: str) -> str:

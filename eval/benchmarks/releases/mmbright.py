@@ -39,10 +39,9 @@ from eval.benchmarks.release_files import (
     Row,
     as_list,
     chosen,
-    column_names,
     content_id,
+    existing,
     iter_rows,
-    need_columns,
 )
 from eval.scoring.output_files import Scored, means
 from eval.scoring.protocol import Protocol
@@ -136,10 +135,6 @@ class _Domain:
                 images[path] = _still(row["bytes"])
             except (ImageError, TypeError):
                 self.broken.append(path)
-        if self.task in ("3", "4") and not images:
-            raise ReleaseError(
-                f"{self.options.src}: no picture of {self.name} can be opened, so task {self.task} has no candidates"
-            )
         return images
 
     @cached_property
@@ -245,7 +240,6 @@ class _Domain:
         return document_key(doc, legacy=self.options.keys == "legacy")
 
     def _query_images(self, query: str, paths: Sequence[str], pictures: dict[str, bytes]) -> list[bytes]:
-        """A query's pictures, as many as the policy keeps."""
         images = []
         for path in paths:
             try:
@@ -260,19 +254,14 @@ class _Domain:
         return images[:1] if self.options.image_policy == "first" else images
 
     def _rows(self, config: str, columns: Sequence[str]) -> Iterator[Row]:
-        """Rows of the domain's files in a configuration."""
         folder, name = self.options.src / config, self.name
         whole = folder / f"{name}.parquet"
         files = [whole] if whole.is_file() else sorted(folder.glob(f"{name}-{'[0-9]' * 5}-of-*.parquet"))
-        if not files:
-            raise ReleaseError(f"{whole} does not exist: src must be a snapshot of mm-bright/MM-BRIGHT")
-        for path in files:
-            need_columns(path, column_names(path), columns)
-            yield from iter_rows(path, columns)
+        for path in files or [existing(whole, "mm-bright/MM-BRIGHT")]:
+            yield from iter_rows(path, columns, needed=columns)
 
 
 def _images(value: Any) -> list[str]:
-    """Paths in a list of pictures."""
     return [_path(image["image_path"] if isinstance(image, dict) else image) for image in as_list(value)]
 
 

@@ -86,24 +86,17 @@ def _files(src: Path, name: str) -> list[Path]:
 
 @dataclass
 class OwnCandidates:
-    """A set in which every query has its own candidates, the right one first.
-
-    Attributes:
-        word_query: final rewording of a query's text.
-        word_candidate: the same for a candidate's text.
-        num_equal: number of queries with repeated candidates.
-        num_hidden: number of candidates not embedded because another one has their id.
-    """
+    """A set in which every query has its own candidates, the right one first."""
 
     name: str
     pictures: Pictures
-    word_query: Callable[[str], str] = str
-    word_candidate: Callable[[str], str] = str
+    word_query: Callable[[str], str] = str  # final rewording of a query's text
+    word_candidate: Callable[[str], str] = str  # the same for a candidate's text
     queries: list[Query] = field(default_factory=list)
     qrels: list[tuple[str, str, int]] = field(default_factory=list)
     candidates: list[tuple[str, str]] = field(default_factory=list)
-    num_equal: int = 0
-    num_hidden: int = 0
+    num_equal: int = 0  # number of queries with repeated candidates
+    num_hidden: int = 0  # number of candidates not embedded because another one has their id
     _content_of: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     def add(self, text: str, path: str, targets: Sequence[tuple[str, str, str]], row: Row) -> None:
@@ -148,8 +141,6 @@ def _import_one(name: str, files: Sequence[Path], pictures: Pictures, options: M
         targets = [(clean(text), path) for text, path in _targets(row)]
         known = [(content_id(*content), *content) for content in targets]
         draft.add(clean(row.text("qry_text")), row.text("qry_img_path"), known, row)
-    if not draft.queries:
-        raise ReleaseError(f"{files[0]} has no rows")
     options.write(
         name,
         meta={

@@ -129,7 +129,6 @@ def _beside(text: str) -> str:
 
 
 def _target(name: str, instruction: str, caption: str, path: str, *, captioned: bool) -> tuple[str, str, str]:
-    """(id, text, picture path) of a candidate."""
     identity = caption
     if name in _TEXT_TO_IMAGE:
         identity = path

@@ -33,17 +33,17 @@ from eval.benchmarks.release_files import (
     Draft,
     PictureOptions,
     Pictures,
-    ReleaseError,
     Row,
     as_list,
     content_id,
+    existing,
     iter_rows,
 )
 from eval.scoring.metrics import Judged, average_precision_capped, compute, parse_name
 from eval.scoring.output_files import Scored, judged_rows, means, score_ranking
 from eval.scoring.protocol import Protocol
 from eval.scoring.search import Ranking
-from eval.sets.retrieval_set import RetrievalSet, integer_column, picture_ids, string_column
+from eval.sets.retrieval_set import RetrievalSet, picture_ids, query_column
 from eval.sets.write_set import Candidate, Query
 from rge.stats.intervals import cluster_bootstrap, figures, index_of, ratio_bootstrap
 
@@ -71,10 +71,9 @@ class PinpointOptions(PictureOptions):
 
 def import_pinpoint(options: PinpointOptions) -> RetrievalSet:
     """Read the release and write a retrieval set."""
-    table, index_file = options.src / TABLE, options.src / INDEX
-    for path in (table, index_file):
-        if not path.is_file():
-            raise ReleaseError(f"{path} does not exist: src must be a clone of pinterest/pinpoint-dataset")
+    table, index_file = (
+        existing(options.src / name, "pinterest/pinpoint-dataset") for name in (TABLE, INDEX)
+    )
     index = dict.fromkeys(line.strip() for line in index_file.read_text("utf-8").splitlines() if line.strip())
     pictures = Pictures(
         options.images or options.src / "images", options.src, manifest=options.manifest,
@@ -154,7 +153,8 @@ class Pinpoint(Protocol):
         if self.profile == "clean":
             return super().score(wanted, ranking)
         listed_Q, bad_Q = (
-            integer_column(wanted, f"num_listed_{kind}") for kind in ("positives", "negatives")
+            np.array(query_column(wanted, f"num_listed_{kind}", "integers"), np.int64)
+            for kind in ("positives", "negatives")
         )
         found_Q = np.array([len(rows) for rows, _ in wanted.positives], np.int64)
         # repeated positives count in the denominator, like ones never found
@@ -180,7 +180,7 @@ class Pinpoint(Protocol):
             # groups also join rows that share only one of two pictures; older sets have no picture_ids
             same = ["+".join(ids) or own for ids, own in zip(picture_ids(wanted), group, strict=True)]
         else:  # only rows with the same pictures and positives are paraphrases
-            same = string_column(wanted, "paraphrase")
+            same = query_column(wanted, "paraphrase")
         over = partial(over_groups, same=same, group=group, seed=seed)
         delta_Q = np.where(np.isfinite(ap_Q), np.nan_to_num(delta_Q), np.nan)
         (relative,) = figures(ratio_bootstrap(delta_Q, ap_Q, index_of(group), seed=seed))
@@ -194,7 +194,7 @@ class Pinpoint(Protocol):
         out: dict[str, Any] = {
             "micro": _known(micro),
             "group_mean": _known({name: over(column[name], of=np.mean, least=1) for name in self.headline}),
-            "paraphrase_groups": _num_groups(same, defined),
+            "paraphrase_groups": int((pd.Series(same)[defined].value_counts() > 1).sum()),
         }
         if official:
             figures_of = _official(means(scored.names, scored.value_QM), micro)
@@ -207,7 +207,6 @@ def _known(figures_of: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _official(value: Mapping[str, float], micro: Mapping[str, Mapping[str, Any] | None]) -> dict[str, Any]:
-    """Figures under the released scorer's names."""
     figures: dict[str, Any] = {}
     for k in CUTS:
         figures[f"mAP@{k}"] = value[f"map_capped@{k}"]
@@ -265,11 +264,6 @@ def over_groups(
     value_G = np.array([[float(of(values.to_numpy()))] for _, values in parts["value"]])
     means = cluster_bootstrap(value_G, index_of(parts["group"].first().tolist()), seed=seed)
     return figures(means, (0.0, 1.0))[0] | {"value": float(value_G.mean())}
-
-
-def _num_groups(same: Sequence[str], kept_Q: np.ndarray) -> int:
-    _, count = np.unique(np.asarray(same, dtype=object)[kept_Q].astype(str), return_counts=True)
-    return int((count > 1).sum())
 
 
 PROTOCOLS = (

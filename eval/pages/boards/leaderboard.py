@@ -9,7 +9,7 @@ Suites (MMEB, MM-BRIGHT) and single sets are handled alike.
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,9 @@ from typing import Any
 import pandas as pd
 from markupsafe import Markup
 
-from eval.benchmarks.published_tables import Column, Published, published, table_of
+from eval.benchmarks.published_tables import Published, published, table_of
 from eval.embedding.identity import identity_of
-from eval.pages.boards.comparison import against
+from eval.pages.boards.comparison import against, side_by_side
 from eval.pages.boards.rows import (
     MAX_COLUMNS,
     Row,
@@ -34,7 +34,6 @@ from eval.pages.boards.rows import (
     published_rows,
     why_unranked,
 )
-from eval.pages.boards.side_by_side import side_by_side
 from eval.pages.budget_curves import BASES, BUDGET, on_page
 from eval.pages.charts import Point, scatter
 from eval.pages.evaluations import Evaluation, expand, read_evaluation, warnings_of
@@ -45,29 +44,8 @@ from rge.common.errors import UserError
 from rge.common.files import read_json
 from rge.identity.run_identity import differences, flattened
 
-
-@dataclass(frozen=True)
-class Board:
-    """Content of one section of the page; ``apart`` explains why published rows are not ranked on it."""
-
-    id: str
-    title: str
-    facts: str
-    source: Published | None
-    columns: list[Column]
-    main: int
-    rows: list[Row]
-    foreign: list[Row]
-    heat: dict[str, Any] | None
-    protocol: Sequence[str] = ()
-    apart: Sequence[str] = ()
-    warnings: Sequence[str] = ()
-    differs: Sequence[tuple[str, dict[str, str]]] = ()
-    cost: Markup | None = None
-    cost_rows: Sequence[dict[str, Any]] = ()
-    examples: dict[str, Any] | None = None
-    against: Sequence[dict[str, Any]] = ()
-    budgets: Sequence[tuple[str, dict[str, Any]]] = ()
+Board = dict[str, Any]
+"""Content of one section of the page, see `_board`; ``apart`` explains why published rows are not ranked on it."""
 
 
 def write_leaderboard(
@@ -87,43 +65,39 @@ def write_leaderboard(
     groups, budgets = _groups(runs)
     if set_dir is not None and len(groups) > 1:
         raise UserError(f"set=DIR is for evaluations of one set, but these are of {len(groups)}")
-    gallery, boards, unused = Gallery(), [], dict(published())
-    for number, (key, members) in enumerate(groups.items()):
-        board = _board(number, members, which)
-        measured = {f"{row.label}, {row.note}": row.evaluation for row in board.rows if row.evaluation}
-        rivals = against(measured, board.columns[board.main].path[-1], seed)
-        examples = side_by_side(measured, gallery, num_examples, set_dir, seed) if num_examples else None
-        boards.append(replace(board, examples=examples, against=rivals, budgets=budgets[key]))
-        if board.source is not None:
-            unused.pop(board.source.key, None)
-    if which == "all":
-        boards += [
-            _published_only(number, table) for number, table in enumerate(unused.values(), len(boards))
-        ]
-    return _write(boards, gallery, out, title)
-
-
-def _write(boards: Sequence[Board], gallery: Gallery, out: Path, title: str | None) -> Path:
+    gallery, boards, unused = Gallery(), list[Board](), dict(published())
+    for key, members in groups.items():
+        first = members[0].results
+        table = None if which == "none" else table_of(first.get("benchmark"), str(first["set"]["name"]))
+        board = _board(f"board{len(boards)}", members, table)
+        measured = {_name(row): row.evaluation for row in board["rows"] if row.evaluation}
+        board["against"] = against(measured, board["columns"][board["main"]].path[-1], seed)
+        if num_examples:
+            board["examples"] = side_by_side(measured, gallery, num_examples, set_dir, seed)
+        boards.append(board | {"budgets": budgets[key]})
+        unused.pop(table.key if table else "", None)
+    for table in unused.values() if which == "all" else ():
+        boards.append(_board(f"board{len(boards)}", [], table))
+    for board in boards:
+        name = out.stem if len(boards) == 1 else f"{out.stem}-{board['id']}"
+        write_tables(out.with_name(name), *board_tables(board))
     content = dict(
-        title=title or (boards[0].title if len(boards) == 1 else "Leaderboard"),
+        title=title or (boards[0]["title"] if len(boards) == 1 else "Leaderboard"),
         boards=boards,
-        warnings=[(board.title, warning) for board in boards for warning in board.warnings],
+        warnings=[(board["title"], warning) for board in boards for warning in board["warnings"]],
         pictures=gallery.pictures,
         sizes=gallery.sizes,
         max_columns=MAX_COLUMNS,
     )
-    for board in boards:
-        name = out.stem if len(boards) == 1 else f"{out.stem}-{board.id}"
-        write_tables(out.with_name(name), *board_tables(board))
     return write_page(out, "leaderboard.html.j2", ["report.css", "leaderboard.css"], content)
 
 
 def board_tables(board: Board) -> tuple[pd.DataFrame, pd.DataFrame]:
     """The rows of a board as numbers (fractions), and formatted in per cent."""
     values, formatted_rows = [], []
-    for row in [*board.rows, *board.foreign]:
+    for row in [*board["rows"], *board["foreign"]]:
         model = {"model": row.label, "note": row.note}
-        cells = {column.name: cell for column, cell in zip(board.columns, row.figures, strict=True)}
+        cells = {column.name: cell for column, cell in zip(board["columns"], row.figures, strict=True)}
         values.append(
             {"place": row.place, **model, "published": row.published}
             | {
@@ -139,18 +113,16 @@ def board_tables(board: Board) -> tuple[pd.DataFrame, pd.DataFrame]:
 
 _Key = tuple[str, ...]
 """(benchmark, profile, limit, fingerprint, content); evaluations on one board agree in all of them."""
-_Member = tuple[str, str, Evaluation]
-"""Label, note, evaluation."""
 _Budget = tuple[str, dict[str, Any]]
 """Label, curves."""
 
 
-def _groups(runs: Sequence[str]) -> tuple[dict[_Key, list[_Member]], dict[_Key, list[_Budget]]]:
-    """Evaluations by retrieval set, in the given order; and outputs of `budget`.
+def _groups(runs: Sequence[str]) -> tuple[dict[_Key, list[Evaluation]], dict[_Key, list[_Budget]]]:
+    """Evaluations by retrieval set, in the given order, with labels and notes of rows; and outputs of `budget`.
 
     Of a `budget` output only the two base points become rows; the curves show the others.
     """
-    groups: dict[_Key, list[_Member]] = defaultdict(list)
+    groups: dict[_Key, list[Evaluation]] = defaultdict(list)
     budgets: dict[_Key, list[_Budget]] = defaultdict(list)
     for word in runs:
         label, colon, directory = word.partition(":")
@@ -159,25 +131,28 @@ def _groups(runs: Sequence[str]) -> tuple[dict[_Key, list[_Member]], dict[_Key, 
         curves = read_json(Path(directory) / BUDGET)
         bases = [Path(directory) / name for name in BASES]
         for path in expand(Path(directory)) if curves is None else bases:
-            evaluation = read_evaluation(path)
-            key = _key(evaluation.results)
-            groups[key].append((label or name_of(evaluation), note_of(evaluation), evaluation))
+            run = read_evaluation(path)
+            run = replace(run, label=label or name_of(run), note=note_of(run))
+            key = _key(run.results)
+            groups[key].append(run)
         if curves is not None:
-            budgets[key].append((label or name_of(evaluation), on_page(curves)))
+            budgets[key].append((run.label, on_page(curves)))
     _join_old(groups, budgets)
     for members in groups.values():
         _refuse_namesakes(members)
-    if not groups:
-        raise UserError("runs must name at least one evaluation directory")
     return dict(groups), budgets
 
 
-def _refuse_namesakes(members: Sequence[_Member]) -> None:
-    first: dict[tuple[str, str], Evaluation] = {}
-    for label, note, evaluation in members:
-        if first.setdefault((label, note), evaluation) is not evaluation:
+def _name(row: Row | Evaluation) -> str:
+    return f"{row.label}, {row.note}"
+
+
+def _refuse_namesakes(members: Sequence[Evaluation]) -> None:
+    first: dict[str, Evaluation] = {}
+    for run in members:
+        if first.setdefault(_name(run), run) is not run:
             raise UserError(
-                f"{evaluation.directory} is a second {label!r} ({note}) on the same set: give labels with runs=LABEL:DIR"
+                f"{run.directory} is a second {run.label!r} ({run.note}) on the same set: give labels with runs=LABEL:DIR"
             )
 
 
@@ -196,46 +171,43 @@ def _join_old(*tables: dict[_Key, list[Any]]) -> None:
                 groups[same[0]] = [*groups.get(same[0], []), *groups.pop(key)]
 
 
-def _board(number: int, members: Sequence[_Member], which: str) -> Board:
-    first = members[0][2].results
-    table = table_of(first.get("benchmark"), str(first["set"]["name"])) if which != "none" else None
+def _board(name: str, members: Sequence[Evaluation], table: Published | None) -> Board:
+    """A board of measured rows, published ones, or both."""
+    first = members[0].results if members else {}
     columns, main = (table.columns, table.main) if table else generic_columns(first)
-    known = any(one.results["set"].get("content") for _, _, one in members)
-    measured = [measured_row(*member, columns, columns[main].path[-1], known) for member in members]
-    apart = [] if table is None else why_unranked(first, table)
-    rows, foreign = _ranked_rows(measured, table, main, apart)
-    costs = _cost_rows([row for row in rows if not row.published], main)
-    return Board(
-        id=f"board{number}",
-        title=str(first["set"]["name"]),
-        facts=_facts(first),
-        protocol=first.get("protocol") or [],
-        source=table,
-        apart=apart,
-        columns=columns,
-        main=main,
-        rows=rows,
-        foreign=foreign,
-        warnings=warnings_of([replace(one, label=f"{label}, {note}") for label, note, one in members]),
-        heat=heat_map(rows, foreign),
-        differs=_what_differs(members),
-        cost=_cost(costs, columns[main].name),
-        cost_rows=costs,
-    )
-
-
-def _ranked_rows(
-    measured: Sequence[Row], table: Published | None, main: int, apart: Sequence[str] = ()
-) -> tuple[list[Row], list[Row]]:
-    """Measured rows and the comparable published ones, ranked; and the other published rows, best first."""
-    copied = published_rows(table) if table else []
+    known = any(one.results["set"].get("content") for one in members)
+    measured = [measured_row(one, columns, columns[main].path[-1], known) for one in members]
+    copied, apart = published_rows(table) if table else [], list[str]()
+    if table and members:
+        apart = why_unranked(first, table)
     fit = [row for row in copied if row.comparable and not apart]
+    rows = numbered([*measured, *fit], main)
     rest = [row for row in copied if apart or not row.comparable]
-    return numbered([*measured, *fit], main), sorted(rest, key=lambda row: order(row.figures[main]))
+    foreign = sorted(rest, key=lambda row: order(row.figures[main]))
+    costs = _cost_rows([row for row in rows if not row.published], main)
+    return {
+        "id": name,
+        "title": str(first["set"]["name"]) if members or table is None else table.title,
+        "facts": _facts(first) if members else "published figures only",
+        "protocol": first.get("protocol") or [],
+        "source": table,
+        "apart": apart,
+        "columns": columns,
+        "main": main,
+        "rows": rows,
+        "foreign": foreign,
+        "warnings": warnings_of([replace(one, label=_name(one)) for one in members]),
+        "heat": heat_map(rows, foreign),
+        "differs": _what_differs(members),
+        "cost": _cost(costs, columns[main].name),
+        "cost_rows": costs,
+        "examples": None,
+        "against": [],
+        "budgets": [],
+    }
 
 
 def _facts(results: Mapping[str, Any]) -> str:
-    """Description of a board's set."""
     about = results["set"]
     facts = f"{about['num_queries']:,} queries, {about['num_candidates']:,} candidates"
     if about.get("num_members"):
@@ -247,29 +219,14 @@ def _facts(results: Mapping[str, Any]) -> str:
     return facts
 
 
-def _published_only(number: int, table: Published) -> Board:
-    rows, foreign = _ranked_rows([], table, table.main)
-    return Board(
-        id=f"board{number}",
-        title=table.title,
-        facts="published figures only",
-        source=table,
-        columns=table.columns,
-        main=table.main,
-        rows=rows,
-        foreign=foreign,
-        heat=heat_map(rows, foreign),
-    )
-
-
-def _what_differs(members: Sequence[_Member]) -> list[tuple[str, dict[str, str]]]:
+def _what_differs(members: Sequence[Evaluation]) -> list[tuple[str, dict[str, str]]]:
     """For each measured row the parts of its identity that differ between rows; empty for a single row."""
-    identities = [identity_of(identity.results) for _, _, identity in members]
+    identities = [identity_of(one.results) for one in members]
     differing = dict.fromkeys(name for pair in combinations(identities, 2) for name in differences(*pair))
-    facts = [flattened(identity) for identity in identities]
+    facts = map(flattened, identities)
     return [
-        (f"{label}, {note}", {name: str(identity.get(name, "")) for name in differing})
-        for (label, note, _), identity in zip(members, facts, strict=True)
+        (_name(one), {name: str(fact.get(name, "")) for name in differing})
+        for one, fact in zip(members, facts, strict=True)
         if differing
     ]
 
@@ -292,15 +249,16 @@ def _cost_rows(measured: Sequence[Row], main: int) -> list[dict[str, Any]]:
 
 
 def _cost(rows: Sequence[Mapping[str, Any]], name: str) -> Markup | None:
-    """Scatter plot of the cost table's rows."""
-    if not rows:
-        return None
-    points = []
-    for row in rows:
-        label, ms, figure = (
+    points = [
+        Point(
             f"{row['label']}, {row['note']}",
             row["embed_ms"] + (row["generate_ms"] or 0.0),
-            row["figure"],
+            row["figure"].value,
+            row["figure"].low,
+            row["figure"].high,
+            row["number"],
         )
-        points.append(Point(label, ms, figure.value, figure.low, figure.high, row["number"]))
-    return scatter(points, name=name, x_label="milliseconds per query, on the machine of the run")
+        for row in rows
+    ]
+    label = "milliseconds per query, on the machine of the run"
+    return scatter(points, name=name, x_label=label) if points else None

@@ -13,7 +13,6 @@ from eval.benchmarks.published_tables import Column, Published
 from eval.benchmarks.registry import GENERIC
 from eval.pages.evaluations import Evaluation, Figure
 from eval.scoring.protocol import Protocol
-from rge.common.errors import UserError
 
 MAX_COLUMNS = 8
 """Maximum number of columns of a board's table; others are only in the heat map."""
@@ -63,9 +62,7 @@ def note_of(run: Evaluation) -> str:
     return ", ".join(words)
 
 
-def measured_row(
-    label: str, note: str, run: Evaluation, columns: Sequence[Column], metric: str, known: bool
-) -> Row:
+def measured_row(run: Evaluation, columns: Sequence[Column], metric: str, known: bool) -> Row:
     """A row of one of our evaluations; `known`: the set's content is, so rows without a recorded content are not ranked."""
     official = run.results.get("profile") == "official"
     figures = [_official(run, column) if official else run.figure(*column.path) for column in columns]
@@ -74,7 +71,7 @@ def measured_row(
     comparable = not any(label.endswith(UNRANKED) for label in labels)
     if official and run.results.get("coverage", 1.0) < 1.0:
         comparable = False  # this profile leaves out queries without a ranking, which inflates figures
-    return Row(label, note, figures, False, _slices(run, metric), run, labels, warnings, comparable)
+    return Row(run.label, run.note, figures, False, _slices(run, metric), run, labels, warnings, comparable)
 
 
 def _labels(results: Mapping[str, Any], warnings: Sequence[str], known: bool) -> list[str]:
@@ -144,10 +141,7 @@ def generic_columns(results: Mapping[str, Any]) -> tuple[list[Column], int]:
     """Columns for a set without a published table, and the index of the main one."""
     block = "macro" if results.get("suite") else "micro"
     headline = [one["metric"] for one in results.get("headline") or []]
-    usual = Protocol().headline
-    names = [name for name in dict.fromkeys([*headline, *usual]) if name in (results.get(block) or {})]
-    if not names:
-        raise UserError(f"an evaluation of {results['set']['name']} has none of {', '.join(usual)}")
+    names = [name for name in dict.fromkeys([*headline, *Protocol().headline]) if name in results[block]]
     return [Column(name=name, figure=(block, name)) for name in names[:MAX_COLUMNS]], 0
 
 
@@ -166,7 +160,6 @@ def published_rows(table: Published) -> list[Row]:
 
 
 def _slices(run: Evaluation, metric: str) -> dict[str, Figure]:
-    """Figures of all categories and other reported slices."""
     out: dict[str, Figure] = {}
     for block, slices in run.results.items():
         if block.startswith("by_") and len(slices) > 1:

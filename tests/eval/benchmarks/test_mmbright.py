@@ -156,7 +156,7 @@ def test_documents_are_streamed_part_by_part_and_count_once(src, tmp_path):
     assert list(wanted.corpus_items()) == list(whole.corpus_items())
     assert wanted.fingerprint == whole.fingerprint
     rows.drop(columns="content").to_parquet(other / "documents" / "biology.parquet")
-    with pytest.raises(UserError, match="biology.parquet: column 'content' is missing; found: id"):
+    with pytest.raises(UserError, match="biology.parquet, row 1: column 'content' is missing; found: id"):
         imported(other, tmp_path / "q", task="1")
     assert not (tmp_path / "q" / "biology").exists()
 

@@ -112,7 +112,7 @@ def test_main_scores_and_ties(release, tmp_path):
 
 
 def test_what_does_not_fit_is_said(tmp_path):
-    with pytest.raises(UserError, match="lacks theorem: download MRMRbenchmark/theorem"):
+    with pytest.raises(UserError, match="theorem/qrels has no table of split test"):
         import_mrmr(MrmrOptions(tmp_path, tmp_path / "out", tasks=("theorem",)))
     write(tmp_path / "lost", "design", judged=[("9", "a", 1)])
     with pytest.raises(UserError, match="query '9' is not in query/"):

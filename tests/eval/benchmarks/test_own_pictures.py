@@ -184,7 +184,10 @@ def test_everything_that_is_wrong_is_listed_at_once(photos):
             b"text,right\na, b,key.jpg\n",
             "C2: column C has no heading in C1; a cell that contains ',' needs quotes",
         ),
-        (b"text,image\na,key.jpg\n", "has no column of right answers"),
+        (
+            b"text,image\na,key.jpg\n",
+            r"no column right \(right, right_answer, .* found: text, image; pass field_map=THEIRS=right",
+        ),
         (b"text,right\n", "has no rows"),
     ],
 )

@@ -123,7 +123,9 @@ def test_mmbright_and_pinpoint_are_counted_too(held, tmp_path):
 def test_what_cannot_be_is_refused(tmp_path, capsys):
     assert main(["fetch", "mmebb", f"out={tmp_path}"]) == 2
     assert "did you mean 'mmeb'?" in capsys.readouterr().err
-    with pytest.raises(UserError, match="revision= is for a release in one repository; mmeb2 is in 2"):
+    with pytest.raises(
+        UserError, match="revision= is for a release in one repository; mmeb2 part=image is in 2"
+    ):
         fetch(FetchOptions("mmeb2", tmp_path, revision="main"))
     assert len({_repo_of(name) for name in DOCUMENTS}) == 24
     assert _repo_of("ViDoRe_esg_reports_v2_multilingual") == "vidore/esg_reports_v2"

@@ -237,10 +237,10 @@ def test_the_command_reranks_a_finished_evaluation(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "judged" / "results.json").read_text())["micro"] == before["micro"]
     content["qrels"]["score"][0] = 9
     write_tables(tmp_path / "set", content)
-    with pytest.raises(UserError, match="is not the set that .* was measured on"):
+    with pytest.raises(UserError, match="is not the retrieval set that was measured"):
         rerank_command(RerankOptions(**options, overwrite=True))
     data.rename(tmp_path / "elsewhere")
-    with pytest.raises(UserError, match="the set of .* is no longer at .*: pass set=DIR"):
+    with pytest.raises(UserError, match="retrieval set .* does not exist; if it was moved, pass set=DIR"):
         rerank_command(RerankOptions(**options, overwrite=True))
 
 

@@ -496,7 +496,7 @@ def test_nothing_half_written_looks_complete(set_dir, tmp_path, monkeypatch):
         ({"profile": "paper"}, "profile must be one of clean, official, got 'paper'"),
         (
             {"profile": "official"},
-            "profile=official is what a benchmark's released code computes, so it needs bench",
+            "benchmark=generic has only profile=clean, got profile=official",
         ),
         ({"prompts": "rgee"}, "prompts must be one of plain, rge, got 'rgee'"),
         ({"limit": 0}, "limit must be at least 1, got 0"),

@@ -140,13 +140,13 @@ def edit(monkeypatch):
         ("torch", False, "software.packages.torch"),
         ("eval/scoring/evaluation.py", True, "software.modules.eval.scoring.evaluation"),
         ("threads", True, "machine.threads"),
-        ("eval/pages/cards.py", True, None),  # of the page
+        ("eval/pages/examples.py", True, None),  # of the page
     ],
 )
 def test_embeddings_are_kept_until_what_they_depend_on_changes(
     data, tmp_path, edit, capsys, what, kept, named
 ):
-    for module in ("rge.towers.efficientnet", "rge.model.prompts", "eval.pages.cards"):
+    for module in ("rge.towers.efficientnet", "rge.model.prompts", "eval.pages.examples"):
         importlib.import_module(module)
 
     def again(name):
@@ -294,7 +294,7 @@ def test_old_results_are_read_with_a_warning(data, tmp_path, capsys):
     (one / "results.json").write_text(json.dumps(results | {"code": "1", "versions": {"torch": "1.0"}}))
     compare(CompareOptions(one, two))
     said = capsys.readouterr()
-    assert f"WARNING: {one} was written by an older version, which recorded less" in said.err
+    assert f"WARNING: {one}: this was written by an older version, which recorded less" in said.err
     assert 'versions: torch "1.0" and' in said.out
     compare_runs.main([str(one), str(two)])
     assert f"unknown: software, which {one}/results.json does not record" in capsys.readouterr().out
@@ -313,7 +313,7 @@ def test_an_export_carries_identity_and_warnings(data, tmp_path, capsys):
     assert "WARNING: TRAINED ON THE TEST: 3 pictures" in said
     assert "WARNING: only the first 6 queries were evaluated" in said
     compare(CompareOptions(one, one))
-    assert "WARNING: a and b: only the first 6 queries were evaluated" in capsys.readouterr().err
+    assert "WARNING: only the first 6 queries were evaluated" in capsys.readouterr().err
     assert json.loads(file.read_text())["dataset_revision"] == results["set"]["content"]
 
 

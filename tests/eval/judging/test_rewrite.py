@@ -158,8 +158,8 @@ def test_the_key_of_a_rewriter_is_read_from_the_variable_that_is_named(
     ("given", "message"),
     [
         (("captions", "http://x/v1", "m"), "rewrite must be one of caption, reformulate, got 'captions'"),
-        (("caption", None, "m"), "rewrite=caption needs rewriter=ADDRESS"),
-        ((None, "http://x/v1", None), "need rewrite=caption or rewrite=reformulate"),
+        (("caption", None, "m"), "rewrite=caption or reformulate needs rewriter=ADDRESS"),
+        ((None, "http://x/v1", None), "and these need rewrite="),
     ],
 )
 def test_half_of_what_is_needed_is_named(tmp_path, given, message):

@@ -14,8 +14,8 @@ from eval.__main__ import main
 from eval.benchmarks.published_tables import published
 from eval.benchmarks.releases.mmeb import MmebOptions, import_mmeb
 from eval.commands.run import RunOptions, run
+from eval.pages.boards.comparison import who_wins
 from eval.pages.boards.leaderboard import write_leaderboard
-from eval.pages.boards.side_by_side import who_wins
 from eval.pages.charts import PLOT_WIDTH, Point, scatter
 from eval.pages.wording import percent
 from rge.common.errors import UserError

@@ -577,7 +577,9 @@ def test_what_a_slice_means_is_said_by_the_set_and_by_nobody_else(world):
     assert "Seen pairs: trained. Held\u2011out pairs: trained in <words> only." in caption
     meta["slice_notes"] = {"pair": "trained"}
     (world / "set/meta.json").write_text(json.dumps(meta))
-    with pytest.raises(UserError, match=r"slice_notes must be \{column: \{value: words\}\}"):
+    with pytest.raises(
+        UserError, match=r"slice_notes.pair: Input should be a valid dictionary, got 'trained'"
+    ):
         written(world)
 
 
@@ -770,9 +772,9 @@ def test_a_resumed_step_replaces_and_half_a_last_line_is_dropped(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"step": 1, "loss": NaN}\n', r"m\.jsonl:1: loss must be a finite number, got nan"),
-        ('{"step": 1}\n{"loss": 1}\n', r"m\.jsonl:2 must be a JSON object with a step"),
-        ('{"step": 1\n{"step": 2}\n', r"m\.jsonl:1 is not JSON"),
+        ('{"step": 1, "loss": NaN}\n', r"m\.jsonl, line 1: loss must be a finite number, got nan"),
+        ('{"step": 1}\n{"loss": 1}\n', r"m\.jsonl, line 2 has no step"),
+        ('{"step": 1\n{"step": 2}\n', r"m\.jsonl, line 1: not valid JSON"),
         ("\n", r"m\.jsonl is empty"),
     ],
 )
@@ -783,7 +785,7 @@ def test_bad_logs_are_named_by_line(tmp_path, content, message):
 
 
 def test_a_missing_log_is_named(tmp_path):
-    with pytest.raises(UserError, match=r"training log .*gone\.jsonl cannot be read: No such file"):
+    with pytest.raises(UserError, match=r"gone\.jsonl cannot be read: No such file"):
         read_training_logs([tmp_path / "gone.jsonl"])
 
 
@@ -837,7 +839,7 @@ def test_a_set_whose_place_is_not_recorded_is_asked_for(world, monkeypatch):
     monkeypatch.chdir(world / "set")
     for folder in (world / "out").iterdir():
         edit(folder, lambda r: r["set"].pop("path"))
-    with pytest.raises(UserError, match="does not record the location of the retrieval set: pass set=DIR"):
+    with pytest.raises(UserError, match="does not exist; if it was moved, pass set=DIR"):
         written(world)
 
 
@@ -865,7 +867,7 @@ def test_evaluations_of_different_queries_are_refused(world):
 def test_a_set_that_changed_since_is_refused(world):
     for folder in [*(world / "out").iterdir(), world / "none/direct-both"]:
         edit(folder, lambda r: r["set"].update(fingerprint="f" * 64))
-    with pytest.raises(UserError, match="is not the one that .* was measured on"):
+    with pytest.raises(UserError, match="is not the retrieval set that was measured"):
         written(world)
 
 
@@ -913,7 +915,7 @@ def test_unknown_metric_names_those_there_are(world):
 
 
 def test_a_baseline_is_one_evaluation(world):
-    with pytest.raises(UserError, match="holds 4: pass one of direct-both"):
+    with pytest.raises(UserError, match="holds 4 evaluations: pass one of direct-both"):
         written(world, baseline=(f"other:{world / 'out'}",))
     with pytest.raises(UserError, match="must be unique, got 'Direct' twice"):
         written(world, baseline=(f"Direct:{world / 'none'}",))

@@ -225,15 +225,15 @@ def _columns(table, **columns):
         ),
         (
             _columns("excluded", query_id=["q1"], corpus_id=["b"]),
-            "excluded.parquet: 'b' is a positive of query 'q1'",
+            "excluded.parquet: 'b', a positive of query 'q1', is listed",
         ),
         (
             _columns("candidates", query_id=["q1", "q1"], corpus_id=["b", "c"]),
-            "candidates.parquet: query 'q2' has no candidates",
+            "candidates.parquet: 'a', a positive of query 'q2', is not listed",
         ),
         (
             _columns("candidates", query_id=["q1", "q1", "q2"], corpus_id=["b", "a", "a"]),
-            "candidates.parquet: positive 'c' of query 'q1' is not among them",
+            "candidates.parquet: 'c', a positive of query 'q1', is not listed",
         ),
     ],
 )
@@ -289,14 +289,15 @@ def test_a_changed_set_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("meta", "message"),
     [
-        ("[]", "'name' must be a string"),
-        ('{"name": "x", "fingerprint": 3}', "'fingerprint' must be a string"),
-        ("{", "meta.json is not JSON"),
+        ("[]", "Input should be a valid dictionary"),
+        ("{}", "name: Field required"),
+        ('{"name": "x", "fingerprint": 3}', "fingerprint: Input should be a valid string, got 3"),
+        ("{", "meta.json cannot be read: Expecting property name"),
         (
             '{"name": "x", "fingerprint": "y", "report_by": "pair"}',
-            "report_by must be a list of query columns",
+            "report_by: Input should be a valid list, got 'pair'",
         ),
-        ('{"name": "x", "notes": "old"}', "notes must be a list of sentences, got 'old'"),
+        ('{"name": "x", "notes": "old"}', "notes: Input should be a valid list, got 'old'"),
         (None, "meta.json cannot be read"),
     ],
 )
@@ -318,7 +319,7 @@ def test_files_that_are_missing_empty_or_no_parquet(tmp_path):
     with pytest.raises(SetError, match="corpus.parquet has no rows"):
         load_set(path)
     (path / "corpus.parquet").write_bytes(b"id,text\n")
-    with pytest.raises(SetError, match="corpus.parquet is not a Parquet file"):
+    with pytest.raises(SetError, match="corpus.parquet cannot be read as Parquet"):
         load_set(path)
     (path / "corpus.parquet").unlink()
     with pytest.raises(SetError, match="corpus.parquet cannot be read"):

@@ -201,7 +201,7 @@ def test_evaluations_with_vllm_rank_as_with_our_own_engine(checkpoint, tmp_path)
 
 def test_engine_vllm_is_for_our_checkpoints_and_computes_no_row_alone(lively_path, tmp_path):
     checkpoint = exported(tmp_path / "final", lively_path)
-    with pytest.raises(UserError, match="engine=vllm is for checkpoints of rge, but .* is loaded as qwen-vl"):
+    with pytest.raises(UserError, match="engine=vllm is for adapter=rge, but .* is loaded as qwen-vl"):
         load_model(checkpoint, adapter="qwen-vl", engine="vllm")
     set_dir = ROOT / "data_prep/demo/data/test"
     options = RunOptions(

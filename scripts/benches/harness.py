@@ -44,12 +44,17 @@ def medians(found: Mapping[str, list[float]]) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in found.items()}
 
 
-def show(rows: Mapping[str, Mapping[str, object]], over: str = "") -> None:
-    """Print figures, a line for each name; with ``over``, also as multiples of that line's."""
+Rows = dict[str, dict[str, float]]
+"""Figures by line and column of a table."""
+
+
+def show(rows: Rows, over: str = "") -> Rows:
+    """Print figures, a line for each name; with ``over``, also as multiples of that line's. Returns them."""
     table = pd.DataFrame.from_dict(rows, orient="index")
     if over:
         table = table.join(table / table.loc[over], rsuffix=f" / {over}")
     print(table.to_string(float_format=_in_digits, na_rep=""), flush=True)
+    return rows
 
 
 def _in_digits(value: float) -> str:

@@ -28,7 +28,7 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import Field
 
-from benches.harness import show
+from benches.harness import Rows, show
 from eval.sets.retrieval_set import load_set
 from rge.common.errors import UserError
 from rge.common.files import find_shipped
@@ -47,7 +47,7 @@ class Options:
     """Checkpoint directory, or ``demo``."""
     engines: tuple[str, ...] = ("own",)
     """own and/or vllm."""
-    clients: tuple[str, ...] = ("1", "16", "1000")
+    clients: tuple[Annotated[int, Field(ge=1, le=4000)], ...] = (1, 16, 1000)
     """Numbers of concurrent clients, one row of the table each."""
     requests: AtLeastOne = 480
     """Requests per row; a tenth of it with one client, and one per client if there are more clients."""
@@ -57,12 +57,9 @@ class Options:
     """Instead: recall of the embedding types of /v2/embed."""
 
 
-def measure(options: Options) -> dict:
+def measure(options: Options) -> Rows:
     """Measure and print."""
     one_of("engines", options.engines, ("own", "vllm"))
-    counts = [int(count) for count in options.clients]
-    if not all(1 <= count <= 4000 for count in counts):
-        raise UserError("clients must be between 1 and 4000")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
@@ -71,7 +68,7 @@ def measure(options: Options) -> dict:
     embedder = Embedder.from_pretrained(options.checkpoint)
     if options.types:
         return _types(embedder)
-    items = load_set(find_shipped(SET)).query_items("both")[: max(options.requests, *counts)]
+    items = load_set(find_shipped(SET)).query_items("both")[: max(options.requests, *options.clients)]
     bodies = [_body(item) for item in items]
     few = max(options.requests // 10, 1)
 
@@ -80,11 +77,11 @@ def measure(options: Options) -> dict:
         return embedder.encode_query(item.text, list(item.images), instruction=item.instruction or "")
 
     loop(0)
-    rows: dict[str, dict[str, float]] = {}
+    rows: Rows = {}
     for engine in options.engines:
         with _server(options.checkpoint, engine) as (port, cpu):
             asyncio.run(_load(port, bodies[:32], 16, options.limit_s))  # warm
-            for count in counts:
+            for count in options.clients:
                 if count == 1:
                     rows |= _in_turns(loop, bodies[:few], port, cpu, engine)
                     continue
@@ -100,8 +97,7 @@ def measure(options: Options) -> dict:
                     - min((answer[1] @ expected for answer, expected in pairs if answer), default=0),
                 }
     print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
-    show(rows)
-    return {"lost": sum(row.get("lost", 0) for row in rows.values())}
+    return show(rows)
 
 
 def _row(seconds: float, times: list[float]) -> dict[str, float]:
@@ -207,7 +203,7 @@ async def _load(
     return found
 
 
-def _types(embedder: Any) -> dict:
+def _types(embedder: Any) -> Rows:
     """Recall of coarser embeddings: of the right documents, and of the ten nearest by float32."""
     from rge.serving.protocols import encode_embeddings
 
@@ -238,5 +234,4 @@ def _types(embedder: Any) -> dict:
         kept = np.mean([len({*a} & {*b}) / 10 for a, b in zip(ranked, nearest, strict=True)])
         found[kind] = {"recall@1": float(recalls[0]), "recall@10": float(recalls[1]), "kept": float(kept)}
         found[kind]["bytes"] = size * pool.shape[1]
-    show(found)
-    return found
+    return show(found)

@@ -201,8 +201,7 @@ def main(arguments: list[str]) -> int:
 
 def children_cpu() -> float:
     """CPU seconds of all child processes that have ended."""
-    spent = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return spent.ru_utime + spent.ru_stime
+    return sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
 
 
 class Progress:

@@ -48,7 +48,7 @@ from rge.common.errors import UserError  # noqa: E402
 from rge.common.files import write_text  # noqa: E402
 from rge.common.options import one_of, parse_options  # noqa: E402
 from rge.common.schema import Item  # noqa: E402
-from rge.config import Recipe, load_recipe  # noqa: E402
+from rge.config import AtLeastOne, load_recipe  # noqa: E402
 from rge.data.collate import Batch  # noqa: E402
 from rge.distributed.transfer import moved  # noqa: E402
 from rge.model import embedding_model, fused, varlen, vision_tower  # noqa: E402
@@ -93,10 +93,10 @@ class Options:
 
     out: Path = Path("gpu_check")
     recipe: str = "qwen25vl_3b"
-    steps: int = 20
-    queries: int = 64
-    against: int = 16
-    micro_batch: int = 8
+    steps: AtLeastOne = 20
+    queries: AtLeastOne = 64
+    against: AtLeastOne = 16
+    micro_batch: AtLeastOne = 8
     fused_kernels: Literal["auto", "liger", "none"] = "auto"
     checks: tuple[str, ...] = ("all",)
     rehearse: bool = False
@@ -123,7 +123,7 @@ class Machine:
     def __init__(self, options: Options):
         self.options, self.gpus = options, torch.cuda.device_count() if torch.cuda.is_available() else 0
         self.device = torch.device("cuda:0" if self.gpus and not options.rehearse else "cpu")
-        self.recipe: Recipe = load_recipe([f"recipe={options.recipe}"])
+        self.recipe = load_recipe([f"recipe={options.recipe}"])
 
     @property
     def on_gpu(self) -> bool:
@@ -405,9 +405,7 @@ def check_against(machine: Machine) -> Figures:
     embedder, side, rationale = recipe_embedder(machine)
     queries, micro = (options.against, options.micro_batch) if machine.on_gpu else (4, 2)
     batch = random_batch(machine, embedder, queries, side, rationale)
-    recipe = machine.recipe
-    objective = Objective(recipe.loss.alpha_lm, recipe.loss.alpha_con, recipe.loss.temperature)  # type: ignore[arg-type]
-    setting = forms.Setting("recipe", embedder, batch, objective, [], rationale)
+    setting = forms.Setting(embedder, batch, Objective.of(machine.recipe, "joint"), [], rationale)
     given = [written.ids for written in forms.our_rollout(setting)]
     figures: dict[str, Any] = {"queries": queries, "tokens of a query's prompt": len(batch.queries[0])}
 
@@ -469,7 +467,7 @@ def check_training(machine: Machine) -> Figures:
         queries, micro, steps = min(queries, 4), min(micro, 2), min(steps, 3)
     batch = random_batch(machine, embedder, queries, side, rationale)
     optimizer = torch.optim.AdamW(embedder.parameters(), lr=1e-6, weight_decay=0.0)
-    objective = Objective(recipe.loss.alpha_lm, recipe.loss.alpha_con, recipe.loss.temperature)  # type: ignore[arg-type]
+    objective = Objective.of(recipe, "joint")
     if machine.on_gpu:
         torch.cuda.reset_peak_memory_stats()
     whole, rollouts, losses = [], [], []
@@ -655,9 +653,6 @@ def main(argv: list[str]) -> int:
     """Run the checks and write both files."""
     options = parse_options(Options, argv)
     one_of("checks", options.checks, [*CHECKS, "all"])
-    for name in ("steps", "queries", "against", "micro_batch"):
-        if getattr(options, name) < 1:
-            raise UserError(f"{name} must be at least 1, got {getattr(options, name)}")
     machine = Machine(options)
     if not machine.gpus and not options.rehearse:
         raise UserError(

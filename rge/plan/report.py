@@ -8,7 +8,7 @@ report lists changes that would make it fit.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -345,27 +345,28 @@ def advice(
 ) -> list[str]:
     """Single changes that would make it fit, the least intrusive first."""
     lines = []
-    for changes in _changes(recipe, options):
-        for line, changed, others in changes:
+    for key, values, about in _changes(recipe, options):
+        for value in values:
+            changed, others = _changed(recipe, options, key, value)
             load = load_of(changed, shapes, others, longest)
             try:
                 way, _ = decided(changed, shapes, load, setup_of(changed, model, others), room)
             except RecipeError:
                 continue
             if way.fits(room):
-                lines.append(line)
+                lines.append(f"{key}={str(value).lower()}{about}")
                 break
     return lines
 
 
-def _changes(recipe: Recipe, options: PlanOptions) -> Iterator[list[tuple[str, Recipe, PlanOptions]]]:
-    """Changes to try, by kind: a description, and the changed recipe and options."""
+def _changes(recipe: Recipe, options: PlanOptions) -> list[tuple[str, Sequence[Any], str]]:
+    """Keys of the recipe or of the plan, their values to try, and what else changes."""
     model, back_end = recipe.model, options.back_end or recipe.train.back_end
     batch_size, on_gpu = getattr(recipe, options.for_).batch_size, not options.cpu
     doubled = [options.num_gpus << shift for shift in range(1, 11)]
     more_gpus = [number for number in doubled if number <= min(1024, batch_size)]
     whole = not model.freeze_vision and model.lora is None
-    kinds: list[tuple[str, list[Any], str]] = [
+    return [
         ("train.micro_batch_size", _halves(recipe.train.micro_batch_size), ": the result stays the same"),
         (
             "model.gradient_checkpointing",
@@ -381,10 +382,6 @@ def _changes(recipe: Recipe, options: PlanOptions) -> Iterator[list[tuple[str, R
         ("num_gpus", more_gpus * on_gpu, ""),
         ("model.freeze_vision", [True] * whole, ": the vision tower is not trained"),
     ]
-    for key, values, about in kinds:
-        yield [
-            (f"{key}={str(value).lower()}{about}", *_changed(recipe, options, key, value)) for value in values
-        ]
 
 
 def _halves(size: int) -> list[int]:

@@ -64,7 +64,6 @@ class Sizes:
 class Setting:
     """A random model, and the batch and losses of a step."""
 
-    name: str
     embedder: EmbeddingModel  # float32
     batch: Batch
     objective: Objective
@@ -104,17 +103,13 @@ def demo_setting(_: Sizes) -> Setting:
     embedder = EmbeddingModel(random_backbone(texts, sizes, **pixels)).eval()
     files = [open_records(source, need_rationale=True) for source in stage.sources]
     weights = [source.weight for source in stage.sources]
-    loss = recipe.loss
-    objective = Objective(
-        loss.alpha_lm, loss.alpha_con, loss.temperature, lm_on_candidates=loss.lm_on_candidates
-    )
     builder = PromptBuilder(embedder.processor, recipe.data.profile, recipe.data.max_prompt_tokens)
     mixture = Mixture([len(file) for file in files], weights, stage.batch_size, seed=0)
     batch = StepBatches(files, mixture, builder, recipe.data, rank=0, world_size=1)[0]
     cap = recipe.rollout.max_new_tokens
     # Own rationales as long as other records' oracles: the lengths that a trained model writes.
     lengths = [min(len(ids) - 1, cap - 1) for ids in batch.oracle_ids]
-    return Setting("demo", embedder, batch, objective, lengths[1:] + lengths[:1], cap)
+    return Setting(embedder, batch, Objective.of(recipe, "joint"), lengths[1:] + lengths[:1], cap)
 
 
 def long_setting(options: Sizes, sizes: dict | None = None) -> Setting:
@@ -162,8 +157,7 @@ def long_setting(options: Sizes, sizes: dict | None = None) -> Setting:
     high = min(embedder.suppressed_ids)
     oracle_ids = [[*rng.integers(0, high, length).tolist(), embedder.emb_id] for length in lengths()]
     batch = make_batch(queries, [[candidate] for candidate in candidates], oracle_ids)
-    objective = Objective(1 / 11, 10 / 11)
-    return Setting("long", embedder, batch, objective, lengths(), options.rationale_tokens)
+    return Setting(embedder, batch, Objective(1 / 11, 10 / 11), lengths(), options.rationale_tokens)
 
 
 SETTINGS: dict[str, Callable[[Sizes], Setting]] = {"demo": demo_setting, "long": long_setting}

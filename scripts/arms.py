@@ -269,9 +269,8 @@ class Results:
         self.study = study
         self.kept: dict[str, dict[str, Any]] = {"queries": {}, "runs": {}}
         for file in (kept, study.out / KEPT):
-            if file is not None and file.is_file():
-                for part, found in json.loads(file.read_text()).items():
-                    self.kept[part] |= found
+            for part, found in ((file and read_json(file)) or {}).items():
+                self.kept[part] |= found
         self.read: dict[tuple[str, int, str], tuple[str, pd.DataFrame] | None] = {}
 
     def of(self, name: str, seed: int, set_name: str) -> tuple[str, pd.DataFrame] | None:

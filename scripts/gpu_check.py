@@ -32,6 +32,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
+from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -286,19 +287,16 @@ def check_kept(machine: Machine) -> Figures:
     embedder = small_embedder(machine, machine.dtype, "varlen")
     batch = random_batch(machine, embedder, 16)
     expected, figures = torch.empty(0), {}
-    least, embedding_model.LEAST_BYTES = embedding_model.LEAST_BYTES, 2**12  # the small model's are small
-    try:
-        for keep in ("none", "device", "host"):
+    for keep in ("none", "device", "host"):
+        with patch.object(embedding_model, "LEAST_BYTES", 2**12):  # the small model's are small
             _one_step(machine, embedder, batch, keep)
             report, gradient = _one_step(machine, embedder, batch, keep)
-            figures |= {f"{name}, {keep}": report[name] for name in ("s", "loss", "GiB") if name in report}
-            if keep == "none":
-                expected = gradient
-                continue
-            difference = float((gradient - expected).norm() / expected.norm())
-            figures[f"difference of the gradient, {keep}"] = difference
-    finally:
-        embedding_model.LEAST_BYTES = least
+        figures |= {f"{name}, {keep}": report[name] for name in ("s", "loss", "GiB") if name in report}
+        if keep == "none":
+            expected = gradient
+            continue
+        difference = float((gradient - expected).norm() / expected.norm())
+        figures[f"difference of the gradient, {keep}"] = difference
     if machine.on_gpu and figures["GiB, host"] >= figures["GiB, device"]:
         raise AssertionError(f"nothing was kept in main memory: {figures}")
     most = 0.05 if machine.on_gpu else 1e-5
@@ -313,19 +311,16 @@ def check_fused(machine: Machine) -> Figures:
     """A small model's step with fused kernels against one without: bfloat16 weights, and float32 weights under autocast."""
     if not machine.on_gpu or not fused.wanted(machine.options.fused_kernels):
         raise NotRun("liger-kernel is not installed" if machine.on_gpu else "fused kernels need a GPU")
-    figures, least = {}, fused.LEAST
+    figures = {}
     for dtype in (torch.bfloat16, torch.float32):
         embedder = small_embedder(machine, dtype, "varlen")
         batch = random_batch(machine, embedder, 5)
-        try:
-            with torch.autocast("cuda", torch.bfloat16, enabled=dtype == torch.float32):
-                fused.LEAST = 2**62
+        with torch.autocast("cuda", torch.bfloat16, enabled=dtype == torch.float32):
+            with patch.object(fused, "LEAST", 2**62):
                 report, expected = _one_step(machine, embedder, batch)
-                fused.LEAST = 0
-                fused._verified.clear()
+            fused._verified.clear()
+            with patch.object(fused, "LEAST", 0):
                 report_fused, found = _one_step(machine, embedder, batch)
-        finally:
-            fused.LEAST = least
         kinds = {kind for kind, *_ in fused._verified}
         if len(kinds) < 3:
             raise AssertionError(f"only these kernels were used with weights in {dtype}: {sorted(kinds)}")

@@ -48,7 +48,7 @@ from data_prep.demo.build import write_mixed, write_rotated
 from data_prep.study.build import build
 from rge.common.commands import start
 from rge.common.errors import UserError
-from rge.common.files import write_text
+from rge.common.files import read_json, write_json, write_text
 from rge.common.options import HELP, one_of, parse_options
 from rge.config import AtLeastOne, load_recipe
 from rge.stats.intervals import index_of
@@ -272,11 +272,9 @@ def eyes(options: Options) -> Finding:
 
     def reading() -> list[str]:
         if not place.is_file() and backbone.is_dir() and not options.collect:
-            found = read_pictures(backbone, options.out / "data" / "valid" / "hidden_100")
-            write_text(place, json.dumps(found, indent=1))
-        if not place.is_file():
+            write_json(place, read_pictures(backbone, options.out / "data" / "valid" / "hidden_100"))
+        if (found := read_json(place)) is None:
             return ["Not run yet."]
-        found = json.loads(place.read_text())
         rows = [(name, str(number), f"{100 * share:.1f}") for name, (number, share) in found.items()]
         return markdown(["of validation pictures", "values", "read right, %"], rows)
 
@@ -383,10 +381,10 @@ def figure_4(options: Options) -> Finding:
     def figures() -> list[str]:
         gains, hits = [], []
         for name, (words, _) in diagnoses.items():
-            place = options.out / "diagnoses" / name / f"{words[0]}.json"
-            if not place.is_file():
+            found = read_json(options.out / "diagnoses" / name / f"{words[0]}.json")
+            if found is None:
                 continue
-            found, label = json.loads(place.read_text()), name.partition("_")[2]
+            label = name.partition("_")[2]
             if words[0] == "leakage":
                 kinds = ("right", "wrong query", "own rationale")
                 gains.append((label, "; ".join(f"{found['gain'][kind]:.2f}" for kind in kinds)))
@@ -749,11 +747,10 @@ def ablated(study: Study, options: Options) -> list[str]:
     """Cost of swapping, zeroing, averaging or shuffling the think tokens' states, seed 0."""
     rows = []
     for name in LATENTS:
-        place = study.out / "diagnoses" / f"{name}_{options.on}" / "sensitivity.json"
-        if place.is_file():
-            for kind, row in json.loads(place.read_text())["conditions"].items():
-                difference, cosine = percent(*row["difference"], "+"), f"{row['cosine']:.3f}"
-                rows.append((f"{name}, {kind}", f"{100 * row['hit@1'][0]:.1f}", difference, cosine))
+        found = read_json(study.out / "diagnoses" / f"{name}_{options.on}" / "sensitivity.json") or {}
+        for kind, row in found.get("conditions", {}).items():
+            difference, cosine = percent(*row["difference"], "+"), f"{row['cosine']:.3f}"
+            rows.append((f"{name}, {kind}", f"{100 * row['hit@1'][0]:.1f}", difference, cosine))
     head = ["Think tokens replaced, seed 0 (`rge diagnose sensitivity mode=latent`)", ""]
     return [*head, *markdown(["arm", "hit@1, %", "over own", "cosine to own"], rows)] if rows else []
 

@@ -22,13 +22,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 from pydantic import Field
 
-from benches.harness import Rows, show
+from benches.harness import Rows, in_turns, show
 from eval.sets.retrieval_set import load_set
 from rge.common.errors import UserError
 from rge.common.files import find_shipped
@@ -107,7 +108,7 @@ def _row(seconds: float, times: list[float]) -> dict[str, float]:
 
 def _in_turns(
     loop: Callable[[int], np.ndarray], bodies: list[bytes], port: int, cpu: Callable[[], float], engine: str
-) -> dict[str, dict[str, float]]:
+) -> Rows:
     """One query by the loop, one by the server, and so on."""
     connection = http.client.HTTPConnection("127.0.0.1", port)
 
@@ -116,24 +117,19 @@ def _in_turns(
         answer = json.loads(connection.getresponse().read())
         return np.frombuffer(base64.b64decode(answer["data"][0]["embedding"]), "<f4")
 
-    sides = {
-        f"loop over encode_query, beside {engine}": (loop, time.process_time),
-        f"rge serve engine={engine}, 1 client": (ask, cpu),
-    }
-    times: dict[str, list[float]] = {name: [] for name in sides}
-    used = dict.fromkeys(times, 0.0)
-    worst = 1.0
-    for row in range(len(bodies)):
-        found = []
-        for name, (encode, clock) in sides.items():
-            began, before = time.perf_counter(), clock()
-            found.append(encode(row))
-            times[name].append(time.perf_counter() - began)
-            used[name] += clock() - before
-        worst = min(worst, float(found[0] @ found[1]))
+    looped, served = f"loop over encode_query, beside {engine}", f"rge serve engine={engine}, 1 client"
+    sides = {looped: loop, served: ask}
+    found: dict[str, list[np.ndarray]] = {name: [] for name in sides}
+
+    def embed_next(name: str) -> None:
+        found[name].append(sides[name](len(found[name])))
+
+    work = {name: partial(embed_next, name) for name in sides}
+    wall, used = in_turns(work, len(bodies), cpu_clocks={served: cpu})
+    cosines = [float(a @ b) for a, b in zip(found[looped], found[served], strict=True)]
     return {
-        name: _row(sum(times[name]), times[name])
-        | {"CPU ms a query": used[name] * 1000 / len(bodies), "1 - least cosine": 1 - worst}
+        name: _row(sum(wall[name]), wall[name])
+        | {"CPU ms a query": 1000 * sum(used[name]) / len(bodies), "1 - least cosine": 1 - min(1.0, *cosines)}
         for name in sides
     }
 

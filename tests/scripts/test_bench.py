@@ -4,6 +4,7 @@ import base64
 import http.server
 import importlib
 import json
+import re
 import sys
 import threading
 import time
@@ -32,14 +33,17 @@ def bench(monkeypatch):
     return importlib.import_module("bench")
 
 
-def test_every_bench_has_options_and_measures(bench):
+def test_every_bench_has_options_and_measures(bench, capsys):
     given = {"serving": ["checkpoint=demo"]}
-    for name in bench.NAMES:
+    for name in bench.BENCHES:
         module = importlib.import_module(f"benches.{name}")
         assert callable(module.measure)
         parse_options(module.Options, given.get(name, []))
-    with pytest.raises(UserError, match=r"name a bench:\n  data_prep +Time and memory"):
+    with pytest.raises(UserError, match="unknown command 'serve'; did you mean serving"):
+        bench.main(["serve"])
+    with pytest.raises(SystemExit):
         bench.main([])
+    assert re.search(r"\n  data_prep +Time and memory", capsys.readouterr().out)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -268,8 +268,8 @@ class Results:
         """``kept``: a committed ``kept.json``, used for runs that the study's folder lacks."""
         self.study = study
         self.kept: dict[str, dict[str, Any]] = {"queries": {}, "runs": {}}
-        for file in (kept, study.out / KEPT):
-            for part, found in ((file and read_json(file)) or {}).items():
+        for file in filter(None, (kept, study.out / KEPT)):
+            for part, found in (read_json(file) or {}).items():
                 self.kept[part] |= found
         self.read: dict[tuple[str, int, str], tuple[str, pd.DataFrame] | None] = {}
 

@@ -4,18 +4,9 @@
         init=runs/demo/cold_start/final set=data_prep/demo/data/test out=runs/ablate_anchor \
         with.none='loss.ratio=none joint.lr=2e-3 loss.temperature=0.05'
 
-Every run trains one stage of the recipe (the joint stage unless ``stage=rl``) from the same `init`, with ``train.seed`` 0, 1, ....
-``with.VALUE`` adds overrides to one arm; any other ``key=value`` goes to every run. All arms are checked before the first run
-starts. Stop it at any time: the same command skips finished runs and resumes the rest. Started in several terminals, it makes
-several runs at a time.
-
-Job arrays: ``index=5`` makes only the sixth run (``index=$SLURM_ARRAY_TASK_ID``), and ``list=true`` prints the list. The same command
-with ``collect=true`` then writes the tables. ``launcher`` is the command before ``rge/train.py``, such as an `accelerate launch` line.
-Paths are relative to the working directory.
-
-Written to ``out``: ``table.md``, ``table.csv``, ``table.tex``, ``table.json`` and ``plot.svg``. Tables have each arm's mean over seeds
-and its paired difference from the first arm, with 95 % intervals over seeds and groups of queries together. On a suite such as MMEB's,
-means are over members. The last line printed is ``table.json``.
+Every run trains one stage of the recipe from the same `init`, with ``train.seed`` 0, 1, .... ``with.VALUE`` adds overrides to one arm;
+any other ``key=value`` goes to every run. The same command skips finished runs and resumes the rest; started in several terminals, it
+makes several runs at a time. Paths are relative to the working directory. See docs/ablations.md for job arrays, launchers and the tables.
 """
 
 import json
@@ -86,10 +77,6 @@ class Options:
     """Command before rge/train.py; empty: accelerate as configured, or two processes if there is no GPU."""
 
 
-class SweepError(UserError):
-    """The sweep is invalid, or its runs are missing."""
-
-
 def main(arguments: list[str]) -> None:
     """Make the missing runs, then write tables and plot."""
     refuse_launcher("scripts/ablate.py")
@@ -100,8 +87,7 @@ def main(arguments: list[str]) -> None:
     if options.list:
         for number, (arm, seed) in enumerate(runs):
             state = "finished" if study.is_finished(arm, seed) else "open"
-            value = values[study.arms.index(arm)]
-            print(f"{number}\t{key}={value}\tseed {seed}\t{state}\t{study.folder(arm, seed)}")
+            print(f"{number}\t{arm.overrides[0]}\tseed {seed}\t{state}\t{study.folder(arm, seed)}")
         return
     if not options.collect:
         check_places(options)
@@ -110,7 +96,7 @@ def main(arguments: list[str]) -> None:
         return
     if missing := [number for number, run in enumerate(runs) if not study.is_finished(*run)]:
         folder = study.folder(*runs[missing[0]])
-        raise SweepError(
+        raise UserError(
             f"{len(missing)} of {len(runs)} runs are not finished, e.g. index={missing[0]} ({folder}); run them first"
         )
     write_tables(study, key, values, options)
@@ -136,7 +122,7 @@ def parse_sweep(sweep: str) -> tuple[str, list[str]]:
     """``loss.ratio=[1:1,1:10]`` as key and values. Commas inside brackets belong to a value."""
     key, mark, inside = sweep.partition("=")
     if not mark or not (inside.startswith("[") and inside.endswith("]")):
-        raise SweepError(f"sweep must be KEY=[VALUE,VALUE,...], got {sweep!r}")
+        raise UserError(f"sweep must be KEY=[VALUE,VALUE,...], got {sweep!r}")
     values, depth = [""], 0
     for letter in inside[1:-1]:
         depth += (letter in "[{") - (letter in "]}")
@@ -146,11 +132,11 @@ def parse_sweep(sweep: str) -> tuple[str, list[str]]:
             values[-1] += letter
     values = [value.strip() for value in values]
     if "" in values:
-        raise SweepError(f"sweep must be KEY=[VALUE,VALUE,...] without empty values, got {sweep!r}")
+        raise UserError(f"sweep must be KEY=[VALUE,VALUE,...] without empty values, got {sweep!r}")
     folders: dict[str, str] = {}
     for value in values:
         if (name := folder_name(value)) in folders:
-            raise SweepError(
+            raise UserError(
                 f"{folders[name]} and {value} of the sweep are the same run, or would be written to the same folder {name}"
             )
         folders[name] = value
@@ -167,14 +153,14 @@ def plan(
 ) -> tuple[Options, Study]:
     """The options with defaults filled in, and a study with one arm per value; an error if the recipe refuses one of them."""
     if unknown := [value for value in arms if value not in values]:
-        raise SweepError(f"with.{unknown[0]} names no value of the sweep: {', '.join(values)}")
+        raise UserError(f"with.{unknown[0]} names no value of the sweep: {', '.join(values)}")
     options = complete(options, key, load_recipe([f"recipe={options.recipe}"]).out)
     recipe = (f"recipe={options.recipe}", f"init={options.init}")
     runs = []
     for value in values:
         overrides = (f"{key}={value}", *extra, *arms.get(value, []))
         if fixed := [word for word in overrides if split_word(word)[0] == "train.seed"]:
-            raise SweepError(
+            raise UserError(
                 f"{fixed[0]} would make every seed of an arm the same run: leave it out, and give seeds=N"
             )
         load_recipe([*recipe, f"stage={options.stage}", f"out={options.out}", *overrides])
@@ -192,7 +178,7 @@ def plan(
 def complete(options: Options, key: str, recipe_out: str) -> Options:
     """Fill in defaults: the recipe's own checkpoint of the stage before, the demo's test set, a folder named after the key."""
     if not options.set and options.recipe != "demo":
-        raise SweepError("set= must be given: the retrieval set that every run is evaluated on")
+        raise UserError("set= must be given: the retrieval set that every run is evaluated on")
     return replace(
         options,
         init=options.init or f"{recipe_out}/{BEFORE[options.stage]}/final",
@@ -206,7 +192,7 @@ def chosen(options: Options, runs: list[tuple[Arm, int]]) -> list[tuple[Arm, int
     if options.index is None:
         return runs
     if not 0 <= options.index < len(runs):
-        raise SweepError(
+        raise UserError(
             f"index must be 0 to {len(runs) - 1}, since the sweep has {len(runs)} runs "
             f"(a Slurm array: --array=0-{len(runs) - 1}); got {options.index}"
         )
@@ -219,12 +205,12 @@ def check_places(options: Options) -> None:
     if is_suite(place):
         load_suite(place)
     elif not (place / "queries.parquet").is_file():
-        raise SweepError(
+        raise UserError(
             f"set={options.set} is no retrieval set (no queries.parquet) and no suite (no suite.json)"
         )
     init = options.init
     if not Path(init).is_dir() and init.count("/") != 1:  # one slash: may be a hub id
-        raise SweepError(
+        raise UserError(
             f"init={init} does not exist; train it with "
             f"`accelerate launch rge/train.py recipe={options.recipe} stage={BEFORE[options.stage]}`, or name a checkpoint"
         )
@@ -253,10 +239,10 @@ def write_tables(study: Study, key: str, values: list[str], options: Options) ->
             folder = study.folder(arm, seed)
             then = json.loads((folder / "arm.json").read_text())
             if other := sorted({*study.words(arm, seed), f"out={folder}"}.symmetric_difference(then)):
-                raise SweepError(f"{folder} was trained with other settings, then or now: {', '.join(other)}")
+                raise UserError(f"{folder} was trained with other settings, then or now: {', '.join(other)}")
             _, frame = results.of(arm.name, seed, "")  # type: ignore[misc]  # every run is finished
             if missing := [metric for metric in options.metrics if metric not in frame]:
-                raise SweepError(
+                raise UserError(
                     f"{study.evaluation(arm, seed, '')} was not evaluated for {missing[0]}; "
                     f"there are: {', '.join(map(str, frame.columns))}"
                 )

@@ -198,7 +198,7 @@ def _held(folder: Path, wait: bool) -> Iterator[bool]:
 
 
 def _train(study: Study, arm: Arm, seed: int, folder: Path) -> None:
-    steps = [f"{arm.stage}.steps={equal_steps(study, arm)}"] if arm.flops_of else []
+    steps = [f"{arm.stage}.steps={steps_of(study, arm)}"] if arm.flops_of else []
     train = [*study.words(arm, seed), f"out={folder}", *steps]
     note, command = folder / "arm.json", json.dumps(train, indent=1)
     if not note.is_file() or note.read_text() != command:
@@ -243,16 +243,12 @@ def flops_per_step(study: Study, arm: Arm) -> float:
     return found["flops_per_step"]
 
 
-def equal_steps(study: Study, arm: Arm) -> int:
-    """Most steps that cost no more FLOPs than those of the arm named by `Arm.flops_of`."""
-    other = study.by_name[arm.flops_of]
-    return max(1, int(steps_of(study, other) * flops_per_step(study, other) // flops_per_step(study, arm)))
-
-
 def steps_of(study: Study, arm: Arm) -> int:
-    """Steps of an arm's stage."""
+    """Steps of an arm's stage: the recipe's, or the most that cost no more FLOPs than those of the arm `Arm.flops_of`."""
     if arm.flops_of:
-        return equal_steps(study, arm)
+        other = study.by_name[arm.flops_of]
+        total = steps_of(study, other) * flops_per_step(study, other)
+        return max(1, int(total // flops_per_step(study, arm)))
     steps = getattr(load_recipe(study.words(arm, 0)), arm.stage).steps
     if steps is None:
         raise UserError(f"{arm.name}: {arm.stage}.steps must be given for FLOPs to be set equal")
@@ -272,10 +268,9 @@ class Results:
         """``kept``: a committed ``kept.json``, used for runs that the study's folder lacks."""
         self.study = study
         self.kept: dict[str, dict[str, Any]] = {"queries": {}, "runs": {}}
-        for file in (kept, study.out / KEPT):
-            if file is not None and file.is_file():
-                for part, found in json.loads(file.read_text()).items():
-                    self.kept[part] |= found
+        for file in filter(None, (kept, study.out / KEPT)):
+            for part, found in (read_json(file) or {}).items():
+                self.kept[part] |= found
         self.read: dict[tuple[str, int, str], tuple[str, pd.DataFrame] | None] = {}
 
     def of(self, name: str, seed: int, set_name: str) -> tuple[str, pd.DataFrame] | None:

@@ -27,9 +27,8 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -172,8 +171,7 @@ def main(arguments: list[str]) -> int:
             continue
         print(f"{title}: python {shlex.join(step.command)}", flush=True)
         began, cpu = time.monotonic(), children_cpu()
-        with progress.during(number):
-            code = call(step.command)
+        code = call(step.command, lambda number=number: progress.write(number))
         seconds = entry.get("seconds_so_far", 0.0) + time.monotonic() - began
         cpu = entry.get("cpu_so_far", 0.0) + children_cpu() - cpu
         if code == 0:
@@ -201,8 +199,7 @@ def main(arguments: list[str]) -> int:
 
 def children_cpu() -> float:
     """CPU seconds of all child processes that have ended."""
-    spent = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return spent.ru_utime + spent.ru_stime
+    return sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
 
 
 class Progress:
@@ -213,32 +210,34 @@ class Progress:
         self.path = ROOT / run / "progress.html"
         self.skipped: float | None = None
 
-    @contextlib.contextmanager
-    def during(self, number: int) -> Iterator[None]:
-        """While the step of this number (from 1) runs, write the page every two seconds."""
+    def write(self, number: int) -> None:
+        """The page while the step of this number (from 1) runs."""
         step = self.todo[number - 1]
-        finished = sum(step.share for step in self.todo[: number - 1])
-
-        def done() -> float:
-            return finished + (self._trained() * step.share if step.name == "train" else 0.0)
-
+        done = sum(one.share for one in self.todo[: number - 1])
+        done += self._trained() * step.share if step.name == "train" else 0.0
         if self.skipped is None:
-            self.skipped = done()
-        ended = threading.Event()
-
-        def watch() -> None:
-            while True:
-                self._write(number, done())
-                if ended.wait(2):
-                    return
-
-        thread = threading.Thread(target=watch, daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            ended.set()
-            thread.join(timeout=5)
+            self.skipped = done
+        whole = sum(step.share for step in self.todo)
+        elapsed = time.monotonic() - self.began
+        in_this_run = (done - self.skipped) / whole
+        left = "estimating the time left"
+        if in_this_run > 0.03:
+            left = f"about {max(elapsed / in_this_run * (1 - done / whole) / 60, 0.1):.0f} min left"
+        shown = dict.fromkeys(range(1, number), "{}: done") | {number: "<b>{}: running</b>"}
+        rows = "".join(
+            f"<li>{shown.get(place, '{}').format(step.name)}</li>"
+            for place, step in enumerate(self.todo, start=1)
+        )
+        write_text(
+            self.path,
+            '<!doctype html><html lang="en"><meta charset="utf-8"><meta http-equiv="refresh" content="2">'
+            '<meta name="viewport" content="width=device-width"><title>rge demo</title>'
+            "<style>body{font:16px/1.5 system-ui;max-width:40rem;margin:3rem auto;padding:0 1rem;color-scheme:light dark}"
+            "progress{width:100%;height:1.2rem}</style><h1>The demo is running</h1>"
+            f'<p><progress max="1" value="{done / whole:.3f}"></progress></p><p>{done / whole:.0%}, {left}</p><ol>{rows}</ol>'
+            "<p>A small model learns to say what a picture shows, to reason to what is needed, and to find it. "
+            "This page reloads itself and leads to the report.</p></html>",
+        )
 
     def lead_to(self, page: Path) -> None:
         """Redirect from the progress page to the report."""
@@ -263,31 +262,8 @@ class Progress:
             return json.loads(path.read_text(encoding="utf-8").splitlines()[-1])["step"]
         return 0
 
-    def _write(self, number: int, done: float) -> None:
-        whole = sum(step.share for step in self.todo)
-        elapsed = time.monotonic() - self.began
-        in_this_run = (done - (self.skipped or 0.0)) / whole
-        left = "estimating the time left"
-        if in_this_run > 0.03:
-            left = f"about {max(elapsed / in_this_run * (1 - done / whole) / 60, 0.1):.0f} min left"
-        shown = dict.fromkeys(range(1, number), "{}: done") | {number: "<b>{}: running</b>"}
-        rows = "".join(
-            f"<li>{shown.get(place, '{}').format(step.name)}</li>"
-            for place, step in enumerate(self.todo, start=1)
-        )
-        write_text(
-            self.path,
-            '<!doctype html><html lang="en"><meta charset="utf-8"><meta http-equiv="refresh" content="2">'
-            '<meta name="viewport" content="width=device-width"><title>rge demo</title>'
-            "<style>body{font:16px/1.5 system-ui;max-width:40rem;margin:3rem auto;padding:0 1rem;color-scheme:light dark}"
-            "progress{width:100%;height:1.2rem}</style><h1>The demo is running</h1>"
-            f'<p><progress max="1" value="{done / whole:.3f}"></progress></p><p>{done / whole:.0%}, {left}</p><ol>{rows}</ol>'
-            "<p>A small model learns to say what a picture shows, to reason to what is needed, and to find it. "
-            "This page reloads itself and leads to the report.</p></html>",
-        )
 
-
-def call(command: Sequence[str]) -> int:
+def call(command: Sequence[str], every_two_seconds: Callable[[], None]) -> int:
     """Run a step and return its exit code.
 
     Ctrl-C reaches the step too, and training then saves a state: wait for that, unless Ctrl-C comes again.
@@ -295,7 +271,11 @@ def call(command: Sequence[str]) -> int:
     # One thread per process: threads that wait for one another spin when anything else wants a core.
     process = subprocess.Popen([sys.executable, *command], env={"OMP_NUM_THREADS": "1", **os.environ})
     try:
-        return process.wait()
+        while True:
+            with contextlib.suppress(OSError):  # the step itself reports a full disk
+                every_two_seconds()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return process.wait(2)
     except KeyboardInterrupt:
         with contextlib.suppress(KeyboardInterrupt):
             process.wait()

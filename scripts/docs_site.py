@@ -60,14 +60,15 @@ def tree() -> str:
             if not files:
                 continue
             lines += ["", f"## `{folder.relative_to(ROOT).as_posix()}/`", ""]
-            if package.exists() and (says := _first_sentence(package)):
+            if package.exists() and (says := first_sentence(package)):
                 lines += [says, ""]
             lines += ["| File | What it is for |", "|---|---|"]
-            lines += [f"| `{path.name}` | {_first_sentence(path)} |" for path in files]
+            lines += [f"| `{path.name}` | {first_sentence(path)} |" for path in files]
     return "\n".join(lines) + "\n"
 
 
-def _first_sentence(path: Path) -> str:
+def first_sentence(path: Path) -> str:
+    """What a file's docstring says first, for a cell of a table."""
     text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     paragraph = " ".join(text.split("\n\n")[0].split())
     return re.split(r"(?<=[.!?])\s", paragraph)[0].replace("|", "\\|")

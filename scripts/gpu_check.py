@@ -32,6 +32,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
+from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -48,7 +49,7 @@ from rge.common.errors import UserError  # noqa: E402
 from rge.common.files import write_text  # noqa: E402
 from rge.common.options import one_of, parse_options  # noqa: E402
 from rge.common.schema import Item  # noqa: E402
-from rge.config import Recipe, load_recipe  # noqa: E402
+from rge.config import AtLeastOne, load_recipe  # noqa: E402
 from rge.data.collate import Batch  # noqa: E402
 from rge.distributed.transfer import moved  # noqa: E402
 from rge.model import embedding_model, fused, varlen, vision_tower  # noqa: E402
@@ -93,10 +94,10 @@ class Options:
 
     out: Path = Path("gpu_check")
     recipe: str = "qwen25vl_3b"
-    steps: int = 20
-    queries: int = 64
-    against: int = 16
-    micro_batch: int = 8
+    steps: AtLeastOne = 20
+    queries: AtLeastOne = 64
+    against: AtLeastOne = 16
+    micro_batch: AtLeastOne = 8
     fused_kernels: Literal["auto", "liger", "none"] = "auto"
     checks: tuple[str, ...] = ("all",)
     rehearse: bool = False
@@ -123,7 +124,7 @@ class Machine:
     def __init__(self, options: Options):
         self.options, self.gpus = options, torch.cuda.device_count() if torch.cuda.is_available() else 0
         self.device = torch.device("cuda:0" if self.gpus and not options.rehearse else "cpu")
-        self.recipe: Recipe = load_recipe([f"recipe={options.recipe}"])
+        self.recipe = load_recipe([f"recipe={options.recipe}"])
 
     @property
     def on_gpu(self) -> bool:
@@ -286,19 +287,16 @@ def check_kept(machine: Machine) -> Figures:
     embedder = small_embedder(machine, machine.dtype, "varlen")
     batch = random_batch(machine, embedder, 16)
     expected, figures = torch.empty(0), {}
-    least, embedding_model.LEAST_BYTES = embedding_model.LEAST_BYTES, 2**12  # the small model's are small
-    try:
-        for keep in ("none", "device", "host"):
+    for keep in ("none", "device", "host"):
+        with patch.object(embedding_model, "LEAST_BYTES", 2**12):  # the small model's are small
             _one_step(machine, embedder, batch, keep)
             report, gradient = _one_step(machine, embedder, batch, keep)
-            figures |= {f"{name}, {keep}": report[name] for name in ("s", "loss", "GiB") if name in report}
-            if keep == "none":
-                expected = gradient
-                continue
-            difference = float((gradient - expected).norm() / expected.norm())
-            figures[f"difference of the gradient, {keep}"] = difference
-    finally:
-        embedding_model.LEAST_BYTES = least
+        figures |= {f"{name}, {keep}": report[name] for name in ("s", "loss", "GiB") if name in report}
+        if keep == "none":
+            expected = gradient
+            continue
+        difference = float((gradient - expected).norm() / expected.norm())
+        figures[f"difference of the gradient, {keep}"] = difference
     if machine.on_gpu and figures["GiB, host"] >= figures["GiB, device"]:
         raise AssertionError(f"nothing was kept in main memory: {figures}")
     most = 0.05 if machine.on_gpu else 1e-5
@@ -313,19 +311,16 @@ def check_fused(machine: Machine) -> Figures:
     """A small model's step with fused kernels against one without: bfloat16 weights, and float32 weights under autocast."""
     if not machine.on_gpu or not fused.wanted(machine.options.fused_kernels):
         raise NotRun("liger-kernel is not installed" if machine.on_gpu else "fused kernels need a GPU")
-    figures, least = {}, fused.LEAST
+    figures = {}
     for dtype in (torch.bfloat16, torch.float32):
         embedder = small_embedder(machine, dtype, "varlen")
         batch = random_batch(machine, embedder, 5)
-        try:
-            with torch.autocast("cuda", torch.bfloat16, enabled=dtype == torch.float32):
-                fused.LEAST = 2**62
+        with torch.autocast("cuda", torch.bfloat16, enabled=dtype == torch.float32):
+            with patch.object(fused, "LEAST", 2**62):
                 report, expected = _one_step(machine, embedder, batch)
-                fused.LEAST = 0
-                fused._verified.clear()
+            fused._verified.clear()
+            with patch.object(fused, "LEAST", 0):
                 report_fused, found = _one_step(machine, embedder, batch)
-        finally:
-            fused.LEAST = least
         kinds = {kind for kind, *_ in fused._verified}
         if len(kinds) < 3:
             raise AssertionError(f"only these kernels were used with weights in {dtype}: {sorted(kinds)}")
@@ -405,9 +400,7 @@ def check_against(machine: Machine) -> Figures:
     embedder, side, rationale = recipe_embedder(machine)
     queries, micro = (options.against, options.micro_batch) if machine.on_gpu else (4, 2)
     batch = random_batch(machine, embedder, queries, side, rationale)
-    recipe = machine.recipe
-    objective = Objective(recipe.loss.alpha_lm, recipe.loss.alpha_con, recipe.loss.temperature)  # type: ignore[arg-type]
-    setting = forms.Setting("recipe", embedder, batch, objective, [], rationale)
+    setting = forms.Setting(embedder, batch, Objective.of(machine.recipe, "joint"), [], rationale)
     given = [written.ids for written in forms.our_rollout(setting)]
     figures: dict[str, Any] = {"queries": queries, "tokens of a query's prompt": len(batch.queries[0])}
 
@@ -469,7 +462,7 @@ def check_training(machine: Machine) -> Figures:
         queries, micro, steps = min(queries, 4), min(micro, 2), min(steps, 3)
     batch = random_batch(machine, embedder, queries, side, rationale)
     optimizer = torch.optim.AdamW(embedder.parameters(), lr=1e-6, weight_decay=0.0)
-    objective = Objective(recipe.loss.alpha_lm, recipe.loss.alpha_con, recipe.loss.temperature)  # type: ignore[arg-type]
+    objective = Objective.of(recipe, "joint")
     if machine.on_gpu:
         torch.cuda.reset_peak_memory_stats()
     whole, rollouts, losses = [], [], []
@@ -655,9 +648,6 @@ def main(argv: list[str]) -> int:
     """Run the checks and write both files."""
     options = parse_options(Options, argv)
     one_of("checks", options.checks, [*CHECKS, "all"])
-    for name in ("steps", "queries", "against", "micro_batch"):
-        if getattr(options, name) < 1:
-            raise UserError(f"{name} must be at least 1, got {getattr(options, name)}")
     machine = Machine(options)
     if not machine.gpus and not options.rehearse:
         raise UserError(

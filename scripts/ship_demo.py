@@ -42,12 +42,12 @@ def ship(trained: Path, folder: Path) -> int:
         name: weight.to(torch.bfloat16) if weight.is_floating_point() else weight
         for name, weight in load_file(trained / "model.safetensors").items()
     }
-    config = json.loads((trained / "config.json").read_text(encoding="utf-8"))
+    config = json.loads((trained / "config.json").read_text(encoding="utf-8"), object_hook=_in_bfloat16)
     waiting = folder.with_name(f"tmp_{folder.name}")
     shutil.rmtree(waiting, ignore_errors=True)
     shutil.copytree(trained, waiting, ignore=shutil.ignore_patterns("*.safetensors", "README.md", DONE))
     save_file(weights, waiting / "model.safetensors", metadata={"format": "pt"})
-    text = json.dumps(_in_bfloat16(config), indent=2)
+    text = json.dumps(config, indent=2)
     (waiting / "config.json").write_text(text + "\n", encoding="utf-8")
     if (trained / RGE_JSON).is_file():
         card = model_card(read_settings(trained), folder.name, LICENCE)
@@ -66,10 +66,7 @@ def ship(trained: Path, folder: Path) -> int:
 
 
 def _in_bfloat16(config: dict) -> dict:
-    return {
-        key: "bfloat16" if key == "dtype" else _in_bfloat16(value) if isinstance(value, dict) else value
-        for key, value in config.items()
-    }
+    return config | ({"dtype": "bfloat16"} if "dtype" in config else {})
 
 
 def main(words: list[str]) -> int:

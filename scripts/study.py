@@ -16,6 +16,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -47,7 +48,7 @@ from data_prep.demo.build import write_mixed, write_rotated
 from data_prep.study.build import build
 from rge.common.commands import start
 from rge.common.errors import UserError
-from rge.common.files import write_text
+from rge.common.files import read_json, write_json, write_text
 from rge.common.options import HELP, one_of, parse_options
 from rge.config import AtLeastOne, load_recipe
 from rge.stats.intervals import index_of
@@ -85,7 +86,8 @@ class Finding:
     tables: Sequence[Table]
     # by name: arguments of ``python -m rge.diagnose``, and the diagnosed arm
     diagnoses: Mapping[str, tuple[tuple[str, ...], str]] = field(default_factory=dict)
-    prepare: Callable[[], object] = lambda: None  # makes missing data, or says what is not installed
+    # by path: what makes it if it is missing, or says what is not installed
+    needs: Mapping[Path, Callable[[], object]] = field(default_factory=dict)
     extra: Callable[[], list[str]] = list  # further lines of the page
 
 
@@ -112,7 +114,9 @@ def main(words: list[str]) -> None:
 def train(findings: Mapping[str, Finding], options: Options) -> None:
     """Make the missing runs, seed by seed, and last those that another process is making."""
     for finding in findings.values():
-        finding.prepare()
+        for path, make in finding.needs.items():
+            if not path.exists():
+                make()
     for seed in range(options.seeds):
         for name, finding in findings.items():
             run_all(finding.study, runs_of(finding, options, [seed]), wait=False)
@@ -259,13 +263,7 @@ def hit_figures(frame: pd.DataFrame, path: Path) -> pd.DataFrame:
 def on_study_set(options: Options, arms: Sequence[str], tables: Sequence[Table], **more: Any) -> Finding:
     """A finding on the study set, which is built on first use."""
     data = options.out / "data"
-    return Finding(
-        study_set(options),
-        arms,
-        tables,
-        prepare=lambda: None if data.exists() else build(data, DOSES),
-        **more,
-    )
+    return Finding(study_set(options), arms, tables, needs={data: partial(build, data, DOSES)}, **more)
 
 
 def eyes(options: Options) -> Finding:
@@ -274,11 +272,9 @@ def eyes(options: Options) -> Finding:
 
     def reading() -> list[str]:
         if not place.is_file() and backbone.is_dir() and not options.collect:
-            found = read_pictures(backbone, options.out / "data" / "valid" / "hidden_100")
-            write_text(place, json.dumps(found, indent=1))
-        if not place.is_file():
+            write_json(place, read_pictures(backbone, options.out / "data" / "valid" / "hidden_100"))
+        if (found := read_json(place)) is None:
             return ["Not run yet."]
-        found = json.loads(place.read_text())
         rows = [(name, str(number), f"{100 * share:.1f}") for name, (number, share) in found.items()]
         return markdown(["of validation pictures", "values", "read right, %"], rows)
 
@@ -385,10 +381,10 @@ def figure_4(options: Options) -> Finding:
     def figures() -> list[str]:
         gains, hits = [], []
         for name, (words, _) in diagnoses.items():
-            place = options.out / "diagnoses" / name / f"{words[0]}.json"
-            if not place.is_file():
+            found = read_json(options.out / "diagnoses" / name / f"{words[0]}.json")
+            if found is None:
                 continue
-            found, label = json.loads(place.read_text()), name.partition("_")[2]
+            label = name.partition("_")[2]
             if words[0] == "leakage":
                 kinds = ("right", "wrong query", "own rationale")
                 gains.append((label, "; ".join(f"{found['gain'][kind]:.2f}" for kind in kinds)))
@@ -440,8 +436,10 @@ RL_WEIGHTS = {
     "rl_lm_no_con": ("rl.alpha_con=0", "rl.alpha_lm=0.5"),
 }
 """Weights that the stage rl's own are chosen from, after the joint stage at 10:1."""
-PAIRS = {"all": (), "seen pairs": ("pair", "seen"), "held-out pairs": ("pair", "held_out")}
-"""Slices of the demo's queries: column and value."""
+PAIRS = {
+    "all": Slice(), "seen pairs": Slice("", "pair", "seen"), "held-out pairs": Slice("", "pair", "held_out"),
+}  # fmt: skip
+"""Slices of the demo's queries."""
 ADAPTIVE = ("loss.adaptive.share=0.5", "loss.adaptive.margin=0.05", "loss.adaptive.warmup_steps=60")
 LATENT = ("loss.states={direct: 1, latent: 1}", "loss.think_lm=0.5")
 WITH_LATENT = ("reasoning", "direct", "latent")
@@ -489,8 +487,7 @@ def on_demo(options: Options, folder: str, arms: Sequence[Arm], names: Sequence[
         options.out / folder, arms, ("recipe=demo",), {options.on: DEMO_SET.with_name(options.on)}, options.seeds, options.launcher,
         metrics=("hit@1", "rationale_tokens"), columns=("pair", "kind"),
     )  # fmt: skip
-    slices = {title: Slice("", *which) for title, which in PAIRS.items()}
-    return Finding(study, names, [Table("hit@1, % and points", rows_of(rows), slices)])
+    return Finding(study, names, [Table("hit@1, % and points", rows_of(rows), PAIRS)])
 
 
 def cold_start_from_shipped_base(options: Options, name: str = "cold", steps: int | None = None) -> Arm:
@@ -578,12 +575,12 @@ def default_weights(options: Options) -> Finding:
     rows = "\n".join(f"{ratio} = {name}" for ratio, name in names.items())
     rows += "".join(f"\n{ratio} over 1:1 = {name} - 1_1" for ratio, name in names.items() if ratio != "1:1")
     rows += "".join(f"\n{name}\n{name} over its start = {name} - 10_1" for name in RL_WEIGHTS)
-    slices = {title: Slice("valid", *which) for title, which in PAIRS.items()}
+    slices = {title: replace(which, set_name="valid") for title, which in PAIRS.items()}
     return Finding(
         study,
         [*names.values(), *RL_WEIGHTS],
         [Table("hit@1, % and points", rows_of(rows), slices)],
-        prepare=lambda: None if (data / "valid" / "meta.json").is_file() else write_rotated(data),
+        needs={data / "valid" / "meta.json": partial(write_rotated, data)},
     )
 
 
@@ -631,15 +628,10 @@ def pretrained(options: Options) -> Finding:
     study = replace(
         finding.study, recipe=("recipe=smol",), metrics=("hit@1", "recall@10", "rationale_tokens")
     )
-    slices = finding.tables[0].slices
-    recall = Table("recall@10, % and points", finding.tables[0].rows, slices, "recall@10")
+    [hits] = finding.tables
+    recall = replace(hits, title="recall@10, % and points", metric="recall@10")
     # `all` may not get to a missing package only after days of other trainings.
-    return Finding(
-        study,
-        names,
-        [*finding.tables, recall],
-        prepare=lambda: None if (study.out / "cold").exists() else smollm2.folder(),
-    )
+    return replace(finding, study=study, tables=[hits, recall], needs={study.out / "cold": smollm2.folder})
 
 
 def modes(options: Options) -> Finding:
@@ -699,7 +691,7 @@ def modes(options: Options) -> Finding:
             Table("The same: tokens a query, times 100", rows_of(shown), slices, "rationale_tokens"),
         ],
         diagnoses={f"{name}_{options.on}": (ablate, name) for name in LATENTS},
-        prepare=lambda: None if (data / "valid" / "meta.json").is_file() else write_mixed(data),
+        needs={data / "valid" / "meta.json": partial(write_mixed, data)},
         extra=lambda: [*decided(study, options, on), *ablated(study, options)],
     )
 
@@ -755,11 +747,10 @@ def ablated(study: Study, options: Options) -> list[str]:
     """Cost of swapping, zeroing, averaging or shuffling the think tokens' states, seed 0."""
     rows = []
     for name in LATENTS:
-        place = study.out / "diagnoses" / f"{name}_{options.on}" / "sensitivity.json"
-        if place.is_file():
-            for kind, row in json.loads(place.read_text())["conditions"].items():
-                difference, cosine = percent(*row["difference"], "+"), f"{row['cosine']:.3f}"
-                rows.append((f"{name}, {kind}", f"{100 * row['hit@1'][0]:.1f}", difference, cosine))
+        found = read_json(study.out / "diagnoses" / f"{name}_{options.on}" / "sensitivity.json") or {}
+        for kind, row in found.get("conditions", {}).items():
+            difference, cosine = percent(*row["difference"], "+"), f"{row['cosine']:.3f}"
+            rows.append((f"{name}, {kind}", f"{100 * row['hit@1'][0]:.1f}", difference, cosine))
     head = ["Think tokens replaced, seed 0 (`rge diagnose sensitivity mode=latent`)", ""]
     return [*head, *markdown(["arm", "hit@1, %", "over own", "cosine to own"], rows)] if rows else []
 
@@ -830,10 +821,12 @@ def reinforcement(options: Options) -> Finding:
     for title, metric in (("hit@1", "hit@1"), ("right rationales written", "right_rationale")):
         tables.append(Table(f"Paired differences, points of {title}", rows_of(text), RL_SLICES, metric))
 
-    def prepare() -> None:
-        for dose in SPOILED:
-            if not (out / f"data_{dose}" / "unseen" / "meta.json").is_file():
-                spoil.write(out / f"data_{dose}", dose / 100, seed=0)
+    needs = {
+        out / f"data_{dose}" / "unseen" / "meta.json": partial(
+            spoil.write, out / f"data_{dose}", dose / 100, seed=0
+        )
+        for dose in SPOILED
+    }
 
     def costs() -> list[str]:
         rows = []
@@ -844,7 +837,7 @@ def reinforcement(options: Options) -> Finding:
         titles = ["arm", "steps", "GFLOP a step at its start", "TFLOP"]
         return ["Counted FLOPs, seed 0", "", *markdown(titles, rows)]
 
-    return Finding(study, names, tables, prepare=prepare, extra=costs)
+    return Finding(study, names, tables, needs=needs, extra=costs)
 
 
 def dose_arms(dose: int, halves: Sequence[str], options: Options) -> list[Arm]:

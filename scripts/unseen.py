@@ -15,10 +15,8 @@ and without the replacement, under ``out``. A rationale names the thing right if
 Intervals are 95 %, resampled by the thing shown; differences are paired by question and thing.
 """
 
-import csv
 import io
 import sys
-from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,16 +74,14 @@ def main(words: list[str]) -> None:
 def find(stamps: Path) -> dict[str, list[Path]]:
     """The listed photographs by the concept that they show; UserError if some are not there."""
     root = stamps / INSIDE if (stamps / INSIDE).is_dir() else stamps
-    found = defaultdict(list)
-    with LIST.open(encoding="utf-8", newline="") as rows:
-        for row in csv.DictReader(rows, delimiter="\t"):
-            found[row["concept"]].append(root / row["stamp"])
+    listed = pd.read_csv(LIST, sep="\t").groupby("concept")["stamp"]
+    found = {concept: [root / stamp for stamp in stamps] for concept, stamps in listed}
     if missing := [path for paths in found.values() for path in paths if not path.is_file()]:
         raise UserError(
             f"{len(missing)} of the photographs in {LIST.name} are not in {root}, e.g. {missing[0].name}: give stamps= the folder "
             "that tuxpaint-stamps-default 2022.06.04 was unpacked into"
         )
-    return dict(found)
+    return found
 
 
 def square(path: Path) -> bytes:
@@ -103,8 +99,7 @@ def square(path: Path) -> bytes:
 
 def rewordings() -> dict[str, str]:
     """The question in other words by relation."""
-    with REWORDINGS.open(encoding="utf-8", newline="") as rows:
-        return {row["relation"]: row["question"] for row in csv.DictReader(rows, delimiter="\t")}
+    return pd.read_csv(REWORDINGS, sep="\t").set_index("relation")["question"].to_dict()
 
 
 def write(sets: dict[str, Path], photographs: dict[str, list[Path]] | None) -> None:

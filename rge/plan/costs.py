@@ -229,9 +229,8 @@ class Load:
     candidate: int  # the same of a candidate's
     own: int  # tokens of a generated rationale without `<emb>`; 0 if none is generated
     oracle: int  # tokens of an oracle rationale; 0 if none is used
-    read_own: (
-        bool  # InfoNCE reads a separate branch (after the generated rationale, or directly after the prompt)
-    )
+    # InfoNCE reads a separate branch: after the generated rationale, or directly after the prompt.
+    read_own: bool
     contrastive: bool
     label_candidates: bool  # `<emb>` after a candidate's prompt is predicted
     query_pictures: float  # of the largest size in a query's prompt
@@ -282,9 +281,7 @@ class Setup:
     rollout_rows: int = 1  # rationales generated at once
     captures: bool = False  # generation steps are captured as CUDA graphs, whose buffers stay for the run
     micro_queries: int = 1  # queries per forward
-    keep: str = (
-        "none"  # where the activations of several micro batches are kept: ``device``, ``host`` or ``none``
-    )
+    keep: str = "none"  # `train.keep_activations` with ``auto`` resolved
     once: bool | None = None  # prompts are encoded once; None: only with a single micro batch
     engine: float = 0.0  # bytes of an external engine during the rollout
 

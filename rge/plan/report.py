@@ -8,7 +8,7 @@ report lists changes that would make it fit.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -137,19 +137,9 @@ def plan(
     """
     shapes = shapes_of(model, recipe.model.max_pixels)
     load = load_of(recipe, shapes, options, longest)
-    batch_bytes = costs.pixel_bytes(shapes, load)
-    processes = min(options.num_gpus, options.gpus_per_machine)
-    machine = costs.host(
-        shapes.parameters,
-        batch_bytes=batch_bytes,
-        prefetch_bytes=recipe.data.prefetch_mb * 2**20,
-        num_workers=recipe.data.num_workers,
-        dtype_bytes=costs.DTYPE_BYTES[recipe.model.dtype],
-        processes=processes,
-    )
     base = setup_of(recipe, model, options)
-    copied = costs.state_copy(shapes, base, processes) if recipe.train.background_save else 0.0
-    machine["memory"] += copied
+    processes = min(options.num_gpus, options.gpus_per_machine)
+    machine = _machine(recipe, shapes, load, base, processes)
     room = Room(
         options.gpu_gib * GIB if on_gpu else None,
         reserved(recipe, options, on_gpu=on_gpu),
@@ -158,9 +148,8 @@ def plan(
         options.bandwidth_tbs * options.reached * 1e12,
     )
     way, why = decided(recipe, shapes, load, base, room)
-    setup, num_flops = way.setup, way.num_flops
-    machine["memory"] += processes * way.host
-    machine |= {"of that, kept": processes * way.host, "of that, a state being written": copied}
+    setup, num_flops, kept = way.setup, way.num_flops, processes * way.host
+    machine |= {"memory": machine["memory"] + kept, "of that, kept": kept}
     steps = options.steps or getattr(recipe, options.for_).steps or 1000
 
     def hours(utilisation: float) -> float:
@@ -187,7 +176,7 @@ def plan(
         bytes_sent={
             name: costs.communication(shapes, load, replace(setup, back_end=name)) for name in BACK_ENDS
         },
-        batch_bytes=batch_bytes,
+        batch_bytes=costs.pixel_bytes(shapes, load),
         host=machine,
         keep=setup.keep,
         prompt_pass="once" if setup.once else "twice",
@@ -212,6 +201,22 @@ def plan(
         fits=fits,
         advice=[] if fits else advice(recipe, model, options, shapes, longest, room),
     )
+
+
+def _machine(recipe: Recipe, shapes: Shapes, load: Load, setup: Setup, processes: int) -> dict[str, float]:
+    """A machine's resources besides GPUs, before activations are kept in its memory."""
+    found = costs.host(
+        shapes.parameters,
+        batch_bytes=costs.pixel_bytes(shapes, load),
+        prefetch_bytes=recipe.data.prefetch_mb * 2**20,
+        num_workers=recipe.data.num_workers,
+        dtype_bytes=setup.dtype_bytes,
+        processes=processes,
+    )
+    copied = costs.state_copy(shapes, setup, processes) if recipe.train.background_save else 0.0
+    return found | {
+        "memory": found["memory"] + copied, "of that, kept": 0.0, "of that, a state being written": copied
+    }  # fmt: skip
 
 
 def _utilisations(options: PlanOptions) -> tuple[float, float]:
@@ -345,27 +350,28 @@ def advice(
 ) -> list[str]:
     """Single changes that would make it fit, the least intrusive first."""
     lines = []
-    for changes in _changes(recipe, options):
-        for line, changed, others in changes:
+    for key, values, about in _changes(recipe, options):
+        for value in values:
+            changed, others = _changed(recipe, options, key, value)
             load = load_of(changed, shapes, others, longest)
             try:
                 way, _ = decided(changed, shapes, load, setup_of(changed, model, others), room)
             except RecipeError:
                 continue
             if way.fits(room):
-                lines.append(line)
+                lines.append(f"{key}={str(value).lower()}{about}")
                 break
     return lines
 
 
-def _changes(recipe: Recipe, options: PlanOptions) -> Iterator[list[tuple[str, Recipe, PlanOptions]]]:
-    """Changes to try, by kind: a description, and the changed recipe and options."""
+def _changes(recipe: Recipe, options: PlanOptions) -> list[tuple[str, Sequence[Any], str]]:
+    """Keys of the recipe or of the plan, their values to try, and what else changes."""
     model, back_end = recipe.model, options.back_end or recipe.train.back_end
     batch_size, on_gpu = getattr(recipe, options.for_).batch_size, not options.cpu
     doubled = [options.num_gpus << shift for shift in range(1, 11)]
     more_gpus = [number for number in doubled if number <= min(1024, batch_size)]
     whole = not model.freeze_vision and model.lora is None
-    kinds: list[tuple[str, list[Any], str]] = [
+    return [
         ("train.micro_batch_size", _halves(recipe.train.micro_batch_size), ": the result stays the same"),
         (
             "model.gradient_checkpointing",
@@ -381,10 +387,6 @@ def _changes(recipe: Recipe, options: PlanOptions) -> Iterator[list[tuple[str, R
         ("num_gpus", more_gpus * on_gpu, ""),
         ("model.freeze_vision", [True] * whole, ": the vision tower is not trained"),
     ]
-    for key, values, about in kinds:
-        yield [
-            (f"{key}={str(value).lower()}{about}", *_changed(recipe, options, key, value)) for value in values
-        ]
 
 
 def _halves(size: int) -> list[int]:

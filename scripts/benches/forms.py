@@ -14,7 +14,7 @@ the same code in both forms, so both write the same tokens; transformers keeps f
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationConfig
 
-from benches.harness import count_flops, make_batch, random_backbone, random_picture
+from benches.harness import Rows, count_flops, in_turns, make_batch, medians, random_backbone, random_picture
 from rge.common.errors import UserError
 from rge.common.options import one_of
 from rge.common.schema import Item
@@ -64,12 +64,16 @@ class Sizes:
 class Setting:
     """A random model, and the batch and losses of a step."""
 
-    name: str
     embedder: EmbeddingModel  # float32
     batch: Batch
     objective: Objective
     stop_B: list[int]  # tokens of each own rationale, without ``<emb>``; empty: as many as the model writes
     max_new_tokens: int  # cap, ``<emb>`` included
+
+    @property
+    def own_tokens(self) -> int:
+        """Tokens of all own rationales, ``<emb>`` included."""
+        return sum(self.stop_B) + len(self.stop_B)
 
     @property
     def note(self) -> str:
@@ -82,7 +86,8 @@ class Setting:
         batch, size = self.batch, sum(parameter.numel() for parameter in self.embedder.parameters()) / 1e6
         return (
             f"{size:.1f} M parameters, {len(batch.queries)} queries with prompts of {span(map(len, batch.queries))} tokens, "
-            f"own rationales {span(self.stop_B)}, oracles {span(len(ids) - 1 for ids in batch.oracle_ids)}; "
+            f"own rationales {span(self.stop_B)} ({self.own_tokens} in all), "
+            f"oracles {span(len(ids) - 1 for ids in batch.oracle_ids)}; "
             f"{len(batch.candidates)} candidates of {span(map(len, batch.candidates))} tokens"
         )
 
@@ -98,17 +103,13 @@ def demo_setting(_: Sizes) -> Setting:
     embedder = EmbeddingModel(random_backbone(texts, sizes, **pixels)).eval()
     files = [open_records(source, need_rationale=True) for source in stage.sources]
     weights = [source.weight for source in stage.sources]
-    loss = recipe.loss
-    objective = Objective(
-        loss.alpha_lm, loss.alpha_con, loss.temperature, lm_on_candidates=loss.lm_on_candidates
-    )
     builder = PromptBuilder(embedder.processor, recipe.data.profile, recipe.data.max_prompt_tokens)
     mixture = Mixture([len(file) for file in files], weights, stage.batch_size, seed=0)
     batch = StepBatches(files, mixture, builder, recipe.data, rank=0, world_size=1)[0]
     cap = recipe.rollout.max_new_tokens
     # Own rationales as long as other records' oracles: the lengths that a trained model writes.
     lengths = [min(len(ids) - 1, cap - 1) for ids in batch.oracle_ids]
-    return Setting("demo", embedder, batch, objective, lengths[1:] + lengths[:1], cap)
+    return Setting(embedder, batch, Objective.of(recipe, "joint"), lengths[1:] + lengths[:1], cap)
 
 
 def long_setting(options: Sizes, sizes: dict | None = None) -> Setting:
@@ -156,21 +157,53 @@ def long_setting(options: Sizes, sizes: dict | None = None) -> Setting:
     high = min(embedder.suppressed_ids)
     oracle_ids = [[*rng.integers(0, high, length).tolist(), embedder.emb_id] for length in lengths()]
     batch = make_batch(queries, [[candidate] for candidate in candidates], oracle_ids)
-    objective = Objective(1 / 11, 10 / 11)
-    return Setting("long", embedder, batch, objective, lengths(), options.rationale_tokens)
+    return Setting(embedder, batch, Objective(1 / 11, 10 / 11), lengths(), options.rationale_tokens)
 
 
 SETTINGS: dict[str, Callable[[Sizes], Setting]] = {"demo": demo_setting, "long": long_setting}
 
 
+Work = Mapping[str, Callable[[], object]]
+"""Pieces of a step by name. Those that report losses are forms of the whole step."""
+
+
 def measure_settings(
-    options: Any, allowed: Sequence[str], measure: Callable[[str], dict[str, float]]
-) -> dict:
-    """Measure every setting of the options; the last one's figures are repeated at the top level."""
-    one_of("settings", options.settings, allowed)
+    options: Any,
+    work_of: Callable[[Setting], Work],
+    *,
+    prepare: Callable[[Setting], Setting] = lambda setting: setting,
+    repeats: int = 0,
+) -> dict[str, Rows]:
+    """By setting: GFLOP and, with ``repeats``, ``s``, ``CPU s`` and own ``tokens/s`` of each piece of work.
+
+    ``prepare`` changes a setting before the work is made of it. FLOPs of ``3b`` are only counted; of other settings, losses and
+    gradients of all forms are first compared in float64.
+    """
+    one_of("settings", options.settings, [*SETTINGS, "3b"])
     torch.manual_seed(0)
-    results = {name: measure(name) for name in options.settings}
-    return results[options.settings[-1]] | {"settings": results, "options": asdict(options)}
+    found = {}
+    for name in options.settings:
+        print(f"\n{name}", flush=True)
+        if name == "3b":
+            found[name] = {"GFLOP": _count_3b(options, work_of, prepare)}
+        else:
+            found[name] = _measure(prepare(SETTINGS[name](options)), work_of, repeats)
+    return found
+
+
+def _measure(setting: Setting, work_of: Callable[[Setting], Work], repeats: int) -> Rows:
+    print(setting.note, flush=True)
+    embedder = setting.embedder.double()
+    worst = check_equal(embedder, work_of(setting))
+    print(f"losses and gradients equal to {worst:.0e} (float64, relative)", flush=True)
+    embedder.float()
+    work = work_of(setting)
+    found = {"GFLOP": _gflop(embedder, work)}
+    if repeats:
+        wall, cpu = in_turns(work, repeats, lambda: embedder.zero_grad(set_to_none=True))
+        found |= {"s": medians(wall), "CPU s": medians(cpu)}
+        found["tokens/s"] = {name: setting.own_tokens / seconds for name, seconds in found["s"].items()}
+    return found
 
 
 class StoppingHead(nn.Module):
@@ -413,23 +446,18 @@ def stock_nll(embedder: EmbeddingModel, prompts: Sequence[Prompt], oracle_ids: S
     return rationale_nll(hidden_ND, embedder.model.get_output_embeddings(), label_N.to(embedder.device))
 
 
-def candidates_alone(setting: Setting) -> None:
-    """Forward and backward of the candidates, which both forms share."""
-    readout = candidate_readout(setting, setting.batch.candidates)
-    (readout.state_ND.sum() + readout.nll).backward()
-
-
-def check_equal(embedder: EmbeddingModel, steps: Sequence[Callable[[], dict[str, float]]]) -> float:
+def check_equal(embedder: EmbeddingModel, work: Work) -> float:
     """Largest relative difference of losses and gradients between the first form of a step and the others.
 
     Raises:
         RuntimeError: it exceeds `TOLERANCE`, or two forms reach different parameters.
     """
     reports, gradients = [], []
-    for step in steps:
+    for step in work.values():
         embedder.zero_grad(set_to_none=True)
-        reports.append(step())
-        gradients.append({name: p.grad for name, p in embedder.named_parameters() if p.grad is not None})
+        if isinstance(report := step(), dict):
+            reports.append(report)
+            gradients.append({name: p.grad for name, p in embedder.named_parameters() if p.grad is not None})
     embedder.zero_grad(set_to_none=True)
     worst = 0.0
     for report, gradient in zip(reports[1:], gradients[1:], strict=True):
@@ -464,13 +492,10 @@ class Uncomputed(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def count_3b(
-    options: Sizes, work_of: Callable[[Setting], Mapping[str, Callable[[], object]]], *, train: bool = False
+def _count_3b(
+    options: Sizes, work_of: Callable[[Setting], Work], prepare: Callable[[Setting], Setting]
 ) -> dict[str, float]:
-    """FLOPs of each piece of work at the shape of Qwen2.5-VL-3B, from models of a few layers whose products are not computed.
-
-    Of `options`, only the sizes of the step are used. ``train`` checkpoints gradients, as the recipe does.
-    """
+    """GFLOP of each piece of work at the shape of Qwen2.5-VL-3B, from models of a few layers whose products are not computed."""
     shape = TABLE["Qwen/Qwen2.5-VL-3B-Instruct"]
     text, vision = shape["text_config"], shape["vision_config"]
     num_global = len(vision["fullatt_block_indexes"])
@@ -486,19 +511,20 @@ def count_3b(
             "text": text_sizes | {"num_hidden_layers": num_text},
             "vision": vision_sizes | blocks,
         }
-        setting = long_setting(options, sizes)
+        setting = prepare(long_setting(options, sizes))
         # A tokenizer of that size cannot be learned here; only the number of rows affects the cost.
         setting.embedder.model.resize_token_embeddings(text["vocab_size"], mean_resizing=False)
         setting.embedder.to(torch.bfloat16)  # half the memory; the counts do not depend on it
-        if train:
-            checkpoint_gradients(setting.embedder)
+        print(
+            f"{num_text} text, {windowed} windowed and {whole} global vision layers: {setting.note}",
+            flush=True,
+        )
         with Uncomputed():
-            found.append(flops_of(setting.embedder, work_of(setting)))
-        print(f"{num_text} text, {windowed} windowed and {whole} global vision layers: counted", flush=True)
+            found.append(_gflop(setting.embedder, work_of(setting)))
     base, *others = found
     return {
-        name: flops + sum((num - 1) * (more[name] - flops) for num, more in zip(wanted, others, strict=True))
-        for name, flops in base.items()
+        name: gflop + sum((num - 1) * (more[name] - gflop) for num, more in zip(wanted, others, strict=True))
+        for name, gflop in base.items()
     }
 
 
@@ -508,11 +534,10 @@ def checkpoint_gradients(embedder: EmbeddingModel) -> None:
     embedder.train()
 
 
-def flops_of(embedder: EmbeddingModel, work: Mapping[str, Callable[[], object]]) -> dict[str, float]:
-    """FLOPs of each piece of work."""
-    flops = {}
+def _gflop(embedder: EmbeddingModel, work: Work) -> dict[str, float]:
+    found = {}
     for name, call in work.items():
         embedder.zero_grad(set_to_none=True)
-        flops[name] = count_flops(call)
+        found[name] = count_flops(call) / 1e9
     embedder.zero_grad(set_to_none=True)
-    return flops
+    return found

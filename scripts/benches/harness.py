@@ -24,18 +24,25 @@ GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131
 
 
 def in_turns(
-    work: Mapping[str, Callable[[], object]], repeats: int, before: Callable[[], object] = lambda: None
+    work: Mapping[str, Callable[[], object]],
+    repeats: int,
+    before: Callable[[], object] = lambda: None,
+    cpu_clocks: Mapping[str, Callable[[], float]] | None = None,
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Wall and CPU seconds of each piece of work; every second repetition goes through them backwards."""
+    """Wall and CPU seconds of each piece of work; every second repetition goes through them backwards.
+
+    ``cpu_clocks`` are those of pieces that other processes do.
+    """
     wall: dict[str, list[float]] = {name: [] for name in work}
     cpu: dict[str, list[float]] = {name: [] for name in work}
+    clocks = dict.fromkeys(work, time.process_time) | dict(cpu_clocks or {})
     for repeat in range(repeats):
         for name in list(work) if repeat % 2 == 0 else reversed(list(work)):
             before()
-            began, cpu_began = time.perf_counter(), time.process_time()
+            began, cpu_began = time.perf_counter(), clocks[name]()
             work[name]()
             wall[name].append(time.perf_counter() - began)
-            cpu[name].append(time.process_time() - cpu_began)
+            cpu[name].append(clocks[name]() - cpu_began)
     return wall, cpu
 
 
@@ -44,12 +51,17 @@ def medians(found: Mapping[str, list[float]]) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in found.items()}
 
 
-def show(rows: Mapping[str, Mapping[str, object]], over: str = "") -> None:
-    """Print figures, a line for each name; with ``over``, also as multiples of that line's."""
+Rows = dict[str, dict[str, float]]
+"""Figures by line and column of a table."""
+
+
+def show(rows: Rows, over: str = "") -> Rows:
+    """Print figures, a line for each name; with ``over``, also as multiples of that line's. Returns them."""
     table = pd.DataFrame.from_dict(rows, orient="index")
     if over:
         table = table.join(table / table.loc[over], rsuffix=f" / {over}")
     print(table.to_string(float_format=_in_digits, na_rep=""), flush=True)
+    return rows
 
 
 def _in_digits(value: float) -> str:

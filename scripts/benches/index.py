@@ -13,7 +13,7 @@ from typing import Annotated
 import numpy as np
 from pydantic import Field
 
-from benches.harness import show
+from benches.harness import Rows, show
 from rge.index.store import Index, Row, writing
 
 A_COMMIT = 256
@@ -94,7 +94,6 @@ def _measured(folder: Path, options: Options, clustered: bool) -> dict[str, floa
         timed("change a tenth of the rows", lambda: put(index, other_ND))
         gone = [f"{number:07d}.jpg" for number in range(tenth, 2 * tenth)]
         timed("remove a tenth of the rows", lambda: index.remove("/photos", gone))
-        timed("which rows there are, with their stamps", lambda: index.known("/photos"))
         found["recall_afterwards"] = timed(
             "refresh, and measure again", lambda: index.refresh(ann_from=1)
         ).recall
@@ -105,12 +104,12 @@ def _shared(found: list[set[str]], others: list[set[str]]) -> float:
     return float(np.mean([len(a & b) / K for a, b in zip(found, others, strict=True)]))
 
 
-def measure(options: Options) -> dict:
+def measure(options: Options) -> Rows:
     """Both kinds of vectors."""
-    found = {}
+    found: Rows = {}
     for name, clustered in (("around 2,000 centres", True), ("evenly spread", False)):
         with tempfile.TemporaryDirectory() as folder:
-            found[name] = _measured(Path(folder) / "index", options, clustered)
+            for label, value in _measured(Path(folder) / "index", options, clustered).items():
+                found.setdefault(label, {})[name] = value
     print(f"{options.rows:,} vectors of {options.dimensions}")
-    show({label: {name: row[label] for name, row in found.items()} for label in found[name]})
-    return dict(zip(("clustered", "even"), found.values(), strict=True))
+    return show(found)

@@ -15,20 +15,23 @@ after another and the batch shrinks. ``places=true`` lists the lines that wait.
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from benches import forms
-from benches.harness import show
-from rge.model.embedding_model import encode_prompts
+from benches.harness import Rows, show
+from rge.model.embedding_model import EmbeddingModel, encode_prompts
 from rge.model.families import FAMILIES
 from rge.rollout.generate import generate
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "helpers"))
 from fake_gpu import FakeGpu
 
+FORMS = ("ours", "ours, graphs off", "three passes")
 COLUMNS = ("kernels", "launches", "waits", "captures", "copies", "unpinned")
 
 
@@ -45,39 +48,62 @@ class Options(forms.Sizes):
     """List the lines that wait."""
 
 
-def count(options: Options) -> dict[str, dict[str, dict[str, int]]]:
-    """Counts of `COLUMNS` by form and phase, and the places that wait by form."""
-    found: dict[str, dict[str, dict[str, int]]] = {}
-    positions = _CountedPositions()
-    for form in ("ours", "ours, graphs off", "three passes"):
-        setting = forms.long_setting(options)
+def measure(options: Options) -> dict:
+    """Count and print the tables."""
+    found = {form: _count(form, options) for form in FORMS}
+    rows: Rows = {}
+    for form, counts in found.items():
+        phases = counts["phases"]
+        whole = {name: sum(row[name] for row in phases.values()) for name in COLUMNS}
+        rows |= {f"{form}: {phase}": row for phase, row in (phases | {"all": whole}).items()}
+    show(rows)
+    for form, counts in found.items():
+        print(f"positions computed, {form}: {counts['positions']}")
+    captures = count_captures(options)
+    print(f"rollouts of {8 * options.batch} rows that end one after the other: {captures}")
+    if options.places:
+        for form, counts in found.items():
+            print(f"\n{form} waits")
+            for place, number in counts["places"].items():
+                print(f"{number:6} {place}")
+    return {"counts": found, "captures": captures}
+
+
+def _count(form: str, options: Options) -> dict[str, dict[str, Any]]:
+    """Of the second step: `COLUMNS` by phase, how often positions are computed, and the places that wait."""
+    family = FAMILIES["qwen2_5_vl"]
+    run = _three_passes if form == "three passes" else _ours
+    with patch.object(family, "positions", wraps=family.positions) as positions, FakeGpu() as gpu:
+        setting = replace(forms.long_setting(options), stop_B=[])
         embedder = setting.embedder.bfloat16().train()
         embedder.cuda_graphs = form == "ours"
-        with torch.no_grad():
-            # No rationale ends before the cap, so both forms take equally many steps.
-            embedder.model.get_input_embeddings().weight[embedder.emb_id] = 0
-        with FakeGpu() as gpu:
-            gpu.move(embedder)
-            run = _three_passes if form == "three passes" else _ours
-            inside = _kernels_of_graphs(gpu)
-            run(setting, gpu)
-            embedder.zero_grad()
-            for counts in (gpu.kernels, gpu.waits, gpu.graphs, gpu.copies, gpu.unpinned):
-                counts.clear()
-            inside.clear()
-            with_prompts, positions.calls = positions.calls, 0
-            run(setting, gpu)
-            gpu.phase = "-"
-        phases = sorted({phase for phase, _ in gpu.kernels} - {"-"})
-        found[form] = {phase: _counts(gpu, phase, inside.get(phase, 0)) for phase in phases}
-        found[form]["positions"] = {"with prompts": with_prompts, "in a step": positions.calls}
-        positions.calls = 0
-        found[form]["places"] = {
+        _never_end(embedder)
+        gpu.move(embedder)
+        inside = _kernels_of_graphs(gpu)
+        run(setting, gpu)
+        with_prompts = positions.call_count
+        embedder.zero_grad()
+        positions.reset_mock()
+        for counts in (gpu.kernels, gpu.waits, gpu.graphs, gpu.copies, gpu.unpinned, inside):
+            counts.clear()
+        run(setting, gpu)
+        gpu.phase = "-"
+    phases = sorted({phase for phase, _ in gpu.kernels} - {"-"})
+    return {
+        "phases": {phase: _counts(gpu, phase, inside.get(phase, 0)) for phase in phases},
+        "positions": {"with prompts": with_prompts, "in a step": positions.call_count},
+        "places": {
             f"{phase}: {kind} at {place}": number
             for (phase, kind, place), number in gpu.waits.most_common()
             if phase != "-"
-        }
-    return found
+        },
+    }
+
+
+def _never_end(embedder: EmbeddingModel) -> None:
+    """Let no rationale end before the cap, so that all forms take equally many steps."""
+    with torch.no_grad():
+        embedder.model.get_input_embeddings().weight[embedder.emb_id] = 0
 
 
 def _counts(gpu: FakeGpu, phase: str, in_graphs: int) -> dict[str, int]:
@@ -94,8 +120,7 @@ def count_captures(options: Options) -> list[dict[str, int]]:
     """
     setting = forms.long_setting(options)
     embedder, cap, found = setting.embedder.bfloat16(), options.rationale_tokens, []
-    with torch.no_grad():
-        embedder.model.get_input_embeddings().weight[embedder.emb_id] = 0
+    _never_end(embedder)
     given = [[7] * (cap * number // 8) for number in range(1, 8)]
     with FakeGpu() as gpu:
         gpu.move(embedder)
@@ -107,20 +132,6 @@ def count_captures(options: Options) -> list[dict[str, int]]:
             found.append({"captures": gpu.graphs[gpu.phase], "waits": gpu.of(gpu.waits, gpu.phase)})
         gpu.phase = "-"
     return found
-
-
-class _CountedPositions:
-    """Counts how often the family of these models computes positions."""
-
-    def __init__(self) -> None:
-        self.calls, family = 0, FAMILIES["qwen2_5_vl"]
-        compute = family.positions
-
-        def counted(*args: object) -> torch.Tensor:
-            self.calls += 1
-            return compute(*args)
-
-        family.positions = counted
 
 
 def _kernels_of_graphs(gpu: FakeGpu) -> dict[str, int]:
@@ -143,57 +154,16 @@ def _kernels_of_graphs(gpu: FakeGpu) -> dict[str, int]:
 
 
 def _ours(setting: forms.Setting, gpu: FakeGpu) -> None:
-    embedder, batch = setting.embedder, setting.batch
     gpu.phase = "prompts"
-    encoded = encode_prompts(embedder, embedder, batch.queries)
+    encoded = encode_prompts(setting.embedder, setting.embedder, setting.batch.queries)
     gpu.phase = "rollout"
-    settings = {"max_new_tokens": setting.max_new_tokens, "batch_size": len(batch.queries)}
-    rationales = generate(embedder, batch.queries, encoded=encoded, **settings)
+    rationales = forms.our_rollout(setting, encoded)
     gpu.phase = "losses and backward"
     forms.our_step(setting, rationales, encoded)
 
 
 def _three_passes(setting: forms.Setting, gpu: FakeGpu) -> None:
-    embedder = setting.embedder
     gpu.phase = "rollout"
-    inputs = forms.stock_inputs(embedder, setting.batch.queries, [[] for _ in setting.batch.queries], "left")
-    with torch.no_grad():
-        written = embedder.model.generate(
-            **inputs, max_new_tokens=setting.max_new_tokens, do_sample=False, eos_token_id=embedder.emb_id,
-            pad_token_id=embedder.pad_id, suppress_tokens=[embedder.emb_id, *embedder.suppressed_ids],
-        )  # fmt: skip
-    own = written[:, inputs["input_ids"].shape[1] :].tolist()
+    own_ids = forms.their_rollout(setting)
     gpu.phase = "losses and backward"
-    forms.three_pass_step(setting, [row[:-1] for row in own])
-
-
-def measure(options: Options) -> dict:
-    """Count and print the tables."""
-    found = count(options)
-    totals, rows = {}, {}
-    for form, phases in found.items():
-        own = {phase: numbers for phase, numbers in phases.items() if phase not in ("places", "positions")}
-        totals[form] = {name: sum(row[name] for row in own.values()) for name in COLUMNS}
-        rows |= {f"{form}: {phase}": row for phase, row in (own | {"all": totals[form]}).items()}
-    show(rows)
-    tokens = options.rationale_tokens + 1
-    per_layer = {
-        form: phases["rollout"]["kernels"] / tokens / options.layers for form, phases in found.items()
-    }
-    print(f"kernels of the rollout a token and layer, all else shared out: {per_layer}")
-    for form, phases in found.items():
-        print(f"positions computed, {form}: {phases['positions']}")
-    captures = count_captures(options)
-    print(f"rollouts of {8 * options.batch} rows that end one after the other: {captures}")
-    if options.places:
-        for form, phases in found.items():
-            print(f"\n{form} waits")
-            for place, number in phases["places"].items():
-                print(f"{number:6} {place}")
-    return {
-        "counts": found,
-        "captures": captures,
-        "all": totals,
-        "kernels a layer and token": per_layer,
-        "options": vars(options),
-    }
+    forms.three_pass_step(setting, own_ids)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benches.harness import in_new_process, make_batch, peak_growth, random_picture, show
+from benches.harness import Rows, in_new_process, make_batch, peak_growth, random_picture, show
 from rge.common.schema import Item
 from rge.data.collate import Batch
 from rge.model.backbone import load_backbone
@@ -82,10 +82,10 @@ def point(folder: str, size: int, micro_batch: int, first: int) -> dict[str, flo
     return {"growth": growth, "inputs": pixels, "seconds": time.perf_counter() - began}
 
 
-def measure(options: Options) -> dict:
+def measure(options: Options) -> Rows:
     """All points."""
     micro, repeats = options.micro_batch, options.repeats
-    rows, whole = {}, {}
+    rows: Rows = {}
     with tempfile.TemporaryDirectory() as folder:
         model = str(Path(folder) / "model")
         texts = ["what opens this", "a key opens it", "Find the picture that answers the question."]
@@ -94,19 +94,9 @@ def measure(options: Options) -> dict:
         for size in options.batches:
             rows[f"{size}"] = _repeated(repeats, model, size, micro, micro)
             if size in options.whole:
-                whole[f"{size}"] = _repeated(repeats, model, size, size, micro)
+                rows[f"{size}, undivided"] = _repeated(repeats, model, size, size, micro)
     print(f"growth of resident memory in one step, median of {repeats}; in micro batches of {micro}")
-    show(rows)
-    print("undivided")
-    show(whole)
-    growth = {size: round(row["growth_mb"], 1) for size, row in rows.items()}
-    return {
-        "micro_batch": micro,
-        "growth_mb": growth,
-        "whole_mb": {size: round(row["growth_mb"], 1) for size, row in whole.items()},
-        "largest_over_smallest_batch": round([*growth.values()][-1] / [*growth.values()][0], 3),
-        "noise_mb": round(max(row["spread_mb"] for row in rows.values()), 1),
-    }
+    return show(rows)
 
 
 def _repeated(repeats: int, *point_of: Any) -> dict[str, float]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from benches.harness import count_flops, in_turns, medians, show
+from benches.harness import Rows, count_flops, in_turns, medians, show
 from rge.diagnose.pairs import read_pairs
 from rge.embedder import Embedder
 
@@ -31,7 +31,7 @@ class Options:
     """Repetitions of each mode; the median counts."""
 
 
-def measure(options: Options) -> dict:
+def measure(options: Options) -> Rows:
     """Embed the queries in all modes."""
     encoder = Embedder.from_pretrained(options.checkpoint)
     queries = read_pairs(options.set, options.limit).queries
@@ -63,5 +63,4 @@ def measure(options: Options) -> dict:
         }
         for mode in modes
     }
-    show(found, over="direct")
-    return {"queries": len(queries), "batch_size": options.batch_size, "modes": found}
+    return show(found, over="direct")

@@ -5,11 +5,11 @@
     leaner        the same, but prompts encoded once for generation, and log probabilities and states from one forward
     ours          prompts encoded once; k branches and the oracle's in `rge.step.TrainingStep`
 
-``settings=3b`` counts the step at the shape of Qwen2.5-VL-3B, for one query with a prompt of `prompt_tokens`, as
-`benches.forms.count_3b` does. The other settings first compare losses and gradients in float64.
+Losses and gradients are first compared in float64. ``settings=3b`` counts the step at the shape of Qwen2.5-VL-3B, for prompts of
+`prompt_tokens`, without computing it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -19,8 +19,8 @@ import torch
 from pydantic import Field
 
 from benches import forms
-from benches.forms import SETTINGS, Setting, Sizes, our_rollout
-from benches.harness import in_turns, medians, show
+from benches.forms import Setting, Sizes, Work, our_rollout
+from benches.harness import Rows, show
 from rge.config import LossConfig, Recipe, RLConfig, RolloutConfig
 from rge.losses import rationale_log_probs
 from rge.model.embedding_model import encode_prompts, normalise
@@ -43,42 +43,50 @@ class Options(Sizes):
     """Turns of timing."""
 
 
-def measure(options: Options) -> dict:
+def measure(options: Options) -> dict[str, Rows]:
     """Measure every setting."""
 
-    def measured(name: str) -> dict[str, float]:
-        return _count_3b(options) if name == "3b" else _time(SETTINGS[name](options), options)
+    def grouped(setting: Setting) -> Setting:
+        """With several rationales per query, of lengths drawn from the setting's."""
+        drawn = np.random.default_rng(1).choice(setting.stop_B, (len(setting.stop_B), options.rationales))
+        return replace(setting, stop_B=drawn.flatten().tolist())
 
-    return forms.measure_settings(options, [*SETTINGS, "3b"], measured)
+    found = forms.measure_settings(
+        options,
+        lambda setting: _work(setting, options.rationales),
+        prepare=grouped,
+        repeats=options.repeats,
+    )
+    tables = {}
+    for name, kinds in found.items():
+        rows: Rows = {}
+        for kind in filter(kinds.get, ("GFLOP", "s", "CPU s")):
+            cost = kinds[kind]
+            plain = cost["generate, k copies"] + cost["score, log probabilities, embed, LM"]
+            lean = cost["generate, prompts once"] + cost["score, one forward for both, LM"]
+            for form, value in (cost | {"plain, all": plain, "leaner, all": lean}).items():
+                rows.setdefault(form, {})[kind] = value
+        print(f"\n{name}")
+        tables[name] = show(rows, over="ours")
+    return tables
 
 
-def _time(setting: Setting, options: Options) -> dict[str, float]:
-    count = options.rationales
-    print(f"\n{setting.name}: {setting.note}", flush=True)
-    setting, recipe = groups_of(setting, count), rl_recipe(setting, options)
-    embedder = setting.embedder.double()
+def _work(setting: Setting, count: int) -> Work:
+    """A step of the stage rl: ours, and the parts of its plain forms."""
+    recipe = _recipe(setting, count)
     own_ids = [rationale.ids for rationale in our_rollout(setting, num_each=count)]
-    worst = forms.check_equal(
-        embedder,
-        (
-            lambda: our_rl_step(setting, recipe),
-            lambda: plain_rl_step(setting, recipe, own_ids),
-            lambda: plain_rl_step(setting, recipe, own_ids, lean=True),
-        ),
-    )
-    print(f"{count} rationales: losses and gradients equal to {worst:.0e} (float64, relative)", flush=True)
-    embedder.float()
-    work = rl_work(setting, recipe, own_ids)
-    wall, cpu = in_turns(work, options.repeats, lambda: embedder.zero_grad(set_to_none=True))
-    return (
-        rl_ratios(forms.flops_of(embedder, work), "flops", "GFLOP", 1e9)
-        | rl_ratios(medians(wall), "time", "s")
-        | rl_ratios(medians(cpu), "cpu_time", "CPU s")
-        | {"rationale_tokens": sum(len(ids) + 1 for ids in own_ids)}
-    )
+    queries = [prompt for prompt in setting.batch.queries for _ in range(count)]
+    repeated = replace(setting, batch=replace(setting.batch, queries=queries))
+    return {
+        "ours": lambda: our_rl_step(setting, recipe),
+        "generate, k copies": lambda: forms.their_rollout(repeated),
+        "generate, prompts once": lambda: our_rollout(setting, num_each=count),
+        "score, log probabilities, embed, LM": lambda: plain_rl_step(setting, recipe, own_ids),
+        "score, one forward for both, LM": lambda: plain_rl_step(setting, recipe, own_ids, lean=True),
+    }
 
 
-def rl_recipe(setting: Setting, options: Options) -> Recipe:
+def _recipe(setting: Setting, count: int) -> Recipe:
     """The stage rl with all three losses."""
     objective = setting.objective
     same = {"temperature": objective.temperature, "lm_on_candidates": objective.lm_on_candidates}
@@ -87,14 +95,8 @@ def rl_recipe(setting: Setting, options: Options) -> Recipe:
         stage="rl",
         loss=LossConfig(alpha_lm=0.5, alpha_con=0.5, **same),
         rollout=RolloutConfig(max_new_tokens=setting.max_new_tokens),
-        rl=RLConfig(alpha_con=0.5, num_rationales=options.rationales, std_floor=0.1),
+        rl=RLConfig(alpha_con=0.5, num_rationales=count, std_floor=0.1),
     )
-
-
-def groups_of(setting: Setting, count: int) -> Setting:
-    """The setting with `count` rationales per query, with lengths drawn from the setting's."""
-    drawn = np.random.default_rng(1).choice(setting.stop_B, (len(setting.stop_B), count))
-    return replace(setting, stop_B=drawn.flatten().tolist())
 
 
 def our_rl_step(setting: Setting, recipe: Recipe) -> dict[str, float]:
@@ -147,55 +149,3 @@ def plain_rl_step(
     total.backward()  # type: ignore[union-attr]
     parts = {"loss_rl": policy, "loss_contrastive": con, "loss_lm": lm}
     return {name: float(value.detach()) for name, value in parts.items()}
-
-
-def rl_work(
-    setting: Setting, recipe: Recipe, own_ids: Sequence[Sequence[int]]
-) -> dict[str, Callable[[], object]]:
-    """A step of the stage rl: ours, and the parts of its plain forms."""
-    count = recipe.rl.num_rationales
-    return {
-        "ours": lambda: our_rl_step(setting, recipe),
-        "generate, k copies": lambda: forms.their_rollout(repeated_prompts(setting, count)),
-        "generate, prompts once": lambda: our_rollout(setting, num_each=count),
-        "score, log probabilities, embed, LM": lambda: plain_rl_step(setting, recipe, own_ids),
-        "score, one forward for both, LM": lambda: plain_rl_step(setting, recipe, own_ids, lean=True),
-    }
-
-
-def rl_ratios(found: dict[str, float], what: str, unit: str, scale: float = 1.0) -> dict[str, float]:
-    """Print the figures of `rl_work` in a unit of ``scale``, and return their ratios, named after ``what``."""
-    plain = found["generate, k copies"] + found["score, log probabilities, embed, LM"]
-    lean = found["generate, prompts once"] + found["score, one forward for both, LM"]
-    all_forms = found | {"plain, all": plain, "leaner, all": lean}
-    show({name: {unit: value / scale} for name, value in all_forms.items()}, over="ours")
-    return {
-        f"rl_step_{what}_ratio": plain / found["ours"],
-        f"rl_step_{what}_ratio_lean": lean / found["ours"],
-        f"ours_rl_step_{unit.lower().replace(' ', '_')}": found["ours"] / scale,
-    }
-
-
-def _count_3b(options: Options) -> dict[str, float]:
-    """FLOPs of a step of the stage rl at the shape of Qwen2.5-VL-3B."""
-    written: list[int] = []
-
-    def work(setting: Setting) -> dict[str, Callable[[], object]]:
-        setting = groups_of(setting, options.rationales)
-        own_ids = [rationale.ids for rationale in our_rollout(setting, num_each=options.rationales)]
-        written[:] = [sum(len(ids) + 1 for ids in own_ids), len(setting.batch.queries[0])]
-        return rl_work(setting, rl_recipe(setting, options), own_ids)
-
-    whole = forms.count_3b(replace(options, batch=1), work)
-    tokens, prompt = written
-    print(
-        f"3b: one query of {prompt} tokens, {options.rationales} rationales of {tokens} tokens in all",
-        flush=True,
-    )
-    return rl_ratios(whole, "flops", "GFLOP", 1e9) | {"rationale_tokens": tokens, "prompt_tokens": prompt}
-
-
-def repeated_prompts(setting: Setting, count: int) -> Setting:
-    """The setting with `count` copies of each query, as for a rollout without shared prompts."""
-    queries = [prompt for prompt in setting.batch.queries for _ in range(count)]
-    return replace(setting, batch=replace(setting.batch, queries=queries))

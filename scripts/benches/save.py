@@ -19,7 +19,7 @@ import torch
 from accelerate import Accelerator
 from torch.multiprocessing import start_processes
 
-from benches.harness import show
+from benches.harness import Rows, show
 from rge.checkpoints.training_state import States
 from rge.config import TrainConfig
 from rge.distributed import collectives as dist
@@ -42,10 +42,10 @@ class Options:
     """Folder for the states, which are removed again."""
 
 
-def measure(options: Options) -> dict:
+def measure(options: Options) -> Rows:
     """All sizes, on one process and under each sharded back end."""
     torch.set_num_threads(1)
-    rows: dict[str, dict[str, float]] = {}
+    rows: Rows = {}
     for back_end in ("", *options.back_ends):
         for millions in options.millions:
             runs = [_save(millions, options.folder, back_end) for _ in range(options.repeats)]

@@ -1,8 +1,7 @@
 """Exact search against the bare faiss call it is built on, numpy and torch; scoring. `python scripts/bench.py search others=true`.
 
-Random unit vectors; ``spread`` < 1 crowds them around a common direction, like trained embeddings, which makes near ties more
-frequent. The best of the repeats counts. ``others=true`` adds a product with a partial sort in numpy and `torch.topk`, in blocks of
-queries, with arbitrary order of ties. ``score`` is every metric of every query from the ranking, with both tie orders.
+Random unit vectors; the best of the repeats counts. ``others=true`` adds a product with a partial sort in numpy and `torch.topk`, in
+blocks of queries, with arbitrary order of ties. ``score`` is every metric of every query from the ranking, with both tie orders.
 """
 
 from dataclasses import dataclass
@@ -11,10 +10,12 @@ import faiss
 import numpy as np
 import torch
 
-from benches.harness import in_turns, show
+from benches.harness import Rows, in_turns, show
 from eval.scoring.metrics import compute, cut, judge, names_of, tied_order
 from eval.scoring.search import Ranking, rows_within, search
 
+MEMORY_MB = 2048.0
+"""Of candidates that `search` holds at a time."""
 BLOCK_QUERIES = 64
 """Queries whose scores against the whole pool numpy and torch hold at a time."""
 
@@ -27,28 +28,24 @@ class Options:
     queries: int = 1_634
     dim: int = 2_048
     depth: int = 1_000
-    spread: float = 1.0
     repeats: int = 3
     others: bool = False
-    memory_mb: float = 2048.0
 
 
-def measure(options: Options) -> dict:
+def measure(options: Options) -> Rows:
     """Time all in turns."""
     rng = np.random.default_rng(0)
 
     def unit(rows: int) -> np.ndarray:
         x = rng.standard_normal((rows, options.dim), dtype=np.float32)
-        x *= options.spread / np.sqrt(options.dim, dtype=np.float32)
-        x[:, 0] += 1.0 - options.spread
         return x / np.linalg.norm(x, axis=1, keepdims=True)
 
     candidate_CD, query_QD, depth = unit(options.candidates), unit(options.queries), options.depth
     blocks = [query_QD[first : first + BLOCK_QUERIES] for first in range(0, len(query_QD), BLOCK_QUERIES)]
-    rows = rows_within(options.memory_mb, options.dim)
+    block_rows = rows_within(MEMORY_MB, options.dim)
     work = {
         "faiss": lambda: faiss.knn(query_QD, candidate_CD, depth, metric=faiss.METRIC_INNER_PRODUCT),
-        "search": lambda: search(query_QD, candidate_CD, depth=depth, block_rows=rows),
+        "search": lambda: search(query_QD, candidate_CD, depth=depth, block_rows=block_rows),
     }
     if options.others:
         work["numpy"] = lambda: [_with_numpy(block_BD, candidate_CD, depth) for block_BD in blocks]
@@ -60,10 +57,7 @@ def measure(options: Options) -> dict:
     ]
     work["score"] = lambda: _score(ranking, positives, options.candidates)
     wall, cpu = ({name: min(x) for name, x in found.items()} for found in in_turns(work, options.repeats))
-    show({name: {"wall s": wall[name], "CPU s": cpu[name]} for name in work}, over="faiss")
-    ratios = {"ratio": wall["search"] / wall["faiss"], "cpu_ratio": cpu["search"] / cpu["faiss"]}
-    times = {f"{name}_s": wall[name] for name in work} | {f"{name}_cpu_s": cpu[name] for name in work}
-    return vars(options) | times | ratios | {"threads": faiss.omp_get_max_threads()}
+    return show({name: {"wall s": wall[name], "CPU s": cpu[name]} for name in work}, over="faiss")
 
 
 def _with_numpy(query_BD: np.ndarray, candidate_CD: np.ndarray, depth: int) -> np.ndarray:

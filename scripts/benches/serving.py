@@ -22,13 +22,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 from pydantic import Field
 
-from benches.harness import show
+from benches.harness import Rows, in_turns, show
 from eval.sets.retrieval_set import load_set
 from rge.common.errors import UserError
 from rge.common.files import find_shipped
@@ -47,7 +48,7 @@ class Options:
     """Checkpoint directory, or ``demo``."""
     engines: tuple[str, ...] = ("own",)
     """own and/or vllm."""
-    clients: tuple[str, ...] = ("1", "16", "1000")
+    clients: tuple[Annotated[int, Field(ge=1, le=4000)], ...] = (1, 16, 1000)
     """Numbers of concurrent clients, one row of the table each."""
     requests: AtLeastOne = 480
     """Requests per row; a tenth of it with one client, and one per client if there are more clients."""
@@ -57,12 +58,9 @@ class Options:
     """Instead: recall of the embedding types of /v2/embed."""
 
 
-def measure(options: Options) -> dict:
+def measure(options: Options) -> Rows:
     """Measure and print."""
     one_of("engines", options.engines, ("own", "vllm"))
-    counts = [int(count) for count in options.clients]
-    if not all(1 <= count <= 4000 for count in counts):
-        raise UserError("clients must be between 1 and 4000")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
@@ -71,7 +69,7 @@ def measure(options: Options) -> dict:
     embedder = Embedder.from_pretrained(options.checkpoint)
     if options.types:
         return _types(embedder)
-    items = load_set(find_shipped(SET)).query_items("both")[: max(options.requests, *counts)]
+    items = load_set(find_shipped(SET)).query_items("both")[: max(options.requests, *options.clients)]
     bodies = [_body(item) for item in items]
     few = max(options.requests // 10, 1)
 
@@ -80,11 +78,11 @@ def measure(options: Options) -> dict:
         return embedder.encode_query(item.text, list(item.images), instruction=item.instruction or "")
 
     loop(0)
-    rows: dict[str, dict[str, float]] = {}
+    rows: Rows = {}
     for engine in options.engines:
         with _server(options.checkpoint, engine) as (port, cpu):
             asyncio.run(_load(port, bodies[:32], 16, options.limit_s))  # warm
-            for count in counts:
+            for count in options.clients:
                 if count == 1:
                     rows |= _in_turns(loop, bodies[:few], port, cpu, engine)
                     continue
@@ -100,8 +98,7 @@ def measure(options: Options) -> dict:
                     - min((answer[1] @ expected for answer, expected in pairs if answer), default=0),
                 }
     print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
-    show(rows)
-    return {"lost": sum(row.get("lost", 0) for row in rows.values())}
+    return show(rows)
 
 
 def _row(seconds: float, times: list[float]) -> dict[str, float]:
@@ -111,7 +108,7 @@ def _row(seconds: float, times: list[float]) -> dict[str, float]:
 
 def _in_turns(
     loop: Callable[[int], np.ndarray], bodies: list[bytes], port: int, cpu: Callable[[], float], engine: str
-) -> dict[str, dict[str, float]]:
+) -> Rows:
     """One query by the loop, one by the server, and so on."""
     connection = http.client.HTTPConnection("127.0.0.1", port)
 
@@ -120,24 +117,19 @@ def _in_turns(
         answer = json.loads(connection.getresponse().read())
         return np.frombuffer(base64.b64decode(answer["data"][0]["embedding"]), "<f4")
 
-    sides = {
-        f"loop over encode_query, beside {engine}": (loop, time.process_time),
-        f"rge serve engine={engine}, 1 client": (ask, cpu),
-    }
-    times: dict[str, list[float]] = {name: [] for name in sides}
-    used = dict.fromkeys(times, 0.0)
-    worst = 1.0
-    for row in range(len(bodies)):
-        found = []
-        for name, (encode, clock) in sides.items():
-            began, before = time.perf_counter(), clock()
-            found.append(encode(row))
-            times[name].append(time.perf_counter() - began)
-            used[name] += clock() - before
-        worst = min(worst, float(found[0] @ found[1]))
+    looped, served = f"loop over encode_query, beside {engine}", f"rge serve engine={engine}, 1 client"
+    sides = {looped: loop, served: ask}
+    found: dict[str, list[np.ndarray]] = {name: [] for name in sides}
+
+    def embed_next(name: str) -> None:
+        found[name].append(sides[name](len(found[name])))
+
+    work = {name: partial(embed_next, name) for name in sides}
+    wall, used = in_turns(work, len(bodies), cpu_clocks={served: cpu})
+    cosines = [float(a @ b) for a, b in zip(found[looped], found[served], strict=True)]
     return {
-        name: _row(sum(times[name]), times[name])
-        | {"CPU ms a query": used[name] * 1000 / len(bodies), "1 - least cosine": 1 - worst}
+        name: _row(sum(wall[name]), wall[name])
+        | {"CPU ms a query": 1000 * sum(used[name]) / len(bodies), "1 - least cosine": 1 - min(1.0, *cosines)}
         for name in sides
     }
 
@@ -207,7 +199,7 @@ async def _load(
     return found
 
 
-def _types(embedder: Any) -> dict:
+def _types(embedder: Any) -> Rows:
     """Recall of coarser embeddings: of the right documents, and of the ten nearest by float32."""
     from rge.serving.protocols import encode_embeddings
 
@@ -238,5 +230,4 @@ def _types(embedder: Any) -> dict:
         kept = np.mean([len({*a} & {*b}) / 10 for a, b in zip(ranked, nearest, strict=True)])
         found[kind] = {"recall@1": float(recalls[0]), "recall@10": float(recalls[1]), "kept": float(kept)}
         found[kind]["bytes"] = size * pool.shape[1]
-    show(found)
-    return found
+    return show(found)

@@ -90,7 +90,7 @@ def test_errors(gpu_check, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match="torch sees no GPU here; rehearse=true"):
         gpu_check.main([])
-    with pytest.raises(UserError, match="steps must be at least 1, got 0"):
+    with pytest.raises(UserError, match="steps must be >= 1, got 0"):
         gpu_check.main(["rehearse=true", "steps=0"])
     with pytest.raises(UserError, match="checks"):
         gpu_check.main(["rehearse=true", "checks=kernel"])

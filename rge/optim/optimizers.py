@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,14 +12,14 @@ from rge.optim.muon import Muon
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """Muon for matrices, AdamW for embeddings and vectors, as one optimizer.
+    """Muon for matrices, AdamW for embeddings, output matrix and vectors, as one optimizer.
 
     Muon (`rge.optim.muon`) orthogonalises the update of a matrix. Its step is scaled to AdamW's root mean square, so that
     both use the same learning rate. On models trained from scratch it needs far fewer steps than AdamW; the paper's
     fine-tuning uses AdamW.
 
     Args:
-        matrices: parameter groups of weights of linear layers and kernels of convolutions.
+        matrices: parameter groups of weights of hidden linear layers and kernels of convolutions.
         others: parameter groups of all other trained parameters.
         lr: learning rate of both.
         betas: of AdamW; Muon's momentum is fixed.
@@ -69,14 +70,18 @@ def make_optimizer(
     if name not in ("adamw", "muon"):
         raise ValueError(f"optimizer must be adamw or muon, got {name!r}")
     is_slow = set(map(id, slow))
-    lookups = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    # Tied or not, the output matrix is trained like the embeddings, as Muon's author recommends.
+    modules: list[Any] = [*model.modules()]
+    words = [module for module in modules if isinstance(module, nn.Embedding)]
+    heads = [module.get_output_embeddings() for module in modules if hasattr(module, "get_output_embeddings")]
+    by_token = {id(module.weight) for module in (*words, *filter(None, heads))}
     groups: dict[tuple[bool, bool, bool], list[nn.Parameter]] = {}
     for parameter in model.parameters():
         if parameter.requires_grad:
             # Weights sharded by ZeRO-3 on loading are vectors here, which would not be decayed.
             num_axes = len(getattr(parameter, "ds_shape", parameter.shape))
             is_matrix = num_axes == 2 or (num_axes > 2 and config.muon_kernels)
-            by_muon = name == "muon" and is_matrix and id(parameter) not in lookups
+            by_muon = name == "muon" and is_matrix and id(parameter) not in by_token
             groups.setdefault((by_muon, id(parameter) in is_slow, num_axes >= 2), []).append(parameter)
     matrices: list[dict] = []
     others: list[dict] = []

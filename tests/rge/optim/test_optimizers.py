@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rge.config import OptimConfig, StageConfig
 from rge.optim.muon import Muon, orthogonal
@@ -103,6 +104,20 @@ def test_every_trained_weight_is_in_exactly_one_group():
         assert sorted(grouped) == sorted(
             id(parameter) for parameter in net.parameters() if parameter.requires_grad
         )
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_muon_leaves_embeddings_and_the_output_matrix_to_adamw(tied):
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "num_key_value_heads": 1}
+    model = Qwen2ForCausalLM(
+        Qwen2Config(vocab_size=12, num_hidden_layers=1, tie_word_embeddings=tied, **sizes)
+    )
+    by_muon = {
+        id(each) for each in make_optimizer(model, OptimConfig(name="muon"), 0.1).param_groups[0]["params"]
+    }
+    named = {name for name, parameter in model.named_parameters() if id(parameter) in by_muon}
+    layer = [name for name, each in model.model.layers.named_parameters() if each.ndim == 2]
+    assert named == {f"model.layers.{name}" for name in layer}
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])

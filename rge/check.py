@@ -28,7 +28,7 @@ from rge.config import CheckOptions, Recipe, RecipeError, RecordsConfig, StageCo
 from rge.data import collate, layout
 from rge.data.layout import Layout
 from rge.data.readers import open_records
-from rge.data.sources import MAX_REPORTED, Mixture, Records, check_wording
+from rge.data.sources import MAX_REPORTED, Records, check_wording
 from rge.data.verdicts import Verdicts
 from rge.distributed import collectives as dist
 from rge.distributed import launch
@@ -293,14 +293,10 @@ class Preflight:
             )
 
     def _num_steps(self, stage: StageConfig) -> int:
-        sizes = [
-            len(self.found.records[source.key])
-            for source in stage.sources
-            if stage.steps is None and source.key in self.found.records
+        found = [
+            self.found.records[source.key] for source in stage.sources if source.key in self.found.records
         ]
-        if not sizes:
-            return stage.steps or 1  # 1: a problem already
-        return stage.num_steps(Mixture(sizes, [1.0] * len(sizes), stage.batch_size, 0).steps_per_epoch())
+        return stage.num_steps(sum(file.size or 0 for file in found))
 
     def check_model(self, model: HubModel) -> None:
         """Check model and disk, and summarise the run if there are no problems."""

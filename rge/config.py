@@ -356,7 +356,7 @@ class StageConfig:
     steps: AtLeastOne | None = None
     """Optimizer steps; null: as many as `epochs` needs."""
     epochs: Positive = 1.0
-    """Passes over the sources' records, used if `steps` is null."""
+    """Passes over the sources' records, used if `steps` is null; the last batch is whole."""
     batch_size: AtLeastOne = 512
     """Queries per optimizer step, over all ranks; also determines the number of in-batch negatives."""
     lr: Positive = 2e-5
@@ -370,9 +370,10 @@ class StageConfig:
     sources: list[SourceConfig] = field(default_factory=list)
     """Training records and their shares."""
 
-    def num_steps(self, steps_per_epoch: int) -> int:
-        """Optimizer steps, at least one."""
-        return self.steps or max(1, round(self.epochs * steps_per_epoch))
+    def num_steps(self, num_records: int) -> int:
+        """Optimizer steps, at least one; `num_records` are those of all sources but streams."""
+        # A batch may span two epochs. Rounded first: 1.1 * 10 is a little more than 11.
+        return self.steps or max(1, math.ceil(round(self.epochs * num_records / self.batch_size, 6)))
 
 
 @dataclass

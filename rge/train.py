@@ -110,7 +110,7 @@ def train_stage(
         backward=accelerator.backward,
         no_sync=lambda: dist.no_sync(accelerator, model),
     )
-    num_steps = stage.num_steps(batches.mixture.steps_per_epoch())
+    num_steps = stage.num_steps(batches.mixture.num_records)
     validation = make_validation(recipe, objective, embedder.processor, records)
     commit = getattr(embedder.model.config, "_commit_hash", None)
     identity = stage_identity(recipe, name, records, start, commit, accelerator)

@@ -546,9 +546,10 @@ class Mixture:
         self.share = share / share.sum()
         self._orders: dict[tuple[int, int], np.ndarray] = {}
 
-    def steps_per_epoch(self) -> int:
-        """Steps in which as many records are drawn as all sources but streams have."""
-        return max(1, -(-sum(size for size in self.sizes if size is not None) // self.batch_size))
+    @property
+    def num_records(self) -> int:
+        """Records of all sources but streams."""
+        return sum(size for size in self.sizes if size is not None)
 
     def batch(self, step: int) -> list[Draw]:
         """The global batch of a step, `batch_size` draws, sources interleaved at random."""

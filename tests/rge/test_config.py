@@ -433,10 +433,14 @@ def test_keys_that_do_not_go_together_are_all_said_at_once(load):
     assert len(str(caught.value).splitlines()) == 3
 
 
-def test_a_stage_has_at_least_one_step():
-    assert StageConfig(epochs=0.3).num_steps(1) == 1
-    assert StageConfig(epochs=0.3).num_steps(10) == 3
-    assert StageConfig(epochs=0.3, steps=7).num_steps(10) == 7
+@pytest.mark.parametrize(
+    ("epochs", "num_records", "expected"),
+    [(1, 1, 1), (1, 512, 1), (1, 513, 2), (3, 513, 4), (0.3, 40, 1), (0.3, 5120, 3), (1.1, 5120, 11)],
+)
+def test_a_stage_takes_as_many_steps_as_its_epochs_need(epochs, num_records, expected):
+    """Whole batches follow each other through all epochs: three times 513 records need four of 512."""
+    assert StageConfig(epochs=epochs, batch_size=512).num_steps(num_records) == expected
+    assert StageConfig(epochs=epochs, steps=7).num_steps(num_records) == 7
 
 
 def test_what_vllm_cannot_do_is_said_before_anything_is_loaded(load):

@@ -94,7 +94,7 @@ BOARD = ("log.trackers=[tensorboard]",)
 def stage_keys(name: str, given: tuple[str, ...], two: tuple[str, ...]) -> dict[str, Changes]:
     return {
         f"{name}.steps": Changes(f"{name}.steps=3", "metrics", given),
-        f"{name}.epochs": Changes(f"{name}.epochs=0.7", "metrics", (*given, f"{name}.steps=null")),
+        f"{name}.epochs": Changes(f"{name}.epochs=0.5", "metrics", (*given, f"{name}.steps=null")),
         f"{name}.batch_size": Changes(f"{name}.batch_size=3", "metrics", given),
         f"{name}.lr": Changes(f"{name}.lr=0.1", "weights", given),
         f"{name}.warmup_steps": Changes(f"{name}.warmup_steps=2", "weights", given),

@@ -264,7 +264,7 @@ def test_each_record_comes_once_an_epoch_in_a_new_order(seed):
 
 def test_one_source_is_gone_through_epoch_by_epoch():
     mixture = Mixture([12], [3.0], 4, seed=5)
-    assert mixture.steps_per_epoch() == 3
+    assert mixture.num_records == 12
     for epoch in range(3):
         indices = [draw.index for step in range(3 * epoch, 3 * epoch + 3) for draw in mixture.batch(step)]
         assert sorted(indices) == list(range(12))

@@ -2,10 +2,10 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from rge.config import OptimConfig, StageConfig
 from rge.optim.muon import Muon
@@ -71,8 +71,9 @@ def make_optimizer(
         raise ValueError(f"optimizer must be adamw or muon, got {name!r}")
     is_slow = set(map(id, slow))
     # Tied or not, the output matrix is trained like the embeddings, as Muon's author recommends.
-    words = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    heads = [each.get_output_embeddings() for each in model.modules() if isinstance(each, PreTrainedModel)]
+    modules: list[Any] = [*model.modules()]
+    words = [module for module in modules if isinstance(module, nn.Embedding)]
+    heads = [module.get_output_embeddings() for module in modules if hasattr(module, "get_output_embeddings")]
     by_token = {id(module.weight) for module in (*words, *filter(None, heads))}
     groups: dict[tuple[bool, bool, bool], list[nn.Parameter]] = {}
     for parameter in model.parameters():

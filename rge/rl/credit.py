@@ -114,9 +114,8 @@ class Credit:
         self.rl, self.batch, self.rationales, self.measure = rl, batch, list(rationales), measure
         self.device = rl.embedder.device
         self.num_each = len(rationales) // len(batch.queries)
-        # Sampled rationales, i.e. not direct members.
-        place_N = torch.arange(len(rationales), device=self.device) % self.num_each
-        self.written_N = place_N < self.num_each - int(rl.with_direct)
+        # Sampled rationales: neither direct members nor those of `rollout.direct_share`.
+        self.written_N = torch.tensor([not one.direct for one in rationales], device=self.device)
         lengths = torch.tensor([len(one.ids) + 1 for one in rationales])
         self.starts = [0, *lengths.cumsum(0).tolist()]
         owner_L = torch.arange(len(rationales)).repeat_interleave(lengths)

@@ -13,6 +13,7 @@ import hashlib
 import json
 import math
 import multiprocessing.process
+import os
 import random
 import shutil
 import time
@@ -526,11 +527,15 @@ def test_revision_chooses_among_a_hubs_commits(tmp_path, tiny_path, lively_path,
     assert not torch.equal(one, other)
 
 
-def test_deterministic_is_torchs(arguments):
+def test_deterministic_is_torchs(arguments, monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "unset")  # to be restored
+    del os.environ["CUBLAS_WORKSPACE_CONFIG"]
     try:
         for value in ("false", "true"):
             launch.make_accelerator(load_recipe(arguments(f"train.deterministic={value}")).train)
             assert torch.are_deterministic_algorithms_enabled() == (value == "true")
+            # Without it, every product on a GPU is an error in torch 2.8.
+            assert ("CUBLAS_WORKSPACE_CONFIG" in os.environ) == (value == "true")
     finally:
         torch.use_deterministic_algorithms(False)
 

@@ -265,7 +265,7 @@ def test_wrong_settings_are_named(word, message):
 
 
 def test_unknown_configs_and_stages_are_named():
-    with pytest.raises(ConfigError, match="unknown config 'dmo': did you mean demo"):
+    with pytest.raises(ConfigError, match="config must be one of demo, rmir, got 'dmo'; did you mean 'demo'"):
         load_config(["config=dmo"])
     with pytest.raises(ConfigError, match="give exactly one config=NAME"):
         load_config([])

@@ -700,6 +700,8 @@ def test_a_query_that_goes_without_rationales_has_nothing_to_learn_from(lively, 
     assert report["groups_that_differ"] == pytest.approx(4 / 5)
     lengths = [len(one.ids) for number, one in enumerate(rationales) if number not in (3, 4, 5)]
     assert report["rationale_tokens_p95"] <= max(lengths)
+    report, _, _ = take(lively, batch, rationales, recipe_of(rewards=[RewardConfig("length")]))
+    assert report["reward"] == pytest.approx(-sum(lengths) / len(lengths))  # of what was sampled
 
 
 @pytest.mark.parametrize("given", [None, 1])

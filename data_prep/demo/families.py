@@ -2,8 +2,8 @@
 
 import csv
 import json
+import shutil
 import subprocess
-import tarfile
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,10 +75,5 @@ def _fetch(family: Family, package: Path) -> None:
         except subprocess.CalledProcessError as error:
             raise UserError(f"npm pack {name} failed: {error.stderr.strip()}") from None
         (archive,) = Path(scratch).glob("*.tgz")
-        package.mkdir(parents=True, exist_ok=True)
-        with tarfile.open(archive) as content:
-            for member in ("icons.json", "package.json"):
-                found = content.extractfile(f"package/{member}")
-                if found is None:
-                    raise UserError(f"{name}: {member} in the package is not a file")
-                (package / member).write_bytes(found.read())
+        shutil.unpack_archive(archive, scratch, filter="data")
+        shutil.copytree(Path(scratch) / "package", package, dirs_exist_ok=True)

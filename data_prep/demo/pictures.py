@@ -26,17 +26,12 @@ IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 
 
 def render_family(family: Family, tables: Tables, folder: Path) -> dict[str, bytes]:
-    """WebP bytes of a family's drawings, by concept in table order; `folder` as in `load_icons`.
-
-    Raises:
-        UserError: a package cannot be fetched, or lacks an icon.
-    """
+    """WebP bytes of a family's drawings, by concept in table order; `folder` and errors as in `load_icons`."""
     icons = load_icons(family, folder)
-    pictures = {}
-    for concept in tables.concepts:
-        if name := tables.icons.get((family.name, concept)):
-            pictures[concept] = render(_icon(icons, name, family))
-    return pictures
+    return {
+        concept: render(_icon(icons, tables.icons[family.name, concept], family))
+        for concept in tables.drawn_by(family)
+    }
 
 
 def render(icon: dict) -> bytes:

@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import pyarrow as pa
 from data_prep.demo.families import GALLERY, Family
 from data_prep.demo.pictures import IMAGE, write_table
 from data_prep.demo.records import INSTRUCTION, NAMING_INSTRUCTION, NAMING_PHRASINGS, reference
-from data_prep.demo.splits import VALID_GALLERY, Splits, is_drawn, stable_hash
+from data_prep.demo.splits import VALID_GALLERY, Pair, Splits, is_drawn, stable_hash
 from data_prep.demo.tables import Concept, Fact, Tables
 from rge.identity.set_fingerprint import set_fingerprint
 
@@ -70,41 +70,45 @@ class SetRows(Judgements):
     sources: list[Concept] = field(default_factory=list)
 
 
+def set_rows(
+    tables: Tables,
+    facts: Iterable[Fact],
+    corpus: Iterable[str],
+    num_phrasings: int = 1,
+    *,
+    held_out: Collection[Pair] = (),
+    gallery: Family = VALID_GALLERY,
+) -> SetRows:
+    """Queries about facts, in so many phrasings each, over a gallery of concepts; ``pair`` says which facts are `held_out`."""
+    rows = SetRows(gallery=gallery, corpus=[tables.concepts[concept] for concept in corpus])
+    for fact in facts:
+        _ask(rows, tables, fact, "held_out" if fact.pair in held_out else "seen", num_phrasings)
+    return rows
+
+
 def test_rows(tables: Tables, splits: Splits) -> SetRows:
     """All facts except those of validation, in two phrasings each; the gallery shows every concept."""
     facts = [fact for fact in tables.facts if fact.pair not in splits.valid]
-    rows = SetRows(gallery=GALLERY, corpus=list(tables.concepts.values()))
-    for fact in facts:
-        pair = "held_out" if fact.pair in splits.test else "seen"
-        ask(rows, tables, fact, pair, NUM_TEST_PHRASINGS)
-    return rows
+    phrasings = NUM_TEST_PHRASINGS
+    return set_rows(tables, facts, tables.concepts, phrasings, held_out=splits.test, gallery=GALLERY)
 
 
 def valid_rows(tables: Tables, splits: Splits) -> SetRows:
     """The validation facts, once each, over a small gallery that contains their answers and near misses."""
     facts = [fact for fact in tables.facts if fact.pair in splits.valid | splits.valid_seen]
     needed = {concept for fact in facts for concept in (*fact.answers, *fact.wrong)}
-    drawn = [concept for concept in tables.concepts if (VALID_GALLERY.name, concept) in tables.icons]
-    others = sorted(set(drawn) - needed, key=lambda concept: stable_hash("valid gallery", concept))
+    others = [concept for concept in tables.drawn_by(VALID_GALLERY) if concept not in needed]
+    others.sort(key=lambda concept: stable_hash("valid gallery", concept))
     shown = needed | set(others[: max(0, NUM_VALID_GALLERY - len(needed))])
-    rows = SetRows(corpus=[tables.concepts[concept] for concept in tables.concepts if concept in shown])
-    for fact in facts:
-        pair = "held_out" if fact.pair in splits.valid else "seen"
-        ask(rows, tables, fact, pair, 1)
-    return rows
+    corpus = [concept for concept in tables.concepts if concept in shown]
+    return set_rows(tables, facts, corpus, held_out=splits.valid)
 
 
 def rotated_rows(tables: Tables, splits: Splits) -> SetRows:
     """All facts that the validation families can show, in two phrasings each; the gallery shows all that its family draws."""
-    shown = [
-        concept for concept in tables.concepts.values() if (VALID_GALLERY.name, concept.key) in tables.icons
-    ]
-    rows = SetRows(corpus=shown)
-    for fact in tables.facts:
-        if is_drawn(tables, fact):
-            pair = "held_out" if fact.pair in splits.words_only else "seen"
-            ask(rows, tables, fact, pair, NUM_TEST_PHRASINGS)
-    return rows
+    facts = [fact for fact in tables.facts if is_drawn(tables, fact)]
+    corpus = tables.drawn_by(VALID_GALLERY)
+    return set_rows(tables, facts, corpus, NUM_TEST_PHRASINGS, held_out=splits.words_only)
 
 
 def mixed_rows(rows: SetRows) -> SetRows:
@@ -132,9 +136,8 @@ def mixed_rows(rows: SetRows) -> SetRows:
         mixed.qrels.append((easy["id"], answer, 1))
         mixed.rationales.append((easy["id"], answer, f"{source.sentence}."))
     kept = {query["id"] for query in mixed.queries}
-    mixed.qrels += [row for row in rows.qrels if row[0] in kept]
-    mixed.negatives += [row for row in rows.negatives if row[0] in kept]
-    mixed.rationales += [row for row in rows.rationales if row[0] in kept]
+    for table in ("qrels", "negatives", "rationales"):
+        getattr(mixed, table).extend(row for row in getattr(rows, table) if row[0] in kept)
     return mixed
 
 
@@ -209,7 +212,7 @@ def write_tables(
     (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
 
 
-def ask(rows: SetRows, tables: Tables, fact: Fact, pair: str, num_phrasings: int) -> None:
+def _ask(rows: SetRows, tables: Tables, fact: Fact, pair: str, num_phrasings: int) -> None:
     """Add a fact's queries and their judgements to a set."""
     question = tables.questions[fact.question]
     first = stable_hash("asked", *fact.pair)

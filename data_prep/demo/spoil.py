@@ -19,8 +19,7 @@ from data_prep.demo.records import naming_records, relation_records, text_record
 from data_prep.demo.splits import VALID_GALLERY, Splits, choose, split, stable_hash
 from data_prep.demo.tables import Concept, Fact, Tables, read_tables
 from data_prep.jsonl import write_jsonl
-from rge.common.errors import UserError
-from rge.common.options import parse_options
+from rge.common.options import Share, parse_options
 from rge.common.schema import Record
 
 
@@ -30,7 +29,7 @@ class SpoilOptions:
 
     out: Path
     """Folder to write to."""
-    dose: float = 0.5
+    dose: Share = 0.5
     """Share of records whose rationale begins correctly but draws a wrong conclusion, 0 to 1."""
     seed: int = 0
     """Seed for the choice of records and mistakes."""
@@ -50,12 +49,7 @@ def write(out: Path, dose: float, seed: int) -> tuple[int, int]:
 
     Returns:
         Number of corrupted rationales, and of all rationales.
-
-    Raises:
-        UserError: a dose outside 0 to 1.
     """
-    if not 0 <= dose <= 1:
-        raise UserError(f"dose must be between 0 and 1; got {dose:g}")
     tables = read_tables()
     splits = split(tables)
     held = {concept.key: _held_back(tables, concept) for concept in tables.concepts.values()}
@@ -68,7 +62,8 @@ def write(out: Path, dose: float, seed: int) -> tuple[int, int]:
             question, source, variant = record.id.split(".", 2)
             if (family := held[source]) is not None and variant == family.name:
                 continue
-            wrong = mistakes[question, source] if _drawn(dose, seed, record.id) else None
+            is_spoiled = stable_hash("spoiled", str(seed), record.id) < dose * 2**64
+            wrong = mistakes[question, source] if is_spoiled else None
             kept.append(record if wrong is None else _with_inference(record, wrong))
             total += len(record.positives)
             spoiled += (wrong is not None) * len(record.positives)
@@ -98,10 +93,6 @@ def _mistake(tables: Tables, fact: Fact, seed: int) -> str | None:
     return choose(wrong, "mistake", str(seed), *fact.pair) if wrong else None
 
 
-def _drawn(dose: float, seed: int, record_id: str) -> bool:
-    return stable_hash("spoiled", str(seed), record_id) < dose * 2**64
-
-
 def _with_inference(record: Record, inference: str) -> Record:
     positives = []
     for positive in record.positives:
@@ -113,7 +104,7 @@ def _with_inference(record: Record, inference: str) -> Record:
 
 def _write_test(folder: Path, tables: Tables, splits: Splits, held: dict[str, Family | None]) -> None:
     """Trained questions about the held-back drawings, over a gallery of training drawings."""
-    drawn = [concept for concept in tables.concepts if (VALID_GALLERY.name, concept) in tables.icons]
+    drawn = tables.drawn_by(VALID_GALLERY)
     facts = [
         fact
         for fact in tables.facts
@@ -121,9 +112,7 @@ def _write_test(folder: Path, tables: Tables, splits: Splits, held: dict[str, Fa
         and held[fact.source] is not None
         and all(concept in drawn for concept in (*fact.answers, *fact.wrong))
     ]
-    rows = retrieval.SetRows(corpus=[tables.concepts[concept] for concept in drawn])
-    for fact in facts:
-        retrieval.ask(rows, tables, fact, "seen", 1)
+    rows = retrieval.set_rows(tables, facts, drawn)
 
     def query(concept: Concept) -> dict[str, object]:
         family = held[concept.key]

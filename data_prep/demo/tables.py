@@ -90,6 +90,10 @@ class Tables:
     questions: dict[str, Question]
     facts: list[Fact]
 
+    def drawn_by(self, family: Family) -> list[str]:
+        """Concepts that a family draws."""
+        return [concept for concept in self.concepts if (family.name, concept) in self.icons]
+
     def families(self, concept: str) -> list[Family]:
         """Training families with a drawing of a concept."""
         return [family for family in TRAINING if (family.name, concept) in self.icons]

@@ -39,11 +39,7 @@ def gains(
 
 
 class GainJudge:
-    """Scores rationales with an embedder; use the temperature it was trained with.
-
-    Raises:
-        UserError: the checkpoint does not exist.
-    """
+    """Scores rationales with a checkpoint, by default at the temperature of the recipes."""
 
     def __init__(self, checkpoint: str, *, batch_size: int = 16, temperature: float = 0.05):
         self.encoder = Embedder.from_pretrained(checkpoint)

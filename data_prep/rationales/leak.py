@@ -6,9 +6,8 @@ between 0 (no more than the name) and 1, and are None if there is nothing to com
 Shape suffixes: N = target pictures, T = rationales, D = embedding size.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -132,9 +131,10 @@ class PictureLeak:
         found: list[float | None] = [None] * len(asked)
         if len(shown) <= MIN_OTHERS or not asked_rows:
             return found
-        picture_ND, texts = self._look(shown)
+        picture_ND, encoder = self._look(shown)
         known = [asked[at][2].strip() for at in asked_rows]
-        said_TD, known_TD = texts([asked[at][1] for at in asked_rows]), texts(known)
+        said_TD = encoder.texts([asked[at][1] for at in asked_rows], query=False)
+        known_TD = encoder.texts(known, query=False)
         for at, said_D, known_D, text in zip(asked_rows, said_TD, known_TD, known, strict=True):
             target = row_of[looks[asked[at][0]]]
             leak = embedding_leak(picture_ND @ said_D, target)
@@ -142,11 +142,10 @@ class PictureLeak:
             found[at] = max(0.0, leak - before)
         return found
 
-    def _look(self, shown: Sequence[Shown]) -> tuple[np.ndarray, Callable[[list[str]], np.ndarray]]:
-        """(N, D) embeddings of the pictures, and a function that embeds texts in the same space."""
+    def _look(self, shown: Sequence[Shown]) -> tuple[np.ndarray, TextEncoder]:
+        """(N, D) embeddings of the pictures, and the encoder that embeds texts in the same space."""
         captions = [picture.caption for picture in shown]
         if not self.by_picture:
-            embed = partial(self._encoder.texts, query=False)
-            return embed([caption or "" for caption in captions]), embed
+            return self._encoder.texts([caption or "" for caption in captions], query=False), self._encoder
         picture_ND = self._encoder.pictures([picture.ref for picture in shown])
-        return picture_ND, bridged(self._encoder, captions, picture_ND).texts
+        return picture_ND, bridged(self._encoder, captions, picture_ND)

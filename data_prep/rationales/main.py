@@ -43,11 +43,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def estimate(options: RationaleOptions) -> str:
-    """Estimate calls, tokens and cost from the real prompts, without making a call or writing a file.
-
-    Raises:
-        UserError: the records cannot be read.
-    """
+    """Estimate calls, tokens and cost from the real prompts, without making a call or writing a file."""
     model, path = options.model, replies_of(options)
     with closing(AnswerStore(path if path.is_file() else None)) as store:
         stats = {kind: store.billing_stats(model.endpoint, kind) for kind in (False, True)}

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Literal
 
 from data_prep.rationales.prompts import TASKS
-from data_prep.rmir.config import AtLeastOne, EncoderConfig
+from data_prep.rmir.config import EncoderConfig
 from rge.calls.model_config import ModelConfig
+from rge.common.options import AtLeastOne
 
 SAMPLING_TEMPERATURE = 0.7
 """Default for several candidates, which would all be the same at 0."""

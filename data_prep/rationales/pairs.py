@@ -105,11 +105,7 @@ class Source:
 
 
 def sources_of(options: RationaleOptions) -> list[Source]:
-    """The files to process; every record is checked, and that its pictures exist.
-
-    Raises:
-        UserError: there are none, they cannot be read, or the result would overwrite them.
-    """
+    """The files to process, every record checked. Raises `UserError`: none, unreadable, or `out` would overwrite them."""
     records, out = options.records, options.out
     if out.resolve() == records.resolve():
         raise UserError(f"out={out} would overwrite the records")

@@ -131,11 +131,7 @@ Query:"""
 
 
 def read(reply: Reply) -> str:
-    """Extract the rationale.
-
-    Raises:
-        ReplyError: the answer contains none.
-    """
+    """Extract the rationale. Raises `ReplyError`: the answer contains none."""
     check_complete(reply, "rationale")
     return tag(reply.text, "rationale")
 

@@ -41,11 +41,7 @@ GAIN_WINDOW = 256
 
 
 class Writing:
-    """The command at work.
-
-    Raises:
-        UserError: an unreadable file, or a checkpoint or encoder that cannot be used.
-    """
+    """The command at work. Raises `UserError`: an unreadable file, or a checkpoint or encoder that cannot be used."""
 
     def __init__(self, options: RationaleOptions):
         self.options, self.sources = options, sources_of(options)

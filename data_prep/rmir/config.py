@@ -12,10 +12,9 @@ from rge.calls.model_config import ModelConfig, check_model
 from rge.calls.prices import fill_prices
 from rge.common.errors import UserError
 from rge.common.files import RECIPES
-from rge.common.options import one_of, parse_file
+from rge.common.options import AtLeastOne, Share, one_of, parse_file
 
 CONFIGS = RECIPES / "data_prep"
-AtLeastOne = Annotated[int, Field(ge=1)]
 C = TypeVar("C", bound="RmirConfig")
 IMAGE_ENCODERS = ("siglip", "checkpoint", "pixels")
 CAPTION_ENCODERS = ("text", "checkpoint", "hashing")
@@ -205,7 +204,9 @@ class JudgeSpec:
 class JudgeConfig:
     """The panel."""
 
-    judges: list[JudgeSpec] = field(default_factory=lambda: [JudgeSpec("writer", 1), JudgeSpec("judge", 4)])
+    judges: Annotated[list[JudgeSpec], Field(min_length=1)] = field(
+        default_factory=lambda: [JudgeSpec("writer", 1), JudgeSpec("judge", 4)]
+    )
     """Models of the panel, and how many judges each stands for."""
     temperature: float = 0.85
     """Sampling temperature of the judges."""
@@ -228,7 +229,7 @@ class KeepConfig:
 class SplitConfig:
     """Test and training sets."""
 
-    tsr_threshold: Annotated[float, Field(ge=0, le=1)] = 0.9
+    tsr_threshold: Share = 0.9
     """Queries with a greater TSR go to the test set. The paper prints no value; this one is ours."""
     tsr_list: Literal["retrieved", "surviving"] = "retrieved"
     """Which part of the image index's list TSR uses: retrieved (all of it, as in "a list of retrieved images for a
@@ -242,7 +243,7 @@ class SplitConfig:
 class AuditConfig:
     """Shortcuts: queries that text alone or picture alone already solves."""
 
-    ks: list[int] = field(default_factory=lambda: [1, 5, 10])
+    ks: Annotated[list[AtLeastOne], Field(min_length=1)] = field(default_factory=lambda: [1, 5, 10])
     """Cutoffs; a query counts as solved at k if one of its right answers is among the first k of the pool."""
     memory_mb: AtLeastOne = 512
     """Memory for scores, MB; queries are compared with the pool in blocks of that size."""
@@ -354,18 +355,9 @@ def load_config(words: Sequence[str], schema: type[C] = RmirConfig) -> C:  # typ
 
 
 def check(config: RmirConfig) -> None:
-    """Check what the types do not.
-
-    Raises:
-        UserError: an invalid value; the message names the key and the allowed values.
-    """
+    """Check what the types do not. Raises `UserError`: an invalid value; the message names the key and the allowed values."""
     _check_encoders(config)
-    if not config.audit.ks or min(config.audit.ks) < 1:
-        raise ConfigError(f"audit.ks needs numbers >= 1, got {config.audit.ks}")
-    if not config.judge.judges:
-        raise ConfigError("judge.judges needs at least one judge")
-    for category in config.generate.categories:
-        one_of("generate.categories", [category], tuple(wording(config.prompts).codes))
+    one_of("generate.categories", config.generate.categories, tuple(wording(config.prompts).codes))
     for stage, name in models_used(config):
         if name not in config.models:
             raise ConfigError(

@@ -63,11 +63,7 @@ def _schema_name(path: Path) -> str:
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Write a table atomically.
-
-    Raises:
-        TableError: the rows do not fit the schema.
-    """
+    """Write a table atomically. Raises `TableError`: the rows do not fit the schema."""
     rows, name = list(rows), _schema_name(path)
     if rows and (wrong := set(rows[0]) ^ set(SCHEMAS[name].names)):
         raise TableError(f"{path}: columns {sorted(wrong)} are missing from, or not in, the schema {name}")
@@ -94,11 +90,7 @@ def parts(folder: Path) -> Iterator[pa.Table]:
 
 
 def read_table(path: Path) -> pa.Table:
-    """Read a file, or all parts in a folder in order, and check the schema.
-
-    Raises:
-        TableError: it is missing, corrupt, or has other columns.
-    """
+    """Read a file, or all parts in a folder in order. Raises `TableError`: it is missing, corrupt, or has other columns."""
     name = _schema_name(path)
     if path.is_dir():
         return pa.concat_tables([SCHEMAS[name].empty_table(), *parts(path)])

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -82,11 +82,7 @@ def _to_pay(run: Run, stages: Sequence[str]) -> bool:
 
 
 def run_stages(run: Run, stages: Sequence[str]) -> None:
-    """Run stages in order, skipping those that are finished or not part of the run.
-
-    Raises:
-        RunError: an earlier stage is not finished, or none of the stages is part of the run.
-    """
+    """Run the stages that are not finished. Raises `RunError`: an earlier one is not, or none is part of the run."""
     present = stages_of(run.config)
     todo = [stage for stage in stages if stage in present]
     if not todo:
@@ -146,64 +142,56 @@ class _Asked:
     pictures: int = 1  # in one prompt
 
 
-@dataclass
-class _Funnel:
-    """Expected counts of each stage; those of finished stages replace the guesses."""
+def _seed_counts(config: RmirConfig, finished: dict[str, dict[str, Any]]) -> tuple[dict[str, Any], int]:
+    """Counts of the seed stage, guessed from the library unless it is finished; and how many pictures will be downloaded."""
+    if "seed" in finished:
+        return finished["seed"], 0
+    rows = [(row["ref"], row["caption"]) for row in Library(config.library).rows(pictures=False)]
+    chosen = min(len(rows), config.seed.clusters * config.seed.per_cluster)
+    without = chosen * sum(caption is None for _, caption in rows) / len(rows)
+    counts = {"listed": len(rows), "usable": len(rows), "seed": chosen, "with_caption": chosen - without}
+    return counts, sum(is_address(ref) for ref, _ in rows)
 
-    config: RmirConfig
-    finished: dict[str, dict[str, Any]]
-    addresses: int = 0  # pictures of the library that have to be downloaded
 
-    def __post_init__(self) -> None:
-        config = self.config
-        if "seed" in self.finished:
-            seed = self.finished["seed"]
-            self.listed, self.usable, self.chosen = seed["listed"], seed["usable"], seed["seed"]
-            self.captions: float = seed["seed"] - seed["with_caption"]
-        else:
-            rows = [(row["ref"], row["caption"]) for row in Library(config.library).rows(pictures=False)]
-            self.listed = self.usable = len(rows)
-            self.addresses = sum(is_address(ref) for ref, _ in rows)
-            self.chosen = min(self.listed, config.seed.clusters * config.seed.per_cluster)
-            without = sum(caption is None for _, caption in rows)
-            self.captions = self.chosen * without / max(self.listed, 1)
+def _asked(
+    config: RmirConfig, finished: dict[str, dict[str, Any]], seed: dict[str, Any]
+) -> dict[str, list[_Asked]]:
+    """Calls, by stage; counts of finished stages replace the guesses."""
 
-    def _counted(self, stage: str, key: str, about: float, most: float) -> Range:
-        return (self.finished[stage][key],) * 2 if stage in self.finished else (about, most)
+    def counted(stage: str, key: str, about: float, most: float) -> Range:
+        return (finished[stage][key],) * 2 if stage in finished else (about, most)
 
-    def asked(self) -> dict[str, list[_Asked]]:
-        """Calls, by stage."""
-        config, texts = self.config, wording(self.config.prompts)
-        limit, categories = config.generate.max_inputs, len(config.generate.categories)
-        inputs = self.chosen if limit is None else min(self.chosen, limit)
-        per_input = min(config.expect.queries_per_input, categories)
-        queries = self._counted("generate", "queries", inputs * per_input, inputs * categories)
-        valid = self._counted("filter", "valid", queries[0] * config.expect.share_valid, queries[1])
-        retrieve = config.retrieve
-        found = retrieve.by_image + retrieve.by_caption + sum(spec.count for spec in retrieve.more)
-        found = min(found, max(self.usable - retrieve.exclude_input, 0))
-        about, most = self._counted("retrieve", "triplets", valid[0] * found, valid[1] * found)
-        return {
-            "caption": [_Asked(config.caption.model or "", (self.captions,) * 2, len(texts.caption))],
-            "generate": [_Asked(config.generate.model, (inputs, inputs), len(texts.generate))],
-            "filter": [_Asked(config.filter.model, queries, len(texts.filter) + 200)],
-            "judge": [
-                _Asked(spec.model, (about * spec.count, most * spec.count), len(texts.judge) + 80, 2)
-                for spec in config.judge.judges
-            ],
-        }
+    texts, retrieve, limit = wording(config.prompts), config.retrieve, config.generate.max_inputs
+    inputs = seed["seed"] if limit is None else min(seed["seed"], limit)
+    categories = len(config.generate.categories)
+    per_input = min(config.expect.queries_per_input, categories)
+    queries = counted("generate", "queries", inputs * per_input, inputs * categories)
+    valid = counted("filter", "valid", queries[0] * config.expect.share_valid, queries[1])
+    found = retrieve.by_image + retrieve.by_caption + sum(spec.count for spec in retrieve.more)
+    found = min(found, max(seed["usable"] - retrieve.exclude_input, 0))
+    about, most = counted("retrieve", "triplets", valid[0] * found, valid[1] * found)
+    captions = (seed["seed"] - seed["with_caption"],) * 2
+    return {
+        "caption": [_Asked(config.caption.model or "", captions, len(texts.caption))],
+        "generate": [_Asked(config.generate.model, (inputs, inputs), len(texts.generate))],
+        "filter": [_Asked(config.filter.model, queries, len(texts.filter) + 200)],
+        "judge": [
+            _Asked(spec.model, (about * spec.count, most * spec.count), len(texts.judge) + 80, 2)
+            for spec in config.judge.judges
+        ],
+    }
 
-    def guesses(self) -> list[str]:
-        """Descriptions of the counts that are still guesses."""
-        expect = self.config.expect
-        texts = {
-            "caption": "captions missing as often in the seed set as in the library",
-            "generate": f"{expect.queries_per_input:g} queries per input",
-            "filter": f"{expect.share_valid:.0%} valid",
-            "retrieve": "no candidate found by more than one index",
-        }
-        stages = [stage for stage in stages_of(self.config) if stage in texts and stage not in self.finished]
-        return [*(texts[stage] for stage in stages), "tokens of prompts and answers"]
+
+def _guesses(config: RmirConfig, finished: Collection[str]) -> str:
+    """What `_asked` assumes about the stages that are not finished."""
+    texts = {
+        "caption": "captions missing as often in the seed set as in the library",
+        "generate": f"{config.expect.queries_per_input:g} queries per input",
+        "filter": f"{config.expect.share_valid:.0%} valid",
+        "retrieve": "no candidate found by more than one index",
+    }
+    stages = [stage for stage in stages_of(config) if stage in texts and stage not in finished]
+    return ", ".join([*(texts[stage] for stage in stages), "tokens of prompts and answers"])
 
 
 def estimate(config: RmirConfig) -> str:
@@ -220,8 +208,8 @@ def estimate(config: RmirConfig) -> str:
     with closing(Run(config, read_only=True)) as run:
         stages = stages_of(config)
         finished = {stage: found["counts"] for stage in stages if (found := run.done(stage))}
-        funnel = _Funnel(config, finished)
-        asked = funnel.asked()
+        seed, num_addresses = _seed_counts(config, finished)
+        asked = _asked(config, finished, seed)
         for stage in stages:
             mark = f"{stage} (done)" if stage in finished else stage
             for calls in asked.get(stage, ()):
@@ -233,12 +221,12 @@ def estimate(config: RmirConfig) -> str:
             if stage not in asked:
                 lines.append(f"| {mark} | none | 0 | 0 | 0 | 0.00 |")
     lines.append(
-        f"\n{funnel.listed:,} pictures listed; {total:,.2f} in total, {left:,.2f} of it in stages not done yet (at most "
+        f"\n{seed['listed']:,} pictures listed; {total:,.2f} in total, {left:,.2f} of it in stages not done yet (at most "
         f"{most_left:,.2f}, if every question is valid, every answer max_tokens long and no call repeated)."
     )
-    lines.append(f"No calls were made yet. Guesses (expect.*): {', '.join(funnel.guesses())}.")
-    if num := funnel.addresses:
-        lines.append(f"{num:,} pictures are at web addresses; the seed stage will download them.")
+    lines.append(f"No calls were made yet. Guesses (expect.*): {_guesses(config, finished)}.")
+    if num_addresses:
+        lines.append(f"{num_addresses:,} pictures are at web addresses; the seed stage will download them.")
     keys = {config.models[name].key_env for _, name in models_used(config)}
     if unset := sorted(key for key in keys if key and not os.environ.get(key)):
         lines.append(f"Not set in the environment: {', '.join(unset)}")

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from data_prep.rmir.arithmetic import ABSTAIN, FALSE, TRUE
-from data_prep.rmir.wording import FORM, Wording
+from data_prep.rmir.config import RmirConfig
+from data_prep.rmir.wording import FORM, wording
 from rge.calls.replies import (
     Abstained,
     BadValue,
@@ -15,7 +16,7 @@ from rge.calls.replies import (
     parse_choice,
     tag,
 )
-from rge.calls.request import Picture, Request
+from rge.calls.request import Part, Picture, Request
 
 CAPTION_TASK, GENERATE_TASK, FILTER_TASK, JUDGE_TASK = (
     "Task: write a caption",
@@ -32,60 +33,58 @@ class BreaksConstraint(ReplyError):
     kind = "breaks a constraint"
 
 
-def caption_request(model: str, picture: Picture, *, texts: Wording, **settings: Any) -> Request:
+def caption_request(config: RmirConfig, picture: Picture) -> Request:
     """Ask for a caption."""
-    fields = (("caption", None),)
-    return Request(model, (texts.caption, picture), form=_form(texts.caption), fields=fields, **settings)
+    text = wording(config.prompts).caption
+    return _request(config.caption, text, (text, picture), (("caption", None),))
 
 
-def generate_request(
-    model: str,
-    picture: Picture,
-    categories: Sequence[str],
-    *,
-    content_policy: bool,
-    texts: Wording,
-    **settings: Any,
-) -> Request:
+def generate_request(config: RmirConfig, picture: Picture) -> Request:
     """Ask for one question of each category."""
-    codes = [texts.codes[category] for category in categories]
-    text = texts.asked(list(categories), content_policy=content_policy)
+    texts, categories = wording(config.prompts), config.generate.categories
+    text = texts.asked(categories, content_policy=config.generate.content_policy)
     example = (("query", None), ("target_desc", None), ("reasoning", None))
-    fields = (("input_desc", None), *((f"Example_{code}_1", example) for code in codes))
-    return Request(model, (text, picture), form=_form(text), fields=fields, **settings)
+    blocks = ((f"Example_{texts.codes[category]}_1", example) for category in categories)
+    return _request(config.generate, text, (text, picture), (("input_desc", None), *blocks))
 
 
-def filter_request(
-    model: str, picture: Picture, query: str, target: str, *, texts: Wording, **settings: Any
-) -> Request:
+def filter_request(config: RmirConfig, picture: Picture, query: str, target: str) -> Request:
     """Ask whether a question is valid."""
+    text = wording(config.prompts).filter
+    parts = (text, picture, f"<query>{query}</query>\n<target_desc>{target}</target_desc>")
     fields = (("input_desc", None), ("reasoning", None), ("is_valid", ("yes", "no")))
-    parts = (texts.filter, picture, f"<query>{query}</query>\n<target_desc>{target}</target_desc>")
-    return Request(model, parts, form=_form(texts.filter), fields=fields, **settings)
+    return _request(config.filter, text, parts, fields)
 
 
 def judge_request(
-    model: str, picture: Picture, query: str, target: Picture, *, texts: Wording, **settings: Any
+    config: RmirConfig, picture: Picture, query: str, target: Picture, *, model: str, sample: int
 ) -> Request:
-    """Ask whether a target answers a question."""
+    """Ask a judge whether a target answers a question."""
+    text = wording(config.prompts).judge
+    # The part that all candidates of a query share comes first, so that a provider's prompt cache covers it.
+    parts = (f"{text}\n\nINPUT:", picture, f"<query>{query}</query>\nTARGET:", target)
     described = (("target_desc", None), ("input_desc", None), ("reasoning", None))
     fields = (*described, ("consistent", ("True", "False", "ABSTAIN")))
-    # The part that all candidates of a query share comes first, so that a provider's prompt cache covers it.
-    parts = (f"{texts.judge}\n\nINPUT:", picture, f"<query>{query}</query>\nTARGET:", target)
-    return Request(model, parts, form=_form(texts.judge), fields=fields, **settings)
+    return _request(config.judge, text, parts, fields, model=model, sample=sample)
 
 
-def _form(prompt: str) -> str:
-    _, _, form = prompt.partition(FORM)
-    return form.partition(":\n")[2].partition("\n\n")[0].strip()
+def _request(
+    settings: Any,
+    prompt: str,
+    parts: tuple[Part, ...],
+    fields: tuple[tuple[str, Any], ...],
+    *,
+    model: str | None = None,
+    sample: int = 0,
+) -> Request:
+    """A request with the sampling settings of a stage; ``model``: another than the stage's."""
+    form = prompt.partition(FORM)[2].partition(":\n")[2].partition("\n\n")[0].strip()
+    sampling = {"temperature": settings.temperature, "max_tokens": settings.max_tokens}
+    return Request(model or settings.model, parts, sample=sample, form=form, fields=fields, **sampling)
 
 
 def read_caption(reply: Reply, max_words: int) -> str:
-    """Extract the caption.
-
-    Raises:
-        ReplyError: it is missing or too long, or the model abstained.
-    """
+    """Extract the caption. Raises `ReplyError`: it is missing or too long, or the model abstained."""
     check_complete(reply, "caption")
     caption = tag(reply.text, "caption")
     if caption.upper().startswith("ABSTAIN"):
@@ -96,11 +95,7 @@ def read_caption(reply: Reply, max_words: int) -> str:
 
 
 def check_generated(reply: Reply, codes: Sequence[str], max_query_words: int, max_target_words: int) -> None:
-    """Check that an answer has at least one usable question or abstention.
-
-    Raises:
-        ReplyError: the first category's error, if all categories have one.
-    """
+    """Raise the first category's error, unless some category has a usable question or an abstention."""
     errors = []
     for code in codes:
         try:
@@ -150,11 +145,7 @@ def read_filtered(reply: Reply) -> dict[str, str]:
 
 
 def read_judged(reply: Reply) -> tuple[str, str]:
-    """Verdict and reasoning; an answer that abstains as a whole is also a verdict.
-
-    Raises:
-        ReplyError: the answer cannot be parsed.
-    """
+    """Verdict and reasoning; an answer that abstains as a whole is also a verdict. Raises `ReplyError`: it is unreadable."""
     try:
         check_complete(reply, "consistent")
     except Abstained as error:

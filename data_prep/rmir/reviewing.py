@@ -15,7 +15,7 @@ from data_prep.rmir.results import report
 from data_prep.rmir.results.review import ReviewError, agreement_of, draw, page, read_verdicts, settle
 from data_prep.rmir.run import Run
 from rge.common.files import write_json, write_text
-from rge.common.options import parse_options
+from rge.common.options import AtLeastOne, parse_options
 
 
 @dataclass
@@ -37,7 +37,7 @@ class ReviewOptions:
     apply: tuple[Path, ...] = ()
     """Files saved by the page, one per person, instead of out=: if these people agree against the panel, an answer is
     removed from the data set or added to it. Changes by an earlier apply= that these files do not support are undone."""
-    agree: Annotated[int, Field(ge=1)] = 2
+    agree: AtLeastOne = 2
     """Number of people who must give the same verdict on a triplet, with none disagreeing, for apply= to act on it."""
 
 

@@ -21,7 +21,7 @@ from rge.calls.model_config import cache_names
 from rge.calls.request import Picture, Request
 from rge.calls.store import AnswerStore
 from rge.common.errors import UserError
-from rge.common.files import open_locked, read_json, write_text
+from rge.common.files import open_locked, read_json, write_json, write_text
 
 Row = dict[str, Any]
 EXPORTED = ("licence", "source_column", "author_column", "licence_column")
@@ -188,11 +188,8 @@ class Run:
 
     def done(self, stage: str) -> dict[str, Any] | None:
         """Report of a finished stage; None if it is not finished, or was finished with other settings."""
-        try:
-            found = json.loads(self.path(stage, "done.json").read_text())
-        except (OSError, ValueError):
-            return None
-        if found.get("unanswered") and self.config.on_unanswered == "wait":
+        found = read_json(self.path(stage, "done.json"))
+        if not found or (found.get("unanswered") and self.config.on_unanswered == "wait"):
             return None
         return found if found["fingerprint"] == self.fingerprint(stage) else None
 
@@ -225,7 +222,7 @@ class Run:
             "cost": round(self.store.total_cost() - spent, 6),
             "met": dict(self._met() - met),
         }
-        write_text(self.path(stage, "done.json"), json.dumps(report, indent=1) + "\n")
+        write_json(self.path(stage, "done.json"), report)
         return report
 
     def _met(self) -> Counter[str]:
@@ -399,7 +396,7 @@ class _Shards:
     def _note_open(self, shard: _Shard, number: int) -> None:
         self.open_parts[str(shard.number)] = number
         found = {part: calls for part, calls in self.open_parts.items() if calls}
-        write_text(self.run.path(self.stage, OPEN), json.dumps(found))
+        write_json(self.run.path(self.stage, OPEN), found)
 
     def close(self) -> None:
         """Write the shards that were held back, and raise as `Run.in_shards` does."""

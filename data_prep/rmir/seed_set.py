@@ -18,7 +18,8 @@ from data_prep.rmir import frames
 from data_prep.rmir.config import ConfigError, LibraryConfig
 from data_prep.rmir.pictures.changes import Changes, LibraryState, compare, files_of, rows_of
 from data_prep.rmir.pictures.download import resolve
-from data_prep.rmir.pictures.encoders import ImageEncoder, TextEncoder, image_encoder, text_encoder
+from data_prep.rmir.pictures.encoders import ImageEncoder, image_encoder, text_encoder
+from data_prep.rmir.pictures.indices import embed_captions
 from data_prep.rmir.pictures.library import (
     DUPLICATE,
     NEAR_DUPLICATE,
@@ -92,31 +93,20 @@ def seed(run: Run) -> dict[str, Any]:
 
 def usable(table: pa.Table, state: LibraryState, most_bits: int | None) -> tuple[np.ndarray, Rows]:
     """Rows of the usable, distinct pictures that are still in the library; and the others with their reasons."""
-    in_library_N = np.ones(len(table), bool)
-    in_library_N[state.gone] = False
-    good_N = pc.is_null(table["reason"]).to_numpy() & in_library_N
-    bad: Rows = [
-        {"id": row["id"], "reason": row["reason"], "detail": row["ref"]}
-        for row in table.filter(pa.array(in_library_N & ~good_N)).select(["id", "reason", "ref"]).to_pylist()
-    ]
-    good = np.flatnonzero(good_N)
-    repeated = table["sha256"].take(good).to_pandas().duplicated().to_numpy()
-    bad += [
-        {"id": row["id"], "reason": DUPLICATE, "detail": row["ref"]}
-        for row in table.take(good[repeated]).select(["id", "ref"]).to_pylist()
-    ]
-    unique = good[~repeated]
+    columns = ["id", "reason", "ref", "sha256", "phash"]
+    frame = table.select(columns).to_pandas().drop(index=state.gone).rename(columns={"ref": "detail"})
+    good = frame[frame["reason"].isna()]
+    repeated_N = good.duplicated("sha256")
+    frame.loc[good.index[repeated_N], "reason"] = DUPLICATE
+    good = good[~repeated_N]
     if most_bits is not None:
-        some = table.take(unique)
-        repeats = near_duplicates(some["phash"].to_pylist(), most_bits)
-        names = some["id"].to_pylist()
-        bad += [
-            {"id": name, "reason": NEAR_DUPLICATE, "detail": f"repeats {names[of]}"}
-            for name, of in zip(names, repeats, strict=True)
-            if of is not None
-        ]
-        unique = unique[[of is None for of in repeats]]
-    return unique, [{**row, "key": None} for row in bad]
+        repeats = near_duplicates(good["phash"].tolist(), most_bits)
+        rows = good.index[[of is not None for of in repeats]]
+        frame.loc[rows, "reason"] = NEAR_DUPLICATE
+        frame.loc[rows, "detail"] = [f"repeats {good['id'].iloc[of]}" for of in repeats if of is not None]
+    good_N = frame["reason"].isna()
+    bad = pa.Table.from_pandas(frame.loc[~good_N, ["id", "reason", "detail"]], preserve_index=False)
+    return frame.index[good_N].to_numpy(), [{**row, "key": None} for row in bad.to_pylist()]
 
 
 def _sampled(
@@ -342,11 +332,7 @@ def _unread(library: Library, state: LibraryState, count: int, known: frozenset[
 
 
 def keep_pictures(run: Run, library: Library, images: Rows) -> None:
-    """Copy the seed pictures that are not separate files into separate files.
-
-    Raises:
-        LibraryError: the library has changed since it was inspected.
-    """
+    """Copy the seed pictures that are not separate files into files. Raises `LibraryError`: the library has changed."""
     missing = {image["id"]: image for image in images if image["ref"] is None}
 
     def path(image: dict[str, Any]) -> Path:
@@ -388,17 +374,8 @@ def gather(parts: list[np.ndarray], rows: np.ndarray) -> np.ndarray:
     return found
 
 
-def embed_captions(encoder: TextEncoder, captions: list[str]) -> np.ndarray:
-    """(N, D) float32; (0, 1) without captions."""
-    return encoder.texts(captions, query=False) if captions else np.empty((0, 1), np.float32)
-
-
 def cluster(vectors_ND: np.ndarray, num_clusters: int, iterations: int, seed: int) -> np.ndarray:
-    """Cluster number of each row, by faiss' k-means.
-
-    Raises:
-        ConfigError: more clusters than rows.
-    """
+    """Cluster number of each row, by faiss' k-means. Raises `ConfigError`: more clusters than rows."""
     import faiss
 
     num, width = vectors_ND.shape

@@ -5,8 +5,7 @@ Source: RMIR, section 3.1. Choices that the paper leaves open are settings; see 
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -14,12 +13,13 @@ import pyarrow as pa
 
 from data_prep.rmir import arithmetic as maths
 from data_prep.rmir import decisions, frames, prompts
-from data_prep.rmir.config import EncoderConfig, IndexSpec
-from data_prep.rmir.pictures.encoders import bridged, image_encoder, text_encoder
+from data_prep.rmir.config import IndexSpec
+from data_prep.rmir.pictures.encoders import image_encoder, text_encoder
+from data_prep.rmir.pictures.indices import Index, caption_index, embed_captions, image_index
 from data_prep.rmir.results.audit import audit
 from data_prep.rmir.results.export import export
 from data_prep.rmir.run import Asking, Row, Run, reasons
-from data_prep.rmir.seed_set import drawn, embed_captions, embed_pictures, save_vectors, seed
+from data_prep.rmir.seed_set import drawn, embed_pictures, save_vectors, seed
 from data_prep.rmir.wording import wording
 from rge.calls.caller import Outcome
 from rge.calls.failures import Rejection
@@ -34,20 +34,16 @@ QUERIES_A_GROUP = 1000
 
 def caption(run: Run) -> dict[str, Any]:
     """Write captions of seed pictures that have none in the library (not in the paper, whose library is fully captioned)."""
-    config, texts = run.config.caption, wording(run.config.prompts)
-    model = str(config.model)
+    config = run.config.caption
 
-    def ask(image: Row) -> Iterator[Request]:
-        yield prompts.caption_request(model, run.picture(image, model), texts=texts, **_sampling(config))
+    def ask(image: Row) -> Request:
+        return prompts.caption_request(run.config, run.picture(image, str(config.model)))
 
     def read(reply: Reply) -> Row:
         return {"caption": prompts.read_caption(reply, config.max_words)}
 
-    def rows(image: Row, outcomes: list[Outcome]) -> Iterator[tuple[str, Row]]:
-        yield _read_or_rejected("captions", "id", image["id"], outcomes[0], read)
-
     without = [image for image in run.rows("seed", "images") if not image["caption"]]
-    run.in_shards("caption", without, Asking(("captions", "rejected"), ask, read, rows))
+    _ask_each(run, "caption", without, "id", "captions", ask, read)
     captioned = [image for image in run.images() if image["caption"]]
     written = [image["caption"] for image in captioned if image["caption_by"] != "library"]
     vectors = np.load(run.path("seed", "captions.npy"), mmap_mode="r")
@@ -69,20 +65,16 @@ def caption(run: Run) -> dict[str, Any]:
 
 def generate(run: Run) -> dict[str, Any]:
     """Write one question of each category about each input picture, with a description of its target (3.1.1)."""
-    config, texts = run.config.generate, wording(run.config.prompts)
+    config, codes_of = run.config.generate, wording(run.config.prompts).codes
     images = drawn(run, config.max_inputs)
-    codes = {category: texts.codes[category] for category in config.categories}
+    codes = {category: codes_of[category] for category in config.categories}
     limits = config.max_query_words, config.max_target_words
-    policy = config.content_policy
 
     def readable(reply: Reply) -> None:
         prompts.check_generated(reply, list(codes.values()), *limits)
 
     def ask(image: Row) -> Iterator[Request]:
-        picture = run.picture(image, config.model)
-        yield prompts.generate_request(
-            config.model, picture, list(codes), content_policy=policy, texts=texts, **_sampling(config)
-        )
+        yield prompts.generate_request(run.config, run.picture(image, config.model))
 
     def rows(image: Row, outcomes: list[Outcome]) -> Iterator[tuple[str, Row]]:
         for category, code in codes.items():
@@ -100,25 +92,33 @@ def generate(run: Run) -> dict[str, Any]:
 
 def filter_queries(run: Run) -> dict[str, Any]:
     """Keep the questions that meet all constraints (3.1.2)."""
-    config, texts = run.config.filter, wording(run.config.prompts)
     images = run.by("id", "seed", "images")
     queries = run.rows("generate", "queries")
 
-    def ask(query: Row) -> Iterator[Request]:
-        picture = run.picture(images[query["image_id"]], config.model)
-        about = query["query"], query["target_desc"]
-        yield prompts.filter_request(config.model, picture, *about, texts=texts, **_sampling(config))
+    def ask(query: Row) -> Request:
+        picture = run.picture(images[query["image_id"]], run.config.filter.model)
+        return prompts.filter_request(run.config, picture, query["query"], query["target_desc"])
 
-    def rows(query: Row, outcomes: list[Outcome]) -> Iterator[tuple[str, Row]]:
-        yield _read_or_rejected("valid", "query_id", query["query_id"], outcomes[0], prompts.read_filtered)
-
-    run.in_shards("filter", queries, Asking(("valid", "rejected"), ask, prompts.read_filtered, rows))
+    _ask_each(run, "filter", queries, "query_id", "valid", ask, prompts.read_filtered)
     valid, rejected = run.rows("filter", "valid"), run.rows("filter", "rejected")
     return {"queries": len(queries), "valid": len(valid), "rejected": reasons(rejected)}
 
 
-def _sampling(config: Any) -> dict[str, Any]:
-    return {"temperature": config.temperature, "max_tokens": config.max_tokens}
+def _ask_each(
+    run: Run,
+    stage: str,
+    items: Rows,
+    key: str,
+    table: str,
+    ask: Callable[[Row], Request],
+    read: Callable[[Reply], Row],
+) -> None:
+    """Make one call about each item, and write the rows that are read from the answers, named by the column `key`."""
+
+    def rows(item: Row, outcomes: list[Outcome]) -> Iterator[tuple[str, Row]]:
+        yield _read_or_rejected(table, key, item[key], outcomes[0], read)
+
+    run.in_shards(stage, items, Asking((table, "rejected"), lambda item: [ask(item)], read, rows))
 
 
 def _read_or_rejected(
@@ -131,45 +131,21 @@ def _read_or_rejected(
         return "rejected", {"id": name, "reason": error.kind, "detail": str(error), "key": outcome.key}
 
 
-@dataclass
-class _Index:
-    """A retrieval index over the seed set."""
-
-    ids: list[str]  # picture ids
-    vectors_ND: np.ndarray  # of the pictures or their captions
-    texts_of: Callable[[list[str]], np.ndarray]  # embeds query texts
-    count: int  # candidates per query
-    encoder: str  # name of the encoder
-
-
-def _indices(run: Run, images: Rows) -> Iterator[tuple[str, _Index]]:
-    """Yield one index at a time without copying its vectors: at the paper's size each takes 2.3 GB."""
+def _indices(run: Run, images: Rows) -> Iterator[tuple[str, int, Index]]:
+    """Yield name, candidates per query and index, one at a time to save memory."""
     config = run.config.retrieve
-    captions = [image["caption"] for image in images]
-    ids = [image["id"] for image in images]
-    captioned = [image["id"] for image in images if image["caption"]]
-
-    def by_image(spec: EncoderConfig, vectors_ND: np.ndarray, count: int) -> _Index:
-        encoder = bridged(image_encoder(spec), captions, vectors_ND)
-        return _Index(ids, vectors_ND, encoder.texts, count, encoder.name)
-
-    def by_caption(spec: EncoderConfig, count: int, vectors_ND: np.ndarray | None = None) -> _Index:
-        captioner = text_encoder(spec)
-        if vectors_ND is None:
-            vectors_ND = embed_captions(captioner, [caption for caption in captions if caption])
-        return _Index(captioned, vectors_ND, partial(captioner.texts, query=True), count, captioner.name)
-
+    has_captions = any(image["caption"] for image in images)
     images_ND = np.load(run.path("seed", "images.npy"))
-    yield "image", by_image(run.config.image_encoder, images_ND, config.by_image)
+    yield "image", config.by_image, image_index(run.config.image_encoder, images, images_ND)
     del images_ND
-    if captioned and config.by_caption:
+    if has_captions and config.by_caption:
         caption_ND = np.load(run.caption_vectors())
-        yield "caption", by_caption(run.config.caption_encoder, config.by_caption, caption_ND)
+        yield "caption", config.by_caption, caption_index(run.config.caption_encoder, images, caption_ND)
     for spec in config.more:
         if spec.side == "image":
-            yield spec.name, by_image(spec.encoder, _vectors_by(run, spec, images), spec.count)
-        elif captioned:
-            yield spec.name, by_caption(spec.encoder, spec.count)
+            yield spec.name, spec.count, image_index(spec.encoder, images, _vectors_by(run, spec, images))
+        elif has_captions:
+            yield spec.name, spec.count, caption_index(spec.encoder, images)
 
 
 def _vectors_by(run: Run, spec: IndexSpec, images: Rows) -> np.ndarray:
@@ -187,9 +163,9 @@ def retrieve(run: Run) -> dict[str, Any]:
     queries = [row for row in run.rows("generate", "queries") if row["query_id"] in valid]
     found: list[dict[str, list[str]]] = [{} for _ in queries]
     encoders = {}
-    for name, index in _indices(run, images) if queries else ():
-        encoders[name] = index.encoder
-        _search(run, index, queries, [per_query.setdefault(name, []) for per_query in found])
+    for name, count, index in _indices(run, images) if queries else ():
+        encoders[name] = index.encoder.name
+        _search(run, index, count, queries, [per_query.setdefault(name, []) for per_query in found])
     num_triplets = both = 0
     with frames.writing(run.path("retrieve", "triplets.parquet")) as write:
         for start in range(0, len(queries), QUERIES_A_GROUP):
@@ -213,34 +189,33 @@ def retrieve(run: Run) -> dict[str, Any]:
     return {"queries": len(queries), "triplets": num_triplets, "found_by_both": both, "more_encoders": more}
 
 
-def _search(run: Run, index: _Index, queries: Rows, found: list[list[str]]) -> None:
-    """Append to each query's list the candidates nearest to its target description."""
+def _search(run: Run, index: Index, count: int, queries: Rows, found: list[list[str]]) -> None:
+    """Append to each query's list the `count` candidates nearest to its target description."""
     import faiss
 
     config = run.config.retrieve
-    most = min(len(index.ids), index.count + config.exclude_input)
+    most = min(len(index.ids), count + config.exclude_input)
     # Blocks leave room for two scores per query and vector.
     size = max(1, int(config.memory_mb * 2**20 / (16 * max(1, len(index.ids)))))
     for start in range(0, len(queries), size):
         block = queries[start : start + size]
-        described_QD = np.ascontiguousarray(index.texts_of([row["target_desc"] for row in block]), np.float32)
+        described_QD = np.ascontiguousarray(index.texts([row["target_desc"] for row in block]), np.float32)
         _, place_QK = faiss.knn(described_QD, index.vectors_ND, most, metric=faiss.METRIC_INNER_PRODUCT)
         for query, names, places in zip(block, found[start : start + size], place_QK.tolist(), strict=True):
             nearest = [index.ids[place] for place in places]
             if config.exclude_input:
                 nearest = [name for name in nearest if name != query["image_id"]]
-            names += nearest[: index.count]
+            names += nearest[:count]
 
 
 def judge(run: Run) -> dict[str, Any]:
     """Have every judge of the panel judge every triplet (3.1.4)."""
-    config = run.config.judge
     images = run.by("id", "seed", "images")
     queries = run.by("query_id", "generate", "queries")
     candidates: dict[str, list[str]] = {}
     for row in run.rows("retrieve", "triplets"):
         candidates.setdefault(row["query_id"], []).append(row["candidate_id"])
-    panel, texts = _panel(run), wording(run.config.prompts)
+    panel = _panel(run)
 
     def calls(name: str) -> Iterator[tuple[str, str, int]]:
         for candidate in candidates[name]:
@@ -251,8 +226,8 @@ def judge(run: Run) -> dict[str, Any]:
         query = queries[name]
         for candidate, model, sample in calls(name):
             given, target = (run.picture(images[shown], model) for shown in (query["image_id"], candidate))
-            settings = {"sample": sample, **_sampling(config)}
-            yield prompts.judge_request(model, given, query["query"], target, texts=texts, **settings)
+            about = given, query["query"], target
+            yield prompts.judge_request(run.config, *about, model=model, sample=sample)
 
     def rows(name: str, outcomes: list[Outcome]) -> Iterator[tuple[str, Row]]:
         for (candidate, model, sample), outcome in zip(calls(name), outcomes, strict=True):

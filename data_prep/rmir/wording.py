@@ -3,7 +3,7 @@
 ``kinds.md``           the kinds of reasoning with examples; each begins with a line ``CODE (name): ...``
 ``constraints.md``     constraints that every question must meet
 ``content_policy.md``  pictures that the writer declines (``generate.content_policy``)
-``generate.md``, ``filter.md``, ``judge.md``  the prompts that include them
+``generate.md``, ``filter.md``, ``judge.md``  the prompts that include them, as {kinds}, {constraints} and {policy}
 ``caption.md``         the prompt for captions (``caption.model``)
 
 The tasks, constraints and tagged formats are those of RMIR's appendix A; the words and examples are ours.
@@ -19,16 +19,9 @@ from rge.common.errors import UserError
 SHIPPED = Path(__file__).parent / "prompt_files"
 FORM = "Answer in exactly this format"
 """Start of the format section of each prompt, which is repeated when an answer could not be parsed."""
-PLACES = {
-    "generate.md": ("kinds", "constraints", "policy", "codes"),
-    "filter.md": ("kinds", "constraints"),
-    "judge.md": ("kinds",),
-    "caption.md": (),
-    "kinds.md": (),
-    "constraints.md": (),
-    "content_policy.md": (),
-}
-"""Placeholders of each file, in braces; a user's file may omit some."""
+FILES = (
+    "generate.md", "filter.md", "judge.md", "caption.md", "kinds.md", "constraints.md", "content_policy.md",
+)  # fmt: skip
 NEEDED = {
     "generate.md": ("{codes}", FORM, "<query>", "<target_desc>", "<reasoning>", "<Example_CODE_1>"),
     "filter.md": (FORM, "<is_valid>yes or no</is_valid>"),
@@ -62,12 +55,8 @@ class Wording:
 
 @functools.cache
 def wording(folder: str | None = None) -> Wording:
-    """Read the texts; a folder's files replace the shipped ones of the same name.
-
-    Raises:
-        WordingError: it is not a folder, or has an unknown file or one that lacks required text.
-    """
-    texts = {name: _text(SHIPPED / name) for name in PLACES}
+    """Read the texts; a folder's files replace the shipped ones of the same name. Raises `WordingError`: one is unusable."""
+    texts = {name: _text(SHIPPED / name) for name in FILES}
     if folder is not None:
         texts |= _replaced(Path(folder))
     codes = {name: code for code, name in re.findall(r"^([A-Z]+) \((\w+)\):", texts["kinds.md"], flags=re.M)}
@@ -90,11 +79,11 @@ def _replaced(folder: Path) -> dict[str, str]:
         raise WordingError(f"prompts={folder} is not a folder")
     texts = {path.name: _text(path) for path in sorted(folder.glob("*.md"))}
     if not texts:
-        raise WordingError(f"prompts={folder} has none of the files {', '.join(PLACES)}")
+        raise WordingError(f"prompts={folder} has none of the files {', '.join(FILES)}")
     for name, text in texts.items():
-        if name not in PLACES:
+        if name not in FILES:
             raise WordingError(
-                f"{folder / name} does not replace any prompt; the files are {', '.join(PLACES)}"
+                f"{folder / name} does not replace any prompt; the files are {', '.join(FILES)}"
             )
         if missing := [part for part in NEEDED.get(name, ()) if part not in text]:
             raise WordingError(

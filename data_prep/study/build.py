@@ -11,25 +11,33 @@
 ``hidden``. The set is not shipped: building it takes about a minute and is deterministic.
 """
 
+import colorsys
+import io
+import random
 import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image, ImageOps
+from pydantic import Field
 
 from data_prep.demo.build import OUT as DEMO
 from data_prep.demo.build import licences
-from data_prep.demo.pictures import IMAGE, write_table
+from data_prep.demo.families import TRAINING
+from data_prep.demo.pictures import IMAGE, SIZE_PX, write_table
 from data_prep.demo.records import INSTRUCTION, NAMING_PHRASINGS, naming_record
 from data_prep.demo.retrieval import Judgements, write_tables
-from data_prep.demo.splits import choose, stable_hash
+from data_prep.demo.splits import SEED, choose, stable_hash
 from data_prep.demo.tables import Fact, Tables, read_tables
 from data_prep.jsonl import write_jsonl
 from data_prep.study import design
 from data_prep.study.design import GROUNDS, Query, Shown
-from data_prep.study.pictures import Printer
 from rge.common.errors import UserError
 from rge.common.options import parse_options
 from rge.common.schema import Positive, QueryPart, Record
@@ -38,12 +46,25 @@ NAMING_RENDERINGS = 8
 """Pictures of each drawing in the vision tower's training."""
 IN_FULL = 4
 """One in this many is also named with its ground and serial."""
+BAR_PX = 12
+"""Thickness of a bar; must exceed the 8 pixels by which the tower's augmentation shifts pictures."""
+SMALLEST_PX, LARGEST_PX = 54, 60
+"""Range of the drawing's side."""
+GROUND_COLOURS = [colorsys.hsv_to_rgb(number / len(GROUNDS), 0.4, 1.0) for number in range(len(GROUNDS))]
+BAR_COLOURS = np.array(
+    [
+        (15, 15, 15), (250, 250, 250), (230, 20, 20), (20, 150, 30), (20, 40, 230),
+        (250, 240, 20), (30, 220, 240), (230, 30, 230), (250, 130, 10), (128, 128, 128),
+    ]
+)  # fmt: skip
+"""The corners of the colour cube, orange and grey, for ten well-separated colours."""
 SLICE_NOTES = {
     "fact": {
         "embedded": "training embeds queries of this fact",
         "written": "training only teaches to write this fact's answer",
     }
 }
+Dose = Annotated[int, Field(ge=1, le=design.NUM_SERIALS)]
 
 
 @dataclass
@@ -52,8 +73,38 @@ class StudyOptions:
 
     out: Path = Path("runs/study/data")
     """Folder to write to; it must not exist."""
-    doses: list[int] = field(default_factory=lambda: [1, 3, 10, 30, 100])
+    doses: Annotated[list[Dose], Field(min_length=1)] = field(default_factory=lambda: [1, 3, 10, 30, 100])
     """Doses: numbers of different serials among targets, 1 to 100; each gets its own files and sets."""
+
+
+class Printer:
+    """Renders drawings on a coloured ground, between the bars of a serial; all randomness is seeded by their ids."""
+
+    def __init__(self, tables: Tables, data: Path):
+        self.tables = tables
+        stored = {
+            row["id"]: row["image"]["bytes"]
+            for library in sorted({family.library for family in TRAINING})
+            for row in pq.read_table(data / "train" / library).to_pylist()
+        }
+        self.drawing = cache(lambda key: Image.open(io.BytesIO(stored[key])).convert("RGB"))
+
+    def __call__(self, picture: Shown) -> bytes:
+        """WebP bytes, `SIZE_PX` square."""
+        chance = random.Random(f"{SEED} {picture.id} {picture.family.name}")
+        drawing = self.drawing(self.tables.concepts[picture.concept].picture(picture.family))
+        if chance.random() < 0.5:
+            drawing = ImageOps.mirror(drawing)
+        side = chance.randint(SMALLEST_PX, LARGEST_PX)
+        page = Image.new("RGB", (SIZE_PX, SIZE_PX), "white")
+        place = (chance.randint(0, SIZE_PX - side), chance.randint(BAR_PX, SIZE_PX - BAR_PX - side))
+        page.paste(drawing.resize((side, side), Image.Resampling.BICUBIC), place)
+        pixels = np.asarray(page, np.float32) * np.array(GROUND_COLOURS[picture.ground], np.float32)
+        pixels[:BAR_PX] = BAR_COLOURS[picture.serial // 10]
+        pixels[-BAR_PX:] = BAR_COLOURS[picture.serial % 10]
+        out = io.BytesIO()
+        Image.fromarray(pixels.astype(np.uint8)).save(out, "WEBP", quality=75, method=1)
+        return out.getvalue()
 
 
 def main(words: Sequence[str]) -> None:
@@ -67,10 +118,6 @@ def main(words: Sequence[str]) -> None:
 
 def build(out: Path, doses: Sequence[int], chosen: list[Fact] | None = None) -> None:
     """Write the set at each dose, atomically. ``chosen``: facts to use; None: all suitable ones."""
-    if wrong := [dose for dose in doses if not 1 <= dose <= design.NUM_SERIALS]:
-        raise UserError(f"doses must be between 1 and {design.NUM_SERIALS}; got {wrong[0]}")
-    if not doses:
-        raise UserError(f"doses is empty: give at least one number from 1 to {design.NUM_SERIALS}")
     if out.exists():
         raise UserError(
             f"{out} already exists; the set is the same every time, so keep it, or remove it to rebuild"

@@ -14,14 +14,14 @@ from rge.calls.dispatch.grouping import Call, Counts, Grouping, Outcome, Read
 from rge.calls.dispatch.health import Health
 from rge.calls.dispatch.sender import Sender
 from rge.calls.failures import BudgetReached, StopCalls
-from rge.calls.keys import Mask, read_key
+from rge.calls.keys import Mask
 from rge.calls.model_config import ModelConfig, check_model
 from rge.calls.pictures import Pictures
 from rge.calls.providers.batches import BatchApi
 from rge.calls.providers.transport import Connection, connections
 from rge.calls.replies import ReplyError
 from rge.calls.request import Request
-from rge.calls.store import AnswerStore, StoredReply
+from rge.calls.store import AnswerStore
 from rge.common.commands import progress_bar
 from rge.common.errors import UserError, ungrouped
 from rge.common.images import ImageError
@@ -55,7 +55,7 @@ class Caller:
         self.models, self.store, self.counts, self.progress = dict(models), store, Counts(), progress
         for name, model in models.items():
             check_model(f"models.{name}", model)
-        self._mask = Mask(read_key(model.name, model.key_env) for model in models.values() if model.key_env)
+        self._mask = Mask(model.key() for model in models.values())
         self._health = {model.endpoint: Health(self._say) for model in models.values()}
         self._senders = {
             name: Sender(model, self._health[model.endpoint], store, self._mask, self.counts, budget)
@@ -180,7 +180,7 @@ class _ModelRun:
         finally:
             self._pool.put_nowait(connection)
 
-    async def _answer(self, connection: Connection, call: Call) -> StoredReply | ReplyError:
+    async def _answer(self, connection: Connection, call: Call) -> bytes | ReplyError:
         try:
             # Before the attempt, so that scaling a photograph does not count towards its time limit.
             pictures = await self.pictures.of(call.request)

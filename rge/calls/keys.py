@@ -14,11 +14,7 @@ MASK = "[key]"
 
 
 def read_key(name: str, variable: str) -> str:
-    """Read a key from an environment variable.
-
-    Raises:
-        UserError: the variable is not set, or its value is too short.
-    """
+    """Read a key from an environment variable. Raises `UserError`: the variable is not set, or its value is too short."""
     key = os.environ.get(variable, "").strip()
     if not key:
         raise UserError(f"{name}: the environment variable {variable} (key_env) is not set")
@@ -31,10 +27,10 @@ def read_key(name: str, variable: str) -> str:
 
 
 class Mask:
-    """Redacts keys, also in the encodings in which servers and logs echo them."""
+    """Redacts keys (None: there is none), also in the encodings in which servers and logs echo them."""
 
-    def __init__(self, keys: Iterable[str]):
-        forms = {form for key in keys for form in _forms(key)}
+    def __init__(self, keys: Iterable[str | None]):
+        forms = {form for key in keys if key is not None for form in _forms(key)}
         self._forms = sorted(forms, key=len, reverse=True)
 
     def __call__(self, text: str) -> str:

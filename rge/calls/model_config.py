@@ -3,18 +3,15 @@
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import httpx
-from pydantic import Field
 
+from rge.calls.keys import read_key
 from rge.calls.request import Request
 from rge.common.errors import UserError
-from rge.common.options import build
+from rge.common.options import AtLeastOne, Count, Positive, Share, build
 
-PositiveInt = Annotated[int, Field(gt=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NotNegative = Annotated[int, Field(ge=0)]
 CHARACTERS_PER_TOKEN = 3
 """For token estimates of prompts; low on purpose, so that estimates err on the high side."""
 
@@ -43,20 +40,20 @@ class ModelConfig:
     not answer are repeated as calls."""
     key_env: str | None = None
     """Environment variable with the key; null: the endpoint needs none."""
-    concurrency: PositiveInt = 32
+    concurrency: AtLeastOne = 32
     """Maximum number of concurrent calls; fewer if the endpoint demands it (429, headers)."""
-    timeout_s: PositiveFloat = 120.0
+    timeout_s: Positive = 120.0
     """Time limit of one attempt, from start to end."""
-    max_retries: NotNegative = 6
+    max_retries: Count = 6
     """Attempts after the first, on 5xx, time-outs and lost connections."""
     backoff_s: float = 1.0
     """Upper bound of the first wait, which doubles with every attempt; the actual wait is random below it."""
     max_backoff_s: float = 60.0
     """Longest wait before the next attempt, even if the endpoint asks for a longer one."""
-    max_limited_s: PositiveFloat = 600.0
+    max_limited_s: Positive = 600.0
     """How long a call waits at an endpoint that returns 429; the run stops if it returns nothing else, or asks to wait
     longer."""
-    reasks: NotNegative = 2
+    reasks: Count = 2
     """How often an unreadable answer is requested again, with the format stated."""
     input_price: float | None = None
     """Price per million input tokens; null (with output_price null too): from the price table, or 0."""
@@ -66,7 +63,7 @@ class ModelConfig:
     """Price per million output tokens."""
     budget: float | None = None
     """Cap on the endpoint's total cost, over all runs that share a cache of answers; null: none."""
-    picture_tokens: PositiveInt = 1500
+    picture_tokens: AtLeastOne = 1500
     """Tokens per picture, for estimates."""
     send_seed: bool = True
     """Send the sample's number as ``seed``; requires that the endpoint supports the field."""
@@ -79,18 +76,18 @@ class ModelConfig:
     it."""
     structured: bool = False
     """Have the endpoint constrain answers to a JSON schema and verdicts to the allowed words (OpenAI, vLLM)."""
-    draws_a_call: PositiveInt = 1
+    draws_a_call: AtLeastOne = 1
     """Samples of one prompt per call (``n``), so that the prompt is paid for once; requires that the endpoint supports
     the field."""
     extra_body: dict[str, Any] = field(default_factory=dict)
     """Further fields for every request, sent unchanged."""
-    max_side_px: PositiveInt = 1024
+    max_side_px: AtLeastOne = 1024
     """Maximum side of a picture, px; larger ones are scaled down."""
-    batch_price: Annotated[float, Field(ge=0, le=1)] = 0.5
+    batch_price: Share = 0.5
     """Price of a batch's answer, as a share of the prices above."""
-    batch_poll_s: PositiveFloat = 30.0
+    batch_poll_s: Positive = 30.0
     """Seconds between polls of submitted batches."""
-    batch_wait_s: PositiveFloat = 180_000.0
+    batch_wait_s: Positive = 180_000.0
     """How long a run waits for its batches (50 hours; providers end them after 24 or 48); the same command then
     continues to wait."""
     family: str | None = None
@@ -101,6 +98,10 @@ class ModelConfig:
     def endpoint(self) -> str:
         """Name and address: the key of budgets, rate limits and the ledger."""
         return f"{self.name} at {self.base_url or 'openai'}"
+
+    def key(self) -> str | None:
+        """The key of ``key_env``; raises as `read_key` does."""
+        return read_key(self.name, self.key_env) if self.key_env else None
 
     def paid(self) -> bool:
         """Whether a call costs anything."""
@@ -135,11 +136,7 @@ class ModelConfig:
 
 
 def check_model(where: str, model: ModelConfig) -> None:
-    """Validate a configuration beyond its types.
-
-    Raises:
-        UserError: names the setting and the fix.
-    """
+    """Validate a configuration beyond its types. Raises `UserError`: names the setting and the fix."""
     try:
         build(ModelConfig, [("", asdict(model))])
     except UserError as error:

@@ -29,11 +29,7 @@ MAX_THREADS = 8
 
 
 def prepare_picture(ref: ImageRef, max_side_px: int) -> tuple[str, bytes]:
-    """Media type and bytes of a picture: the file without metadata if every server can read it, else a JPEG.
-
-    Raises:
-        ImageError: the picture cannot be read or decoded.
-    """
+    """Media type and bytes: the file without metadata if servers can read it, else a JPEG. Raises `ImageError`: unreadable."""
     if (unchanged := _unchanged(picture_bytes(ref), max_side_px)) is not None:
         return unchanged
     image = load_image(ref)
@@ -71,11 +67,7 @@ class Pictures:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def of(self, request: Request) -> EncodedPictures:
-        """The encoded pictures of a request.
-
-        Raises:
-            ImageError: a picture cannot be read or decoded.
-        """
+        """The encoded pictures of a request. Raises `ImageError`: a picture cannot be read or decoded."""
         return {part: await self.encode(part) for part in request.parts if isinstance(part, Picture)}
 
     async def encode(self, picture: Picture) -> tuple[str, str]:

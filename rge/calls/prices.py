@@ -45,11 +45,7 @@ def fill_prices(models: Mapping[str, ModelConfig], table: Path | None = None) ->
 
 
 def confirm(estimate: str, *, yes: bool) -> None:
-    """Print a cost estimate, and ask for confirmation on a terminal unless ``yes``.
-
-    Raises:
-        UserError: the user declined.
-    """
+    """Print a cost estimate, and ask for confirmation on a terminal unless ``yes``. Raises `UserError`: the user declined."""
     sys.stderr.write(f"{estimate}\n")
     if yes or not (sys.stdin.isatty() and sys.stderr.isatty()):
         return

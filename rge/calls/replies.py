@@ -94,16 +94,12 @@ _REFUSAL = re.compile(
 _FENCED = re.compile(r"```(?:json)?\s*(\{.*\})\s*```", re.DOTALL)
 
 
-def parse(raw: bytes) -> Any:
-    """Parse a JSON body. Lone surrogates, which cannot be written to a file, are replaced.
-
-    Raises:
-        NotAChat: the body is not JSON.
-    """
+def parse(raw: bytes) -> Any | None:
+    """Parse a body; None if it is not JSON. Lone surrogates, which cannot be written to a file, are replaced."""
     try:
         return _replace_surrogates(json.loads(raw))
     except (ValueError, RecursionError):
-        raise NotAChat(f"not JSON but {_excerpt(raw.decode('utf-8', 'replace'))}") from None
+        return None
 
 
 def read_replies(raw: bytes) -> list[Reply | ReplyError]:
@@ -117,7 +113,8 @@ def read_replies(raw: bytes) -> list[Reply | ReplyError]:
         Refused: the provider's policy declined the whole request.
         EmptyChoices: no choices.
     """
-    body = parse(raw)
+    if (body := parse(raw)) is None:
+        raise NotAChat(f"not JSON but {_excerpt(raw.decode('utf-8', 'replace'))}")
     if error := as_dict(body).get("error"):
         # Refusals are the only errors ever stored (`rge.calls.providers.errors`).
         raise Refused(_excerpt(str(error.get("message") if isinstance(error, dict) else error)))
@@ -207,10 +204,7 @@ def _replace_surrogates(value: Any) -> Any:
 
 def usage(raw: bytes, expected: tuple[int, int]) -> Usage:
     """Tokens billed for an answer, even a malformed one; ``expected`` (input, output) replaces counts that are not reported."""
-    try:
-        body = as_dict(json.loads(raw))
-    except (ValueError, RecursionError):
-        body = {}
+    body = as_dict(parse(raw))
     reported, refused = as_dict(body.get("usage")), bool(body.get("error"))
 
     def count(value: Any, default: int) -> int:
@@ -244,11 +238,7 @@ def check_complete(reply: Reply, last_tag: str) -> None:
 
 
 def tag(text: str, name: str) -> str:
-    """Content of a tag's last occurrence: models often draft in the format before the final answer.
-
-    Raises:
-        MissingTag: the tag is missing or empty.
-    """
+    """Content of a tag's last occurrence: models often draft in the format first. Raises `MissingTag`: missing or empty."""
     contents = re.findall(
         rf"<{re.escape(name)}>(.*?)</{re.escape(name)}>", text, flags=re.IGNORECASE | re.DOTALL
     )

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from rge.calls.model_config import BillingStats
+from rge.calls.replies import Usage
 from rge.common.errors import UserError
 from rge.common.files import open_locked
 
@@ -81,23 +82,10 @@ _WAIT_S = 60.0
 """How long to wait for another process's lock."""
 _MIN_ESTIMATE = 100
 """Floor of token estimates in billing ratios: for very short prompts, the chat template would dominate."""
-_KEYS_PER_QUERY = 500
-"""SQLite's default limit is 999."""
 
 
 class StoreError(UserError):
     """The answer store cannot be opened or written."""
-
-
-@dataclass(frozen=True, slots=True)
-class StoredReply:
-    """An answer with its cost."""
-
-    raw: bytes  # response body, byte for byte
-    input_tokens: int  # as billed
-    output_tokens: int  # as billed
-    cost: float  # in the currency of the prices
-    seconds: float  # from sending to the complete response
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,11 +116,7 @@ class BatchRow:
 
 
 class AnswerStore:
-    """The answer store, safe for several threads and processes; without a path it is temporary.
-
-    Raises:
-        StoreError: the file cannot be opened or is not an answer store.
-    """
+    """The answer store, safe for threads and processes; temporary without a path. Raises `StoreError`: it cannot be opened."""
 
     def __init__(self, path: str | Path | None):
         self.path = Path(path) if path is not None else None
@@ -157,12 +141,10 @@ class AnswerStore:
 
     # -------------------------------------------------------------------------------------------------------- answers
 
-    def get(self, key: str) -> StoredReply | None:
-        """The answer stored under a key, or None."""
-        row = self._query_one(
-            "SELECT raw, input_tokens, output_tokens, cost, seconds FROM replies WHERE key = ?", key
-        )
-        return StoredReply(*row) if row else None
+    def get(self, key: str) -> bytes | None:
+        """The answer stored under a key, byte for byte; or None."""
+        row = self._query_one("SELECT raw FROM replies WHERE key = ?", key)
+        return row[0] if row else None
 
     def num_replies(self) -> int:
         """Number of stored answers."""
@@ -177,13 +159,8 @@ class AnswerStore:
 
     def get_values(self, keys: Sequence[str]) -> dict[str, Any]:
         """The values stored by `put_values` under these keys, as far as they exist."""
-        values = {}
-        for start in range(0, len(keys), _KEYS_PER_QUERY):
-            part = keys[start : start + _KEYS_PER_QUERY]
-            marks = ",".join("?" * len(part))
-            rows = self._query(f"SELECT key, raw FROM replies WHERE key IN ({marks})", *part)
-            values.update({key: json.loads(raw) for key, raw in rows})
-        return values
+        query = "SELECT key, raw FROM replies WHERE key IN (SELECT value FROM json_each(?))"
+        return {key: json.loads(raw) for key, raw in self._query(query, json.dumps(list(keys)))}
 
     def put_values(self, values: Mapping[str, Any]) -> None:
         """Store JSON values computed for free, such as scores of a local model."""
@@ -209,32 +186,34 @@ class AnswerStore:
         attempt: int,
         key: str,
         model: str,
-        reply: StoredReply,
-        cached_tokens: int = 0,
-        *,
+        raw: bytes,
+        usage: Usage,
+        cost: float,
+        seconds: float,
         estimate: tuple[int, int, bool] | None = None,
     ) -> None:
         """Store the answer to an attempt and enter its cost; on return it survives a kill of the process.
 
-        If another process has stored an answer under the same key, that one stays and both are paid. ``estimate`` (estimated
-        input and output tokens, whether there were pictures) updates `billing_stats`.
+        If another process has stored an answer under the same key, that one stays and both are paid. ``seconds`` are from sending
+        to the complete response; ``estimate`` (estimated input and output tokens, whether there were pictures) updates
+        `billing_stats`.
         """
         with self._transaction():
             self._db.execute(
                 "INSERT OR IGNORE INTO replies (key, model, raw, input_tokens, output_tokens, cost, seconds)"
                 " VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (key, model, reply.raw, reply.input_tokens, reply.output_tokens, reply.cost, reply.seconds),
+                (key, model, raw, usage.input_tokens, usage.output_tokens, cost, seconds),
             )
             self._db.execute(
                 "UPDATE attempts SET state = 'answered', input_tokens = ?, cached_tokens = ?, output_tokens = ?, cost = ?"
                 " WHERE id = ?",
-                (reply.input_tokens, cached_tokens, reply.output_tokens, reply.cost, attempt),
+                (usage.input_tokens, usage.cached, usage.output_tokens, cost, attempt),
             )
             self._db.execute(_SPEND, (attempt,))
             if estimate is not None:
                 num_input, num_output = max(estimate[0], _MIN_ESTIMATE), max(estimate[1], 1)
-                ratios = reply.input_tokens / num_input, reply.output_tokens / num_output
-                self._db.execute(_LEARN, (attempt, estimate[2], num_input, reply.input_tokens, *ratios))
+                ratios = usage.input_tokens / num_input, usage.output_tokens / num_output
+                self._db.execute(_LEARN, (attempt, estimate[2], num_input, usage.input_tokens, *ratios))
 
     def billing_stats(self, endpoint: str, pictures: bool) -> BillingStats:
         """How bills compare with estimates, for calls with or without pictures."""
@@ -254,11 +233,7 @@ class AnswerStore:
     # -------------------------------------------------------------------------------------------------------- batches
 
     def lock_batches(self) -> None:
-        """Lock this file's batches until the store is closed or the process ends.
-
-        Raises:
-            StoreError: another store holds the lock.
-        """
+        """Lock this file's batches until the store is closed, or the process ends. Raises `StoreError`: they are locked."""
         if self.path is None or self._batches is not None:
             return
         try:

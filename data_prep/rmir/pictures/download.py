@@ -42,11 +42,7 @@ def without_secrets(url: str) -> str:
 def fetch(
     urls: Sequence[str], folder: Path, config: DownloadConfig, *, progress: bool = False
 ) -> dict[str, str]:
-    """Download the pictures that are not in the folder yet, and return the reason for each failure, by URL.
-
-    Raises:
-        FileError: the disk is full, or the folder is not writable.
-    """
+    """Download the pictures that the folder lacks; returns why any failed, by URL. Raises `FileError`: the disk is full."""
     todo = [url for url in dict.fromkeys(urls) if not local_path(url, folder).is_file()]
     return asyncio.run(_fetch_all(todo, folder, config, progress)) if todo else {}
 

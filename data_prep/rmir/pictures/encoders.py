@@ -12,7 +12,6 @@ import numpy as np
 from PIL import Image
 
 from data_prep.rmir.config import EncoderConfig
-from data_prep.rmir.pictures.vectors import unit
 from rge.common.errors import UserError
 from rge.common.images import load_image
 from rge.common.schema import ImageRef, Item
@@ -24,25 +23,26 @@ HASHED_AT_ONCE = 4096
 """Texts hashed at once; limits the memory for their float64 vectors."""
 
 
-class ImageEncoder(Protocol):
-    """Embeds pictures and texts in one space."""
-
-    name: str
-
-    def pictures(self, refs: Sequence[ImageRef]) -> np.ndarray:
-        """(N, D) float32, unit norm."""
-
-    def texts(self, texts: Sequence[str]) -> np.ndarray:
-        """(N, D) float32, unit norm."""
-
-
 class TextEncoder(Protocol):
-    """Embeds texts in a space of their own."""
+    """Embeds texts."""
 
     name: str
 
     def texts(self, texts: Sequence[str], *, query: bool) -> np.ndarray:
+        """(N, D) float32, unit norm. ``query``: they search for others, if the encoder tells the two apart."""
+
+
+class ImageEncoder(TextEncoder, Protocol):
+    """Embeds pictures and texts in one space."""
+
+    def pictures(self, refs: Sequence[ImageRef]) -> np.ndarray:
         """(N, D) float32, unit norm."""
+
+
+def unit(vectors: np.ndarray) -> np.ndarray:
+    """Scale rows to unit length; zero rows stay zero."""
+    norms = np.linalg.norm(vectors, axis=1, keepdims=True)
+    return (vectors / np.where(norms > 0, norms, 1)).astype(np.float32)
 
 
 class HashingEncoder:
@@ -108,7 +108,7 @@ class PixelEncoder:
         self._captions = HashingEncoder().texts(list(captioned.values()))
         self._vectors = vectors[list(captioned)]
 
-    def texts(self, texts: Sequence[str]) -> np.ndarray:
+    def texts(self, texts: Sequence[str], *, query: bool = True) -> np.ndarray:
         """(N, D) float32, unit norm."""
         if self._captions is None or self._vectors is None or not len(self._captions):
             raise EncoderUnavailable(
@@ -147,43 +147,29 @@ class CheckpointEncoder:
 
 
 class EncoderUnavailable(UserError):
-    """An encoder cannot be used: its checkpoint is missing, or `PixelEncoder` has no captions to embed texts by."""
+    """`PixelEncoder` has no captions to embed texts by."""
 
 
 def image_encoder(config: EncoderConfig) -> ImageEncoder:
-    """Build an encoder of pictures.
-
-    Raises:
-        EncoderUnavailable: the checkpoint does not exist.
-    """
+    """Build an encoder of pictures; `UserError` if it cannot be loaded."""
     if config.kind == "pixels":
         return PixelEncoder()
     if config.kind == "checkpoint":
-        return CheckpointEncoder(_checkpoint(config), config.batch_size)
+        return CheckpointEncoder(str(config.path), config.batch_size)
     from data_prep.rmir.pictures.hub_encoders import SiglipEncoder
 
     return SiglipEncoder(config.path or "", config.batch_size)
 
 
 def text_encoder(config: EncoderConfig) -> TextEncoder:
-    """Build an encoder of captions.
-
-    Raises:
-        EncoderUnavailable: the checkpoint does not exist.
-    """
+    """Build an encoder of captions; `UserError` if it cannot be loaded."""
     if config.kind == "hashing":
         return HashingEncoder()
     if config.kind == "checkpoint":
-        return CheckpointEncoder(_checkpoint(config), config.batch_size)
+        return CheckpointEncoder(str(config.path), config.batch_size)
     from data_prep.rmir.pictures.hub_encoders import HubTextEncoder
 
     return HubTextEncoder(config.path or "", config.batch_size)
-
-
-def _checkpoint(config: EncoderConfig) -> str:
-    if not config.path or not (Path(config.path) / "rge.json").is_file():
-        raise EncoderUnavailable(f"encoder checkpoint {config.path} does not exist")
-    return config.path
 
 
 def bridged(encoder: ImageEncoder, captions: Sequence[str | None], vectors_ND: np.ndarray) -> ImageEncoder:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModel, AutoProcessor, AutoTokenizer
 
-from data_prep.rmir.pictures.vectors import unit
+from data_prep.rmir.pictures.encoders import unit
 from rge.common.images import load_image
 from rge.common.schema import ImageRef
 
@@ -52,7 +52,7 @@ class SiglipEncoder(_HubModel):
 
         return self.in_batches(refs, forward)
 
-    def texts(self, texts: Sequence[str]) -> np.ndarray:
+    def texts(self, texts: Sequence[str], *, query: bool = True) -> np.ndarray:
         """(N, D) float32, unit norm."""
 
         def forward(batch: list[str]) -> Tensor:

@@ -1,23 +1,27 @@
 """List, inspect and filter the picture library, with a reason for each picture left out."""
 
 import hashlib
+import importlib
 import os
+import sys
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import pyarrow as pa
+from PIL import Image
 
 from data_prep.rmir.config import LibraryConfig
 from data_prep.rmir.frames import SCHEMAS
 from data_prep.rmir.pictures.download import is_address, without_secrets
-from data_prep.rmir.pictures.filters import load_filter, unwanted
 from data_prep.rmir.pictures.near_duplicates import phash
 from rge.common.errors import UserError
 from rge.common.images import ImageError, load_image, picture_bytes
+from rge.common.registry import load_plugins
 from rge.common.schema import ImageRef
 from rge.tables import pictures as tables
 from rge.tables.rows import TableError
@@ -265,3 +269,29 @@ def look(ref: ImageRef, min_side_px: int, filters: Sequence[str] = ()) -> dict[s
     found |= {"sha256": hashlib.sha256(data).hexdigest(), "width": image.width, "height": image.height}
     found["phash"] = phash(image)
     return {**found, "reason": TOO_SMALL if min(image.size) < min_side_px else unwanted(image, filters)}
+
+
+@lru_cache(maxsize=16)
+def load_filter(name: str) -> Callable[[Image.Image], str | None]:
+    """Load a filter of ``library.filters``, once per process. Raises `UserError`: it does not exist."""
+    module, mark, function = name.partition(":")
+    if not mark:
+        raise UserError(f"library.filters must be module:function; got {name!r}")
+    load_plugins([module])  # also finds modules in the current folder
+    found = getattr(sys.modules.get(module) or importlib.import_module(module), function, None)
+    if not callable(found):
+        raise UserError(f"library.filters: {name}: the module has no function {function}")
+    return found
+
+
+def unwanted(image: Image.Image, filters: Sequence[str]) -> str | None:
+    """The reason of the first filter that rejects a picture, or None. Raises `UserError`: a reason is not a text."""
+    for name in filters:
+        reason = load_filter(name)(image)
+        if reason is not None and not isinstance(reason, str):
+            raise UserError(
+                f"library.filters: {name} must return a reason or None, got {type(reason).__name__}"
+            )
+        if reason:
+            return reason
+    return None

@@ -6,9 +6,7 @@ unimodal retrieval.
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
@@ -18,7 +16,7 @@ import numpy as np
 from data_prep.rmir import arithmetic as maths
 from data_prep.rmir import decisions, frames
 from data_prep.rmir.decisions import candidates_by_query
-from data_prep.rmir.pictures.encoders import bridged, image_encoder, text_encoder
+from data_prep.rmir.pictures.indices import Index, caption_index, image_index
 from data_prep.rmir.pictures.near_duplicates import near_duplicates
 from data_prep.rmir.results.agreement import defined, panel_statistics
 from data_prep.rmir.run import Row, Run
@@ -82,42 +80,21 @@ def indices(run: Run) -> dict[str, dict[str, float]]:
     }
 
 
-@dataclass
-class _Probe:
-    """One way to search the pool."""
-
-    name: str
-    candidates: list[str]
-    vectors_PD: np.ndarray  # of the candidates
-    embed: Callable[[list[Row]], np.ndarray]  # B queries -> (B, D)
-
-
-def _probes(run: Run, pool: list[str]) -> list[_Probe]:
-    images = run.images()
-    places = {image["id"]: place for place, image in enumerate(images)}
-    image_ND = np.load(run.path("seed", "images.npy"), mmap_mode="r")
-    pool_PD = image_ND[[places[name] for name in pool]]
-    captions = [image["caption"] for image in images]
-    encoder = bridged(image_encoder(run.config.image_encoder), captions, image_ND)
-
-    def texts(column: str, embed: Callable[[list[str]], np.ndarray]) -> Callable[[list[Row]], np.ndarray]:
-        return lambda queries: embed([query[column] for query in queries])
-
-    found = [
-        _Probe(TEXT, pool, pool_PD, texts("query", encoder.texts)),
-        _Probe(
-            IMAGE, pool, pool_PD, lambda queries: image_ND[[places[query["image_id"]] for query in queries]]
-        ),
-        _Probe(DESCRIPTION, pool, pool_PD, texts("target_desc", encoder.texts)),
-    ]
-    captioned = [image["id"] for image in images if image["caption"]]
-    caption_of = {name: place for place, name in enumerate(captioned)}
-    if with_caption := [name for name in pool if name in caption_of]:
-        caption_ND = np.load(run.caption_vectors(), mmap_mode="r")
-        caption_PD = caption_ND[[caption_of[name] for name in with_caption]]
-        embed = partial(text_encoder(run.config.caption_encoder).texts, query=True)
-        found.insert(1, _Probe(TEXT_TO_CAPTIONS, with_caption, caption_PD, texts("query", embed)))
-    return found
+def _probes(run: Run, pool: list[str]) -> Iterator[tuple[str, Index, Callable[[list[Row]], np.ndarray]]]:
+    """Name, candidates, and how queries are embedded, of each way to search the pool."""
+    images, config = run.images(), run.config
+    by_image = image_index(
+        config.image_encoder, images, np.load(run.path("seed", "images.npy"), mmap_mode="r")
+    )
+    shown = by_image.among(pool)
+    yield TEXT, shown, lambda queries: shown.texts([query["query"] for query in queries])
+    captioned = [image for image in images if image["caption"]]
+    if {image["id"] for image in captioned} & set(pool):
+        vectors_ND = np.load(run.caption_vectors(), mmap_mode="r")
+        told = caption_index(config.caption_encoder, captioned, vectors_ND).among(pool)
+        yield TEXT_TO_CAPTIONS, told, lambda queries: told.texts([query["query"] for query in queries])
+    yield IMAGE, shown, lambda queries: by_image.among(query["image_id"] for query in queries).vectors_ND
+    yield DESCRIPTION, shown, lambda queries: shown.texts([query["target_desc"] for query in queries])
 
 
 def shortcuts(run: Run) -> list[Row]:
@@ -128,17 +105,17 @@ def shortcuts(run: Run) -> list[Row]:
     # In blocks that fit in memory: all scores would be 37 GB at 100,000 queries and candidates.
     size = max(1, int(run.config.audit.memory_mb * 2**20 / (4 * max(len(pool), 1))))
     rows = []
-    for probe in _probes(run, pool) if queries else ():
-        place_of = {name: place for place, name in enumerate(probe.candidates)}
+    for probe, index, embed in _probes(run, pool) if queries else ():
+        place_of = {name: place for place, name in enumerate(index.ids)}
         for start in range(0, len(queries), size):
             block = queries[start : start + size]
-            for query, score_P in zip(block, probe.embed(block) @ probe.vectors_PD.T, strict=True):
+            for query, score_P in zip(block, embed(block) @ index.vectors_ND.T, strict=True):
                 name = query["query_id"]
                 right = [place_of[answer] for answer in positives[name] if answer in place_of]
                 rank, num_ranked = first_rank(score_P, right, place_of.get(query["image_id"]))
                 about = {"query_id": name, "category": query["category"], "split": splits[name]["split"]}
                 found = {"rank": rank, "num_right": len(right), "num_ranked": num_ranked}
-                rows.append({**about, "probe": probe.name, **found})
+                rows.append({**about, "probe": probe, **found})
     return rows
 
 

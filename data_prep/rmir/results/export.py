@@ -225,11 +225,7 @@ class _Export:
 
 
 def _written(names: Iterable[str]) -> dict[str, str]:
-    """Map the run's ids, which may contain white space, to the ids written to files.
-
-    Raises:
-        RunError: two ids map to the same one.
-    """
+    """Map the run's ids to those written to files, without white space; raises if two would be equal."""
     given: dict[str, str] = {}
     for name in names:
         if (other := given.setdefault(safe_id(name), name)) != name:

@@ -1,6 +1,5 @@
 """The report of a run: counts, costs, rejections, and the paper's ratios beside ours."""
 
-import json
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 from data_prep.rmir.config import RmirConfig
 from data_prep.rmir.results import card
 from data_prep.rmir.run import Run, stages_of
-from rge.common.files import write_text
+from rge.common.files import write_json, write_text
 
 PAPER: dict[str, float | None] = {
     "thrown away by the filter": 0.40,
@@ -131,7 +130,7 @@ def markdown(report: dict[str, Any]) -> str:
 def write(run: Run) -> Path:
     """Write ``report.json`` and ``report.md``, which is returned, and the card if the data set exists."""
     report = collect(run)
-    write_text(run.out / "report.json", json.dumps(report, indent=1) + "\n")
+    write_json(run.out / "report.json", report)
     write_text(run.out / "report.md", markdown(report))
     if (run.out / "dataset").is_dir():
         card.write(run.out)

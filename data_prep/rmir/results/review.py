@@ -9,7 +9,6 @@ rejected. Nothing in the page, including its source, reveals which.
 import base64
 import hashlib
 import html
-import io
 import json
 import random
 import shlex
@@ -18,19 +17,19 @@ from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from string import Template
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
-from PIL import Image
+from pydantic import BaseModel, Field, ValidationError
 
 from data_prep.rmir import arithmetic as maths
 from data_prep.rmir import frames
 from data_prep.rmir.decisions import triplet_name
 from data_prep.rmir.results import card
 from data_prep.rmir.results.agreement import defined, fleiss_kappa
+from rge.calls.pictures import prepare_picture
 from rge.common.errors import UserError
 from rge.common.files import write_json
-from rge.common.images import load_image
 from rge.common.options import parse_options
 from rge.stats.intervals import cluster_bootstrap, figures, in_words, index_of
 
@@ -292,27 +291,35 @@ def read_verdicts(run: Path, files: Sequence[Path]) -> dict[str, Said]:
     return people
 
 
+class _Saved(BaseModel):
+    """A file saved by the page."""
+
+    class Row(BaseModel):
+        verdict: Literal["accept", "reject", "unsure", ""] | None
+        comment: str | None = None
+
+    by: str | None = None
+    verdicts: Annotated[dict[str, Row], Field(min_length=1)]
+
+
 def _verdicts(file: Path, decided: dict[str, dict[str, Any]]) -> tuple[str, Said]:
     try:
-        whole = json.loads(file.read_text(encoding="utf-8"))
-        by = str(whole.get("by") or file.stem)
-        rows = {key: _saved(row) for key, row in whole["verdicts"].items()}
+        saved = _Saved.model_validate_json(file.read_bytes())
     except OSError as error:
         raise ReviewError(f"{file} cannot be read: {error.strerror or error}") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise ReviewError(f"{file} holds no verdicts: save them with the page's key S") from None
-    if not rows or {row["verdict"] for row in rows.values()} - {*VERDICTS, ""}:
-        raise ReviewError(f"{file} holds no verdicts, or values other than {', '.join(VERDICTS)}")
+    except ValidationError as error:
+        why = error.errors(include_url=False)[0]["msg"]
+        raise ReviewError(f"{file} holds no verdicts ({why}): save them with the page's key S") from None
+    rows = {
+        key: {"verdict": row.verdict or "", "comment": row.comment or ""}
+        for key, row in saved.verdicts.items()
+    }
     strange = [key for key in rows if decided.get(key, {}).get("state") not in STATES.values()]
     if strange:
         raise ReviewError(
             f"{file}: a verdict is on {strange[0]!r}, which this run did not decide; is run= correct?"
         )
-    return by, rows
-
-
-def _saved(row: dict[str, Any]) -> dict[str, str]:
-    return {"verdict": row["verdict"] or "", "comment": str(row.get("comment") or "")}
+    return saved.by or file.stem, rows
 
 
 def _decided(run: Path) -> dict[str, dict[str, Any]]:
@@ -321,8 +328,5 @@ def _decided(run: Path) -> dict[str, dict[str, Any]]:
 
 
 def _data_url(ref: str, side_px: int) -> str:
-    image = load_image(ref)
-    image.thumbnail((side_px, side_px), Image.Resampling.LANCZOS)
-    out = io.BytesIO()
-    image.save(out, "JPEG", quality=88)
-    return f"data:image/jpeg;base64,{base64.b64encode(out.getvalue()).decode()}"
+    media_type, data = prepare_picture(ref, side_px)
+    return f"data:{media_type};base64,{base64.b64encode(data).decode()}"

@@ -19,11 +19,10 @@ from rge.calls.dispatch.sender import Sender
 from rge.calls.failures import AttemptFailed, EndpointDown, NotFound, Rejection, RequestRejected, StopCalls
 from rge.calls.pictures import Pictures
 from rge.calls.providers.batches import MAX_BYTES, MAX_CALLS, BatchApi, Line, State
-from rge.calls.providers.bodies import body
 from rge.calls.providers.errors import failure
-from rge.calls.providers.transport import check_chat, to_json
+from rge.calls.providers.transport import body, check_chat, to_json
 from rge.calls.replies import ReplyError
-from rge.calls.store import BatchRow, StoredReply
+from rge.calls.store import BatchRow
 from rge.common.images import ImageError
 
 T = TypeVar("T")
@@ -331,7 +330,7 @@ class BatchJobs:
         else:
             self._no_answer(str(error))
 
-    def _settle(self, key: str, result: StoredReply | ReplyError) -> None:
+    def _settle(self, key: str, result: bytes | ReplyError) -> None:
         self.sender.health.call_accepted(float("-inf"))
         if (call := self._wanted.pop(key, None)) is not None:
             self._reasks += self.grouping.record(call, result)

@@ -9,7 +9,7 @@ from rge.calls.keys import Mask
 from rge.calls.model_config import ModelConfig, cache_names
 from rge.calls.replies import UNREADABLE, Refused, Reply, ReplyError, Truncated, read_replies
 from rge.calls.request import Request
-from rge.calls.store import AnswerStore, StoredReply
+from rge.calls.store import AnswerStore
 
 REQUESTS_AT_ONCE = 1024
 """Requests that are looked up in the store together."""
@@ -39,11 +39,7 @@ class Outcome:
         return isinstance(self.error, Rejection)
 
     def answer(self) -> Reply:
-        """The reply.
-
-        Raises:
-            ReplyError: why there is no reply.
-        """
+        """The reply. Raises `ReplyError`: why there is no reply."""
         if self.error is not None:
             raise self.error
         assert self.reply is not None
@@ -133,20 +129,20 @@ class Grouping:
             waiting = reasks
         return calls
 
-    def _stored(self, key: str, model: ModelConfig) -> StoredReply | Rejection | None:
+    def _stored(self, key: str, model: ModelConfig) -> bytes | Rejection | None:
         if (stored := self.store.get(key)) is not None:
             return stored
         why = self.store.rejection(key, model.sent_by())
         return None if why is None else Rejection(why)
 
-    def record(self, call: Call, result: StoredReply | ReplyError) -> list[Call]:
+    def record(self, call: Call, result: bytes | ReplyError) -> list[Call]:
         """Settle the requests of a call; returns the calls that request unreadable answers again."""
         del self._open[call.key]
         for sample in call.pending:
             sample.cached = False
         return self.resolve(self._deliver(call, result))
 
-    def _deliver(self, call: Call, result: StoredReply | ReplyError) -> list[PendingSample]:
+    def _deliver(self, call: Call, result: bytes | ReplyError) -> list[PendingSample]:
         """Settle the requests of a call; returns those to request again."""
         reasks: list[PendingSample] = []
         replies = _replies(result)
@@ -205,9 +201,9 @@ class Grouping:
         return groups
 
 
-def _replies(result: StoredReply | ReplyError) -> list[Reply | ReplyError]:
+def _replies(result: bytes | ReplyError) -> list[Reply | ReplyError]:
     try:
-        return [result] if isinstance(result, ReplyError) else read_replies(result.raw)
+        return [result] if isinstance(result, ReplyError) else read_replies(result)
     except ReplyError as error:
         return [error]
 

@@ -30,7 +30,7 @@ from rge.calls.pictures import EncodedPictures
 from rge.calls.providers.transport import Connection
 from rge.calls.replies import usage
 from rge.calls.request import Part, Picture, Request
-from rge.calls.store import AnswerStore, Budgets, StoredReply
+from rge.calls.store import AnswerStore, Budgets
 
 T = TypeVar("T")
 
@@ -46,7 +46,7 @@ class Sender:
     counts: Counts
     budget: float | None  # of all models together
 
-    async def call(self, connection: Connection, call: Call, pictures: EncodedPictures) -> StoredReply:
+    async def call(self, connection: Connection, call: Call, pictures: EncodedPictures) -> bytes:
         """Make a call, with retries, and store its answer.
 
         Raises:
@@ -106,7 +106,7 @@ class Sender:
 
     async def _attempt(
         self, connection: Connection, call: Call, pictures: EncodedPictures, *, canary: bool = False
-    ) -> StoredReply:
+    ) -> bytes:
         """Make one attempt; raises as `Connection.chat` does, after closing the attempt's ledger entry."""
         health = self.health
         attempt = await self._begin(call)
@@ -122,10 +122,10 @@ class Sender:
         finally:
             health.call_ended()
         request = None if canary else call.request
-        stored = self.keep(call.key, request, attempt, response.content, time.monotonic() - sent_at)
+        answer = self.keep(call.key, request, attempt, response.content, time.monotonic() - sent_at)
         health.call_accepted(sent_at)
         health.pace.on_answer(response.headers)
-        return stored
+        return answer
 
     async def _response(
         self, connection: Connection, request: Request, pictures: EncodedPictures
@@ -137,12 +137,7 @@ class Sender:
             raise AttemptFailed(f"no answer within {self.model.timeout_s:g} s", billed=True) from None
 
     async def _check_settings(self, connection: Connection, call: Call, error: Rejection) -> None:
-        """Send a harmless request (a canary) with the same settings; if it succeeds, only this request was rejected.
-
-        Raises:
-            RequestRejected: it is rejected too.
-            Unanswered: it gets no answer.
-        """
+        """Send a harmless request (a canary) with the same settings; raises `RequestRejected` if that is rejected, too."""
         health, rejected_at = self.health, time.monotonic()
         async with health.canary:
             if health.accepted_at > rejected_at:  # a call sent after the rejection was accepted
@@ -201,19 +196,18 @@ class Sender:
         took_s: float,
         *,
         batch: bool = False,
-    ) -> StoredReply:
-        """Store an answer and its cost, and learn from the bill how far the estimate for the request was off."""
+    ) -> bytes:
+        """Store an answer and its cost, return it, and learn from the bill how far the estimate for the request was off."""
         tokens = usage(body, self.store.expected_tokens(attempt))
         cost = self.model.cost(tokens.input_tokens, tokens.output_tokens, tokens.cached, batch=batch)
-        stored = StoredReply(body, tokens.input_tokens, tokens.output_tokens, cost, took_s)
         estimate = None
         if request is not None and not tokens.refused:
             estimate = (*self.model.estimate(request), bool(request.num_pictures()))
-        self.store.put(attempt, key, self.model.name, stored, tokens.cached, estimate=estimate)
+        self.store.put(attempt, key, self.model.name, body, tokens, cost, took_s, estimate)
         self.counts.asked += 1
         self.counts.batched += batch
         self.counts.refused += tokens.refused
-        return stored
+        return body
 
     def rejected(self, call: Call, error: Rejection) -> Rejection:
         """Record that the endpoint rejects a call, so that it is not sent again with the same settings."""

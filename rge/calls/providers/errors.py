@@ -22,7 +22,7 @@ from rge.calls.failures import (
 )
 from rge.calls.keys import Mask
 from rge.calls.model_config import ModelConfig
-from rge.calls.replies import ReplyError, as_dict, dict_items, parse
+from rge.calls.replies import as_dict, dict_items, parse
 
 MAYBE_BILLED = (200, 408, 504)
 """Statuses of failures that the model may have written to: it was broken off, or a proxy timed out."""
@@ -128,10 +128,7 @@ def failure(
         return EndpointDown(
             f"{model.name}: the address has moved to {mask(str(response_headers.get('location')))}: set base_url"
         )
-    try:
-        content = parse(raw)
-    except ReplyError:
-        content = None
+    content = parse(raw)
     meaning = classify(status, content)
     if meaning is Meaning.POLICY:
         return None

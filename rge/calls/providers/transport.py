@@ -1,4 +1,4 @@
-"""HTTP connections to a provider, its rate-limit headers and its list of models.
+"""HTTP connections to a provider: request bodies, rate-limit headers, and the list of models.
 
 Plain HTTP rather than the providers' clients: `rge.calls` has its own retries, rate limits and time-outs, and stores responses
 byte for byte.
@@ -12,15 +12,17 @@ import httpx
 
 import rge
 from rge.calls.failures import AttemptFailed
-from rge.calls.keys import Mask, read_key
+from rge.calls.keys import Mask
 from rge.calls.model_config import ModelConfig
 from rge.calls.pictures import EncodedPictures
-from rge.calls.providers.bodies import OPENAI, PATH, body, headers
 from rge.calls.providers.errors import failure, parse_seconds
-from rge.calls.replies import NotAChat, ReplyError, as_dict, dict_items, is_failure, read_replies
-from rge.calls.request import Request
+from rge.calls.replies import NotAChat, ReplyError, as_dict, dict_items, is_failure, parse, read_replies
+from rge.calls.request import Part, Picture, Request
 from rge.common.errors import UserError
 
+OPENAI = "https://api.openai.com/v1"
+PATH = "/chat/completions"
+BY_SCHEMA = "Answer by a JSON object; its fields are named like the tags."
 POOL = 16
 """Connections per client: httpx scans the whole pool for every call."""
 LIST_TIMEOUT_S = 20.0
@@ -29,23 +31,20 @@ VARYING = ("created", "permission")
 """Fields of that list that vLLM regenerates for every request."""
 NOT_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.UnsupportedProtocol)
 
+Json = dict[str, Any]
+
 
 class Connection:
     """An HTTP client of one model's endpoint, with its key; ``options`` are those of `httpx.AsyncClient`."""
 
     def __init__(self, model: ModelConfig, mask: Mask, **options: Any):
         self.model, self.mask = model, mask
-        address, known = model.base_url or OPENAI, headers(_key(model))
-        self.client = httpx.AsyncClient(base_url=address, headers=known, **options)
+        self.client = httpx.AsyncClient(base_url=model.base_url or OPENAI, headers=_headers(model), **options)
 
     async def chat(self, request: Request, pictures: EncodedPictures) -> httpx.Response:
-        """Send a request; the response is an answer, if only an empty one or a policy refusal.
-
-        Raises:
-            AttemptFailed, Rejection, StopCalls: it is not.
-        """
+        """Send a request; raises `AttemptFailed`, `Rejection` or `StopCalls` if not answered (a refusal is an answer)."""
         response = await self.exchange("POST", PATH, content=to_json(body(self.model, request, pictures)))
-        if not response.is_success or _is_failure(response.content):
+        if not response.is_success or is_failure(parse(response.content)):
             error = failure(response.status_code, response.content, response.headers, self.model, self.mask)
             if error is not None:
                 raise error
@@ -53,11 +52,7 @@ class Connection:
         return response
 
     async def exchange(self, method: str, url: str, **options: Any) -> httpx.Response:
-        """Send any request and return the response, whatever its status.
-
-        Raises:
-            AttemptFailed: no response.
-        """
+        """Send any request and return the response, whatever its status. Raises `AttemptFailed`: no response."""
         if "content" in options:
             options["headers"] = {"content-type": "application/json"}
         try:
@@ -91,15 +86,64 @@ def to_json(value: Any) -> bytes:
     return json.dumps(value).encode()
 
 
-def _key(model: ModelConfig) -> str | None:
-    return read_key(model.name, model.key_env) if model.key_env else None
+def _headers(model: ModelConfig) -> dict[str, str]:
+    key = model.key()
+    return {"user-agent": "rge"} | ({} if key is None else {"authorization": f"Bearer {key}"})
 
 
-def _is_failure(raw: bytes) -> bool:
-    try:
-        return is_failure(json.loads(raw))
-    except (ValueError, RecursionError):
-        return False  # not a chat completion, which the caller finds out
+def body(model: ModelConfig, request: Request, pictures: EncodedPictures) -> Json:
+    """The JSON body of a request."""
+    parts = [_part(part, pictures) for part in request.parts]
+    schema = None
+    if model.structured and request.fields is not None:
+        parts.append(_part(BY_SCHEMA, pictures))
+        form = {"name": "answer", "strict": True, "schema": json_schema(request.fields)}
+        schema = {"type": "json_schema", "json_schema": form}
+    system = [{"role": "system", "content": valid_unicode(request.system)}] if request.system else []
+    optional = {
+        "temperature": request.temperature if model.send_temperature else None,
+        "seed": request.sample if model.send_seed else None,
+        "n": request.n if request.n > 1 else None,
+        "reasoning_effort": model.reasoning_effort,
+        "response_format": schema,
+    }
+    return {
+        "model": model.name,
+        "messages": [*system, {"role": "user", "content": parts}],
+        model.token_limit: request.max_tokens,
+        **{name: value for name, value in optional.items() if value is not None},
+        **model.extra_body,
+    }
+
+
+def _part(part: Part, pictures: EncodedPictures) -> Json:
+    if isinstance(part, Picture):
+        kind, data = pictures[part]
+        return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
+    return {"type": "text", "text": valid_unicode(part)}
+
+
+def json_schema(fields: tuple[tuple[str, Any], ...]) -> Json:
+    """The JSON schema of an answer."""
+    properties: Json = {}
+    for name, inside in fields:
+        if inside is None:
+            properties[name] = {"type": "string"}
+        elif all(isinstance(word, str) for word in inside):
+            properties[name] = {"type": "string", "enum": list(inside)}
+        else:
+            properties[name] = json_schema(inside)
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+
+
+def valid_unicode(text: str) -> str:
+    """Replace lone surrogates, which cannot be encoded."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def remaining_quota(
@@ -121,11 +165,10 @@ def served_model(model: ModelConfig) -> dict[str, Any]:
         UserError: the server cannot be reached.
     """
     address = model.base_url or OPENAI
-    key = _key(model)
     try:
-        response = httpx.get(f"{address.rstrip('/')}/models", headers=headers(key), timeout=LIST_TIMEOUT_S)
+        response = httpx.get(f"{address.rstrip('/')}/models", headers=_headers(model), timeout=LIST_TIMEOUT_S)
     except httpx.HTTPError as error:
-        message = Mask([key] if key else [])(str(error) or type(error).__name__)
+        message = Mask([model.key()])(str(error) or type(error).__name__)
         raise UserError(f"{model.name}: cannot list the models at {address}: {message}") from None
     return {"at": address, "served": _listed(response, model.name), "rge": rge.__version__}
 

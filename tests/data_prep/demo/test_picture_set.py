@@ -386,7 +386,7 @@ def test_a_dose_of_the_oracles_is_spoiled_and_held_back_drawings_are_the_test(tm
     shown = {image.partition("#")[2] for record in half.values() for image in record.query.images}
     asked = pq.read_table(tmp_path / "0.5" / "unseen" / "queries.parquet").to_pylist()
     assert not shown & {query["image"][0]["path"].partition("#")[2] for query in asked}
-    with pytest.raises(UserError, match="dose must be between"):
+    with pytest.raises(UserError, match="dose must be <= 1"):
         spoil.main([f"out={tmp_path / 'x'}", "dose=50"])
 
 

@@ -298,7 +298,7 @@ def test_a_folder_of_records_has_one_budget_and_one_ledger(records, tmp_path, ca
         ("encoder={kind: eyes}", "encoder.kind must be one of siglip, checkpoint, pixels, text"),
         ("select=nowhere", "nowhere"),
         ("dry_run=maybe", "dry_run must be true or false"),
-        ("model.concurrency=0", r"^model\.concurrency must be > 0, got 0"),
+        ("model.concurrency=0", r"^model\.concurrency must be >= 1, got 0"),
         ("model={name: m, mode: vllm}", r"^model\.mode must be one of calls, batch, got 'vllm'"),
         ("model=m", "model must be a mapping"),
     ],

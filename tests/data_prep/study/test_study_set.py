@@ -155,10 +155,12 @@ def test_splits_share_no_rendering(tables, chosen, made):
 
 
 def test_refuses_what_it_cannot_make(tmp_path):
-    with pytest.raises(UserError, match=r"doses must be between 1 and 100; got 101"):
-        study.build(tmp_path / "new", [1, 101])
-    with pytest.raises(UserError, match="doses is empty"):
-        study.build(tmp_path / "new", [])
+    for doses, message in (
+        ("1,101", r"doses\[1\] must be <= 100, got 101"),
+        ("[]", "doses: .* at least 1 item"),
+    ):
+        with pytest.raises(UserError, match=message):
+            study.main([f"out={tmp_path / 'new'}", f"doses={doses}"])
     with pytest.raises(UserError, match="already exists"):
         study.build(tmp_path, [1])
     assert list(tmp_path.iterdir()) == []

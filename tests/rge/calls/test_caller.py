@@ -32,13 +32,14 @@ from rge.calls.replies import (
     Refused,
     Reply,
     Truncated,
+    Usage,
     check_complete,
     parse_choice,
     read_replies,
     tag,
 )
 from rge.calls.request import Picture, Request
-from rge.calls.store import AnswerStore, StoredReply, StoreError
+from rge.calls.store import AnswerStore, StoreError
 from rge.common.errors import UserError
 from rge.common.images import ImageError
 
@@ -263,7 +264,7 @@ def test_a_malformed_answer_is_kept_with_its_raw_text_and_paid_once(store):
     assert isinstance(first.error, EmptyChoices)
     assert isinstance(second.error, EmptyChoices)
     assert second.cached
-    assert b'"choices": []' in store.get(first.key).raw
+    assert b'"choices": []' in store.get(first.key)
     assert echo.seen == {"a": 1}
 
 
@@ -271,13 +272,13 @@ def test_a_malformed_answer_is_kept_with_its_raw_text_and_paid_once(store):
 
 
 def put(store: AnswerStore, key: str, raw: bytes = b"{}", cost: float = 0.5) -> None:
-    store.put(store.begin_attempt("m", key, (1, 2), 9.0, {}), key, "m", StoredReply(raw, 1, 2, cost, 0.1))
+    store.put(store.begin_attempt("m", key, (1, 2), 9.0, {}), key, "m", raw, Usage(1, 2, 0, False), cost, 0.1)
 
 
 def test_an_answer_is_never_changed(store):
     put(store, "k", b"first")
     put(store, "k", b"second")
-    assert store.get("k").raw == b"first"
+    assert store.get("k") == b"first"
     assert store.spent("m") == 1.0, "both were paid"
     for statement in ("UPDATE replies SET raw = ''", "DELETE FROM replies"):
         with pytest.raises(sqlite3.IntegrityError, match="an answer is never"):
@@ -290,7 +291,7 @@ def test_a_full_disk_stops(store):
     with pytest.raises(
         StoreError, match=r"could not be written \(database or disk is full\), so calls stop here"
     ):
-        store.put(number, "k", "m", StoredReply(b"x" * 100_000, 1, 2, 0.5, 0.1))
+        store.put(number, "k", "m", b"x" * 100_000, Usage(1, 2, 0, False), 0.5, 0.1)
     assert store.get("k") is None
     assert store.spent("m") == 9.0, "it stays at the most it may have cost"
 
@@ -332,11 +333,11 @@ def test_a_file_that_another_process_is_making_is_waited_for(tmp_path):
 def test_processes_share_the_file(tmp_path):
     (tmp_path / "write.py").write_text(
         "import sys\n"
-        "from rge.calls.store import AnswerStore, StoredReply\n"
+        "from rge.calls.replies import Usage\nfrom rge.calls.store import AnswerStore\n"
         "store = AnswerStore(sys.argv[1])\n"
         "for n in range(50):\n"
         "    key = f'{sys.argv[2]}-{n}'\n"
-        "    store.put(store.begin_attempt('m', key, (1, 1), 2.0, {}), key, 'm', StoredReply(b'{}', 1, 1, 1.0, 0.0))\n"
+        "    store.put(store.begin_attempt('m', key, (1, 1), 2.0, {}), key, 'm', b'{}', Usage(1, 1, 0, False), 1.0, 0.0)\n"
     )
     with ExitStack() as stack:
         running = [

@@ -236,7 +236,7 @@ def test_half_a_character_is_no_error_of_ours(store, tmp_path):
             (found,) = Caller(model(at), store).run([ask("half \ud83d a prompt")])
             assert found.reply.text == "broken ? here"
             (tmp_path / "x").write_text(found.reply.text, encoding="utf-8")
-    assert b"\\ud83d" in store.get(found.key).raw, "what was answered is kept as it came"
+    assert b"\\ud83d" in store.get(found.key), "what was answered is kept as it came"
 
 
 KEY = "sk-abc/def+123456"
@@ -260,7 +260,7 @@ def test_keys_are_masked_in_what_is_shown_and_never_in_what_is_kept(store, monke
     for form in (KEY, base64.b64encode(KEY.encode()).decode()[4:-4], KEY.encode().hex()):
         assert form not in shown
         assert form not in str(store._db.execute("SELECT message FROM rejections").fetchall())
-    assert json.loads(store.get(good.key).raw)["choices"][0]["message"]["content"] == f"it is {echo}"
+    assert json.loads(store.get(good.key))["choices"][0]["message"]["content"] == f"it is {echo}"
 
 
 def test_a_key_is_found_in_base64_wherever_it_stands():
@@ -312,7 +312,7 @@ def test_settings_of_newer_models_are_sent_and_are_part_of_the_key(store):
     ("settings", "message"),
     [
         ({"token_limit": "tokens"}, "token_limit must be one of max_tokens, max_completion_tokens"),
-        ({"draws_a_call": 0}, "draws_a_call must be > 0"),
+        ({"draws_a_call": 0}, "draws_a_call must be >= 1"),
         ({"reasks": -1}, "reasks must be >= 0"),
         ({"extra_body": {"messages": []}}, "extra_body must not set model, messages, n or seed"),
         ({"mode": "later"}, "mode must be one of calls, batch"),

@@ -24,6 +24,7 @@ from data_prep.rmir.pictures.encoders import EncoderUnavailable, image_encoder, 
 from data_prep.rmir.run import Run
 from rge.checkpoints.export import export
 from rge.checkpoints.settings import read_settings
+from rge.common.errors import UserError
 
 WORDS = "[PAD] [UNK] a an apple the red on instruct given description of picture find captions query".split()
 TEXTS = ["a red apple", "an apple", "a red apple on the apple on the apple", "the picture"]
@@ -127,7 +128,7 @@ def test_a_checkpoint_in_direct_mode(checkpoint, pictures):
 
 def test_a_checkpoint_that_is_missing_is_an_error(tmp_path):
     for build in (image_encoder, text_encoder):
-        with pytest.raises(EncoderUnavailable, match=f"checkpoint {tmp_path} does not exist"):
+        with pytest.raises(UserError, match=f"{tmp_path} has no rge.json"):
             build(EncoderConfig("checkpoint", str(tmp_path)))
 
 

@@ -4,8 +4,7 @@ import pytest
 from PIL import Image
 
 from data_prep.rmir.config import LibraryConfig
-from data_prep.rmir.pictures import filters
-from data_prep.rmir.pictures.library import Library, inspect
+from data_prep.rmir.pictures.library import Library, inspect, load_filter, unwanted
 from rge.common.errors import UserError
 
 
@@ -20,7 +19,7 @@ def three(tmp_path, monkeypatch):
     )
     monkeypatch.syspath_prepend(tmp_path)
     yield tmp_path
-    filters.load_filter.cache_clear()
+    load_filter.cache_clear()
 
 
 def looked_at(folder, *names):
@@ -48,4 +47,4 @@ def test_a_filter_that_is_not_there_is_an_error_before_a_picture_is_opened(three
 
 def test_an_answer_that_is_no_reason_is_an_error(three):
     with pytest.raises(UserError, match="must return a reason or None, got bool"):
-        filters.unwanted(Image.new("RGB", (9, 9)), ["my_filters_of_people:wrong"])
+        unwanted(Image.new("RGB", (9, 9)), ["my_filters_of_people:wrong"])

@@ -315,7 +315,7 @@ def test_candidates_are_searched_for_in_blocks_of_bounded_memory(tmp_path, monke
     whole, sizes = run.rows("retrieve", "triplets"), []
     original = PixelEncoder.texts
     monkeypatch.setattr(
-        PixelEncoder, "texts", lambda self, texts: sizes.append(len(texts)) or original(self, texts)
+        PixelEncoder, "texts", lambda self, texts, **how: sizes.append(len(texts)) or original(self, texts)
     )
     images = len(run.rows("seed", "images"))
     for memory_mb, queries in ((512, None), (16 * images * 3 / 2**20, 3)):

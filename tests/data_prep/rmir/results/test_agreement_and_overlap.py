@@ -12,6 +12,7 @@ from data_prep.rmir import arithmetic as maths
 from data_prep.rmir import frames, seed_set, stages
 from data_prep.rmir.config import ConfigError, IndexSpec, load_config
 from data_prep.rmir.pictures.encoders import HashingEncoder, PixelEncoder
+from data_prep.rmir.pictures.indices import Index
 from data_prep.rmir.pictures.library import look
 from data_prep.rmir.pictures.near_duplicates import near_duplicates, phash
 from data_prep.rmir.results import audit, review
@@ -300,15 +301,8 @@ def test_probes_in_blocks_find_the_same(finished, monkeypatch):
     whole = audit.shortcuts(finished)
     finished.config.audit.memory_mb = 2**-20 * 4 * 3  # three candidates of four bytes
     sizes = []
-    original = audit.bridged
-
-    def watched(*arguments):
-        encoder = original(*arguments)
-        texts = encoder.texts
-        encoder.texts = lambda some: sizes.append(len(some)) or texts(some)
-        return encoder
-
-    monkeypatch.setattr(audit, "bridged", watched)
+    original = Index.texts
+    monkeypatch.setattr(Index, "texts", lambda self, some: sizes.append(len(some)) or original(self, some))
     assert audit.shortcuts(finished) == whole
     assert set(sizes) == {1}
 
@@ -363,7 +357,7 @@ def test_the_input_is_a_candidate_where_one_asks_for_it(finished):
         ("retrieve.more=[{name: x, count: 0}]", r"retrieve.more\[0\].count must be >= 1"),
         ("image_encoder.kind=words", "image_encoder.kind must be one of siglip"),
         ("library.near_duplicates=40", "library.near_duplicates must be .*16"),
-        ("audit.ks=[]", "audit.ks needs numbers >= 1"),
+        ("audit.ks=[]", "audit.ks: .* at least 1 item"),
     ],
 )
 def test_wrong_settings_are_named(word, message):
@@ -385,7 +379,7 @@ def test_the_page_holds_the_sample_and_not_the_decisions(finished, tmp_path, cap
     keys = {"q1 -> a", "q1 -> b", "q1 -> c", "q2 -> e"}
     assert {item["key"] for item in data["items"]} == keys
     assert set(data["items"][0]) == {"key", "query", "given", "answer"}
-    assert all(url.startswith("data:image/jpeg;base64,") for url in data["pictures"].values())
+    assert all(url.startswith("data:image/") for url in data["pictures"].values())
     assert not any(word in text for word in ("kept", 'rejected":', "http://", "https://"))
     again = [row["candidate_id"] for row in review.draw(finished.out, 4, "all", 0)]
     assert again == [item["key"].split(" -> ")[1] for item in data["items"]], (
@@ -433,12 +427,12 @@ def test_two_files_of_one_person_are_refused(finished, tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("no json", "holds no verdicts: save them"),
-        ('{"verdicts": {"q1 -> a": true}}', "holds no verdicts: save them"),
-        ('{"verdicts": {}}', "holds no verdicts, or values other"),
-        ('{"verdicts": {"q1 -> a": "yes"}}', "holds no verdicts: save them"),
-        ('{"verdicts": {"q1 -> a": {"verdict": "yes"}}}', "values other than accept, reject, unsure"),
-        ('["q1 -> a"]', "holds no verdicts: save them"),
+        ("no json", "holds no verdicts .*: save them"),
+        ('{"verdicts": {"q1 -> a": true}}', "holds no verdicts .*: save them"),
+        ('{"verdicts": {}}', "holds no verdicts .Dictionary should have at least 1 item"),
+        ('{"verdicts": {"q1 -> a": "yes"}}', "holds no verdicts .*: save them"),
+        ('{"verdicts": {"q1 -> a": {"verdict": "yes"}}}', "should be 'accept', 'reject', 'unsure'"),
+        ('["q1 -> a"]', "holds no verdicts .*: save them"),
         (
             '{"verdicts": {"q9 -> a": {"verdict": "accept"}}}',
             "a verdict is on 'q9 -> a', which this run did not decide",

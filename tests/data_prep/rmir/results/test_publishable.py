@@ -22,6 +22,7 @@ from data_prep.rmir.config import (
     GenerateConfig,
     LibraryConfig,
     OracleConfig,
+    RmirConfig,
 )
 from data_prep.rmir.main import run_stages
 from data_prep.rmir.pictures.library import Library, LibraryError
@@ -192,7 +193,7 @@ def test_judges_that_a_policy_stops_abstain(tmp_path):
 def test_the_content_policy_is_asked_for_and_its_abstention_is_counted():
     picture = Picture("a", "1")
     with_policy, without = (
-        prompts.generate_request("m", picture, ["causal"], content_policy=wanted, texts=wording()).parts[0]
+        prompts.generate_request(RmirConfig(generate=GenerateConfig(content_policy=wanted)), picture).parts[0]
         for wanted in (True, False)
     )
     policy = wording().content_policy
@@ -205,15 +206,12 @@ def test_the_content_policy_is_asked_for_and_its_abstention_is_counted():
 
 
 def test_every_prompt_says_its_format_again():
-    picture, texts = Picture("a", "1"), wording()
+    picture, config = Picture("a", "1"), RmirConfig()
     for request, last in (
+        (prompts.generate_request(config, picture), "</Example_CODE_1>"),
+        (prompts.filter_request(config, picture, "q", "t"), "<is_valid>yes or no</is_valid>"),
         (
-            prompts.generate_request("m", picture, ["causal"], content_policy=True, texts=texts),
-            "</Example_CODE_1>",
-        ),
-        (prompts.filter_request("m", picture, "q", "t", texts=texts), "<is_valid>yes or no</is_valid>"),
-        (
-            prompts.judge_request("m", picture, "q", picture, texts=texts),
+            prompts.judge_request(config, picture, "q", picture, model="judge", sample=0),
             "<consistent>True, False or ABSTAIN</consistent>",
         ),
     ):

@@ -1,7 +1,7 @@
 """Make this rank's batch: decode pictures, tokenise prompts, choose targets."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -81,38 +81,28 @@ def flatten(batch: Batch) -> tuple[dict[str, Any], Tensor]:
         Everything but pixels, which pickles; (P, channels, height, width) uint8, or (0,) without pictures.
     """
     prompts = [*batch.queries, *batch.candidates]
-    shown = [prompt for prompt in prompts if prompt.pixels is not None]
-    head: dict[str, Any] = {
-        item.name: getattr(batch, item.name)
-        for item in fields(Batch)
-        if item.name not in ("queries", "candidates")
+    parts = [prompt.pixels for prompt in prompts if prompt.pixels is not None]
+    grids = [prompt.image_grid for prompt in prompts if prompt.image_grid is not None]
+    tokens = [torch.stack([prompt.input_ids, prompt.type_ids, *prompt.position_3T]) for prompt in prompts]
+    head = {
+        "rest": replace(batch, queries=[], candidates=[]),
+        "num_queries": len(batch.queries),
+        "names": [(prompt.id, prompt.num_cut_tokens) for prompt in prompts],
+        "num_tokens": [len(prompt) for prompt in prompts],
+        "num_patches": [0 if prompt.pixels is None else len(prompt.pixels) for prompt in prompts],
+        "num_pictures": [0 if prompt.image_grid is None else len(prompt.image_grid) for prompt in prompts],
+        "token_5T": torch.cat(tokens, dim=1).numpy(),
+        "grid_G3": torch.cat([torch.zeros(0, 3).long(), *grids]).numpy(),
     }
-    head["num_queries"] = len(batch.queries)
-    head["names"] = [(prompt.id, prompt.num_cut_tokens) for prompt in prompts]
-    head["sizes"] = [
-        (len(prompt), 0, 0)
-        if prompt.pixels is None or prompt.image_grid is None
-        else (len(prompt), len(prompt.pixels), len(prompt.image_grid))
-        for prompt in prompts
-    ]
-    head["token_5T"] = torch.cat(
-        [torch.stack([prompt.input_ids, prompt.type_ids, *prompt.position_3T]) for prompt in prompts], dim=1
-    ).numpy()
-    grids = [prompt.image_grid for prompt in shown if prompt.image_grid is not None]
-    head["grid_G3"] = torch.cat([torch.zeros(0, 3).long(), *grids]).numpy()
-    parts = [prompt.pixels for prompt in shown if prompt.pixels is not None]
-    pixels = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
-    return head, pixels
+    return head, torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
 
 
 def unflatten(head: dict[str, Any], pixels: Tensor) -> Batch:
     """Inverse of `flatten`; the prompts' tensors are views."""
-    rest = dict(head)
-    num_queries, names, sizes = rest.pop("num_queries"), rest.pop("names"), rest.pop("sizes")
-    num_tokens, num_patches, num_pictures = zip(*sizes, strict=True)
-    tokens = torch.from_numpy(rest.pop("token_5T")).split(num_tokens, dim=1)
-    grids = torch.from_numpy(rest.pop("grid_G3")).split(num_pictures)
-    shown = pixels.split(num_patches)
+    num_queries = head["num_queries"]
+    tokens = torch.from_numpy(head["token_5T"]).split(head["num_tokens"], dim=1)
+    grids = torch.from_numpy(head["grid_G3"]).split(head["num_pictures"])
+    shown = pixels.split(head["num_patches"])
     prompts = [
         Prompt(
             name,
@@ -123,9 +113,9 @@ def unflatten(head: dict[str, Any], pixels: Tensor) -> Batch:
             grid if len(part) else None,
             num_cut,
         )
-        for (name, num_cut), token_5T, part, grid in zip(names, tokens, shown, grids, strict=True)
+        for (name, num_cut), token_5T, part, grid in zip(head["names"], tokens, shown, grids, strict=True)
     ]
-    return Batch(queries=prompts[:num_queries], candidates=prompts[num_queries:], **rest)
+    return replace(head["rest"], queries=prompts[:num_queries], candidates=prompts[num_queries:])
 
 
 def query_item(record: Record) -> Item:

@@ -11,6 +11,7 @@ and earlier rows within a shard.
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from rge.data.sources import BrokenRecord, RecordError, Records, absolute, fault
 
 BATCH = 64
 """Rows read together."""
+Row = tuple[str, Mapping[str, Any]]
+"""Its place, ``shard:row``, and its values by column."""
 
 
 class Stream(Reopened):
@@ -88,8 +91,8 @@ class Reader(Records):
         self._turn, self._turns = number // groups, of // groups
         self._number = number
         self._lengths = _noted(stream.notes, stream.config.key)
-        self._blocks: Iterator[tuple[int, list[tuple[str, Mapping[str, Any]]]]] | None = None
-        self._first, self._block = 0, list[tuple[str, Mapping[str, Any]]]()
+        self._blocks: Iterator[tuple[int, list[Row]]] | None = None
+        self._first, self._block = 0, list[Row]()
 
     def __getitem__(self, index: int) -> Record:
         """The record with that number.
@@ -115,14 +118,14 @@ class Reader(Records):
         self._row(index)
         return range(self._first, self._first + len(self._block))
 
-    def _row(self, index: int) -> tuple[str, Mapping[str, Any]]:
+    def _row(self, index: int) -> Row:
         if self._blocks is None or index < self._first:
             self._blocks, self._first, self._block = self._blocks_from(index), 0, []
         while index >= self._first + len(self._block):
             self._first, self._block = next(self._blocks)
         return self._block[index - self._first]
 
-    def _blocks_from(self, index: int) -> Iterator[tuple[int, list[tuple[str, Mapping[str, Any]]]]]:
+    def _blocks_from(self, index: int) -> Iterator[tuple[int, list[Row]]]:
         """Buffers with the number of their first record, from the one with `index` on."""
         size = self.stream.config.shuffle_buffer
         begins, epoch = 0, 0
@@ -132,15 +135,10 @@ class Reader(Records):
                 begins, epoch = begins + mine, epoch + 1
                 continue
             done = max(0, (index - begins) // size) * size
-            block: list[tuple[str, Mapping[str, Any]]] = []
-            number = done // size
-            for one in self._rows(epoch, done):
-                block.append(one)
-                if len(block) == size:
-                    yield begins + number * size, self._mixed(block, epoch, number)
-                    block, number = [], number + 1
-            if block:
+            number, rows = done // size, self._rows(epoch, done)
+            while block := list(islice(rows, size)):
                 yield begins + number * size, self._mixed(block, epoch, number)
+                number += 1
             mine = self._num_rows_of_epoch(epoch)  # all shards are known now
             assert mine is not None
             if not mine:
@@ -150,7 +148,7 @@ class Reader(Records):
                 )
             begins, epoch = begins + mine, epoch + 1
 
-    def _mixed(self, block: list[Any], epoch: int, number: int) -> list[Any]:
+    def _mixed(self, block: list[Row], epoch: int, number: int) -> list[Row]:
         chance = np.random.default_rng([self.stream.seed, _MIXED, self._number, epoch, number])
         return [block[place] for place in chance.permutation(len(block))]
 
@@ -165,7 +163,7 @@ class Reader(Records):
             return None
         return len(range(self._turn, sum(length for length in lengths if length is not None), self._turns))
 
-    def _rows(self, epoch: int, done: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    def _rows(self, epoch: int, done: int) -> Iterator[Row]:
         """This reader's rows of an epoch after the first `done`, with their places."""
         next_one = self._turn + done * self._turns  # counted over the rows of all shards of the group
         begins = 0

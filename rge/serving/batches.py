@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -40,13 +40,6 @@ class _Waiting:
     since: float
     request: int
     answer: "Future[Result]" = field(default_factory=Future)
-
-
-@dataclass
-class Reservation:
-    """Space in the queue for a request's inputs, until they are queued."""
-
-    count: int
 
 
 class Batches:
@@ -96,8 +89,8 @@ class Batches:
         return self._num_reserved + len(self._waiting)
 
     @contextmanager
-    def reserve(self, count: int) -> Iterator[Reservation]:
-        """Reserve space in the queue for a request while its inputs are prepared, or raise `Refusal`."""
+    def reserve(self, count: int) -> Iterator[ExitStack]:
+        """Reserve space in the queue for a request while its inputs are prepared, or raise `Refusal`; closing it frees it."""
         with self._changed:
             if self.num_waiting + count > self.max_queue:
                 seconds = self.num_waiting / self._rows_per_s if self._rows_per_s else 1
@@ -105,18 +98,15 @@ class Batches:
                 message = "too many inputs are waiting; try again later"
                 raise Refusal(429, message, "queue_full", retry_after_s=wait_s)
             self._num_reserved += count
-        reservation = Reservation(count)
-        try:
+        with ExitStack() as reservation:
+            reservation.callback(self._release, count)
             yield reservation
-        finally:
-            with self._changed:
-                self._release(reservation)
 
-    def _release(self, reservation: Reservation) -> None:
-        self._num_reserved -= reservation.count
-        reservation.count = 0
+    def _release(self, count: int) -> None:
+        with self._changed:
+            self._num_reserved -= count
 
-    async def answers(self, reservation: Reservation, prompts: Sequence[Prompt], mode: Mode) -> list[Result]:
+    async def answers(self, reservation: ExitStack, prompts: Sequence[Prompt], mode: Mode) -> list[Result]:
         """Queue a request's prompts, all of one mode, and wait for the results; cancelling removes them from the queue.
 
         Raises:
@@ -127,11 +117,11 @@ class Batches:
         with self._changed:
             self._num_requests += 1
             rows = [_Waiting(prompt, mode, now, self._num_requests) for prompt in prompts]
-            # Under the lock that queues the inputs: in between, the thread would take this client for gone.
-            self._release(reservation)
             if self._stopping:
                 raise Stopped
             self._waiting += rows
+            # Under the lock that queues the inputs: in between, the thread would take this client for gone.
+            reservation.close()
             self._changed.notify()
         try:
             return list(await asyncio.gather(*(asyncio.wrap_future(row.answer) for row in rows)))

@@ -3,9 +3,7 @@
     rge eval rerank of=DIR out=DIR judge=DIR [top_n=20] [mix=0.05]
 
 The judge describes the right answer once per query, and a candidate's score is the log-likelihood of that description given
-the candidate (`eval.judging.description`). Equal scores keep the order of the first ranking; ranks below the top n do not
-change. The judge is any vision-language model that we can load. Its scores are cached by content (`rge.calls.store`), so a
-deeper or repeated run only scores new pairs.
+the candidate (`eval.judging.description`). Scores are cached by content, so a deeper or repeated run only scores new pairs.
 """
 
 import time

@@ -151,7 +151,7 @@ def test_a_metric_is_reported_and_explained_and_its_values_are_looked_at():
 def test_a_users_embedder_is_asked_before_ours():
     register_embedder("mine", about="mine", matches=lambda facts: True)(lambda facts, **options: facts)
     assert adapters()[0].name == "mine"
-    assert adapters()[0].load("facts", device=None) == "facts"
+    assert adapters()[0].target("facts", device=None) == "facts"
     assert adapters()[-1].name == "sentence-transformers"
 
 

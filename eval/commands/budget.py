@@ -3,10 +3,8 @@
     rge eval budget checkpoint=DIR set=DIR out=DIR [k=8] [gate=0.25,0.5]
 
 Each point (docs/evaluation.md lists them) gets an evaluation directory under ``out``, which `compare`, `report` and `rerank`
-accept like those of ``run``; ``budget.json``, ``budget.svg`` and the page plot accuracy against generated tokens and against
-milliseconds. Embeddings are cached by the seed of their rationale, so a larger k samples only new ones. On a suite every point
-is measured for every member and joined as in `eval.benchmarks.suite`: accuracy, gains and costs are means over members, and a
-gate applies its share to each member's queries.
+accept like those of ``run``. Embeddings are cached by the seed of their rationale, so a larger k samples only new ones. On a
+suite, accuracy, gains and costs are means over members, and a gate applies its share to each member's queries.
 """
 
 import json

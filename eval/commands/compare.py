@@ -2,10 +2,9 @@
 
     rge eval compare a=DIR b=DIR [metric=recall@1,mrr] [out=DIR]
 
-Differences are a - b. Each metric is tested over all queries, as macro mean, and for every category and every value of a
-``report_by`` column; the tests of one column are a family, whose p values are also adjusted by Holm's method. For a suite,
-all but "all queries" and the members' own tests are means over members, as in its results.json. The output also gives the
-effect size and the minimum detectable difference.
+Each metric is tested over all queries, as macro mean, and for every category and every value of a ``report_by`` column; the
+tests of one column are a family, whose p values are also adjusted by Holm's method. For a suite, all but "all queries" and the
+members' own tests are means over members, as in its results.json.
 """
 
 import json

@@ -3,9 +3,7 @@
     rge eval rerank of=DIR out=DIR judge=DIR [top_n=20] [mix=0.05]
 
 The judge describes the right answer once per query, and a candidate's score is the log-likelihood of that description given
-the candidate (`eval.judging.description`). Equal scores keep the order of the first ranking; ranks below the top n do not
-change. The judge is any vision-language model that we can load. Its scores are cached by content (`rge.calls.store`), so a
-deeper or repeated run only scores new pairs.
+the candidate (`eval.judging.description`). Scores are cached by content, so a deeper or repeated run only scores new pairs.
 """
 
 import time
@@ -19,7 +17,7 @@ import numpy as np
 import pandas as pd
 
 from eval.benchmarks.registry import protocol_for
-from eval.benchmarks.suite import ByMember, load_suite, measure_members, member_dirs
+from eval.benchmarks.suite import ByMember, is_suite, load_suite, measure_members, member_dirs
 from eval.embedding.identity import ranked_with
 from eval.embedding.processes import ALONE, ProcessGroup, join
 from eval.judging.description import QUESTION, DescriptionJudge, local_software
@@ -117,8 +115,7 @@ def _rerank_suite(
     options: RerankOptions, old: dict[str, Any], judge: Callable[[], DescriptionJudge], answers: AnswerStore
 ) -> None:
     path, of = set_path(old, options.set), member_dirs(options.of, old)
-    suite = load_suite(path)
-    if suite.members.keys() != of.keys():
+    if not is_suite(path) or load_suite(path).members.keys() != of.keys():
         raise UserError(f"{path} is not the suite that {options.of} was measured on: pass set=DIR")
 
     def of_member(name: str, path: Path, out: Path) -> list[Path]:
@@ -131,7 +128,9 @@ def _rerank_suite(
         mean = float(np.mean([block["ms_mean"] for block in blocks]))
         return {"rerank": blocks[0] | {"of": str(options.of), "num_pairs": total, "ms_mean": mean}}
 
-    measure_members(suite, options, of_member, title=f"top {options.top_n} of {options.of}", more=about)
+    measure_members(
+        load_suite(path), options, of_member, title=f"top {options.top_n} of {options.of}", more=about
+    )
 
 
 def _rerank_set(options: RerankOptions, judge: Callable[[], DescriptionJudge], answers: AnswerStore) -> None:

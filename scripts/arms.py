@@ -74,6 +74,7 @@ class Study:
     ask: tuple[str, ...] = ("exact=false",)  # further arguments of every ``rge eval run``
     metrics: Sequence[str] = ("hit@1",)  # numeric columns of per_query.parquet, or of `derive`, that are kept
     columns: Sequence[str] = ()  # to slice by, also kept
+    steps: int | None = None  # of every stage, and of naming where a backbone is built, for a trial
     # Adds columns to a run's per-query results on a set.
     derive: Callable[[pd.DataFrame, Path], pd.DataFrame] = field(default=lambda frame, path: frame)
 
@@ -117,6 +118,9 @@ class Study:
         """Arguments of ``rge/train.py``, without output folder and matched steps."""
         seed = 0 if arm.shared else seed
         words = [*self.recipe, f"stage={arm.stage}", f"train.seed={seed}", *arm.overrides]
+        if self.steps and not arm.flops_of:
+            words.append(f"{arm.stage}.steps={self.steps}")
+            words += [] if arm.after else [f"model.scratch.naming_steps={self.steps}"]
         if arm.after:
             words.append(f"init={self.checkpoint(self.by_name[arm.after], seed)}")
         return words
@@ -304,18 +308,19 @@ class Results:
 
     def keep(self) -> None:
         """Write ``kept.json``: queries by a hash of their ids, groups by number, hits as bits."""
-        for arm in self.study.arms:
-            for seed in range(self.study.seeds):
-                for set_name in self.study.sets_of(arm):
-                    if not (self.study.evaluation(arm, seed, set_name) / "results.json").is_file():
-                        continue
-                    key, frame = self.of(arm.name, seed, set_name)  # type: ignore[misc]  # it is finished
-                    self.kept["queries"][key] = _packed_queries(frame, self.study.columns)
-                    metrics = {name: pack(frame[name]) for name in self.study.metrics if name in frame}
-                    run = f"{self.study.run_name(arm, seed)}/{set_name}"
-                    self.kept["runs"][run] = {"queries": key, "metrics": metrics}
+        study = self.study
+        seeds = range(study.seeds)
+        every = [(arm, seed, name) for arm in study.arms for seed in seeds for name in study.sets_of(arm)]
+        for arm, seed, set_name in every:
+            if not (study.evaluation(arm, seed, set_name) / "results.json").is_file():
+                continue
+            key, frame = self.of(arm.name, seed, set_name)  # type: ignore[misc]  # it is finished
+            self.kept["queries"][key] = _packed_queries(frame, study.columns)
+            metrics = {name: pack(frame[name]) for name in study.metrics if name in frame}
+            run = f"{study.run_name(arm, seed)}/{set_name}"
+            self.kept["runs"][run] = {"queries": key, "metrics": metrics}
         if self.kept["runs"]:
-            write_text(self.study.out / KEPT, json.dumps(self.kept, indent=0))
+            write_text(study.out / KEPT, json.dumps(self.kept, indent=0))
 
     def measure(
         self, weights: Mapping[str, float], set_name: str, metric: str, where: "Slice"

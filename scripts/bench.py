@@ -28,7 +28,8 @@ def main(words: list[str]) -> None:
         offer_help(Options, given, command)
         recipe = [word for word in given if split_word(word)[0] not in names_of(Options)]
         given, more = [word for word in given if word not in recipe], [recipe]
-    print(json.dumps(bench.measure(parse_options(Options, given, command), *more)))
+    found = bench.measure(parse_options(Options, given, command), *more)
+    print(json.dumps(found, default=float))  # figures may be numpy's
 
 
 if __name__ == "__main__":

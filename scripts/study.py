@@ -176,21 +176,10 @@ STUDY_SLICES = ALL | {
 }
 
 
-def steps_words(stage: str, options: Options, steps: int | None = None) -> tuple[str, ...]:
-    """The override of a stage's steps; empty: the recipe's own."""
-    steps = options.steps or steps
-    return () if steps is None else (f"{stage}.steps={steps}",)
-
-
 def sources_word(stage: str, weights: Mapping[Path, float]) -> str:
     """The override of a stage's sources: files of records with their weights."""
     parts = [f"{{path: {path}, weight: {weight}}}" for path, weight in weights.items()]
     return f"{stage}.sources=[{', '.join(parts)}]"
-
-
-def naming_words(options: Options) -> tuple[str, ...]:
-    """The override of the naming steps of a backbone that is built; empty: the recipe's own."""
-    return () if options.steps is None else (f"model.scratch.naming_steps={options.steps}",)
 
 
 def study_set(options: Options) -> Study:
@@ -202,12 +191,12 @@ def study_set(options: Options) -> Study:
         return f"{stage}.sources=[{{path: {data}/train/{file}.jsonl}}]"
 
     def cold(variant: str) -> Arm:
-        words = (records("cold_start", variant), *steps_words("cold_start", options))
+        words = (records("cold_start", variant),)
         return Arm(f"cold_{variant}", "cold_start", "warm", words, shared=True, query_mode="")
 
     def joint(name: str, variant: str, *settings: str, multiple: float = 1.0) -> Arm:
-        steps = steps_words("joint", options, round(multiple * (recipe.joint.steps or 0)))
-        words = (records("joint", variant), *steps, *settings)
+        steps = f"joint.steps={round(multiple * (recipe.joint.steps or 0))}"
+        words = (records("joint", variant), steps, *settings)
         return Arm(name, "joint", f"cold_{variant}", words, sets=sets(variant))
 
     def sets(variant: str) -> dict[str, Path]:
@@ -216,11 +205,11 @@ def study_set(options: Options) -> Study:
     # The tokenizer is learned from the records of both stages. One step, since some stage must be named.
     first = (
         "cold_start.steps=1", records("cold_start", "hidden_100"), records("joint", "hidden_100"),
-        f"model.scratch.naming={data}/train/naming.jsonl", *naming_words(options),
+        f"model.scratch.naming={data}/train/naming.jsonl",
     )  # fmt: skip
     warm = (
         f"joint.sources=[{{path: {data}/train/warm.jsonl}}]",
-        *steps_words("joint", options, WARM_STEPS),
+        f"joint.steps={WARM_STEPS}",
         *ANCHORS["none"],
     )
     arms = [
@@ -240,7 +229,7 @@ def study_set(options: Options) -> Study:
     ]
     return Study(
         options.out, arms, ("recipe=study",), {}, options.seeds, options.launcher,
-        metrics=("hit@1", "thing", "ground", "serial"), columns=("fact",), derive=hit_figures,
+        metrics=("hit@1", "thing", "ground", "serial"), columns=("fact",), steps=options.steps, derive=hit_figures,
     )  # fmt: skip
 
 
@@ -485,27 +474,21 @@ def on_demo(options: Options, folder: str, arms: Sequence[Arm], names: Sequence[
     """A finding of the demo's queries."""
     study = Study(
         options.out / folder, arms, ("recipe=demo",), {options.on: DEMO_SET.with_name(options.on)}, options.seeds, options.launcher,
-        metrics=("hit@1", "rationale_tokens"), columns=("pair", "kind"),
+        metrics=("hit@1", "rationale_tokens"), columns=("pair", "kind"), steps=options.steps,
     )  # fmt: skip
     return Finding(study, names, [Table("hit@1, % and points", rows_of(rows), PAIRS)])
-
-
-def cold_start_from_shipped_base(options: Options, name: str = "cold", steps: int | None = None) -> Arm:
-    """A cold start of the demo for each seed."""
-    words = ("init=rge/demo_base", *steps_words("cold_start", options, steps))
-    return Arm(name, "cold_start", "", words, query_mode="")
 
 
 def on_shipped_base(options: Options, names: Sequence[str], rows: str) -> Finding:
     """A finding about the demo from its shipped base, a cold start for each seed; b, c, e, f and h share their runs."""
     quarter = round((load_recipe(["recipe=demo"]).cold_start.steps or 0) / 4)
+    base = "init=rge/demo_base"
     arms = [
-        cold_start_from_shipped_base(options),
-        cold_start_from_shipped_base(options, "cold_quarter", quarter),
+        Arm("cold", "cold_start", "", (base,), query_mode=""),
+        Arm("cold_quarter", "cold_start", "", (base, f"cold_start.steps={quarter}"), query_mode=""),
+        *(Arm(name, "joint", "cold", words) for name, words in DEMO_ARMS.items()),
+        Arm("quarter", "joint", "cold_quarter"),
     ]
-    for name, words in DEMO_ARMS.items():
-        arms.append(Arm(name, "joint", "cold", (*words, *steps_words("joint", options))))
-    arms.append(Arm("quarter", "joint", "cold_quarter", steps_words("joint", options)))
     for name, (after, query, candidate) in DEMO_MODES.items():
         arms.append(Arm(name, "", after, query_mode=query, ask=(f"candidate_mode={candidate}",)))
     return on_demo(options, "shipped", arms, names, rows)
@@ -560,17 +543,15 @@ def default_weights(options: Options) -> Finding:
         sources = getattr(recipe, stage).sources
         weights = {data / "train" / Path(str(source.path)).name: source.weight for source in sources}
         records.append(sources_word(stage, weights))
-    # Includes the backbone.
-    words = (*steps_words("cold_start", options), *naming_words(options))
-    arms = [Arm("cold", "cold_start", "", words, shared=True, query_mode="")]
     names = {ratio: ratio.replace(":", "_") for ratio in RATIOS}
-    for ratio, name in names.items():
-        arms.append(Arm(name, "joint", "cold", (f"loss.ratio={ratio}", *steps_words("joint", options))))
-    arms += [
-        Arm(name, "rl", "10_1", (*words, *steps_words("rl", options))) for name, words in RL_WEIGHTS.items()
+    arms = [
+        Arm("cold", "cold_start", shared=True, query_mode=""),  # includes the backbone
+        *(Arm(name, "joint", "cold", (f"loss.ratio={ratio}",)) for ratio, name in names.items()),
+        *(Arm(name, "rl", "10_1", words) for name, words in RL_WEIGHTS.items()),
     ]
     study = Study(
-        out, arms, ("recipe=demo", *records), {"valid": data / "valid"}, options.seeds, options.launcher, columns=("pair",)
+        out, arms, ("recipe=demo", *records), {"valid": data / "valid"}, options.seeds, options.launcher, columns=("pair",),
+        steps=options.steps,
     )  # fmt: skip
     rows = "\n".join(f"{ratio} = {name}" for ratio, name in names.items())
     rows += "".join(f"\n{ratio} over 1:1 = {name} - 1_1" for ratio, name in names.items() if ratio != "1:1")
@@ -593,8 +574,7 @@ def shipped(options: Options) -> Finding:
 
 def pretrained(options: Options) -> Finding:
     """From pretrained weights on both sides: anchor, ratio and mode (recipe smol, the demo's queries; needs its packages)."""
-    words = (*steps_words("cold_start", options, 100), *naming_words(options))
-    arms = [Arm("cold", "cold_start", "", words, query_mode="")]
+    arms = [Arm("cold", "cold_start", "", ("cold_start.steps=100",), query_mode="")]
     trained: dict[str, tuple[int, tuple[str, ...]]] = {
         "self": (36, ()),
         "none": (36, ("loss.anchor=none",)),
@@ -604,7 +584,7 @@ def pretrained(options: Options) -> Finding:
         "longer": (108, ()),
     }
     for name, (steps, settings) in trained.items():
-        words = (*settings, *steps_words("joint", options, steps))
+        words = (*settings, f"joint.steps={steps}")
         arms.append(Arm(name, "joint", "cold", words, query_mode="reasoning"))
     arms += [
         Arm(f"{name}, direct", "", name, query_mode="direct") for name in ("self", "none", "both", "longer")
@@ -638,8 +618,7 @@ def modes(options: Options) -> Finding:
     """One checkpoint in several modes (demo)."""
     arms = []
     for name, ((first, *others), settings) in STATES.items():
-        words = (EQUAL, *settings, *steps_words("joint", options))
-        arms.append(Arm(name, "joint", "cold", words, query_mode=first))
+        arms.append(Arm(name, "joint", "cold", (EQUAL, *settings), query_mode=first))
         arms += [Arm(f"{name}, {mode}", "", name, query_mode=mode) for mode in others]
     names = ["equal", "none", *(arm.name for arm in arms)]
     text = """
@@ -701,7 +680,7 @@ def mixed_arms(options: Options, data: Path, set_name: str) -> list[Arm]:
     shipped = DEMO_SET.parent / "train"
     files = {"relations": shipped, "text": shipped, "naming": data / "train"}
     weights = {files[name] / f"{name}.jsonl": weight for name, weight in MIXED_WEIGHTS.items()}
-    records = (sources_word("joint", weights), EQUAL, *steps_words("joint", options))
+    records = (sources_word("joint", weights), EQUAL)
     sets, arms = {set_name: data / options.on}, []
     asked = ("k=0", "gate=0.5", f"auto={','.join(f'{value:g}' for value in AUTO)}")
     for name, settings in MIXED.items():
@@ -814,7 +793,7 @@ def reinforcement(options: Options) -> Finding:
     }
     study = Study(
         out, arms, ("recipe=scripts/rl_study.yaml",), sets, options.seeds, options.launcher,
-        metrics=tuple(metrics.values()), columns=("pair",), derive=written_figures,
+        metrics=tuple(metrics.values()), columns=("pair",), steps=options.steps, derive=written_figures,
     )  # fmt: skip
     names = [arm.name for arm in arms if arm.query_mode]
     tables = [Table(title, rows_of("\n".join(names)), RL_SLICES, metric) for title, metric in metrics.items()]
@@ -842,21 +821,20 @@ def reinforcement(options: Options) -> Finding:
 
 def dose_arms(dose: int, halves: Sequence[str], options: Options) -> list[Arm]:
     """Cold start, joint stage and second halves on records with this percentage of spoiled oracles."""
-    folder, steps = options.out / "rl" / f"data_{dose}" / "train", steps_words("joint", options)
+    folder = options.out / "rl" / f"data_{dose}" / "train"
     records = {
         stage: sources_word(stage, {folder / f"{name}.jsonl": weight for name, weight in weights.items()})
         for stage, weights in WEIGHTS.items()
     }
     cold, joint, again = f"cold_{dose}", f"joint_{dose}", f"again_{dose}"
-    warmup = (records["cold_start"], *steps_words("cold_start", options))
     arms = [
-        Arm(cold, "cold_start", "eyes", warmup, **ONCE),
-        Arm(joint, "joint", cold, (records["joint"], *steps)),
+        Arm(cold, "cold_start", "eyes", (records["cold_start"],), **ONCE),
+        Arm(joint, "joint", cold, (records["joint"],)),
     ]
     for name in halves:
         stage, settings = SECOND[name]
-        words = (records[stage], *settings, *(steps if name == "again" else ()))
-        arms.append(Arm(f"{name}_{dose}", stage, joint, words, flops_of="" if name == "again" else again))
+        limit = "" if name == "again" else again
+        arms.append(Arm(f"{name}_{dose}", stage, joint, (records[stage], *settings), flops_of=limit))
     return arms
 
 

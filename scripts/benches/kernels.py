@@ -57,8 +57,8 @@ def measure(options: Options) -> dict:
         whole = {name: sum(row[name] for row in phases.values()) for name in COLUMNS}
         rows |= {f"{form}: {phase}": row for phase, row in (phases | {"all": whole}).items()}
     show(rows)
-    for form, counts in found.items():
-        print(f"positions computed, {form}: {counts['positions']}")
+    print("\npositions computed")
+    show({form: counts["positions"] for form, counts in found.items()})
     captures = count_captures(options)
     print(f"rollouts of {8 * options.batch} rows that end one after the other: {captures}")
     if options.places:

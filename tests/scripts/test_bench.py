@@ -103,6 +103,14 @@ def test_every_engine_has_a_loop_beside_it_and_cosines_near_one_differ(bench, ca
     assert capsys.readouterr().out.count("e-05") == 4
 
 
+def test_figures_may_be_numpy_s(bench, monkeypatch, capsys):
+    from benches import serving
+
+    monkeypatch.setattr(serving, "measure", lambda options: {"own": {"cosine": np.float32(0.5)}})
+    bench.main(["serving", "checkpoint=demo"])
+    assert json.loads(capsys.readouterr().out) == {"own": {"cosine": 0.5}}
+
+
 def test_large_figures_are_printed_in_full(bench, capsys):
     from benches import harness
 

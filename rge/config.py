@@ -710,11 +710,12 @@ _STATE_RULES: Rules = {
     "loss.adaptive.floor={r.loss.adaptive.floor} is above loss.adaptive.share={r.loss.adaptive.share}": lambda r: (
         r.loss.adaptive.floor > r.loss.adaptive.share
     ),
-    "loss.adaptive changes targets of the LM loss, which has weight 0: set loss.ratio, e.g. 1:1, or loss.adaptive.share=0": lambda r: (
-        r.loss.adaptive.share and not r.loss.alpha_lm and "joint" in r.stages()
+    "loss.adaptive.share={r.loss.adaptive.share} changes the LM loss, whose weight is 0: set loss.ratio, e.g. 1:10": lambda r: (
+        r.loss.adaptive.share and not r.loss.alpha_lm
     ),
-    "loss.think_lm={r.loss.think_lm} is a share of the LM loss, which has weight 0: set loss.ratio, e.g. 1:1, or "
-    "loss.think_lm=0": lambda r: r.loss.think_lm and not r.loss.alpha_lm and "cold_start" not in r.stages(),
+    "loss.think_lm={r.loss.think_lm} is a share of the LM loss, whose weight is 0: set loss.ratio, e.g. 1:10": lambda r: (
+        r.loss.think_lm and not r.loss.alpha_lm and "cold_start" not in r.stages()
+    ),
     "loss.think_lm=1 leaves loss.adaptive no LM loss after the prompt: set it below 1": lambda r: (
         r.loss.adaptive.share and r.loss.think_lm == 1
     ),

@@ -130,7 +130,7 @@ def merge_saved(model: HubModel, folder: Path, rename: Callable[[str], str] = la
         raise AdapterError(
             f"{len(lost)} weights of the adapters in {folder} do not fit their base, e.g. {lost[0]}"
         )
-    return adapted.merge_and_unload()
+    return adapted.merge_and_unload().requires_grad_(True)  # PEFT froze it
 
 
 @dataclass(frozen=True)
@@ -172,14 +172,17 @@ def find_base(checkpoint: Path, asked: str | Path | None = None, instead: str | 
     Raises:
         AdapterError: it is missing, or has other weights.
     """
-    wanted, others = _recorded(checkpoint), []
-    for place in _places(checkpoint, wanted, asked, instead):
-        if (found := _hash_of(place)) == wanted["sha256"]:
-            return place
-        others.append(f"{place} ({found[:12]})")
-    problem = "which is not here: name its directory"
+    wanted, others, reason = _recorded(checkpoint), [], ""
+    try:
+        for place in _places(checkpoint, wanted, asked, instead):
+            if (found := _hash_of(place)) == wanted["sha256"]:
+                return place
+            others.append(f"{place} ({found[:12]})")
+    except AdapterError as error:  # a relative path of two parts looks like an id on the hub
+        reason = f" ({error})"
+    problem = f"which is not here{reason}: name its directory"
     if others:
-        problem = f"and {', '.join(others)} has other weights: name the right one"
+        problem = f"and {', '.join(others)} has other weights{reason}: name the right one"
     raise AdapterError(
         f"the adapters in {checkpoint} belong to the base {wanted['path']} ({wanted['sha256'][:12]}), {problem} with base="
     )

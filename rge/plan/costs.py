@@ -238,6 +238,7 @@ class Load:
     each: int = 1  # generated rationales per query
     sampled: bool = False  # their tokens' log probabilities are read, for a policy gradient
     oracles: int = 1  # branches with the oracle rationale: after the prompt, after think tokens
+    reference: bool = False  # they are also read under a reference, for a KL divergence
     beside: int = 0  # tokens of branches of further states, and think tokens before an oracle rationale
 
     @property
@@ -336,6 +337,10 @@ def flops(shapes: Shapes, load: Load, setup: Setup) -> dict[str, float]:
         found["rollout"] = n.queries * n.each * (words + looks)
         if not setup.encodes_once(load):
             found["rollout"] += see("queries") + n.queries * sum(text(n.prompt, 0, 0))
+    if n.reference:
+        found["reference"] = query_pictures * seen + n.queries * (
+            sum(text(n.prompt, 1 + n.own_tokens, n.own_tokens)) + 2.0 * s.hidden * s.vocabulary * n.own_tokens
+        )
     if n.contrastive and n.chunks > 1 and setup.keep == "none":
         if not n.own:
             read = 1 + n.beside + (1 if n.read_own else n.oracle + 1)
@@ -392,6 +397,8 @@ def memory(shapes: Shapes, load: Load, setup: Setup) -> dict[str, float]:
         writing = _cache(shapes, setup) * rows * room + setup.engine
         if setup.shares_weights:  # gathered during the rollout, in the computing dtype
             writing += 2.0 * s.parameters
+    if n.reference and not setup.adapters:  # a frozen copy, whole on every process
+        weights += setup.dtype_bytes * s.parameters
     stays = setup.remembers(load)
     made = n.pictures * s.picture.placeholders * s.picture.feature * setup.dtype_bytes
     return {

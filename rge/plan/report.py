@@ -20,7 +20,7 @@ from rge.plan.costs import GIB, Load, Setup, Shapes, num_parameters, shapes_of
 from rge.plan.known_models import outline
 from rge.plan.machine import cpu_speed, main_memory
 from rge.plan.options import PlanCommand, PlanOptions
-from rge.plan.search import Room, back_ends, decided, fastest, overrides
+from rge.plan.search import Room, Way, back_ends, decided, fastest, overrides
 from rge.towers.smollm2 import is_smollm2
 
 
@@ -137,19 +137,9 @@ def plan(
     """
     shapes = shapes_of(model, recipe.model.max_pixels)
     load = load_of(recipe, shapes, options, longest)
-    base = setup_of(recipe, model, options)
-    processes = min(options.num_gpus, options.gpus_per_machine)
-    machine = _machine(recipe, shapes, load, base, processes)
-    room = Room(
-        options.gpu_gib * GIB if on_gpu else None,
-        reserved(recipe, options, on_gpu=on_gpu),
-        max(options.host_gib * GIB - machine["memory"], 0.0) / processes if options.host_gib else None,
-        options.peak_tflops * options.reached * 1e12,
-        options.bandwidth_tbs * options.reached * 1e12,
-    )
-    way, why = decided(recipe, shapes, load, base, room)
-    setup, num_flops, kept = way.setup, way.num_flops, processes * way.host
-    machine |= {"memory": machine["memory"] + kept, "of that, kept": kept}
+    fit = _fit(recipe, model, options, shapes, load, on_gpu=on_gpu)
+    way, base, processes = fit.way, fit.base, min(options.num_gpus, options.gpus_per_machine)
+    setup, num_flops = way.setup, way.num_flops
     steps = options.steps or getattr(recipe, options.for_).steps or 1000
 
     def hours(utilisation: float) -> float:
@@ -158,8 +148,7 @@ def plan(
         return steps * seconds / 3600
 
     least, most = _utilisations(options)
-    fits = way.total <= options.gpu_gib * GIB
-    faster = fastest(recipe, shapes, load, base, options, room) if on_gpu else []
+    faster = fastest(recipe, shapes, load, base, options, fit.room) if on_gpu else []
     return Plan(
         parameters=shapes.parameters,
         vision_parameters=shapes.vision_parameters,
@@ -177,10 +166,10 @@ def plan(
             name: costs.communication(shapes, load, replace(setup, back_end=name)) for name in BACK_ENDS
         },
         batch_bytes=costs.pixel_bytes(shapes, load),
-        host=machine,
+        host=fit.machine,
         keep=setup.keep,
         prompt_pass="once" if setup.once else "twice",
-        why=why,
+        why=fit.why,
         seconds=way.seconds,
         fastest=[
             FasterWay(
@@ -198,25 +187,50 @@ def plan(
         hours=hours(options.reached),
         hours_from=hours(most),
         hours_to=hours(least),
-        fits=fits,
-        advice=[] if fits else advice(recipe, model, options, shapes, longest, room),
+        fits=fit.fits,
+        advice=[] if fit.fits else advice(recipe, model, options, shapes, longest, on_gpu=on_gpu),
     )
 
 
-def _machine(recipe: Recipe, shapes: Shapes, load: Load, setup: Setup, processes: int) -> dict[str, float]:
-    """A machine's resources besides GPUs, before activations are kept in its memory."""
-    found = costs.host(
+@dataclass(frozen=True)
+class _Fit:
+    """Settings with ``auto`` resolved, and whether GPU and machine have room for them."""
+
+    base: Setup  # as the recipe has them
+    room: Room
+    way: Way
+    why: str
+    machine: dict[str, float]
+    fits: bool
+
+
+def _fit(
+    recipe: Recipe, model: HubModel, options: PlanOptions, shapes: Shapes, load: Load, *, on_gpu: bool
+) -> _Fit:
+    base, processes = setup_of(recipe, model, options), min(options.num_gpus, options.gpus_per_machine)
+    machine = costs.host(
         shapes.parameters,
         batch_bytes=costs.pixel_bytes(shapes, load),
         prefetch_bytes=recipe.data.prefetch_mb * 2**20,
         num_workers=recipe.data.num_workers,
-        dtype_bytes=setup.dtype_bytes,
+        dtype_bytes=costs.DTYPE_BYTES[recipe.model.dtype],
         processes=processes,
     )
-    copied = costs.state_copy(shapes, setup, processes) if recipe.train.background_save else 0.0
-    return found | {
-        "memory": found["memory"] + copied, "of that, kept": 0.0, "of that, a state being written": copied
-    }  # fmt: skip
+    copied = costs.state_copy(shapes, base, processes) if recipe.train.background_save else 0.0
+    machine["memory"] += copied
+    memory, main = options.gpu_gib * GIB, options.host_gib * GIB
+    room = Room(
+        memory if on_gpu else None,
+        reserved(recipe, options, on_gpu=on_gpu),
+        max(main - machine["memory"], 0.0) / processes if main else None,
+        options.peak_tflops * options.reached * 1e12,
+        options.bandwidth_tbs * options.reached * 1e12,
+    )
+    way, why = decided(recipe, shapes, load, base, room)
+    machine["memory"] += processes * way.host
+    machine |= {"of that, kept": processes * way.host, "of that, a state being written": copied}
+    fits = way.total <= memory and not 0 < main < machine["memory"]
+    return _Fit(base, room, way, why, machine, fits)
 
 
 def _utilisations(options: PlanOptions) -> tuple[float, float]:
@@ -254,6 +268,7 @@ def load_of(
         oracles=sum(name != "direct" for name in targets) or 1,
         beside=beside,
         sampled=objective.alpha_rl > 0,
+        reference=objective.alpha_rl > 0 and recipe.rl.beta > 0,
     )
 
 
@@ -346,7 +361,8 @@ def advice(
     options: PlanOptions,
     shapes: Shapes,
     longest: Mapping[str, int] | None,
-    room: Room,
+    *,
+    on_gpu: bool,
 ) -> list[str]:
     """Single changes that would make it fit, the least intrusive first."""
     lines = []
@@ -355,12 +371,12 @@ def advice(
             changed, others = _changed(recipe, options, key, value)
             load = load_of(changed, shapes, others, longest)
             try:
-                way, _ = decided(changed, shapes, load, setup_of(changed, model, others), room)
+                if not _fit(changed, model, others, shapes, load, on_gpu=on_gpu).fits:
+                    continue
             except RecipeError:
                 continue
-            if way.fits(room):
-                lines.append(f"{key}={str(value).lower()}{about}")
-                break
+            lines.append(f"{key}={str(value).lower()}{about}")
+            break
     return lines
 
 
@@ -371,7 +387,14 @@ def _changes(recipe: Recipe, options: PlanOptions) -> list[tuple[str, Sequence[A
     doubled = [options.num_gpus << shift for shift in range(1, 11)]
     more_gpus = [number for number in doubled if number <= min(1024, batch_size)]
     whole = not model.freeze_vision and model.lora is None
+    in_host, saves = recipe.train.keep_activations == "host", recipe.train.background_save
     return [
+        ("train.keep_activations", ["none"] * in_host, ": the result stays the same, more compute"),
+        (
+            "train.background_save",
+            [False] * (saves and options.host_gib > 0),
+            ": training waits while a state is written",
+        ),
         ("train.micro_batch_size", _halves(recipe.train.micro_batch_size), ": the result stays the same"),
         (
             "model.gradient_checkpointing",
@@ -463,6 +486,12 @@ def _machine_sections(
     yield f"machine with {processes} processes (estimate)", machine
 
 
+def _lack(found: Plan, options: PlanOptions) -> str:
+    if found.memory_total > options.gpu_gib * GIB:
+        return f"{found.memory_total / GIB:,.1f} GiB of {options.gpu_gib:.4g}"
+    return f"{found.host['memory'] / GIB:,.1f} GiB of a machine's {options.host_gib} GiB of main memory"
+
+
 def report(recipe: Recipe, found: Plan, origin: str, options: PlanOptions) -> str:
     """The plan as text."""
     load, back_end = found.load, options.back_end or recipe.train.back_end
@@ -484,6 +513,6 @@ def report(recipe: Recipe, found: Plan, origin: str, options: PlanOptions) -> st
         lines += [*_fastest(found, options), ""]
     if found.fits:
         return "\n".join([*lines, "It fits."])
-    lines.append(f"It does not fit: {found.memory_total / GIB:,.1f} GiB of {options.gpu_gib:.4g}.")
+    lines.append(f"It does not fit: {_lack(found, options)}.")
     advised = found.advice or ["adapters (model.lora), which train a hundredth of the parameters"]
     return "\n".join([*lines, *(f"  this would: {line}" for line in advised)])

@@ -253,6 +253,14 @@ RECIPE = ["recipe=demo", "stage=joint", "init=x"]
             ["loss.states.direct=1", "loss.adaptive.share=0.1", "loss.adaptive.floor=0.2"],
             "floor=0.2 is above loss.adaptive.share=0.1",
         ),
+        (
+            ["loss.states.direct=1", "loss.adaptive.share=0.5", "loss.ratio=none"],
+            "share=0.5 changes the LM loss",
+        ),
+        (
+            ["loss.anchor=latent", "model.think_tokens=4", "loss.think_lm=1", "loss.ratio=none"],
+            "share of the LM",
+        ),
         (["loss.states.direct=1", "stage=rl"], "the stage rl trains the reasoned state alone"),
         (["loss.states.latent=1"], "the latent state needs think tokens: set model.think_tokens"),
         (["loss.anchor=latent"], "the latent state needs think tokens"),
@@ -268,14 +276,6 @@ RECIPE = ["recipe=demo", "stage=joint", "init=x"]
                 "loss.adaptive.share=0.5",
             ],
             "loss.think_lm=1 leaves loss.adaptive no LM loss",
-        ),
-        (
-            ["loss.states.direct=1", "loss.adaptive.share=0.5", "loss.ratio=0:1"],
-            "loss.adaptive changes targets of the LM loss, which has weight 0",
-        ),
-        (
-            ["loss.anchor=latent", "model.think_tokens=2", "loss.think_lm=0.5", "loss.ratio=0:1"],
-            "loss.think_lm=0.5 is a share of the LM loss, which has weight 0",
         ),
     ],
 )

@@ -187,6 +187,11 @@ def test_the_base_is_found_named_or_missed(written, base, lively_path, tmp_path)
     ):
         Embedder.from_pretrained(adapters)
     assert Embedder.from_pretrained(adapters, base=lively_path).base == lively_path
+    recorded = json.loads((adapters / "rge.json").read_text())
+    recorded["base"]["path"] = "models/base"  # relative, it looks like an id on the hub
+    (adapters / "rge.json").write_text(json.dumps(recorded))
+    with pytest.raises(AdapterError, match=r"belong to the base models/base .*could not be fetched.*base="):
+        Embedder.from_pretrained(adapters)
 
 
 def test_another_base_is_one_error_with_both_identities(written, base, tiny_path):
@@ -256,6 +261,8 @@ def test_training_goes_on_from_them_or_from_them_merged(written, lively):
     anew = merged_weights(embedder_to_train(str(adapters), model).model)
     for name, value in load_backbone(merged).model.state_dict().items():
         torch.testing.assert_close(anew[name], value, atol=1e-6, rtol=1e-6)
+    model.lora = None  # PEFT freezes what it adapts
+    assert all(parameter.requires_grad for parameter in embedder_to_train(str(adapters), model).parameters())
     model.lora = LoraConfig(rank=2, alpha=6.0, targets=["q_proj"])
     with pytest.raises(AdapterError, match=r"model.lora asks for different ones \(rank, targets\)"):
         embedder_to_train(str(adapters), model, adapters_only=True)

@@ -727,35 +727,46 @@ def test_an_engine_that_sleeps_is_not_beside_the_backward():
     assert larger["rollout"] > 72 * 2**30
 
 
-def test_a_plan_that_does_not_fit_says_what_would(capsys):
-    code = main(
-        ["recipe=qwen25vl_3b", "num_gpus=1", "gpu_gib=80", "back_end=zero2", "train.micro_batch_size=64"]
-    )
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["recipe=qwen25vl_3b", "num_gpus=1", "gpu_gib=80", "back_end=zero2", "train.micro_batch_size=64"],
+        ["recipe=qwen25vl_3b", "host_gib=300", "train.keep_activations=host"],
+        ["recipe=qwen25vl_3b", "host_gib=140"],
+        ["recipe=demo", "cpu=true"],
+    ],
+    ids=["gpu", "kept", "host", "cpu"],
+)
+def test_a_plan_that_does_not_fit_says_what_would(capsys, monkeypatch, words):
+    monkeypatch.setattr(plan, "cpu_speed", lambda dtype: (0.1, 0.01))
+    monkeypatch.setattr(plan, "main_memory", lambda: 0.6 * GIB)
+    assert main(words) == 1
     shown = capsys.readouterr().out
-    assert code == 1
     found = json.loads(shown.splitlines()[-1])
     assert not found["fits"]
     assert "It does not fit: " in shown
     assert found["advice"]
     for line in found["advice"]:
         assert f"this would: {line}" in shown
-    # Each is true: with it, the same command fits.
-    sizes = [
-        line.split(":")[0]
-        for line in found["advice"]
-        if line.startswith(("train.", "num_gpus", "model.", "rollout."))
-    ]
-    assert sizes
-    for change in sizes:
-        fixed = [
-            "recipe=qwen25vl_3b",
-            "gpu_gib=80",
-            "back_end=zero2",
-            *(["num_gpus=1"] if "num_gpus" not in change else []),
-        ]
-        fixed += ["train.micro_batch_size=64"] if "micro_batch" not in change else []
-        assert main([*fixed, change]) == 0
+        # It is true: with it, the same command fits.
+        change = line.split(":")[0].split(" ")[0]
+        key = change.split("=")[0] + "="
+        assert main([*(word for word in words if not word.startswith(key)), change]) == 0, change
         capsys.readouterr()
+
+
+def test_the_reference_of_the_kl_divergence_is_planned():
+    def found(*arguments: str) -> plan.Plan:
+        recipe = load_recipe(["recipe=qwen25vl_3b", "stage=rl", *arguments])
+        return plan.plan(recipe, plan.outline(recipe.model)[0], PlanOptions(num_gpus=8, for_="rl"))
+
+    none, copied = found(), found("rl.beta=0.05")
+    assert copied.memory["weights"] - none.memory["weights"] == 2 * none.parameters
+    forward = none.flops_per_gpu["forward"]  # of queries and candidates, which are twice as many
+    assert 0.2 * forward < copied.flops_per_gpu["reference"] < 0.6 * forward
+    lora, without = (found("model.lora={rank: 16}", f"rl.beta={beta}") for beta in (0, 0.05))
+    assert without.memory == lora.memory
+    assert without.flops > lora.flops
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,7 @@ class Metric:
     words: str
     floor: Floor | None
     of_negatives: bool
+    lower_is_better: bool
 
     def reported(self) -> tuple[str, ...]:
         """Names under which every evaluation reports it."""
@@ -78,6 +79,7 @@ def register_metric(
     words: str,
     floor: Floor | None = None,
     of_negatives: bool = False,
+    lower_is_better: bool = False,
 ) -> Callable[[Values], Values]:
     """Decorator that registers a function as a metric.
 
@@ -92,6 +94,7 @@ def register_metric(
         floor: expected value under a random order: a function of judged rankings, pool size of each query (Q,), and k;
             None: no floor is reported.
         of_negatives: whether it needs explicit negatives; it is reported only for sets that have some.
+        lower_is_better: whether the query with the lowest value wins a comparison; its definition says so.
 
     Raises:
         UserError: the name is taken or invalid, or a k is out of range.
@@ -103,7 +106,7 @@ def register_metric(
 
     def register(values: Values) -> Values:
         fixed = None if cutoffs is None else tuple(cutoffs)
-        METRICS.add(name, Metric(name, values, fixed, words, floor, of_negatives))
+        METRICS.add(name, Metric(name, values, fixed, words, floor, of_negatives, lower_is_better))
         return values
 
     return register
@@ -121,7 +124,14 @@ def metric_words(name: str) -> str:
     if kind not in METRICS:
         return ""
     limit = f", in the first {k}" if k and METRICS[kind].cutoffs is None else ""
-    return METRICS[kind].words.format(k=k or "all") + limit
+    direction = ": lower is better" if METRICS[kind].lower_is_better else ""
+    return METRICS[kind].words.format(k=k or "all") + limit + direction
+
+
+def lower_is_better(name: str) -> bool:
+    """Whether the lowest value of a metric is the best; False for an unknown one."""
+    kind = name.partition("@")[0]
+    return kind in METRICS and METRICS[kind].lower_is_better
 
 
 def judge(
@@ -283,11 +293,12 @@ def average_precision_capped(judged: Judged, k: int) -> np.ndarray:
 @register_metric(
     "negative_recall",
     cutoffs=(10,),
-    words="share of a query’s explicit negatives among the first {k}: lower is better",
+    words="share of a query’s explicit negatives among the first {k}",
     floor=lambda judged, pool_Q, k: _share_of_negatives(
         judged, _negatives(judged)[1] / pool_Q * np.minimum(k, pool_Q), k
     ),
     of_negatives=True,
+    lower_is_better=True,
 )
 def negative_recall(judged: Judged, k: int) -> np.ndarray:
     """Explicit negatives in the top k over min(number of negatives, k), (Q,); NaN for a query without negatives.
@@ -311,9 +322,10 @@ def _delta_floor(judged: Judged, pool_Q: np.ndarray, k: int) -> np.ndarray:
 @register_metric(
     "delta_map_capped",
     cutoffs=(10,),
-    words="loss of average precision over the first {k} due to explicit negatives: lower is better",
+    words="loss of average precision over the first {k} due to explicit negatives",
     floor=_delta_floor,
     of_negatives=True,
+    lower_is_better=True,
 )
 def delta_average_precision_capped(judged: Judged, k: int) -> np.ndarray:
     """Cost of explicit negatives: `average_precision_capped` without them, minus the real one, (Q,).

@@ -16,7 +16,7 @@ from eval.pages.evaluations import RANK_COLUMN, Evaluation
 from eval.pages.examples import Gallery, SetView, varying
 from eval.pages.single_file import write_page
 from eval.pages.wording import Scale, tag
-from eval.scoring.metrics import metric_words
+from eval.scoring.metrics import lower_is_better, metric_words
 from eval.scoring.output_files import check_measured_on, set_path
 from eval.sets.retrieval_set import UNCATEGORISED, RetrievalSet, load_set
 from rge.stats.intervals import NUM_RESAMPLES, OF_DIFFERENCES, figures
@@ -169,7 +169,8 @@ def _ranked(runs: Mapping[str, Evaluation], metric: str | None) -> pd.DataFrame:
     frame = next(iter(runs.values())).per_query.loc[index].copy()
     ranks = of_all(RANK_COLUMN)
     ranks = ranks.where(ranks >= 1)
-    lower_wins = ranks if metric is None else -of_all(metric)
+    values = ranks if metric is None else of_all(metric)
+    lower_wins = values if metric is None or lower_is_better(metric) else -values
     frame["winner"] = [who_wins(row, list(runs)) for row in lower_wins.to_numpy(np.float64)]
     frame[RANK_COLUMN] = ranks.min(axis=1)
     return frame

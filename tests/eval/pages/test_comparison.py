@@ -50,6 +50,18 @@ def test_every_query_is_won_by_the_side_with_the_better_metric(world):
     assert page.count('data-run="A"') == page.count('data-run="B"') == 24
 
 
+@pytest.mark.slow
+def test_the_fewest_negatives_win(world, tmp_path):
+    sides = (world / "a/reasoning-both", world / "b")
+    compare(CompareOptions(*sides, metric=("negative_recall@10",), out=tmp_path))
+    page = (tmp_path / "compare.html").read_text()
+    winners = dict(re.findall(r'data-query="([^"]+)"[^>]* data-winner="([^"]+)"', page))
+    a, b = (per_query(path)["negative_recall@10"].dropna() for path in sides)
+    expected = {query: "A" if a[query] < b[query] else "B" for query in a.index if a[query] != b[query]}
+    assert expected
+    assert expected == {query: winners[query] for query in expected}
+
+
 def test_slices_have_the_figures_and_intervals_of_the_tests(world):
     page = (world / "c/compare.html").read_text()
     table = page.split("By slice")[1].split("</table>")[0]

@@ -16,7 +16,7 @@ from rge.model.hub_model import HubModel
 from rge.plan.costs import GIB, speed_of
 from rge.plan.machine import cpu_speed, main_memory
 from rge.plan.options import PlanOptions
-from rge.plan.report import Plan, plan
+from rge.plan.report import Plan, lack, plan
 from rge.plan.search import ImpossibleKeeping
 
 WORTH_MEASURING = 2e13
@@ -155,7 +155,8 @@ def _estimated(plans: Plans, name: str, figures: Plan) -> Iterator[str]:
     if plans.gib is None:
         return
     if not figures.fits:
-        yield "  warning: by the plan this does not fit: " + "; or ".join(figures.advice)
+        advised = f"; this would: {'; or '.join(figures.advice)}" if figures.advice else ""
+        yield f"  warning: by the plan this does not fit: {lack(figures, plans.options)}{advised}"
     for way in figures.fastest[:1]:
         if way.seconds < WORTH_SAYING * figures.seconds:
             yield (

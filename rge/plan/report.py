@@ -486,10 +486,11 @@ def _machine_sections(
     yield f"machine with {processes} processes (estimate)", machine
 
 
-def _lack(found: Plan, options: PlanOptions) -> str:
+def lack(found: Plan, options: PlanOptions) -> str:
+    """What a plan that does not fit needs, and what there is."""
     if found.memory_total > options.gpu_gib * GIB:
         return f"{found.memory_total / GIB:,.1f} GiB of {options.gpu_gib:.4g}"
-    return f"{found.host['memory'] / GIB:,.1f} GiB of a machine's {options.host_gib} GiB of main memory"
+    return f"{found.host['memory'] / GIB:,.1f} GiB of a machine's {options.host_gib:.4g} GiB of main memory"
 
 
 def report(recipe: Recipe, found: Plan, origin: str, options: PlanOptions) -> str:
@@ -513,6 +514,6 @@ def report(recipe: Recipe, found: Plan, origin: str, options: PlanOptions) -> st
         lines += [*_fastest(found, options), ""]
     if found.fits:
         return "\n".join([*lines, "It fits."])
-    lines.append(f"It does not fit: {_lack(found, options)}.")
+    lines.append(f"It does not fit: {lack(found, options)}.")
     advised = found.advice or ["adapters (model.lora), which train a hundredth of the parameters"]
     return "\n".join([*lines, *(f"  this would: {line}" for line in advised)])

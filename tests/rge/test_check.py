@@ -482,11 +482,12 @@ def test_shared_memory_too_small_for_nccl_is_said(monkeypatch):
 Card = namedtuple("Card", "name total_memory")
 
 
-def plans_on(card: str, dtype: str, home, monkeypatch) -> estimate.Plans:
+def plans_on(card: str, dtype: str, home, monkeypatch, memory_gib: int = 64) -> estimate.Plans:
     """Of a joint stage on two such cards of 80 GiB."""
     recipe = recipe_of(home, f"model.dtype={dtype}", "joint.steps=200000", "cold_start.steps=200000")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Card(card, 80 * 2**30))
     monkeypatch.setattr(launch, "back_end", lambda accelerator: launch.BackEnd("DDP", 2))
+    monkeypatch.setattr(estimate, "main_memory", lambda: memory_gib * 2**30)
 
     class File(list):
         bad: list = []
@@ -494,6 +495,15 @@ def plans_on(card: str, dtype: str, home, monkeypatch) -> estimate.Plans:
 
     records = {str(home / "records.jsonl"): File([None] * 3)}
     return estimate.Plans(recipe, {"joint": 200_000}, records, {}, check._outline(recipe), Gpus())
+
+
+def test_the_banner_warns_of_a_plan_that_does_not_fit(home, monkeypatch):
+    for memory_gib, warned in ((64, False), (2, True)):
+        plans = plans_on("NVIDIA H100 80GB HBM3", "bfloat16", home, monkeypatch, memory_gib)
+        said = re.search(
+            r"this does not fit: .* of a machine's 2 GiB of main memory", "\n".join(estimate.banner(plans))
+        )
+        assert bool(said) == warned
 
 
 def test_the_banner_names_a_faster_way_that_fits_and_its_overrides(home, monkeypatch):

@@ -5,10 +5,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModel, AutoProcessor, AutoTokenizer
 
-from data_prep.rmir.pictures.encoders import unit
 from rge.common.images import load_image
 from rge.common.schema import ImageRef
 
@@ -33,7 +33,7 @@ class _HubModel:
         """(N, D) float32, unit norm: `forward` gives the rows (B, D) of a batch."""
         starts = range(0, len(items), self.batch_size)
         rows = [forward(list(items[start : start + self.batch_size])).float().cpu() for start in starts]
-        return unit(torch.cat(rows).numpy())
+        return F.normalize(torch.cat(rows), dim=-1).numpy()
 
 
 class SiglipEncoder(_HubModel):

@@ -22,10 +22,8 @@ ContrastiveLoss = Callable[..., Tensor]
 
 CONTRASTIVE_LOSSES: Registry[ContrastiveLoss] = Registry("contrastive loss", "rge.losses")
 
-
-def register_loss(name: str) -> Callable[[ContrastiveLoss], ContrastiveLoss]:
-    """Decorator: ``loss.terms={NAME: WEIGHT}`` selects the function in training and validation; logged as ``loss_NAME``."""
-    return lambda loss: CONTRASTIVE_LOSSES.add(name, loss)
+register_loss = CONTRASTIVE_LOSSES.register
+"""Decorator: ``loss.terms={NAME: WEIGHT}`` selects the function in training and validation; logged as ``loss_NAME``."""
 
 
 @register_loss("info_nce")

@@ -81,15 +81,15 @@ class Records:
             RecordError: it has changed since the source was opened.
             BrokenRecord: it breaks the format; only in streams.
         """
-        raise NotImplementedError
+        raise TypeError(f"{self.name} is a stream: read it by `reader`")
 
     def place(self, index: int) -> int | str:
         """Place of the record at `index`, see `BadRecord`."""
-        raise NotImplementedError
+        raise TypeError(f"{self.name} is a stream: read it by `reader`")
 
     def texts(self) -> list[str]:
         """Distinct texts of all records, for training a tokenizer; not of a stream."""
-        raise NotImplementedError
+        raise TypeError(f"{self.name} is a stream, whose texts have no known end")
 
     def replacements_of(self, index: int) -> range:
         """Records that may replace the one at `index`, including itself."""

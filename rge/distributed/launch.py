@@ -95,7 +95,7 @@ def make_accelerator(train: TrainConfig, dtype: str = "float32") -> Accelerator:
     # Without a GPU, DeepSpeed silently does not connect ranks unless a communication library is given; accelerate unless `cpu`.
     library = {"backend": "gloo"} if use_deepspeed and without_gpu else {}
     if train.deterministic:
-        # torch 2.8 computes no product on a GPU without it, and reads it only once.
+        # Without it, torch 2.8 refuses matrix products on a GPU; cuBLAS reads it once.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     return Accelerator(

@@ -20,11 +20,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
-import pydantic.dataclasses
 import torch
 from torch import Tensor
 
-from rge.common.options import AtLeastOne, Count, NotNegative, Share
 from rge.distributed.transfer import moved
 from rge.model.attention import Cache, EncodedParts, EncodedPrompts, RunningCache, bucket, fresh
 from rge.model.embedding_model import EmbeddingModel, encode_prompts, normalise
@@ -192,10 +190,7 @@ def generate(
         raise ValueError("sampling (temperature > 0) needs one seed per rationale")
     if any(len(ids) >= max_new_tokens for ids in given):
         raise ValueError(f"given ids and <emb> must fit into max_new_tokens={max_new_tokens}")
-    choice = _Choice(
-        max_new_tokens=max_new_tokens, temperature=temperature, min_new_tokens=min_new_tokens,
-        direct_above=direct_above, margins=margins,
-    )  # fmt: skip
+    choice = _Choice(max_new_tokens, temperature, min_new_tokens, direct_above, margins)
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
     num_rows = num_each + len(given)
     at_once = max(1, batch_size // num_each)
@@ -254,21 +249,27 @@ def _seeds_of(chosen: Sequence[int], seeds: Sequence[int], num_each: int, num_ro
     return [seed for own in of_prompt for seed in (*own, *[None] * (num_rows - num_each))]
 
 
-@pydantic.dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class _Choice:
     """How `generate` chooses tokens."""
 
-    max_new_tokens: AtLeastOne
-    temperature: NotNegative
-    min_new_tokens: Count
-    direct_above: Share | None
+    max_new_tokens: int
+    temperature: float
+    min_new_tokens: int
+    direct_above: float | None
     margins: bool
 
     def __post_init__(self) -> None:
-        if self.min_new_tokens >= self.max_new_tokens:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be >= 1, got {self.max_new_tokens}")
+        if not 0 <= self.min_new_tokens < self.max_new_tokens:
             raise ValueError(
-                f"min_new_tokens={self.min_new_tokens} must be below max_new_tokens={self.max_new_tokens}"
+                f"min_new_tokens must be at least 0 and below max_new_tokens={self.max_new_tokens}, got {self.min_new_tokens}"
             )
+        if self.temperature < 0:
+            raise ValueError(f"temperature must be >= 0, got {self.temperature}")
+        if self.direct_above is not None and not 0 <= self.direct_above <= 1:
+            raise ValueError(f"direct_above is a probability, got {self.direct_above}")
 
 
 class _Writing:

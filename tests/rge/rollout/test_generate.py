@@ -248,11 +248,13 @@ def test_states_carry_no_gradient(lively, prompts):
 
 
 def test_errors(lively, prompts):
-    with pytest.raises(ValueError, match="max_new_tokens\n.*greater than or equal to 1"):
+    with pytest.raises(ValueError, match="max_new_tokens must be >= 1, got 0"):
         generate(lively, prompts, max_new_tokens=0, batch_size=1)
-    with pytest.raises(ValueError, match="temperature\n.*greater than or equal to 0"):
+    with pytest.raises(ValueError, match=r"temperature must be >= 0, got -0\.5"):
         generate(lively, prompts, max_new_tokens=1, batch_size=1, temperature=-0.5)
-    with pytest.raises(ValueError, match="min_new_tokens=2 must be below max_new_tokens=2"):
+    with pytest.raises(
+        ValueError, match="min_new_tokens must be at least 0 and below max_new_tokens=2, got 2"
+    ):
         generate(lively, prompts, max_new_tokens=2, batch_size=1, min_new_tokens=2)
     with pytest.raises(ValueError, match="needs one seed per rationale"):
         generate(lively, prompts, max_new_tokens=1, batch_size=1, temperature=1.0)

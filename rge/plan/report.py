@@ -98,8 +98,8 @@ def show(recipe: PlanCommand) -> int:
         print(report(recipe, stage_plan, origin, options), end="\n" * (1 + (len(stages) > 1)))  # noqa: T201 - a command
     if everything:
         hours = {name: one.hours for name, one in plans.items()}
-        parts = ", ".join(f"{name} {number:,.2f}" for name, number in hours.items())
-        print(f"hours at a utilisation of {recipe.reached:g}: {parts}; all {sum(hours.values()):,.1f}")  # noqa: T201
+        parts = ", ".join(f"{name} {_hours(number)}" for name, number in hours.items())
+        print(f"hours at a utilisation of {recipe.reached:g}: {parts}; all {_hours(sum(hours.values()))}")  # noqa: T201
     print(json.dumps(plans if everything else plans[stages[0]], default=asdict))  # noqa: T201
     return int(not fit)
 
@@ -424,15 +424,24 @@ def _changed(recipe: Recipe, options: PlanOptions, key: str, value: Any) -> tupl
 
 
 def _fastest(found: Plan, options: PlanOptions) -> list[str]:
+    scale, unit = _unit(found)
     lines = ["fastest settings that fit, with the same gradients up to rounding"]
     for number, way in enumerate(found.fastest, start=1):
         host_memory = f", {way.host / GIB:,.0f} GiB of a machine's memory" if way.host else ""
         lines.append(
-            f"  {number}. {way.flops / 1e15:,.1f} PFLOP, {way.seconds:,.2f} s per step "
+            f"  {number}. {way.flops / scale:,.1f} {unit}, {way.seconds:,.2f} s per step "
             f"({found.seconds / way.seconds:.2f} x), {way.memory_total / GIB:,.1f} (to {way.memory_to / GIB:,.1f}) "
             f"of {options.gpu_gib:g} GiB{host_memory}: {' '.join(way.overrides) or 'as planned above'}"
         )
     return lines if found.fastest else ["no other settings for the same step fit either"]
+
+
+def _unit(found: Plan) -> tuple[float, str]:
+    return (1e15, "PFLOP") if found.flops >= 1e15 else (1e12, "TFLOP")
+
+
+def _hours(hours: float) -> str:
+    return f"{hours:,.1f}" if hours >= 10 else f"{hours:.2g}"  # of a small model: minutes
 
 
 def _gib(size: float, digits: int = 2) -> str:
@@ -440,7 +449,7 @@ def _gib(size: float, digits: int = 2) -> str:
 
 
 def _sections(found: Plan, options: PlanOptions, back_end: str) -> Iterator[tuple[str, dict[str, str]]]:
-    scale, unit = (1e12, "TFLOP") if options.cpu else (1e15, "PFLOP")
+    scale, unit = _unit(found)
     over_all = "" if options.cpu else ", all GPUs"
     counts = {
         "all": found.parameters, "of the vision tower": found.vision_parameters, "trained": found.trained_parameters
@@ -460,11 +469,11 @@ def _sections(found: Plan, options: PlanOptions, back_end: str) -> Iterator[tupl
     yield f"peak memory of {'the CPU' if options.cpu else 'a GPU'} (estimate)", memory
     if not options.cpu:
         yield from _machine_sections(found, options, back_end)
-    (least, most), digits = _utilisations(options), 2 if options.cpu else 1
+    least, most = _utilisations(options)
     speed = f"{options.peak_tflops:.3g} TFLOP/s and {options.bandwidth_tbs:.3g} TB/s"
     hours = {
-        f"hours at a utilisation of {options.reached:g}": f"{found.hours:,.{digits}f}",
-        f"from {most:g} to {least:g}": f"{found.hours_from:,.{digits}f} to {found.hours_to:,.{digits}f}",
+        f"hours at a utilisation of {options.reached:g}": _hours(found.hours),
+        f"from {most:g} to {least:g}": f"{_hours(found.hours_from)} to {_hours(found.hours_to)}",
     }
     yield f"{found.steps:,} steps at {speed} (estimate)", hours
 

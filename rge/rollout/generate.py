@@ -16,12 +16,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rge.distributed.transfer import moved
 from rge.model.attention import Cache, EncodedParts, EncodedPrompts, RunningCache, bucket, fresh
@@ -55,6 +55,9 @@ class _CudaGraphs:
 CAPTURES: dict[str, Callable[[], Capture]] = {"cuda": _CudaGraphs}
 """Capture factory by device type."""
 
+MOST_COPIES_BYTES = 1 << 30
+"""Memory that bfloat16 copies of float32 weights may take for the whole run, so that captured steps stay valid under autocast."""
+
 _checked: set[str] = set()
 """Device types on which this process has compared a captured step with a plain one."""
 
@@ -69,7 +72,8 @@ class _Captured:
     def __init__(self, device: torch.device):
         self.device = device
         self.in_use = threading.Lock()
-        self.weights: tuple[int, ...] = ()
+        self.weights: tuple = ()
+        self.copies: list[Tensor] = []
         self.memory: dict[str, Tensor] = {}
         self.forget()
 
@@ -78,20 +82,37 @@ class _Captured:
         self.steps: dict[tuple, Callable[[], None]] = {}
         self.capture = CAPTURES[self.device.type]()
 
-    def begin(self, embedder: EmbeddingModel) -> None:
-        """Start a rollout: drop captured steps if the weights have moved.
+    @contextmanager
+    def rollout(self, embedder: EmbeddingModel) -> Iterator[None]:
+        """Drop captured steps if the weights have moved since the last rollout, and keep them where they are during this one.
 
-        Optimizers update weights in place, but loading, gathering (ZeRO-3, FSDP2) and autocast move them: autocast makes
-        temporary copies of float32 weights.
+        Optimizers update weights in place, but loading and gathering (ZeRO-3, FSDP2) move them. So does autocast, with a temporary
+        copy of each float32 weight: linear layers, those of adapters included, get copies that stay where they are instead. If
+        these are too large, steps are captured in every rollout.
         """
+        kinds = [kind for kind in (self.device.type, "cpu") if torch.is_autocast_enabled(kind)]
+        dtype = torch.get_autocast_dtype(kinds[0]) if kinds else None
         tensors = [*embedder.parameters(), *embedder.buffers()]
-        copied = any(map(torch.is_autocast_enabled, (self.device.type, "cpu"))) and any(
-            tensor.dtype == torch.float32 for tensor in tensors
-        )
-        now = () if copied else tuple(tensor.data_ptr() for tensor in tensors)
-        if copied or now != self.weights:
+        cast = _linear_weights(embedder) if kinds else []
+        now = (dtype, *(tensor.data_ptr() for tensor in tensors))
+        lasting = sum(2 * weight.numel() for _, _, weight in cast) <= MOST_COPIES_BYTES
+        if now != self.weights or not lasting:
             self.forget()
+            self.copies = [torch.empty_like(weight, dtype=dtype) for _, _, weight in cast] if lasting else []
         self.weights = now
+        if not self.copies:
+            yield
+            return
+        torch._foreach_copy_(self.copies, [weight.detach() for _, _, weight in cast])
+        try:
+            for (module, name, _), copy in zip(cast, self.copies, strict=True):
+                module._parameters[name] = nn.Parameter(copy, requires_grad=False)
+            # Without autocast's own cache, whatever else it casts is cast again by each replay.
+            with torch.autocast(kinds[0], dtype=dtype, cache_enabled=False):
+                yield
+        finally:
+            for module, name, weight in cast:
+                module._parameters[name] = weight
 
     def room(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """Zeros in the buffer of that name, at the same address as before if the buffer is large enough."""
@@ -102,6 +123,17 @@ class _Captured:
             self.memory.pop(name, None)
             self.memory[name] = like.new_empty(size)
         return self.memory[name][:size].view(shape).zero_()
+
+
+def _linear_weights(embedder: EmbeddingModel) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    """Float32 parameters of linear layers, which autocast copies: the layer, their name in it, and themselves."""
+    return [
+        (module, name, parameter)
+        for module in embedder.modules()
+        if isinstance(module, nn.Linear)
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.dtype == torch.float32
+    ]
 
 
 _CAPTURED: "weakref.WeakKeyDictionary[EmbeddingModel, _Captured]" = weakref.WeakKeyDictionary()
@@ -234,9 +266,8 @@ def _ready_to_write(embedder: EmbeddingModel) -> Iterator[_Captured | None]:
     # Also switches gradient checkpointing off, which in training mode would compute every layer twice.
     embedder.eval()
     try:
-        if captured is not None:
-            captured.begin(embedder)
-        yield captured
+        with nullcontext() if captured is None else captured.rollout(embedder):
+            yield captured
     finally:
         if captured is not None:
             captured.in_use.release()

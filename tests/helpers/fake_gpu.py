@@ -267,7 +267,9 @@ class FakeGpu(TorchDispatchMode):
 
         def replay() -> None:
             self.kernels[self.phase, "graph"] += 1
-            with torch.utils._python_dispatch._disable_current_modes():
+            # What was recorded is cast already.
+            uncast = torch.autocast("cpu", enabled=False)
+            with uncast, torch.utils._python_dispatch._disable_current_modes():
                 recording.replay()
 
         return replay

@@ -238,7 +238,7 @@ def test_hours_of_this_cpu_are_the_stages_and_naming_s(monkeypatch, capsys):
     for name, steps in (("cold_start", 100), ("joint", 10)):
         assert found[name]["hours"] >= found[name]["flops"] * steps / (0.1e12 * 0.7 * 3600)
     assert found["naming"]["hours"] == pytest.approx(found["naming"]["flops"] / (0.1e12 * 0.7 * 3600))
-    hours = ", ".join(f"{name} {found[name]['hours']:,.2f}" for name in ("naming", "cold_start", "joint"))
+    hours = ", ".join(f"{name} {found[name]['hours']:.2g}" for name in ("naming", "cold_start", "joint"))
     assert shown[-1].startswith(f"hours at a utilisation of 0.7: {hours}; all ")
     assert not any("GPU" in line for line in shown)
     assert main([*words, "for=joint", "utilisation=0.35"]) == 0
@@ -597,6 +597,18 @@ def test_a_machine_and_hours_by_hand():
     assert seconds == pytest.approx(2 + 2 * 10 * 0.4 / 0.5)
 
 
+def test_the_report_of_a_small_model_is_not_all_zeros(capsys):
+    main(["recipe=demo", "num_gpus=1", "for=joint"])
+    *shown, last = capsys.readouterr().out.splitlines()
+    assert json.loads(last)["flops"] < 1e15
+    [fastest] = [line for line in shown if line.startswith("  1. ")]
+    [total, *_] = [line for line in shown if "TFLOP" in line and line.split()[0] == "all"]
+    for figure in (fastest.split()[1], total.split()[1]):
+        assert float(figure) > 0
+    [hours] = [line.split()[-1] for line in shown if "hours at a utilisation" in line]
+    assert 0 < float(hours) < 0.1
+
+
 def test_hours_follow_steps_gpus_and_utilisation(capsys):
     def hours(*arguments: str) -> dict:
         main(["recipe=qwen25vl_3b", *arguments])
@@ -605,6 +617,7 @@ def test_hours_follow_steps_gpus_and_utilisation(capsys):
         return json.loads(shown.splitlines()[-1])
 
     base = hours("steps=100")
+    assert base["flops"] > 1e15  # shown in PFLOP
     assert base["hours_from"] < base["hours"] < base["hours_to"]
     assert hours("steps=200")["hours"] == pytest.approx(2 * base["hours"])
     assert hours("steps=100", "utilisation=0.7")["hours"] == pytest.approx(base["hours"] / 2)

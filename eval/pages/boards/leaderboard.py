@@ -9,7 +9,7 @@ Suites (MMEB, MM-BRIGHT) and single sets are handled alike.
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import pandas as pd
 from markupsafe import Markup
 
-from eval.benchmarks.published_tables import Published, published, table_of
+from eval.benchmarks.published_tables import Column, Published, published, table_of
 from eval.embedding.identity import identity_of
 from eval.pages.boards.comparison import against, side_by_side
 from eval.pages.boards.rows import (
@@ -36,7 +36,7 @@ from eval.pages.boards.rows import (
 )
 from eval.pages.budget_curves import BASES, BUDGET, on_page
 from eval.pages.charts import Point, scatter
-from eval.pages.evaluations import Evaluation, expand, read_evaluation, warnings_of
+from eval.pages.evaluations import Evaluation, Figure, expand, read_evaluation, warnings_of
 from eval.pages.examples import Gallery
 from eval.pages.single_file import write_page
 from eval.scoring.tables import figure, write_tables
@@ -44,8 +44,47 @@ from rge.common.errors import UserError
 from rge.common.files import read_json
 from rge.identity.run_identity import differences, flattened
 
-Board = dict[str, Any]
-"""Content of one section of the page, see `_board`; ``apart`` explains why published rows are not ranked on it."""
+
+@dataclass(frozen=True)
+class Cost:
+    """Mean cost of an embedder's query, and its main figure."""
+
+    number: int  # in the chart, and of the row in the heat map
+    label: str
+    note: str
+    figure: Figure
+    forced: float | None  # share of rationales that reached their limit
+    rationale_tokens: float | None
+    generate_ms: float | None
+    embed_ms: float
+
+
+@dataclass(frozen=True)
+class Board:
+    """Content of one section of the page."""
+
+    id: str
+    title: str
+    facts: str
+    protocol: Sequence[str]
+    source: Published | None
+    apart: Sequence[str]  # why published rows are not ranked on it
+    columns: Sequence[Column]
+    main: int  # the column that rows are sorted by
+    rows: Sequence[Row]
+    foreign: Sequence[Row]
+    warnings: Sequence[str]
+    heat: dict[str, Any] | None
+    differs: Sequence[tuple[str, dict[str, str]]]
+    cost_rows: Sequence[Cost]
+    examples: dict[str, Any] | None = None
+    against: Sequence[dict[str, Any]] = ()
+    budgets: Sequence["_Budget"] = ()
+
+    @property
+    def cost(self) -> Markup | None:
+        """Chart of cost and figure."""
+        return _cost(self.cost_rows, self.columns[self.main].name)
 
 
 def write_leaderboard(
@@ -70,21 +109,20 @@ def write_leaderboard(
         first = members[0].results
         table = None if which == "none" else table_of(first.get("benchmark"), str(first["set"]["name"]))
         board = _board(f"board{len(boards)}", members, table)
-        measured = {_name(row): row.evaluation for row in board["rows"] if row.evaluation}
-        board["against"] = against(measured, board["columns"][board["main"]].path[-1], seed)
-        if num_examples:
-            board["examples"] = side_by_side(measured, gallery, num_examples, set_dir, seed)
-        boards.append(board | {"budgets": budgets[key]})
+        measured = {_name(row): row.evaluation for row in board.rows if row.evaluation}
+        pairs = against(measured, board.columns[board.main].path[-1], seed)
+        shown = side_by_side(measured, gallery, num_examples, set_dir, seed) if num_examples else None
+        boards.append(replace(board, against=pairs, examples=shown, budgets=budgets[key]))
         unused.pop(table.key if table else "", None)
     for table in unused.values() if which == "all" else ():
         boards.append(_board(f"board{len(boards)}", [], table))
     for board in boards:
-        name = out.stem if len(boards) == 1 else f"{out.stem}-{board['id']}"
+        name = out.stem if len(boards) == 1 else f"{out.stem}-{board.id}"
         write_tables(out.with_name(name), *board_tables(board))
     content = dict(
-        title=title or (boards[0]["title"] if len(boards) == 1 else "Leaderboard"),
+        title=title or (boards[0].title if len(boards) == 1 else "Leaderboard"),
         boards=boards,
-        warnings=[(board["title"], warning) for board in boards for warning in board["warnings"]],
+        warnings=[(board.title, warning) for board in boards for warning in board.warnings],
         pictures=gallery.pictures,
         sizes=gallery.sizes,
         max_columns=MAX_COLUMNS,
@@ -95,9 +133,9 @@ def write_leaderboard(
 def board_tables(board: Board) -> tuple[pd.DataFrame, pd.DataFrame]:
     """The rows of a board as numbers (fractions), and formatted in per cent."""
     values, formatted_rows = [], []
-    for row in [*board["rows"], *board["foreign"]]:
+    for row in [*board.rows, *board.foreign]:
         model = {"model": row.label, "note": row.note}
-        cells = {column.name: cell for column, cell in zip(board["columns"], row.figures, strict=True)}
+        cells = {column.name: cell for column, cell in zip(board.columns, row.figures, strict=True)}
         values.append(
             {"place": row.place, **model, "published": row.published}
             | {
@@ -184,27 +222,22 @@ def _board(name: str, members: Sequence[Evaluation], table: Published | None) ->
     rows = numbered([*measured, *fit], main)
     rest = [row for row in copied if apart or not row.comparable]
     foreign = sorted(rest, key=lambda row: order(row.figures[main]))
-    costs = _cost_rows([row for row in rows if not row.published], main)
-    return {
-        "id": name,
-        "title": str(first["set"]["name"]) if members or table is None else table.title,
-        "facts": _facts(first) if members else "published figures only",
-        "protocol": first.get("protocol") or [],
-        "source": table,
-        "apart": apart,
-        "columns": columns,
-        "main": main,
-        "rows": rows,
-        "foreign": foreign,
-        "warnings": warnings_of([replace(one, label=_name(one)) for one in members]),
-        "heat": heat_map(rows, foreign),
-        "differs": _what_differs(members),
-        "cost": _cost(costs, columns[main].name),
-        "cost_rows": costs,
-        "examples": None,
-        "against": [],
-        "budgets": [],
-    }
+    return Board(
+        id=name,
+        title=str(first["set"]["name"]) if members or table is None else table.title,
+        facts=_facts(first) if members else "published figures only",
+        protocol=first.get("protocol") or [],
+        source=table,
+        apart=apart,
+        columns=columns,
+        main=main,
+        rows=rows,
+        foreign=foreign,
+        warnings=warnings_of([replace(one, label=_name(one)) for one in members]),
+        heat=heat_map(rows, foreign),
+        differs=_what_differs(members),
+        cost_rows=_cost_rows([row for row in rows if not row.published], main),
+    )
 
 
 def _facts(results: Mapping[str, Any]) -> str:
@@ -231,32 +264,33 @@ def _what_differs(members: Sequence[Evaluation]) -> list[tuple[str, dict[str, st
     ]
 
 
-def _cost_rows(measured: Sequence[Row], main: int) -> list[dict[str, Any]]:
+def _cost_rows(measured: Sequence[Row], main: int) -> list[Cost]:
     """Costs and figures of embedders, numbered as in the heat map; external rankings have none."""
     rows = []
     for number, row in enumerate(measured, 1):
-        if row.evaluation is None or row.figures[main] is None:
+        cell = row.figures[main]
+        if row.evaluation is None or cell is None:
             continue
         table, rationale = row.evaluation.per_query, row.evaluation.results.get("rationale") or {}
-        costs = {
-            key: float(table[key].mean()) if key in table and table[key].notna().any() else None
+        tokens, generate_ms, embed_ms = (
+            float(table[key].mean()) if key in table and table[key].notna().any() else None
             for key in ("rationale_tokens", "generate_ms", "embed_ms")
-        }
-        if costs["embed_ms"] is not None:
-            about = {"number": number, "label": row.label, "note": row.note, "figure": row.figures[main]}
-            rows.append({**about, "forced": rationale.get("forced_rate"), **costs})
+        )
+        if embed_ms is not None:
+            forced = rationale.get("forced_rate")
+            rows.append(Cost(number, row.label, row.note, cell, forced, tokens, generate_ms, embed_ms))
     return rows
 
 
-def _cost(rows: Sequence[Mapping[str, Any]], name: str) -> Markup | None:
+def _cost(rows: Sequence[Cost], name: str) -> Markup | None:
     points = [
         Point(
-            f"{row['label']}, {row['note']}",
-            row["embed_ms"] + (row["generate_ms"] or 0.0),
-            row["figure"].value,
-            row["figure"].low,
-            row["figure"].high,
-            row["number"],
+            f"{row.label}, {row.note}",
+            row.embed_ms + (row.generate_ms or 0.0),
+            row.figure.value,
+            row.figure.low,
+            row.figure.high,
+            row.number,
         )
         for row in rows
     ]

@@ -352,6 +352,13 @@ def test_pretrained_weights_are_asked_with_and_without_words(study, monkeypatch)
         if "rge/train.py" not in command
     ]
     assert sorted(asked) == ["query_mode=direct"] * 4 + ["query_mode=reasoning"] * 6
+    study.commands.clear()
+    study.main(["smol_long", "seeds=1", *study.given])
+    start = "pretrained/cold_long/seed_0/cold_start/final"
+    assert trained(study) == [
+        ("cold_long", ""),
+        *((f"{name}_long", start) for name in ("self", "none", "both")),
+    ]
 
 
 @pytest.mark.slow
@@ -480,7 +487,7 @@ def test_help_names_every_finding(study, capsys):
     with pytest.raises(SystemExit):
         study.main(["--help"])
     shown = capsys.readouterr().out
-    assert all(f"  {name:5} {title}" in shown for name, title in study.TITLES.items())
+    assert all(f"  {name:9} {title}" in shown for name, title in study.TITLES.items())
 
 
 @pytest.mark.parametrize("values", [[0, 1, 1, 0, 1, 0, 0, 0, 1], [0.25, 1, 12, 3], [1.0] * 7, [0.0]])
@@ -492,7 +499,7 @@ def test_values_come_back_from_their_packed_form(study, values):
     ("words", "message"),
     [
         ([], "finding must list at least one value"),
-        (["z"], "finding must be one of eyes, a, b, c, d, e, f, g, h, i, rl, smol, all, got 'z'"),
+        (["z"], "finding must be one of eyes, a, b, c, d, e, f, g, h, i, rl, smol, smol_long, all, got 'z'"),
         (["a", "seeds=0"], "seeds must be >= 1, got 0"),
         (["a", "seed=1"], r"unknown key seed; did you mean seeds\?"),
         (["rl", "on=valid"], "finding rl has test sets only"),

@@ -20,7 +20,9 @@ CHUNK_TOKENS = 1024
 ContrastiveLoss = Callable[..., Tensor]
 """As `info_nce`: called with (q_BD, c_CD, positive_BC, ignored_BC, temperature=...), returns a sum over the B queries."""
 
-CONTRASTIVE_LOSSES: Registry[ContrastiveLoss] = Registry("contrastive loss", "rge.losses")
+CONTRASTIVE_LOSSES: Registry[ContrastiveLoss] = Registry(
+    "contrastive loss", "rge.losses", reserved=("lm", "align", "contrastive", "contrastive_loss")
+)
 
 register_loss = CONTRASTIVE_LOSSES.register
 """Decorator: ``loss.terms={NAME: WEIGHT}`` selects the function in training and validation; logged as ``loss_NAME``."""

@@ -31,16 +31,29 @@ class Registry(Generic[T]):
         group: entry points of installed packages: ``rge.metrics``.
         built_in: our modules that register entries when they are imported.
         figures_only: entries can change the figures of an evaluation, but no embedding.
+        reserved: names that no entry may have.
     """
 
-    def __init__(self, kind: str, group: str, built_in: Sequence[str] = (), *, figures_only: bool = False):
-        self.kind, self.group, self.built_in = kind, group, tuple(built_in)
+    def __init__(
+        self,
+        kind: str,
+        group: str,
+        built_in: Sequence[str] = (),
+        *,
+        figures_only: bool = False,
+        reserved: Sequence[str] = (),
+    ):
+        self.kind, self.group, self.built_in, self.reserved = kind, group, tuple(built_in), reserved
         self.figures_only = figures_only
         self._entries: dict[str, T] = {}
         self._complete = False
 
     def add(self, name: str, entry: T) -> T:
         """Register an entry. Raises `UserError`: the name is taken."""
+        if name in self.reserved:
+            raise UserError(
+                f"no {self.kind} can be called {name!r}, the name of a figure in the log: rename it"
+            )
         if name in self._entries and self._entries[name] != entry:
             raise UserError(f"there are two {self.kind}s called {name!r}: rename the new one")
         self._entries[name] = entry

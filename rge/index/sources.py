@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from PIL import ExifTags, Image
 
 from rge.common.errors import UserError
-from rge.common.files import write_text
+from rge.common.files import visible_files, write_text
 from rge.common.images import WEB, ImageError, fetch_picture, load_image, open_picture, picture_bytes
 from rge.index.options import Reading
 from rge.tables.pictures import SUFFIXES, file_stamp
@@ -242,10 +242,7 @@ def _text(path: Path) -> str:
 
 
 class _Walk:
-    """The picture and text files below a folder: stamps by relative name, and further attributes as of `Source`.
-
-    Links to folders are followed, each folder once; hidden files are left out.
-    """
+    """The visible picture and text files below a folder: stamps by relative name, and further attributes as of `Source`."""
 
     def __init__(self, root: Path):
         self.root = root
@@ -253,15 +250,8 @@ class _Walk:
         self.faults: dict[str, str] = {}
         self.unseen: set[str] = set()
         self.num_skipped = 0
-        seen: set[tuple[int, int]] = set()
-        for folder, folders, names in os.walk(root, followlinks=True, onerror=self._unreadable):
-            status = self._stat(folder)
-            if status is None or (status.st_dev, status.st_ino) in seen:
-                folders.clear()
-                continue
-            seen.add((status.st_dev, status.st_ino))
-            folders[:] = sorted(name for name in folders if not name.startswith("."))
-            for name in sorted(name for name in names if not name.startswith(".")):
+        for folder, names in visible_files(root, self._unreadable):
+            for name in names:
                 if name.lower().endswith((*SUFFIXES, ".txt")):
                     self._add(os.path.join(folder, name))
                 else:

@@ -17,10 +17,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice
+from pathlib import Path
 from typing import Any
 
 import fsspec
 
+from rge.common.files import visible_files
 from rge.tables.rows import (
     TableError,
     is_text,
@@ -170,25 +172,23 @@ def _stamp(info: Mapping[str, Any]) -> str:
 
 
 def picture_files(fs: Any, root: str, is_local: bool) -> Iterator[tuple[str, str]]:
-    """Path and stamp of the picture files below a folder, by name and grouped by folder."""
-    if not is_local:
-        info = fs.find(root, detail=True)
-        for file in sorted(info, key=os.path.split):
-            if file.lower().endswith(SUFFIXES):
-                yield file, _stamp(info[file])
+    """Path and stamp of the picture files below a folder, by name and grouped by folder; hidden ones are left out."""
+    if is_local:
+        for folder, names in visible_files(root):
+            for name in names:
+                if name.lower().endswith(SUFFIXES):
+                    path = os.path.join(folder, name)
+                    yield path, file_stamp(path)
         return
-    # A folder at a time, since there may be millions of paths.
-    with os.scandir(root) as entries:
-        names = sorted((entry.is_dir(follow_symlinks=False), entry.name, entry) for entry in entries)
-    for is_folder, name, entry in names:
-        if is_folder:
-            yield from picture_files(fs, os.path.join(root, name), True)
-        elif name.lower().endswith(SUFFIXES):
-            yield os.path.join(root, name), file_stamp(entry)
+    info = fs.find(root, detail=True)
+    for file in sorted(info, key=os.path.split):
+        inside = file.removeprefix(root).strip("/").split("/")
+        if file.lower().endswith(SUFFIXES) and not any(part.startswith(".") for part in inside):
+            yield file, _stamp(info[file])
 
 
-def file_stamp(file: Any) -> str:
-    """Size and modification time of a local file, by its path or `os.DirEntry`."""
+def file_stamp(file: str | Path) -> str:
+    """Size and modification time of a local file."""
     try:
         stat = os.stat(file)
     except (OSError, ValueError):  # ValueError: a path with a zero byte

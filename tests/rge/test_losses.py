@@ -216,6 +216,12 @@ def test_a_loss_that_is_not_a_sum_is_named(monkeypatch, value):
         )
 
 
+@pytest.mark.parametrize("name", ["lm", "align", "contrastive", "contrastive_loss"])
+def test_a_loss_may_not_be_called_as_another_figure_of_the_log(name):
+    with pytest.raises(UserError, match=f"no contrastive loss can be called '{name}', the name of a figure"):
+        register_loss(name)(lambda *_, **__: None)
+
+
 def test_losses_are_named_and_weighed():
     @register_loss("spread")
     def spread(q_BD, c_CD, positive_BC, ignored_BC, *, temperature):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from eval.benchmarks.release_files import PICTURES, ReleaseError
 from rge.common.commands import progress_bar
+from rge.common.files import visible_files
 from rge.common.images import ImageError, load_image
 from rge.common.schema import safe_id
 
@@ -34,7 +35,8 @@ class Pool:
         self._steps: list[dict[str, set[str]]] = [defaultdict(set) for _ in range(6)]
         self._copies = 0
         id_of: dict[bytes, str] = {}
-        paths = [path for path in sorted(root.rglob("*")) if self._is_picture(path, exclude.resolve())]
+        every = sorted(Path(folder, name) for folder, names in visible_files(root) for name in names)
+        paths = [path for path in every if self._is_picture(path, exclude.resolve())]
         for path in progress_bar(paths, desc="pictures", unit="picture", delay=2):
             self._add(path, id_of)
         if not self.files:
@@ -43,9 +45,8 @@ class Pool:
             )
 
     def _is_picture(self, path: Path, out: Path) -> bool:
-        hidden = any(part.startswith(".") for part in path.relative_to(self.root).parts)
         known = path.suffix.lower() in (*PICTURES, *OTHERS)
-        return known and not hidden and path.is_file() and out not in path.resolve().parents
+        return known and path.is_file() and out not in path.resolve().parents
 
     def _add(self, path: Path, id_of: dict[bytes, str]) -> None:
         inside = path.relative_to(self.root).as_posix()

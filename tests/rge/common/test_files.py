@@ -1,11 +1,15 @@
 """Files that are there whole or not at all."""
 
+import os
 import resource
 
 import forked
+import fsspec
 import pytest
 
+from rge.common import files
 from rge.common.files import FileError, relative, replacing, write_bytes, write_json, write_text
+from rge.tables.pictures import picture_files
 
 
 def test_what_is_written_is_there(tmp_path):
@@ -77,3 +81,36 @@ def test_a_relative_path_is_found_from_behind_links(tmp_path):
         found = relative(tmp_path / "mine" / name, tmp_path / "out")
         assert found == f"../../../pictures/of/mine/{name}", "the file's own name stays"
         assert (tmp_path / "out" / found).read_text() == "a"
+
+
+def test_visible_files_follow_links_once_and_leave_out_what_is_hidden(tmp_path):
+    root, elsewhere = tmp_path / ".photos", tmp_path / "elsewhere"
+    for name in ("b.png", "a/c.png", "._b.png", ".thumbnails/b.png", "a/.c.png"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(b"")
+    elsewhere.mkdir()
+    (elsewhere / "d.png").write_bytes(b"")
+    (root / "linked").symlink_to(elsewhere)
+    (root / "loop").symlink_to(root)
+    (root / "a" / "again").symlink_to(elsewhere)
+    found = [(os.path.relpath(folder, root), names) for folder, names in files.visible_files(root)]
+    assert found == [(".", ["b.png"]), ("a", ["c.png"]), ("a/again", ["d.png"])]
+    # As `rge index`, `rmir` and a folder's benchmark list it.
+    paths = [path for path, _ in picture_files(None, str(root), True)]
+    assert [os.path.relpath(path, root) for path in paths] == ["b.png", "a/c.png", "a/again/d.png"]
+    with pytest.raises(FileNotFoundError):
+        next(files.visible_files(tmp_path / "nowhere"))
+    errors = []
+    assert not list(files.visible_files(tmp_path / "nowhere", errors.append))
+    assert [type(error) for error in errors] == [FileNotFoundError]
+
+
+def test_hidden_files_of_an_object_store_are_no_pictures():
+    store = fsspec.filesystem("memory")
+    for name in ("b.png", "._b.png", ".cache/b.png", "a/c.png"):
+        store.pipe(f"/of.hidden/{name}", b"x")
+    try:
+        found = [path for path, _ in picture_files(store, "/of.hidden", False)]
+    finally:
+        store.rm("/of.hidden", recursive=True)
+    assert found == ["/of.hidden/b.png", "/of.hidden/a/c.png"]

@@ -145,6 +145,12 @@ def test_an_empty_directory(tmp_path):
         load_backbone(tmp_path)
 
 
+def test_adapters_alone(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(BackboneError, match="contains PEFT adapters and no model: give the model that"):
+        load_backbone(tmp_path)
+
+
 def test_cut_weights(damaged):
     weights = damaged / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:5000])

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -333,12 +334,18 @@ def encode_in_parts(
 
 def has_dropout(module: nn.Module) -> bool:
     """Whether a forward of the module in its current mode is random."""
-    if not module.training:
-        return False
-    return any(
-        (isinstance(part, nn.modules.dropout._DropoutNd) and part.training and part.p > 0)
-        or (part.training and float(getattr(part, "attention_dropout", 0.0) or 0.0) > 0)
+
+    def rates(part: nn.Module) -> list[Any]:
+        if isinstance(part, nn.modules.dropout._DropoutNd):
+            return [part.p]
+        # Attention hands its rate to a function; layers of SigLIP and Idefics3 call it ``dropout``.
+        return [getattr(part, name, 0.0) for name in ("attention_dropout", "dropout")]
+
+    return module.training and any(
+        isinstance(rate, float | int) and rate > 0
         for part in module.modules()
+        if part.training
+        for rate in rates(part)
     )
 
 

@@ -348,7 +348,9 @@ def _irregular(like: Tensor) -> Tensor:
 
 def _apart(found: Sequence[Tensor], exact: Sequence[Tensor]) -> list[float]:
     """Relative differences."""
-    pairs = zip((part.detach().double() for part in found), (part.detach().double() for part in exact), strict=True)
+    pairs = zip(
+        (part.detach().double() for part in found), (part.detach().double() for part in exact), strict=True
+    )
     return [float((ours - plain).norm() / plain.norm().clamp(min=1e-12)) for ours, plain in pairs]
 
 

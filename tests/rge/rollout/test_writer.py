@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from transformers import SiglipVisionConfig, SiglipVisionModel
 
 from rge.config import LossConfig, Recipe, RecipeError, RolloutConfig, StageConfig, TrainConfig
 from rge.distributed import launch
@@ -107,6 +108,15 @@ def test_when_prompts_are_encoded_once(lively):
     assert not has_dropout(lively)
     lively.model.model.language_model.layers[0].self_attn.attention_dropout = 0.1
     assert has_dropout(lively)
+    for rate in (0.1, 0.0):
+        config = SiglipVisionConfig(
+            hidden_size=16,
+            num_attention_heads=2,
+            num_hidden_layers=1,
+            intermediate_size=16,
+            attention_dropout=rate,
+        )
+        assert has_dropout(SiglipVisionModel(config).train()) == bool(rate)
 
 
 def test_several_rationales_a_query_are_branches_of_one_prompt(lively, batch, monkeypatch):

@@ -100,10 +100,11 @@ class _Captured:
             self.forget()
             self.copies = [torch.empty_like(weight, dtype=dtype) for _, _, weight in cast] if lasting else []
         self.weights = now
-        if not self.copies:
+        if not kinds or not lasting:
             yield
             return
-        torch._foreach_copy_(self.copies, [weight.detach() for _, _, weight in cast])
+        if cast:
+            torch._foreach_copy_(self.copies, [weight.detach() for _, _, weight in cast])
         try:
             for (module, name, _), copy in zip(cast, self.copies, strict=True):
                 module._parameters[name] = nn.Parameter(copy, requires_grad=False)

@@ -8,6 +8,7 @@ from fake_gpu import DEVICE, FakeGpu, OnGpu
 from family_models import PHOTOS  # its network has no kernel of ours, and hundreds of others
 
 from rge.model import embedding_model
+from rge.model.adapters import add_adapters
 from rge.model.embedding_model import EmbeddingModel, encode_prompts
 from rge.model.families import FAMILIES, family_of
 from rge.model.prompts import PromptBuilder
@@ -152,10 +153,26 @@ def test_two_steps_on_a_gpu(lively_path, backbone_of, make_batch, options, caplo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mixed", [False, True], ids=["bfloat16", "autocast"])
-def test_captured_steps_stay_for_the_run(mixed, lively_path, backbone_of, make_prompts, caplog):
+@pytest.mark.parametrize("trained", ["bfloat16", "float32", "adapters"])
+def test_captured_steps_stay_for_the_run(trained, lively_path, backbone_of, make_prompts, caplog):
     """While the weights change in place, and until they are elsewhere; each rollout writes what plain steps write."""
-    here = EmbeddingModel(backbone_of(lively_path, dtype="float32" if mixed else "bfloat16"))
+    mixed = trained != "bfloat16"
+    here = EmbeddingModel(backbone_of(lively_path, dtype="float32" if trained == "float32" else "bfloat16"))
+    if trained == "adapters":
+        add_adapters(
+            here.model,
+            here.emb_id,
+            rank=2,
+            alpha=4,
+            dropout=0,
+            targets=[],
+            dora=False,
+            rslora=False,
+            vision=False,
+        )
+        for parameter in here.parameters():
+            if parameter.requires_grad:
+                parameter.data = torch.full_like(parameter, 0.05, dtype=torch.float32)
     builder = PromptBuilder(here.processor)
     prompts, longer = make_prompts(builder, 5), make_prompts(builder, 5, side="candidate")
     given = {"given": [[7] * length for length in (0, 2, 4, 9, 13)]}  # rows end one after the other
@@ -198,6 +215,9 @@ def test_captured_steps_stay_for_the_run(mixed, lively_path, backbone_of, make_p
             with torch.no_grad():
                 here.model.get_output_embeddings().weight.mul_(1.01)
                 here.model.get_input_embeddings().weight.mul_(0.99)
+                for parameter in here.parameters():
+                    if trained == "adapters" and parameter.requires_grad:
+                        parameter.mul_(1.1)
         # What a rollout gave is not written over by the next one.
         assert all(torch.equal(states.cpu(), before) for states, before in kept)
         assert captures[0] > 1

@@ -259,7 +259,8 @@ def _modules() -> Iterator[tuple[str, str | None]]:
     """Names of ``sys.modules``, and the files of those that have one of their own."""
     for name, loaded in sys.modules.copy().items():
         spec, file = getattr(loaded, "__spec__", None), getattr(loaded, "__file__", None)
-        if name == "__main__" and file is not None:  # `python -m rge.train`, or a script
+        # `python -m rge.train`, or a script; in a process that it spawned, also under the second name.
+        if name in ("__main__", "__mp_main__") and file is not None:
             yield (_name_of(Path(file)) if spec is None else spec.name), file
         else:  # without a location: created at runtime, such as torch.ops
             yield name, file if spec is not None and spec.has_location else None

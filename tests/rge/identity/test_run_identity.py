@@ -1,5 +1,6 @@
 """Run identity: what a run depends on is recorded, and a change of any of it is refused or said in words."""
 
+import importlib.util
 import json
 import shutil
 import sys
@@ -275,6 +276,16 @@ def test_a_script_is_the_users_and_an_installed_command_is_not(monkeypatch, tmp_
     start(Path(sysconfig.get_path("scripts")) / "rge")  # how `rge eval run` starts
     assert list(run_identity.changes_since(made)) == ["software.modules.mine"]
     assert not [name for name in run_identity.software()["modules"] if "bin" in name]
+
+
+def test_the_command_has_one_name_in_a_process_that_it_spawned(monkeypatch):
+    spec = importlib.util.find_spec("rge.__main__")
+    main = importlib.util.module_from_spec(spec)
+    for name in ("__main__", "__mp_main__"):
+        monkeypatch.setitem(sys.modules, name, main)
+    named = run_identity.software()["modules"]
+    assert "rge.__main__" in named
+    assert "__mp_main__" not in named
 
 
 def test_a_version_has_the_code_and_what_it_imports(monkeypatch, tmp_path):

@@ -97,7 +97,6 @@ class _Watch(threading.Thread):
         self._rounds, self._is_ending = 0, False
         self._ended = threading.Event()
         self._lock = threading.Lock()
-        self._say("0")
 
     def failed(self, error: BaseException) -> dict[str, Any]:
         """Publish this process's failure, and return the first one, its own or another's."""

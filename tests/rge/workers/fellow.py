@@ -41,6 +41,9 @@ def exchange(what: str) -> None:
         number = 0
         if what.startswith("main"):
             if dist.rank() == 0:
+                store = dist.connect_to_store()
+                while not store.check(["alive/1"]):  # until then, the other waits with torch's own limit
+                    time.sleep(0.1)
                 time.sleep(2.0)
                 os.kill(os.getpid(), SIGNALS[what.removeprefix("main_")])
             after_main("work")

@@ -21,7 +21,9 @@ ContrastiveLoss = Callable[..., Tensor]
 """As `info_nce`: called with (q_BD, c_CD, positive_BC, ignored_BC, temperature=...), returns a sum over the B queries."""
 
 CONTRASTIVE_LOSSES: Registry[ContrastiveLoss] = Registry(
-    "contrastive loss", "rge.losses", reserved=("lm", "align", "contrastive", "contrastive_loss")
+    "contrastive loss",
+    "rge.losses",
+    reserved=("lm", "align", "contrastive", "contrastive_loss", "contrastive_direct", "contrastive_latent"),
 )
 
 register_loss = CONTRASTIVE_LOSSES.register

@@ -608,7 +608,7 @@ def pretrained(options: Options) -> Finding:
 
 
 def pretrained_for_longer(options: Options) -> Finding:
-    """The same after 216 steps of 48 queries, for a GPU: ten minutes for a seed there, a day on two CPU cores."""
+    """The same after 216 steps of 48 queries, for a GPU: a seed takes hours on a CPU."""
     naming = ("model.scratch.naming_steps=1500", "model.scratch.naming_batch_size=64")
     arms = [Arm("cold_long", "cold_start", "", (*naming, "cold_start.steps=100"), query_mode="")]
     sizes = (f"{key}=48" for key in ("joint.batch_size", "rollout.batch_size", "train.micro_batch_size"))

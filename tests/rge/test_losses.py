@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from rge.common.errors import UserError
+from rge.config import StatesConfig
 from rge.losses import (
     CONTRASTIVE_LOSSES,
     contrastive_losses,
@@ -15,6 +16,7 @@ from rge.losses import (
     rationale_nll,
     register_loss,
 )
+from rge.objective import Objective
 
 
 def unit_rows(rows: int, width: int, seed: int) -> torch.Tensor:
@@ -220,6 +222,19 @@ def test_a_loss_that_is_not_a_sum_is_named(monkeypatch, value):
 def test_a_loss_may_not_be_called_as_another_figure_of_the_log(name):
     with pytest.raises(UserError, match=f"no contrastive loss can be called '{name}', the name of a figure"):
         register_loss(name)(lambda *_, **__: None)
+
+
+def test_every_loss_of_the_log_is_a_reserved_name(monkeypatch):
+    monkeypatch.setitem(CONTRASTIVE_LOSSES._entries, "mine", info_nce)
+    further = {name: 0.2 for name in vars(StatesConfig()) if name != "reasoned"}
+    objective = Objective(1.0, 1.0, terms={"info_nce": 0.5, "mine": 0.5}, states=further, align=0.1)
+    positive = torch.eye(2, 3, dtype=torch.bool)
+    states = unit_rows(2 * (1 + len(further)), 4, 0)
+    figures = objective.contrastive(
+        states, unit_rows(3, 4, 1), positive, torch.zeros_like(positive), len(further)
+    ).figures
+    logged = {name.removeprefix("loss_") for name in figures if name.startswith("loss_")}
+    assert logged - {"info_nce", "mine"} == set(CONTRASTIVE_LOSSES.reserved) - {"lm", "contrastive_loss"}
 
 
 def test_losses_are_named_and_weighed():

@@ -36,7 +36,8 @@ class Pool:
         self._copies = 0
         id_of: dict[bytes, str] = {}
         every = sorted(Path(folder, name) for folder, names in visible_files(root) for name in names)
-        paths = [path for path in every if self._is_picture(path, exclude.resolve())]
+        out = exclude.resolve()
+        paths = [path for path in every if self._is_picture(path, out)]
         for path in progress_bar(paths, desc="pictures", unit="picture", delay=2):
             self._add(path, id_of)
         if not self.files:

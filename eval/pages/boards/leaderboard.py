@@ -10,6 +10,7 @@ Suites (MMEB, MM-BRIGHT) and single sets are handled alike.
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,7 @@ class Board:
     against: Sequence[dict[str, Any]] = ()
     budgets: Sequence["_Budget"] = ()
 
-    @property
+    @cached_property
     def cost(self) -> Markup | None:
         """Chart of cost and figure."""
         return _cost(self.cost_rows, self.columns[self.main].name)

@@ -75,6 +75,15 @@ def until(condition) -> None:
         time.sleep(0.01)
 
 
+def test_nothing_is_asked_of_the_store_before_the_thread_that_limits_it(monkeypatch):
+    fellows = Fellows(monkeypatch)
+    rank = watch._Watch(10.0)
+    assert not fellows.store.check(["alive/0"])
+    rank.start()
+    until(lambda: fellows.store.check(["alive/0"]))
+    rank.stop()
+
+
 def test_the_first_failure_is_everybodys_reason(monkeypatch):
     fellows = Fellows(monkeypatch)
     with (

@@ -222,11 +222,14 @@ def study_set(options: Options) -> Study:
     for length, times in LENGTHS.items():
         for anchor, words in ANCHORS.items():
             arms.append(joint(f"{anchor}_{length}", "hidden_100", *words, multiple=times))
-    both = joint("both", "hidden_100", "loss.states.direct=1")
-    arms += [
-        both,
-        replace(both, name="both, direct", stage="", after="both", overrides=(), query_mode="direct"),
+    states = [
+        joint("both", "hidden_100", "loss.states.direct=1"),
+        joint("latent", "hidden_100", "model.think_tokens=4", *LATENT),
     ]
+    arms += states
+    for arm, mode in ((states[0], "direct"), (states[1], "direct"), (states[1], "latent")):
+        name = f"{arm.name}, {mode}"
+        arms.append(replace(arm, name=name, stage="", after=arm.name, overrides=(), query_mode=mode))
     return Study(
         options.out, arms, ("recipe=study",), {}, options.seeds, options.launcher,
         metrics=("hit@1", "thing", "ground", "serial"), columns=("fact",), steps=options.steps, derive=hit_figures,
@@ -342,7 +345,7 @@ def table_4(options: Options) -> Finding:
 
 
 def study_modes(options: Options) -> Finding:
-    """One checkpoint with a rationale and directly (study set)."""
+    """One checkpoint with a rationale, directly, and with think tokens (study set)."""
     text = """
         self_hidden_100
         both
@@ -351,8 +354,14 @@ def study_modes(options: Options) -> Finding:
         none_hidden_100
         both, direct
         both, direct - none_hidden_100
+        latent
+        latent, direct
+        latent, latent
+        latent, latent - latent
+        latent, latent - latent, direct
     """
     arms = ["self_hidden_100", "both", "both, direct", "none_hidden_100"]
+    arms += ["latent", "latent, direct", "latent, latent"]
     return on_study_set(options, arms, [Table("hit@1, % and points", rows_of(text), STUDY_SLICES)])
 
 

@@ -469,6 +469,7 @@ MIXED = {
     "mixed_both": ("loss.states.direct=1",),
     "mixed_adaptive": ("loss.states.direct=1", *ADAPTIVE),
     "mixed_quarter": ("loss.states.direct=0.25", *ADAPTIVE),
+    "mixed_adaptive_long": ("loss.states.direct=1", "joint.lr=2e-3", *ADAPTIVE, *TWICE),
 }
 """Settings trained on records with a share of easy pairs, and tested on a set that is half easy."""
 MIXED_WEIGHTS = {"relations": 0.4, "text": 0.2, "naming": 0.4}
@@ -695,8 +696,9 @@ def modes(options: Options) -> Finding:
     study = replace(finding.study, arms=[*finding.study.arms, *arms, *mixed])
     shown = "\n".join(arm.name for arm in mixed if arm.point)
     over = ""
-    for name in MIXED:
-        over += f"{name}, words - mixed_words, words\n" if name != "mixed_words" else ""
+    for name, settings in MIXED.items():
+        if settings and TWICE[0] not in settings:
+            over += f"{name}, words - mixed_words, words\n"
         over += f"{name}, direct - {name}, words\n"
     slices = {"all": Slice(on), "easy": Slice(on, "kind", "easy"), "relations": Slice(on, "kind", "relation")}
     demo = f"data={DEMO_SET.with_name(options.on)}"

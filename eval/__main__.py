@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 # (module, options, function) by name. A command imports only what it needs, so that comparing two tables does not wait
 # for the model libraries.
 COMMANDS = {
-    "run": ("eval.commands.run", "RunOptions", "run"),
+    "run": ("eval.commands.run", "RunOptions", "run_command"),
     "mine": ("eval.commands.mine", "MineOptions", "mine"),
     "score": ("eval.commands.score", "ScoreOptions", "score"),
     "compare": ("eval.commands.compare", "CompareOptions", "compare"),

@@ -13,7 +13,7 @@ from typing import Any, get_type_hints
 
 from eval.scoring.metrics import parse_name
 from eval.scoring.protocol import PROFILES, Protocol
-from eval.sets.retrieval_set import RetrievalSet, load_set, with_readable_content
+from eval.sets.retrieval_set import RetrievalSet, load_set
 from rge.common.errors import UserError
 from rge.common.options import one_of
 from rge.common.registry import PluginOptions, Registry
@@ -78,12 +78,11 @@ class MeasureOptions(PluginOptions):
         """See `protocol_for`."""
         return protocol_for(self.benchmark, self.profile, wanted, self.metrics)
 
-    def prepared(self) -> tuple[Protocol, RetrievalSet, list[str]]:
-        """For rankings without an embedder: protocol, prepared set, and warnings about missing pictures."""
+    def prepared(self) -> tuple[Protocol, RetrievalSet]:
+        """The protocol, and the set as prepared by it."""
         wanted = load_set(self.set, by=self.by)
         protocol = self.protocol(wanted)
-        wanted, unread = with_readable_content(protocol.prepare(wanted))
-        return protocol, wanted, unread
+        return protocol, protocol.prepare(wanted)
 
 
 _RELEASES = ("rmir", "mmeb", "mmeb2", "mmbright", "pinpoint", "mrmr", "mbeir")

@@ -140,15 +140,19 @@ def _questions(folder: Path) -> dict[str, str]:
     return {query.id: query.text or "" for query in load_set(folder).queries}
 
 
-def training_files(recipe: Any) -> list[Path]:
-    """All existing JSON-lines files named in a recipe."""
-    if isinstance(recipe, dict):
-        recipe = list(recipe.values())
-    if isinstance(recipe, list):
-        return list(dict.fromkeys(path for value in recipe for path in training_files(value)))
-    if isinstance(recipe, str) and recipe.endswith(".jsonl") and find_shipped(recipe).is_file():
-        return [find_shipped(recipe)]
-    return []
+def training_files(names: Sequence[str], recipe: Any) -> list[Path]:
+    """The named files; of ``auto`` all existing JSON-lines files named in a recipe, of ``null`` none."""
+    if tuple(names) == ("auto",):
+        return list(dict.fromkeys(_files_in(recipe)))
+    return [Path(name) for name in names if name != "null"]
+
+
+def _files_in(recipe: Any) -> Iterator[Path]:
+    if isinstance(recipe, dict | list):
+        for value in recipe.values() if isinstance(recipe, dict) else recipe:
+            yield from _files_in(value)
+    elif isinstance(recipe, str) and recipe.endswith(".jsonl") and find_shipped(recipe).is_file():
+        yield find_shipped(recipe)
 
 
 def audit_training(wanted: RetrievalSet, files: Sequence[Path]) -> Audit:

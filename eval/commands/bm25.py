@@ -13,11 +13,11 @@ import numpy as np
 
 from eval.benchmarks.registry import MeasureOptions
 from eval.benchmarks.suite import is_suite, load_suite, measure_members
+from eval.commands.measurement import Measurement
 from eval.judging.rewrite import RewriteOptions, rewritten
-from eval.scoring.evaluation import decides, write_evaluation
-from eval.scoring.output_files import check_out, rerun_command
+from eval.scoring.output_files import rerun_command
 from eval.scoring.search import DEPTH, Ranking, stack_rankings
-from eval.sets.retrieval_set import RetrievalSet
+from eval.sets.retrieval_set import RetrievalSet, with_readable_content
 from rge.common.errors import UserError
 
 
@@ -50,28 +50,30 @@ def bm25(options: Bm25Options) -> Path:
 
         measure_members(load_suite(options.set), options, of_member, title="bm25")
         return options.out
-    protocol, wanted, unread = options.prepared()
+    protocol, wanted = options.prepared()
+    wanted, unread = with_readable_content(wanted)
     protocol.check_depth(wanted, options.depth)
     tag = f"bm25-{options.method}" + (f"-{options.rewrite}" if options.rewrite else "")
     settings = {key: getattr(options, key) for key in ("method", "k1", "b", "stopwords")}
-    identity = decides(wanted, protocol, options.seed) | {"tag": tag, "depth": options.depth}
-    identity |= {f"settings.{key}": value for key, value in settings.items()}
-    identity |= {"rewrite.model": options.rewriter_model}
-    check_out(options.out, identity, overwrite=options.overwrite)
+    determined = {"tag": tag, "depth": options.depth, "rewrite.model": options.rewriter_model}
+    determined |= {f"settings.{key}": value for key, value in settings.items()}
+    measurement = Measurement(wanted, protocol, options.seed, options.overwrite)
+    measurement.check_out(options.out, determined)
     rewriter = options.load_rewriter(options.cache or options.out / ".cache")
     if rewriter is not None:
         wanted = rewritten(wanted, rewriter)
+        measurement = replace(measurement, wanted=wanted)
     about = {
         "query_modality": "text",
         "model": {"name": "bm25", "adapter": "bm25s", "revision": None},
         "settings": settings,
-        "rewrite": rewriter.about() if rewriter is not None else None,
+        "rewrite": wanted.meta.get("rewrite"),
         "tag": tag,
         "again": rerun_command("bm25", options),
         "warnings": [*wanted.meta.get("notes", []), *unread],
     }
     ranking = rank(wanted, options)
-    write_evaluation(options.out, wanted, ranking, protocol, about, tag=tag, seed=options.seed, title=tag)
+    measurement.write(options.out, ranking, about, tag=tag, title=tag)
     return options.out
 
 

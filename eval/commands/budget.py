@@ -21,7 +21,7 @@ import pandas as pd
 from pydantic import Field
 
 from eval.benchmarks.suite import is_suite, load_suite, mean_over, measure_members
-from eval.commands.run import Condition, RunOptions, Session, start, write_page
+from eval.commands.run import Condition, RunOptions, Session, write_page
 from eval.embedding.fill_cache import Embeds
 from eval.embedding.identity import versions
 from eval.embedding.set_embeddings import Embeddings
@@ -29,7 +29,7 @@ from eval.embedding.shards import read_costs
 from eval.pages.budget_curves import BASES, BUDGET, as_file
 from eval.scoring.fuse import max_score, mean_embedding, together
 from eval.scoring.gate import Gate, choose, gate_for, gated, large_minus_small, lead, margin
-from eval.scoring.output_files import FORMAT, PER_QUERY, check_out, read_results, rerun_command
+from eval.scoring.output_files import FORMAT, PER_QUERY, read_results, rerun_command
 from eval.scoring.search import Ranking
 from eval.scoring.tables import write_tables
 from rge.common.errors import UserError
@@ -124,41 +124,51 @@ def budget(options: BudgetOptions, load: Callable[..., Embeds] | None = None) ->
     write_text(options.out / BUDGET, text + "\n")
     write_text(options.out / PLOT, as_file(content))
     write_tables(options.out / TABLE, pd.json_normalize(rows, sep=" "), formatted)
-    write_page(options, [options.out], page="leaderboard" if suite else "set", metric=metric)
+    if options.report:
+        write_page(options.out, [options.out], page="leaderboard" if suite else "set", metric=metric)
     return options.out
 
 
 def _of_set(options: BudgetOptions, metric: str, load: Callable[..., Embeds]) -> list[Path]:
     """Measure all points of one set and return the directories of their evaluations; none except in the first process."""
     condition = Condition("reasoning", "both", options.out / "reasoning", rerun_command("budget", options))
-    session = start(options, [condition], load)
-    if session.draw_seed is not None:
+    session = Session(options, [condition], load)
+    if session.embeddings.samples:
         raise UserError(
             "temperature= would sample the single rationale too: use draw_temperature= for the k= samples"
         )
-    drawn = session.embeddings.asking(temperature=options.draw_temperature)
-    seeds = range(options.seed, options.seed + options.k)
-    _fill_caches(options, session.embeddings, drawn, seeds)
+    draws = [
+        session.embeddings.asking(seed=options.seed + number, temperature=options.draw_temperature)
+        for number in range(options.k)
+    ]
+    reasoned = session.embeddings.asking(candidate_mode="reasoning") if options.both_sides else None
+    session.embeddings.fill_candidates()
+    if reasoned is not None:
+        reasoned.fill_candidates()
+    for mode in BASES:
+        session.embeddings.fill_queries(mode, "both")
+    for drawn in draws:
+        drawn.fill_queries("reasoning", "both")
     process_group, base = session.embeddings.process_group, None
     if process_group.is_first:
         encoded: dict[Mode, Encoded] = {mode: session.embeddings.queries(mode, "both") for mode in BASES}
-        base = _Base(session, session.embeddings.candidates(options.candidate_mode), encoded)
+        base = _Base(session, session.embeddings.candidates(), encoded)
     decides = process_group.once(lambda: base is not None and base.decides)
     always = _always_writing(session.embeddings) if decides else None
     if base is None:
         return []
     points = chain(
         (Point(mode, mode, 1, base.ranked[mode], base.encoded[mode]) for mode in BASES),
-        _fused(base, options, drawn, seeds),
+        _fused(base, options, draws),
         _gated(base, options, metric),
         _decided(base, always) if always else (),
         _thresholds(base, options.auto),
-        _both_sides(base) if options.both_sides else (),
+        _both_sides(base, reasoned) if reasoned is not None else (),
     )
     dirs = []
     for point in points:
         place = replace(condition, mode=point.mode, out=options.out / point.name)
-        _write(session, point, place, overwrite=options.overwrite)
+        _write(session, point, place)
         row = _row(place.out, metric)
         print(f"{point.name:24} {metric} {100 * row['value']:6.2f}  {row['tokens']:7.1f} tokens", flush=True)
         dirs.append(place.out)
@@ -174,18 +184,6 @@ def _row(directory: Path, metric: str) -> dict[str, Any]:
     return results["budget"] | {"metric": metric, **known[metric]}
 
 
-def _fill_caches(
-    options: BudgetOptions, embeddings: Embeddings, drawn: Embeddings, seeds: Sequence[int]
-) -> None:
-    embeddings.fill_candidates(options.candidate_mode)
-    if options.both_sides:
-        embeddings.fill_candidates("reasoning")
-    for mode in BASES:
-        embeddings.fill_queries(mode, "both")
-    for seed in seeds:
-        drawn.fill_queries("reasoning", "both", seed)
-
-
 def _learned(directory: Path, session: Session, metric: str, shares: Sequence[float]) -> dict[float, Gate]:
     """Learn a gate for each share from evaluations on another set; empty if the direction is not significant."""
     paths = [path if (path := directory / mode).is_dir() else directory / f"{mode}-both" for mode in BASES]
@@ -193,7 +191,7 @@ def _learned(directory: Path, session: Session, metric: str, shares: Sequence[fl
         results = read_results(path)
         if results.get("checkpoint_hash") != session.shared["checkpoint_hash"]:
             raise UserError(f"gate_from: {path} is an evaluation of another checkpoint")
-        if results["set"]["fingerprint"] == session.wanted.fingerprint:
+        if results["set"]["fingerprint"] == session.measurement.wanted.fingerprint:
             raise UserError(
                 f"gate_from: {path} is of the set being measured; learn the gate on a different set"
             )
@@ -203,7 +201,7 @@ def _learned(directory: Path, session: Session, metric: str, shares: Sequence[fl
     margin_Q = direct["top10_scores"].map(lead).to_numpy(np.float64)
     gain_Q = (reasoned[metric].loc[direct.index] - direct[metric]).to_numpy(np.float64)
     difference = large_minus_small(
-        margin_Q, gain_Q, index_of(direct["group"].tolist()), seed=session.options.seed
+        margin_Q, gain_Q, index_of(direct["group"].tolist()), seed=session.measurement.seed
     )
     message = f"in {directory} queries with large margins gain {_signed(difference)} points more than those with small ones"
     if difference["low"] is None or difference["low"] <= 0 <= difference["high"]:
@@ -285,11 +283,11 @@ class _Base:
         return Point(name, curve, share, ranking, chosen, {"gate": {**about, "share": share}})
 
 
-def _fused(base: _Base, options: BudgetOptions, drawn: Embeddings, seeds: Sequence[int]) -> Iterator[Point]:
+def _fused(base: _Base, options: BudgetOptions, draws: Sequence[Embeddings]) -> Iterator[Point]:
     samples: list[Encoded] = []
     rankings: list[Ranking] = []
-    for number, seed in enumerate(seeds, 1):
-        samples.append(drawn.queries("reasoning", "both", seed))
+    for number, drawn in enumerate(draws, 1):
+        samples.append(drawn.queries("reasoning", "both"))
         fused = together(samples, mean_embedding([sample.embeddings for sample in samples]))
         about = {"k": number, "draw_temperature": options.draw_temperature}
         if "mean" in options.fuse:
@@ -326,7 +324,7 @@ def _thresholds(base: _Base, above: Sequence[float]) -> Iterator[Point]:
     encoder: Any = base.session.embeddings.encoder
     if not above or not encoder.settings.decides_itself:
         return
-    probability_Q = encoder.direct_probabilities(base.session.wanted.query_items("both"))
+    probability_Q = encoder.direct_probabilities(base.session.measurement.wanted.query_items("both"))
     for threshold in sorted(set(above)):
         reason_Q = probability_Q < threshold
         about = {"decided_by": "the model", "direct_above": threshold}
@@ -336,24 +334,15 @@ def _thresholds(base: _Base, above: Sequence[float]) -> Iterator[Point]:
         yield replace(point, encoded=replace(point.encoded, embed_ms=spent))
 
 
-def _both_sides(base: _Base) -> Iterator[Point]:
-    embeddings = base.session.embeddings
-    costs = read_costs(embeddings.fill_candidates("reasoning"))
-    reasoned = replace(base, candidate_CD=embeddings.candidates("reasoning"))
+def _both_sides(base: _Base, embeddings: Embeddings) -> Iterator[Point]:
+    costs = read_costs(embeddings.fill_candidates())
+    reasoned = replace(base, candidate_CD=embeddings.candidates())
     for mode, encoded in base.encoded.items():
         about = {"candidate_mode": "reasoning", "a_candidate_costs": costs}
         yield Point(f"{mode}-both", "candidates reason too", 1, reasoned.rank(encoded), encoded, about)
 
 
-def _write(session: Session, point: Point, condition: Condition, *, overwrite: bool) -> None:
-    identity = {
-        "set.fingerprint": session.wanted.fingerprint,
-        "set.content": session.wanted.content,
-        "checkpoint_hash": session.shared["checkpoint_hash"],
-        "budget.draw_temperature": point.about.get("draw_temperature"),
-        "budget.gate.learned_from": point.about.get("gate", {}).get("learned_from"),
-    }
-    check_out(condition.out, identity, overwrite=overwrite)
+def _write(session: Session, point: Point, condition: Condition) -> None:
     ms_Q = point.encoded.generate_ms + point.encoded.embed_ms
     costs = {"tokens": float(point.encoded.num_rationale_tokens.mean()), "ms": float(ms_Q.mean())}
     about = {"name": point.name, "curve": point.curve, "at": point.at, **costs, **point.about}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from eval.benchmarks.folder.importer import FolderOptions, TableOptions, import_folder
 from eval.commands.check import CheckOptions, check
-from eval.commands.run import RunOptions, run
+from eval.commands.run import RunOptions, run_command
 from eval.embedding.fill_cache import Embeds
 
 
@@ -54,5 +54,5 @@ def mine(options: MineOptions, load: Callable[..., Embeds] | None = None) -> Pat
     )  # fmt: skip
     if len(run_options.query_mode) == 1:  # `run` would write a single condition to out itself, beside the set
         run_options = replace(run_options, out=out / run_options.query_mode[0], cache=out / ".cache")
-    run(run_options, load)
+    run_command(run_options, load)
     return run_options.out / "report.html"

@@ -18,15 +18,14 @@ import pandas as pd
 
 from eval.benchmarks.registry import protocol_for
 from eval.benchmarks.suite import ByMember, is_suite, load_suite, measure_members, member_dirs
+from eval.commands.measurement import Measurement
 from eval.embedding.identity import ranked_with
 from eval.embedding.processes import ALONE, ProcessGroup, join
 from eval.judging.description import QUESTION, DescriptionJudge, local_software
-from eval.scoring.evaluation import decides, write_evaluation
 from eval.scoring.output_files import (
     PER_QUERY,
     RUN,
     check_measured_on,
-    check_out,
     read_results,
     rerun_command,
     set_path,
@@ -140,11 +139,10 @@ def _rerank_set(options: RerankOptions, judge: Callable[[], DescriptionJudge], a
     wanted, unread = with_readable_content(protocol.prepare(wanted))
     check_measured_on(wanted, old)
     limit = old["set"].get("limit")
-    if limit is not None:
-        wanted = wanted.first(limit)
+    wanted = wanted.first(limit)
     read = read_run(options.of / RUN, wanted)
-    identity = decides(wanted, protocol, options.seed) | {
-        "set.limit": limit,
+    measurement = Measurement(wanted, protocol, options.seed, options.overwrite, limit)
+    determined = {
         "rerank.of": str(options.of),
         "rerank.top_n": options.top_n,
         "rerank.mix": options.mix,
@@ -152,9 +150,9 @@ def _rerank_set(options: RerankOptions, judge: Callable[[], DescriptionJudge], a
         **{key: old.get(key) for key in ("checkpoint_hash", "run_hash", "query_mode", "query_modality")},
         "depth": read.ranking.depth,
     }
-    check_out(options.out, identity, overwrite=options.overwrite)
+    measurement.check_out(options.out, determined)
     loaded, process_group = judge(), join()
-    check_out(options.out, {"rerank.judge": loaded.name}, overwrite=options.overwrite)
+    measurement.check_out(options.out, {"rerank.judge": loaded.name})
     rationales = pd.read_parquet(options.of / PER_QUERY).set_index("query_id")["rationale"].dropna()
     asked = wanted.query_items(old.get("query_modality") or "both")  # without what the embedder did not see
     texts = [Item(query.id, text=rationales.get(query.id) or query.text) for query in asked]
@@ -188,11 +186,11 @@ def _rerank_set(options: RerankOptions, judge: Callable[[], DescriptionJudge], a
         "warnings": [*old.get("warnings", []), *unread],
         "again": rerun_command("rerank", options),
     }
-    write_evaluation(
-        options.out, wanted, judged.ranking, protocol, made, tag=tag, seed=options.seed,
+    measurement.write(
+        options.out, judged.ranking, made, tag=tag,
         # a query without lines may also be one for which nothing was found, such as by BM25
         missing=read.missing if old.get("coverage", 1.0) < 1.0 else (),
-        limit=limit, title=f"top {options.top_n} of {options.of}",
+        title=f"top {options.top_n} of {options.of}",
     )  # fmt: skip
 
 

@@ -22,17 +22,16 @@ from pydantic import Field
 
 from eval.benchmarks.registry import MeasureOptions
 from eval.benchmarks.suite import is_suite, load_suite, measure_members
-from eval.commands.audit import Audit, audit_training, training_files
+from eval.commands.audit import audit_training, training_files
+from eval.commands.measurement import Measurement
 from eval.embedding.fill_cache import Embeds, Mode, mean_cosine
 from eval.embedding.processes import join
-from eval.embedding.set_embeddings import Embeddings, contents_of
+from eval.embedding.set_embeddings import Contents, Embeddings, contents_of
 from eval.judging.rewrite import RewriteOptions, rewritten
 from eval.models.registry import ModelOptions
-from eval.scoring.evaluation import decides, write_evaluation
-from eval.scoring.output_files import RESULTS, check_out, rerun_command, self_retrieval, value_at
-from eval.scoring.protocol import Protocol
+from eval.scoring.output_files import RESULTS, rerun_command, self_retrieval, value_at
 from eval.scoring.search import DEPTH, Ranking, rows_within, search
-from eval.sets.retrieval_set import MODALITIES, Modality, RetrievalSet, load_set, with_content
+from eval.sets.retrieval_set import MODALITIES, Modality, RetrievalSet, with_content
 from rge.common.errors import UserError
 from rge.common.options import one_of
 from rge.common.prompt_profiles import PROFILES
@@ -43,7 +42,8 @@ MAX_INSTRUCTIONS = 20
 """Maximum number of instructions listed in results.json; a set may have one per query."""
 DETERMINES = (
     "checkpoint_hash", "decoding", "embedding_dims", "candidate_mode", "depth", "dtype", "exact", "prompts.profile",
-    "rewrite.kind", "rewrite.model", "query_mode", "query_modality",
+    "rewrite.kind", "rewrite.model", "query_mode", "query_modality", "budget.draw_temperature",
+    "budget.gate.learned_from",
 )  # fmt: skip
 """Keys of results.json that determine the figures beside those of `decides`; not software, machine and batch size."""
 UNTRAINED = (
@@ -86,8 +86,8 @@ class RunOptions(ModelOptions, RewriteOptions, MeasureOptions):
         return self.cache or self.out / ".cache"
 
     def of_member(self, path: Path, out: Path) -> Self:
-        """The options for one member of the suite; members share a cache, and only the suite gets a page."""
-        return replace(self, set=path, out=out, cache=self.root, report=False)
+        """The options for one member of the suite; members share a cache."""
+        return replace(self, set=path, out=out, cache=self.root)
 
 
 @dataclass(frozen=True)
@@ -100,26 +100,68 @@ class Condition:
     rerun_command: Mapping[str, Any]
 
 
-def run(options: RunOptions, load: Callable[..., Embeds] | None = None) -> list[Path]:
-    """Evaluate, write the outputs, and return their directories.
+def run_command(options: RunOptions, load: Callable[..., Embeds] | None = None) -> list[Path]:
+    """Evaluate a set, or all members of a suite with one model, and write the page; returns the output directories.
 
     ``load``: loads the encoder; default `eval.models.registry.load_model`.
     """
-    conditions = _conditions(options)
+    protocol = options.protocol()  # its errors are reported first
     if is_suite(options.set):
-        return _run_suite(options, cache(load or options.loader()))  # all members share one model
-    session = start(options, conditions, load)
-    embeddings, seed = session.embeddings, session.draw_seed
-    dirs = [condition.out for condition in conditions]
-    embeddings.fill_candidates(options.candidate_mode, seed)
+        load = cache(load or options.loader())
+        dirs = measure_members(
+            load_suite(options.set),
+            options,
+            lambda _, path, out: run(options.of_member(path, out), load),
+            title=options.query_mode[0],
+        )
+        more = {"page": "leaderboard"}
+    else:
+        dirs = run(options, load)
+        metric = "recall@1" if protocol.benchmark == "generic" else protocol.headline[0]
+        more = {"page": "set", "metric": metric}
+    if options.report and join().is_first:
+        write_page(options.out, dirs, **more)
+    return dirs
+
+
+def write_page(out: Path, dirs: Sequence[Path], **more: Any) -> None:
+    """Write ``report.html``; ``more``: further options of `eval.pages.report`."""
+    # not at the top: results record every loaded package, and pages do not change figures
+    from eval.pages.report import ReportOptions, report
+
+    print()
+    report(ReportOptions(runs=tuple(map(str, dirs)), out=out / "report.html", **more))
+
+
+def run(options: RunOptions, load: Callable[..., Embeds] | None = None) -> list[Path]:
+    """Evaluate one set under all conditions, write the outputs, and return their directories; see `run_command`."""
+    one_of("query_mode", options.query_mode, MODES)
+    one_of("query_modality", options.query_modality, MODALITIES)
+    options.check_model()
+    num = len(options.query_mode) * len(options.query_modality)
+    if num > 1 and (options.out / RESULTS).exists():
+        raise UserError(
+            f"{options.out} holds a single evaluation, but this command would write {num}: choose another out="
+        )
+    conditions = [
+        Condition(
+            mode,
+            modality,
+            options.out / f"{mode}-{modality}" if num > 1 else options.out,
+            rerun_command("run", replace(options, query_mode=(mode,), query_modality=(modality,))),
+        )
+        for mode, modality in product(MODES, MODALITIES)
+        if mode in options.query_mode and modality in options.query_modality
+    ]
+    session = Session(options, conditions, load)
+    embeddings = session.embeddings
+    embeddings.fill_candidates()
     if embeddings.process_group.is_first:
-        candidate_CD = embeddings.candidates(options.candidate_mode, seed)  # raises if they cannot be ranked
+        candidate_CD = embeddings.candidates()  # raises if they cannot be ranked
     for condition in conditions:
-        embeddings.fill_queries(condition.mode, condition.modality, seed)
-    if not embeddings.process_group.is_first:
-        return dirs
-    for condition in conditions:
-        encoded = embeddings.queries(condition.mode, condition.modality, seed)
+        embeddings.fill_queries(condition.mode, condition.modality)
+    for condition in conditions if embeddings.process_group.is_first else ():
+        encoded = embeddings.queries(condition.mode, condition.modality)
         ranking = session.rank(encoded.embeddings, candidate_CD)
         figures = {
             "mean_cosine": {"query": mean_cosine(encoded.embeddings), "candidate": mean_cosine(candidate_CD)},
@@ -127,75 +169,85 @@ def run(options: RunOptions, load: Callable[..., Embeds] | None = None) -> list[
         }
         print()
         name = f"{condition.mode}-{condition.modality}"
-        session.check_out(condition)  # again: another process may have finished meanwhile
         session.write(condition, ranking, encoded, figures, tag=name, title=name.replace("-", ", "))
-    metric = "recall@1" if options.benchmark == "generic" else session.protocol.headline[0]
-    write_page(options, dirs, page="set", metric=metric)
-    return dirs
+    return [condition.out for condition in conditions]
 
 
-def _run_suite(options: RunOptions, load: Callable[..., Embeds]) -> list[Path]:
-    dirs = measure_members(
-        load_suite(options.set),
-        options,
-        lambda _, path, out: run(options.of_member(path, out), load),
-        title=options.query_mode[0],
-    )
-    if join().is_first:
-        write_page(options, dirs, page="leaderboard")
-    return dirs
-
-
-def write_page(options: RunOptions, dirs: Sequence[Path], **more: Any) -> None:
-    """Write ``report.html`` unless report=false; ``more``: further options of `eval.pages.report`."""
-    if options.report:
-        # not at the top: results record every loaded package, and pages do not change figures
-        from eval.pages.report import ReportOptions, report
-
-        print()
-        report(ReportOptions(runs=tuple(map(str, dirs)), out=options.out / "report.html", **more))
-
-
-@dataclass(frozen=True)
 class Session:
-    """A checked set, an encoder's embeddings of it, and what all conditions have in common."""
+    """A measured set, an encoder's embeddings of it, and what all conditions have in common.
 
-    options: RunOptions
-    wanted: RetrievalSet  # prepared by the protocol
-    protocol: Protocol
-    embeddings: Embeddings
-    draw_seed: int | None  # of sampled rationales; None for greedy decoding
-    audit: Audit | None  # overlap with the training files; None if none are known
-    shared: Mapping[str, Any]  # content of results.json that is the same for all conditions
+    Making one checks the set and the output directories, reads all pictures once, loads the encoder and prints warnings.
+
+    Attributes:
+        shared: content of results.json that is the same for all conditions.
+        audit: overlap with the training files; None if none are known.
+    """
+
+    def __init__(
+        self, options: RunOptions, conditions: Sequence[Condition], load: Callable[..., Embeds] | None = None
+    ):
+        process_group = join()
+        protocol, whole = options.prepared()
+        wanted = whole.first(options.limit)
+        protocol.check_depth(wanted, options.depth)
+        rewriter = options.load_rewriter(options.root)
+        if rewriter is not None:
+            wanted = process_group.once(lambda: rewritten(wanted, rewriter))
+
+        def read() -> tuple[Contents, str | None]:
+            contents = contents_of(wanted, {condition.modality for condition in conditions})
+            return contents, with_content(whole, contents.candidates).content
+
+        # One pass over all pictures before loading the model: the cache keys need their hashes, and a missing picture is
+        # reported now instead of in the last shard.
+        contents, content = process_group.once(read)
+        wanted = replace(wanted, content=content)
+        encoder = options.load(wanted, load)
+        for condition in conditions:
+            encoder.settings.check_mode(condition.mode)
+        files = training_files(options.train, encoder.settings.recipe)
+        self.audit = process_group.once(lambda: audit_training(wanted, files) if files else None)
+        self.measurement = Measurement(wanted, protocol, options.seed, options.overwrite, options.limit)
+        self.embeddings = Embeddings(
+            encoder, wanted, contents, options.root, options.batch_size, options.memory_mb, options.seed,
+            options.candidate_mode, process_group, options.embedding_dims,
+        )  # fmt: skip
+        self.depth = options.depth
+        self.shared = _shared(options, wanted, encoder)
+        warnings = chain.from_iterable(self.warnings(condition.mode) for condition in conditions)
+        for warning in dict.fromkeys(warnings) if process_group.is_first else ():
+            print(f"WARNING: {warning}", file=sys.stderr, flush=True)
+        for condition in conditions:
+            self.check_out(condition, {})
 
     def rank(self, query_QD: np.ndarray, candidate_CD: np.ndarray) -> Ranking:
         """Exact search with the set's exclusions and candidate lists."""
         return search(
             query_QD,
             candidate_CD,
-            depth=self.options.depth,
-            excluded=self.wanted.excluded,
-            candidates=self.wanted.candidates,
+            depth=self.depth,
+            excluded=self.measurement.wanted.excluded,
+            candidates=self.measurement.wanted.candidates,
             block_rows=rows_within(self.embeddings.memory_mb, candidate_CD.shape[1]),
         )
-
-    def about(self, condition: Condition) -> dict[str, Any]:
-        """What a condition measures and how, for results.json."""
-        return {"query_mode": condition.mode, "query_modality": condition.modality, **self.shared}
 
     def warnings(self, mode: Mode) -> list[str]:
         """Caveats for readers of the figures."""
         settings = self.embeddings.encoder.settings
         untrained = [UNTRAINED] if mode == "reasoning" and settings.reasons == "none" else []
         audited = [] if self.audit is None else self.audit.warnings
-        return [*self.wanted.meta.get("notes", []), *untrained, *settings.notes, *audited]
+        return [*self.measurement.wanted.meta.get("notes", []), *untrained, *settings.notes, *audited]
 
-    def check_out(self, condition: Condition) -> None:
-        """Raise a UserError if the output directory holds another evaluation."""
-        about, options = self.about(condition), self.options
-        determined = decides(self.wanted, self.protocol, options.seed) | {"set.limit": options.limit}
-        determined |= {key: value_at(about, key.split(".")) for key in DETERMINES}
-        check_out(condition.out, determined, overwrite=options.overwrite, measured=about)
+    def check_out(self, condition: Condition, more: Mapping[str, Any]) -> dict[str, Any]:
+        """What a condition measures and how, for results.json; a UserError if its output directory holds another evaluation.
+
+        ``more``: further keys of results.json.
+        """
+        modes = {"query_mode": condition.mode, "query_modality": condition.modality}
+        about = {**modes, **self.shared, **more}
+        determined = {key: value_at(about, key.split(".")) for key in DETERMINES}
+        self.measurement.check_out(condition.out, determined, measured=about)
+        return about
 
     def write(
         self,
@@ -206,98 +258,28 @@ class Session:
         *,
         tag: str,
         title: str | None = None,
-    ) -> dict[str, Any]:
-        """Score a ranking and write its output directory; returns the content of results.json.
+    ) -> None:
+        """Score a ranking and write its output directory.
 
-        ``more``: further keys of results.json. ``tag``: suffix of the run file's tag. ``title``: see `write_evaluation`.
+        ``more``: further keys of results.json. ``tag``: suffix of the run file's tag. ``title``: see `Measurement.write`.
         """
         about = {
-            **self.about(condition),
+            **self.check_out(condition, more),  # again: another process may have finished meanwhile
             "warnings": self.warnings(condition.mode),
             "audit": self.audit.content if self.audit is not None else None,
             "self_retrieval": self_retrieval(ranking, self.embeddings.contents.own),
             "again": condition.rerun_command,
-            **more,
         }
-        return write_evaluation(
+        tag = f"{self.shared['checkpoint_hash'][:12]}-{tag}"
+        self.measurement.write(
             condition.out,
-            self.wanted,
             ranking,
-            self.protocol,
             about,
-            tag=f"{self.shared['checkpoint_hash'][:12]}-{tag}",
-            seed=self.options.seed,
+            tag=tag,
             encoded=encoded,
-            limit=self.options.limit,
             made_with=self.embeddings.made_with,
             title=title,
         )
-
-
-def start(
-    options: RunOptions, conditions: Sequence[Condition], load: Callable[..., Embeds] | None = None
-) -> Session:
-    """Check the set and the output directories, read all pictures once, load the encoder and print warnings."""
-    process_group = join()
-    wanted = load_set(options.set, by=options.by)
-    protocol = options.protocol(wanted)
-    whole = wanted = protocol.prepare(wanted)
-    if options.limit is not None:
-        wanted = wanted.first(options.limit)
-    protocol.check_depth(wanted, options.depth)
-    rewriter = options.load_rewriter(options.root)
-    if rewriter is not None:
-        wanted = process_group.once(lambda: rewritten(wanted, rewriter))
-    # One pass over all pictures before loading the model: the cache keys need their hashes, and a missing picture is
-    # reported now instead of in the last shard.
-    modalities = list(dict.fromkeys(condition.modality for condition in conditions))
-    contents = process_group.once(lambda: contents_of(wanted, modalities))
-    content = process_group.once(lambda: with_content(whole, contents.candidates).content)
-    wanted = replace(wanted, content=content)
-    encoder = options.load(wanted, load)
-    for condition in conditions:
-        encoder.settings.check_mode(condition.mode)
-    files = [Path(name) for name in options.train if name != "null"]
-    if options.train == ("auto",):
-        files = training_files(encoder.settings.recipe)
-    audit = process_group.once(lambda: audit_training(wanted, files) if files else None)
-    embeddings = Embeddings(
-        encoder, wanted, contents, options.root, options.batch_size, options.memory_mb, process_group,
-        options.embedding_dims,
-    )  # fmt: skip
-    draw_seed = options.seed if encoder.settings.generation.temperature > 0 else None
-    shared = _shared(options, wanted, encoder)
-    session = Session(options, wanted, protocol, embeddings, draw_seed, audit, shared)
-    warnings = chain.from_iterable(session.warnings(condition.mode) for condition in conditions)
-    for warning in dict.fromkeys(warnings) if process_group.is_first else ():
-        print(f"WARNING: {warning}", file=sys.stderr, flush=True)
-    for condition in conditions:
-        session.check_out(condition)
-    return session
-
-
-def _conditions(options: RunOptions) -> list[Condition]:
-    one_of("query_mode", options.query_mode, MODES)
-    one_of("query_modality", options.query_modality, MODALITIES)
-    options.protocol()
-    options.check_model()
-    conditions = [
-        Condition(
-            mode,
-            modality,
-            options.out / f"{mode}-{modality}",
-            rerun_command("run", replace(options, query_mode=(mode,), query_modality=(modality,))),
-        )
-        for mode, modality in product(MODES, MODALITIES)
-        if mode in options.query_mode and modality in options.query_modality
-    ]
-    if len(conditions) == 1:
-        return [replace(conditions[0], out=options.out)]
-    if (options.out / RESULTS).exists():
-        raise UserError(
-            f"{options.out} holds a single evaluation, but this command would write {len(conditions)}: choose another out="
-        )
-    return conditions
 
 
 def _shared(options: RunOptions, wanted: RetrievalSet, encoder: Embeds) -> dict[str, Any]:
@@ -320,7 +302,7 @@ def _shared(options: RunOptions, wanted: RetrievalSet, encoder: Embeds) -> dict[
             "instructions": instructions[:MAX_INSTRUCTIONS],
             "num_instructions": len(instructions),
         },
-        "rewrite": options.rewrite_settings(wanted.meta),
+        "rewrite": wanted.meta.get("rewrite"),
         "settings": {
             key: value for key, value in known.content().items() if key not in ("recipe", "identity")
         },

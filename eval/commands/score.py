@@ -16,12 +16,12 @@ from typing import Literal
 
 from eval.benchmarks.registry import MeasureOptions
 from eval.benchmarks.suite import is_suite, load_suite, measure_members
-from eval.scoring.evaluation import decides, write_evaluation
+from eval.commands.measurement import Measurement
 from eval.scoring.fuse import added
 from eval.scoring.metrics import deepest
-from eval.scoring.output_files import RUN, check_out, rerun_command
+from eval.scoring.output_files import RUN, rerun_command
 from eval.scoring.trec import ReadRun, read_run
-from eval.sets.retrieval_set import RetrievalSet
+from eval.sets.retrieval_set import RetrievalSet, with_readable_content
 from rge.common.errors import UserError
 
 
@@ -61,7 +61,8 @@ def score(options: ScoreOptions) -> Path:
 
         measure_members(suite, options, of_member, title=str(options.run))
         return options.out
-    protocol, wanted, unread = options.prepared()
+    protocol, wanted = options.prepared()
+    wanted, unread = with_readable_content(wanted)
     paths = [path / RUN if path.is_dir() else path for path in (options.run, *options.fuse)]
     read = _read_runs(options, paths, wanted)
     if read.missing and not options.allow_missing:
@@ -74,8 +75,8 @@ def score(options: ScoreOptions) -> Path:
     run_hash = hashlib.sha256(b"".join(path.read_bytes() for path in paths) + fused).hexdigest()
     fusion = {"runs": list(map(str, paths)), "by": options.fuse_by, "weights": list(options.weights)}
     about_run = {"tag": read.tag, "run_hash": run_hash, "fusion": fusion if options.fuse else None}
-    identity = decides(wanted, protocol, options.seed) | {"query_mode": None} | about_run
-    check_out(options.out, identity, overwrite=options.overwrite)
+    measurement = Measurement(wanted, protocol, options.seed, options.overwrite)
+    measurement.check_out(options.out, {"query_mode": None} | about_run)
     needed = deepest(protocol.names(wanted))
     short = int((wanted.pool_sizes().clip(max=needed) > (read.ranking.rows_QW >= 0).sum(axis=1)).sum())
     about = {
@@ -86,16 +87,8 @@ def score(options: ScoreOptions) -> Path:
         "again": rerun_command("score", options),
         "warnings": [*wanted.meta.get("notes", []), *unread],
     } | about_run
-    results = write_evaluation(
-        options.out,
-        wanted,
-        read.ranking,
-        protocol,
-        about,
-        tag=read.tag,
-        seed=options.seed,
-        missing=read.missing,
-        title=str(options.run),
+    results = measurement.write(
+        options.out, read.ranking, about, tag=read.tag, missing=read.missing, title=str(options.run)
     )
     if read.missing:
         counted = "are left out" if protocol.skips_missing else "count as 0"

@@ -4,7 +4,7 @@ Filling a cache and reading it are separate steps: all processes fill, but only 
 """
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
@@ -36,7 +36,7 @@ class Contents:
     """For each query the candidate rows (in id order) with a byte-identical copy of one of its pictures."""
 
 
-def contents_of(wanted: RetrievalSet, modalities: Sequence[Modality]) -> Contents:
+def contents_of(wanted: RetrievalSet, modalities: Collection[Modality]) -> Contents:
     """Read every picture of a set once and hash all contents; an ImageError if one cannot be read."""
     candidates: list[str] = []
     rows_of_picture: dict[str, list[int]] = {}
@@ -74,56 +74,62 @@ class Embeddings:
     root: Path  # of all caches
     batch_size: int
     memory_mb: float  # for a pool's embeddings; larger ones become a memory map
+    seed: int = 0  # of sampled rationales
+    candidate_mode: Mode = "direct"
     process_group: ProcessGroup = ALONE
-    dims: int | None = (
-        None  # truncate embeddings, but not those in caches, to this many components; None: all
-    )
+    dims: int | None = None  # components kept of each embedding, but not in caches; None: all
     made_with: Identity | None = None  # software and plugins that they depend on so far (first process only)
     _notices: set[str] = field(default_factory=set)
     _filled: dict[tuple[Any, ...], Cache] = field(default_factory=dict)
 
-    def asking(self, **generation: Any) -> Self:
-        """The same set and model with other generation settings; see `Embeds.with_`."""
-        return replace(self, encoder=self.encoder.with_(**generation), _filled={})
+    @property
+    def samples(self) -> bool:
+        """Whether rationales are sampled."""
+        return self.encoder.settings.generation.temperature > 0
 
-    def fill_queries(self, mode: Mode, modality: Modality, seed: int | None = None) -> Cache:
-        """Complete the cache of the queries for a condition."""
-        items = self.wanted.query_items(modality)
-        return self._fill("query", mode, modality, items, self.contents.queries[modality], seed)
-
-    def fill_candidates(self, mode: Mode, seed: int | None = None) -> Cache:
-        """Complete the cache of the pool."""
-        return self._fill(
-            "candidate", mode, "both", self.wanted.corpus_items(), self.contents.candidates, seed
+    def asking(
+        self, *, seed: int | None = None, candidate_mode: Mode | None = None, **generation: Any
+    ) -> Self:
+        """The same set and model with other settings; for those of generation see `Embeds.with_`."""
+        return replace(
+            self,
+            encoder=self.encoder.with_(**generation),
+            seed=self.seed if seed is None else seed,
+            candidate_mode=candidate_mode or self.candidate_mode,
+            _filled={},
         )
 
-    def queries(self, mode: Mode, modality: Modality, seed: int | None = None) -> Encoded:
+    def fill_queries(self, mode: Mode, modality: Modality) -> Cache:
+        """Complete the cache of the queries for a condition."""
+        items = self.wanted.query_items(modality)
+        return self._fill("query", mode, modality, items, self.contents.queries[modality])
+
+    def fill_candidates(self) -> Cache:
+        """Complete the cache of the pool."""
+        items, contents = self.wanted.corpus_items(), self.contents.candidates
+        return self._fill("candidate", self.candidate_mode, "both", items, contents)
+
+    def queries(self, mode: Mode, modality: Modality) -> Encoded:
         """Embeddings and rationales of the queries, in file order; a UserError if all embeddings are the same."""
-        encoded = shards.read(self.fill_queries(mode, modality, seed))
+        encoded = shards.read(self.fill_queries(mode, modality))
         encoded = replace(encoded, embeddings=cut(encoded.embeddings, self.dims))
         check_collapse(encoded.embeddings, self.contents.queries[modality], "query")
         return encoded
 
-    def candidates(self, mode: Mode, seed: int | None = None) -> np.ndarray:
+    def candidates(self) -> np.ndarray:
         """Embeddings of the pool in id order, (C, D) float32; a UserError if all are the same."""
-        cache = self.fill_candidates(mode, seed)
+        cache = self.fill_candidates()
         embedding_CD = cut(shards.read_embeddings(cache, self.wanted.file_order_C, self.memory_mb), self.dims)
         contents = [self.contents.candidates[row] for row in self.wanted.file_rows_C.tolist()]
         check_collapse(embedding_CD, contents, "candidate")
         return embedding_CD
 
     def _fill(
-        self,
-        side: Side,
-        mode: Mode,
-        modality: str,
-        items: Iterable[Item],
-        contents: Sequence[str],
-        seed: int | None,
+        self, side: Side, mode: Mode, modality: str, items: Iterable[Item], contents: Sequence[str]
     ) -> Cache:
-        wanted, seed = self.wanted, None if mode in SILENT else seed
-        if cache := self._filled.get((side, mode, modality, seed)):
+        if cache := self._filled.get((side, mode, modality)):
             return cache
+        wanted, seed = self.wanted, self.seed if self.samples and mode not in SILENT else None
         asked = encoder_key(
             checkpoint_hash=self.encoder.checkpoint_hash,
             settings=keyed_settings(self.encoder, mode) | {"seed": seed},
@@ -146,7 +152,7 @@ class Embeddings:
             process_group=self.process_group,
         )  # fmt: skip
         self.process_group.once(lambda: self._record(cache))  # again, with modules loaded by embedding
-        self._filled[side, mode, modality, seed] = cache
+        self._filled[side, mode, modality] = cache
         return cache
 
     def _encoder_key(self, asked: str, side: Side, mode: Mode) -> str:

@@ -6,7 +6,7 @@ model use pictures. The paper has a template for reformulations; the prompts her
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -136,13 +136,6 @@ class RewriteOptions:
     rewriter_key_env: str | None = None
     """Environment variable with the key; null: no key."""
 
-    def rewrite_settings(self, meta: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The ``rewrite`` block of results.json; ``meta``: meta of the set from `rewritten`."""
-        if self.rewrite is None:
-            return None
-        settings = {"kind": self.rewrite, "model": self.rewriter_model, "prompts": PROMPTS[self.rewrite]}
-        return settings | meta["rewriter"]
-
     def load_rewriter(self, cache: Path) -> Rewriter | None:
         """Load the rewriter; None if ``rewrite`` is not set."""
         kind, url, model = self.rewrite, self.rewriter, self.rewriter_model
@@ -160,14 +153,15 @@ class RewriteOptions:
 def rewritten(wanted: RetrievalSet, rewriter: Rewriter) -> RetrievalSet:
     """The set with rewritten queries; queries without pictures get no caption.
 
-    Queries whose rewriting was refused or empty are unchanged; a note of the set counts them.
+    Queries whose rewriting was refused or empty are unchanged; a note of the set counts them. ``rewrite`` in its meta
+    describes the rewriter for results.json.
     """
     added = rewriter.additions(wanted.queries)
     queries = [
         replace(query, text="\n".join(part for part in (query.text, more) if part))
         for query, more in zip(wanted.queries, added, strict=True)
     ]
-    meta = {**wanted.meta, "rewriter": rewriter.served}
+    meta = {**wanted.meta, "rewrite": rewriter.about()}
     if empty := sum(more == "" for more in added):
         note = f"rewrite={rewriter.kind} added nothing to {empty} of {len(queries)} queries (refused, rejected or empty)"
         meta = {**meta, "notes": [*meta.get("notes", []), note]}

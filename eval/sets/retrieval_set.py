@@ -124,8 +124,10 @@ class RetrievalSet:
             )
         return size_Q
 
-    def first(self, limit: int) -> "RetrievalSet":
-        """The set with only its first ``limit`` queries; the pool and the fingerprint do not change."""
+    def first(self, limit: int | None) -> "RetrievalSet":
+        """The set with only its first ``limit`` queries (None: all); the pool and the fingerprint do not change."""
+        if limit is None:
+            return self
         if limit < 1:
             raise UserError(f"limit must be at least 1, got {limit}")
         columns = {name: values[:limit] for name, values in self.columns.items()}

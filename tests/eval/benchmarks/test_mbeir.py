@@ -15,7 +15,7 @@ from eval.benchmarks.releases.mbeir import TASKS, MbeirOptions, cuts_of, import_
 from eval.benchmarks.suite import load_suite
 from eval.commands.compare import CompareOptions, compare
 from eval.commands.fetch import FetchOptions, fetch
-from eval.commands.run import RunOptions, run
+from eval.commands.run import RunOptions, run_command
 from eval.sets.retrieval_set import load_set
 from rge.common.errors import UserError
 
@@ -140,7 +140,7 @@ def test_figures_are_those_of_the_released_scorer(release, tmp_path, pool):
         "profile": "official",
         "report": False,
     }
-    out = run(
+    out = run_command(
         RunOptions(**given, out=tmp_path / "eval", query_mode=("reasoning", "direct")), loader(FakeEncoder())
     )
     results = json.loads((out[0] / "results.json").read_text())

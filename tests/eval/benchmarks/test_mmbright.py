@@ -13,7 +13,7 @@ from PIL import Image
 from eval.benchmarks.published_tables import published
 from eval.benchmarks.registry import protocol_for
 from eval.benchmarks.releases.mmbright import MmbrightOptions, document_key, image_key, import_mmbright
-from eval.commands.run import RunOptions, run
+from eval.commands.run import RunOptions, run_command
 from eval.commands.score import ScoreOptions, score
 from eval.scoring.search import Ranking, trec_ties
 from eval.sets.retrieval_set import load_set
@@ -207,7 +207,7 @@ def test_run_on_a_suite_of_domains(src, tmp_path):
         checkpoint="x", set=tmp_path / "o", out=tmp_path / "e", benchmark="mmbright", profile="official", depth=1000,
         query_mode=("direct", "reasoning"),
     )  # fmt: skip
-    outs = run(given, loader(FakeEncoder()))
+    outs = run_command(given, loader(FakeEncoder()))
     assert [out.name for out in outs] == ["reasoning-both", "direct-both"]
     results = json.loads((outs[0] / "results.json").read_text())
     assert set(results["by_category"]) == {"biology", "law"}

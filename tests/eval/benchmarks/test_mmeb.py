@@ -12,7 +12,7 @@ from eval.__main__ import main
 from eval.benchmarks.published_tables import published
 from eval.benchmarks.registry import protocol_for
 from eval.benchmarks.releases.mmeb import MmebOptions, import_mmeb
-from eval.commands.run import RunOptions, run
+from eval.commands.run import RunOptions, run_command
 from eval.scoring.search import Ranking
 from eval.sets.retrieval_set import load_set
 from rge.common.errors import UserError
@@ -160,7 +160,7 @@ def test_a_suite_end_to_end(suite, tmp_path, capsys):
     given = RunOptions(
         checkpoint="x", set=suite, out=tmp_path / "e", benchmark="mmeb", query_mode=("direct",), prompts=None
     )
-    (out,) = run(given, loader(FakeEncoder(profile="plain")))
+    (out,) = run_command(given, loader(FakeEncoder(profile="plain")))
     results = json.loads((out / "results.json").read_text())
     table = pd.read_parquet(out / "per_query.parquet")
     assert len(table) == 3 * NUM_ROWS

@@ -12,7 +12,7 @@ from eval_fakes import FakeEncoder, loader, picture
 from eval.__main__ import main
 from eval.benchmarks.registry import protocol_for
 from eval.benchmarks.releases.mmeb2 import DOCUMENTS, Mmeb2Options, import_mmeb2
-from eval.commands.run import RunOptions, run
+from eval.commands.run import RunOptions, run_command
 from eval.scoring.search import Ranking
 from eval.sets.retrieval_set import load_set
 from rge.common.errors import UserError
@@ -175,7 +175,7 @@ def test_from_files_to_results(release, tmp_path):
     given = RunOptions(
         checkpoint=tmp_path, set=tmp_path / "out", out=tmp_path / "eval", benchmark="mmeb2", report=False
     )
-    run(given, loader(FakeEncoder(profile="plain")))
+    run_command(given, loader(FakeEncoder(profile="plain")))
     results = json.loads((tmp_path / "eval/results.json").read_text())
     assert results["main_score"]["metric"] == "hit@1"
     assert results["main_score"]["value"] == pytest.approx(results["macro"]["hit@1"]["value"])

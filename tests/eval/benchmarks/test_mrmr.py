@@ -10,7 +10,7 @@ from eval_fakes import FakeEncoder, loader, picture
 from eval.__main__ import main
 from eval.benchmarks.registry import protocol_for
 from eval.benchmarks.releases.mrmr import DISCIPLINES, INSTRUCTIONS, MrmrOptions, import_mrmr
-from eval.commands.run import RunOptions, run
+from eval.commands.run import RunOptions, run_command
 from eval.scoring.search import Ranking
 from eval.sets.retrieval_set import load_set
 from rge.common.errors import UserError
@@ -140,7 +140,7 @@ def test_from_files_to_results(release, tmp_path):
     given = RunOptions(
         checkpoint=tmp_path, set=tmp_path / "out", out=tmp_path / "eval", benchmark="mrmr", profile="official", report=False
     )  # fmt: skip
-    run(given, loader(FakeEncoder()))
+    run_command(given, loader(FakeEncoder()))
     results = json.loads((tmp_path / "eval/results.json").read_text())
     assert set(results["main_scores"]) == set(INSTRUCTIONS)
     assert results["main_scores"]["negation"]["metric"] == "recall@1"

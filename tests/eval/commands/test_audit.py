@@ -10,7 +10,7 @@ from eval.__main__ import main
 from eval.benchmarks.suite import write_suite
 from eval.commands import audit as audit_module
 from eval.commands.audit import WARN, AuditOptions, audit_command, audit_training, training_files
-from eval.commands.run import RunOptions, run
+from eval.commands.run import RunOptions, run, run_command
 from eval.sets.retrieval_set import load_set
 from rge.common.errors import UserError
 
@@ -110,7 +110,7 @@ def test_training_files_of_a_recipe(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text("")
     recipe = {"a": {"data": str(path), "b": [str(path), "gone.jsonl"]}, "c": 3, "d": "x.yaml"}
-    assert training_files(recipe) == [path]
+    assert training_files(("auto",), recipe) == [path]
 
 
 def test_the_command(set_dir, tmp_path, capsys):
@@ -155,7 +155,7 @@ def test_members_of_a_suite_are_looked_for_in_training_pictures_that_are_read_on
         checkpoint="x", set=tmp_path / "suite", out=tmp_path / "out", train=(str(path),), report=False
     )
     reads.clear()
-    run(options, loader(FakeEncoder()))
+    run_command(options, loader(FakeEncoder()))
     assert not [ref for ref in reads if isinstance(ref, str)]  # the same files as before
     path.write_text(path.read_text() + "\n")
     audit_command(AuditOptions(set=tmp_path / "suite", train=(str(path),)))

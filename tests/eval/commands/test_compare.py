@@ -12,7 +12,7 @@ from eval_fakes import FakeEncoder, loader, tables, write_set, write_tables
 
 from eval.__main__ import main
 from eval.commands.compare import CompareOptions, compare, paired_tests
-from eval.commands.run import RunOptions, run
+from eval.commands.run import RunOptions, run, run_command
 from eval.scoring.stats import holm
 from rge.common.errors import UserError
 
@@ -124,7 +124,7 @@ def test_one_group_says_nothing_of_others(tmp_path, capsys):
     options = RunOptions(
         checkpoint="fake", set=data, out=tmp_path / "out", query_mode=("reasoning", "direct")
     )
-    dirs = run(options, loader(FakeEncoder()))
+    dirs = run_command(options, loader(FakeEncoder()))
     for block in ("micro", "macro"):
         figures = json.loads((dirs[0] / "results.json").read_text())[block]
         assert {(one["low"], one["high"]) for one in figures.values()} == {(None, None)}

@@ -24,13 +24,13 @@ from eval_fakes import (
 )
 
 from eval.__main__ import COMMANDS, main, usage
+from eval.commands import measurement
 from eval.commands.compare import CompareOptions, compare
-from eval.commands.run import RunOptions, run
+from eval.commands.run import RunOptions, run, run_command
 from eval.commands.score import ScoreOptions, score
 from eval.pages.evaluations import read_evaluation
 from eval.pages.report import ReportOptions, provenance_of, report
 from eval.pages.tables import random_floors
-from eval.scoring import evaluation
 from eval.scoring.metrics import names_of
 from eval.scoring.output_files import means
 from eval.sets.retrieval_set import load_set
@@ -112,7 +112,7 @@ def test_figures_by_another_column_are_of_the_same_set(set_dir, tmp_path):
     content["queries"]["season"] = ["winter", "summer"] * (NUM_QUERIES // 2)
     data = write_tables(tmp_path / "set", content)
     asked = options(data, tmp_path / "out", by=("season",), report=True)
-    (out,) = run(asked, loader(FakeEncoder()))
+    (out,) = run_command(asked, loader(FakeEncoder()))
     assert "winter" in (out / "report.html").read_text()
     plain = score(ScoreOptions(run=out, set=data, out=tmp_path / "scored"))
     assert compare(CompareOptions(a=out, b=plain, metric=("mrr",)))[0].difference == 0
@@ -474,7 +474,7 @@ def test_another_set_is_not_overwritten_unasked(set_dir, tmp_path):
 @pytest.mark.slow
 def test_nothing_half_written_looks_complete(set_dir, tmp_path, monkeypatch):
     run(options(set_dir, tmp_path), loader(FakeEncoder()))
-    monkeypatch.setattr(evaluation, "write_run", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(measurement, "write_run", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         run(options(set_dir, tmp_path), loader(FakeEncoder()))
     assert not (tmp_path / "results.json").exists()
@@ -663,7 +663,9 @@ def test_a_page_says_the_command_that_makes_its_figures_again(tmp_path, monkeypa
 def test_the_report_is_written_last(set_dir, tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr("eval.pages.report.report", lambda asks: asked.append((asks.runs, asks.out)))
-    run(options(set_dir, tmp_path, report=True, query_mode=("reasoning", "direct")), loader(FakeEncoder()))
+    run_command(
+        options(set_dir, tmp_path, report=True, query_mode=("reasoning", "direct")), loader(FakeEncoder())
+    )
     dirs = (str(tmp_path / "reasoning-both"), str(tmp_path / "direct-both"))
     assert asked == [(dirs, tmp_path / "report.html")]
 
@@ -715,7 +717,7 @@ def test_a_page_of_queries_whose_positives_are_missing(tmp_path):
     content["qrels"] = {key: [values[row] for row in kept] for key, values in content["qrels"].items()}
     content["queries"]["num_missing_positives"] = [2 if number in (1, 5) else 0 for number in range(8)]
     data = write_tables(tmp_path / "set", content, {"report_by": ["pair"]})
-    (out,) = run(options(data, tmp_path / "out", report=True), loader(FakeEncoder()))
+    (out,) = run_command(options(data, tmp_path / "out", report=True), loader(FakeEncoder()))
     assert (out / "report.html").exists()
     results = results_of(out)
     loaded = load_set(data)

@@ -13,7 +13,7 @@ from eval.commands.bm25 import Bm25Options, bm25, rank
 from eval.commands.budget import BudgetOptions, budget
 from eval.commands.compare import CompareOptions, compare
 from eval.commands.rerank import RerankOptions, rerank_command
-from eval.commands.run import RunOptions, run
+from eval.commands.run import RunOptions, run_command
 from eval.commands.score import ScoreOptions, score
 from eval.pages.boards.leaderboard import write_leaderboard
 from eval.sets.retrieval_set import load_set
@@ -127,7 +127,7 @@ def test_compare_says_of_a_suite_what_its_results_say(tmp_path):
         write_tables(tmp_path / "suite" / name, tables(queries, 60), {"name": name, "report_by": ["pair"]})
     members = {name: {"half": "B" if name == "west" else "A"} for name in sizes}
     write_suite(tmp_path / "suite", name="compass", benchmark="generic", column="side", members=members)
-    dirs = run(
+    dirs = run_command(
         RunOptions(
             checkpoint="fake", set=tmp_path / "suite", out=tmp_path / "out", report=False,
             query_mode=("reasoning", "direct"),
@@ -174,7 +174,7 @@ def test_a_judge_reorders_every_member(suite, tmp_path, monkeypatch):
     options = RunOptions(
         checkpoint="fake", set=suite, out=tmp_path / "run", query_mode=("reasoning", "direct"), report=False
     )
-    before, _ = run(options, loader(FakeEncoder()))
+    before, _ = run_command(options, loader(FakeEncoder()))
     monkeypatch.setattr(rerank_module, "DescriptionJudge", Judge)
     Judge.loaded = 0
     judged = rerank_command(RerankOptions(of=before, out=tmp_path / "judged", judge="x", top_n=4))

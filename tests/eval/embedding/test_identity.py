@@ -13,7 +13,7 @@ from eval_fakes import FakeEncoder, loader, picture, tables, write_set, write_ta
 from eval.__main__ import main
 from eval.commands.compare import CompareOptions, compare
 from eval.commands.export import ExportOptions, export
-from eval.commands.run import RunOptions, run
+from eval.commands.run import RunOptions, run, run_command
 from eval.commands.score import ScoreOptions, score
 from eval.embedding.identity import differences, identity_of
 from eval.pages.report import ReportOptions, report
@@ -33,7 +33,7 @@ def results_of(path):
 
 def evaluate(data, out, encoder=None, **more):
     words = {"checkpoint": "fake", "set": data, "out": out, "report": False} | more
-    run(RunOptions(**words), loader(encoder or FakeEncoder()))
+    run_command(RunOptions(**words), loader(encoder or FakeEncoder()))
     return out
 
 
@@ -138,7 +138,7 @@ def edit(monkeypatch):
         ("rge/towers/efficientnet.py", False, "software.modules.rge.towers.efficientnet"),
         ("eval_fakes.py", False, "software.modules.eval_fakes"),  # where the encoder is from
         ("torch", False, "software.packages.torch"),
-        ("eval/scoring/evaluation.py", True, "software.modules.eval.scoring.evaluation"),
+        ("eval/commands/measurement.py", True, "software.modules.eval.commands.measurement"),
         ("threads", True, "machine.threads"),
         ("eval/pages/examples.py", True, None),  # of the page
     ],

@@ -69,7 +69,7 @@ def test_a_model_of_the_same_name_at_another_address_writes_anew(content, server
         found = rewritten(wanted, load_rewriter("caption", other.url, "m", tmp_path / "cache"))
         assert other.num_answered == 3
     assert found.queries[1].text == "question 1\nfrom elsewhere"
-    assert found.meta["rewriter"]["at"] == other.url
+    assert found.meta["rewrite"]["at"] == other.url
 
 
 def test_a_reformulation_sees_question_and_pictures(content, server, tmp_path):

@@ -13,7 +13,7 @@ from eval_fakes import FakeEncoder, loader, picture, write_set
 from eval.__main__ import main
 from eval.benchmarks.published_tables import published
 from eval.benchmarks.releases.mmeb import MmebOptions, import_mmeb
-from eval.commands.run import RunOptions, run
+from eval.commands.run import RunOptions, run_command
 from eval.pages.boards.comparison import who_wins
 from eval.pages.boards.leaderboard import write_leaderboard
 from eval.pages.charts import PLOT_WIDTH, Point, scatter
@@ -25,7 +25,7 @@ NAMES = ("ImageNet-1K", "ImageNet-A", "MSCOCO_t2i")
 
 def evaluate(name, out, wanted, mode=("direct",), **options):
     given = RunOptions(model=name, set=wanted, out=out, query_mode=mode, **{"report": False} | options)
-    return run(given, loader(FakeEncoder(name, model=name, profile="plain")))
+    return run_command(given, loader(FakeEncoder(name, model=name, profile="plain")))
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,107 @@
+"""Write evaluation directories from rankings; shared by `run`, `score`, `bm25`, `rerank` and `budget`."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eval.embedding.identity import versions, with_key
+from eval.scoring.output_files import (
+    FORMAT,
+    RUN,
+    check_out,
+    invalidate,
+    per_query_table,
+    rationale_figures,
+    set_figures,
+    statistics_settings,
+    write_tables,
+)
+from eval.scoring.protocol import Protocol, all_figures
+from eval.scoring.search import Ranking
+from eval.scoring.tables import in_per_cent
+from eval.scoring.trec import write_run
+from eval.sets.retrieval_set import RetrievalSet
+from rge.common.schema import Encoded
+from rge.identity.run_identity import Identity
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A set under a protocol, from `Protocol.prepare`, and the settings that any ranking of it is scored with."""
+
+    wanted: RetrievalSet
+    protocol: Protocol
+    seed: int  # of the resampling
+    overwrite: bool  # whether output of another evaluation is replaced
+    limit: int | None = None  # number of queries of the set that are used; None: all
+
+    def check_out(
+        self, out: Path, determined: Mapping[str, Any], measured: Mapping[str, Any] | None = None
+    ) -> None:
+        """Raise a UserError if a directory holds another evaluation, see `eval.scoring.output_files.check_out`.
+
+        ``determined``: dotted keys of results.json that determine the figures beside set, protocol and seed.
+        """
+        wanted, protocol = self.wanted, self.protocol
+        decides = {
+            "set.fingerprint": wanted.fingerprint,
+            "set.content": wanted.content,
+            "set.report_by": list(wanted.report_by),
+            "set.limit": self.limit,
+            "benchmark": protocol.benchmark,
+            "profile": protocol.profile,
+            "seed": self.seed,
+            "metrics": list(protocol.metrics),
+        }
+        check_out(out, decides | dict(determined), overwrite=self.overwrite, measured=measured)
+
+    def write(
+        self,
+        out: Path,
+        ranking: Ranking,
+        about: Mapping[str, Any],
+        *,
+        tag: str,
+        encoded: Encoded | None = None,
+        missing: Sequence[str] = (),
+        made_with: Identity | None = None,
+        title: str | None = None,
+    ) -> dict[str, Any]:
+        """Score a ranking and write run.trec, per_query.parquet and, last, results.json; returns the content of the last.
+
+        ``about``: how the ranking was made; overrides the default content of results.json. ``missing``: queries without a
+        ranking. ``made_with``: software that the embeddings depend on, see `eval.embedding.set_embeddings.Embeddings`.
+        ``title``: printed with the table of figures; None prints nothing.
+        """
+        wanted, protocol = self.wanted, self.protocol
+        ranking = protocol.ordered(ranking)  # of which run.trec keeps only the order
+        scored = protocol.without(missing, wanted, protocol.score(wanted, ranking))
+        table = per_query_table(wanted, ranking, scored, encoded)
+        results: dict[str, Any] = {
+            "format": FORMAT,
+            "set": set_figures(wanted) | {"limit": self.limit},
+            "benchmark": protocol.benchmark,
+            "profile": protocol.profile,
+            "protocol": list(protocol.statements),
+            "metrics": list(protocol.metrics),
+            "query_mode": None,
+            "query_modality": None,
+            **all_figures(wanted, scored, protocol, seed=self.seed),
+            "warnings": list(wanted.meta.get("notes", [])),
+            "rationale": rationale_figures(table.select(["stop_reason", "rationale_tokens"]).to_pandas()),
+            "coverage": 1.0 - len(missing) / len(wanted.queries),
+            "depth": ranking.depth,
+            "seed": self.seed,
+            "statistics": statistics_settings(self.seed),
+            "versions": versions(),
+        } | dict(about)
+        results["identity"] = with_key(results, made_with=made_with)
+        results["plugins"] = results["identity"]["plugins"]
+        invalidate(out)
+        write_run(out / RUN, ranking, wanted.query_ids, wanted.corpus_ids, tag)
+        write_tables(out, table, results)
+        if title is not None:
+            figures = in_per_cent(results, (*protocol.headline, *protocol.metrics))
+            print(f"{wanted.name}: {title} -> {out}\n{figures.to_string()}", flush=True)
+        return results

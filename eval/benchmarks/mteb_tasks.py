@@ -20,7 +20,8 @@ from mteb.abstasks.task_metadata import TaskMetadata
 from eval.benchmarks.registry import GENERIC, protocol_for
 from eval.benchmarks.suite import is_suite, load_suite
 from eval.scoring.metrics import CUTOFFS
-from eval.sets.retrieval_set import RetrievalSet, load_set, with_content
+from eval.sets.contents import with_content
+from eval.sets.retrieval_set import RetrievalSet, load_set
 from rge.common.files import find_shipped
 from rge.common.images import picture_bytes
 from rge.common.schema import Item

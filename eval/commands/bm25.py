@@ -17,7 +17,8 @@ from eval.commands.measurement import Measurement
 from eval.judging.rewrite import RewriteOptions, rewritten
 from eval.scoring.output_files import rerun_command
 from eval.scoring.search import DEPTH, Ranking, stack_rankings
-from eval.sets.retrieval_set import RetrievalSet, with_readable_content
+from eval.sets.contents import with_readable_content
+from eval.sets.retrieval_set import RetrievalSet
 from rge.common.errors import UserError
 
 

@@ -6,14 +6,16 @@ Prints counts and caveats; for a set that cannot be evaluated, an error lists al
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from eval.benchmarks.suite import is_suite, load_suite
-from eval.sets.retrieval_set import RetrievalSet, SetError, content_digest, load_set, with_content
+from eval.sets.contents import Contents, content_digest, contents_of, with_content
+from eval.sets.retrieval_set import RetrievalSet, load_set
+from eval.sets.tables import SetError
 from rge.common.commands import progress_bar
 from rge.common.images import ImageError, load_image
 from rge.common.registry import PluginOptions
@@ -45,54 +47,50 @@ def check(options: CheckOptions) -> None:
 def check_set(path: Path) -> tuple[list[str], list[str]]:
     """Read all content of a set; returns a summary, and caveats for readers of its figures."""
     wanted = load_set(path)
-    bad: list[str] = []
-    ids_of: dict[str, list[str]] = defaultdict(list)
-    digests, pool = [], Counter[str]()
-    for item in progress_bar(
+    pool = progress_bar(
         wanted.corpus_items(), desc="candidates", total=len(wanted.corpus_ids), unit="item", delay=2
-    ):
-        digests.append(_digest(item, "candidate", bad))
-        ids_of[digests[-1]].append(item.id)
-        pool.update(_parts(item))
-    asked = [_digest(query, "query", bad) for query in wanted.queries]
+    )
+    bad: list[str] = []
+    candidates, queries = _count(pool, "candidate", bad), _count(wanted.queries, "query", bad)
     if bad:
         more = f"\nand {len(bad) - MAX_LISTED} more" if len(bad) > MAX_LISTED else ""
         raise SetError(f"{path}: {len(bad)} items cannot be read:\n" + "\n".join(bad[:MAX_LISTED]) + more)
-    queries = Counter(part for query in wanted.queries for part in _parts(query))
+    contents = contents_of(wanted, ["both"])
     rights = [len(rows) for rows, _ in wanted.positives]
     each = " to ".join(map(str, sorted({min(rights), max(rights)})))
     lines = [
         f"{wanted.path}: {wanted.name}",
         f"{len(wanted.queries)} queries ({queries['pictures']} with pictures, {queries['text']} with text) in "
         f"{_num_groups(wanted)} groups, {sum(rights)} right answers, {each} per query",
-        f"{len(wanted.corpus_ids)} candidates ({pool['pictures']} with pictures, {pool['text']} with text)",
+        f"{len(wanted.corpus_ids)} candidates ({candidates['pictures']} with pictures, {candidates['text']} with text)",
         f"fingerprint {wanted.fingerprint}",
-        f"content     {with_content(wanted, digests).content}",
+        f"content     {with_content(wanted, contents.candidates).content}",
     ]
-    copies = [ids for ids in ids_of.values() if len(ids) > 1]
-    return lines, [*wanted.meta.get("notes", []), *_caveats(wanted, copies, asked)]
+    return lines, [*wanted.meta.get("notes", []), *_caveats(wanted, contents)]
 
 
-def _parts(item: Item) -> list[str]:
-    return ["pictures"] * bool(item.images) + ["text"] * bool(item.text)
-
-
-def _digest(item: Item, side: str, bad: list[str]) -> str:
-    try:
-        for ref in item.images:
-            load_image(ref)
-        return content_digest(item)[0]
-    except ImageError as error:
-        bad.append(f"{side} {item.id!r}: {error}")
-        return ""
+def _count(items: Iterable[Item], side: str, bad: list[str]) -> Counter[str]:
+    """Open all pictures and count items with pictures and with text; unreadable items are added to `bad`."""
+    counts = Counter[str]()
+    for item in items:
+        counts.update(pictures=bool(item.images), text=bool(item.text))
+        try:
+            for ref in item.images:
+                load_image(ref)
+        except ImageError as error:
+            bad.append(f"{side} {item.id!r}: {error}")
+    return counts
 
 
 def _num_groups(wanted: RetrievalSet) -> int:
     return len(set(wanted.columns["group"]))
 
 
-def _caveats(wanted: RetrievalSet, copies: Sequence[Sequence[str]], asked: Sequence[str]) -> Iterator[str]:
-    """``copies``: groups of candidates with identical content. ``asked``: content hash of each query."""
+def _caveats(wanted: RetrievalSet, contents: Contents) -> Iterator[str]:
+    ids_of: dict[str, list[str]] = defaultdict(list)
+    for row, digest in zip(wanted.file_order_C.tolist(), contents.candidates, strict=True):
+        ids_of[digest].append(wanted.corpus_ids[row])
+    copies = [ids for ids in ids_of.values() if len(ids) > 1]
     if copies:
         first, other = copies[0][:2]
         yield (
@@ -103,6 +101,7 @@ def _caveats(wanted: RetrievalSet, copies: Sequence[Sequence[str]], asked: Seque
     judged = zip(wanted.query_ids, wanted.positives, wanted.negatives or [], strict=False)
     if both := [query for query, (right, _), wrong in judged if np.intersect1d(right, wrong).size]:
         yield f"{len(both)} queries have a candidate that is both right and wrong, first {both[0]!r}"
+    asked = contents.queries["both"]
     if twice := len(asked) - len(set(asked)):
         yield f"{twice} queries are exact copies of another"
     yield from _shared_pictures(wanted)
@@ -112,12 +111,9 @@ def _caveats(wanted: RetrievalSet, copies: Sequence[Sequence[str]], asked: Seque
     small = [repr(name) for name, count in counts.items() if count < SMALL_CATEGORY and len(counts) > 1]
     if small:
         yield f"fewer than {SMALL_CATEGORY} queries in {', '.join(small[:5])}"
-    if wanted.candidates is None and wanted.excluded is None:
-        pool = {picture for item in wanted.corpus_items() for picture in content_digest(item)[1]}
-        if own := sum(bool(pool & set(content_digest(query)[1])) for query in wanted.queries):
-            yield (
-                f"{own} queries have their own picture in the pool, where it ranks first; exclude it with excluded.parquet"
-            )
+    own = sum(len(rows) > 0 for rows in contents.own)
+    if own and wanted.candidates is None and wanted.excluded is None:
+        yield f"{own} queries have their own picture in the pool, where it ranks first; exclude it with excluded.parquet"
 
 
 def _copy_of_right(wanted: RetrievalSet, copies: Sequence[Sequence[str]]) -> Iterator[str]:

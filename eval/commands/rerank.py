@@ -32,7 +32,8 @@ from eval.scoring.output_files import (
 )
 from eval.scoring.search import Ranking
 from eval.scoring.trec import read_run
-from eval.sets.retrieval_set import RetrievalSet, content_digest, load_set, with_readable_content
+from eval.sets.contents import content_digest, with_readable_content
+from eval.sets.retrieval_set import RetrievalSet, load_set
 from rge.calls.store import AnswerStore, value_key
 from rge.common.commands import progress_bar
 from rge.common.errors import UserError

@@ -26,12 +26,13 @@ from eval.commands.audit import audit_training, training_files
 from eval.commands.measurement import Measurement
 from eval.embedding.fill_cache import Embeds, Mode, mean_cosine
 from eval.embedding.processes import join
-from eval.embedding.set_embeddings import Contents, Embeddings, contents_of
+from eval.embedding.set_embeddings import Embeddings
 from eval.judging.rewrite import RewriteOptions, rewritten
 from eval.models.registry import ModelOptions
 from eval.scoring.output_files import RESULTS, rerun_command, self_retrieval, value_at
 from eval.scoring.search import DEPTH, Ranking, rows_within, search
-from eval.sets.retrieval_set import MODALITIES, Modality, RetrievalSet, with_content
+from eval.sets.contents import Contents, contents_of, with_content
+from eval.sets.retrieval_set import MODALITIES, Modality, RetrievalSet
 from rge.common.errors import UserError
 from rge.common.options import one_of
 from rge.common.prompt_profiles import PROFILES

@@ -21,7 +21,8 @@ from eval.scoring.fuse import added
 from eval.scoring.metrics import deepest
 from eval.scoring.output_files import RUN, rerun_command
 from eval.scoring.trec import ReadRun, read_run
-from eval.sets.retrieval_set import RetrievalSet, with_readable_content
+from eval.sets.contents import with_readable_content
+from eval.sets.retrieval_set import RetrievalSet
 from rge.common.errors import UserError
 
 

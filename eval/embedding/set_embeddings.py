@@ -4,7 +4,7 @@ Filling a cache and reading it are separate steps: all processes fill, but only 
 """
 
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
@@ -15,8 +15,8 @@ from eval.embedding import shards
 from eval.embedding.fill_cache import Embeds, Mode, Side, check_collapse, cut, fill
 from eval.embedding.processes import ALONE, ProcessGroup
 from eval.embedding.shards import Cache, cache_key, caches_in, describe, encoder_key
-from eval.sets.retrieval_set import Modality, RetrievalSet, content_digest
-from rge.common.commands import progress_bar
+from eval.sets.contents import Contents
+from eval.sets.retrieval_set import Modality, RetrievalSet
 from rge.common.modes import SILENT
 from rge.common.prompt_profiles import PROFILES
 from rge.common.schema import Encoded, Item
@@ -24,44 +24,6 @@ from rge.identity.run_identity import Identity, changes_since, digest, in_words,
 
 ROOMS = ("rge", "eval.models", "eval.embedding")
 """Our packages whose loaded modules embeddings depend on; user modules and plugins always count."""
-
-
-@dataclass(frozen=True)
-class Contents:
-    """Content hashes of a set, computed before a model is loaded, so that missing pictures are reported early."""
-
-    candidates: list[str]  # in file order
-    queries: dict[Modality, list[str]]
-    own: list[np.ndarray]
-    """For each query the candidate rows (in id order) with a byte-identical copy of one of its pictures."""
-
-
-def contents_of(wanted: RetrievalSet, modalities: Collection[Modality]) -> Contents:
-    """Read every picture of a set once and hash all contents; an ImageError if one cannot be read."""
-    candidates: list[str] = []
-    rows_of_picture: dict[str, list[int]] = {}
-    items = progress_bar(
-        wanted.corpus_items(),
-        desc=f"{'reading the pool':>17}",
-        total=len(wanted.corpus_ids),
-        unit="item",
-        delay=2,
-    )
-    for row, item in zip(wanted.file_order_C.tolist(), items, strict=True):
-        content, pictures = content_digest(item)
-        candidates.append(content)
-        for picture in pictures:
-            rows_of_picture.setdefault(picture, []).append(row)
-    queries = {
-        modality: [content_digest(item)[0] for item in wanted.query_items(modality)]
-        for modality in modalities
-    }
-
-    def own(query: Item) -> np.ndarray:
-        rows = {row for one in content_digest(query)[1] for row in rows_of_picture.get(one, [])}
-        return np.array(sorted(rows), np.int64)
-
-    return Contents(candidates, queries, list(map(own, wanted.queries)))
 
 
 @dataclass
@@ -136,7 +98,7 @@ class Embeddings:
             side=side,
             mode=mode,
         )
-        encoder = self.process_group.once(lambda: self._encoder_key(asked, side, mode))
+        encoder = self.process_group.once(lambda: self._encoder_key(asked))
         key = cache_key(encoder, modality=modality, fingerprint=wanted.fingerprint, contents=contents)
         about = {"side": side, "mode": mode, "modality": modality, "set": wanted.name, "asked": asked}
         about |= {"checkpoint_hash": self.encoder.checkpoint_hash}
@@ -155,15 +117,11 @@ class Embeddings:
         self._filled[side, mode, modality] = cache
         return cache
 
-    def _encoder_key(self, asked: str, side: Side, mode: Mode) -> str:
+    def _encoder_key(self, asked: str) -> str:
         """Key of the encoder and its software: that of an existing cache if nothing has changed since, else a new one."""
         made_with: dict[str, Identity] = {}
-        others = False
         for _, about in caches_in(self.root):
-            if "made_with" not in about:
-                of = (about.get("checkpoint_hash"), about.get("side"), about.get("mode"))
-                others |= of == (self.encoder.checkpoint_hash, side, mode)
-            elif about.get("asked") == asked:
+            if "made_with" in about and about.get("asked") == asked:
                 known = made_with.get(about["encoder"])
                 made_with[about["encoder"]] = joined(known, about["made_with"])
         changed: dict[str, tuple[Any, Any]] = {}
@@ -171,23 +129,18 @@ class Embeddings:
             if not (changed := changes_since(then)):
                 self.made_with = joined(self.made_with, then)
                 return encoder
-        if changed:
-            self._notify("are not reused because of changes: " + "; ".join(in_words(changed)))
-        elif others:
-            self._notify(
-                "by an older version are not reused because they do not record the code and versions they depend on"
-            )
+        notice = (
+            f"embeddings in {self.root} are not reused because of changes: {'; '.join(in_words(changed))}"
+        )
+        if changed and notice not in self._notices:
+            self._notices.add(notice)
+            print(notice, file=sys.stderr, flush=True)
         return digest([asked, software_of(ROOMS)])
 
     def _record(self, cache: Cache) -> None:
         """Record in `made_with` and beside the cache which modules and packages its embeddings depend on."""
         self.made_with = joined(self.made_with, software_of(ROOMS))
         describe(cache, made_with=self.made_with)
-
-    def _notify(self, notice: str) -> None:
-        if notice not in self._notices:
-            self._notices.add(notice)
-            print(f"embeddings in {self.root} {notice}", file=sys.stderr, flush=True)
 
 
 def keyed_settings(encoder: Embeds, mode: Mode) -> dict[str, Any]:

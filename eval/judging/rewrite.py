@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from eval.sets.retrieval_set import RetrievalSet, content_digest
+from eval.sets.contents import content_digest
+from eval.sets.retrieval_set import RetrievalSet
 from rge.calls.caller import Caller
 from rge.calls.dispatch.grouping import Outcome
 from rge.calls.model_config import ModelConfig

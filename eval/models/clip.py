@@ -14,15 +14,11 @@ from PIL import Image
 from torch import Tensor
 from transformers import AutoImageProcessor, AutoModel, AutoTokenizer, PreTrainedModel
 
-from eval.models.common import BARE, DirectEncoder, direct, loading, whole
+from eval.models.common import BARE, DirectEncoder, check_family, direct, loading, whole
 from eval.models.registry import Facts
-from rge.common.errors import UserError
 from rge.common.images import load_image
 from rge.common.schema import Item
 from rge.model.prompts import user_text
-
-FAMILIES = ("clip", "siglip", "siglip2")
-
 
 Content = tuple[str, list[Image.Image]]
 """Input of the model: a text, pictures, or both."""
@@ -85,10 +81,7 @@ class TwoTowers(DirectEncoder[Content]):
 @direct
 def load_clip(facts: Facts, device: str, dtype: str) -> TwoTowers:
     """A CLIP, SigLIP or SigLIP 2 checkpoint."""
-    if facts.model_type not in FAMILIES:
-        raise UserError(
-            f"adapter=clip is for {', '.join(FAMILIES)}; {facts.name} is a {facts.model_type or '?'}"
-        )
+    check_family(facts, "clip", ("clip", "siglip", "siglip2"))
     with loading(facts):
         model = whole(facts, AutoModel.from_pretrained, dtype)
         tokenizer = AutoTokenizer.from_pretrained(facts.path)

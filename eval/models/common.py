@@ -189,6 +189,14 @@ def whole(facts: Facts, load: Callable[..., Any], dtype: str) -> Any:
     return model
 
 
+def check_family(facts: Facts, adapter: str, families: Sequence[str]) -> None:
+    """Raise a `UserError` if a model is not of an adapter's families."""
+    if facts.model_type not in families:
+        raise UserError(
+            f"adapter={adapter} is for {', '.join(families)}; {facts.name} is a {facts.model_type or '?'}"
+        )
+
+
 def place(device: str | None, dtype: str | None) -> tuple[str, str]:
     """Apply defaults: a GPU if there is one; bfloat16 on a GPU, float32 on CPU."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from eval.models.common import VLM2VEC, DirectEncoder, direct, loading, whole
+from eval.models.common import VLM2VEC, DirectEncoder, check_family, direct, loading, whole
 from eval.models.registry import Facts
 from rge.common.errors import UserError
 from rge.common.prompt_profiles import PROFILES, Profile
@@ -27,7 +27,6 @@ from rge.model.families import normalised
 from rge.model.prompts import Prompt, PromptBuilder
 
 MAX_PROMPT_TOKENS = 8192
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 
 
 class RawBuilder(PromptBuilder):
@@ -107,10 +106,7 @@ def load_vlm2vec(facts: Facts, device: str, dtype: str) -> LastToken:
 
 def load_qwen(facts: Facts, adapter: str, dtype: str) -> tuple[Any, Any]:
     """Load a Qwen model and its processor; a LoRA is merged into its base."""
-    if facts.model_type not in FAMILIES:
-        raise UserError(
-            f"adapter={adapter} is for {', '.join(FAMILIES)}; {facts.name} is a {facts.model_type or '?'}"
-        )
+    check_family(facts, adapter, ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"))
     is_lora = "config.json" not in facts.files
     base = facts.base if is_lora else facts
     if base is None:

@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeVar
 
 from eval.embedding.fill_cache import Embeds
 from eval.sets.retrieval_set import RetrievalSet
+from rge.checkpoints.settings import read_settings
 from rge.common.errors import UserError
 from rge.common.files import checkpoint_folder, read_json
 from rge.common.options import AtLeastOne, one_of
@@ -29,12 +30,6 @@ RELEASED = "qwen2_5_vl"
 QWEN = ("qwen2_vl", RELEASED)
 ON_THE_HUB = {"MCG-NJU/RGE": "lcxrocks/RGE"}
 """Name of a paper or repository -> hub id of its weights, tried if the name itself does not exist."""
-NOT_HERE = {
-    "phi3_v": "VLM2Vec and UniME on Phi-3.5-V are such models. They need code from their own repository, which is not part "
-    "of transformers and is not run here. VLM2Vec on Qwen's models is supported "
-    "(VLM2Vec/VLM2Vec-Qwen2VL-2B, VLM2Vec/VLM2Vec-V2.0)",
-}
-"""Known architecture -> why no adapter supports it."""
 GUESSED = {
     "rge-release": "{name} has no rge.json and is treated as the released RGE checkpoint because it has an <emb> token: its "
     "prompt, 256 to 1024 patches per picture, 128 tokens. A checkpoint trained here needs its rge.json, or prompt, sizes and "
@@ -247,8 +242,8 @@ class ModelOptions:
 
     def loader(self) -> Callable[..., Embeds]:
         """`load_model` with the options that do not depend on a set; a `UserError` if ``checkpoint`` is unfinished."""
-        if self.checkpoint is not None:
-            _check_checkpoint(checkpoint_folder(self.checkpoint), self.adapter)
+        if self.checkpoint is not None and self.adapter is None:
+            read_settings(checkpoint_folder(self.checkpoint))
         of_vllm: dict[str, Any] = {"vllm_memory": self.vllm_memory, "vllm_rows": self.batch_size}
         return partial(
             load_model,
@@ -287,18 +282,6 @@ class ModelOptions:
         return encoder.with_(exact=exact or None, profile=None if profile == settings.profile else profile)
 
 
-def _check_checkpoint(checkpoint: Path, adapter: str | None) -> None:
-    if not checkpoint.is_dir():
-        raise UserError(
-            f"checkpoint {checkpoint} does not exist; model=NAME also takes an id on the Hugging Face hub"
-        )
-    if adapter is None and not (checkpoint / "rge.json").is_file():
-        raise UserError(
-            f"checkpoint {checkpoint} has no rge.json with its prompt settings: it is unfinished or incomplete. For "
-            "third-party embedders use model="
-        )
-
-
 def _chosen(facts: Facts, requested: Adapter | None) -> Adapter:
     """The requested family, else the first that matches a model's files."""
     unlike_ours = "<emb>" in facts.tokens and "rge.json" not in facts.files and facts.model_type != RELEASED
@@ -308,11 +291,6 @@ def _chosen(facts: Facts, requested: Adapter | None) -> Adapter:
             "If it was trained with rge, copy its rge.json from the training output"
         )
     chosen = requested or next((adapter for adapter in adapters() if adapter.matches(facts)), None)
-    if facts.model_type in NOT_HERE and chosen in (None, *OURS):
-        raise UserError(
-            f"{facts.name} is a {facts.model_type}: {NOT_HERE[facts.model_type]}. Score rankings of the model's own code with "
-            "`rge eval score`; docs/extending.md shows how to add an embedder"
-        )
     if chosen is None:
         kinds = "\n".join(f"  {adapter.name}: {adapter.about}" for adapter in adapters())
         raise UserError(

@@ -19,7 +19,8 @@ from eval.scoring.output_files import (
     set_path,
     value_at,
 )
-from eval.sets.retrieval_set import RetrievalSet, load_set, with_readable_content
+from eval.sets.contents import with_readable_content
+from eval.sets.retrieval_set import RetrievalSet, load_set
 from rge.common.errors import UserError
 
 QUERY_COLUMN, TOP_COLUMN, RANK_COLUMN = "query_id", "top10", "first_hit_rank"

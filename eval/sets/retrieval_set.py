@@ -24,28 +24,23 @@ Ties are broken by id everywhere in `eval`. Candidates therefore have two orders
 read, and that of ids (`RetrievalSet.corpus_ids`), which the rows in all rankings and judgements refer to.
 """
 
-import hashlib
 import json
-import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
-import pyarrow.parquet as pq
 from pydantic import BaseModel, ValidationError
 
+from eval.sets.tables import SetError, Table, items_of
 from rge.common.errors import UserError
 from rge.common.files import find_shipped
-from rge.common.images import ImageError, picture_bytes
-from rge.common.schema import ImageRef, Item
+from rge.common.schema import Item
 from rge.identity.set_fingerprint import set_fingerprint
-from rge.tables.rows import is_text
 
 Modality = Literal["both", "text", "image"]
 MODALITIES: tuple[Modality, ...] = ("both", "text", "image")
@@ -71,12 +66,6 @@ RESERVED = {"id", "text", "image", "instruction", "category", "group", *RESULT_C
 """Columns that figures cannot be reported by; a protocol adds the names of its metrics."""
 MAX_REPORT_VALUES = 50
 """Maximum number of values of a column that figures are reported by; longer tables would be unreadable."""
-READ_ROWS = 64
-"""Rows decoded at a time, since a row group of pictures can be gigabytes large."""
-
-
-class SetError(UserError):
-    """A retrieval set violates the format; the message names file, row and fix."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +130,7 @@ class RetrievalSet:
         Raises:
             SetError: a candidate has neither text nor image.
         """
-        return _items(_Table(self.path / "corpus.parquet"))
+        return items_of(Table(self.path / "corpus.parquet"))
 
     def query_items(self, modality: Modality) -> list[Item]:
         """Queries reduced to a modality: ``text`` drops the pictures, ``image`` drops text and instruction.
@@ -176,8 +165,8 @@ def load_set(path: str | Path, *, by: Sequence[str] = ()) -> RetrievalSet:
     if not root.is_dir():
         raise SetError(f"set {root} is not a directory")
     meta = _meta(root / "meta.json")
-    corpus_ids = _Table(root / "corpus.parquet").ids()
-    table = _Table(root / "queries.parquet")
+    corpus_ids = Table(root / "corpus.parquet").ids()
+    table = Table(root / "queries.parquet")
     query_ids, columns = table.ids(), _query_columns(table, (*meta.get("report_by", ()), *by))
     corpus_order = sorted(range(len(corpus_ids)), key=corpus_ids.__getitem__)
     query_of = {name: row for row, name in enumerate(query_ids)}
@@ -194,7 +183,7 @@ def load_set(path: str | Path, *, by: Sequence[str] = ()) -> RetrievalSet:
         name=meta["name"],
         fingerprint=set_fingerprint(query_ids, corpus_ids, **pairs),
         meta=meta,
-        queries=list(_items(table)),
+        queries=list(items_of(table)),
         columns=columns,
         report_by=tuple(columns)[2:],
         corpus_ids=list(row_of),
@@ -230,12 +219,12 @@ def _lists(
 
 def query_column(wanted: RetrievalSet, name: str, words: str = "strings") -> list[Any]:
     """A column of Q strings or integers in ``queries.parquet``."""
-    return _Table(wanted.path / "queries.parquet").read(name, words)[: len(wanted.queries)]
+    return Table(wanted.path / "queries.parquet").read(name, words)[: len(wanted.queries)]
 
 
 def picture_ids(wanted: RetrievalSet) -> list[list[str]]:
     """Ids of each query's pictures in the release; empty lists if unknown."""
-    if "picture_ids" not in _Table(wanted.path / "queries.parquet").names:
+    if "picture_ids" not in Table(wanted.path / "queries.parquet").names:
         return [[] for _ in wanted.queries]
     return [ids.split("+") if ids else [] for ids in query_column(wanted, "picture_ids")]
 
@@ -256,52 +245,7 @@ def given_rationales(wanted: RetrievalSet) -> dict[tuple[str, str], str]:
 
 def _rows(path: Path, *columns: str) -> Iterator[tuple[str, ...]]:
     """Rows of an optional table of strings; none without it."""
-    return zip(*map(_Table(path).read, columns), strict=True) if path.exists() else iter(())
-
-
-def content_digest(item: Item) -> tuple[str, tuple[str, ...]]:
-    """SHA-256 of an item's text, instruction and pictures, without its id, and of each picture's bytes.
-
-    Raises:
-        rge.common.images.ImageError: a picture cannot be read.
-    """
-    pictures = tuple(hashlib.sha256(picture_bytes(ref)).hexdigest() for ref in item.images)
-    content = json.dumps([item.text, item.instruction, pictures], ensure_ascii=False)
-    return hashlib.sha256(content.encode()).hexdigest(), pictures
-
-
-def with_content(wanted: RetrievalSet, candidates: Sequence[str] | None = None) -> RetrievalSet:
-    """The set with a hash of all its content.
-
-    Besides the fingerprint (ids and judgements), this covers all texts, instructions and pictures, and the columns that
-    the set groups figures by. ``candidates``: content digest of each in file order; None: read all pictures of the pool.
-
-    Raises:
-        rge.common.images.ImageError: a picture cannot be read.
-    """
-    if candidates is None:
-        candidates = [content_digest(item)[0] for item in wanted.corpus_items()]
-    digest = hashlib.sha256(wanted.fingerprint.encode())
-    rows: list[list[str]] = sorted(
-        [wanted.corpus_ids[r], one] for r, one in zip(wanted.file_order_C, candidates, strict=True)
-    )
-    # without those of by=, which belong to a command and not to the set
-    own = sorted({"category", "group", *wanted.meta.get("report_by", [])})
-    columns = [wanted.columns[name] for name in own]
-    missing = [] if wanted.num_missing_Q is None else [list(map(str, wanted.num_missing_Q.tolist()))]
-    queries = zip(wanted.queries, *columns, *missing, strict=True)
-    rows += sorted([query.id, content_digest(query)[0], *values] for query, *values in queries)
-    for row in rows:
-        digest.update(json.dumps(row, ensure_ascii=False).encode() + b"\n")
-    return replace(wanted, content=digest.hexdigest())
-
-
-def with_readable_content(wanted: RetrievalSet) -> tuple[RetrievalSet, list[str]]:
-    """`with_content` for rankings from elsewhere: missing pictures are a warning instead of an error."""
-    try:
-        return with_content(wanted), []
-    except ImageError as error:
-        return wanted, [f"the set's texts and pictures are not part of this result's identity: {error}"]
+    return zip(*map(Table(path).read, columns), strict=True) if path.exists() else iter(())
 
 
 class _Meta(BaseModel):
@@ -327,55 +271,7 @@ def _meta(path: Path) -> dict[str, Any]:
     return {key: value for key, value in meta.items() if value is not None}
 
 
-class _Table:
-    """A Parquet file of a set; its columns are checked when they are read."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        try:
-            self.file = pq.ParquetFile(path)
-        except (OSError, pa.ArrowInvalid) as error:
-            raise SetError(f"{path} cannot be read as Parquet: {error}") from None
-        self.names = self.file.schema_arrow.names
-
-    def check(self, column: str, words: str = "strings", *, null: bool = False) -> None:
-        """Check that a column holds strings or integers; ``null``: it may hold nothing else than null."""
-        if column not in self.names:
-            raise SetError(f"{self.path}: column {column!r} is missing; there are {', '.join(self.names)}")
-        kind = self.file.schema_arrow.field(column).type
-        kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-        fits = is_text(kind) if words == "strings" else pa.types.is_integer(kind)
-        if not fits and not (null and pa.types.is_null(kind)):
-            raise SetError(f"{self.path}: column {column!r} must hold {words}, it holds {kind}")
-
-    def read(self, column: str, words: str = "strings", *, null: bool = False) -> list[Any]:
-        """The values of a column; an error if one is null, unless `null`."""
-        self.check(column, words, null=null)
-        values = self.file.read(columns=[column]).column(0).to_pylist()
-        if None in values and not null:
-            raise SetError(f"{self.path}: column {column!r} is null in row {values.index(None)}")
-        return values
-
-    def ids(self) -> list[str]:
-        """The column ``id``, of distinct names that TREC run files can hold: they separate columns by white space."""
-        ids = self.read("id")
-        if {"text", "image"}.isdisjoint(self.names):
-            raise SetError(
-                f"{self.path}: columns 'text' and 'image' are both missing; there are {', '.join(self.names)}"
-            )
-        if not ids:
-            raise SetError(f"{self.path} has no rows")
-        seen: set[str] = set()
-        for row, name in enumerate(ids):
-            if name.split() != [name]:
-                raise SetError(f"{self.path}: id {name!r} in row {row} is empty or contains white space")
-            if name in seen:
-                raise SetError(f"{self.path}: id {name!r} occurs twice, again in row {row}")
-            seen.add(name)
-        return ids
-
-
-def _query_columns(table: _Table, report_by: Iterable[str]) -> dict[str, list[str]]:
+def _query_columns(table: Table, report_by: Iterable[str]) -> dict[str, list[str]]:
     """``category``, ``group`` and the columns that figures are reported by."""
     columns = {
         "category": [value or UNCATEGORISED for value in table.read("category", null=True)],
@@ -396,63 +292,9 @@ def _query_columns(table: _Table, report_by: Iterable[str]) -> dict[str, list[st
     return columns
 
 
-def _items(table: _Table) -> Iterator[Item]:
-    wanted = [name for name in ("id", "text", "image", "instruction") if name in table.names]
-    for name in {"text", "instruction"}.intersection(wanted):
-        table.check(name, null=True)
-    for batch in table.file.iter_batches(batch_size=READ_ROWS, columns=wanted):
-        for row in batch.to_pylist():
-            item = Item(
-                id=row["id"],
-                text=row.get("text") or None,
-                images=_pictures(table.path, row["id"], row.get("image")),
-                instruction=row.get("instruction") or None,
-            )
-            if not item.text and not item.images:
-                raise SetError(f"{table.path}: {item.id!r} has neither text nor image")
-            yield item
-
-
-def _pictures(path: Path, name: str, cell: Any) -> tuple[ImageRef, ...]:
-    if cell is None or cell == "":
-        return ()
-    if isinstance(cell, list):
-        return tuple(ref for part in cell for ref in _pictures(path, name, part))
-    if isinstance(cell, dict):
-        return _pictures(path, name, cell.get("bytes") or cell.get("path"))
-    if isinstance(cell, bytes):
-        return (cell,)
-    if isinstance(cell, str):
-        return (_in_folder(path, name, cell),)
-    raise SetError(
-        f"{path}: image of {name!r} must be bytes, a path or {{bytes, path}}, got {type(cell).__name__}"
-    )
-
-
-def _in_folder(path: Path, name: str, cell: str) -> str:
-    """Resolve a picture reference, which must stay in the set, since a foreign set could otherwise expose any file."""
-    file, library, row = cell.partition(".parquet#")
-    target = path.parent / (file + library.removesuffix("#"))
-    real = _real(str(target.parent)) / target.name
-    real = Path(os.path.realpath(real)) if real.is_symlink() else Path(os.path.normpath(real))
-    folder = _real(str(path.parent))
-    # the hub's cache links to files in blobs/; sets may share a library of pictures beside them
-    blobs = [above.parent / "blobs" for above in folder.parents if above.name == "snapshots"]
-    if not any(real.is_relative_to(allowed) for allowed in (folder.parent if library else folder, *blobs)):
-        raise SetError(
-            f"{path}: image of {name!r} is {cell!r}, outside the set's folder: copy the file, or its content, into the set"
-        )
-    return str(target) + (f"#{row}" if library else "")
-
-
-@lru_cache(maxsize=1024)
-def _real(folder: str) -> Path:
-    return Path(os.path.realpath(folder))
-
-
 def _pairs(path: Path, query_of: Mapping[str, int], row_of: Mapping[str, int]) -> list[tuple[Any, ...]]:
     """The rows of a table: query id, candidate id and, in ``qrels.parquet``, gain."""
-    table = _Table(path)
+    table = Table(path)
     names = ["query-id", "corpus-id"]
     pairs = pd.DataFrame({name: table.read(name) for name in names}, dtype=object)
     wrong = {
@@ -481,7 +323,7 @@ def _by_query(
     return list(zip(np.split(row_N[order], stops), np.split(gain_N[order], stops), strict=True))
 
 
-def _num_missing(table: _Table) -> np.ndarray | None:
+def _num_missing(table: Table) -> np.ndarray | None:
     name = "num_missing_positives"
     if name not in table.names:
         return None

@@ -13,7 +13,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from eval.sets.retrieval_set import NAMES, RetrievalSet, SetError, load_set
+from eval.sets.retrieval_set import NAMES, RetrievalSet, load_set
+from eval.sets.tables import SetError
 from rge.common.files import replacing_folder, write_json
 from rge.common.images import ImageError, load_image, picture_bytes
 from rge.identity.set_fingerprint import set_fingerprint

@@ -20,7 +20,8 @@ from eval.benchmarks.folder.importer import FolderOptions, import_folder
 from eval.benchmarks.suite import load_suite, write_suite
 from eval.commands import run as run_module
 from eval.commands.check import check_set
-from eval.sets.retrieval_set import SetError, load_set
+from eval.sets.retrieval_set import load_set
+from eval.sets.tables import SetError
 from rge.checkpoints.export import export, settings_of
 from rge.common import files
 from rge.common.errors import UserError

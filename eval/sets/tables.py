@@ -1,0 +1,124 @@
+"""Parquet tables of a retrieval set: columns that are checked when they are read, and items with their pictures."""
+
+import os
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rge.common.errors import UserError
+from rge.common.schema import ImageRef, Item
+from rge.tables.rows import is_text
+
+READ_ROWS = 64
+"""Rows decoded at a time, since a row group of pictures can be gigabytes large."""
+
+
+class SetError(UserError):
+    """A retrieval set violates the format; the message names file, row and fix."""
+
+
+class Table:
+    """A Parquet file of a set; its columns are checked when they are read."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        try:
+            self.file = pq.ParquetFile(path)
+        except (OSError, pa.ArrowInvalid) as error:
+            raise SetError(f"{path} cannot be read as Parquet: {error}") from None
+        self.names = self.file.schema_arrow.names
+
+    def check(self, column: str, words: str = "strings", *, null: bool = False) -> None:
+        """Check that a column holds strings or integers; ``null``: it may hold nothing else than null."""
+        if column not in self.names:
+            raise SetError(f"{self.path}: column {column!r} is missing; there are {', '.join(self.names)}")
+        kind = self.file.schema_arrow.field(column).type
+        kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+        fits = is_text(kind) if words == "strings" else pa.types.is_integer(kind)
+        if not fits and not (null and pa.types.is_null(kind)):
+            raise SetError(f"{self.path}: column {column!r} must hold {words}, it holds {kind}")
+
+    def read(self, column: str, words: str = "strings", *, null: bool = False) -> list[Any]:
+        """The values of a column; an error if one is null, unless `null`."""
+        self.check(column, words, null=null)
+        values = self.file.read(columns=[column]).column(0).to_pylist()
+        if None in values and not null:
+            raise SetError(f"{self.path}: column {column!r} is null in row {values.index(None)}")
+        return values
+
+    def ids(self) -> list[str]:
+        """The column ``id``, of distinct names that TREC run files can hold: they separate columns by white space."""
+        ids = self.read("id")
+        if {"text", "image"}.isdisjoint(self.names):
+            raise SetError(
+                f"{self.path}: columns 'text' and 'image' are both missing; there are {', '.join(self.names)}"
+            )
+        if not ids:
+            raise SetError(f"{self.path} has no rows")
+        seen: set[str] = set()
+        for row, name in enumerate(ids):
+            if name.split() != [name]:
+                raise SetError(f"{self.path}: id {name!r} in row {row} is empty or contains white space")
+            if name in seen:
+                raise SetError(f"{self.path}: id {name!r} occurs twice, again in row {row}")
+            seen.add(name)
+        return ids
+
+
+def items_of(table: Table) -> Iterator[Item]:
+    """The queries or candidates of a table, read lazily; a SetError if one has neither text nor image."""
+    wanted = [name for name in ("id", "text", "image", "instruction") if name in table.names]
+    for name in {"text", "instruction"}.intersection(wanted):
+        table.check(name, null=True)
+    for batch in table.file.iter_batches(batch_size=READ_ROWS, columns=wanted):
+        for row in batch.to_pylist():
+            item = Item(
+                id=row["id"],
+                text=row.get("text") or None,
+                images=_pictures(table.path, row["id"], row.get("image")),
+                instruction=row.get("instruction") or None,
+            )
+            if not item.text and not item.images:
+                raise SetError(f"{table.path}: {item.id!r} has neither text nor image")
+            yield item
+
+
+def _pictures(path: Path, name: str, cell: Any) -> tuple[ImageRef, ...]:
+    if cell is None or cell == "":
+        return ()
+    if isinstance(cell, list):
+        return tuple(ref for part in cell for ref in _pictures(path, name, part))
+    if isinstance(cell, dict):
+        return _pictures(path, name, cell.get("bytes") or cell.get("path"))
+    if isinstance(cell, bytes):
+        return (cell,)
+    if isinstance(cell, str):
+        return (_in_folder(path, name, cell),)
+    raise SetError(
+        f"{path}: image of {name!r} must be bytes, a path or {{bytes, path}}, got {type(cell).__name__}"
+    )
+
+
+def _in_folder(path: Path, name: str, cell: str) -> str:
+    """Resolve a picture reference, which must stay in the set, since a foreign set could otherwise expose any file."""
+    file, library, row = cell.partition(".parquet#")
+    target = path.parent / (file + library.removesuffix("#"))
+    real = _real(str(target.parent)) / target.name
+    real = Path(os.path.realpath(real)) if real.is_symlink() else Path(os.path.normpath(real))
+    folder = _real(str(path.parent))
+    # the hub's cache links to files in blobs/; sets may share a library of pictures beside them
+    blobs = [above.parent / "blobs" for above in folder.parents if above.name == "snapshots"]
+    if not any(real.is_relative_to(allowed) for allowed in (folder.parent if library else folder, *blobs)):
+        raise SetError(
+            f"{path}: image of {name!r} is {cell!r}, outside the set's folder: copy the file, or its content, into the set"
+        )
+    return str(target) + (f"#{row}" if library else "")
+
+
+@lru_cache(maxsize=1024)
+def _real(folder: str) -> Path:
+    return Path(os.path.realpath(folder))

@@ -25,7 +25,6 @@ from eval.commands.run import Condition, RunOptions, Session, write_page
 from eval.embedding.fill_cache import Embeds
 from eval.embedding.identity import versions
 from eval.embedding.set_embeddings import Embeddings
-from eval.embedding.shards import read_costs
 from eval.pages.budget_curves import BASES, BUDGET, as_file
 from eval.scoring.fuse import max_score, mean_embedding, together
 from eval.scoring.gate import Gate, choose, gate_for, gated, large_minus_small, lead, margin
@@ -44,7 +43,7 @@ FUSIONS = ("mean", "max")
 GATED = "direct to reasoning, gated"
 DECIDED = "direct to reasoning, decided by the model"
 SETTINGS = (
-    "k", "draw_temperature", "fuse", "gate", "gate_from", "margin", "auto", "both_sides", "batch_size", "seed",
+    "k", "draw_temperature", "fuse", "gate", "gate_from", "margin", "auto", "batch_size", "seed",
 )  # fmt: skip
 """Options that budget.json records."""
 Fraction = Annotated[float, Field(gt=0, lt=1)]
@@ -71,8 +70,6 @@ class BudgetOptions(RunOptions):
     auto: tuple[Fraction, ...] = (0.02, 0.1, 0.25, 0.5, 0.75, 0.9, 0.98)
     """For a checkpoint that decides for itself (docs/modes.md): thresholds on the probability of `<emb>` as the first
     token, from which on it writes no rationale; each is a point of a curve."""
-    both_sides: bool = False
-    """Evaluate with candidates that reason, too."""
     metric: str | None = None
     """Metric of the table and the plot; null: the benchmark's first."""
 
@@ -91,7 +88,7 @@ class Point:
     @property
     def mode(self) -> Mode:
         """Mode of the queries."""
-        return "direct" if self.name.startswith("direct") else "reasoning"
+        return "direct" if self.name == "direct" else "reasoning"
 
 
 def budget(options: BudgetOptions, load: Callable[..., Embeds] | None = None) -> Path:
@@ -141,10 +138,7 @@ def _of_set(options: BudgetOptions, metric: str, load: Callable[..., Embeds]) ->
         session.embeddings.asking(seed=options.seed + number, temperature=options.draw_temperature)
         for number in range(options.k)
     ]
-    reasoned = session.embeddings.asking(candidate_mode="reasoning") if options.both_sides else None
     session.embeddings.fill_candidates()
-    if reasoned is not None:
-        reasoned.fill_candidates()
     for mode in BASES:
         session.embeddings.fill_queries(mode, "both")
     for drawn in draws:
@@ -163,7 +157,6 @@ def _of_set(options: BudgetOptions, metric: str, load: Callable[..., Embeds]) ->
         _gated(base, options, metric),
         _decided(base, always) if always else (),
         _thresholds(base, options.auto),
-        _both_sides(base, reasoned) if reasoned is not None else (),
     )
     dirs = []
     for point in points:
@@ -334,14 +327,6 @@ def _thresholds(base: _Base, above: Sequence[float]) -> Iterator[Point]:
         yield replace(point, encoded=replace(point.encoded, embed_ms=spent))
 
 
-def _both_sides(base: _Base, embeddings: Embeddings) -> Iterator[Point]:
-    costs = read_costs(embeddings.fill_candidates())
-    reasoned = replace(base, candidate_CD=embeddings.candidates())
-    for mode, encoded in base.encoded.items():
-        about = {"candidate_mode": "reasoning", "a_candidate_costs": costs}
-        yield Point(f"{mode}-both", "candidates reason too", 1, reasoned.rank(encoded), encoded, about)
-
-
 def _write(session: Session, point: Point, condition: Condition) -> None:
     ms_Q = point.encoded.generate_ms + point.encoded.embed_ms
     costs = {"tokens": float(point.encoded.num_rationale_tokens.mean()), "ms": float(ms_Q.mean())}
@@ -386,8 +371,6 @@ def _joined(of_member: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
             if key == "share" or key.startswith("margin_")
         }
         row["gate"] |= of_each | _means(list(gates.values()), ("share",))
-    if costs := row.get("a_candidate_costs"):
-        row["a_candidate_costs"] = _means([part["a_candidate_costs"] for part in parts], costs)
     return row
 
 

@@ -49,17 +49,10 @@ class Embeddings:
         """Whether rationales are sampled."""
         return self.encoder.settings.generation.temperature > 0
 
-    def asking(
-        self, *, seed: int | None = None, candidate_mode: Mode | None = None, **generation: Any
-    ) -> Self:
-        """The same set and model with other settings; for those of generation see `Embeds.with_`."""
-        return replace(
-            self,
-            encoder=self.encoder.with_(**generation),
-            seed=self.seed if seed is None else seed,
-            candidate_mode=candidate_mode or self.candidate_mode,
-            _filled={},
-        )
+    def asking(self, *, seed: int | None = None, **generation: Any) -> Self:
+        """The same set and model with another seed or generation settings; see `Embeds.with_`."""
+        encoder = self.encoder.with_(**generation)
+        return replace(self, encoder=encoder, seed=self.seed if seed is None else seed, _filled={})
 
     def fill_queries(self, mode: Mode, modality: Modality) -> Cache:
         """Complete the cache of the queries for a condition."""

@@ -159,16 +159,6 @@ def read_embeddings(cache: Cache, place: np.ndarray, memory_mb: float) -> np.nda
     return out
 
 
-def read_costs(cache: Cache) -> dict[str, float]:
-    """Means over the rows of a complete cache: ``tokens`` generated, ``generate_ms``, ``embed_ms``."""
-    names = {"num_rationale_tokens": "tokens", "generate_ms": "generate_ms", "embed_ms": "embed_ms"}
-    total = dict.fromkeys(names.values(), 0.0)
-    for _, _, table in _parts(cache, tuple(names)):
-        for column, name in names.items():
-            total[name] += float(table[column].to_numpy().sum())
-    return {name: value / cache.num_items for name, value in total.items()}
-
-
 def _hash(parts: Sequence[str]) -> str:
     digest = hashlib.sha256()
     for part in parts:

@@ -25,8 +25,7 @@ def done(set_dir, tmp_path_factory):
     out = tmp_path_factory.mktemp("out") / "budget"
     encoder = FakeEncoder()
     options = BudgetOptions(
-        checkpoint="fake", set=set_dir, out=out, k=3, gate=(0.25, 0.5), margin=(0.05,), both_sides=True,
-        metric="mrr",
+        checkpoint="fake", set=set_dir, out=out, k=3, gate=(0.25, 0.5), margin=(0.05,), metric="mrr",
     )  # fmt: skip
     assert budget(options, loader(encoder)) == out
     return encoder, out, json.loads((out / "budget.json").read_text())
@@ -42,7 +41,7 @@ def test_every_way_of_asking_is_an_evaluation(done):
     names = [row["name"] for row in content["points"]]
     assert names == [
         "direct", "reasoning", "mean-1", "max-1", "mean-2", "max-2", "mean-3", "max-3", "gate-25", "gate-50",
-        "gate-below-0.05", "direct-both", "reasoning-both",
+        "gate-below-0.05",
     ]  # fmt: skip
     for row in content["points"]:
         results = json.loads((out / row["name"] / "results.json").read_text())
@@ -214,7 +213,7 @@ def test_queries_with_a_single_candidate_gain_nothing_from_a_rationale(tmp_path)
 @pytest.mark.slow
 def test_a_larger_k_draws_only_what_is_new(done, set_dir, tmp_path):
     encoder, _, _ = done
-    assert len(encoder.seen) == (2 + 3) * NUM_QUERIES + 2 * 60
+    assert len(encoder.seen) == (2 + 3) * NUM_QUERIES + 60
     cache = tmp_path / "cache"
     options = {"checkpoint": "fake", "set": set_dir, "cache": cache, "gate": (0.5,), "fuse": ("mean",)}
     budget(BudgetOptions(**options, out=tmp_path / "a", k=1, report=False), loader(FakeEncoder()))

@@ -70,9 +70,7 @@ def curves(suite, tmp_path_factory):
         loads.append(args)
         return loader(encoder)(*args, **keys)
 
-    options = BudgetOptions(
-        checkpoint="fake", set=suite, out=out, k=2, gate=(0.5,), both_sides=True, metric="mrr"
-    )
+    options = BudgetOptions(checkpoint="fake", set=suite, out=out, k=2, gate=(0.5,), metric="mrr")
     assert budget(options, load) == out
     assert len(loads) == 1
     return out, json.loads((out / "budget.json").read_text())
@@ -83,7 +81,7 @@ def test_every_way_of_asking_is_a_mean_over_members(curves):
     out, content = curves
     names = [row["name"] for row in content["points"]]
     assert names == [
-        "direct", "reasoning", "mean-1", "max-1", "mean-2", "max-2", "gate-50", "direct-both", "reasoning-both",
+        "direct", "reasoning", "mean-1", "max-1", "mean-2", "max-2", "gate-50",
     ]  # fmt: skip
     assert (content["set"]["name"], content["num_members"], content["num_queries"]) == ("compass", 2, 20)
     for row in content["points"]:

@@ -27,7 +27,7 @@ from eval.embedding.identity import versions
 from eval.embedding.set_embeddings import Embeddings
 from eval.pages.budget_curves import BASES, BUDGET, as_file
 from eval.scoring.fuse import max_score, mean_embedding, together
-from eval.scoring.gate import Gate, choose, gate_for, gated, large_minus_small, lead, margin
+from eval.scoring.gate import choose, gated, margin
 from eval.scoring.output_files import FORMAT, PER_QUERY, read_results, rerun_command
 from eval.scoring.search import Ranking
 from eval.scoring.tables import write_tables
@@ -36,14 +36,14 @@ from rge.common.files import write_text
 from rge.common.modes import Mode
 from rge.common.options import Count, Positive, one_of
 from rge.common.schema import Encoded
-from rge.stats.intervals import OF_DIFFERENCES, Bootstrap, figures, in_words, index_of
+from rge.stats.intervals import OF_DIFFERENCES, Bootstrap, figures, in_words
 
 PLOT, TABLE = "budget.svg", "budget"
 FUSIONS = ("mean", "max")
 GATED = "direct to reasoning, gated"
 DECIDED = "direct to reasoning, decided by the model"
 SETTINGS = (
-    "k", "draw_temperature", "fuse", "gate", "gate_from", "margin", "auto", "batch_size", "seed",
+    "k", "draw_temperature", "fuse", "gate", "margin", "auto", "batch_size", "seed",
 )  # fmt: skip
 """Options that budget.json records."""
 Fraction = Annotated[float, Field(gt=0, lt=1)]
@@ -60,11 +60,7 @@ class BudgetOptions(RunOptions):
     fuse: tuple[str, ...] = FUSIONS
     """How to fuse: mean of embeddings and/or max of scores."""
     gate: tuple[Fraction, ...] = ()
-    """Shares of queries that reason (those with the smallest margins), such as 0.25,0.5."""
-    gate_from: Path | None = None
-    """Evaluations of this checkpoint in both modes on another set, by `run query_mode=reasoning,direct` or `budget`.
-    From these the gate learns whether queries with small or with large margins should reason, and the thresholds; if it
-    learns nothing, there is no gate. null: small margins, with thresholds from this set, which only describes it."""
+    """Shares of queries that reason (those with the smallest margins), such as 0.25,0.5; this only describes the set."""
     margin: tuple[Positive, ...] = ()
     """Margins below which a query reasons, if a threshold is known, from another set for example."""
     auto: tuple[Fraction, ...] = (0.02, 0.1, 0.25, 0.5, 0.75, 0.9, 0.98)
@@ -154,7 +150,7 @@ def _of_set(options: BudgetOptions, metric: str, load: Callable[..., Embeds]) ->
     points = chain(
         (Point(mode, mode, 1, base.ranked[mode], base.encoded[mode]) for mode in BASES),
         _fused(base, options, draws),
-        _gated(base, options, metric),
+        _gated(base, options),
         _decided(base, always) if always else (),
         _thresholds(base, options.auto),
     )
@@ -175,33 +171,6 @@ def _row(directory: Path, metric: str) -> dict[str, Any]:
     if metric not in known:
         raise UserError(f"metric must be one of {', '.join(known)}, got {metric!r}")
     return results["budget"] | {"metric": metric, **known[metric]}
-
-
-def _learned(directory: Path, session: Session, metric: str, shares: Sequence[float]) -> dict[float, Gate]:
-    """Learn a gate for each share from evaluations on another set; empty if the direction is not significant."""
-    paths = [path if (path := directory / mode).is_dir() else directory / f"{mode}-both" for mode in BASES]
-    for path in paths:
-        results = read_results(path)
-        if results.get("checkpoint_hash") != session.shared["checkpoint_hash"]:
-            raise UserError(f"gate_from: {path} is an evaluation of another checkpoint")
-        if results["set"]["fingerprint"] == session.measurement.wanted.fingerprint:
-            raise UserError(
-                f"gate_from: {path} is of the set being measured; learn the gate on a different set"
-            )
-    direct, reasoned = (pd.read_parquet(path / PER_QUERY).set_index("query_id") for path in paths)
-    if metric not in direct or set(direct.index) != set(reasoned.index):
-        raise UserError(f"gate_from: {paths[0]} and {paths[1]} need the metric {metric} of the same queries")
-    margin_Q = direct["top10_scores"].map(lead).to_numpy(np.float64)
-    gain_Q = (reasoned[metric].loc[direct.index] - direct[metric]).to_numpy(np.float64)
-    difference = large_minus_small(
-        margin_Q, gain_Q, index_of(direct["group"].tolist()), seed=session.measurement.seed
-    )
-    message = f"in {directory} queries with large margins gain {_signed(difference)} points more than those with small ones"
-    if difference["low"] is None or difference["low"] <= 0 <= difference["high"]:
-        print(f"WARNING: no gate: {message}, so the direction is unclear", file=sys.stderr, flush=True)
-        return {}
-    print(f"gate: {message}")
-    return {share: gate_for(margin_Q, share, above=difference["value"] > 0) for share in shares}
 
 
 def table(content: Mapping[str, Any]) -> pd.DataFrame:
@@ -290,17 +259,14 @@ def _fused(base: _Base, options: BudgetOptions, draws: Sequence[Embeddings]) -> 
             yield Point(f"max-{number}", "max of k", number, max_score(rankings), fused, about)
 
 
-def _gated(base: _Base, options: BudgetOptions, metric: str) -> Iterator[Point]:
-    margin_Q, shares, learned = margin(base.ranked["direct"]), sorted(set(options.gate)), dict[str, str]()
-    if options.gate_from is None:
-        gates = {share: gate_for(margin_Q, share) for share in shares}
-    else:
-        gates = _learned(options.gate_from, base.session, metric, shares)
-        learned = {"learned_from": str(options.gate_from)}
-    for share, gate in gates.items():
-        yield base.gated(f"gate-{100 * share:.12g}", GATED, gate.opens(margin_Q), gate.about() | learned)
-    for gate in map(Gate, sorted(set(options.margin))):
-        yield base.gated(f"gate-below-{gate.threshold:.12g}", GATED, gate.opens(margin_Q), gate.about())
+def _gated(base: _Base, options: BudgetOptions) -> Iterator[Point]:
+    margin_Q = margin(base.ranked["direct"])
+    thresholds = {
+        f"gate-{100 * share:.12g}": float(np.quantile(margin_Q, share)) for share in sorted(options.gate)
+    }
+    thresholds |= {f"gate-below-{threshold:.12g}": threshold for threshold in sorted(options.margin)}
+    for name, threshold in thresholds.items():
+        yield base.gated(name, GATED, margin_Q < threshold, {"margin_below": threshold})
 
 
 def _decided(base: _Base, always: Embeddings) -> Iterator[Point]:

@@ -44,7 +44,6 @@ MAX_INSTRUCTIONS = 20
 DETERMINES = (
     "checkpoint_hash", "decoding", "embedding_dims", "candidate_mode", "depth", "dtype", "exact", "prompts.profile",
     "rewrite.kind", "rewrite.model", "query_mode", "query_modality", "budget.draw_temperature",
-    "budget.gate.learned_from",
 )  # fmt: skip
 """Keys of results.json that determine the figures beside those of `decides`; not software, machine and batch size."""
 UNTRAINED = (

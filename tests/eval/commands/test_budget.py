@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 
 import numpy as np
 import pandas as pd
@@ -145,41 +144,6 @@ def test_a_model_that_decides_for_itself_is_held_against_chance_among_rationales
     page = (out / "report.html").read_text()
     assert '<th scope="row">adaptive</th>' in page
     assert DECIDED in page
-
-
-@pytest.mark.slow
-def test_a_gate_is_learned_on_another_set(done, set_dir, tmp_path, capsys):
-    """Its direction and thresholds; and where the other set does not tell the direction there is no gate."""
-    _, out, _ = done
-    other = write_set(tmp_path / "other", num_queries=10, num_candidates=40)
-    learned_on = shutil.copytree(out, tmp_path / "learned_on")
-    direct, reasoned = (frame(learned_on, name) for name in ("direct", "reasoning"))
-    margins = direct["top10_scores"].map(lambda scores: scores[0] - scores[1])
-    more = {"checkpoint": "fake", "k": 0, "gate": (0.5,), "metric": "mrr", "report": False}
-
-    def gates(name, gain):
-        direct.assign(mrr=0.0).reset_index().to_parquet(learned_on / "direct" / "per_query.parquet")
-        reasoned.assign(mrr=gain).reset_index().to_parquet(learned_on / "reasoning" / "per_query.parquet")
-        budget(
-            BudgetOptions(set=other, out=tmp_path / name, gate_from=learned_on, **more), loader(FakeEncoder())
-        )
-        rows = json.loads((tmp_path / name / "budget.json").read_text())["points"]
-        return [row["gate"] for row in rows if "gate" in row]
-
-    (large,) = gates("large", (margins > margins.median()).astype(float))
-    assert large["margin_above"] == pytest.approx(margins.median())
-    assert large["learned_from"] == str(learned_on)
-    with pytest.raises(UserError, match="budget.gate.learned_from = '.*', this one has None"):
-        budget(BudgetOptions(set=other, out=tmp_path / "large", **more), loader(FakeEncoder()))
-    (small,) = gates("small", (margins < margins.median()).astype(float))
-    assert small["margin_below"] == pytest.approx(margins.median())
-    assert gates("none", pd.Series([0.0, 1.0] * (NUM_QUERIES // 2), margins.sort_values().index)) == []
-    assert "no gate" in capsys.readouterr().err
-    more["gate_from"] = learned_on
-    with pytest.raises(UserError, match="is of the set being measured"):
-        budget(BudgetOptions(set=set_dir, out=tmp_path / "same", **more), loader(FakeEncoder()))
-    with pytest.raises(UserError, match="is an evaluation of another checkpoint"):
-        budget(BudgetOptions(set=other, out=tmp_path / "x", **more), loader(FakeEncoder(skill=0.5)))
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from eval.scoring.fuse import added, max_score, mean_embedding, together
-from eval.scoring.gate import choose, gate_for, gated, large_minus_small, margin
+from eval.scoring.gate import choose, gated, margin
 from eval.scoring.search import Ranking, search
 from rge.common.schema import Encoded
 
@@ -103,26 +103,3 @@ def test_costs_add_up():
     np.testing.assert_array_equal(gate.num_rationale_tokens, np.where(reason_Q, one.num_rationale_tokens, 0))
     assert gate.stop_reasons == ["emb", "prefilled", "emb", "prefilled"]
     np.testing.assert_array_equal(gate.embeddings[1], direct.embeddings[1])
-
-
-@pytest.mark.parametrize("sign", [1, -1])
-def test_a_gate_learns_which_margins_gain(sign):
-    margin_Q = np.linspace(0.01, 1.0, 100)
-    gain_Q = np.where(sign * margin_Q > sign * 0.5, 1.0, 0.0)
-    found = large_minus_small(margin_Q, gain_Q, np.arange(100), seed=0)
-    assert found["value"] == pytest.approx(sign, abs=0.03)
-    assert found["low"] * found["high"] > 0
-    gate = gate_for(margin_Q, 0.25, above=found["value"] > 0)
-    through_Q = gate.opens(margin_Q)
-    assert through_Q.sum() == 25
-    assert gain_Q[through_Q].mean() == 1.0  # a random gate would get half of that
-    assert gate.about() == {("margin_above" if sign > 0 else "margin_below"): gate.threshold}
-
-
-def test_margins_that_say_nothing_have_an_interval_around_zero():
-    rng = np.random.default_rng(0)
-    margin_Q, gain_Q = rng.random(80), rng.integers(0, 2, 80).astype(float)
-    gain_Q[3] = np.nan
-    found = large_minus_small(margin_Q, gain_Q, np.arange(80) // 2, seed=0)
-    assert found["low"] < 0 < found["high"]
-    assert large_minus_small(np.ones(4), np.ones(4), np.arange(4), seed=0)["value"] == 0.0

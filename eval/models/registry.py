@@ -28,8 +28,6 @@ from rge.common.registry import Registry
 RELEASED = "qwen2_5_vl"
 """Architecture of the released RGE checkpoint."""
 QWEN = ("qwen2_vl", RELEASED)
-ON_THE_HUB = {"MCG-NJU/RGE": "lcxrocks/RGE"}
-"""Name of a paper or repository -> hub id of its weights, tried if the name itself does not exist."""
 GUESSED = {
     "rge-release": "{name} has no rge.json and is treated as the released RGE checkpoint because it has an <emb> token: its "
     "prompt, 256 to 1024 patches per picture, 128 tokens. A checkpoint trained here needs its rge.json, or prompt, sizes and "
@@ -53,7 +51,6 @@ class Facts:
     files: frozenset[str]  # relative names
     tokens: frozenset[str]  # added to the tokenizer
     base: "Facts | None" = None  # of a LoRA
-    fetched: str | None = None  # its id on the hub, if that is not ``name``
 
 
 @dataclass(frozen=True)
@@ -185,8 +182,6 @@ def load_model(
     target = chosen.target
     encoder = (target if callable(target) else pkgutil.resolve_name(target))(facts, **options)
     notes = []
-    if facts.fetched:
-        notes.append(f"{model} was fetched as {facts.fetched}, since the hub has no model of that name")
     if requested is None and chosen.name in GUESSED:
         notes.append(GUESSED[chosen.name].format(name=facts.name, model_type=facts.model_type))
     encoder.settings = encoder.settings.but(device=_device(device), notes=notes)
@@ -309,9 +304,10 @@ def _device(device: str | None) -> str:
 
 def facts_of(model: str | Path, revision: str | None = None, base_named: str | None = None) -> Facts:
     """Inspect a model's files, fetched from the hub unless ``model`` is a directory, and those of a LoRA's base."""
-    path, commit, fetched = Path(model), None, None
+    path, commit = Path(model), None
     if not path.is_dir():
-        path, commit, fetched = _fetch(str(model), revision)
+        path = _fetch(str(model), revision)
+        commit = path.name  # the cache names a snapshot by its commit
     elif revision is not None:
         raise UserError(f"revision={revision} is for models on the hub, but {model} is a directory")
     files = frozenset(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
@@ -320,7 +316,7 @@ def facts_of(model: str | Path, revision: str | None = None, base_named: str | N
         base = _base_of(path, base_named)
         config = _json(base.path / "config.json") if base else {}
     kind = str(config.get("model_type") or "")
-    return Facts(path, str(model), commit, kind, files, _tokens(path), base, fetched)
+    return Facts(path, str(model), commit, kind, files, _tokens(path), base)
 
 
 def _base_of(lora: Path, named: str | None) -> Facts | None:
@@ -333,7 +329,7 @@ def _base_of(lora: Path, named: str | None) -> Facts | None:
     return facts_of(name, config.get("revision") if name == recorded and not Path(name).is_dir() else None)
 
 
-def _fetch(model: str, revision: str | None) -> tuple[Path, str, str | None]:
+def _fetch(model: str, revision: str | None) -> Path:
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
         raise UserError(
             f"model {model} does not exist: pass a directory, or an id on the Hugging Face hub (owner/name)"
@@ -341,17 +337,12 @@ def _fetch(model: str, revision: str | None) -> tuple[Path, str, str | None]:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    first: Exception | None = None
-    for name in dict.fromkeys((model, ON_THE_HUB.get(model, model))):
-        try:
-            path = Path(snapshot_download(name, revision=revision, allow_patterns=list(FILES)))
-        except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-            first = first or error
-            continue
-        return path, path.name, None if name == model else name  # the cache names a snapshot by its commit
-    raise UserError(
-        f"model {model} is not a directory and could not be fetched from the hub: {str(first).splitlines()[0]}"
-    ) from None
+    try:
+        return Path(snapshot_download(model, revision=revision, allow_patterns=list(FILES)))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise UserError(
+            f"model {model} is not a directory and could not be fetched from the hub: {str(error).splitlines()[0]}"
+        ) from None
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -99,27 +99,12 @@ def test_either_checkpoint_or_model(own, tmp_path, capsys):
     assert results["model"] == {"name": str(own), "adapter": "rge", "revision": None}
 
 
-def test_a_name_on_the_hub_is_tried_before_the_name_that_stands_for_it(lively_path, monkeypatch, tmp_path):
+def test_a_model_of_the_hub_is_recorded_with_its_commit(lively_path, monkeypatch):
     import huggingface_hub
-    from huggingface_hub.errors import LocalEntryNotFoundError
 
-    asked, there = [], {"lcxrocks/RGE"}
-
-    def download(name, **_):
-        asked.append(name)
-        if name not in there:
-            raise LocalEntryNotFoundError("not here")
-        return str(lively_path)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    facts = facts_of("MCG-NJU/RGE")
-    assert asked == ["MCG-NJU/RGE", "lcxrocks/RGE"]
-    assert facts.fetched == "lcxrocks/RGE"
-    assert any("fetched as lcxrocks/RGE" in note for note in load_model("MCG-NJU/RGE").settings.notes)
-    there.add("MCG-NJU/RGE")
-    asked.clear()
-    assert facts_of("MCG-NJU/RGE").fetched is None
-    assert asked == ["MCG-NJU/RGE"]
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **_: str(lively_path))
+    facts = facts_of("owner/name")
+    assert (facts.name, facts.revision) == ("owner/name", lively_path.name)
 
 
 def test_a_model_with_emb_that_cannot_be_the_release_is_refused(lively_path, tmp_path):

@@ -12,6 +12,7 @@ checkpoint's ``rge.json``. All members of a suite are audited.
 import hashlib
 import json
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -23,7 +24,8 @@ from eval.benchmarks.suite import is_suite, load_suite
 from eval.pages.evaluations import check_one_set, expand, read_evaluation
 from eval.scoring.output_files import read_results, set_path
 from eval.scoring.rationale_quality import rationale_quality, shortcut_rates
-from eval.sets.retrieval_set import MODALITIES, RetrievalSet, further_names, load_set, picture_ids
+from eval.sets.retrieval_set import MODALITIES, NAMES, RetrievalSet, load_set, picture_ids
+from eval.sets.tables import optional_rows
 from rge.common.errors import UserError
 from rge.common.files import find_shipped, write_json
 from rge.common.images import ImageError, picture_bytes
@@ -140,17 +142,23 @@ def _questions(folder: Path) -> dict[str, str]:
     return {query.id: query.text or "" for query in load_set(folder).queries}
 
 
-def training_files(names: Sequence[str], recipe: Any) -> list[Path]:
-    """The named files; of ``auto`` all existing JSON-lines files named in a recipe, of ``null`` none."""
-    if tuple(names) == ("auto",):
-        return list(dict.fromkeys(_files_in(recipe)))
-    return [Path(name) for name in names if name != "null"]
+def audit_run(wanted: RetrievalSet, train: Sequence[str], recipe: Any) -> Audit | None:
+    """Audit the files that ``train=`` of `eval.commands.run` names; None without any.
+
+    ``auto``: all existing JSON-lines files that the recipe names. ``null``: none.
+    """
+    if tuple(train) == ("auto",):
+        files = list(dict.fromkeys(files_in(recipe)))
+    else:
+        files = [Path(name) for name in train if name != "null"]
+    return audit_training(wanted, files) if files else None
 
 
-def _files_in(recipe: Any) -> Iterator[Path]:
+def files_in(recipe: Any) -> Iterator[Path]:
+    """All existing JSON-lines files named in a recipe."""
     if isinstance(recipe, dict | list):
         for value in recipe.values() if isinstance(recipe, dict) else recipe:
-            yield from _files_in(value)
+            yield from files_in(value)
     elif isinstance(recipe, str) and recipe.endswith(".jsonl") and find_shipped(recipe).is_file():
         yield find_shipped(recipe)
 
@@ -162,7 +170,9 @@ def audit_training(wanted: RetrievalSet, files: Sequence[Path]) -> Audit:
     """
     seen = _seen(tuple(map(_stamp, files)))
     flags_of: dict[str, list[bool]] = {key: [] for key in COUNTED}
-    further = further_names(wanted)
+    further: dict[str, set[str]] = defaultdict(set)  # other names of a picture
+    for picture, name in optional_rows(wanted.path / NAMES, "picture-id", "name"):
+        further[picture].add(name)
     names_of = _candidate_names(wanted, seen, further, flags_of)
     for query, ids, (rows, _) in zip(wanted.queries, picture_ids(wanted), wanted.positives, strict=True):
         names = _names(query, own_id=False)

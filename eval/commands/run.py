@@ -22,7 +22,7 @@ from pydantic import Field
 
 from eval.benchmarks.registry import MeasureOptions
 from eval.benchmarks.suite import is_suite, load_suite, measure_members
-from eval.commands.audit import audit_training, training_files
+from eval.commands.audit import audit_run
 from eval.commands.measurement import Measurement
 from eval.embedding.fill_cache import Embeds, Mode, mean_cosine
 from eval.embedding.processes import join
@@ -205,8 +205,8 @@ class Session:
         encoder = options.load(wanted, load)
         for condition in conditions:
             encoder.settings.check_mode(condition.mode)
-        files = training_files(options.train, encoder.settings.recipe)
-        self.audit = process_group.once(lambda: audit_training(wanted, files) if files else None)
+        recipe = encoder.settings.recipe
+        self.audit = process_group.once(lambda: audit_run(wanted, options.train, recipe))
         self.measurement = Measurement(wanted, protocol, options.seed, options.overwrite, options.limit)
         self.embeddings = Embeddings(
             encoder, wanted, contents, options.root, options.batch_size, options.memory_mb, options.seed,

@@ -25,7 +25,6 @@ read, and that of ids (`RetrievalSet.corpus_ids`), which the rows in all ranking
 """
 
 import json
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,7 +35,7 @@ import pandas as pd
 import pyarrow as pa
 from pydantic import BaseModel, ValidationError
 
-from eval.sets.tables import SetError, Table, items_of
+from eval.sets.tables import SetError, Table, items_of, optional_rows
 from rge.common.errors import UserError
 from rge.common.files import find_shipped
 from rge.common.schema import Item
@@ -224,28 +223,15 @@ def query_column(wanted: RetrievalSet, name: str, words: str = "strings") -> lis
 
 def picture_ids(wanted: RetrievalSet) -> list[list[str]]:
     """Ids of each query's pictures in the release; empty lists if unknown."""
-    if "picture_ids" not in Table(wanted.path / "queries.parquet").names:
-        return [[] for _ in wanted.queries]
-    return [ids.split("+") if ids else [] for ids in query_column(wanted, "picture_ids")]
-
-
-def further_names(wanted: RetrievalSet) -> dict[str, set[str]]:
-    """Picture id -> its other names in training files, from ``names.parquet``; empty without it."""
-    names_of: dict[str, set[str]] = defaultdict(set)
-    for picture, name in _rows(wanted.path / NAMES, "picture-id", "name"):
-        names_of[picture].add(name)
-    return names_of
+    table = Table(wanted.path / "queries.parquet")
+    ids_Q = table.read("picture_ids") if "picture_ids" in table.names else [""] * len(wanted.queries)
+    return [ids.split("+") if ids else [] for ids in ids_Q[: len(wanted.queries)]]
 
 
 def given_rationales(wanted: RetrievalSet) -> dict[tuple[str, str], str]:
     """(query id, candidate id) -> rationale, from ``rationales.parquet``; empty without it."""
-    rows = _rows(wanted.path / RATIONALES, "query-id", "corpus-id", "rationale")
+    rows = optional_rows(wanted.path / RATIONALES, "query-id", "corpus-id", "rationale")
     return {(query, candidate): text for query, candidate, text in rows}
-
-
-def _rows(path: Path, *columns: str) -> Iterator[tuple[str, ...]]:
-    """Rows of an optional table of strings; none without it."""
-    return zip(*map(Table(path).read, columns), strict=True) if path.exists() else iter(())
 
 
 class _Meta(BaseModel):

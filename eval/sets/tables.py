@@ -69,6 +69,11 @@ class Table:
         return ids
 
 
+def optional_rows(path: Path, *columns: str) -> Iterator[tuple[str, ...]]:
+    """Rows of a table of strings; none without it."""
+    return zip(*map(Table(path).read, columns), strict=True) if path.exists() else iter(())
+
+
 def items_of(table: Table) -> Iterator[Item]:
     """The queries or candidates of a table, read lazily; a SetError if one has neither text nor image."""
     wanted = [name for name in ("id", "text", "image", "instruction") if name in table.names]

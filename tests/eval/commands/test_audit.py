@@ -9,7 +9,7 @@ from eval_fakes import FakeEncoder, loader, picture, write_set
 from eval.__main__ import main
 from eval.benchmarks.suite import write_suite
 from eval.commands import audit as audit_module
-from eval.commands.audit import WARN, AuditOptions, audit_command, audit_training, training_files
+from eval.commands.audit import WARN, AuditOptions, audit_command, audit_training, files_in
 from eval.commands.run import RunOptions, run, run_command
 from eval.sets.retrieval_set import load_set
 from rge.common.errors import UserError
@@ -110,7 +110,7 @@ def test_training_files_of_a_recipe(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text("")
     recipe = {"a": {"data": str(path), "b": [str(path), "gone.jsonl"]}, "c": 3, "d": "x.yaml"}
-    assert training_files(("auto",), recipe) == [path]
+    assert set(files_in(recipe)) == {path}
 
 
 def test_the_command(set_dir, tmp_path, capsys):

@@ -632,7 +632,7 @@ def test_demo_names_the_shipped_checkpoint_here_too(set_dir, tmp_path, capsys, m
     (tmp_path / "demo").mkdir()
     capsys.readouterr()
     assert main(["run", *words, "out=p"]) == 2
-    assert "checkpoint demo has no rge.json" in capsys.readouterr().err
+    assert "demo has no rge.json" in capsys.readouterr().err
 
 
 @pytest.mark.slow

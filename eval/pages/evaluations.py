@@ -75,6 +75,11 @@ class Evaluation:
         """Query columns that it reports figures by."""
         return [key.removeprefix("by_") for key in self.results if key.startswith("by_")]
 
+    def mean(self, column: str) -> float | None:
+        """Mean of a column of per_query.parquet, such as ``embed_ms``; None if it has no values."""
+        values = self.per_query[column] if column in self.per_query else None
+        return None if values is None or values.isna().all() else float(values.mean())
+
     def names(self, block: str) -> list[str]:
         """Keys of a block of results.json (metrics, or values of a column); empty if there is no such block."""
         return list(self.results.get(block) or {})

@@ -142,7 +142,6 @@ def _write_report(options: ReportOptions, dirs: list[Path]) -> Path:
         slice_notes=tables.notes_of(loaded, table.by),
         examples=examples,
         pictures=gallery.pictures,
-        sizes=gallery.sizes,
         curves=curves_of([Path(name) for name in options.log if name]),
         budget=None if budget is None else on_page(budget),
         provenance=provenance_of(evaluations),
@@ -161,43 +160,19 @@ def _baselines(words: Sequence[str]) -> dict[str, Path]:
     return baselines
 
 
-def provenance_of(evaluations: Sequence[Evaluation]) -> dict[str, Any]:
-    """Shared facts, differing facts, and everything recorded except figures."""
+def provenance_of(evaluations: Sequence[Evaluation]) -> list[dict[str, Any]]:
+    """Of every evaluation: its label, the command that reproduces it, and everything recorded except figures, as JSON."""
     figures = {"again", "set", "micro", "macro", "ties", "rationale", "random"}
-    recorded = [
-        {
+    shown = []
+    for one in evaluations:
+        recorded = {
             key: _without_paths(value)
             for key, value in one.results.items()
             if key not in figures and not key.startswith("by_")
         }
-        for one in evaluations
-    ]
-    facts = [_facts(of_one, one) for of_one, one in zip(recorded, evaluations, strict=True)]
-    shared = set.intersection(*(set(of_one.items()) for of_one in facts)) if len(facts) > 1 else set()
-    own = [{key: value for key, value in of_one.items() if (key, value) not in shared} for of_one in facts]
-    texts = [json.dumps(of_one, indent=1, ensure_ascii=False, default=str) for of_one in recorded]
-    labels = [one.label for one in evaluations]
-    return {
-        "common": {key: value for key, value in facts[0].items() if (key, value) in shared},
-        "own": list(zip(labels, own, strict=True)),
-        "recorded": list(zip(labels, texts, strict=True)),
-    }
-
-
-def _facts(recorded: Mapping[str, Any], evaluation: Evaluation) -> dict[str, str]:
-    facts = {}
-    for name, value in recorded.items():
-        if isinstance(value, Mapping) and all(isinstance(v, (str, int, float)) for v in value.values()):
-            value = ", ".join(f"{k} {_brief(v)}" for k, v in value.items())
-        if isinstance(value, (str, int, float)) and 0 < len(_brief(value)) <= 300:
-            facts[name.replace("_", " ")] = _brief(value)
-    if (command := _command(evaluation)) is not None:
-        facts["reproduce with"] = command
-    return facts
-
-
-def _brief(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+        text = json.dumps(recorded, indent=1, ensure_ascii=False, default=str)
+        shown.append({"label": one.label, "command": _command(one), "recorded": text})
+    return shown
 
 
 def _command(evaluation: Evaluation) -> str | None:

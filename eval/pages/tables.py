@@ -1,6 +1,5 @@
 """The tables of a report: figures with intervals, slices, paired gains, all metrics, cost and ties."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -248,9 +247,9 @@ def _cost_cells(one: Evaluation, metric: str) -> dict[str, str | None]:
         figures = [one.figure(*path) for path in paths]
         return None if None in figures else words(*(figure.value for figure in figures if figure))
 
-    def milliseconds(key: str, least: float) -> str | None:
-        mean = one.per_query[key].mean() if key in one.per_query else math.nan
-        return f"{mean:.1f}" if mean > least else None
+    def milliseconds(key: str) -> str | None:
+        mean = one.mean(key)
+        return None if mean is None else f"{mean:.1f}"
 
     def share(value: float) -> str:
         return f"{percent(value)} %"
@@ -262,8 +261,8 @@ def _cost_cells(one: Evaluation, metric: str) -> dict[str, str | None]:
         "Tokens, mean / p95": tokens,
     }
     return (rationale if one.mode[0] == "reasoning" else dict.fromkeys(rationale)) | {
-        "Generate, ms per query": milliseconds("generate_ms", 0.0),
-        "Embed, ms per query": milliseconds("embed_ms", -1.0),
+        "Generate, ms per query": milliseconds("generate_ms"),
+        "Embed, ms per query": milliseconds("embed_ms"),
         "Ties, worst–best": shown(lambda worst, best: f"{percent(worst)}–{share(best)}", *ties),
         "Own picture first": shown(share, ("self_retrieval", "rate@1")),
     }

@@ -2,7 +2,8 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -90,19 +91,18 @@ def _is_curve(key: str) -> bool:
 def _training(entries: Sequence[Mapping[str, Any]]) -> Training:
     training = Training()
     values: dict[str, dict[float, float]] = defaultdict(dict)
-    offset, last, stage = 0.0, 0.0, object()
-    for entry in entries:
-        if entry.get("stage") != stage:
-            stage = entry.get("stage")
-            if entry["step"] + offset <= last:
-                offset = last
-            training.stages.append(Band(str(stage or "").replace("_", " "), last, last))
-        x = entry["step"] + offset
-        last = max(last, x)
-        training.stages[-1] = replace(training.stages[-1], end=last)
-        for key in filter(_is_curve, entry):
-            if entry[key] is not None:
-                values[key][x] = float(entry[key])
+    offset = end = 0.0
+    for stage, rows in groupby(entries, key=lambda entry: entry.get("stage")):
+        start, of_stage = end, list(rows)
+        if of_stage[0]["step"] + offset <= end:
+            offset = end
+        for entry in of_stage:
+            x = entry["step"] + offset
+            end = max(end, x)
+            for key in filter(_is_curve, entry):
+                if entry[key] is not None:
+                    values[key][x] = float(entry[key])
+        training.stages.append(Band(str(stage or "").replace("_", " "), start, end))
     for key, points in values.items():
         steps = sorted(points)
         training.curves[key] = (steps, [points[step] for step in steps])

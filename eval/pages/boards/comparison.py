@@ -15,10 +15,10 @@ from eval.pages.boards.rows import name_of, note_of
 from eval.pages.evaluations import RANK_COLUMN, Evaluation
 from eval.pages.examples import Gallery, SetView, varying
 from eval.pages.single_file import write_page
-from eval.pages.wording import Scale, tag
+from eval.pages.wording import Scale
 from eval.scoring.metrics import lower_is_better, metric_words
 from eval.scoring.output_files import check_measured_on, set_path
-from eval.sets.retrieval_set import UNCATEGORISED, RetrievalSet, load_set
+from eval.sets.retrieval_set import RetrievalSet, load_set
 from rge.stats.intervals import NUM_RESAMPLES, OF_DIFFERENCES, figures
 
 MAX_OTHERS = 4
@@ -28,12 +28,6 @@ MAX_SLICES = 12
 MAX_MEMBERS = 6
 """Maximum number of suite members that examples are drawn from, since each must be read."""
 TIE = "tie"
-_RANKS = [
-    ("first", "1"),
-    ("near", f"2–{examples.NUM_SHOWN}"),
-    ("below", f"below {examples.NUM_SHOWN}"),
-    ("none", "not ranked"),
-]
 
 
 def write_comparison(
@@ -71,7 +65,6 @@ def write_comparison(
         examples=side_by_side(sides, gallery, num_examples, set_dir, seed, main) if num_examples else None,
         differs=compared["differs"],
         pictures=gallery.pictures,
-        sizes=gallery.sizes,
     )
     return write_page(out, "compare.html.j2", ["report.css", "leaderboard.css"], content)
 
@@ -130,7 +123,7 @@ def side_by_side(
     frame = _ranked(runs, metric)
     counts = frame["winner"].value_counts()
     winners = [name for name in (*names, TIE, "several", "none") if name in counts]
-    columns = examples.varying(frame, [name for name in first.reported_by if name != "category"])
+    columns = examples.varying(frame, list(dict.fromkeys(("category", *first.reported_by))))
     drawn = frame if not first.results.get("suite") else _of_some_members(frame, seed)
     chosen = examples.choose_examples(
         drawn, success_rank=1, num=num, strata=["category", "winner"], seed=seed
@@ -141,16 +134,18 @@ def side_by_side(
         view = SetView(loaded, {query.removeprefix(prefix): tops[query] for query in queries}, gallery)
         for query in queries:
             name, row = query.removeprefix(prefix), drawn.loc[query]
-            cards[query] = _card(query, name, runs, tops[query], row, columns, view)
-    categories = sorted({card["data"]["category"] for card in cards.values()})
+            card = view.card(name, row, columns, winner=str(row["winner"])) | {"wanted": view.wanted(name)}
+            lists = [
+                _list(label, run, query, name, top, view, card)
+                for (label, run), top in zip(runs.items(), tops[query], strict=True)
+            ]
+            cards[query] = card | {"lists": lists}
     return {
         "cards": [cards[query] for query in chosen],
         "runs": names,
         "filters": [
-            {"name": "category", "label": "Category", "values": [(one, tag("", one)) for one in categories]},
             {"name": "winner", "label": "Winner", "values": [(one, one) for one in winners]},
-            {"name": "rank", "label": "Best rank", "values": _RANKS},
-            *examples.facets(drawn, columns),
+            *examples.filters_of(drawn, columns),
         ],
         "winners": [(name, int(counts[name])) for name in winners],
         "num_queries": len(frame),
@@ -212,40 +207,20 @@ def _load(path: Path, fingerprint: str | None) -> RetrievalSet:
     return loaded
 
 
-def _card(
+def _list(
+    label: str,
+    run: Evaluation,
     query: str,
     name: str,
-    runs: Mapping[str, Evaluation],
-    tops: Sequence[Sequence[str]],
-    row: pd.Series,
-    columns: Sequence[str],
+    top: Sequence[str],
     view: SetView,
+    card: Mapping[str, Any],
 ) -> dict[str, Any]:
-    shown_query = view.query(name)
-    best, winner, category = examples.as_rank(row[RANK_COLUMN]), str(row["winner"]), str(row["category"])
-    values = [str(row[column]) for column in columns]
-    return shown_query | {
-        "data": {
-            "query": query,
-            "category": category,
-            "winner": winner,
-            "rank": "none" if best is None else examples.outcome_of(best),
-            **{f"f{place}": value for place, value in enumerate(values)},
-        },
-        "tags": [
-            tag(column, value)
-            for column, value in zip(("category", *columns), (category, *values), strict=True)
-            if value != UNCATEGORISED
-        ],
-        "wanted": view.wanted(name),
-        "lists": [
-            {
-                "label": label,
-                "rank": examples.as_rank(run.per_query.at[query, RANK_COLUMN]),
-                "rationale": examples.as_text(run.per_query.loc[query].get("rationale")),
-                "results": view.ranked(name, top, shown_query["pictures"]),
-                "wins": label == winner,
-            }
-            for (label, run), top in zip(runs.items(), tops, strict=True)
-        ],
+    """One run's ranking and rationale on a card."""
+    return {
+        "label": label,
+        "rank": examples.as_rank(run.per_query.at[query, RANK_COLUMN]),
+        "rationale": examples.as_text(run.per_query.loc[query].get("rationale")),
+        "results": view.ranked(name, top, card["pictures"]),
+        "wins": label == card["data"]["winner"],
     }

@@ -646,10 +646,10 @@ def test_a_page_says_the_command_that_makes_its_figures_again(tmp_path, monkeypa
     dirs = run(given, loader(FakeEncoder()))
     assert main(["score", f"run={dirs[0] / 'run.trec'}", "set=a set", "out=two", "allow_missing=true"]) == 0
     for place, path in enumerate([*dirs, tmp_path / "two"]):
-        (facts,) = [facts for _, facts in provenance_of([read_evaluation(path)])["own"]]
-        program, part, command, *words = shlex.split(facts["reproduce with"])
+        (shown,) = provenance_of([read_evaluation(path)])
+        program, part, command, *words = shlex.split(shown["command"])
         assert (program, part, command) == ("rge", "eval", "score" if place == 2 else "run")
-        assert str(tmp_path) not in facts["reproduce with"]
+        assert str(tmp_path) not in shown["command"]
         if command == "score":
             assert main(["score", *words, f"out=again{place}"]) == 0
         else:

@@ -58,7 +58,7 @@ def write_evaluation(
     ``missing``: queries without a ranking. ``made_with``: software that the embeddings depend on, see
     `eval.embedding.set_embeddings.Embeddings`. ``title``: printed with the table of figures; None prints nothing.
     """
-    ranking = protocol.ordered(ranking)  # of which run.trec keeps only the order
+    ranking = protocol.ordered(wanted, ranking)
     scored = protocol.without(missing, wanted, protocol.score(wanted, ranking))
     table = per_query_table(wanted, ranking, scored, encoded)
     results: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Comparison of evaluations: differences of two in each slice, and example cards with the rankings and rationales of all."""
+"""Evaluations side by side: the page of a comparison, and example cards with the rankings and rationales of all."""
 
 import hashlib
 from collections import defaultdict
@@ -9,22 +9,16 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from eval.benchmarks.suite import mean_over
 from eval.pages import examples
 from eval.pages.boards.rows import name_of, note_of
 from eval.pages.evaluations import RANK_COLUMN, Evaluation
-from eval.pages.examples import Gallery, SetView, varying
+from eval.pages.examples import Gallery, SetView
 from eval.pages.single_file import write_page
 from eval.pages.wording import Scale
 from eval.scoring.metrics import lower_is_better, metric_words
 from eval.scoring.output_files import check_measured_on, set_path
 from eval.sets.retrieval_set import RetrievalSet, load_set
-from rge.stats.intervals import NUM_RESAMPLES, OF_DIFFERENCES, figures
 
-MAX_OTHERS = 4
-"""Number of rows that a board's best row is compared with."""
-MAX_SLICES = 12
-"""Maximum number of values of a column shown as slices; for more use `compare`."""
 MAX_MEMBERS = 6
 """Maximum number of suite members that examples are drawn from, since each must be read."""
 TIE = "tie"
@@ -53,7 +47,8 @@ def write_comparison(
     metrics = []
     for name in dict.fromkeys(row["metric"] for row in rows):
         tests = [row for row in rows if row["metric"] == name]
-        metrics.append({"name": name, "words": metric_words(name), "rows": tests, "scale": _scale(tests)})
+        scale = Scale.around(row[key] for row in tests for key in ("difference", "low", "high"))
+        metrics.append({"name": name, "words": metric_words(name), "rows": tests, "scale": scale})
     content = dict(
         title="A versus B",
         a=labels[0],
@@ -67,44 +62,6 @@ def write_comparison(
         pictures=gallery.pictures,
     )
     return write_page(out, "compare.html.j2", ["report.css", "leaderboard.css"], content)
-
-
-def against(runs: Mapping[str, Evaluation], metric: str, seed: int) -> list[dict[str, Any]]:
-    """Paired differences between the first run and each of the next few, over all queries and in every slice."""
-    known = [(name, evaluation) for name, evaluation in runs.items() if metric in evaluation.per_query]
-    if len(known) < 2:
-        return []
-    (best, first), *others = known
-    pairs = [(name, _paired(first, other, metric, seed)) for name, other in others[:MAX_OTHERS]]
-    return [{"a": best, "b": name, "rows": rows, "scale": _scale(rows)} for name, rows in pairs]
-
-
-def _paired(a: Evaluation, b: Evaluation, metric: str, seed: int) -> list[dict[str, Any]]:
-    frame = a.per_query.loc[a.per_query.index.intersection(b.per_query.index)]
-    frame = frame.assign(a=frame[metric], b=b.per_query.loc[frame.index, metric])
-    frame = frame.assign(difference=frame["a"] - frame["b"]).dropna(subset=["difference"])
-    suite = bool(a.results.get("suite"))
-    slices = [("all members" if suite else "all queries", frame)]
-    for column in varying(frame, a.reported_by):
-        if frame[column].nunique() <= MAX_SLICES:
-            slices += [(f"{column} {value}", part) for value, part in frame.groupby(column, sort=True)]
-
-    def mean(part: pd.DataFrame, column: str, num_resamples: int) -> dict[str, Any]:
-        means = mean_over(part, [column], members=suite, seed=seed, num_resamples=num_resamples)
-        return figures(means, OF_DIFFERENCES)[0]
-
-    rows = []
-    for label, part in slices:
-        difference = mean(part, "difference", NUM_RESAMPLES)
-        rows.append(
-            {"slice": label, "num_queries": len(part), "difference": difference.pop("value"), **difference}
-            | {side: mean(part, side, 1)["value"] for side in ("a", "b")}
-        )
-    return rows
-
-
-def _scale(rows: Sequence[Mapping[str, Any]]) -> Scale:
-    return Scale.around([row[key] for row in rows for key in ("difference", "low", "high")])
 
 
 def side_by_side(

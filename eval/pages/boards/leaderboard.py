@@ -19,7 +19,7 @@ from markupsafe import Markup
 
 from eval.benchmarks.published_tables import Column, Published, published, table_of
 from eval.embedding.identity import identity_of
-from eval.pages.boards.comparison import against, side_by_side
+from eval.pages.boards.comparison import side_by_side
 from eval.pages.boards.rows import (
     MAX_COLUMNS,
     Row,
@@ -72,7 +72,6 @@ class Board:
     costs: Sequence[_Cost]
     cost_chart: Markup | None
     examples: dict[str, Any] | None = None
-    against: Sequence[dict[str, Any]] = ()
     budgets: Sequence[_Budget] = ()
 
 
@@ -99,9 +98,8 @@ def write_leaderboard(
         table = None if which == "none" else table_of(first.get("benchmark"), str(first["set"]["name"]))
         board = _board(f"board{len(boards)}", members, table)
         measured = {_name(row): row.evaluation for row in board.rows if row.evaluation}
-        pairs = against(measured, board.columns[board.main].path[-1], seed)
         shown = side_by_side(measured, gallery, num_examples, set_dir, seed) if num_examples else None
-        boards.append(replace(board, against=pairs, examples=shown, budgets=budgets[key]))
+        boards.append(replace(board, examples=shown, budgets=budgets[key]))
         unused.pop(table.key if table else "", None)
     for table in unused.values() if which == "all" else ():
         boards.append(_board(f"board{len(boards)}", [], table))

@@ -57,8 +57,8 @@ class ReportOptions(PluginOptions):
     """Heading of the page; null: the default."""
     metric: str = "recall@1"
     """Metric of the main table."""
-    examples: int = 48
-    """Number of queries shown with pictures."""
+    examples: int | None = None
+    """Number of queries shown with pictures; null: 48, on a leaderboard 24."""
     set: Path | None = None
     """Current location of the retrieval set; null: as in results.json."""
     seed: int = 0
@@ -98,7 +98,7 @@ def _write_leaderboard(options: ReportOptions, runs: Sequence[str]) -> Path:
         raise UserError(
             "log= and baseline= are for page=set; for a leaderboard pass all models as runs=LABEL:DIR,..."
         )
-    num_examples = 24 if options.examples == ReportOptions.examples else options.examples
+    num_examples = 24 if options.examples is None else options.examples
     return write_leaderboard(
         runs, options.out, title=options.title, which=options.published, num_examples=num_examples,
         set_dir=options.set, seed=options.seed,
@@ -124,7 +124,8 @@ def _write_report(options: ReportOptions, dirs: list[Path]) -> Path:
     rows = compared(evaluations)
     gallery = Gallery()
     loaded = set_of(main, options.set)
-    examples = cards_of(rows, main, loaded, metric, options.examples, options.seed, gallery)
+    num_examples = 48 if options.examples is None else options.examples
+    examples = cards_of(rows, main, loaded, metric, num_examples, options.seed, gallery)
     table, other_tables = tables.main_table(rows, main, metric, tables.random_floors(main, loaded, metric))
     content = dict(
         title=options.title or f"What reasoning gained on {main.results['set']['name']}",

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -19,20 +19,13 @@ MAX_MAIN_SLICES = 4
 """Maximum number of slices beside "all queries" in the main table; others get separate tables."""
 
 
-class Cell(NamedTuple):
-    """A table cell: a figure, and which one it is."""
-
-    figure: Figure | None
-    where: str
-
-
 @dataclass(frozen=True)
 class Row:
     """A table row; ``featured`` marks the row that the page is about."""
 
     label: str
     note: str
-    cells: list[Cell]
+    figures: list[Figure | None]  # one per column
     featured: bool = False
 
 
@@ -90,13 +83,9 @@ def _table(
     known = filter(None, chain(*grid, chance))
     scale = Scale.around(end for figure in known for end in (figure.value, figure.low, figure.high))
 
-    def row(label: str, note: str, figures: Sequence[Figure | None], block: str = "", **more: bool) -> Row:
-        names = [f"{label}|{block or c.block}|{c.name or ''}|{metric}" for c in columns]
-        return Row(label, note, list(map(Cell, figures, names)), **more)
-
-    rows = [row("Random floor", "a shuffled ranking", chance, "random")] if chance else []
+    rows = [Row("Random floor", "a shuffled ranking", chance)] if chance else []
     rows += [
-        row(one.label, one.note, figures, featured=one is main)
+        Row(one.label, one.note, figures, featured=one is main)
         for one, figures in zip(evaluations, grid, strict=True)
     ]
     return Table(columns[-1].by, [(c.heading, c.num_queries) for c in columns], rows, scale)
@@ -156,13 +145,8 @@ def _gains(
     for one in rivals:
         if metric in main.per_query and metric in one.per_query:
             difference_Q = main.per_query[metric] - one.per_query.loc[main.per_query.index, metric]
-            cells = [
-                Cell(
-                    _gain(main, difference_Q, c.rows_Q), f"{one.label}|gain {c.block}|{c.name or ''}|{metric}"
-                )
-                for c in columns
-            ]
-            rows.append(Row(f"Gain over {one.label}", "", cells))
+            gains = [_gain(main, difference_Q, c.rows_Q) for c in columns]
+            rows.append(Row(f"Gain over {one.label}", "", gains))
     return rows
 
 
@@ -189,9 +173,7 @@ def metrics_table(evaluations: Sequence[Evaluation], main: Evaluation) -> dict[s
                 "metric": metric,
                 "words": metric_words(metric),
                 "floor": floors[block].get(metric),
-                "cells": [
-                    Cell(one.figure(block, metric), f"{one.label}|{block}||{metric}") for one in evaluations
-                ],
+                "figures": [one.figure(block, metric) for one in evaluations],
             }
             for metric in dict.fromkeys(chain.from_iterable(one.names(block) for one in evaluations))
         ]

@@ -153,6 +153,16 @@ def test_one_file_without_network_and_the_same_twice(world, tmp_path):
         assert table.source in page.replace("&#39;", "'").replace("&amp;", "&")
 
 
+def test_the_number_of_examples_is_the_one_asked_for(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        "eval.pages.report.write_leaderboard", lambda *_, **more: asked.append(more["num_examples"])
+    )
+    for examples in ([], ["examples=48"]):
+        assert main(["report", "runs=a", f"out={tmp_path / 'p.html'}", "page=leaderboard", *examples]) == 0
+    assert asked == [24, 48]
+
+
 @pytest.mark.slow
 def test_the_command_chooses_the_page(world, tmp_path, capsys):
     given = f"runs={world / 'clip'},{world / 'mmeb_eval'}"

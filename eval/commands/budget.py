@@ -26,7 +26,8 @@ from eval.embedding.fill_cache import Embeds
 from eval.embedding.identity import versions
 from eval.embedding.set_embeddings import Embeddings
 from eval.embedding.shards import read_costs
-from eval.pages.budget_curves import BASES, BUDGET, as_file
+from eval.pages.budget_curves import as_file
+from eval.pages.evaluations import BASES, BUDGET
 from eval.scoring.fuse import max_score, mean_embedding, together
 from eval.scoring.gate import Gate, choose, gate_for, gated, large_minus_small, lead, margin
 from eval.scoring.output_files import FORMAT, PER_QUERY, check_out, read_results, rerun_command

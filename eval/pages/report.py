@@ -20,8 +20,9 @@ from typing import Any, Literal
 
 from eval.pages import tables
 from eval.pages.boards.leaderboard import write_leaderboard
-from eval.pages.budget_curves import BASES, BUDGET, on_page
+from eval.pages.budget_curves import on_page
 from eval.pages.evaluations import (
+    BUDGET,
     Evaluation,
     check_one_set,
     compared,
@@ -111,8 +112,6 @@ def _write_report(options: ReportOptions, dirs: list[Path]) -> Path:
     The output is deterministic: examples are drawn by a seeded hash of the query id, and the page has no dates.
     """
     metric, budget = options.metric, read_json(dirs[0] / BUDGET) if len(dirs) == 1 else None
-    if budget is not None:
-        dirs = [dirs[0] / name for name in BASES]
     evaluations = read_evaluations(dirs, _baselines(options.baseline))
     check_one_set(evaluations)
     main = featured(evaluations)

@@ -34,9 +34,9 @@ from eval.pages.boards.rows import (
     published_rows,
     why_unranked,
 )
-from eval.pages.budget_curves import BASES, BUDGET, on_page
+from eval.pages.budget_curves import on_page
 from eval.pages.charts import Point, scatter
-from eval.pages.evaluations import Evaluation, expand, read_evaluation, warnings_of
+from eval.pages.evaluations import BUDGET, Evaluation, expand, read_evaluation, warnings_of
 from eval.pages.examples import Gallery
 from eval.pages.single_file import write_page
 from eval.scoring.tables import figure, write_tables
@@ -147,8 +147,7 @@ def _groups(runs: Sequence[str]) -> tuple[dict[_Key, list[Evaluation]], dict[_Ke
         if not colon or Path(word).exists():
             label, directory = "", word
         curves = read_json(Path(directory) / BUDGET)
-        bases = [Path(directory) / name for name in BASES]
-        for path in expand(Path(directory)) if curves is None else bases:
+        for path in expand(Path(directory)):
             run = read_evaluation(path)
             run = replace(run, label=label or name_of(run), note=note_of(run))
             key = _key(run.results)

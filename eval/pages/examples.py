@@ -5,7 +5,7 @@ import hashlib
 import io
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -122,58 +122,68 @@ def _embed(name: str, data: bytes) -> Picture:
 
 
 class SetView:
-    """Queries and candidates of one retrieval set, for cards; ``rankings``: query -> first candidates of all rankings shown."""
+    """Queries of one retrieval set and what evaluations found for them, for cards; ``prefix``: of ids in a suite."""
 
     def __init__(
-        self, loaded: RetrievalSet, rankings: Mapping[str, Sequence[Sequence[str]]], gallery: Gallery
+        self,
+        loaded: RetrievalSet,
+        evaluations: Sequence[Evaluation],
+        queries: Sequence[str],
+        gallery: Gallery,
+        prefix: str = "",
     ):
         self._path, self._gallery = loaded.path, gallery
-        place = {query_id: row for row, query_id in enumerate(loaded.query_ids)}
-        self._queries = {query_id: loaded.queries[place[query_id]] for query_id in rankings}
-        self.right: dict[str, list[str]] = {}
+        place = {prefix + name: row for row, name in enumerate(loaded.query_ids)}
+        self._queries = {query: loaded.queries[place[query]] for query in queries}
+        self._right: dict[str, list[str]] = {}
         self._wrong: dict[str, set[str]] = {}
         needed, name_of = set[str](), loaded.corpus_ids.__getitem__
-        for query_id, lists in rankings.items():
-            rows, gains = loaded.positives[place[query_id]]
-            best_first = rows[np.lexsort((rows, -gains))]
-            right = self.right[query_id] = list(map(name_of, best_first))
-            listed = () if loaded.negatives is None else loaded.negatives[place[query_id]].tolist()
+        for query in queries:
+            rows, gains = loaded.positives[place[query]]
+            right = self._right[query] = list(map(name_of, rows[np.lexsort((rows, -gains))]))
+            listed = () if loaded.negatives is None else loaded.negatives[place[query]].tolist()
             # an explicit negative that is also a positive counts as a positive, as in the metrics
-            self._wrong[query_id] = set(map(name_of, listed)) - set(right)
-            needed.update(*lists, right[:MAX_WANTED])
+            self._wrong[query] = set(map(name_of, listed)) - set(right)
+            needed.update(*(_top(one.per_query.loc[query]) for one in evaluations), right[:MAX_WANTED])
         items = loaded.corpus_items() if needed else ()
         self._corpus = {item.id: item for item in items if item.id in needed}
         self._names = _names(loaded.path / "corpus.parquet")
 
-    def card(self, name: str, row: pd.Series, columns: Sequence[str], **data: str) -> dict[str, Any]:
-        """What every card shows of a query, and its ``data`` for filters; ``row``: its values, by the id that the page uses."""
-        item = self._queries[name]
+    def card(self, query: str, row: pd.Series, columns: Sequence[str], **data: str) -> dict[str, Any]:
+        """What every card shows of a query, and its ``data`` for filters; ``row``: its values."""
+        item = self._queries[query]
         values = {column: str(row[column]) for column in columns}
         facets = {f"f{place}": value for place, value in enumerate(values.values())}
         return {
-            "pictures": [self._gallery.add(ref, f"query {name!r} of {self._path}") for ref in item.images],
+            "pictures": [self._gallery.add(ref, f"query {item.id!r} of {self._path}") for ref in item.images],
             "text": item.text,
-            "num_positives": len(self.right[name]),
-            "data": {"query": row.name, **facets, "outcome": outcome_of(as_rank(row[RANK_COLUMN])), **data},
+            "num_positives": len(self._right[query]),
+            "data": {"query": query, **facets, "outcome": outcome_of(as_rank(row[RANK_COLUMN])), **data},
             "tags": [tag(column, value) for column, value in values.items() if value != UNCATEGORISED],
         }
 
-    def wanted(self, query_id: str) -> list[dict[str, Any]]:
-        """A query's best right answers."""
-        return [self._candidate(name) for name in self.right[query_id][:MAX_WANTED]]
+    def found(self, query: str, evaluation: Evaluation, own: Sequence[Picture]) -> dict[str, Any]:
+        """What an evaluation wrote and ranked first; ``own``: the query's pictures."""
+        row = evaluation.per_query.loc[query]
+        rationale = row.get("rationale")
+        return {
+            "rank": as_rank(row[RANK_COLUMN]),
+            "rationale": rationale if isinstance(rationale, str) and rationale else None,
+            "results": [
+                (candidate := self._candidate(name))
+                | {
+                    "rank": rank,
+                    "hit": name in self._right[query],
+                    "negative": name in self._wrong[query],
+                    "is_query": candidate["picture"] in own,
+                }
+                for rank, name in enumerate(_top(row), start=1)
+            ],
+        }
 
-    def ranked(self, query_id: str, names: Sequence[str], own: Sequence[Picture]) -> list[dict[str, Any]]:
-        """Candidates with ranks and marks; ``own``: the query's pictures."""
-        return [
-            (candidate := self._candidate(name))
-            | {
-                "rank": rank,
-                "hit": name in self.right[query_id],
-                "negative": name in self._wrong[query_id],
-                "is_query": candidate["picture"] in own,
-            }
-            for rank, name in enumerate(names, start=1)
-        ]
+    def wanted(self, query: str) -> list[dict[str, Any]]:
+        """A query's best right answers."""
+        return [self._candidate(name) for name in self._right[query][:MAX_WANTED]]
 
     def _candidate(self, name: str) -> dict[str, Any]:
         item = self._corpus[name]
@@ -199,9 +209,9 @@ def varying(frame: pd.DataFrame, columns: Sequence[str]) -> list[str]:
     return [name for name in columns if name in frame and frame[name].nunique() > 1]
 
 
-def top_of(per_query: pd.DataFrame, query_id: str) -> list[str]:
-    """The candidates of a ranking that a card shows."""
-    return list(map(str, per_query.at[query_id, TOP_COLUMN][:NUM_SHOWN]))
+def _top(measured: pd.Series) -> list[str]:
+    """The candidates that a card shows of a query's ranking."""
+    return list(map(str, measured[TOP_COLUMN][:NUM_SHOWN]))
 
 
 def filters_of(frame: pd.DataFrame, columns: Sequence[str]) -> list[dict[str, Any]]:
@@ -215,11 +225,6 @@ def filters_of(frame: pd.DataFrame, columns: Sequence[str]) -> list[dict[str, An
         for place, name in enumerate(columns)
     ]
     return [*facets, {"name": "outcome", "label": "First hit", "values": list(OUTCOMES.items())}]
-
-
-def as_text(value: Any) -> str | None:
-    """A cell's text; None for an empty one."""
-    return value if isinstance(value, str) and value else None
 
 
 def as_rank(value: Any) -> int | None:
@@ -255,27 +260,23 @@ def cards_of(
     success_rank = min(int(k.group(1)), NUM_SHOWN) if k else 1
     strata = varying(main.per_query, ("category", *loaded.report_by))
     chosen = choose_examples(main.per_query, success_rank=success_rank, num=num, strata=strata, seed=seed)
-    tops = {query: top_of(main.per_query, query) for query in chosen}
-    view = SetView(loaded, {query: [names] for query, names in tops.items()}, gallery)
+    view = SetView(loaded, [main], chosen, gallery)
     given = given_rationales(loaded)
     right = pd.Series(given, dtype=object).groupby(level=0).agg(set).to_dict() if given else {}
     cards = []
     for query in chosen:
-        measured, top = main.per_query.loc[query], tops[query]
-        rank, rationale = as_rank(measured[RANK_COLUMN]), as_text(measured.get("rationale"))
-        of_query = rationale in right.get(query, ())
+        measured = main.per_query.loc[query]
         card = view.card(query, measured, strata)
+        card |= view.found(query, main, card["pictures"])
+        of_query = card["rationale"] in right.get(query, ())
         cards.append(
             card
             | {
-                "rationale": rationale,
                 "forced": measured.get("stop_reason") == "forced",
                 "tokens": as_rank(measured.get("rationale_tokens")),
-                "results": view.ranked(query, top, card["pictures"]),
-                "rank": rank,
-                "wanted": [] if set(top) & set(view.right[query]) else view.wanted(query),
-                "success": rank is not None and rank <= success_rank,
-                "says": "right" if of_query else "another" if rationale in given.values() else "own",
+                "wanted": [] if any(result["hit"] for result in card["results"]) else view.wanted(query),
+                "success": card["rank"] is not None and card["rank"] <= success_rank,
+                "says": "right" if of_query else "another" if card["rationale"] in given.values() else "own",
                 "ranks": [
                     (e.label, as_rank(e.per_query.at[query, RANK_COLUMN]), e is main) for e in evaluations
                 ],

@@ -87,14 +87,13 @@ def side_by_side(
     )
     cards = {}
     for loaded, prefix, queries in _sets_of(chosen, first, set_dir):
-        tops = {query: [examples.top_of(run.per_query, query) for run in runs.values()] for query in queries}
-        view = SetView(loaded, {query.removeprefix(prefix): tops[query] for query in queries}, gallery)
+        view = SetView(loaded, list(runs.values()), queries, gallery, prefix)
         for query in queries:
-            name, row = query.removeprefix(prefix), drawn.loc[query]
-            card = view.card(name, row, columns, winner=str(row["winner"])) | {"wanted": view.wanted(name)}
+            winner = str(drawn.at[query, "winner"])
+            card = view.card(query, drawn.loc[query], columns, winner=winner) | {"wanted": view.wanted(query)}
             lists = [
-                _list(label, run, query, name, top, view, card)
-                for (label, run), top in zip(runs.items(), tops[query], strict=True)
+                {"label": label, "wins": label == winner, **view.found(query, run, card["pictures"])}
+                for label, run in runs.items()
             ]
             cards[query] = card | {"lists": lists}
     return {
@@ -162,22 +161,3 @@ def _load(path: Path, fingerprint: str | None) -> RetrievalSet:
     loaded = load_set(path)
     check_measured_on(loaded, {"set": {"fingerprint": fingerprint or loaded.fingerprint}})
     return loaded
-
-
-def _list(
-    label: str,
-    run: Evaluation,
-    query: str,
-    name: str,
-    top: Sequence[str],
-    view: SetView,
-    card: Mapping[str, Any],
-) -> dict[str, Any]:
-    """One run's ranking and rationale on a card."""
-    return {
-        "label": label,
-        "rank": examples.as_rank(run.per_query.at[query, RANK_COLUMN]),
-        "rationale": examples.as_text(run.per_query.loc[query].get("rationale")),
-        "results": view.ranked(name, top, card["pictures"]),
-        "wins": label == card["data"]["winner"],
-    }

@@ -142,12 +142,9 @@ def _groups(runs: Sequence[str]) -> tuple[dict[_Key, list[Evaluation]], dict[_Ke
     """
     groups: dict[_Key, list[Evaluation]] = defaultdict(list)
     budgets: dict[_Key, list[_Budget]] = defaultdict(list)
-    for word in runs:
-        label, colon, directory = word.partition(":")
-        if not colon or Path(word).exists():
-            label, directory = "", word
-        curves = read_json(Path(directory) / BUDGET)
-        for path in expand(Path(directory)):
+    for label, directory in map(_labelled, runs):
+        curves = read_json(directory / BUDGET)
+        for path in expand(directory):
             run = read_evaluation(path)
             run = replace(run, label=label or name_of(run), note=note_of(run))
             key = _key(run.results)
@@ -158,6 +155,12 @@ def _groups(runs: Sequence[str]) -> tuple[dict[_Key, list[Evaluation]], dict[_Ke
     for members in groups.values():
         _refuse_namesakes(members)
     return dict(groups), budgets
+
+
+def _labelled(word: str) -> tuple[str, Path]:
+    """The parts of LABEL:DIR; "" without a label."""
+    label, colon, directory = word.partition(":")
+    return (label, Path(directory)) if colon and not Path(word).exists() else ("", Path(word))
 
 
 def _name(row: Row | Evaluation) -> str:

@@ -120,21 +120,6 @@ def test_figures_by_another_column_are_of_the_same_set(set_dir, tmp_path):
         run(replace(asked, by=()), loader(FakeEncoder()))
 
 
-def test_several_runs_are_scored_as_one(done, set_dir, tmp_path):
-    _, _, (reasoning, direct) = done
-    asked = ScoreOptions(run=reasoning, fuse=(direct,), set=set_dir, out=tmp_path / "fused")
-    both = results_of(score(asked))
-    assert both["fusion"] == {
-        "runs": [f"{one}/run.trec" for one in (reasoning, direct)],
-        "by": "rrf",
-        "weights": [],
-    }
-    alone = results_of(score(replace(asked, weights=(1.0, 0.0), out=tmp_path / "first")))
-    assert alone["micro"]["mrr"] == results_of(reasoning)["micro"]["mrr"] != both["micro"]["mrr"]
-    with pytest.raises(UserError, match="weights must be 2 numbers, one per run, got 1"):
-        score(replace(asked, weights=(1.0,)))
-
-
 def test_results_hold_the_fixed_keys(done):
     encoder, _, dirs = done
     results = results_of(dirs[0])

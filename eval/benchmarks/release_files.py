@@ -404,7 +404,7 @@ class Pictures:
         files = self._stems.get(stem, [])
         if len(files) > 1:
             raise ReleaseError(
-                f"picture {name!r} could be {files[0]} or {files[1]}: pass manifest=FILE with id and path"
+                f"picture {name!r} could be {files[0]} or {files[1]}: keep one of them in src or images="
             )
         return files[0] if files else None
 

@@ -1,7 +1,7 @@
 """Audit for leaks: has training seen the test set?
 
     rge eval audit set=DIR train=FILE.jsonl[,FILE.jsonl]
-    rge eval audit evals=DIR[,DIR]    # shortcuts and rationales, see `eval.scoring.rationale_quality`
+    rge eval audit evals=DIR[,DIR]    # shortcuts, see `eval.scoring.shortcuts`
 
 Two pictures count as the same if their bytes or their ids are equal (a re-encoded copy has different bytes). Half of Visual
 Genome's pictures are also in COCO; if the importer recorded that (``names.parquet``), training pictures whose file names end
@@ -22,8 +22,8 @@ from typing import Any
 
 from eval.benchmarks.suite import is_suite, load_suite
 from eval.pages.evaluations import check_one_set, expand, read_evaluation
-from eval.scoring.output_files import read_results, set_path
-from eval.scoring.rationale_quality import rationale_quality, shortcut_rates
+from eval.scoring.output_files import read_results
+from eval.scoring.shortcuts import shortcut_rates
 from eval.sets.retrieval_set import MODALITIES, NAMES, RetrievalSet, load_set, picture_ids
 from eval.sets.tables import optional_rows
 from rge.common.errors import UserError
@@ -43,13 +43,13 @@ class AuditOptions(PluginOptions):
     """Search training files for a set's pictures, or finished evaluations for shortcuts."""
 
     set: Path | None = None
-    """Retrieval set directory or suite; with evals=, only needed if it was moved."""
+    """Retrieval set directory or suite, with train=."""
     train: tuple[str, ...] = ()
     """Training files, JSON lines, to search for the set's pictures."""
     evals: tuple[str, ...] = ()
-    """Evaluations to analyse: how rationales relate to results, and shortcuts if all three modalities are present."""
+    """Evaluations of one set with query_modality=both,text,image, to search for shortcuts."""
     metric: str = "hit@1"
-    """With evals=: metric whose mean is broken down."""
+    """With evals=: metric that is above zero for a query that was answered."""
     out: Path | None = None
     """With evals=: JSON file to write as well."""
 
@@ -111,35 +111,22 @@ def _print(content: dict[str, Any], warnings: Sequence[str]) -> None:
 
 
 def _evaluations(options: AuditOptions) -> dict[str, Any]:
-    dirs = [path for word in options.evals for path in expand(Path(word))]
-    rationales = {}
     by_mode: dict[str, dict[Path, str]] = {}
-    for path in dirs:
+    for path in (path for word in options.evals for path in expand(Path(word))):
         results = read_results(path)
-        questions = _questions(set_path(results, options.set))
-        rationales[str(path)] = rationale_quality(path, questions, options.metric)
         by_mode.setdefault(str(results.get("query_mode")), {})[path] = str(results.get("query_modality"))
     shortcuts = {}
     for mode, modality_of in by_mode.items():
         if set(MODALITIES) <= set(modality_of.values()):
             check_one_set(list(map(read_evaluation, modality_of)))
             shortcuts[mode] = shortcut_rates(list(modality_of), options.metric)
-    content = {"rationales": rationales, "shortcuts": shortcuts}
+    if not shortcuts:
+        raise UserError("evals= needs evaluations with query_modality=both,text,image in one query mode")
+    content = {"shortcuts": shortcuts}
     print(json.dumps(content, indent=1, ensure_ascii=False))
     if options.out is not None:
         write_json(options.out, content)
     return content
-
-
-def _questions(folder: Path) -> dict[str, str]:
-    """Texts of a set's queries by id; in a suite the ids are prefixed with the member."""
-    if is_suite(folder):
-        return {
-            f"{name}/{query}": text
-            for name in load_suite(folder).members
-            for query, text in _questions(folder / name).items()
-        }
-    return {query.id: query.text or "" for query in load_set(folder).queries}
 
 
 def audit_run(wanted: RetrievalSet, train: Sequence[str], recipe: Any) -> Audit | None:

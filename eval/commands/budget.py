@@ -25,7 +25,8 @@ from eval.commands.run import Condition, RunOptions, Session, write_page
 from eval.embedding.fill_cache import Embeds
 from eval.embedding.identity import versions
 from eval.embedding.set_embeddings import Embeddings
-from eval.pages.budget_curves import BASES, BUDGET, as_file
+from eval.pages.budget_curves import as_file
+from eval.pages.evaluations import BASES, BUDGET
 from eval.scoring.fuse import max_score, mean_embedding, together
 from eval.scoring.gate import choose, gated, margin
 from eval.scoring.output_files import FORMAT, PER_QUERY, read_results, rerun_command

@@ -75,7 +75,7 @@ class Measurement:
         ``title``: printed with the table of figures; None prints nothing.
         """
         wanted, protocol = self.wanted, self.protocol
-        ranking = protocol.ordered(ranking)  # of which run.trec keeps only the order
+        ranking = protocol.ordered(wanted, ranking)
         scored = protocol.without(missing, wanted, protocol.score(wanted, ranking))
         table = per_query_table(wanted, ranking, scored, encoded)
         results: dict[str, Any] = {

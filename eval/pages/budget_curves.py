@@ -4,11 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from eval.pages.charts import Curves, Point, curves_chart, curves_file
-from rge.common.modes import Mode
 
-BUDGET = "budget.json"
-BASES: tuple[Mode, ...] = ("direct", "reasoning")
-"""The two base points."""
 X_LABELS = {"tokens": "generated tokens per query", "ms": "milliseconds per query"}
 
 

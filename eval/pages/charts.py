@@ -8,7 +8,7 @@ import json
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -70,7 +70,7 @@ class Point:
     y: float
     low: float | None
     high: float | None
-    number: int | None = None  # on the page; None: its position among the points
+    number: int | None = None  # shown beside the point by `scatter`
 
 
 Curves = Mapping[str, Sequence[Point]]
@@ -127,10 +127,8 @@ def line_chart(
         "plot": [LEFT, TOP, PLOT_WIDTH, PLOT_HEIGHT],
         "domain": [*x_domain, *y_domain],
         "unit": unit,
-        "xLabel": "step",
-        "series": [
-            {"label": "", "x": table["x"].map(_short).tolist(), "y": table["mean"].map(_short).tolist()}
-        ],
+        "x": table["x"].map(_short).tolist(),
+        "y": table["mean"].map(_short).tolist(),
     }
     ends = [f"{number(table['mean'].iloc[at])}{unit} at step {number(table['x'].iloc[at])}" for at in (0, -1)]
     spec = {"data": {"values": table.to_dict("records")}, "layer": _bands(bands, x_domain) + layers}
@@ -163,7 +161,6 @@ def scatter(points: Sequence[Point], *, name: str, x_label: str) -> Markup:
     """Numbered points with vertical intervals, in per cent over a cost; the x axis is logarithmic if costs differ tenfold."""
     costs = [point.x for point in points]
     log = min(costs) > 0 and max(costs) >= 10 * min(costs)
-    points = [replace(p, number=p.number or place) for place, p in enumerate(points, start=1)]
     spec = _over_cost({f"{p.number} {p.label}": [p] for p in points}, x_label, log=log, zero=True)
     spec["layer"].append(
         {

@@ -22,7 +22,11 @@ from eval.scoring.output_files import (
 from eval.sets.contents import with_readable_content
 from eval.sets.retrieval_set import RetrievalSet, load_set
 from rge.common.errors import UserError
+from rge.common.modes import Mode
 
+BUDGET = "budget.json"
+BASES: tuple[Mode, ...] = ("direct", "reasoning")
+"""The two base points of an output of `budget`, which are evaluations of one checkpoint as a whole."""
 QUERY_COLUMN, TOP_COLUMN, RANK_COLUMN = "query_id", "top10", "first_hit_rank"
 _NAMES = {  # (query_mode, query_modality) -> order in the table, label, explanation
     ("reasoning", "text"): (1, "Question only", "picture withheld"),
@@ -76,6 +80,11 @@ class Evaluation:
         """Query columns that it reports figures by."""
         return [key.removeprefix("by_") for key in self.results if key.startswith("by_")]
 
+    def mean(self, column: str) -> float | None:
+        """Mean of a column of per_query.parquet, such as ``embed_ms``; None if it has no values."""
+        values = self.per_query[column] if column in self.per_query else None
+        return None if values is None or values.isna().all() else float(values.mean())
+
     def names(self, block: str) -> list[str]:
         """Keys of a block of results.json (metrics, or values of a column); empty if there is no such block."""
         return list(self.results.get(block) or {})
@@ -120,9 +129,11 @@ def read_evaluations(dirs: Sequence[Path], baselines: Mapping[str, Path]) -> lis
 
 
 def expand(directory: Path) -> list[Path]:
-    """The directory itself if it is an evaluation or holds none, else the evaluations in it."""
+    """The directory itself if it is an evaluation or holds none, else the evaluations in it; of `budget` the base points."""
     if not directory.is_dir():
         raise UserError(f"{directory} is not a directory: pass the output of `rge eval run`")
+    if (directory / BUDGET).exists():
+        return [directory / name for name in BASES]
 
     def holds(folder: Path, *files: str) -> bool:
         return any((folder / name).exists() for name in files)

@@ -3,11 +3,10 @@
 import base64
 import hashlib
 import io
-import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from PIL import Image
 
 from eval.pages.evaluations import RANK_COLUMN, TOP_COLUMN, Evaluation
 from eval.pages.wording import slice_order, tag
-from eval.sets.retrieval_set import RetrievalSet, given_rationales
+from eval.sets.retrieval_set import UNCATEGORISED, RetrievalSet, given_rationales
 from rge.common.errors import UserError
 from rge.common.images import ImageError, load_image, picture_bytes
 from rge.common.schema import ImageRef
@@ -85,30 +84,27 @@ class Picture:
     data: str
 
 
-@dataclass
 class Gallery:
-    """The distinct pictures of the page; cards refer to them by name."""
+    """The distinct pictures of a page, each of which is embedded once."""
 
-    pictures: list[Picture] = field(default_factory=list)
-    _names: dict[str, str] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self._by_digest: dict[str, Picture] = {}
 
     @property
-    def sizes(self) -> dict[str, tuple[int, int]]:
-        """Width and height by name."""
-        return {picture.name: (picture.width, picture.height) for picture in self.pictures}
+    def pictures(self) -> list[Picture]:
+        """The pictures in the order in which they were added."""
+        return list(self._by_digest.values())
 
-    def add(self, ref: ImageRef, owner: str) -> str:
-        """Embed a picture, unless it already is, and return its name on the page."""
+    def add(self, ref: ImageRef, owner: str) -> Picture:
+        """Embed a picture, unless it already is."""
         try:
             data = picture_bytes(ref)
             digest = hashlib.sha256(data).hexdigest()
-            if digest not in self._names:
-                name = f"p{len(self.pictures)}"
-                self.pictures.append(_embed(name, data))
-                self._names[digest] = name
+            if digest not in self._by_digest:
+                self._by_digest[digest] = _embed(f"p{len(self._by_digest)}", data)
         except ImageError as error:
             raise UserError(f"{owner}: {error}") from error
-        return self._names[digest]
+        return self._by_digest[digest]
 
 
 def _embed(name: str, data: bytes) -> Picture:
@@ -126,51 +122,68 @@ def _embed(name: str, data: bytes) -> Picture:
 
 
 class SetView:
-    """Queries and candidates of one retrieval set, for cards; ``rankings``: query -> first candidates of all rankings shown."""
+    """Queries of one retrieval set and what evaluations found for them, for cards; ``prefix``: of ids in a suite."""
 
     def __init__(
-        self, loaded: RetrievalSet, rankings: Mapping[str, Sequence[Sequence[str]]], gallery: Gallery
+        self,
+        loaded: RetrievalSet,
+        evaluations: Sequence[Evaluation],
+        queries: Sequence[str],
+        gallery: Gallery,
+        prefix: str = "",
     ):
         self._path, self._gallery = loaded.path, gallery
-        place = {query_id: row for row, query_id in enumerate(loaded.query_ids)}
-        self._queries = {query_id: loaded.queries[place[query_id]] for query_id in rankings}
-        self.right: dict[str, list[str]] = {}
+        place = {prefix + name: row for row, name in enumerate(loaded.query_ids)}
+        self._queries = {query: loaded.queries[place[query]] for query in queries}
+        self._right: dict[str, list[str]] = {}
         self._wrong: dict[str, set[str]] = {}
         needed, name_of = set[str](), loaded.corpus_ids.__getitem__
-        for query_id, lists in rankings.items():
-            rows, gains = loaded.positives[place[query_id]]
-            best_first = rows[np.lexsort((rows, -gains))]
-            right = self.right[query_id] = list(map(name_of, best_first))
-            listed = () if loaded.negatives is None else loaded.negatives[place[query_id]].tolist()
+        for query in queries:
+            rows, gains = loaded.positives[place[query]]
+            right = self._right[query] = list(map(name_of, rows[np.lexsort((rows, -gains))]))
+            listed = () if loaded.negatives is None else loaded.negatives[place[query]].tolist()
             # an explicit negative that is also a positive counts as a positive, as in the metrics
-            self._wrong[query_id] = set(map(name_of, listed)) - set(right)
-            needed.update(*lists, right[:MAX_WANTED])
+            self._wrong[query] = set(map(name_of, listed)) - set(right)
+            needed.update(*(_top(one.per_query.loc[query]) for one in evaluations), right[:MAX_WANTED])
         items = loaded.corpus_items() if needed else ()
         self._corpus = {item.id: item for item in items if item.id in needed}
         self._names = _names(loaded.path / "corpus.parquet")
 
-    def query(self, query_id: str) -> dict[str, Any]:
-        """Pictures, text and number of right answers of a query."""
-        item = self._queries[query_id]
-        pictures = [self._gallery.add(ref, f"query {query_id!r} of {self._path}") for ref in item.images]
-        return {"pictures": pictures, "text": item.text, "num_positives": len(self.right[query_id])}
+    def card(self, query: str, row: pd.Series, columns: Sequence[str], **data: str) -> dict[str, Any]:
+        """What every card shows of a query, and its ``data`` for filters; ``row``: its values."""
+        item = self._queries[query]
+        values = {column: str(row[column]) for column in columns}
+        facets = {f"f{place}": value for place, value in enumerate(values.values())}
+        return {
+            "pictures": [self._gallery.add(ref, f"query {item.id!r} of {self._path}") for ref in item.images],
+            "text": item.text,
+            "num_positives": len(self._right[query]),
+            "data": {"query": query, **facets, "outcome": outcome_of(as_rank(row[RANK_COLUMN])), **data},
+            "tags": [tag(column, value) for column, value in values.items() if value != UNCATEGORISED],
+        }
 
-    def wanted(self, query_id: str) -> list[dict[str, Any]]:
+    def found(self, query: str, evaluation: Evaluation, own: Sequence[Picture]) -> dict[str, Any]:
+        """What an evaluation wrote and ranked first; ``own``: the query's pictures."""
+        row = evaluation.per_query.loc[query]
+        rationale = row.get("rationale")
+        return {
+            "rank": as_rank(row[RANK_COLUMN]),
+            "rationale": rationale if isinstance(rationale, str) and rationale else None,
+            "results": [
+                (candidate := self._candidate(name))
+                | {
+                    "rank": rank,
+                    "hit": name in self._right[query],
+                    "negative": name in self._wrong[query],
+                    "is_query": candidate["picture"] in own,
+                }
+                for rank, name in enumerate(_top(row), start=1)
+            ],
+        }
+
+    def wanted(self, query: str) -> list[dict[str, Any]]:
         """A query's best right answers."""
-        return [self._candidate(name) for name in self.right[query_id][:MAX_WANTED]]
-
-    def ranked(self, query_id: str, names: Sequence[str], own: Sequence[str]) -> list[dict[str, Any]]:
-        """Candidates with ranks and marks; ``own`` are the query's pictures on the page."""
-        return [
-            (candidate := self._candidate(name))
-            | {
-                "rank": rank,
-                "hit": name in self.right[query_id],
-                "negative": name in self._wrong[query_id],
-                "is_query": candidate["picture"] in own,
-            }
-            for rank, name in enumerate(names, start=1)
-        ]
+        return [self._candidate(name) for name in self._right[query][:MAX_WANTED]]
 
     def _candidate(self, name: str) -> dict[str, Any]:
         item = self._corpus[name]
@@ -196,14 +209,14 @@ def varying(frame: pd.DataFrame, columns: Sequence[str]) -> list[str]:
     return [name for name in columns if name in frame and frame[name].nunique() > 1]
 
 
-def top_of(per_query: pd.DataFrame, query_id: str) -> list[str]:
-    """The candidates of a ranking that a card shows."""
-    return list(map(str, per_query.at[query_id, TOP_COLUMN][:NUM_SHOWN]))
+def _top(measured: pd.Series) -> list[str]:
+    """The candidates that a card shows of a query's ranking."""
+    return list(map(str, measured[TOP_COLUMN][:NUM_SHOWN]))
 
 
-def facets(frame: pd.DataFrame, columns: Sequence[str]) -> list[dict[str, Any]]:
-    """Filters of the cards: ``f0``, ``f1`` ... for query columns, with labels of their values."""
-    return [
+def filters_of(frame: pd.DataFrame, columns: Sequence[str]) -> list[dict[str, Any]]:
+    """Filters of the cards: ``f0``, ``f1`` ... for query columns, and the first hit's rank; with labels of their values."""
+    facets = [
         {
             "name": f"f{place}",
             "label": name.replace("_", " ").capitalize(),
@@ -211,11 +224,7 @@ def facets(frame: pd.DataFrame, columns: Sequence[str]) -> list[dict[str, Any]]:
         }
         for place, name in enumerate(columns)
     ]
-
-
-def as_text(value: Any) -> str | None:
-    """A cell's text; None for an empty one."""
-    return value if isinstance(value, str) and value else None
+    return [*facets, {"name": "outcome", "label": "First hit", "values": list(OUTCOMES.items())}]
 
 
 def as_rank(value: Any) -> int | None:
@@ -223,20 +232,18 @@ def as_rank(value: Any) -> int | None:
     return None if pd.isna(value) or value < 1 else int(value)
 
 
-def outcome_of(rank: int | None) -> str:
-    """Whether the first right answer is ``first``, ``near`` (shown on the card) or ``below``."""
-    return "below" if rank is None or rank > NUM_SHOWN else "first" if rank == 1 else "near"
-
-
-_FIRST_HIT: dict[str, Any] = {
-    "name": "outcome",
-    "label": "First hit",
-    "values": [
-        ("first", "rank 1"),
-        ("near", f"rank 2–{NUM_SHOWN}"),
-        ("below", f"below {NUM_SHOWN}"),
-    ],
+OUTCOMES = {
+    "first": "rank 1",
+    "near": f"rank 2–{NUM_SHOWN}",
+    "below": f"below {NUM_SHOWN}",
+    "none": "not ranked",
 }
+"""Where the first right answer is, with labels; ``near`` means that the card shows it."""
+
+
+def outcome_of(rank: int | None) -> str:
+    """The key in `OUTCOMES` of the first right answer's rank."""
+    return "none" if rank is None else "first" if rank == 1 else "near" if rank <= NUM_SHOWN else "below"
 
 
 def cards_of(
@@ -253,20 +260,28 @@ def cards_of(
     success_rank = min(int(k.group(1)), NUM_SHOWN) if k else 1
     strata = varying(main.per_query, ("category", *loaded.report_by))
     chosen = choose_examples(main.per_query, success_rank=success_rank, num=num, strata=strata, seed=seed)
-    tops = {query: top_of(main.per_query, query) for query in chosen}
-    view = SetView(loaded, {query: [names] for query, names in tops.items()}, gallery)
+    view = SetView(loaded, [main], chosen, gallery)
     given = given_rationales(loaded)
     right = pd.Series(given, dtype=object).groupby(level=0).agg(set).to_dict() if given else {}
     cards = []
     for query in chosen:
-        card = _card(query, main.per_query.loc[query], tops[query], view, strata)
-        card["success"] = (card["rank"] or math.inf) <= success_rank
+        measured = main.per_query.loc[query]
+        card = view.card(query, measured, strata)
+        card |= view.found(query, main, card["pictures"])
         of_query = card["rationale"] in right.get(query, ())
-        card["says"] = "right" if of_query else "another" if card["rationale"] in given.values() else "own"
-        card["ranks"] = [
-            (e.label, as_rank(e.per_query.at[query, RANK_COLUMN]), e is main) for e in evaluations
-        ]
-        cards.append(card)
+        cards.append(
+            card
+            | {
+                "forced": measured.get("stop_reason") == "forced",
+                "tokens": as_rank(measured.get("rationale_tokens")),
+                "wanted": [] if any(result["hit"] for result in card["results"]) else view.wanted(query),
+                "success": card["rank"] is not None and card["rank"] <= success_rank,
+                "says": "right" if of_query else "another" if card["rationale"] in given.values() else "own",
+                "ranks": [
+                    (e.label, as_rank(e.per_query.at[query, RANK_COLUMN]), e is main) for e in evaluations
+                ],
+            }
+        )
     outcomes = Counter(map(outcome_of, map(as_rank, main.per_query[RANK_COLUMN])))
     return {
         "cards": cards,
@@ -274,9 +289,11 @@ def cards_of(
         "opens_with_given": bool(given),
         "reasons": main.mode[0] == "reasoning",
         "success_rank": success_rank,
-        **{f"num_{name}": outcomes[name] for name, _ in _FIRST_HIT["values"]},
+        "num_first": outcomes["first"],
+        "num_near": outcomes["near"],
+        "num_below": outcomes["below"] + outcomes["none"],
         "num_queries": len(main.per_query),
-        "filters": [*facets(main.per_query, strata), _FIRST_HIT],
+        "filters": filters_of(main.per_query, strata),
         "strata": [name.replace("_", " ") for name in strata],
     }
 
@@ -290,26 +307,6 @@ def _of_cards(cards: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "num_successes": len(found),
         "num_negatives": sum(result["negative"] for card in cards for result in card["results"]),
         "num_forced": sum(card["forced"] for card in cards),
-    }
-
-
-def _card(
-    query_id: str, measured: pd.Series, top: Sequence[str], view: SetView, strata: Sequence[str]
-) -> dict[str, Any]:
-    shown_query = view.query(query_id)
-    rank = as_rank(measured[RANK_COLUMN])
-    values = [str(measured[name]) for name in strata]
-    return shown_query | {
-        "data": {"query": query_id}
-        | {f"f{place}": value for place, value in enumerate(values)}
-        | {"outcome": outcome_of(rank)},
-        "tags": [tag(name, value) for name, value in zip(strata, values, strict=True)],
-        "rationale": as_text(measured.get("rationale")),
-        "forced": measured.get("stop_reason") == "forced",
-        "tokens": as_rank(measured.get("rationale_tokens")),
-        "results": view.ranked(query_id, top, shown_query["pictures"]),
-        "rank": rank,
-        "wanted": [] if set(top) & set(view.right[query_id]) else view.wanted(query_id),
     }
 
 

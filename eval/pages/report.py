@@ -20,8 +20,9 @@ from typing import Any, Literal
 
 from eval.pages import tables
 from eval.pages.boards.leaderboard import write_leaderboard
-from eval.pages.budget_curves import BASES, BUDGET, on_page
+from eval.pages.budget_curves import on_page
 from eval.pages.evaluations import (
+    BUDGET,
     Evaluation,
     check_one_set,
     compared,
@@ -57,8 +58,8 @@ class ReportOptions(PluginOptions):
     """Heading of the page; null: the default."""
     metric: str = "recall@1"
     """Metric of the main table."""
-    examples: int = 48
-    """Number of queries shown with pictures."""
+    examples: int | None = None
+    """Number of queries shown with pictures; null: 48, on a leaderboard 24."""
     set: Path | None = None
     """Current location of the retrieval set; null: as in results.json."""
     seed: int = 0
@@ -98,7 +99,7 @@ def _write_leaderboard(options: ReportOptions, runs: Sequence[str]) -> Path:
         raise UserError(
             "log= and baseline= are for page=set; for a leaderboard pass all models as runs=LABEL:DIR,..."
         )
-    num_examples = 24 if options.examples == ReportOptions.examples else options.examples
+    num_examples = 24 if options.examples is None else options.examples
     return write_leaderboard(
         runs, options.out, title=options.title, which=options.published, num_examples=num_examples,
         set_dir=options.set, seed=options.seed,
@@ -111,8 +112,6 @@ def _write_report(options: ReportOptions, dirs: list[Path]) -> Path:
     The output is deterministic: examples are drawn by a seeded hash of the query id, and the page has no dates.
     """
     metric, budget = options.metric, read_json(dirs[0] / BUDGET) if len(dirs) == 1 else None
-    if budget is not None:
-        dirs = [dirs[0] / name for name in BASES]
     evaluations = read_evaluations(dirs, _baselines(options.baseline))
     check_one_set(evaluations)
     main = featured(evaluations)
@@ -124,7 +123,8 @@ def _write_report(options: ReportOptions, dirs: list[Path]) -> Path:
     rows = compared(evaluations)
     gallery = Gallery()
     loaded = set_of(main, options.set)
-    examples = cards_of(rows, main, loaded, metric, options.examples, options.seed, gallery)
+    num_examples = 48 if options.examples is None else options.examples
+    examples = cards_of(rows, main, loaded, metric, num_examples, options.seed, gallery)
     table, other_tables = tables.main_table(rows, main, metric, tables.random_floors(main, loaded, metric))
     content = dict(
         title=options.title or f"What reasoning gained on {main.results['set']['name']}",
@@ -142,7 +142,6 @@ def _write_report(options: ReportOptions, dirs: list[Path]) -> Path:
         slice_notes=tables.notes_of(loaded, table.by),
         examples=examples,
         pictures=gallery.pictures,
-        sizes=gallery.sizes,
         curves=curves_of([Path(name) for name in options.log if name]),
         budget=None if budget is None else on_page(budget),
         provenance=provenance_of(evaluations),
@@ -161,43 +160,19 @@ def _baselines(words: Sequence[str]) -> dict[str, Path]:
     return baselines
 
 
-def provenance_of(evaluations: Sequence[Evaluation]) -> dict[str, Any]:
-    """Shared facts, differing facts, and everything recorded except figures."""
+def provenance_of(evaluations: Sequence[Evaluation]) -> list[dict[str, Any]]:
+    """Of every evaluation: its label, the command that reproduces it, and everything recorded except figures, as JSON."""
     figures = {"again", "set", "micro", "macro", "ties", "rationale", "random"}
-    recorded = [
-        {
+    shown = []
+    for one in evaluations:
+        recorded = {
             key: _without_paths(value)
             for key, value in one.results.items()
             if key not in figures and not key.startswith("by_")
         }
-        for one in evaluations
-    ]
-    facts = [_facts(of_one, one) for of_one, one in zip(recorded, evaluations, strict=True)]
-    shared = set.intersection(*(set(of_one.items()) for of_one in facts)) if len(facts) > 1 else set()
-    own = [{key: value for key, value in of_one.items() if (key, value) not in shared} for of_one in facts]
-    texts = [json.dumps(of_one, indent=1, ensure_ascii=False, default=str) for of_one in recorded]
-    labels = [one.label for one in evaluations]
-    return {
-        "common": {key: value for key, value in facts[0].items() if (key, value) in shared},
-        "own": list(zip(labels, own, strict=True)),
-        "recorded": list(zip(labels, texts, strict=True)),
-    }
-
-
-def _facts(recorded: Mapping[str, Any], evaluation: Evaluation) -> dict[str, str]:
-    facts = {}
-    for name, value in recorded.items():
-        if isinstance(value, Mapping) and all(isinstance(v, (str, int, float)) for v in value.values()):
-            value = ", ".join(f"{k} {_brief(v)}" for k, v in value.items())
-        if isinstance(value, (str, int, float)) and 0 < len(_brief(value)) <= 300:
-            facts[name.replace("_", " ")] = _brief(value)
-    if (command := _command(evaluation)) is not None:
-        facts["reproduce with"] = command
-    return facts
-
-
-def _brief(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+        text = json.dumps(recorded, indent=1, ensure_ascii=False, default=str)
+        shown.append({"label": one.label, "command": _command(one), "recorded": text})
+    return shown
 
 
 def _command(evaluation: Evaluation) -> str | None:

@@ -1,10 +1,9 @@
 """The tables of a report: figures with intervals, slices, paired gains, all metrics, cost and ties."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -20,20 +19,13 @@ MAX_MAIN_SLICES = 4
 """Maximum number of slices beside "all queries" in the main table; others get separate tables."""
 
 
-class Cell(NamedTuple):
-    """A table cell: a figure, and which one it is."""
-
-    figure: Figure | None
-    where: str
-
-
 @dataclass(frozen=True)
 class Row:
     """A table row; ``featured`` marks the row that the page is about."""
 
     label: str
     note: str
-    cells: list[Cell]
+    figures: list[Figure | None]  # one per column
     featured: bool = False
 
 
@@ -91,13 +83,9 @@ def _table(
     known = filter(None, chain(*grid, chance))
     scale = Scale.around(end for figure in known for end in (figure.value, figure.low, figure.high))
 
-    def row(label: str, note: str, figures: Sequence[Figure | None], block: str = "", **more: bool) -> Row:
-        names = [f"{label}|{block or c.block}|{c.name or ''}|{metric}" for c in columns]
-        return Row(label, note, list(map(Cell, figures, names)), **more)
-
-    rows = [row("Random floor", "a shuffled ranking", chance, "random")] if chance else []
+    rows = [Row("Random floor", "a shuffled ranking", chance)] if chance else []
     rows += [
-        row(one.label, one.note, figures, featured=one is main)
+        Row(one.label, one.note, figures, featured=one is main)
         for one, figures in zip(evaluations, grid, strict=True)
     ]
     return Table(columns[-1].by, [(c.heading, c.num_queries) for c in columns], rows, scale)
@@ -157,13 +145,8 @@ def _gains(
     for one in rivals:
         if metric in main.per_query and metric in one.per_query:
             difference_Q = main.per_query[metric] - one.per_query.loc[main.per_query.index, metric]
-            cells = [
-                Cell(
-                    _gain(main, difference_Q, c.rows_Q), f"{one.label}|gain {c.block}|{c.name or ''}|{metric}"
-                )
-                for c in columns
-            ]
-            rows.append(Row(f"Gain over {one.label}", "", cells))
+            gains = [_gain(main, difference_Q, c.rows_Q) for c in columns]
+            rows.append(Row(f"Gain over {one.label}", "", gains))
     return rows
 
 
@@ -190,9 +173,7 @@ def metrics_table(evaluations: Sequence[Evaluation], main: Evaluation) -> dict[s
                 "metric": metric,
                 "words": metric_words(metric),
                 "floor": floors[block].get(metric),
-                "cells": [
-                    Cell(one.figure(block, metric), f"{one.label}|{block}||{metric}") for one in evaluations
-                ],
+                "figures": [one.figure(block, metric) for one in evaluations],
             }
             for metric in dict.fromkeys(chain.from_iterable(one.names(block) for one in evaluations))
         ]
@@ -248,9 +229,9 @@ def _cost_cells(one: Evaluation, metric: str) -> dict[str, str | None]:
         figures = [one.figure(*path) for path in paths]
         return None if None in figures else words(*(figure.value for figure in figures if figure))
 
-    def milliseconds(key: str, least: float) -> str | None:
-        mean = one.per_query[key].mean() if key in one.per_query else math.nan
-        return f"{mean:.1f}" if mean > least else None
+    def milliseconds(key: str) -> str | None:
+        mean = one.mean(key)
+        return None if mean is None else f"{mean:.1f}"
 
     def share(value: float) -> str:
         return f"{percent(value)} %"
@@ -262,8 +243,8 @@ def _cost_cells(one: Evaluation, metric: str) -> dict[str, str | None]:
         "Tokens, mean / p95": tokens,
     }
     return (rationale if one.mode[0] == "reasoning" else dict.fromkeys(rationale)) | {
-        "Generate, ms per query": milliseconds("generate_ms", 0.0),
-        "Embed, ms per query": milliseconds("embed_ms", -1.0),
+        "Generate, ms per query": milliseconds("generate_ms"),
+        "Embed, ms per query": milliseconds("embed_ms"),
         "Ties, worst–best": shown(lambda worst, best: f"{percent(worst)}–{share(best)}", *ties),
         "Own picture first": shown(share, ("self_retrieval", "rate@1")),
     }

@@ -1,10 +1,12 @@
 """Training logs (``metrics.jsonl``) as curves: the stages of one run end to end."""
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
+
+import pandas as pd
 
 from eval.pages.charts import Band, line_chart
 from eval.pages.evaluations import check_finite
@@ -25,6 +27,8 @@ CURVE_NAMES = {
 
 def curves_of(paths: Sequence[Path]) -> list[dict[str, Any]]:
     """Charts of training logs for a page."""
+    if not paths:
+        return []
     training = read_training_logs(paths)
     keys = [key for key in CURVE_NAMES if key in training.curves]
     return [_chart(key, training) for key in (*keys, *sorted(set(training.curves) - set(keys)))]
@@ -64,23 +68,24 @@ def read_training_logs(paths: Sequence[Path]) -> Training:
 
 
 def _read_log(path: Path) -> list[dict[str, Any]]:
-    """The entries of one file; plotted values must be finite or None."""
     with reading(str(path)):
         complete = path.read_text(encoding="utf-8").rpartition("\n")[0]  # a job may be writing the last line
-    entries = []
-    for place, line in enumerate(complete.splitlines(), start=1):
-        if not line.strip():
-            continue
-        entry = json_object(f"{path}, line {place}", line)
-        if "step" not in entry:
-            raise UserError(f"{path}, line {place} has no step: {line[:80]}")
-        for key in ("step", *filter(_is_curve, entry)):
-            if entry[key] is not None:
-                check_finite(entry[key], f"{path}, line {place}: {key}")
-        entries.append(entry)
+    lines = enumerate(complete.splitlines(), start=1)
+    entries = [_entry(line, f"{path}, line {place}") for place, line in lines if line.strip()]
     if not entries:
         raise UserError(f"training log {path} is empty")
     return entries
+
+
+def _entry(line: str, where: str) -> dict[str, Any]:
+    """A line of a log; plotted values must be finite or None."""
+    entry = json_object(where, line)
+    if "step" not in entry:
+        raise UserError(f"{where} has no step: {line[:80]}")
+    for key in ("step", *filter(_is_curve, entry)):
+        if entry[key] is not None:
+            check_finite(entry[key], f"{where}: {key}")
+    return entry
 
 
 def _is_curve(key: str) -> bool:
@@ -88,22 +93,17 @@ def _is_curve(key: str) -> bool:
 
 
 def _training(entries: Sequence[Mapping[str, Any]]) -> Training:
-    training = Training()
-    values: dict[str, dict[float, float]] = defaultdict(dict)
-    offset, last, stage = 0.0, 0.0, object()
-    for entry in entries:
-        if entry.get("stage") != stage:
-            stage = entry.get("stage")
-            if entry["step"] + offset <= last:
-                offset = last
-            training.stages.append(Band(str(stage or "").replace("_", " "), last, last))
-        x = entry["step"] + offset
-        last = max(last, x)
-        training.stages[-1] = replace(training.stages[-1], end=last)
-        for key in filter(_is_curve, entry):
-            if entry[key] is not None:
-                values[key][x] = float(entry[key])
-    for key, points in values.items():
-        steps = sorted(points)
-        training.curves[key] = (steps, [points[step] for step in steps])
+    training, parts = Training(), []
+    offset = end = 0.0
+    for stage, rows in groupby(entries, key=lambda entry: str(entry.get("stage") or "")):
+        table = pd.DataFrame(rows)
+        offset = end if table["step"].iloc[0] + offset <= end else offset
+        parts.append(table.set_index(table["step"] + offset))
+        start, end = end, float(max(end, parts[-1].index.max()))
+        training.stages.append(Band(stage.replace("_", " "), start, end))
+    whole = pd.concat(parts)
+    for key in filter(_is_curve, whole):
+        points = whole[key].dropna().astype(float).groupby(level=0).last()  # a repeated step replaces
+        if len(points):
+            training.curves[key] = (points.index.tolist(), points.tolist())
     return training

@@ -1,18 +1,14 @@
-"""Fuse several rationales or runs into one ranking: mean of embeddings, maximum of scores, sum of ranks or scores.
+"""Fuse several rationales into one ranking: mean of embeddings, or maximum of scores.
 
 Shape suffixes: Q = queries, D = embedding dimension, W = width of a ranking, S = samples.
 """
 
 from collections.abc import Sequence
-from typing import Literal
 
 import numpy as np
 
-from eval.scoring.search import Ranking, cut_ranking, in_final_order, stack_rankings
+from eval.scoring.search import Ranking, cut_ranking, in_final_order
 from rge.common.schema import Encoded
-
-RRF = 60
-"""Rank offset of reciprocal rank fusion."""
 
 
 def mean_embedding(samples: Sequence[np.ndarray]) -> np.ndarray:
@@ -37,37 +33,6 @@ def max_score(rankings: Sequence[Ranking]) -> Ranking:
     dropped[:, 1:] |= rows_QW[:, 1:] == rows_QW[:, :-1]
     rows_QW[dropped], score_QW[dropped] = -1, -np.inf
     return cut_ranking(*in_final_order(rows_QW, score_QW), rankings[0].depth)
-
-
-def added(
-    rankings: Sequence[Ranking], by: Literal["rrf", "score"] = "rrf", weights: Sequence[float] | None = None
-) -> Ranking:
-    """Rank candidates by the sum of their values in several rankings; a missing candidate counts 0.
-
-    ``by``: rrf sums 1 / (60 + rank) (Cormack, Clarke and Büttcher 2009); score sums scores scaled to [0, 1] per query, since
-    different programs' scores have different ranges.
-    """
-    fused = []
-    depth, num_queries = max(one.depth for one in rankings), len(rankings[0].rows_QW)
-    for query in range(num_queries):
-        rows, values = [], []
-        for ranking, weight in zip(rankings, weights or [1.0] * len(rankings), strict=True):
-            listed = ranking.rows_QW[query, : ranking.depth]
-            listed = listed[listed >= 0]
-            score = _scaled(ranking.score_QW[query, : len(listed)].astype(np.float64))
-            rows.append(listed)
-            values.append(weight * (score if by == "score" else 1.0 / (RRF + 1 + np.arange(len(listed)))))
-        row, place = np.unique(np.concatenate(rows), return_inverse=True)
-        total = np.bincount(place, np.concatenate(values), minlength=len(row))
-        order = np.lexsort((row, -total))
-        fused.append((query, row[order], total[order]))
-    return cut_ranking(*in_final_order(*stack_rankings(num_queries, fused)), depth)
-
-
-def _scaled(score: np.ndarray) -> np.ndarray:
-    """Scores scaled to [0, 1]; all 1 if they are equal."""
-    spread = np.ptp(score) if len(score) else 0.0
-    return (score - score.min()) / spread if spread > 0 else np.ones(len(score))
 
 
 def together(samples: Sequence[Encoded], embeddings: np.ndarray) -> Encoded:

@@ -56,13 +56,13 @@ class Protocol:
         """The headline metric of one set; some benchmarks have different ones for different sets."""
         return self.headline[0]
 
-    def ordered(self, ranking: Ranking) -> Ranking:
-        """The ranking with equal scores in the order in which they are scored, as far as it is one order."""
+    def ordered(self, wanted: RetrievalSet, ranking: Ranking) -> Ranking:
+        """The ranking that is scored and written: equal scores are in this protocol's order, if it has one."""
         return trec_ties(ranking) if self.ties == "trec" else ranking
 
     def score(self, wanted: RetrievalSet, ranking: Ranking) -> Scored:
-        """All metrics for every query."""
-        scored = score_ranking(wanted, self.ordered(ranking), self.names(wanted))
+        """All metrics for every query; ``ranking``: see `ordered`."""
+        scored = score_ranking(wanted, ranking, self.names(wanted))
         value_QM = {"best": scored.best_QM, "worst": scored.worst_QM}.get(self.ties, scored.value_QM)
         return replace(scored, value_QM=value_QM)
 

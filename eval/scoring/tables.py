@@ -55,8 +55,8 @@ def figure(one: Mapping[str, Any] | None) -> str:
 
 def latex(frame: pd.DataFrame) -> str:
     """A table with escaped text for a paper, which needs the package booktabs."""
-    escaped = frame.rename(columns=_escape, index=_escape).map(_escape)
-    return escaped.to_latex(index=not isinstance(frame.index, pd.RangeIndex))
+    indexed = not isinstance(frame.index, pd.RangeIndex)
+    return frame.to_latex(index=indexed, escape=True).replace("–", "--")
 
 
 def write_tables(stem: Path, values: pd.DataFrame, formatted: pd.DataFrame) -> list[Path]:
@@ -65,11 +65,3 @@ def write_tables(stem: Path, values: pd.DataFrame, formatted: pd.DataFrame) -> l
     write_text(csv, values.to_csv(index=False))
     write_text(tex, latex(formatted))
     return [csv, tex]
-
-
-def _escape(cell: Any) -> Any:
-    if not isinstance(cell, str):
-        return cell
-    for mark in "\\&%$#_{}":
-        cell = cell.replace(mark, "\\textbackslash " if mark == "\\" else f"\\{mark}")
-    return cell.replace("~", "\\textasciitilde ").replace("^", "\\textasciicircum ").replace("–", "--")

@@ -311,16 +311,14 @@ class Mmbright(Protocol):
         names = super().names(replace(wanted, negatives=None))
         return tuple(dict.fromkeys((*names, *(f"{metric}@{k}" for metric in _TREC.values() for k in CUTS))))
 
-    def score(self, wanted: RetrievalSet, ranking: Ranking) -> Scored:
-        """As `Protocol.score`; official, the scores of task 3 are scaled first."""
-        if (
-            self.profile == "official"
-            and wanted.meta.get("task") == 3
-            and ranking.score_QW.dtype == np.float32
-        ):
-            # The released code scales float32 scores by 100, whose rounding makes some of them equal.
-            ranking = replace(ranking, score_QW=ranking.score_QW * np.float32(100))
-        return super().score(wanted, ranking)
+    def ordered(self, wanted: RetrievalSet, ranking: Ranking) -> Ranking:
+        """As `Protocol.ordered`; official, the embedder's scores in task 3 are as the released code rounds them."""
+        single = ranking.score_QW.dtype == np.float32  # scores in files are double, and rounded already
+        if self.profile == "official" and wanted.meta.get("task") == 3 and single:
+            # the released code scales float32 scores by 100, whose rounding makes some of them equal
+            score_QW = (ranking.score_QW * np.float32(100)).astype(np.float64) / 100
+            ranking = replace(ranking, score_QW=score_QW)
+        return super().ordered(wanted, ranking)
 
     def figures(self, wanted: RetrievalSet, scored: Scored, *, seed: int) -> dict[str, Any]:
         """Official: the released code's names, rounded to five digits."""

@@ -59,10 +59,6 @@ class PinpointOptions(PictureOptions):
 
     images: Path | None = None
     """Folder of pictures named SIGNATURE.jpg, at any depth; null: src/images."""
-    manifest: Path | None = None
-    """Table of id and path, if pictures have other names."""
-    instruction: str | None = None
-    """Task instruction put before each query's own; null: none, as released."""
     allow_missing: bool = False
     """Accept positives that are not in the index; they still count in every denominator."""
     exclude_query_image: bool = False
@@ -76,12 +72,12 @@ def import_pinpoint(options: PinpointOptions) -> RetrievalSet:
     )
     index = dict.fromkeys(line.strip() for line in index_file.read_text("utf-8").splitlines() if line.strip())
     pictures = Pictures(
-        options.images or options.src / "images", options.src, manifest=options.manifest,
-        hint="download it with the release's tools, then pass images=DIR or manifest=FILE",
+        options.images or options.src / "images", options.src,
+        hint="download it with the release's tools, then pass images=DIR",
     )  # fmt: skip
     draft = Draft(index)
     for row in iter_rows(table, needed=COLUMNS):
-        query, right, wrong = _query(row, pictures, options.instruction)
+        query, right, wrong = _query(row, pictures)
         if right:
             own = str(query.columns["picture_ids"]).split("+")
             draft.add(query, row.where, dict.fromkeys(right, 1), wrong, own)
@@ -105,7 +101,7 @@ def import_pinpoint(options: PinpointOptions) -> RetrievalSet:
     )
 
 
-def _query(row: Row, pictures: Pictures, instruction: str | None) -> tuple[Query, list[str], list[str]]:
+def _query(row: Row, pictures: Pictures) -> tuple[Query, list[str], list[str]]:
     """A row's query, with its positives and negatives, each once."""
     name = str(row["query_id"]).removeprefix("query_").zfill(5)  # as the released scorer normalises it
     listed_right, listed_wrong = as_list(row["positive_candidates"]), as_list(row["negative_candidates"])
@@ -118,7 +114,6 @@ def _query(row: Row, pictures: Pictures, instruction: str | None) -> tuple[Query
         text=row.text("instruction"),
         images=tuple(pictures.find(signature, by_stem=True) for signature in own),
         group="+".join(own),
-        instruction=instruction,
         columns={
             "images": "one image" if len(own) == 1 else "two images",
             "picture_ids": "+".join(own),

@@ -1,4 +1,4 @@
-"""Comparison of evaluations: differences of two in each slice, and example cards with the rankings and rationales of all."""
+"""Evaluations side by side: the page of a comparison, and example cards with the rankings and rationales of all."""
 
 import hashlib
 from collections import defaultdict
@@ -9,31 +9,19 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from eval.benchmarks.suite import mean_over
 from eval.pages import examples
 from eval.pages.boards.rows import name_of, note_of
 from eval.pages.evaluations import RANK_COLUMN, Evaluation
-from eval.pages.examples import Gallery, SetView, varying
+from eval.pages.examples import Gallery, SetView
 from eval.pages.single_file import write_page
-from eval.pages.wording import Scale, tag
+from eval.pages.wording import Scale
 from eval.scoring.metrics import lower_is_better, metric_words
 from eval.scoring.output_files import check_measured_on, set_path
-from eval.sets.retrieval_set import UNCATEGORISED, RetrievalSet, load_set
-from rge.stats.intervals import NUM_RESAMPLES, OF_DIFFERENCES, figures
+from eval.sets.retrieval_set import RetrievalSet, load_set
 
-MAX_OTHERS = 4
-"""Number of rows that a board's best row is compared with."""
-MAX_SLICES = 12
-"""Maximum number of values of a column shown as slices; for more use `compare`."""
 MAX_MEMBERS = 6
 """Maximum number of suite members that examples are drawn from, since each must be read."""
 TIE = "tie"
-_RANKS = [
-    ("first", "1"),
-    ("near", f"2–{examples.NUM_SHOWN}"),
-    ("below", f"below {examples.NUM_SHOWN}"),
-    ("none", "not ranked"),
-]
 
 
 def write_comparison(
@@ -59,7 +47,8 @@ def write_comparison(
     metrics = []
     for name in dict.fromkeys(row["metric"] for row in rows):
         tests = [row for row in rows if row["metric"] == name]
-        metrics.append({"name": name, "words": metric_words(name), "rows": tests, "scale": _scale(tests)})
+        scale = Scale.around(row[key] for row in tests for key in ("difference", "low", "high"))
+        metrics.append({"name": name, "words": metric_words(name), "rows": tests, "scale": scale})
     content = dict(
         title="A versus B",
         a=labels[0],
@@ -71,47 +60,8 @@ def write_comparison(
         examples=side_by_side(sides, gallery, num_examples, set_dir, seed, main) if num_examples else None,
         differs=compared["differs"],
         pictures=gallery.pictures,
-        sizes=gallery.sizes,
     )
     return write_page(out, "compare.html.j2", ["report.css", "leaderboard.css"], content)
-
-
-def against(runs: Mapping[str, Evaluation], metric: str, seed: int) -> list[dict[str, Any]]:
-    """Paired differences between the first run and each of the next few, over all queries and in every slice."""
-    known = [(name, evaluation) for name, evaluation in runs.items() if metric in evaluation.per_query]
-    if len(known) < 2:
-        return []
-    (best, first), *others = known
-    pairs = [(name, _paired(first, other, metric, seed)) for name, other in others[:MAX_OTHERS]]
-    return [{"a": best, "b": name, "rows": rows, "scale": _scale(rows)} for name, rows in pairs]
-
-
-def _paired(a: Evaluation, b: Evaluation, metric: str, seed: int) -> list[dict[str, Any]]:
-    frame = a.per_query.loc[a.per_query.index.intersection(b.per_query.index)]
-    frame = frame.assign(a=frame[metric], b=b.per_query.loc[frame.index, metric])
-    frame = frame.assign(difference=frame["a"] - frame["b"]).dropna(subset=["difference"])
-    suite = bool(a.results.get("suite"))
-    slices = [("all members" if suite else "all queries", frame)]
-    for column in varying(frame, a.reported_by):
-        if frame[column].nunique() <= MAX_SLICES:
-            slices += [(f"{column} {value}", part) for value, part in frame.groupby(column, sort=True)]
-
-    def mean(part: pd.DataFrame, column: str, num_resamples: int) -> dict[str, Any]:
-        means = mean_over(part, [column], members=suite, seed=seed, num_resamples=num_resamples)
-        return figures(means, OF_DIFFERENCES)[0]
-
-    rows = []
-    for label, part in slices:
-        difference = mean(part, "difference", NUM_RESAMPLES)
-        rows.append(
-            {"slice": label, "num_queries": len(part), "difference": difference.pop("value"), **difference}
-            | {side: mean(part, side, 1)["value"] for side in ("a", "b")}
-        )
-    return rows
-
-
-def _scale(rows: Sequence[Mapping[str, Any]]) -> Scale:
-    return Scale.around([row[key] for row in rows for key in ("difference", "low", "high")])
 
 
 def side_by_side(
@@ -130,27 +80,28 @@ def side_by_side(
     frame = _ranked(runs, metric)
     counts = frame["winner"].value_counts()
     winners = [name for name in (*names, TIE, "several", "none") if name in counts]
-    columns = examples.varying(frame, [name for name in first.reported_by if name != "category"])
+    columns = examples.varying(frame, list(dict.fromkeys(("category", *first.reported_by))))
     drawn = frame if not first.results.get("suite") else _of_some_members(frame, seed)
     chosen = examples.choose_examples(
         drawn, success_rank=1, num=num, strata=["category", "winner"], seed=seed
     )
     cards = {}
     for loaded, prefix, queries in _sets_of(chosen, first, set_dir):
-        tops = {query: [examples.top_of(run.per_query, query) for run in runs.values()] for query in queries}
-        view = SetView(loaded, {query.removeprefix(prefix): tops[query] for query in queries}, gallery)
+        view = SetView(loaded, list(runs.values()), queries, gallery, prefix)
         for query in queries:
-            name, row = query.removeprefix(prefix), drawn.loc[query]
-            cards[query] = _card(query, name, runs, tops[query], row, columns, view)
-    categories = sorted({card["data"]["category"] for card in cards.values()})
+            winner = str(drawn.at[query, "winner"])
+            card = view.card(query, drawn.loc[query], columns, winner=winner) | {"wanted": view.wanted(query)}
+            lists = [
+                {"label": label, "wins": label == winner, **view.found(query, run, card["pictures"])}
+                for label, run in runs.items()
+            ]
+            cards[query] = card | {"lists": lists}
     return {
         "cards": [cards[query] for query in chosen],
         "runs": names,
         "filters": [
-            {"name": "category", "label": "Category", "values": [(one, tag("", one)) for one in categories]},
             {"name": "winner", "label": "Winner", "values": [(one, one) for one in winners]},
-            {"name": "rank", "label": "Best rank", "values": _RANKS},
-            *examples.facets(drawn, columns),
+            *examples.filters_of(drawn, columns),
         ],
         "winners": [(name, int(counts[name])) for name in winners],
         "num_queries": len(frame),
@@ -210,42 +161,3 @@ def _load(path: Path, fingerprint: str | None) -> RetrievalSet:
     loaded = load_set(path)
     check_measured_on(loaded, {"set": {"fingerprint": fingerprint or loaded.fingerprint}})
     return loaded
-
-
-def _card(
-    query: str,
-    name: str,
-    runs: Mapping[str, Evaluation],
-    tops: Sequence[Sequence[str]],
-    row: pd.Series,
-    columns: Sequence[str],
-    view: SetView,
-) -> dict[str, Any]:
-    shown_query = view.query(name)
-    best, winner, category = examples.as_rank(row[RANK_COLUMN]), str(row["winner"]), str(row["category"])
-    values = [str(row[column]) for column in columns]
-    return shown_query | {
-        "data": {
-            "query": query,
-            "category": category,
-            "winner": winner,
-            "rank": "none" if best is None else examples.outcome_of(best),
-            **{f"f{place}": value for place, value in enumerate(values)},
-        },
-        "tags": [
-            tag(column, value)
-            for column, value in zip(("category", *columns), (category, *values), strict=True)
-            if value != UNCATEGORISED
-        ],
-        "wanted": view.wanted(name),
-        "lists": [
-            {
-                "label": label,
-                "rank": examples.as_rank(run.per_query.at[query, RANK_COLUMN]),
-                "rationale": examples.as_text(run.per_query.loc[query].get("rationale")),
-                "results": view.ranked(name, top, shown_query["pictures"]),
-                "wins": label == winner,
-            }
-            for (label, run), top in zip(runs.items(), tops, strict=True)
-        ],
-    }

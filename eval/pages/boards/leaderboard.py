@@ -10,7 +10,6 @@ Suites (MMEB, MM-BRIGHT) and single sets are handled alike.
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from markupsafe import Markup
 
 from eval.benchmarks.published_tables import Column, Published, published, table_of
 from eval.embedding.identity import identity_of
-from eval.pages.boards.comparison import against, side_by_side
+from eval.pages.boards.comparison import side_by_side
 from eval.pages.boards.rows import (
     MAX_COLUMNS,
     Row,
@@ -35,9 +34,9 @@ from eval.pages.boards.rows import (
     published_rows,
     why_unranked,
 )
-from eval.pages.budget_curves import BASES, BUDGET, on_page
+from eval.pages.budget_curves import on_page
 from eval.pages.charts import Point, scatter
-from eval.pages.evaluations import Evaluation, Figure, expand, read_evaluation, warnings_of
+from eval.pages.evaluations import BUDGET, Evaluation, expand, read_evaluation, warnings_of
 from eval.pages.examples import Gallery
 from eval.pages.single_file import write_page
 from eval.scoring.tables import figure, write_tables
@@ -45,19 +44,12 @@ from rge.common.errors import UserError
 from rge.common.files import read_json
 from rge.identity.run_identity import differences, flattened
 
-
-@dataclass(frozen=True)
-class Cost:
-    """Mean cost of an embedder's query, and its main figure."""
-
-    number: int  # in the chart, and of the row in the heat map
-    label: str
-    note: str
-    figure: Figure
-    forced: float | None  # share of rationales that reached their limit
-    rationale_tokens: float | None
-    generate_ms: float | None
-    embed_ms: float
+_Key = tuple[str, ...]
+"""(benchmark, profile, limit, fingerprint, content); evaluations on one board agree in all of them."""
+_Budget = tuple[str, dict[str, Any]]
+"""Label, curves."""
+_Cost = tuple[int, Row, dict[str, Any]]
+"""Number in the chart and of the row in the heat map, row, mean costs of a query."""
 
 
 @dataclass(frozen=True)
@@ -77,15 +69,10 @@ class Board:
     warnings: Sequence[str]
     heat: dict[str, Any] | None
     differs: Sequence[tuple[str, dict[str, str]]]
-    cost_rows: Sequence[Cost]
+    costs: Sequence[_Cost]
+    cost_chart: Markup | None
     examples: dict[str, Any] | None = None
-    against: Sequence[dict[str, Any]] = ()
-    budgets: Sequence["_Budget"] = ()
-
-    @cached_property
-    def cost(self) -> Markup | None:
-        """Chart of cost and figure."""
-        return _cost(self.cost_rows, self.columns[self.main].name)
+    budgets: Sequence[_Budget] = ()
 
 
 def write_leaderboard(
@@ -111,9 +98,8 @@ def write_leaderboard(
         table = None if which == "none" else table_of(first.get("benchmark"), str(first["set"]["name"]))
         board = _board(f"board{len(boards)}", members, table)
         measured = {_name(row): row.evaluation for row in board.rows if row.evaluation}
-        pairs = against(measured, board.columns[board.main].path[-1], seed)
         shown = side_by_side(measured, gallery, num_examples, set_dir, seed) if num_examples else None
-        boards.append(replace(board, against=pairs, examples=shown, budgets=budgets[key]))
+        boards.append(replace(board, examples=shown, budgets=budgets[key]))
         unused.pop(table.key if table else "", None)
     for table in unused.values() if which == "all" else ():
         boards.append(_board(f"board{len(boards)}", [], table))
@@ -125,7 +111,6 @@ def write_leaderboard(
         boards=boards,
         warnings=[(board.title, warning) for board in boards for warning in board.warnings],
         pictures=gallery.pictures,
-        sizes=gallery.sizes,
         max_columns=MAX_COLUMNS,
     )
     return write_page(out, "leaderboard.html.j2", ["report.css", "leaderboard.css"], content)
@@ -150,12 +135,6 @@ def board_tables(board: Board) -> tuple[pd.DataFrame, pd.DataFrame]:
     return pd.DataFrame(values).astype({"place": "Int64"}), pd.DataFrame(formatted_rows).astype({"": str})
 
 
-_Key = tuple[str, ...]
-"""(benchmark, profile, limit, fingerprint, content); evaluations on one board agree in all of them."""
-_Budget = tuple[str, dict[str, Any]]
-"""Label, curves."""
-
-
 def _groups(runs: Sequence[str]) -> tuple[dict[_Key, list[Evaluation]], dict[_Key, list[_Budget]]]:
     """Evaluations by retrieval set, in the given order, with labels and notes of rows; and outputs of `budget`.
 
@@ -163,13 +142,9 @@ def _groups(runs: Sequence[str]) -> tuple[dict[_Key, list[Evaluation]], dict[_Ke
     """
     groups: dict[_Key, list[Evaluation]] = defaultdict(list)
     budgets: dict[_Key, list[_Budget]] = defaultdict(list)
-    for word in runs:
-        label, colon, directory = word.partition(":")
-        if not colon or Path(word).exists():
-            label, directory = "", word
-        curves = read_json(Path(directory) / BUDGET)
-        bases = [Path(directory) / name for name in BASES]
-        for path in expand(Path(directory)) if curves is None else bases:
+    for label, directory in map(_labelled, runs):
+        curves = read_json(directory / BUDGET)
+        for path in expand(directory):
             run = read_evaluation(path)
             run = replace(run, label=label or name_of(run), note=note_of(run))
             key = _key(run.results)
@@ -180,6 +155,12 @@ def _groups(runs: Sequence[str]) -> tuple[dict[_Key, list[Evaluation]], dict[_Ke
     for members in groups.values():
         _refuse_namesakes(members)
     return dict(groups), budgets
+
+
+def _labelled(word: str) -> tuple[str, Path]:
+    """The parts of LABEL:DIR; "" without a label."""
+    label, colon, directory = word.partition(":")
+    return (label, Path(directory)) if colon and not Path(word).exists() else ("", Path(word))
 
 
 def _name(row: Row | Evaluation) -> str:
@@ -221,6 +202,7 @@ def _board(name: str, members: Sequence[Evaluation], table: Published | None) ->
         apart = why_unranked(first, table)
     fit = [row for row in copied if row.comparable and not apart]
     rows = numbered([*measured, *fit], main)
+    costs = _costs(rows, main)
     rest = [row for row in copied if apart or not row.comparable]
     foreign = sorted(rest, key=lambda row: order(row.figures[main]))
     return Board(
@@ -237,7 +219,8 @@ def _board(name: str, members: Sequence[Evaluation], table: Published | None) ->
         warnings=warnings_of([replace(one, label=_name(one)) for one in members]),
         heat=heat_map(rows, foreign),
         differs=_what_differs(members),
-        cost_rows=_cost_rows([row for row in rows if not row.published], main),
+        costs=costs,
+        cost_chart=_cost_chart(costs, main, columns[main].name),
     )
 
 
@@ -265,35 +248,34 @@ def _what_differs(members: Sequence[Evaluation]) -> list[tuple[str, dict[str, st
     ]
 
 
-def _cost_rows(measured: Sequence[Row], main: int) -> list[Cost]:
-    """Costs and figures of embedders, numbered as in the heat map; external rankings have none."""
-    rows = []
-    for number, row in enumerate(measured, 1):
-        cell = row.figures[main]
-        if row.evaluation is None or cell is None:
-            continue
-        table, rationale = row.evaluation.per_query, row.evaluation.results.get("rationale") or {}
-        tokens, generate_ms, embed_ms = (
-            float(table[key].mean()) if key in table and table[key].notna().any() else None
-            for key in ("rationale_tokens", "generate_ms", "embed_ms")
+def _costs(rows: Sequence[Row], main: int) -> list[_Cost]:
+    """Mean costs of a query of measured rows that have a main figure; external rankings have none."""
+    measured = [(row, row.evaluation) for row in rows if row.evaluation is not None]
+    keys = ("rationale_tokens", "generate_ms", "embed_ms")
+    return [
+        (
+            number,
+            row,
+            {key: run.mean(key) for key in keys} | {"forced": run.figure("rationale", "forced_rate")},
         )
-        if embed_ms is not None:
-            forced = rationale.get("forced_rate")
-            rows.append(Cost(number, row.label, row.note, cell, forced, tokens, generate_ms, embed_ms))
-    return rows
+        for number, (row, run) in enumerate(measured, 1)
+        if row.figures[main] is not None and run.mean("embed_ms") is not None
+    ]
 
 
-def _cost(rows: Sequence[Cost], name: str) -> Markup | None:
+def _cost_chart(costs: Sequence[_Cost], main: int, name: str) -> Markup | None:
+    """Chart of the main figure over the time of a query."""
     points = [
         Point(
-            f"{row.label}, {row.note}",
-            row.embed_ms + (row.generate_ms or 0.0),
-            row.figure.value,
-            row.figure.low,
-            row.figure.high,
-            row.number,
+            _name(row),
+            cost["embed_ms"] + (cost["generate_ms"] or 0.0),
+            figure.value,
+            figure.low,
+            figure.high,
+            number,
         )
-        for row in rows
+        for number, row, cost in costs
+        if (figure := row.figures[main]) is not None
     ]
     label = "milliseconds per query, on the machine of the run"
     return scatter(points, name=name, x_label=label) if points else None

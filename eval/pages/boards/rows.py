@@ -30,13 +30,17 @@ class Row:
     label: str
     note: str  # mode, modality and profile of a measured row; a remark on a published one
     figures: list[Figure | None]  # one per column
-    published: bool
     slices: dict[str, Figure]  # of the main metric
-    evaluation: Evaluation | None = None
+    evaluation: Evaluation | None = None  # None: published
     labels: Sequence[str] = ()  # its special properties
     warnings: Sequence[str] = ()
     comparable: bool = True  # whether it is ranked
     place: int | None = None
+
+    @property
+    def published(self) -> bool:
+        """Whether its figures were copied."""
+        return self.evaluation is None
 
 
 def name_of(run: Evaluation) -> str:
@@ -71,7 +75,7 @@ def measured_row(run: Evaluation, columns: Sequence[Column], metric: str, known:
     comparable = not any(label.endswith(UNRANKED) for label in labels)
     if official and run.results.get("coverage", 1.0) < 1.0:
         comparable = False  # this profile leaves out queries without a ranking, which inflates figures
-    return Row(run.label, run.note, figures, False, _slices(run, metric), run, labels, warnings, comparable)
+    return Row(run.label, run.note, figures, _slices(run, metric), run, labels, warnings, comparable)
 
 
 def _labels(results: Mapping[str, Any], warnings: Sequence[str], known: bool) -> list[str]:
@@ -155,7 +159,7 @@ def published_rows(table: Published) -> list[Row]:
             for column, figure in zip(table.columns, figures, strict=True)
             if len(column.path) == 3 and column.path[-1] == metric and figure is not None
         }
-        out.append(Row(row.model, row.note, figures, True, slices, comparable=not row.other_release))
+        out.append(Row(row.model, row.note, figures, slices, comparable=not row.other_release))
     return out
 
 

@@ -151,7 +151,7 @@
     return size >= 100 ? value.toLocaleString("en", { maximumFractionDigits: 0 }) : String(+value.toPrecision(3));
   };
   for (const svg of document.querySelectorAll(".chart[data-chart]")) {
-    const { plot, domain, unit, xLabel, series } = JSON.parse(svg.dataset.chart);
+    const { plot, domain, unit, x: xs, y: ys } = JSON.parse(svg.dataset.chart);
     const [left, top, width, height] = plot;
     const [x0, x1, y0, y1] = domain;
     const reading = svg.closest("figure").querySelector(".reading");
@@ -161,43 +161,33 @@
     line.setAttribute("class", "cursor");
     line.setAttribute("y1", top);
     line.setAttribute("y2", top + height);
-    group.append(line);
-    const dots = series.map((_, index) => {
-      const dot = document.createElementNS(SVG, "circle");
-      dot.setAttribute("class", `series-${index % 6}`);
-      dot.setAttribute("r", 3.5);
-      group.append(dot);
-      return dot;
-    });
+    const dot = document.createElementNS(SVG, "circle");
+    dot.setAttribute("class", "series-0");
+    dot.setAttribute("r", 3.5);
+    group.append(line, dot);
     group.style.display = "none";
     svg.append(group);
-    const nearest = (xs, x) => {
+    let position = xs.length - 1;
+    const show = (index) => {
+      position = index;
+      const px = left + ((xs[index] - x0) / (x1 - x0)) * width;
+      line.setAttribute("x1", px);
+      line.setAttribute("x2", px);
+      dot.setAttribute("cx", px);
+      dot.setAttribute("cy", top + ((y1 - ys[index]) / (y1 - y0)) * height);
+      reading.textContent = `step ${readable(Math.round(xs[index]))}: ${readable(ys[index])}${unit}`;
+      group.style.display = "";
+    };
+    const nearest = (x) => {
       let best = 0;
       for (let i = 1; i < xs.length; i++) if (Math.abs(xs[i] - x) < Math.abs(xs[best] - x)) best = i;
       return best;
-    };
-    const longest = series.reduce((a, b) => (b.x.length > a.x.length ? b : a));
-    let position = longest.x.length - 1;
-    const point = (x) => {
-      position = nearest(longest.x, x);
-      const at = longest.x[position];
-      const px = left + ((at - x0) / (x1 - x0)) * width;
-      line.setAttribute("x1", px);
-      line.setAttribute("x2", px);
-      const values = series.map((one, index) => {
-        const i = nearest(one.x, at);
-        dots[index].setAttribute("cx", left + ((one.x[i] - x0) / (x1 - x0)) * width);
-        dots[index].setAttribute("cy", top + ((y1 - one.y[i]) / (y1 - y0)) * height);
-        return `${one.label ? one.label + " " : ""}${readable(one.y[i])}${unit}`;
-      });
-      reading.textContent = `${xLabel} ${readable(Math.round(at))}: ${values.join(", ")}`;
-      group.style.display = "";
     };
     const leave = () => { group.style.display = "none"; reading.textContent = atRest; };
     svg.addEventListener("pointermove", (event) => {
       const box = svg.getBoundingClientRect();
       const x = ((event.clientX - box.left) / box.width) * svg.viewBox.baseVal.width;
-      point(x0 + ((x - left) / width) * (x1 - x0));
+      show(nearest(x0 + ((x - left) / width) * (x1 - x0)));
     });
     svg.addEventListener("pointerleave", leave);
     svg.addEventListener("blur", leave);
@@ -205,7 +195,7 @@
       const move = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity }[event.key];
       if (move === undefined) return;
       event.preventDefault();
-      point(longest.x[Math.min(Math.max(position + move, 0), longest.x.length - 1)]);
+      show(Math.min(Math.max(position + move, 0), xs.length - 1));
     });
   }
 })();

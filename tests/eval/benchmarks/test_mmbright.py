@@ -16,6 +16,7 @@ from eval.benchmarks.releases.mmbright import MmbrightOptions, document_key, ima
 from eval.commands.run import RunOptions, run_command
 from eval.commands.score import ScoreOptions, score
 from eval.scoring.search import Ranking, trec_ties
+from eval.scoring.trec import read_run, write_run
 from eval.sets.retrieval_set import load_set
 from rge.common.errors import UserError
 from rge.common.options import parse_options
@@ -234,9 +235,15 @@ def test_task_3_scales_single_scores(tmp_path):
     found = {}
     for task in (2, 3):
         wanted = replace(data, meta=data.meta | {"task": task}, positives=[right] * 3, negatives=None)
-        scored = protocol_for("mmbright", "official").score(wanted, ranking)
-        found[task] = scored.value_QM[0, scored.names.index("mrr")]
-    assert found == {2: 1.0, 3: 0.5}  # equal in task 3, and trec_eval has larger ids first
+        protocol = protocol_for("mmbright", "official")
+        ordered = protocol.ordered(wanted, ranking)
+        write_run(tmp_path / "run.trec", ordered, wanted.query_ids, wanted.corpus_ids, "x")
+        again = protocol.ordered(wanted, read_run(tmp_path / "run.trec", wanted).ranking)
+        for one in (ordered, again):
+            scored = protocol.score(wanted, one)
+            found.setdefault(task, []).append(scored.value_QM[0, scored.names.index("mrr")])
+    # equal in task 3, and trec_eval has larger ids first; the written run has the order that was scored
+    assert found == {2: [1.0, 1.0], 3: [0.5, 0.5]}
 
 
 def test_refusals(src, tmp_path):

@@ -320,7 +320,7 @@ def test_what_could_be_read_two_ways_is_asked_about(release):
     (images / "validation" / f"{POOL[0]}.png").write_bytes(
         picture(3)
     )  # the same id in another split's folder
-    with pytest.raises(UserError, match=f"picture '{POOL[0]}' could be .* or .*: pass manifest=FILE"):
+    with pytest.raises(UserError, match=f"picture '{POOL[0]}' could be .* or .*: keep one of them"):
         import_rmir(options(release, overwrite=True))
     (images / "validation" / f"{POOL[0]}.png").unlink()
     no_right = [rows[0] | {"target_images": []}, *rows[1:]]

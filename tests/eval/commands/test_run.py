@@ -120,21 +120,6 @@ def test_figures_by_another_column_are_of_the_same_set(set_dir, tmp_path):
         run(replace(asked, by=()), loader(FakeEncoder()))
 
 
-def test_several_runs_are_scored_as_one(done, set_dir, tmp_path):
-    _, _, (reasoning, direct) = done
-    asked = ScoreOptions(run=reasoning, fuse=(direct,), set=set_dir, out=tmp_path / "fused")
-    both = results_of(score(asked))
-    assert both["fusion"] == {
-        "runs": [f"{one}/run.trec" for one in (reasoning, direct)],
-        "by": "rrf",
-        "weights": [],
-    }
-    alone = results_of(score(replace(asked, weights=(1.0, 0.0), out=tmp_path / "first")))
-    assert alone["micro"]["mrr"] == results_of(reasoning)["micro"]["mrr"] != both["micro"]["mrr"]
-    with pytest.raises(UserError, match="weights must be 2 numbers, one per run, got 1"):
-        score(replace(asked, weights=(1.0,)))
-
-
 def test_results_hold_the_fixed_keys(done):
     encoder, _, dirs = done
     results = results_of(dirs[0])
@@ -646,10 +631,10 @@ def test_a_page_says_the_command_that_makes_its_figures_again(tmp_path, monkeypa
     dirs = run(given, loader(FakeEncoder()))
     assert main(["score", f"run={dirs[0] / 'run.trec'}", "set=a set", "out=two", "allow_missing=true"]) == 0
     for place, path in enumerate([*dirs, tmp_path / "two"]):
-        (facts,) = [facts for _, facts in provenance_of([read_evaluation(path)])["own"]]
-        program, part, command, *words = shlex.split(facts["reproduce with"])
+        (shown,) = provenance_of([read_evaluation(path)])
+        program, part, command, *words = shlex.split(shown["command"])
         assert (program, part, command) == ("rge", "eval", "score" if place == 2 else "run")
-        assert str(tmp_path) not in facts["reproduce with"]
+        assert str(tmp_path) not in shown["command"]
         if command == "score":
             assert main(["score", *words, f"out=again{place}"]) == 0
         else:

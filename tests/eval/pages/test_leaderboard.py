@@ -115,7 +115,7 @@ def test_published_rows_stand_among_measured_ones_where_the_set_is_the_same(worl
 
 def test_a_suite_writes_its_page(world):
     page = (world / "mmeb_eval" / "report.html").read_text()
-    assert set(re.findall(r'data-category="([^"]+)"', page)) == set(NAMES)
+    assert set(re.findall(r'data-f0="([^"]+)"', page)) == set(NAMES)
     found = Text(page)
     assert found.uses <= found.ids
     assert found.uses
@@ -123,16 +123,14 @@ def test_a_suite_writes_its_page(world):
 
 def test_examples_say_who_wins(world, tmp_path):
     page = write_leaderboard([str(world / "clip"), str(world / "ours")], tmp_path / "p.html").read_text()
-    cards = re.findall(
-        r'data-query="([^"]+)" data-category="[^"]+" data-winner="([^"]+)" data-rank="([^"]+)"', page
-    )
+    cards = re.findall(r'data-query="([^"]+)"[^>]* data-outcome="([^"]+)" data-winner="([^"]+)"', page)
     assert len(cards) == 24
     names = {"openai/clip, direct": "clip", "demo/joint, direct": "ours/direct-both", "demo/joint, reasoning": "ours/reasoning-both"}  # fmt: skip
     tables = {
         name: pd.read_parquet(world / path / "per_query.parquet").set_index("query_id")["first_hit_rank"]
         for name, path in names.items()
     }
-    for query, winner, rank in cards:
+    for query, rank, winner in cards:
         ranks = {name: table[query] for name, table in tables.items()}
         best = min(ranks.values())
         leaders = [name for name, value in ranks.items() if value == best]
@@ -153,6 +151,16 @@ def test_one_file_without_network_and_the_same_twice(world, tmp_path):
     assert str(tmp_path.parent) not in page
     for table in published().values():
         assert table.source in page.replace("&#39;", "'").replace("&amp;", "&")
+
+
+def test_the_number_of_examples_is_the_one_asked_for(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        "eval.pages.report.write_leaderboard", lambda *_, **more: asked.append(more["num_examples"])
+    )
+    for examples in ([], ["examples=48"]):
+        assert main(["report", "runs=a", f"out={tmp_path / 'p.html'}", "page=leaderboard", *examples]) == 0
+    assert asked == [24, 48]
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from eval.scoring.fuse import added, max_score, mean_embedding, together
+from eval.scoring.fuse import max_score, mean_embedding, together
 from eval.scoring.gate import choose, gated, margin
 from eval.scoring.search import Ranking, search
 from rge.common.schema import Encoded
@@ -46,31 +46,6 @@ def test_the_mean_embedding_is_that_of_unit_vectors():
     one = encoded(np.random.default_rng(0), 5).embeddings
     np.testing.assert_allclose(mean_embedding([one]), one, atol=1e-7)
     assert mean_embedding([one]).dtype == np.float32
-
-
-def ranking_of(*rows):
-    width = max(map(len, rows))
-    table = np.array([[*row, *[-1] * (width - len(row))] for row in rows], np.int32)
-    score = np.where(table >= 0, 10.0 - np.arange(width), -np.inf).astype(np.float32)
-    return Ranking(table, score, width)
-
-
-def test_ranks_are_added_up():
-    """Row 2 is second in both runs, row 0 first and third, rows 3 and 4 are in one of them."""
-    found = added([ranking_of([0, 2, 4], [5]), ranking_of([3, 2, 0], [])])
-    assert found.rows_QW.tolist() == [[0, 2, 3], [5, -1, -1]]
-    np.testing.assert_allclose(found.score_QW[0], [1 / 61 + 1 / 63, 2 / 62, 1 / 61], rtol=1e-6)
-    assert found.score_QW[1].tolist()[1:] == [-np.inf, -np.inf]
-
-
-def test_scores_are_added_up_within_their_own_range_and_by_weight():
-    ours, theirs = ranking_of([0, 1, 2]), ranking_of([2, 1, 0])
-    theirs = Ranking(theirs.rows_QW, theirs.score_QW * 1000, 3)
-    even = added([ours, theirs], "score")
-    assert even.rows_QW.tolist() == [[0, 1, 2]]  # all tie, so by row
-    assert added([ours, theirs], "score", [1, 3]).rows_QW.tolist() == [[2, 1, 0]]
-    one = added([ours], "rrf")
-    np.testing.assert_array_equal(one.rows_QW, ours.rows_QW)
 
 
 def test_margin_and_choice():

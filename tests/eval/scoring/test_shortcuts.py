@@ -1,15 +1,15 @@
-"""Shortcuts and rationales, on tables small enough to count by hand."""
+"""Shortcuts, on tables small enough to count by hand."""
 
 import json
 import shutil
 
 import pandas as pd
 import pytest
-from eval_fakes import FakeEncoder, loader, tables, write_set, write_tables
+from eval_fakes import FakeEncoder, loader, write_set
 
 from eval.__main__ import main
 from eval.commands.run import RunOptions, run
-from eval.scoring.rationale_quality import copied_share, rationale_quality, shortcut_rates
+from eval.scoring.shortcuts import shortcut_rates
 from rge.common.errors import UserError
 
 
@@ -30,14 +30,6 @@ def rewrite(path, **columns):
     table.to_parquet(path / "per_query.parquet")
 
 
-def test_copied_share():
-    question = "What do you need to open this?"
-    assert copied_share("You need to open it with a key", question) == pytest.approx(4 / 8)
-    assert copied_share("a key", question) == 0.0
-    assert copied_share("", question) == 0.0
-    assert copied_share("WHAT do YOU need, to open this", question) == 1.0
-
-
 @pytest.mark.slow
 def test_shortcut_rates_by_hand(done):
     dirs = [done / "e" / f"reasoning-{name}" for name in ("both", "text", "image")]
@@ -54,42 +46,10 @@ def test_shortcut_rates_by_hand(done):
         shortcut_rates([dirs[0], dirs[0], dirs[1]], "hit@1")
 
 
-def test_rationale_quality_by_hand(done):
-    path = done / "e" / "reasoning-both"
-    table = pd.read_parquet(path / "per_query.parquet")
-    questions = dict.fromkeys(table["query_id"], "what opens a locked padlock")
-    rewrite(
-        path,
-        rationale_tokens=list(range(1, 25)),
-        rationale=["what opens a locked padlock"] * 6 + ["a key turns in it"] * 18,
-        stop_reason=["emb"] * 18 + ["forced"] * 6,
-        **{"hit@1": [1.0] * 12 + [0.0] * 12},
-    )
-    found = rationale_quality(path, questions, "hit@1")
-    assert [(one["from"], one["to"], one["n"], one["value"]) for one in found["by_length"]] == [
-        (1, 6, 6, 1.0), (7, 12, 6, 1.0), (13, 18, 6, 0.0), (19, 24, 6, 0.0),
-    ]  # fmt: skip
-    assert {name: (one["n"], one["value"]) for name, one in found["by_stop"].items()} == {
-        "emb": (18, pytest.approx(12 / 18)),
-        "forced": (6, 0.0),
-    }
-    assert {name: (one["n"], one["value"]) for name, one in found["by_copy"].items()} == {
-        "nothing copied": (18, pytest.approx(6 / 18)),
-        "more": (6, 1.0),
-    }
-    assert found["rank_correlation"]["tokens"] < -0.8
-    assert found["copied_share_mean"] == pytest.approx(6 / 24)
-    rewrite(path, stop_reason=["prefilled"] * 24)
-    assert rationale_quality(path, questions, "hit@1") is None
-    with pytest.raises(UserError, match="metric must be a column of .*, got 'hit@7'"):
-        rationale_quality(path, questions, "hit@7")
-
-
 def test_the_command(done, tmp_path, capsys):
     assert main(["audit", f"evals={done / 'e'}", f"out={tmp_path / 'a.json'}"]) == 0
     content = json.loads((tmp_path / "a.json").read_text())
     assert json.loads(capsys.readouterr().out) == content
-    assert len(content["rationales"]) == 3
     assert content["shortcuts"]["reasoning"]["num_queries"] == 24
     assert main(["audit"] + ["evals=nowhere"]) == 2
     capsys.readouterr()
@@ -104,27 +64,18 @@ def test_queries_without_the_metric_are_left_out(done, tmp_path, capsys):
     out, some = tmp_path / "e", [None, *[0.25, 0.5] * 11, 1.0]
     shutil.copytree(done / "e", out)
     for name in ("both", "text", "image"):
-        rewrite(out / f"reasoning-{name}", **{"negative_recall@10": some, "stop_reason": ["emb"] * 24})
+        rewrite(out / f"reasoning-{name}", **{"negative_recall@10": some})
     assert main(["audit", f"evals={out}", "metric=negative_recall@10"]) == 0
     found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert found["shortcuts"]["reasoning"]["num_queries"] == 23
     assert found["shortcuts"]["reasoning"]["both"]["value"] == 1.0
-    assert {one["num_rationales"] for one in found["rationales"].values()} == {23}
     path = out / "reasoning-text" / "per_query.parquet"
     pd.read_parquet(path)[:9].to_parquet(path)
     assert main(["audit", f"evals={out}"]) == 2
     assert "Was one run with limit=?" in capsys.readouterr().err
 
 
-def test_two_models_on_a_set_of_pictures_alone(tmp_path, capsys):
-    content = tables()
-    del content["queries"]["text"], content["queries"]["instruction"]
-    options = {"set": write_tables(tmp_path / "set", content), "report": False}
-    dirs = [tmp_path / "one", tmp_path / "two"]
-    for out in dirs:
-        run(RunOptions(**options, checkpoint=out.name, out=out), loader(FakeEncoder(out.name)))
-    capsys.readouterr()
-    assert main(["audit", f"evals={dirs[0]},{dirs[1]}"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert [one["copied_share_mean"] for one in found["rationales"].values()] == [0.0, 0.0]
-    assert found["shortcuts"] == {}
+def test_evaluations_without_all_modalities_are_refused(done, capsys):
+    dirs = f"{done / 'e/reasoning-both'},{done / 'e/reasoning-text'}"
+    assert main(["audit", f"evals={dirs}"]) == 2
+    assert "evals= needs evaluations with query_modality=both,text,image" in capsys.readouterr().err

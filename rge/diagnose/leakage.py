@@ -4,7 +4,6 @@ docs/diagnose.md describes the four kinds of triplets. With a wrong query only t
 chance (the logarithm of the number of candidates) is a leak.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import vl_convert
 
 from rge.checkpoints.settings import read_settings
 from rge.config import DataConfig
@@ -26,8 +24,6 @@ from rge.rollout.writer import Rollout
 from rge.step import TrainingStep, candidate_masks
 
 TRIPLETS = ("right", "wrong target", "wrong query", "own rationale")
-COLOURS = dict(zip(TRIPLETS, ("#0a7a5a", "#3556c4", "#c2571a", "#9a3f96"), strict=True))
-LOSSES = {"loss_lm": "LM loss, nats a token", "loss_contrastive": "contrastive loss, nats"}
 LEAKS, CLEAN = 0.5, 0.1
 """Gain with wrong queries, as a share of that with right triplets: from here on a leak; up to here no leak."""
 
@@ -147,41 +143,3 @@ def table(result: dict[str, Any]) -> str:
             cells.append(f"{np.mean(curve[name][:size]):.3f} -> {np.mean(curve[name][-size:]):.3f}")
         lines.append(f"{kind:<16}{cells[0]:>32}{cells[1]:>36}{result['gain'][kind]:>14.3f}")
     return "\n".join([*lines, "", result["verdict"]])
-
-
-def plot(result: dict[str, Any]) -> str:
-    """The curves as SVG: LM loss on the left, contrastive loss on the right."""
-    values = [
-        {"kind": kind, "loss": name, "step": step, "value": value}
-        for kind, curve in result["curves"].items()
-        for name in LOSSES
-        for step, value in enumerate(smooth(curve[name]), start=1)
-    ]
-    panels = []
-    for name, title in LOSSES.items():
-        layer: list[dict[str, Any]] = [
-            {
-                "transform": [{"filter": {"field": "loss", "equal": name}}],
-                "mark": "line",
-                "encoding": {
-                    "x": {"field": "step", "type": "quantitative"},
-                    "y": {"field": "value", "type": "quantitative", "title": None},
-                    "color": {"field": "kind", "sort": list(COLOURS), "title": None,
-                              "scale": {"domain": list(COLOURS), "range": list(COLOURS.values())}},
-                },
-            }
-        ]  # fmt: skip
-        if name == "loss_contrastive":
-            level = {"data": {"values": [{}]}, "encoding": {"y": {"datum": result["chance"]}}}
-            text = {"type": "text", "text": "chance", "align": "left", "dx": 4, "dy": -6, "x": 0}
-            layer += [level | {"mark": {"type": "rule", "strokeDash": [4, 3]}}, level | {"mark": text}]
-        panels.append({"title": title, "width": 370, "height": 220, "layer": layer})
-    config = {"font": "system-ui, sans-serif", "legend": {"orient": "top"}, "axisX": {"grid": False}}
-    spec = {"data": {"values": values}, "hconcat": panels, "background": "white", "config": config}
-    return vl_convert.vegalite_to_svg(spec)
-
-
-def smooth(values: list[float]) -> list[float]:
-    """Moving average over a tenth of the curve."""
-    half = math.ceil(len(values) / 20)
-    return [float(np.mean(values[max(at - half, 0) : at + half + 1])) for at in range(len(values))]

@@ -7,7 +7,6 @@
 A table is printed, and ``out/NAME.json`` written. Torch is imported after ``--help``.
 """
 
-import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -109,7 +108,7 @@ def _measured(options: Diagnosis) -> tuple[dict[str, Any], str]:
 
     if isinstance(options, LeakageOptions):
         training = {key: getattr(options, key) for key in ("steps", "batch_size", "lr", "seed", "base")}
-        result = leakage.leakage(options.checkpoint, options.data, on_step=_progress, **training)
+        result = leakage.leakage(options.checkpoint, options.data, **training)
         return result, leakage.table(result)
     assert isinstance(options, (SensitivityOptions, InvarianceOptions))
     encoder = Embedder.from_pretrained(options.checkpoint, base=options.base, dtype="float32")
@@ -121,12 +120,6 @@ def _measured(options: Diagnosis) -> tuple[dict[str, Any], str]:
         return result, sensitivity.table(result)
     result = invariance.invariance(encoder, pairs, backend=options.backend)
     return result, invariance.table(result)
-
-
-def _progress(kind: str, step: int, report: dict[str, float]) -> None:
-    if step % 10 == 0:
-        losses = f"LM {report['loss_lm']:.3f}, contrastive {report['loss_contrastive']:.3f}"
-        print(f"{kind}, step {step}: {losses}", file=sys.stderr, flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":

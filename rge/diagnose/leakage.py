@@ -4,7 +4,6 @@ docs/diagnose.md describes the four kinds of triplets. With a wrong query only t
 chance (the logarithm of the number of candidates) is a leak.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import numpy as np
 import torch
 
 from rge.checkpoints.settings import read_settings
+from rge.common.commands import progress_bar
 from rge.config import DataConfig
 from rge.data.collate import Batch, StepBatches
 from rge.data.sources import Mixture
@@ -36,53 +36,56 @@ def leakage(
     batch_size: int,
     lr: float,
     seed: int = 0,
-    on_step: Callable[[str, int, dict[str, float]], object] | None = None,
     base: str | None = None,
 ) -> dict[str, Any]:
     """Train a copy of the checkpoint on each kind of triplets.
 
     The checkpoint should be a cold start's, which writes rationales but was not trained to embed; the data need oracle rationales.
-    AdamW with a constant learning rate makes `steps` steps per kind of triplets; `on_step` gets kind, step and losses.
+    AdamW with a constant learning rate makes `steps` steps per kind of triplets.
 
     Returns:
         ``chance``, ``curves`` (kind -> loss_lm and loss_contrastive per step), ``gain`` (kind -> nats below chance over the
         last fifth), ``leak`` (the wrong query's gain as a share of the right one's) and a ``verdict``.
     """
     temperature = read_settings(checkpoint).recipe["loss"]["temperature"]
-    curves: dict[str, dict[str, list[float]]] = {}
+    records = open_data(data, need_rationale=True)
+    mixture = Mixture([len(records)], [1.0], batch_size, seed)
+    config = DataConfig(max_negatives=0, sort_by_length=False)
+    curves: dict[str, dict[str, list[float]]] = {
+        kind: {"loss_lm": [], "loss_contrastive": []} for kind in TRIPLETS
+    }
     chances: list[float] = []
-    for kind in TRIPLETS:
+    for kind, curve in curves.items():
         torch.manual_seed(seed)
         encoder = Embedder.from_pretrained(checkpoint, base=base, dtype="float32")
-        embedder = encoder.model.train()
-        embedder.requires_grad_(True)
+        encoder.model.train().requires_grad_(True)
         anchor = "self" if kind == "own rationale" else "oracle"
         objective = Objective(0.5, 0.5, temperature, anchor, lm_on_candidates=False)
-        records = open_data(data, need_rationale=True)
-        mixture = Mixture([len(records)], [1.0], batch_size, seed)
-        config = DataConfig(max_negatives=0, sort_by_length=False)
         batches = StepBatches([records], mixture, encoder.builder, config, rank=0, world_size=1)
-        optimizer = torch.optim.AdamW(embedder.parameters(), lr=lr, weight_decay=0.0)
-        curve: dict[str, list[float]] = {"loss_lm": [], "loss_contrastive": []}
-        for step in range(steps):
+        optimizer = torch.optim.AdamW(encoder.model.parameters(), lr=lr, weight_decay=0.0)
+        for step in progress_bar(range(steps), desc=kind, unit="step"):
             batch = rearrange(batches[step], kind, np.random.default_rng([seed, step]))
-            rollout = None
-            if objective.needs_rollout:
-                cap = encoder.settings.generation.max_new_tokens
-                written = generate(embedder, batch.queries, max_new_tokens=cap, batch_size=batch_size)
-                rollout = Rollout(written)
-            report = TrainingStep(embedder, embedder, objective, batch_size)(batch, rollout)
-            torch.nn.utils.clip_grad_norm_(embedder.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+            report = _step(encoder, objective, batch, optimizer)
             for name, values in curve.items():
                 values.append(report[name])
             if kind == "right":
                 chances.append(chance(batch))
-            if on_step is not None:
-                on_step(kind, step, report)
-        curves[kind] = curve
     return judge(curves, float(np.mean(chances)))
+
+
+def _step(
+    encoder: Embedder, objective: Objective, batch: Batch, optimizer: torch.optim.Optimizer
+) -> dict[str, float]:
+    embedder, batch_size = encoder.model, len(batch.queries)
+    rollout = None
+    if objective.needs_rollout:
+        cap = encoder.settings.generation.max_new_tokens
+        rollout = Rollout(generate(embedder, batch.queries, max_new_tokens=cap, batch_size=batch_size))
+    report = TrainingStep(embedder, embedder, objective, batch_size)(batch, rollout)
+    torch.nn.utils.clip_grad_norm_(embedder.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return report
 
 
 def rearrange(batch: Batch, kind: str, rng: np.random.Generator) -> Batch:

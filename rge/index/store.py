@@ -13,7 +13,6 @@ until `Index.refresh` makes an approximate index (ANN) of the vectors.
 import json
 import os
 import re
-import time
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -40,8 +39,8 @@ if TYPE_CHECKING:
 TABLE = "items"
 VERSION_AGE = timedelta(minutes=10)
 """Old versions of the table are deleted after this time, since a search may still read them."""
-NUM_QUERIES, DEPTH, NUM_TIMED = 100, 10, 5
-"""To measure the recall of an ANN index: rows used as queries, neighbours per query, exact searches timed."""
+NUM_QUERIES, DEPTH = 100, 10
+"""To measure the recall of an ANN index: rows used as queries at most, and neighbours per query."""
 CACHE_BYTES = 512 << 20
 """Vectors of an index stay in memory between exact searches if all of them take no more."""
 BLOCK_ROWS = 8192
@@ -91,17 +90,6 @@ class Hit:
     metadata: dict[str, Any]
     gone: bool  # the picture is no longer where it was when it was indexed
     thumbnail: bytes | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Recall:
-    """Share of the exact `DEPTH` nearest neighbours that an ANN index of `rows` finds, over `queries`; median times."""
-
-    rows: int
-    recall: float
-    queries: int
-    ann_ms: float
-    exact_ms: float
 
 
 class Index:
@@ -279,11 +267,12 @@ class Index:
             for condition in ["TRUE"] if ids is None else _one_of("id", ids):
                 self._table.delete(f"source = {_quoted(source)} AND {condition}")
 
-    def refresh(self, ann_from: int) -> Recall | None:
+    def refresh(self, ann_from: int) -> float | None:
         """After writing: merge small files, delete old versions, index words, and create, keep or drop the ANN index.
 
         Returns:
-            Its measured recall; None with fewer rows than `ann_from`, where search is exact.
+            The share of the exact `DEPTH` nearest neighbours that it finds; None with fewer rows than `ann_from`, where search is
+            exact.
         """
         from lancedb.index import FTS, IvfFlat, IvfRq
 
@@ -303,7 +292,7 @@ class Index:
                 packs = size >= 256 and size % 8 == 0
                 config = IvfRq(distance_type="dot", num_bits=4) if packs else IvfFlat(distance_type="dot")
                 self._table.create_index("vector", config=config)
-            return self._measure()
+            return self._recall()
 
     # ------------------------------------------------------------------------------------------------------ searching
 
@@ -458,26 +447,20 @@ class Index:
             self._latest = _Snapshot(table, version, cached=num_bytes <= CACHE_BYTES)
         return self._latest
 
-    def _measure(self) -> Recall:
+    def _recall(self) -> float:
         """Measure recall with random rows as queries; the exact search for all of them is one pass over the vectors."""
-        count = len(self)
-        drawn = np.random.default_rng(0).choice(count, size=min(NUM_QUERIES, count), replace=False).tolist()
-        k = min(DEPTH + 1, count)  # a row is its own nearest neighbour
+        rows = len(self)
+        drawn = np.random.default_rng(0).choice(rows, size=min(NUM_QUERIES, rows), replace=False).tolist()
+        k = min(DEPTH + 1, rows)  # a row is its own nearest neighbour
+        if k == 1:
+            return 1.0
         query_QD = _matrix(self._table.take_offsets(drawn).select(["vector"]).to_arrow())
-        nearest = self._exact(query_QD, k, None, _HIT_COLUMNS[:-1])
         num_found = 0
-        times: dict[bool, list[float]] = {True: [], False: []}
-        for number, (query_D, hits) in enumerate(zip(query_QD, nearest, strict=True)):
-            for exact in (False, True) if number < NUM_TIMED else (False,):
-                began = time.perf_counter()
-                rows = self._nearest(query_D, k, ["id"], exact=exact)
-                times[exact].append((time.perf_counter() - began) * 1000)
-                if not exact:
-                    # As good as the last exact hit, up to rounding: any of several equal pictures will do.
-                    num_found += int((_matrix(rows) @ query_D >= hits[-1].score - 1e-5).sum()) - 1
-        recall = num_found / ((k - 1) * len(drawn)) if k > 1 else 1.0
-        ann_ms, exact_ms = (float(np.median(times[exact])) for exact in (False, True))
-        return Recall(count, recall, len(drawn), ann_ms, exact_ms)
+        for query_D, hits in zip(query_QD, self._exact(query_QD, k, None, _HIT_COLUMNS[:-1]), strict=True):
+            score_K = _matrix(self._nearest(query_D, k, ["id"])) @ query_D
+            # As good as the last exact hit, up to rounding: any of several equal pictures will do.
+            num_found += int((score_K >= hits[-1].score - 1e-5).sum()) - 1
+        return num_found / ((k - 1) * len(drawn))
 
 
 def writing(uri: str | Path) -> AbstractContextManager[None]:

@@ -232,10 +232,7 @@ def test_the_recall_of_an_approximate_index_is_measured_and_it_goes_with_the_row
     stored_ND = vectors(600, size)  # evenly over a sphere, where nothing is near anything
     index.put(rows(stored_ND))
     assert index.refresh(ann_from=601) is None
-    found = index.refresh(ann_from=600)
-    assert (found.rows, found.queries) == (600, 100)
-    assert found.recall > 0.95
-    assert min(found.ann_ms, found.exact_ms) > 0
+    assert index.refresh(ann_from=600) > 0.95
     index.put(rows(vectors(5, size, 9), first=600))  # rows that the approximate index does not know yet
     query_QD = vectors(5, size, 9)
     assert [hits[0].id for hits in index.search(query_QD, 1)] == [
@@ -254,7 +251,7 @@ def test_recall_is_seen_to_fall_where_the_approximate_index_is_bad(tmp_path, mon
     index.put(rows(vectors(600, 256)))
     monkeypatch.setattr("lancedb.index.IvfRq", lambda **options: IvfRq(**options | {"num_bits": 1}))
     monkeypatch.setattr("rge.index.store.REFINE", 1)
-    assert index.refresh(ann_from=10).recall < 0.8
+    assert index.refresh(ann_from=10) < 0.8
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from tqdm import tqdm
-
-from rge.common.commands import start
+from rge.common.commands import progress_bar, start
 from rge.common.errors import UserError
 from rge.common.options import parse_options, positional
 from rge.index.options import IndexOptions
@@ -183,7 +181,7 @@ def _embed(
         return counts
     indexed = index.digests()
     index.declare(entry.metadata for entry in source.entries)
-    with tqdm(total=len(todo), unit="item", disable=not sys.stderr.isatty()) as bar:
+    with progress_bar(total=len(todo), unit="item") as bar:
         for window in reader.read(todo, unreadable, indexed):
             readable = {item.entry.id: item for item in window if item is not None}
             by_digest = {item.content.digest: item for item in readable.values()}

@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from tqdm import tqdm
 
 from rge.checkpoints.run_lock import held
-from rge.common.commands import start
+from rge.common.commands import progress_bar, start
 from rge.common.errors import UserError
 from rge.common.files import read_json, replacing, write_json
 from rge.common.modes import SILENT
@@ -100,9 +99,7 @@ def _embed_missing(reader: "Reader", source: Source, parts: Path, unreadable: Un
     numbers = count(int(finished[-1].stem) + 1 if finished else 0)
     pending: list[Embedded] = []
     try:
-        with tqdm(
-            total=unreadable.total, initial=len(done), unit="item", disable=not sys.stderr.isatty()
-        ) as bar:
+        with progress_bar(total=unreadable.total, initial=len(done), unit="item") as bar:
             for window in reader.embed(todo, unreadable):
                 pending += window
                 bar.update(len(window))

@@ -18,8 +18,9 @@ from rge.common.commands import progress_bar, start
 from rge.common.errors import UserError
 from rge.common.options import parse_options, positional
 from rge.index.options import IndexOptions
+from rge.index.rows import Row
 from rge.index.sources import Source, Unreadable, read_source
-from rge.index.store import DEPTH, NUM_QUERIES, Index, Row, SearchIndexError, writing
+from rge.index.store import DEPTH, NUM_QUERIES, Index, SearchIndexError, writing
 
 if TYPE_CHECKING:
     from rge.embedder import Embedder

@@ -13,7 +13,8 @@ from rge.index.options import SearchOptions
 
 if TYPE_CHECKING:
     from rge.embedder import Embedder
-    from rge.index.store import Hit, Index
+    from rge.index.rows import Hit
+    from rge.index.store import Index
 
 
 def main(words: list[str]) -> int:

@@ -14,7 +14,8 @@ import numpy as np
 from pydantic import Field
 
 from benches.harness import Rows, show
-from rge.index.store import Index, Row, writing
+from rge.index.rows import Row
+from rge.index.store import Index, writing
 
 A_COMMIT = 256
 QUERIES, K = 50, 10

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import count, islice
 from pathlib import Path
@@ -36,7 +36,7 @@ from rge.common.schema import Encoded, ImageRef, Item
 from rge.distributed.workers import Work, Workers
 
 if TYPE_CHECKING:
-    from rge.inference import EncodeOptions, Inference, OnProgress, Side
+    from rge.inference import Inference, OnProgress, Side
     from rge.model.embedding_model import EmbeddingModel
     from rge.model.prompts import Prompt, PromptBuilder
 
@@ -55,7 +55,9 @@ class Job:
 
     items: Sequence[Item]
     side: "Side"
-    options: "EncodeOptions"
+    mode: Mode
+    batch_size: int
+    seeds: Sequence[int] | None
 
 
 _Prepared = tuple[Job, list["Prompt"], float]
@@ -388,8 +390,6 @@ class Embedder:
             ValueError: an unknown mode, or an item that cannot be embedded.
             ImageError: a picture cannot be read.
         """
-        from rge.inference import EncodeOptions
-
         if mode not in get_args(Mode):
             raise ValueError(f"mode must be one of {', '.join(get_args(Mode))}, got {mode!r}")
         self.settings.check_mode(mode)
@@ -411,10 +411,10 @@ class Embedder:
             embed_ms=np.zeros(num),
         )
         windows = [slice(start, start + window) for start in range(0, num, window)]
-        options = (
-            EncodeOptions(mode, batch_size, None if seeds is None else seeds[rows]) for rows in windows
+        jobs = (
+            Job(items[rows], side, mode, batch_size, None if seeds is None else seeds[rows])
+            for rows in windows
         )
-        jobs = (Job(items[rows], side, option) for rows, option in zip(windows, options, strict=True))
 
         def put(number: int, part: Encoded) -> None:
             for field in fields(Encoded):
@@ -446,15 +446,20 @@ class Embedder:
 
     def _prepare(self, job: Job) -> _Prepared:
         began = time.perf_counter()
-        prompts = [
-            self._inference.prompt(item, job.side, [*map(_decoded, item.images)]) for item in job.items
-        ]
-        self.warn_of_truncation(prompts)
+        prompts = self._prompts(job.items, job.side)
         return job, prompts, (time.perf_counter() - began) * 1000 / len(prompts)
+
+    def _prompts(self, items: Sequence[Item], side: "Side") -> list["Prompt"]:
+        prompts = [self.prompt(item, side, [*map(_decoded, item.images)]) for item in items]
+        self.warn_of_truncation(prompts)
+        return prompts
 
     def _embed(self, prepared: _Prepared, on_progress: "OnProgress") -> Encoded:
         job, prompts, prepare_ms = prepared
-        return self._inference.embed(prompts, job.options, self.settings, on_progress, prepare_ms)
+        encoded = self._inference.embed(
+            prompts, self.settings, mode=job.mode, batch_size=job.batch_size, seeds=job.seeds, on_progress=on_progress
+        )  # fmt: skip
+        return replace(encoded, embed_ms=encoded.embed_ms + prepare_ms)
 
     def prompt(self, item: Item, side: "Side", images: Sequence[Image.Image] | None = None) -> "Prompt":
         """The prompt of an item, for `encode_prompts`; see `rge.model.prompts.PromptBuilder.build`."""
@@ -470,19 +475,14 @@ class Embedder:
 
     def encode_prompts(self, prompts: Sequence["Prompt"], *, mode: Mode, batch_size: int = 64) -> Encoded:
         """Embed prompts made by `prompt`: a server makes them when requests arrive."""
-        from rge.inference import EncodeOptions
-
-        return self._inference.embed(prompts, EncodeOptions(mode, batch_size), self.settings)
+        return self._inference.embed(prompts, self.settings, mode=mode, batch_size=batch_size)
 
     def direct_probabilities(self, items: Iterable[Item], *, batch_size: int = 64) -> np.ndarray:
         """Probabilities (N,) of ``<emb>`` as the first token of each query, by which ``mode=auto`` decides."""
-        from rge.inference import EncodeOptions
-
         self.settings.check_mode("auto")
         remaining, parts = iter(items), [np.empty(0, np.float32)]
         while window := list(islice(remaining, WINDOW_BATCHES * batch_size)):
-            _, prompts, _ = self._prepare(Job(window, "query", EncodeOptions("auto", batch_size)))
-            parts.append(self._inference.direct_probabilities(prompts, batch_size))
+            parts.append(self._inference.direct_probabilities(self._prompts(window, "query"), batch_size))
         return np.concatenate(parts)
 
     def encode_after(

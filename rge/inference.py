@@ -9,7 +9,6 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -37,15 +36,6 @@ CLOSE = {"greedy": 2e-3, "drawn": 1e-4}
 
 Side = Literal["query", "candidate"]
 OnProgress = Callable[[int], object]
-
-
-@dataclass(frozen=True)
-class EncodeOptions:
-    """How to embed prompts: see `rge.embedder.Embedder.encode`."""
-
-    mode: Mode
-    batch_size: int = 64
-    seeds: Sequence[int] | None = None
 
 
 _LOCKS = weakref.WeakSet[Any]()
@@ -159,31 +149,31 @@ class Inference:
     def embed(
         self,
         prompts: Sequence[Prompt],
-        options: EncodeOptions,
         settings: Settings,
+        *,
+        mode: Mode,
+        batch_size: int = 64,
+        seeds: Sequence[int] | None = None,
         on_progress: OnProgress = lambda count: None,
-        prepare_ms: float = 0.0,
     ) -> Encoded:
-        """Embed one or more prompts; `on_progress` is called with the number just finished.
-
-        `prepare_ms`, the time that making each prompt took, is added to its ``embed_ms``.
+        """Embed one or more prompts, see `rge.embedder.Embedder.encode`; `on_progress` is called with the number just finished.
 
         Raises:
             UserError: the checkpoint was not trained for the mode.
             ValueError: sampling without seeds, or what vLLM cannot do.
         """
-        settings.check_mode(options.mode)
-        num, batch_size = len(prompts), 1 if settings.exact else options.batch_size
+        settings.check_mode(mode)
+        num, state_rows = len(prompts), 1 if settings.exact else batch_size
         with self._computing:
-            if options.mode in SILENT:
-                given = [self.model.given[options.mode]] * num
-                states, embed_ms = self._in_batches(prompts, given, batch_size, on_progress)
+            if mode in SILENT:
+                given = [self.model.given[mode]] * num
+                states, embed_ms = self._in_batches(prompts, given, state_rows, on_progress)
                 return Encoded(
-                    states, [""] * num, np.zeros(num, np.int64), ["prefilled"] * num, np.zeros(num), embed_ms + prepare_ms
+                    states, [""] * num, np.zeros(num, np.int64), ["prefilled"] * num, np.zeros(num), embed_ms
                 )  # fmt: skip
-            written = self._written(prompts, options, settings, on_progress)
+            written = self._written(prompts, settings, mode, batch_size, seeds, on_progress)
             if settings.exact or self.engine is not None:
-                states, embed_ms = self._in_batches(prompts, [one.ids for one in written], batch_size)
+                states, embed_ms = self._in_batches(prompts, [one.ids for one in written], state_rows)
             else:
                 found = [cast(Tensor, one.state_D).float().cpu() for one in written]
                 states, embed_ms = torch.stack(found).numpy(), np.zeros(num)
@@ -195,7 +185,7 @@ class Inference:
             np.array([len(one.ids) for one in written], np.int64),
             ["forced" if one.forced else "emb" for one in written],
             np.array([one.seconds * 1000 for one in written]),
-            embed_ms + prepare_ms,
+            embed_ms,
         )
 
     @torch.no_grad()
@@ -238,12 +228,18 @@ class Inference:
         return state_ND, embed_ms
 
     def _written(
-        self, prompts: Sequence[Prompt], options: EncodeOptions, settings: Settings, on_progress: OnProgress
+        self,
+        prompts: Sequence[Prompt],
+        settings: Settings,
+        mode: Mode,
+        batch_size: int,
+        seeds: Sequence[int] | None,
+        on_progress: OnProgress,
     ) -> list[Rationale]:
         """Generated rationales; with their states, unless vLLM wrote them."""
         generation = settings.generation
         min_new_tokens, direct_above = generation.min_new_tokens, None
-        if options.mode == "auto":
+        if mode == "auto":
             direct_above = generation.direct_above
         elif settings.decides_itself:
             min_new_tokens = max(min_new_tokens, 1)  # mode=reasoning must not answer directly
@@ -252,11 +248,11 @@ class Inference:
                 raise UserError(
                     "engine=vllm supports neither forced rationales nor a threshold: use engine=own"
                 )
-            found = self.engine.generate(prompts, temperature=generation.temperature, seeds=options.seeds)
+            found = self.engine.generate(prompts, temperature=generation.temperature, seeds=seeds)
             on_progress(len(prompts))
             return found
 
-        def write(rows: Sequence[int], batch_size: int, **more: Any) -> list[Rationale]:
+        def write(rows: Sequence[int], at_once: int, **more: Any) -> list[Rationale]:
             return generate(
                 self.model,
                 [prompts[row] for row in rows],
@@ -264,15 +260,15 @@ class Inference:
                 temperature=generation.temperature,
                 min_new_tokens=min_new_tokens,
                 direct_above=direct_above,
-                batch_size=batch_size,
-                seeds=None if options.seeds is None else [options.seeds[row] for row in rows],
+                batch_size=at_once,
+                seeds=None if seeds is None else [seeds[row] for row in rows],
                 **more,
             )
 
         every = range(len(prompts))
         if not settings.exact:
-            return write(every, options.batch_size, on_progress=on_progress)
-        batch_size = options.batch_size if settings.dtype == "float32" else 1
-        found = write(every, batch_size, on_progress=on_progress, margins=batch_size > 1)
+            return write(every, batch_size, on_progress=on_progress)
+        at_once = batch_size if settings.dtype == "float32" else 1
+        found = write(every, at_once, on_progress=on_progress, margins=at_once > 1)
         close = CLOSE["drawn" if generation.temperature > 0 else "greedy"]
         return [write([row], 1)[0] if one.margin < close else one for row, one in enumerate(found)]

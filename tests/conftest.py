@@ -12,7 +12,6 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["RGE_CACHE"] = (
     "/dev/null/nowhere"  # nothing is remembered from test to test, or in a user's folder
 )
-os.environ["RGE_RUN"] = "/dev/null/nowhere"  # a developer's own server answers no test
 
 KINDS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
 """With all three set to avx2, a CPU that has more comes close to one that has not."""

@@ -4,10 +4,9 @@
     rge diagnose sensitivity checkpoint=runs/demo/joint/final data=FILE.jsonl|SET
     rge diagnose invariance checkpoint=runs/demo/joint/final data=FILE.jsonl|SET
 
-A table is printed, and ``out/NAME.json`` written (leakage: also ``leakage.svg``). Torch is imported after ``--help``.
+A table is printed, and ``out/NAME.json`` written. Torch is imported after ``--help``.
 """
 
-import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,7 +15,7 @@ from pydantic import Field
 
 from rge.common.commands import pick, start
 from rge.common.errors import UserError
-from rge.common.files import DEMO_CHECKPOINT, checkpoint_folder, write_json, write_text
+from rge.common.files import DEMO_CHECKPOINT, checkpoint_folder, write_json
 from rge.common.options import AtLeastOne, Positive, parse_options
 from rge.common.registry import PluginOptions
 
@@ -90,7 +89,7 @@ def main(arguments: list[str]) -> int:
     if options.out is None and options.checkpoint == DEMO_CHECKPOINT:
         raise UserError("checkpoint=demo is part of the package: set out= to a folder of your own")
     out = options.out or options.checkpoint.parent / "diagnose"
-    result, table = _measured(options, out)
+    result, table = _measured(options)
     settings = asdict(options)
     del settings["out"]
     inputs = {key: str(settings.pop(key)) for key in ("checkpoint", "data")}
@@ -101,7 +100,7 @@ def main(arguments: list[str]) -> int:
     return 0 if result.get("agrees", True) else 1
 
 
-def _measured(options: Diagnosis, out: Path) -> tuple[dict[str, Any], str]:
+def _measured(options: Diagnosis) -> tuple[dict[str, Any], str]:
     """The result of a diagnosis, and its table."""
     from rge.diagnose import invariance, leakage, sensitivity
     from rge.diagnose.pairs import read_pairs
@@ -109,8 +108,7 @@ def _measured(options: Diagnosis, out: Path) -> tuple[dict[str, Any], str]:
 
     if isinstance(options, LeakageOptions):
         training = {key: getattr(options, key) for key in ("steps", "batch_size", "lr", "seed", "base")}
-        result = leakage.leakage(options.checkpoint, options.data, on_step=_progress, **training)
-        write_text(out / "leakage.svg", leakage.plot(result))
+        result = leakage.leakage(options.checkpoint, options.data, **training)
         return result, leakage.table(result)
     assert isinstance(options, (SensitivityOptions, InvarianceOptions))
     encoder = Embedder.from_pretrained(options.checkpoint, base=options.base, dtype="float32")
@@ -122,12 +120,6 @@ def _measured(options: Diagnosis, out: Path) -> tuple[dict[str, Any], str]:
         return result, sensitivity.table(result)
     result = invariance.invariance(encoder, pairs, backend=options.backend)
     return result, invariance.table(result)
-
-
-def _progress(kind: str, step: int, report: dict[str, float]) -> None:
-    if step % 10 == 0:
-        losses = f"LM {report['loss_lm']:.3f}, contrastive {report['loss_contrastive']:.3f}"
-        print(f"{kind}, step {step}: {losses}", file=sys.stderr, flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":

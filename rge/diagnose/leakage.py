@@ -4,17 +4,15 @@ docs/diagnose.md describes the four kinds of triplets. With a wrong query only t
 chance (the logarithm of the number of candidates) is a leak.
 """
 
-import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import vl_convert
 
 from rge.checkpoints.settings import read_settings
+from rge.common.commands import progress_bar
 from rge.config import DataConfig
 from rge.data.collate import Batch, StepBatches
 from rge.data.sources import Mixture
@@ -26,8 +24,6 @@ from rge.rollout.writer import Rollout
 from rge.step import TrainingStep, candidate_masks
 
 TRIPLETS = ("right", "wrong target", "wrong query", "own rationale")
-COLOURS = dict(zip(TRIPLETS, ("#0a7a5a", "#3556c4", "#c2571a", "#9a3f96"), strict=True))
-LOSSES = {"loss_lm": "LM loss, nats a token", "loss_contrastive": "contrastive loss, nats"}
 LEAKS, CLEAN = 0.5, 0.1
 """Gain with wrong queries, as a share of that with right triplets: from here on a leak; up to here no leak."""
 
@@ -40,53 +36,56 @@ def leakage(
     batch_size: int,
     lr: float,
     seed: int = 0,
-    on_step: Callable[[str, int, dict[str, float]], object] | None = None,
     base: str | None = None,
 ) -> dict[str, Any]:
     """Train a copy of the checkpoint on each kind of triplets.
 
     The checkpoint should be a cold start's, which writes rationales but was not trained to embed; the data need oracle rationales.
-    AdamW with a constant learning rate makes `steps` steps per kind of triplets; `on_step` gets kind, step and losses.
+    AdamW with a constant learning rate makes `steps` steps per kind of triplets.
 
     Returns:
         ``chance``, ``curves`` (kind -> loss_lm and loss_contrastive per step), ``gain`` (kind -> nats below chance over the
         last fifth), ``leak`` (the wrong query's gain as a share of the right one's) and a ``verdict``.
     """
     temperature = read_settings(checkpoint).recipe["loss"]["temperature"]
-    curves: dict[str, dict[str, list[float]]] = {}
+    records = open_data(data, need_rationale=True)
+    mixture = Mixture([len(records)], [1.0], batch_size, seed)
+    config = DataConfig(max_negatives=0, sort_by_length=False)
+    curves: dict[str, dict[str, list[float]]] = {
+        kind: {"loss_lm": [], "loss_contrastive": []} for kind in TRIPLETS
+    }
     chances: list[float] = []
-    for kind in TRIPLETS:
+    for kind, curve in curves.items():
         torch.manual_seed(seed)
         encoder = Embedder.from_pretrained(checkpoint, base=base, dtype="float32")
-        embedder = encoder.model.train()
-        embedder.requires_grad_(True)
+        encoder.model.train().requires_grad_(True)
         anchor = "self" if kind == "own rationale" else "oracle"
         objective = Objective(0.5, 0.5, temperature, anchor, lm_on_candidates=False)
-        records = open_data(data, need_rationale=True)
-        mixture = Mixture([len(records)], [1.0], batch_size, seed)
-        config = DataConfig(max_negatives=0, sort_by_length=False)
         batches = StepBatches([records], mixture, encoder.builder, config, rank=0, world_size=1)
-        optimizer = torch.optim.AdamW(embedder.parameters(), lr=lr, weight_decay=0.0)
-        curve: dict[str, list[float]] = {"loss_lm": [], "loss_contrastive": []}
-        for step in range(steps):
+        optimizer = torch.optim.AdamW(encoder.model.parameters(), lr=lr, weight_decay=0.0)
+        for step in progress_bar(range(steps), desc=kind, unit="step"):
             batch = rearrange(batches[step], kind, np.random.default_rng([seed, step]))
-            rollout = None
-            if objective.needs_rollout:
-                cap = encoder.settings.generation.max_new_tokens
-                written = generate(embedder, batch.queries, max_new_tokens=cap, batch_size=batch_size)
-                rollout = Rollout(written)
-            report = TrainingStep(embedder, embedder, objective, batch_size)(batch, rollout)
-            torch.nn.utils.clip_grad_norm_(embedder.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+            report = _step(encoder, objective, batch, optimizer)
             for name, values in curve.items():
                 values.append(report[name])
             if kind == "right":
                 chances.append(chance(batch))
-            if on_step is not None:
-                on_step(kind, step, report)
-        curves[kind] = curve
     return judge(curves, float(np.mean(chances)))
+
+
+def _step(
+    encoder: Embedder, objective: Objective, batch: Batch, optimizer: torch.optim.Optimizer
+) -> dict[str, float]:
+    embedder, batch_size = encoder.model, len(batch.queries)
+    rollout = None
+    if objective.needs_rollout:
+        cap = encoder.settings.generation.max_new_tokens
+        rollout = Rollout(generate(embedder, batch.queries, max_new_tokens=cap, batch_size=batch_size))
+    report = TrainingStep(embedder, embedder, objective, batch_size)(batch, rollout)
+    torch.nn.utils.clip_grad_norm_(embedder.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return report
 
 
 def rearrange(batch: Batch, kind: str, rng: np.random.Generator) -> Batch:
@@ -147,41 +146,3 @@ def table(result: dict[str, Any]) -> str:
             cells.append(f"{np.mean(curve[name][:size]):.3f} -> {np.mean(curve[name][-size:]):.3f}")
         lines.append(f"{kind:<16}{cells[0]:>32}{cells[1]:>36}{result['gain'][kind]:>14.3f}")
     return "\n".join([*lines, "", result["verdict"]])
-
-
-def plot(result: dict[str, Any]) -> str:
-    """The curves as SVG: LM loss on the left, contrastive loss on the right."""
-    values = [
-        {"kind": kind, "loss": name, "step": step, "value": value}
-        for kind, curve in result["curves"].items()
-        for name in LOSSES
-        for step, value in enumerate(smooth(curve[name]), start=1)
-    ]
-    panels = []
-    for name, title in LOSSES.items():
-        layer: list[dict[str, Any]] = [
-            {
-                "transform": [{"filter": {"field": "loss", "equal": name}}],
-                "mark": "line",
-                "encoding": {
-                    "x": {"field": "step", "type": "quantitative"},
-                    "y": {"field": "value", "type": "quantitative", "title": None},
-                    "color": {"field": "kind", "sort": list(COLOURS), "title": None,
-                              "scale": {"domain": list(COLOURS), "range": list(COLOURS.values())}},
-                },
-            }
-        ]  # fmt: skip
-        if name == "loss_contrastive":
-            level = {"data": {"values": [{}]}, "encoding": {"y": {"datum": result["chance"]}}}
-            text = {"type": "text", "text": "chance", "align": "left", "dx": 4, "dy": -6, "x": 0}
-            layer += [level | {"mark": {"type": "rule", "strokeDash": [4, 3]}}, level | {"mark": text}]
-        panels.append({"title": title, "width": 370, "height": 220, "layer": layer})
-    config = {"font": "system-ui, sans-serif", "legend": {"orient": "top"}, "axisX": {"grid": False}}
-    spec = {"data": {"values": values}, "hconcat": panels, "background": "white", "config": config}
-    return vl_convert.vegalite_to_svg(spec)
-
-
-def smooth(values: list[float]) -> list[float]:
-    """Moving average over a tenth of the curve."""
-    half = math.ceil(len(values) / 20)
-    return [float(np.mean(values[max(at - half, 0) : at + half + 1])) for at in range(len(values))]

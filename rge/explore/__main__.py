@@ -4,9 +4,6 @@ rge explore                       # the demo's checkpoint and its test drawings
 rge explore index=gallery         # an index of your own
 """
 
-import asyncio
-import socket
-import sys
 import threading
 import webbrowser
 from dataclasses import dataclass
@@ -20,9 +17,6 @@ from rge.common.errors import UserError
 from rge.common.options import parse_options
 from rge.common.registry import PluginOptions
 from rge.explore.address import bound, url_of
-from rge.index.options import Server
-from rge.index.search import absolute
-from rge.index.warm import ask_server
 
 
 @dataclass(kw_only=True)
@@ -36,8 +30,6 @@ class ExploreOptions(PluginOptions):
     ``demo``."""
     base: str | None = None
     """Base model of a checkpoint of adapters: a directory or an id on the hub; null: the one in its ``rge.json``."""
-    server: Server = "auto"
-    """Use a running ``rge serve`` of this user with the checkpoint, if there is one; ``none``: always load it here."""
     host: str = "127.0.0.1"
     """Address to listen on; any but this machine's loopback address lets others in, without a password."""
     port: Annotated[int, Field(ge=0, le=65535)] = 7860
@@ -52,15 +44,6 @@ def main(words: list[str]) -> int:
     if missing := [name for name in ("fastapi", "lancedb", "uvicorn") if find_spec(name) is None]:
         raise UserError(f"rge explore needs {', '.join(missing)}: pip install -e '.[explore]'")
     listener = bound(options.host, options.port, listens=True)
-    address = url_of(listener)
-    body = {"index": None if options.index is None else absolute(options.index), "host": options.host}
-    reply = None if options.plugins or options.checkpoint else ask_server(options.server, "/explore", body)
-    if reply is not None:
-        path, page = reply
-        print(f"answered by rge serve with {page['name']}, at {path}")  # noqa: T201
-        _announce(options, page["name"], page["items"], address)
-        asyncio.run(_forward(listener, page["socket"]))
-        return 0
     import uvicorn
 
     from rge.embedder import Embedder
@@ -76,46 +59,15 @@ def main(words: list[str]) -> int:
         index = Index.open(options.index)
         checkpoint = options.checkpoint or index.about["checkpoint"]
         explorer = Explorer(index.embedder(options.checkpoint, options.base), index, [])
-    _announce(options, checkpoint, len(explorer.index), address)
+    address = url_of(listener)
+    print(f"{checkpoint}, {len(explorer.index)} items: {address}  (Ctrl-C ends it)", flush=True)  # noqa: T201
+    if options.open:
+        threading.Timer(1, webbrowser.open, [address]).start()
     config = uvicorn.Config(
         application(explorer, options.host), log_level="warning", timeout_graceful_shutdown=5
     )
     uvicorn.Server(config).run(sockets=[listener])
     return 0
-
-
-def _announce(options: ExploreOptions, checkpoint: str, items: int, address: str) -> None:
-    print(f"{checkpoint}, {items} items: {address}  (Ctrl-C ends it)", flush=True)  # noqa: T201
-    if options.open:
-        threading.Timer(1, webbrowser.open, [address]).start()
-
-
-async def _forward(listener: socket.socket, path: str) -> None:
-    """Forward every connection to the server that has the model."""
-
-    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            while part := await reader.read(1 << 16):
-                writer.write(part)
-                await writer.drain()
-        except OSError:
-            pass  # one side has disconnected
-        finally:
-            writer.close()
-
-    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            from_server, to_server = await asyncio.open_unix_connection(path)
-        except OSError:
-            message = "error: the server that has the model has ended; start `rge explore` again"
-            print(message, file=sys.stderr)  # noqa: T201
-            writer.close()
-            return
-        await asyncio.gather(copy(reader, to_server), copy(from_server, writer))
-
-    server = await asyncio.start_server(handle, sock=listener)
-    async with server:
-        await server.serve_forever()
 
 
 if __name__ == "__main__":

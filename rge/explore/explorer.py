@@ -21,8 +21,9 @@ from rge.common.images import WEB, load_image, picture_bytes
 from rge.common.schema import Item
 from rge.embedder import Embedder
 from rge.index.reading import Reader
+from rge.index.rows import Hit, Row
 from rge.index.sources import Unreadable, read_source
-from rge.index.store import Hit, Index, Row, SearchIndexError
+from rge.index.store import Index, SearchIndexError
 from rge.model.prompts import Prompt
 from rge.rollout.generate import generate
 

@@ -14,14 +14,13 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from tqdm import tqdm
-
-from rge.common.commands import start
+from rge.common.commands import progress_bar, start
 from rge.common.errors import UserError
 from rge.common.options import parse_options, positional
 from rge.index.options import IndexOptions
+from rge.index.rows import Row
 from rge.index.sources import Source, Unreadable, read_source
-from rge.index.store import DEPTH, Index, Row, SearchIndexError, writing
+from rge.index.store import DEPTH, NUM_QUERIES, Index, SearchIndexError, writing
 
 if TYPE_CHECKING:
     from rge.embedder import Embedder
@@ -76,8 +75,8 @@ def update(options: IndexOptions, source: Source, index: Index, reader: "Reader"
     search = "search is exact"
     if recall is not None:
         search = (
-            f"search is approximate: recall@{DEPTH} {recall.recall:.3f} against exact search over {recall.queries} rows, "
-            f"{recall.ann_ms:.1f} ms instead of {recall.exact_ms:.1f}; exact=true bypasses it"
+            f"search is approximate: recall@{DEPTH} {recall:.3f} against exact search over {min(NUM_QUERIES, len(index))} rows; "
+            "exact=true bypasses it"
         )
     print(search, flush=True)  # noqa: T201
 
@@ -183,7 +182,7 @@ def _embed(
         return counts
     indexed = index.digests()
     index.declare(entry.metadata for entry in source.entries)
-    with tqdm(total=len(todo), unit="item", disable=not sys.stderr.isatty()) as bar:
+    with progress_bar(total=len(todo), unit="item") as bar:
         for window in reader.read(todo, unreadable, indexed):
             readable = {item.entry.id: item for item in window if item is not None}
             by_digest = {item.content.digest: item for item in readable.values()}

@@ -8,19 +8,20 @@ Finished rows are kept in ``OUT.parts``; the last step merges them and removes t
 import json
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from tqdm import tqdm
 
 from rge.checkpoints.run_lock import held
-from rge.common.commands import start
+from rge.common.commands import progress_bar, start
 from rge.common.errors import UserError
 from rge.common.files import read_json, replacing, write_json
+from rge.common.modes import SILENT
 from rge.common.options import parse_options
 from rge.index.options import EmbedOptions
 from rge.index.sources import Source, Unreadable, read_source
@@ -59,42 +60,18 @@ def embed(options: EmbedOptions, source: Source, parts: Path) -> int:
     checkpoint = {"checkpoint": options.checkpoint, "checkpoint_hash": embedder.checkpoint_hash}
     about = checkpoint | settings | {"src": source.name}
     _check_same_settings(parts, about)
-    current = {entry.id: entry.stamp for entry in source.entries}
     with Unreadable.noted(source, options) as unreadable:
         reader = Reader(embedder, batch_size=options.batch_size, **settings)
-        _embed_missing(reader, source, parts, current, unreadable)
-    rows = _merge_parts(options.out, parts, current, about)
+        _embed_missing(reader, source, parts, unreadable)
+    size = options.dimensions or embedder.size
+    fields = {"id": pa.string(), "vector": pa.list_(pa.float32(), size), "rationale": pa.string()}
+    if reader.mode in SILENT:
+        del fields["rationale"]
+    rows = _merge_parts(options.out, parts, source, pa.schema(fields, metadata={"rge": json.dumps(about)}))
     shutil.rmtree(parts)
     unreadable.report()
-    print(f"written: {options.out}, {rows} vectors of {options.dimensions or embedder.size}")  # noqa: T201
+    print(f"written: {options.out}, {rows} vectors of {size}")  # noqa: T201
     return 0
-
-
-def _embed_missing(
-    reader: "Reader", source: Source, parts: Path, current: dict[str, str], unreadable: Unreadable
-) -> None:
-    finished = (pq.read_table(path, columns=["id", "stamp"]) for path in parts.glob("*.parquet"))
-    done = {
-        row["id"] for part in finished for row in part.to_pylist() if current.get(row["id"]) == row["stamp"]
-    }
-    if done:
-        print(f"{len(done)} of {unreadable.total} items were embedded before", file=sys.stderr)  # noqa: T201
-    todo = [entry for entry in source.entries if entry.id not in done]
-    number = max((int(path.stem) for path in parts.glob("*.parquet")), default=-1) + 1
-    pending: list[Embedded] = []
-    try:
-        with tqdm(
-            total=unreadable.total, initial=len(done), unit="item", disable=not sys.stderr.isatty()
-        ) as bar:
-            for window in reader.embed(todo, unreadable):
-                pending += window
-                bar.update(len(window))
-                if len(pending) >= PART_ROWS:
-                    _write(parts / f"{number:06d}.parquet", pending)
-                    number, pending = number + 1, []
-    finally:
-        if pending:  # after Ctrl-C and after an error too
-            _write(parts / f"{number:06d}.parquet", pending)
 
 
 def _check_same_settings(parts: Path, about: dict[str, Any]) -> None:
@@ -111,6 +88,34 @@ def _check_same_settings(parts: Path, about: dict[str, Any]) -> None:
         )
 
 
+def _embed_missing(reader: "Reader", source: Source, parts: Path, unreadable: Unreadable) -> None:
+    current = {(entry.id, entry.stamp) for entry in source.entries}
+    finished = sorted(parts.glob("*.parquet"))
+    keys = (key for path in finished for key in _keys(pq.read_table(path, columns=["id", "stamp"])))
+    done = {name for name, stamp in keys if (name, stamp) in current}
+    if done:
+        print(f"{len(done)} of {unreadable.total} items were embedded before", file=sys.stderr)  # noqa: T201
+    todo = [entry for entry in source.entries if entry.id not in done]
+    numbers = count(int(finished[-1].stem) + 1 if finished else 0)
+    pending: list[Embedded] = []
+    try:
+        with progress_bar(total=unreadable.total, initial=len(done), unit="item") as bar:
+            for window in reader.embed(todo, unreadable):
+                pending += window
+                bar.update(len(window))
+                if len(pending) >= PART_ROWS:
+                    _write(parts / f"{next(numbers):06d}.parquet", pending)
+                    pending = []
+    finally:
+        if pending:  # after Ctrl-C and after an error too
+            _write(parts / f"{next(numbers):06d}.parquet", pending)
+
+
+def _keys(part: pa.Table) -> Iterator[tuple[str, str]]:
+    """Ids and stamps of its rows."""
+    return zip(part["id"].to_pylist(), part["stamp"].to_pylist(), strict=True)
+
+
 def _write(path: Path, rows: "Sequence[Embedded]") -> None:
     vectors = pa.array(np.concatenate([row.vector for row in rows]), pa.float32())
     table = pa.table(
@@ -125,28 +130,18 @@ def _write(path: Path, rows: "Sequence[Embedded]") -> None:
         pq.write_table(table, temporary)
 
 
-def _merge_parts(out: Path, parts: Path, current: dict[str, str], about: dict[str, Any]) -> int:
+def _merge_parts(out: Path, parts: Path, source: Source, schema: pa.Schema) -> int:
     """Merge all parts into one file, without rows whose item has changed or gone since; returns the number of rows."""
-    paths = sorted(parts.glob("*.parquet"))
-    nothing = UserError("nothing was embedded: no item of the source is readable")
-    if not paths:
-        raise nothing
-    rationales = (pq.read_table(path, columns=["rationale"])["rationale"] for path in paths)
-    has_rationales = any(column.null_count < len(column) for column in rationales)
-    columns = ["id", "vector", *(["rationale"] if has_rationales else [])]
-    schema = pq.read_schema(paths[0])
-    schema = pa.schema([schema.field(name) for name in columns], metadata={"rge": json.dumps(about)})
+    current = {(entry.id, entry.stamp) for entry in source.entries}
     rows = 0
     with replacing(out) as temporary, pq.ParquetWriter(temporary, schema) as writer:
-        for path in paths:
+        for path in sorted(parts.glob("*.parquet")):
             table = pq.read_table(path)
-            stamps = zip(table["id"].to_pylist(), table["stamp"].to_pylist(), strict=True)
-            kept = table.filter(pa.array(current.get(name) == stamp for name, stamp in stamps))
-            kept = kept.select(columns).cast(schema)
-            writer.write_table(kept)
+            kept = table.filter(pa.array([key in current for key in _keys(table)], pa.bool_()))
+            writer.write_table(kept.select(schema.names).cast(schema))
             rows += len(kept)
         if not rows:
-            raise nothing
+            raise UserError("nothing was embedded: no item of the source is readable")
     return rows
 
 

@@ -8,8 +8,6 @@ from rge.common.modes import Mode
 from rge.common.options import AtLeastOne, Count, Share
 from rge.common.registry import PluginOptions
 
-Server = Literal["auto", "none"]
-
 
 @dataclass(kw_only=True)
 class Reading(PluginOptions):
@@ -111,6 +109,3 @@ class SearchOptions(PluginOptions):
     """Also search for the question's words in captions, file names and metadata, and fuse the two rankings by rank."""
     exact: bool = False
     """Compare with every vector, even if there is an approximate index."""
-    server: Server = "auto"
-    """Use a running ``rge serve`` of this user with the index's checkpoint, if there is one; ``none``: always load the
-    checkpoint here."""

@@ -3,21 +3,18 @@
 rge search gallery "What opens this?" image=padlock.png
 """
 
-import os
 from collections.abc import Sequence
-from dataclasses import asdict
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from rge.common.commands import start
 from rge.common.errors import UserError
 from rge.common.options import parse_options, positional
 from rge.index.options import SearchOptions
-from rge.index.warm import ask_server
 
 if TYPE_CHECKING:
     from rge.embedder import Embedder
-    from rge.index.store import Hit, Index
+    from rge.index.rows import Hit
+    from rge.index.store import Index
 
 
 def main(words: list[str]) -> int:
@@ -27,31 +24,12 @@ def main(words: list[str]) -> int:
     )
     if not (options.question or "").strip() and options.image is None:
         raise UserError('give a question, image=..., or both: rge search INDEX "question" image=x.png')
-    rationale, hits = _from_server(options) or _here(options)
-    print(format_result(rationale, hits))  # noqa: T201
-    return 0
-
-
-def _from_server(options: SearchOptions) -> "tuple[str, list[Hit]] | None":
-    """The answer of a running `rge serve` that has the index's checkpoint; None without one."""
-    if options.plugins:
-        return None  # what they register is known in this process only
-    body = asdict(options) | {"index": absolute(options.index), "server": "none"}
-    if options.image is not None and not options.image.startswith("data:"):
-        body["image"] = absolute(options.image)
-    reply = ask_server(options.server, "/search", body)
-    if reply is None:
-        return None
-    path, answer = reply
-    print(f"answered by rge serve with {answer['name']}, at {path}")  # noqa: T201
-    return answer["rationale"], cast("list[Hit]", [SimpleNamespace(**hit) for hit in answer["hits"]])
-
-
-def _here(options: SearchOptions) -> "tuple[str, list[Hit]]":
     from rge.index.store import Index
 
     index = Index.open(options.index)
-    return answer(index.embedder(options.checkpoint, options.base), index, options)
+    rationale, hits = answer(index.embedder(options.checkpoint, options.base), index, options)
+    print(format_result(rationale, hits))  # noqa: T201
+    return 0
 
 
 def answer(embedder: "Embedder", index: "Index", options: SearchOptions) -> "tuple[str, list[Hit]]":
@@ -67,11 +45,6 @@ def answer(embedder: "Embedder", index: "Index", options: SearchOptions) -> "tup
     words = [options.question or ""] if options.hybrid else None
     [hits] = index.search(query_D[None], options.k, where=options.where, words=words, exact=options.exact)
     return rationale, hits
-
-
-def absolute(path: str) -> str:
-    """A path or address for a process with another working directory."""
-    return path if "://" in path else os.path.abspath(os.path.expanduser(path))
 
 
 def format_result(rationale: str, hits: "Sequence[Hit]") -> str:

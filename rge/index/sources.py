@@ -261,18 +261,16 @@ class _Walk:
         name = self._name(path)
         if _printable(name) != name:
             self.faults[_printable(name)] = "its name is not UTF-8"
-        elif (stat := self._stat(path)) is not None:
+            return
+        try:
+            stat = os.stat(path)
+        except OSError as error:
+            self._unreadable(error)
+        else:
             self.files[name] = f"{stat.st_size}:{stat.st_mtime_ns}"
 
     def _name(self, path: str) -> str:
         return Path(os.path.relpath(path, self.root)).as_posix()
-
-    def _stat(self, path: str) -> os.stat_result | None:
-        try:
-            return os.stat(path)
-        except OSError as error:
-            self._unreadable(error)
-            return None
 
     def _unreadable(self, error: OSError) -> None:
         name = self._name(error.filename or str(self.root))

@@ -13,12 +13,9 @@ until `Index.refresh` makes an approximate index (ANN) of the vectors.
 import json
 import os
 import re
-import time
-import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,8 +25,19 @@ import pyarrow as pa
 
 from rge.checkpoints.run_lock import held
 from rge.common.errors import UserError
-from rge.common.images import WEB, is_there
-from rge.index.sources import Content, Entry, Source
+from rge.index.exact import Snapshot
+from rge.index.rows import (
+    HIT_COLUMNS,
+    PRIVATE,
+    Hit,
+    Row,
+    as_table,
+    composed,
+    hits_of,
+    matrix,
+    metadata_fields,
+    new_schema,
+)
 
 if TYPE_CHECKING:
     from lancedb.db import DBConnection
@@ -40,11 +48,10 @@ if TYPE_CHECKING:
 TABLE = "items"
 VERSION_AGE = timedelta(minutes=10)
 """Old versions of the table are deleted after this time, since a search may still read them."""
-NUM_QUERIES, DEPTH, NUM_TIMED = 100, 10, 5
-"""To measure the recall of an ANN index: rows used as queries, neighbours per query, exact searches timed."""
+NUM_QUERIES, DEPTH = 100, 10
+"""To measure the recall of an ANN index: rows used as queries at most, and neighbours per query."""
 CACHE_BYTES = 512 << 20
 """Vectors of an index stay in memory between exact searches if all of them take no more."""
-BLOCK_ROWS = 8192
 MIN_FUSED = 100
 """Rows of each ranking that are fused, at least."""
 MAX_WHERE = 1000
@@ -56,60 +63,12 @@ class SearchIndexError(UserError):
     """An index cannot be used this way; the message names it and the fix."""
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One item."""
-
-    source: str  # absolute path of the folder or table it came from
-    id: str  # unique within the source
-    stamp: str  # of `rge.index.sources.Entry`
-    digest: str  # of `rge.index.sources.Content`, to which the vector belongs
-    vector: np.ndarray  # (D,) float32, unit norm
-    text: str | None = None  # caption or text
-    image: str | None = None  # path of the picture, ``library.parquet#row`` or a web address
-    # A table's other columns, a file's album (folder), and facts from the picture's EXIF.
-    metadata: dict[str, Any] | None = None
-    thumbnail: bytes | None = None  # WebP
-
-    @classmethod
-    def of(cls, source: Source, entry: Entry, content: Content, vector: np.ndarray) -> "Row":
-        """The row of an entry that has been read and embedded."""
-        metadata = content.facts | entry.metadata
-        names = source.name, entry.id, entry.stamp, content.digest
-        return cls(*names, vector, content.text, entry.image, metadata, content.thumbnail)
-
-
-@dataclass(frozen=True, slots=True)
-class Hit:
-    """One search result; see `Row`."""
-
-    source: str
-    id: str
-    score: float  # cosine similarity, float32
-    text: str | None
-    image: str | None
-    metadata: dict[str, Any]
-    gone: bool  # the picture is no longer where it was when it was indexed
-    thumbnail: bytes | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Recall:
-    """Share of the exact `DEPTH` nearest neighbours that an ANN index of `rows` finds, over `queries`; median times."""
-
-    rows: int
-    recall: float
-    queries: int
-    ann_ms: float
-    exact_ms: float
-
-
 class Index:
     """A table of `Row`. Readers need no lock; writers on one machine lock each other out (`writing`)."""
 
     def __init__(self, uri: str, connection: "DBConnection", table: "Table", about: dict[str, Any]):
         self.uri, self._connection, self._table, self.about = uri, connection, table, about
-        self._latest: _Snapshot | None = None
+        self._latest: Snapshot | None = None
 
     @classmethod
     def open(cls, uri: str | Path) -> "Index":
@@ -161,7 +120,7 @@ class Index:
             raise SearchIndexError(f"there is an index at {uri} already")
         with _lancedb_errors(uri):
             connection = _connect(uri)
-            table = connection.create_table(TABLE, schema=_schema(about), mode="overwrite")
+            table = connection.create_table(TABLE, schema=new_schema(about), mode="overwrite")
             return cls(uri, connection, table, about)
 
     def check(self, checkpoint: str | Path, checkpoint_hash: str) -> None:
@@ -207,13 +166,8 @@ class Index:
 
         Needs the metadata of all rows to come, so that a column's type fits all of them.
         """
-        types: dict[str, set[type]] = {}
-        for row in metadata:
-            for name, value in row.items():
-                if value is not None and not isinstance(value, list | dict | tuple | bytes):
-                    types.setdefault(column_name(name), set()).add(type(value))
         existing = set(self._table.schema.names)
-        new = [pa.field(name, _common(kinds)) for name, kinds in types.items() if name not in existing]
+        new = [field for field in metadata_fields(metadata) if field.name not in existing]
         if new:
             with _lancedb_errors(self.uri):
                 self._table.add_columns(new)
@@ -230,36 +184,16 @@ class Index:
         """
         if not rows:
             return 0
-        schema = self._table.schema.remove_metadata()
-        metadata = [_finite(json.dumps(row.metadata or {}, default=_other)) for row in rows]
-        columns: dict[str, Any] = {name: [getattr(row, name) for row in rows] for name in _COLUMNS}
-        columns |= {
-            "metadata": [json.dumps(row, ensure_ascii=False) if row else None for row in metadata],
-            "vector": self._vector_column(rows),
-            "words": [_words(row) for row in rows],
-        }
-        unfit = 0
-        by_column = [{column_name(name): value for name, value in row.items()} for row in metadata]
-        for field in schema:
-            if field.name not in columns:
-                values = [row.get(field.name) for row in by_column]
-                columns[field.name] = fitting = [_fitting(value, field.type) for value in values]
-                unfit += fitting.count(None) - values.count(None)
-        table = pa.table(columns, schema=schema)
+        wanted = self.about["dimensions"]
+        if sizes := {len(row.vector) for row in rows} - {wanted}:
+            raise ValueError(f"{self.uri} holds vectors of {wanted}, got {min(sizes)}")
+        if not all(np.isfinite(row.vector).all() for row in rows):
+            raise ValueError("a vector is not finite")
+        table, unfit = as_table(rows, self._table.schema.remove_metadata())
         with _lancedb_errors(self.uri):
             merge = self._table.merge_insert(["source", "id"])
             merge.when_matched_update_all().when_not_matched_insert_all().execute(table)
         return unfit
-
-    def _vector_column(self, rows: Sequence[Row]) -> pa.FixedSizeListArray:
-        vector_ND = np.stack([row.vector for row in rows]).astype(np.float32)
-        if vector_ND.shape[1] != self.about["dimensions"]:
-            raise ValueError(
-                f"{self.uri} holds vectors of {self.about['dimensions']}, got {vector_ND.shape[1]}"
-            )
-        if not np.isfinite(vector_ND).all():
-            raise ValueError("a vector is not finite")
-        return pa.FixedSizeListArray.from_arrays(pa.array(vector_ND.ravel()), vector_ND.shape[1])
 
     def digests(self) -> set[str]:
         """Digests of all embedded contents."""
@@ -270,7 +204,7 @@ class Index:
         vectors: dict[str, np.ndarray] = {}
         for condition in _one_of("digest", digests):
             rows = self._select(["digest", "vector"], condition)
-            vectors |= zip(rows["digest"].to_pylist(), _matrix(rows), strict=True)
+            vectors |= zip(rows["digest"].to_pylist(), matrix(rows), strict=True)
         return vectors
 
     def remove(self, source: str, ids: Iterable[str] | None = None) -> None:
@@ -279,11 +213,12 @@ class Index:
             for condition in ["TRUE"] if ids is None else _one_of("id", ids):
                 self._table.delete(f"source = {_quoted(source)} AND {condition}")
 
-    def refresh(self, ann_from: int) -> Recall | None:
+    def refresh(self, ann_from: int) -> float | None:
         """After writing: merge small files, delete old versions, index words, and create, keep or drop the ANN index.
 
         Returns:
-            Its measured recall; None with fewer rows than `ann_from`, where search is exact.
+            The share of the exact `DEPTH` nearest neighbours that it finds; None with fewer rows than `ann_from`, where search is
+            exact.
         """
         from lancedb.index import FTS, IvfFlat, IvfRq
 
@@ -303,7 +238,7 @@ class Index:
                 packs = size >= 256 and size % 8 == 0
                 config = IvfRq(distance_type="dot", num_bits=4) if packs else IvfFlat(distance_type="dot")
                 self._table.create_index("vector", config=config)
-            return self._measure()
+            return self._recall()
 
     # ------------------------------------------------------------------------------------------------------ searching
 
@@ -341,7 +276,7 @@ class Index:
             raise ValueError(f"k must be >= 1, got {k}")
         if where is not None:
             self._check(where)
-        columns = [name for name in _HIT_COLUMNS if thumbnails or name != "thumbnail"]
+        columns = [name for name in HIT_COLUMNS if thumbnails or name != "thumbnail"]
         with _lancedb_errors(self.uri):
             if words is not None:
                 if not self._indices("words"):
@@ -349,12 +284,12 @@ class Index:
                         f"{self.uri} has no index of words yet: run `rge index` on its source again"
                     )
                 return [
-                    _hits(self._fused(query_D, text, k, where, columns, exact), query_D, k, is_ranked=True)
+                    hits_of(self._fused(query_D, text, k, where, columns, exact), query_D, k, is_ranked=True)
                     for query_D, text in zip(query_ND, words, strict=True)
                 ]
             if exact or not self._indices("vector"):
-                return self._exact(query_ND, k, where, columns)
-            return [_hits(self._nearest(query_D, k, columns, where), query_D, k) for query_D in query_ND]
+                return self._snapshot().search(query_ND, k, where, columns)
+            return [hits_of(self._nearest(query_D, k, columns, where), query_D, k) for query_D in query_ND]
 
     def sample(self, count: int) -> list[tuple[str, str, bool]]:
         """Source and id of the first rows, and whether each has a picture."""
@@ -418,7 +353,7 @@ class Index:
         from lancedb.rerankers import RRFReranker
 
         # For a text in quotes LanceDB would search the phrase, which the index of words does not support.
-        words = _composed(words.replace('"', " "))
+        words = composed(words.replace('"', " "))
         if not words.strip():
             return self._nearest(query_D, k, columns, where, exact)
         query: Any = self._table.search(query_type="hybrid", vector_column_name="vector", fts_columns="words")
@@ -430,54 +365,32 @@ class Index:
             query = query.where(where, prefilter=True)
         return query.to_arrow().select([*columns, "vector"])
 
-    def _exact(
-        self, query_QD: np.ndarray, k: int, where: str | None, columns: Sequence[str]
-    ) -> list[list[Hit]]:
-        """All queries against every vector, in one pass."""
-        snapshot = self._snapshot()
-        best = [_Best(k) for _ in query_QD]
-        for id_N, vector_ND in snapshot.blocks(where):
-            for top, score_N in zip(best, query_QD @ vector_ND.T, strict=True):
-                top.add(id_N, score_N)
-        all_ids = np.unique(np.concatenate([np.empty(0, np.uint64), *(top.id_N for top in best)]))
-        if not len(all_ids):
-            return [[] for _ in query_QD]
-        table = snapshot.table.take_row_ids(all_ids.tolist()).select([*columns, "vector"]).to_arrow()
-        return [
-            _hits(table.take(np.searchsorted(all_ids, top.id_N)), query_D, k)
-            for query_D, top in zip(query_QD, best, strict=True)
-        ]
-
-    def _snapshot(self) -> "_Snapshot":
+    def _snapshot(self) -> "Snapshot":
         """The current version of the table; if its vectors are few, they stay in memory until it changes."""
         version = self._table.version
         if self._latest is None or self._latest.version != version:
             table = self._connection.open_table(TABLE)
             table.checkout(version)
             num_bytes = 4 * self.about["dimensions"] * table.count_rows()
-            self._latest = _Snapshot(table, version, cached=num_bytes <= CACHE_BYTES)
+            self._latest = Snapshot(table, version, cached=num_bytes <= CACHE_BYTES)
         return self._latest
 
-    def _measure(self) -> Recall:
+    def _recall(self) -> float:
         """Measure recall with random rows as queries; the exact search for all of them is one pass over the vectors."""
-        count = len(self)
-        drawn = np.random.default_rng(0).choice(count, size=min(NUM_QUERIES, count), replace=False).tolist()
-        k = min(DEPTH + 1, count)  # a row is its own nearest neighbour
-        query_QD = _matrix(self._table.take_offsets(drawn).select(["vector"]).to_arrow())
-        nearest = self._exact(query_QD, k, None, _HIT_COLUMNS[:-1])
+        rows = len(self)
+        drawn = np.random.default_rng(0).choice(rows, size=min(NUM_QUERIES, rows), replace=False).tolist()
+        k = min(DEPTH + 1, rows)  # a row is its own nearest neighbour
+        if k == 1:
+            return 1.0
+        query_QD = matrix(self._table.take_offsets(drawn).select(["vector"]).to_arrow())
         num_found = 0
-        times: dict[bool, list[float]] = {True: [], False: []}
-        for number, (query_D, hits) in enumerate(zip(query_QD, nearest, strict=True)):
-            for exact in (False, True) if number < NUM_TIMED else (False,):
-                began = time.perf_counter()
-                rows = self._nearest(query_D, k, ["id"], exact=exact)
-                times[exact].append((time.perf_counter() - began) * 1000)
-                if not exact:
-                    # As good as the last exact hit, up to rounding: any of several equal pictures will do.
-                    num_found += int((_matrix(rows) @ query_D >= hits[-1].score - 1e-5).sum()) - 1
-        recall = num_found / ((k - 1) * len(drawn)) if k > 1 else 1.0
-        ann_ms, exact_ms = (float(np.median(times[exact])) for exact in (False, True))
-        return Recall(count, recall, len(drawn), ann_ms, exact_ms)
+        for query_D, hits in zip(
+            query_QD, self._snapshot().search(query_QD, k, None, HIT_COLUMNS[:-1]), strict=True
+        ):
+            score_K = matrix(self._nearest(query_D, k, ["id"])) @ query_D
+            # As good as the last exact hit, up to rounding: any of several equal pictures will do.
+            num_found += int((score_K >= hits[-1].score - 1e-5).sum()) - 1
+        return num_found / ((k - 1) * len(drawn))
 
 
 def writing(uri: str | Path) -> AbstractContextManager[None]:
@@ -537,155 +450,6 @@ LANCEDB_ERRORS = (RuntimeError, ValueError, OSError)
 def _reason(error: Exception) -> str:
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     return re.sub(r", /\S+\.rs:\d+:\d+", "", reason)  # places in LanceDB's source
-
-
-_COLUMNS = {
-    "source": pa.string(),
-    "id": pa.string(),
-    "stamp": pa.string(),
-    "digest": pa.string(),
-    "text": pa.string(),
-    "image": pa.string(),
-    "metadata": pa.string(),
-    "thumbnail": pa.binary(),
-}
-PRIVATE = frozenset(
-    {"source", "stamp", "digest", "image", "metadata", "thumbnail", "vector", "words", "_rowid", "_rowaddr"}
-)
-"""Columns that `where` must not use: searches must not reveal where files are on this machine."""
-_EXIF = {
-    "taken": pa.string(), "year": pa.int64(), "month": pa.int64(), "latitude": pa.float64(), "longitude": pa.float64(),
-    "album": pa.string(),
-}  # fmt: skip
-_ARROW = {bool: pa.bool_(), int: pa.int64(), float: pa.float64()}
-_HIT_COLUMNS = ("source", "id", "text", "image", "metadata", "thumbnail")
-
-
-def column_name(name: str) -> str:
-    """The column of a metadata key: a word that needs no quotes in a condition."""
-    plain = re.sub(r"\W", "_", name)
-    if not plain or plain[0].isdigit():
-        return f"_{plain}"
-    return f"{plain}_" if plain.lower() in PRIVATE | {"id", "text"} else plain
-
-
-def _common(kinds: set[type]) -> pa.DataType:
-    """The type of a column with values of these types."""
-    if kinds == {int, float}:
-        return pa.float64()
-    return _ARROW.get(kinds.pop(), pa.string()) if len(kinds) == 1 else pa.string()
-
-
-def _fitting(value: Any, kind: pa.DataType) -> Any:
-    """A metadata value for its column; None if it does not fit."""
-    if isinstance(value, list | dict | None):
-        return None
-    if kind == pa.string():
-        return value if isinstance(value, str) else json.dumps(value)
-    if isinstance(value, str) or isinstance(value, bool) != (kind == pa.bool_()):
-        return None
-    if kind in (pa.bool_(), pa.float64()):
-        return value if kind == pa.bool_() else float(value)
-    return int(value) if value == int(value) and abs(value) < 1 << 63 else None
-
-
-def _other(value: Any) -> str | None:
-    """A value that JSON has no form for; pictures in other columns are left out."""
-    return None if isinstance(value, bytes) else str(value)
-
-
-def _words(row: Row) -> str:
-    """The text for searching by words."""
-    values = [value for value in (row.metadata or {}).values() if isinstance(value, str)]
-    return _composed(" ".join([row.text or "", re.sub(r"[\W_]+", " ", _composed(row.id)), *values]))
-
-
-def _composed(text: str) -> str:
-    """Letters with their accents as one character: macOS separates the two in file names."""
-    return unicodedata.normalize("NFC", text)
-
-
-Block = tuple[np.ndarray, np.ndarray]
-"""Row ids (N,) and vectors (N, D)."""
-
-
-class _Snapshot:
-    """One version of a table; if `cached`, its vectors stay in memory."""
-
-    def __init__(self, table: "Table", version: int, *, cached: bool):
-        self.table, self.version, self._cached = table, version, cached
-        self._blocks: list[Block] | None = None
-
-    def blocks(self, where: str | None) -> Iterable[Block]:
-        """The rows that meet a condition."""
-        if not self._cached:
-            return self._read(where)
-        if self._blocks is None:
-            self._blocks = list(self._read(None))
-        if where is None:
-            return self._blocks
-        query = self.table.search().where(where).select(["id"]).with_row_id(True).limit(None)
-        wanted = query.to_arrow()["_rowid"].to_numpy()
-        masks = (np.isin(id_N, wanted) for id_N, _ in self._blocks)
-        blocks = zip(self._blocks, masks, strict=True)
-        return [(id_N[mask_N], vector_ND[mask_N]) for (id_N, vector_ND), mask_N in blocks]
-
-    def _read(self, where: str | None) -> Iterator[Block]:
-        query = self.table.search().select(["vector"]).with_row_id(True).limit(None)
-        for batch in (query if where is None else query.where(where)).to_batches(BLOCK_ROWS):
-            rows = pa.Table.from_batches([batch])
-            if len(rows):
-                yield rows["_rowid"].to_numpy(), _matrix(rows)
-
-
-class _Best:
-    """The k best rows of one query so far, and all ties of the last."""
-
-    def __init__(self, k: int):
-        self._k, self.id_N, self._score_N = k, np.empty(0, np.uint64), np.empty(0, np.float32)
-
-    def add(self, id_N: np.ndarray, score_N: np.ndarray) -> None:
-        self.id_N, self._score_N = np.append(self.id_N, id_N), np.append(self._score_N, score_N)
-        if len(self.id_N) > self._k:
-            # A matrix product rounds equal vectors differently by position, by less than this.
-            mask_N = self._score_N >= np.partition(self._score_N, -self._k)[-self._k] - 1e-5
-            self.id_N, self._score_N = self.id_N[mask_N], self._score_N[mask_N]
-
-
-def _schema(about: dict[str, Any]) -> pa.Schema:
-    fields = [pa.field(name, kind) for name, kind in {**_COLUMNS, **_EXIF, "words": pa.string()}.items()]
-    fields.append(pa.field("vector", pa.list_(pa.float32(), about["dimensions"])))
-    return pa.schema(fields, metadata={"rge": json.dumps(about)})
-
-
-def _matrix(rows: pa.Table) -> np.ndarray:
-    """The vectors, (N, D)."""
-    column = rows["vector"].combine_chunks()
-    if not len(column):
-        return np.empty((0, 0), np.float32)
-    return column.flatten().to_numpy().reshape(len(column), -1)
-
-
-def _hits(rows: pa.Table, query_D: np.ndarray, k: int, is_ranked: bool = False) -> list[Hit]:
-    """Rows as hits, scored by the stored vectors: each of Lance's kernels rounds distances differently."""
-    scores = [float(query_D @ vector_D) for vector_D in _matrix(rows)]
-    scored = list(zip(scores, rows.drop_columns(["vector"]).to_pylist(), strict=True))
-    if not is_ranked:
-        scored.sort(key=lambda pair: (-pair[0], pair[1]["source"], pair[1]["id"]))
-    return [_hit(score, row) for score, row in scored[:k]]
-
-
-def _hit(score: float, row: dict[str, Any]) -> Hit:
-    image = row["image"]
-    gone = bool(image) and not image.startswith(WEB) and not is_there(image)
-    metadata = _finite(row["metadata"]) if row["metadata"] else {}
-    return Hit(row["source"], row["id"], score, row["text"], image, metadata, gone, row.get("thumbnail"))
-
-
-def _finite(text: str) -> dict[str, Any]:
-    """Parse a JSON object, with None for NaN and infinities, which Python writes but other programs cannot read."""
-    value: dict[str, Any] = json.loads(text, parse_constant=lambda _: None)
-    return value
 
 
 def _quoted(text: str) -> str:

@@ -38,11 +38,6 @@ class Blueprint:
     scratch: ScratchConfig
     records: Mapping[str, Records | None]
 
-    @property
-    def pixels(self) -> dict[str, Any]:
-        """Smallest and largest picture."""
-        return {"min_pixels": self.recipe.model.min_pixels, "max_pixels": self.recipe.model.max_pixels}
-
     def texts(self) -> list[str]:
         """Training texts of the tokenizer."""
         opened = filter(None, self.records.values())
@@ -51,7 +46,7 @@ class Blueprint:
     def identity(self) -> dict[str, Any]:
         """The inputs for `rge.identity.run_identity`."""
         recipe = self.recipe
-        given = asdict(self.scratch) | {"seed": recipe.train.seed} | self.pixels
+        given = asdict(self.scratch) | {"seed": recipe.train.seed} | _pixels(recipe)
         given["muon_kernels"] = recipe.optim.muon_kernels
         read = {key: records and records.content for key, records in self.records.items()}
         if self.scratch.naming is not None:
@@ -66,6 +61,10 @@ def blueprint(recipe: Recipe, records: Mapping[str, Records]) -> Blueprint | Non
         return None
     keys = (source.key for source in tokenizer_sources(recipe) if source.key)
     return Blueprint(recipe, recipe.model.scratch, {key: records.get(key) for key in keys})
+
+
+def _pixels(recipe: Recipe) -> dict[str, int]:
+    return {"min_pixels": recipe.model.min_pixels, "max_pixels": recipe.model.max_pixels}
 
 
 def tokenizer_sources(recipe: Recipe) -> list[RecordsConfig]:
@@ -95,11 +94,8 @@ def check_backbone(recipe: Recipe, records: Mapping[str, Records]) -> str | None
         raise CheckpointError(f"{folder} does not record what it was made from: delete {delete}")
     now = plan.identity()
     gone = [key for key, content in now["records"].items() if content is None]
-    then = {
-        "backbone": found["backbone"],
-        "records": {key: one for key, one in found["records"].items() if key not in gone},
-    }
-    if apart := differences(then, now):
+    then = {key: content for key, content in found["records"].items() if key not in gone}
+    if apart := differences({"backbone": found["backbone"], "records": then}, now):
         raise CheckpointError(
             f"{folder} was made from other inputs than this run's (then and now): {'; '.join(in_words(apart))}. Use "
             f"another out=, or delete {delete}"
@@ -148,18 +144,19 @@ def processor_of(recipe: Recipe, records: Mapping[str, Records]) -> Any:
         OSError: it has no processor.
     """
     model, plan = recipe.model, blueprint(recipe, records)
-    pixels = {"min_pixels": model.min_pixels, "max_pixels": model.max_pixels}
     folder = Path(recipe.out) / "backbone"
     if plan is not None and not folder.is_dir():
-        sizes = plan.scratch
-        tokenizer = scratch.make_tokenizer(plan.texts(), sizes.vocab_size, sizes.text)
-        processor = scratch.make_processor(tokenizer, **pixels, vision=sizes.vision, text=sizes.text)
+        config = plan.scratch
+        tokenizer = scratch.make_tokenizer(plan.texts(), config.vocab_size, config.text)
+        processor = scratch.make_processor(
+            tokenizer, **_pixels(recipe), vision=config.vision, text=config.text
+        )
     else:
         start = recipe.init and str(checkpoint_folder(Path(recipe.init)))
         path = start or (model.path if plan is None else folder)
         assert path is not None
         revision = model.revision if path == model.path else None
-        processor = load_processor(path, read_config(path, revision), revision=revision, **pixels)
+        processor = load_processor(path, read_config(path, revision), revision=revision, **_pixels(recipe))
     name_tokens(processor.tokenizer, [EMB_TOKEN, *think_tokens(model.think_tokens)])
     return processor
 
@@ -187,33 +184,39 @@ def _build(plan: Blueprint, folder: Path, accelerator: Accelerator) -> None:
     identity = run_identity(**plan.identity())  # with the packages that `origins` has loaded
     if accelerator.is_main_process:
         shutil.rmtree(temporary, ignore_errors=True)
-        sizes: dict[str, Any] = {
-            "vocab_size": config.vocab_size,
-            "text": config.text,
-            "vision": config.vision,
-        }
-        scratch.build(temporary, plan.texts(), seed=recipe.train.seed, **sizes, **plan.pixels)
+        scratch.build(
+            temporary, plan.texts(), seed=recipe.train.seed, vocab_size=config.vocab_size, text=config.text,
+            vision=config.vision, **_pixels(recipe),
+        )  # fmt: skip
     accelerator.wait_for_everyone()
     if config.naming is not None:
-        model = cast(HubModel, AutoModelForImageTextToText.from_pretrained(temporary))
-        vision.speed_up(model)
-        processor = AutoProcessor.from_pretrained(temporary)
-        pictures, labels, names = pretrain_vision.naming_pictures(
-            config.naming, int(recipe.model.max_pixels**0.5), recipe.data.on_bad
-        )
-        stop_after_this_step_at_signals()
-        accuracy = pretrain_vision.teach(
-            model, accelerator, processor, pictures, labels, names, folder.with_name("naming"), config,
-            recipe.train, muon_kernels=recipe.optim.muon_kernels, identity=identity,
-        )  # fmt: skip
-        if accelerator.is_main_process:
-            model.cpu().save_pretrained(temporary)
-            found = {"pictures": len(pictures), "names": len(names), "train_accuracy": accuracy}
-            (temporary / "eyes.json").write_text(json.dumps(found))
-    accelerator.wait_for_everyone()
+        _teach_naming(plan, config.naming, temporary, identity, accelerator)
+        accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         write_json(temporary / IDENTITY, identity)
         same_mode(temporary, temporary / IDENTITY)
         temporary.rename(folder)
         size = sum(path.stat().st_size for path in folder.iterdir())
         accelerator.print(f"{folder}: {size / 1e6:,.1f} MB")
+
+
+def _teach_naming(
+    plan: Blueprint, records: str, backbone: Path, identity: Mapping[str, Any], accelerator: Accelerator
+) -> None:
+    """Train the backbone in place, see `pretrain_vision.teach`."""
+    recipe = plan.recipe
+    model = cast(HubModel, AutoModelForImageTextToText.from_pretrained(backbone))
+    vision.speed_up(model)
+    processor = AutoProcessor.from_pretrained(backbone)
+    pictures, labels, names = pretrain_vision.naming_pictures(
+        records, int(recipe.model.max_pixels**0.5), recipe.data.on_bad
+    )
+    stop_after_this_step_at_signals()
+    accuracy = pretrain_vision.teach(
+        model, accelerator, processor, pictures, labels, names, backbone.with_name("naming"), plan.scratch,
+        recipe.train, muon_kernels=recipe.optim.muon_kernels, identity=identity,
+    )  # fmt: skip
+    if accelerator.is_main_process:
+        model.cpu().save_pretrained(backbone)
+        found = {"pictures": len(pictures), "names": len(names), "train_accuracy": accuracy}
+        (backbone / "eyes.json").write_text(json.dumps(found))

@@ -19,7 +19,6 @@ from rge.common.errors import UserError
 from rge.common.files import raise_descriptor_limit
 from rge.embedder import Embedder
 from rge.explore.address import cannot_listen, is_local, url_of
-from rge.explore.local import found_by_commands
 from rge.serving.app import Service
 from rge.serving.options import ServeOptions
 
@@ -44,9 +43,7 @@ def serve(options: ServeOptions, listener: socket.socket) -> int:
     key = None if options.key_env is None else read_key("rge serve", options.key_env)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
     raise_descriptor_limit()
-    service = load(options, key)
-    with found_by_commands(service.embedder, service.name):
-        return Server(service, options, listener).run()
+    return Server(load(options, key), options, listener).run()
 
 
 def load(options: ServeOptions, key: str | None = None) -> Service:

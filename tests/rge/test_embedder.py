@@ -383,14 +383,14 @@ def test_the_next_window_is_prepared_while_the_device_works(described, picture, 
     inference = described._inference
     make, embed = inference.prompt, inference.embed
 
-    def device(prompts, *rest):
+    def device(prompts, *rest, **options):
         nonlocal given
         given += len(prompts)
         end = time.monotonic() + 20
         while len(built) < min(given + 2, 5) and time.monotonic() < end:
             time.sleep(0.005)
         hidden.append(len(built) - given)
-        return embed(prompts, *rest)
+        return embed(prompts, *rest, **options)
 
     monkeypatch.setattr(inference, "prompt", lambda item, *rest: built.append(item.id) or make(item, *rest))
     monkeypatch.setattr(inference, "embed", device)
@@ -486,9 +486,9 @@ def test_pictures_on_the_web_are_fetched_when_their_turn_comes(described, pictur
         most.append(len(waiting))
         return image
 
-    def window(*rest):
+    def window(*rest, **options):
         waiting.clear()
-        return embed(*rest)
+        return embed(*rest, **options)
 
     embed = described._inference.embed
     monkeypatch.setattr("rge.embedder.fetch_picture", fetch)

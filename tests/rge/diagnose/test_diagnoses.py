@@ -2,7 +2,6 @@
 
 import json
 import math
-import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 
 import numpy as np
@@ -403,20 +402,13 @@ def test_no_verdict_without_learning():
 
 
 @pytest.mark.slow
-def test_leakage_writes_table_curves_and_plot(checkpoint, records, capsys):
+def test_leakage_writes_table_and_curves(checkpoint, records, capsys):
     arguments = [f"checkpoint={checkpoint}", f"data={records}", "steps=2", "batch_size=4"]
     assert command.main(["leakage", *arguments, f"out={checkpoint.parent / 'here'}"]) == 0
     written = json.loads((checkpoint.parent / "here" / "leakage.json").read_text())
     assert written["curves"].keys() == set(leakage.TRIPLETS)
     assert all(len(values) == 2 for found in written["curves"].values() for values in found.values())
     assert written["verdict"] in capsys.readouterr().out
-    svg = ElementTree.parse(checkpoint.parent / "here" / "leakage.svg").getroot()
-    lines = [
-        one
-        for one in svg.iter("{http://www.w3.org/2000/svg}path")
-        if one.get("stroke") in leakage.COLOURS.values()
-    ]
-    assert len(lines) >= 2 * len(leakage.TRIPLETS)  # and the legend's
 
 
 @pytest.mark.slow

@@ -33,7 +33,8 @@ from rge.checkpoints.export import export, settings_of
 from rge.common.errors import UserError
 from rge.common.images import ImageError
 from rge.embedder import Embedder
-from rge.index.store import Index, Row, writing
+from rge.index.rows import Row
+from rge.index.store import Index, writing
 from rge.model.backbone import load_backbone
 from rge.model.embedding_model import EmbeddingModel
 from rge.serving import public_web

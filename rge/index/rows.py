@@ -1,0 +1,183 @@
+"""Rows of an index: from items to Arrow columns, and from these to hits."""
+
+import json
+import re
+import unicodedata
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from rge.common.images import WEB, is_there
+from rge.index.sources import Content, Entry, Source
+
+COLUMNS = {
+    "source": pa.string(),
+    "id": pa.string(),
+    "stamp": pa.string(),
+    "digest": pa.string(),
+    "text": pa.string(),
+    "image": pa.string(),
+    "metadata": pa.string(),
+    "thumbnail": pa.binary(),
+}
+PRIVATE = frozenset(
+    {"source", "stamp", "digest", "image", "metadata", "thumbnail", "vector", "words", "_rowid", "_rowaddr"}
+)
+"""Columns that `where` must not use: searches must not reveal where files are on this machine."""
+_EXIF = {
+    "taken": pa.string(), "year": pa.int64(), "month": pa.int64(), "latitude": pa.float64(), "longitude": pa.float64(),
+    "album": pa.string(),
+}  # fmt: skip
+_ARROW = {bool: pa.bool_(), int: pa.int64(), float: pa.float64()}
+HIT_COLUMNS = ("source", "id", "text", "image", "metadata", "thumbnail")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One item."""
+
+    source: str  # absolute path of the folder or table it came from
+    id: str  # unique within the source
+    stamp: str  # of `rge.index.sources.Entry`
+    digest: str  # of `rge.index.sources.Content`, to which the vector belongs
+    vector: np.ndarray  # (D,) float32, unit norm
+    text: str | None = None  # caption or text
+    image: str | None = None  # path of the picture, ``library.parquet#row`` or a web address
+    # A table's other columns, a file's album (folder), and facts from the picture's EXIF.
+    metadata: dict[str, Any] | None = None
+    thumbnail: bytes | None = None  # WebP
+
+    @classmethod
+    def of(cls, source: Source, entry: Entry, content: Content, vector: np.ndarray) -> "Row":
+        """The row of an entry that has been read and embedded."""
+        metadata = content.facts | entry.metadata
+        names = source.name, entry.id, entry.stamp, content.digest
+        return cls(*names, vector, content.text, entry.image, metadata, content.thumbnail)
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """One search result; see `Row`."""
+
+    source: str
+    id: str
+    score: float  # cosine similarity, float32
+    text: str | None
+    image: str | None
+    metadata: dict[str, Any]
+    gone: bool  # the picture is no longer where it was when it was indexed
+    thumbnail: bytes | None = None
+
+
+def new_schema(about: dict[str, Any]) -> pa.Schema:
+    """The columns of an empty index."""
+    fields = [pa.field(name, kind) for name, kind in {**COLUMNS, **_EXIF, "words": pa.string()}.items()]
+    fields.append(pa.field("vector", pa.list_(pa.float32(), about["dimensions"])))
+    return pa.schema(fields, metadata={"rge": json.dumps(about)})
+
+
+def metadata_fields(metadata: Iterable[dict[str, Any]]) -> list[pa.Field]:
+    """A column for every metadata key whose values are numbers, texts or booleans."""
+    types: dict[str, set[type]] = {}
+    for row in metadata:
+        for name, value in row.items():
+            if value is not None and not isinstance(value, list | dict | tuple | bytes):
+                types.setdefault(column_name(name), set()).add(type(value))
+    return [pa.field(name, _common(kinds)) for name, kinds in types.items()]
+
+
+def as_table(rows: Sequence[Row], schema: pa.Schema) -> tuple[pa.Table, int]:
+    """Rows as a table, and the number of metadata values that do not fit the type of their column and are left out of it."""
+    metadata = [_finite(json.dumps(row.metadata or {}, default=_other)) for row in rows]
+    vector_ND = np.stack([row.vector for row in rows]).astype(np.float32)
+    columns: dict[str, Any] = {name: [getattr(row, name) for row in rows] for name in COLUMNS}
+    columns |= {
+        "metadata": [json.dumps(row, ensure_ascii=False) if row else None for row in metadata],
+        "vector": pa.FixedSizeListArray.from_arrays(pa.array(vector_ND.ravel()), vector_ND.shape[1]),
+        "words": [_words(row) for row in rows],
+    }
+    unfit = 0
+    by_column = [{column_name(name): value for name, value in row.items()} for row in metadata]
+    for field in schema:
+        if field.name not in columns:
+            values = [row.get(field.name) for row in by_column]
+            columns[field.name] = fitting = [_fitting(value, field.type) for value in values]
+            unfit += fitting.count(None) - values.count(None)
+    return pa.table(columns, schema=schema), unfit
+
+
+def column_name(name: str) -> str:
+    """The column of a metadata key: a word that needs no quotes in a condition."""
+    plain = re.sub(r"\W", "_", name)
+    if not plain or plain[0].isdigit():
+        return f"_{plain}"
+    return f"{plain}_" if plain.lower() in PRIVATE | {"id", "text"} else plain
+
+
+def _common(kinds: set[type]) -> pa.DataType:
+    """The type of a column with values of these types."""
+    if kinds == {int, float}:
+        return pa.float64()
+    return _ARROW.get(kinds.pop(), pa.string()) if len(kinds) == 1 else pa.string()
+
+
+def _fitting(value: Any, kind: pa.DataType) -> Any:
+    """A metadata value for its column; None if it does not fit."""
+    if isinstance(value, list | dict | None):
+        return None
+    if kind == pa.string():
+        return value if isinstance(value, str) else json.dumps(value)
+    if isinstance(value, str) or isinstance(value, bool) != (kind == pa.bool_()):
+        return None
+    if kind in (pa.bool_(), pa.float64()):
+        return value if kind == pa.bool_() else float(value)
+    return int(value) if value == int(value) and abs(value) < 1 << 63 else None
+
+
+def _other(value: Any) -> str | None:
+    """A value that JSON has no form for; pictures in other columns are left out."""
+    return None if isinstance(value, bytes) else str(value)
+
+
+def _words(row: Row) -> str:
+    """The text for searching by words."""
+    values = [value for value in (row.metadata or {}).values() if isinstance(value, str)]
+    return composed(" ".join([row.text or "", re.sub(r"[\W_]+", " ", composed(row.id)), *values]))
+
+
+def composed(text: str) -> str:
+    """Letters with their accents as one character: macOS separates the two in file names."""
+    return unicodedata.normalize("NFC", text)
+
+
+def matrix(rows: pa.Table) -> np.ndarray:
+    """The vectors, (N, D)."""
+    column = rows["vector"].combine_chunks()
+    if not len(column):
+        return np.empty((0, 0), np.float32)
+    return column.flatten().to_numpy().reshape(len(column), -1)
+
+
+def hits_of(rows: pa.Table, query_D: np.ndarray, k: int, is_ranked: bool = False) -> list[Hit]:
+    """Rows as hits, scored by the stored vectors: each of Lance's kernels rounds distances differently."""
+    scores = [float(query_D @ vector_D) for vector_D in matrix(rows)]
+    scored = list(zip(scores, rows.drop_columns(["vector"]).to_pylist(), strict=True))
+    if not is_ranked:
+        scored.sort(key=lambda pair: (-pair[0], pair[1]["source"], pair[1]["id"]))
+    return [_hit(score, row) for score, row in scored[:k]]
+
+
+def _hit(score: float, row: dict[str, Any]) -> Hit:
+    image = row["image"]
+    gone = bool(image) and not image.startswith(WEB) and not is_there(image)
+    metadata = _finite(row["metadata"]) if row["metadata"] else {}
+    return Hit(row["source"], row["id"], score, row["text"], image, metadata, gone, row.get("thumbnail"))
+
+
+def _finite(text: str) -> dict[str, Any]:
+    """Parse a JSON object, with None for NaN and infinities, which Python writes but other programs cannot read."""
+    value: dict[str, Any] = json.loads(text, parse_constant=lambda _: None)
+    return value

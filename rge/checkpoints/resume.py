@@ -31,6 +31,9 @@ ROUNDING = ("train.micro_batch_size", "train.keep_activations", "train.determini
 """Keys of memory and speed, which affect only rounding (with dropout, also the drawn numbers): a run that ran out of memory may
 be resumed with other values."""
 
+NO_EFFECT = {"streaming": False, "shuffle_buffer": 1000}
+"""Keys of sources that earlier versions recorded, with the values that left records as they are."""
+
 NOT_OF = {
     "cold_start": ("joint.", "loss.", "rollout.", "rl."),
     "joint": ("rl.",),
@@ -151,23 +154,6 @@ def check_state(folder: Path, recipe: Recipe, name: str, accelerator: Accelerato
         path, done = newest
         check_same_recipe(done["recipe"], recipe, name, path)
         launch.check_resume(done["launch"], accelerator, path)
-        _check_streams(done, recipe, name, accelerator, path)
-
-
-def _check_streams(
-    done: dict[str, Any], recipe: Recipe, name: str, accelerator: Accelerator, path: Path
-) -> None:
-    """Refuse another number of readers of a stream, which are the data workers of all processes."""
-    streams = [source.label for source in getattr(recipe, name).sources if source.streaming]
-    if not streams:
-        return
-    then = done["launch"]["num_processes"], done["recipe"]["data"]["num_workers"]
-    now = accelerator.num_processes, recipe.data.num_workers
-    if (then[0], max(then[1], 1)) != (now[0], max(now[1], 1)):
-        raise CheckpointError(
-            f"{path} was saved by {then[0]} processes with data.num_workers={then[1]}, and now there are {now[0]} with "
-            f"{now[1]}: the stream {streams[0]} is divided among all of them, so continue with the same numbers"
-        )
 
 
 def check_start(recipe: Recipe) -> None:
@@ -192,7 +178,7 @@ def check_same_recipe(found: dict[str, Any], recipe: Recipe, name: str, path: Pa
         Differing keys that affect only rounding (`ROUNDING`), with both values.
     """
     ignored = MAY_DIFFER + NOT_OF[name]
-    ours, theirs = flat(to_dict(recipe)), flat(found)
+    ours, theirs = flat(to_dict(recipe)), recorded(found)
     run_alone = not ours["stage"] == theirs["stage"] == "all"
     for keys in (ours, theirs):
         if name == "cold_start":  # the loss settings that it uses; the latter is newer than some states
@@ -211,6 +197,18 @@ def check_same_recipe(found: dict[str, Any], recipe: Recipe, name: str, path: Pa
             f"{path} was made with another recipe: {'; '.join(different.values())}. Use another out=, or delete {path.parent}"
         )
     return rounding
+
+
+def recorded(recipe: dict[str, Any]) -> dict[str, Any]:
+    """Flat keys of a recipe as a file has it, without those that are gone and had no effect."""
+    keys = flat(recipe)
+    keys.pop("validation.streaming", None)
+    for name in [name for name in keys if name.endswith(".sources")]:
+        keys[name] = [
+            {key: value for key, value in source.items() if value != NO_EFFECT.get(key, ...)}
+            for source in keys[name]
+        ]
+    return keys
 
 
 def _start(keys: dict[str, Any], name: str, out: str) -> str | None:

@@ -37,67 +37,21 @@ PRESENT = "<bytes>"
 """In place of the bytes of a picture that are not needed."""
 
 
-class BrokenRecord(RecordError):
-    """A drawn record breaks the format; only for streams, which are not checked in advance."""
-
-
 @dataclass(frozen=True, slots=True)
 class BadRecord:
     """A record that cannot be trained on, with ``data.on_bad=skip``.
 
     Attributes:
         source: name of its source.
-        place: in the source: byte offset in a file, row number in a data set, ``shard:row`` in a stream.
+        place: in the source: byte offset in a file, row number in a data set.
         id: None if it cannot be read.
         reason: what is wrong with it.
     """
 
     source: str
-    place: int | str
+    place: int
     id: str | None
     reason: str
-
-
-class Records:
-    """Training records by number, independent of their storage.
-
-    Attributes:
-        name: what messages call the source.
-        size: number of records; None of a stream, whose readers number them.
-        bad: records left out because they break the format.
-        content: identity of the records, for `rge.identity.run_identity`: size and hash of what was read, numbers of records
-            used and left out.
-    """
-
-    name: str
-    size: int | None = None
-    bad: list[BadRecord]
-    content: dict[str, Any]
-
-    def __getitem__(self, index: int) -> Record:
-        """The record at `index`, its picture references absolute; a stream's are read by its readers.
-
-        Raises:
-            RecordError: it has changed since the source was opened.
-            BrokenRecord: it breaks the format; only in streams.
-        """
-        raise TypeError(f"{self.name} is a stream: read it by `reader`")
-
-    def place(self, index: int) -> int | str:
-        """Place of the record at `index`, see `BadRecord`."""
-        raise TypeError(f"{self.name} is a stream: read it by `reader`")
-
-    def texts(self) -> list[str]:
-        """Distinct texts of all records, for training a tokenizer; not of a stream."""
-        raise TypeError(f"{self.name} is a stream, whose texts have no known end")
-
-    def replacements_of(self, index: int) -> range:
-        """Records that may replace the one at `index`, including itself."""
-        return range(len(self))
-
-    def __len__(self) -> int:
-        assert self.size is not None, f"{self.name} does not say how many records it has"
-        return self.size
 
 
 class Checks(TypedDict, total=False):
@@ -134,10 +88,14 @@ class Scanned:
         return self
 
 
-class StoredRecords(Records, ABC):
-    """Records of known number, each checked once when the source is opened. Subclasses say how they are read.
+class Records(ABC):
+    """Training records by number, each checked once when the source is opened. Subclasses say how they are read.
 
     Attributes:
+        name: what messages call the source.
+        bad: records left out because they break the format.
+        content: identity of the records, for `rge.identity.run_identity`: size and hash of what was read, numbers of records
+            used and left out.
         offsets: (N,) int64 places of the records, memory-mapped if there are many.
         folder: that paths of pictures are relative to.
 
@@ -150,6 +108,9 @@ class StoredRecords(Records, ABC):
     """What messages call the place of a record."""
     empty: str
     """The message about a source without records."""
+    name: str
+    bad: list[BadRecord]
+    content: dict[str, Any]
     folder: Path
     offsets: np.ndarray
 
@@ -165,10 +126,9 @@ class StoredRecords(Records, ABC):
             none = ", and data.on_bad=skip leaves none" if skips else ""
             raise RecordError(f"training records break the format{none}:\n{self._listed(broken)}")
         self.bad = [self._bad(one) for one in broken]
-        self.size = len(self.offsets)
         self.content = self._extent() | {
             "sha256": sha256.hexdigest(),
-            "records": self.size,
+            "records": len(self),
             "left_out": len(broken),
         }
         if broken:
@@ -227,7 +187,11 @@ class StoredRecords(Records, ABC):
         more = f"\n... and {len(problems) - MAX_REPORTED} more" if len(problems) > MAX_REPORTED else ""
         return "\n".join(problems[:MAX_REPORTED]) + more
 
+    def __len__(self) -> int:
+        return len(self.offsets)
+
     def __getitem__(self, index: int) -> Record:
+        """The record at `index`, its picture references absolute; RecordError if it has changed since the source was opened."""
         return absolute(self._still(*self._read(self.place(index))), self.folder)
 
     def _still(self, record: Record | None, problems: Sequence[str]) -> Record:
@@ -238,18 +202,18 @@ class StoredRecords(Records, ABC):
         return record
 
     def place(self, index: int) -> int:
-        """Its byte offset in a file, or the number of its row."""
+        """Place of the record at `index`, see `BadRecord`."""
         return int(self.offsets[index])
 
     def texts(self) -> list[str]:
-        """Distinct texts of all records."""
+        """Distinct texts of all records, for training a tokenizer."""
         bad = {one.place for one in self.bad}
         scanned = (one for one in self._scan(hashlib.sha256()) if one.place not in bad)
         records = (self._still(one.record, one.problems) for one in scanned)
         return list(dict.fromkeys(text for record in records for text in texts_of(record)))
 
 
-class RecordFile(StoredRecords):
+class RecordFile(Records):
     """The records of one JSON-lines file, read by position so that a file may be larger than memory.
 
     Raises:
@@ -271,7 +235,7 @@ class RecordFile(StoredRecords):
         """A file with the cached result of an earlier check, see `rge.data.verdicts`."""
         file = cls.__new__(cls)
         file.path, file.offsets, file.bad, file.content = path, offsets, bad, content
-        file.name, file.folder, file.size = str(path), path.parent, len(offsets)
+        file.name, file.folder = str(path), path.parent
         return file
 
     def _extent(self) -> dict[str, Any]:
@@ -371,7 +335,7 @@ def parsed_line(line: bytes, title: str, place: int) -> tuple[Record | None, lis
         return None, problems_of(error)
 
 
-def with_defaults(fields: dict[str, Any], title: str, split: str, place: int | str) -> dict[str, Any]:
+def with_defaults(fields: dict[str, Any], title: str, split: str, place: int) -> dict[str, Any]:
     """Fill in the fields that a source may omit: id (of its `title` and the record's `place`), group, source, split, target ids."""
     fields.setdefault("id", f"{title}:{place}")
     fields.setdefault("group", fields["id"])
@@ -522,21 +486,21 @@ class Mixture:
     it gets 2 or 3 records per step, seldom one more or less, 2.4 on average).
 
     Args:
-        sizes: number of records of each source; None for a stream, whose draws are numbered consecutively.
+        sizes: number of records of each source.
         batch_size: records per step over all processes.
         homogeneous: each step's records come from one source, and weights are shares of the steps.
     """
 
     def __init__(
         self,
-        sizes: Sequence[int | None],
+        sizes: Sequence[int],
         weights: Sequence[float],
         batch_size: int,
         seed: int,
         *,
         homogeneous: bool = False,
     ):
-        if any(size is not None and size < 1 for size in sizes):
+        if min(sizes) < 1:
             raise ValueError("every source needs at least one record")
         self.sizes, self.batch_size, self.seed = list(sizes), batch_size, seed
         self.homogeneous = homogeneous
@@ -546,30 +510,21 @@ class Mixture:
 
     @property
     def num_records(self) -> int:
-        """Records of all sources but streams."""
-        return sum(size for size in self.sizes if size is not None)
+        """Records of all sources."""
+        return sum(self.sizes)
 
     def batch(self, step: int) -> list[Draw]:
         """The global batch of a step, `batch_size` draws, sources interleaved at random."""
         before, after = self.drawn_before(step), self.drawn_before(step + 1)
-        draws: list[tuple[int, int]] = []
-        for source, size in enumerate(self.sizes):
-            for count in range(before[source], after[source]):
-                index = count if size is None else self._index(source, count // size, count % size)
-                draws.append((source, index))
-        seeds, mixed = self._chance(step)
-        return [Draw(draws[place][0], draws[place][1], int(seeds[place])) for place in mixed]
-
-    def sources_of(self, step: int) -> np.ndarray:
-        """The source of each draw of `batch`, (batch_size,) int64, without the draws."""
-        number = np.diff([self.drawn_before(step), self.drawn_before(step + 1)], axis=0)[0]
-        return np.repeat(np.arange(len(number)), number)[self._chance(step)[1]]
-
-    def _chance(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Seeds of a step's draws, and the order into which these are mixed."""
+        draws = [
+            (source, self._index(source, *divmod(count, size)))
+            for source, size in enumerate(self.sizes)
+            for count in range(before[source], after[source])
+        ]
         generator = np.random.default_rng([self.seed, 1, step])
         seeds = generator.integers(0, 2**63, size=self.batch_size)
-        return seeds, generator.permutation(self.batch_size)
+        mixed = generator.permutation(self.batch_size)
+        return [Draw(draws[place][0], draws[place][1], int(seeds[place])) for place in mixed]
 
     def drawn_before(self, step: int) -> list[int]:
         """Records drawn from each source before a step."""
@@ -588,7 +543,6 @@ class Mixture:
 
     def _index(self, source: int, epoch: int, place: int) -> int:
         size = self.sizes[source]
-        assert size is not None
         if size > LARGE:
             return permuted(place, size, f"{self.seed} {source} {epoch}")
         key = (source, epoch)

@@ -152,9 +152,9 @@ def check_pool(recipe: Recipe, sources: Mapping[str, Records]) -> str | None:
     sampled: list[Record] = []
     for source in recipe.rl.sources:
         records = sources.get(source.key or "")
-        if records is not None and records.size is not None:  # streams cannot be sampled
-            number = min(records.size, LOOKED_AT)
-            sampled += [records[records.size * place // number] for place in range(number)]
+        if records is not None:
+            number = min(len(records), LOOKED_AT)
+            sampled += [records[len(records) * place // number] for place in range(number)]
     missing = [record for record in sampled if not any(identity(each) in pool for each in record.positives)]
     if not missing:
         return None

@@ -158,6 +158,7 @@ def test_keys_that_are_gone_count_only_if_they_had_an_effect(recipe, tmp_path):
     words = ["stage=rl", "init=b", "rl.sources=[{path: a.jsonl}]"]
     found = json.loads(json.dumps(to_dict(recipe(*words))))
     found["validation"]["streaming"] = False
+    found["rl"] |= {"candidates": "batch", "pool_every": 50}
     found["rl"]["sources"][0] |= {"streaming": False, "shuffle_buffer": 1000}
     check_same_recipe(found, recipe(*words), "rl", tmp_path)
     found["rl"]["sources"][0]["streaming"] = True

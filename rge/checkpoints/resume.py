@@ -30,7 +30,12 @@ ROUNDING = ("train.micro_batch_size", "train.keep_activations", "train.determini
 """Keys of memory and speed, which affect only rounding (with dropout, also the drawn numbers): a run that ran out of memory may
 be resumed with other values."""
 
-GONE = {"validation.streaming": False, "rl.candidates": "batch", "rl.pool_every": 50}
+GONE = {
+    "validation.streaming": False,
+    "rl.candidates": "batch",
+    "rl.pool_every": 50,
+    "rollout.reuse_steps": 0,
+}
 GONE |= {"streaming": False, "shuffle_buffer": 1000}  # of a source
 """Keys that earlier versions recorded, with the values that had no effect."""
 

@@ -17,7 +17,7 @@ from rge.config import Recipe
 from rge.data.collate import Batch, Collator, prompt_builder
 from rge.data.sources import Draw, RecordError, Records
 from rge.distributed import collectives as dist
-from rge.model.embedding_model import EmbeddingModel, Readout
+from rge.model.embedding_model import EmbeddingModel, Readout, eval_mode
 from rge.objective import Objective
 from rge.rollout.generate import Rationale, generate
 from rge.step import candidate_masks
@@ -84,12 +84,8 @@ class Validation:
             ``val_loss_lm``, ``val_loss_contrastive``, ``val_hit_at_1``, ``val_forced_rate``, as far as the objective has them, and
             ``val_loss``, weighted as in training. Losses are means over tokens and over queries.
         """
-        was_training = embedder.training
-        embedder.eval()
-        try:
+        with eval_mode(embedder):
             return self._measure(embedder)
-        finally:
-            embedder.train(was_training)
 
     def _measure(self, embedder: EmbeddingModel) -> dict[str, float]:
         objective = self.objective

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,16 +27,8 @@ from rge.data.sources import (
 from rge.distributed import collectives as dist
 from rge.model.prompts import Prompt, PromptBuilder
 
-
-class Needs(Protocol):
-    """What a stage's objective needs from a record; implemented by `rge.objective.Objective`."""
-
-    @property
-    def needs_oracle(self) -> bool: ...  # noqa: D102
-
-    @property
-    def needs_candidates(self) -> bool: ...  # noqa: D102
-
+if TYPE_CHECKING:
+    from rge.objective import Objective
 
 Chunk = tuple[slice, slice]
 """Queries and candidates of one forward."""
@@ -329,7 +321,7 @@ def prompt_builder(processor: Any, recipe: Recipe) -> PromptBuilder:
 
 
 def make_batches(
-    recipe: Recipe, stage: StageConfig, objective: Needs, processor: Any, records: Mapping[str, Records]
+    recipe: Recipe, stage: StageConfig, objective: "Objective", processor: Any, records: Mapping[str, Records]
 ) -> StepBatches:
     """Sources of a stage, their mixture and this rank's share of every step."""
     files = [records[source.key] for source in stage.sources if source.key]

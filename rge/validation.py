@@ -15,7 +15,8 @@ from torch import Tensor
 
 from rge.config import Recipe
 from rge.data.collate import Batch, Collator, prompt_builder
-from rge.data.sources import Draw, RecordError, Records
+from rge.data.mixture import Draw
+from rge.data.sources import RecordError, Records
 from rge.distributed import collectives as dist
 from rge.model.embedding_model import EmbeddingModel, Readout, eval_mode
 from rge.objective import Objective

@@ -15,10 +15,9 @@ from rge.common.prompt_profiles import EMB_TOKEN
 from rge.common.schema import Item, Record, Target
 from rge.config import DataConfig, Recipe, StageConfig
 from rge.data.augment import AUGMENTATIONS
+from rge.data.mixture import Draw, Mixture
 from rge.data.sources import (
     BadRecord,
-    Draw,
-    Mixture,
     RecordError,
     Records,
     check_wording,

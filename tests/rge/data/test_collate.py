@@ -17,7 +17,8 @@ from rge.data.collate import (
     query_item,
     target_item,
 )
-from rge.data.sources import Mixture, RecordError, RecordFile, identity
+from rge.data.mixture import Mixture
+from rge.data.sources import RecordError, RecordFile, identity
 from rge.embedder import Embedder
 from rge.model.packing import Branch
 from rge.model.prompts import PromptBuilder

@@ -31,7 +31,8 @@ from rge.config import (
 )
 from rge.data.collate import StepBatches, flatten
 from rge.data.loader import Loader
-from rge.data.sources import Mixture, RecordFile
+from rge.data.mixture import Mixture
+from rge.data.sources import RecordFile
 from rge.model import varlen
 from rge.model import vision_tower as vision
 from rge.model.attention import Pass, install

@@ -59,8 +59,7 @@ def make_validation(
         [records[recipe.validation.key]],
         prompt_builder(processor, recipe),
         replace(recipe.data, augment="none", sort_by_length=False, on_bad="stop"),
-        need_oracle=objective.needs_oracle,
-        need_candidates=objective.needs_candidates,
+        **objective.needs,
     )
     return Validation(collator, objective, recipe)
 

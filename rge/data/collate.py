@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,9 +25,6 @@ from rge.data.sources import (
 )
 from rge.distributed import collectives as dist
 from rge.model.prompts import Prompt, PromptBuilder
-
-if TYPE_CHECKING:
-    from rge.objective import Objective
 
 Chunk = tuple[slice, slice]
 """Queries and candidates of one forward."""
@@ -320,9 +317,9 @@ def prompt_builder(processor: Any, recipe: Recipe) -> PromptBuilder:
 
 
 def make_batches(
-    recipe: Recipe, stage: StageConfig, objective: "Objective", processor: Any, records: Mapping[str, Records]
+    recipe: Recipe, stage: StageConfig, processor: Any, records: Mapping[str, Records], **needs: bool
 ) -> StepBatches:
-    """Sources of a stage, their mixture and this rank's share of every step."""
+    """Sources of a stage, their mixture and this rank's share of every step; `needs` are the objective's."""
     files = [records[source.key] for source in stage.sources if source.key]
     mixture = Mixture(
         [len(file) for file in files],
@@ -338,8 +335,7 @@ def make_batches(
         recipe.data,
         rank=dist.rank(),
         world_size=dist.world_size(),
-        need_oracle=objective.needs_oracle,
-        need_candidates=objective.needs_candidates,
+        **needs,
     )
 
 

@@ -8,7 +8,6 @@ of their keys, which would go stale.
 import json
 import math
 import os
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -149,9 +148,6 @@ class RecordsConfig:
     """With `dataset`: which split."""
     revision: str | None = None
     """With `dataset`: commit or tag on the hub; null: the newest."""
-    streaming: bool = False
-    """With `dataset`: read it during training, without downloading or checking it first. The number of records is then
-    unknown, and settings that need it are refused."""
     columns: dict[str, str] = field(default_factory=dict)
     """Maps our fields to columns: {query.text: question, query.images: image, positives.text: answer}. A dot selects a
     part of a column. A column with the name of one of our fields needs no entry; all other columns are ignored."""
@@ -163,11 +159,12 @@ class RecordsConfig:
     @property
     def key(self) -> str | None:
         """Identifies a source; None if none is given."""
-        given = {item.name: getattr(self, item.name) for item in fields(RecordsConfig)}
-        if self.streaming:
-            given["shuffle_buffer"] = getattr(self, "shuffle_buffer", None)
-        defaults = asdict(RecordsConfig())
-        changed = {name: value for name, value in given.items() if value != defaults.get(name)}
+        plain = RecordsConfig()
+        changed = {
+            item.name: value
+            for item in fields(RecordsConfig)
+            if (value := getattr(self, item.name)) != getattr(plain, item.name)
+        }
         if not changed:
             return None
         return self.path if list(changed) == ["path"] else json.dumps(changed, sort_keys=True)
@@ -195,8 +192,6 @@ class SourceConfig(RecordsConfig):
 
     weight: Positive = 1.0
     """Share of the batch relative to the other sources' weights."""
-    shuffle_buffer: AtLeastOne = 1000
-    """With `streaming`: number of records that each data worker shuffles at a time; 1 keeps the stream's order."""
 
 
 @dataclass
@@ -341,9 +336,6 @@ class RolloutConfig:
     num_rationales: AtLeastOne = 1
     """Rationales sampled per query and step from one encoding of its prompt; needs a temperature. Each is an anchor of
     the contrastive loss, which is the mean over them."""
-    reuse_steps: Count = 0
-    """Number of steps for which a query's rationale is reused; 0: none. Its `<emb>` state is always computed with the
-    current weights. Only in the joint stage: the stage rl always writes new ones."""
     direct_share: BelowOne = 0.0
     """Share of the queries, drawn anew in each step, that are embedded without a rationale, so that one model is
     trained for both modes. Must be below 1: to embed all of them without, set loss.anchor=none."""
@@ -371,7 +363,7 @@ class StageConfig:
     """Training records and their shares."""
 
     def num_steps(self, num_records: int) -> int:
-        """Optimizer steps, at least one; `num_records` are those of all sources but streams."""
+        """Optimizer steps, at least one over `num_records` records."""
         # A batch may span two epochs. Rounded first: 1.1 * 10 is a little more than 11.
         return self.steps or max(1, math.ceil(round(self.epochs * num_records / self.batch_size, 6)))
 
@@ -412,11 +404,6 @@ class RLConfig(StageConfig):
     """Sampling temperature; replaces rollout.temperature. Log probabilities are those of this distribution."""
     rewards: list[RewardConfig] = field(default_factory=lambda: [RewardConfig("margin")])
     """Terms of the reward, each with name, weight and options."""
-    candidates: str = "batch"
-    """What rewards rank: batch, the step's candidates on all processes; or pool:PATH, a fixed, harder pool: a folder
-    with a retrieval set's corpus.parquet, or a file of training records, whose positives and negatives form the pool."""
-    pool_every: AtLeastOne = 50
-    """Steps between embeddings of the pool; without a pool it has no effect."""
     loss_type: Literal["grpo", "dr_grpo", "dapo"] = "dapo"
     """Normalisation of the policy gradient, see docs/rl.md."""
     scale_rewards: Literal["group", "batch", "none"] | None = None
@@ -587,12 +574,10 @@ class Recipe:
         return self.data.max_rationale_tokens or max(4 * self.rollout.max_new_tokens, 512)
 
     def rollout_of(self, stage: StageConfig) -> RolloutConfig:
-        """How rationales are written in a stage: `rl` samples groups of new ones."""
+        """How rationales are written in a stage: `rl` samples groups."""
         if not isinstance(stage, RLConfig):
             return self.rollout
-        return replace(
-            self.rollout, num_rationales=stage.num_rationales, temperature=stage.temperature, reuse_steps=0
-        )
+        return replace(self.rollout, num_rationales=stage.num_rationales, temperature=stage.temperature)
 
 
 @dataclass
@@ -761,12 +746,6 @@ _RL_RULES: Rules = {
     "rl.temperature={r.rl.temperature} is not possible with rollout.backend=vllm: set 0, or 0.01 to 2": lambda r: (
         r.rollout.backend == "vllm" and not _vllm_samples_at(r.rl.temperature)
     ),
-    "rl.candidates must be batch or pool:PATH, got {r.rl.candidates!r}": lambda r: (
-        not re.fullmatch("batch|pool:.+", r.rl.candidates)
-    ),
-    "rl.candidates is what rewards rank, and rl.alpha_rl=0 leaves rewards out: set it to batch": lambda r: (
-        r.rl.candidates != "batch" and not r.rl.alpha_rl
-    ),
     "loss.anchor={r.loss.anchor} embeds queries without the model's own rationale, which is what the stage rl trains: set "
     "loss.anchor=self": lambda r: r.loss.anchor != "self",
     "stage=rl continues from a model that writes rationales, and model.scratch is untrained: give "
@@ -813,8 +792,6 @@ def _check_stage(recipe: Recipe, name: str, stage: StageConfig) -> Iterator[str]
         )
     for number, source in enumerate(stage.sources):
         yield from _check_records(f"{name}.sources[{number}]", source)
-        if source.streaming:
-            yield from _check_stream(recipe, name, stage, source)
 
 
 def _check_rewards(rewards: Sequence[RewardConfig]) -> Iterator[str]:
@@ -837,7 +814,7 @@ def _vllm_samples_at(temperature: float) -> bool:
 def _compares_in_batch(recipe: Recipe, stage: str) -> bool:
     """Whether a stage's losses or rewards rank the step's candidates."""
     if stage == "rl":
-        return recipe.rl.alpha_con > 0 or (recipe.rl.alpha_rl > 0 and recipe.rl.candidates == "batch")
+        return recipe.rl.alpha_con > 0 or recipe.rl.alpha_rl > 0
     return stage == "joint" and bool(recipe.loss.alpha_con)
 
 
@@ -848,7 +825,7 @@ def _check_unused(recipe: Recipe) -> Iterator[str]:
     if anchor != "mix":
         unused += [("loss", recipe.loss, key) for key in ("oracle_share", "oracle_decay_steps")]
     if anchor not in ("self", "mix"):
-        written = ("temperature", "num_rationales", "reuse_steps", "direct_share")
+        written = ("temperature", "num_rationales", "direct_share")
         unused += [("rollout", recipe.rollout, key) for key in written]
     for section, settings, key in unused:
         value, default = getattr(settings, key), getattr(type(settings), key)
@@ -885,27 +862,13 @@ def _check_records(key: str, config: RecordsConfig) -> Iterator[str]:
         yield f"{key} must name exactly one of path, dataset and type{named}"
         return
     owners = {
-        **dict.fromkeys(("name", "split", "revision", "streaming"), ("dataset",)),
+        **dict.fromkeys(("name", "split", "revision"), ("dataset",)),
         "columns": ("dataset", "type"),
         "options": ("type",),
     }
     for name, owner in owners.items():
         if given[0] not in owner and getattr(config, name) != getattr(RecordsConfig(), name):
             yield f"{key}.{name} belongs to {' or '.join(owner)}, and this source has a {given[0]}"
-
-
-def _check_stream(recipe: Recipe, name: str, stage: StageConfig, source: SourceConfig) -> Iterator[str]:
-    """Refuse settings that need the number of records."""
-    if stage.steps is None:
-        yield (
-            f"{name}.epochs needs the number of records, which is unknown for the stream {source.label}: set {name}.steps, "
-            "or streaming: false"
-        )
-    if recipe.model.scratch is not None and recipe.init is None:
-        yield (
-            f"model.scratch learns its vocabulary from the texts of all records, and the stream {source.label} has no known "
-            "end: set streaming: false, or start from a checkpoint (init=...)"
-        )
 
 
 def _loss_weights(loss: LossConfig) -> tuple[float, float]:

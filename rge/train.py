@@ -90,7 +90,7 @@ def train_stage(
     objective = Objective.of(recipe, name)
     embedder = embedder_to_train(start, recipe.model, recipe.export.adapters_only)
     check_sizes(recipe.loss.matryoshka_dims, embedder.model)
-    batches = make_batches(recipe, stage, objective, embedder.processor, records)
+    batches = make_batches(recipe, stage, embedder.processor, records, **objective.needs)
     rewarded = name == "rl" and objective.needs_rollout
     reinforcement = make_reinforcement(recipe, embedder, folder, accelerator) if rewarded else None
     slow = vision_parameters(embedder.model)
@@ -119,7 +119,7 @@ def train_stage(
     )
     first_step = manager.resume()
 
-    bad_records = BadRecords(recipe.data, batches.files, folder, first_step, batches.mixture)
+    bad_records = BadRecords(recipe.data, batches.files, folder, first_step)
     loader = Loader(batches, range(first_step, num_steps), recipe.data, embedder.device)
     logs = Logs(accelerator, folder, name, first_step, num_steps, recipe.train.log_every)
     waited = time.perf_counter()

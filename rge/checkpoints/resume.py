@@ -18,7 +18,6 @@ from rge.distributed import collectives as dist
 from rge.distributed import launch
 from rge.identity.run_identity import Identity, content_of, differences, in_words, run_identity
 from rge.model.adapter_files import is_adapter_checkpoint
-from rge.rl.pool import pool_path
 
 MAY_DIFFER = ("out", "stage", "recipe", "log.", "train.save_every", "train.keep_last", "train.log_every", "data.num_workers",
               "data.prefetch_mb", "data.on_bad", "data.max_bad_share",
@@ -30,6 +29,15 @@ ROUNDING = ("train.micro_batch_size", "train.keep_activations", "train.determini
             "rollout.vllm_memory", "rollout.vllm_sleep")  # fmt: skip
 """Keys of memory and speed, which affect only rounding (with dropout, also the drawn numbers): a run that ran out of memory may
 be resumed with other values."""
+
+GONE = {
+    "validation.streaming": False,
+    "rl.candidates": "batch",
+    "rl.pool_every": 50,
+    "rollout.reuse_steps": 0,
+}
+GONE |= {"streaming": False, "shuffle_buffer": 1000}  # of a source
+"""Keys that earlier versions recorded, with the values that had no effect."""
 
 NOT_OF = {
     "cold_start": ("joint.", "loss.", "rollout.", "rl."),
@@ -94,12 +102,9 @@ ABOUT = ("README.md", RGE_JSON, "identity.json", "done.json", "eyes.json")
 
 
 def records_identity(recipe: Recipe, name: str, records: Mapping[str, Records]) -> dict[str, Any]:
-    """Content of a stage's open sources and of its pool, for `rge.identity.run_identity`."""
+    """Content of a stage's open sources, for `rge.identity.run_identity`."""
     keys = [source.key for source in getattr(recipe, name).sources]
-    found = {key: records[key].content for key in keys if key in records}
-    if name == "rl" and recipe.rl.candidates != "batch":
-        found[str(pool_path(recipe))] = content_of(pool_path(recipe))
-    return found
+    return {key: records[key].content for key in keys if key in records}
 
 
 def check_records(folder: Path, recipe: Recipe, name: str, records: Mapping[str, Records]) -> None:
@@ -151,23 +156,6 @@ def check_state(folder: Path, recipe: Recipe, name: str, accelerator: Accelerato
         path, done = newest
         check_same_recipe(done["recipe"], recipe, name, path)
         launch.check_resume(done["launch"], accelerator, path)
-        _check_streams(done, recipe, name, accelerator, path)
-
-
-def _check_streams(
-    done: dict[str, Any], recipe: Recipe, name: str, accelerator: Accelerator, path: Path
-) -> None:
-    """Refuse another number of readers of a stream, which are the data workers of all processes."""
-    streams = [source.label for source in getattr(recipe, name).sources if source.streaming]
-    if not streams:
-        return
-    then = done["launch"]["num_processes"], done["recipe"]["data"]["num_workers"]
-    now = accelerator.num_processes, recipe.data.num_workers
-    if (then[0], max(then[1], 1)) != (now[0], max(now[1], 1)):
-        raise CheckpointError(
-            f"{path} was saved by {then[0]} processes with data.num_workers={then[1]}, and now there are {now[0]} with "
-            f"{now[1]}: the stream {streams[0]} is divided among all of them, so continue with the same numbers"
-        )
 
 
 def check_start(recipe: Recipe) -> None:
@@ -192,7 +180,7 @@ def check_same_recipe(found: dict[str, Any], recipe: Recipe, name: str, path: Pa
         Differing keys that affect only rounding (`ROUNDING`), with both values.
     """
     ignored = MAY_DIFFER + NOT_OF[name]
-    ours, theirs = flat(to_dict(recipe)), flat(found)
+    ours, theirs = flat(to_dict(recipe)), recorded(found)
     run_alone = not ours["stage"] == theirs["stage"] == "all"
     for keys in (ours, theirs):
         if name == "cold_start":  # the loss settings that it uses; the latter is newer than some states
@@ -211,6 +199,18 @@ def check_same_recipe(found: dict[str, Any], recipe: Recipe, name: str, path: Pa
             f"{path} was made with another recipe: {'; '.join(different.values())}. Use another out=, or delete {path.parent}"
         )
     return rounding
+
+
+def recorded(recipe: dict[str, Any]) -> dict[str, Any]:
+    """Flat keys of a recipe as a file has it, without those that are gone and had no effect."""
+    keys = _remaining(flat(recipe))
+    for name in [name for name in keys if name.endswith(".sources")]:
+        keys[name] = [*map(_remaining, keys[name])]
+    return keys
+
+
+def _remaining(keys: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in keys.items() if key not in GONE or GONE[key] != value}
 
 
 def _start(keys: dict[str, Any], name: str, out: str) -> str | None:

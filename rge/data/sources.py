@@ -1,12 +1,8 @@
-"""Read training records and choose those of a step, a pure function of seed and step; identity of targets.
-
-Since a step's batch depends only on the seed, a run resumes exactly by its step number, on any number of processes.
-"""
+"""Read training records and check them; identity of targets."""
 
 import codecs
 import hashlib
 import json
-import math
 import os
 import sys
 import tempfile
@@ -37,67 +33,21 @@ PRESENT = "<bytes>"
 """In place of the bytes of a picture that are not needed."""
 
 
-class BrokenRecord(RecordError):
-    """A drawn record breaks the format; only for streams, which are not checked in advance."""
-
-
 @dataclass(frozen=True, slots=True)
 class BadRecord:
     """A record that cannot be trained on, with ``data.on_bad=skip``.
 
     Attributes:
         source: name of its source.
-        place: in the source: byte offset in a file, row number in a data set, ``shard:row`` in a stream.
+        place: in the source: byte offset in a file, row number in a data set.
         id: None if it cannot be read.
         reason: what is wrong with it.
     """
 
     source: str
-    place: int | str
+    place: int
     id: str | None
     reason: str
-
-
-class Records:
-    """Training records by number, independent of their storage.
-
-    Attributes:
-        name: what messages call the source.
-        size: number of records; None of a stream, whose readers number them.
-        bad: records left out because they break the format.
-        content: identity of the records, for `rge.identity.run_identity`: size and hash of what was read, numbers of records
-            used and left out.
-    """
-
-    name: str
-    size: int | None = None
-    bad: list[BadRecord]
-    content: dict[str, Any]
-
-    def __getitem__(self, index: int) -> Record:
-        """The record at `index`, its picture references absolute; a stream's are read by its readers.
-
-        Raises:
-            RecordError: it has changed since the source was opened.
-            BrokenRecord: it breaks the format; only in streams.
-        """
-        raise TypeError(f"{self.name} is a stream: read it by `reader`")
-
-    def place(self, index: int) -> int | str:
-        """Place of the record at `index`, see `BadRecord`."""
-        raise TypeError(f"{self.name} is a stream: read it by `reader`")
-
-    def texts(self) -> list[str]:
-        """Distinct texts of all records, for training a tokenizer; not of a stream."""
-        raise TypeError(f"{self.name} is a stream, whose texts have no known end")
-
-    def replacements_of(self, index: int) -> range:
-        """Records that may replace the one at `index`, including itself."""
-        return range(len(self))
-
-    def __len__(self) -> int:
-        assert self.size is not None, f"{self.name} does not say how many records it has"
-        return self.size
 
 
 class Checks(TypedDict, total=False):
@@ -134,10 +84,14 @@ class Scanned:
         return self
 
 
-class StoredRecords(Records, ABC):
-    """Records of known number, each checked once when the source is opened. Subclasses say how they are read.
+class Records(ABC):
+    """Training records by number, each checked once when the source is opened. Subclasses say how they are read.
 
     Attributes:
+        name: what messages call the source.
+        bad: records left out because they break the format.
+        content: identity of the records, for `rge.identity.run_identity`: size and hash of what was read, numbers of records
+            used and left out.
         offsets: (N,) int64 places of the records, memory-mapped if there are many.
         folder: that paths of pictures are relative to.
 
@@ -150,6 +104,9 @@ class StoredRecords(Records, ABC):
     """What messages call the place of a record."""
     empty: str
     """The message about a source without records."""
+    name: str
+    bad: list[BadRecord]
+    content: dict[str, Any]
     folder: Path
     offsets: np.ndarray
 
@@ -165,10 +122,9 @@ class StoredRecords(Records, ABC):
             none = ", and data.on_bad=skip leaves none" if skips else ""
             raise RecordError(f"training records break the format{none}:\n{self._listed(broken)}")
         self.bad = [self._bad(one) for one in broken]
-        self.size = len(self.offsets)
         self.content = self._extent() | {
             "sha256": sha256.hexdigest(),
-            "records": self.size,
+            "records": len(self),
             "left_out": len(broken),
         }
         if broken:
@@ -227,7 +183,11 @@ class StoredRecords(Records, ABC):
         more = f"\n... and {len(problems) - MAX_REPORTED} more" if len(problems) > MAX_REPORTED else ""
         return "\n".join(problems[:MAX_REPORTED]) + more
 
+    def __len__(self) -> int:
+        return len(self.offsets)
+
     def __getitem__(self, index: int) -> Record:
+        """The record at `index`, its picture references absolute; RecordError if it has changed since the source was opened."""
         return absolute(self._still(*self._read(self.place(index))), self.folder)
 
     def _still(self, record: Record | None, problems: Sequence[str]) -> Record:
@@ -238,18 +198,18 @@ class StoredRecords(Records, ABC):
         return record
 
     def place(self, index: int) -> int:
-        """Its byte offset in a file, or the number of its row."""
+        """Place of the record at `index`, see `BadRecord`."""
         return int(self.offsets[index])
 
     def texts(self) -> list[str]:
-        """Distinct texts of all records."""
+        """Distinct texts of all records, for training a tokenizer."""
         bad = {one.place for one in self.bad}
         scanned = (one for one in self._scan(hashlib.sha256()) if one.place not in bad)
         records = (self._still(one.record, one.problems) for one in scanned)
         return list(dict.fromkeys(text for record in records for text in texts_of(record)))
 
 
-class RecordFile(StoredRecords):
+class RecordFile(Records):
     """The records of one JSON-lines file, read by position so that a file may be larger than memory.
 
     Raises:
@@ -271,7 +231,7 @@ class RecordFile(StoredRecords):
         """A file with the cached result of an earlier check, see `rge.data.verdicts`."""
         file = cls.__new__(cls)
         file.path, file.offsets, file.bad, file.content = path, offsets, bad, content
-        file.name, file.folder, file.size = str(path), path.parent, len(offsets)
+        file.name, file.folder = str(path), path.parent
         return file
 
     def _extent(self) -> dict[str, Any]:
@@ -371,7 +331,7 @@ def parsed_line(line: bytes, title: str, place: int) -> tuple[Record | None, lis
         return None, problems_of(error)
 
 
-def with_defaults(fields: dict[str, Any], title: str, split: str, place: int | str) -> dict[str, Any]:
+def with_defaults(fields: dict[str, Any], title: str, split: str, place: int) -> dict[str, Any]:
     """Fill in the fields that a source may omit: id (of its `title` and the record's `place`), group, source, split, target ids."""
     fields.setdefault("id", f"{title}:{place}")
     fields.setdefault("group", fields["id"])
@@ -497,128 +457,6 @@ def identity(target: Target) -> int:
 def number_of(text: str) -> int:
     """Signed 64-bit hash of a text, the same on every machine."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
-
-
-@dataclass(frozen=True, slots=True)
-class Draw:
-    """One record of a batch.
-
-    Attributes:
-        source: number of the source.
-        index: number of the record in it.
-        seed: of everything random about this record in this step (drawn positive, augmentation, sampling).
-    """
-
-    source: int
-    index: int
-    seed: int
-
-
-class Mixture:
-    """The records of each step's global batch.
-
-    Every source is read in a new random order each epoch. Its share of the batches follows its weight, exact over time:
-    of n records drawn so far, a source with share s has s * n, up to rounding by one record per source (with share 0.3 of 8
-    it gets 2 or 3 records per step, seldom one more or less, 2.4 on average).
-
-    Args:
-        sizes: number of records of each source; None for a stream, whose draws are numbered consecutively.
-        batch_size: records per step over all processes.
-        homogeneous: each step's records come from one source, and weights are shares of the steps.
-    """
-
-    def __init__(
-        self,
-        sizes: Sequence[int | None],
-        weights: Sequence[float],
-        batch_size: int,
-        seed: int,
-        *,
-        homogeneous: bool = False,
-    ):
-        if any(size is not None and size < 1 for size in sizes):
-            raise ValueError("every source needs at least one record")
-        self.sizes, self.batch_size, self.seed = list(sizes), batch_size, seed
-        self.homogeneous = homogeneous
-        share = np.array(weights, dtype=np.float64)
-        self.share = share / share.sum()
-        self._orders: dict[tuple[int, int], np.ndarray] = {}
-
-    @property
-    def num_records(self) -> int:
-        """Records of all sources but streams."""
-        return sum(size for size in self.sizes if size is not None)
-
-    def batch(self, step: int) -> list[Draw]:
-        """The global batch of a step, `batch_size` draws, sources interleaved at random."""
-        before, after = self.drawn_before(step), self.drawn_before(step + 1)
-        draws: list[tuple[int, int]] = []
-        for source, size in enumerate(self.sizes):
-            for count in range(before[source], after[source]):
-                index = count if size is None else self._index(source, count // size, count % size)
-                draws.append((source, index))
-        seeds, mixed = self._chance(step)
-        return [Draw(draws[place][0], draws[place][1], int(seeds[place])) for place in mixed]
-
-    def sources_of(self, step: int) -> np.ndarray:
-        """The source of each draw of `batch`, (batch_size,) int64, without the draws."""
-        number = np.diff([self.drawn_before(step), self.drawn_before(step + 1)], axis=0)[0]
-        return np.repeat(np.arange(len(number)), number)[self._chance(step)[1]]
-
-    def _chance(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Seeds of a step's draws, and the order into which these are mixed."""
-        generator = np.random.default_rng([self.seed, 1, step])
-        seeds = generator.integers(0, 2**63, size=self.batch_size)
-        return seeds, generator.permutation(self.batch_size)
-
-    def drawn_before(self, step: int) -> list[int]:
-        """Records drawn from each source before a step."""
-        if self.homogeneous:
-            return [steps * self.batch_size for steps in self._counts_by_source(step)]
-        return self._counts_by_source(step * self.batch_size)
-
-    def _counts_by_source(self, total: int) -> list[int]:
-        # Integers that sum to the total. A source takes its share of what the sources before it leave, so every count grows
-        # with the total. Differences of rounded cumulative shares would sometimes draw a negative number from a small source.
-        counts, left, share_left = [], total, 1.0
-        for share in self.share[:-1]:
-            counts.append(math.floor(left * share / share_left + 1e-6))
-            left, share_left = left - counts[-1], share_left - share
-        return [*counts, left]
-
-    def _index(self, source: int, epoch: int, place: int) -> int:
-        size = self.sizes[source]
-        assert size is not None
-        if size > LARGE:
-            return permuted(place, size, f"{self.seed} {source} {epoch}")
-        key = (source, epoch)
-        if key not in self._orders:
-            if len(self._orders) > 4 * len(self.sizes):
-                self._orders.clear()
-            self._orders[key] = np.random.default_rng([self.seed, 0, source, epoch]).permutation(size)
-        return int(self._orders[key][place])
-
-
-LARGE = 1 << 22
-"""Number of records above which an epoch's order is computed on demand instead of stored, 8 bytes per record."""
-
-
-def permuted(place: int, size: int, key: str) -> int:
-    """Position of an index in a pseudo-random permutation of `size`, without materialising it.
-
-    A Feistel network of four rounds permutes the numbers of 2k bits. Results beyond the size are permuted again; that takes
-    fewer than four passes on average.
-    """
-    half = ((size - 1).bit_length() + 1) // 2
-    mask = (1 << half) - 1
-    while True:
-        left, right = place >> half, place & mask
-        for turn in range(4):
-            digest = hashlib.blake2b(f"{key} {turn} {right}".encode(), digest_size=8).digest()
-            left, right = right, left ^ (int.from_bytes(digest, "big") & mask)
-        place = left << half | right
-        if place < size:
-            return place
 
 
 def write_records(path: Path, records: Sequence[Record]) -> None:

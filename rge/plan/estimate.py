@@ -16,7 +16,7 @@ from rge.model.hub_model import HubModel
 from rge.plan.costs import GIB, speed_of
 from rge.plan.machine import cpu_speed, main_memory
 from rge.plan.options import PlanOptions
-from rge.plan.report import Plan, lack, plan
+from rge.plan.report import LESS, Plan, lack, plan
 from rge.plan.search import ImpossibleKeeping
 
 WORTH_MEASURING = 2e13
@@ -69,7 +69,7 @@ class Plans:
 
     def _plan(self, name: str, options: PlanOptions) -> Plan:
         stage: StageConfig = getattr(self.recipe, name)
-        # If a source was not laid out, such as a stream, plan the largest that the recipe allows.
+        # If a source was not laid out, plan the largest that the recipe allows.
         longest = _longest([self._layouts.get(source.key) for source in stage.sources if source.key])
         options = replace(options, for_=name, steps=self.num_steps[name])  # type: ignore[arg-type]
         return plan(self.recipe, self._model, options, longest, on_gpu=self.gib is not None)
@@ -107,12 +107,10 @@ def banner(plans: Plans) -> Iterator[str]:
 
 
 def _trained_on(name: str, stage: StageConfig, steps: int, files: Sequence[Records]) -> Iterator[str]:
-    streams = sum(file.size is None for file in files)
     left_out = sum(len(file.bad) for file in files)
     yield (
         f"{name}: {steps:,} steps of {stage.batch_size} queries, from "
-        f"{sum(file.size or 0 for file in files):,} records in {len(files)} source{'s' * (len(files) > 1)}"
-        + (f", {streams} of them a stream" if streams else "")
+        f"{sum(map(len, files)):,} records in {len(files)} source{'s' * (len(files) > 1)}"
         + (f"; {left_out:,} more are bad and left out" if left_out else "")
     )
     if steps < stage.warmup_steps:
@@ -155,12 +153,12 @@ def _estimated(plans: Plans, name: str, figures: Plan) -> Iterator[str]:
     if plans.gib is None:
         return
     if not figures.fits:
-        advised = f"; this would: {'; or '.join(figures.advice)}" if figures.advice else ""
-        yield f"  warning: by the plan this does not fit: {lack(figures, plans.options)}{advised}"
+        less = "" if figures.fastest else f"; {LESS}"
+        yield f"  warning: by the plan this does not fit: {lack(figures, plans.options)}{less}"
     for way in figures.fastest[:1]:
-        if way.seconds < WORTH_SAYING * figures.seconds:
+        if not figures.fits or way.seconds < WORTH_SAYING * figures.seconds:
             yield (
-                f"  by the plan, faster settings for the same step fit, {figures.seconds / way.seconds:.2f} x, in "
+                f"  by the plan, {'faster ' * figures.fits}settings for the same step fit, {figures.seconds / way.seconds:.2f} x, in "
                 f"{way.memory_total / GIB:,.1f} (to {way.memory_to / GIB:,.1f}) GiB: {' '.join(way.overrides)}"
             )
 

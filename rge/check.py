@@ -214,9 +214,13 @@ class Preflight:
                 wanted.source,
                 pictures=self.verdicts.pictures,
                 progress=True,
+                first=recipe.validation.max_records if wanted.held_out else None,
+                seed=recipe.train.seed,
+                notes=self.out / "streams.jsonl",
                 **checks,
             )
-        check_wording(records[0], records.name, recipe.data.profile)
+        if records.size is not None:  # a stream's records are checked when they are drawn
+            check_wording(records[0], records.name, recipe.data.profile)
         return records
 
     def check_sources(self) -> None:
@@ -237,10 +241,13 @@ class Preflight:
         self.found.summary += machine.warnings(self.accelerator)
 
     def lay_out_sources(self) -> None:
-        """Compute the lengths of all records in the open sources."""
+        """Compute the lengths of all records in the open sources, except streams."""
         try:
             builder = collate.prompt_builder(processor_of(self.recipe, self.found.records), self.recipe)
             for key, file in self.found.records.items():
+                if file.size is None:
+                    self.warn(f"{file.name} is a stream: its records are laid out when they are read")
+                    continue
                 wanted = self.wanted[key]
                 laid = self.layouts[key] = layout.lay_out_once(
                     file, builder, self.verdicts, need_oracle=wanted.oracle, need_candidates=wanted.candidates
@@ -263,7 +270,7 @@ class Preflight:
             keys = [source.key for source in stage.sources if source.key]
             files = [self.found.records[key] for key in keys if key in self.found.records]
             laid = [self.layouts[key] for key in keys if key in self.layouts]
-            if recipe.data.on_bad == "skip":
+            if recipe.data.on_bad == "skip" and all(file.size is not None for file in files):
                 self._check_share_of_bad(name, files, laid)
             alone = stage.batch_size == 1 and Objective.of(recipe, name).alpha_con > 0
             if alone and len(laid) == len(keys) and not any(each.column("negatives").any() for each in laid):
@@ -286,7 +293,7 @@ class Preflight:
         found = [
             self.found.records[source.key] for source in stage.sources if source.key in self.found.records
         ]
-        return stage.num_steps(sum(map(len, found)))
+        return stage.num_steps(sum(file.size or 0 for file in found))
 
     def check_model(self, model: HubModel) -> None:
         """Check model and disk, and summarise the run if there are no problems."""

@@ -148,6 +148,9 @@ class RecordsConfig:
     """With `dataset`: which split."""
     revision: str | None = None
     """With `dataset`: commit or tag on the hub; null: the newest."""
+    streaming: bool = False
+    """With `dataset`: read it during training, without downloading or checking it first. The number of records is then
+    unknown, and settings that need it are refused."""
     columns: dict[str, str] = field(default_factory=dict)
     """Maps our fields to columns: {query.text: question, query.images: image, positives.text: answer}. A dot selects a
     part of a column. A column with the name of one of our fields needs no entry; all other columns are ignored."""
@@ -159,12 +162,11 @@ class RecordsConfig:
     @property
     def key(self) -> str | None:
         """Identifies a source; None if none is given."""
-        plain = RecordsConfig()
-        changed = {
-            item.name: value
-            for item in fields(RecordsConfig)
-            if (value := getattr(self, item.name)) != getattr(plain, item.name)
-        }
+        given = {item.name: getattr(self, item.name) for item in fields(RecordsConfig)}
+        if self.streaming:
+            given["shuffle_buffer"] = getattr(self, "shuffle_buffer", None)
+        defaults = asdict(RecordsConfig())
+        changed = {name: value for name, value in given.items() if value != defaults.get(name)}
         if not changed:
             return None
         return self.path if list(changed) == ["path"] else json.dumps(changed, sort_keys=True)
@@ -192,6 +194,8 @@ class SourceConfig(RecordsConfig):
 
     weight: Positive = 1.0
     """Share of the batch relative to the other sources' weights."""
+    shuffle_buffer: AtLeastOne = 1000
+    """With `streaming`: number of records that each data worker shuffles at a time; 1 keeps the stream's order."""
 
 
 @dataclass
@@ -363,7 +367,7 @@ class StageConfig:
     """Training records and their shares."""
 
     def num_steps(self, num_records: int) -> int:
-        """Optimizer steps, at least one over `num_records` records."""
+        """Optimizer steps, at least one; `num_records` are those of all sources but streams."""
         # A batch may span two epochs. Rounded first: 1.1 * 10 is a little more than 11.
         return self.steps or max(1, math.ceil(round(self.epochs * num_records / self.batch_size, 6)))
 
@@ -792,6 +796,8 @@ def _check_stage(recipe: Recipe, name: str, stage: StageConfig) -> Iterator[str]
         )
     for number, source in enumerate(stage.sources):
         yield from _check_records(f"{name}.sources[{number}]", source)
+        if source.streaming:
+            yield from _check_stream(recipe, name, stage, source)
 
 
 def _check_rewards(rewards: Sequence[RewardConfig]) -> Iterator[str]:
@@ -862,13 +868,27 @@ def _check_records(key: str, config: RecordsConfig) -> Iterator[str]:
         yield f"{key} must name exactly one of path, dataset and type{named}"
         return
     owners = {
-        **dict.fromkeys(("name", "split", "revision"), ("dataset",)),
+        **dict.fromkeys(("name", "split", "revision", "streaming"), ("dataset",)),
         "columns": ("dataset", "type"),
         "options": ("type",),
     }
     for name, owner in owners.items():
         if given[0] not in owner and getattr(config, name) != getattr(RecordsConfig(), name):
             yield f"{key}.{name} belongs to {' or '.join(owner)}, and this source has a {given[0]}"
+
+
+def _check_stream(recipe: Recipe, name: str, stage: StageConfig, source: SourceConfig) -> Iterator[str]:
+    """Refuse settings that need the number of records."""
+    if stage.steps is None:
+        yield (
+            f"{name}.epochs needs the number of records, which is unknown for the stream {source.label}: set {name}.steps, "
+            "or streaming: false"
+        )
+    if recipe.model.scratch is not None and recipe.init is None:
+        yield (
+            f"model.scratch learns its vocabulary from the texts of all records, and the stream {source.label} has no known "
+            "end: set streaming: false, or start from a checkpoint (init=...)"
+        )
 
 
 def _loss_weights(loss: LossConfig) -> tuple[float, float]:

@@ -119,7 +119,7 @@ def train_stage(
     )
     first_step = manager.resume()
 
-    bad_records = BadRecords(recipe.data, batches.files, folder, first_step)
+    bad_records = BadRecords(recipe.data, batches.files, folder, first_step, batches.mixture)
     loader = Loader(batches, range(first_step, num_steps), recipe.data, embedder.device)
     logs = Logs(accelerator, folder, name, first_step, num_steps, recipe.train.log_every)
     waited = time.perf_counter()

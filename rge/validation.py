@@ -32,10 +32,10 @@ def problems(recipe: Recipe, sources: Mapping[str, Records]) -> Iterator[str]:
         num_records(held_out, recipe)
     except RecordError as error:
         yield str(error)
-    content = held_out.content["sha256"]
+    content = held_out.content.get("sha256")  # unknown for a stream
     for name in recipe.stages():
         for key in [source.key for source in getattr(recipe, name).sources if source.key in sources]:
-            if sources[key].content["sha256"] == content:
+            if content is not None and sources[key].content.get("sha256") == content:
                 yield f"validation.path {held_out.name} is also a source of {name}: what is trained on cannot validate"
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from rge.checkpoints.description import training_data
 from rge.checkpoints.export import export, settings_of
 from rge.checkpoints.manifest import damage, discard
-from rge.checkpoints.resume import check_same_recipe, check_same_run, recorded
+from rge.checkpoints.resume import check_same_recipe, check_same_run
 from rge.checkpoints.settings import RGE_JSON, CheckpointError
 from rge.checkpoints.training_state import States, complete_states, step_name
 from rge.common.errors import UserError
@@ -242,7 +242,4 @@ class CheckpointManager:
 
 
 def _held_out(recipe: dict[str, Any]) -> dict[str, Any]:
-    """A recorded recipe's keys that decide which records validation measures."""
-    chosen_by = ("validation.every", "validation.metric", "validation.keep_best")
-    keys = recorded(recipe).items()
-    return {key: value for key, value in keys if key.startswith("validation.") and key not in chosen_by}
+    return {**recipe["validation"], "every": None, "metric": None, "keep_best": None}

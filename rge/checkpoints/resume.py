@@ -30,13 +30,7 @@ ROUNDING = ("train.micro_batch_size", "train.keep_activations", "train.determini
 """Keys of memory and speed, which affect only rounding (with dropout, also the drawn numbers): a run that ran out of memory may
 be resumed with other values."""
 
-GONE = {
-    "validation.streaming": False,
-    "rl.candidates": "batch",
-    "rl.pool_every": 50,
-    "rollout.reuse_steps": 0,
-}
-GONE |= {"streaming": False, "shuffle_buffer": 1000}  # of a source
+GONE = {"rl.candidates": "batch", "rl.pool_every": 50, "rollout.reuse_steps": 0}
 """Keys that earlier versions recorded, with the values that had no effect."""
 
 NOT_OF = {
@@ -156,6 +150,23 @@ def check_state(folder: Path, recipe: Recipe, name: str, accelerator: Accelerato
         path, done = newest
         check_same_recipe(done["recipe"], recipe, name, path)
         launch.check_resume(done["launch"], accelerator, path)
+        _check_streams(done, recipe, name, accelerator, path)
+
+
+def _check_streams(
+    done: dict[str, Any], recipe: Recipe, name: str, accelerator: Accelerator, path: Path
+) -> None:
+    """Refuse another number of readers of a stream, which are the data workers of all processes."""
+    streams = [source.label for source in getattr(recipe, name).sources if source.streaming]
+    if not streams:
+        return
+    then = done["launch"]["num_processes"], done["recipe"]["data"]["num_workers"]
+    now = accelerator.num_processes, recipe.data.num_workers
+    if (then[0], max(then[1], 1)) != (now[0], max(now[1], 1)):
+        raise CheckpointError(
+            f"{path} was saved by {then[0]} processes with data.num_workers={then[1]}, and now there are {now[0]} with "
+            f"{now[1]}: the stream {streams[0]} is divided among all of them, so continue with the same numbers"
+        )
 
 
 def check_start(recipe: Recipe) -> None:
@@ -180,7 +191,7 @@ def check_same_recipe(found: dict[str, Any], recipe: Recipe, name: str, path: Pa
         Differing keys that affect only rounding (`ROUNDING`), with both values.
     """
     ignored = MAY_DIFFER + NOT_OF[name]
-    ours, theirs = flat(to_dict(recipe)), recorded(found)
+    ours, theirs = flat(to_dict(recipe)), flat(found)
     run_alone = not ours["stage"] == theirs["stage"] == "all"
     for keys in (ours, theirs):
         if name == "cold_start":  # the loss settings that it uses; the latter is newer than some states
@@ -203,14 +214,7 @@ def check_same_recipe(found: dict[str, Any], recipe: Recipe, name: str, path: Pa
 
 def recorded(recipe: dict[str, Any]) -> dict[str, Any]:
     """Flat keys of a recipe as a file has it, without those that are gone and had no effect."""
-    keys = _remaining(flat(recipe))
-    for name in [name for name in keys if name.endswith(".sources")]:
-        keys[name] = [*map(_remaining, keys[name])]
-    return keys
-
-
-def _remaining(keys: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in keys.items() if key not in GONE or GONE[key] != value}
+    return {key: value for key, value in flat(recipe).items() if key not in GONE or GONE[key] != value}
 
 
 def _start(keys: dict[str, Any], name: str, out: str) -> str | None:

@@ -11,24 +11,40 @@ from tqdm import tqdm
 from rge.common.files import read_json_lines, write_text
 from rge.config import DataConfig
 from rge.data.collate import Batch
+from rge.data.mixture import Mixture
 from rge.data.sources import BadRecord, RecordError, Records
 from rge.distributed import collectives as dist
 
 NAME = "bad_records.jsonl"
 
+LEAST = 1000
+"""Minimum assumed number of records of a stream, so that the first bad one is not a large share."""
+
 
 class BadRecords:
     """A stage's bad records so far, equal on all processes; the main process lists them in ``bad_records.jsonl``.
 
-    One line per record: ``step`` (the first that drew it; 0 for those that break the format), ``source``, ``place`` (byte or
-    row), ``id`` and ``reason``. After a resume, records of later steps are found again. Too many are a `RecordError`.
+    One line per record: ``step`` (the first that drew it; 0 for those that break the format), ``source``, ``place``
+    (byte, row, or ``shard:row`` of a stream), ``id`` and ``reason``. After a resume, records of later steps are found again.
+
+    The number of a stream's records is that drawn so far by the `mixture`, but at least `LEAST`. Too many bad records are a
+    `RecordError`.
     """
 
-    def __init__(self, settings: DataConfig, files: Sequence[Records], folder: Path, first_step: int):
+    def __init__(
+        self,
+        settings: DataConfig,
+        files: Sequence[Records],
+        folder: Path,
+        first_step: int,
+        mixture: Mixture | None = None,
+    ):
         self.path = folder / NAME
         self.skips, self.max_share = settings.on_bad == "skip", settings.max_bad_share
-        self.num_records = sum(len(file) + len(file.bad) for file in files)
-        self.found: dict[tuple[str, int], dict[str, Any]] = {}
+        self.num_records = sum(len(file) + len(file.bad) for file in files if file.size is not None)
+        self.streams = [source for source, file in enumerate(files) if file.size is None]
+        self.mixture, self.step = mixture, first_step
+        self.found: dict[tuple[str, int | str], dict[str, Any]] = {}
         if not self.skips:
             return
         known = dist.from_main(read_json_lines(self.path) if dist.rank() == 0 else None)
@@ -43,7 +59,7 @@ class BadRecords:
         """Add the records skipped in the step's batch, on all processes; returns the number of distinct ones so far."""
         if not self.skips:
             return {}
-        before = len(self.found)
+        before, self.step = len(self.found), step
         self._add(step, [bad for of_one_rank in dist.gather_objects(batch.bad) for bad in of_one_rank])
         if len(self.found) > before:
             self._write()
@@ -57,10 +73,14 @@ class BadRecords:
             self.found.setdefault((bad.source, bad.place), {"step": step, **asdict(bad)})
 
     def _check(self) -> None:
-        if len(self.found) > self.max_share * self.num_records:
+        number = self.num_records
+        if self.streams and self.mixture is not None:
+            drawn = self.mixture.drawn_before(self.step)
+            number += max(LEAST, sum(drawn[source] for source in self.streams))
+        if len(self.found) > self.max_share * number:
             last = list(self.found.values())[-1]
             raise RecordError(
-                f"{len(self.found)} of {self.num_records} records are bad, more than data.max_bad_share={self.max_share}; they "
+                f"{len(self.found)} of {number} records are bad, more than data.max_bad_share={self.max_share}; they "
                 f"are listed in {self.path}. The last: {last['source']}, record {last['id']!r}: {last['reason']}"
             )
 

@@ -18,11 +18,13 @@ from rge.data.augment import AUGMENTATIONS
 from rge.data.mixture import Draw, Mixture
 from rge.data.sources import (
     BadRecord,
+    BrokenRecord,
     RecordError,
     Records,
     check_wording,
     identity,
 )
+from rge.data.streams import Reader, Stream
 from rge.distributed import collectives as dist
 from rge.model.prompts import Prompt, PromptBuilder
 
@@ -168,16 +170,24 @@ class Collator:
         The draw alone decides which one, so that it is the same on any number of processes and after a resume.
         """
         file, tries = self.files[draw.source], 0
-        for tries, chosen in enumerate(replacements(draw, len(file), taken), start=1):  # noqa: B007 - counts them
-            record = file[chosen.index]
-            check_wording(record, file.name, self.settings.profile)
+        for tries, chosen in enumerate(replacements(draw, file.replacements_of(draw.index), taken), start=1):  # noqa: B007 - counts them
+            record, problem = None, ValueError()
             try:
-                return self._row(chosen, record)
-            except ValueError as problem:
-                if self.settings.on_bad == "stop":
-                    kind = ImageError if isinstance(problem, ImageError) else RecordError
-                    raise kind(f"record {record.id!r} of {file.name}: {problem}") from problem
-                bad.append(BadRecord(file.name, file.place(chosen.index), record.id, str(problem)))
+                record = file[chosen.index]
+            except BrokenRecord as error:
+                problem = error
+            if record is not None:
+                check_wording(record, file.name, self.settings.profile)
+                try:
+                    return self._row(chosen, record)
+                except ValueError as error:
+                    problem = error
+            place, name = file.place(chosen.index), None if record is None else record.id
+            if self.settings.on_bad == "stop":
+                kind = ImageError if isinstance(problem, ImageError) else RecordError
+                named = place if name is None else repr(name)
+                raise kind(f"record {named} of {file.name}: {problem}") from problem
+            bad.append(BadRecord(file.name, place, name, str(problem)))
         raise RecordError(
             f"{tries} records of {file.name}, each drawn to replace the last, were all bad, so data.on_bad=skip gives up; "
             f"the last: record {bad[-1].id!r}: {bad[-1].reason}"
@@ -240,12 +250,12 @@ def _batch_of(rows: Sequence[_Row], bad: list[BadRecord], *, by_length: bool) ->
     )
 
 
-def replacements(draw: Draw, num_records: int, taken: Collection[tuple[int, int]]) -> Iterator[Draw]:
-    """Yield the draw, then replacements among the records of its source; those already `taken` last."""
+def replacements(draw: Draw, others: Sequence[int], taken: Collection[tuple[int, int]]) -> Iterator[Draw]:
+    """Yield the draw, then replacements among `others` of its source; those already `taken` last."""
     yield draw
-    count = min(num_records, MAX_REPLACEMENTS + len(taken) + 1)
+    count = min(len(others), MAX_REPLACEMENTS + len(taken) + 1)
     chance = np.random.default_rng([draw.seed, _REPLACEMENT])
-    indices = chance.choice(num_records, size=count, replace=False).tolist()
+    indices = [others[place] for place in chance.choice(len(others), size=count, replace=False).tolist()]
     indices.sort(key=lambda index: (draw.source, index) in taken)  # stable: the order stays random
     for index in [index for index in indices if index != draw.index][:MAX_REPLACEMENTS]:
         yield replace(draw, index=index)
@@ -276,7 +286,7 @@ def _batch_sizes(recipe: Recipe, stages: Sequence[str]) -> dict[str, int]:
 class StepBatches(Collator):
     """Batches by step number, for one rank: `batches[step]` is this rank's share of the step's global batch.
 
-    `files` are in the order of the mixture.
+    `files` are in the order of the mixture. Each data worker of each rank reads a separate part of a stream.
     """
 
     def __init__(
@@ -297,11 +307,43 @@ class StepBatches(Collator):
         self.share = slice(
             rank * mixture.batch_size // world_size, (rank + 1) * mixture.batch_size // world_size
         )
+        # A step belongs to the same data worker before and after a resume, so each worker can be a separate reader.
+        self.readers_a_rank = max(settings.num_workers, 1)
+        self.rank, self.world_size = rank, world_size
+        self.streams = {source: file for source, file in enumerate(files) if isinstance(file, Stream)}
+        self._readers: dict[tuple[int, int], Reader] = {}
+        self._drawn: dict[int, tuple[int, np.ndarray]] = {}
 
     def __getitem__(self, step: int) -> Batch:
         """This rank's batch of a step."""
         drawn = self.mixture.batch(step)
-        return self.collate(drawn[self.share], drawn)
+        if not self.streams:
+            return self.collate(drawn[self.share], drawn)
+        own = self._of_readers(step, drawn[self.share])
+        return self.collate(own, [*own, *(draw for draw in drawn if draw.source not in self.streams)])
+
+    def _of_readers(self, step: int, draws: Sequence[Draw]) -> list[Draw]:
+        """Renumber draws of streams as this rank's reader of the step counts them, and select that reader in `files`."""
+        turn = step % self.readers_a_rank
+        first, before = self._drawn.get(turn, (turn, np.zeros(len(self.files), dtype=np.int64)))
+        if first > step:
+            first, before = turn, np.zeros_like(before)
+        for earlier in range(first, step, self.readers_a_rank):
+            before = before + np.bincount(
+                self.mixture.sources_of(earlier)[self.share], minlength=len(self.files)
+            )
+        self._drawn[turn] = step, before
+        for source, stream in self.streams.items():
+            if (turn, source) not in self._readers:
+                number = self.rank * self.readers_a_rank + turn
+                self._readers[turn, source] = stream.reader(number, self.world_size * self.readers_a_rank)
+            self.files[source] = self._readers[turn, source]
+        counts, found = before.tolist(), []
+        for draw in draws:
+            if draw.source in self.streams:
+                draw, counts[draw.source] = replace(draw, index=counts[draw.source]), counts[draw.source] + 1
+            found.append(draw)
+        return found
 
 
 def prompt_builder(processor: Any, recipe: Recipe) -> PromptBuilder:
@@ -322,7 +364,7 @@ def make_batches(
     """Sources of a stage, their mixture and this rank's share of every step; `needs` are the objective's."""
     files = [records[source.key] for source in stage.sources if source.key]
     mixture = Mixture(
-        [len(file) for file in files],
+        [file.size for file in files],
         [source.weight for source in stage.sources],
         stage.batch_size,
         recipe.train.seed,

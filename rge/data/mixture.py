@@ -31,21 +31,21 @@ class Mixture:
     it gets 2 or 3 records per step, seldom one more or less, 2.4 on average).
 
     Args:
-        sizes: number of records of each source.
+        sizes: number of records of each source; None for a stream, whose draws are numbered consecutively.
         batch_size: records per step over all processes.
         homogeneous: each step's records come from one source, and weights are shares of the steps.
     """
 
     def __init__(
         self,
-        sizes: Sequence[int],
+        sizes: Sequence[int | None],
         weights: Sequence[float],
         batch_size: int,
         seed: int,
         *,
         homogeneous: bool = False,
     ):
-        if min(sizes) < 1:
+        if any(size is not None and size < 1 for size in sizes):
             raise ValueError("every source needs at least one record")
         self.sizes, self.batch_size, self.seed = list(sizes), batch_size, seed
         self.homogeneous = homogeneous
@@ -55,21 +55,30 @@ class Mixture:
 
     @property
     def num_records(self) -> int:
-        """Records of all sources."""
-        return sum(self.sizes)
+        """Records of all sources but streams."""
+        return sum(size for size in self.sizes if size is not None)
 
     def batch(self, step: int) -> list[Draw]:
         """The global batch of a step, `batch_size` draws, sources interleaved at random."""
         before, after = self.drawn_before(step), self.drawn_before(step + 1)
         draws = [
-            (source, self._index(source, *divmod(count, size)))
+            (source, count if size is None else self._index(source, *divmod(count, size)))
             for source, size in enumerate(self.sizes)
             for count in range(before[source], after[source])
         ]
+        seeds, mixed = self._chance(step)
+        return [Draw(draws[place][0], draws[place][1], int(seeds[place])) for place in mixed]
+
+    def sources_of(self, step: int) -> np.ndarray:
+        """The source of each draw of `batch`, (batch_size,) int64, without the draws."""
+        number = np.diff([self.drawn_before(step), self.drawn_before(step + 1)], axis=0)[0]
+        return np.repeat(np.arange(len(number)), number)[self._chance(step)[1]]
+
+    def _chance(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """Seeds of a step's draws, and the order into which these are mixed."""
         generator = np.random.default_rng([self.seed, 1, step])
         seeds = generator.integers(0, 2**63, size=self.batch_size)
-        mixed = generator.permutation(self.batch_size)
-        return [Draw(draws[place][0], draws[place][1], int(seeds[place])) for place in mixed]
+        return seeds, generator.permutation(self.batch_size)
 
     def drawn_before(self, step: int) -> list[int]:
         """Records drawn from each source before a step."""
@@ -88,6 +97,7 @@ class Mixture:
 
     def _index(self, source: int, epoch: int, place: int) -> int:
         size = self.sizes[source]
+        assert size is not None
         if size > LARGE:
             return permuted(place, size, f"{self.seed} {source} {epoch}")
         key = (source, epoch)

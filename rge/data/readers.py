@@ -1,19 +1,19 @@
 """Open a recipe's sources: a file, a data set of the library `datasets`, or a registered source."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
-from rge.common.commands import progress_bar
 from rge.common.errors import UserError
 from rge.common.files import find_shipped
 from rge.common.registry import Registry
 from rge.common.schema import Record
-from rge.config import RecordsConfig
-from rge.data.rows import ArrowRows, Columns, Rows, parsed
-from rge.data.sources import Checks, RecordError, RecordFile, Records, Scanned, parsed_line, strip_bom
+from rge.config import RecordsConfig, SourceConfig
+from rge.data.rows import ArrowRows, Columns, Opened, RowRecords, Rows, drop_image_bytes, parsed
+from rge.data.sources import Checks, RecordError, RecordFile, Records, parsed_line, strip_bom
+from rge.data.streams import Stream
 
 DataSource = Callable[..., Rows]
 """Called with the source's `options`; returns rows: a list, or anything with a length and ``[number]``. A row maps names of the
@@ -25,57 +25,36 @@ DATA_SOURCES: Registry[DataSource] = Registry("data source", "rge.data_sources")
 register_data_source = DATA_SOURCES.register
 """Decorator: ``{type: NAME, options: {...}}`` as a source reads what the function returns."""
 
-AT_ONCE = 1024
-"""Rows checked together."""
+SHARDS = 256
+"""Shards of a local data set read as a stream: enough for each worker of many processes."""
 
 
-def open_records(config: RecordsConfig, **checks: Unpack[Checks]) -> Records:
-    """Open a source and check its records; RecordError if it is missing or unreadable, or records break the format."""
-    return RowRecords(config, **checks) if config.path is None else RecordFile(config.path, **checks)
+def open_records(
+    config: RecordsConfig,
+    *,
+    first: int | None = None,
+    seed: int = 0,
+    notes: Path | None = None,
+    **checks: Unpack[Checks],
+) -> Records:
+    """Open a source and check its records; a stream's are checked as they are read.
 
-
-class RowRecords(Records):
-    """Records of a table, which is opened again in each process that they are sent to."""
-
-    unit, empty = "row", "the source is empty"
-
-    def __init__(self, config: RecordsConfig, **checks: Unpack[Checks]):
-        self.config = config
-        self.folder = self.opened[2]
-        super().__init__(config.label, **checks)
-
-    @cached_property
-    def opened(self) -> "tuple[ArrowRows | _Guarded, Columns, Path]":
-        """The rows in this process, how they become records, and the folder that paths of pictures are relative to."""
-        return _open_rows(self.config)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Pickle without the rows."""
-        return {name: value for name, value in vars(self).items() if name != "opened"}
-
-    def _extent(self) -> dict[str, Any]:
-        return {"read": "all but the bytes of pictures"}
-
-    def _scan(self, sha256: Any, progress: bool = False) -> Iterator[Scanned]:
-        rows, columns, _ = self.opened
-        with progress_bar(
-            total=len(rows), desc=f"checking {self.name}", disable=not progress or len(rows) < 1_000_000
-        ) as bar:
-            for start in range(0, len(rows), AT_ONCE):
-                part = rows.without_pictures(start, min(start + AT_ONCE, len(rows)))
-                for number, row in enumerate(part, start=start):
-                    record, problems = parsed(columns, row, number)
-                    sha256.update(repr(record or problems).encode(errors="backslashreplace"))
-                    yield Scanned(number, number, record, problems)
-                bar.update(len(part))
-
-    def _read(self, place: int) -> tuple[Record | None, list[str]]:
-        rows, columns, _ = self.opened
-        return parsed(columns, rows[place], place)
+    With `first`, only this number of a stream's records is read, as a fixed set; `seed` and `notes` are those of
+    `rge.data.streams.Stream`. A source that is missing or unreadable, or has records that break the format, is a `RecordError`.
+    """
+    if config.path is not None:
+        return RecordFile(config.path, **checks)
+    if not config.streaming or first is not None:
+        return RowRecords(config, partial(_open_rows, first=first), **checks)
+    assert isinstance(config, SourceConfig)
+    need_rationale, pictures = checks.get("need_rationale", False), checks.get("pictures")
+    return Stream(
+        config, _open_stream, need_rationale=need_rationale, pictures=pictures, seed=seed, notes=notes
+    )
 
 
 def some_records(config: RecordsConfig, most: int) -> Iterator[Record]:
-    """Records without pictures, evenly spread (in a large file, by byte offset).
+    """Records without pictures, evenly spread (in a large file, by byte offset); of a stream the first ones.
 
     Those that break the format are left out.
     """
@@ -83,14 +62,11 @@ def some_records(config: RecordsConfig, most: int) -> Iterator[Record]:
         path = find_shipped(config.path)
         found = [parsed_line(line, path.name, 0)[0] for line in _some_lines(path, most)]
     else:
-        rows, columns, _ = _open_rows(config)
+        rows, columns, _ = _open_rows(config, most, without_pictures=True)
         count = len(rows)
         numbers = [count * place // most for place in range(most)] if count > most else range(count)
-        found = [
-            parsed(columns, row, number)[0]
-            for number in numbers
-            for row in rows.without_pictures(number, number + 1)
-        ]
+        bare = rows.without_pictures if isinstance(rows, ArrowRows) else lambda start, _: [rows[start]]
+        found = [parsed(columns, bare(number, number + 1)[0], number)[0] for number in numbers]
     return (record for record in found if record is not None)
 
 
@@ -107,12 +83,24 @@ def _some_lines(path: Path, most: int) -> Iterator[bytes]:
             yield strip_bom(lines.readline())
 
 
-def _open_rows(config: RecordsConfig) -> "tuple[ArrowRows | _Guarded, Columns, Path]":
+def _open_rows(config: RecordsConfig, first: int | None = None, *, without_pictures: bool = False) -> Opened:
+    """A source's rows; of a stream the first ones, optionally with `PRESENT` in place of pictures' bytes."""
     if config.type is not None:
-        return _Guarded(DATA_SOURCES[config.type], config), Columns(config, None), Path()
-    dataset, folder = load(config)
-    columns = Columns(config, dataset.column_names)
-    return ArrowRows(dataset, columns.used or []), columns, folder
+        rows = _Guarded(DATA_SOURCES[config.type], config)
+        return rows, Columns(config, None), Path()
+    if not config.streaming:
+        dataset, folder = load(config)
+        columns = Columns(config, dataset.column_names)
+        return ArrowRows(dataset, columns.used or []), columns, folder
+    assert first is not None
+    stream, columns, folder = _open_stream(config)
+    found: list[Mapping[str, Any]] = []
+    for table in stream.iter(batch_size=min(first, 64)):
+        kept = table.slice(0, first - len(found))
+        found += (drop_image_bytes(kept) if without_pictures else kept).to_pylist()
+        if len(found) == first:
+            break
+    return found, columns, folder
 
 
 class _Guarded:
@@ -134,9 +122,6 @@ class _Guarded:
                 raise UserError(f"a row is a mapping of names to values, got {type(row).__name__}")
             return row
 
-    def without_pictures(self, start: int, stop: int) -> Sequence[Mapping[str, Any]]:
-        return [self[number] for number in range(start, stop)]
-
     @staticmethod
     @contextmanager
     def _explained(place: str) -> Iterator[None]:
@@ -147,11 +132,21 @@ class _Guarded:
             raise RecordError(f"{place}: {kind}{error}") from error
 
 
+def _open_stream(config: RecordsConfig) -> Opened:
+    """A stream of tables."""
+    dataset, folder = load(config)
+    names = dataset.column_names
+    if names is None:  # not known before the first row
+        names = list(next(iter(dataset.take(1)), {}))
+    columns = Columns(config, names)
+    return dataset.select_columns(columns.used).with_format("arrow"), columns, folder
+
+
 def load(config: RecordsConfig) -> tuple[Any, Path]:
     """Load a data set with the library `datasets`.
 
     Returns:
-        A ``datasets.Dataset``; the folder that paths of pictures are relative to.
+        A ``datasets.Dataset``, or an ``IterableDataset`` for a stream; the folder that paths of pictures are relative to.
 
     Raises:
         RecordError: it cannot be loaded; says why and what to do.
@@ -171,6 +166,7 @@ def load(config: RecordsConfig) -> tuple[Any, Path]:
             data_files=_tables_beside_pictures(folder, config) if local else None,
             split=config.split,
             revision=config.revision,
+            streaming=config.streaming,
         )
     except RecordError:
         raise
@@ -212,4 +208,6 @@ def _saved(config: RecordsConfig, folder: Path) -> Any:
         )
     if config.name is not None or config.revision is not None:
         raise RecordError(f"data set {folder} was saved by save_to_disk: leave out name and revision")
-    return found
+    return (
+        found.to_iterable_dataset(num_shards=max(1, min(SHARDS, len(found)))) if config.streaming else found
+    )

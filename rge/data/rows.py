@@ -3,17 +3,33 @@
 A data set is Arrow tables; rows are read without decoding pictures, and checking does not even read the pictures' bytes.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol, Unpack
 
 import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import ValidationError
 
+from rge.common.commands import progress_bar
 from rge.common.errors import did_you_mean
 from rge.common.schema import Positive, QueryPart, Record, Target
 from rge.config import RecordsConfig
-from rge.data.sources import PRESENT, RecordError, problems_of, with_defaults, without_nulls
+from rge.data.sources import (
+    PRESENT,
+    Checks,
+    RecordError,
+    Records,
+    Scanned,
+    StoredRecords,
+    problems_of,
+    with_defaults,
+    without_nulls,
+)
+
+AT_ONCE = 1024
+"""Rows checked together."""
 
 _PARTS = {
     "query": set(QueryPart.model_fields),
@@ -47,12 +63,16 @@ class ArrowRows:
         return self._dataset[index].to_pylist()[0]
 
     def without_pictures(self, start: int, stop: int) -> list[dict[str, Any]]:
-        """Rows with `PRESENT` in place of pictures' bytes, which are not read."""
-        table = self._dataset[start:stop]
-        columns = ([_without_bytes(chunk) for chunk in column.chunks] for column in table.columns)
-        return pa.table(
-            dict(zip(table.column_names, map(pa.chunked_array, columns), strict=True))
-        ).to_pylist()
+        """Rows with `PRESENT` in place of pictures' bytes."""
+        return drop_image_bytes(self._dataset[start:stop]).to_pylist()
+
+
+def drop_image_bytes(table: pa.Table) -> pa.Table:
+    """The table with `PRESENT` in place of pictures' bytes, which are not read."""
+    if not table.num_rows:
+        return table
+    columns = ([_without_bytes(chunk) for chunk in column.chunks] for column in table.columns)
+    return pa.table(dict(zip(table.column_names, map(pa.chunked_array, columns), strict=True)))
 
 
 def _without_bytes(array: pa.Array) -> pa.Array:
@@ -109,7 +129,7 @@ class Columns:
                     f"{', '.join(there)}; map them, for example columns: {{query.text: question, positives.text: answer}}"
                 )
 
-    def record(self, row: Mapping[str, Any], number: int) -> dict[str, Any]:
+    def record(self, row: Mapping[str, Any], number: int | str) -> dict[str, Any]:
         """A row as the fields of a record, with defaults for id, group, source and split; ValueError if it cannot be one."""
         if self.used is None and (unknown := row.keys() - Record.model_fields.keys() - self._mapped):
             name = sorted(unknown)[0]
@@ -158,7 +178,63 @@ def _zip_leaves(part: str, leaves: Mapping[str, list[Any]]) -> list[dict[str, An
     return [row for row in rows if row.keys() & {"text", "image"}]
 
 
-def parsed(columns: Columns, row: Mapping[str, Any], number: int) -> tuple[Record | None, list[str]]:
+Opened = tuple[Any, Columns, Path]
+"""`Rows` or a stream, how its rows become records, and the folder that paths of pictures are relative to."""
+
+
+class Reopened(Records):
+    """Records of a data set that `open_source` opens, again in each process that they are sent to."""
+
+    def __init__(self, config: RecordsConfig, open_source: Callable[[RecordsConfig], Opened]):
+        self.config, self._open_source = config, open_source
+
+    @cached_property
+    def opened(self) -> Opened:
+        """The data set in this process."""
+        return self._open_source(self.config)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle without the data set."""
+        return {name: value for name, value in vars(self).items() if name != "opened"}
+
+
+class RowRecords(Reopened, StoredRecords):
+    """Records of a table, by number."""
+
+    unit, empty = "row", "the source is empty"
+
+    def __init__(
+        self, config: RecordsConfig, open_source: Callable[[RecordsConfig], Opened], **checks: Unpack[Checks]
+    ):
+        Reopened.__init__(self, config, open_source)
+        self.folder = self.opened[2]
+        StoredRecords.__init__(self, config.label, **checks)
+
+    def _extent(self) -> dict[str, Any]:
+        return {"read": "all but the bytes of pictures"}
+
+    def _scan(self, sha256: Any, progress: bool = False) -> Iterator[Scanned]:
+        rows, columns, _ = self.opened
+        with progress_bar(
+            total=len(rows), desc=f"checking {self.name}", disable=not progress or len(rows) < 1_000_000
+        ) as bar:
+            for start in range(0, len(rows), AT_ONCE):
+                numbers = range(start, min(start + AT_ONCE, len(rows)))
+                part: Iterable[Mapping[str, Any]] = map(rows.__getitem__, numbers)
+                if isinstance(rows, ArrowRows):
+                    part = rows.without_pictures(start, numbers.stop)
+                for number, row in zip(numbers, part, strict=True):
+                    record, problems = parsed(columns, row, number)
+                    sha256.update(repr(record or problems).encode(errors="backslashreplace"))
+                    yield Scanned(number, number, record, problems)
+                bar.update(len(numbers))
+
+    def _read(self, place: int) -> tuple[Record | None, list[str]]:
+        rows, columns, _ = self.opened
+        return parsed(columns, rows[place], place)
+
+
+def parsed(columns: Columns, row: Mapping[str, Any], number: int | str) -> tuple[Record | None, list[str]]:
     """A row's record, or None and its problems."""
     try:
         return Record.model_validate(columns.record(row, number)), []

@@ -33,21 +33,67 @@ PRESENT = "<bytes>"
 """In place of the bytes of a picture that are not needed."""
 
 
+class BrokenRecord(RecordError):
+    """A drawn record breaks the format; only for streams, which are not checked in advance."""
+
+
 @dataclass(frozen=True, slots=True)
 class BadRecord:
     """A record that cannot be trained on, with ``data.on_bad=skip``.
 
     Attributes:
         source: name of its source.
-        place: in the source: byte offset in a file, row number in a data set.
+        place: in the source: byte offset in a file, row number in a data set, ``shard:row`` in a stream.
         id: None if it cannot be read.
         reason: what is wrong with it.
     """
 
     source: str
-    place: int
+    place: int | str
     id: str | None
     reason: str
+
+
+class Records:
+    """Training records by number, independent of their storage.
+
+    Attributes:
+        name: what messages call the source.
+        size: number of records; None of a stream, whose readers number them.
+        bad: records left out because they break the format.
+        content: identity of the records, for `rge.identity.run_identity`: size and hash of what was read, numbers of records
+            used and left out.
+    """
+
+    name: str
+    size: int | None = None
+    bad: list[BadRecord]
+    content: dict[str, Any]
+
+    def __getitem__(self, index: int) -> Record:
+        """The record at `index`, its picture references absolute; a stream's are read by its readers.
+
+        Raises:
+            RecordError: it has changed since the source was opened.
+            BrokenRecord: it breaks the format; only in streams.
+        """
+        raise TypeError(f"{self.name} is a stream: read it by `reader`")
+
+    def place(self, index: int) -> int | str:
+        """Place of the record at `index`, see `BadRecord`."""
+        raise TypeError(f"{self.name} is a stream: read it by `reader`")
+
+    def texts(self) -> list[str]:
+        """Distinct texts of all records, for training a tokenizer; not of a stream."""
+        raise TypeError(f"{self.name} is a stream, whose texts have no known end")
+
+    def replacements_of(self, index: int) -> range:
+        """Records that may replace the one at `index`, including itself."""
+        return range(len(self))
+
+    def __len__(self) -> int:
+        assert self.size is not None, f"{self.name} does not say how many records it has"
+        return self.size
 
 
 class Checks(TypedDict, total=False):
@@ -84,14 +130,10 @@ class Scanned:
         return self
 
 
-class Records(ABC):
-    """Training records by number, each checked once when the source is opened. Subclasses say how they are read.
+class StoredRecords(Records, ABC):
+    """Records of known number, each checked once when the source is opened. Subclasses say how they are read.
 
     Attributes:
-        name: what messages call the source.
-        bad: records left out because they break the format.
-        content: identity of the records, for `rge.identity.run_identity`: size and hash of what was read, numbers of records
-            used and left out.
         offsets: (N,) int64 places of the records, memory-mapped if there are many.
         folder: that paths of pictures are relative to.
 
@@ -104,9 +146,6 @@ class Records(ABC):
     """What messages call the place of a record."""
     empty: str
     """The message about a source without records."""
-    name: str
-    bad: list[BadRecord]
-    content: dict[str, Any]
     folder: Path
     offsets: np.ndarray
 
@@ -122,9 +161,10 @@ class Records(ABC):
             none = ", and data.on_bad=skip leaves none" if skips else ""
             raise RecordError(f"training records break the format{none}:\n{self._listed(broken)}")
         self.bad = [self._bad(one) for one in broken]
+        self.size = len(self.offsets)
         self.content = self._extent() | {
             "sha256": sha256.hexdigest(),
-            "records": len(self),
+            "records": self.size,
             "left_out": len(broken),
         }
         if broken:
@@ -183,11 +223,7 @@ class Records(ABC):
         more = f"\n... and {len(problems) - MAX_REPORTED} more" if len(problems) > MAX_REPORTED else ""
         return "\n".join(problems[:MAX_REPORTED]) + more
 
-    def __len__(self) -> int:
-        return len(self.offsets)
-
     def __getitem__(self, index: int) -> Record:
-        """The record at `index`, its picture references absolute; RecordError if it has changed since the source was opened."""
         return absolute(self._still(*self._read(self.place(index))), self.folder)
 
     def _still(self, record: Record | None, problems: Sequence[str]) -> Record:
@@ -198,18 +234,18 @@ class Records(ABC):
         return record
 
     def place(self, index: int) -> int:
-        """Place of the record at `index`, see `BadRecord`."""
+        """Its byte offset in a file, or the number of its row."""
         return int(self.offsets[index])
 
     def texts(self) -> list[str]:
-        """Distinct texts of all records, for training a tokenizer."""
+        """Distinct texts of all records."""
         bad = {one.place for one in self.bad}
         scanned = (one for one in self._scan(hashlib.sha256()) if one.place not in bad)
         records = (self._still(one.record, one.problems) for one in scanned)
         return list(dict.fromkeys(text for record in records for text in texts_of(record)))
 
 
-class RecordFile(Records):
+class RecordFile(StoredRecords):
     """The records of one JSON-lines file, read by position so that a file may be larger than memory.
 
     Raises:
@@ -231,7 +267,7 @@ class RecordFile(Records):
         """A file with the cached result of an earlier check, see `rge.data.verdicts`."""
         file = cls.__new__(cls)
         file.path, file.offsets, file.bad, file.content = path, offsets, bad, content
-        file.name, file.folder = str(path), path.parent
+        file.name, file.folder, file.size = str(path), path.parent, len(offsets)
         return file
 
     def _extent(self) -> dict[str, Any]:
@@ -331,7 +367,7 @@ def parsed_line(line: bytes, title: str, place: int) -> tuple[Record | None, lis
         return None, problems_of(error)
 
 
-def with_defaults(fields: dict[str, Any], title: str, split: str, place: int) -> dict[str, Any]:
+def with_defaults(fields: dict[str, Any], title: str, split: str, place: int | str) -> dict[str, Any]:
     """Fill in the fields that a source may omit: id (of its `title` and the record's `place`), group, source, split, target ids."""
     fields.setdefault("id", f"{title}:{place}")
     fields.setdefault("group", fields["id"])

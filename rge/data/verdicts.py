@@ -97,8 +97,11 @@ class Verdicts:
     def undecodable(self, files: Sequence[Records]) -> list[str]:
         """Existing pictures that cannot be decoded, each with its first record; on all cores.
 
-        Bytes in data sets are decoded every time.
+        Pictures of streams are left out. Bytes in data sets are decoded every time.
         """
+        files = [file for file in files if file.size is not None]
+        if not files:
+            return []
         named = list(_named_pictures(files))
         pictures: Iterator[tuple[ImageRef, str, str]] = chain(named, _embedded_pictures(files))
         entries = {file.name: self._entry(Path(file.name), "pictures") for file in files}

@@ -69,7 +69,7 @@ class Plans:
 
     def _plan(self, name: str, options: PlanOptions) -> Plan:
         stage: StageConfig = getattr(self.recipe, name)
-        # If a source was not laid out, plan the largest that the recipe allows.
+        # If a source was not laid out, such as a stream, plan the largest that the recipe allows.
         longest = _longest([self._layouts.get(source.key) for source in stage.sources if source.key])
         options = replace(options, for_=name, steps=self.num_steps[name])  # type: ignore[arg-type]
         return plan(self.recipe, self._model, options, longest, on_gpu=self.gib is not None)
@@ -107,10 +107,12 @@ def banner(plans: Plans) -> Iterator[str]:
 
 
 def _trained_on(name: str, stage: StageConfig, steps: int, files: Sequence[Records]) -> Iterator[str]:
+    streams = sum(file.size is None for file in files)
     left_out = sum(len(file.bad) for file in files)
     yield (
         f"{name}: {steps:,} steps of {stage.batch_size} queries, from "
-        f"{sum(map(len, files)):,} records in {len(files)} source{'s' * (len(files) > 1)}"
+        f"{sum(file.size or 0 for file in files):,} records in {len(files)} source{'s' * (len(files) > 1)}"
+        + (f", {streams} of them a stream" if streams else "")
         + (f"; {left_out:,} more are bad and left out" if left_out else "")
     )
     if steps < stage.warmup_steps:

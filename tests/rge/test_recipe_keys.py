@@ -714,12 +714,17 @@ WAYS = {
     "split": ("{dataset: HOME/named, name: one}", "{dataset: HOME/named, name: one, split: test}"),
     "revision": ("{dataset: nobody/here}", "{dataset: nobody/here, revision: v2}"),
     "columns": ("{dataset: HOME/named/one}", "{dataset: HOME/named/one, columns: {query.text: other}}"),
+    "streaming": ("{dataset: HOME/named/one}", "{dataset: HOME/named/one, streaming: true}"),
     "type": ("{type: numbers}", "{type: letters}"),
     "options": ("{type: numbers}", "{type: numbers, options: {first: 7}}"),
 }
 """Two values of each key that a source has beside `path` and `weight`, for sources and for validation."""
+SHUFFLED = {
+    "shuffle_buffer": ("{dataset: HOME/named/one, streaming: true}", "{dataset: HOME/named/one, streaming: true, shuffle_buffer: 2}")
+}  # fmt: skip
+"""The same for sources alone."""
 SOURCE_KEYS = {
-    **{f"{name}.sources.{key}": ways for name in ("cold_start", "joint", "rl") for key, ways in WAYS.items()},
+    **{f"{name}.sources.{key}": ways for name in ("cold_start", "joint", "rl") for key, ways in (WAYS | SHUFFLED).items()},
     **{f"validation.{key}": ways for key, ways in WAYS.items()},
 }  # fmt: skip
 
@@ -785,8 +790,9 @@ def test_a_source_is_what_each_of_its_keys_says(key, arguments, named, monkeypat
         if run.problems:
             return run.problems
         records = run.found.records[wanted.key]
+        shown = records.reader(0, 1) if records.size is None else records
         rows = type(records.opened[0]).__name__ if hasattr(records, "opened") else ""
-        return [type(records).__name__, rows, *(records[index].query.text for index in range(min(len(records), 6)))]  # fmt: skip
+        return [type(records).__name__, rows, *(shown[index].query.text for index in range(min(records.size or 6, 6)))]  # fmt: skip
 
     one, other = map(opened, SOURCE_KEYS[key])
     assert one != other

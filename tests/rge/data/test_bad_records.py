@@ -277,13 +277,13 @@ def test_what_takes_a_bad_records_place_does_not_depend_on_the_processes(folder,
 
 def test_stand_ins_are_others_of_the_source_and_random():
     taken = {(0, index) for index in range(4)}
-    first = [list(replacements(Draw(0, 2, seed), 12, taken))[1] for seed in range(60)]
+    first = [list(replacements(Draw(0, 2, seed), range(12), taken))[1] for seed in range(60)]
     assert {draw.index for draw in first} == set(range(4, 12))
-    every = list(replacements(Draw(0, 2, 5), 12, taken))
+    every = list(replacements(Draw(0, 2, 5), range(12), taken))
     assert [draw.seed for draw in every] == [5] * 12
     # Those that the batch holds already come last.
     assert (every[0].index, {draw.index for draw in every[-3:]}) == (2, {0, 1, 3})
-    assert len(list(replacements(Draw(0, 2, 5), 10**7, taken))) == 1 + MAX_REPLACEMENTS
+    assert len(list(replacements(Draw(0, 2, 5), range(10**7), taken))) == 1 + MAX_REPLACEMENTS
 
 
 def test_a_source_that_is_all_bad_ends_the_run(folder, builder):

@@ -1,28 +1,40 @@
-"""Data sets as sources: the same records as from a file, and what is refused."""
+"""Data sets as sources: the same records as from a file, streams that resume exactly, and what is refused."""
 
 import io
 import json
 import pickle
 import random
 import shutil
+import signal
+from collections import Counter
 from pathlib import Path
 
 import forked
 import numpy as np
 import pytest
+import torch
 import yaml
 from paths import ROOT
 from PIL import Image, ImageDraw
+from ports import free_port
+from safetensors.torch import load_file
+from transformers import AutoProcessor
 
 from rge import check
 from rge.checkpoints.description import training_data
 from rge.common.errors import UserError
-from rge.common.images import PictureIndex, load_image
-from rge.config import RecipeError, RecordsConfig, SourceConfig, ValidationConfig, load_recipe
-from rge.data import readers
+from rge.common.images import ImageError, PictureIndex, load_image
+from rge.config import DataConfig, RecipeError, RecordsConfig, SourceConfig, ValidationConfig, load_recipe
+from rge.data import readers, streams
+from rge.data.bad_records import BadRecords
+from rge.data.collate import StepBatches
+from rge.data.loader import Loader
+from rge.data.mixture import Mixture
 from rge.data.readers import DATA_SOURCES, open_records, register_data_source
 from rge.data.sources import RecordError, RecordFile
 from rge.diagnose.pairs import read_pairs
+from rge.model.backbone import load_backbone
+from rge.model.prompts import PromptBuilder
 
 datasets = pytest.importorskip("datasets")
 
@@ -232,11 +244,13 @@ def test_what_cannot_be_read_is_named(odd, changes, message, monkeypatch):
         open_records(RecordsConfig(**{"dataset": str(odd), "name": "all", "columns": COLUMNS, **changes}))
 
 
-def test_pictures_beside_a_table_do_not_make_a_folder_of_pictures(home, tmp_path):
+@pytest.mark.parametrize("streaming", [False, True])
+def test_pictures_beside_a_table_do_not_make_a_folder_of_pictures(home, tmp_path, streaming):
     """The library goes by the most frequent ending, unless the table's name contains that of a split."""
     shutil.copytree(home / "lines", tmp_path / "lines")
     (tmp_path / "lines/train.jsonl").rename(tmp_path / "lines/mine.jsonl")
-    found = open_records(RecordsConfig(dataset=str(tmp_path / "lines")), pictures=PictureIndex())
+    config = RecordsConfig(dataset=str(tmp_path / "lines"), streaming=streaming)
+    found = open_records(config, pictures=PictureIndex(), first=COUNT)
     assert [one.id for one in found] == [one.id for one in RecordFile(home / "lines" / "train.jsonl")]
     assert Path(found[1].query.images[0]).is_file()
 
@@ -290,15 +304,177 @@ def test_bad_records_are_named_by_their_rows_or_left_out(home, tmp_path):
 
 def test_checking_does_not_read_the_pictures(home, monkeypatch):
     """What is looked at has no bytes in it, so that a set of a terabyte is checked in the time of its texts."""
+    from rge.data import rows
+
     seen = []
-    real = readers.parsed
+    real = rows.parsed
     monkeypatch.setattr(
-        readers, "parsed", lambda columns, row, number: seen.append(row) or real(columns, row, number)
+        rows, "parsed", lambda columns, row, number: seen.append(row) or real(columns, row, number)
     )
     open_records(RecordsConfig(dataset=str(home / "parquet")), pictures=PictureIndex())
     assert len(seen) == COUNT
     assert "<bytes>" in repr(seen)
     assert "PNG" not in repr(seen)
+
+
+# ------------------------------------------------------------------------------------------------------------- streams
+
+
+def stream(home: Path, kind: str = "parquet", buffer: int = 3, **more):
+    source = SourceConfig(dataset=str(home / kind), streaming=True, shuffle_buffer=buffer)
+    return open_records(source, need_rationale=True, pictures=PictureIndex(), **more)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["parquet", "saved", "lines"])
+@pytest.mark.parametrize("of", [1, 2, 3, 8])
+def test_readers_share_a_stream_and_together_read_each_row_once_an_epoch(home, kind, of):
+    readers = [stream(home, kind).reader(number, of) for number in range(of)]
+    for epoch in range(3):
+        places = range(epoch * COUNT // of, (epoch + 1) * COUNT // of)
+        assert Counter(reader[place].id for reader in readers for place in places) == Counter(
+            f"r{number}" for number in range(COUNT)
+        )
+    assert content(readers[0][0])["positives"][0]["image"]
+
+
+def test_the_order_is_random_and_follows_from_the_seed(home):
+    def read(**more):
+        reader = stream(home, **more).reader(0, 1)
+        return [reader[place].id for place in range(2 * COUNT)]
+
+    first = read()
+    assert read() == first
+    assert read(seed=1) != first
+    assert read(buffer=7) != first
+    assert first[:COUNT] != first[COUNT:]
+    assert read(buffer=1)[:6] == sorted(
+        read(buffer=1)[:6], key=lambda name: int(name[1:])
+    )  # a shard's own order
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("of", [1, 3])
+def test_a_reader_goes_on_anywhere_and_passes_over_shards_it_knows(home, of, tmp_path, monkeypatch):
+    monkeypatch.setattr(streams, "BATCH", 4)  # several tables a shard
+    notes = tmp_path / "out" / "streams.jsonl"
+    whole = stream(home, notes=notes).reader(1 % of, of)
+    expected = [whole[place].id for place in range(3 * COUNT // of)]
+    opened: list[int] = []
+    tables = streams.Reader._tables
+    monkeypatch.setattr(
+        streams.Reader, "_tables", lambda it, shard: opened.append(shard) or tables(it, shard)
+    )
+    for known in (notes, None):
+        for place in (0, 1, 4, COUNT // of - 1, COUNT // of, 2 * COUNT // of + 1):
+            again = stream(home, notes=known).reader(1 % of, of)
+            opened.clear()
+            assert again[place].id == expected[place]
+            # Rows of three shards are in a buffer of three readers that share them.
+            assert known is None or len(opened) <= (2 if of == 1 else 3)
+            assert [again[at].id for at in range(place, len(expected))] == expected[place:]
+    with notes.open("a") as out:
+        out.write('{"stream": "cut by a k')
+    assert stream(home, notes=notes).reader(1 % of, of)[COUNT // of].id == expected[COUNT // of]
+
+
+def test_a_stream_that_changed_is_an_error(home, tmp_path):
+    notes = tmp_path / "streams.jsonl"
+    key = stream(home).config.key
+    notes.write_text("".join(json.dumps({"stream": key, "shard": n, "rows": 5}) + "\n" for n in range(4)))
+    reader = stream(home, notes=notes).reader(0, 1)
+    with pytest.raises(
+        RecordError, match=r"has changed since this run began: its shard \d had 5 rows and now has 6"
+    ):
+        [reader[place] for place in range(COUNT)]
+
+
+def test_more_readers_than_rows_is_an_error(home, tmp_path):
+    (tmp_path / "few").mkdir()
+    lines = (home / "lines" / "train.jsonl").read_text().splitlines()
+    (tmp_path / "few" / "train.jsonl").write_text(lines[0] + "\n")  # it shows no picture, but its target's
+    source = SourceConfig(dataset=str(tmp_path / "few"), streaming=True)
+    with pytest.raises(RecordError, match="has fewer rows than readers"):
+        open_records(source).reader(1, 2)[0]
+
+
+@pytest.fixture(scope="module")
+def builder(tiny_path, tmp_path_factory):
+    path = tmp_path_factory.mktemp("with_emb")
+    load_backbone(tiny_path, add_emb=True).processor.save_pretrained(path)
+    processor = AutoProcessor.from_pretrained(path)
+    processor.image_processor.size = {"shortest_edge": 784, "longest_edge": 3136}
+    return PromptBuilder(processor, "plain")
+
+
+def step_batches(files, builder, rank=0, world_size=1, batch_size=6, **data):
+    mixture = Mixture([file.size for file in files], [1.0, 2.0][: len(files)], batch_size, 0)
+    settings = DataConfig(**{"num_workers": 2, "sort_by_length": False, **data})
+    return StepBatches(files, mixture, builder, settings, rank=rank, world_size=world_size)
+
+
+def shown(batch) -> list:
+    found = [
+        (name, prompt.input_ids.tolist())
+        for name, prompt in zip(batch.record_ids, batch.queries, strict=True)
+    ]
+    return [
+        *found,
+        *(prompt.pixels.sum().item() if prompt.pixels is not None else 0 for prompt in batch.candidates),
+    ]
+
+
+@pytest.mark.slow
+def test_batches_of_a_stream_are_the_workers_and_go_on_at_any_step(home, builder):
+    files = [RecordFile(home / "lines" / "train.jsonl"), stream(home)]
+    expected = [shown(step_batches(files, builder)[0])]
+    whole = step_batches(files, builder)
+    expected = [shown(whole[step]) for step in range(9)]
+    for first in (0, 1, 5):
+        again = Loader(step_batches(files, builder), range(first, 9), DataConfig(num_workers=2))
+        assert [shown(batch) for batch in again] == expected[first:]
+    assert [shown(step_batches(files, builder)[step]) for step in (7, 2, 7)] == [
+        expected[7],
+        expected[2],
+        expected[7],
+    ]
+
+
+def test_processes_and_their_workers_read_parts_of_their_own(home, builder):
+    found = Counter()
+    ranks = [step_batches([stream(home)], builder, rank, 2, batch_size=4) for rank in range(2)]
+    for step in range(COUNT // 4):
+        for batches in ranks:
+            found.update(batches[step].record_ids)
+    assert found == Counter(f"r{number}" for number in range(COUNT))
+
+
+def test_bad_records_of_a_stream(home, builder, tmp_path):
+    broken(home, tmp_path / "bad")
+    source = SourceConfig(dataset=str(tmp_path / "bad"), streaming=True, shuffle_buffer=4)
+    files = [open_records(source, need_rationale=True)]
+    with pytest.raises(
+        (RecordError, ImageError), match=r"record (0:\d+|'r11') of .*bad\[train\]: (positives|pic)"
+    ):
+        [step_batches(files, builder)[step] for step in range(COUNT // 6)]
+    skipping = step_batches(files, builder, on_bad="skip")
+    ledger = BadRecords(DataConfig(on_bad="skip", max_bad_share=0.01), files, tmp_path, 0, skipping.mixture)
+    for step in range(2 * COUNT // 6):
+        batch = skipping[step]
+        assert len(batch.queries) == 6
+        ledger.after_step(step + 1, batch)
+    listed = [json.loads(line) for line in (tmp_path / "bad_records.jsonl").read_text().splitlines()]
+    assert sorted((line["place"], line["id"]) for line in listed) == [
+        ("0:11", "r11"),
+        ("0:3", None),
+        ("0:5", None),
+    ]
+    strict = BadRecords(
+        DataConfig(on_bad="skip", max_bad_share=0.001), files, tmp_path / "a", 0, skipping.mixture
+    )
+    bad = [step_batches(files, builder, on_bad="skip")[step] for step in range(COUNT // 6)]
+    with pytest.raises(RecordError, match="of 1000 records are bad, more than data.max_bad_share=0.001"):
+        [strict.after_step(step, batch) for step, batch in enumerate(bad, start=1)]
 
 
 # ------------------------------------------------------------------------------------------------- recipes, commands
@@ -332,8 +508,9 @@ def loaded(recipe: Path, *overrides: str):
     [
         ("joint.sources=[{dataset: x, path: y}]", r"joint.sources\[0\] must name exactly one of path, dataset and type, not path"),
         ("joint.sources=[{path: y, columns: {id: x}}]", r"joint.sources\[0\].columns belongs to dataset or type, .* has a path"),
-        ("joint.sources=[{path: y, split: x}]", "split belongs to dataset"),
+        ("joint.sources=[{path: y, streaming: true}]", "streaming belongs to dataset"),
         ("joint.sources=[{dataset: y, options: {a: 1}}]", "options belongs to type"),
+        ("joint.sources=[{dataset: y, shuffle_buffer: 0}]", "shuffle_buffer must be >= 1"),
         ("validation={path: a, dataset: b}", "validation must name exactly one of path, dataset and type"),
         ("validation.split=test", "validation must name exactly one of path, dataset and type"),
     ],
@@ -341,6 +518,21 @@ def loaded(recipe: Path, *overrides: str):
 def test_a_source_is_one_thing(recipe, override, message):
     with pytest.raises(RecipeError, match=message):
         loaded(recipe, override)
+
+
+def test_a_stream_refuses_what_needs_its_length(recipe, home):
+    given = f"joint.sources=[{{dataset: '{home / 'parquet'}', streaming: true}}]"
+    assert loaded(recipe, given).joint.sources[0].streaming
+    with pytest.raises(
+        RecipeError,
+        match=r"joint.epochs needs the number of records, which is unknown for the stream .* set joint.steps",
+    ):
+        loaded(recipe, given, "joint.steps=null")
+    with pytest.raises(
+        RecipeError,
+        match=r"model.scratch learns its vocabulary from the texts of all records, and the stream",
+    ):
+        loaded(recipe, given, "model.path=null", "model.scratch={vocab_size: 300}")
 
 
 def test_keys_tell_sources_apart():
@@ -352,7 +544,8 @@ def test_keys_tell_sources_apart():
     assert {source.key for source in same} == {"a.jsonl"}
     others = [
         SourceConfig(dataset="d"), SourceConfig(dataset="d", split="x"), SourceConfig(dataset="d", name="x"),
-        SourceConfig(dataset="d", revision="x"), SourceConfig(dataset="d", columns={"id": "x"}),
+        SourceConfig(dataset="d", revision="x"), SourceConfig(dataset="d", streaming=True),
+        SourceConfig(dataset="d", streaming=True, shuffle_buffer=2), SourceConfig(dataset="d", columns={"id": "x"}),
         SourceConfig(type="d"), SourceConfig(type="d", options={"a": 1}),
     ]  # fmt: skip
     assert len({source.key for source in others}) == len(others)
@@ -364,26 +557,39 @@ def test_the_check_looks_at_data_sets_too(recipe, home, tmp_path):
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
-    good = f"joint.sources=[{{dataset: '{home / 'parquet'}'}}, {{dataset: '{home / 'saved'}'}}]"
+    good = (
+        f"joint.sources=[{{dataset: '{home / 'parquet'}'}}, {{dataset: '{home / 'saved'}', streaming: true}}]"
+    )
     held = f"validation={{dataset: '{home / 'splits'}', split: test}}"
     made = loaded(recipe, good, held, f"out={tmp_path / 'out'}")
     problems, found = check.examine(made, accelerator, decode=True)
     assert problems == []
-    assert f"from {2 * COUNT} records in 2 sources" in "\n".join(found.summary)
+    assert f"from {COUNT} records in 2 sources, 1 of them a stream" in "\n".join(found.summary)
     assert len(found.records) == 3
+    held = f"validation={{dataset: '{home / 'parquet'}', streaming: true, max_records: 7}}"
+    _, found = check.examine(loaded(recipe, held), accelerator)
+    assert len(found.records[loaded(recipe, held).validation.key]) == 7
     broken(home, tmp_path / "bad")
     bad = f"joint.sources=[{{dataset: '{tmp_path / 'bad'}'}}, {{dataset: nobody/nothing}}]"
     problems, _ = check.examine(loaded(recipe, bad), accelerator)
     assert len(problems) == 2
     assert ":11: query.images.0: picture " in problems[0]
     assert "nobody/nothing" in problems[1]
+    bad = f"joint.sources=[{{dataset: '{home / 'odd'}', streaming: true}}]"
+    (home / "odd").mkdir()
+    (home / "odd" / "a.jsonl").write_text('{"query": {"text": "x"}, "positives": []}\n')
+    [problem], _ = check.examine(loaded(recipe, bad), accelerator)
+    assert "the first one already" in problem
 
 
 def test_a_checkpoint_says_what_it_was_trained_on(home):
-    assert training_data([SourceConfig(dataset=str(home / "parquet"))]) == {
-        **training_data([SourceConfig(path=str(home / "lines" / "train.jsonl"))]),
-        "training_data": ["parquet[train]"],
-    }
+    for streaming in (False, True):
+        source = SourceConfig(dataset=str(home / "parquet"), streaming=streaming)
+        told = training_data([source])
+        assert told == {
+            **training_data([SourceConfig(path=str(home / "lines" / "train.jsonl"))]),
+            "training_data": ["parquet[train]"],
+        }
 
 
 def test_what_it_was_trained_on_is_told_without_the_pictures_bytes(home, monkeypatch):
@@ -392,8 +598,10 @@ def test_what_it_was_trained_on_is_told_without_the_pictures_bytes(home, monkeyp
     monkeypatch.setattr(
         readers, "parsed", lambda columns, row, number: seen.append(row) or real(columns, row, number)
     )
-    training_data([SourceConfig(dataset=str(home / "parquet"))])
-    assert len(seen) == COUNT
+    for streaming in (False, True):
+        training_data([SourceConfig(dataset=str(home / "parquet"), streaming=streaming)])
+    assert len(seen) == 2 * COUNT
+    assert seen[:COUNT] == seen[COUNT:]
     assert "<bytes>" in repr(seen)
     assert "PNG" not in repr(seen)
 
@@ -428,6 +636,32 @@ def test_training_on_a_data_set_is_training_on_the_file_bit_for_bit(recipe, home
     whole = run(recipe, tmp_path / "file")
     assert run(recipe, tmp_path / "parquet", sources(home, "parquet")) == whole
     assert run(recipe, tmp_path / "saved", sources(home, "saved"), "data.num_workers=0") == whole
+
+
+@pytest.mark.slow
+def test_a_stream_is_the_same_killed_or_whole_and_on_two_processes(recipe, home, tmp_path):
+    given = (sources(home, "parquet", streaming=True, shuffle_buffer=4), "joint.steps=14")
+    whole = run(recipe, tmp_path / "whole", *given)
+    words = (TRAIN, f"recipe={recipe}", f"out={tmp_path / 'killed'}", *given)
+    with forked.Program(*words) as program:
+        program.wait_until(lambda: list((tmp_path / "killed" / "joint" / "state").glob("step_*[2468]")))
+        program.send(signal.SIGKILL)
+    wrong = forked.run(*words, "data.num_workers=1")
+    assert wrong.returncode == 2
+    assert "was saved by 1 processes with data.num_workers=2, and now there are 1 with 1" in wrong.stderr
+    assert run(recipe, tmp_path / "killed", *given) == whole
+    mine, theirs = (
+        load_file(tmp_path / name / "joint/final/model.safetensors") for name in ("killed", "whole")
+    )
+    assert all(torch.equal(mine[key], theirs[key]) for key in theirs)
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
+              "GLOO_SOCKET_IFNAME": "lo", "ACCELERATE_USE_CPU": "true"}  # fmt: skip
+    words = (TRAIN, f"recipe={recipe}", f"out={tmp_path / 'two'}", *given, "joint.steps=3")
+    ranks = [forked.Program(*words, RANK=str(rank), LOCAL_RANK=str(rank), **common) for rank in range(2)]
+    with ranks[0], ranks[1]:
+        done = [rank.finished() for rank in ranks]
+    assert [one.returncode for one in done] == [0, 0], done[0].stderr
+    assert len(losses(tmp_path / "two")) == 3
 
 
 # ---------------------------------------------------------------------------------------------------- registered ones

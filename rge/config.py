@@ -8,7 +8,6 @@ of their keys, which would go stale.
 import json
 import math
 import os
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -341,9 +340,6 @@ class RolloutConfig:
     num_rationales: AtLeastOne = 1
     """Rationales sampled per query and step from one encoding of its prompt; needs a temperature. Each is an anchor of
     the contrastive loss, which is the mean over them."""
-    reuse_steps: Count = 0
-    """Number of steps for which a query's rationale is reused; 0: none. Its `<emb>` state is always computed with the
-    current weights. Only in the joint stage: the stage rl always writes new ones."""
     direct_share: BelowOne = 0.0
     """Share of the queries, drawn anew in each step, that are embedded without a rationale, so that one model is
     trained for both modes. Must be below 1: to embed all of them without, set loss.anchor=none."""
@@ -412,11 +408,6 @@ class RLConfig(StageConfig):
     """Sampling temperature; replaces rollout.temperature. Log probabilities are those of this distribution."""
     rewards: list[RewardConfig] = field(default_factory=lambda: [RewardConfig("margin")])
     """Terms of the reward, each with name, weight and options."""
-    candidates: str = "batch"
-    """What rewards rank: batch, the step's candidates on all processes; or pool:PATH, a fixed, harder pool: a folder
-    with a retrieval set's corpus.parquet, or a file of training records, whose positives and negatives form the pool."""
-    pool_every: AtLeastOne = 50
-    """Steps between embeddings of the pool; without a pool it has no effect."""
     loss_type: Literal["grpo", "dr_grpo", "dapo"] = "dapo"
     """Normalisation of the policy gradient, see docs/rl.md."""
     scale_rewards: Literal["group", "batch", "none"] | None = None
@@ -587,12 +578,10 @@ class Recipe:
         return self.data.max_rationale_tokens or max(4 * self.rollout.max_new_tokens, 512)
 
     def rollout_of(self, stage: StageConfig) -> RolloutConfig:
-        """How rationales are written in a stage: `rl` samples groups of new ones."""
+        """How rationales are written in a stage: `rl` samples groups."""
         if not isinstance(stage, RLConfig):
             return self.rollout
-        return replace(
-            self.rollout, num_rationales=stage.num_rationales, temperature=stage.temperature, reuse_steps=0
-        )
+        return replace(self.rollout, num_rationales=stage.num_rationales, temperature=stage.temperature)
 
 
 @dataclass
@@ -761,12 +750,6 @@ _RL_RULES: Rules = {
     "rl.temperature={r.rl.temperature} is not possible with rollout.backend=vllm: set 0, or 0.01 to 2": lambda r: (
         r.rollout.backend == "vllm" and not _vllm_samples_at(r.rl.temperature)
     ),
-    "rl.candidates must be batch or pool:PATH, got {r.rl.candidates!r}": lambda r: (
-        not re.fullmatch("batch|pool:.+", r.rl.candidates)
-    ),
-    "rl.candidates is what rewards rank, and rl.alpha_rl=0 leaves rewards out: set it to batch": lambda r: (
-        r.rl.candidates != "batch" and not r.rl.alpha_rl
-    ),
     "loss.anchor={r.loss.anchor} embeds queries without the model's own rationale, which is what the stage rl trains: set "
     "loss.anchor=self": lambda r: r.loss.anchor != "self",
     "stage=rl continues from a model that writes rationales, and model.scratch is untrained: give "
@@ -837,7 +820,7 @@ def _vllm_samples_at(temperature: float) -> bool:
 def _compares_in_batch(recipe: Recipe, stage: str) -> bool:
     """Whether a stage's losses or rewards rank the step's candidates."""
     if stage == "rl":
-        return recipe.rl.alpha_con > 0 or (recipe.rl.alpha_rl > 0 and recipe.rl.candidates == "batch")
+        return recipe.rl.alpha_con > 0 or recipe.rl.alpha_rl > 0
     return stage == "joint" and bool(recipe.loss.alpha_con)
 
 
@@ -848,7 +831,7 @@ def _check_unused(recipe: Recipe) -> Iterator[str]:
     if anchor != "mix":
         unused += [("loss", recipe.loss, key) for key in ("oracle_share", "oracle_decay_steps")]
     if anchor not in ("self", "mix"):
-        written = ("temperature", "num_rationales", "reuse_steps", "direct_share")
+        written = ("temperature", "num_rationales", "direct_share")
         unused += [("rollout", recipe.rollout, key) for key in written]
     for section, settings, key in unused:
         value, default = getattr(settings, key), getattr(type(settings), key)

@@ -107,6 +107,11 @@ class Objective:
         return self.alpha_rl > 0 or (self.alpha_con > 0 and self.anchor in ("self", "mix"))
 
     @property
+    def needs(self) -> dict[str, bool]:
+        """What batches have to hold, as arguments of `rge.data.collate.Collator`."""
+        return {"need_oracle": self.needs_oracle, "need_candidates": self.needs_candidates}
+
+    @property
     def needs_oracle(self) -> bool:
         """Whether records need an oracle rationale."""
         return (

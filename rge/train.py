@@ -90,7 +90,7 @@ def train_stage(
     objective = Objective.of(recipe, name)
     embedder = embedder_to_train(start, recipe.model, recipe.export.adapters_only)
     check_sizes(recipe.loss.matryoshka_dims, embedder.model)
-    batches = make_batches(recipe, stage, objective, embedder.processor, records)
+    batches = make_batches(recipe, stage, embedder.processor, records, **objective.needs)
     rewarded = name == "rl" and objective.needs_rollout
     reinforcement = make_reinforcement(recipe, embedder, folder, accelerator) if rewarded else None
     slow = vision_parameters(embedder.model)

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from rge.config import Recipe
 from rge.data.collate import Batch, Collator, prompt_builder
-from rge.data.sources import Draw, RecordError, Records
+from rge.data.mixture import Draw
+from rge.data.sources import RecordError, Records
 from rge.distributed import collectives as dist
-from rge.model.embedding_model import EmbeddingModel, Readout
+from rge.model.embedding_model import EmbeddingModel, Readout, eval_mode
 from rge.objective import Objective
 from rge.rollout.generate import Rationale, generate
 from rge.step import candidate_masks
@@ -58,8 +59,7 @@ def make_validation(
         [records[recipe.validation.key]],
         prompt_builder(processor, recipe),
         replace(recipe.data, augment="none", sort_by_length=False, on_bad="stop"),
-        need_oracle=objective.needs_oracle,
-        need_candidates=objective.needs_candidates,
+        **objective.needs,
     )
     return Validation(collator, objective, recipe)
 
@@ -84,12 +84,8 @@ class Validation:
             ``val_loss_lm``, ``val_loss_contrastive``, ``val_hit_at_1``, ``val_forced_rate``, as far as the objective has them, and
             ``val_loss``, weighted as in training. Losses are means over tokens and over queries.
         """
-        was_training = embedder.training
-        embedder.eval()
-        try:
+        with eval_mode(embedder):
             return self._measure(embedder)
-        finally:
-            embedder.train(was_training)
 
     def _measure(self, embedder: EmbeddingModel) -> dict[str, float]:
         objective = self.objective

@@ -34,7 +34,7 @@ from rge.distributed import collectives as dist
 
 WEIGHTS, OPTIMIZER, RANDOM = "model.safetensors", "optimizer.bin", "random_states.bin"
 REGISTERED = "registered.bin"
-"""States of objects registered with the accelerator, such as reusable rationales; equal on all processes. A ``state_dict()`` of
+"""States of objects registered with the accelerator, such as what RL counts; equal on all processes. A ``state_dict()`` of
 theirs must not change afterwards: it is written while training goes on."""
 
 

@@ -11,7 +11,8 @@ from tqdm import tqdm
 from rge.common.files import read_json_lines, write_text
 from rge.config import DataConfig
 from rge.data.collate import Batch
-from rge.data.sources import BadRecord, Mixture, RecordError, Records
+from rge.data.mixture import Mixture
+from rge.data.sources import BadRecord, RecordError, Records
 from rge.distributed import collectives as dist
 
 NAME = "bad_records.jsonl"

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,11 +15,10 @@ from rge.common.prompt_profiles import EMB_TOKEN
 from rge.common.schema import Item, Record, Target
 from rge.config import DataConfig, Recipe, StageConfig
 from rge.data.augment import AUGMENTATIONS
+from rge.data.mixture import Draw, Mixture
 from rge.data.sources import (
     BadRecord,
     BrokenRecord,
-    Draw,
-    Mixture,
     RecordError,
     Records,
     check_wording,
@@ -28,17 +27,6 @@ from rge.data.sources import (
 from rge.data.streams import Reader, Stream
 from rge.distributed import collectives as dist
 from rge.model.prompts import Prompt, PromptBuilder
-
-
-class Needs(Protocol):
-    """What a stage's objective needs from a record; implemented by `rge.objective.Objective`."""
-
-    @property
-    def needs_oracle(self) -> bool: ...  # noqa: D102
-
-    @property
-    def needs_candidates(self) -> bool: ...  # noqa: D102
-
 
 Chunk = tuple[slice, slice]
 """Queries and candidates of one forward."""
@@ -371,9 +359,9 @@ def prompt_builder(processor: Any, recipe: Recipe) -> PromptBuilder:
 
 
 def make_batches(
-    recipe: Recipe, stage: StageConfig, objective: Needs, processor: Any, records: Mapping[str, Records]
+    recipe: Recipe, stage: StageConfig, processor: Any, records: Mapping[str, Records], **needs: bool
 ) -> StepBatches:
-    """Sources of a stage, their mixture and this rank's share of every step."""
+    """Sources of a stage, their mixture and this rank's share of every step; `needs` are the objective's."""
     files = [records[source.key] for source in stage.sources if source.key]
     mixture = Mixture(
         [file.size for file in files],
@@ -389,8 +377,7 @@ def make_batches(
         recipe.data,
         rank=dist.rank(),
         world_size=dist.world_size(),
-        need_oracle=objective.needs_oracle,
-        need_candidates=objective.needs_candidates,
+        **needs,
     )
 
 

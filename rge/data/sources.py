@@ -1,12 +1,8 @@
-"""Read training records and choose those of a step, a pure function of seed and step; identity of targets.
-
-Since a step's batch depends only on the seed, a run resumes exactly by its step number, on any number of processes.
-"""
+"""Read training records and check them; identity of targets."""
 
 import codecs
 import hashlib
 import json
-import math
 import os
 import sys
 import tempfile
@@ -497,128 +493,6 @@ def identity(target: Target) -> int:
 def number_of(text: str) -> int:
     """Signed 64-bit hash of a text, the same on every machine."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
-
-
-@dataclass(frozen=True, slots=True)
-class Draw:
-    """One record of a batch.
-
-    Attributes:
-        source: number of the source.
-        index: number of the record in it.
-        seed: of everything random about this record in this step (drawn positive, augmentation, sampling).
-    """
-
-    source: int
-    index: int
-    seed: int
-
-
-class Mixture:
-    """The records of each step's global batch.
-
-    Every source is read in a new random order each epoch. Its share of the batches follows its weight, exact over time:
-    of n records drawn so far, a source with share s has s * n, up to rounding by one record per source (with share 0.3 of 8
-    it gets 2 or 3 records per step, seldom one more or less, 2.4 on average).
-
-    Args:
-        sizes: number of records of each source; None for a stream, whose draws are numbered consecutively.
-        batch_size: records per step over all processes.
-        homogeneous: each step's records come from one source, and weights are shares of the steps.
-    """
-
-    def __init__(
-        self,
-        sizes: Sequence[int | None],
-        weights: Sequence[float],
-        batch_size: int,
-        seed: int,
-        *,
-        homogeneous: bool = False,
-    ):
-        if any(size is not None and size < 1 for size in sizes):
-            raise ValueError("every source needs at least one record")
-        self.sizes, self.batch_size, self.seed = list(sizes), batch_size, seed
-        self.homogeneous = homogeneous
-        share = np.array(weights, dtype=np.float64)
-        self.share = share / share.sum()
-        self._orders: dict[tuple[int, int], np.ndarray] = {}
-
-    @property
-    def num_records(self) -> int:
-        """Records of all sources but streams."""
-        return sum(size for size in self.sizes if size is not None)
-
-    def batch(self, step: int) -> list[Draw]:
-        """The global batch of a step, `batch_size` draws, sources interleaved at random."""
-        before, after = self.drawn_before(step), self.drawn_before(step + 1)
-        draws: list[tuple[int, int]] = []
-        for source, size in enumerate(self.sizes):
-            for count in range(before[source], after[source]):
-                index = count if size is None else self._index(source, count // size, count % size)
-                draws.append((source, index))
-        seeds, mixed = self._chance(step)
-        return [Draw(draws[place][0], draws[place][1], int(seeds[place])) for place in mixed]
-
-    def sources_of(self, step: int) -> np.ndarray:
-        """The source of each draw of `batch`, (batch_size,) int64, without the draws."""
-        number = np.diff([self.drawn_before(step), self.drawn_before(step + 1)], axis=0)[0]
-        return np.repeat(np.arange(len(number)), number)[self._chance(step)[1]]
-
-    def _chance(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Seeds of a step's draws, and the order into which these are mixed."""
-        generator = np.random.default_rng([self.seed, 1, step])
-        seeds = generator.integers(0, 2**63, size=self.batch_size)
-        return seeds, generator.permutation(self.batch_size)
-
-    def drawn_before(self, step: int) -> list[int]:
-        """Records drawn from each source before a step."""
-        if self.homogeneous:
-            return [steps * self.batch_size for steps in self._counts_by_source(step)]
-        return self._counts_by_source(step * self.batch_size)
-
-    def _counts_by_source(self, total: int) -> list[int]:
-        # Integers that sum to the total. A source takes its share of what the sources before it leave, so every count grows
-        # with the total. Differences of rounded cumulative shares would sometimes draw a negative number from a small source.
-        counts, left, share_left = [], total, 1.0
-        for share in self.share[:-1]:
-            counts.append(math.floor(left * share / share_left + 1e-6))
-            left, share_left = left - counts[-1], share_left - share
-        return [*counts, left]
-
-    def _index(self, source: int, epoch: int, place: int) -> int:
-        size = self.sizes[source]
-        assert size is not None
-        if size > LARGE:
-            return permuted(place, size, f"{self.seed} {source} {epoch}")
-        key = (source, epoch)
-        if key not in self._orders:
-            if len(self._orders) > 4 * len(self.sizes):
-                self._orders.clear()
-            self._orders[key] = np.random.default_rng([self.seed, 0, source, epoch]).permutation(size)
-        return int(self._orders[key][place])
-
-
-LARGE = 1 << 22
-"""Number of records above which an epoch's order is computed on demand instead of stored, 8 bytes per record."""
-
-
-def permuted(place: int, size: int, key: str) -> int:
-    """Position of an index in a pseudo-random permutation of `size`, without materialising it.
-
-    A Feistel network of four rounds permutes the numbers of 2k bits. Results beyond the size are permuted again; that takes
-    fewer than four passes on average.
-    """
-    half = ((size - 1).bit_length() + 1) // 2
-    mask = (1 << half) - 1
-    while True:
-        left, right = place >> half, place & mask
-        for turn in range(4):
-            digest = hashlib.blake2b(f"{key} {turn} {right}".encode(), digest_size=8).digest()
-            left, right = right, left ^ (int.from_bytes(digest, "big") & mask)
-        place = left << half | right
-        if place < size:
-            return place
 
 
 def write_records(path: Path, records: Sequence[Record]) -> None:

@@ -15,7 +15,7 @@ from rge.checkpoints.settings import read_settings
 from rge.common.commands import progress_bar
 from rge.config import DataConfig
 from rge.data.collate import Batch, StepBatches
-from rge.data.sources import Mixture
+from rge.data.mixture import Mixture
 from rge.diagnose.pairs import open_data
 from rge.embedder import Embedder
 from rge.objective import Objective

@@ -12,7 +12,6 @@ import shlex
 import sys
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -72,12 +71,11 @@ def make_accelerator(train: TrainConfig, dtype: str = "float32") -> Accelerator:
         )
     plugin: DeepSpeedPlugin | FullyShardedDataParallelPlugin | None = None
     if _asked("DEEPSPEED"):
-        path = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")  # shipped ones are found from any folder
-        plugin = _deepspeed(path and str(find_shipped(path)), train, dtype)
+        plugin = _deepspeed(os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"), dtype)
     elif _asked("FSDP"):
         plugin = _fsdp2(FullyShardedDataParallelPlugin(), dtype)
     elif _launched() > 1 and train.back_end.startswith("zero"):
-        plugin = _deepspeed(str(CONFIGS / f"{train.back_end}.json"), train, dtype)
+        plugin = _deepspeed(str(CONFIGS / f"{train.back_end}.json"), dtype)
     elif _launched() > 1 and train.back_end == "fsdp2":
         plugin = _fsdp2(
             FullyShardedDataParallelPlugin(
@@ -224,63 +222,49 @@ def _check_accumulation(found: object, where: str) -> None:
         )
 
 
-def _check_deepspeed(settings: dict[str, Any], origin: str) -> None:
-    """Refuse settings that DeepSpeed would reject with a traceback after the model is loaded."""
-    refused = {
-        "optimizer": "the recipe's optim and each stage's lr determine how weights are updated",
-        "scheduler": "each stage's schedule and warmup_steps determine the learning rate",
-        "amp": "model.dtype determines the precision",
-    }
-    for name, reason in refused.items():
-        if name in settings:
-            raise LaunchError(f'{origin} have "{name}": remove it, since {reason}')
-    if (size := settings.get("train_batch_size", "auto")) != "auto":
-        raise LaunchError(
-            f'{origin} have "train_batch_size": {size}; set it to "auto", since a stage\'s batch_size counts the queries of a step'
-        )
-    zero = settings.get("zero_optimization", {})
-    if zero.get("stage") not in (1, 2, 3):
-        raise LaunchError(
-            f'{origin} have "stage": {zero.get("stage")} in zero_optimization, which shards nothing: set it to 1, 2 or '
-            f"3, or launch without DeepSpeed: {_command('ddp')}"
-        )
+def _check_deepspeed(settings: dict[str, Any], origin: str, dtype: str) -> None:
+    """Refuse settings that contradict the recipe, or that DeepSpeed would reject with a traceback after the model is loaded."""
+    enabled = str(dtype == "bfloat16").lower()
+    computes = f"remove it, since the recipe computes in {dtype} (model.dtype)"
+    rounds = "remove it, since small updates would be lost in rounding"
+    rules = {
+        "optimizer": ("none", "remove it, since the recipe's optim and each stage's lr determine how weights are updated"),
+        "scheduler": ("none", "remove it, since each stage's schedule and warmup_steps determine the learning rate"),
+        "amp": ("none", computes),
+        "bf16.enabled": (f"none auto {enabled}", computes),
+        "fp16.enabled": ("none auto false", computes),
+        "bf16.bf16_master_weights_and_grads": ("none false", rounds),
+        "data_types.grad_accum_dtype": ("none fp32", rounds),
+        "train_batch_size": ("none auto", 'set it to "auto", since a stage\'s batch_size counts the queries of a step'),
+        "zero_optimization.stage": ("1 2 3", f"set it to 1, 2 or 3, or launch without DeepSpeed: {_command('ddp')}"),
+    }  # fmt: skip
+    for key, (allowed, fix) in rules.items():
+        found: Any = settings
+        for part in key.split("."):
+            found = found.get(part) if isinstance(found, dict) else None
+        if str(found).lower() not in allowed.split():
+            raise LaunchError(f"{origin} have {key}={json.dumps(found)}: {fix}")
+    _check_accumulation(settings.get("gradient_accumulation_steps"), f"{origin} have")
 
 
-def _deepspeed(path: str | None, train: TrainConfig, dtype: str) -> DeepSpeedPlugin:
+def _deepspeed(path: str | None, dtype: str) -> DeepSpeedPlugin:
     """ZeRO as in the launch config or the recipe; LaunchError for unreadable settings, or ones that contradict the recipe."""
     let_deepspeed_build()
     origin = f"DeepSpeed's settings {path or 'of the launch config'}"
     try:
-        if path is None:
-            plugin = DeepSpeedPlugin()
-        else:
-            # Paths in recipes/accelerate are relative to the repository, which need not be the working directory.
-            files = [file for file in (Path(path), RECIPES.parent / path) if file.is_file()]
-            plugin = DeepSpeedPlugin(hf_ds_config=json.loads(files[0].read_text()) if files else path)
+        # Shipped ones are found from any folder.
+        given = {} if path is None else {"hf_ds_config": json.loads(find_shipped(path).read_text())}
+        plugin = DeepSpeedPlugin(**given)
     except (OSError, ValueError) as error:
         raise LaunchError(f"{origin}: {error}") from error
-    settings, computed_in = plugin.deepspeed_config, dtype == "bfloat16"
-    _check_deepspeed(settings, origin)
-    _check_accumulation(settings.get("gradient_accumulation_steps"), f"{origin} have")
-    for name, wanted in (("bf16", computed_in), ("fp16", False)):
-        part = settings.setdefault(name, {})
-        said = str(part.get("enabled", "auto")).lower()
-        if said not in ("auto", str(wanted).lower()):
-            raise LaunchError(
-                f"DeepSpeed's settings {path} have {name}.enabled={said}, but the recipe computes in {dtype} "
-                f"(model.dtype); remove {name} from them, or launch with {_command(train.back_end)}"
-            )
-        part["enabled"] = wanted
+    settings = plugin.deepspeed_config
+    _check_deepspeed(settings, origin, dtype)
+    settings.setdefault("bf16", {})["enabled"] = dtype == "bfloat16"
+    settings.setdefault("fp16", {})["enabled"] = False
+    settings.setdefault("data_types", {})["grad_accum_dtype"] = "fp32"
     # ZeRO-1 adds to its float32 gradients after a backward, and clears the last chunk's only if it finds tensors in the
     # forward's outputs, which here are dataclasses: chunks would count several times. Immediate updates avoid that.
     settings["bf16"]["immediate_grad_update"] = True
-    accumulated_in = settings.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
-    if accumulated_in != "fp32" or settings["bf16"].get("bf16_master_weights_and_grads"):
-        raise LaunchError(
-            f"DeepSpeed's settings {path} train bfloat16 weights, or sum gradients in {accumulated_in}, where small updates "
-            f"are lost in rounding; remove data_types.grad_accum_dtype and bf16.bf16_master_weights_and_grads from them, or "
-            f"launch with {_command(train.back_end)}"
-        )
     return plugin
 
 

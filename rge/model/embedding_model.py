@@ -1,7 +1,7 @@
 """The module that training wraps: packed rows in, embeddings and the LM loss's numerator out."""
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -330,6 +330,17 @@ def encode_in_parts(
     """
     with keeping(where):
         return EncodedParts([encode_prompts(embedder, embedder, prompts[part]) for part in parts])
+
+
+@contextmanager
+def eval_mode(module: nn.Module) -> Iterator[None]:
+    """Without dropout and gradient checkpointing."""
+    was_training = module.training
+    module.eval()
+    try:
+        yield
+    finally:
+        module.train(was_training)
 
 
 def has_dropout(module: nn.Module) -> bool:

@@ -16,7 +16,7 @@ from rge.model.hub_model import HubModel
 from rge.plan.costs import GIB, speed_of
 from rge.plan.machine import cpu_speed, main_memory
 from rge.plan.options import PlanOptions
-from rge.plan.report import Plan, lack, plan
+from rge.plan.report import LESS, Plan, lack, plan
 from rge.plan.search import ImpossibleKeeping
 
 WORTH_MEASURING = 2e13
@@ -155,12 +155,12 @@ def _estimated(plans: Plans, name: str, figures: Plan) -> Iterator[str]:
     if plans.gib is None:
         return
     if not figures.fits:
-        advised = f"; this would: {'; or '.join(figures.advice)}" if figures.advice else ""
-        yield f"  warning: by the plan this does not fit: {lack(figures, plans.options)}{advised}"
+        less = "" if figures.fastest else f"; {LESS}"
+        yield f"  warning: by the plan this does not fit: {lack(figures, plans.options)}{less}"
     for way in figures.fastest[:1]:
-        if way.seconds < WORTH_SAYING * figures.seconds:
+        if not figures.fits or way.seconds < WORTH_SAYING * figures.seconds:
             yield (
-                f"  by the plan, faster settings for the same step fit, {figures.seconds / way.seconds:.2f} x, in "
+                f"  by the plan, {'faster ' * figures.fits}settings for the same step fit, {figures.seconds / way.seconds:.2f} x, in "
                 f"{way.memory_total / GIB:,.1f} (to {way.memory_to / GIB:,.1f}) GiB: {' '.join(way.overrides)}"
             )
 

@@ -3,14 +3,12 @@
     rge plan recipe=qwen25vl_3b num_gpus=8 gpu_gib=80 back_end=zero2 [key=value of the recipe ...]
 
 No weights are loaded and nothing is trained (rge/plan/costs.py). The plan is for the largest possible step: all pictures at
-model.max_pixels, all rationales at the cap. The last line is the plan as JSON. If it does not fit, the exit code is 1 and the
-report lists changes that would make it fit.
+model.max_pixels, all rationales at the cap. The last line is the plan as JSON. If it does not fit, the exit code is 1.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 from rge.config import BACK_ENDS, UNSHARDED_ONLY, Recipe, RecipeError, StageConfig
 from rge.model.hub_model import HubModel
@@ -20,8 +18,13 @@ from rge.plan.costs import GIB, Load, Setup, Shapes, num_parameters, shapes_of
 from rge.plan.known_models import outline
 from rge.plan.machine import cpu_speed, main_memory
 from rge.plan.options import PlanCommand, PlanOptions
-from rge.plan.search import Room, Way, back_ends, decided, fastest, overrides
+from rge.plan.search import Room, Way, decided, fastest, overrides
 from rge.towers.smollm2 import is_smollm2
+
+LESS = (
+    "with less memory: a smaller train.micro_batch_size or rollout.batch_size, model.gradient_checkpointing=true, a back end that "
+    "shards more, more GPUs, model.freeze_vision=true or model.lora; less main memory: train.background_save=false"
+)
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,6 @@ class Plan:
     hours_from: float  # at the highest
     hours_to: float  # at the lowest
     fits: bool
-    advice: list[str]  # changes that would make it fit; empty if it does
 
 
 @dataclass(frozen=True)
@@ -136,19 +138,32 @@ def plan(
     divided, a prompt is longer than allowed, or activations cannot be kept as asked.
     """
     shapes = shapes_of(model, recipe.model.max_pixels)
-    load = load_of(recipe, shapes, options, longest)
-    fit = _fit(recipe, model, options, shapes, load, on_gpu=on_gpu)
-    way, base, processes = fit.way, fit.base, min(options.num_gpus, options.gpus_per_machine)
-    setup, num_flops = way.setup, way.num_flops
+    load, base = load_of(recipe, shapes, options, longest), setup_of(recipe, model, options)
+    machine, room = _machine(recipe, options, shapes, load, base, on_gpu=on_gpu)
+    way, why = decided(recipe, shapes, load, base, room)
+    setup, processes = way.setup, min(options.num_gpus, options.gpus_per_machine)
+    machine |= {"memory": machine["memory"] + processes * way.host, "of that, kept": processes * way.host}
     steps = options.steps or getattr(recipe, options.for_).steps or 1000
 
     def hours(utilisation: float) -> float:
         peak, bandwidth = (1e12 * utilisation * most for most in (options.peak_tflops, options.bandwidth_tbs))
-        seconds = costs.step_seconds(shapes, load, setup, num_flops=num_flops, peak=peak, bandwidth=bandwidth)
+        seconds = costs.step_seconds(
+            shapes, load, setup, num_flops=way.num_flops, peak=peak, bandwidth=bandwidth
+        )
         return steps * seconds / 3600
 
+    def faster(one: Way) -> FasterWay:
+        return FasterWay(
+            overrides=overrides(recipe, one, base),
+            seconds=one.seconds,
+            flops=one.num_flops * options.num_gpus,
+            memory_total=one.total,
+            memory_to=one.total + one.uncertain,
+            host=processes * one.host,
+            sent=one.sent,
+        )
+
     least, most = _utilisations(options)
-    faster = fastest(recipe, shapes, load, base, options, fit.room) if on_gpu else []
     return Plan(
         parameters=shapes.parameters,
         vision_parameters=shapes.vision_parameters,
@@ -157,7 +172,7 @@ def plan(
         load=load,
         tokens=tokens_of(load, options.num_gpus),
         flops_per_gpu=costs.flops(shapes, load, setup),
-        flops=num_flops * options.num_gpus,
+        flops=way.num_flops * options.num_gpus,
         memory=way.memory,
         memory_total=way.total,
         memory_from=way.total - way.uncertain,
@@ -166,48 +181,27 @@ def plan(
             name: costs.communication(shapes, load, replace(setup, back_end=name)) for name in BACK_ENDS
         },
         batch_bytes=costs.pixel_bytes(shapes, load),
-        host=fit.machine,
+        host=machine,
         keep=setup.keep,
         prompt_pass="once" if setup.once else "twice",
-        why=fit.why,
+        why=why,
         seconds=way.seconds,
-        fastest=[
-            FasterWay(
-                overrides=overrides(recipe, one, base),
-                seconds=one.seconds,
-                flops=one.num_flops * options.num_gpus,
-                memory_total=one.total,
-                memory_to=one.total + one.uncertain,
-                host=processes * one.host,
-                sent=one.sent,
-            )
-            for one in faster
-        ],
+        fastest=[*map(faster, fastest(recipe, shapes, load, base, options, room))]
+        if on_gpu and room.host != 0
+        else [],
         steps=steps,
         hours=hours(options.reached),
         hours_from=hours(most),
         hours_to=hours(least),
-        fits=fit.fits,
-        advice=[] if fit.fits else advice(recipe, model, options, shapes, longest, on_gpu=on_gpu),
+        fits=way.total <= options.gpu_gib * GIB and not 0 < options.host_gib * GIB < machine["memory"],
     )
 
 
-@dataclass(frozen=True)
-class _Fit:
-    """Settings with ``auto`` resolved, and whether GPU and machine have room for them."""
-
-    base: Setup  # as the recipe has them
-    room: Room
-    way: Way
-    why: str
-    machine: dict[str, float]
-    fits: bool
-
-
-def _fit(
-    recipe: Recipe, model: HubModel, options: PlanOptions, shapes: Shapes, load: Load, *, on_gpu: bool
-) -> _Fit:
-    base, processes = setup_of(recipe, model, options), min(options.num_gpus, options.gpus_per_machine)
+def _machine(
+    recipe: Recipe, options: PlanOptions, shapes: Shapes, load: Load, setup: Setup, *, on_gpu: bool
+) -> tuple[dict[str, float], Room]:
+    """What one machine needs besides its GPUs, without kept activations, and the room of one of its processes for these."""
+    processes = min(options.num_gpus, options.gpus_per_machine)
     machine = costs.host(
         shapes.parameters,
         batch_bytes=costs.pixel_bytes(shapes, load),
@@ -216,21 +210,17 @@ def _fit(
         dtype_bytes=costs.DTYPE_BYTES[recipe.model.dtype],
         processes=processes,
     )
-    copied = costs.state_copy(shapes, base, processes) if recipe.train.background_save else 0.0
-    machine["memory"] += copied
-    memory, main = options.gpu_gib * GIB, options.host_gib * GIB
+    copied = costs.state_copy(shapes, setup, processes) if recipe.train.background_save else 0.0
+    machine |= {"memory": machine["memory"] + copied, "of that, a state being written": copied}
+    main = options.host_gib * GIB
     room = Room(
-        memory if on_gpu else None,
+        options.gpu_gib * GIB if on_gpu else None,
         reserved(recipe, options, on_gpu=on_gpu),
         max(main - machine["memory"], 0.0) / processes if main else None,
         options.peak_tflops * options.reached * 1e12,
         options.bandwidth_tbs * options.reached * 1e12,
     )
-    way, why = decided(recipe, shapes, load, base, room)
-    machine["memory"] += processes * way.host
-    machine |= {"of that, kept": processes * way.host, "of that, a state being written": copied}
-    fits = way.total <= memory and not 0 < main < machine["memory"]
-    return _Fit(base, room, way, why, machine, fits)
+    return machine, room
 
 
 def _utilisations(options: PlanOptions) -> tuple[float, float]:
@@ -355,74 +345,6 @@ def engine_bytes(recipe: Recipe, options: PlanOptions) -> float:
     return writes * recipe.rollout.vllm_memory * options.gpu_gib * GIB
 
 
-def advice(
-    recipe: Recipe,
-    model: HubModel,
-    options: PlanOptions,
-    shapes: Shapes,
-    longest: Mapping[str, int] | None,
-    *,
-    on_gpu: bool,
-) -> list[str]:
-    """Single changes that would make it fit, the least intrusive first."""
-    lines = []
-    for key, values, about in _changes(recipe, options):
-        for value in values:
-            changed, others = _changed(recipe, options, key, value)
-            load = load_of(changed, shapes, others, longest)
-            try:
-                if not _fit(changed, model, others, shapes, load, on_gpu=on_gpu).fits:
-                    continue
-            except RecipeError:
-                continue
-            lines.append(f"{key}={str(value).lower()}{about}")
-            break
-    return lines
-
-
-def _changes(recipe: Recipe, options: PlanOptions) -> list[tuple[str, Sequence[Any], str]]:
-    """Keys of the recipe or of the plan, their values to try, and what else changes."""
-    model, back_end = recipe.model, options.back_end or recipe.train.back_end
-    batch_size, on_gpu = getattr(recipe, options.for_).batch_size, not options.cpu
-    doubled = [options.num_gpus << shift for shift in range(1, 11)]
-    more_gpus = [number for number in doubled if number <= min(1024, batch_size)]
-    whole = not model.freeze_vision and model.lora is None
-    in_host, saves = recipe.train.keep_activations == "host", recipe.train.background_save
-    return [
-        ("train.keep_activations", ["none"] * in_host, ": the result stays the same, more compute"),
-        (
-            "train.background_save",
-            [False] * (saves and options.host_gib > 0),
-            ": training waits while a state is written",
-        ),
-        ("train.micro_batch_size", _halves(recipe.train.micro_batch_size), ": the result stays the same"),
-        (
-            "model.gradient_checkpointing",
-            [True] * (not model.gradient_checkpointing),
-            ": the result stays the same, a third more compute",
-        ),
-        ("rollout.batch_size", _halves(recipe.rollout.batch_size), ": slower rollouts, the same result"),
-        (
-            "back_end",
-            [name for name in back_ends(recipe, options) if name not in ("ddp", "zero1", back_end)],
-            " (recipes/accelerate has launch configs)",
-        ),
-        ("num_gpus", more_gpus * on_gpu, ""),
-        ("model.freeze_vision", [True] * whole, ": the vision tower is not trained"),
-    ]
-
-
-def _halves(size: int) -> list[int]:
-    return [size >> shift for shift in range(1, size.bit_length())]
-
-
-def _changed(recipe: Recipe, options: PlanOptions, key: str, value: Any) -> tuple[Recipe, PlanOptions]:
-    section, dot, name = key.partition(".")
-    if not dot:
-        return recipe, replace(options, **{key: value})
-    return replace(recipe, **{section: replace(getattr(recipe, section), **{name: value})}), options
-
-
 def _fastest(found: Plan, options: PlanOptions) -> list[str]:
     scale, unit = _unit(found)
     lines = ["fastest settings that fit, with the same gradients up to rounding"]
@@ -521,8 +443,7 @@ def report(recipe: Recipe, found: Plan, origin: str, options: PlanOptions) -> st
         lines += [title, *(f"  {name:<34}{value:>22}" for name, value in rows.items()), ""]
     if not options.cpu:
         lines += [*_fastest(found, options), ""]
-    if found.fits:
-        return "\n".join([*lines, "It fits."])
-    lines.append(f"It does not fit: {lack(found, options)}.")
-    advised = found.advice or ["adapters (model.lora), which train a hundredth of the parameters"]
-    return "\n".join([*lines, *(f"  this would: {line}" for line in advised)])
+    lines.append("It fits." if found.fits else f"It does not fit: {lack(found, options)}.")
+    if not found.fits and not found.fastest:
+        lines.append(LESS)
+    return "\n".join(lines)

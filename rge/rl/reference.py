@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from rge.config import Recipe, RecipeError
 from rge.distributed import collectives as dist
 from rge.model.adapters import has_adapters, without_adapters
-from rge.model.embedding_model import EmbeddingModel
+from rge.model.embedding_model import EmbeddingModel, eval_mode
 from rge.model.packing import Branch
 from rge.model.prompts import Prompt
 from rge.rollout.generate import Rationale
@@ -36,7 +36,7 @@ class Reference:
         branches = [Branch([*one.ids, embedder.emb_id], sampled=True) for one in rationales]
         rows = [branches[start : start + num_each] for start in range(0, len(branches), num_each)]
         plain = without_adapters(embedder.model) if has_adapters(embedder.model) else nullcontext()
-        with eval_mode(embedder), plain:
+        with eval_mode(embedder), _without_pictures(embedder), plain:
             for start in range(0, len(prompts), self.micro_batch_size):
                 chosen = slice(start, start + self.micro_batch_size)
                 packed = embedder.pack(prompts[chosen], rows[chosen], self.temperature)
@@ -45,15 +45,12 @@ class Reference:
 
 
 @contextmanager
-def eval_mode(embedder: EmbeddingModel) -> Iterator[None]:
-    """Without dropout, and without the picture features of the current step."""
-    pictures, was_training = embedder.pictures, embedder.training
-    embedder.pictures = None
-    embedder.eval()
+def _without_pictures(embedder: EmbeddingModel) -> Iterator[None]:
+    """Without the picture features of the current step."""
+    pictures, embedder.pictures = embedder.pictures, None
     try:
         yield
     finally:
-        embedder.train(was_training)
         embedder.pictures = pictures
 
 

@@ -30,7 +30,7 @@ class Rollouts:
     """Input of a reward: this rank's rationales, query after query, and the candidates of all ranks."""
 
     state_BKD: Tensor  # unit-norm states at ``<emb>``, without gradient
-    candidate_CD: Tensor  # unit-norm embeddings of the candidates: the step's, or a fixed pool's
+    candidate_CD: Tensor  # unit-norm embeddings of the step's candidates
     right_BC: Tensor  # bool; everything that answers the query, by identity. All others are wrong
     labelled_BC: Tensor  # bool; the query's own labelled negatives
     ids: Sequence[Sequence[Sequence[int]]]  # of K rationales per query, without ``<emb>``
@@ -86,25 +86,18 @@ class Reward:
     function: RewardFunction
     needs_direct: bool = False  # the group must contain the direct state, as a further, empty member
     needs_oracle: bool = False  # the oracle rationale must be read
-    check: Callable[..., object] | None = (
-        None  # called with the options before training; UserError for invalid ones
-    )
 
 
-REWARDS: Registry[Reward] = Registry("reward", "rge.rewards", ("rge.rl.judge",))
+REWARDS: Registry[Reward] = Registry("reward", "rge.rewards")
 
 
 def reward(
-    name: str,
-    *,
-    needs_direct: bool = False,
-    needs_oracle: bool = False,
-    check: Callable[..., object] | None = None,
+    name: str, *, needs_direct: bool = False, needs_oracle: bool = False
 ) -> Callable[[RewardFunction], RewardFunction]:
     """Decorator: ``rl.rewards=[{name: NAME}]`` selects the function, see `Reward`; logged as ``reward_NAME``."""
 
     def add(function: RewardFunction) -> RewardFunction:
-        REWARDS.add(name, Reward(function, needs_direct, needs_oracle, check))
+        REWARDS.add(name, Reward(function, needs_direct, needs_oracle))
         return function
 
     return add
@@ -142,8 +135,6 @@ def find_reward(config: RewardConfig) -> Reward:
         raise UserError(
             f"rl.rewards: options of {config.name}: {error}; there are: {', '.join(known) or 'none'}"
         ) from None
-    if chosen.check is not None:
-        chosen.check(**config.options)
     return chosen
 
 
@@ -302,7 +293,7 @@ def embed_rl_reward(group: Rollouts, temperature: float = 0.05) -> Tensor:
 
     Source: Embed-RL (arXiv:2602.13823), outcome term. Differs: the paper's embedder is another, frozen model, here it is
     the model itself; its acc is read as whether a right answer comes first; its weights, which are not printed, are
-    ``rl.rewards[].weight``; its judge is the reward ``judge``.
+    ``rl.rewards[].weight``; its judge would be a reward of your own.
     """
     wrong = group.score_BKC.masked_fill(group.right_BKC, float("-inf"))
     weight = (wrong / temperature).softmax(dim=2)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from rge.distributed.transfer import moved
 from rge.model.attention import Cache, EncodedParts, EncodedPrompts, RunningCache, bucket, fresh
-from rge.model.embedding_model import EmbeddingModel, encode_prompts, normalise
+from rge.model.embedding_model import EmbeddingModel, encode_prompts, eval_mode, normalise
 from rge.model.families import Rotations, family_of
 from rge.model.hub_model import HubModel
 from rge.model.prompts import Prompt
@@ -160,7 +160,6 @@ class Rationale:
     # Unit-norm state at ``<emb>``, float32, without gradient; None unless computed with the current weights.
     state_D: Tensor | None = field(repr=False)
     seconds: float  # wall time of its batch divided by the batch's rows
-    age: int = 0  # steps since generation
     direct: bool = False  # deliberately empty: ``<emb>`` directly follows the prompt
     oracle: bool = False  # not generated: the ids are the oracle's rationale
     given: bool = False  # not generated: the ids were passed in, for an additional state of the query
@@ -263,16 +262,13 @@ def generate(
 @contextmanager
 def _ready_to_write(embedder: EmbeddingModel) -> Iterator[_Captured | None]:
     """In evaluation mode, with the embedder's captured steps."""
-    was_training, captured = embedder.training, _captured_of(embedder)
-    # Also switches gradient checkpointing off, which in training mode would compute every layer twice.
-    embedder.eval()
+    captured = _captured_of(embedder)
     try:
-        with nullcontext() if captured is None else captured.rollout(embedder):
+        with eval_mode(embedder), nullcontext() if captured is None else captured.rollout(embedder):
             yield captured
     finally:
         if captured is not None:
             captured.in_use.release()
-        embedder.train(was_training)
 
 
 def _seeds_of(chosen: Sequence[int], seeds: Sequence[int], num_each: int, num_rows: int) -> list[int | None]:

@@ -30,8 +30,8 @@ from rge.common.options import one_of
 from rge.common.schema import Item
 from rge.config import load_recipe
 from rge.data.collate import Batch, StepBatches, chunks_of
+from rge.data.mixture import Mixture
 from rge.data.readers import open_records
-from rge.data.sources import Mixture
 from rge.losses import info_nce, rationale_nll
 from rge.model.attention import EncodedParts, EncodedPrompts
 from rge.model.embedding_model import EmbeddingModel, Readout, encode_in_parts, encode_prompts, normalise

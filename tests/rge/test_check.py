@@ -26,7 +26,8 @@ from rge.common.files import DEMO_CHECKPOINT, raise_descriptor_limit
 from rge.config import Recipe, load_recipe, to_dict
 from rge.data import collate, layout
 from rge.data.collate import Collator, query_item, target_item
-from rge.data.sources import Draw, RecordFile
+from rge.data.mixture import Draw
+from rge.data.sources import RecordFile
 from rge.distributed import launch
 from rge.identity.run_identity import IDENTITY
 from rge.plan import estimate, machine

@@ -179,7 +179,6 @@ ENTRIES: dict[str, Changes | Refused] = {
     "rollout.batch_size": Changes("rollout.batch_size=1", "calls"),
     "rollout.prompt_pass": Changes("rollout.prompt_pass=twice", "calls"),
     "rollout.num_rationales": Changes("rollout.num_rationales=2", "metrics", ("rollout.temperature=1.0",)),
-    "rollout.reuse_steps": Changes("rollout.reuse_steps=9", "metrics", ("joint.steps=4",)),
     "rollout.direct_share": Changes("rollout.direct_share=0.5", "metrics"),
     **stage_keys("cold_start", ("stage=cold_start",), TWO_COLD),
     **stage_keys("joint", (), TWO_SOURCES),
@@ -194,8 +193,6 @@ ENTRIES: dict[str, Changes | Refused] = {
     "rl.rewards.options": Changes(
         "rl.rewards=[{name: grace, options: {temperature: 1.0}}]", "metrics", (*RL, "rl.rewards=[{name: grace}]")
     ),
-    "rl.candidates": Changes("rl.candidates=pool:HOME/records.jsonl", "metrics", RL),
-    "rl.pool_every": Changes("rl.pool_every=1", "metrics", (*RL, "rl.candidates=pool:HOME/records.jsonl")),
     "rl.loss_type": Changes("rl.loss_type=dr_grpo", "weights", (*RL, "rl.rewards=[{name: gain_over_direct}]")),
     "rl.scale_rewards": Changes("rl.scale_rewards=none", "weights", RL),
     "rl.std_floor": Changes("rl.std_floor=1.0", "weights", RL),

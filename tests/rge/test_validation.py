@@ -66,7 +66,7 @@ def by_hand(embedder, records, objective):
     """Every query against the targets of all records, one forward a row."""
     builder = PromptBuilder(embedder.processor)
     collator = Collator([records], builder, PLAIN)
-    from rge.data.sources import Draw
+    from rge.data.mixture import Draw
 
     rows = [collator.collate([Draw(0, index, index)]) for index in range(len(records))]
     q, t, owner, nll, count = [], [], [], 0.0, 0

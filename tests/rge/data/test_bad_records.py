@@ -27,7 +27,8 @@ from rge.config import DataConfig
 from rge.data.bad_records import NAME, BadRecords
 from rge.data.collate import MAX_REPLACEMENTS, StepBatches, replacements
 from rge.data.loader import Loader
-from rge.data.sources import BadRecord, Draw, Mixture, RecordError, RecordFile
+from rge.data.mixture import Draw, Mixture
+from rge.data.sources import BadRecord, RecordError, RecordFile
 from rge.model.backbone import load_backbone
 from rge.model.prompts import PromptBuilder
 

@@ -17,7 +17,8 @@ from rge.data.collate import (
     query_item,
     target_item,
 )
-from rge.data.sources import Mixture, RecordError, RecordFile, identity
+from rge.data.mixture import Mixture
+from rge.data.sources import RecordError, RecordFile, identity
 from rge.embedder import Embedder
 from rge.model.packing import Branch
 from rge.model.prompts import PromptBuilder
@@ -303,7 +304,7 @@ def test_what_the_recipe_says_of_data_reaches_the_batches(records, embedder):
         stage = StageConfig(batch_size=6, sources=sources)
         recipe = Recipe(recipe="tiny", data=DataConfig(**{"sort_by_length": False, **data}), joint=stage)
         by_path = {str(file.path): file for file in records}
-        batches = make_batches(recipe, stage, Objective(0.5, 0.5), embedder.processor, by_path)
+        batches = make_batches(recipe, stage, embedder.processor, by_path, **Objective(0.5, 0.5).needs)
         return [content(batches[step]) for step in range(4)]
 
     plain = made()

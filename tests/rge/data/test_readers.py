@@ -29,8 +29,9 @@ from rge.data import readers, streams
 from rge.data.bad_records import BadRecords
 from rge.data.collate import StepBatches
 from rge.data.loader import Loader
+from rge.data.mixture import Mixture
 from rge.data.readers import DATA_SOURCES, open_records, register_data_source
-from rge.data.sources import Mixture, RecordError, RecordFile
+from rge.data.sources import RecordError, RecordFile
 from rge.diagnose.pairs import read_pairs
 from rge.model.backbone import load_backbone
 from rge.model.prompts import PromptBuilder

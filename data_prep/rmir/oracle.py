@@ -1,7 +1,7 @@
 """The demo's oracle: an OpenAI-compatible server that answers from the hand-written relation tables.
 
-It replaces a multimodal model, so that the whole pipeline runs on any machine over real HTTP, with single calls or
-batches. It recognises pictures by their bytes, and makes deliberate errors at configured rates.
+It replaces a multimodal model, so that the whole pipeline runs on any machine over real HTTP. It recognises pictures by
+their bytes, and makes deliberate errors at configured rates.
 
     python -m data_prep.rmir.oracle '{"judge_errors": 0.005}'    # prints its address; stops when standard input closes
 """
@@ -27,7 +27,7 @@ from data_prep.demo.tables import HERE, Concept, Fact, read_tables
 from data_prep.rmir import prompts
 from data_prep.rmir.config import CATEGORIES, OracleConfig
 from data_prep.rmir.wording import wording
-from rge.calls.local_server import Answer, Batches, LocalServer, chat
+from rge.calls.local_server import Answer, LocalServer, chat
 
 LIBRARY = HERE / "data" / "train" / "pictures.parquet"
 WITHOUT_CAPTION = 7
@@ -227,6 +227,6 @@ def _last(text: str, name: str) -> str:
 
 if __name__ == "__main__":
     config = OracleConfig(**json.loads(sys.argv[1] if len(sys.argv) > 1 else "{}"))
-    with LocalServer(raw=Batches(Oracle(config))) as server:
+    with LocalServer(Oracle(config)) as server:
         print(server.url, flush=True)
         sys.stdin.read()

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 
-from rge.calls.dispatch.batch_jobs import BatchJobs
 from rge.calls.dispatch.grouping import Call, Counts, Grouping, Outcome, Read
 from rge.calls.dispatch.health import Health
 from rge.calls.dispatch.sender import Sender
@@ -17,7 +16,6 @@ from rge.calls.failures import BudgetReached, StopCalls
 from rge.calls.keys import Mask
 from rge.calls.model_config import ModelConfig, check_model
 from rge.calls.pictures import Pictures
-from rge.calls.providers.batches import BatchApi
 from rge.calls.providers.transport import Connection, connections
 from rge.calls.replies import ReplyError
 from rge.calls.request import Request
@@ -28,8 +26,6 @@ from rge.common.images import ImageError
 
 CALLS_AHEAD = 1024
 """Calls of a model that wait for a connection, before no further requests are read."""
-CALLS_A_ROUND = 100_000
-"""Calls for which batches are submitted together; they take hours whatever their number."""
 
 
 class Caller:
@@ -113,14 +109,12 @@ class Caller:
                     for call in calls:
                         name = call.request.model
                         if name not in runs:
-                            runs[name] = _ModelRun(self._senders[name], grouping, pictures, group, self._say)
+                            runs[name] = _ModelRun(self._senders[name], grouping, pictures, group)
                             await runs[name].open(stack)
                         await runs[name].add(call)
                     if any(health.stopped for health in healths):
                         break
                     await asyncio.sleep(0)  # so that cached answers do not hold up calls
-                for run in runs.values():
-                    group.create_task(run.start_round())
         if stopped := [health.stopped for health in healths if health.stopped is not None]:
             raise min(stopped, key=lambda error: isinstance(error, BudgetReached))
 
@@ -132,20 +126,10 @@ class Caller:
 class _ModelRun:
     """The calls of one model in one run."""
 
-    def __init__(
-        self,
-        sender: Sender,
-        grouping: Grouping,
-        pictures: Pictures,
-        group: asyncio.TaskGroup,
-        say: Callable[[str], None],
-    ):
-        self.sender, self.grouping, self.pictures, self.say = sender, grouping, pictures, say
-        self._start = group.create_task
+    def __init__(self, sender: Sender, grouping: Grouping, pictures: Pictures, group: asyncio.TaskGroup):
+        self.sender, self.grouping, self.pictures, self.group = sender, grouping, pictures, group
         self._pool: asyncio.LifoQueue[Connection] = asyncio.LifoQueue()
         self._ahead = asyncio.Semaphore(CALLS_AHEAD + sender.model.concurrency)
-        self._batched: list[Call] = []
-        self._round: asyncio.Task[None] | None = None
 
     async def open(self, stack: AsyncExitStack) -> None:
         """Fill the pool with connections, which the stack closes."""
@@ -157,14 +141,9 @@ class _ModelRun:
             self._pool.put_nowait(clients[number % len(clients)])
 
     async def add(self, call: Call) -> None:
-        """Make a call as soon as a connection is free, or collect it for the next round of batches."""
-        if self.sender.model.mode == "batch":
-            self._batched.append(call)
-            if len(self._batched) == CALLS_A_ROUND:
-                await self.start_round()
-            return
+        """Make a call as soon as a connection is free; waits while `CALLS_AHEAD` others do."""
         await self._ahead.acquire()
-        self._start(self._make(call)).add_done_callback(lambda _: self._ahead.release())
+        self.group.create_task(self._make(call)).add_done_callback(lambda _: self._ahead.release())
 
     async def _make(self, call: Call) -> None:
         """Make a call, and those that request its unreadable answers again."""
@@ -189,47 +168,3 @@ class _ModelRun:
             return self.sender.unanswered(str(error))
         except ReplyError as error:
             return error
-
-    async def start_round(self) -> None:
-        """Submit the calls collected so far as batches, once the round before has ended."""
-        if self._round is not None:
-            await self._round
-        if self._batched:
-            self._round = self._start(self._make_batches(self._batched))
-            self._batched = []
-
-    async def _make_batches(self, calls: list[Call]) -> None:
-        sender = self.sender
-        first = self._pilots(calls)
-        for pilot in first:
-            await self._make(pilot)
-        if sender.health.stopped is not None:
-            return
-        # Files may redirect to another host; httpx does not forward the key there.
-        options = {"timeout": sender.model.timeout_s, "follow_redirects": True}
-        api = BatchApi(sender.model, sender.mask, **options)
-        try:
-            async with api.client:
-                jobs = BatchJobs(sender, api, self.grouping, self.pictures, self.say)
-                singles = await jobs.run([call for call in calls if call not in first])
-        except StopCalls as error:
-            sender.health.stop(error)
-            return
-        for call in singles:
-            self._start(self._make(call))
-
-    def _pilots(self, calls: Sequence[Call]) -> list[Call]:
-        """Under a budget: single calls to make first, one with pictures and one without, so that estimates rest on bills."""
-        sender, found = self.sender, dict[bool, Call]()
-        model, store = sender.model, sender.store
-        if not sender.budgets:
-            return []
-        budget_left = store.remaining(sender.budgets)
-        in_flight = {key for row in store.open_batches(model.endpoint) for key, _ in row.calls.values()}
-        for call in calls:
-            pictures = bool(call.request.num_pictures())
-            if pictures in found or call.key in in_flight or sender.stats(call.request).calls:
-                continue
-            if sender.estimate(call.request)[1] <= budget_left:
-                found[pictures] = call
-        return list(found.values())

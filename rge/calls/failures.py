@@ -30,7 +30,7 @@ class KeyRejected(AccountRejected):
 
 
 class NotFound(AccountRejected):
-    """404: unknown model, address or batch."""
+    """404: unknown model or address."""
 
 
 class BudgetReached(StopCalls):

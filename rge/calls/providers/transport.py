@@ -4,7 +4,6 @@ Plain HTTP rather than the providers' clients: `rge.calls` has its own retries, 
 byte for byte.
 """
 
-import json
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -43,23 +42,17 @@ class Connection:
 
     async def chat(self, request: Request, pictures: EncodedPictures) -> httpx.Response:
         """Send a request; raises `AttemptFailed`, `Rejection` or `StopCalls` if not answered (a refusal is an answer)."""
-        response = await self.exchange("POST", PATH, content=to_json(body(self.model, request, pictures)))
+        try:
+            response = await self.client.post(PATH, json=body(self.model, request, pictures))
+        except httpx.RequestError as lost:
+            message = self.mask(str(lost) or type(lost).__name__)
+            raise AttemptFailed(f"no connection: {message}", billed=not isinstance(lost, NOT_SENT)) from None
         if not response.is_success or is_failure(parse(response.content)):
             error = failure(response.status_code, response.content, response.headers, self.model, self.mask)
             if error is not None:
                 raise error
-        check_chat(response.content)
+        _check_chat(response.content)
         return response
-
-    async def exchange(self, method: str, url: str, **options: Any) -> httpx.Response:
-        """Send any request and return the response, whatever its status. Raises `AttemptFailed`: no response."""
-        if "content" in options:
-            options["headers"] = {"content-type": "application/json"}
-        try:
-            return await self.client.request(method, url, **options)
-        except httpx.RequestError as error:
-            message = self.mask(str(error) or type(error).__name__)
-            raise AttemptFailed(f"no connection: {message}", billed=not isinstance(error, NOT_SENT)) from None
 
 
 def connections(model: ModelConfig, mask: Mask) -> list[Connection]:
@@ -70,7 +63,7 @@ def connections(model: ModelConfig, mask: Mask) -> list[Connection]:
     return [Connection(model, mask, **options) for _ in range(-(-model.concurrency // POOL))]
 
 
-def check_chat(raw: bytes) -> None:
+def _check_chat(raw: bytes) -> None:
     """Raise `AttemptFailed` if a body is not a chat completion. An empty answer is one: it may have been billed."""
     try:
         read_replies(raw)
@@ -79,11 +72,6 @@ def check_chat(raw: bytes) -> None:
         raise AttemptFailed(message, billed=True) from None
     except ReplyError:
         pass
-
-
-def to_json(value: Any) -> bytes:
-    """Serialise a request body."""
-    return json.dumps(value).encode()
 
 
 def _headers(model: ModelConfig) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """Oracle rationales: checks by hand, and whole over HTTP."""
 
+import asyncio
 import json
 import re
 
@@ -15,7 +16,7 @@ from data_prep.rationales.gain import GainJudge, gains
 from data_prep.rationales.leak import text_leak
 from data_prep.rationales.options import RationaleOptions
 from data_prep.rationales.writing import Writing
-from rge.calls.local_server import Answer, Batches, LocalServer, chat
+from rge.calls.local_server import Answer, LocalServer, chat
 from rge.calls.model_config import ModelConfig
 from rge.common.errors import UserError
 from rge.common.schema import Item, Positive, QueryPart, Record
@@ -230,29 +231,25 @@ def test_calls_that_are_all_rejected_replace_no_result(records, tmp_path):
 
 
 def test_windows_are_in_flight_together(records, tmp_path, monkeypatch):
-    """Twenty records in windows of two, by batches: one batch, one wait; and a second process is refused meanwhile."""
+    """Twenty records in windows of two, and all twenty calls at once; a second process is refused meanwhile."""
     monkeypatch.setattr("data_prep.rationales.pairs.WINDOW", 2)
     (line, *_) = records.read_text().splitlines()
     rows = [{**json.loads(line), "id": f"r{number}", "group": f"r{number}"} for number in range(20)]
     for number, row in enumerate(rows):
         row["query"]["text"] = f"good {number}"
     records.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    batches = Batches(answer)
-    refused = []
+    together = asyncio.Barrier(20)
 
-    async def served(method, path, headers, data):
-        if method == "GET" and path.startswith("/v1/batches/"):
-            with pytest.raises(UserError, match="another process is working in"):
-                write(RationaleOptions(records=records, out=tmp_path / "out.jsonl", model=model))
-            refused.append(path)
-        return await batches(method, path, headers, data)
+    async def served(path, body):
+        await together.wait()
+        with pytest.raises(UserError, match="another process is working in"):
+            write(RationaleOptions(records=records, out=tmp_path / "out.jsonl", model=model))
+        return await answer(path, body)
 
-    with LocalServer(raw=served) as server:
-        model = ModelConfig(name="m", base_url=server.url, mode="batch", batch_poll_s=0.02)
+    with LocalServer(served) as server:
+        model = ModelConfig(name="m", base_url=server.url)
         report = write(RationaleOptions(records=records, out=tmp_path / "out.jsonl", model=model))
-    assert (len(batches.batches), len(refused), batches.num_single_calls) == (1, 1, 0)
     assert report["kept"] == 20
-    assert report["models"][0]["batch_calls"] == 20
 
 
 def test_a_folder_of_records_has_one_budget_and_one_ledger(records, tmp_path, capsys):
@@ -299,7 +296,7 @@ def test_a_folder_of_records_has_one_budget_and_one_ledger(records, tmp_path, ca
         ("select=nowhere", "nowhere"),
         ("dry_run=maybe", "dry_run must be true or false"),
         ("model.concurrency=0", r"^model\.concurrency must be >= 1, got 0"),
-        ("model={name: m, mode: vllm}", r"^model\.mode must be one of calls, batch, got 'vllm'"),
+        ("model={name: m, mode: batch}", r"unknown key model\.mode"),
         ("model=m", "model must be a mapping"),
     ],
 )
@@ -535,9 +532,6 @@ def test_the_dry_run_counts_and_asks_nothing(records, tmp_path, capsys):
     assert "| vqa | 4 |" in shown
     assert "12 calls," in shown
     assert "at most 3,072 output tokens: from 0.00 (input alone) to at most 3.07." in shown
-    by_batch = ["model.mode=batch", "model.batch_price=0.25", "model.output_price=1000"]
-    main(["rationales", *words, "candidates=3", "dry_run=true", *by_batch])
-    assert "at most 0.77." in capsys.readouterr().out
     assert not list(tmp_path.glob("out*"))
 
 

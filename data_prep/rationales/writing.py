@@ -25,7 +25,6 @@ from data_prep.rationales.pairs import (
 )
 from data_prep.rmir.pictures.encoders import CheckpointEncoder
 from rge.calls.caller import Caller, Outcome
-from rge.calls.failures import RequestRejected
 from rge.calls.replies import ReplyError
 from rge.calls.request import Request
 from rge.calls.store import AnswerStore
@@ -125,7 +124,7 @@ class Writing:
         self._check_answered(lost, len(places))
         if not rewrite and lost and len(lost) == len(places) and all(outcome.rejected for outcome in lost):
             caller.store.forget_rejections(outcome.key for outcome in lost)
-            raise RequestRejected(
+            raise UserError(
                 f"all {len(lost)} calls were rejected, such as: {lost[0].error}. Nothing was written; change the model's "
                 "settings and run the same command again"
             )

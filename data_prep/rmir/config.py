@@ -22,10 +22,6 @@ CATEGORIES = ("functional", "temporal", "causal")
 """Kinds of reasoning of the paper."""
 
 
-class ConfigError(UserError):
-    """A setting is wrong; the message names the key and the fix."""
-
-
 @dataclass
 class LibraryConfig:
     """The pictures to start from."""
@@ -343,14 +339,11 @@ def load_config(words: Sequence[str], schema: type[C] = RmirConfig) -> C:  # typ
     ``schema`` is the config class, or a subclass with further options of a command.
 
     Raises:
-        ConfigError: a missing or unknown config, an unknown key (with a suggestion), or an invalid value.
+        UserError: a missing or unknown config, an unknown key (with a suggestion), or an invalid value.
     """
-    try:
-        found = parse_file(schema, words, key="config", folder=CONFIGS, command="rge data rmir config=NAME")
-        found.models = fill_prices(found.models, found.prices)
-        check(found)
-    except UserError as error:
-        raise ConfigError(str(error)) from None
+    found = parse_file(schema, words, key="config", folder=CONFIGS, command="rge data rmir config=NAME")
+    found.models = fill_prices(found.models, found.prices)
+    check(found)
     return found
 
 
@@ -360,13 +353,13 @@ def check(config: RmirConfig) -> None:
     one_of("generate.categories", config.generate.categories, tuple(wording(config.prompts).codes))
     for stage, name in models_used(config):
         if name not in config.models:
-            raise ConfigError(
+            raise UserError(
                 f"{stage}: no model {name!r} under models (found: {', '.join(config.models) or 'none'})"
             )
     for name, model in config.models.items():
         check_model(f"models.{name}", model)
     if config.library.path is None and config.oracle is None:
-        raise ConfigError("library.path is missing: give a folder of pictures, or a table")
+        raise UserError("library.path is missing: give a folder of pictures, or a table")
 
 
 def _check_encoders(config: RmirConfig) -> None:
@@ -377,7 +370,7 @@ def _check_encoders(config: RmirConfig) -> None:
         one_of(f"retrieve.more.{number}.encoder.kind", [spec.encoder.kind], kinds)
     names = ["image", "caption", *(spec.name for spec in config.retrieve.more)]
     if twice := [name for name in names if names.count(name) > 1]:
-        raise ConfigError(f"retrieve.more: index names must be unique; got {twice[0]!r} twice")
+        raise UserError(f"retrieve.more: index names must be unique; got {twice[0]!r} twice")
 
 
 def models_used(config: RmirConfig) -> list[tuple[str, str]]:

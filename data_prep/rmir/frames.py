@@ -52,10 +52,6 @@ OUT = "{out}/"
 """Start of the ``ref`` of a picture in the run's own folder, which may be moved."""
 
 
-class TableError(UserError):
-    """A table does not have the expected schema; the message names file and column."""
-
-
 def _schema_name(path: Path) -> str:
     """The schema of a table has the name of its file, or of its folder if it is in parts; ``images-1`` is one of ``images``."""
     table = path.parent if path.name.startswith("part-") else path
@@ -63,10 +59,10 @@ def _schema_name(path: Path) -> str:
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Write a table atomically. Raises `TableError`: the rows do not fit the schema."""
+    """Write a table atomically. Raises `UserError`: the rows do not fit the schema."""
     rows, name = list(rows), _schema_name(path)
     if rows and (wrong := set(rows[0]) ^ set(SCHEMAS[name].names)):
-        raise TableError(f"{path}: columns {sorted(wrong)} are missing from, or not in, the schema {name}")
+        raise UserError(f"{path}: columns {sorted(wrong)} are missing from, or not in, the schema {name}")
     write_table(path, pa.Table.from_pylist(rows, schema=SCHEMAS[name]))
 
 
@@ -90,18 +86,18 @@ def parts(folder: Path) -> Iterator[pa.Table]:
 
 
 def read_table(path: Path) -> pa.Table:
-    """Read a file, or all parts in a folder in order. Raises `TableError`: it is missing, corrupt, or has other columns."""
+    """Read a file, or all parts in a folder in order. Raises `UserError`: it is missing, corrupt, or has other columns."""
     name = _schema_name(path)
     if path.is_dir():
         return pa.concat_tables([SCHEMAS[name].empty_table(), *parts(path)])
     if not path.exists():
-        raise TableError(f"{path} does not exist: finish the run first (python -m data_prep rmir)")
+        raise UserError(f"{path} does not exist: finish the run first (python -m data_prep rmir)")
     try:
         table = pq.read_table(path)
     except (OSError, pa.ArrowInvalid) as error:
-        raise TableError(f"{path} cannot be read: {error}") from None
+        raise UserError(f"{path} cannot be read: {error}") from None
     if not table.schema.equals(SCHEMAS[name]):
-        raise TableError(f"{path}: expected the schema {name}:\n{SCHEMAS[name]}\ngot:\n{table.schema}")
+        raise UserError(f"{path}: expected the schema {name}:\n{SCHEMAS[name]}\ngot:\n{table.schema}")
     return table
 
 

@@ -15,13 +15,14 @@ from data_prep.rmir.oracle import oracle_process, write_library
 from data_prep.rmir.pictures.download import is_address
 from data_prep.rmir.pictures.library import Library
 from data_prep.rmir.results import report
-from data_prep.rmir.run import STAGES, Run, RunError, stages_of
+from data_prep.rmir.run import STAGES, Run, stages_of
 from data_prep.rmir.seed_set import settle_library
 from data_prep.rmir.stages import WORK
 from data_prep.rmir.wording import wording
 from rge.calls.model_config import CHARACTERS_PER_TOKEN
 from rge.calls.prices import confirm
 from rge.calls.store import AnswerStore
+from rge.common.errors import UserError
 from rge.common.files import write_text
 
 SETTINGS = "settings.yaml"
@@ -82,16 +83,18 @@ def _to_pay(run: Run, stages: Sequence[str]) -> bool:
 
 
 def run_stages(run: Run, stages: Sequence[str]) -> None:
-    """Run the stages that are not finished. Raises `RunError`: an earlier one is not, or none is part of the run."""
+    """Run the stages that are not finished. Raises `UserError`: an earlier one is not, or none is part of the run."""
     present = stages_of(run.config)
     todo = [stage for stage in stages if stage in present]
     if not todo:
-        raise RunError(
+        raise UserError(
             "stage=caption needs a model that writes captions: set, for example, caption.model=writer"
         )
     for before in present[: present.index(todo[0])]:
         if run.done(before) is None:
-            raise RunError(f"stage={todo[0]} needs stage={before}, which is not finished with these settings")
+            raise UserError(
+                f"stage={todo[0]} needs stage={before}, which is not finished with these settings"
+            )
     whole = asdict(run.config)
     kept = {item.name: whole[item.name] for item in fields(RmirConfig)}
     write_text(run.out / SETTINGS, yaml.safe_dump(json.loads(json.dumps(kept, default=str)), sort_keys=False))

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from data_prep.rmir import frames
-from data_prep.rmir.config import ConfigError, LibraryConfig
+from data_prep.rmir.config import LibraryConfig
 from data_prep.rmir.pictures.changes import Changes, LibraryState, compare, files_of, rows_of
 from data_prep.rmir.pictures.download import resolve
 from data_prep.rmir.pictures.encoders import ImageEncoder, image_encoder, text_encoder
@@ -24,7 +24,6 @@ from data_prep.rmir.pictures.library import (
     DUPLICATE,
     NEAR_DUPLICATE,
     Library,
-    LibraryError,
     blocks,
     encodable,
     fetched,
@@ -32,6 +31,7 @@ from data_prep.rmir.pictures.library import (
 )
 from data_prep.rmir.pictures.near_duplicates import near_duplicates
 from data_prep.rmir.run import Run, reasons
+from rge.common.errors import UserError
 from rge.common.files import replacing, write_bytes
 from rge.common.schema import ImageRef, safe_id
 
@@ -46,7 +46,7 @@ def seed(run: Run) -> dict[str, Any]:
     # Checked before anything is embedded; `cluster` checks again with the usable pictures.
     listed = sum(1 for _ in islice(library.rows(pictures=False), config.seed.clusters))
     if listed < config.seed.clusters and not LibraryState.read(folder).extensions:
-        raise ConfigError(
+        raise UserError(
             f"seed.clusters={config.seed.clusters} needs at least as many pictures; {config.library.path} lists {listed:,}. Set "
             f"seed.clusters={max(1, listed // 2)}, or add pictures"
         )
@@ -57,7 +57,7 @@ def seed(run: Run) -> dict[str, Any]:
     unique, bad = usable(table, state, config.library.near_duplicates)
     listed = len(table) - len(state.gone)
     if not len(unique):
-        raise ConfigError(
+        raise UserError(
             f"library.path {config.library.path}: none of the {listed} pictures is usable: {reasons(bad)}"
         )
     images, kept_ND = _before(run, table, state)
@@ -182,7 +182,7 @@ def settle_library(run: Run) -> None:
     """Compare the library with what the seed stage read, and handle changes as ``library.changed`` says.
 
     Raises:
-        LibraryError: it changed and ``library.changed=stop``; or it is unreadable and the seed stage is not finished.
+        UserError: it changed and ``library.changed=stop``; or it is unreadable and the seed stage is not finished.
     """
     folder, config = run.path("seed"), run.config.library
     parts = _parts(run)
@@ -194,7 +194,7 @@ def settle_library(run: Run) -> None:
         run.path("seed", "done.json").unlink()
     try:
         library = Library(config)
-    except LibraryError:
+    except UserError:
         if not finished:
             raise
         return  # the export reports it when it needs the credits
@@ -211,7 +211,7 @@ def settle_library(run: Run) -> None:
         state.write(folder)
         return
     if config.changed == "stop":
-        raise LibraryError(
+        raise UserError(
             f"library.path {config.path} has changed since it was read: {found}. library.changed=extend adds new pictures, "
             "removes missing ones and keeps the results of the others; a different out= starts over"
         )
@@ -262,7 +262,7 @@ def scan_library(
         For each part the table ``inspected``, and the memory-mapped vectors of its good pictures.
 
     Raises:
-        LibraryError: the library cannot be read, or an id occurs twice.
+        UserError: the library cannot be read, or an id occurs twice.
     """
     config, state = run.config.library, LibraryState.read(run.path("seed"))
     seen: set[bytes] = set()
@@ -317,7 +317,7 @@ def _add_ids(
         if row in gone:
             continue
         if _hash(name) in seen:
-            raise LibraryError(
+            raise UserError(
                 f"library.path {config.path}: the id {name!r} occurs twice (white space counts as %20): choose another "
                 "library.id_column; null numbers the rows"
             )
@@ -332,7 +332,7 @@ def _unread(library: Library, state: LibraryState, count: int, known: frozenset[
 
 
 def keep_pictures(run: Run, library: Library, images: Rows) -> None:
-    """Copy the seed pictures that are not separate files into files. Raises `LibraryError`: the library has changed."""
+    """Copy the seed pictures that are not separate files into files. Raises `UserError`: the library has changed."""
     missing = {image["id"]: image for image in images if image["ref"] is None}
 
     def path(image: dict[str, Any]) -> Path:
@@ -348,7 +348,7 @@ def keep_pictures(run: Run, library: Library, images: Rows) -> None:
             wanted.remove(row["id"])
         os.sync()
     if wanted:
-        raise LibraryError(
+        raise UserError(
             f"library.path {run.config.library.path}: picture {min(wanted)!r} has changed since it was inspected; delete "
             f"{run.path('seed')} and run the same command again"
         )
@@ -375,12 +375,12 @@ def gather(parts: list[np.ndarray], rows: np.ndarray) -> np.ndarray:
 
 
 def cluster(vectors_ND: np.ndarray, num_clusters: int, iterations: int, seed: int) -> np.ndarray:
-    """Cluster number of each row, by faiss' k-means. Raises `ConfigError`: more clusters than rows."""
+    """Cluster number of each row, by faiss' k-means. Raises `UserError`: more clusters than rows."""
     import faiss
 
     num, width = vectors_ND.shape
     if num_clusters > num:
-        raise ConfigError(f"seed.clusters={num_clusters} needs at least as many pictures; {num} are usable")
+        raise UserError(f"seed.clusters={num_clusters} needs at least as many pictures; {num} are usable")
     limits = {"min_points_per_centroid": 1, "max_points_per_centroid": 256}
     means = faiss.Kmeans(width, num_clusters, niter=iterations, seed=seed, **limits)
     means.train(vectors_ND)

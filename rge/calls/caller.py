@@ -82,7 +82,7 @@ class Caller:
         Raises:
             StopCalls: calls to an endpoint stopped: key, credit, budget, settings, or no answers. Calls in flight have finished,
                 and all answers are stored.
-            StoreError: an answer cannot be stored.
+            UserError: an answer cannot be stored.
         """
         outcomes: dict[int, Outcome] = {}
         take = on_outcome or outcomes.__setitem__

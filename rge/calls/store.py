@@ -75,10 +75,6 @@ _MIN_ESTIMATE = 100
 """Floor of token estimates in billing ratios: for very short prompts, the chat template would dominate."""
 
 
-class StoreError(UserError):
-    """The answer store cannot be opened or written."""
-
-
 @dataclass(frozen=True, slots=True)
 class Spending:
     """Ledger of one endpoint."""
@@ -95,7 +91,7 @@ class Spending:
 
 
 class AnswerStore:
-    """The answer store, safe for threads and processes; temporary without a path. Raises `StoreError`: it cannot be opened."""
+    """The answer store, safe for threads and processes; temporary without a path. Raises `UserError`: it cannot be opened."""
 
     def __init__(self, path: str | Path | None):
         self.path = Path(path) if path is not None else None
@@ -108,7 +104,7 @@ class AnswerStore:
                 self._db = _open(self.path)
             self._db.executescript(_SCHEMA)
         except (OSError, sqlite3.DatabaseError) as error:
-            raise StoreError(f"{path} cannot be used as an answer store: {error}") from None
+            raise UserError(f"{path} cannot be used as an answer store: {error}") from None
 
     def close(self) -> None:
         """Close the file."""
@@ -258,7 +254,7 @@ class AnswerStore:
                 yield
                 self._db.execute("COMMIT")
             except sqlite3.DatabaseError as error:
-                raise StoreError(
+                raise UserError(
                     f"{self.path} could not be written ({error}), so calls stop here. Free up disk space and run the same command "
                     "again"
                 ) from None

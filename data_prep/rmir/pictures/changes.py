@@ -13,7 +13,8 @@ from typing import Any
 import pyarrow as pa
 
 from data_prep.rmir.pictures.download import is_address
-from data_prep.rmir.pictures.library import Library, LibraryError, encodable, fetched
+from data_prep.rmir.pictures.library import Library, encodable, fetched
+from rge.common.errors import UserError
 from rge.common.files import read_json, write_text
 from rge.common.images import ImageError, picture_bytes
 from rge.tables.pictures import stamp_of
@@ -82,7 +83,7 @@ def compare(library: Library, inspected: pa.Table, state: LibraryState) -> Chang
     Only pictures with a new stamp are opened.
 
     Raises:
-        LibraryError: the library cannot be read, or an id occurs twice.
+        UserError: the library cannot be read, or an id occurs twice.
     """
     gone = set(state.gone)
     columns = (inspected[name].to_pylist() for name in ("id", "stamp", "caption", "sha256"))
@@ -91,7 +92,7 @@ def compare(library: Library, inspected: pa.Table, state: LibraryState) -> Chang
     for row in map(encodable, library.rows(pictures=False)):
         name = row["id"]
         if name in seen:
-            raise LibraryError(f"library.path {library.config.path}: the id {name!r} occurs twice")
+            raise UserError(f"library.path {library.config.path}: the id {name!r} occurs twice")
         seen.add(name)
         found.in_order &= next(order, name) == name
         if name not in known:

@@ -111,7 +111,7 @@ class PixelEncoder:
     def texts(self, texts: Sequence[str], *, query: bool = True) -> np.ndarray:
         """(N, D) float32, unit norm."""
         if self._captions is None or self._vectors is None or not len(self._captions):
-            raise EncoderUnavailable(
+            raise UserError(
                 "the pixels encoder needs some pictures with captions (library.caption_column) to embed texts, but none has "
                 "any: use image_encoder.kind=siglip or checkpoint, or write captions with caption.model=writer"
             )
@@ -144,10 +144,6 @@ class CheckpointEncoder:
         return self.encoder.encode(
             items, side="candidate", mode="direct", batch_size=self.batch_size
         ).embeddings
-
-
-class EncoderUnavailable(UserError):
-    """`PixelEncoder` has no captions to embed texts by."""
 
 
 def image_encoder(config: EncoderConfig) -> ImageEncoder:

@@ -38,26 +38,22 @@ FETCHED_AT_ONCE = 32
 """Concurrent reads from an object store."""
 
 
-class LibraryError(UserError):
-    """The library cannot be read, or has changed; the message names file, row and fix."""
-
-
 class Library:
     """The pictures to start from; each pass reads them from the beginning.
 
     Raises:
-        LibraryError: see `rge.tables.pictures.find`.
+        UserError: see `rge.tables.pictures.find`.
     """
 
     def __init__(self, config: LibraryConfig):
         if not config.path:
-            raise LibraryError(
+            raise UserError(
                 "library.path is missing: give a folder, a table, Parquet files or tars, by path or address"
             )
         try:
             self.config, self.files = config, tables.find(config.path)
         except TableError as error:
-            raise LibraryError(f"library.path {error}") from None
+            raise UserError(f"library.path {error}") from None
 
     def rows(self, first: int = 0, *, pictures: bool = True) -> Iterator[dict[str, Any]]:
         """Yield every picture as ``id``, ``ref``, ``data``, ``caption`` (or None) and ``stamp``, in a fixed order.
@@ -70,7 +66,7 @@ class Library:
             pictures: read the pictures' bytes.
 
         Raises:
-            LibraryError: missing columns or values, an unreadable file, or an empty library.
+            UserError: missing columns or values, an unreadable file, or an empty library.
         """
         config, is_empty = self.config, not first
         # Includes the columns that only the export reads: a misspelt one must be reported before any cost arises.
@@ -88,7 +84,7 @@ class Library:
                 "stamp": row.stamp or _stamp(ref or ""),
             }
         if is_empty:
-            raise LibraryError(f"library.path {config.path} holds no picture")
+            raise UserError(f"library.path {config.path} holds no picture")
 
     def _picture(self, row: tables.Row) -> tuple[str | None, bytes | None]:
         value = row.cells.get(self.config.image_column)
@@ -99,7 +95,7 @@ class Library:
         if value:
             return self._reference(str(value)), None
         if self.files.kind == "table":
-            raise LibraryError(
+            raise UserError(
                 f"{self.files.address(row.shard)}: row {row.number} has no {self.config.image_column} (library.image_column)"
             )
         return None, None
@@ -109,7 +105,7 @@ class Library:
             yield from tables.picture_rows(self.files, self.config.image_column, columns, **how)
         except TableError as error:
             where = "; see library.image_column" if "no column" in str(error) else ""
-            raise LibraryError(f"library.path: {error}{where}") from None
+            raise UserError(f"library.path: {error}{where}") from None
 
     def _named(self, *settings: str) -> dict[str, str]:
         """Setting -> column of the settings that the user changed; columns of the defaults may be missing."""
@@ -133,7 +129,7 @@ class Library:
         if named and present:
             key, name = next(iter(named.items()))
             has = ", ".join(filter(None, present))
-            raise LibraryError(
+            raise UserError(
                 f"library.path {self.config.path} has no column {name} (library.{key}); there are: {has}"
             )
 
@@ -144,7 +140,7 @@ class Library:
             return str(given) if self.files.kind == "folder" else f"{place}/{given or row.number}"
         name = row.cells.get(self.config.id_column, given)
         if name is None or name == "":
-            raise LibraryError(
+            raise UserError(
                 f"{self.files.address(row.shard)}: row {row.number} has no {self.config.id_column} (library.id_column; null "
                 "numbers the rows)"
             )
@@ -199,7 +195,7 @@ def fetched(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     A picture that cannot be read keeps its address as ``ref``; `look` then reports it as missing.
 
     Raises:
-        LibraryError: the store needs a package that is not installed.
+        UserError: the store needs a package that is not installed.
     """
 
     def read(row: dict[str, Any]) -> dict[str, Any]:
@@ -208,7 +204,7 @@ def fetched(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         try:
             fs, place = fsspec.core.url_to_fs(row["ref"])
         except (ImportError, ValueError) as error:
-            raise LibraryError(f"picture {row['id']!r}, {without_secrets(row['ref'])}: {error}") from None
+            raise UserError(f"picture {row['id']!r}, {without_secrets(row['ref'])}: {error}") from None
         try:
             return {**row, "ref": None, "data": fs.cat_file(place)}
         except Exception:  # noqa: BLE001 - each store raises its own errors

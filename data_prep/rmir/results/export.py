@@ -16,7 +16,8 @@ from data_prep.rmir import arithmetic as maths
 from data_prep.rmir.decisions import candidates_by_query
 from data_prep.rmir.pictures.library import Library
 from data_prep.rmir.results import card
-from data_prep.rmir.run import Run, RunError
+from data_prep.rmir.run import Run
+from rge.common.errors import UserError
 from rge.common.images import ImageError, picture_bytes
 from rge.common.picture_metadata import without_metadata
 from rge.common.schema import Positive, QueryPart, Record, Target, safe_id
@@ -58,7 +59,7 @@ def export(run: Run, splits: Mapping[str, str], positives: Mapping[str, Sequence
     with one pool for all queries.
 
     Raises:
-        RunError: the disk is full, a picture has disappeared, or two ids are equal once white space is escaped.
+        UserError: the disk is full, a picture has disappeared, or two ids are equal once white space is escaped.
     """
     waiting = run.out / ".dataset"
     shutil.rmtree(waiting, ignore_errors=True)
@@ -73,7 +74,7 @@ def export(run: Run, splits: Mapping[str, str], positives: Mapping[str, Sequence
     except OSError as error:
         why = error.strerror or str(error)
     shutil.rmtree(waiting, ignore_errors=True)
-    raise RunError(f"{run.out / 'dataset'} cannot be written: {why}")
+    raise UserError(f"{run.out / 'dataset'} cannot be written: {why}")
 
 
 class _Export:
@@ -229,7 +230,7 @@ def _written(names: Iterable[str]) -> dict[str, str]:
     given: dict[str, str] = {}
     for name in names:
         if (other := given.setdefault(safe_id(name), name)) != name:
-            raise RunError(
+            raise UserError(
                 f"dataset cannot be written: {other!r} and {name!r} are both {safe_id(name)!r} with white space escaped as "
                 "%20; rename one of them in the library"
             )

@@ -5,7 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 
-from rge.calls.failures import EndpointDown, StopCalls, Unanswered
+from rge.calls.failures import StopCalls, Unanswered
 from rge.calls.providers.transport import remaining_quota
 
 MAX_UNANSWERED_IN_A_ROW = 20
@@ -61,7 +61,7 @@ class Health:
         self.unanswered_in_a_row += 1
         if self.unanswered_in_a_row >= MAX_UNANSWERED_IN_A_ROW:
             self.stop(
-                EndpointDown(
+                StopCalls(
                     f"{self.unanswered_in_a_row} calls in a row got no answer; last error: {error}. Answers so far are stored; "
                     "run the same command again"
                 )

@@ -17,9 +17,7 @@ from rge.calls.dispatch.health import Health
 from rge.calls.failures import (
     AttemptFailed,
     BudgetReached,
-    EndpointDown,
     Rejection,
-    RequestRejected,
     StopCalls,
     Unanswered,
 )
@@ -49,7 +47,7 @@ class Sender:
         Raises:
             Unanswered, Rejection: it is settled without an answer.
             StopCalls: no further call to the endpoint can succeed; this one is not settled.
-            StoreError: the answer cannot be stored.
+            UserError: the answer cannot be stored.
         """
         try:
             return await self._retried(lambda: self._attempt(connection, call, pictures))
@@ -65,7 +63,7 @@ class Sender:
 
         Raises:
             AttemptFailed: the last failure, after `ModelConfig.max_retries`, or `max_limited_s` of 429s.
-            EndpointDown: the endpoint asks to wait longer than `max_limited_s`, or accepts no other call either.
+            StopCalls: the endpoint asks to wait longer than `max_limited_s`, or accepts no other call either.
         """
         model, health, num_retries, limited_since = self.model, self.health, 0, None
         while True:
@@ -75,7 +73,7 @@ class Sender:
             except AttemptFailed as error:
                 failed = replace(error, reason=self.mask(error.reason))
             if failed.wait_s is not None and failed.wait_s > model.max_limited_s:
-                raise EndpointDown(
+                raise StopCalls(
                     f"{model.name}: the endpoint asks to wait {failed.wait_s:,.0f} s (Retry-After), longer than "
                     f"max_limited_s={model.max_limited_s:g}; {failed}. Run the same command again after that time"
                 )
@@ -93,11 +91,11 @@ class Sender:
             else:
                 raise AttemptFailed(f"{failed} ({num_retries + 1} attempts)")
 
-    def _still_limited(self, failed: AttemptFailed, since: float) -> AttemptFailed | EndpointDown:
+    def _still_limited(self, failed: AttemptFailed, since: float) -> AttemptFailed | StopCalls:
         message = f"{failed}, still rate-limited after {self.model.max_limited_s:g} s (max_limited_s)"
         if self.health.accepted_at >= since:
             return AttemptFailed(message)
-        return EndpointDown(
+        return StopCalls(
             f"{self.model.name}: {message}. Answers so far are stored; run the same command later"
         )
 
@@ -134,7 +132,7 @@ class Sender:
             raise AttemptFailed(f"no answer within {self.model.timeout_s:g} s", billed=True) from None
 
     async def _check_settings(self, connection: Connection, call: Call, error: Rejection) -> None:
-        """Send a harmless request (a canary) with the same settings; raises `RequestRejected` if that is rejected, too."""
+        """Send a harmless request (a canary) with the same settings; raises `StopCalls` if that is rejected, too."""
         health, rejected_at = self.health, time.monotonic()
         async with health.canary:
             if health.accepted_at > rejected_at:  # a call sent after the rejection was accepted
@@ -146,7 +144,7 @@ class Sender:
             except AttemptFailed as failed:
                 raise self._give_up(failed) from None
             except Rejection:
-                raise RequestRejected(
+                raise StopCalls(
                     f"{self.model.name}: the endpoint rejects the request; {error}. It also rejects a harmless one with the same "
                     "settings: change the model's settings (token_limit, send_temperature, send_seed, extra_body, max_side_px ...) "
                     "and run the same command again; answers so far are stored"

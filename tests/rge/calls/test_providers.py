@@ -13,7 +13,7 @@ from PIL import Image
 
 from rge.calls.caller import Caller
 from rge.calls.dispatch.health import Pace
-from rge.calls.failures import EndpointDown, RequestRejected
+from rge.calls.failures import StopCalls
 from rge.calls.keys import Mask
 from rge.calls.local_server import Answer, LocalServer, chat
 from rge.calls.model_config import ModelConfig, cache_names, check_model
@@ -101,7 +101,7 @@ def test_a_setting_that_the_endpoint_does_not_know_stops_at_once_with_its_words(
     server = Server(picky)
     requests = [ask(str(number)) for number in range(200)]
     with LocalServer(server) as at:
-        with pytest.raises(RequestRejected, match=r"Unsupported parameter: 'max_tokens'.*token_limit"):
+        with pytest.raises(StopCalls, match=r"Unsupported parameter: 'max_tokens'.*token_limit"):
             Caller(model(at, concurrency=4, output_price=1e6, budget=1e9), store).run(requests)
         assert sum(server.seen.values()) <= 4
         assert store.num_replies() == 0
@@ -138,7 +138,7 @@ def test_an_endpoint_that_rejects_a_canary_too_stops(store):
         lambda body: chat("fine") if "good" in text_of(body) else Answer({"error": {"message": "no"}}, 400)
     )
     with LocalServer(server) as at:
-        with pytest.raises(RequestRejected, match="HTTP 400.*no.*harmless"):
+        with pytest.raises(StopCalls, match="HTTP 400.*no.*harmless"):
             Caller(model(at, concurrency=1), store).run(
                 [ask("good"), *(ask(str(number)) for number in range(50))]
             )
@@ -468,7 +468,7 @@ def test_the_pace_is_learnt_from_429(store):
 
 def test_an_endpoint_that_only_refuses_is_given_up_in_the_end(store):
     with LocalServer(Server(lambda body: Answer({"error": {"message": "slow"}}, 429))) as at:
-        with pytest.raises(EndpointDown, match=r"HTTP 429.*still rate-limited after 0.3 s \(max_limited_s\)"):
+        with pytest.raises(StopCalls, match=r"HTTP 429.*still rate-limited after 0.3 s \(max_limited_s\)"):
             Caller(model(at, max_limited_s=0.3), store).run([ask("a")])
 
 

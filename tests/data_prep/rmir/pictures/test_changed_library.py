@@ -13,9 +13,9 @@ from data_prep.rmir import oracle
 from data_prep.rmir.config import OracleConfig
 from data_prep.rmir.main import run_stages
 from data_prep.rmir.pictures.encoders import PixelEncoder
-from data_prep.rmir.pictures.library import LibraryError
 from data_prep.rmir.run import STAGES, Run
 from rge.calls.local_server import LocalServer
+from rge.common.errors import UserError
 
 SIZE = 40
 
@@ -73,7 +73,7 @@ def test_a_change_is_an_error_that_says_what_changed(tmp_path, photos):
     paint(photos / "p03.png", 33)
     (photos / "p05.png").unlink()
     message = r"4 added \('n20', 'n21', 'n22', \.\.\.\); 1 removed \('p05'\); 1 changed \('p03'\)\. library\.changed=extend"
-    with pytest.raises(LibraryError, match=message):
+    with pytest.raises(UserError, match=message):
         seeded(tmp_path, photos)
 
 
@@ -144,7 +144,7 @@ def test_a_table_that_grew_and_a_caption_that_changed(tmp_path, photos):
     table(range(2, 8))
     first = seeded(tmp_path, tmp_path / "list.csv")
     table(range(12), "a cap")
-    with pytest.raises(LibraryError, match=r"6 added \('p00', .*6 given another caption \('p02'"):
+    with pytest.raises(UserError, match=r"6 added \('p00', .*6 given another caption \('p02'"):
         seeded(tmp_path, tmp_path / "list.csv")
     after = seeded(tmp_path, tmp_path / "list.csv", "extend")
     assert first.keys() < after.keys()
@@ -206,7 +206,7 @@ def test_a_finished_run_is_extended_and_asks_only_about_what_is_new(tmp_path):
         images = {row["id"] for row in run.rows("seed", "images")}
         first = set(asked)
         library.write_text("\n".join(lines) + "\n")
-        with pytest.raises(LibraryError, match="has changed since it was read"):
+        with pytest.raises(UserError, match="has changed since it was read"):
             run_stages(run, STAGES)
         config.library.changed = "extend"
         asked.clear()

@@ -14,8 +14,9 @@ from data_prep.rmir import stages
 from data_prep.rmir.config import DownloadConfig, LibraryConfig, load_config
 from data_prep.rmir.pictures import download
 from data_prep.rmir.pictures.download import fetch, local_path, without_secrets
-from data_prep.rmir.pictures.library import Library, LibraryError
+from data_prep.rmir.pictures.library import Library
 from data_prep.rmir.run import Run
+from rge.common.errors import UserError
 
 PATIENT = DownloadConfig(backoff_s=0.01, timeout_s=60.0, max_retries=2, max_bytes=20_000)
 
@@ -157,5 +158,5 @@ def test_addresses_are_stored_without_secrets():
 
 def test_a_table_that_cannot_be_read_is_named(tmp_path):
     (tmp_path / "t.jsonl").write_text('{"id": "1"\n')
-    with pytest.raises(LibraryError, match=r"t.jsonl, line 1: not valid JSON"):
+    with pytest.raises(UserError, match=r"t.jsonl, line 1: not valid JSON"):
         list(Library(LibraryConfig(path=str(tmp_path / "t.jsonl"))).rows())

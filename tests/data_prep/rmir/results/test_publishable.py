@@ -25,14 +25,14 @@ from data_prep.rmir.config import (
     RmirConfig,
 )
 from data_prep.rmir.main import run_stages
-from data_prep.rmir.pictures.library import Library, LibraryError
+from data_prep.rmir.pictures.library import Library
 from data_prep.rmir.results import report
 from data_prep.rmir.run import STAGES, Run, fingerprints
 from data_prep.rmir.wording import wording
-from rge.calls.failures import RequestRejected
 from rge.calls.local_server import Answer, LocalServer, chat
 from rge.calls.replies import Declined, Reply
 from rge.calls.request import Picture
+from rge.common.errors import UserError
 from rge.common.images import load_image, picture_bytes
 from rge.common.picture_metadata import without_metadata
 from rge.stats.intervals import in_words
@@ -138,7 +138,7 @@ def test_a_stage_whose_calls_are_all_rejected_is_not_done_and_goes_on_after_the_
     with LocalServer(picky) as server:
         config = config_of(tmp_path / "out", tmp_path / "library.csv", server.url)
         run = Run(config, progress=False)
-        with pytest.raises(RequestRejected, match="use max_completion_tokens"):
+        with pytest.raises(UserError, match="use max_completion_tokens"):
             run_stages(run, STAGES)
         assert run.done("seed")
         assert not run.done("generate")
@@ -159,7 +159,7 @@ def test_pictures_that_are_all_rejected_leave_their_stage_open(tmp_path):
 
     with LocalServer(cannot) as server:
         run = Run(config_of(tmp_path / "out", tmp_path / "library.csv", server.url), progress=False)
-        with pytest.raises(RequestRejected, match="Could not process image"):
+        with pytest.raises(UserError, match="Could not process image"):
             run_stages(run, STAGES)
         assert not run.done("generate")
         assert not list(run.path("generate").rglob("part-*"))
@@ -350,7 +350,7 @@ def test_the_data_set_says_where_each_picture_is_from_and_nothing_of_its_camera(
     before = (tmp_path / "out/dataset/pictures.parquet").read_bytes()
     (tmp_path / "library.csv").rename(tmp_path / "gone.csv")  # with it would go whom to credit
     config.split.tsr_threshold = 0.5
-    with pytest.raises(LibraryError, match="library.csv does not exist"):
+    with pytest.raises(UserError, match="library.csv does not exist"):
         run_stages(run, ["split"])
     assert (tmp_path / "out/dataset/pictures.parquet").read_bytes() == before
     (tmp_path / "gone.csv").rename(tmp_path / "library.csv")

@@ -168,13 +168,6 @@ def text_encoder(config: EncoderConfig) -> TextEncoder:
     return HubTextEncoder(config.path or "", config.batch_size)
 
 
-def bridged(encoder: ImageEncoder, captions: Sequence[str | None], vectors_ND: np.ndarray) -> ImageEncoder:
-    """The encoder; `PixelEncoder` gets the captions and vectors of pictures that it needs to embed texts."""
-    if isinstance(encoder, PixelEncoder):
-        encoder.bridge(captions, vectors_ND)
-    return encoder
-
-
 def identity(config: EncoderConfig) -> dict[str, Any]:
     """Everything that determines an encoder's vectors: its settings, and the hash of its folder if it is local.
 

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
+from small_runs import Seer
 
 from data_prep.__main__ import main
 from data_prep.rationales import prompts
@@ -292,7 +293,7 @@ def test_a_folder_of_records_has_one_budget_and_one_ledger(records, tmp_path, ca
         ("candidates=0", "candidates must be >= 1"),
         ("min_gain=0", "min_gain needs select=CHECKPOINT"),
         ("min_knowability=0.5", "min_knowability needs select=CHECKPOINT"),
-        ("encoder={kind: eyes}", "encoder.kind must be one of siglip, checkpoint, pixels, text"),
+        ("encoder={kind: eyes}", "encoder.kind must be one of siglip, checkpoint, got 'eyes'"),
         ("select=nowhere", "nowhere"),
         ("dry_run=maybe", "dry_run must be true or false"),
         ("model.concurrency=0", r"^model\.concurrency must be >= 1, got 0"),
@@ -370,8 +371,8 @@ def pictures_wanted(tmp_path):
     return records, tmp_path / "captions.parquet", describes_odd_ones
 
 
-@pytest.mark.parametrize("how", ["by caption", "by embedding of captions"])
-def test_what_only_the_target_picture_shows_is_a_leak(pictures_wanted, tmp_path, how):
+@pytest.mark.parametrize("how", ["by caption", "by picture"])
+def test_what_only_the_target_picture_shows_is_a_leak(pictures_wanted, tmp_path, how, monkeypatch):
     """Three of twelve rationales say the caption; no target has a text."""
     records, captions, answers = pictures_wanted
     out = tmp_path / "out.jsonl"
@@ -387,8 +388,11 @@ def test_what_only_the_target_picture_shows_is_a_leak(pictures_wanted, tmp_path,
             main(["rationales", *words])
         assert server.num_answered == 0, "said before a call is paid"
         words += [f"captions={captions}"]
-        if how == "by embedding of captions":
-            words += ["encoder={kind: hashing}"]
+        if how == "by picture":
+            said = pq.read_table(captions)["caption"].to_pylist()
+            seer = Seer({str(number): caption for number, caption in enumerate(said)})
+            monkeypatch.setattr("data_prep.rationales.writing.image_encoder", lambda config: seer)
+            words += ["encoder={kind: siglip, path: seer}"]
         main(["rationales", *words])
     report = json.loads((tmp_path / "out.jsonl.report.json").read_text())
     assert (report["dropped: leak"], report["kept"], report["leak_not_measured"]) == (3, 9, 0)

@@ -7,7 +7,6 @@ from rge.common.commands import pick, start
 
 COMMANDS = {
     "demo": ("data_prep.demo.build:main", "rebuild the shipped picture set"),
-    "spoiled": ("data_prep.demo.spoil:main", "write the demo's training records with a dose of wrong rationales"),
     "study": ("data_prep.study.build:main", "make pictures and rationales for studying how much a rationale may give away"),
     "rmir": ("data_prep.rmir.main:main", "make reasoning-intensive retrieval data from any pictures; config=demo needs no model"),
     "review": ("data_prep.rmir.reviewing:review", "write a page on which people check a sample of the result; apply= applies their verdicts"),

@@ -38,7 +38,7 @@ class ModelConfig:
     key_env: str | None = None
     """Environment variable with the key; null: the endpoint needs none."""
     concurrency: AtLeastOne = 32
-    """Maximum number of concurrent calls; fewer if the endpoint demands it (429, headers)."""
+    """Maximum number of concurrent calls; fewer if the endpoint demands it (429)."""
     timeout_s: Positive = 120.0
     """Time limit of one attempt, from start to end."""
     max_retries: Count = 6

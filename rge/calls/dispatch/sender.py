@@ -9,7 +9,6 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
-import httpx
 from PIL import Image
 
 from rge.calls.dispatch.grouping import Call, Counts
@@ -107,7 +106,7 @@ class Sender:
         attempt, expected = await self._begin(call)
         sent_at = time.monotonic()
         try:
-            response = await self._response(connection, call.request, pictures)
+            answer = await connection.chat(call.request, pictures)
         except asyncio.CancelledError:
             self.store.end_attempt(attempt, billed=True)
             raise
@@ -116,20 +115,11 @@ class Sender:
             raise
         finally:
             health.call_ended()
-        bill = usage(response.content, expected)
-        self._keep(call, attempt, response.content, bill, time.monotonic() - sent_at, learn=not canary)
+        bill = usage(answer, expected)
+        self._keep(call, attempt, answer, bill, time.monotonic() - sent_at, learn=not canary)
         health.call_accepted(sent_at)
-        health.pace.on_answer(response.headers)
-        return response.content
-
-    async def _response(
-        self, connection: Connection, request: Request, pictures: EncodedPictures
-    ) -> httpx.Response:
-        try:
-            async with asyncio.timeout(self.model.timeout_s):
-                return await connection.chat(request, pictures)
-        except TimeoutError:
-            raise AttemptFailed(f"no answer within {self.model.timeout_s:g} s", billed=True) from None
+        health.pace.on_answer()
+        return answer
 
     async def _check_settings(self, connection: Connection, call: Call, error: Rejection) -> None:
         """Send a harmless request (a canary) with the same settings; raises `StopCalls` if that is rejected, too."""

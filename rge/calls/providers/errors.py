@@ -161,16 +161,13 @@ def _retry_delay(content: Any) -> float | None:
 
 
 def parse_seconds(text: str | None) -> float | None:
-    """Parse a header into seconds: "1.5", "6m0s", "20ms", an HTTP date or an ISO 8601 time; None if invalid."""
+    """Parse a wait into seconds: "1.5", Gemini's "1.5s", or an HTTP date; None if invalid."""
     if not text:
         return None
-    if re.fullmatch(r"\d+(\.\d+)?", text):
-        return float(text)
-    if re.fullmatch(r"(\d+(\.\d+)?(ms|h|m|s))+", text):
-        units = {"ms": 0.001, "s": 1, "m": 60, "h": 3600}
-        return sum(float(number) * units[unit] for number, unit in re.findall(r"([\d.]+)(ms|h|m|s)", text))
+    if re.fullmatch(r"\d+(\.\d+)?s?", text):
+        return float(text.removesuffix("s"))
     try:
-        at = parsedate_to_datetime(text) if "," in text else datetime.fromisoformat(text)
+        at = parsedate_to_datetime(text)
     except ValueError:
         return None
     return max((at - datetime.now(UTC)).total_seconds(), 0.0) if at.tzinfo else None

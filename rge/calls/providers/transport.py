@@ -1,11 +1,11 @@
-"""HTTP connections to a provider: request bodies, rate-limit headers, and the list of models.
+"""HTTP connections to a provider: request bodies, and the list of models.
 
 Plain HTTP rather than the providers' clients: `rge.calls` has its own retries, rate limits and time-outs, and stores responses
 byte for byte.
 """
 
-from collections.abc import Mapping
-from typing import Any, Literal
+import asyncio
+from typing import Any
 
 import httpx
 
@@ -14,7 +14,7 @@ from rge.calls.failures import AttemptFailed
 from rge.calls.keys import Mask
 from rge.calls.model_config import ModelConfig
 from rge.calls.pictures import EncodedPictures
-from rge.calls.providers.errors import failure, parse_seconds
+from rge.calls.providers.errors import failure
 from rge.calls.replies import NotAChat, ReplyError, as_dict, dict_items, is_failure, parse, read_replies
 from rge.calls.request import Part, Picture, Request
 from rge.common.errors import UserError
@@ -40,38 +40,37 @@ class Connection:
         self.model, self.mask = model, mask
         self.client = httpx.AsyncClient(base_url=model.base_url or OPENAI, headers=_headers(model), **options)
 
-    async def chat(self, request: Request, pictures: EncodedPictures) -> httpx.Response:
-        """Send a request; raises `AttemptFailed`, `Rejection` or `StopCalls` if not answered (a refusal is an answer)."""
+    async def chat(self, request: Request, pictures: EncodedPictures) -> bytes:
+        """Send a request and return its answer, which may be a refusal; raises `AttemptFailed`, `Rejection` or `StopCalls`."""
+        model = self.model
         try:
-            response = await self.client.post(PATH, json=body(self.model, request, pictures))
+            async with asyncio.timeout(model.timeout_s):
+                response = await self.client.post(PATH, json=body(model, request, pictures))
+        except TimeoutError:
+            raise AttemptFailed(f"no answer within {model.timeout_s:g} s", billed=True) from None
         except httpx.RequestError as lost:
             message = self.mask(str(lost) or type(lost).__name__)
             raise AttemptFailed(f"no connection: {message}", billed=not isinstance(lost, NOT_SENT)) from None
         if not response.is_success or is_failure(parse(response.content)):
-            error = failure(response.status_code, response.content, response.headers, self.model, self.mask)
+            error = failure(response.status_code, response.content, response.headers, model, self.mask)
             if error is not None:
                 raise error
-        _check_chat(response.content)
-        return response
+        try:
+            read_replies(response.content)
+        except NotAChat as error:
+            message = f"the endpoint's response is not a chat completion: {error}"
+            raise AttemptFailed(message, billed=True) from None
+        except ReplyError:
+            pass  # an empty answer, for example: it may have been billed
+        return response.content
 
 
 def connections(model: ModelConfig, mask: Mask) -> list[Connection]:
     """One connection per `POOL` concurrent calls."""
     limits = httpx.Limits(max_connections=POOL, max_keepalive_connections=POOL)
-    # No time-outs here: the caller limits each attempt as a whole.
+    # No time-outs here: `Connection.chat` limits each attempt as a whole.
     options = {"limits": limits, "timeout": None, "verify": httpx.create_ssl_context()}
     return [Connection(model, mask, **options) for _ in range(-(-model.concurrency // POOL))]
-
-
-def _check_chat(raw: bytes) -> None:
-    """Raise `AttemptFailed` if a body is not a chat completion. An empty answer is one: it may have been billed."""
-    try:
-        read_replies(raw)
-    except NotAChat as error:
-        message = f"the endpoint's response is not a chat completion: {error}"
-        raise AttemptFailed(message, billed=True) from None
-    except ReplyError:
-        pass
 
 
 def _headers(model: ModelConfig) -> dict[str, str]:
@@ -132,18 +131,6 @@ def json_schema(fields: tuple[tuple[str, Any], ...]) -> Json:
 def valid_unicode(text: str) -> str:
     """Replace lone surrogates, which cannot be encoded."""
     return text.encode("utf-8", "replace").decode()
-
-
-def remaining_quota(
-    response_headers: Mapping[str, str], kind: Literal["requests", "tokens"]
-) -> tuple[int | None, float | None]:
-    """Remaining quota, and seconds until it resets; None if not reported.
-
-    Read from headers such as ``x-ratelimit-remaining-requests: 0`` and ``x-ratelimit-reset-requests: 6m0s``.
-    """
-    remaining = response_headers.get(f"x-ratelimit-remaining-{kind}", "")
-    reset_s = parse_seconds(response_headers.get(f"x-ratelimit-reset-{kind}"))
-    return (int(remaining) if remaining.isdigit() else None), reset_s
 
 
 def served_model(model: ModelConfig) -> dict[str, Any]:

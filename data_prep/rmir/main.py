@@ -11,7 +11,7 @@ from typing import Any, Literal
 import yaml
 
 from data_prep.rmir.config import ExpectConfig, RmirConfig, load_config, models_used
-from data_prep.rmir.oracle import oracle_process, write_library
+from data_prep.rmir.oracle import Oracle, write_library
 from data_prep.rmir.pictures.download import is_address
 from data_prep.rmir.pictures.library import Library
 from data_prep.rmir.results import report
@@ -19,6 +19,7 @@ from data_prep.rmir.run import STAGES, Run, stages_of
 from data_prep.rmir.seed_set import settle_library
 from data_prep.rmir.stages import WORK
 from data_prep.rmir.wording import wording
+from rge.calls.local_server import LocalServer
 from rge.calls.model_config import CHARACTERS_PER_TOKEN
 from rge.calls.prices import confirm
 from rge.calls.store import AnswerStore
@@ -62,9 +63,9 @@ def main(words: Sequence[str]) -> None:
         return
     with ExitStack() as stack:
         if config.oracle is not None:
-            url = stack.enter_context(oracle_process(config.oracle))
+            server = stack.enter_context(LocalServer(Oracle(config.oracle)))
             for model in config.models.values():
-                model.base_url = url
+                model.base_url = server.url
         run = stack.enter_context(closing(Run(config)))
         stages = STAGES if config.stage == "all" else (config.stage,)
         if config.oracle is None and _to_pay(run, stages):

@@ -5,6 +5,7 @@ It implements only the HTTP/1.1 that its clients here need: Content-Length bodie
 
 import asyncio
 import json
+import socket
 import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -45,6 +46,8 @@ class LocalServer:
         """Of the latest request, with lower-case names."""
         self.num_answered = 0
         """Responses other than ``/models``; counted before sending, so a client that has one sees it counted."""
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.port = self._socket.getsockname()[1]
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), daemon=True)
 
@@ -65,8 +68,7 @@ class LocalServer:
     async def _main(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         # Must accept a burst of hundreds of connections.
-        server = await asyncio.start_server(self._serve_client, "127.0.0.1", 0, backlog=2048)
-        self.port = server.sockets[0].getsockname()[1]
+        server = await asyncio.start_server(self._serve_client, sock=self._socket, backlog=2048)
         self._ready.set()
         await self._stop.wait()
         server.close()

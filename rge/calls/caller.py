@@ -1,7 +1,7 @@
 """Client for model APIs: rate limits, retries, budgets, and a cache that never pays twice for one answer.
 
 An answer is stored before it is parsed, so a malformed one is paid for once; it is then requested again with the format stated.
-Every call is a task, which takes a connection of its model from a pool as large as `ModelConfig.concurrency`.
+Every call is a task; `ModelConfig.concurrency` of a model are in flight at a time.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from rge.calls.failures import BudgetReached, StopCalls
 from rge.calls.keys import Mask
 from rge.calls.model_config import ModelConfig, check_model
 from rge.calls.pictures import Pictures
-from rge.calls.providers.transport import Connection, connections
+from rge.calls.providers.transport import Connection
 from rge.calls.replies import ReplyError
 from rge.calls.request import Request
 from rge.calls.store import AnswerStore
@@ -109,8 +109,8 @@ class Caller:
                     for call in calls:
                         name = call.request.model
                         if name not in runs:
-                            runs[name] = _ModelRun(self._senders[name], grouping, pictures, group)
-                            await runs[name].open(stack)
+                            run = runs[name] = _ModelRun(self._senders[name], grouping, pictures, group)
+                            await stack.enter_async_context(run.connection.client)
                         await runs[name].add(call)
                     if any(health.stopped for health in healths):
                         break
@@ -128,42 +128,33 @@ class _ModelRun:
 
     def __init__(self, sender: Sender, grouping: Grouping, pictures: Pictures, group: asyncio.TaskGroup):
         self.sender, self.grouping, self.pictures, self.group = sender, grouping, pictures, group
-        self._pool: asyncio.LifoQueue[Connection] = asyncio.LifoQueue()
-        self._ahead = asyncio.Semaphore(CALLS_AHEAD + sender.model.concurrency)
-
-    async def open(self, stack: AsyncExitStack) -> None:
-        """Fill the pool with connections, which the stack closes."""
-        model = self.sender.model
-        clients = connections(model, self.sender.mask)
-        for connection in clients:
-            await stack.enter_async_context(connection.client)
-        for number in range(model.concurrency):
-            self._pool.put_nowait(clients[number % len(clients)])
+        model = sender.model
+        self.connection = Connection(model, sender.mask)
+        self._free = asyncio.Semaphore(model.concurrency)
+        self._ahead = asyncio.Semaphore(CALLS_AHEAD + model.concurrency)
 
     async def add(self, call: Call) -> None:
-        """Make a call as soon as a connection is free; waits while `CALLS_AHEAD` others do."""
+        """Make a call as soon as fewer than `ModelConfig.concurrency` are in flight; waits while `CALLS_AHEAD` others do."""
         await self._ahead.acquire()
         self.group.create_task(self._make(call)).add_done_callback(lambda _: self._ahead.release())
 
     async def _make(self, call: Call) -> None:
         """Make a call, and those that request its unreadable answers again."""
         health = self.sender.health
-        connection = await self._pool.get()
-        try:
-            calls = [call]
-            while calls and health.stopped is None:
-                result = await self._answer(connection, calls[0])
-                calls = self.grouping.record(calls[0], result) + calls[1:]
-        except StopCalls as error:
-            health.stop(error)
-        finally:
-            self._pool.put_nowait(connection)
+        async with self._free:
+            try:
+                calls = [call]
+                while calls and health.stopped is None:
+                    result = await self._answer(calls[0])
+                    calls = self.grouping.record(calls[0], result) + calls[1:]
+            except StopCalls as error:
+                health.stop(error)
 
-    async def _answer(self, connection: Connection, call: Call) -> bytes | ReplyError:
+    async def _answer(self, call: Call) -> bytes | ReplyError:
         try:
             # Before the attempt, so that scaling a photograph does not count towards its time limit.
             pictures = await self.pictures.of(call.request)
-            return await self.sender.call(connection, call, pictures)
+            return await self.sender.call(self.connection, call, pictures)
         except ImageError as error:
             return self.sender.unanswered(str(error))
         except ReplyError as error:

@@ -45,19 +45,11 @@ def changes(library: Library, inspected: pa.Table, notes: Path, *, complete: boo
     known = {name: about for name, *about in zip(*columns, strict=True)}
     listed = _listed(library)
     shared = [name for name in known if name in listed]
-    touched = {name for name in shared if listed[name][0] != stamps.get(name, known[name][0])}
-    changed = []
-    rows = (row for row in library.rows() if encodable(row)["id"] in touched) if touched else ()
-    for row in map(encodable, fetched(rows)):
-        name, digest = row["id"], known[row["id"]][2]
-        if digest is not None and _digest(row) == digest:
-            stamps[name] = row["stamp"]
-        else:
-            changed.append(name)
+    touched = [name for name in shared if listed[name][0] != stamps.get(name, known[name][0])]
     kinds = {
         "added": [name for name in listed if name not in known] if complete else [],
         "removed": [name for name in known if name not in listed],
-        "changed": changed,
+        "changed": _changed(library, {name: known[name][2] for name in touched}, stamps),
         "given another caption": [name for name in shared if listed[name][1] != known[name][1]],
     }
     found = "; ".join(f"{len(ids):,} {kind} ({_some(ids)})" for kind, ids in kinds.items() if ids)
@@ -74,6 +66,18 @@ def _listed(library: Library) -> dict[str, tuple[str, str | None]]:
             raise UserError(f"library.path {library.config.path}: the id {row['id']!r} occurs twice")
         listed[row["id"]] = row["stamp"], row["caption"]
     return listed
+
+
+def _changed(library: Library, digests: Mapping[str, str | None], stamps: dict[str, str]) -> list[str]:
+    """Pictures whose content no longer has their digest; the stamps of the others are noted."""
+    found = []
+    rows = (row for row in library.rows() if encodable(row)["id"] in digests) if digests else ()
+    for row in map(encodable, fetched(rows)):
+        if (digest := digests[row["id"]]) is not None and _digest(row) == digest:
+            stamps[row["id"]] = row["stamp"]
+        else:
+            found.append(row["id"])
+    return found
 
 
 def _files_of(library: Library) -> dict[str, str]:

@@ -22,8 +22,6 @@ from rge.common.errors import UserError
 OPENAI = "https://api.openai.com/v1"
 PATH = "/chat/completions"
 BY_SCHEMA = "Answer by a JSON object; its fields are named like the tags."
-POOL = 16
-"""Connections per client: httpx scans the whole pool for every call."""
 LIST_TIMEOUT_S = 20.0
 """Time-out for the list of models."""
 VARYING = ("created", "permission")
@@ -34,11 +32,15 @@ Json = dict[str, Any]
 
 
 class Connection:
-    """An HTTP client of one model's endpoint, with its key; ``options`` are those of `httpx.AsyncClient`."""
+    """An HTTP client of one model's endpoint, with its key."""
 
-    def __init__(self, model: ModelConfig, mask: Mask, **options: Any):
+    def __init__(self, model: ModelConfig, mask: Mask):
         self.model, self.mask = model, mask
-        self.client = httpx.AsyncClient(base_url=model.base_url or OPENAI, headers=_headers(model), **options)
+        limits = httpx.Limits(max_connections=model.concurrency, max_keepalive_connections=model.concurrency)
+        # No time-outs of its own: `chat` limits each attempt as a whole.
+        self.client = httpx.AsyncClient(
+            base_url=model.base_url or OPENAI, headers=_headers(model), limits=limits, timeout=None
+        )
 
     async def chat(self, request: Request, pictures: EncodedPictures) -> bytes:
         """Send a request and return its answer, which may be a refusal; raises `AttemptFailed`, `Rejection` or `StopCalls`."""
@@ -63,14 +65,6 @@ class Connection:
         except ReplyError:
             pass  # an empty answer, for example: it may have been billed
         return response.content
-
-
-def connections(model: ModelConfig, mask: Mask) -> list[Connection]:
-    """One connection per `POOL` concurrent calls."""
-    limits = httpx.Limits(max_connections=POOL, max_keepalive_connections=POOL)
-    # No time-outs here: `Connection.chat` limits each attempt as a whole.
-    options = {"limits": limits, "timeout": None, "verify": httpx.create_ssl_context()}
-    return [Connection(model, mask, **options) for _ in range(-(-model.concurrency // POOL))]
 
 
 def _headers(model: ModelConfig) -> dict[str, str]:

@@ -53,10 +53,7 @@ class Caller:
             check_model(f"models.{name}", model)
         self._mask = Mask(model.key() for model in models.values())
         self._health = {model.endpoint: Health(self._say) for model in models.values()}
-        self._senders = {
-            name: Sender(model, self._health[model.endpoint], store, self._mask, self.counts, budget)
-            for name, model in models.items()
-        }
+        self._budget = budget
 
     def run(
         self,
@@ -109,14 +106,19 @@ class Caller:
                     for call in calls:
                         name = call.request.model
                         if name not in runs:
-                            run = runs[name] = _ModelRun(self._senders[name], grouping, pictures, group)
-                            await stack.enter_async_context(run.connection.client)
+                            sender = self._sender(self.models[name])
+                            await stack.enter_async_context(sender.connection.client)
+                            runs[name] = _ModelRun(sender, grouping, pictures, group)
                         await runs[name].add(call)
                     if any(health.stopped for health in healths):
                         break
                     await asyncio.sleep(0)  # so that cached answers do not hold up calls
         if stopped := [health.stopped for health in healths if health.stopped is not None]:
             raise min(stopped, key=lambda error: isinstance(error, BudgetReached))
+
+    def _sender(self, model: ModelConfig) -> Sender:
+        connection = Connection(model, self._mask)
+        return Sender(connection, self._health[model.endpoint], self.store, self.counts, self._budget)
 
     def _say(self, text: str) -> None:
         if self.progress:
@@ -128,10 +130,8 @@ class _ModelRun:
 
     def __init__(self, sender: Sender, grouping: Grouping, pictures: Pictures, group: asyncio.TaskGroup):
         self.sender, self.grouping, self.pictures, self.group = sender, grouping, pictures, group
-        model = sender.model
-        self.connection = Connection(model, sender.mask)
-        self._free = asyncio.Semaphore(model.concurrency)
-        self._ahead = asyncio.Semaphore(CALLS_AHEAD + model.concurrency)
+        self._free = asyncio.Semaphore(sender.model.concurrency)
+        self._ahead = asyncio.Semaphore(CALLS_AHEAD + sender.model.concurrency)
 
     async def add(self, call: Call) -> None:
         """Make a call as soon as fewer than `ModelConfig.concurrency` are in flight; waits while `CALLS_AHEAD` others do."""
@@ -154,7 +154,7 @@ class _ModelRun:
         try:
             # Before the attempt, so that scaling a photograph does not count towards its time limit.
             pictures = await self.pictures.of(call.request)
-            return await self.sender.call(self.connection, call, pictures)
+            return await self.sender.call(call, pictures)
         except ImageError as error:
             return self.sender.unanswered(str(error))
         except ReplyError as error:

@@ -20,7 +20,6 @@ from rge.calls.failures import (
     StopCalls,
     Unanswered,
 )
-from rge.calls.keys import Mask
 from rge.calls.model_config import ModelConfig
 from rge.calls.pictures import EncodedPictures
 from rge.calls.providers.transport import Connection
@@ -33,14 +32,18 @@ from rge.calls.store import AnswerStore
 class Sender:
     """Makes the calls of one model; an answer is stored before anything else is decided."""
 
-    model: ModelConfig
+    connection: Connection
     health: Health  # of the endpoint, shared by all models behind it
     store: AnswerStore
-    mask: Mask
     counts: Counts
     budget: float | None  # of all models together
 
-    async def call(self, connection: Connection, call: Call, pictures: EncodedPictures) -> bytes:
+    @property
+    def model(self) -> ModelConfig:
+        """The model."""
+        return self.connection.model
+
+    async def call(self, call: Call, pictures: EncodedPictures) -> bytes:
         """Make a call, with retries, and store its answer.
 
         Raises:
@@ -49,12 +52,12 @@ class Sender:
             UserError: the answer cannot be stored.
         """
         try:
-            return await self._retried(lambda: self._attempt(connection, call, pictures))
+            return await self._retried(lambda: self._attempt(call, pictures))
         except AttemptFailed as error:
             raise self._give_up(error) from None
         except Rejection as error:
             if not error.certain:
-                await self._check_settings(connection, call, error)
+                await self._check_settings(call, error)
             raise self._rejected(call, error) from None
 
     async def _retried(self, attempt: Callable[[], Awaitable[bytes]]) -> bytes:
@@ -70,7 +73,7 @@ class Sender:
             try:
                 return await attempt()
             except AttemptFailed as error:
-                failed = replace(error, reason=self.mask(error.reason))
+                failed = replace(error, reason=self.connection.mask(error.reason))
             if failed.wait_s is not None and failed.wait_s > model.max_limited_s:
                 raise StopCalls(
                     f"{model.name}: the endpoint asks to wait {failed.wait_s:,.0f} s (Retry-After), longer than "
@@ -98,15 +101,13 @@ class Sender:
             f"{self.model.name}: {message}. Answers so far are stored; run the same command later"
         )
 
-    async def _attempt(
-        self, connection: Connection, call: Call, pictures: EncodedPictures, *, canary: bool = False
-    ) -> bytes:
+    async def _attempt(self, call: Call, pictures: EncodedPictures, *, canary: bool = False) -> bytes:
         """Make one attempt; raises as `Connection.chat` does, after closing the attempt's ledger entry."""
         health = self.health
         attempt, expected = await self._begin(call)
         sent_at = time.monotonic()
         try:
-            answer = await connection.chat(call.request, pictures)
+            answer = await self.connection.chat(call.request, pictures)
         except asyncio.CancelledError:
             self.store.end_attempt(attempt, billed=True)
             raise
@@ -121,7 +122,7 @@ class Sender:
         health.pace.on_answer()
         return answer
 
-    async def _check_settings(self, connection: Connection, call: Call, error: Rejection) -> None:
+    async def _check_settings(self, call: Call, error: Rejection) -> None:
         """Send a harmless request (a canary) with the same settings; raises `StopCalls` if that is rejected, too."""
         health, rejected_at = self.health, time.monotonic()
         async with health.canary:
@@ -130,7 +131,7 @@ class Sender:
             request, pictures = _canary(call.request)
             canary = Call(f"canary {call.key}", request, [])
             try:
-                await self._retried(lambda: self._attempt(connection, canary, pictures, canary=True))
+                await self._retried(lambda: self._attempt(canary, pictures, canary=True))
             except AttemptFailed as failed:
                 raise self._give_up(failed) from None
             except Rejection:

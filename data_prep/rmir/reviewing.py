@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from data_prep.rmir.config import load_config
+from data_prep.rmir.config import RmirConfig, load_config
 from data_prep.rmir.decisions import REVIEWED
 from data_prep.rmir.main import SETTINGS, run_stages
 from data_prep.rmir.results import report
@@ -64,13 +64,10 @@ def apply(out: Path, files: Sequence[Path], agree: int) -> None:
         raise UserError(
             f"apply= has the verdicts of {len(files)} people, but agree={agree} people must give the same verdict"
         )
-    if not (out / SETTINGS).is_file():
-        raise UserError(
-            f"{out / SETTINGS} does not exist: run the command that made {out} again (it makes no new calls)"
-        )
+    config = _settings(out)
     people = read_verdicts(out, files)
     found = settle(out, people, agree)
-    with closing(Run(load_config([f"config={out / SETTINGS}", f"out={out}"]))) as run:
+    with closing(Run(config)) as run:
         write_json(out / REVIEWED, found)
         agreement_of(out, people)
         run_stages(run, ("pool", "split", "audit"))
@@ -80,3 +77,14 @@ def apply(out: Path, files: Sequence[Path], agree: int) -> None:
         f"{found['removed']} answers removed, {found['added']} added; {found['open']} left as the panel decided\n"
         f"{out / 'dataset'}"
     )
+
+
+def _settings(out: Path) -> RmirConfig:
+    """The settings of the last command that ran in a folder."""
+    path = out / SETTINGS
+    try:
+        if not path.is_file():
+            raise UserError(f"{path} does not exist")
+        return load_config([f"config={path}", f"out={out}"])
+    except UserError as error:  # perhaps of an earlier version, with other keys
+        raise UserError(f"{error}: run the command that made {out} again (it makes no new calls)") from None

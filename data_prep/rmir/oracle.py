@@ -18,6 +18,7 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from data_prep.demo.tables import HERE, Concept, Fact, read_tables
+from data_prep.rationales.prompts import TASK as EXPLAIN_TASK
 from data_prep.rmir import prompts
 from data_prep.rmir.config import CATEGORIES, OracleConfig
 from data_prep.rmir.wording import wording
@@ -26,7 +27,6 @@ from rge.calls.local_server import Answer, chat
 LIBRARY = HERE / "data" / "train" / "pictures.parquet"
 WITHOUT_CAPTION = 7
 """Every seventh picture of the demo library has no caption, since real libraries have gaps too."""
-EXPLAIN_TASK = "Task: explain an answer"
 
 
 def write_library(path: Path) -> None:

@@ -8,7 +8,6 @@ rejected. Nothing in the page, including its source, reveals which.
 
 import base64
 import hashlib
-import html
 import json
 import random
 import shlex
@@ -16,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from string import Template
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -33,7 +31,6 @@ from rge.common.files import write_json
 from rge.common.options import parse_options
 from rge.stats.intervals import cluster_bootstrap, figures, in_words, index_of
 
-TEMPLATES = Path(__file__).parent / "templates"
 ACCEPT, REJECT, UNSURE = "accept", "reject", "unsure"
 VERDICTS = (ACCEPT, REJECT, UNSURE)
 PAPER = "the RMIR paper: 81 % of 200"
@@ -105,21 +102,18 @@ def page(run: Path, chosen: Sequence[dict[str, Any]], side_px: int = 800) -> str
     # Escaping every "<" keeps texts from closing the script element or opening a comment in it. json.dumps also escapes
     # lone surrogates.
     text = json.dumps(data).replace("<", "\\u003c")
-    script = (TEMPLATES / "review.js").read_text(encoding="utf-8")
+    script = (card.TEMPLATES / "review.js").read_text(encoding="utf-8")
     # The content security policy allows only this script, even if other code gets into the page.
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return Template((TEMPLATES / "review.html").read_text(encoding="utf-8")).substitute(
-        title=_escaped(run.name),
-        run=_escaped(shlex.quote(str(run))),
+    # A path may contain bytes that are not valid UTF-8.
+    title, quoted = (part.encode("utf-8", "replace").decode() for part in (run.name, shlex.quote(str(run))))
+    return card.template("review.html").render(
+        title=title,
+        run=quoted,
         data=text,
         script=script,
         script_hash=f"sha256-{digest}",
     )
-
-
-def _escaped(text: str) -> str:
-    # A path may contain bytes that are not valid UTF-8.
-    return html.escape(text.encode("utf-8", "replace").decode())
 
 
 def agreement(words: Sequence[str]) -> None:

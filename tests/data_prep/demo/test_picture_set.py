@@ -14,7 +14,8 @@ from data_prep.demo import retrieval, spoil
 from data_prep.demo.families import FAMILIES, GALLERY, QUERIES, TRAINING
 from data_prep.demo.pictures import SIZE_PX
 from data_prep.demo.splits import NUM_VALID, VALID_GALLERY, VALID_QUERIES, split
-from data_prep.demo.tables import CATEGORIES, read_tables, rows_of
+from data_prep.demo.tables import read_tables, rows_of
+from data_prep.rmir.config import CATEGORIES
 from eval.sets.retrieval_set import load_set
 from rge.common.images import load_image, picture_bytes
 from rge.common.schema import Record

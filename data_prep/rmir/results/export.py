@@ -59,7 +59,7 @@ def export(run: Run, splits: Mapping[str, str], positives: Mapping[str, Sequence
     with one pool for all queries.
 
     Raises:
-        UserError: the disk is full, a picture has disappeared, or two ids are equal once white space is escaped.
+        UserError: the disk is full, or a picture has disappeared.
     """
     waiting = run.out / ".dataset"
     shutil.rmtree(waiting, ignore_errors=True)
@@ -100,7 +100,6 @@ class _Export:
             )
         self.train_negatives = rejected
         self.left_out = len(pool) - len(self.corpus)
-        self.image_ids, self.query_ids = _written(self.images), _written(splits)
         self.files: dict[str, str] = {}
 
     def _shown(self, names: Iterable[str]) -> set[str]:
@@ -136,7 +135,7 @@ class _Export:
     ) -> list[tuple[str, str]]:
         """(query id, candidate id) pairs of the test queries, as written to files."""
         return [
-            (self.query_ids[name], self.image_ids[key])
+            (safe_id(name), safe_id(key))
             for name in self.test
             for key in found.get(name, ())
             if among is None or key in among
@@ -147,11 +146,11 @@ class _Export:
         rationale = query["reasoning"] if self.config.export.rationale == "generator" else None
 
         def target(key: str) -> dict[str, str]:
-            return {"id": self.image_ids[key], "image": self._file(key)}
+            return {"id": safe_id(key), "image": self._file(key)}
 
         return Record(
-            id=self.query_ids[name],
-            group=self.image_ids[query["image_id"]],
+            id=safe_id(name),
+            group=safe_id(query["image_id"]),
             source=self.config.export.name,
             split="train",
             category=query["category"],
@@ -179,16 +178,16 @@ class _Export:
         asked = [self.queries[name] for name in self.test]
         tables: dict[str, Iterable[dict[str, Any]]] = {
             "corpus": (
-                {"id": self.image_ids[name], "image": _cell(self._picture(name)), "text": None}
+                {"id": safe_id(name), "image": _cell(self._picture(name)), "text": None}
                 for name in self.corpus
             ),
             "queries": (
                 {
-                    "id": self.query_ids[query["query_id"]],
+                    "id": safe_id(query["query_id"]),
                     "image": [_cell(self._picture(query["image_id"]))],
                     "text": query["query"],
                     "category": query["category"],
-                    "group": self.image_ids[query["image_id"]],
+                    "group": safe_id(query["image_id"]),
                     "instruction": self.config.export.instruction,
                 }
                 for query in asked
@@ -199,7 +198,7 @@ class _Export:
                 tables[table] = (dict(zip(features(table), pair, strict=True)) for pair in pairs)
         for table, rows in tables.items():
             _write(folder / f"{table}.parquet", table, rows)
-        ids = [self.query_ids[name] for name in self.test], [self.image_ids[name] for name in self.corpus]
+        ids = list(map(safe_id, self.test)), list(map(safe_id, self.corpus))
         counts = {"queries": len(self.test), "corpus": len(self.corpus)}
         meta = {
             "name": f"{self.config.export.name}-test",
@@ -220,21 +219,9 @@ class _Export:
 
         def row(name: str) -> dict[str, Any]:
             known = {"source": None, "author": None, "licence": library.licence, **origins.get(name, {})}
-            return {**self.images[name], **known, "id": self.image_ids[name], "path": self.files.get(name)}
+            return {**self.images[name], **known, "id": safe_id(name), "path": self.files.get(name)}
 
         _write(self.folder / "pictures.parquet", "pictures", map(row, sorted(used)))
-
-
-def _written(names: Iterable[str]) -> dict[str, str]:
-    """Map the run's ids to those written to files, without white space; raises if two would be equal."""
-    given: dict[str, str] = {}
-    for name in names:
-        if (other := given.setdefault(safe_id(name), name)) != name:
-            raise UserError(
-                f"dataset cannot be written: {other!r} and {name!r} are both {safe_id(name)!r} with white space escaped as "
-                "%20; rename one of them in the library"
-            )
-    return {name: written for written, name in given.items()}
 
 
 def _cell(data: bytes) -> dict[str, Any]:

@@ -483,7 +483,6 @@ def test_names_with_blanks_are_written_without(tmp_path):
 
 
 def test_names_that_are_one_without_blanks_are_refused(tmp_path):
-    """By the first stage; and by the export, for runs of before it looked."""
     for number, name in enumerate(("a b.png", "a%20b.png")):
         Image.new("RGB", (40, 40), (number * 40, 0, 0)).save(tmp_path / name)
     with closing(
@@ -495,13 +494,6 @@ def test_names_that_are_one_without_blanks_are_refused(tmp_path):
     ) as run:
         with pytest.raises(UserError, match="the id 'a%20b' occurs twice.*white space"):
             stages.seed(run)
-    (tmp_path / "a b.png").unlink()
-    names = {"a": "x y", "d": "x%20y"}
-    with closing(made(tmp_path, lambda name: names.get(name, name))) as run:
-        stages.keep(run)
-        stages.pool(run)
-        with pytest.raises(UserError, match="'x y' and 'x%20y' are both 'x%20y'"):
-            stages.split(run)
 
 
 def test_a_table_with_another_schema_is_named(world):

@@ -1,6 +1,6 @@
 """Prepare data: ``rge data COMMAND [key=value ...]``, or ``python -m data_prep COMMAND``."""
 
-import importlib
+import pkgutil
 from collections.abc import Sequence
 
 from rge.common.commands import pick, start
@@ -20,8 +20,7 @@ COMMANDS = {
 def main(argv: Sequence[str]) -> None:
     """Run one command."""
     name, words = pick(argv, {name: about for name, (_, about) in COMMANDS.items()}, "rge data")
-    module, _, function = COMMANDS[name][0].partition(":")
-    getattr(importlib.import_module(module), function)(words)
+    pkgutil.resolve_name(COMMANDS[name][0])(words)
 
 
 if __name__ == "__main__":

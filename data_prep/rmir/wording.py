@@ -71,11 +71,9 @@ def wording(folder: str | None = None) -> Wording:
 
 def _replaced(folder: Path) -> dict[str, str]:
     """Texts of a user's folder, by file name; raises as `wording` does."""
-    if not folder.is_dir():
-        raise UserError(f"prompts={folder} is not a folder")
     texts = {path.name: _text(path) for path in sorted(folder.glob("*.md"))}
     if not texts:
-        raise UserError(f"prompts={folder} has none of the files {', '.join(FILES)}")
+        raise UserError(f"prompts={folder} is no folder with any of the files {', '.join(FILES)}")
     for name, text in texts.items():
         if name not in FILES:
             raise UserError(f"{folder / name} does not replace any prompt; the files are {', '.join(FILES)}")

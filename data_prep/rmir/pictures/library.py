@@ -1,7 +1,6 @@
 """List, inspect and filter the picture library, with a reason for each picture left out."""
 
 import hashlib
-import importlib
 import os
 import sys
 from collections import deque
@@ -286,13 +285,11 @@ def look(ref: ImageRef, min_side_px: int, filters: Sequence[str] = ()) -> dict[s
 @lru_cache(maxsize=16)
 def load_filter(name: str) -> Callable[[Image.Image], str | None]:
     """Load a filter of ``library.filters``, once per process. Raises `UserError`: it does not exist."""
-    module, mark, function = name.partition(":")
-    if not mark:
-        raise UserError(f"library.filters must be module:function; got {name!r}")
+    module, _, function = name.partition(":")
     load_plugins([module])  # also finds modules in the current folder
-    found = getattr(sys.modules.get(module) or importlib.import_module(module), function, None)
+    found = getattr(sys.modules[module], function, None)
     if not callable(found):
-        raise UserError(f"library.filters: {name}: the module has no function {function}")
+        raise UserError(f"library.filters must be module:function; {module} has no function {function!r}")
     return found
 
 

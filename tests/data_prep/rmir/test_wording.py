@@ -117,7 +117,7 @@ def test_another_wording_redoes_the_stages_that_say_it(tmp_path, name, redone):
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({}, "has none of the files kinds.md|generate.md"),
+        ({}, "is no folder with any of the files kinds.md|generate.md"),
         ({"kind.md": "x"}, r"kind\.md does not replace any prompt; the files are generate\.md"),
         (
             {"judge.md": "Answer in exactly this format:"},
@@ -132,7 +132,7 @@ def test_files_that_cannot_be_used_are_named(tmp_path, files, message):
         (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(UserError, match=message):
         wording(str(tmp_path))
-    with pytest.raises(UserError, match="is not a folder"):
+    with pytest.raises(UserError, match="is no folder with any of the files"):
         wording(str(tmp_path / "nowhere"))
 
 

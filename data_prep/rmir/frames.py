@@ -1,7 +1,7 @@
 """Tables passed between the stages: Parquet, in parts, with schemas checked on write and read."""
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -59,19 +59,22 @@ def _schema_name(path: Path) -> str:
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Write a table atomically. Raises `UserError`: the rows do not fit the schema."""
-    rows, name = list(rows), _schema_name(path)
-    if rows and (wrong := set(rows[0]) ^ set(SCHEMAS[name].names)):
+    """Write a table of the run atomically. Raises `UserError`: the rows do not fit the schema."""
+    name, left = _schema_name(path), iter(rows)
+    first = list(islice(left, 1))
+    if first and (wrong := set(first[0]) ^ set(SCHEMAS[name].names)):
         raise UserError(f"{path}: columns {sorted(wrong)} are missing from, or not in, the schema {name}")
-    write_table(path, pa.Table.from_pylist(rows, schema=SCHEMAS[name]))
+    write_stream(path, SCHEMAS[name], chain(first, left))
 
 
-@contextmanager
-def writing(path: Path) -> Iterator[Callable[[list[dict[str, Any]]], None]]:
-    """Write a table in blocks of rows with the yielded function; the file appears if the block exits without error."""
-    schema = SCHEMAS[_schema_name(path)]
+def write_stream(
+    path: Path, schema: pa.Schema, rows: Iterable[dict[str, Any]], rows_a_group: int = 20_000
+) -> None:
+    """Write a table atomically, of which only one row group is in memory at a time."""
+    left = iter(rows)
     with replacing(path) as waiting, pq.ParquetWriter(waiting, schema, compression="zstd") as out:
-        yield lambda rows: out.write_table(pa.Table.from_pylist(rows, schema=schema))
+        while group := list(islice(left, rows_a_group)):
+            out.write_table(pa.Table.from_pylist(group, schema=schema))
 
 
 def write_table(path: Path, table: pa.Table) -> None:

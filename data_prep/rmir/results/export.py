@@ -2,17 +2,14 @@
 
 import json
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from data_prep.jsonl import write_jsonl
 from data_prep.rmir import arithmetic as maths
+from data_prep.rmir import frames
 from data_prep.rmir.decisions import candidates_by_query
 from data_prep.rmir.pictures.library import Library
 from data_prep.rmir.results import card
@@ -243,8 +240,4 @@ def _with_pictures(folder: Path, record: Record) -> dict[str, Any]:
 
 def _write(path: Path, table: str, rows: Iterable[dict[str, Any]]) -> None:
     """Write a table with the metadata from which Hugging Face `datasets` and the hub's viewer read `features`."""
-    schema = features(table).arrow_schema
-    left: Iterator[dict[str, Any]] = iter(rows)
-    with pq.ParquetWriter(path, schema, compression="zstd") as out:
-        while batch := list(islice(left, ROWS_A_GROUP)):
-            out.write_table(pa.Table.from_pylist(batch, schema=schema))
+    frames.write_stream(path, features(table).arrow_schema, rows, ROWS_A_GROUP)

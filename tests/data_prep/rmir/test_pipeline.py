@@ -508,7 +508,7 @@ def test_a_full_disk_is_named(world, monkeypatch):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(pq, "write_table", full)
+    monkeypatch.setattr(pq.ParquetWriter, "write_table", full)
     with pytest.raises(FileError, match="cannot be written: No space left on device"):
         frames.write_rows(world.out / "pool.parquet", [{"id": "a"}])
 

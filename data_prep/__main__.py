@@ -1,13 +1,12 @@
 """Prepare data: ``rge data COMMAND [key=value ...]``, or ``python -m data_prep COMMAND``."""
 
-import importlib
+import pkgutil
 from collections.abc import Sequence
 
 from rge.common.commands import pick, start
 
 COMMANDS = {
     "demo": ("data_prep.demo.build:main", "rebuild the shipped picture set"),
-    "spoiled": ("data_prep.demo.spoil:main", "write the demo's training records with a dose of wrong rationales"),
     "study": ("data_prep.study.build:main", "make pictures and rationales for studying how much a rationale may give away"),
     "rmir": ("data_prep.rmir.main:main", "make reasoning-intensive retrieval data from any pictures; config=demo needs no model"),
     "review": ("data_prep.rmir.reviewing:review", "write a page on which people check a sample of the result; apply= applies their verdicts"),
@@ -21,8 +20,7 @@ COMMANDS = {
 def main(argv: Sequence[str]) -> None:
     """Run one command."""
     name, words = pick(argv, {name: about for name, (_, about) in COMMANDS.items()}, "rge data")
-    module, _, function = COMMANDS[name][0].partition(":")
-    getattr(importlib.import_module(module), function)(words)
+    pkgutil.resolve_name(COMMANDS[name][0])(words)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from data_prep.demo.build import DemoOptions
-from data_prep.demo.spoil import SpoilOptions
 from data_prep.mmeb import MmebOptions
 from data_prep.rationales.options import RationaleOptions
 from data_prep.rmir.main import RmirCommand
@@ -29,7 +28,7 @@ from rge.serving.options import ServeOptions
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "reference.md"
 DATA = {
-    "demo": DemoOptions, "spoiled": SpoilOptions, "study": StudyOptions, "rmir": RmirCommand, "review": ReviewOptions, "agreement": AgreementOptions,
+    "demo": DemoOptions, "study": StudyOptions, "rmir": RmirCommand, "review": ReviewOptions, "agreement": AgreementOptions,
     "rationales": RationaleOptions, "mmeb": MmebOptions,
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The demo's training records with corrupted rationales, and a test of held-back drawings: ``rge data spoiled dose=0.5``.
+"""The demo's training records with corrupted rationales, and a test of held-back drawings, for ``scripts/study.py rl``.
 
 In practice rationales are written by a model and often wrong. Here a share of them is wrong in the way of a weak model: it
 recognises the thing but draws the wrong inference ("This is a door; it is sharpened with a sharpener"), always the same one
@@ -8,8 +8,6 @@ for a question about a thing. The answers of the records stay correct.
     unseen/     retrieval set: trained questions about trained things, with drawings that no training question shows
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from data_prep.demo import retrieval
@@ -19,29 +17,7 @@ from data_prep.demo.records import naming_records, relation_records, text_record
 from data_prep.demo.splits import VALID_GALLERY, Splits, choose, split, stable_hash
 from data_prep.demo.tables import Concept, Fact, Tables, read_tables
 from data_prep.jsonl import write_jsonl
-from rge.common.options import Share, parse_options
 from rge.common.schema import Record
-
-
-@dataclass
-class SpoilOptions:
-    """Write the demo's training records with a dose of wrong rationales, and a test of drawings held back."""
-
-    out: Path
-    """Folder to write to."""
-    dose: Share = 0.5
-    """Share of records whose rationale begins correctly but draws a wrong conclusion, 0 to 1."""
-    seed: int = 0
-    """Seed for the choice of records and mistakes."""
-
-
-def main(words: Sequence[str]) -> None:
-    """Write records and test, and print the counts."""
-    options = parse_options(SpoilOptions, words, "rge data spoiled")
-    spoiled, records = write(options.out, options.dose, options.seed)
-    print(
-        f"{spoiled} of {records} rationales spoiled: {options.out / 'train'}; test: {options.out / 'unseen'}"
-    )
 
 
 def write(out: Path, dose: float, seed: int) -> tuple[int, int]:

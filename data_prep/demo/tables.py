@@ -16,7 +16,6 @@ from pathlib import Path
 from data_prep.demo.families import FAMILIES, TRAINING, Family, rows_of
 
 HERE = Path(__file__).parent
-CATEGORIES = ("functional", "temporal", "causal")
 
 _ONE = {"is": "is", "does": "does", "was": "was"}
 _MANY = {"is": "are", "does": "do", "was": "were"}

@@ -7,15 +7,11 @@ Shape suffixes: N = target pictures, T = rationales, D = embedding size.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from data_prep.rmir.config import CAPTION_ENCODERS, IMAGE_ENCODERS, EncoderConfig
-from data_prep.rmir.pictures.encoders import ImageEncoder, TextEncoder, bridged, image_encoder, text_encoder
+from data_prep.rmir.pictures.encoders import ImageEncoder
 from rge.common.mmeb_prompts import content, set_of
-from rge.common.options import one_of
 from rge.common.schema import Record, Target
 from rge.diagnose.knowability import content_words
 
@@ -86,66 +82,32 @@ def embedding_leak(score_N: np.ndarray, target: int) -> float:
     return float(np.clip((score_N[target] - fitting.mean()) / lead, 0, 1))
 
 
-@dataclass(frozen=True)
-class Shown:
-    """A target picture: its reference, and its caption if it has one."""
+def picture_leaks(
+    encoder: ImageEncoder, refs: Mapping[str, str], asked: Sequence[tuple[str, str, str]]
+) -> list[float | None]:
+    """`embedding_leak` of each rationale minus that of the query's own text.
 
-    ref: str
-    caption: str | None
+    Args:
+        encoder: embeds pictures and texts.
+        refs: all target pictures to compare, by id.
+        asked: (target id, rationale, text of the query) triples.
 
-
-class PictureLeak:
-    """Scores rationales against target pictures with an encoder; without ``by_picture``, captions stand for the pictures."""
-
-    def __init__(self, encoder: ImageEncoder | TextEncoder, *, by_picture: bool):
-        self.name, self.by_picture = encoder.name, by_picture
-        self._encoder: Any = encoder
-
-    @classmethod
-    def of(cls, config: EncoderConfig) -> "PictureLeak":
-        """Build the configured encoder."""
-        one_of("encoder.kind", [config.kind], tuple(dict.fromkeys((*IMAGE_ENCODERS, *CAPTION_ENCODERS))))
-        by_picture = config.kind in IMAGE_ENCODERS
-        return cls(image_encoder(config) if by_picture else text_encoder(config), by_picture=by_picture)
-
-    def scores(
-        self, pictures: Mapping[str, Shown], asked: Sequence[tuple[str, str, str]]
-    ) -> list[float | None]:
-        """`embedding_leak` of each rationale minus that of the query's own text.
-
-        Args:
-            pictures: all target pictures to compare, by id.
-            asked: (target id, rationale, text of the query) triples.
-
-        Returns:
-            None for targets that are not among the pictures, and for all if there are fewer than `MIN_OTHERS` others.
-        """
-        if self.by_picture:
-            looks = {name: picture.ref for name, picture in pictures.items()}
-        else:
-            looks = {name: name for name, picture in pictures.items() if picture.caption}
-        # One row per picture, even if several targets show it.
-        row_of = {look: row for row, look in enumerate(dict.fromkeys(looks.values()))}
-        shown = list({row_of[look]: pictures[name] for name, look in looks.items()}.values())
-        asked_rows = [at for at, (name, _, _) in enumerate(asked) if name in looks]
-        found: list[float | None] = [None] * len(asked)
-        if len(shown) <= MIN_OTHERS or not asked_rows:
-            return found
-        picture_ND, encoder = self._look(shown)
-        known = [asked[at][2].strip() for at in asked_rows]
-        said_TD = encoder.texts([asked[at][1] for at in asked_rows], query=False)
-        known_TD = encoder.texts(known, query=False)
-        for at, said_D, known_D, text in zip(asked_rows, said_TD, known_TD, known, strict=True):
-            target = row_of[looks[asked[at][0]]]
-            leak = embedding_leak(picture_ND @ said_D, target)
-            before = embedding_leak(picture_ND @ known_D, target) if text else 0.0
-            found[at] = max(0.0, leak - before)
+    Returns:
+        None for targets that are not among the pictures, and for all if there are fewer than `MIN_OTHERS` others.
+    """
+    # One row per picture, even if several targets show it.
+    row_of = {ref: row for row, ref in enumerate(dict.fromkeys(refs.values()))}
+    asked_rows = [at for at, (name, _, _) in enumerate(asked) if name in refs]
+    found: list[float | None] = [None] * len(asked)
+    if len(row_of) <= MIN_OTHERS or not asked_rows:
         return found
-
-    def _look(self, shown: Sequence[Shown]) -> tuple[np.ndarray, TextEncoder]:
-        """(N, D) embeddings of the pictures, and the encoder that embeds texts in the same space."""
-        captions = [picture.caption for picture in shown]
-        if not self.by_picture:
-            return self._encoder.texts([caption or "" for caption in captions], query=False), self._encoder
-        picture_ND = self._encoder.pictures([picture.ref for picture in shown])
-        return picture_ND, bridged(self._encoder, captions, picture_ND)
+    picture_ND = encoder.pictures(list(row_of))
+    known = [asked[at][2].strip() for at in asked_rows]
+    said_TD = encoder.texts([asked[at][1] for at in asked_rows], query=False)
+    known_TD = encoder.texts(known, query=False)
+    for at, said_D, known_D, text in zip(asked_rows, said_TD, known_TD, known, strict=True):
+        target = row_of[refs[asked[at][0]]]
+        leak = embedding_leak(picture_ND @ said_D, target)
+        before = embedding_leak(picture_ND @ known_D, target) if text else 0.0
+        found[at] = max(0.0, leak - before)
+    return found

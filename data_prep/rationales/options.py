@@ -44,8 +44,8 @@ class RationaleOptions:
     """What to do if calls are unanswered (outages): wait until the same command has asked them again, or proceed
     without these pairs."""
     encoder: EncoderConfig | None = None
-    """Encoder of target pictures, or of their captions, for the leak score (kinds as for ``rge data rmir``); null: the
-    checkpoint of `select`, if there is one."""
+    """Encoder of target pictures for the leak score, of kind siglip or checkpoint; null: the checkpoint of `select`, if
+    there is one."""
     records: Path
     """Training records, JSON lines; or a folder of such files."""
     out: Path

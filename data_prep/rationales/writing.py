@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from data_prep.jsonl import json_line
 from data_prep.rationales import prompts
-from data_prep.rationales.leak import PictureLeak, Shown, bare_text, caption_leak, text_leak
+from data_prep.rationales.leak import bare_text, caption_leak, picture_leaks, text_leak
 from data_prep.rationales.options import RationaleOptions
 from data_prep.rationales.pairs import (
     SCORES,
@@ -23,19 +23,21 @@ from data_prep.rationales.pairs import (
     request_for,
     sources_of,
 )
-from data_prep.rmir.pictures.encoders import CheckpointEncoder
+from data_prep.rmir.pictures.encoders import CheckpointEncoder, ImageEncoder, image_encoder
 from rge.calls.caller import Caller, Outcome
-from rge.calls.failures import RequestRejected
 from rge.calls.replies import ReplyError
 from rge.calls.request import Request
 from rge.calls.store import AnswerStore
 from rge.common.errors import UserError
 from rge.common.files import open_locked, relative, replacing, write_json
+from rge.common.options import one_of
 from rge.diagnose.knowability import knowability, measure_knowability
 
 if TYPE_CHECKING:
     from data_prep.rationales.gain import GainJudge  # imports torch
 
+LEAK_ENCODERS = ("siglip", "checkpoint")
+"""Kinds of encoders that judge how far a rationale singles out the target's picture."""
 GAIN_WINDOW = 256
 """Pairs whose targets share one softmax when gains are measured."""
 
@@ -52,12 +54,12 @@ class Writing:
             if options.leak != "keep" and self.by_sight is None:
                 self._check_measurable(source)
 
-    def _leak_encoder(self) -> PictureLeak | None:
-        if self.options.encoder is not None:
-            return PictureLeak.of(self.options.encoder)
-        if self.judge is not None:
-            return PictureLeak(CheckpointEncoder(self.judge.encoder, self.judge.batch_size), by_picture=True)
-        return None
+    def _leak_encoder(self) -> ImageEncoder | None:
+        if (config := self.options.encoder) is not None:
+            one_of("encoder.kind", [config.kind], LEAK_ENCODERS)
+            return image_encoder(config)
+        judge = self.judge
+        return None if judge is None else CheckpointEncoder(judge.encoder, judge.batch_size)
 
     def _check_measurable(self, source: Source) -> None:
         """Raise if no target has a text or a caption to measure leaks by."""
@@ -72,8 +74,6 @@ class Writing:
 
     def run(self) -> dict[str, Any]:
         """Write the records with rationales to ``out``, and a report to ``out`` + ``.report.json``.
-
-        The calls of all files are made together, so that a provider's batches are awaited once.
 
         Returns:
             The report; for a folder, the reports by file name.
@@ -127,7 +127,7 @@ class Writing:
         self._check_answered(lost, len(places))
         if not rewrite and lost and len(lost) == len(places) and all(outcome.rejected for outcome in lost):
             caller.store.forget_rejections(outcome.key for outcome in lost)
-            raise RequestRejected(
+            raise UserError(
                 f"all {len(lost)} calls were rejected, such as: {lost[0].error}. Nothing was written; change the model's "
                 "settings and run the same command again"
             )
@@ -175,7 +175,7 @@ class Writing:
                 for pair, candidate in new:
                     candidate.leaks = _leaks_of_words(source, pair, candidate.text or "")
                 if new and self.by_sight is not None:
-                    _measure_by_sight(source, pairs, new, self.by_sight)
+                    _measure_by_sight(pairs, new, self.by_sight)
 
     def _weigh(self, judge: "GainJudge", window: Window) -> None:
         """Measure gain and knowability of all candidates that passed the checks."""
@@ -280,16 +280,16 @@ def _leaks_of_words(source: Source, pair: Pair, rationale: str) -> dict[str, flo
 
 
 def _measure_by_sight(
-    source: Source, pairs: Sequence[Pair], new: Sequence[tuple[Pair, Candidate]], by_sight: PictureLeak
+    pairs: Sequence[Pair], new: Sequence[tuple[Pair, Candidate]], by_sight: ImageEncoder
 ) -> None:
     shown = {
-        target.id: Shown(str(target.image), source.caption(target))
+        target.id: str(target.image)
         for pair in pairs
         for target in (*pair.record.positives, *pair.record.negatives)
         if target.image is not None
     }
     asked = [(pair.positive.id, candidate.text or "", pair.known) for pair, candidate in new]
-    for (_, candidate), leak in zip(new, by_sight.scores(shown, asked), strict=True):
+    for (_, candidate), leak in zip(new, picture_leaks(by_sight, shown, asked), strict=True):
         if leak is not None:
             candidate.leaks = {**(candidate.leaks or {}), "picture": leak}
 

@@ -22,10 +22,6 @@ CATEGORIES = ("functional", "temporal", "causal")
 """Kinds of reasoning of the paper."""
 
 
-class ConfigError(UserError):
-    """A setting is wrong; the message names the key and the fix."""
-
-
 @dataclass
 class LibraryConfig:
     """The pictures to start from."""
@@ -61,29 +57,10 @@ class LibraryConfig:
     memory_mb: AtLeastOne = 768
     """Memory for pictures that are not separate files, MB: if they are large, fewer than ``shard_size`` are processed
     at once."""
-    changed: Literal["stop", "extend"] = "stop"
-    """What to do if pictures were added, removed or changed since the seed stage read the library: stop with a message;
-    or extend, which adds new ones, drops removed ones, and keeps everything made from the others."""
     near_duplicates: Annotated[int, Field(ge=0, le=16)] | None = None
     """Largest number of bits (of 64) in which two perceptual hashes may differ for the later picture to be left out as
     a near-duplicate; 4 finds the same picture in another size or compression. null: only identical files are left out,
     as in the paper."""
-
-
-@dataclass
-class DownloadConfig:
-    """Fetching the pictures of a library that lists web addresses."""
-
-    concurrency: AtLeastOne = 32
-    """Concurrent downloads."""
-    timeout_s: float = 30.0
-    """Time limit of one attempt, from start to end."""
-    max_retries: int = 3
-    """Attempts after the first."""
-    backoff_s: float = 1.0
-    """Upper bound of the first wait, which doubles with every attempt."""
-    max_bytes: AtLeastOne = 30_000_000
-    """Maximum size of a file; larger ones are left out and counted."""
 
 
 @dataclass
@@ -325,7 +302,6 @@ class RmirConfig:
     keep: KeepConfig = field(default_factory=KeepConfig)
     split: SplitConfig = field(default_factory=SplitConfig)
     audit: AuditConfig = field(default_factory=AuditConfig)
-    download: DownloadConfig = field(default_factory=DownloadConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     expect: ExpectConfig = field(default_factory=ExpectConfig)
     oracle: OracleConfig | None = None
@@ -343,14 +319,11 @@ def load_config(words: Sequence[str], schema: type[C] = RmirConfig) -> C:  # typ
     ``schema`` is the config class, or a subclass with further options of a command.
 
     Raises:
-        ConfigError: a missing or unknown config, an unknown key (with a suggestion), or an invalid value.
+        UserError: a missing or unknown config, an unknown key (with a suggestion), or an invalid value.
     """
-    try:
-        found = parse_file(schema, words, key="config", folder=CONFIGS, command="rge data rmir config=NAME")
-        found.models = fill_prices(found.models, found.prices)
-        check(found)
-    except UserError as error:
-        raise ConfigError(str(error)) from None
+    found = parse_file(schema, words, key="config", folder=CONFIGS, command="rge data rmir config=NAME")
+    found.models = fill_prices(found.models, found.prices)
+    check(found)
     return found
 
 
@@ -360,13 +333,13 @@ def check(config: RmirConfig) -> None:
     one_of("generate.categories", config.generate.categories, tuple(wording(config.prompts).codes))
     for stage, name in models_used(config):
         if name not in config.models:
-            raise ConfigError(
+            raise UserError(
                 f"{stage}: no model {name!r} under models (found: {', '.join(config.models) or 'none'})"
             )
     for name, model in config.models.items():
         check_model(f"models.{name}", model)
     if config.library.path is None and config.oracle is None:
-        raise ConfigError("library.path is missing: give a folder of pictures, or a table")
+        raise UserError("library.path is missing: give a folder of pictures, or a table")
 
 
 def _check_encoders(config: RmirConfig) -> None:
@@ -377,7 +350,7 @@ def _check_encoders(config: RmirConfig) -> None:
         one_of(f"retrieve.more.{number}.encoder.kind", [spec.encoder.kind], kinds)
     names = ["image", "caption", *(spec.name for spec in config.retrieve.more)]
     if twice := [name for name in names if names.count(name) > 1]:
-        raise ConfigError(f"retrieve.more: index names must be unique; got {twice[0]!r} twice")
+        raise UserError(f"retrieve.more: index names must be unique; got {twice[0]!r} twice")
 
 
 def models_used(config: RmirConfig) -> list[tuple[str, str]]:

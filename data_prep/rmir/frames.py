@@ -1,7 +1,7 @@
 """Tables passed between the stages: Parquet, in parts, with schemas checked on write and read."""
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -52,30 +52,28 @@ OUT = "{out}/"
 """Start of the ``ref`` of a picture in the run's own folder, which may be moved."""
 
 
-class TableError(UserError):
-    """A table does not have the expected schema; the message names file and column."""
-
-
 def _schema_name(path: Path) -> str:
-    """The schema of a table has the name of its file, or of its folder if it is in parts; ``images-1`` is one of ``images``."""
-    table = path.parent if path.name.startswith("part-") else path
-    return table.name.removesuffix(".parquet").partition("-")[0]
+    """The schema of a table has the name of its file, or of its folder if it is in parts."""
+    return path.parent.name if path.name.startswith("part-") else path.name.removesuffix(".parquet")
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Write a table atomically. Raises `TableError`: the rows do not fit the schema."""
-    rows, name = list(rows), _schema_name(path)
-    if rows and (wrong := set(rows[0]) ^ set(SCHEMAS[name].names)):
-        raise TableError(f"{path}: columns {sorted(wrong)} are missing from, or not in, the schema {name}")
-    write_table(path, pa.Table.from_pylist(rows, schema=SCHEMAS[name]))
+    """Write a table of the run atomically. Raises `UserError`: the rows do not fit the schema."""
+    name, left = _schema_name(path), iter(rows)
+    first = list(islice(left, 1))
+    if first and (wrong := set(first[0]) ^ set(SCHEMAS[name].names)):
+        raise UserError(f"{path}: columns {sorted(wrong)} are missing from, or not in, the schema {name}")
+    write_stream(path, SCHEMAS[name], chain(first, left))
 
 
-@contextmanager
-def writing(path: Path) -> Iterator[Callable[[list[dict[str, Any]]], None]]:
-    """Write a table in blocks of rows with the yielded function; the file appears if the block exits without error."""
-    schema = SCHEMAS[_schema_name(path)]
+def write_stream(
+    path: Path, schema: pa.Schema, rows: Iterable[dict[str, Any]], rows_a_group: int = 20_000
+) -> None:
+    """Write a table atomically, of which only one row group is in memory at a time."""
+    left = iter(rows)
     with replacing(path) as waiting, pq.ParquetWriter(waiting, schema, compression="zstd") as out:
-        yield lambda rows: out.write_table(pa.Table.from_pylist(rows, schema=schema))
+        while group := list(islice(left, rows_a_group)):
+            out.write_table(pa.Table.from_pylist(group, schema=schema))
 
 
 def write_table(path: Path, table: pa.Table) -> None:
@@ -90,18 +88,18 @@ def parts(folder: Path) -> Iterator[pa.Table]:
 
 
 def read_table(path: Path) -> pa.Table:
-    """Read a file, or all parts in a folder in order. Raises `TableError`: it is missing, corrupt, or has other columns."""
+    """Read a file, or all parts in a folder in order. Raises `UserError`: it is missing, corrupt, or has other columns."""
     name = _schema_name(path)
     if path.is_dir():
         return pa.concat_tables([SCHEMAS[name].empty_table(), *parts(path)])
     if not path.exists():
-        raise TableError(f"{path} does not exist: finish the run first (python -m data_prep rmir)")
+        raise UserError(f"{path} does not exist: finish the run first (python -m data_prep rmir)")
     try:
         table = pq.read_table(path)
     except (OSError, pa.ArrowInvalid) as error:
-        raise TableError(f"{path} cannot be read: {error}") from None
+        raise UserError(f"{path} cannot be read: {error}") from None
     if not table.schema.equals(SCHEMAS[name]):
-        raise TableError(f"{path}: expected the schema {name}:\n{SCHEMAS[name]}\ngot:\n{table.schema}")
+        raise UserError(f"{path}: expected the schema {name}:\n{SCHEMAS[name]}\ngot:\n{table.schema}")
     return table
 
 

@@ -11,17 +11,19 @@ from typing import Any, Literal
 import yaml
 
 from data_prep.rmir.config import ExpectConfig, RmirConfig, load_config, models_used
-from data_prep.rmir.oracle import oracle_process, write_library
+from data_prep.rmir.oracle import Oracle, write_library
 from data_prep.rmir.pictures.download import is_address
 from data_prep.rmir.pictures.library import Library
 from data_prep.rmir.results import report
-from data_prep.rmir.run import STAGES, Run, RunError, stages_of
-from data_prep.rmir.seed_set import settle_library
+from data_prep.rmir.run import STAGES, Run, stages_of
+from data_prep.rmir.seed_set import check_library
 from data_prep.rmir.stages import WORK
 from data_prep.rmir.wording import wording
+from rge.calls.local_server import LocalServer
 from rge.calls.model_config import CHARACTERS_PER_TOKEN
 from rge.calls.prices import confirm
 from rge.calls.store import AnswerStore
+from rge.common.errors import UserError
 from rge.common.files import write_text
 
 SETTINGS = "settings.yaml"
@@ -61,9 +63,9 @@ def main(words: Sequence[str]) -> None:
         return
     with ExitStack() as stack:
         if config.oracle is not None:
-            url = stack.enter_context(oracle_process(config.oracle))
+            server = stack.enter_context(LocalServer(Oracle(config.oracle)))
             for model in config.models.values():
-                model.base_url = url
+                model.base_url = server.url
         run = stack.enter_context(closing(Run(config)))
         stages = STAGES if config.stage == "all" else (config.stage,)
         if config.oracle is None and _to_pay(run, stages):
@@ -82,21 +84,23 @@ def _to_pay(run: Run, stages: Sequence[str]) -> bool:
 
 
 def run_stages(run: Run, stages: Sequence[str]) -> None:
-    """Run the stages that are not finished. Raises `RunError`: an earlier one is not, or none is part of the run."""
+    """Run the stages that are not finished. Raises `UserError`: an earlier one is not, or none is part of the run."""
     present = stages_of(run.config)
     todo = [stage for stage in stages if stage in present]
     if not todo:
-        raise RunError(
+        raise UserError(
             "stage=caption needs a model that writes captions: set, for example, caption.model=writer"
         )
     for before in present[: present.index(todo[0])]:
         if run.done(before) is None:
-            raise RunError(f"stage={todo[0]} needs stage={before}, which is not finished with these settings")
+            raise UserError(
+                f"stage={todo[0]} needs stage={before}, which is not finished with these settings"
+            )
     whole = asdict(run.config)
     kept = {item.name: whole[item.name] for item in fields(RmirConfig)}
     write_text(run.out / SETTINGS, yaml.safe_dump(json.loads(json.dumps(kept, default=str)), sort_keys=False))
     if "seed" in todo:
-        settle_library(run)
+        check_library(run)
     for stage in todo:
         earlier = run.done(stage)
         finished = earlier is not None and not earlier.get("unanswered")
@@ -120,8 +124,7 @@ def status(run: Run) -> str:
             state += f", {found['unanswered']:,} unanswered"
         lines.append(f"{stage:<9} {state}{f' ({parts} parts written)' if parts and not found else ''}")
     for entry in run.store.ledger():
-        batches = f" ({entry.batch_calls:,} in batches)" if entry.batch_calls else ""
-        line = f"{entry.endpoint}: {entry.calls:,} calls{batches}, {entry.cost:.4f} spent"
+        line = f"{entry.endpoint}: {entry.calls:,} calls, {entry.cost:.4f} spent"
         if entry.lost_calls:
             line += f", plus at most {entry.lost_cost:.4f} for {entry.lost_calls:,} lost attempts"
         lines.append(line)
@@ -243,8 +246,6 @@ def _costs(config: RmirConfig, store: AnswerStore, stage: str, asked: _Asked) ->
     tokens_in, tokens_out = number * per_call * stats.mean_input, number * answers[stage]
     most_in = most * per_call * stats.max_input
     most_out = most * getattr(config, stage).max_tokens * stats.max_output
-    batch = model.mode == "batch"
-    cost = model.cost(int(tokens_in), int(tokens_out), batch=batch)
-    most_cost = model.cost(int(most_in), int(most_out), batch=batch)
+    cost, most_cost = model.cost(int(tokens_in), int(tokens_out)), model.cost(int(most_in), int(most_out))
     row = f"{model.name} | {number:,.0f} | {tokens_in:,.0f} | {tokens_out:,.0f} | {cost:,.2f}"
     return row, cost, max(cost, most_cost)

@@ -1,9 +1,7 @@
 """The demo's oracle: an OpenAI-compatible server that answers from the hand-written relation tables.
 
-It replaces a multimodal model, so that the whole pipeline runs on any machine over real HTTP, with single calls or
-batches. It recognises pictures by their bytes, and makes deliberate errors at configured rates.
-
-    python -m data_prep.rmir.oracle '{"judge_errors": 0.005}'    # prints its address; stops when standard input closes
+It replaces a multimodal model, so that the whole pipeline runs on any machine over real HTTP. It recognises pictures by
+their bytes, and makes deliberate errors at configured rates.
 """
 
 import base64
@@ -12,11 +10,7 @@ import hashlib
 import json
 import random
 import re
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,15 +18,15 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from data_prep.demo.tables import HERE, Concept, Fact, read_tables
+from data_prep.rationales.prompts import TASK as EXPLAIN_TASK
 from data_prep.rmir import prompts
 from data_prep.rmir.config import CATEGORIES, OracleConfig
 from data_prep.rmir.wording import wording
-from rge.calls.local_server import Answer, Batches, LocalServer, chat
+from rge.calls.local_server import Answer, chat
 
 LIBRARY = HERE / "data" / "train" / "pictures.parquet"
 WITHOUT_CAPTION = 7
 """Every seventh picture of the demo library has no caption, since real libraries have gaps too."""
-EXPLAIN_TASK = "Task: explain an answer"
 
 
 def write_library(path: Path) -> None:
@@ -199,17 +193,6 @@ class Oracle:
         return [fact for fact in self.facts.get(concept, ()) if fact.question in meant]
 
 
-@contextmanager
-def oracle_process(config: OracleConfig) -> Iterator[str]:
-    """Run the oracle in a subprocess and yield its address; it exits with its parent."""
-    command = [sys.executable, "-m", "data_prep.rmir.oracle", json.dumps(asdict(config))]
-    pipe, root = subprocess.PIPE, Path(__file__).resolve().parents[2]
-    with subprocess.Popen(command, cwd=root, stdin=pipe, stdout=pipe, text=True) as process:
-        if not (url := process.stdout.readline().strip()):  # type: ignore[union-attr]
-            raise RuntimeError(f"the oracle did not start (exit code {process.wait()})")
-        yield url
-
-
 def _malformed(rng: random.Random, text: str, reply: Callable[..., Answer]) -> Answer:
     empty = reply("")
     empty.body["choices"] = []
@@ -223,10 +206,3 @@ def _malformed(rng: random.Random, text: str, reply: Callable[..., Answer]) -> A
 def _last(text: str, name: str) -> str:
     found = re.findall(rf"<{name}>(.*?)</{name}>", text, flags=re.DOTALL)
     return found[-1] if found else ""
-
-
-if __name__ == "__main__":
-    config = OracleConfig(**json.loads(sys.argv[1] if len(sys.argv) > 1 else "{}"))
-    with LocalServer(raw=Batches(Oracle(config))) as server:
-        print(server.url, flush=True)
-        sys.stdin.read()

@@ -8,12 +8,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from data_prep.rmir.config import load_config
+from data_prep.rmir.config import RmirConfig, load_config
 from data_prep.rmir.decisions import REVIEWED
 from data_prep.rmir.main import SETTINGS, run_stages
 from data_prep.rmir.results import report
-from data_prep.rmir.results.review import ReviewError, agreement_of, draw, page, read_verdicts, settle
+from data_prep.rmir.results.review import agreement_of, draw, page, read_verdicts, settle
 from data_prep.rmir.run import Run
+from rge.common.errors import UserError
 from rge.common.files import write_json, write_text
 from rge.common.options import AtLeastOne, parse_options
 
@@ -45,7 +46,7 @@ def review(words: Sequence[str]) -> None:
     """Write the page, or apply verdicts."""
     options = parse_options(ReviewOptions, words, "rge data review")
     if (options.out is None) == (not options.apply):
-        raise ReviewError("give either out=FILE.html to write a page, or apply=FILES to apply verdicts")
+        raise UserError("give either out=FILE.html to write a page, or apply=FILES to apply verdicts")
     if options.out is None:
         apply(options.run, options.apply, options.agree)
         return
@@ -60,16 +61,13 @@ def review(words: Sequence[str]) -> None:
 def apply(out: Path, files: Sequence[Path], agree: int) -> None:
     """Write ``reviewed.json`` and redo pool, sets, audit, report and card; makes no model calls."""
     if len(files) < agree:
-        raise ReviewError(
+        raise UserError(
             f"apply= has the verdicts of {len(files)} people, but agree={agree} people must give the same verdict"
         )
-    if not (out / SETTINGS).is_file():
-        raise ReviewError(
-            f"{out / SETTINGS} does not exist: run the command that made {out} again (it makes no new calls)"
-        )
+    config = _settings(out)
     people = read_verdicts(out, files)
     found = settle(out, people, agree)
-    with closing(Run(load_config([f"config={out / SETTINGS}", f"out={out}"]))) as run:
+    with closing(Run(config)) as run:
         write_json(out / REVIEWED, found)
         agreement_of(out, people)
         run_stages(run, ("pool", "split", "audit"))
@@ -79,3 +77,14 @@ def apply(out: Path, files: Sequence[Path], agree: int) -> None:
         f"{found['removed']} answers removed, {found['added']} added; {found['open']} left as the panel decided\n"
         f"{out / 'dataset'}"
     )
+
+
+def _settings(out: Path) -> RmirConfig:
+    """The settings of the last command that ran in a folder."""
+    path = out / SETTINGS
+    try:
+        if not path.is_file():
+            raise UserError(f"{path} does not exist")
+        return load_config([f"config={path}", f"out={out}"])
+    except UserError as error:  # perhaps of an earlier version, with other keys
+        raise UserError(f"{error}: run the command that made {out} again (it makes no new calls)") from None

@@ -16,7 +16,6 @@ from data_prep.rmir.decisions import overruled
 from data_prep.rmir.pictures.encoders import identity
 from data_prep.rmir.wording import wording
 from rge.calls.caller import Caller, Outcome, Read
-from rge.calls.failures import RequestRejected
 from rge.calls.model_config import cache_names
 from rge.calls.request import Picture, Request
 from rge.calls.store import AnswerStore
@@ -28,7 +27,7 @@ EXPORTED = ("licence", "source_column", "author_column", "licence_column")
 """Library settings that only the export reads."""
 REPLIES, OPEN = "replies.sqlite", "unanswered.json"
 """A run's file of all answers, and a stage's file of unanswered calls, by part number."""
-NOT_IN_FINGERPRINT = ("memory_mb", "shard_size", "changed")
+NOT_IN_FINGERPRINT = ("memory_mb", "shard_size")
 """Settings that change how a stage works but not its result."""
 
 READS = {
@@ -45,10 +44,6 @@ READS = {
 }
 """All stages, in order, with the stages whose tables each reads; only changes to these outdate it."""
 STAGES = tuple(READS)
-
-
-class RunError(UserError):
-    """The run cannot continue; the message says why and what to do."""
 
 
 def stages_of(config: RmirConfig) -> tuple[str, ...]:
@@ -68,7 +63,7 @@ def fingerprints(config: RmirConfig, encoders: Sequence[dict[str, Any]] | None =
     ``encoders`` is the result of `identities`; None computes it, which reads local weights.
     """
     settings = _settings(config, encoders or identities(config))
-    version = _extended(Path(config.out) / "seed" / "library.json")
+    version = extended(Path(config.out))
     found: dict[str, str] = {}
     for name in stages_of(config):
         before = {earlier: found[earlier] for earlier in READS[name] if earlier in found}
@@ -83,10 +78,10 @@ def _hash(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _extended(path: Path) -> str | None:
-    """Hash of the extensions of a finished seed set; None if it was never extended."""
-    found = read_json(path)
-    if not found or not found["extensions"]:
+def extended(out: Path) -> str | None:
+    """Hash of the changes of a library with which an earlier version extended the seed set; None if it did not."""
+    found = read_json(out / "seed" / "library.json")
+    if not found or not found.get("extensions"):
         return None
     return _hash([found["extensions"], found["gone"], found["captions"]])
 
@@ -134,7 +129,7 @@ class Run:
     ``read_only`` takes no lock and writes nothing, since another process may be running.
 
     Raises:
-        RunError: another process is using the folder.
+        UserError: another process is using the folder.
     """
 
     def __init__(self, config: RmirConfig, *, progress: bool = True, read_only: bool = False):
@@ -257,8 +252,8 @@ class Run:
         is not written, or, with ``on_unanswered=proceed``, written without their items for now.
 
         Raises:
-            RunError: calls are unanswered; running the same command again repeats only these.
-            RequestRejected: all calls of a model were rejected.
+            UserError: calls are unanswered (running the same command again repeats only these), or all calls of a model were
+                rejected.
         """
         if self._caller is None:  # shared by all stages, since it learns the endpoints' limits
             config = self.config
@@ -408,7 +403,7 @@ class _Shards:
             self.run.store.forget_rejections(
                 outcome.key for model in silent for outcome in self.rejected[model]
             )
-            raise RequestRejected(
+            raise UserError(
                 f"{self.stage}: all {len(rejected)} calls of models.{silent[0]} were rejected, such as: {rejected[0].error}. The "
                 "stage is not done; change the model's settings and run the same command again"
             )
@@ -423,7 +418,7 @@ class _Shards:
                 f"{self.unanswered[0].error}. The other answers are stored; run the same command again to repeat only these calls"
             )
             if wait:
-                raise RunError(f"{message}. on_unanswered=proceed continues without their items")
+                raise UserError(f"{message}. on_unanswered=proceed continues without their items")
             print(f"{message}; their items are left out until then", file=sys.stderr, flush=True)
 
 

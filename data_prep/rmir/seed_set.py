@@ -1,9 +1,7 @@
-"""The seed stage: inspect and embed the library, cluster it, sample from each cluster; and later extensions."""
+"""The seed stage: inspect and embed the library, cluster it, and sample from each cluster."""
 
 import hashlib
 import os
-import shutil
-import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
@@ -15,23 +13,22 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from data_prep.rmir import frames
-from data_prep.rmir.config import ConfigError, LibraryConfig
-from data_prep.rmir.pictures.changes import Changes, LibraryState, compare, files_of, rows_of
-from data_prep.rmir.pictures.download import resolve
+from data_prep.rmir.config import LibraryConfig
+from data_prep.rmir.pictures.changes import changes, note_files
 from data_prep.rmir.pictures.encoders import ImageEncoder, image_encoder, text_encoder
 from data_prep.rmir.pictures.indices import embed_captions
 from data_prep.rmir.pictures.library import (
     DUPLICATE,
     NEAR_DUPLICATE,
     Library,
-    LibraryError,
     blocks,
     encodable,
     fetched,
     inspect,
 )
 from data_prep.rmir.pictures.near_duplicates import near_duplicates
-from data_prep.rmir.run import Run, reasons
+from data_prep.rmir.run import REPLIES, Run, extended, reasons
+from rge.common.errors import UserError
 from rge.common.files import replacing, write_bytes
 from rge.common.schema import ImageRef, safe_id
 
@@ -43,58 +40,56 @@ def seed(run: Run) -> dict[str, Any]:
     """Inspect and embed the library, cluster it, and sample pictures of each cluster."""
     config, folder = run.config, run.path("seed")
     library = Library(config.library)
-    # Checked before anything is embedded; `cluster` checks again with the usable pictures.
-    listed = sum(1 for _ in islice(library.rows(pictures=False), config.seed.clusters))
-    if listed < config.seed.clusters and not LibraryState.read(folder).extensions:
-        raise ConfigError(
-            f"seed.clusters={config.seed.clusters} needs at least as many pictures; {config.library.path} lists {listed:,}. Set "
-            f"seed.clusters={max(1, listed // 2)}, or add pictures"
-        )
+    _check_size(library, config.seed.clusters)
     encoder = image_encoder(config.image_encoder)
     tables, parts = scan_library(run, library, encoder)
-    table, state = pa.concat_tables(tables), LibraryState.read(folder)
+    table = pa.concat_tables(tables)
     del tables
-    unique, bad = usable(table, state, config.library.near_duplicates)
-    listed = len(table) - len(state.gone)
+    unique, bad = usable(table, config.library.near_duplicates)
     if not len(unique):
-        raise ConfigError(
-            f"library.path {config.library.path}: none of the {listed} pictures is usable: {reasons(bad)}"
+        raise UserError(
+            f"library.path {config.library.path}: none of the {len(table)} pictures is usable: {reasons(bad)}"
         )
-    images, kept_ND = _before(run, table, state)
-    new = unique
-    if state.extensions:
-        # Duplicates of pictures that are gone now count as pictures of their own.
-        freed = _is_in(table["sha256"].take(unique), table["sha256"].take(pa.array(state.gone, pa.int64())))
-        new = unique[(unique >= state.extensions[-1]["start"]) | freed]
-        new = new[~_is_in(table["id"].take(new), pa.array([image["id"] for image in images], pa.string()))]
     # Only good pictures have vectors, so a picture's row is the number of good pictures before it.
     vector_of = np.cumsum(pc.is_null(table["reason"]).to_numpy()) - 1
-    more, vectors_ND = _sampled(run, table, state, new, gather(parts, vector_of[new]), images)
-    images += more
-    for image in images:
-        image["caption"] = state.captions.get(image["id"], image["caption"])
+    vectors_ND = gather(parts, vector_of[unique])
+    cluster_N = cluster(vectors_ND, config.seed.clusters, config.seed.iterations, config.seed.seed)
+    chosen = sample_clusters(cluster_N, config.seed.per_cluster, config.seed.seed)
+    rows = table.take(unique[chosen]).select(IMAGE_COLUMNS).to_pylist()
+    numbers = cluster_N[chosen].tolist()
+    images = [row | {"cluster": number} for row, number in zip(rows, numbers, strict=True)]
     keep_pictures(run, library, images)
-    save_vectors(folder / "images.npy", np.concatenate([kept_ND, vectors_ND]) if len(kept_ND) else vectors_ND)
+    save_vectors(folder / "images.npy", vectors_ND[chosen])
     captions = [image["caption"] for image in images if image["caption"]]
     captioner = text_encoder(config.caption_encoder)
     save_vectors(folder / "captions.npy", embed_captions(captioner, captions))
     frames.write_rows(folder / "rejected.parquet", bad)
     frames.write_rows(folder / "images.parquet", images)
     return {
-        "listed": listed,
+        "listed": len(table),
         "usable": len(unique),
         "seed": len(images),
         "with_caption": len(captions),
         "rejected": reasons(bad),
         "encoders": {"images": encoder.name, "captions": captioner.name},
-        **({"extensions": state.extensions} if state.extensions else {}),
     }
 
 
-def usable(table: pa.Table, state: LibraryState, most_bits: int | None) -> tuple[np.ndarray, Rows]:
-    """Rows of the usable, distinct pictures that are still in the library; and the others with their reasons."""
-    columns = ["id", "reason", "ref", "sha256", "phash"]
-    frame = table.select(columns).to_pandas().drop(index=state.gone).rename(columns={"ref": "detail"})
+def _check_size(library: Library, num_clusters: int) -> None:
+    # Before anything is embedded; `cluster` checks again with the usable pictures.
+    listed = sum(1 for _ in islice(library.rows(pictures=False), num_clusters))
+    if listed < num_clusters:
+        raise UserError(
+            f"seed.clusters={num_clusters} needs at least as many pictures; {library.config.path} lists {listed:,}. Set "
+            f"seed.clusters={max(1, listed // 2)}, or add pictures"
+        )
+
+
+def usable(table: pa.Table, most_bits: int | None) -> tuple[np.ndarray, Rows]:
+    """Rows of the usable, distinct pictures; and the others with their reasons."""
+    frame = (
+        table.select(["id", "reason", "ref", "sha256", "phash"]).to_pandas().rename(columns={"ref": "detail"})
+    )
     good = frame[frame["reason"].isna()]
     repeated_N = good.duplicated("sha256")
     frame.loc[good.index[repeated_N], "reason"] = DUPLICATE
@@ -109,132 +104,25 @@ def usable(table: pa.Table, state: LibraryState, most_bits: int | None) -> tuple
     return frame.index[good_N].to_numpy(), [{**row, "key": None} for row in bad.to_pylist()]
 
 
-def _sampled(
-    run: Run, table: pa.Table, state: LibraryState, new: np.ndarray, vectors_ND: np.ndarray, images: Rows
-) -> tuple[Rows, np.ndarray]:
-    """Cluster the new pictures and sample from each cluster; returns rows and vectors.
-
-    An extension gets clusters of its own, in proportion to its size, so that earlier samples do not change.
-    """
-    config = run.config.seed
-    if not len(new):
-        return [], vectors_ND
-    num_clusters, first = config.clusters, 0
-    if state.extensions:
-        original = sum(row < state.extensions[0]["start"] for row in usable(table, LibraryState(), None)[0])
-        num_clusters = min(len(new), max(1, round(config.clusters * len(new) / max(1, original))))
-        first = 1 + max((image["cluster"] for image in images), default=-1)
-    cluster_N = first + cluster(vectors_ND, num_clusters, config.iterations, config.seed)
-    chosen = sample_clusters(cluster_N, config.per_cluster, config.seed)
-    rows = table.take(new[chosen]).select(IMAGE_COLUMNS).to_pylist()
-    found = [{**row, "cluster": number} for row, number in zip(rows, cluster_N[chosen].tolist(), strict=True)]
-    if state.extensions:  # in random order, since `drawn` takes the first ones
-        order = sorted(range(len(found)), key=lambda place: _hash(found[place]["id"]))
-        return [found[place] for place in order], vectors_ND[chosen][order]
-    return found, vectors_ND[chosen]
-
-
-def _is_in(values: pa.ChunkedArray, others: pa.ChunkedArray | pa.Array) -> np.ndarray:
-    return pc.is_in(values, value_set=others).to_numpy()
-
-
-def _hash(name: str) -> bytes:
-    return hashlib.blake2b(safe_id(name).encode(), digest_size=8).digest()
-
-
-def _before(run: Run, table: pa.Table, state: LibraryState) -> tuple[Rows, np.ndarray]:
-    """Seed pictures from before the last extension that are still in the library, and their vectors."""
-    if not state.extensions:
-        return [], np.empty((0, 0), np.float32)
-    gone = set(map(_key, table.select(["id", "sha256"]).take(pa.array(state.gone, pa.int64())).to_pylist()))
-    number = len(state.extensions)
-    images = run.rows("seed", f"images-{number}")
-    stays = [row for row, image in enumerate(images) if _key(image) not in gone]
-    vectors_ND = np.load(run.path("seed", f"images-{number}.npy"), mmap_mode="r")
-    return [images[row] for row in stays], vectors_ND[stays]
-
-
-def drawn(run: Run, most: int | None) -> Rows:
-    """The seed pictures to ask about: all, or `most` drawn at random.
-
-    An extended seed set keeps the pictures drawn before the extension and fills up with new ones.
-    """
-    images = run.rows("seed", "images")
-    if most is None or most >= len(images):
-        return images
-    extended = run.path("seed", "images-1.parquet").is_file()
-    original = run.rows("seed", "images-1") if extended else images
-    rng = np.random.default_rng(run.config.seed.seed)
-    rows = sorted(rng.choice(len(original), min(most, len(original)), replace=False).tolist())
-    old = [_key(image) for image in original]
-    chosen, known = {old[row] for row in rows}, set(old)
-    first = [image for image in images if _key(image) in chosen]
-    fresh = [image for image in images if _key(image) not in known]
-    return [*first, *fresh[: most - len(first)]]
-
-
-def _key(image: dict[str, Any]) -> tuple[str, str]:
-    """Id and content of a picture."""
-    return image["id"], image["sha256"]
-
-
-def settle_library(run: Run) -> None:
-    """Compare the library with what the seed stage read, and handle changes as ``library.changed`` says.
-
-    Raises:
-        LibraryError: it changed and ``library.changed=stop``; or it is unreadable and the seed stage is not finished.
-    """
-    folder, config = run.path("seed"), run.config.library
+def check_library(run: Run) -> None:
+    """Raise `UserError` if the library has changed since the seed stage read it, or the stage is not finished and cannot read it."""
+    config, notes, done = run.config.library, run.path("seed", "library.json"), run.done("seed")
     parts = _parts(run)
     if not parts or not run.begun("seed"):
         return
-    state, done = LibraryState.read(folder), run.done("seed")
-    finished = done is not None and len(done["counts"].get("extensions", ())) == len(state.extensions)
-    if done is not None and not finished:  # killed after an extension was recorded
-        run.path("seed", "done.json").unlink()
+    if done is not None and extended(run.out):  # by an earlier version, which compared otherwise
+        return
     try:
         library = Library(config)
-    except LibraryError:
-        if not finished:
+    except UserError:
+        if done is None:
             raise
         return  # the export reports it when it needs the credits
-    files = files_of(library)
-    if state.files and state.files == files:
-        return
-    table = pa.concat_tables(parts)
-    found = compare(library, table, state)
-    if not finished:  # the rest has not been read yet
-        found.added = []
-    state.files, state.in_order = files, state.in_order and found.in_order
-    state.stamps |= found.stamps
-    if not str(found):
-        state.write(folder)
-        return
-    if config.changed == "stop":
-        raise LibraryError(
-            f"library.path {config.path} has changed since it was read: {found}. library.changed=extend adds new pictures, "
-            "removes missing ones and keeps the results of the others; a different out= starts over"
+    if found := changes(library, pa.concat_tables(parts), notes, complete=done is not None):
+        raise UserError(
+            f"library.path {config.path} has changed since it was read: {found}. Undo that, or start over with a different out= "
+            f"(a copy of {run.out / REPLIES} in it keeps all answers)"
         )
-    print(f"library.path {config.path} has changed: {found}", file=sys.stderr, flush=True)
-    _carry_over(folder, state, found, table, finished)
-
-
-def _carry_over(folder: Path, state: LibraryState, found: Changes, table: pa.Table, finished: bool) -> None:
-    """Record the changes; back up the choice of a finished seed stage and mark the stage as not done."""
-    left = [*found.removed, *found.changed]
-    state.gone = sorted({*state.gone, *rows_of(table, left, state.gone)})
-    state.captions = {
-        name: text for name, text in state.captions.items() if name not in left
-    } | found.captions
-    state.stamps = {name: stamp for name, stamp in state.stamps.items() if name not in left}
-    if finished:
-        number = len(state.extensions) + 1
-        for ending in ("parquet", "npy"):
-            shutil.copyfile(folder / f"images.{ending}", folder / f"images-{number}.{ending}")
-        counts = {"added": len(found.added), "removed": len(found.removed), "changed": len(found.changed)}
-        state.extensions.append({"start": len(table), **counts, "captions": len(found.captions)})
-    state.write(folder)
-    (folder / "done.json").unlink(missing_ok=True)
 
 
 def _parts(run: Run) -> list[pa.Table]:
@@ -262,20 +150,19 @@ def scan_library(
         For each part the table ``inspected``, and the memory-mapped vectors of its good pictures.
 
     Raises:
-        LibraryError: the library cannot be read, or an id occurs twice.
+        UserError: the library cannot be read, or an id occurs twice.
     """
-    config, state = run.config.library, LibraryState.read(run.path("seed"))
-    seen: set[bytes] = set()
-    tables: list[pa.Table] = []
-    for table in _parts(run):
-        _add_ids(seen, table, sum(map(len, tables)), state, config)
-        tables.append(table)
+    config = run.config.library
+    seen: set[str] = set()
+    tables = _parts(run)
+    for table in tables:
+        _add_ids(seen, table, config)
     if not tables:
-        LibraryState(files=files_of(library)).write(run.path("seed"))
+        note_files(library, run.path("seed", "library.json"), {})
     # A sixth each: two blocks are in memory at once, and decoding needs more.
     most_bytes = max(1, int(config.memory_mb * 2**20 / 6))
-    left = _unread(library, state, sum(map(len, tables)), frozenset(seen))
-    todo = blocks(fetched(left), config.shard_size, most_bytes)
+    left = _unread(library, [name for table in tables for name in table["id"].to_pylist()])
+    todo = blocks(fetched(left, run.out / "downloads"), config.shard_size, most_bytes)
     with ThreadPoolExecutor(1) as beside:
 
         def prepare(number: int) -> Future[list[ImageRef] | None]:
@@ -289,50 +176,41 @@ def scan_library(
             waiting = prepare(number + 1)
             save_vectors(_vectors(run, number), embed_pictures(encoder, refs))
             tables.append(frames.read_table(_part(run, number)))
-            _add_ids(seen, tables[-1], sum(map(len, tables[:-1])), state, config)
+            _add_ids(seen, tables[-1], config)
     good = [number for number, table in enumerate(tables) if table["reason"].null_count]
     return tables, [np.load(_vectors(run, number), mmap_mode="r") for number in good]
 
 
 def _inspect_block(run: Run, rows: Rows, number: int) -> list[ImageRef]:
     """Write the table ``inspected`` of a block; returns the pictures to embed."""
-    config = run.config
-    there, failed = resolve(rows, run.out / "downloads", config.download, progress=run.progress)
-    found = inspect(there, config.library)
-    reason = [
-        failed.get(row["id"]) or why for row, why in zip(rows, found["reason"].to_pylist(), strict=True)
-    ]
-    place = found.schema.get_field_index("reason")
-    found = found.set_column(place, found.schema.field(place), pa.array(reason, pa.string()))
+    found = inspect(rows, run.config.library)
     frames.write_table(_part(run, number), found)
-    return [row["data"] or row["ref"] for row, why in zip(there, reason, strict=True) if why is None]
+    why_not = found["reason"].to_pylist()
+    return [row["data"] or row["ref"] for row, why in zip(rows, why_not, strict=True) if why is None]
 
 
-def _add_ids(
-    seen: set[bytes], table: pa.Table, start: int, state: LibraryState, config: LibraryConfig
-) -> None:
-    """Add the ids of a part, whose rows begin at `start`, without those that are gone; raises if one occurs twice."""
-    gone = set(state.gone)
-    for row, name in enumerate(table["id"].to_pylist(), start):
-        if row in gone:
-            continue
-        if _hash(name) in seen:
-            raise LibraryError(
+def _add_ids(seen: set[str], table: pa.Table, config: LibraryConfig) -> None:
+    """Add the ids of a part, as they will be written; raises if one occurs twice."""
+    for name in table["id"].to_pylist():
+        if safe_id(name) in seen:
+            raise UserError(
                 f"library.path {config.path}: the id {name!r} occurs twice (white space counts as %20): choose another "
                 "library.id_column; null numbers the rows"
             )
-        seen.add(_hash(name))
+        seen.add(safe_id(name))
 
 
-def _unread(library: Library, state: LibraryState, count: int, known: frozenset[bytes]) -> Iterator[dict]:
-    """Rows of a library not read yet: those after the first `count`, or, if it changed, those with unknown ids."""
-    if state.in_order and not state.gone and not state.extensions:
-        return library.rows(count)
-    return (row for row in library.rows() if _hash(encodable(row)["id"]) not in known)
+def _unread(library: Library, read: list[str]) -> Iterator[dict]:
+    """Rows of a library that were not read yet: the later ones, or, if some were added between, those with other ids."""
+    listed = (encodable(row)["id"] for row in library.rows(pictures=False))
+    if list(islice(listed, len(read))) == read:
+        return library.rows(len(read))
+    known = set(read)
+    return (row for row in library.rows() if encodable(row)["id"] not in known)
 
 
 def keep_pictures(run: Run, library: Library, images: Rows) -> None:
-    """Copy the seed pictures that are not separate files into files. Raises `LibraryError`: the library has changed."""
+    """Copy the seed pictures that are not separate files into files. Raises `UserError`: the library has changed."""
     missing = {image["id"]: image for image in images if image["ref"] is None}
 
     def path(image: dict[str, Any]) -> Path:
@@ -348,7 +226,7 @@ def keep_pictures(run: Run, library: Library, images: Rows) -> None:
             wanted.remove(row["id"])
         os.sync()
     if wanted:
-        raise LibraryError(
+        raise UserError(
             f"library.path {run.config.library.path}: picture {min(wanted)!r} has changed since it was inspected; delete "
             f"{run.path('seed')} and run the same command again"
         )
@@ -375,12 +253,12 @@ def gather(parts: list[np.ndarray], rows: np.ndarray) -> np.ndarray:
 
 
 def cluster(vectors_ND: np.ndarray, num_clusters: int, iterations: int, seed: int) -> np.ndarray:
-    """Cluster number of each row, by faiss' k-means. Raises `ConfigError`: more clusters than rows."""
+    """Cluster number of each row, by faiss' k-means. Raises `UserError`: more clusters than rows."""
     import faiss
 
     num, width = vectors_ND.shape
     if num_clusters > num:
-        raise ConfigError(f"seed.clusters={num_clusters} needs at least as many pictures; {num} are usable")
+        raise UserError(f"seed.clusters={num_clusters} needs at least as many pictures; {num} are usable")
     limits = {"min_points_per_centroid": 1, "max_points_per_centroid": 256}
     means = faiss.Kmeans(width, num_clusters, niter=iterations, seed=seed, **limits)
     means.train(vectors_ND)

@@ -19,7 +19,7 @@ from data_prep.rmir.pictures.indices import Index, caption_index, embed_captions
 from data_prep.rmir.results.audit import audit
 from data_prep.rmir.results.export import export
 from data_prep.rmir.run import Asking, Row, Run, reasons
-from data_prep.rmir.seed_set import drawn, embed_pictures, save_vectors, seed
+from data_prep.rmir.seed_set import embed_pictures, save_vectors, seed
 from data_prep.rmir.wording import wording
 from rge.calls.caller import Outcome
 from rge.calls.failures import Rejection
@@ -28,8 +28,6 @@ from rge.calls.replies import Refused, Reply, ReplyError
 from rge.calls.request import Request
 
 Rows = list[Row]
-QUERIES_A_GROUP = 1000
-"""Queries per block when candidates are written."""
 
 
 def caption(run: Run) -> dict[str, Any]:
@@ -66,7 +64,10 @@ def caption(run: Run) -> dict[str, Any]:
 def generate(run: Run) -> dict[str, Any]:
     """Write one question of each category about each input picture, with a description of its target (3.1.1)."""
     config, codes_of = run.config.generate, wording(run.config.prompts).codes
-    images = drawn(run, config.max_inputs)
+    images, most = run.rows("seed", "images"), config.max_inputs
+    if most is not None and most < len(images):
+        rng = np.random.default_rng(run.config.seed.seed)
+        images = [images[row] for row in sorted(rng.choice(len(images), most, replace=False).tolist())]
     codes = {category: codes_of[category] for category in config.categories}
     limits = config.max_query_words, config.max_target_words
 
@@ -166,12 +167,14 @@ def retrieve(run: Run) -> dict[str, Any]:
     for name, count, index in _indices(run, images) if queries else ():
         encoders[name] = index.encoder.name
         _search(run, index, count, queries, [per_query.setdefault(name, []) for per_query in found])
-    num_triplets = both = 0
-    with frames.writing(run.path("retrieve", "triplets.parquet")) as write:
-        for start in range(0, len(queries), QUERIES_A_GROUP):
-            block = slice(start, start + QUERIES_A_GROUP)
-            rows = [
-                {
+    counts = Counter(triplets=0, found_by_both=0)
+
+    def rows() -> Iterator[Row]:
+        for query, per_query in zip(queries, found, strict=True):
+            for position, (candidate, ranks) in enumerate(maths.merge_candidates(per_query).items()):
+                counts["triplets"] += 1
+                counts["found_by_both"] += ranks.keys() >= {"image", "caption"}
+                yield {
                     "query_id": query["query_id"],
                     "candidate_id": candidate,
                     "position": position,
@@ -179,14 +182,10 @@ def retrieve(run: Run) -> dict[str, Any]:
                     "caption_rank": ranks.get("caption"),
                     "found_by": list(ranks),
                 }
-                for query, per_query in zip(queries[block], found[block], strict=True)
-                for position, (candidate, ranks) in enumerate(maths.merge_candidates(per_query).items())
-            ]
-            write(rows)
-            num_triplets += len(rows)
-            both += sum(row["image_rank"] is not None and row["caption_rank"] is not None for row in rows)
+
+    frames.write_rows(run.path("retrieve", "triplets.parquet"), rows())
     more = {spec.name: encoders[spec.name] for spec in run.config.retrieve.more if spec.name in encoders}
-    return {"queries": len(queries), "triplets": num_triplets, "found_by_both": both, "more_encoders": more}
+    return {"queries": len(queries), **counts, "more_encoders": more}
 
 
 def _search(run: Run, index: Index, count: int, queries: Rows, found: list[list[str]]) -> None:

@@ -31,10 +31,6 @@ NEEDED = {
 """Text that each file must contain for its answers to be parsable."""
 
 
-class WordingError(UserError):
-    """A prompt file cannot be used; the message names it and the fix."""
-
-
 @dataclass(frozen=True)
 class Wording:
     """The prompts of a run."""
@@ -55,13 +51,13 @@ class Wording:
 
 @functools.cache
 def wording(folder: str | None = None) -> Wording:
-    """Read the texts; a folder's files replace the shipped ones of the same name. Raises `WordingError`: one is unusable."""
+    """Read the texts; a folder's files replace the shipped ones of the same name. Raises `UserError`: one is unusable."""
     texts = {name: _text(SHIPPED / name) for name in FILES}
     if folder is not None:
         texts |= _replaced(Path(folder))
     codes = {name: code for code, name in re.findall(r"^([A-Z]+) \((\w+)\):", texts["kinds.md"], flags=re.M)}
     if not codes:
-        raise WordingError(f"{folder}/kinds.md has no line such as 'FUNC (functional): which tool is needed'")
+        raise UserError(f"{folder}/kinds.md has no line such as 'FUNC (functional): which tool is needed'")
     inner = {"kinds": texts["kinds.md"], "constraints": texts["constraints.md"]}
     return Wording(
         codes,
@@ -75,20 +71,14 @@ def wording(folder: str | None = None) -> Wording:
 
 def _replaced(folder: Path) -> dict[str, str]:
     """Texts of a user's folder, by file name; raises as `wording` does."""
-    if not folder.is_dir():
-        raise WordingError(f"prompts={folder} is not a folder")
     texts = {path.name: _text(path) for path in sorted(folder.glob("*.md"))}
     if not texts:
-        raise WordingError(f"prompts={folder} has none of the files {', '.join(FILES)}")
+        raise UserError(f"prompts={folder} is no folder with any of the files {', '.join(FILES)}")
     for name, text in texts.items():
         if name not in FILES:
-            raise WordingError(
-                f"{folder / name} does not replace any prompt; the files are {', '.join(FILES)}"
-            )
+            raise UserError(f"{folder / name} does not replace any prompt; the files are {', '.join(FILES)}")
         if missing := [part for part in NEEDED.get(name, ()) if part not in text]:
-            raise WordingError(
-                f"{folder / name} must contain {missing[0]!r}, or its answers cannot be parsed"
-            )
+            raise UserError(f"{folder / name} must contain {missing[0]!r}, or its answers cannot be parsed")
     return texts
 
 
@@ -103,4 +93,4 @@ def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig").strip("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise WordingError(f"{path} cannot be read: {error}") from None
+        raise UserError(f"{path} cannot be read: {error}") from None

@@ -1,7 +1,7 @@
 """Client for model APIs: rate limits, retries, budgets, and a cache that never pays twice for one answer.
 
 An answer is stored before it is parsed, so a malformed one is paid for once; it is then requested again with the format stated.
-Every call is a task, which takes a connection of its model from a pool as large as `ModelConfig.concurrency`.
+Every call is a task; `ModelConfig.concurrency` of a model are in flight at a time.
 """
 
 import asyncio
@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 
-from rge.calls.dispatch.batch_jobs import BatchJobs
 from rge.calls.dispatch.grouping import Call, Counts, Grouping, Outcome, Read
 from rge.calls.dispatch.health import Health
 from rge.calls.dispatch.sender import Sender
@@ -17,8 +16,7 @@ from rge.calls.failures import BudgetReached, StopCalls
 from rge.calls.keys import Mask
 from rge.calls.model_config import ModelConfig, check_model
 from rge.calls.pictures import Pictures
-from rge.calls.providers.batches import BatchApi
-from rge.calls.providers.transport import Connection, connections
+from rge.calls.providers.transport import Connection
 from rge.calls.replies import ReplyError
 from rge.calls.request import Request
 from rge.calls.store import AnswerStore
@@ -28,8 +26,6 @@ from rge.common.images import ImageError
 
 CALLS_AHEAD = 1024
 """Calls of a model that wait for a connection, before no further requests are read."""
-CALLS_A_ROUND = 100_000
-"""Calls for which batches are submitted together; they take hours whatever their number."""
 
 
 class Caller:
@@ -57,10 +53,7 @@ class Caller:
             check_model(f"models.{name}", model)
         self._mask = Mask(model.key() for model in models.values())
         self._health = {model.endpoint: Health(self._say) for model in models.values()}
-        self._senders = {
-            name: Sender(model, self._health[model.endpoint], store, self._mask, self.counts, budget)
-            for name, model in models.items()
-        }
+        self._budget = budget
 
     def run(
         self,
@@ -86,7 +79,7 @@ class Caller:
         Raises:
             StopCalls: calls to an endpoint stopped: key, credit, budget, settings, or no answers. Calls in flight have finished,
                 and all answers are stored.
-            StoreError: an answer cannot be stored.
+            UserError: an answer cannot be stored.
         """
         outcomes: dict[int, Outcome] = {}
         take = on_outcome or outcomes.__setitem__
@@ -113,16 +106,19 @@ class Caller:
                     for call in calls:
                         name = call.request.model
                         if name not in runs:
-                            runs[name] = _ModelRun(self._senders[name], grouping, pictures, group, self._say)
-                            await runs[name].open(stack)
+                            sender = self._sender(self.models[name])
+                            await stack.enter_async_context(sender.connection.client)
+                            runs[name] = _ModelRun(sender, grouping, pictures, group)
                         await runs[name].add(call)
                     if any(health.stopped for health in healths):
                         break
                     await asyncio.sleep(0)  # so that cached answers do not hold up calls
-                for run in runs.values():
-                    group.create_task(run.start_round())
         if stopped := [health.stopped for health in healths if health.stopped is not None]:
             raise min(stopped, key=lambda error: isinstance(error, BudgetReached))
+
+    def _sender(self, model: ModelConfig) -> Sender:
+        connection = Connection(model, self._mask)
+        return Sender(connection, self._health[model.endpoint], self.store, self.counts, self._budget)
 
     def _say(self, text: str) -> None:
         if self.progress:
@@ -132,104 +128,34 @@ class Caller:
 class _ModelRun:
     """The calls of one model in one run."""
 
-    def __init__(
-        self,
-        sender: Sender,
-        grouping: Grouping,
-        pictures: Pictures,
-        group: asyncio.TaskGroup,
-        say: Callable[[str], None],
-    ):
-        self.sender, self.grouping, self.pictures, self.say = sender, grouping, pictures, say
-        self._start = group.create_task
-        self._pool: asyncio.LifoQueue[Connection] = asyncio.LifoQueue()
+    def __init__(self, sender: Sender, grouping: Grouping, pictures: Pictures, group: asyncio.TaskGroup):
+        self.sender, self.grouping, self.pictures, self.group = sender, grouping, pictures, group
+        self._free = asyncio.Semaphore(sender.model.concurrency)
         self._ahead = asyncio.Semaphore(CALLS_AHEAD + sender.model.concurrency)
-        self._batched: list[Call] = []
-        self._round: asyncio.Task[None] | None = None
-
-    async def open(self, stack: AsyncExitStack) -> None:
-        """Fill the pool with connections, which the stack closes."""
-        model = self.sender.model
-        clients = connections(model, self.sender.mask)
-        for connection in clients:
-            await stack.enter_async_context(connection.client)
-        for number in range(model.concurrency):
-            self._pool.put_nowait(clients[number % len(clients)])
 
     async def add(self, call: Call) -> None:
-        """Make a call as soon as a connection is free, or collect it for the next round of batches."""
-        if self.sender.model.mode == "batch":
-            self._batched.append(call)
-            if len(self._batched) == CALLS_A_ROUND:
-                await self.start_round()
-            return
+        """Make a call as soon as fewer than `ModelConfig.concurrency` are in flight; waits while `CALLS_AHEAD` others do."""
         await self._ahead.acquire()
-        self._start(self._make(call)).add_done_callback(lambda _: self._ahead.release())
+        self.group.create_task(self._make(call)).add_done_callback(lambda _: self._ahead.release())
 
     async def _make(self, call: Call) -> None:
         """Make a call, and those that request its unreadable answers again."""
         health = self.sender.health
-        connection = await self._pool.get()
-        try:
-            calls = [call]
-            while calls and health.stopped is None:
-                result = await self._answer(connection, calls[0])
-                calls = self.grouping.record(calls[0], result) + calls[1:]
-        except StopCalls as error:
-            health.stop(error)
-        finally:
-            self._pool.put_nowait(connection)
+        async with self._free:
+            try:
+                calls = [call]
+                while calls and health.stopped is None:
+                    result = await self._answer(calls[0])
+                    calls = self.grouping.record(calls[0], result) + calls[1:]
+            except StopCalls as error:
+                health.stop(error)
 
-    async def _answer(self, connection: Connection, call: Call) -> bytes | ReplyError:
+    async def _answer(self, call: Call) -> bytes | ReplyError:
         try:
             # Before the attempt, so that scaling a photograph does not count towards its time limit.
             pictures = await self.pictures.of(call.request)
-            return await self.sender.call(connection, call, pictures)
+            return await self.sender.call(call, pictures)
         except ImageError as error:
             return self.sender.unanswered(str(error))
         except ReplyError as error:
             return error
-
-    async def start_round(self) -> None:
-        """Submit the calls collected so far as batches, once the round before has ended."""
-        if self._round is not None:
-            await self._round
-        if self._batched:
-            self._round = self._start(self._make_batches(self._batched))
-            self._batched = []
-
-    async def _make_batches(self, calls: list[Call]) -> None:
-        sender = self.sender
-        first = self._pilots(calls)
-        for pilot in first:
-            await self._make(pilot)
-        if sender.health.stopped is not None:
-            return
-        # Files may redirect to another host; httpx does not forward the key there.
-        options = {"timeout": sender.model.timeout_s, "follow_redirects": True}
-        api = BatchApi(sender.model, sender.mask, **options)
-        try:
-            async with api.client:
-                jobs = BatchJobs(sender, api, self.grouping, self.pictures, self.say)
-                singles = await jobs.run([call for call in calls if call not in first])
-        except StopCalls as error:
-            sender.health.stop(error)
-            return
-        for call in singles:
-            self._start(self._make(call))
-
-    def _pilots(self, calls: Sequence[Call]) -> list[Call]:
-        """Under a budget: single calls to make first, one with pictures and one without, so that estimates rest on bills."""
-        sender, found = self.sender, dict[bool, Call]()
-        model, store = sender.model, sender.store
-        if not sender.budgets:
-            return []
-        budget_left = store.remaining(sender.budgets)
-        in_flight = {key for row in store.open_batches(model.endpoint) for key, _ in row.calls.values()}
-        for call in calls:
-            pictures = bool(call.request.num_pictures())
-            if pictures in found or call.key in in_flight or sender.stats(call.request).calls:
-                continue
-            if sender.estimate(call.request)[1] <= budget_left:
-                found[pictures] = call
-        return list(found.values())

@@ -21,28 +21,8 @@ class StopCalls(UserError):
     """No further call to this endpoint can succeed."""
 
 
-class AccountRejected(StopCalls):
-    """The account cannot make calls: no credit, no quota, or an unknown model."""
-
-
-class KeyRejected(AccountRejected):
-    """The endpoint rejects the key."""
-
-
-class NotFound(AccountRejected):
-    """404: unknown model, address or batch."""
-
-
 class BudgetReached(StopCalls):
     """The next call might exceed the budget."""
-
-
-class EndpointDown(StopCalls):
-    """The endpoint is unreachable or returns only errors."""
-
-
-class RequestRejected(StopCalls):
-    """The endpoint rejects all requests with these settings; the message quotes it."""
 
 
 class Unanswered(ReplyError):

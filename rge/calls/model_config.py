@@ -10,7 +10,7 @@ import httpx
 from rge.calls.keys import read_key
 from rge.calls.request import Request
 from rge.common.errors import UserError
-from rge.common.options import AtLeastOne, Count, Positive, Share, build
+from rge.common.options import AtLeastOne, Count, Positive, build
 
 CHARACTERS_PER_TOKEN = 3
 """For token estimates of prompts; low on purpose, so that estimates err on the high side."""
@@ -35,13 +35,10 @@ class ModelConfig:
     base_url: str | None = None
     """Address of an OpenAI-compatible endpoint: https://api.anthropic.com/v1,
     https://generativelanguage.googleapis.com/v1beta/openai, or http://HOST:8000/v1 of `vllm serve`; null: OpenAI's own."""
-    mode: Literal["calls", "batch"] = "calls"
-    """calls; or batch: OpenAI's batch API (or a compatible one), cheaper and within a day. Requests that a batch does
-    not answer are repeated as calls."""
     key_env: str | None = None
     """Environment variable with the key; null: the endpoint needs none."""
     concurrency: AtLeastOne = 32
-    """Maximum number of concurrent calls; fewer if the endpoint demands it (429, headers)."""
+    """Maximum number of concurrent calls; fewer if the endpoint demands it (429)."""
     timeout_s: Positive = 120.0
     """Time limit of one attempt, from start to end."""
     max_retries: Count = 6
@@ -83,13 +80,6 @@ class ModelConfig:
     """Further fields for every request, sent unchanged."""
     max_side_px: AtLeastOne = 1024
     """Maximum side of a picture, px; larger ones are scaled down."""
-    batch_price: Share = 0.5
-    """Price of a batch's answer, as a share of the prices above."""
-    batch_poll_s: Positive = 30.0
-    """Seconds between polls of submitted batches."""
-    batch_wait_s: Positive = 180_000.0
-    """How long a run waits for its batches (50 hours; providers end them after 24 or 48); the same command then
-    continues to wait."""
     family: str | None = None
     """Family of models with shared blind spots, for the agreement statistics of judges; null: the model is its own
     family."""
@@ -107,15 +97,12 @@ class ModelConfig:
         """Whether a call costs anything."""
         return bool(self.input_price or self.output_price)
 
-    def cost(
-        self, input_tokens: int, output_tokens: int, cached_tokens: int = 0, *, batch: bool = False
-    ) -> float:
-        """Cost of a single or batched call; ``input_tokens`` include ``cached_tokens``."""
+    def cost(self, input_tokens: int, output_tokens: int, cached_tokens: int = 0) -> float:
+        """Cost of a call; ``input_tokens`` include ``cached_tokens``."""
         input_price = self.input_price or 0.0
         cached_price = input_price if self.cached_price is None else self.cached_price
         price = (input_tokens - cached_tokens) * input_price + cached_tokens * cached_price
-        price += output_tokens * (self.output_price or 0.0)
-        return price * (self.batch_price if batch else 1.0) / 1e6
+        return (price + output_tokens * (self.output_price or 0.0)) / 1e6
 
     def estimate(self, request: Request, stats: BillingStats | None = None) -> tuple[int, int]:
         """Estimate input tokens and maximum output tokens."""
@@ -150,8 +137,8 @@ def check_model(where: str, model: ModelConfig) -> None:
             f"{where}.extra_body must not set model, messages, n or seed: they are part of the cache key"
         )
     try:
-        json.dumps(model.extra_body)
-    except TypeError as error:
+        json.dumps(model.extra_body, allow_nan=False)
+    except (TypeError, ValueError) as error:
         raise UserError(f"{where}.extra_body must be JSON: {error}") from None
     if model.base_url is not None:
         _check_url(f"{where}.base_url", model.base_url)

@@ -7,7 +7,6 @@ this runs in threads; Pillow releases the GIL.
 import asyncio
 import base64
 import io
-from collections import OrderedDict
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
@@ -23,8 +22,8 @@ EncodedPictures = Mapping[Picture, tuple[str, str]]
 SENDABLE = {"JPEG": "image/jpeg", "PNG": "image/png", "WEBP": "image/webp"}
 """Formats that every server reads; others are converted to JPEG."""
 JPEG_QUALITY = 90
-CACHE_BYTES = 64 * 2**20
-"""Size of the LRU cache of encoded pictures: one picture may be judged a hundred times."""
+MAX_KEPT = 64
+"""Encoded pictures that are kept: one picture may be judged a hundred times in a row."""
 MAX_THREADS = 8
 
 
@@ -53,11 +52,10 @@ def _unchanged(data: bytes, max_side_px: int) -> tuple[str, bytes] | None:
 
 
 class Pictures:
-    """Encodes pictures in threads, with an LRU cache; a context manager."""
+    """Encodes pictures in threads, and keeps the latest; a context manager."""
 
     def __init__(self) -> None:
-        self._cache: OrderedDict[Picture, asyncio.Task[tuple[str, str]]] = OrderedDict()
-        self._num_bytes = 0
+        self._kept: dict[Picture, asyncio.Task[tuple[str, str]]] = {}
         self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="pictures")
 
     def __enter__(self) -> "Pictures":
@@ -72,25 +70,16 @@ class Pictures:
 
     async def encode(self, picture: Picture) -> tuple[str, str]:
         """Media type and base64 of a picture; raises as `of` does."""
-        task = self._cache.get(picture)
-        if task is None:
-            task = self._cache[picture] = asyncio.create_task(self._prepare(picture))
-        self._cache.move_to_end(picture)
-        # Shielded: one of several waiting calls may be cancelled.
-        result = await asyncio.shield(task)
-        while self._num_bytes > CACHE_BYTES and len(self._cache) > 1:
-            oldest = next(iter(self._cache))
-            if not self._cache[oldest].done():
-                break
-            evicted = self._cache.pop(oldest)
-            self._num_bytes -= len(evicted.result()[1]) if evicted.exception() is None else 0
-        return result
+        if (task := self._kept.pop(picture, None)) is None:
+            task = asyncio.create_task(self._prepare(picture))
+        self._kept[picture] = task  # as the latest
+        if len(self._kept) > MAX_KEPT:
+            del self._kept[next(iter(self._kept))]
+        return await asyncio.shield(task)  # one of several waiting calls may be cancelled
 
     async def _prepare(self, picture: Picture) -> tuple[str, str]:
         loop = asyncio.get_running_loop()
         media_type, data = await loop.run_in_executor(
             self._threads, prepare_picture, picture.ref, picture.max_side_px
         )
-        text = base64.b64encode(data).decode()
-        self._num_bytes += len(text)
-        return media_type, text
+        return media_type, base64.b64encode(data).decode()

@@ -21,7 +21,6 @@ class Prices:
     input_price: float
     output_price: float
     cached_price: float | None = None
-    batch_price: float | None = None
 
 
 def fill_prices(models: Mapping[str, ModelConfig], table: Path | None = None) -> dict[str, ModelConfig]:

@@ -13,14 +13,13 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from rge.calls.model_config import BillingStats
 from rge.calls.replies import Usage
 from rge.common.errors import UserError
-from rge.common.files import open_locked
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS replies (
@@ -41,12 +40,6 @@ CREATE INDEX IF NOT EXISTS attempts_under_way ON attempts (endpoint) WHERE state
 CREATE TABLE IF NOT EXISTS spending (
     endpoint TEXT NOT NULL, estimated INTEGER NOT NULL, calls INTEGER NOT NULL, input_tokens INTEGER NOT NULL,
     cached_tokens INTEGER NOT NULL, output_tokens INTEGER NOT NULL, cost REAL NOT NULL, PRIMARY KEY (endpoint, estimated));
-CREATE TABLE IF NOT EXISTS batches (
-    label TEXT PRIMARY KEY, endpoint TEXT NOT NULL, state TEXT NOT NULL, file TEXT, id TEXT, began REAL NOT NULL,
-    at TEXT NOT NULL DEFAULT CURRENT_TIMESTAMP);
-CREATE TABLE IF NOT EXISTS batch_calls (
-    label TEXT NOT NULL, number INTEGER NOT NULL, key TEXT NOT NULL, attempt INTEGER NOT NULL, PRIMARY KEY (label, number));
-CREATE INDEX IF NOT EXISTS batch_calls_by_attempt ON batch_calls (attempt);
 CREATE TRIGGER IF NOT EXISTS replies_stay BEFORE UPDATE ON replies
     BEGIN SELECT RAISE(ABORT, 'an answer is never changed'); END;
 CREATE TRIGGER IF NOT EXISTS replies_remain BEFORE DELETE ON replies
@@ -65,11 +58,9 @@ SELECT (SELECT total(cost) FROM spending WHERE ?1 IS NULL OR endpoint = ?1)
 """
 _LEDGER = """
 SELECT endpoint, sum(calls * (1 - estimated)), sum(input_tokens * (1 - estimated)), sum(cached_tokens * (1 - estimated)),
-    sum(output_tokens * (1 - estimated)), total(cost * (1 - estimated)), sum(calls * estimated), total(cost * estimated),
-    (SELECT count(*) FROM batch_calls JOIN attempts ON attempts.id = attempt
-        WHERE state = 'answered' AND attempts.endpoint = paid.endpoint)
+    sum(output_tokens * (1 - estimated)), total(cost * (1 - estimated)), sum(calls * estimated), total(cost * estimated)
     FROM (SELECT * FROM spending UNION ALL SELECT endpoint, 1, count(*), 0, 0, 0, total(cost) FROM attempts
-        WHERE state = 'under way' GROUP BY endpoint) AS paid GROUP BY endpoint ORDER BY endpoint
+        WHERE state = 'under way' GROUP BY endpoint) GROUP BY endpoint ORDER BY endpoint
 """
 _LEARN = """
 INSERT INTO bills VALUES ((SELECT endpoint FROM attempts WHERE id = ?), ?, 1, ?, ?, ?, ?) ON CONFLICT (endpoint, pictures) DO UPDATE SET calls = calls + 1,
@@ -82,10 +73,6 @@ _WAIT_S = 60.0
 """How long to wait for another process's lock."""
 _MIN_ESTIMATE = 100
 """Floor of token estimates in billing ratios: for very short prompts, the chat template would dominate."""
-
-
-class StoreError(UserError):
-    """The answer store cannot be opened or written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,27 +88,14 @@ class Spending:
     # Unanswered attempts that may be billed: timed out, cut off, or in flight when the process ended.
     lost_calls: int
     lost_cost: float  # their estimated maximum cost
-    batch_calls: int = 0  # answered calls made in batches
-
-
-@dataclass(slots=True)
-class BatchRow:
-    """A batch that is not settled yet."""
-
-    label: str  # our own name, part of the ids of its calls
-    began: float  # Unix time
-    file: str | None = None  # the provider's id of the uploaded requests
-    id: str | None = None  # the provider's id of the batch; None: unknown whether it was created
-    calls: dict[int, tuple[str, int]] = field(default_factory=dict)  # call number -> (key, attempt)
 
 
 class AnswerStore:
-    """The answer store, safe for threads and processes; temporary without a path. Raises `StoreError`: it cannot be opened."""
+    """The answer store, safe for threads and processes; temporary without a path. Raises `UserError`: it cannot be opened."""
 
     def __init__(self, path: str | Path | None):
         self.path = Path(path) if path is not None else None
         self._lock = threading.RLock()
-        self._batches: IO[str] | None = None
         try:
             if self.path is None:
                 self._db = sqlite3.connect("", isolation_level=None, check_same_thread=False)
@@ -130,14 +104,11 @@ class AnswerStore:
                 self._db = _open(self.path)
             self._db.executescript(_SCHEMA)
         except (OSError, sqlite3.DatabaseError) as error:
-            raise StoreError(f"{path} cannot be used as an answer store: {error}") from None
+            raise UserError(f"{path} cannot be used as an answer store: {error}") from None
 
     def close(self) -> None:
         """Close the file."""
         self._db.close()
-        if self._batches is not None:
-            self._batches.close()
-            self._batches = None
 
     # -------------------------------------------------------------------------------------------------------- answers
 
@@ -179,7 +150,12 @@ class AnswerStore:
         with self._transaction():
             if max_cost > self.remaining(budgets):
                 return None
-            return self._insert_attempt(endpoint, key, tokens, max_cost)
+            cursor = self._db.execute(
+                "INSERT INTO attempts (endpoint, key, state, input_tokens, output_tokens, cost)"
+                " VALUES (?, ?, 'under way', ?, ?, ?)",
+                (endpoint, key, *tokens, max_cost),
+            )
+            return cursor.lastrowid
 
     def put(
         self,
@@ -228,93 +204,11 @@ class AnswerStore:
     def end_attempt(self, attempt: int, *, billed: bool) -> None:
         """End an attempt without an answer: keep it at its maximum cost if the provider may bill it, else delete it."""
         with self._transaction():
-            self._end_attempt(attempt, billed)
-
-    # -------------------------------------------------------------------------------------------------------- batches
-
-    def lock_batches(self) -> None:
-        """Lock this file's batches until the store is closed, or the process ends. Raises `StoreError`: they are locked."""
-        if self.path is None or self._batches is not None:
-            return
-        try:
-            self._batches = open_locked(self.path.with_name(f"{self.path.name}.batches"))
-        except UserError:
-            raise StoreError(
-                f"another process is waiting for batches of {self.path}; wait for it, or stop it"
-            ) from None
-
-    def begin_batch(
-        self,
-        row: BatchRow,
-        endpoint: str,
-        calls: Sequence[tuple[str, tuple[int, int], float]],
-        budgets: Budgets,
-    ) -> int:
-        """Enter a new batch and an attempt for each of its calls (key, tokens, maximum cost), before it is sent.
-
-        Returns:
-            How many calls, from the first on, fit the budgets; these are entered, also in the row.
-        """
-        with self._transaction():
-            budget_left = self.remaining(budgets)
-            for number, (key, tokens, max_cost) in enumerate(calls):
-                if max_cost > budget_left:
-                    break
-                budget_left -= max_cost
-                attempt = self._insert_attempt(endpoint, key, tokens, max_cost)
-                row.calls[number] = key, attempt
-                self._db.execute(
-                    "INSERT INTO batch_calls VALUES (?, ?, ?, ?)", (row.label, number, key, attempt)
-                )
-            if row.calls:
-                self._db.execute(
-                    "INSERT INTO batches (label, endpoint, state, began) VALUES (?, ?, 'open', ?)",
-                    (row.label, endpoint, row.began),
-                )
-        return len(row.calls)
-
-    def save_batch(self, row: BatchRow) -> None:
-        """Record the provider's ids of a batch."""
-        with self._transaction():
-            self._db.execute(
-                "UPDATE batches SET file = ?, id = ? WHERE label = ?", (row.file, row.id, row.label)
-            )
-
-    def open_batches(self, endpoint: str) -> list[BatchRow]:
-        """Unsettled batches of an endpoint with their unsettled calls, oldest first."""
-        rows = self._query(
-            "SELECT label, began, file, id FROM batches WHERE endpoint = ? AND state = 'open' ORDER BY began",
-            endpoint,
-        )
-        return [BatchRow(label, began, file, id, self.batch_calls(label)) for label, began, file, id in rows]
-
-    def batch_calls(self, label: str) -> dict[int, tuple[str, int]]:
-        """Unsettled calls of a batch: call number -> (key, attempt)."""
-        rows = self._query(
-            "SELECT number, batch_calls.key, attempt FROM batch_calls JOIN attempts ON attempts.id = attempt"
-            " WHERE label = ? AND state = 'under way'",
-            label,
-        )
-        return {number: (key, attempt) for number, key, attempt in rows}
-
-    def expected_tokens(self, attempt: int) -> tuple[int, int]:
-        """Estimated maximum input and output tokens of an attempt in flight."""
-        return self._query_one("SELECT input_tokens, output_tokens FROM attempts WHERE id = ?", attempt)
-
-    def close_batch(self, label: str, *, billed: bool) -> None:
-        """Close a batch; its unanswered calls count as lost if billed, else they are deleted."""
-        with self._transaction():
-            for _, attempt in self.batch_calls(label).values():
-                self._end_attempt(attempt, billed)
-            self._db.execute("UPDATE batches SET state = 'settled' WHERE label = ?", (label,))
-
-    def _end_attempt(self, attempt: int, billed: bool) -> None:
-        if billed:
-            self._db.execute("UPDATE attempts SET state = 'lost' WHERE id = ?", (attempt,))
-            self._db.execute(_SPEND, (attempt,))
-        else:  # also batch_calls: SQLite may reuse the number
-            self._db.execute("DELETE FROM attempts WHERE id = ?", (attempt,))
-            self._db.execute("DELETE FROM batch_calls WHERE attempt = ?", (attempt,))
+            if billed:
+                self._db.execute("UPDATE attempts SET state = 'lost' WHERE id = ?", (attempt,))
+                self._db.execute(_SPEND, (attempt,))
+            else:
+                self._db.execute("DELETE FROM attempts WHERE id = ?", (attempt,))
 
     # ----------------------------------------------------------------------------------------------------- rejections
 
@@ -352,15 +246,6 @@ class AnswerStore:
         """What is left of the tightest budget; infinity without one."""
         return min((budget - self.spent(endpoint) for endpoint, budget in budgets.items()), default=math.inf)
 
-    def _insert_attempt(self, endpoint: str, key: str, tokens: tuple[int, int], max_cost: float) -> int:
-        cursor = self._db.execute(
-            "INSERT INTO attempts (endpoint, key, state, input_tokens, output_tokens, cost)"
-            " VALUES (?, ?, 'under way', ?, ?, ?)",
-            (endpoint, key, *tokens, max_cost),
-        )
-        assert cursor.lastrowid is not None
-        return cursor.lastrowid
-
     @contextmanager
     def _transaction(self) -> Iterator[None]:
         with self._lock:
@@ -369,7 +254,7 @@ class AnswerStore:
                 yield
                 self._db.execute("COMMIT")
             except sqlite3.DatabaseError as error:
-                raise StoreError(
+                raise UserError(
                     f"{self.path} could not be written ({error}), so calls stop here. Free up disk space and run the same command "
                     "again"
                 ) from None

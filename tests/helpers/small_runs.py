@@ -14,6 +14,7 @@ from data_prep.rmir.config import (
     RmirConfig,
     load_config,
 )
+from data_prep.rmir.pictures.encoders import HashingEncoder
 from data_prep.rmir.pictures.library import look
 from data_prep.rmir.run import Run
 from rge.calls.model_config import ModelConfig
@@ -32,6 +33,16 @@ def config_of(out: Path, library: Path | str, url: str = "http://host/v1") -> Rm
     )
     config.seed.clusters, config.seed.per_cluster = 12, 30
     return config
+
+
+class Seer(HashingEncoder):
+    """Stands for an encoder that sees in a picture what its caption says."""
+
+    def __init__(self, captions: dict[str, str]):
+        self.captions = captions  # by the name of the file, without its ending
+
+    def pictures(self, refs):
+        return self.texts([self.captions[Path(ref).stem] for ref in refs])
 
 
 def one_family(path: Path) -> None:

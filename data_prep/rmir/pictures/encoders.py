@@ -111,7 +111,7 @@ class PixelEncoder:
     def texts(self, texts: Sequence[str], *, query: bool = True) -> np.ndarray:
         """(N, D) float32, unit norm."""
         if self._captions is None or self._vectors is None or not len(self._captions):
-            raise EncoderUnavailable(
+            raise UserError(
                 "the pixels encoder needs some pictures with captions (library.caption_column) to embed texts, but none has "
                 "any: use image_encoder.kind=siglip or checkpoint, or write captions with caption.model=writer"
             )
@@ -146,10 +146,6 @@ class CheckpointEncoder:
         ).embeddings
 
 
-class EncoderUnavailable(UserError):
-    """`PixelEncoder` has no captions to embed texts by."""
-
-
 def image_encoder(config: EncoderConfig) -> ImageEncoder:
     """Build an encoder of pictures; `UserError` if it cannot be loaded."""
     if config.kind == "pixels":
@@ -170,13 +166,6 @@ def text_encoder(config: EncoderConfig) -> TextEncoder:
     from data_prep.rmir.pictures.hub_encoders import HubTextEncoder
 
     return HubTextEncoder(config.path or "", config.batch_size)
-
-
-def bridged(encoder: ImageEncoder, captions: Sequence[str | None], vectors_ND: np.ndarray) -> ImageEncoder:
-    """The encoder; `PixelEncoder` gets the captions and vectors of pictures that it needs to embed texts."""
-    if isinstance(encoder, PixelEncoder):
-        encoder.bridge(captions, vectors_ND)
-    return encoder
 
 
 def identity(config: EncoderConfig) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from data_prep.rmir.config import EncoderConfig
-from data_prep.rmir.pictures.encoders import TextEncoder, bridged, image_encoder, text_encoder
+from data_prep.rmir.pictures.encoders import PixelEncoder, TextEncoder, image_encoder, text_encoder
 
 
 @dataclass
@@ -31,7 +31,9 @@ class Index:
 
 def image_index(config: EncoderConfig, images: Sequence[dict[str, Any]], vectors_ND: np.ndarray) -> Index:
     """Index of pictures (``id``, ``caption``) with their vectors, which are not copied: at the paper's size they take 2.3 GB."""
-    encoder = bridged(image_encoder(config), [image["caption"] for image in images], vectors_ND)
+    encoder = image_encoder(config)
+    if isinstance(encoder, PixelEncoder):
+        encoder.bridge([image["caption"] for image in images], vectors_ND)
     return Index([image["id"] for image in images], vectors_ND, encoder)
 
 

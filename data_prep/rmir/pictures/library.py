@@ -1,7 +1,6 @@
 """List, inspect and filter the picture library, with a reason for each picture left out."""
 
 import hashlib
-import importlib
 import os
 import sys
 from collections import deque
@@ -17,7 +16,7 @@ from PIL import Image
 
 from data_prep.rmir.config import LibraryConfig
 from data_prep.rmir.frames import SCHEMAS
-from data_prep.rmir.pictures.download import is_address, without_secrets
+from data_prep.rmir.pictures.download import DownloadFailed, download, is_address, without_secrets
 from data_prep.rmir.pictures.near_duplicates import phash
 from rge.common.errors import UserError
 from rge.common.images import ImageError, load_image, picture_bytes
@@ -35,29 +34,25 @@ ENCODED_BY = {
 }  # fmt: skip
 """Text fields of a row, and how characters that UTF-8 cannot encode are replaced."""
 FETCHED_AT_ONCE = 32
-"""Concurrent reads from an object store."""
-
-
-class LibraryError(UserError):
-    """The library cannot be read, or has changed; the message names file, row and fix."""
+"""Concurrent downloads, or reads from an object store."""
 
 
 class Library:
     """The pictures to start from; each pass reads them from the beginning.
 
     Raises:
-        LibraryError: see `rge.tables.pictures.find`.
+        UserError: see `rge.tables.pictures.find`.
     """
 
     def __init__(self, config: LibraryConfig):
         if not config.path:
-            raise LibraryError(
+            raise UserError(
                 "library.path is missing: give a folder, a table, Parquet files or tars, by path or address"
             )
         try:
             self.config, self.files = config, tables.find(config.path)
         except TableError as error:
-            raise LibraryError(f"library.path {error}") from None
+            raise UserError(f"library.path {error}") from None
 
     def rows(self, first: int = 0, *, pictures: bool = True) -> Iterator[dict[str, Any]]:
         """Yield every picture as ``id``, ``ref``, ``data``, ``caption`` (or None) and ``stamp``, in a fixed order.
@@ -70,7 +65,7 @@ class Library:
             pictures: read the pictures' bytes.
 
         Raises:
-            LibraryError: missing columns or values, an unreadable file, or an empty library.
+            UserError: missing columns or values, an unreadable file, or an empty library.
         """
         config, is_empty = self.config, not first
         # Includes the columns that only the export reads: a misspelt one must be reported before any cost arises.
@@ -88,7 +83,7 @@ class Library:
                 "stamp": row.stamp or _stamp(ref or ""),
             }
         if is_empty:
-            raise LibraryError(f"library.path {config.path} holds no picture")
+            raise UserError(f"library.path {config.path} holds no picture")
 
     def _picture(self, row: tables.Row) -> tuple[str | None, bytes | None]:
         value = row.cells.get(self.config.image_column)
@@ -99,7 +94,7 @@ class Library:
         if value:
             return self._reference(str(value)), None
         if self.files.kind == "table":
-            raise LibraryError(
+            raise UserError(
                 f"{self.files.address(row.shard)}: row {row.number} has no {self.config.image_column} (library.image_column)"
             )
         return None, None
@@ -109,7 +104,7 @@ class Library:
             yield from tables.picture_rows(self.files, self.config.image_column, columns, **how)
         except TableError as error:
             where = "; see library.image_column" if "no column" in str(error) else ""
-            raise LibraryError(f"library.path: {error}{where}") from None
+            raise UserError(f"library.path: {error}{where}") from None
 
     def _named(self, *settings: str) -> dict[str, str]:
         """Setting -> column of the settings that the user changed; columns of the defaults may be missing."""
@@ -133,7 +128,7 @@ class Library:
         if named and present:
             key, name = next(iter(named.items()))
             has = ", ".join(filter(None, present))
-            raise LibraryError(
+            raise UserError(
                 f"library.path {self.config.path} has no column {name} (library.{key}); there are: {has}"
             )
 
@@ -144,7 +139,7 @@ class Library:
             return str(given) if self.files.kind == "folder" else f"{place}/{given or row.number}"
         name = row.cells.get(self.config.id_column, given)
         if name is None or name == "":
-            raise LibraryError(
+            raise UserError(
                 f"{self.files.address(row.shard)}: row {row.number} has no {self.config.id_column} (library.id_column; null "
                 "numbers the rows)"
             )
@@ -193,22 +188,29 @@ def blocks(rows: Iterable[dict[str, Any]], most: int, most_bytes: int) -> Iterat
         yield block
 
 
-def fetched(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Read the bytes of pictures in object stores, `FETCHED_AT_ONCE` at a time.
+def fetched(rows: Iterable[dict[str, Any]], downloads: Path | None = None) -> Iterator[dict[str, Any]]:
+    """Read the bytes of pictures in object stores, and download those on the web, `FETCHED_AT_ONCE` at a time.
 
-    A picture that cannot be read keeps its address as ``ref``; `look` then reports it as missing.
+    A picture that cannot be read keeps its address as ``ref``; `look` then reports it as missing. A download that fails adds
+    ``failed``, the reason.
+
+    Args:
+        rows: of `Library.rows`.
+        downloads: folder for downloads; None: pictures on the web are left alone.
 
     Raises:
-        LibraryError: the store needs a package that is not installed.
+        UserError: the store needs a package that is not installed, or the disk is full.
     """
 
     def read(row: dict[str, Any]) -> dict[str, Any]:
-        if row["ref"] is None or "://" not in row["ref"] or is_address(row["ref"]):
+        if row["ref"] is None or "://" not in row["ref"]:
             return row
+        if is_address(row["ref"]):
+            return row if downloads is None else _downloaded(row, downloads)
         try:
             fs, place = fsspec.core.url_to_fs(row["ref"])
         except (ImportError, ValueError) as error:
-            raise LibraryError(f"picture {row['id']!r}, {without_secrets(row['ref'])}: {error}") from None
+            raise UserError(f"picture {row['id']!r}, {without_secrets(row['ref'])}: {error}") from None
         try:
             return {**row, "ref": None, "data": fs.cat_file(place)}
         except Exception:  # noqa: BLE001 - each store raises its own errors
@@ -227,6 +229,13 @@ def fetched(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
+def _downloaded(row: dict[str, Any], folder: Path) -> dict[str, Any]:
+    try:
+        return row | {"ref": str(download(row["ref"], folder))}
+    except DownloadFailed as error:
+        return row | {"ref": without_secrets(row["ref"]), "failed": str(error)}
+
+
 def inspect(rows: list[dict[str, Any]], config: LibraryConfig) -> pa.Table:
     """The table ``inspected``: hash and size of each picture, or the reason to leave it out (null for usable pictures).
 
@@ -238,6 +247,8 @@ def inspect(rows: list[dict[str, Any]], config: LibraryConfig) -> pa.Table:
     def looked(row: dict[str, Any]) -> dict[str, Any]:
         written = encodable(row)
         named = {name: written[name] for name in ENCODED_BY}
+        if "failed" in row:
+            return named | {"reason": row["failed"]}
         if row["id"] == written["id"] and row["ref"] == written["ref"]:
             return named | look(row["data"] or row["ref"] or "", config.min_side_px, config.filters)
         return named | look(row["data"] or "", config.min_side_px, config.filters) | {"reason": NOT_UTF8}
@@ -274,13 +285,11 @@ def look(ref: ImageRef, min_side_px: int, filters: Sequence[str] = ()) -> dict[s
 @lru_cache(maxsize=16)
 def load_filter(name: str) -> Callable[[Image.Image], str | None]:
     """Load a filter of ``library.filters``, once per process. Raises `UserError`: it does not exist."""
-    module, mark, function = name.partition(":")
-    if not mark:
-        raise UserError(f"library.filters must be module:function; got {name!r}")
+    module, _, function = name.partition(":")
     load_plugins([module])  # also finds modules in the current folder
-    found = getattr(sys.modules.get(module) or importlib.import_module(module), function, None)
+    found = getattr(sys.modules[module], function, None)
     if not callable(found):
-        raise UserError(f"library.filters: {name}: the module has no function {function}")
+        raise UserError(f"library.filters must be module:function; {module} has no function {function!r}")
     return found
 
 

@@ -2,21 +2,19 @@
 
 import json
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from data_prep.jsonl import write_jsonl
 from data_prep.rmir import arithmetic as maths
+from data_prep.rmir import frames
 from data_prep.rmir.decisions import candidates_by_query
 from data_prep.rmir.pictures.library import Library
 from data_prep.rmir.results import card
-from data_prep.rmir.run import Run, RunError
+from data_prep.rmir.run import Run
+from rge.common.errors import UserError
 from rge.common.images import ImageError, picture_bytes
 from rge.common.picture_metadata import without_metadata
 from rge.common.schema import Positive, QueryPart, Record, Target, safe_id
@@ -58,7 +56,7 @@ def export(run: Run, splits: Mapping[str, str], positives: Mapping[str, Sequence
     with one pool for all queries.
 
     Raises:
-        RunError: the disk is full, a picture has disappeared, or two ids are equal once white space is escaped.
+        UserError: the disk is full, or a picture has disappeared.
     """
     waiting = run.out / ".dataset"
     shutil.rmtree(waiting, ignore_errors=True)
@@ -73,7 +71,7 @@ def export(run: Run, splits: Mapping[str, str], positives: Mapping[str, Sequence
     except OSError as error:
         why = error.strerror or str(error)
     shutil.rmtree(waiting, ignore_errors=True)
-    raise RunError(f"{run.out / 'dataset'} cannot be written: {why}")
+    raise UserError(f"{run.out / 'dataset'} cannot be written: {why}")
 
 
 class _Export:
@@ -99,7 +97,6 @@ class _Export:
             )
         self.train_negatives = rejected
         self.left_out = len(pool) - len(self.corpus)
-        self.image_ids, self.query_ids = _written(self.images), _written(splits)
         self.files: dict[str, str] = {}
 
     def _shown(self, names: Iterable[str]) -> set[str]:
@@ -135,7 +132,7 @@ class _Export:
     ) -> list[tuple[str, str]]:
         """(query id, candidate id) pairs of the test queries, as written to files."""
         return [
-            (self.query_ids[name], self.image_ids[key])
+            (safe_id(name), safe_id(key))
             for name in self.test
             for key in found.get(name, ())
             if among is None or key in among
@@ -146,11 +143,11 @@ class _Export:
         rationale = query["reasoning"] if self.config.export.rationale == "generator" else None
 
         def target(key: str) -> dict[str, str]:
-            return {"id": self.image_ids[key], "image": self._file(key)}
+            return {"id": safe_id(key), "image": self._file(key)}
 
         return Record(
-            id=self.query_ids[name],
-            group=self.image_ids[query["image_id"]],
+            id=safe_id(name),
+            group=safe_id(query["image_id"]),
             source=self.config.export.name,
             split="train",
             category=query["category"],
@@ -178,16 +175,16 @@ class _Export:
         asked = [self.queries[name] for name in self.test]
         tables: dict[str, Iterable[dict[str, Any]]] = {
             "corpus": (
-                {"id": self.image_ids[name], "image": _cell(self._picture(name)), "text": None}
+                {"id": safe_id(name), "image": _cell(self._picture(name)), "text": None}
                 for name in self.corpus
             ),
             "queries": (
                 {
-                    "id": self.query_ids[query["query_id"]],
+                    "id": safe_id(query["query_id"]),
                     "image": [_cell(self._picture(query["image_id"]))],
                     "text": query["query"],
                     "category": query["category"],
-                    "group": self.image_ids[query["image_id"]],
+                    "group": safe_id(query["image_id"]),
                     "instruction": self.config.export.instruction,
                 }
                 for query in asked
@@ -198,7 +195,7 @@ class _Export:
                 tables[table] = (dict(zip(features(table), pair, strict=True)) for pair in pairs)
         for table, rows in tables.items():
             _write(folder / f"{table}.parquet", table, rows)
-        ids = [self.query_ids[name] for name in self.test], [self.image_ids[name] for name in self.corpus]
+        ids = list(map(safe_id, self.test)), list(map(safe_id, self.corpus))
         counts = {"queries": len(self.test), "corpus": len(self.corpus)}
         meta = {
             "name": f"{self.config.export.name}-test",
@@ -219,21 +216,9 @@ class _Export:
 
         def row(name: str) -> dict[str, Any]:
             known = {"source": None, "author": None, "licence": library.licence, **origins.get(name, {})}
-            return {**self.images[name], **known, "id": self.image_ids[name], "path": self.files.get(name)}
+            return {**self.images[name], **known, "id": safe_id(name), "path": self.files.get(name)}
 
         _write(self.folder / "pictures.parquet", "pictures", map(row, sorted(used)))
-
-
-def _written(names: Iterable[str]) -> dict[str, str]:
-    """Map the run's ids to those written to files, without white space; raises if two would be equal."""
-    given: dict[str, str] = {}
-    for name in names:
-        if (other := given.setdefault(safe_id(name), name)) != name:
-            raise RunError(
-                f"dataset cannot be written: {other!r} and {name!r} are both {safe_id(name)!r} with white space escaped as "
-                "%20; rename one of them in the library"
-            )
-    return {name: written for written, name in given.items()}
 
 
 def _cell(data: bytes) -> dict[str, Any]:
@@ -255,8 +240,4 @@ def _with_pictures(folder: Path, record: Record) -> dict[str, Any]:
 
 def _write(path: Path, table: str, rows: Iterable[dict[str, Any]]) -> None:
     """Write a table with the metadata from which Hugging Face `datasets` and the hub's viewer read `features`."""
-    schema = features(table).arrow_schema
-    left: Iterator[dict[str, Any]] = iter(rows)
-    with pq.ParquetWriter(path, schema, compression="zstd") as out:
-        while batch := list(islice(left, ROWS_A_GROUP)):
-            out.write_table(pa.Table.from_pylist(batch, schema=schema))
+    frames.write_stream(path, features(table).arrow_schema, rows, ROWS_A_GROUP)

@@ -8,7 +8,6 @@ rejected. Nothing in the page, including its source, reveals which.
 
 import base64
 import hashlib
-import html
 import json
 import random
 import shlex
@@ -16,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from string import Template
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -33,14 +31,9 @@ from rge.common.files import write_json
 from rge.common.options import parse_options
 from rge.stats.intervals import cluster_bootstrap, figures, in_words, index_of
 
-TEMPLATES = Path(__file__).parent / "templates"
 ACCEPT, REJECT, UNSURE = "accept", "reject", "unsure"
 VERDICTS = (ACCEPT, REJECT, UNSURE)
 PAPER = "the RMIR paper: 81 % of 200"
-
-
-class ReviewError(UserError):
-    """The run or the verdicts cannot be used."""
 
 
 @dataclass
@@ -61,7 +54,7 @@ def draw(run: Path, size: int, split: str, seed: int) -> list[dict[str, Any]]:
 
     Raises:
         TableError: the run is not finished.
-        ReviewError: it has no decided triplet in the split.
+        UserError: it has no decided triplet in the split.
     """
     queries = frames.by("query_id", frames.stage_rows(run, "generate", "queries"))
     splits = frames.by("query_id", frames.stage_rows(run, "split", "splits"))
@@ -78,7 +71,7 @@ def draw(run: Path, size: int, split: str, seed: int) -> list[dict[str, Any]]:
 
     kept, rejected = in_state(maths.KEPT), in_state(maths.REJECTED)
     if not kept and not rejected:
-        raise ReviewError(f"{run} has no decided triplet in split={split}")
+        raise UserError(f"{run} has no decided triplet in split={split}")
     rng = random.Random(seed)
     num_kept = min(len(kept), size - min(len(rejected), size // 2))
     chosen = rng.sample(kept, num_kept) + rng.sample(rejected, min(len(rejected), size - num_kept))
@@ -109,21 +102,18 @@ def page(run: Path, chosen: Sequence[dict[str, Any]], side_px: int = 800) -> str
     # Escaping every "<" keeps texts from closing the script element or opening a comment in it. json.dumps also escapes
     # lone surrogates.
     text = json.dumps(data).replace("<", "\\u003c")
-    script = (TEMPLATES / "review.js").read_text(encoding="utf-8")
+    script = (card.TEMPLATES / "review.js").read_text(encoding="utf-8")
     # The content security policy allows only this script, even if other code gets into the page.
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return Template((TEMPLATES / "review.html").read_text(encoding="utf-8")).substitute(
-        title=_escaped(run.name),
-        run=_escaped(shlex.quote(str(run))),
+    # A path may contain bytes that are not valid UTF-8.
+    title, quoted = (part.encode("utf-8", "replace").decode() for part in (run.name, shlex.quote(str(run))))
+    return card.template("review.html").render(
+        title=title,
+        run=quoted,
         data=text,
         script=script,
         script_hash=f"sha256-{digest}",
     )
-
-
-def _escaped(text: str) -> str:
-    # A path may contain bytes that are not valid UTF-8.
-    return html.escape(text.encode("utf-8", "replace").decode())
 
 
 def agreement(words: Sequence[str]) -> None:
@@ -276,7 +266,7 @@ def read_verdicts(run: Path, files: Sequence[Path]) -> dict[str, Said]:
     """Read verdicts by person: the name saved in the file, else the file's name.
 
     Raises:
-        ReviewError: a file holds no verdicts, two files have the same name, or a verdict is on a triplet that the run did
+        UserError: a file holds no verdicts, two files have the same name, or a verdict is on a triplet that the run did
             not decide.
     """
     decided = _decided(run)
@@ -284,7 +274,7 @@ def read_verdicts(run: Path, files: Sequence[Path]) -> dict[str, Said]:
     for file in files:
         by, said = _verdicts(file, decided)
         if by in people:
-            raise ReviewError(
+            raise UserError(
                 f"{file}: two files are from {by!r}; change the name (`by`) in one file, or its file name"
             )
         people[by] = said
@@ -306,17 +296,17 @@ def _verdicts(file: Path, decided: dict[str, dict[str, Any]]) -> tuple[str, Said
     try:
         saved = _Saved.model_validate_json(file.read_bytes())
     except OSError as error:
-        raise ReviewError(f"{file} cannot be read: {error.strerror or error}") from None
+        raise UserError(f"{file} cannot be read: {error.strerror or error}") from None
     except ValidationError as error:
         why = error.errors(include_url=False)[0]["msg"]
-        raise ReviewError(f"{file} holds no verdicts ({why}): save them with the page's key S") from None
+        raise UserError(f"{file} holds no verdicts ({why}): save them with the page's key S") from None
     rows = {
         key: {"verdict": row.verdict or "", "comment": row.comment or ""}
         for key, row in saved.verdicts.items()
     }
     strange = [key for key in rows if decided.get(key, {}).get("state") not in STATES.values()]
     if strange:
-        raise ReviewError(
+        raise UserError(
             f"{file}: a verdict is on {strange[0]!r}, which this run did not decide; is run= correct?"
         )
     return saved.by or file.stem, rows

@@ -51,7 +51,6 @@ class Counts:
     """Statistics of a caller."""
 
     asked: int = 0  # calls answered
-    batched: int = 0  # of these, in a batch
     cached: int = 0  # requests answered from the store
     retries: int = 0  # attempts after the first
     limited: int = 0  # attempts that got a 429

@@ -3,10 +3,9 @@
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
-from rge.calls.failures import EndpointDown, StopCalls, Unanswered
-from rge.calls.providers.transport import remaining_quota
+from rge.calls.failures import StopCalls, Unanswered
 
 MAX_UNANSWERED_IN_A_ROW = 20
 """Consecutive unanswered calls before the endpoint counts as down."""
@@ -61,7 +60,7 @@ class Health:
         self.unanswered_in_a_row += 1
         if self.unanswered_in_a_row >= MAX_UNANSWERED_IN_A_ROW:
             self.stop(
-                EndpointDown(
+                StopCalls(
                     f"{self.unanswered_in_a_row} calls in a row got no answer; last error: {error}. Answers so far are stored; "
                     "run the same command again"
                 )
@@ -76,7 +75,7 @@ class Health:
 
 
 class Pace:
-    """Adaptive rate limit of an endpoint, learned from 429s and headers, shared by all its calls.
+    """Adaptive rate limit of an endpoint, learned from 429s, shared by all its calls.
 
     Additive increase would take minutes to find a provider's limit again. Instead, the rate is multiplied: up slightly with every
     answer, down more with a 429. It is independent of the event loop, so it carries over from one run to the next.
@@ -108,8 +107,8 @@ class Pace:
             if self._paused_until <= self._clock():
                 return self._clock()
 
-    def on_answer(self, headers: Mapping[str, str]) -> None:
-        """Raise the rate after an answer, and pause if its headers report an exhausted quota."""
+    def on_answer(self) -> None:
+        """Raise the rate after an answer."""
         now = self._clock()
         self._answered.append(now)
         self._cuts_in_a_row = 0
@@ -117,9 +116,6 @@ class Pace:
             self.rate *= RECOVERY if self.rate < 0.9 * self._ceiling else GROWTH
             if self.rate > 4 * max(self._answer_rate(now, WINDOW_S), 1.0):
                 self.rate = None
-        for remaining, reset_s in (remaining_quota(headers, "requests"), remaining_quota(headers, "tokens")):
-            if remaining == 0 and reset_s:
-                self._pause(now + reset_s)
 
     def on_limited(self, sent_at: float, wait_s: float | None, backoff_s: float, max_wait_s: float) -> None:
         """Lower the rate after a 429 of a call that was sent at this time (of `wait_turn`), and pause.

@@ -8,9 +8,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
-import httpx
 from PIL import Image
 
 from rge.calls.dispatch.grouping import Call, Counts
@@ -18,57 +16,56 @@ from rge.calls.dispatch.health import Health
 from rge.calls.failures import (
     AttemptFailed,
     BudgetReached,
-    EndpointDown,
     Rejection,
-    RequestRejected,
     StopCalls,
     Unanswered,
 )
-from rge.calls.keys import Mask
-from rge.calls.model_config import BillingStats, ModelConfig
+from rge.calls.model_config import ModelConfig
 from rge.calls.pictures import EncodedPictures
 from rge.calls.providers.transport import Connection
-from rge.calls.replies import usage
+from rge.calls.replies import Usage, usage
 from rge.calls.request import Part, Picture, Request
-from rge.calls.store import AnswerStore, Budgets
-
-T = TypeVar("T")
+from rge.calls.store import AnswerStore
 
 
 @dataclass
 class Sender:
     """Makes the calls of one model; an answer is stored before anything else is decided."""
 
-    model: ModelConfig
+    connection: Connection
     health: Health  # of the endpoint, shared by all models behind it
     store: AnswerStore
-    mask: Mask
     counts: Counts
     budget: float | None  # of all models together
 
-    async def call(self, connection: Connection, call: Call, pictures: EncodedPictures) -> bytes:
+    @property
+    def model(self) -> ModelConfig:
+        """The model."""
+        return self.connection.model
+
+    async def call(self, call: Call, pictures: EncodedPictures) -> bytes:
         """Make a call, with retries, and store its answer.
 
         Raises:
             Unanswered, Rejection: it is settled without an answer.
             StopCalls: no further call to the endpoint can succeed; this one is not settled.
-            StoreError: the answer cannot be stored.
+            UserError: the answer cannot be stored.
         """
         try:
-            return await self.retried(lambda: self._attempt(connection, call, pictures))
+            return await self._retried(lambda: self._attempt(call, pictures))
         except AttemptFailed as error:
             raise self._give_up(error) from None
         except Rejection as error:
             if not error.certain:
-                await self._check_settings(connection, call, error)
-            raise self.rejected(call, error) from None
+                await self._check_settings(call, error)
+            raise self._rejected(call, error) from None
 
-    async def retried(self, attempt: Callable[[], Awaitable[T]]) -> T:
+    async def _retried(self, attempt: Callable[[], Awaitable[bytes]]) -> bytes:
         """Repeat an attempt until it succeeds.
 
         Raises:
             AttemptFailed: the last failure, after `ModelConfig.max_retries`, or `max_limited_s` of 429s.
-            EndpointDown: the endpoint asks to wait longer than `max_limited_s`, or accepts no other call either.
+            StopCalls: the endpoint asks to wait longer than `max_limited_s`, or accepts no other call either.
         """
         model, health, num_retries, limited_since = self.model, self.health, 0, None
         while True:
@@ -76,9 +73,9 @@ class Sender:
             try:
                 return await attempt()
             except AttemptFailed as error:
-                failed = replace(error, reason=self.mask(error.reason))
+                failed = replace(error, reason=self.connection.mask(error.reason))
             if failed.wait_s is not None and failed.wait_s > model.max_limited_s:
-                raise EndpointDown(
+                raise StopCalls(
                     f"{model.name}: the endpoint asks to wait {failed.wait_s:,.0f} s (Retry-After), longer than "
                     f"max_limited_s={model.max_limited_s:g}; {failed}. Run the same command again after that time"
                 )
@@ -96,23 +93,21 @@ class Sender:
             else:
                 raise AttemptFailed(f"{failed} ({num_retries + 1} attempts)")
 
-    def _still_limited(self, failed: AttemptFailed, since: float) -> AttemptFailed | EndpointDown:
+    def _still_limited(self, failed: AttemptFailed, since: float) -> AttemptFailed | StopCalls:
         message = f"{failed}, still rate-limited after {self.model.max_limited_s:g} s (max_limited_s)"
         if self.health.accepted_at >= since:
             return AttemptFailed(message)
-        return EndpointDown(
+        return StopCalls(
             f"{self.model.name}: {message}. Answers so far are stored; run the same command later"
         )
 
-    async def _attempt(
-        self, connection: Connection, call: Call, pictures: EncodedPictures, *, canary: bool = False
-    ) -> bytes:
+    async def _attempt(self, call: Call, pictures: EncodedPictures, *, canary: bool = False) -> bytes:
         """Make one attempt; raises as `Connection.chat` does, after closing the attempt's ledger entry."""
         health = self.health
-        attempt = await self._begin(call)
+        attempt, expected = await self._begin(call)
         sent_at = time.monotonic()
         try:
-            response = await self._response(connection, call.request, pictures)
+            answer = await self.connection.chat(call.request, pictures)
         except asyncio.CancelledError:
             self.store.end_attempt(attempt, billed=True)
             raise
@@ -121,23 +116,14 @@ class Sender:
             raise
         finally:
             health.call_ended()
-        request = None if canary else call.request
-        answer = self.keep(call.key, request, attempt, response.content, time.monotonic() - sent_at)
+        bill = usage(answer, expected)
+        self._keep(call, attempt, answer, bill, time.monotonic() - sent_at, learn=not canary)
         health.call_accepted(sent_at)
-        health.pace.on_answer(response.headers)
+        health.pace.on_answer()
         return answer
 
-    async def _response(
-        self, connection: Connection, request: Request, pictures: EncodedPictures
-    ) -> httpx.Response:
-        try:
-            async with asyncio.timeout(self.model.timeout_s):
-                return await connection.chat(request, pictures)
-        except TimeoutError:
-            raise AttemptFailed(f"no answer within {self.model.timeout_s:g} s", billed=True) from None
-
-    async def _check_settings(self, connection: Connection, call: Call, error: Rejection) -> None:
-        """Send a harmless request (a canary) with the same settings; raises `RequestRejected` if that is rejected, too."""
+    async def _check_settings(self, call: Call, error: Rejection) -> None:
+        """Send a harmless request (a canary) with the same settings; raises `StopCalls` if that is rejected, too."""
         health, rejected_at = self.health, time.monotonic()
         async with health.canary:
             if health.accepted_at > rejected_at:  # a call sent after the rejection was accepted
@@ -145,71 +131,54 @@ class Sender:
             request, pictures = _canary(call.request)
             canary = Call(f"canary {call.key}", request, [])
             try:
-                await self.retried(lambda: self._attempt(connection, canary, pictures, canary=True))
+                await self._retried(lambda: self._attempt(canary, pictures, canary=True))
             except AttemptFailed as failed:
                 raise self._give_up(failed) from None
             except Rejection:
-                raise RequestRejected(
+                raise StopCalls(
                     f"{self.model.name}: the endpoint rejects the request; {error}. It also rejects a harmless one with the same "
                     "settings: change the model's settings (token_limit, send_temperature, send_seed, extra_body, max_side_px ...) "
                     "and run the same command again; answers so far are stored"
                 ) from None
 
-    async def _begin(self, call: Call) -> int:
-        """Enter an attempt in the ledger as soon as the budget allows it; raises why calls to the endpoint have stopped."""
-        model, health = self.model, self.health
+    async def _begin(self, call: Call) -> tuple[int, tuple[int, int]]:
+        """Enter an attempt in the ledger as soon as the budget allows it; raises why calls to the endpoint have stopped.
+
+        Returns:
+            The attempt, and its estimated input and maximum output tokens, corrected by earlier bills.
+        """
+        model, health, store, request = self.model, self.health, self.store, call.request
+        limits = {model.endpoint: model.budget, None: self.budget}
+        budgets = {endpoint: budget for endpoint, budget in limits.items() if budget is not None}
         while health.stopped is None:
+            stats = store.billing_stats(model.endpoint, bool(request.num_pictures()))
             # The cost of the first call is only an estimate: under a budget, the others wait for its bill.
-            is_first = self.budgets and not self.stats(call.request).calls and not health.unanswered_in_a_row
+            is_first = budgets and not stats.calls and not health.unanswered_in_a_row
             if not (is_first and health.in_flight):
-                tokens, max_cost = self.estimate(call.request)
-                attempt = self.store.begin_attempt(model.endpoint, call.key, tokens, max_cost, self.budgets)
+                tokens = model.estimate(request, stats)
+                max_cost = model.cost(*tokens)
+                attempt = store.begin_attempt(model.endpoint, call.key, tokens, max_cost, budgets)
                 if attempt is not None:
                     health.in_flight += 1
-                    return attempt
+                    return attempt, tokens
                 if not health.in_flight:
-                    raise self.budget_reached(max_cost)
+                    raise self._budget_reached(max_cost)
             await health.wait_for_completion()
         raise health.stopped
 
-    @property
-    def budgets(self) -> Budgets:
-        """The limits of what calls may cost."""
-        limits = {self.model.endpoint: self.model.budget, None: self.budget}
-        return {endpoint: budget for endpoint, budget in limits.items() if budget is not None}
-
-    def stats(self, request: Request) -> BillingStats:
-        """How bills compare with estimates, for calls such as this one."""
-        return self.store.billing_stats(self.model.endpoint, bool(request.num_pictures()))
-
-    def estimate(self, request: Request, *, batch: bool = False) -> tuple[tuple[int, int], float]:
-        """Estimated input and maximum output tokens, corrected by earlier bills, and the maximum cost."""
-        tokens = self.model.estimate(request, self.stats(request))
-        return tokens, self.model.cost(*tokens, batch=batch)
-
-    def keep(
-        self,
-        key: str,
-        request: Request | None,
-        attempt: int,
-        body: bytes,
-        took_s: float,
-        *,
-        batch: bool = False,
-    ) -> bytes:
-        """Store an answer and its cost, return it, and learn from the bill how far the estimate for the request was off."""
-        tokens = usage(body, self.store.expected_tokens(attempt))
-        cost = self.model.cost(tokens.input_tokens, tokens.output_tokens, tokens.cached, batch=batch)
-        estimate = None
-        if request is not None and not tokens.refused:
-            estimate = (*self.model.estimate(request), bool(request.num_pictures()))
-        self.store.put(attempt, key, self.model.name, body, tokens, cost, took_s, estimate)
+    def _keep(
+        self, call: Call, attempt: int, body: bytes, bill: Usage, took_s: float, *, learn: bool
+    ) -> None:
+        """Store an answer and its cost, and ``learn`` from the bill how far the estimate for the request was off."""
+        model, estimate = self.model, None
+        cost = model.cost(bill.input_tokens, bill.output_tokens, bill.cached)
+        if learn and not bill.refused:
+            estimate = (*model.estimate(call.request), bool(call.request.num_pictures()))
+        self.store.put(attempt, call.key, model.name, body, bill, cost, took_s, estimate)
         self.counts.asked += 1
-        self.counts.batched += batch
-        self.counts.refused += tokens.refused
-        return body
+        self.counts.refused += bill.refused
 
-    def rejected(self, call: Call, error: Rejection) -> Rejection:
+    def _rejected(self, call: Call, error: Rejection) -> Rejection:
         """Record that the endpoint rejects a call, so that it is not sent again with the same settings."""
         rejection = Rejection(f"{self.model.name}: {error}")
         self.store.record_rejection(call.key, self.model.sent_by(), str(rejection))
@@ -226,7 +195,7 @@ class Sender:
         self.counts.unanswered += 1
         return Unanswered(f"{self.model.name}: {why}")
 
-    def budget_reached(self, max_cost: float) -> BudgetReached:
+    def _budget_reached(self, max_cost: float) -> BudgetReached:
         """The error of a call whose maximum cost exceeds what is left of a budget."""
         model, total = self.model, self.budget
         spent, all_spent = self.store.spent(model.endpoint), self.store.spent(None)

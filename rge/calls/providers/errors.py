@@ -12,11 +12,7 @@ from enum import Enum
 from typing import Any
 
 from rge.calls.failures import (
-    AccountRejected,
     AttemptFailed,
-    EndpointDown,
-    KeyRejected,
-    NotFound,
     Rejection,
     StopCalls,
 )
@@ -125,7 +121,7 @@ def failure(
     message = f"HTTP {status}: {excerpt}"
     if 300 <= status < 400:
         # Redirects are not followed, so that the key goes only to the configured address.
-        return EndpointDown(
+        return StopCalls(
             f"{model.name}: the address has moved to {mask(str(response_headers.get('location')))}: set base_url"
         )
     content = parse(raw)
@@ -140,18 +136,18 @@ def failure(
     return Rejection(message, certain=meaning is Meaning.REQUEST)
 
 
-def _account_error(status: int, error_codes: set[str], message: str, model: ModelConfig) -> AccountRejected:
+def _account_error(status: int, error_codes: set[str], message: str, model: ModelConfig) -> StopCalls:
     name = model.name
     if error_codes & KEY_CODES or status == 401:
         source = model.key_env or "none: key_env is not set"
-        return KeyRejected(f"{name}: the endpoint rejects the key (from {source}); {message}")
+        return StopCalls(f"{name}: the endpoint rejects the key (from {source}); {message}")
     if status == 404:
-        return NotFound(f"{name}: no such model or address; {message}")
+        return StopCalls(f"{name}: no such model or address; {message}")
     if status == 403:
-        return KeyRejected(
+        return StopCalls(
             f"{name}: the endpoint rejects the key (from {model.key_env}), or the key has no access to this model; {message}"
         )
-    return AccountRejected(
+    return StopCalls(
         f"{name}: the account has no credit or quota left, or no access to this model; {message}. Calls stop here: fix this with "
         "the provider and run the same command again"
     )
@@ -165,16 +161,13 @@ def _retry_delay(content: Any) -> float | None:
 
 
 def parse_seconds(text: str | None) -> float | None:
-    """Parse a header into seconds: "1.5", "6m0s", "20ms", an HTTP date or an ISO 8601 time; None if invalid."""
+    """Parse a wait into seconds: "1.5", Gemini's "1.5s", or an HTTP date; None if invalid."""
     if not text:
         return None
-    if re.fullmatch(r"\d+(\.\d+)?", text):
-        return float(text)
-    if re.fullmatch(r"(\d+(\.\d+)?(ms|h|m|s))+", text):
-        units = {"ms": 0.001, "s": 1, "m": 60, "h": 3600}
-        return sum(float(number) * units[unit] for number, unit in re.findall(r"([\d.]+)(ms|h|m|s)", text))
+    if re.fullmatch(r"\d+(\.\d+)?s?", text):
+        return float(text.removesuffix("s"))
     try:
-        at = parsedate_to_datetime(text) if "," in text else datetime.fromisoformat(text)
+        at = parsedate_to_datetime(text)
     except ValueError:
         return None
     return max((at - datetime.now(UTC)).total_seconds(), 0.0) if at.tzinfo else None

@@ -1,12 +1,11 @@
-"""HTTP connections to a provider: request bodies, rate-limit headers, and the list of models.
+"""HTTP connections to a provider: request bodies, and the list of models.
 
 Plain HTTP rather than the providers' clients: `rge.calls` has its own retries, rate limits and time-outs, and stores responses
 byte for byte.
 """
 
-import json
-from collections.abc import Mapping
-from typing import Any, Literal
+import asyncio
+from typing import Any
 
 import httpx
 
@@ -15,7 +14,7 @@ from rge.calls.failures import AttemptFailed
 from rge.calls.keys import Mask
 from rge.calls.model_config import ModelConfig
 from rge.calls.pictures import EncodedPictures
-from rge.calls.providers.errors import failure, parse_seconds
+from rge.calls.providers.errors import failure
 from rge.calls.replies import NotAChat, ReplyError, as_dict, dict_items, is_failure, parse, read_replies
 from rge.calls.request import Part, Picture, Request
 from rge.common.errors import UserError
@@ -23,8 +22,6 @@ from rge.common.errors import UserError
 OPENAI = "https://api.openai.com/v1"
 PATH = "/chat/completions"
 BY_SCHEMA = "Answer by a JSON object; its fields are named like the tags."
-POOL = 16
-"""Connections per client: httpx scans the whole pool for every call."""
 LIST_TIMEOUT_S = 20.0
 """Time-out for the list of models."""
 VARYING = ("created", "permission")
@@ -35,55 +32,39 @@ Json = dict[str, Any]
 
 
 class Connection:
-    """An HTTP client of one model's endpoint, with its key; ``options`` are those of `httpx.AsyncClient`."""
+    """An HTTP client of one model's endpoint, with its key."""
 
-    def __init__(self, model: ModelConfig, mask: Mask, **options: Any):
+    def __init__(self, model: ModelConfig, mask: Mask):
         self.model, self.mask = model, mask
-        self.client = httpx.AsyncClient(base_url=model.base_url or OPENAI, headers=_headers(model), **options)
+        limits = httpx.Limits(max_connections=model.concurrency, max_keepalive_connections=model.concurrency)
+        # No time-outs of its own: `chat` limits each attempt as a whole.
+        self.client = httpx.AsyncClient(
+            base_url=model.base_url or OPENAI, headers=_headers(model), limits=limits, timeout=None
+        )
 
-    async def chat(self, request: Request, pictures: EncodedPictures) -> httpx.Response:
-        """Send a request; raises `AttemptFailed`, `Rejection` or `StopCalls` if not answered (a refusal is an answer)."""
-        response = await self.exchange("POST", PATH, content=to_json(body(self.model, request, pictures)))
+    async def chat(self, request: Request, pictures: EncodedPictures) -> bytes:
+        """Send a request and return its answer, which may be a refusal; raises `AttemptFailed`, `Rejection` or `StopCalls`."""
+        model = self.model
+        try:
+            async with asyncio.timeout(model.timeout_s):
+                response = await self.client.post(PATH, json=body(model, request, pictures))
+        except TimeoutError:
+            raise AttemptFailed(f"no answer within {model.timeout_s:g} s", billed=True) from None
+        except httpx.RequestError as lost:
+            message = self.mask(str(lost) or type(lost).__name__)
+            raise AttemptFailed(f"no connection: {message}", billed=not isinstance(lost, NOT_SENT)) from None
         if not response.is_success or is_failure(parse(response.content)):
-            error = failure(response.status_code, response.content, response.headers, self.model, self.mask)
+            error = failure(response.status_code, response.content, response.headers, model, self.mask)
             if error is not None:
                 raise error
-        check_chat(response.content)
-        return response
-
-    async def exchange(self, method: str, url: str, **options: Any) -> httpx.Response:
-        """Send any request and return the response, whatever its status. Raises `AttemptFailed`: no response."""
-        if "content" in options:
-            options["headers"] = {"content-type": "application/json"}
         try:
-            return await self.client.request(method, url, **options)
-        except httpx.RequestError as error:
-            message = self.mask(str(error) or type(error).__name__)
-            raise AttemptFailed(f"no connection: {message}", billed=not isinstance(error, NOT_SENT)) from None
-
-
-def connections(model: ModelConfig, mask: Mask) -> list[Connection]:
-    """One connection per `POOL` concurrent calls."""
-    limits = httpx.Limits(max_connections=POOL, max_keepalive_connections=POOL)
-    # No time-outs here: the caller limits each attempt as a whole.
-    options = {"limits": limits, "timeout": None, "verify": httpx.create_ssl_context()}
-    return [Connection(model, mask, **options) for _ in range(-(-model.concurrency // POOL))]
-
-
-def check_chat(raw: bytes) -> None:
-    """Raise `AttemptFailed` if a body is not a chat completion. An empty answer is one: it may have been billed."""
-    try:
-        read_replies(raw)
-    except NotAChat as error:
-        message = f"the endpoint's response is not a chat completion: {error}"
-        raise AttemptFailed(message, billed=True) from None
-    except ReplyError:
-        pass
-
-
-def to_json(value: Any) -> bytes:
-    """Serialise a request body."""
-    return json.dumps(value).encode()
+            read_replies(response.content)
+        except NotAChat as error:
+            message = f"the endpoint's response is not a chat completion: {error}"
+            raise AttemptFailed(message, billed=True) from None
+        except ReplyError:
+            pass  # an empty answer, for example: it may have been billed
+        return response.content
 
 
 def _headers(model: ModelConfig) -> dict[str, str]:
@@ -144,18 +125,6 @@ def json_schema(fields: tuple[tuple[str, Any], ...]) -> Json:
 def valid_unicode(text: str) -> str:
     """Replace lone surrogates, which cannot be encoded."""
     return text.encode("utf-8", "replace").decode()
-
-
-def remaining_quota(
-    response_headers: Mapping[str, str], kind: Literal["requests", "tokens"]
-) -> tuple[int | None, float | None]:
-    """Remaining quota, and seconds until it resets; None if not reported.
-
-    Read from headers such as ``x-ratelimit-remaining-requests: 0`` and ``x-ratelimit-reset-requests: 6m0s``.
-    """
-    remaining = response_headers.get(f"x-ratelimit-remaining-{kind}", "")
-    reset_s = parse_seconds(response_headers.get(f"x-ratelimit-reset-{kind}"))
-    return (int(remaining) if remaining.isdigit() else None), reset_s
 
 
 def served_model(model: ModelConfig) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Oracle rationales: checks by hand, and whole over HTTP."""
 
+import asyncio
 import json
 import re
 
@@ -8,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
+from small_runs import Seer
 
 from data_prep.__main__ import main
 from data_prep.rationales import prompts
@@ -15,7 +17,7 @@ from data_prep.rationales.gain import GainJudge, gains
 from data_prep.rationales.leak import text_leak
 from data_prep.rationales.options import RationaleOptions
 from data_prep.rationales.writing import Writing
-from rge.calls.local_server import Answer, Batches, LocalServer, chat
+from rge.calls.local_server import Answer, LocalServer, chat
 from rge.calls.model_config import ModelConfig
 from rge.common.errors import UserError
 from rge.common.schema import Item, Positive, QueryPart, Record
@@ -230,29 +232,25 @@ def test_calls_that_are_all_rejected_replace_no_result(records, tmp_path):
 
 
 def test_windows_are_in_flight_together(records, tmp_path, monkeypatch):
-    """Twenty records in windows of two, by batches: one batch, one wait; and a second process is refused meanwhile."""
+    """Twenty records in windows of two, and all twenty calls at once; a second process is refused meanwhile."""
     monkeypatch.setattr("data_prep.rationales.pairs.WINDOW", 2)
     (line, *_) = records.read_text().splitlines()
     rows = [{**json.loads(line), "id": f"r{number}", "group": f"r{number}"} for number in range(20)]
     for number, row in enumerate(rows):
         row["query"]["text"] = f"good {number}"
     records.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    batches = Batches(answer)
-    refused = []
+    together = asyncio.Barrier(20)
 
-    async def served(method, path, headers, data):
-        if method == "GET" and path.startswith("/v1/batches/"):
-            with pytest.raises(UserError, match="another process is working in"):
-                write(RationaleOptions(records=records, out=tmp_path / "out.jsonl", model=model))
-            refused.append(path)
-        return await batches(method, path, headers, data)
+    async def served(path, body):
+        await together.wait()
+        with pytest.raises(UserError, match="another process is working in"):
+            write(RationaleOptions(records=records, out=tmp_path / "out.jsonl", model=model))
+        return await answer(path, body)
 
-    with LocalServer(raw=served) as server:
-        model = ModelConfig(name="m", base_url=server.url, mode="batch", batch_poll_s=0.02)
+    with LocalServer(served) as server:
+        model = ModelConfig(name="m", base_url=server.url)
         report = write(RationaleOptions(records=records, out=tmp_path / "out.jsonl", model=model))
-    assert (len(batches.batches), len(refused), batches.num_single_calls) == (1, 1, 0)
     assert report["kept"] == 20
-    assert report["models"][0]["batch_calls"] == 20
 
 
 def test_a_folder_of_records_has_one_budget_and_one_ledger(records, tmp_path, capsys):
@@ -295,11 +293,11 @@ def test_a_folder_of_records_has_one_budget_and_one_ledger(records, tmp_path, ca
         ("candidates=0", "candidates must be >= 1"),
         ("min_gain=0", "min_gain needs select=CHECKPOINT"),
         ("min_knowability=0.5", "min_knowability needs select=CHECKPOINT"),
-        ("encoder={kind: eyes}", "encoder.kind must be one of siglip, checkpoint, pixels, text"),
+        ("encoder={kind: eyes}", "encoder.kind must be one of siglip, checkpoint, got 'eyes'"),
         ("select=nowhere", "nowhere"),
         ("dry_run=maybe", "dry_run must be true or false"),
         ("model.concurrency=0", r"^model\.concurrency must be >= 1, got 0"),
-        ("model={name: m, mode: vllm}", r"^model\.mode must be one of calls, batch, got 'vllm'"),
+        ("model={name: m, mode: batch}", r"unknown key model\.mode"),
         ("model=m", "model must be a mapping"),
     ],
 )
@@ -373,8 +371,8 @@ def pictures_wanted(tmp_path):
     return records, tmp_path / "captions.parquet", describes_odd_ones
 
 
-@pytest.mark.parametrize("how", ["by caption", "by embedding of captions"])
-def test_what_only_the_target_picture_shows_is_a_leak(pictures_wanted, tmp_path, how):
+@pytest.mark.parametrize("how", ["by caption", "by picture"])
+def test_what_only_the_target_picture_shows_is_a_leak(pictures_wanted, tmp_path, how, monkeypatch):
     """Three of twelve rationales say the caption; no target has a text."""
     records, captions, answers = pictures_wanted
     out = tmp_path / "out.jsonl"
@@ -390,8 +388,11 @@ def test_what_only_the_target_picture_shows_is_a_leak(pictures_wanted, tmp_path,
             main(["rationales", *words])
         assert server.num_answered == 0, "said before a call is paid"
         words += [f"captions={captions}"]
-        if how == "by embedding of captions":
-            words += ["encoder={kind: hashing}"]
+        if how == "by picture":
+            said = pq.read_table(captions)["caption"].to_pylist()
+            seer = Seer({str(number): caption for number, caption in enumerate(said)})
+            monkeypatch.setattr("data_prep.rationales.writing.image_encoder", lambda config: seer)
+            words += ["encoder={kind: siglip, path: seer}"]
         main(["rationales", *words])
     report = json.loads((tmp_path / "out.jsonl.report.json").read_text())
     assert (report["dropped: leak"], report["kept"], report["leak_not_measured"]) == (3, 9, 0)
@@ -535,9 +536,6 @@ def test_the_dry_run_counts_and_asks_nothing(records, tmp_path, capsys):
     assert "| vqa | 4 |" in shown
     assert "12 calls," in shown
     assert "at most 3,072 output tokens: from 0.00 (input alone) to at most 3.07." in shown
-    by_batch = ["model.mode=batch", "model.batch_price=0.25", "model.output_price=1000"]
-    main(["rationales", *words, "candidates=3", "dry_run=true", *by_batch])
-    assert "at most 0.77." in capsys.readouterr().out
     assert not list(tmp_path.glob("out*"))
 
 

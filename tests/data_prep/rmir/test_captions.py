@@ -12,14 +12,15 @@ from small_runs import config_of, one_family
 
 from data_prep.rationales.pairs import read_captions
 from data_prep.rmir import oracle, prompts
-from data_prep.rmir.config import ConfigError, JudgeSpec, OracleConfig, check
+from data_prep.rmir.config import JudgeSpec, OracleConfig, check
 from data_prep.rmir.main import estimate, run_stages, status
 from data_prep.rmir.pictures.encoders import HashingEncoder
 from data_prep.rmir.results import audit, report
-from data_prep.rmir.run import STAGES, Run, RunError, fingerprints, stages_of
+from data_prep.rmir.run import STAGES, Run, fingerprints, stages_of
 from data_prep.rmir.wording import SHIPPED
 from rge.calls.local_server import Answer, LocalServer, chat
 from rge.calls.replies import Abstained, BadValue, MissingTag, Refused, Reply
+from rge.common.errors import UserError
 
 
 def few_judges(out: Path, path: Path, url: str = "http://host/v1"):
@@ -203,7 +204,7 @@ def test_captions_that_are_all_rejected_leave_their_stage_open(tmp_path):
             run_stages(run, STAGES)
         assert run.done("seed")
         assert not run.done("caption")
-        with pytest.raises(RunError, match="stage=generate needs stage=caption, which is not finished"):
+        with pytest.raises(UserError, match="stage=generate needs stage=caption, which is not finished"):
             run_stages(run, ["generate"])
         run.close()
 
@@ -215,11 +216,11 @@ def test_off_there_is_no_such_stage(tmp_path):
     config.caption.max_words = 7
     assert fingerprints(config) == before
     run = Run(config, progress=False)
-    with pytest.raises(RunError, match="set, for example, caption.model=writer"):
+    with pytest.raises(UserError, match="set, for example, caption.model=writer"):
         run_stages(run, ["caption"])
     run.close()
     config.caption.model = "nobody"
-    with pytest.raises(ConfigError, match="caption.model: no model 'nobody' under models"):
+    with pytest.raises(UserError, match="caption.model: no model 'nobody' under models"):
         check(config)
 
 

@@ -22,7 +22,6 @@ from data_prep.rmir import oracle
 from data_prep.rmir.config import JudgeSpec, OracleConfig
 from data_prep.rmir.main import run_stages, status
 from data_prep.rmir.run import STAGES, Run
-from rge.calls.failures import RequestRejected
 from rge.calls.local_server import Answer, LocalServer
 from rge.common.errors import UserError
 
@@ -133,9 +132,7 @@ def test_what_an_endpoint_rejects_is_no_verdict(world, tmp_path, monkeypatch, ev
     with closing(Run(world.config, progress=False)) as run:
         if every == 1:
             for _ in range(2):
-                with pytest.raises(
-                    RequestRejected, match="all .* calls of models.judge were rejected.*too large"
-                ):
+                with pytest.raises(UserError, match="all .* calls of models.judge were rejected.*too large"):
                     run_stages(run, ["judge"])
             return
         run_stages(run, STAGES)

@@ -21,7 +21,7 @@ from data_prep.rmir.config import (
 )
 from data_prep.rmir.main import run_stages
 from data_prep.rmir.run import STAGES, Run, fingerprints
-from data_prep.rmir.wording import SHIPPED, WordingError, wording
+from data_prep.rmir.wording import SHIPPED, wording
 from rge.calls.local_server import LocalServer, chat
 from rge.calls.model_config import ModelConfig
 from rge.common.errors import UserError
@@ -117,7 +117,7 @@ def test_another_wording_redoes_the_stages_that_say_it(tmp_path, name, redone):
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({}, "has none of the files kinds.md|generate.md"),
+        ({}, "is no folder with any of the files kinds.md|generate.md"),
         ({"kind.md": "x"}, r"kind\.md does not replace any prompt; the files are generate\.md"),
         (
             {"judge.md": "Answer in exactly this format:"},
@@ -130,9 +130,9 @@ def test_another_wording_redoes_the_stages_that_say_it(tmp_path, name, redone):
 def test_files_that_cannot_be_used_are_named(tmp_path, files, message):
     for name, text in files.items():
         (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(WordingError, match=message):
+    with pytest.raises(UserError, match=message):
         wording(str(tmp_path))
-    with pytest.raises(WordingError, match="is not a folder"):
+    with pytest.raises(UserError, match="is no folder with any of the files"):
         wording(str(tmp_path / "nowhere"))
 
 

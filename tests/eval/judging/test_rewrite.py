@@ -32,12 +32,12 @@ def server():
     """Answers with words of its own; notes what it was asked, and with which keys."""
     asked, keys = [], []
 
-    async def answer(method, path, headers, data):
-        asked.append(json.loads(data)["messages"])
-        keys.append(headers.get("authorization"))
+    async def answer(path, body):
+        asked.append(body["messages"])
+        keys.append(running.headers.get("authorization"))
         return chat(f"word{len(asked)}")
 
-    with LocalServer(raw=answer) as running:
+    with LocalServer(answer) as running:
         running.asked, running.keys = asked, keys
         yield running
 

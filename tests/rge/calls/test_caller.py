@@ -9,7 +9,7 @@ import sqlite3
 import threading
 import time
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
 import forked
 import pytest
@@ -19,7 +19,7 @@ from PIL import Image
 from rge.calls import caller as calling
 from rge.calls.caller import Caller
 from rge.calls.dispatch import grouping, health
-from rge.calls.failures import AccountRejected, BudgetReached, EndpointDown, KeyRejected
+from rge.calls.failures import BudgetReached, StopCalls
 from rge.calls.local_server import Answer, LocalServer, chat
 from rge.calls.model_config import ModelConfig
 from rge.calls.pictures import prepare_picture
@@ -39,7 +39,7 @@ from rge.calls.replies import (
     tag,
 )
 from rge.calls.request import Picture, Request
-from rge.calls.store import AnswerStore, StoreError
+from rge.calls.store import AnswerStore
 from rge.common.errors import UserError
 from rge.common.images import ImageError
 
@@ -193,7 +193,7 @@ def test_a_wrong_key_stops_at_once(store, monkeypatch):
     echo = Echo(*[refusal] * 2000, delay_s=0.01)
     with LocalServer(echo) as server:
         caller = Caller(model(server, key_env="A_KEY", concurrency=8), store)
-        with pytest.raises(KeyRejected, match=r"rejects the key \(from A_KEY\); HTTP 401.*\[key\]") as raised:
+        with pytest.raises(StopCalls, match=r"rejects the key \(from A_KEY\); HTTP 401.*\[key\]") as raised:
             caller.run([ask(str(number)) for number in range(2000)])
     assert sum(echo.seen.values()) <= 8
     assert "sk-very" not in str(raised.value)
@@ -216,13 +216,13 @@ def test_an_endpoint_that_is_down(store, monkeypatch):
     settings = ModelConfig(
         name="m", base_url="http://127.0.0.1:9/v1", max_retries=1, backoff_s=0.01, concurrency=2
     )
-    with pytest.raises(EndpointDown, match="3 calls in a row got no answer.*no connection"):
+    with pytest.raises(StopCalls, match="3 calls in a row got no answer.*no connection"):
         Caller({"m": settings}, store).run([ask(str(number)) for number in range(100)])
 
 
 def test_a_model_that_is_not_there(store):
     with LocalServer(Echo(Answer({"error": {"message": "no model m"}}, 404))) as server:
-        with pytest.raises(AccountRejected, match="no such model or address; HTTP 404.*no model m"):
+        with pytest.raises(StopCalls, match="no such model or address; HTTP 404.*no model m"):
             Caller(model(server), store).run([ask("a")])
 
 
@@ -289,7 +289,7 @@ def test_a_full_disk_stops(store):
     number = store.begin_attempt("m", "k", (1, 2), 9.0, {})
     store._db.execute(f"PRAGMA max_page_count={store._db.execute('PRAGMA page_count').fetchone()[0]}")
     with pytest.raises(
-        StoreError, match=r"could not be written \(database or disk is full\), so calls stop here"
+        UserError, match=r"could not be written \(database or disk is full\), so calls stop here"
     ):
         store.put(number, "k", "m", b"x" * 100_000, Usage(1, 2, 0, False), 0.5, 0.1)
     assert store.get("k") is None
@@ -315,8 +315,27 @@ def test_what_was_under_way_when_a_process_was_killed_stays_in_the_ledger(tmp_pa
 
 def test_a_file_that_is_no_cache(tmp_path):
     (tmp_path / "x").write_bytes(b"not a database at all" * 100)
-    with pytest.raises(StoreError, match="cannot be used as an answer store"):
+    with pytest.raises(UserError, match="cannot be used as an answer store"):
         AnswerStore(tmp_path / "x")
+
+
+def test_a_file_of_answers_with_batches_is_read(tmp_path):
+    """Earlier versions also called OpenAI's batch API; a batch that was in flight stays paid at its maximum cost."""
+    path = tmp_path / "replies.sqlite"
+    AnswerStore(path).close()
+    with closing(sqlite3.connect(path)) as old, old:
+        old.execute("CREATE TABLE batches (label TEXT, endpoint TEXT, state TEXT, began REAL)")
+        old.execute("CREATE TABLE batch_calls (label TEXT, number INTEGER, key TEXT, attempt INTEGER)")
+        old.execute("INSERT INTO batches VALUES ('b', 'm', 'open', 0)")
+        old.execute("INSERT INTO batch_calls VALUES ('b', 0, 'k', 1)")
+        old.execute(
+            "INSERT INTO attempts (endpoint, key, state, input_tokens, output_tokens, cost)"
+            " VALUES ('m', 'k', 'under way', 100, 20, 0.5)"
+        )
+        old.execute("INSERT INTO spending VALUES ('m', 0, 3, 300, 0, 60, 1.5)")
+    with closing(AnswerStore(path)) as store:
+        (spent,) = store.ledger()
+    assert (spent.calls, spent.cost, spent.lost_calls, spent.lost_cost) == (3, 1.5, 1, 0.5)
 
 
 def test_a_file_that_another_process_is_making_is_waited_for(tmp_path):

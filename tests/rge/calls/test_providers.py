@@ -13,13 +13,12 @@ from PIL import Image
 
 from rge.calls.caller import Caller
 from rge.calls.dispatch.health import Pace
-from rge.calls.failures import EndpointDown, RequestRejected
+from rge.calls.failures import StopCalls
 from rge.calls.keys import Mask
 from rge.calls.local_server import Answer, LocalServer, chat
 from rge.calls.model_config import ModelConfig, cache_names, check_model
 from rge.calls.pictures import Pictures
 from rge.calls.providers.errors import parse_seconds
-from rge.calls.providers.transport import remaining_quota
 from rge.calls.replies import EmptyChoices, MissingTag, Refused, check_complete, read_replies, tag
 from rge.calls.request import Picture, Request
 from rge.calls.store import AnswerStore
@@ -101,7 +100,7 @@ def test_a_setting_that_the_endpoint_does_not_know_stops_at_once_with_its_words(
     server = Server(picky)
     requests = [ask(str(number)) for number in range(200)]
     with LocalServer(server) as at:
-        with pytest.raises(RequestRejected, match=r"Unsupported parameter: 'max_tokens'.*token_limit"):
+        with pytest.raises(StopCalls, match=r"Unsupported parameter: 'max_tokens'.*token_limit"):
             Caller(model(at, concurrency=4, output_price=1e6, budget=1e9), store).run(requests)
         assert sum(server.seen.values()) <= 4
         assert store.num_replies() == 0
@@ -138,7 +137,7 @@ def test_an_endpoint_that_rejects_a_canary_too_stops(store):
         lambda body: chat("fine") if "good" in text_of(body) else Answer({"error": {"message": "no"}}, 400)
     )
     with LocalServer(server) as at:
-        with pytest.raises(RequestRejected, match="HTTP 400.*no.*harmless"):
+        with pytest.raises(StopCalls, match="HTTP 400.*no.*harmless"):
             Caller(model(at, concurrency=1), store).run(
                 [ask("good"), *(ask(str(number)) for number in range(50))]
             )
@@ -315,8 +314,7 @@ def test_settings_of_newer_models_are_sent_and_are_part_of_the_key(store):
         ({"draws_a_call": 0}, "draws_a_call must be >= 1"),
         ({"reasks": -1}, "reasks must be >= 0"),
         ({"extra_body": {"messages": []}}, "extra_body must not set model, messages, n or seed"),
-        ({"mode": "later"}, "mode must be one of calls, batch"),
-        ({"batch_price": 50}, "batch_price must be <= 1"),
+        ({"extra_body": {"top_p": float("nan")}}, "extra_body must be JSON"),
     ],
 )
 def test_settings_that_cannot_be_right(settings, message):
@@ -470,7 +468,7 @@ def test_the_pace_is_learnt_from_429(store):
 
 def test_an_endpoint_that_only_refuses_is_given_up_in_the_end(store):
     with LocalServer(Server(lambda body: Answer({"error": {"message": "slow"}}, 429))) as at:
-        with pytest.raises(EndpointDown, match=r"HTTP 429.*still rate-limited after 0.3 s \(max_limited_s\)"):
+        with pytest.raises(StopCalls, match=r"HTTP 429.*still rate-limited after 0.3 s \(max_limited_s\)"):
             Caller(model(at, max_limited_s=0.3), store).run([ask("a")])
 
 
@@ -479,7 +477,7 @@ def test_the_pace_by_hand():
     now = [100.0]
     pace = Pace(clock=lambda: now[0])
     for _ in range(10):
-        pace.on_answer({})
+        pace.on_answer()
     pace.on_limited(now[0], 2.0, 1.0, 60.0)
     assert pace.rate == pytest.approx(10 / 2 * 0.8), "ten in the two seconds that it asks for"
     pace.on_limited(now[0] - 1, None, 1.0, 60.0)
@@ -502,22 +500,9 @@ def test_the_pace_by_hand():
     assert turns == pytest.approx([102.0, 102.25, 102.5])
 
 
-def test_an_allowance_that_is_used_up_is_waited_for():
-    now = [100.0]
-    pace = Pace(clock=lambda: now[0])
-    pace.on_answer({"x-ratelimit-remaining-requests": "0", "x-ratelimit-reset-requests": "1m30s"})
-    assert pace._paused_until == 190.0
-    assert remaining_quota({"x-ratelimit-remaining-tokens": "7"}, "tokens") == (7, None)
-    assert [parse_seconds(text) for text in ("1.5", "6m0s", "20ms", "1h2m3s", "soon", None)] == [
-        1.5,
-        360,
-        0.02,
-        3723,
-        None,
-        None,
-    ]
-    assert parse_seconds("2000-01-01T00:00:00Z") == 0
-    assert parse_seconds("2000-01-01T00:00:00") is None, "a time of no known zone says nothing"
+def test_how_long_a_provider_says_to_wait():
+    waits = [parse_seconds(text) for text in ("1.5", "20s", "0.5s", "soon", "", None)]
+    assert waits == [1.5, 20, 0.5, None, None, None]
 
 
 # --------------------------------------------------------------------------------------------------------------- pictures

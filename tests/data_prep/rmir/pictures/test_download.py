@@ -11,13 +11,18 @@ import pytest
 from PIL import Image
 
 from data_prep.rmir import stages
-from data_prep.rmir.config import DownloadConfig, LibraryConfig, load_config
+from data_prep.rmir.config import LibraryConfig, load_config
 from data_prep.rmir.pictures import download
-from data_prep.rmir.pictures.download import fetch, local_path, without_secrets
-from data_prep.rmir.pictures.library import Library, LibraryError
+from data_prep.rmir.pictures.download import local_path, without_secrets
+from data_prep.rmir.pictures.library import Library, fetched
 from data_prep.rmir.run import Run
+from rge.common import images
+from rge.common.errors import UserError
 
-PATIENT = DownloadConfig(backoff_s=0.01, timeout_s=60.0, max_retries=2, max_bytes=20_000)
+
+@pytest.fixture(autouse=True)
+def _hurry(monkeypatch):
+    monkeypatch.setattr(download, "BACKOFF_S", 0.01)
 
 
 def picture(seed: int) -> bytes:
@@ -44,8 +49,6 @@ class Site(http.server.BaseHTTPRequestHandler):
             self.send_header("content-length", "0")
             self.end_headers()
             return None
-        if path == "/page":
-            return self.answer(200, b"<html>please log in</html>", "text/html")
         if path == "/huge":
             return self.answer(200, b"x" * 50_000)
         if path in ("/good", "/flaky", "/slow") or path.startswith("/n"):
@@ -78,15 +81,26 @@ def site():
     server.server_close()
 
 
-def test_what_is_fetched_and_why_the_rest_is_not(site, tmp_path):
-    names = ["good", "flaky", "moved", "lost", "page", "huge"]
+def fetch(urls, folder) -> dict[str, str]:
+    """Why any picture cannot be downloaded, by URL."""
+    lost = {}
+    for url in urls:
+        try:
+            download.download(url, folder)
+        except download.DownloadFailed as error:
+            lost[url] = str(error)
+    return lost
+
+
+def test_what_is_fetched_and_why_the_rest_is_not(site, tmp_path, monkeypatch):
+    monkeypatch.setattr(images, "FETCH_BYTES", 20_000)
+    names = ["good", "flaky", "moved", "lost", "huge"]
     urls = [f"{site}/{name}" for name in names] + ["http://127.0.0.1:9/x"]
-    lost = fetch(urls, tmp_path, PATIENT)
+    lost = fetch(urls, tmp_path)
     assert {url.rpartition("/")[2]: reason for url, reason in lost.items()} == {
-        "lost": "HTTP 404",
-        "page": "a text, not a picture",
-        "huge": "over 20,000 bytes",
-        "x": "no connection",
+        "lost": "download: HTTP 404",
+        "huge": "download: too large, or too slow",
+        "x": "download: no connection",
     }
     assert Site.asked["/flaky"] == 3
     assert Site.asked["/lost"] == 1, "what no retry can mend is asked once"
@@ -96,23 +110,18 @@ def test_what_is_fetched_and_why_the_rest_is_not(site, tmp_path):
     )
     assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == 3, "and nothing half"
     Site.asked.clear()
-    assert fetch(urls[:3], tmp_path, PATIENT) == {}
+    assert fetch(urls[:3], tmp_path) == {}
     assert not Site.asked, "what is there is not asked for again"
 
 
 def test_a_server_that_does_not_answer_is_asked_again_and_given_up(site, tmp_path, monkeypatch):
-    attempts, get = Counter(), download._get
-
-    async def counted(client, url, config):
-        # Counted here: a hurried caller on a slow machine may hang up before the server has read a word.
-        attempts[url] += 1
-        return await get(client, url, config)
-
-    monkeypatch.setattr(download, "_get", counted)
+    attempts, get = [], download.fetch_picture
+    # Counted here: a hurried caller on a slow machine may hang up before the server has read a word.
+    monkeypatch.setattr(download, "fetch_picture", lambda url: attempts.append(url) or get(url))
+    monkeypatch.setattr(images, "FETCH_S", 0.2)
     url = f"{site}/slow"
-    hasty = DownloadConfig(backoff_s=0.01, timeout_s=0.2, max_retries=2)
-    assert fetch([url], tmp_path, hasty) == {url: "no answer in time"}
-    assert attempts == {url: 3}
+    assert fetch([url], tmp_path) == {url: "download: no answer in time"}
+    assert attempts == [url] * 4
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
@@ -121,16 +130,32 @@ def test_a_full_disk_stops(site, tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
     try:
         with pytest.raises(match="cannot be written: File too large"):
-            fetch([f"{site}/good"], tmp_path, PATIENT)
+            fetch([f"{site}/good"], tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
+def test_one_address_in_many_rows_is_downloaded_by_threads_at_once(site, tmp_path):
+    rows = [{"id": str(number), "ref": f"{site}/good", "data": None} for number in range(64)]
+    assert {row["ref"] for row in fetched(rows, tmp_path)} == {str(local_path(f"{site}/good", tmp_path))}
+    assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == 1
+
+
 def test_a_table_of_addresses_becomes_a_seed_set(site, tmp_path):
     table = tmp_path / "library.csv"
     rows = [f"{number},{site}/n{number}?token=secret,thing {number}" for number in range(6)]
-    table.write_text("\n".join(["id,image,caption", *rows, f"gone,{site}/lost?token=secret,"]) + "\n")
+    table.write_text(
+        "\n".join(
+            [
+                "id,image,caption",
+                *rows,
+                f"gone,{site}/lost?token=secret,",
+                "bad,http://me:pw@host:x/a?token=secret,",
+            ]
+        )
+        + "\n"
+    )
     words = [
         "config=demo",
         f"library.path={table}",
@@ -141,10 +166,10 @@ def test_a_table_of_addresses_becomes_a_seed_set(site, tmp_path):
     words += ["image_encoder={kind: pixels}", "caption_encoder={kind: hashing}", "library.shard_size=4"]
     run = Run(load_config(words), progress=False)
     found = stages.seed(run)
-    assert (found["listed"], found["usable"], found["seed"]) == (7, 6, 6)
-    assert found["rejected"] == {"download: HTTP 404": 1}
-    detail = run.rows("seed", "rejected")[0]["detail"]
-    assert detail == f"{site}/lost"
+    assert (found["listed"], found["usable"], found["seed"]) == (8, 6, 6)
+    assert found["rejected"] == {"download: HTTP 404": 1, "download: not a working address": 1}
+    details = [row["detail"] for row in run.rows("seed", "rejected")]
+    assert details == [f"{site}/lost", "http://host:x/a"]
     assert Site.asked["/n1"] == 1
     run.close()
     texts = b"".join(path.read_bytes() for path in (tmp_path / "out").rglob("*.parquet"))
@@ -157,5 +182,5 @@ def test_addresses_are_stored_without_secrets():
 
 def test_a_table_that_cannot_be_read_is_named(tmp_path):
     (tmp_path / "t.jsonl").write_text('{"id": "1"\n')
-    with pytest.raises(LibraryError, match=r"t.jsonl, line 1: not valid JSON"):
+    with pytest.raises(UserError, match=r"t.jsonl, line 1: not valid JSON"):
         list(Library(LibraryConfig(path=str(tmp_path / "t.jsonl"))).rows())

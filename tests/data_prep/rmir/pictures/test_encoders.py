@@ -20,7 +20,7 @@ from data_prep.rmir import stages
 from data_prep.rmir.config import EncoderConfig, load_config
 from data_prep.rmir.frames import SCHEMAS, write_rows
 from data_prep.rmir.pictures import hub_encoders as hub
-from data_prep.rmir.pictures.encoders import EncoderUnavailable, image_encoder, text_encoder
+from data_prep.rmir.pictures.encoders import image_encoder, text_encoder
 from data_prep.rmir.run import Run
 from rge.checkpoints.export import export
 from rge.checkpoints.settings import read_settings
@@ -184,6 +184,6 @@ def test_thumbnails_without_captions_are_refused_by_name(pictures, tmp_path):
     run = library_run(tmp_path, pictures, "image_encoder={kind: pixels}")
     stages.seed(run)
     asked_about(run)
-    with pytest.raises(EncoderUnavailable, match="the pixels encoder needs some pictures with captions"):
+    with pytest.raises(UserError, match="the pixels encoder needs some pictures with captions"):
         stages.retrieve(run)
     run.close()

@@ -21,10 +21,11 @@ from data_prep.rmir.config import (
 )
 from data_prep.rmir.main import run_stages
 from data_prep.rmir.pictures.encoders import PixelEncoder
-from data_prep.rmir.pictures.library import Library, LibraryError, blocks, fetched
+from data_prep.rmir.pictures.library import Library, blocks, fetched
 from data_prep.rmir.run import STAGES, Run
 from data_prep.rmir.stages import retrieve, seed
 from rge.calls.local_server import LocalServer
+from rge.common.errors import UserError
 from rge.common.images import picture_bytes
 
 # ------------------------------------------------------------------------------------------------- shards and fingerprints
@@ -195,10 +196,10 @@ def test_columns_of_other_names_are_read_and_one_that_is_nowhere_is_named(tmp_pa
         for setting in ("caption_column", "source_column", "author_column", "licence_column"):
             library = Library(LibraryConfig(path=path, **{setting: "nowhere"}))
             message = rf"has no column nowhere \(library\.{setting}\); there are: "
-            with pytest.raises(LibraryError, match=message):
+            with pytest.raises(UserError, match=message):
                 list(library.rows(pictures=False))
             if setting != "caption_column":
-                with pytest.raises(LibraryError, match=message):
+                with pytest.raises(UserError, match=message):
                     library.origins({"p1"})
 
 
@@ -209,7 +210,7 @@ def test_rows_without_ids_are_numbered_and_two_of_one_name_refused(tmp_path):
     assert [row["id"] for row in Library(library).rows()][6:8] == ["000.tar/p6", "001.tar/p7"]
     (tmp_path / "001.tar").write_bytes((tmp_path / "000.tar").read_bytes())
     run = Run(config_of(tmp_path / "out", tmp_path), progress=False)
-    with pytest.raises(LibraryError, match="the id 'p0' occurs twice .*null numbers the rows"):
+    with pytest.raises(UserError, match="the id 'p0' occurs twice .*null numbers the rows"):
         seed(run)
     run.close()
 
@@ -237,7 +238,7 @@ def test_libraries_that_cannot_be_read_are_named(tmp_path, monkeypatch, path, me
             member = tarfile.TarInfo("p0.json")
             member.size = len(data)
             tar.addfile(member, io.BytesIO(data))
-    with pytest.raises(LibraryError, match=message):
+    with pytest.raises(UserError, match=message):
         list(Library(LibraryConfig(path=path)).rows())
 
 

@@ -10,7 +10,7 @@ from PIL import Image, ImageFilter
 from data_prep.__main__ import main
 from data_prep.rmir import arithmetic as maths
 from data_prep.rmir import frames, seed_set, stages
-from data_prep.rmir.config import ConfigError, IndexSpec, load_config
+from data_prep.rmir.config import IndexSpec, load_config
 from data_prep.rmir.pictures.encoders import HashingEncoder, PixelEncoder
 from data_prep.rmir.pictures.indices import Index
 from data_prep.rmir.pictures.library import look
@@ -361,7 +361,7 @@ def test_the_input_is_a_candidate_where_one_asks_for_it(finished):
     ],
 )
 def test_wrong_settings_are_named(word, message):
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(UserError, match=message):
         load_config(["config=demo", word])
 
 

@@ -99,33 +99,26 @@ class RmirOptions(PictureOptions):
     """Remove a query's own picture from its ranking; the paper does not mention this."""
 
 
-class _Pool:
-    """The file that lists the pool, with its ``ids`` in order."""
+def _pool(path: Path, *, pictures: bool) -> Iterator[tuple[str, Any, Row]]:
+    """Id, reference of the picture, and row of every candidate; without ``pictures`` only the column of ids is read."""
+    names = column_names(path)
+    ignored = [name.lower() for name in names]
+    columns = match_columns(path, names, POOL_ALIASES, prefer=("id", "image"), ignored=ignored)
+    if not columns:
+        raise ReleaseError(f"{path}: the pool needs a column id or image; found: {', '.join(names)}")
+    key = columns.get("id") or columns["image"]
+    for row in iter_rows(path, None if pictures else [key]):
+        name, ref = _name(row[key]), row.get(columns.get("image", ""))
+        yield name, name if ref in (None, "") else ref, row
 
-    def __init__(self, path: Path):
-        self.path, names = path, column_names(path)
-        ignored = [name.lower() for name in names]
-        self.columns = match_columns(path, names, POOL_ALIASES, prefer=("id", "image"), ignored=ignored)
-        if not self.columns:
-            raise ReleaseError(f"{path}: the pool needs a column id or image; found: {', '.join(names)}")
-        self.ids: dict[str, None] = {}
-        wanted = [self.columns.get("id") or self.columns["image"]]
-        for record in iter_rows(path, wanted):
-            name = self._name(record)
-            if name in self.ids:
-                raise record.error(f"picture {name!r} is in the pool twice")
-            self.ids[name] = None
 
-    def _name(self, record: Mapping[str, Any]) -> str:
-        if "id" in self.columns:
-            return safe_id(str(record[self.columns["id"]]))
-        return _name(record[self.columns["image"]])
-
-    def candidates(self, pictures: Pictures) -> Iterator[Candidate]:
-        for record in iter_rows(self.path):
-            name = self._name(record)
-            ref = record.get(self.columns["image"]) if "image" in self.columns else None
-            yield Candidate(id=name, image=_picture(pictures, name if ref in (None, "") else ref))
+def _pool_ids(path: Path) -> dict[str, None]:
+    ids: dict[str, None] = {}
+    for name, _, row in _pool(path, pictures=False):
+        if name in ids:
+            raise row.error(f"picture {name!r} is in the pool twice")
+        ids[name] = None
+    return ids
 
 
 def import_rmir(options: RmirOptions) -> RetrievalSet:
@@ -138,7 +131,7 @@ def import_rmir(options: RmirOptions) -> RetrievalSet:
             f"{options.src} has no file that lists the pool ({', '.join(POOL)}), and a pool of the positives alone would be "
             "far too easy: pass pool=FILE with one id per row"
         )
-    pool = _Pool(pool_file)
+    pool = _pool_ids(pool_file)
     pictures = Pictures(
         options.images, options.src / "images", options.src, hint="pass images=DIR, or manifest=FILE with id and path",
         manifest=options.manifest,
@@ -146,10 +139,10 @@ def import_rmir(options: RmirOptions) -> RetrievalSet:
     draft = _drafted(
         _rows(files, options, needs_positives=judged is None), pool, pictures, judged, wrong, options
     )
-    draft.refuse_lost(f"the {len(pool.ids)} pictures of the pool {pool_file}", allowed=options.allow_missing)
-    notes = _check_counts(draft, len(pool.ids), options)
+    draft.refuse_lost(f"the {len(pool)} pictures of the pool {pool_file}", allowed=options.allow_missing)
+    notes = _check_counts(draft, len(pool), options)
     own = (str(query.columns["picture_ids"]).split("+") for query in draft.queries)
-    shown = dict.fromkeys(chain(pool.ids, *own))
+    shown = dict.fromkeys(chain(pool, *own))
     return options.write(
         meta={
             "name": "RMIR" if options.split == "test" else f"RMIR {options.split}",
@@ -161,7 +154,10 @@ def import_rmir(options: RmirOptions) -> RetrievalSet:
             "exclude_query_image": options.exclude_query_image,
         },
         queries=draft.queries,
-        corpus=pool.candidates(pictures),
+        corpus=(
+            Candidate(id=name, image=_picture(pictures, ref))
+            for name, ref, _ in _pool(pool_file, pictures=True)
+        ),
         qrels=draft.qrels,
         negatives=draft.negatives or None,
         excluded=draft.excluded if options.exclude_query_image else None,
@@ -172,14 +168,14 @@ def import_rmir(options: RmirOptions) -> RetrievalSet:
 
 def _drafted(
     rows: Iterable[Row],
-    pool: _Pool,
+    pool: Mapping[str, None],
     pictures: Pictures,
     judged: Path | None,
     wrong: Path | None,
     options: RmirOptions,
 ) -> Draft:
     """The queries with their judgements, from the rows themselves and from the tables ``judged`` and ``wrong``."""
-    draft, gains_of = Draft(pool.ids), read_qrels([judged] if judged else [])
+    draft, gains_of = Draft(pool), read_qrels([judged]) if judged else {}
     wrong_of: dict[str, set[str]] = defaultdict(set)
     for row in iter_rows(wrong) if judged and wrong else ():
         wrong_of[row.id("query-id")].add(row.id("corpus-id"))

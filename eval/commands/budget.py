@@ -87,6 +87,12 @@ class Point:
         """Mode of the queries."""
         return "direct" if self.name == "direct" else "reasoning"
 
+    def described(self) -> dict[str, Any]:
+        """The ``budget`` block of results.json."""
+        tokens_Q, ms_Q = self.encoded.num_rationale_tokens, self.encoded.generate_ms + self.encoded.embed_ms
+        costs = {"tokens": float(tokens_Q.mean()), "ms": float(ms_Q.mean())}
+        return {"name": self.name, "curve": self.curve, "at": self.at, **costs, **self.about}
+
 
 def budget(options: BudgetOptions, load: Callable[..., Embeds] | None = None) -> Path:
     """Evaluate all points, print the table, write curves and page; returns ``out``. ``load``: see `eval.commands.run.run`."""
@@ -158,7 +164,7 @@ def _of_set(options: BudgetOptions, metric: str, load: Callable[..., Embeds]) ->
     dirs = []
     for point in points:
         place = replace(condition, mode=point.mode, out=options.out / point.name)
-        _write(session, point, place)
+        session.write(place, point.ranking, point.encoded, {"budget": point.described()}, tag=point.name)
         row = _row(place.out, metric)
         print(f"{point.name:24} {metric} {100 * row['value']:6.2f}  {row['tokens']:7.1f} tokens", flush=True)
         dirs.append(place.out)
@@ -292,13 +298,6 @@ def _thresholds(base: _Base, above: Sequence[float]) -> Iterator[Point]:
         # the prompt is encoded once, so a query that reasons does not also pay for direct mode
         spent = np.where(reason_Q, base.encoded["reasoning"].embed_ms, base.encoded["direct"].embed_ms)
         yield replace(point, encoded=replace(point.encoded, embed_ms=spent))
-
-
-def _write(session: Session, point: Point, condition: Condition) -> None:
-    ms_Q = point.encoded.generate_ms + point.encoded.embed_ms
-    costs = {"tokens": float(point.encoded.num_rationale_tokens.mean()), "ms": float(ms_Q.mean())}
-    about = {"name": point.name, "curve": point.curve, "at": point.at, **costs, **point.about}
-    session.write(condition, point.ranking, point.encoded, {"budget": about}, tag=point.name)
 
 
 def _add_gains(

@@ -209,8 +209,8 @@ class Session:
         self.audit = process_group.once(lambda: audit_run(wanted, options.train, recipe))
         self.measurement = Measurement(wanted, protocol, options.seed, options.overwrite, options.limit)
         self.embeddings = Embeddings(
-            encoder, wanted, contents, options.root, options.batch_size, options.memory_mb, options.seed,
-            options.candidate_mode, process_group, options.embedding_dims,
+            encoder, wanted, contents, options.root, process_group, batch_size=options.batch_size, seed=options.seed,
+            candidate_mode=options.candidate_mode, dims=options.embedding_dims, memory_mb=options.memory_mb,
         )  # fmt: skip
         self.depth = options.depth
         self.shared = _shared(options, wanted, encoder)

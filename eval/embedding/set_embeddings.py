@@ -13,7 +13,7 @@ import numpy as np
 
 from eval.embedding import shards
 from eval.embedding.fill_cache import Embeds, Mode, Side, check_collapse, cut, fill
-from eval.embedding.processes import ALONE, ProcessGroup
+from eval.embedding.processes import ProcessGroup
 from eval.embedding.shards import Cache, cache_key, caches_in, describe, encoder_key
 from eval.sets.contents import Contents
 from eval.sets.retrieval_set import Modality, RetrievalSet
@@ -34,12 +34,12 @@ class Embeddings:
     wanted: RetrievalSet
     contents: Contents
     root: Path  # of all caches
+    process_group: ProcessGroup
     batch_size: int
+    seed: int  # of sampled rationales
+    candidate_mode: Mode
+    dims: int | None  # components kept of each embedding, but not in caches; None: all
     memory_mb: float  # for a pool's embeddings; larger ones become a memory map
-    seed: int = 0  # of sampled rationales
-    candidate_mode: Mode = "direct"
-    process_group: ProcessGroup = ALONE
-    dims: int | None = None  # components kept of each embedding, but not in caches; None: all
     made_with: Identity | None = None  # software and plugins that they depend on so far (first process only)
     _notices: set[str] = field(default_factory=set)
     _filled: dict[tuple[Any, ...], Cache] = field(default_factory=dict)

@@ -30,7 +30,15 @@ ROUNDING = ("train.micro_batch_size", "train.keep_activations", "train.determini
 """Keys of memory and speed, which affect only rounding (with dropout, also the drawn numbers): a run that ran out of memory may
 be resumed with other values."""
 
-GONE = {"rl.candidates": "batch", "rl.pool_every": 50, "rollout.reuse_steps": 0}
+GONE: dict[str, Any] = {
+    "rollout.reuse_steps": 0,
+    "rl.candidates": "batch",
+    "rl.pool_every": 50,
+    "rl.use_bias_correction_kl": True,
+    "rl.mask_truncated_completions": False,
+    "rl.vllm_importance_sampling_mode": "sequence_mask",
+    "rl.vllm_importance_sampling_clip_min": None,
+}
 """Keys that earlier versions recorded, with the values that had no effect."""
 
 NOT_OF = {

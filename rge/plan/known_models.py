@@ -6,13 +6,12 @@ The table, known_models.yaml, has the published configs of the models in our rec
 from pathlib import Path
 from typing import Any
 
-from transformers import CONFIG_MAPPING, AutoConfig
+from transformers import CONFIG_MAPPING
 
 from rge.common.files import checkpoint_folder
 from rge.common.options import read_yaml
 from rge.config import ModelConfig
-from rge.model.backbone import BackboneError, skeleton
-from rge.model.families import FAMILIES
+from rge.model.backbone import BackboneError, read_config, skeleton
 from rge.model.hub_model import HubModel
 from rge.scratch import build as scratch
 
@@ -28,30 +27,26 @@ def outline(model: ModelConfig, init: str | None = None) -> tuple[HubModel, str]
     Raises:
         BackboneError: its shapes are unknown, or its family is not supported.
     """
-    families = list(FAMILIES)  # first, since loading the families registers configs that transformers lacks
     config, origin = _config(model, init)
-    if config.model_type not in families:
-        raise BackboneError(f"{origin} is a {config.model_type}; supported families: {', '.join(families)}")
     return skeleton(config), origin
 
 
 def _config(model: ModelConfig, init: str | None) -> tuple[Any, str]:
     if init is not None and ((folder := checkpoint_folder(Path(init))) / "config.json").is_file():
-        return AutoConfig.from_pretrained(folder), init
+        return read_config(folder), init
     if model.scratch is not None:
         rows = scratch.num_rows(scratch.vocabulary(model.scratch.vocab_size, model.scratch.text))
         ids = dict.fromkeys(scratch.SPECIAL_TOKENS, 0)
         return scratch.make_config(rows, ids, model.scratch.text, model.scratch.vision), "model.scratch"
     path = str(model.path)
     try:
-        return AutoConfig.from_pretrained(path, revision=model.revision), path
-    except (OSError, ValueError) as error:
+        return read_config(path, model.revision), path
+    except BackboneError as error:
         if path not in TABLE:
+            problem = str(error).splitlines()[0]
             raise BackboneError(
-                f"the shapes of {path} are not known: {str(error).splitlines()[0]}. Give model.path a folder with its "
-                f"config.json; without the hub there are: {', '.join(TABLE)}"
+                f"{problem}; without the hub, shapes are known of: {', '.join(TABLE)}"
             ) from error
     known = dict(TABLE[path])
-    return CONFIG_MAPPING[known.pop("model_type")](
-        **known
-    ), f"{path}, from the table in rge/plan/known_models.yaml"
+    config = CONFIG_MAPPING[known.pop("model_type")](**known)
+    return config, f"{path}, from the table in rge/plan/known_models.yaml"

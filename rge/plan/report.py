@@ -39,6 +39,19 @@ class FasterWay:
     host: float
     sent: float
 
+    @classmethod
+    def of(cls, way: Way, recipe: Recipe, planned: Setup, options: PlanOptions) -> "FasterWay":
+        """The settings of `way`, seen from those `planned`; figures are over all GPUs, or one machine."""
+        return cls(
+            overrides=overrides(recipe, way, planned),
+            seconds=way.seconds,
+            flops=way.num_flops * options.num_gpus,
+            memory_total=way.total,
+            memory_to=way.total + way.uncertain,
+            host=min(options.num_gpus, options.gpus_per_machine) * way.host,
+            sent=way.sent,
+        )
+
 
 @dataclass
 class Plan:
@@ -152,18 +165,8 @@ def plan(
         )
         return steps * seconds / 3600
 
-    def faster(one: Way) -> FasterWay:
-        return FasterWay(
-            overrides=overrides(recipe, one, base),
-            seconds=one.seconds,
-            flops=one.num_flops * options.num_gpus,
-            memory_total=one.total,
-            memory_to=one.total + one.uncertain,
-            host=processes * one.host,
-            sent=one.sent,
-        )
-
     least, most = _utilisations(options)
+    faster = fastest(recipe, shapes, load, base, options, room) if on_gpu and room.host != 0 else []
     return Plan(
         parameters=shapes.parameters,
         vision_parameters=shapes.vision_parameters,
@@ -186,9 +189,7 @@ def plan(
         prompt_pass="once" if setup.once else "twice",
         why=why,
         seconds=way.seconds,
-        fastest=[*map(faster, fastest(recipe, shapes, load, base, options, room))]
-        if on_gpu and room.host != 0
-        else [],
+        fastest=[FasterWay.of(one, recipe, base, options) for one in faster],
         steps=steps,
         hours=hours(options.reached),
         hours_from=hours(most),

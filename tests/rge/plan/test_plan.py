@@ -809,7 +809,7 @@ def test_errors(arguments, message):
 
 def test_unknown_shapes_are_never_guessed(tmp_path):
     with pytest.raises(
-        BackboneError, match=r"the shapes of nobody/nothing are not known: .*without the hub there are: Qwen"
+        BackboneError, match=r"no model can be loaded from nobody/nothing: .*; without the hub, .*: Qwen"
     ):
         main(["recipe=qwen25vl_3b", "model.path=nobody/nothing"])
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))

@@ -199,7 +199,7 @@ def check_same_recipe(found: dict[str, Any], recipe: Recipe, name: str, path: Pa
         Differing keys that affect only rounding (`ROUNDING`), with both values.
     """
     ignored = MAY_DIFFER + NOT_OF[name]
-    ours, theirs = flat(to_dict(recipe)), flat(found)
+    ours, theirs = flat(to_dict(recipe)), recorded(found)
     run_alone = not ours["stage"] == theirs["stage"] == "all"
     for keys in (ours, theirs):
         if name == "cold_start":  # the loss settings that it uses; the latter is newer than some states

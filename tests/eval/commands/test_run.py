@@ -113,7 +113,7 @@ def test_figures_by_another_column_are_of_the_same_set(set_dir, tmp_path):
     data = write_tables(tmp_path / "set", content)
     asked = options(data, tmp_path / "out", by=("season",), report=True)
     (out,) = run_command(asked, loader(FakeEncoder()))
-    assert "winter" in (out / "report.html").read_text()
+    assert "Winter" in (out / "report.html").read_text()
     plain = score(ScoreOptions(run=out, set=data, out=tmp_path / "scored"))
     assert compare(CompareOptions(a=out, b=plain, metric=("mrr",)))[0].difference == 0
     with pytest.raises(UserError, match=r"with set.report_by = \['season'\], this one has \[\]"):

@@ -26,6 +26,7 @@ COMMANDS = {
     "rerank": ("eval.commands.rerank", "RerankOptions", "rerank_command"),
     "records": ("eval.judging.description", "JudgeRecordsOptions", "write_records"),
     "bm25": ("eval.commands.bm25", "Bm25Options", "bm25"),
+    "fetch": ("eval.commands.fetch", "FetchOptions", "fetch"),
     "check": ("eval.commands.check", "CheckOptions", "check"),
     "audit": ("eval.commands.audit", "AuditOptions", "audit_command"),
     "report": ("eval.pages.report", "ReportOptions", "report"),
@@ -36,6 +37,7 @@ COMMANDS = {
 LIST = """rge eval COMMAND [key=value ...]
 
   mine PHOTOS TABLE   evaluate on a folder of photos and a spreadsheet: import, run and report in one command
+  fetch BENCHMARK     download a benchmark's release and check that it is complete
   import BENCHMARK    make a retrieval set from a benchmark's release
   import folder       make one from a folder of photos and a spreadsheet
   check               check a set before a model is run on it
@@ -89,6 +91,8 @@ def _command_and_words(argv: Sequence[str]) -> tuple[str, list[str]]:
     is_import = argv[0] == "import" and argv[1:] and argv[1] not in HELP
     name = " ".join(argv[: 2 if is_import else 1])
     words = list(argv[len(name.split()) :])
+    if name == "fetch" and words and words[0] not in HELP and "=" not in words[0]:
+        words[0] = f"benchmark={words[0]}"
     return name, positional(words, "src", "queries") if name == "mine" else words
 
 

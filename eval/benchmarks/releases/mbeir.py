@@ -61,7 +61,7 @@ KINDS = {
     "8": ("image,text", "image,text"),
 }
 """Modalities of queries and candidates."""
-REPOSITORY = "TIGER-Lab/M-BEIR (docs/evaluation.md shows how to download it)"
+REPOSITORY = "TIGER-Lab/M-BEIR (rge eval fetch mbeir out=DIR)"
 GLOBAL_POOL = "cand_pool/global/mbeir_union_test_cand_pool.jsonl"
 MAIN = "task_hit"
 """Metric that is averaged over tasks: hit@10 for tasks whose `CUTS` begin with 10, else hit@5."""

@@ -1,16 +1,20 @@
 """M-BEIR: texts, instructions and pools as the released loader has them, and its scorer restated; files of the hub's layout."""
 
+import io
 import json
+import tarfile
 
 import numpy as np
 import pytest
 from eval_fakes import FakeEncoder, loader, picture
+from hub import hub
 
 from eval.__main__ import main
 from eval.benchmarks.published_tables import published
 from eval.benchmarks.releases.mbeir import TASKS, MbeirOptions, cuts_of, import_mbeir, local_pool, query_file
 from eval.benchmarks.suite import load_suite
 from eval.commands.compare import CompareOptions, compare
+from eval.commands.fetch import FetchOptions, fetch
 from eval.commands.run import RunOptions, run_command
 from eval.sets.retrieval_set import load_set
 from rge.common.errors import UserError
@@ -176,7 +180,7 @@ def test_what_is_not_there_is_said(release, tmp_path):
         with pytest.raises(UserError, match=message):
             import_mbeir(MbeirOptions(release, tmp_path / "none", tasks=(task,), **more))
 
-    refused("cirr_task7", "mbeir_cirr_task7_test_qrels.txt does not exist: .*how to download it")
+    refused("cirr_task7", "mbeir_cirr_task7_test_qrels.txt does not exist: .*rge eval fetch mbeir")
     pool = release / local_pool("mscoco_task0")
     assert pool.name == "mbeir_mscoco_task0_test_cand_pool.jsonl"
     pool.write_text("".join(pool.read_text().splitlines(keepends=True)[:3]))
@@ -186,6 +190,34 @@ def test_what_is_not_there_is_said(release, tmp_path):
     refused("fashioniq_task7", "row 1: no instruction for data set 7, image,text to image")
     (release / "mbeir_images/5000.png").unlink()
     refused("fashioniq_task7", "picture 'mbeir_images/5000.png' is not below", instructions="none")
+
+
+def test_a_release_in_pieces_is_fetched_and_counted(release, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.utils._headers.get_token", lambda: "hf_test")
+    sink = io.BytesIO()
+    with tarfile.open(fileobj=sink, mode="w:gz") as file:
+        file.add(release / "mbeir_images", "mbeir_images")
+    data = sink.getvalue()
+    with hub(monkeypatch) as held:
+        names = [
+            path.relative_to(release)
+            for path in release.rglob("*")
+            if path.suffix != ".png" and path.is_file()
+        ]
+        held.files = {str(name): (release / name).read_bytes() for name in names}
+        third = len(data) // 3
+        for number, start in enumerate((0, third, 2 * third)):
+            held.files[f"mbeir_images.tar.gz.part-0{number}"] = data[
+                start : start + third if number < 2 else None
+            ]
+        held.files["query/train/mbeir_union_up_train.jsonl"] = b"nobody evaluates on this"
+        with pytest.raises(
+            UserError, match=r"4 of 16 sets; 48 of 190,573 queries; 120 of 5,609,079 candidates.*partial=true"
+        ):
+            fetch(FetchOptions("mbeir", tmp_path / "r"))
+    assert not (tmp_path / "r/query/train").exists()
+    assert (tmp_path / "r/mbeir_images/5000.png").read_bytes() == picture(5000)
+    assert len(import_mbeir(MbeirOptions(tmp_path / "r", tmp_path / "out", tasks=tuple(DATASETS)))) == 4
 
 
 def test_the_published_averages_are_those_of_their_rows():

@@ -1,0 +1,304 @@
+"""Download the release of a benchmark from the Hugging Face hub, and check that it is complete.
+
+    rge eval fetch mmeb|mmeb2|rmir|mmbright|pinpoint|mbeir out=DIR [revision=COMMIT] [part=visdoc] [repo=OWNER/NAME]
+
+All files of a repository come from one commit, recorded in ``fetch.json``. Repeating the command resumes an interrupted
+download at the same commit. Archives of pictures are unpacked. The counts are compared with the published ones, which
+leaderboards require (`eval.benchmarks.published_tables`); fewer are an error, or recorded in ``fetch.json`` with
+partial=true.
+"""
+
+import io
+import sys
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from eval.benchmarks.published_tables import COUNTED, published
+from eval.benchmarks.release_files import files_of_split, iter_rows
+from eval.benchmarks.releases.mbeir import TASKS, local_pool, query_file
+from eval.benchmarks.releases.mmeb2 import DOCUMENTS
+from eval.benchmarks.releases.pinpoint import INDEX, TABLE
+from rge.common.errors import UserError
+from rge.common.files import read_json, write_json
+from rge.common.mmeb_prompts import SETS
+from rge.common.options import one_of
+from rge.tables.rows import num_rows
+
+FETCHED = "fetch.json"
+_LONG_DOCUMENTS = {
+    "ViDoSeek-doc": "ViDoSeek",
+    "ViDoSeek-page": "ViDoSeek-page-fixed",
+    "MMLongBench-doc": "MMLongBench-doc",
+    "MMLongBench-page": "MMLongBench-page-fixed",
+}
+_MBEIR_FILES = (
+    "query/test/*", "qrels/test/*", "instructions/*", "cand_pool/local/*", "cand_pool/global/*test*", "mbeir_images*",
+)  # fmt: skip
+
+
+@dataclass
+class FetchOptions:
+    """Download the release of a benchmark from the Hugging Face hub, and check its counts."""
+
+    benchmark: str
+    """mmeb, mmeb2, rmir, mmbright, pinpoint or mbeir; short form: `rge eval fetch mmeb`."""
+    out: Path
+    """Folder for the release; `rge eval import` takes it as src=."""
+    part: Literal["image", "visdoc"] = "image"
+    """mmeb2: image or visdoc."""
+    repo: str | None = None
+    """Another repository with the same layout; null: the published one."""
+    revision: str | None = None
+    """Commit, tag or branch, for releases in one repository; null: the commit of an earlier call, else the newest."""
+    partial: bool = False
+    """Accept fewer queries or candidates than were published; fetch.json is marked, and boards do not rank the results."""
+    workers: int = 4
+    """Files downloaded in parallel."""
+
+
+@dataclass(frozen=True)
+class Release:
+    """Location of a release, and how to count it."""
+
+    repos: Mapping[str, tuple[str, Sequence[str]]]
+    """Repository on the hub -> folder below ``out``, and patterns of its files (empty: all)."""
+    count: Callable[[Path], dict[str, dict[str, int]]] | None
+    """Counts the download, by key of the published table; None if only the import can count it."""
+    unpack: Mapping[str, str]
+    """Archive -> target folder, both below ``out``; an archive may be split into ``NAME.part-00`` ..."""
+
+
+def fetch(options: FetchOptions) -> Path:
+    """Download, unpack and count; returns ``out``. A UserError if the release is incomplete."""
+    part = f" part={options.part}" if options.benchmark == "mmeb2" else ""
+    key = options.benchmark + part
+    release = _release(options, key)
+    options.out.mkdir(parents=True, exist_ok=True)
+    about: dict[str, Any] = read_json(options.out / FETCHED) or {"commits": {}, "unpacked": {}}
+    if about.setdefault("benchmark", key) != key:
+        raise UserError(f"{options.out} holds {about['benchmark']}: choose another out=")
+    _download_all(options, release, about)
+    _unpack_all(options.out, release, about)
+    counts = None if release.count is None else release.count(options.out)
+    lacking = _lacking(counts or {})
+    write_json(options.out / FETCHED, about | {"counts": counts, "partial": lacking})
+    if lacking and not options.partial:
+        raise UserError(
+            f"{options.out} is incomplete: {'; '.join(lacking)}. Run the same command again, or pass partial=true to "
+            "continue with this part"
+        )
+    for words in lacking:
+        print(f"WARNING: partial: {words}", file=sys.stderr)
+    print(f"{options.out}: {_in_words(counts) if counts else 'counted on import'}")
+    print(f"rge eval import {options.benchmark} src={options.out}{part} out=DIR")
+    return options.out
+
+
+def _in_words(counts: Mapping[str, Mapping[str, int]]) -> str:
+    tables = (", ".join(f"{n:,} {COUNTED[key]}" for key, n in table.items()) for table in counts.values())
+    return "; ".join(tables)
+
+
+def _download_all(options: FetchOptions, release: Release, about: dict[str, Any]) -> None:
+    from huggingface_hub import HfApi, snapshot_download
+
+    for repo, (folder, patterns) in release.repos.items():
+        with _asking(repo):
+            revision = options.revision or about["commits"].get(repo) or "main"
+            commit = str(HfApi().dataset_info(repo, revision=revision).sha)
+        if (known := about["commits"].setdefault(repo, commit)) != commit:
+            raise UserError(
+                f"{options.out} holds {repo} at {known[:12]}, not at {commit[:12]}: choose another out=, or leave out revision="
+            )
+        write_json(options.out / FETCHED, about)
+        with _asking(repo):
+            snapshot_download(
+                repo, repo_type="dataset", revision=commit, local_dir=options.out / folder,
+                allow_patterns=list(patterns) or None, max_workers=options.workers,
+            )  # fmt: skip
+
+
+def _unpack_all(out: Path, release: Release, about: dict[str, Any]) -> None:
+    for archive, folder in release.unpack.items():
+        pieces = sorted(path for pattern in (archive, f"{archive}.part-*") for path in out.glob(pattern))
+        size = sum(path.stat().st_size for path in pieces)
+        if pieces and about["unpacked"].get(archive) != size:
+            _unpack(out / archive, pieces, out / folder)
+            about["unpacked"][archive] = size
+            write_json(out / FETCHED, about)
+
+
+def _release(options: FetchOptions, key: str) -> Release:
+    one_of("benchmark", [options.benchmark], sorted({name.partition(" ")[0] for name in RELEASES}))
+    release = RELEASES[key]
+    for option in ("repo", "revision"):
+        if getattr(options, option) is not None and len(release.repos) > 1:
+            raise UserError(f"{option}= is for a release in one repository; {key} is in {len(release.repos)}")
+    if options.repo is not None:
+        return replace(release, repos={options.repo: ("", ())})
+    if not release.repos:
+        raise UserError(
+            "PinPoint is not on the hub: clone github.com/pinterest/pinpoint-dataset, or pass repo=OWNER/NAME to fetch a copy "
+            "on the hub"
+        )
+    return release
+
+
+def _repo_of(name: str) -> str:
+    """Repository of a visual-document set, as in the released evaluation (6e1e1d4)."""
+    if name in _LONG_DOCUMENTS:
+        return f"VLM2Vec/{_LONG_DOCUMENTS[name]}"
+    family, _, rest = name.partition("_")
+    if family == "VisRAG":
+        return f"openbmb/VisRAG-Ret-Test-{rest}"
+    if DOCUMENTS[name][0] == "ViDoRe-V2":
+        return f"vidore/{rest.removesuffix('_multilingual')}"
+    sampled = "subsampled_" if rest in ("arxivqa", "docvqa", "infovqa", "tabfquad") else ""
+    return f"vidore/{rest}_test_{sampled}beir"
+
+
+@contextmanager
+def _asking(repo: str) -> Iterator[None]:
+    """Turn errors of the hub into one message."""
+    from httpx import HTTPError
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        yield
+    except (OSError, HTTPError, HFValidationError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(
+            f"{repo} could not be fetched from the hub: {reason}. Downloaded files are kept; run the same command again"
+        ) from None
+
+
+def _unpack(archive: Path, pieces: Sequence[Path], folder: Path) -> None:
+    """Extract all files into ``folder``, and nothing outside it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        if archive.suffix == ".zip":
+            with zipfile.ZipFile(archive) as file:
+                file.extractall(folder)
+        else:  # read sequentially, so that pieces need not be joined on disk
+            with _Joined(pieces) as whole, tarfile.open(fileobj=whole, mode="r|*") as file:
+                _extract(file, folder)
+    except (OSError, EOFError, zlib.error, zipfile.BadZipFile, tarfile.TarError) as error:
+        raise UserError(f"{archive} cannot be unpacked into {folder}: {error}") from None
+
+
+def _extract(file: tarfile.TarFile, folder: Path) -> None:
+    if hasattr(tarfile, "data_filter"):
+        file.extractall(folder, filter="data")
+        return
+    for member in file:  # Python before 3.11.4
+        inside = (folder / member.name).resolve().is_relative_to(folder.resolve())
+        if not inside or not (member.isfile() or member.isdir()):
+            raise tarfile.TarError(f"{member.name} is not a file inside the archive's folder")
+        file.extract(member, folder)
+
+
+class _Joined(io.RawIOBase):
+    """Reads the pieces of a file as one stream."""
+
+    def __init__(self, pieces: Sequence[Path]):
+        self._files = [path.open("rb") for path in pieces]
+
+    def readinto(self, buffer: Any) -> int:
+        """Read the next bytes into the buffer; returns 0 at the end."""
+        while self._files:
+            if num := self._files[0].readinto(buffer):
+                return num
+            self._files.pop(0).close()
+        return 0
+
+    def close(self) -> None:
+        """Close the remaining pieces."""
+        while self._files:
+            self._files.pop().close()
+        super().close()
+
+
+def _count_mmeb(src: Path) -> dict[str, dict[str, int]]:
+    rows = {
+        name: sum(map(_num_rows, files_of_split(src / name, "test")))
+        for name in SETS
+        if (src / name).is_dir()
+    }
+    return {"mmeb": {"num_members": sum(num > 0 for num in rows.values()), "num_queries": sum(rows.values())}}
+
+
+def _count_documents(src: Path) -> dict[str, dict[str, int]]:
+    """Only sets are counted, since the release publishes no other counts for them."""
+    return {"visdoc": {"num_members": sum(any((src / name).rglob("*.parquet")) for name in DOCUMENTS)}}
+
+
+def _count_mmbright(src: Path) -> dict[str, dict[str, int]]:
+    counts = {}
+    for key, config in (("mmbright1", "examples"), ("mmbright2", "examples_multimodal")):
+        files = sorted((src / config).glob("*.parquet"))
+        domains = {path.stem.partition("-0")[0] for path in files}
+        counts[key] = {"num_members": len(domains), "num_queries": sum(map(_num_rows, files))}
+    return counts
+
+
+def _count_pinpoint(src: Path) -> dict[str, dict[str, int]]:
+    index = src / INDEX
+    lines = index.read_text("utf-8").splitlines() if index.is_file() else []
+    num_candidates = len({line.strip() for line in lines} - {""})
+    return {"pinpoint": {"num_queries": _num_rows(src / TABLE), "num_candidates": num_candidates}}
+
+
+def _count_mbeir(src: Path) -> dict[str, dict[str, int]]:
+    files = [(src / query_file(task), src / local_pool(task)) for task in TASKS]
+    return {
+        "mbeir": {
+            "num_members": sum(queries.is_file() and pool.is_file() for queries, pool in files),
+            "num_queries": sum(_num_rows(queries) for queries, _ in files),
+            "num_candidates": sum(_num_rows(pool) for _, pool in files),
+        }
+    }
+
+
+def _num_rows(path: Path) -> int:
+    """Number of rows of a table; 0 if it does not exist."""
+    if not path.is_file():
+        return 0
+    try:
+        return num_rows(path) if path.suffix in (".parquet", ".jsonl") else sum(1 for _ in iter_rows(path))
+    except ValueError as error:
+        raise UserError(f"{error}; delete it and run the same command again") from None
+
+
+def _lacking(counts_of: Mapping[str, Mapping[str, int]]) -> list[str]:
+    expected = {key: table.counts for key, table in published().items()}
+    expected["visdoc"] = {"num_members": len(DOCUMENTS)}
+    return [
+        f"{number:,} of {expected[name][key]:,} {COUNTED[key]}"
+        + (f" of {name}" if len(counts_of) > 1 else "")
+        for name, counts in counts_of.items()
+        for key, number in counts.items()
+        if number < expected[name].get(key, 0)
+    ]
+
+
+_PICTURES = {"image-tasks/mmeb_v1.tar.gz": "image-tasks"}
+RELEASES = {
+    "mmeb": Release({"TIGER-Lab/MMEB-eval": ("", ())}, _count_mmeb, {"images.zip": "images"}),
+    "mmeb2 part=image": Release(
+        {"ziyjiang/MMEB_Test_Instruct": ("", ()), "TIGER-Lab/MMEB-V2": ("", tuple(_PICTURES))},
+        _count_mmeb,
+        _PICTURES,
+    ),
+    "mmeb2 part=visdoc": Release({_repo_of(name): (name, ()) for name in DOCUMENTS}, _count_documents, {}),
+    "rmir": Release({"amazon-science/rmir": ("", ())}, None, {}),
+    "mmbright": Release({"mm-bright/MM-BRIGHT": ("", ())}, _count_mmbright, {}),
+    "pinpoint": Release({}, _count_pinpoint, {}),
+    "mbeir": Release({"TIGER-Lab/M-BEIR": ("", _MBEIR_FILES)}, _count_mbeir, {"mbeir_images.tar.gz": ""}),
+}
+"""Benchmark, and part if it has several -> its release."""

@@ -1,0 +1,150 @@
+"""Releases from a stand-in of the hub: one commit, resumed, unpacked, and counted against what was published."""
+
+import io
+import json
+import tarfile
+import zipfile
+
+import pandas as pd
+import pytest
+from hub import COMMIT, hub
+
+from eval.__main__ import main
+from eval.benchmarks.releases.mmeb2 import DOCUMENTS
+from eval.commands.fetch import FetchOptions, _repo_of, _unpack, fetch
+from rge.common.errors import UserError
+from rge.common.mmeb_prompts import SETS
+
+
+def table(rows):
+    sink = io.BytesIO()
+    pd.DataFrame({"qry_text": ["a"] * rows}).to_parquet(sink)
+    return sink.getvalue()
+
+
+@pytest.fixture
+def held(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.utils._headers.get_token", lambda: "hf_test")
+    with hub(monkeypatch) as held:
+        whole = table(1000)
+        held.files = {f"{name}/test-00000-of-00001.parquet": whole for name in SETS}
+        pictures = io.BytesIO()
+        with zipfile.ZipFile(pictures, "w") as file:
+            file.writestr("CIRR/1.jpg", b"a picture")
+            file.writestr("../outside.jpg", b"nobody wants this")
+        held.files["images.zip"] = pictures.getvalue()
+        yield held
+
+
+def downloads(held):
+    return [one for one in held.asked if one.startswith("GET") and "/resolve/" in one]
+
+
+def test_a_whole_release(held, tmp_path, capsys):
+    assert main(["fetch", "mmeb", f"out={tmp_path / 'r'}"]) == 0
+    about = json.loads((tmp_path / "r/fetch.json").read_text())
+    assert about["commits"] == {"TIGER-Lab/MMEB-eval": COMMIT}
+    assert about["counts"] == {"mmeb": {"num_members": 36, "num_queries": 36_000}}
+    assert about["partial"] == []
+    assert (tmp_path / "r/images/CIRR/1.jpg").read_bytes() == b"a picture"
+    assert not (tmp_path / "outside.jpg").exists()
+    assert not (tmp_path / "r/outside.jpg").exists()
+    assert f"rge eval import mmeb src={tmp_path / 'r'} out=DIR" in capsys.readouterr().out
+    assert all(f"/resolve/{COMMIT}/" in one for one in downloads(held))
+    num = len(downloads(held))
+    assert num == 37
+    fetch(FetchOptions("mmeb", tmp_path / "r"))
+    assert len(downloads(held)) == num  # everything is there
+
+
+def test_an_interrupted_download_goes_on(held, tmp_path):
+    last = held.files.pop("GQA/test-00000-of-00001.parquet")
+    whole = held.answer
+
+    def broken(method, path, body, address):
+        if path.endswith("GQA/test-00000-of-00001.parquet") and "/resolve/" in path:
+            return 403, {"error": "not now"}
+        return whole(method, path, body, address)
+
+    held.files["GQA/test-00000-of-00001.parquet"] = last
+    held.answer = broken
+    with pytest.raises(
+        UserError, match="MMEB-eval could not be fetched from the hub: .*run the same command again"
+    ):
+        fetch(FetchOptions("mmeb", tmp_path / "r", workers=1))
+    held.answer = whole
+    before = len(downloads(held))
+    fetch(FetchOptions("mmeb", tmp_path / "r"))
+    again = downloads(held)[before:]
+    assert any("GQA" in one for one in again)
+    assert len(downloads(held)) <= 38  # nothing that was there was fetched again
+
+
+def test_less_than_was_published_is_refused_or_marked(held, tmp_path, capsys):
+    held.files["GQA/test-00000-of-00001.parquet"] = table(3)
+    del held.files["CIRR/test-00000-of-00001.parquet"]
+    out = tmp_path / "r"
+    with pytest.raises(
+        UserError, match=r"is incomplete: 35 of 36 sets; 34,003 of 36,000 queries.*partial=true"
+    ):
+        fetch(FetchOptions("mmeb", out))
+    fetch(FetchOptions("mmeb", out, partial=True))
+    assert "WARNING: partial: 35 of 36 sets" in capsys.readouterr().err
+    assert json.loads((out / "fetch.json").read_text())["partial"] == [
+        "35 of 36 sets",
+        "34,003 of 36,000 queries",
+    ]
+
+
+def test_one_folder_holds_one_commit(held, tmp_path):
+    fetch(FetchOptions("mmeb", tmp_path / "r"))
+    about = json.loads((tmp_path / "r/fetch.json").read_text())
+    about["commits"] = {"TIGER-Lab/MMEB-eval": "2" * 40}
+    (tmp_path / "r/fetch.json").write_text(json.dumps(about))
+    with pytest.raises(UserError, match="holds TIGER-Lab/MMEB-eval at 222222222222, not at 111111111111"):
+        fetch(FetchOptions("mmeb", tmp_path / "r", revision="main"))
+    with pytest.raises(UserError, match="holds mmeb: choose another out="):
+        fetch(FetchOptions("mmbright", tmp_path / "r"))
+
+
+def test_mmbright_and_pinpoint_are_counted_too(held, tmp_path):
+    domain = table(50)
+    held.files = {f"examples/d{number}.parquet": domain for number in range(29)}
+    held.files |= {f"examples_multimodal/d{number}.parquet": table(42) for number in range(29)}
+    with pytest.raises(UserError, match="1,450 of 1,585 queries of mmbright1. Run"):
+        fetch(FetchOptions("mmbright", tmp_path / "b"))
+    held.files = {"pinpoint_licensed.parquet": table(7635), "index_signatures.txt": b"a\nb\n"}
+    with pytest.raises(UserError, match="or pass repo=OWNER/NAME"):
+        fetch(FetchOptions("pinpoint", tmp_path / "p"))
+    with pytest.raises(UserError, match="2 of 109,600 candidates"):
+        fetch(FetchOptions("pinpoint", tmp_path / "p", repo="me/pinpoint"))
+
+
+def test_what_cannot_be_is_refused(tmp_path, capsys):
+    assert main(["fetch", "mmebb", f"out={tmp_path}"]) == 2
+    assert "did you mean 'mmeb'?" in capsys.readouterr().err
+    with pytest.raises(
+        UserError, match="revision= is for a release in one repository; mmeb2 part=image is in 2"
+    ):
+        fetch(FetchOptions("mmeb2", tmp_path, revision="main"))
+    assert len({_repo_of(name) for name in DOCUMENTS}) == 24
+    assert _repo_of("ViDoRe_esg_reports_v2_multilingual") == "vidore/esg_reports_v2"
+
+
+@pytest.mark.parametrize("newer", [True, False])
+def test_an_archive_is_unpacked_into_its_folder_and_nowhere_else(tmp_path, monkeypatch, newer):
+    """Python before 3.11.4, such as Debian 12's, has no filters."""
+    if not newer:
+        monkeypatch.delattr(tarfile, "data_filter", raising=False)
+    (tmp_path / "a.txt").write_text("a")
+    for name, fits in (("in/a.txt", True), ("../b.txt", False)):
+        archive, folder = tmp_path / f"{fits}.tar.gz", tmp_path / f"out {fits}"
+        with tarfile.open(archive, "w:gz") as file:
+            file.add(tmp_path / "a.txt", name)
+        if fits:
+            _unpack(archive, [archive], folder)
+            assert (folder / name).read_text() == "a"
+            continue
+        with pytest.raises(UserError, match=r"cannot be unpacked into .*b\.txt"):
+            _unpack(archive, [archive], folder)
+        assert not (tmp_path / "b.txt").exists()

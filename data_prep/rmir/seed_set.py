@@ -104,6 +104,10 @@ def usable(table: pa.Table, most_bits: int | None) -> tuple[np.ndarray, Rows]:
     return frame.index[good_N].to_numpy(), [{**row, "key": None} for row in bad.to_pylist()]
 
 
+def _hash(name: str) -> bytes:
+    return hashlib.blake2b(safe_id(name).encode(), digest_size=8).digest()
+
+
 def check_library(run: Run) -> None:
     """Raise `UserError` if the library has changed since the seed stage read it, or the stage is not finished and cannot read it."""
     config, notes, done = run.config.library, run.path("seed", "library.json"), run.done("seed")
@@ -153,7 +157,7 @@ def scan_library(
         UserError: the library cannot be read, or an id occurs twice.
     """
     config = run.config.library
-    seen: set[str] = set()
+    seen: set[bytes] = set()
     tables = _parts(run)
     for table in tables:
         _add_ids(seen, table, config)
@@ -189,15 +193,15 @@ def _inspect_block(run: Run, rows: Rows, number: int) -> list[ImageRef]:
     return [row["data"] or row["ref"] for row, why in zip(rows, why_not, strict=True) if why is None]
 
 
-def _add_ids(seen: set[str], table: pa.Table, config: LibraryConfig) -> None:
-    """Add the ids of a part, as they will be written; raises if one occurs twice."""
+def _add_ids(seen: set[bytes], table: pa.Table, config: LibraryConfig) -> None:
+    """Add the ids of a part; raises if one occurs twice."""
     for name in table["id"].to_pylist():
-        if safe_id(name) in seen:
+        if _hash(name) in seen:
             raise UserError(
                 f"library.path {config.path}: the id {name!r} occurs twice (white space counts as %20): choose another "
                 "library.id_column; null numbers the rows"
             )
-        seen.add(safe_id(name))
+        seen.add(_hash(name))
 
 
 def _unread(library: Library, read: list[str]) -> Iterator[dict]:

@@ -2,7 +2,6 @@
 
 import hashlib
 import random
-import re
 import threading
 import time
 from pathlib import Path
@@ -34,10 +33,7 @@ def local_path(url: str, folder: Path) -> Path:
 
 def without_secrets(url: str) -> str:
     """The URL without credentials and query, which may contain a signature."""
-    try:
-        return str(httpx.URL(url).copy_with(userinfo=b"", query=None, fragment=None))
-    except httpx.InvalidURL:  # counted when it is downloaded
-        return re.sub("//[^/]*@", "//", re.split("[?#]", url)[0])
+    return str(httpx.URL(url).copy_with(userinfo=b"", query=None, fragment=None))
 
 
 def download(url: str, folder: Path) -> Path:

@@ -145,17 +145,7 @@ def test_one_address_in_many_rows_is_downloaded_by_threads_at_once(site, tmp_pat
 def test_a_table_of_addresses_becomes_a_seed_set(site, tmp_path):
     table = tmp_path / "library.csv"
     rows = [f"{number},{site}/n{number}?token=secret,thing {number}" for number in range(6)]
-    table.write_text(
-        "\n".join(
-            [
-                "id,image,caption",
-                *rows,
-                f"gone,{site}/lost?token=secret,",
-                "bad,http://me:pw@host:x/a?token=secret,",
-            ]
-        )
-        + "\n"
-    )
+    table.write_text("\n".join(["id,image,caption", *rows, f"gone,{site}/lost?token=secret,"]) + "\n")
     words = [
         "config=demo",
         f"library.path={table}",
@@ -166,10 +156,10 @@ def test_a_table_of_addresses_becomes_a_seed_set(site, tmp_path):
     words += ["image_encoder={kind: pixels}", "caption_encoder={kind: hashing}", "library.shard_size=4"]
     run = Run(load_config(words), progress=False)
     found = stages.seed(run)
-    assert (found["listed"], found["usable"], found["seed"]) == (8, 6, 6)
-    assert found["rejected"] == {"download: HTTP 404": 1, "download: not a working address": 1}
-    details = [row["detail"] for row in run.rows("seed", "rejected")]
-    assert details == [f"{site}/lost", "http://host:x/a"]
+    assert (found["listed"], found["usable"], found["seed"]) == (7, 6, 6)
+    assert found["rejected"] == {"download: HTTP 404": 1}
+    detail = run.rows("seed", "rejected")[0]["detail"]
+    assert detail == f"{site}/lost"
     assert Site.asked["/n1"] == 1
     run.close()
     texts = b"".join(path.read_bytes() for path in (tmp_path / "out").rglob("*.parquet"))

@@ -64,6 +64,22 @@ class LibraryConfig:
 
 
 @dataclass
+class DownloadConfig:
+    """Fetching the pictures of a library that lists web addresses."""
+
+    concurrency: AtLeastOne = 32
+    """Concurrent downloads."""
+    timeout_s: float = 30.0
+    """Time limit of one attempt, from start to end."""
+    max_retries: int = 3
+    """Attempts after the first."""
+    backoff_s: float = 1.0
+    """Upper bound of the first wait, which doubles with every attempt."""
+    max_bytes: AtLeastOne = 30_000_000
+    """Maximum size of a file; larger ones are left out and counted."""
+
+
+@dataclass
 class EncoderConfig:
     """What turns pictures or texts into vectors."""
 
@@ -302,6 +318,7 @@ class RmirConfig:
     keep: KeepConfig = field(default_factory=KeepConfig)
     split: SplitConfig = field(default_factory=SplitConfig)
     audit: AuditConfig = field(default_factory=AuditConfig)
+    download: DownloadConfig = field(default_factory=DownloadConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     expect: ExpectConfig = field(default_factory=ExpectConfig)
     oracle: OracleConfig | None = None

@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 from data_prep.rmir import frames
 from data_prep.rmir.config import LibraryConfig
 from data_prep.rmir.pictures.changes import changes, note_files
+from data_prep.rmir.pictures.download import resolve
 from data_prep.rmir.pictures.encoders import ImageEncoder, image_encoder, text_encoder
 from data_prep.rmir.pictures.indices import embed_captions
 from data_prep.rmir.pictures.library import (
@@ -166,7 +167,7 @@ def scan_library(
     # A sixth each: two blocks are in memory at once, and decoding needs more.
     most_bytes = max(1, int(config.memory_mb * 2**20 / 6))
     left = _unread(library, [name for table in tables for name in table["id"].to_pylist()])
-    todo = blocks(fetched(left, run.out / "downloads"), config.shard_size, most_bytes)
+    todo = blocks(fetched(left), config.shard_size, most_bytes)
     with ThreadPoolExecutor(1) as beside:
 
         def prepare(number: int) -> Future[list[ImageRef] | None]:
@@ -187,10 +188,16 @@ def scan_library(
 
 def _inspect_block(run: Run, rows: Rows, number: int) -> list[ImageRef]:
     """Write the table ``inspected`` of a block; returns the pictures to embed."""
-    found = inspect(rows, run.config.library)
+    config = run.config
+    there, failed = resolve(rows, run.out / "downloads", config.download, progress=run.progress)
+    found = inspect(there, config.library)
+    reason = [
+        failed.get(row["id"]) or why for row, why in zip(rows, found["reason"].to_pylist(), strict=True)
+    ]
+    place = found.schema.get_field_index("reason")
+    found = found.set_column(place, found.schema.field(place), pa.array(reason, pa.string()))
     frames.write_table(_part(run, number), found)
-    why_not = found["reason"].to_pylist()
-    return [row["data"] or row["ref"] for row, why in zip(rows, why_not, strict=True) if why is None]
+    return [row["data"] or row["ref"] for row, why in zip(there, reason, strict=True) if why is None]
 
 
 def _add_ids(seen: set[bytes], table: pa.Table, config: LibraryConfig) -> None:

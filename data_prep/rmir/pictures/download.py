@@ -1,28 +1,31 @@
-"""Download pictures by URL, with retries, atomic writes and a reason for each failure."""
+"""Download pictures by URL, with retries, limited concurrency, atomic writes and a reason for each failure."""
 
+import asyncio
 import hashlib
 import random
-import threading
-import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import httpx
 
-from rge.common.files import write_bytes
-from rge.common.images import WEB, ImageError, fetch_picture
+from data_prep.rmir.config import DownloadConfig
+from rge.common.commands import progress_bar
+from rge.common.errors import ungrouped
+from rge.common.files import FileError, write_bytes
 
-MAX_RETRIES, BACKOFF_S = 3, 1.0
-"""Attempts after the first; and the upper bound of the first wait, which doubles with every attempt."""
 TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
 
 
-class DownloadFailed(Exception):
-    """Why a picture cannot be downloaded; the message is the same for all pictures with the same problem."""
+class _DownloadFailed(Exception):
+    def __init__(self, reason: str, *, retry: bool = False):
+        super().__init__(reason)
+        self.retry = retry
 
 
 def is_address(ref: str | None) -> bool:
     """Whether a reference is a web address."""
-    return ref is not None and ref.startswith(WEB)
+    return ref is not None and ref.startswith(("http://", "https://"))
 
 
 def local_path(url: str, folder: Path) -> Path:
@@ -36,33 +39,81 @@ def without_secrets(url: str) -> str:
     return str(httpx.URL(url).copy_with(userinfo=b"", query=None, fragment=None))
 
 
-def download(url: str, folder: Path) -> Path:
-    """Download a picture unless the folder has it, and return its path. Raises `DownloadFailed`, or `FileError`: the disk is full."""
-    path = local_path(url, folder)
-    for attempt in range(MAX_RETRIES + 1):
-        if path.is_file():
-            break
+def fetch(
+    urls: Sequence[str], folder: Path, config: DownloadConfig, *, progress: bool = False
+) -> dict[str, str]:
+    """Download the pictures that the folder lacks; returns why any failed, by URL. Raises `FileError`: the disk is full."""
+    todo = [url for url in dict.fromkeys(urls) if not local_path(url, folder).is_file()]
+    return asyncio.run(_fetch_all(todo, folder, config, progress)) if todo else {}
+
+
+async def _fetch_all(todo: list[str], folder: Path, config: DownloadConfig, progress: bool) -> dict[str, str]:
+    limits = httpx.Limits(max_connections=config.concurrency, max_keepalive_connections=config.concurrency)
+    lost: dict[str, str] = {}
+    queue = iter(todo)
+    bar = progress_bar(total=len(todo), desc="download", disable=not progress)
+    client = httpx.AsyncClient(limits=limits, follow_redirects=True, timeout=config.timeout_s)
+
+    async def worker() -> None:
+        for url in queue:
+            try:
+                await _fetch_one(client, url, local_path(url, folder), config)
+            except _DownloadFailed as error:
+                lost[url] = str(error)
+            bar.update()
+
+    with bar, ungrouped(FileError):
+        async with client, asyncio.TaskGroup() as group:
+            for _ in range(min(config.concurrency, len(todo))):
+                group.create_task(worker())
+    return lost
+
+
+async def _fetch_one(client: httpx.AsyncClient, url: str, path: Path, config: DownloadConfig) -> None:
+    for attempt in range(config.max_retries + 1):
         try:
-            # Under a name of its own first: another thread may download the same URL.
-            own = path.with_name(f"{path.name}-{threading.get_ident()}")
-            write_bytes(own, fetch_picture(url))
-            own.replace(path)
-        except ImageError as error:
-            if attempt == MAX_RETRIES or not _may_pass(error.__cause__):
-                raise DownloadFailed(f"download: {_reason(error.__cause__)}") from None
-            time.sleep(BACKOFF_S * 2**attempt * random.random())
-    return path
+            data = await _get(client, url, config)
+            write_bytes(path, data)
+            return
+        except _DownloadFailed as error:
+            if not error.retry or attempt == config.max_retries:
+                raise
+        await asyncio.sleep(config.backoff_s * 2**attempt * random.random())
 
 
-def _may_pass(cause: BaseException | None) -> bool:
-    if isinstance(cause, httpx.HTTPStatusError):
-        return cause.response.status_code in TRANSIENT
-    return isinstance(cause, httpx.TransportError) and not isinstance(cause, httpx.UnsupportedProtocol)
+async def _get(client: httpx.AsyncClient, url: str, config: DownloadConfig) -> bytes:
+    try:
+        async with asyncio.timeout(config.timeout_s), client.stream("GET", url) as answer:
+            if answer.status_code in TRANSIENT:
+                raise _DownloadFailed(f"HTTP {answer.status_code}", retry=True)
+            if answer.status_code != 200:
+                raise _DownloadFailed(f"HTTP {answer.status_code}")
+            if answer.headers.get("content-type", "").startswith("text/"):
+                raise _DownloadFailed("a text, not a picture")
+            data = bytearray()
+            async for piece in answer.aiter_bytes():
+                data += piece
+                if len(data) > config.max_bytes:
+                    raise _DownloadFailed(f"over {config.max_bytes:,} bytes")
+            return bytes(data)
+    except (TimeoutError, httpx.TimeoutException):
+        raise _DownloadFailed("no answer in time", retry=True) from None
+    except httpx.TransportError:
+        raise _DownloadFailed("no connection", retry=True) from None
+    except (httpx.HTTPError, httpx.InvalidURL):
+        raise _DownloadFailed("not a working address") from None
 
 
-def _reason(cause: BaseException | None) -> str:
-    if isinstance(cause, httpx.HTTPStatusError):
-        return f"HTTP {cause.response.status_code}"
-    if isinstance(cause, httpx.TransportError):
-        return "no answer in time" if isinstance(cause, httpx.TimeoutException) else "no connection"
-    return "too large, or too slow" if cause is None else "not a working address"
+def resolve(
+    rows: list[dict[str, Any]], folder: Path, config: DownloadConfig, *, progress: bool = False
+) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Download the pictures of rows of `data_prep.rmir.pictures.library.Library.rows` that are at addresses.
+
+    Returns:
+        The rows with file paths instead of URLs, and the reason for each failure, by row id.
+    """
+    urls = [row["ref"] for row in rows if is_address(row["ref"])]
+    lost = fetch(urls, folder, config, progress=progress)
+    refs = {url: without_secrets(url) if url in lost else str(local_path(url, folder)) for url in urls}
+    failed = {row["id"]: f"download: {lost[row['ref']]}" for row in rows if row["ref"] in lost}
+    return [row | {"ref": refs.get(row["ref"], row["ref"])} for row in rows], failed

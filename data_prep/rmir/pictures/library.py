@@ -16,7 +16,7 @@ from PIL import Image
 
 from data_prep.rmir.config import LibraryConfig
 from data_prep.rmir.frames import SCHEMAS
-from data_prep.rmir.pictures.download import DownloadFailed, download, is_address, without_secrets
+from data_prep.rmir.pictures.download import is_address, without_secrets
 from data_prep.rmir.pictures.near_duplicates import phash
 from rge.common.errors import UserError
 from rge.common.images import ImageError, load_image, picture_bytes
@@ -34,7 +34,7 @@ ENCODED_BY = {
 }  # fmt: skip
 """Text fields of a row, and how characters that UTF-8 cannot encode are replaced."""
 FETCHED_AT_ONCE = 32
-"""Concurrent downloads, or reads from an object store."""
+"""Concurrent reads from an object store."""
 
 
 class Library:
@@ -188,25 +188,18 @@ def blocks(rows: Iterable[dict[str, Any]], most: int, most_bytes: int) -> Iterat
         yield block
 
 
-def fetched(rows: Iterable[dict[str, Any]], downloads: Path | None = None) -> Iterator[dict[str, Any]]:
-    """Read the bytes of pictures in object stores, and download those on the web, `FETCHED_AT_ONCE` at a time.
+def fetched(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Read the bytes of pictures in object stores, `FETCHED_AT_ONCE` at a time.
 
-    A picture that cannot be read keeps its address as ``ref``; `look` then reports it as missing. A download that fails adds
-    ``failed``, the reason.
-
-    Args:
-        rows: of `Library.rows`.
-        downloads: folder for downloads; None: pictures on the web are left alone.
+    A picture that cannot be read keeps its address as ``ref``; `look` then reports it as missing.
 
     Raises:
-        UserError: the store needs a package that is not installed, or the disk is full.
+        UserError: the store needs a package that is not installed.
     """
 
     def read(row: dict[str, Any]) -> dict[str, Any]:
-        if row["ref"] is None or "://" not in row["ref"]:
+        if row["ref"] is None or "://" not in row["ref"] or is_address(row["ref"]):
             return row
-        if is_address(row["ref"]):
-            return row if downloads is None else _downloaded(row, downloads)
         try:
             fs, place = fsspec.core.url_to_fs(row["ref"])
         except (ImportError, ValueError) as error:
@@ -229,13 +222,6 @@ def fetched(rows: Iterable[dict[str, Any]], downloads: Path | None = None) -> It
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _downloaded(row: dict[str, Any], folder: Path) -> dict[str, Any]:
-    try:
-        return row | {"ref": str(download(row["ref"], folder))}
-    except DownloadFailed as error:
-        return row | {"ref": without_secrets(row["ref"]), "failed": str(error)}
-
-
 def inspect(rows: list[dict[str, Any]], config: LibraryConfig) -> pa.Table:
     """The table ``inspected``: hash and size of each picture, or the reason to leave it out (null for usable pictures).
 
@@ -247,8 +233,6 @@ def inspect(rows: list[dict[str, Any]], config: LibraryConfig) -> pa.Table:
     def looked(row: dict[str, Any]) -> dict[str, Any]:
         written = encodable(row)
         named = {name: written[name] for name in ENCODED_BY}
-        if "failed" in row:
-            return named | {"reason": row["failed"]}
         if row["id"] == written["id"] and row["ref"] == written["ref"]:
             return named | look(row["data"] or row["ref"] or "", config.min_side_px, config.filters)
         return named | look(row["data"] or "", config.min_side_px, config.filters) | {"reason": NOT_UTF8}

@@ -11,18 +11,14 @@ import pytest
 from PIL import Image
 
 from data_prep.rmir import stages
-from data_prep.rmir.config import LibraryConfig, load_config
+from data_prep.rmir.config import DownloadConfig, LibraryConfig, load_config
 from data_prep.rmir.pictures import download
-from data_prep.rmir.pictures.download import local_path, without_secrets
-from data_prep.rmir.pictures.library import Library, fetched
+from data_prep.rmir.pictures.download import fetch, local_path, without_secrets
+from data_prep.rmir.pictures.library import Library
 from data_prep.rmir.run import Run
-from rge.common import images
 from rge.common.errors import UserError
 
-
-@pytest.fixture(autouse=True)
-def _hurry(monkeypatch):
-    monkeypatch.setattr(download, "BACKOFF_S", 0.01)
+PATIENT = DownloadConfig(backoff_s=0.01, timeout_s=60.0, max_retries=2, max_bytes=20_000)
 
 
 def picture(seed: int) -> bytes:
@@ -49,6 +45,8 @@ class Site(http.server.BaseHTTPRequestHandler):
             self.send_header("content-length", "0")
             self.end_headers()
             return None
+        if path == "/page":
+            return self.answer(200, b"<html>please log in</html>", "text/html")
         if path == "/huge":
             return self.answer(200, b"x" * 50_000)
         if path in ("/good", "/flaky", "/slow") or path.startswith("/n"):
@@ -81,26 +79,15 @@ def site():
     server.server_close()
 
 
-def fetch(urls, folder) -> dict[str, str]:
-    """Why any picture cannot be downloaded, by URL."""
-    lost = {}
-    for url in urls:
-        try:
-            download.download(url, folder)
-        except download.DownloadFailed as error:
-            lost[url] = str(error)
-    return lost
-
-
-def test_what_is_fetched_and_why_the_rest_is_not(site, tmp_path, monkeypatch):
-    monkeypatch.setattr(images, "FETCH_BYTES", 20_000)
-    names = ["good", "flaky", "moved", "lost", "huge"]
+def test_what_is_fetched_and_why_the_rest_is_not(site, tmp_path):
+    names = ["good", "flaky", "moved", "lost", "page", "huge"]
     urls = [f"{site}/{name}" for name in names] + ["http://127.0.0.1:9/x"]
-    lost = fetch(urls, tmp_path)
+    lost = fetch(urls, tmp_path, PATIENT)
     assert {url.rpartition("/")[2]: reason for url, reason in lost.items()} == {
-        "lost": "download: HTTP 404",
-        "huge": "download: too large, or too slow",
-        "x": "download: no connection",
+        "lost": "HTTP 404",
+        "page": "a text, not a picture",
+        "huge": "over 20,000 bytes",
+        "x": "no connection",
     }
     assert Site.asked["/flaky"] == 3
     assert Site.asked["/lost"] == 1, "what no retry can mend is asked once"
@@ -110,18 +97,23 @@ def test_what_is_fetched_and_why_the_rest_is_not(site, tmp_path, monkeypatch):
     )
     assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == 3, "and nothing half"
     Site.asked.clear()
-    assert fetch(urls[:3], tmp_path) == {}
+    assert fetch(urls[:3], tmp_path, PATIENT) == {}
     assert not Site.asked, "what is there is not asked for again"
 
 
 def test_a_server_that_does_not_answer_is_asked_again_and_given_up(site, tmp_path, monkeypatch):
-    attempts, get = [], download.fetch_picture
-    # Counted here: a hurried caller on a slow machine may hang up before the server has read a word.
-    monkeypatch.setattr(download, "fetch_picture", lambda url: attempts.append(url) or get(url))
-    monkeypatch.setattr(images, "FETCH_S", 0.2)
+    attempts, get = Counter(), download._get
+
+    async def counted(client, url, config):
+        # Counted here: a hurried caller on a slow machine may hang up before the server has read a word.
+        attempts[url] += 1
+        return await get(client, url, config)
+
+    monkeypatch.setattr(download, "_get", counted)
     url = f"{site}/slow"
-    assert fetch([url], tmp_path) == {url: "download: no answer in time"}
-    assert attempts == [url] * 4
+    hasty = DownloadConfig(backoff_s=0.01, timeout_s=0.2, max_retries=2)
+    assert fetch([url], tmp_path, hasty) == {url: "no answer in time"}
+    assert attempts == {url: 3}
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
@@ -130,16 +122,10 @@ def test_a_full_disk_stops(site, tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
     try:
         with pytest.raises(match="cannot be written: File too large"):
-            fetch([f"{site}/good"], tmp_path)
+            fetch([f"{site}/good"], tmp_path, PATIENT)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
-
-
-def test_one_address_in_many_rows_is_downloaded_by_threads_at_once(site, tmp_path):
-    rows = [{"id": str(number), "ref": f"{site}/good", "data": None} for number in range(64)]
-    assert {row["ref"] for row in fetched(rows, tmp_path)} == {str(local_path(f"{site}/good", tmp_path))}
-    assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == 1
 
 
 def test_a_table_of_addresses_becomes_a_seed_set(site, tmp_path):

@@ -57,6 +57,9 @@ class LibraryConfig:
     memory_mb: AtLeastOne = 768
     """Memory for pictures that are not separate files, MB: if they are large, fewer than ``shard_size`` are processed
     at once."""
+    changed: Literal["stop", "extend"] = "stop"
+    """What to do if pictures were added, removed or changed since the seed stage read the library: stop with a message;
+    or extend, which adds new ones, drops removed ones, and keeps everything made from the others."""
     near_duplicates: Annotated[int, Field(ge=0, le=16)] | None = None
     """Largest number of bits (of 64) in which two perceptual hashes may differ for the later picture to be left out as
     a near-duplicate; 4 finds the same picture in another size or compression. null: only identical files are left out,

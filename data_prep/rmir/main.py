@@ -16,7 +16,7 @@ from data_prep.rmir.pictures.download import is_address
 from data_prep.rmir.pictures.library import Library
 from data_prep.rmir.results import report
 from data_prep.rmir.run import STAGES, Run, stages_of
-from data_prep.rmir.seed_set import check_library
+from data_prep.rmir.seed_set import settle_library
 from data_prep.rmir.stages import WORK
 from data_prep.rmir.wording import wording
 from rge.calls.local_server import LocalServer
@@ -100,7 +100,7 @@ def run_stages(run: Run, stages: Sequence[str]) -> None:
     kept = {item.name: whole[item.name] for item in fields(RmirConfig)}
     write_text(run.out / SETTINGS, yaml.safe_dump(json.loads(json.dumps(kept, default=str)), sort_keys=False))
     if "seed" in todo:
-        check_library(run)
+        settle_library(run)
     for stage in todo:
         earlier = run.done(stage)
         finished = earlier is not None and not earlier.get("unanswered")

@@ -27,7 +27,7 @@ EXPORTED = ("licence", "source_column", "author_column", "licence_column")
 """Library settings that only the export reads."""
 REPLIES, OPEN = "replies.sqlite", "unanswered.json"
 """A run's file of all answers, and a stage's file of unanswered calls, by part number."""
-NOT_IN_FINGERPRINT = ("memory_mb", "shard_size")
+NOT_IN_FINGERPRINT = ("memory_mb", "shard_size", "changed")
 """Settings that change how a stage works but not its result."""
 
 READS = {
@@ -63,7 +63,7 @@ def fingerprints(config: RmirConfig, encoders: Sequence[dict[str, Any]] | None =
     ``encoders`` is the result of `identities`; None computes it, which reads local weights.
     """
     settings = _settings(config, encoders or identities(config))
-    version = extended(Path(config.out))
+    version = _extended(Path(config.out) / "seed" / "library.json")
     found: dict[str, str] = {}
     for name in stages_of(config):
         before = {earlier: found[earlier] for earlier in READS[name] if earlier in found}
@@ -78,10 +78,10 @@ def _hash(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def extended(out: Path) -> str | None:
-    """Hash of the changes of a library with which an earlier version extended the seed set; None if it did not."""
-    found = read_json(out / "seed" / "library.json")
-    if not found or not found.get("extensions"):
+def _extended(path: Path) -> str | None:
+    """Hash of the extensions of a finished seed set; None if it was never extended."""
+    found = read_json(path)
+    if not found or not found["extensions"]:
         return None
     return _hash([found["extensions"], found["gone"], found["captions"]])
 

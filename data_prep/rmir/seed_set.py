@@ -1,7 +1,9 @@
-"""The seed stage: inspect and embed the library, cluster it, and sample from each cluster."""
+"""The seed stage: inspect and embed the library, cluster it, sample from each cluster; and later extensions."""
 
 import hashlib
 import os
+import shutil
+import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
@@ -14,7 +16,7 @@ import pyarrow.compute as pc
 
 from data_prep.rmir import frames
 from data_prep.rmir.config import LibraryConfig
-from data_prep.rmir.pictures.changes import changes, note_files
+from data_prep.rmir.pictures.changes import Changes, LibraryState, compare, files_of, rows_of
 from data_prep.rmir.pictures.download import resolve
 from data_prep.rmir.pictures.encoders import ImageEncoder, image_encoder, text_encoder
 from data_prep.rmir.pictures.indices import embed_captions
@@ -28,7 +30,7 @@ from data_prep.rmir.pictures.library import (
     inspect,
 )
 from data_prep.rmir.pictures.near_duplicates import near_duplicates
-from data_prep.rmir.run import REPLIES, Run, extended, reasons
+from data_prep.rmir.run import Run, reasons
 from rge.common.errors import UserError
 from rge.common.files import replacing, write_bytes
 from rge.common.schema import ImageRef, safe_id
@@ -41,56 +43,58 @@ def seed(run: Run) -> dict[str, Any]:
     """Inspect and embed the library, cluster it, and sample pictures of each cluster."""
     config, folder = run.config, run.path("seed")
     library = Library(config.library)
-    _check_size(library, config.seed.clusters)
+    # Checked before anything is embedded; `cluster` checks again with the usable pictures.
+    listed = sum(1 for _ in islice(library.rows(pictures=False), config.seed.clusters))
+    if listed < config.seed.clusters and not LibraryState.read(folder).extensions:
+        raise UserError(
+            f"seed.clusters={config.seed.clusters} needs at least as many pictures; {config.library.path} lists {listed:,}. Set "
+            f"seed.clusters={max(1, listed // 2)}, or add pictures"
+        )
     encoder = image_encoder(config.image_encoder)
     tables, parts = scan_library(run, library, encoder)
-    table = pa.concat_tables(tables)
+    table, state = pa.concat_tables(tables), LibraryState.read(folder)
     del tables
-    unique, bad = usable(table, config.library.near_duplicates)
+    unique, bad = usable(table, state, config.library.near_duplicates)
+    listed = len(table) - len(state.gone)
     if not len(unique):
         raise UserError(
-            f"library.path {config.library.path}: none of the {len(table)} pictures is usable: {reasons(bad)}"
+            f"library.path {config.library.path}: none of the {listed} pictures is usable: {reasons(bad)}"
         )
+    images, kept_ND = _before(run, table, state)
+    new = unique
+    if state.extensions:
+        # Duplicates of pictures that are gone now count as pictures of their own.
+        freed = _is_in(table["sha256"].take(unique), table["sha256"].take(pa.array(state.gone, pa.int64())))
+        new = unique[(unique >= state.extensions[-1]["start"]) | freed]
+        new = new[~_is_in(table["id"].take(new), pa.array([image["id"] for image in images], pa.string()))]
     # Only good pictures have vectors, so a picture's row is the number of good pictures before it.
     vector_of = np.cumsum(pc.is_null(table["reason"]).to_numpy()) - 1
-    vectors_ND = gather(parts, vector_of[unique])
-    cluster_N = cluster(vectors_ND, config.seed.clusters, config.seed.iterations, config.seed.seed)
-    chosen = sample_clusters(cluster_N, config.seed.per_cluster, config.seed.seed)
-    rows = table.take(unique[chosen]).select(IMAGE_COLUMNS).to_pylist()
-    numbers = cluster_N[chosen].tolist()
-    images = [row | {"cluster": number} for row, number in zip(rows, numbers, strict=True)]
+    more, vectors_ND = _sampled(run, table, state, new, gather(parts, vector_of[new]), images)
+    images += more
+    for image in images:
+        image["caption"] = state.captions.get(image["id"], image["caption"])
     keep_pictures(run, library, images)
-    save_vectors(folder / "images.npy", vectors_ND[chosen])
+    save_vectors(folder / "images.npy", np.concatenate([kept_ND, vectors_ND]) if len(kept_ND) else vectors_ND)
     captions = [image["caption"] for image in images if image["caption"]]
     captioner = text_encoder(config.caption_encoder)
     save_vectors(folder / "captions.npy", embed_captions(captioner, captions))
     frames.write_rows(folder / "rejected.parquet", bad)
     frames.write_rows(folder / "images.parquet", images)
     return {
-        "listed": len(table),
+        "listed": listed,
         "usable": len(unique),
         "seed": len(images),
         "with_caption": len(captions),
         "rejected": reasons(bad),
         "encoders": {"images": encoder.name, "captions": captioner.name},
+        **({"extensions": state.extensions} if state.extensions else {}),
     }
 
 
-def _check_size(library: Library, num_clusters: int) -> None:
-    # Before anything is embedded; `cluster` checks again with the usable pictures.
-    listed = sum(1 for _ in islice(library.rows(pictures=False), num_clusters))
-    if listed < num_clusters:
-        raise UserError(
-            f"seed.clusters={num_clusters} needs at least as many pictures; {library.config.path} lists {listed:,}. Set "
-            f"seed.clusters={max(1, listed // 2)}, or add pictures"
-        )
-
-
-def usable(table: pa.Table, most_bits: int | None) -> tuple[np.ndarray, Rows]:
-    """Rows of the usable, distinct pictures; and the others with their reasons."""
-    frame = (
-        table.select(["id", "reason", "ref", "sha256", "phash"]).to_pandas().rename(columns={"ref": "detail"})
-    )
+def usable(table: pa.Table, state: LibraryState, most_bits: int | None) -> tuple[np.ndarray, Rows]:
+    """Rows of the usable, distinct pictures that are still in the library; and the others with their reasons."""
+    columns = ["id", "reason", "ref", "sha256", "phash"]
+    frame = table.select(columns).to_pandas().drop(index=state.gone).rename(columns={"ref": "detail"})
     good = frame[frame["reason"].isna()]
     repeated_N = good.duplicated("sha256")
     frame.loc[good.index[repeated_N], "reason"] = DUPLICATE
@@ -105,29 +109,132 @@ def usable(table: pa.Table, most_bits: int | None) -> tuple[np.ndarray, Rows]:
     return frame.index[good_N].to_numpy(), [{**row, "key": None} for row in bad.to_pylist()]
 
 
+def _sampled(
+    run: Run, table: pa.Table, state: LibraryState, new: np.ndarray, vectors_ND: np.ndarray, images: Rows
+) -> tuple[Rows, np.ndarray]:
+    """Cluster the new pictures and sample from each cluster; returns rows and vectors.
+
+    An extension gets clusters of its own, in proportion to its size, so that earlier samples do not change.
+    """
+    config = run.config.seed
+    if not len(new):
+        return [], vectors_ND
+    num_clusters, first = config.clusters, 0
+    if state.extensions:
+        original = sum(row < state.extensions[0]["start"] for row in usable(table, LibraryState(), None)[0])
+        num_clusters = min(len(new), max(1, round(config.clusters * len(new) / max(1, original))))
+        first = 1 + max((image["cluster"] for image in images), default=-1)
+    cluster_N = first + cluster(vectors_ND, num_clusters, config.iterations, config.seed)
+    chosen = sample_clusters(cluster_N, config.per_cluster, config.seed)
+    rows = table.take(new[chosen]).select(IMAGE_COLUMNS).to_pylist()
+    found = [{**row, "cluster": number} for row, number in zip(rows, cluster_N[chosen].tolist(), strict=True)]
+    if state.extensions:  # in random order, since `drawn` takes the first ones
+        order = sorted(range(len(found)), key=lambda place: _hash(found[place]["id"]))
+        return [found[place] for place in order], vectors_ND[chosen][order]
+    return found, vectors_ND[chosen]
+
+
+def _is_in(values: pa.ChunkedArray, others: pa.ChunkedArray | pa.Array) -> np.ndarray:
+    return pc.is_in(values, value_set=others).to_numpy()
+
+
 def _hash(name: str) -> bytes:
     return hashlib.blake2b(safe_id(name).encode(), digest_size=8).digest()
 
 
-def check_library(run: Run) -> None:
-    """Raise `UserError` if the library has changed since the seed stage read it, or the stage is not finished and cannot read it."""
-    config, notes, done = run.config.library, run.path("seed", "library.json"), run.done("seed")
+def _before(run: Run, table: pa.Table, state: LibraryState) -> tuple[Rows, np.ndarray]:
+    """Seed pictures from before the last extension that are still in the library, and their vectors."""
+    if not state.extensions:
+        return [], np.empty((0, 0), np.float32)
+    gone = set(map(_key, table.select(["id", "sha256"]).take(pa.array(state.gone, pa.int64())).to_pylist()))
+    number = len(state.extensions)
+    images = run.rows("seed", f"images-{number}")
+    stays = [row for row, image in enumerate(images) if _key(image) not in gone]
+    vectors_ND = np.load(run.path("seed", f"images-{number}.npy"), mmap_mode="r")
+    return [images[row] for row in stays], vectors_ND[stays]
+
+
+def drawn(run: Run, most: int | None) -> Rows:
+    """The seed pictures to ask about: all, or `most` drawn at random.
+
+    An extended seed set keeps the pictures drawn before the extension and fills up with new ones.
+    """
+    images = run.rows("seed", "images")
+    if most is None or most >= len(images):
+        return images
+    extended = run.path("seed", "images-1.parquet").is_file()
+    original = run.rows("seed", "images-1") if extended else images
+    rng = np.random.default_rng(run.config.seed.seed)
+    rows = sorted(rng.choice(len(original), min(most, len(original)), replace=False).tolist())
+    old = [_key(image) for image in original]
+    chosen, known = {old[row] for row in rows}, set(old)
+    first = [image for image in images if _key(image) in chosen]
+    fresh = [image for image in images if _key(image) not in known]
+    return [*first, *fresh[: most - len(first)]]
+
+
+def _key(image: dict[str, Any]) -> tuple[str, str]:
+    """Id and content of a picture."""
+    return image["id"], image["sha256"]
+
+
+def settle_library(run: Run) -> None:
+    """Compare the library with what the seed stage read, and handle changes as ``library.changed`` says.
+
+    Raises:
+        UserError: it changed and ``library.changed=stop``; or it is unreadable and the seed stage is not finished.
+    """
+    folder, config = run.path("seed"), run.config.library
     parts = _parts(run)
     if not parts or not run.begun("seed"):
         return
-    if done is not None and extended(run.out):  # by an earlier version, which compared otherwise
-        return
+    state, done = LibraryState.read(folder), run.done("seed")
+    finished = done is not None and len(done["counts"].get("extensions", ())) == len(state.extensions)
+    if done is not None and not finished:  # killed after an extension was recorded
+        run.path("seed", "done.json").unlink()
     try:
         library = Library(config)
     except UserError:
-        if done is None:
+        if not finished:
             raise
         return  # the export reports it when it needs the credits
-    if found := changes(library, pa.concat_tables(parts), notes, complete=done is not None):
+    files = files_of(library)
+    if state.files and state.files == files:
+        return
+    table = pa.concat_tables(parts)
+    found = compare(library, table, state)
+    if not finished:  # the rest has not been read yet
+        found.added = []
+    state.files, state.in_order = files, state.in_order and found.in_order
+    state.stamps |= found.stamps
+    if not str(found):
+        state.write(folder)
+        return
+    if config.changed == "stop":
         raise UserError(
-            f"library.path {config.path} has changed since it was read: {found}. Undo that, or start over with a different out= "
-            f"(a copy of {run.out / REPLIES} in it keeps all answers)"
+            f"library.path {config.path} has changed since it was read: {found}. library.changed=extend adds new pictures, "
+            "removes missing ones and keeps the results of the others; a different out= starts over"
         )
+    print(f"library.path {config.path} has changed: {found}", file=sys.stderr, flush=True)
+    _carry_over(folder, state, found, table, finished)
+
+
+def _carry_over(folder: Path, state: LibraryState, found: Changes, table: pa.Table, finished: bool) -> None:
+    """Record the changes; back up the choice of a finished seed stage and mark the stage as not done."""
+    left = [*found.removed, *found.changed]
+    state.gone = sorted({*state.gone, *rows_of(table, left, state.gone)})
+    state.captions = {
+        name: text for name, text in state.captions.items() if name not in left
+    } | found.captions
+    state.stamps = {name: stamp for name, stamp in state.stamps.items() if name not in left}
+    if finished:
+        number = len(state.extensions) + 1
+        for ending in ("parquet", "npy"):
+            shutil.copyfile(folder / f"images.{ending}", folder / f"images-{number}.{ending}")
+        counts = {"added": len(found.added), "removed": len(found.removed), "changed": len(found.changed)}
+        state.extensions.append({"start": len(table), **counts, "captions": len(found.captions)})
+    state.write(folder)
+    (folder / "done.json").unlink(missing_ok=True)
 
 
 def _parts(run: Run) -> list[pa.Table]:
@@ -157,16 +264,17 @@ def scan_library(
     Raises:
         UserError: the library cannot be read, or an id occurs twice.
     """
-    config = run.config.library
+    config, state = run.config.library, LibraryState.read(run.path("seed"))
     seen: set[bytes] = set()
-    tables = _parts(run)
-    for table in tables:
-        _add_ids(seen, table, config)
+    tables: list[pa.Table] = []
+    for table in _parts(run):
+        _add_ids(seen, table, sum(map(len, tables)), state, config)
+        tables.append(table)
     if not tables:
-        note_files(library, run.path("seed", "library.json"), {})
+        LibraryState(files=files_of(library)).write(run.path("seed"))
     # A sixth each: two blocks are in memory at once, and decoding needs more.
     most_bytes = max(1, int(config.memory_mb * 2**20 / 6))
-    left = _unread(library, [name for table in tables for name in table["id"].to_pylist()])
+    left = _unread(library, state, sum(map(len, tables)), frozenset(seen))
     todo = blocks(fetched(left), config.shard_size, most_bytes)
     with ThreadPoolExecutor(1) as beside:
 
@@ -181,7 +289,7 @@ def scan_library(
             waiting = prepare(number + 1)
             save_vectors(_vectors(run, number), embed_pictures(encoder, refs))
             tables.append(frames.read_table(_part(run, number)))
-            _add_ids(seen, tables[-1], config)
+            _add_ids(seen, tables[-1], sum(map(len, tables[:-1])), state, config)
     good = [number for number, table in enumerate(tables) if table["reason"].null_count]
     return tables, [np.load(_vectors(run, number), mmap_mode="r") for number in good]
 
@@ -200,9 +308,14 @@ def _inspect_block(run: Run, rows: Rows, number: int) -> list[ImageRef]:
     return [row["data"] or row["ref"] for row, why in zip(there, reason, strict=True) if why is None]
 
 
-def _add_ids(seen: set[bytes], table: pa.Table, config: LibraryConfig) -> None:
-    """Add the ids of a part; raises if one occurs twice."""
-    for name in table["id"].to_pylist():
+def _add_ids(
+    seen: set[bytes], table: pa.Table, start: int, state: LibraryState, config: LibraryConfig
+) -> None:
+    """Add the ids of a part, whose rows begin at `start`, without those that are gone; raises if one occurs twice."""
+    gone = set(state.gone)
+    for row, name in enumerate(table["id"].to_pylist(), start):
+        if row in gone:
+            continue
         if _hash(name) in seen:
             raise UserError(
                 f"library.path {config.path}: the id {name!r} occurs twice (white space counts as %20): choose another "
@@ -211,13 +324,11 @@ def _add_ids(seen: set[bytes], table: pa.Table, config: LibraryConfig) -> None:
         seen.add(_hash(name))
 
 
-def _unread(library: Library, read: list[str]) -> Iterator[dict]:
-    """Rows of a library that were not read yet: the later ones, or, if some were added between, those with other ids."""
-    listed = (encodable(row)["id"] for row in library.rows(pictures=False))
-    if list(islice(listed, len(read))) == read:
-        return library.rows(len(read))
-    known = set(read)
-    return (row for row in library.rows() if encodable(row)["id"] not in known)
+def _unread(library: Library, state: LibraryState, count: int, known: frozenset[bytes]) -> Iterator[dict]:
+    """Rows of a library not read yet: those after the first `count`, or, if it changed, those with unknown ids."""
+    if state.in_order and not state.gone and not state.extensions:
+        return library.rows(count)
+    return (row for row in library.rows() if _hash(encodable(row)["id"]) not in known)
 
 
 def keep_pictures(run: Run, library: Library, images: Rows) -> None:

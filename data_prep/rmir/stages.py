@@ -19,7 +19,7 @@ from data_prep.rmir.pictures.indices import Index, caption_index, embed_captions
 from data_prep.rmir.results.audit import audit
 from data_prep.rmir.results.export import export
 from data_prep.rmir.run import Asking, Row, Run, reasons
-from data_prep.rmir.seed_set import embed_pictures, save_vectors, seed
+from data_prep.rmir.seed_set import drawn, embed_pictures, save_vectors, seed
 from data_prep.rmir.wording import wording
 from rge.calls.caller import Outcome
 from rge.calls.failures import Rejection
@@ -64,10 +64,7 @@ def caption(run: Run) -> dict[str, Any]:
 def generate(run: Run) -> dict[str, Any]:
     """Write one question of each category about each input picture, with a description of its target (3.1.1)."""
     config, codes_of = run.config.generate, wording(run.config.prompts).codes
-    images, most = run.rows("seed", "images"), config.max_inputs
-    if most is not None and most < len(images):
-        rng = np.random.default_rng(run.config.seed.seed)
-        images = [images[row] for row in sorted(rng.choice(len(images), most, replace=False).tolist())]
+    images = drawn(run, config.max_inputs)
     codes = {category: codes_of[category] for category in config.categories}
     limits = config.max_query_words, config.max_target_words
 

@@ -1,7 +1,12 @@
-"""Detect pictures that were added, removed or changed since the seed stage read a library."""
+"""Detect pictures that were added, removed or changed since a library was read.
+
+The seed stage's table ``inspected`` is never rewritten; ``library.json`` beside it records what has changed since.
+"""
 
 import hashlib
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +15,7 @@ import pyarrow as pa
 from data_prep.rmir.pictures.download import is_address
 from data_prep.rmir.pictures.library import Library, encodable, fetched
 from rge.common.errors import UserError
-from rge.common.files import read_json, write_json
+from rge.common.files import read_json, write_text
 from rge.common.images import ImageError, picture_bytes
 from rge.tables.pictures import stamp_of
 
@@ -18,72 +23,104 @@ SHOWN = 3
 """Picture names listed in a message."""
 
 
-def note_files(library: Library, notes: Path, stamps: Mapping[str, str]) -> None:
-    """Write what saves opening files again: stamps of tars, and of pictures whose file was touched but not changed, by id."""
-    write_json(notes, {"files": _files_of(library), "stamps": dict(stamps)})
+@dataclass
+class LibraryState:
+    """Changes accepted since the library was first read."""
+
+    # stamp of each tar; while all stamps are equal, nothing changed and no tar has to be read
+    files: dict[str, str] = field(default_factory=dict)
+    # rows of ``inspected`` whose picture was removed or changed
+    gone: list[int] = field(default_factory=list)
+    captions: dict[str, str | None] = field(default_factory=dict)  # of pictures whose caption changed, by id
+    # of pictures whose file was touched but not changed, by id
+    stamps: dict[str, str] = field(default_factory=dict)
+    in_order: bool = True  # whether ``inspected`` holds the library's first pictures, in its order
+    # for each extension of a finished seed set: rows of ``inspected`` before it, and counts of its changes
+    extensions: list[dict[str, int]] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, folder: Path) -> "LibraryState":
+        """Load the state of a seed stage, or an empty one."""
+        return cls(**(read_json(folder / "library.json") or {}))
+
+    def write(self, folder: Path) -> None:
+        """Save the state."""
+        write_text(folder / "library.json", json.dumps(asdict(self)) + "\n")
 
 
-def changes(library: Library, inspected: pa.Table, notes: Path, *, complete: bool) -> str:
-    """How a library differs from the table ``inspected``, in words; "" if it does not.
+@dataclass
+class Changes:
+    """How a library differs from ``inspected``; ids in the order of the library or the table."""
+
+    added: list[str] = field(default_factory=list)
+    removed: list[str] = field(default_factory=list)
+    changed: list[str] = field(default_factory=list)
+    captions: dict[str, str | None] = field(default_factory=dict)
+    stamps: dict[str, str] = field(default_factory=dict)
+    in_order: bool = True
+
+    def __str__(self) -> str:
+        """Summary of the changes, for messages."""
+        kinds = {
+            "added": self.added, "removed": self.removed, "changed": self.changed, "given another caption": [*self.captions],
+        }  # fmt: skip
+        return "; ".join(f"{len(ids):,} {kind} ({_some(ids)})" for kind, ids in kinds.items() if ids)
+
+
+def _some(ids: list[str]) -> str:
+    return ", ".join(map(repr, ids[:SHOWN])) + (", ..." if len(ids) > SHOWN else "")
+
+
+def files_of(library: Library) -> dict[str, str]:
+    """Stamps of the files of a tar library, whose rows cannot be listed without reading all of it; else empty."""
+    files = library.files
+    return {path: stamp_of(files, path) for path in files.paths} if files.kind == "tar" else {}
+
+
+def compare(library: Library, inspected: pa.Table, state: LibraryState) -> Changes:
+    """Compare a library with the table ``inspected`` and the changes accepted since.
 
     Only pictures with a new stamp are opened.
-
-    Args:
-        library: as it is now.
-        inspected: as it was read.
-        notes: file of `note_files`, which is brought up to date if nothing changed.
-        complete: the whole library was read; if not, others may have been added.
 
     Raises:
         UserError: the library cannot be read, or an id occurs twice.
     """
-    noted = read_json(notes) or {"files": {}, "stamps": {}}
-    if noted["files"] and noted["files"] == _files_of(library):
-        return ""
-    stamps = noted["stamps"]
+    gone = set(state.gone)
     columns = (inspected[name].to_pylist() for name in ("id", "stamp", "caption", "sha256"))
-    known = {name: about for name, *about in zip(*columns, strict=True)}
-    listed = _listed(library)
-    shared = [name for name in known if name in listed]
-    touched = [name for name in shared if listed[name][0] != stamps.get(name, known[name][0])]
-    kinds = {
-        "added": [name for name in listed if name not in known] if complete else [],
-        "removed": [name for name in known if name not in listed],
-        "changed": _changed(library, {name: known[name][2] for name in touched}, stamps),
-        "given another caption": [name for name in shared if listed[name][1] != known[name][1]],
-    }
-    found = "; ".join(f"{len(ids):,} {kind} ({_some(ids)})" for kind, ids in kinds.items() if ids)
-    if not found:
-        note_files(library, notes, stamps)
-    return found
-
-
-def _listed(library: Library) -> dict[str, tuple[str, str | None]]:
-    """Stamp and caption of each picture of a library, by id."""
-    listed: dict[str, tuple[str, str | None]] = {}
+    known = {row[0]: row[1:] for number, row in enumerate(zip(*columns, strict=True)) if number not in gone}
+    order, found, seen, touched = iter(known), Changes(), set(), set()
     for row in map(encodable, library.rows(pictures=False)):
-        if row["id"] in listed:
-            raise UserError(f"library.path {library.config.path}: the id {row['id']!r} occurs twice")
-        listed[row["id"]] = row["stamp"], row["caption"]
-    return listed
-
-
-def _changed(library: Library, digests: Mapping[str, str | None], stamps: dict[str, str]) -> list[str]:
-    """Pictures whose content no longer has their digest; the stamps of the others are noted."""
-    found = []
-    rows = (row for row in library.rows() if encodable(row)["id"] in digests) if digests else ()
-    for row in map(encodable, fetched(rows)):
-        if (digest := digests[row["id"]]) is not None and _digest(row) == digest:
-            stamps[row["id"]] = row["stamp"]
-        else:
-            found.append(row["id"])
+        name = row["id"]
+        if name in seen:
+            raise UserError(f"library.path {library.config.path}: the id {name!r} occurs twice")
+        seen.add(name)
+        found.in_order &= next(order, name) == name
+        if name not in known:
+            found.added.append(name)
+            continue
+        stamp, caption, _ = known[name]
+        if row["stamp"] != state.stamps.get(name, stamp):
+            touched.add(name)
+        if row["caption"] != state.captions.get(name, caption):
+            found.captions[name] = row["caption"]
+    found.removed = [name for name in known if name not in seen]
+    if touched:
+        _inspect_changed(library, touched, {name: digest for name, (_, _, digest) in known.items()}, found)
     return found
 
 
-def _files_of(library: Library) -> dict[str, str]:
-    """Stamps of the files of a tar library, whose rows cannot be listed without reading all of it; else empty."""
-    files = library.files
-    return {path: stamp_of(files, path) for path in files.paths} if files.kind == "tar" else {}
+def _inspect_changed(
+    library: Library, touched: set[str], digests: dict[str, str | None], found: Changes
+) -> None:
+    """Separate changed pictures from those whose file was only touched."""
+    rows = (row for row in library.rows() if encodable(row)["id"] in touched)
+    for row in map(encodable, fetched(rows)):
+        name = row["id"]
+        if digests[name] is not None and _digest(row) == digests[name]:
+            found.stamps[name] = row["stamp"]
+        else:
+            found.changed.append(name)
+            found.captions.pop(name, None)
 
 
 def _digest(row: dict[str, Any]) -> str | None:
@@ -96,5 +133,9 @@ def _digest(row: dict[str, Any]) -> str | None:
         return None
 
 
-def _some(ids: list[str]) -> str:
-    return ", ".join(map(repr, ids[:SHOWN])) + (", ..." if len(ids) > SHOWN else "")
+def rows_of(inspected: pa.Table, ids: Iterable[str], gone: Iterable[int]) -> list[int]:
+    """Rows of ``inspected`` with the given ids, except those already gone."""
+    wanted, before = set(ids), set(gone)
+    return [
+        row for row, name in enumerate(inspected["id"].to_pylist()) if name in wanted and row not in before
+    ]

@@ -57,7 +57,9 @@ def published(config: RmirConfig) -> dict[str, Any]:
             "max_side_px": model.max_side_px,
         }
         models[label] = {key: value for key, value in about.items() if key != "extra_body"}
-    library = {key: value for key, value in whole["library"].items() if key not in ("path", "shard_size")}
+    library = {
+        key: value for key, value in whole["library"].items() if key not in ("path", "shard_size", "changed")
+    }
     stages = [stage for stage in stages_of(config) if stage not in ("pool", "audit")] + ["export"]
     settings = {"library": library, "models": models, **{stage: whole[stage] for stage in stages}}
     for spec in settings["retrieve"]["more"]:

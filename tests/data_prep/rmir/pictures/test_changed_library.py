@@ -1,17 +1,20 @@
-"""A library that changes after the seed stage read it: what changed is said."""
+"""A library that changes after the seed stage read it: what changed is said, and what is kept stays kept."""
 
 import csv
-import json
+import shutil
 import tarfile
 
 import numpy as np
 import pytest
 from PIL import Image
-from small_runs import config_of
+from small_runs import config_of, one_family
 
+from data_prep.rmir import oracle
+from data_prep.rmir.config import OracleConfig
 from data_prep.rmir.main import run_stages
 from data_prep.rmir.pictures.encoders import PixelEncoder
-from data_prep.rmir.run import Run, fingerprints
+from data_prep.rmir.run import STAGES, Run
+from rge.calls.local_server import LocalServer
 from rge.common.errors import UserError
 
 SIZE = 40
@@ -31,21 +34,22 @@ def photos(tmp_path):
     return tmp_path / "photos"
 
 
-def begun(tmp_path, library):
+def begun(tmp_path, library, changed="stop"):
     config = config_of(tmp_path / "out", library)
     config.seed.clusters, config.seed.per_cluster = 4, 2
+    config.library.changed = changed
     return Run(config, progress=False)
 
 
-def seeded(tmp_path, library):
-    """Run the seed stage; its images, by id."""
-    run = begun(tmp_path, library)
+def seeded(tmp_path, library, changed="stop"):
+    """Run the seed stage; its images, by id, with their vectors."""
+    run = begun(tmp_path, library, changed)
     try:
         run_stages(run, ["seed"])
         vectors = np.load(run.path("seed", "images.npy"))
         images = run.rows("seed", "images")
         assert len(images) == len(vectors)
-        return {image["id"]: image for image in images}
+        return {image["id"]: (image, vector) for image, vector in zip(images, vectors, strict=True)}
     finally:
         run.close()
 
@@ -68,31 +72,66 @@ def test_a_change_is_an_error_that_says_what_changed(tmp_path, photos):
         paint(photos / f"n{number}.png", number)
     paint(photos / "p03.png", 33)
     (photos / "p05.png").unlink()
-    message = r"4 added \('n20', 'n21', 'n22', \.\.\.\); 1 removed \('p05'\); 1 changed \('p03'\)\. Undo that, or start over"
+    message = r"4 added \('n20', 'n21', 'n22', \.\.\.\); 1 removed \('p05'\); 1 changed \('p03'\)\. library\.changed=extend"
     with pytest.raises(UserError, match=message):
         seeded(tmp_path, photos)
 
 
-def test_a_run_that_an_earlier_version_extended_goes_on(tmp_path, photos):
-    """It had compared the library itself; what later stages made of the extended seed set stays valid."""
+def test_extending_keeps_what_stays_and_embeds_only_what_is_new(tmp_path, photos, monkeypatch):
     before = seeded(tmp_path, photos)
-    run = begun(tmp_path, photos)
-    plain = fingerprints(run.config)
-    run.close()
-    notes = tmp_path / "out" / "seed" / "library.json"
-    old = {
-        "gone": [3],
-        "captions": {},
-        "in_order": True,
-        "extensions": [{"start": 12, "added": 1, "removed": 1}],
-    }
-    notes.write_text(json.dumps(json.loads(notes.read_text()) | old))
-    (photos / "p03.png").unlink()
-    paint(photos / "a20.png", 20)
-    assert seeded(tmp_path, photos) == before
-    found = fingerprints(run.config)
-    assert found["seed"] == plain["seed"]
-    assert found["generate"] != plain["generate"], "as that version computed it"
+    embedded = []
+    original = PixelEncoder.pictures
+    monkeypatch.setattr(
+        PixelEncoder, "pictures", lambda self, refs: embedded.extend(refs) or original(self, refs)
+    )
+    gone, other = sorted(before)[:2]
+    (photos / f"{gone}.png").unlink()
+    paint(photos / f"{other}.png", 99)
+    for number in range(20, 26):
+        paint(photos / f"a{number}.png", number)
+    after = seeded(tmp_path, photos, "extend")
+    assert sorted(embedded) == sorted(
+        [str(photos / f"{other}.png"), *(str(photos / f"a{number}.png") for number in range(20, 26))]
+    )
+    stayed = before.keys() - {gone, other}
+    for name in stayed:
+        assert after[name][0] == before[name][0]
+        assert np.array_equal(after[name][1], before[name][1])
+    assert gone not in after
+    assert other not in after or after[other][0]["sha256"] != before[other][0]["sha256"]
+    assert after.keys() - before.keys() <= {f"a{number}" for number in range(20, 26)}
+    assert after.keys() - before.keys()
+    for image, vector in after.values():
+        assert np.array_equal(vector, original(PixelEncoder(), [image["ref"]])[0]), (
+            "each beside its own vector"
+        )
+    embedded.clear()
+    assert seeded(tmp_path, photos).keys() == after.keys(), "settled: nothing has changed since"
+    assert not embedded
+
+
+@pytest.mark.parametrize("moment", ["settled", "embedding"])
+def test_an_extension_that_was_killed_goes_on(tmp_path, photos, monkeypatch, moment):
+    before = seeded(tmp_path, photos)
+    for number in range(20, 26):
+        paint(photos / f"a{number}.png", number)
+    shutil.copytree(tmp_path / "out", tmp_path / "whole" / "out")
+    expected = seeded(tmp_path / "whole", photos, "extend")
+    with monkeypatch.context() as killed:
+        place = (
+            ("data_prep.rmir.seed_set.scan_library")
+            if moment == "settled"
+            else "data_prep.rmir.pictures.encoders.PixelEncoder.pictures"
+        )
+
+        def stop(*_, **__):
+            raise KeyboardInterrupt
+
+        killed.setattr(place, stop)
+        with pytest.raises(KeyboardInterrupt):
+            seeded(tmp_path, photos, "extend")
+    after = seeded(tmp_path, photos)  # it was settled before
+    assert after.keys() == expected.keys() > before.keys()
 
 
 def test_a_table_that_grew_and_a_caption_that_changed(tmp_path, photos):
@@ -103,10 +142,13 @@ def test_a_table_that_grew_and_a_caption_that_changed(tmp_path, photos):
             rows.writerows([f"p{n:02}", f"photos/p{n:02}.png", caption] for n in numbers)
 
     table(range(2, 8))
-    seeded(tmp_path, tmp_path / "list.csv")
+    first = seeded(tmp_path, tmp_path / "list.csv")
     table(range(12), "a cap")
     with pytest.raises(UserError, match=r"6 added \('p00', .*6 given another caption \('p02'"):
         seeded(tmp_path, tmp_path / "list.csv")
+    after = seeded(tmp_path, tmp_path / "list.csv", "extend")
+    assert first.keys() < after.keys()
+    assert {image["caption"] for image, _ in after.values()} == {"a cap"}
 
 
 def test_a_tar_that_grew_while_the_seed_stage_was_stopped(tmp_path, photos, monkeypatch):
@@ -137,3 +179,44 @@ def test_a_tar_that_grew_while_the_seed_stage_was_stopped(tmp_path, photos, monk
     run_stages(run, ["seed"])
     assert run.done("seed")["counts"]["listed"] == 12
     run.close()
+
+
+@pytest.mark.slow
+def test_a_finished_run_is_extended_and_asks_only_about_what_is_new(tmp_path):
+    """All stages: every answer that was paid for is used again, and the new pictures are asked about."""
+    one_family(tmp_path / "all.csv")
+    lines = (tmp_path / "all.csv").read_text().splitlines()
+    library = tmp_path / "library.csv"
+    library.write_text("\n".join(lines[:1] + lines[1::2]) + "\n")
+    answers = oracle.Oracle(OracleConfig(transient=0, malformed=0))
+    asked = []
+
+    async def answer(path, body):
+        asked.append(str(body))
+        return await answers(path, body)
+
+    with LocalServer(answer) as server:
+        config = config_of(tmp_path / "out", library, server.url)
+        config.generate.max_inputs = None
+        config.seed.clusters = 6
+        config.seed.per_cluster = 3
+        run = Run(config, progress=False)
+        run_stages(run, STAGES)
+        before = {row["query_id"] for row in run.rows("generate", "queries")}
+        images = {row["id"] for row in run.rows("seed", "images")}
+        first = set(asked)
+        library.write_text("\n".join(lines) + "\n")
+        with pytest.raises(UserError, match="has changed since it was read"):
+            run_stages(run, STAGES)
+        config.library.changed = "extend"
+        asked.clear()
+        run_stages(run, STAGES)
+        after = {row["query_id"] for row in run.rows("generate", "queries")}
+        more = {row["id"] for row in run.rows("seed", "images")} - images
+        extensions = run.done("seed")["counts"]["extensions"]
+        run.close()
+    assert more
+    assert before <= after
+    assert asked
+    assert not first & set(asked), "nothing is asked twice"
+    assert len(extensions) == 1

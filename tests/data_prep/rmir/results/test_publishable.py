@@ -70,6 +70,7 @@ def test_two_pictures_that_differ_in_their_ending_are_two(tmp_path):
         (("retrieve.memory_mb", 7), ""),
         (("library.memory_mb", 7), ""),
         (("library.shard_size", 7), ""),
+        (("library.changed", "extend"), ""),
         (("export.name", "mine"), "split audit"),
         (("seed.seed", 1), " ".join(STAGES)),
     ],

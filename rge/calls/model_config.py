@@ -137,8 +137,8 @@ def check_model(where: str, model: ModelConfig) -> None:
             f"{where}.extra_body must not set model, messages, n or seed: they are part of the cache key"
         )
     try:
-        json.dumps(model.extra_body)
-    except TypeError as error:
+        json.dumps(model.extra_body, allow_nan=False)
+    except (TypeError, ValueError) as error:
         raise UserError(f"{where}.extra_body must be JSON: {error}") from None
     if model.base_url is not None:
         _check_url(f"{where}.base_url", model.base_url)

@@ -175,7 +175,7 @@ def fetch_picture(address: str) -> bytes:
                     raise ImageError(f"picture {shown} is larger than {FETCH_BYTES >> 20} MB")
                 if time.monotonic() > deadline:
                     raise ImageError(f"picture {shown} did not arrive within {FETCH_S} s")
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
+    except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
         raise ImageError(f"picture {shown} cannot be fetched: {error or type(error).__name__}") from error
     return bytes(data)
 

@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import random
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,12 @@ def local_path(url: str, folder: Path) -> Path:
 
 def without_secrets(url: str) -> str:
     """The URL without credentials and query, which may contain a signature."""
-    return str(httpx.URL(url).copy_with(userinfo=b"", query=None, fragment=None))
+    try:
+        return str(httpx.URL(url).copy_with(userinfo=b"", query=None, fragment=None))
+    except (httpx.InvalidURL, UnicodeError):
+        scheme, _, rest = re.split("[?#]", url)[0].partition("://")
+        host, slash, path = rest.partition("/")
+        return f"{scheme}://{host.rpartition('@')[2]}{slash}{path}"
 
 
 def fetch(
@@ -100,7 +106,11 @@ async def _get(client: httpx.AsyncClient, url: str, config: DownloadConfig) -> b
         raise _DownloadFailed("no answer in time", retry=True) from None
     except httpx.TransportError:
         raise _DownloadFailed("no connection", retry=True) from None
-    except (httpx.HTTPError, httpx.InvalidURL):
+    except (
+        httpx.HTTPError,
+        httpx.InvalidURL,
+        UnicodeError,
+    ):  # the last from host names that cannot be encoded
         raise _DownloadFailed("not a working address") from None
 
 

@@ -269,7 +269,9 @@ def look(ref: ImageRef, min_side_px: int, filters: Sequence[str] = ()) -> dict[s
 @lru_cache(maxsize=16)
 def load_filter(name: str) -> Callable[[Image.Image], str | None]:
     """Load a filter of ``library.filters``, once per process. Raises `UserError`: it does not exist."""
-    module, _, function = name.partition(":")
+    module, mark, function = name.partition(":")
+    if not mark:
+        raise UserError(f"library.filters must be module:function; got {name!r}")
     load_plugins([module])  # also finds modules in the current folder
     found = getattr(sys.modules[module], function, None)
     if not callable(found):

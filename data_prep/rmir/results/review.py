@@ -53,8 +53,7 @@ def draw(run: Path, size: int, split: str, seed: int) -> list[dict[str, Any]]:
         Rows of ``decided`` joined with those of the queries.
 
     Raises:
-        TableError: the run is not finished.
-        UserError: it has no decided triplet in the split.
+        UserError: the run is not finished, or has no decided triplet in the split.
     """
     queries = frames.by("query_id", frames.stage_rows(run, "generate", "queries"))
     splits = frames.by("query_id", frames.stage_rows(run, "split", "splits"))

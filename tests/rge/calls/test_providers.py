@@ -314,6 +314,7 @@ def test_settings_of_newer_models_are_sent_and_are_part_of_the_key(store):
         ({"draws_a_call": 0}, "draws_a_call must be >= 1"),
         ({"reasks": -1}, "reasks must be >= 0"),
         ({"extra_body": {"messages": []}}, "extra_body must not set model, messages, n or seed"),
+        ({"extra_body": {"top_p": float("nan")}}, "extra_body must be JSON"),
     ],
 )
 def test_settings_that_cannot_be_right(settings, message):

@@ -81,13 +81,16 @@ def site():
 
 def test_what_is_fetched_and_why_the_rest_is_not(site, tmp_path):
     names = ["good", "flaky", "moved", "lost", "page", "huge"]
-    urls = [f"{site}/{name}" for name in names] + ["http://127.0.0.1:9/x"]
+    wrong = ["http://me:pw@host:port/y?key=1", "http://xn--/z"]
+    urls = [f"{site}/{name}" for name in names] + ["http://127.0.0.1:9/x", *wrong]
     lost = fetch(urls, tmp_path, PATIENT)
     assert {url.rpartition("/")[2]: reason for url, reason in lost.items()} == {
         "lost": "HTTP 404",
         "page": "a text, not a picture",
         "huge": "over 20,000 bytes",
         "x": "no connection",
+        "y?key=1": "not a working address",
+        "z": "not a working address",
     }
     assert Site.asked["/flaky"] == 3
     assert Site.asked["/lost"] == 1, "what no retry can mend is asked once"
@@ -154,6 +157,7 @@ def test_a_table_of_addresses_becomes_a_seed_set(site, tmp_path):
 
 def test_addresses_are_stored_without_secrets():
     assert without_secrets("https://me:pw@host/a.png?sig=1#x") == "https://host/a.png"
+    assert without_secrets("https://me:pw@host:port/a.png?sig=1#x") == "https://host:port/a.png"
 
 
 def test_a_table_that_cannot_be_read_is_named(tmp_path):

@@ -87,8 +87,8 @@ class EncoderConfig:
     """What turns pictures or texts into vectors."""
 
     kind: str = "siglip"
-    """For pictures: siglip, checkpoint (of this project, direct mode) or pixels. For captions: text, checkpoint or
-    hashing."""
+    """For pictures: siglip, checkpoint (of this project, direct mode) or pixels; of rationales, siglip or checkpoint. For captions:
+    text, checkpoint or hashing."""
     path: str | None = None
     """Hub name or folder, for siglip, text and checkpoint."""
     batch_size: int = 64

@@ -423,12 +423,22 @@ class RLConfig(StageConfig):
     """Weight, within the policy gradient, of the KL divergence (k3) from the checkpoint that the stage starts from; 0
     needs no reference model. With adapters the reference is the model without them; otherwise a frozen copy is kept in
     memory."""
+    use_bias_correction_kl: bool = True
+    """Multiply the KL estimate by the ratio, so that its gradient is also correct for rationales written with earlier
+    weights."""
+    mask_truncated_completions: bool = False
+    """Exclude rationales that were cut off at the cap from the policy gradient. The <emb> appended there never counts."""
     num_iterations: AtLeastOne = 1
     """Optimizer updates per rollout; after the first, ratios differ from 1 and clipping begins."""
     vllm_importance_sampling_correction: bool = True
     """Weight samples from vLLM by our probability divided by vLLM's."""
+    vllm_importance_sampling_mode: Literal["sequence_truncate", "sequence_mask"] = "sequence_mask"
+    """Whether a rationale's ratio is clamped to the bounds (sequence_truncate), or the rationale left out if it is
+    beyond them (sequence_mask)."""
     vllm_importance_sampling_clip_max: NotNegative | None = 3.0
-    """A rationale whose ratio is greater is left out; null: none is."""
+    """Upper bound of the ratio; null: none."""
+    vllm_importance_sampling_clip_min: NotNegative | None = None
+    """Lower bound of the ratio; null: none."""
     patience: Count = 50
     """The stage ends with a message if no group's rewards differ for this many consecutive steps; 0: never."""
 

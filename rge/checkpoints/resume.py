@@ -34,10 +34,7 @@ GONE: dict[str, Any] = {
     "rollout.reuse_steps": 0,
     "rl.candidates": "batch",
     "rl.pool_every": 50,
-    "rl.use_bias_correction_kl": True,
-    "rl.mask_truncated_completions": False,
-    "rl.vllm_importance_sampling_mode": "sequence_mask",
-    "rl.vllm_importance_sampling_clip_min": None,
+    "rollout.reuse_steps": 0,
 }
 """Keys that earlier versions recorded, with the values that had no effect."""
 

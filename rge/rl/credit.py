@@ -118,7 +118,7 @@ class Credit:
             group = rationales[number - number % self.num_each :][: self.num_each]
             if one.forced:
                 # The `<emb>` at the cap was appended, not sampled.
-                credit_L[end - 1] = False
+                credit_L[start if rl.settings.mask_truncated_completions else end - 1 : end] = False
             elif all(other.direct for other in group):
                 credit_L[start:end] = False  # a query without rationales, by rollout.direct_share
         self.owner_L, self.credit_L = owner_L.to(self.device), credit_L.to(self.device)
@@ -193,7 +193,7 @@ class Credit:
                 owner_L,
                 credit_L,
                 rows.stop - rows.start,
-                settings.vllm_importance_sampling_clip_max,
+                settings,
             )
             self._count("sampling_ratio_mean", (ratio_L * credit_L).sum())
             self._count("sampling_corrected", ((ratio_L != weight_L) & credit_L).sum())

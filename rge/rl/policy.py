@@ -96,7 +96,7 @@ def policy_loss(
         advantage_N: of their rationales.
         owner_L: number of each token's rationale.
         credit_L: bool; tokens that count: not a forced ``<emb>``, not a rationale that is left out.
-        settings: of the stage; k3 is multiplied by the ratio, as TRL's ``use_bias_correction_kl`` does.
+        settings: with ``use_bias_correction_kl``, k3 is multiplied by the ratio.
         rationales: of all ranks and chunks, credited or not.
         tokens: credited ones of all ranks and chunks.
         cap: greatest number of tokens of a rationale.
@@ -118,7 +118,7 @@ def policy_loss(
     if reference_L is not None:
         gap_L = torch.where(credit_L, reference_L - log_prob_L, 0.0)
         kl_L = gap_L.exp() - gap_L - 1
-    penalty_L = settings.beta * kl_L * ratio_L
+    penalty_L = settings.beta * (kl_L * ratio_L if settings.use_bias_correction_kl else kl_L)
     share_L = torch.ones_like(mask_L)
     if settings.loss_type == "grpo":
         count_N = mask_L.new_zeros(len(advantage_N)).index_add(0, owner_L, mask_L).clamp(min=1.0)
@@ -138,21 +138,25 @@ def sampling_weights(
     owner_L: Tensor,
     credit_L: Tensor,
     num_rationales: int,
-    clip_max: float | None,
+    settings: RLConfig,
 ) -> tuple[Tensor, Tensor]:
-    """Masked importance sampling weights for a sampler that deviates from the model.
+    """Truncated importance sampling weights for a sampler that deviates from the model.
 
-    Source: TRL's mode ``sequence_mask`` (https://fengyao.notion.site/off-policy-rl). The ratio is pi / pi_sampler of the whole
-    rationale; above `clip_max` the weight is 0. Differs: its logarithm is first clamped to +-`MAX_LOG_RATIO`, since it is infinite
-    for a token that the sampler considers impossible.
+    Source: TRL's ``vllm_importance_sampling_mode`` (https://fengyao.notion.site/off-policy-rl). The ratio is pi / pi_sampler of
+    the whole rationale. Truncated, it is clamped to the bounds; masked, it is 0 outside. Differs: its logarithm is
+    first clamped to +-`MAX_LOG_RATIO`, since it is infinite for a token that the sampler considers impossible.
 
     `sampler_L` are log probabilities under the sampler, NaN if unknown, which counts as equal; the others are `policy_loss`'s.
 
     Returns:
         (L,) weights without gradient; (L,) the unclamped ratios.
     """
+    low, high = settings.vllm_importance_sampling_clip_min, settings.vllm_importance_sampling_clip_max
     most = MAX_LOG_RATIO
     gap_L = torch.where(credit_L, (old_L - sampler_L).nan_to_num(0.0, most, -most), 0.0).detach()
     gap_N = gap_L.new_zeros(num_rationales).index_add(0, owner_L, gap_L)
     ratio_L = gap_N[owner_L].clamp(-most, most).exp()
-    return ratio_L.masked_fill(ratio_L > (torch.inf if clip_max is None else clip_max), 0.0), ratio_L
+    least, greatest = (-torch.inf if low is None else low), (torch.inf if high is None else high)
+    if settings.vllm_importance_sampling_mode == "sequence_truncate":
+        return ratio_L.clamp(least, greatest), ratio_L
+    return ratio_L.masked_fill((ratio_L < least) | (ratio_L > greatest), 0.0), ratio_L

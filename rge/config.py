@@ -340,6 +340,9 @@ class RolloutConfig:
     num_rationales: AtLeastOne = 1
     """Rationales sampled per query and step from one encoding of its prompt; needs a temperature. Each is an anchor of
     the contrastive loss, which is the mean over them."""
+    reuse_steps: Count = 0
+    """Number of steps for which a query's rationale is reused; 0: none. Its `<emb>` state is always computed with the
+    current weights. Only in the joint stage: the stage rl always writes new ones."""
     direct_share: BelowOne = 0.0
     """Share of the queries, drawn anew in each step, that are embedded without a rationale, so that one model is
     trained for both modes. Must be below 1: to embed all of them without, set loss.anchor=none."""
@@ -578,10 +581,12 @@ class Recipe:
         return self.data.max_rationale_tokens or max(4 * self.rollout.max_new_tokens, 512)
 
     def rollout_of(self, stage: StageConfig) -> RolloutConfig:
-        """How rationales are written in a stage: `rl` samples groups."""
+        """How rationales are written in a stage: `rl` samples groups of new ones."""
         if not isinstance(stage, RLConfig):
             return self.rollout
-        return replace(self.rollout, num_rationales=stage.num_rationales, temperature=stage.temperature)
+        return replace(
+            self.rollout, num_rationales=stage.num_rationales, temperature=stage.temperature, reuse_steps=0
+        )
 
 
 @dataclass
@@ -831,7 +836,7 @@ def _check_unused(recipe: Recipe) -> Iterator[str]:
     if anchor != "mix":
         unused += [("loss", recipe.loss, key) for key in ("oracle_share", "oracle_decay_steps")]
     if anchor not in ("self", "mix"):
-        written = ("temperature", "num_rationales", "direct_share")
+        written = ("temperature", "num_rationales", "reuse_steps", "direct_share")
         unused += [("rollout", recipe.rollout, key) for key in written]
     for section, settings, key in unused:
         value, default = getattr(settings, key), getattr(type(settings), key)

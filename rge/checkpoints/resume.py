@@ -18,6 +18,7 @@ from rge.distributed import collectives as dist
 from rge.distributed import launch
 from rge.identity.run_identity import Identity, content_of, differences, in_words, run_identity
 from rge.model.adapter_files import is_adapter_checkpoint
+from rge.rl.pool import pool_path
 
 MAY_DIFFER = ("out", "stage", "recipe", "log.", "train.save_every", "train.keep_last", "train.log_every", "data.num_workers",
               "data.prefetch_mb", "data.on_bad", "data.max_bad_share",
@@ -29,14 +30,6 @@ ROUNDING = ("train.micro_batch_size", "train.keep_activations", "train.determini
             "rollout.vllm_memory", "rollout.vllm_sleep")  # fmt: skip
 """Keys of memory and speed, which affect only rounding (with dropout, also the drawn numbers): a run that ran out of memory may
 be resumed with other values."""
-
-GONE: dict[str, Any] = {
-    "rollout.reuse_steps": 0,
-    "rl.candidates": "batch",
-    "rl.pool_every": 50,
-    "rollout.reuse_steps": 0,
-}
-"""Keys that earlier versions recorded, with the values that had no effect."""
 
 NOT_OF = {
     "cold_start": ("joint.", "loss.", "rollout.", "rl."),
@@ -101,9 +94,12 @@ ABOUT = ("README.md", RGE_JSON, "identity.json", "done.json", "eyes.json")
 
 
 def records_identity(recipe: Recipe, name: str, records: Mapping[str, Records]) -> dict[str, Any]:
-    """Content of a stage's open sources, for `rge.identity.run_identity`."""
+    """Content of a stage's open sources and of its pool, for `rge.identity.run_identity`."""
     keys = [source.key for source in getattr(recipe, name).sources]
-    return {key: records[key].content for key in keys if key in records}
+    found = {key: records[key].content for key in keys if key in records}
+    if name == "rl" and recipe.rl.candidates != "batch":
+        found[str(pool_path(recipe))] = content_of(pool_path(recipe))
+    return found
 
 
 def check_records(folder: Path, recipe: Recipe, name: str, records: Mapping[str, Records]) -> None:
@@ -196,7 +192,7 @@ def check_same_recipe(found: dict[str, Any], recipe: Recipe, name: str, path: Pa
         Differing keys that affect only rounding (`ROUNDING`), with both values.
     """
     ignored = MAY_DIFFER + NOT_OF[name]
-    ours, theirs = flat(to_dict(recipe)), recorded(found)
+    ours, theirs = flat(to_dict(recipe)), flat(found)
     run_alone = not ours["stage"] == theirs["stage"] == "all"
     for keys in (ours, theirs):
         if name == "cold_start":  # the loss settings that it uses; the latter is newer than some states
@@ -215,11 +211,6 @@ def check_same_recipe(found: dict[str, Any], recipe: Recipe, name: str, path: Pa
             f"{path} was made with another recipe: {'; '.join(different.values())}. Use another out=, or delete {path.parent}"
         )
     return rounding
-
-
-def recorded(recipe: dict[str, Any]) -> dict[str, Any]:
-    """Flat keys of a recipe as a file has it, without those that are gone and had no effect."""
-    return {key: value for key, value in flat(recipe).items() if key not in GONE or GONE[key] != value}
 
 
 def _start(keys: dict[str, Any], name: str, out: str) -> str | None:

@@ -160,6 +160,7 @@ class Rationale:
     # Unit-norm state at ``<emb>``, float32, without gradient; None unless computed with the current weights.
     state_D: Tensor | None = field(repr=False)
     seconds: float  # wall time of its batch divided by the batch's rows
+    age: int = 0  # steps since generation
     direct: bool = False  # deliberately empty: ``<emb>`` directly follows the prompt
     oracle: bool = False  # not generated: the ids are the oracle's rationale
     given: bool = False  # not generated: the ids were passed in, for an additional state of the query

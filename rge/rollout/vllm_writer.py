@@ -1,7 +1,7 @@
 """Rationales written by vLLM: `rollout.backend=vllm` in training, ``engine=vllm`` for a finished checkpoint.
 
 Only tokens come from vLLM. The state at ``<emb>``, and everything that is trained on, comes from our own forward over these
-tokens.
+tokens, exactly as for a reused rationale.
 """
 
 import time

@@ -1,8 +1,9 @@
-"""The source of a step's rationales: generated now, empty (direct), or the oracle's.
+"""The source of a step's rationales: generated now, reused from earlier steps, empty (direct), or the oracle's.
 
 Shape suffixes: B = queries of this rank.
 """
 
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -28,6 +29,9 @@ from rge.model.embedding_model import (
 )
 from rge.rollout.generate import Rationale, generate
 from rge.rollout.vllm_writer import VllmWriter, check_possible
+
+Written = list[tuple[tuple[int, ...], bool]]
+"""Token ids and forced flag of each of a query's rationales."""
 
 DIRECT, ORACLE = 0x0D12EC7, 0x02AC1E
 """Salts: make the draws of direct and oracle queries independent of other uses of a query's seed."""
@@ -107,8 +111,39 @@ def problems(recipe: Recipe, stages: Sequence[str], accelerator: Accelerator) ->
             yield f"{name}: {error}"
 
 
+class Store:
+    """Rationales of the last `max_age` steps by query, the same on every process."""
+
+    def __init__(self, max_age: int):
+        self.max_age = max_age
+        self.entries: dict[str, tuple[int, Written]] = {}
+
+    def find(self, key: str, step: int) -> tuple[int, Written] | None:
+        """Age and rationales of a query, if they may be reused."""
+        if key not in self.entries or step - self.entries[key][0] > self.max_age:
+            return None
+        written_at, rationales = self.entries[key]
+        return step - written_at, rationales
+
+    def add(self, step: int, written: Sequence[tuple[str, Written]]) -> None:
+        """Add the rationales of all processes from this step, and drop those too old for the next."""
+        for of_one_process in dist.gather_objects(list(written)):
+            self.entries |= {key: (step, rationales) for key, rationales in of_one_process}
+        self.entries = {
+            key: entry for key, entry in self.entries.items() if step + 1 - entry[0] <= self.max_age
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a resumable checkpoint."""
+        return {"entries": dict(self.entries)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """From a resumable checkpoint."""
+        self.entries = dict(state["entries"])
+
+
 class Writer:
-    """Provides the rationales of every step.
+    """Provides the rationales of every step; ``store`` has the reusable ones, and is restored on resume.
 
     Args:
         model: the wrapped embedder.
@@ -136,21 +171,33 @@ class Writer:
         self.model, self.embedder, self.settings, self.once = model, embedder, settings, once
         self.vllm, self.loss, self.micro_batch_size, self.keep = vllm, loss, micro_batch_size, keep
         self.given = [ids for name, ids in embedder.given.items() if getattr(loss.states, name)]
+        self.store = Store(settings.reuse_steps) if settings.reuse_steps else None
 
     def __call__(self, step: int, batch: Batch) -> Rollout:
         """`num_rationales` per query of this rank's batch; step and batch decide everything random here."""
         if self.embedder.pictures is not None:
             self.embedder.pictures.open()
         encoded = self._encode(batch) if self.once else None
-        known = [self._unwritten(step, batch, row) for row in range(len(batch.queries))]
-        rows = [row for row, group in enumerate(known) if group is None]
-        written = iter(self._write(batch, rows, encoded))
-        rationales = [
-            one for group in known for one in self._whole(next(written) if group is None else group)
+        # The checksum tells queries of equal id apart, which different sources may have; their words may be equal, too, and
+        # pictures as large.
+        keys = [
+            f"{name}:{zlib.crc32(prompt.input_ids.numpy().tobytes() + repr(answers).encode()):08x}"
+            for name, prompt, answers in zip(
+                batch.record_ids, batch.queries, batch.right_answers, strict=True
+            )
         ]
+        known = [self._unwritten(step, batch, row, key) for row, key in enumerate(keys)]
+        rows = [row for row, group in enumerate(known) if group is None]
+        written = self._write(batch, rows, encoded)
+        if self.store is not None:
+            num_each = self.settings.num_rationales
+            new = [[(one.ids, one.forced) for one in group[:num_each]] for group in written]
+            self.store.add(step, [(keys[row], group) for row, group in zip(rows, new, strict=True)])
+        groups = iter(written)
+        rationales = [one for group in known for one in self._whole(next(groups) if group is None else group)]
         return Rollout(rationales, encoded)
 
-    def _unwritten(self, step: int, batch: Batch, row: int) -> list[Rationale] | None:
+    def _unwritten(self, step: int, batch: Batch, row: int, key: str) -> list[Rationale] | None:
         """A query's rationales if none are generated for it in this step."""
         num_each, seed = self.settings.num_rationales, batch.seeds[row]
         if is_drawn(seed, DIRECT, self.settings.direct_share):
@@ -158,7 +205,8 @@ class Writer:
         if is_drawn(seed, ORACLE, oracle_share(self.loss, step)):
             given = tuple(batch.oracle_ids[row][:-1])  # without <emb>
             return [Rationale(given, False, None, 0.0, oracle=True)] * num_each
-        return None
+        known = None if self.store is None else self.store.find(key, step)
+        return known and [Rationale(ids, forced, None, 0.0, known[0]) for ids, forced in known[1]]
 
     def _write(
         self, batch: Batch, rows: Sequence[int], encoded: EncodedPrompts | EncodedParts | None
@@ -208,7 +256,7 @@ def make_writer(
     accelerator: Accelerator,
     kept: Kept | None = None,
 ) -> Writer:
-    """A stage's writer.
+    """A stage's writer; its store is saved and loaded with the accelerator's state.
 
     `kept` is what the stage's micro batches keep; None: nothing.
 
@@ -242,7 +290,10 @@ def make_writer(
         has_dropout=has_dropout(embedder),
         keep=keep,
     )
-    return Writer(model, embedder, settings, once, vllm, recipe.loss, micro_batch_size=size, keep=keep)
+    writer = Writer(model, embedder, settings, once, vllm, recipe.loss, micro_batch_size=size, keep=keep)
+    if writer.store is not None:
+        accelerator.register_for_checkpointing(writer.store)
+    return writer
 
 
 def is_drawn(seed: int, purpose: int, share: float) -> bool:
@@ -273,26 +324,31 @@ def sample_seeds(seed: int, count: int) -> list[int]:
 
 
 def rollout_report(rollout: Rollout, seconds: float, device: torch.device) -> dict[str, float]:
-    """Share of forced stops, mean length and speed of a step's rationales over all ranks; speed is of what was written in it."""
+    """Share of forced stops, mean length and speed of a step's rationales over all ranks.
+
+    Lengths are of what the step was trained with, reused rationales included; speed is of what was written in it.
+    """
     if not (rationales := rollout.rationales):  # the objective needs none
         return {}
     reasoned = [rationale for rationale in rationales if not rationale.direct and not rationale.given]
-    new = [rationale for rationale in reasoned if not rationale.oracle]
+    new = [rationale for rationale in reasoned if not rationale.age and not rationale.oracle]
     local = [
         len(rationales),
         len(reasoned),
         sum(len(rationale.ids) for rationale in reasoned),
         sum(rationale.forced for rationale in reasoned),
+        sum(rationale.age for rationale in reasoned),
         sum(len(rationale.ids) for rationale in new),
         sum(rationale.oracle for rationale in rationales),
         sum(rationale.direct for rationale in rationales),
         sum(not rationale.given for rationale in rationales),
     ]
     sums = dist.sum_over_ranks(local, device)
-    count, num_reasoned, tokens, forced, new_tokens, oracle, direct, anchors = sums
+    count, num_reasoned, tokens, forced, age, new_tokens, oracle, direct, anchors = sums
     return {
         "forced_rate": forced / max(num_reasoned, 1),
         "rationale_tokens_mean": tokens / max(num_reasoned, 1),
+        "rationale_age_mean": age / max(num_reasoned, 1),
         "direct_rate": direct / count,
         "oracle_rate": oracle / anchors,
         "tokens_per_s": new_tokens / max(seconds, 1e-9),

@@ -169,6 +169,7 @@ def test_a_value_of_the_wrong_type_names_its_key(load, override, message):
         ("rollout.vllm_memory=1", "rollout.vllm_memory must be <= 0.95, got 1"),
         ("rollout.num_rationales=0", "rollout.num_rationales must be >= 1"),
         ("rollout.num_rationales=2", "rollout.num_rationales=2 would write the same rationale each time"),
+        ("rollout.reuse_steps=-1", "rollout.reuse_steps must be >= 0"),
         ("rollout.direct_share=1.5", "rollout.direct_share must be < 1"),
         ("rollout.direct_share=1", "rollout.direct_share must be < 1"),
         (
@@ -381,6 +382,7 @@ def test_how_to_write_rationales_is_refused_where_none_is_written(load, anchor):
     assert found.rollout.max_new_tokens == 9  # of validation and of the checkpoint
     for word, default in {
         "rollout.direct_share=0.5": "0.0",
+        "rollout.reuse_steps=2": "0",
         "rollout.temperature=1.0": "0.0",
     }.items():
         key = word.partition("=")[0]
@@ -514,10 +516,11 @@ def test_rl_is_a_part_of_all_where_the_recipe_has_sources_for_it():
     assert alone.rl.sources == alone.joint.sources
     with_rl = load_recipe(["recipe=demo", "rl.sources=[{path: x.jsonl}]"])
     assert with_rl.stages() == ["cold_start", "joint", "rl"]
-    # Groups are sampled there and nowhere else.
+    # Groups are sampled there and nowhere else, and never taken from a store.
+    with_rl.rollout.reuse_steps = 3
     rl, joint = with_rl.rollout_of(with_rl.rl), with_rl.rollout_of(with_rl.joint)
-    assert (rl.num_rationales, rl.temperature) == (8, 1.0)
-    assert (joint.num_rationales, joint.temperature) == (1, 0.0)
+    assert (rl.num_rationales, rl.temperature, rl.reuse_steps) == (8, 1.0, 0)
+    assert (joint.num_rationales, joint.temperature, joint.reuse_steps) == (1, 0.0, 3)
 
 
 def test_without_a_policy_gradient_one_greedy_rationale_will_do():

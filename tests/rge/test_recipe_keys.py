@@ -179,6 +179,7 @@ ENTRIES: dict[str, Changes | Refused] = {
     "rollout.batch_size": Changes("rollout.batch_size=1", "calls"),
     "rollout.prompt_pass": Changes("rollout.prompt_pass=twice", "calls"),
     "rollout.num_rationales": Changes("rollout.num_rationales=2", "metrics", ("rollout.temperature=1.0",)),
+    "rollout.reuse_steps": Changes("rollout.reuse_steps=9", "metrics", ("joint.steps=4",)),
     "rollout.direct_share": Changes("rollout.direct_share=0.5", "metrics"),
     **stage_keys("cold_start", ("stage=cold_start",), TWO_COLD),
     **stage_keys("joint", (), TWO_SOURCES),

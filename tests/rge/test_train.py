@@ -82,7 +82,8 @@ def home(tmp_path_factory, picture_module):
         },
         "data": {"profile": "plain", "num_workers": 1, "augment": "drawing"},
         "loss": {"ratio": "1:10", "temperature": 0.05},
-        "rollout": {"max_new_tokens": 6, "temperature": 0.7, "direct_share": 0.2},
+        # Records come again after four steps, so that a killed run has to get back what it had written.
+        "rollout": {"max_new_tokens": 6, "temperature": 0.7, "reuse_steps": 8, "direct_share": 0.2},
         "optim": {"name": "muon"},
         "cold_start": {"steps": STEPS["cold_start"], **stage},
         "joint": {"steps": STEPS["joint"], **stage},
@@ -179,6 +180,7 @@ def test_both_stages_train_and_leave_checkpoints(whole, home):
         assert line["loss"] == pytest.approx(line["loss_lm"] / 11 + line["loss_contrastive"] * 10 / 11)
         assert 0 <= line["forced_rate"] <= 1
         assert line["rationale_tokens_mean"] > 0
+    assert any(line["rationale_age_mean"] > 0 for line in joint)
     assert any(line["direct_rate"] > 0 for line in joint)
     found = Embedder.from_pretrained(whole / "joint/final").encode(
         [Item("1", "what opens this")], side="query", mode="reasoning"

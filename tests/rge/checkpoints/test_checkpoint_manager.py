@@ -154,17 +154,6 @@ def test_a_run_may_be_resumed_with_other_bookkeeping(recipe, tmp_path, override)
     check_same_recipe(json.loads(json.dumps(to_dict(recipe()))), recipe(override), "joint", tmp_path)
 
 
-def test_keys_that_are_gone_count_only_if_they_had_an_effect(recipe, tmp_path):
-    words = ["stage=rl", "init=b", "rl.sources=[{path: a.jsonl}]"]
-    found = json.loads(json.dumps(to_dict(recipe(*words))))
-    found["rollout"]["reuse_steps"] = 0
-    found["rl"] |= {"candidates": "batch", "pool_every": 50}
-    check_same_recipe(found, recipe(*words), "rl", tmp_path)
-    found["rl"]["pool_every"] = 20
-    with pytest.raises(CheckpointError, match=r"another recipe: rl\.pool_every \(there"):
-        check_same_recipe(found, recipe(*words), "rl", tmp_path)
-
-
 @pytest.mark.parametrize(
     ("override", "difference"),
     [

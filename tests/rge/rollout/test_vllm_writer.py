@@ -32,7 +32,7 @@ from rge.rollout import vllm_engine
 from rge.rollout import vllm_writer as vllm_rollout
 from rge.rollout.generate import generate
 from rge.rollout.vllm_writer import VllmWriter
-from rge.rollout.writer import Rollout, make_writer, sample_seeds
+from rge.rollout.writer import Rollout, Writer, make_writer, sample_seeds
 from rge.step import TrainingStep
 
 CAP = 12
@@ -165,6 +165,16 @@ def test_a_batch_that_fits_one_chunk_is_not_encoded_by_us_first(lively, make_bat
     for backend, once in (("own", True), ("vllm", False)):
         recipe = recipe_of(RolloutConfig(max_new_tokens=CAP, backend=backend), micro_batch_size=5)
         assert make_writer(lively, lively, recipe, recipe.joint, Accelerator(cpu=True)).once == once
+
+
+def test_reused_and_direct_queries_are_not_asked_for(lively, make_batch, behind):
+    batch = make_batch(PromptBuilder(lively.processor))
+    vllm = behind(lively, batch.queries)
+    settings = RolloutConfig(max_new_tokens=CAP, batch_size=3, reuse_steps=1, backend="vllm")
+    writer = Writer(lively, lively, settings, False, vllm)
+    first, again = (written(writer(step, batch)[0]) for step in (0, 1))
+    assert first == again
+    assert vllm.engine.num_synced == 1
 
 
 def test_errors_come_before_an_engine_is_made(lively, monkeypatch):

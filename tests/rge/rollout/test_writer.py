@@ -1,4 +1,4 @@
-"""How a step comes by its rationales: one encoding of the prompt, several a query, none on purpose."""
+"""How a step comes by its rationales: one encoding of the prompt, reuse, several a query, none on purpose."""
 
 import dataclasses
 
@@ -17,6 +17,7 @@ from rge.rollout.writer import (
     DIRECT,
     ORACLE,
     Rollout,
+    Store,
     Writer,
     encodes_once,
     is_drawn,
@@ -146,12 +147,42 @@ def test_several_rationales_a_query_are_branches_of_one_prompt(lively, batch, mo
     assert_same_step(do_step(lively, batch, rationales, micro_batch_size=2), (report, gradient))
 
 
+def test_a_rationale_is_used_again_until_it_is_too_old(lively, batch, monkeypatch):
+    writer = writer_of(lively, reuse_steps=2)
+    first, _, _ = writer(10, batch)
+    with torch.no_grad():
+        lively.model.get_input_embeddings().weight.mul_(1.3)  # the model moves on
+    now = ids_of(generate(lively, batch.queries, max_new_tokens=9, batch_size=5))
+    assert now != ids_of(first)
+    counted = []
+    monkeypatch.setattr(
+        "rge.rollout.writer.generate",
+        lambda *args, **kwargs: (counted.append(len(args[1])), generate(*args, **kwargs))[1],
+    )
+    for step, age in [(11, 1), (12, 2), (13, 0), (14, 1)]:
+        rationales, _, _ = writer(step, batch)
+        assert [rationale.age for rationale in rationales] == [age] * 5
+        assert ids_of(rationales) == (ids_of(first) if step < 13 else now)
+        report = rollout_report(Rollout(rationales), 2.0, lively.device)
+        assert report["rationale_age_mean"] == age
+        tokens = sum(map(len, ids_of(rationales)))
+        assert report["tokens_per_s"] == (0 if age else tokens / 2.0)
+    assert counted == [0, 0, 5, 0]
+    # What was written for other words is not used, whatever the id says.
+    other = dataclasses.replace(batch, queries=[batch.queries[1], *batch.queries[1:]])
+    assert [rationale.age for rationale in writer(14, other)[0]] == [0, 1, 1, 1, 1]
+    # Nor for another source's record of the same id, words and size of picture.
+    other = dataclasses.replace(batch, right_answers=[[-7], *batch.right_answers[1:]])
+    assert [rationale.age for rationale in writer(14, other)[0]] == [0, 1, 1, 1, 1]
+
+
 @pytest.mark.slow
 def test_states_of_old_rationales_are_computed_with_the_present_weights(lively, batch):
-    rollout = writer_of(lively)(0, batch)
+    writer = writer_of(lively, reuse_steps=5)
+    writer(0, batch)
     with torch.no_grad():
         lively.model.get_input_embeddings().weight.mul_(1.3)
-    old = rollout.after_update().rationales
+    old, _, _ = writer(1, batch)
     assert all(rationale.state_D is None for rationale in old)
     whole = do_step(lively, batch, old)
     assert_same_step(do_step(lively, batch, old, micro_batch_size=2), whole)
@@ -161,6 +192,24 @@ def test_states_of_old_rationales_are_computed_with_the_present_weights(lively, 
         state = lively(lively.pack([batch.queries[3]], branches))[0].state_ND[0]
     old[3] = Rationale(old[3].ids, old[3].forced, state, 0.0)
     assert_same_step(do_step(lively, batch, old, micro_batch_size=2), whole)
+
+
+def test_a_resumed_store_goes_on(lively, batch):
+    writer = writer_of(lively, reuse_steps=3)
+    first, _, _ = writer(0, batch)
+    resumed = writer_of(lively, reuse_steps=3)
+    resumed.store.load_state_dict(writer.store.state_dict())
+    assert ids_of(resumed(2, batch)[0]) == ids_of(first)
+    assert [rationale.age for rationale in resumed(2, batch)[0]] == [2] * 5
+
+
+def test_the_store_forgets(lively):
+    store = Store(2)
+    for step in range(20):
+        store.add(step, [(f"q{step}", [((step,), False)])])
+    assert sorted(store.entries) == ["q18", "q19"]
+    assert store.find("q19", 20) == (1, [((19,), False)])
+    assert store.find("q19", 22) is None
 
 
 def test_direct_queries_are_drawn_and_not_written(lively, batch):

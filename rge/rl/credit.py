@@ -42,7 +42,7 @@ class Reinforcement:
         self.cap, self.folder = recipe.rollout.max_new_tokens, folder
         self.from_vllm = recipe.rollout.backend == "vllm"
         self.embedder, self.reference = embedder, reference
-        # Without a policy gradient, computing rewards, and paying for some, would be wasted.
+        # Without a policy gradient, computing rewards and paying a judge would be wasted.
         chosen = [config for config in recipe.rl.rewards if config.weight and recipe.rl.alpha_rl]
         names = _names(chosen)
         self.terms = {name: (config, find_reward(config)) for name, config in zip(names, chosen, strict=True)}

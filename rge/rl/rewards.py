@@ -86,18 +86,25 @@ class Reward:
     function: RewardFunction
     needs_direct: bool = False  # the group must contain the direct state, as a further, empty member
     needs_oracle: bool = False  # the oracle rationale must be read
+    check: Callable[..., object] | None = (
+        None  # called with the options before training; UserError for invalid ones
+    )
 
 
-REWARDS: Registry[Reward] = Registry("reward", "rge.rewards")
+REWARDS: Registry[Reward] = Registry("reward", "rge.rewards", ("rge.rl.judge",))
 
 
 def reward(
-    name: str, *, needs_direct: bool = False, needs_oracle: bool = False
+    name: str,
+    *,
+    needs_direct: bool = False,
+    needs_oracle: bool = False,
+    check: Callable[..., object] | None = None,
 ) -> Callable[[RewardFunction], RewardFunction]:
     """Decorator: ``rl.rewards=[{name: NAME}]`` selects the function, see `Reward`; logged as ``reward_NAME``."""
 
     def add(function: RewardFunction) -> RewardFunction:
-        REWARDS.add(name, Reward(function, needs_direct, needs_oracle))
+        REWARDS.add(name, Reward(function, needs_direct, needs_oracle, check))
         return function
 
     return add
@@ -135,6 +142,8 @@ def find_reward(config: RewardConfig) -> Reward:
         raise UserError(
             f"rl.rewards: options of {config.name}: {error}; there are: {', '.join(known) or 'none'}"
         ) from None
+    if chosen.check is not None:
+        chosen.check(**config.options)
     return chosen
 
 
@@ -293,7 +302,7 @@ def embed_rl_reward(group: Rollouts, temperature: float = 0.05) -> Tensor:
 
     Source: Embed-RL (arXiv:2602.13823), outcome term. Differs: the paper's embedder is another, frozen model, here it is
     the model itself; its acc is read as whether a right answer comes first; its weights, which are not printed, are
-    ``rl.rewards[].weight``; its judge would be a reward of your own.
+    ``rl.rewards[].weight``; its judge is the reward ``judge``.
     """
     wrong = group.score_BKC.masked_fill(group.right_BKC, float("-inf"))
     weight = (wrong / temperature).softmax(dim=2)

@@ -1,4 +1,4 @@
-"""Every reward by hand, on one small case; masks by identity."""
+"""Every reward by hand, on one small case; masks by identity; a judge that answers, fails midway and is down."""
 
 import math
 import re
@@ -8,8 +8,10 @@ import torch
 import torch.nn.functional as F
 from paths import ROOT
 
+from rge.calls.local_server import Answer, LocalServer, chat
 from rge.common.errors import UserError
 from rge.config import RewardConfig
+from rge.rl import judge
 from rge.rl.rewards import REWARDS, Rollouts, evaluate, find_reward, reward
 
 TAU = 0.1
@@ -196,3 +198,73 @@ def test_ones_own_reward(group):
         assert value(group, "second_word", word=1).tolist() == [[0, 0, 0], [0, 1, 0]]
     finally:
         del REWARDS._entries["second_word"]
+
+
+# ---------------------------------------------------------------------------------------------------------------- judge
+
+
+def endpoint_of(server, **more):
+    return {
+        "name": "judge-1",
+        "base_url": server.url,
+        "max_retries": 0,
+        "backoff_s": 0.01,
+        "reasks": 0,
+        **more,
+    }
+
+
+@pytest.fixture(autouse=True)
+def forget_callers():
+    judge._caller.cache_clear()
+
+
+def test_a_judge_is_asked_once_for_each_rationale(group):
+    asked = []
+
+    async def answer(path, body):
+        asked.append(body["messages"][-1]["content"])
+        return chat("8/10" if "key" in str(asked[-1]).split("Reasoning:")[-1] else "2")
+
+    with LocalServer(answer) as server:
+        found = value(group, "judge", endpoint=endpoint_of(server))
+        assert found.tolist() == [[0.8, 0.8, 0.0], [0.2, 0.2, 0.8]]
+        assert len(asked) == 5  # an empty rationale needs no judge
+        assert "Query:\nopens" in str(asked).replace("\\n", "\n")
+        assert "Reference reasoning:\na key opens" in str(asked).replace("\\n", "\n")
+    # Kept: the server is gone, and another process asks again.
+    judge._caller.cache_clear()
+    assert value(group, "judge", endpoint=endpoint_of(server)).tolist() == found.tolist()
+
+
+def test_a_judge_that_fails_midway_has_no_number_for_those(group):
+    async def answer(path, body):
+        if "Schl" in str(body):
+            return Answer({"error": {"message": "overloaded"}}, status=500)
+        return chat("none of these" if "鍵" in str(body) else "10")
+
+    with LocalServer(answer) as server:
+        found = value(group, "judge", endpoint=endpoint_of(server))
+    assert found[0].tolist() == [1.0, 1.0, 0.0]
+    assert found[1].isnan().tolist() == [True, True, False]
+
+
+def test_a_judge_whose_budget_is_spent_ends_the_run(group):
+    async def answer(path, body):
+        return chat("5", input_tokens=1000)
+
+    with LocalServer(answer) as server, pytest.raises(UserError, match="budget"):
+        value(group, "judge", endpoint=endpoint_of(server, input_price=1000.0, budget=0.001, concurrency=1))
+
+
+def test_a_wrong_endpoint_is_found_before_anything_runs():
+    for endpoint, message in [
+        ({"name": "m", "mode": "batch"}, "mode=batch takes up to a day"),
+        ({"name": "m", "base_url": "ftp://x"}, "judge.base_url must be http"),
+        ({"base_url": "http://x"}, "missing name"),
+        ({"name": "m", "temprature": 1}, "unknown key temprature"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            find_reward(RewardConfig("judge", options={"endpoint": endpoint}))
+    with pytest.raises(UserError, match="missing a required argument: 'endpoint'"):
+        find_reward(RewardConfig("judge"))

@@ -43,6 +43,7 @@ from rge.plan import machine
 from rge.plan.estimate import Plans, banner
 from rge.plan.known_models import outline
 from rge.rl import reference, rewards
+from rge.rl.pool import check_pool
 from rge.rollout import writer
 from rge.scratch.starting_point import check_backbone, processor_of, tokenizer_sources
 
@@ -230,6 +231,8 @@ class Preflight:
             self.warn(f"warning: {warning}")
         for name in stages:
             self.attempt(resume.check_records, self.out / name, recipe, name, records)
+        if "rl" in stages:
+            self.warn(self.attempt(check_pool, recipe, records))
         for name, weight in recipe.loss.terms.items():
             if weight:  # the plugin of a dropped term may no longer exist
                 self.attempt(CONTRASTIVE_LOSSES.__getitem__, name)

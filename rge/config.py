@@ -8,6 +8,7 @@ of their keys, which would go stale.
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -411,6 +412,11 @@ class RLConfig(StageConfig):
     """Sampling temperature; replaces rollout.temperature. Log probabilities are those of this distribution."""
     rewards: list[RewardConfig] = field(default_factory=lambda: [RewardConfig("margin")])
     """Terms of the reward, each with name, weight and options."""
+    candidates: str = "batch"
+    """What rewards rank: batch, the step's candidates on all processes; or pool:PATH, a fixed, harder pool: a folder
+    with a retrieval set's corpus.parquet, or a file of training records, whose positives and negatives form the pool."""
+    pool_every: AtLeastOne = 50
+    """Steps between embeddings of the pool; without a pool it has no effect."""
     loss_type: Literal["grpo", "dr_grpo", "dapo"] = "dapo"
     """Normalisation of the policy gradient, see docs/rl.md."""
     scale_rewards: Literal["group", "batch", "none"] | None = None
@@ -755,6 +761,12 @@ _RL_RULES: Rules = {
     "rl.temperature={r.rl.temperature} is not possible with rollout.backend=vllm: set 0, or 0.01 to 2": lambda r: (
         r.rollout.backend == "vllm" and not _vllm_samples_at(r.rl.temperature)
     ),
+    "rl.candidates must be batch or pool:PATH, got {r.rl.candidates!r}": lambda r: (
+        not re.fullmatch("batch|pool:.+", r.rl.candidates)
+    ),
+    "rl.candidates is what rewards rank, and rl.alpha_rl=0 leaves rewards out: set it to batch": lambda r: (
+        r.rl.candidates != "batch" and not r.rl.alpha_rl
+    ),
     "loss.anchor={r.loss.anchor} embeds queries without the model's own rationale, which is what the stage rl trains: set "
     "loss.anchor=self": lambda r: r.loss.anchor != "self",
     "stage=rl continues from a model that writes rationales, and model.scratch is untrained: give "
@@ -825,7 +837,7 @@ def _vllm_samples_at(temperature: float) -> bool:
 def _compares_in_batch(recipe: Recipe, stage: str) -> bool:
     """Whether a stage's losses or rewards rank the step's candidates."""
     if stage == "rl":
-        return recipe.rl.alpha_con > 0 or recipe.rl.alpha_rl > 0
+        return recipe.rl.alpha_con > 0 or (recipe.rl.alpha_rl > 0 and recipe.rl.candidates == "batch")
     return stage == "joint" and bool(recipe.loss.alpha_con)
 
 

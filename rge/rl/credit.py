@@ -23,6 +23,7 @@ from rge.losses import hit_at_1
 from rge.model.embedding_model import EmbeddingModel, Readout
 from rge.model.packing import Branch
 from rge.rl.policy import advantages, policy_loss, sampling_weights, standard_deviation
+from rge.rl.pool import Pool
 from rge.rl.reference import Reference, make_reference
 from rge.rl.rewards import Rollouts, evaluate, find_reward
 from rge.rollout.generate import Rationale
@@ -35,7 +36,7 @@ DIFFERS = 1e-4
 
 
 class Reinforcement:
-    """Rewards and reference of the KL term of the stage rl; ``folder`` is where rewards may cache paid answers."""
+    """Rewards, reference of the KL term and candidate pool of the stage rl; ``folder`` is where rewards may cache paid answers."""
 
     def __init__(self, recipe: Recipe, embedder: EmbeddingModel, reference: Reference | None, folder: Path):
         self.settings, self.temperature = recipe.rl, recipe.loss.temperature
@@ -47,12 +48,15 @@ class Reinforcement:
         names = _names(chosen)
         self.terms = {name: (config, find_reward(config)) for name, config in zip(names, chosen, strict=True)}
         self.with_direct = any(found.needs_direct for _, found in self.terms.values())
+        self.pool = Pool(recipe, embedder) if self.terms and recipe.rl.candidates != "batch" else None
         self.idle_steps = 0
 
     def begin(self, batch: Batch, rationales: Sequence[Rationale], measure: bool) -> "Credit":
         """The credit of a rollout; with `measure`, since the step is logged, its controls are measured too."""
         if self.with_direct:
             rationales = _add_direct_members(rationales, len(batch.queries))
+        if self.pool is not None:
+            self.pool.before_step()
         reference_L = None
         if self.reference is not None:
             reference_L = self.reference.log_probs(batch.queries, rationales)
@@ -86,11 +90,14 @@ class Reinforcement:
 
     def state_dict(self) -> dict[str, Any]:
         """For a resumable checkpoint."""
-        return {"idle_steps": self.idle_steps}
+        pool = {} if self.pool is None else {"pool": self.pool.state_dict()}
+        return {"idle_steps": self.idle_steps, **pool}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """From a resumable checkpoint."""
         self.idle_steps = state["idle_steps"]
+        if self.pool is not None:
+            self.pool.load_state_dict(state["pool"])
 
 
 class Credit:
@@ -150,7 +157,11 @@ class Credit:
 
     def _reward(self, q_ND: Tensor, c_CD: Tensor, right_BC: Tensor, labelled_BC: Tensor) -> None:
         settings = self.rl.settings
-        group = self._rollouts(q_ND, c_CD, right_BC, labelled_BC)
+        if self.rl.pool is not None:  # replaces the batch's candidates
+            assert self.rl.pool.state_PD is not None
+            c_CD = self.rl.pool.state_PD.to(c_CD)
+            right_BC, labelled_BC = self.rl.pool.masks(self.batch)
+        group = self._rollouts(q_ND, c_CD, right_BC.to(self.device), labelled_BC.to(self.device))
         values = {name: evaluate(config, found, group) for name, (config, found) in self.rl.terms.items()}
         weighted = [config.weight * values[name] for name, (config, _) in self.rl.terms.items()]
         total_BK = torch.stack(weighted).sum(dim=0)

@@ -30,7 +30,7 @@ class Rollouts:
     """Input of a reward: this rank's rationales, query after query, and the candidates of all ranks."""
 
     state_BKD: Tensor  # unit-norm states at ``<emb>``, without gradient
-    candidate_CD: Tensor  # unit-norm embeddings of the step's candidates
+    candidate_CD: Tensor  # unit-norm embeddings of the candidates: the step's, or a fixed pool's
     right_BC: Tensor  # bool; everything that answers the query, by identity. All others are wrong
     labelled_BC: Tensor  # bool; the query's own labelled negatives
     ids: Sequence[Sequence[Sequence[int]]]  # of K rationales per query, without ``<emb>``

@@ -194,6 +194,8 @@ ENTRIES: dict[str, Changes | Refused] = {
     "rl.rewards.options": Changes(
         "rl.rewards=[{name: grace, options: {temperature: 1.0}}]", "metrics", (*RL, "rl.rewards=[{name: grace}]")
     ),
+    "rl.candidates": Changes("rl.candidates=pool:HOME/records.jsonl", "metrics", RL),
+    "rl.pool_every": Changes("rl.pool_every=1", "metrics", (*RL, "rl.candidates=pool:HOME/records.jsonl")),
     "rl.loss_type": Changes("rl.loss_type=dr_grpo", "weights", (*RL, "rl.rewards=[{name: gain_over_direct}]")),
     "rl.scale_rewards": Changes("rl.scale_rewards=none", "weights", RL),
     "rl.std_floor": Changes("rl.std_floor=1.0", "weights", RL),

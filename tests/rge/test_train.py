@@ -404,6 +404,11 @@ RL = (
 def test_a_killed_rl_run_ends_with_the_same_weights(whole, home):
     """Rationales that were sampled, the reference, which is where the stage began, and the figures of every step."""
     given = (*RL, f"init={whole / 'joint/final'}", f"validation.path={home / 'held_out.jsonl'}")
+    given = (
+        *given,
+        f"rl.candidates=pool:{home / 'records.jsonl'}",
+        "rl.pool_every=4",
+    )  # embedded before steps 1 and 5
     once, killed = home / "rl", home / "rl killed"
     trained(run(home, once, *given))
     lines = metrics(once / "rl")

@@ -4,6 +4,8 @@ import copy
 from pathlib import Path
 
 import forked
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from paths import WORKERS
@@ -70,7 +72,7 @@ NAMES = [
     if anchor == "self" or layout == "mixed"
 ] + ["cold start-100", "cold start-2", "cold start without candidates-2", "no lm loss-100", "no lm loss-2"]
 RL_NAMES = ["rl dapo-100", *(f"rl {loss_type}-2" for loss_type in ("grpo", "dr_grpo", "dapo"))]
-RL_NAMES += ["rl dapo with kl-100", "rl dapo with kl-2"]
+RL_NAMES += ["rl dapo with kl-100", "rl dapo with kl-2", "rl dapo with a pool-2"]
 NAMES += RL_NAMES
 NAMES += ["both states-100", "both states-2", "three states-100", "three states-2"]
 NAMES += ["mixed-self-keep-2", "mixed-self-once-keep-2", "mixed-none-keep-2", "rl dapo-keep-2"]
@@ -87,10 +89,29 @@ def paired(tmp_path_factory):
     return {"folder": tmp_path_factory.mktemp("paired")}
 
 
-def rl_recipe(loss_type: str) -> Recipe:
+def rl_recipe(loss_type: str, folder: Path) -> Recipe:
     """The stage rl, with rewards of all candidates, of those of other queries, and of words."""
     rewards = [RewardConfig(name) for name in ("margin", "grace", "length")]
     loss_type, _, extra = loss_type.partition(" with ")
+    candidates = "batch"
+    if extra == "a pool":
+        ids = [
+            "a",
+            "b",
+            "a2",
+            "c",
+            "d",
+            "n0",
+            "n3",
+            *(f"x{number}" for number in range(6)),
+        ]  # two unequal shares
+        table = {
+            "id": ids,
+            "text": [f"{name} key" for name in ids],
+            "identity": ["a" if name == "a2" else None for name in ids],
+        }
+        pq.write_table(pa.table(table), folder / "corpus.parquet")
+        candidates = f"pool:{folder}"
     return Recipe(
         recipe="tiny",
         stage="rl",
@@ -103,6 +124,7 @@ def rl_recipe(loss_type: str) -> Recipe:
             scale_rewards="batch",
             rewards=rewards,
             beta=0.3 * (extra == "kl"),
+            candidates=candidates,
         ),
         train=TrainConfig(micro_batch_size=2),
     )
@@ -132,7 +154,7 @@ def cases(paired, lively_path, make_batch, roll_out, without_negatives, longer_r
         ]
         rationales, rl = [roll_out(embedder, batch) for batch in batches], None
         if layout.startswith("rl "):
-            rl = rl_recipe(layout.removeprefix("rl "))
+            rl = rl_recipe(layout.removeprefix("rl "), paired["folder"])
             objective = Objective.of(rl, "rl")
             rationales = [sampled(embedder, batch) for batch in batches]
         elif layout.endswith(" states"):

@@ -1,0 +1,171 @@
+"""A fixed pool of candidates for rewards, since a batch's negatives are easy.
+
+Every `rl.pool_every` steps the model in training embeds it again, each process a share; all keep everything. In between the
+embeddings are stale, as in MoCo (arXiv:1911.05722). They have no gradient, and are part of a resumable state.
+
+Shape suffixes: B = queries of this rank, P = pool, D = hidden size.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor
+
+from rge.common.errors import UserError
+from rge.common.schema import Record, Target
+from rge.config import Recipe
+from rge.data.collate import Batch, target_item
+from rge.data.sources import RecordFile, Records, identity, located
+from rge.distributed import collectives as dist
+from rge.model.embedding_model import EmbeddingModel
+from rge.model.packing import Branch
+from rge.model.prompts import PromptBuilder
+from rge.rl.reference import eval_mode
+from rge.tables.rows import table_rows
+
+CORPUS = "corpus.parquet"
+LOOKED_AT = 1000
+"""Records per source whose right answers are looked up before a run."""
+
+
+class Pool:
+    """Fixed candidates and their latest unit-norm embeddings, `state_PD`."""
+
+    def __init__(self, recipe: Recipe, embedder: EmbeddingModel):
+        self.embedder, self.every = embedder, recipe.rl.pool_every
+        self.micro_batch_size = recipe.train.micro_batch_size
+        self.builder = PromptBuilder(embedder.processor, recipe.data.profile, recipe.data.max_prompt_tokens)
+        self.targets = read_pool(pool_path(recipe))
+        self.identity_P = torch.tensor([identity(target) for target in self.targets])
+        self.age = 0
+        self.state_PD: Tensor | None = None
+
+    def before_step(self) -> None:
+        """Embed the pool if it is due; all processes call it while the weights are whole."""
+        if self.state_PD is None or self.age >= self.every:
+            self.state_PD, self.age = self._embedded(), 0
+        self.age += 1
+
+    def masks(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Right answers and labelled negatives of each query in the pool by identity: (B, P) bool, on the host."""
+
+        def among(identities: list[list[int]]) -> Tensor:
+            return torch.stack([torch.isin(self.identity_P, torch.tensor(each)) for each in identities])
+
+        negatives = [[batch.candidate_identity[column] for column in columns] for columns in batch.negatives]
+        return among(batch.right_answers), among(negatives)
+
+    @torch.no_grad()
+    def _embedded(self) -> Tensor:
+        count, world_size, rank = len(self.targets), dist.world_size(), dist.rank()
+        bounds = [count * number // world_size for number in range(world_size + 1)]
+        sizes = [end - start for start, end in zip(bounds, bounds[1:], strict=False)]
+        embedder, direct, parts = self.embedder, [Branch([self.embedder.emb_id], read_state=True)], []
+        with eval_mode(embedder):
+            # With sharded parameters every forward is collective: each process must run equally many.
+            for start in range(bounds[rank], bounds[rank] + max(sizes), self.micro_batch_size):
+                chosen = self.targets[start : min(start + self.micro_batch_size, bounds[rank + 1])]
+                prompts = [
+                    self.builder.build(target_item(target), "candidate")
+                    for target in chosen or self.targets[:1]
+                ]
+                state_ND = embedder(embedder.pack(prompts, [direct] * len(prompts)))[0].state_ND
+                parts.append(state_ND[: len(chosen)])
+        return dist.gather_rows(torch.cat(parts), sizes)
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a resumable checkpoint."""
+        state_PD = None if self.state_PD is None else self.state_PD.to("cpu", copy=True)
+        return {"age": self.age, "state_PD": state_PD}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """From a resumable checkpoint; UserError if the pool's size has changed."""
+        state_PD = state["state_PD"]
+        if state_PD is not None and len(state_PD) != len(self.targets):
+            raise UserError(
+                f"rl.candidates: the pool has {len(self.targets)} candidates, and had {len(state_PD)} when this run was "
+                "stopped: restore it, or start with another out="
+            )
+        self.age = state["age"]
+        self.state_PD = None if state_PD is None else state_PD.to(self.embedder.device)
+
+
+def pool_path(recipe: Recipe) -> Path:
+    """Path of the pool."""
+    return Path(recipe.rl.candidates.removeprefix("pool:"))
+
+
+def read_pool(path: Path) -> list[Target]:
+    """The candidates of a pool, each id once.
+
+    Args:
+        path: training records, whose positives and negatives are the pool; or a folder with ``corpus.parquet``, as in retrieval
+            sets: columns id, text and/or image, and ``identity`` if ids differ from those of the records' targets.
+
+    Raises:
+        UserError: it is missing or empty.
+    """
+    found: dict[str, Target] = {}
+    if not path.exists():
+        raise UserError(f"rl.candidates: there is no pool at {path}")
+    if path.is_dir():
+        targets = _of_corpus(path)
+    else:
+        records = RecordFile(path)
+        chosen = (records[index] for index in range(len(records)))
+        targets = (target for record in chosen for target in (*record.positives, *record.negatives))
+    for target in targets:
+        found.setdefault(target.id, target)
+    if not found:
+        raise UserError(f"rl.candidates: the pool {path} holds no candidates")
+    return list(found.values())
+
+
+def _of_corpus(folder: Path) -> Iterator[Target]:
+    file = folder / CORPUS
+    if not file.is_file():
+        raise UserError(
+            f"rl.candidates: {folder} has no {CORPUS}: a pool is such a folder, or a file of training records"
+        )
+    names = pq.read_schema(file).names
+    if "id" not in names or not {"text", "image"} & set(names):
+        raise UserError(
+            f"rl.candidates: {file} needs the columns id and text or image, and has {', '.join(names)}"
+        )
+    for row in table_rows(file, ["id", "text", "image", "identity"]):
+        image = row.get("image")
+        if image is not None:
+            inside = image["bytes"] is not None
+            image = f"{file}#{row['id']}" if inside else located(image["path"], folder)
+        yield Target(id=row["id"], text=row.get("text"), image=image, identity=row.get("identity"))
+
+
+def check_pool(recipe: Recipe, sources: Mapping[str, Records]) -> str | None:
+    """A warning if some of training's queries have no right answer in the pool; UserError if none has, or it is unreadable."""
+    if recipe.rl.candidates == "batch":
+        return None
+    path = pool_path(recipe)
+    pool = {identity(target) for target in read_pool(path)}
+    sampled: list[Record] = []
+    for source in recipe.rl.sources:
+        records = sources.get(source.key or "")
+        if records is not None:
+            number = min(len(records), LOOKED_AT)
+            sampled += [records[len(records) * place // number] for place in range(number)]
+    missing = [record for record in sampled if not any(identity(each) in pool for each in record.positives)]
+    if not missing:
+        return None
+    first = missing[0]
+    example = f"{first.id} wants {first.positives[0].identity or first.positives[0].id}"
+    if len(missing) == len(sampled):
+        raise UserError(
+            f"rl.candidates: nothing among the {len(pool)} candidates of {path} answers any of {len(sampled)} queries "
+            f"({example}): ids, or identities, must be those of the records' positives"
+        )
+    return (
+        f"warning: {len(missing)} of {len(sampled)} queries have no right answer in the pool {path} ({example}); "
+        "they get no reward and count as unscored_groups"
+    )

@@ -105,7 +105,7 @@ def run_command(options: RunOptions, load: Callable[..., Embeds] | None = None) 
 
     ``load``: loads the encoder; default `eval.models.registry.load_model`.
     """
-    protocol = options.protocol()  # its errors are reported first
+    _check(options)
     if is_suite(options.set):
         load = cache(load or options.loader())
         dirs = measure_members(
@@ -117,6 +117,7 @@ def run_command(options: RunOptions, load: Callable[..., Embeds] | None = None) 
         more = {"page": "leaderboard"}
     else:
         dirs = run(options, load)
+        protocol = options.protocol()
         metric = "recall@1" if protocol.benchmark == "generic" else protocol.headline[0]
         more = {"page": "set", "metric": metric}
     if options.report and join().is_first:
@@ -135,14 +136,7 @@ def write_page(out: Path, dirs: Sequence[Path], **more: Any) -> None:
 
 def run(options: RunOptions, load: Callable[..., Embeds] | None = None) -> list[Path]:
     """Evaluate one set under all conditions, write the outputs, and return their directories; see `run_command`."""
-    one_of("query_mode", options.query_mode, MODES)
-    one_of("query_modality", options.query_modality, MODALITIES)
-    options.check_model()
-    num = len(options.query_mode) * len(options.query_modality)
-    if num > 1 and (options.out / RESULTS).exists():
-        raise UserError(
-            f"{options.out} holds a single evaluation, but this command would write {num}: choose another out="
-        )
+    num = _check(options)
     conditions = [
         Condition(
             mode,
@@ -171,6 +165,20 @@ def run(options: RunOptions, load: Callable[..., Embeds] | None = None) -> list[
         name = f"{condition.mode}-{condition.modality}"
         session.write(condition, ranking, encoded, figures, tag=name, title=name.replace("-", ", "))
     return [condition.out for condition in conditions]
+
+
+def _check(options: RunOptions) -> int:
+    """The number of conditions; raises a `UserError` if options contradict one another, or ``out`` holds one evaluation for several."""
+    one_of("query_mode", options.query_mode, MODES)
+    one_of("query_modality", options.query_modality, MODALITIES)
+    options.protocol()
+    options.check_model()
+    num = len(options.query_mode) * len(options.query_modality)
+    if num > 1 and (options.out / RESULTS).exists():
+        raise UserError(
+            f"{options.out} holds a single evaluation, but this command would write {num}: choose another out="
+        )
+    return num
 
 
 class Session:

@@ -231,7 +231,7 @@ def _cost_cells(one: Evaluation, metric: str) -> dict[str, str | None]:
 
     def milliseconds(key: str) -> str | None:
         mean = one.mean(key)
-        return None if mean is None else f"{mean:.1f}"
+        return f"{mean:.1f}" if mean else None  # 0: nothing was generated
 
     def share(value: float) -> str:
         return f"{percent(value)} %"

@@ -22,8 +22,9 @@ from rge.plan.search import Room, Way, decided, fastest, overrides
 from rge.towers.smollm2 import is_smollm2
 
 LESS = (
-    "with less memory: a smaller train.micro_batch_size or rollout.batch_size, model.gradient_checkpointing=true, a back end that "
-    "shards more, more GPUs, model.freeze_vision=true or model.lora; less main memory: train.background_save=false"
+    "with less memory: a smaller train.micro_batch_size or rollout.batch_size, model.gradient_checkpointing=true, "
+    "model.freeze_vision=true or model.lora; less main memory: train.background_save=false; on GPUs also a back end that shards more, or "
+    "more GPUs"
 )
 
 

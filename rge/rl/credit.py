@@ -200,7 +200,7 @@ class Credit:
         if self.sampler_L is not None:
             weight_L, ratio_L = sampling_weights(
                 old_L,
-                self.sampler_L[tokens].to(old_L),
+                self.sampler_L[tokens].to(old_L.dtype),
                 owner_L,
                 credit_L,
                 rows.stop - rows.start,
@@ -211,7 +211,7 @@ class Credit:
         found = policy_loss(
             log_prob_L,
             old_L,
-            self.advantage_N[rows].to(log_prob_L),
+            self.advantage_N[rows].to(log_prob_L.dtype),
             owner_L,
             credit_L,
             settings,

@@ -166,7 +166,7 @@ def evaluate(config: RewardConfig, found: Reward, group: Rollouts) -> Tensor:
             f"rl.rewards: {config.name} must give one number a rationale, a tensor of shape {shape} "
             f"(queries, rationales a query), and gave one {got}"
         )
-    return value.detach().to(group.state_BKD)
+    return value.detach().to(group.state_BKD.device, group.state_BKD.dtype)
 
 
 def rank_of_right(group: Rollouts) -> Tensor:

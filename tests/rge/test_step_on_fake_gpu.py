@@ -7,6 +7,7 @@ import torch
 from fake_gpu import DEVICE, FakeGpu, OnGpu
 from family_models import PHOTOS  # its network has no kernel of ours, and hundreds of others
 
+from rge.config import Recipe, RewardConfig, RLConfig, RolloutConfig, TrainConfig
 from rge.model import embedding_model
 from rge.model.adapters import add_adapters
 from rge.model.embedding_model import EmbeddingModel, encode_prompts
@@ -14,8 +15,9 @@ from rge.model.families import FAMILIES, family_of
 from rge.model.prompts import PromptBuilder
 from rge.model.varlen import KernelError
 from rge.objective import Objective
+from rge.rl.credit import Reinforcement
 from rge.rollout import generate as generating
-from rge.rollout.generate import generate
+from rge.rollout.generate import Rationale, generate
 from rge.rollout.writer import Rollout
 from rge.step import TrainingStep
 
@@ -150,6 +152,51 @@ def test_two_steps_on_a_gpu(lively_path, backbone_of, make_batch, options, caplo
     if not checkpointing:  # where some families copy more
         # Only pixels, which the loader would have delivered in pinned memory.
         assert gpu.unpinned["step"] <= MOVES[options], gpu.unpinned
+
+
+@pytest.mark.slow
+def test_a_step_of_the_stage_rl_on_a_gpu(lively_path, backbone_of, make_batch, tmp_path):
+    """Every reward, the advantages and all losses are those of the CPU: no mask is left on the host."""
+    here = EmbeddingModel(backbone_of(lively_path)).train()
+    there = copy.deepcopy(here)
+    batch = make_batch(PromptBuilder(here.processor))
+    names = (
+        "margin",
+        "rank",
+        "hit",
+        "ndcg",
+        "gain_over_direct",
+        "length",
+        "oracle_overlap",
+        "ume_r1",
+        "embed_rl",
+        "grace",
+    )
+    recipe = Recipe(
+        recipe="tiny",
+        stage="rl",
+        rollout=RolloutConfig(max_new_tokens=CAP, batch_size=8),
+        rl=RLConfig(
+            num_rationales=2, alpha_con=0.4, alpha_lm=0.2, rewards=[RewardConfig(name) for name in names]
+        ),
+        train=TrainConfig(micro_batch_size=2),
+    )
+
+    def step(embedder: EmbeddingModel) -> dict[str, float]:
+        written = [
+            Rationale((7 + number,) * (2 + number % 3), False, None, 0.0)
+            for number in range(2 * len(batch.queries))
+        ]
+        credit = Reinforcement(recipe, embedder, None, tmp_path).begin(batch, written, True)
+        objective = Objective.of(recipe, "rl")
+        return TrainingStep(embedder, embedder, objective, 2)(batch, Rollout(credit.rationales, None), credit)
+
+    expected = step(here)
+    with FakeGpu(flash_in_float32=True) as gpu:
+        gpu.move(there)
+        found = step(there)
+    assert {f"reward_{name}" for name in names} <= set(found)
+    assert found == pytest.approx(expected, rel=1e-3, abs=1e-4)
 
 
 @pytest.mark.slow

@@ -53,8 +53,9 @@ OUT = "{out}/"
 
 
 def _schema_name(path: Path) -> str:
-    """The schema of a table has the name of its file, or of its folder if it is in parts."""
-    return path.parent.name if path.name.startswith("part-") else path.name.removesuffix(".parquet")
+    """The schema of a table has the name of its file, or of its folder if it is in parts; ``images-1`` is one of ``images``."""
+    table = path.parent if path.name.startswith("part-") else path
+    return table.name.removesuffix(".parquet").partition("-")[0]
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:

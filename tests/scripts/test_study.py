@@ -224,7 +224,6 @@ COLLECTED = (
 NOT_KEPT = {
     # README.md: scripts/unseen.py
     ("16.6", "22.9"), ("48.3", "57.8"),
-    ("0.0", "4.2"),  # docs/evidence.md: the study set's predecessor
     ("-1.2", "0.0"),  # docs/modes.md: a diagnosis, as printed
     # docs/modes.md: routing of a checkpoint that finds no query easy; runs whose per-query results the page says were not kept,
     # and two with intervals over groups only

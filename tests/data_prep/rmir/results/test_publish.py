@@ -170,8 +170,8 @@ def test_what_two_people_say_against_the_panel_is_done_and_can_be_taken_back(tmp
     main(["review", f"run={out}", f"apply={same}", "agree=1"])
     assert sets_of(out) == before
     with (out / "settings.yaml").open("a") as settings:
-        settings.write("download: {concurrency: 3}\n")
-    with pytest.raises(UserError, match=r"unknown key download.*: run the command that made .* again"):
+        settings.write("batches: {wait_s: 3}\n")
+    with pytest.raises(UserError, match=r"unknown key batches.*: run the command that made .* again"):
         main(["review", f"run={out}", f"apply={same}", "agree=1"])
     for words in ([], [f"out={tmp_path / 'a.html'}", f"apply={ada}"]):
         with pytest.raises(UserError, match="give either out=FILE.html to write a page, or apply=FILES"):

@@ -105,8 +105,8 @@ def run_command(options: RunOptions, load: Callable[..., Embeds] | None = None) 
 
     ``load``: loads the encoder; default `eval.models.registry.load_model`.
     """
-    _check(options)
     if is_suite(options.set):
+        _check(options)  # before the model is looked up; `run` checks a set's
         load = cache(load or options.loader())
         dirs = measure_members(
             load_suite(options.set),

@@ -106,11 +106,7 @@ async def _get(client: httpx.AsyncClient, url: str, config: DownloadConfig) -> b
         raise _DownloadFailed("no answer in time", retry=True) from None
     except httpx.TransportError:
         raise _DownloadFailed("no connection", retry=True) from None
-    except (
-        httpx.HTTPError,
-        httpx.InvalidURL,
-        UnicodeError,
-    ):  # the last from host names that cannot be encoded
+    except (httpx.HTTPError, httpx.InvalidURL, UnicodeError):  # the last from host names
         raise _DownloadFailed("not a working address") from None
 
 

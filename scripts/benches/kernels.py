@@ -73,8 +73,9 @@ def _count(form: str, options: Options) -> dict[str, dict[str, Any]]:
     """Of the second step: `COLUMNS` by phase, how often positions are computed, and the places that wait."""
     family = FAMILIES["qwen2_5_vl"]
     run = _three_passes if form == "three passes" else _ours
+    # Loaded on the host: within `FakeGpu`, transformers leaves the rotary frequencies uninitialised.
+    setting = replace(forms.long_setting(options), stop_B=[])
     with patch.object(family, "positions", wraps=family.positions) as positions, FakeGpu() as gpu:
-        setting = replace(forms.long_setting(options), stop_B=[])
         embedder = setting.embedder.bfloat16().train()
         embedder.cuda_graphs = form == "ours"
         _never_end(embedder)

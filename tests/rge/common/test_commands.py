@@ -92,8 +92,9 @@ def shown(monkeypatch, capsys, steps: int, seconds: float) -> list[str]:
 
 
 def test_a_bar_in_a_file_is_a_line_now_and_then(monkeypatch, capsys):
+    start = time.monotonic()
     lines = shown(monkeypatch, capsys, steps=200, seconds=0.6)
-    assert 3 <= len(lines) <= 8
+    assert 3 <= len(lines) <= 2 + (time.monotonic() - start) / 0.1  # a busy machine takes longer
     assert all(line.startswith("joint: ") and "loss=" in line for line in lines)
     assert "200/200" in lines[-1]
     assert shown(monkeypatch, capsys, steps=20, seconds=0.01) == []

@@ -448,7 +448,6 @@ STATES = {
     "both": (("reasoning", "direct"), ("loss.states.direct=1", "joint.lr=2e-3")),
     "adaptive": (("reasoning", "direct", "auto"), ("loss.states.direct=1", *ADAPTIVE)),
     "both_quarter": (("reasoning", "direct"), ("loss.states.direct=0.25",)),
-    "aligned": (("reasoning", "direct"), ("loss.states.direct=0.25", "loss.align=1")),
     "latent": (WITH_LATENT, ("model.think_tokens=4", *LATENT)),
     **{f"latent_{num}": (WITH_LATENT, (f"model.think_tokens={num}", *LATENT)) for num in (1, 2, 8)},
     "taught": (WITH_LATENT, (
@@ -460,6 +459,7 @@ STATES = {
     "none_lm": (("direct",), ("loss.anchor=none", "joint.lr=2e-3")),
     "equal_long": (("reasoning",), TWICE),
     "both_long": (("reasoning", "direct"), ("loss.states.direct=1", "joint.lr=2e-3", *TWICE)),
+    "aligned_long": (("reasoning", "direct"), ("loss.states.direct=1", "joint.lr=2e-3", "loss.align=1", *TWICE)),
     "none_long": (("direct",), (*ANCHORS["none"], *TWICE)),
     "latent_long": (WITH_LATENT, ("model.think_tokens=4", *LATENT, "joint.lr=2e-3", *TWICE)),
 }  # fmt: skip
@@ -470,6 +470,7 @@ MIXED = {
     "mixed_adaptive": ("loss.states.direct=1", *ADAPTIVE),
     "mixed_quarter": ("loss.states.direct=0.25", *ADAPTIVE),
     "mixed_adaptive_long": ("loss.states.direct=1", "joint.lr=2e-3", *ADAPTIVE, *TWICE),
+    "mixed_adaptive_longest": ("loss.states.direct=1", "joint.lr=2e-3", *ADAPTIVE, "joint.steps=880"),
 }
 """Settings trained on records with a share of easy pairs, and tested on a set that is half easy."""
 MIXED_WEIGHTS = {"relations": 0.4, "text": 0.2, "naming": 0.4}
@@ -478,6 +479,8 @@ LATENTS = ("latent_1", "latent_2", "latent", "latent_8", "taught", "silent")
 """Arms with think tokens; the last writes nothing itself."""
 AUTO = (0.02, 0.1, 0.25, 0.5, 0.75, 0.9, 0.98)
 """Thresholds of `mode=auto`."""
+GATES = {"mixed_adaptive_longest": (30, 40, 50)}
+"""Shares of queries that the gate lets write, %; 50 for all other arms."""
 
 
 def on_demo(options: Options, folder: str, arms: Sequence[Arm], names: Sequence[str], rows: str) -> Finding:
@@ -592,6 +595,7 @@ def pretrained(options: Options) -> Finding:
         "oracle": (36, ("loss.anchor=oracle",)),
         "both": (36, ("loss.states.direct=1",)),
         "longer": (108, ()),
+        "adapters": (36, ("model.lora={rank: 8, modules_to_save: [merger]}", "joint.lr=1e-3")),
     }
     for name, (steps, settings) in trained.items():
         words = (*settings, f"joint.steps={steps}")
@@ -612,6 +616,7 @@ def pretrained(options: Options) -> Finding:
         both, direct - none, direct
         longer - self
         longer - longer, direct
+        adapters - self
     """
     names = [arm.name for arm in arms[1:]]
     return on_smol(options, arms, names, text)
@@ -670,11 +675,11 @@ def modes(options: Options) -> Finding:
         both_long - equal_long
         both_long - both_long, direct
         both_long, direct - none_long
+        aligned_long - both_long
+        aligned_long, direct - both_long, direct
+        aligned_long - aligned_long, direct
         both_quarter - equal
         both_quarter, direct - none
-        aligned - equal
-        aligned, direct - none
-        aligned, direct - both_quarter, direct
         adaptive - equal
         adaptive, direct - none
         adaptive, auto - adaptive
@@ -724,10 +729,13 @@ def mixed_arms(options: Options, data: Path, set_name: str) -> list[Arm]:
     weights = {files[name] / f"{name}.jsonl": weight for name, weight in MIXED_WEIGHTS.items()}
     records = (sources_word("joint", weights), EQUAL)
     sets, arms = {set_name: data / options.on}, []
-    asked = ("k=0", "gate=0.5", f"auto={','.join(f'{value:g}' for value in AUTO)}")
+    auto = f"auto={','.join(f'{value:g}' for value in AUTO)}"
     for name, settings in MIXED.items():
+        shares = GATES.get(name, (50,))
+        asked = ("k=0", f"gate={','.join(f'{share / 100:g}' for share in shares)}", auto)
         arms.append(Arm(name, "joint", "cold", (*records, *settings), query_mode=""))
-        points = {"words": "reasoning", "direct": "direct", "gate": "gate-50"}
+        points = {"words": "reasoning", "direct": "direct"}
+        points |= {"gate" if share == 50 else f"gate {share}": f"gate-{share}" for share in shares}
         if set(ADAPTIVE) <= set(settings):
             points |= {f"auto {value:g}": f"auto-{value:g}" for value in AUTO}
         arms += [

@@ -7,7 +7,7 @@ from typing import Literal
 from data_prep.rationales.prompts import TASKS
 from data_prep.rmir.config import EncoderConfig
 from rge.calls.model_config import ModelConfig
-from rge.common.options import AtLeastOne
+from rge.common.options import AtLeastOne, Share
 
 SAMPLING_TEMPERATURE = 0.7
 """Default for several candidates, which would all be the same at 0."""
@@ -22,7 +22,7 @@ class RationaleOptions:
     leak: Literal["keep", "drop", "rewrite"] = "keep"
     """What to do with a rationale that copies more than `max_leak` of its target: keep, drop, or rewrite (request it
     once more, then drop it)."""
-    max_leak: float = 0.5
+    max_leak: Share = 0.5
     """Highest leak score that passes: the share of the target that a rationale gives away (docs/data_prep.md)."""
     max_words: AtLeastOne = 50
     """Maximum words of a rationale; longer ones are left out."""
@@ -34,7 +34,7 @@ class RationaleOptions:
     """Checkpoint that chooses among the candidates; null: take the first that passes the checks."""
     min_gain: float | None = None
     """Minimum gain of a chosen rationale (nats); those with less are left out. null: keep all."""
-    min_knowability: float | None = None
+    min_knowability: Share | None = None
     """Minimum share of a rationale's words that the checkpoint of `select` writes on its own; those with less are left
     out. null: keep all."""
     captions: Path | None = None

@@ -109,6 +109,10 @@ def sources_of(options: RationaleOptions) -> list[Source]:
     records, out = options.records, options.out
     if out.resolve() == records.resolve():
         raise UserError(f"out={out} would overwrite the records")
+    if out.exists() and out.is_dir() != records.is_dir():
+        raise UserError(
+            f"out={out} must be a {'folder' if records.is_dir() else 'file'}, as records={records} is"
+        )
     files = {records: out}
     if records.is_dir():
         paths = [path for path in sorted(records.glob("*.jsonl")) if not path.name.endswith(SCORES)]

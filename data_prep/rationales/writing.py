@@ -23,6 +23,7 @@ from data_prep.rationales.pairs import (
     request_for,
     sources_of,
 )
+from data_prep.rmir.config import check_encoder
 from data_prep.rmir.pictures.encoders import CheckpointEncoder, ImageEncoder, image_encoder
 from rge.calls.caller import Caller, Outcome
 from rge.calls.replies import ReplyError
@@ -30,7 +31,6 @@ from rge.calls.request import Request
 from rge.calls.store import AnswerStore
 from rge.common.errors import UserError
 from rge.common.files import open_locked, relative, replacing, write_json
-from rge.common.options import one_of
 from rge.diagnose.knowability import knowability, measure_knowability
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Writing:
 
     def _leak_encoder(self) -> ImageEncoder | None:
         if (config := self.options.encoder) is not None:
-            one_of("encoder.kind", [config.kind], LEAK_ENCODERS)
+            check_encoder("encoder", config, LEAK_ENCODERS)
             return image_encoder(config)
         judge = self.judge
         return None if judge is None else CheckpointEncoder(judge.encoder, judge.batch_size)

@@ -12,12 +12,14 @@ from rge.calls.model_config import ModelConfig, check_model
 from rge.calls.prices import fill_prices
 from rge.common.errors import UserError
 from rge.common.files import RECIPES
-from rge.common.options import AtLeastOne, Share, one_of, parse_file
+from rge.common.options import AtLeastOne, Count, NotNegative, Positive, Share, one_of, parse_file
 
 CONFIGS = RECIPES / "data_prep"
 C = TypeVar("C", bound="RmirConfig")
 IMAGE_ENCODERS = ("siglip", "checkpoint", "pixels")
 CAPTION_ENCODERS = ("text", "checkpoint", "hashing")
+WITHOUT_MODEL = ("pixels", "hashing")
+"""Encoders without weights."""
 CATEGORIES = ("functional", "temporal", "causal")
 """Kinds of reasoning of the paper."""
 
@@ -72,11 +74,11 @@ class DownloadConfig:
 
     concurrency: AtLeastOne = 32
     """Concurrent downloads."""
-    timeout_s: float = 30.0
+    timeout_s: Positive = 30.0
     """Time limit of one attempt, from start to end."""
-    max_retries: int = 3
+    max_retries: Count = 3
     """Attempts after the first."""
-    backoff_s: float = 1.0
+    backoff_s: NotNegative = 1.0
     """Upper bound of the first wait, which doubles with every attempt."""
     max_bytes: AtLeastOne = 30_000_000
     """Maximum size of a file; larger ones are left out and counted."""
@@ -91,7 +93,7 @@ class EncoderConfig:
     text, checkpoint or hashing."""
     path: str | None = None
     """Hub name or folder, for siglip, text and checkpoint."""
-    batch_size: int = 64
+    batch_size: AtLeastOne = 64
     """Pictures or texts embedded at once."""
 
 
@@ -148,13 +150,13 @@ class GenerateConfig:
     """Maximum tokens of an answer."""
     categories: list[str] = field(default_factory=lambda: list(CATEGORIES))
     """Kinds of reasoning to ask for, from those that ``prompts`` defines."""
-    max_inputs: int | None = None
+    max_inputs: AtLeastOne | None = None
     """Number of seed pictures to ask about, drawn at random; null: all."""
     content_policy: bool = True
     """Have the model decline pictures that are politically sensitive or sexually explicit, as the paper's prompt A.1 does."""
-    max_query_words: int = 25
+    max_query_words: AtLeastOne = 25
     """Maximum words of a query; longer ones count as malformed."""
-    max_target_words: int = 50
+    max_target_words: AtLeastOne = 50
     """Maximum words of a target's description; longer ones count as malformed."""
 
 
@@ -176,7 +178,7 @@ class RetrieveConfig:
 
     by_image: AtLeastOne = 16
     """Candidates per query from the image index."""
-    by_caption: int = 4
+    by_caption: Count = 4
     """Candidates per query from the caption index."""
     exclude_input: bool = True
     """Exclude a query's own picture from its candidates; the paper does not say."""
@@ -261,9 +263,9 @@ class ExportConfig:
 class ExpectConfig:
     """Guesses of the dry run, to be corrected by a small run."""
 
-    queries_per_input: float = 2.5
+    queries_per_input: NotNegative = 2.5
     """Queries per input picture."""
-    share_valid: float = 0.6
+    share_valid: Share = 0.6
     """Share of queries that pass the filter; about 60 % in the paper."""
     output_tokens: dict[str, int] = field(
         default_factory=lambda: {"caption": 60, "generate": 600, "filter": 200, "judge": 200}
@@ -275,15 +277,15 @@ class ExpectConfig:
 class OracleConfig:
     """The embedded default: a server on this machine that answers from the shipped relation tables, wrong on purpose."""
 
-    bad_queries: float = 0.4
+    bad_queries: Share = 0.4
     """Share of generated queries that break a constraint; the filter should find them."""
-    malformed: float = 0.005
+    malformed: Share = 0.005
     """Share of unreadable answers."""
-    transient: float = 0.02
+    transient: Share = 0.02
     """Share of first attempts that get 429, 503 or a web page."""
-    filter_errors: float = 0.05
+    filter_errors: Share = 0.05
     """Share of wrong verdicts by the filter."""
-    judge_errors: float = 0.005
+    judge_errors: Share = 0.005
     """Share of wrong verdicts by a judge."""
     seed: int = 0
     """Seed of these errors."""
@@ -307,7 +309,7 @@ class RmirConfig:
     prices: Path | None = None
     """Price table (YAML: model name to input_price, output_price ... per million tokens) for models without prices in
     their settings; null: rge/calls/prices.yaml."""
-    budget: float | None = None
+    budget: NotNegative | None = None
     """Cap on the total cost of all models, over all runs in one ``out``; null: only the models' own caps."""
     on_unanswered: Literal["wait", "proceed"] = "wait"
     """What to do after a stage with unanswered calls (outages): wait until the same command has asked them again; or
@@ -329,7 +331,7 @@ class RmirConfig:
     prompts: str | None = None
     """Folder whose files replace the shipped prompts of the same name: kinds.md, constraints.md, content_policy.md,
     generate.md, filter.md, judge.md, caption.md; null: none."""
-    queries_per_shard: int = 500
+    queries_per_shard: AtLeastOne = 500
     """Queries judged at once; at most this many have to be redone when a run is stopped."""
 
 
@@ -363,14 +365,21 @@ def check(config: RmirConfig) -> None:
 
 
 def _check_encoders(config: RmirConfig) -> None:
-    one_of("image_encoder.kind", [config.image_encoder.kind], IMAGE_ENCODERS)
-    one_of("caption_encoder.kind", [config.caption_encoder.kind], CAPTION_ENCODERS)
+    check_encoder("image_encoder", config.image_encoder, IMAGE_ENCODERS)
+    check_encoder("caption_encoder", config.caption_encoder, CAPTION_ENCODERS)
     for number, spec in enumerate(config.retrieve.more):
         kinds = IMAGE_ENCODERS if spec.side == "image" else CAPTION_ENCODERS
-        one_of(f"retrieve.more.{number}.encoder.kind", [spec.encoder.kind], kinds)
+        check_encoder(f"retrieve.more.{number}.encoder", spec.encoder, kinds)
     names = ["image", "caption", *(spec.name for spec in config.retrieve.more)]
     if twice := [name for name in names if names.count(name) > 1]:
         raise UserError(f"retrieve.more: index names must be unique; got {twice[0]!r} twice")
+
+
+def check_encoder(key: str, encoder: EncoderConfig, kinds: Sequence[str]) -> None:
+    """Check one encoder's settings. Raises `UserError`: a kind that is not allowed, or no path."""
+    one_of(f"{key}.kind", [encoder.kind], kinds)
+    if encoder.path is None and encoder.kind not in WITHOUT_MODEL:
+        raise UserError(f"{key}.path is missing: give the {encoder.kind} model's hub name or folder")
 
 
 def models_used(config: RmirConfig) -> list[tuple[str, str]]:

@@ -14,10 +14,12 @@ MASK = "[key]"
 
 
 def read_key(name: str, variable: str) -> str:
-    """Read a key from an environment variable. Raises `UserError`: the variable is not set, or its value is too short."""
+    """Read a key from an environment variable. Raises `UserError`: the variable is not set, or its value cannot be a key."""
     key = os.environ.get(variable, "").strip()
     if not key:
         raise UserError(f"{name}: the environment variable {variable} (key_env) is not set")
+    if not (key.isascii() and key.isprintable()):
+        raise UserError(f"{name}: {variable} (key_env) holds characters that no key has: copy the key again")
     if len(key) < MIN_CHARACTERS:
         raise UserError(
             f"{name}: {variable} (key_env) holds {len(key)} characters, too few for a key (at least {MIN_CHARACTERS}); set "

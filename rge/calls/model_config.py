@@ -10,7 +10,7 @@ import httpx
 from rge.calls.keys import read_key
 from rge.calls.request import Request
 from rge.common.errors import UserError
-from rge.common.options import AtLeastOne, Count, Positive, build
+from rge.common.options import AtLeastOne, Count, NotNegative, Positive, build
 
 CHARACTERS_PER_TOKEN = 3
 """For token estimates of prompts; low on purpose, so that estimates err on the high side."""
@@ -43,22 +43,22 @@ class ModelConfig:
     """Time limit of one attempt, from start to end."""
     max_retries: Count = 6
     """Attempts after the first, on 5xx, time-outs and lost connections."""
-    backoff_s: float = 1.0
+    backoff_s: NotNegative = 1.0
     """Upper bound of the first wait, which doubles with every attempt; the actual wait is random below it."""
-    max_backoff_s: float = 60.0
+    max_backoff_s: NotNegative = 60.0
     """Longest wait before the next attempt, even if the endpoint asks for a longer one."""
     max_limited_s: Positive = 600.0
     """How long a call waits at an endpoint that returns 429; the run stops if it returns nothing else, or asks to wait
     longer."""
     reasks: Count = 2
     """How often an unreadable answer is requested again, with the format stated."""
-    input_price: float | None = None
+    input_price: NotNegative | None = None
     """Price per million input tokens; null (with output_price null too): from the price table, or 0."""
-    cached_price: float | None = None
+    cached_price: NotNegative | None = None
     """Price per million input tokens from the provider's prompt cache; null: ``input_price``."""
-    output_price: float | None = None
+    output_price: NotNegative | None = None
     """Price per million output tokens."""
-    budget: float | None = None
+    budget: NotNegative | None = None
     """Cap on the endpoint's total cost, over all runs that share a cache of answers; null: none."""
     picture_tokens: AtLeastOne = 1500
     """Tokens per picture, for estimates."""
@@ -145,8 +145,11 @@ def check_model(where: str, model: ModelConfig) -> None:
 
 
 def _check_url(where: str, base_url: str) -> None:
-    url = httpx.URL(base_url)
-    if url.scheme not in ("http", "https") or not url.host:
+    try:
+        url = httpx.URL(base_url)
+    except httpx.InvalidURL:
+        url = httpx.URL()
+    if url.scheme not in ("http", "https") or not url.host or (url.port or 0) > 65535:
         raise UserError(f"{where} must be http(s)://HOST..., got {base_url!r}")
     if url.userinfo or url.query:
         raise UserError(f"{where} must not contain a user, password or query; pass keys through key_env")

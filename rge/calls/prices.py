@@ -38,7 +38,7 @@ def fill_prices(models: Mapping[str, ModelConfig], table: Path | None = None) ->
         if model.name not in rows or has_prices or not (shipped or table):
             continue
         row = build(Prices, [(f"{path}: {model.name}: ", rows[model.name])])
-        given = {key: value for key, value in dataclasses.asdict(row).items() if value is not None}
+        given = {key: value for key, value in dataclasses.asdict(row).items() if getattr(model, key) is None}
         filled[label] = dataclasses.replace(model, **given)
     return filled
 

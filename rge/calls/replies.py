@@ -179,10 +179,13 @@ def _as_tags(text: str, *, whole: bool) -> str:
     if not source.startswith("{"):
         return text
     try:
-        value = json.loads(source)
-    except ValueError:
-        value = json_repair.loads(source) if whole and source.endswith("}") else None
-    return _tagged(value) if isinstance(value, dict) and value else text
+        try:
+            value = json.loads(source)
+        except ValueError:
+            value = json_repair.loads(source) if whole and source.endswith("}") else None
+        return _tagged(value) if isinstance(value, dict) and value else text
+    except RecursionError:  # a model that repeats itself
+        return text
 
 
 def _tagged(fields: dict[str, Any]) -> str:
@@ -208,7 +211,7 @@ def usage(raw: bytes, expected: tuple[int, int]) -> Usage:
     reported, refused = as_dict(body.get("usage")), bool(body.get("error"))
 
     def count(value: Any, default: int) -> int:
-        return value if type(value) is int and value >= 0 else default
+        return value if type(value) is int and 0 <= value < 2**31 else default
 
     # A refused request is not billed unless the provider reports tokens for it.
     num_input, num_output = (0, 0) if refused else expected

@@ -89,6 +89,8 @@ async def _fetch_one(client: httpx.AsyncClient, url: str, path: Path, config: Do
 
 async def _get(client: httpx.AsyncClient, url: str, config: DownloadConfig) -> bytes:
     try:
+        if (httpx.URL(url).port or 0) > 65535:
+            raise httpx.InvalidURL("no such port")
         async with asyncio.timeout(config.timeout_s), client.stream("GET", url) as answer:
             if answer.status_code in TRANSIENT:
                 raise _DownloadFailed(f"HTTP {answer.status_code}", retry=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from PIL import Image
 
-from data_prep.rmir.config import EncoderConfig
+from data_prep.rmir.config import WITHOUT_MODEL, EncoderConfig
 from rge.common.errors import UserError
 from rge.common.images import load_image
 from rge.common.schema import ImageRef, Item
@@ -175,7 +175,7 @@ def identity(config: EncoderConfig) -> dict[str, Any]:
     """
     # fallback: a setting of earlier versions; keeps the fingerprints of their runs
     found = asdict(config) | {"fallback": None}
-    if config.kind not in ("pixels", "hashing") and config.path and Path(config.path).is_dir():
+    if config.kind not in WITHOUT_MODEL and config.path and Path(config.path).is_dir():
         found["content"] = content_hash(Path(config.path))
     return found
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModel, AutoProcessor, AutoTokenizer
 
+from rge.common.errors import UserError
 from rge.common.images import load_image
 from rge.common.schema import ImageRef
 
@@ -26,7 +27,14 @@ class _HubModel:
     def __init__(self, path: str, batch_size: int):
         self.name, self.batch_size = path, batch_size
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.model: Any = AutoModel.from_pretrained(path).to(self.device).eval()
+        self.model: Any = self.load(AutoModel).to(self.device).eval()
+
+    def load(self, kind: Any, **settings: Any) -> Any:
+        """A part of the model. Raises `UserError`: it cannot be loaded."""
+        try:
+            return kind.from_pretrained(self.name, **settings)
+        except (OSError, ValueError) as error:
+            raise UserError(f"encoder {self.name} cannot be loaded: {error}") from None
 
     @torch.no_grad()
     def in_batches(self, items: Sequence[T], forward: Callable[[list[T]], Tensor]) -> np.ndarray:
@@ -41,7 +49,7 @@ class SiglipEncoder(_HubModel):
 
     def __init__(self, path: str, batch_size: int):
         super().__init__(path, batch_size)
-        self.processor = AutoProcessor.from_pretrained(path)
+        self.processor = self.load(AutoProcessor)
 
     def pictures(self, refs: Sequence[ImageRef]) -> np.ndarray:
         """(N, D) float32, unit norm."""
@@ -74,7 +82,7 @@ class HubTextEncoder(_HubModel):
     def __init__(self, path: str, batch_size: int):
         super().__init__(path, batch_size)
         # With left padding the last token is at the end of every row.
-        self.tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
+        self.tokenizer = self.load(AutoTokenizer, padding_side="left")
 
     def texts(self, texts: Sequence[str], *, query: bool) -> np.ndarray:
         """(N, D) float32, unit norm."""

@@ -255,6 +255,11 @@ def test_defaults_are_the_papers():
         ("split.disjoint=some", "split.disjoint must be one of none, inputs, all"),
         ("retrieve.by_image=0", "retrieve.by_image must be >= 1, got 0"),
         ("judge.judges=[]", "judge.judges: .* at least 1 item"),
+        ("queries_per_shard=-3", "queries_per_shard must be >= 1"),
+        ("generate.max_inputs=-2", "generate.max_inputs must be .*1"),
+        ("retrieve.by_caption=-2", "retrieve.by_caption must be >= 0"),
+        ("download.max_retries=-1", "download.max_retries must be >= 0"),
+        ("image_encoder.kind=siglip", "image_encoder.path is missing"),
         ("out", "arguments must be key=value"),
     ],
 )

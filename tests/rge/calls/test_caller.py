@@ -205,7 +205,10 @@ def test_a_key_that_is_not_set_is_named_before_any_call(store, monkeypatch):
         Caller({"m": ModelConfig(name="m", key_env="A_KEY")}, store)
 
 
-@pytest.mark.parametrize("url", ["http://me:pw@host/v1", "http://host/v1?key=1", "host:8000"])
+@pytest.mark.parametrize(
+    "url",
+    ["http://me:pw@host/v1", "http://host/v1?key=1", "host:8000", "http://host:x/v1", "http://host:99999/v1"],
+)
 def test_addresses_with_secrets_or_without_a_host_are_refused(store, url):
     with pytest.raises(UserError, match="base_url"):
         Caller({"m": ModelConfig(name="m", base_url=url)}, store)
@@ -234,6 +237,13 @@ def test_tokens_and_money_are_counted(store):
     assert (found.calls, found.input_tokens, found.output_tokens) == (2, 200, 40)
     assert found.cost == pytest.approx(0.0012)
     assert (found.lost_calls, found.lost_cost) == (0, 0)
+
+
+def test_a_count_of_tokens_that_cannot_be_is_replaced_by_the_estimate(store):
+    with LocalServer(Echo(chat("fine", input_tokens=10**30, output_tokens=7))) as server:
+        Caller(model(server), store).run([ask("a" * 300)])
+    (found,) = store.ledger()
+    assert (found.input_tokens, found.output_tokens) == (100, 7)
 
 
 def test_the_budget_stops_and_the_next_run_goes_on(store):

@@ -1,6 +1,7 @@
 """An unanswered call is never an answer: outages, accounts without credit, requests that are too large, and budgets that learn."""
 
 import asyncio
+import json
 import time
 from collections import Counter
 from email.utils import formatdate
@@ -14,7 +15,7 @@ from rge.calls.local_server import Answer, LocalServer, chat
 from rge.calls.model_config import ModelConfig
 from rge.calls.prices import confirm, fill_prices
 from rge.calls.providers.errors import Meaning, classify, parse_seconds
-from rge.calls.replies import Refused, Reply, check_complete, read_replies, tag
+from rge.calls.replies import MissingTag, Refused, Reply, check_complete, read_replies, tag
 from rge.calls.request import Picture, Request
 from rge.calls.store import AnswerStore
 from rge.common.errors import UserError
@@ -301,11 +302,17 @@ def test_refusals_are_read_however_they_are_typed(text):
     ],
 )
 def test_fenced_or_slightly_broken_json_is_read(said):
-    body = chat(said).body
-    import json
-
-    reply = read_replies(json.dumps(body).encode())[0]
+    reply = read_replies(json.dumps(chat(said).body).encode())[0]
     assert tag(reply.text, "verdict") == "yes"
+
+
+@pytest.mark.parametrize(
+    "said", ['{"a":' * 5000, '{"a":' * 5000 + "1" + "}" * 5000, '{"a":' * 900 + "1" + "}" * 900]
+)
+def test_a_model_that_opens_brackets_without_end_is_no_traceback(said):
+    reply = read_replies(json.dumps(chat(said).body).encode())[0]
+    with pytest.raises(MissingTag):
+        tag(reply.text, "verdict")
 
 
 def test_half_an_object_is_not_made_whole():
@@ -360,12 +367,14 @@ def test_prices_come_from_a_table_where_none_are_given(tmp_path, monkeypatch):
         "known": ModelConfig(name=known, base_url="https://api.anthropic.com/v1/"),
         "served": ModelConfig(name=known, base_url="http://host/v1"),
         "own": ModelConfig(name=known, input_price=0.5),
+        "cached": ModelConfig(name=known, cached_price=0.02),
         "local": ModelConfig(name="local", base_url="http://host/v1"),
     }
     shipped, given = fill_prices(models), fill_prices(models, mine)
     assert (shipped["known"].input_price, shipped["known"].output_price) == (1, 5)
     assert shipped["served"].cost(10**6, 10**6) == shipped["local"].cost(10**6, 10**6) == 0
     assert shipped["own"].input_price == given["own"].input_price == 0.5
+    assert (shipped["cached"].input_price, shipped["cached"].cached_price) == (1, 0.02)
     assert given["served"].cost(10**6, 10**6) == 15
     assert given["local"].cached_price == 0.4
     mine.write_text(f"{known}: {{input: 7}}\n")

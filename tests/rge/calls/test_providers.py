@@ -282,6 +282,13 @@ def test_what_is_too_short_for_a_key_is_refused(store, monkeypatch, key):
         Caller({"m": ModelConfig(name="m", key_env="A_KEY")}, store)
 
 
+@pytest.mark.parametrize("key", ["sk-abcdefghij\u2026klm", "sk-abcdefg\nsk-hijklmnop"])
+def test_what_no_header_can_hold_is_no_key(store, monkeypatch, key):
+    monkeypatch.setenv("A_KEY", key)
+    with pytest.raises(UserError, match=r"A_KEY \(key_env\) holds characters that no key has"):
+        Caller({"m": ModelConfig(name="m", key_env="A_KEY")}, store)
+
+
 # --------------------------------------------------------------------------------------------- what newer models ask for
 
 
@@ -313,6 +320,8 @@ def test_settings_of_newer_models_are_sent_and_are_part_of_the_key(store):
         ({"token_limit": "tokens"}, "token_limit must be one of max_tokens, max_completion_tokens"),
         ({"draws_a_call": 0}, "draws_a_call must be >= 1"),
         ({"reasks": -1}, "reasks must be >= 0"),
+        ({"input_price": -1.0, "output_price": 1.0}, "input_price must be >= 0"),
+        ({"backoff_s": -1.0}, "backoff_s must be >= 0"),
         ({"extra_body": {"messages": []}}, "extra_body must not set model, messages, n or seed"),
         ({"extra_body": {"top_p": float("nan")}}, "extra_body must be JSON"),
     ],

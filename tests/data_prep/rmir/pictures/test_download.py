@@ -81,7 +81,7 @@ def site():
 
 def test_what_is_fetched_and_why_the_rest_is_not(site, tmp_path):
     names = ["good", "flaky", "moved", "lost", "page", "huge"]
-    wrong = ["http://me:pw@host:port/y?key=1", "http://xn--/z"]
+    wrong = ["http://me:pw@host:port/y?key=1", "http://xn--/z", "http://127.0.0.1:99999/w"]
     urls = [f"{site}/{name}" for name in names] + ["http://127.0.0.1:9/x", *wrong]
     lost = fetch(urls, tmp_path, PATIENT)
     assert {url.rpartition("/")[2]: reason for url, reason in lost.items()} == {
@@ -91,6 +91,7 @@ def test_what_is_fetched_and_why_the_rest_is_not(site, tmp_path):
         "x": "no connection",
         "y?key=1": "not a working address",
         "z": "not a working address",
+        "w": "not a working address",
     }
     assert Site.asked["/flaky"] == 3
     assert Site.asked["/lost"] == 1, "what no retry can mend is asked once"

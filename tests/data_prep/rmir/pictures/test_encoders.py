@@ -130,6 +130,9 @@ def test_a_checkpoint_that_is_missing_is_an_error(tmp_path):
     for build in (image_encoder, text_encoder):
         with pytest.raises(UserError, match=f"{tmp_path} has no rge.json"):
             build(EncoderConfig("checkpoint", str(tmp_path)))
+    for build, kind in ((image_encoder, "siglip"), (text_encoder, "text")):
+        with pytest.raises(UserError, match=f"encoder {tmp_path} cannot be loaded"):
+            build(EncoderConfig(kind, str(tmp_path)))
 
 
 def library_run(tmp_path, pictures, *words: str) -> Run:

@@ -24,7 +24,7 @@ from rge.checkpoints.run_lock import held
 from rge.common.commands import start
 from rge.common.errors import USER, UserError
 from rge.common.files import checkpoint_folder, find_shipped, raise_descriptor_limit
-from rge.config import CheckOptions, Recipe, RecipeError, RecordsConfig, StageConfig, load_options
+from rge.config import CheckOptions, Recipe, RecordsConfig, StageConfig, load_options
 from rge.data import collate, layout
 from rge.data.layout import Layout
 from rge.data.readers import open_records
@@ -40,6 +40,7 @@ from rge.model.embedding_model import Kept
 from rge.model.hub_model import HubModel
 from rge.objective import Objective
 from rge.plan import machine
+from rge.plan.costs import num_parameters
 from rge.plan.estimate import Plans, banner
 from rge.plan.known_models import outline
 from rge.rl import reference, rewards
@@ -303,6 +304,8 @@ class Preflight:
         recipe, found = self.recipe, self.found
         num_steps = {name: self._num_steps(getattr(recipe, name)) for name in found.stages}
         self.attempt(check_sizes, recipe.loss.matryoshka_dims, model)
+        if self.attempt(num_parameters, model, recipe.model) is None:  # model.lora has unknown names
+            return
         self.problems += machine.disk_problems(recipe, num_steps, model, self.accelerator)
         plans = self.attempt(Plans, recipe, num_steps, found.records, self.layouts, model, self.accelerator)
         if not self.problems:
@@ -372,10 +375,7 @@ def _outline(recipe: Recipe) -> HubModel:
             find_base(start, instead=recipe.model.path)
     elif recipe.model.path is not None:
         read_config(recipe.model.path, recipe.model.revision)
-    try:
-        return outline(recipe.model, recipe.init)[0]
-    except KeyError as error:
-        raise RecipeError(f"model.scratch lacks {error}") from None
+    return outline(recipe.model, recipe.init)[0]
 
 
 if __name__ == "__main__":

@@ -58,7 +58,12 @@ def finished(folder: Path, recipe: Recipe, name: str) -> bool:
 def problems(recipe: Recipe, stages: Sequence[str], accelerator: Accelerator) -> Iterator[str]:
     """Reasons why the open stages cannot start or resume in the run's folder."""
     checks = [partial(check_start, recipe)]
-    checks += [partial(check_state, Path(recipe.out) / name, recipe, name, accelerator) for name in stages]
+    folders = {name: Path(recipe.out, name) for name in stages}
+    checks += [
+        partial(check_state, folder, recipe, name, accelerator)
+        for name, folder in folders.items()
+        if not (folder / "final" / RGE_JSON).is_file()  # otherwise `finished` has said why it does not count
+    ]
     for check in checks:
         try:
             check()
@@ -195,9 +200,9 @@ def check_same_recipe(found: dict[str, Any], recipe: Recipe, name: str, path: Pa
     ours, theirs = flat(to_dict(recipe)), flat(found)
     run_alone = not ours["stage"] == theirs["stage"] == "all"
     for keys in (ours, theirs):
-        if name == "cold_start":  # the loss settings that it uses; the latter is newer than some states
-            keys["cold_start loss.lm_on_candidates"] = keys["loss.lm_on_candidates"]
-            keys["cold_start loss.think_lm"] = keys.get("loss.think_lm", 0.0)
+        if name == "cold_start":  # the loss settings that it uses
+            for key in ("loss.lm_on_candidates", "loss.think_lm"):
+                keys[f"cold_start {key}"] = keys.get(key)
         if run_alone:
             keys["init"] = _start(keys, name, recipe.out)
     different = {

@@ -71,14 +71,7 @@ def add_adapters(
     from peft.tuners.tuners_utils import cast_adapter_dtype
 
     words, head = model.get_input_embeddings(), model.get_output_embeddings()
-    whole = _named_modules(model, modules_to_save)
-    excluded = {module for each in whole.values() for module in each.modules()}
-    if excluded & {words, head}:
-        raise AdapterError("model.lora.modules_to_save: the embedding matrix is not trained with adapters")
-    excluded.add(head)
-    if not vision:
-        excluded |= {module for part in family_of(model).vision(model) for module in part.modules()}
-    chosen = _linear_layers(model, targets, excluded)
+    chosen, whole = trained_parts(model, targets, modules_to_save, vision=vision)
     config = LoraConfig(
         r=rank,
         lora_alpha=alpha,  # type: ignore[arg-type]  # PEFT says int and takes any number
@@ -97,6 +90,21 @@ def add_adapters(
         module.requires_grad_(True)
     for number, token_id in enumerate([emb_id, *think_ids]):
         _train_row(model, f"think_{number}" if number else "emb", token_id, tied)
+
+
+def trained_parts(
+    model: HubModel, targets: Sequence[str], modules_to_save: Sequence[str], *, vision: bool
+) -> tuple[list[str], dict[str, nn.Module]]:
+    """Names of the linear layers that get adapters, and modules that are trained whole by name; AdapterError as `add_adapters`."""
+    words, head = model.get_input_embeddings(), model.get_output_embeddings()
+    whole = _named_modules(model, modules_to_save)
+    excluded = {module for each in whole.values() for module in each.modules()}
+    if excluded & {words, head}:
+        raise AdapterError("model.lora.modules_to_save: the embedding matrix is not trained with adapters")
+    excluded.add(head)
+    if not vision:
+        excluded |= {module for part in family_of(model).vision(model) for module in part.modules()}
+    return _linear_layers(model, targets, excluded), whole
 
 
 def _last(name: str) -> str:

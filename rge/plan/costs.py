@@ -13,7 +13,6 @@ their backward needs is kept (`train.keep_activations`). A frozen vision tower r
 import math
 import re
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -23,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from rge.config import ModelConfig
 from rge.losses import CHUNK_TOKENS
+from rge.model.adapters import trained_parts
 from rge.model.attention import bucket
 from rge.model.backbone import skeleton
 from rge.model.families import family_of
@@ -569,23 +569,14 @@ def communication(shapes: Shapes, load: Load, setup: Setup) -> float:
 
 
 def num_parameters(model: HubModel, settings: ModelConfig) -> tuple[int, int]:
-    """All parameters, and those with a gradient: with adapters theirs, the `<emb>` row and `modules_to_save`."""
-    family = family_of(model)
-    tower, total = family.vision(model), _size(model)
-    lora = settings.lora
+    """All parameters, and those with a gradient: with adapters theirs, the `<emb>` row and `modules_to_save`.
+
+    AdapterError: `model.lora` names a layer or module that the model lacks.
+    """
+    total, lora = _size(model), settings.lora
     if lora is None:
-        return total, total - settings.freeze_vision * sum(map(_size, tower))
-    whole = [it for name, it in model.named_modules() if name.rsplit(".", 1)[-1] in lora.modules_to_save]
-    inside = set(chain.from_iterable(module.modules() for module in whole))
-
-    def adapted(part: nn.Module) -> int:
-        matrices = [
-            matrix
-            for name, matrix in _matrices(part).items()
-            if matrix not in inside and (not lora.targets or name.rsplit(".", 1)[-1] in lora.targets)
-        ]
-        return sum(lora.rank * sum(it.weight.shape) + lora.dora * it.weight.shape[0] for it in matrices)
-
-    count = model.config.get_text_config().hidden_size + sum(map(_size, whole))
-    count += sum(map(adapted, [family.decoder(model), *(tower if lora.vision else ())]))
-    return total, count
+        return total, total - settings.freeze_vision * sum(map(_size, family_of(model).vision(model)))
+    layers, whole = trained_parts(model, lora.targets, lora.modules_to_save, vision=lora.vision)
+    shapes = [model.get_parameter(f"{name}.weight").shape for name in layers]
+    adapters = sum(lora.rank * sum(shape) + lora.dora * shape[0] for shape in shapes)
+    return total, adapters + model.config.get_text_config().hidden_size + sum(map(_size, whole.values()))

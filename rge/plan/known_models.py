@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING
 
+from rge.common.errors import UserError
 from rge.common.files import checkpoint_folder
 from rge.common.options import read_yaml
 from rge.config import ModelConfig
@@ -25,10 +26,18 @@ def outline(model: ModelConfig, init: str | None = None) -> tuple[HubModel, str]
     It is whole under every back end, without communication.
 
     Raises:
-        BackboneError: its shapes are unknown, or its family is not supported.
+        BackboneError: its shapes are unknown, `model.scratch` makes no model, or its family is not supported.
     """
-    config, origin = _config(model, init)
-    return skeleton(config), origin
+    try:
+        config, origin = _config(model, init)
+        return skeleton(config), origin
+    except UserError:
+        raise
+    except Exception as error:
+        if model.scratch is None:
+            raise
+        why = f"lacks {error}" if isinstance(error, KeyError) else f"makes no model: {error}"
+        raise BackboneError(f"model.scratch {why}") from error
 
 
 def _config(model: ModelConfig, init: str | None) -> tuple[Any, str]:

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 
-from rge.config import BACK_ENDS, UNSHARDED_ONLY, Recipe, RecipeError, StageConfig
+from rge.config import BACK_ENDS, Recipe, RecipeError, StageConfig
 from rge.model.hub_model import HubModel
 from rge.objective import Objective
 from rge.plan import costs
@@ -18,7 +18,7 @@ from rge.plan.costs import GIB, Load, Setup, Shapes, num_parameters, shapes_of
 from rge.plan.known_models import outline
 from rge.plan.machine import cpu_speed, main_memory
 from rge.plan.options import PlanCommand, PlanOptions
-from rge.plan.search import Room, Way, decided, fastest, overrides
+from rge.plan.search import Room, Way, decided, fastest, overrides, refused
 from rge.towers.smollm2 import is_smollm2
 
 LESS = (
@@ -294,16 +294,12 @@ def _largest(recipe: Recipe, shapes: Shapes, options: PlanOptions) -> dict[str, 
 
 
 def setup_of(recipe: Recipe, model: HubModel, options: PlanOptions) -> Setup:
-    """Settings of a rank in the planned stage; RecipeError if training would refuse the optimizer under the back end."""
+    """Settings of a rank in the planned stage; RecipeError if training would refuse it under the back end."""
     lora = recipe.model.lora
     _, queries = _stage(recipe, options)
     back_end = options.back_end or recipe.train.back_end
-    if recipe.optim.name in UNSHARDED_ONLY and options.num_gpus > 1 and back_end != "ddp":
-        key = "back_end" if options.back_end else "train.back_end"
-        raise RecipeError(
-            f"optim.name={recipe.optim.name} needs whole gradients, which {back_end} does not have: set optim.name=adamw or "
-            f"{key}=ddp"
-        )
+    if why := refused(recipe, options, back_end):
+        raise RecipeError(why)
     return Setup(
         back_end=back_end,
         num_gpus=options.num_gpus,

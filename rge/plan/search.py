@@ -11,6 +11,7 @@ from rge.config import BACK_ENDS, UNSHARDED_ONLY, Recipe, RecipeError
 from rge.plan import costs
 from rge.plan.costs import ACTIVATIONS_OFF_BY, GIB, Load, Setup, Shapes
 from rge.plan.options import PlanOptions
+from rge.rl.reference import NOT_UNDER_ZERO3
 
 
 class ImpossibleKeeping(RecipeError):
@@ -125,11 +126,18 @@ def decided(recipe: Recipe, shapes: Shapes, load: Load, setup: Setup, room: Room
     return best, f"up to {most:,.0f} of {room.gpu / GIB:,.0f} GiB{place}"
 
 
-def back_ends(recipe: Recipe, options: PlanOptions) -> tuple[str, ...]:
-    """Back ends to suggest: those that training accepts with the recipe's optimizer."""
-    if options.num_gpus == 1 or options.cpu:
-        return ()
-    return ("ddp",) if recipe.optim.name in UNSHARDED_ONLY else BACK_ENDS
+def refused(recipe: Recipe, options: PlanOptions, back_end: str) -> str | None:
+    """Why training would refuse the planned stage under a back end; None if it would not."""
+    if options.num_gpus == 1:
+        return None
+    if recipe.optim.name in UNSHARDED_ONLY and back_end != "ddp":
+        key = "back_end" if options.back_end else "train.back_end"
+        return (
+            f"optim.name={recipe.optim.name} needs whole gradients, which {back_end} does not have: set optim.name=adamw or "
+            f"{key}=ddp"
+        )
+    has_copy = options.for_ == "rl" and recipe.rl.beta and recipe.rl.alpha_rl and recipe.model.lora is None
+    return NOT_UNDER_ZERO3 if has_copy and back_end == "zero3" else None
 
 
 def fastest(
@@ -143,13 +151,15 @@ def fastest(
     )
     sizes = {1 << shift for shift in range(load.queries.bit_length())} | {setup.micro_queries}
     best: dict[tuple[bool, str, bool | None], Way] = {}
+    others = () if options.num_gpus == 1 else BACK_ENDS
+    allowed = {setup.back_end: None} | {name: None for name in others if not refused(recipe, options, name)}
 
     def rank(way: Way) -> tuple[float, bool, float, float]:
         return way.seconds, way.setup.back_end != setup.back_end, way.sent, way.total
 
     for size in sorted(size for size in sizes if size <= load.queries):
         taken = replace(load, chunks=-(-load.queries // size))
-        for back_end in dict.fromkeys((setup.back_end, *back_ends(recipe, options))):
+        for back_end in allowed:
             for checkpointing in (False, True):
                 base = replace(setup, micro_queries=size, back_end=back_end, checkpointing=checkpointing)
                 for choice in ways(free, taken, base):

@@ -20,6 +20,11 @@ from rge.model.packing import Branch
 from rge.model.prompts import Prompt
 from rge.rollout.generate import Rationale
 
+NOT_UNDER_ZERO3 = (
+    "rl.beta needs the weights that the stage starts from, and under ZeRO-3 no process holds them whole: use "
+    "model.lora, whose reference is the model without adapters, another back end, or rl.beta=0"
+)
+
 
 @dataclass
 class Reference:
@@ -73,10 +78,7 @@ def problems(recipe: Recipe, zero3: bool) -> Iterator[str]:
     if not ("rl" in recipe.stages() and recipe.rl.beta and recipe.rl.alpha_rl):
         return
     if recipe.model.lora is None and zero3:
-        yield (
-            "rl.beta needs the weights that the stage starts from, and under ZeRO-3 no process holds them whole: use "
-            "model.lora, whose reference is the model without adapters, another back end, or rl.beta=0"
-        )
+        yield NOT_UNDER_ZERO3
     if recipe.model.lora is not None and recipe.model.lora.modules_to_save:
         yield (
             "rl.beta's reference is the model without adapters, and model.lora.modules_to_save trains modules that would change "

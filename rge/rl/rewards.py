@@ -134,6 +134,8 @@ def find_reward(config: RewardConfig) -> Reward:
             raise UserError(f"rl.rewards: {config.name} cannot be loaded: {error}") from error
     else:
         chosen = REWARDS[config.name]
+    if not callable(chosen.function):
+        raise UserError(f"rl.rewards: {config.name} is not a function")
     signature = inspect.signature(chosen.function)
     try:
         signature.bind(None, **config.options)

@@ -23,6 +23,7 @@ from transformers import (
 )
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
+from rge.common.errors import UserError, did_you_mean, not_one_of
 from rge.towers import efficientnet, smollm2
 
 SPECIAL_TOKENS = (
@@ -157,7 +158,7 @@ def num_rows(vocabulary: int) -> int:
 def make_config(
     rows: int, ids: Mapping[str, int], text: dict[str, Any], vision: dict[str, Any]
 ) -> Qwen2_5_VLConfig:
-    """Config of a Qwen2.5-VL with these sizes and rows in its embedding matrix; see `make_model`."""
+    """Config of a Qwen2.5-VL with these sizes and rows in its embedding matrix, see `make_model`; UserError for unknown sizes."""
     text = dict(smollm2.TEXT if smollm2.is_smollm2(text) else text)
     tie = text.pop("tie_word_embeddings", True)
     head_dim = text["hidden_size"] // text["num_attention_heads"]
@@ -166,7 +167,7 @@ def make_config(
     sections = [quarter, rest // 2, rest - rest // 2]
     rope_theta = text.pop("rope_theta", 1e6)
     is_photo = efficientnet.is_efficientnet(vision)
-    return (efficientnet.EfficientNetQwenConfig if is_photo else Qwen2_5_VLConfig)(
+    config = (efficientnet.EfficientNetQwenConfig if is_photo else Qwen2_5_VLConfig)(
         text_config={
             "vocab_size": rows,
             "max_position_embeddings": 8192,
@@ -185,6 +186,18 @@ def make_config(
         vision_end_token_id=ids["<|vision_end|>"],
         tie_word_embeddings=tie,
     )
+    _check_keys("text", text, type(config.text_config), smollm2.MODEL_TYPE)
+    _check_keys("vision", vision, type(config.vision_config), efficientnet.EfficientNetConfig.model_type)
+    return config
+
+
+def _check_keys(part: str, sizes: Mapping[str, Any], kind: type[Any], pretrained: str) -> None:
+    known = kind().to_dict()  # transformers accepts other keys, and ignores them
+    for name in sizes:
+        if name not in known:
+            raise UserError(f"unknown key model.scratch.{part}.{name}{did_you_mean(name, known)}")
+    if (given := sizes.get("model_type", kind.model_type)) != kind.model_type:
+        raise UserError(not_one_of(f"model.scratch.{part}.model_type", given, [pretrained]))
 
 
 def build(

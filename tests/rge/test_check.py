@@ -328,6 +328,30 @@ def test_sources_that_give_one_id_to_different_things_are_named(home, accelerato
     ]
 
 
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("text.num_hiden_layers=2", "unknown key model.scratch.text.num_hiden_layers; did you mean 'num_hidden_layers'?"),
+        ("vision.depht=2", "unknown key model.scratch.vision.depht; did you mean 'depth'?"),
+        ("text.model_type=llama", "model.scratch.text.model_type must be one of smollm2, got 'llama'"),
+        ("vision.model_type=siglip", "model.scratch.vision.model_type must be one of efficientnet_lite0, got 'siglip'"),
+        ("text.hidden_size=many", "model.scratch makes no model: "),
+        ("text.hidden_size=33", "model.scratch makes no model: hidden_size must be divisible by num_heads"),
+    ],
+)  # fmt: skip
+def test_sizes_that_make_no_model_are_problems(home, accelerator, override, said):
+    [problem] = problems_of(
+        home, accelerator, "model.path=null", f"model.scratch={{{SIZES}}}", f"model.scratch.{override}"
+    )
+    assert problem.startswith(said)
+
+
+@pytest.mark.parametrize("key", ["targets", "modules_to_save"])
+def test_adapters_on_layers_that_do_not_exist_are_a_problem(home, accelerator, key):
+    *_, problem = problems_of(home, accelerator, f"model.lora.{key}=[q_prj]", "loss.matryoshka_dims=[4096]")
+    assert re.match(rf"model.lora.{key}: no (linear layer|module) is named q_prj; ", problem)
+
+
 def test_pictures_of_one_name_in_two_folders_are_told_apart(home, accelerator, picture):
     """Ids that are left out follow from the paths in the files, which may be equal in different folders."""
     (home / "other").mkdir()
@@ -413,10 +437,14 @@ def test_what_another_recipe_left_in_the_folder_is_found(home, accelerator):
     state.mkdir(parents=True)
     (state / DONE).write_text(json.dumps({"step": 2, "recipe": to_dict(other)}))
     assert "joint.lr (there 0.5, now 2e-05)" in problems_of(home, accelerator)[0]
-    (home / "out/cold_start/final").mkdir(parents=True)
-    (home / "out/cold_start/final" / RGE_JSON).write_text(
-        json.dumps(settings(recipe_of(home, "cold_start.lr=0.5"), "cold_start"))
-    )
+    cold = recipe_of(home, "cold_start.lr=0.5")
+    for folder, file, content in [
+        ("final", RGE_JSON, settings(cold, "cold_start")),
+        ("state/step_00000004", DONE, {"step": 4, "recipe": to_dict(cold)}),  # of the same stage: named once
+    ]:
+        path = home / "out/cold_start" / folder
+        path.mkdir(parents=True)
+        (path / file).write_text(json.dumps(content))
     assert len(problems_of(home, accelerator)) == 2
 
 

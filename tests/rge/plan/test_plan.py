@@ -18,6 +18,7 @@ from PIL import Image
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.integrations import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
 
+from rge.common.errors import UserError
 from rge.common.schema import Item
 from rge.config import (
     BACK_ENDS,
@@ -782,6 +783,7 @@ def test_the_reference_of_the_kl_divergence_is_planned():
     lora, without = (found("model.lora={rank: 16}", f"rl.beta={beta}") for beta in (0, 0.05))
     assert without.memory == lora.memory
     assert without.flops > lora.flops
+    assert "train.back_end=zero3" not in sum((way.overrides for way in copied.fastest), [])
 
 
 @pytest.mark.parametrize(
@@ -794,6 +796,9 @@ def test_the_reference_of_the_kl_divergence_is_planned():
         (["utilisation=1.5"], "utilisation must be <= 1, got 1.5"),
         (["peak_tflops=0"], "peak_tflops must be > 0, got 0"),
         (["back_end=zero4"], "back_end must be one of ddp, zero1, zero2, zero3, fsdp2, got 'zero4'"),
+        (["for=rl", "rl.beta=0.1", "back_end=zero3"], "rl.beta needs the weights .* under ZeRO-3 no process"),
+        (["model.lora.targets=[q_prj]"], "no linear layer is named q_prj; there are: down_proj"),
+        (["model.path=null", "model.scratch={}"], "model.scratch lacks 'hidden_size'"),
         (["for=cold_start", "stage=joint"], "the recipe has stage=joint, so there is no cold_start to plan"),
         (
             ["query_pictures=3"],
@@ -803,7 +808,7 @@ def test_the_reference_of_the_kl_divergence_is_planned():
     ],
 )
 def test_errors(arguments, message):
-    with pytest.raises(RecipeError, match=message):
+    with pytest.raises(UserError, match=message):
         main(["recipe=qwen25vl_3b", *arguments])
 
 

@@ -615,6 +615,7 @@ def test_a_reward_of_the_wrong_length_is_an_error(lively, make_batch, sample, ta
         (RewardConfig("margn"), "reward must be one of .*did you mean 'margin'"),
         (RewardConfig("no_such_module:f"), "no_such_module:f cannot be loaded"),
         (RewardConfig("math:no_such_function"), "math:no_such_function cannot be loaded"),
+        (RewardConfig("math:pi"), "math:pi is not a function"),
         (
             RewardConfig("format", options={"langage": "LATIN"}),
             "options of format: .*langage.*there are: script",

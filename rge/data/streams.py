@@ -66,7 +66,7 @@ class Stream(Reopened):
             raise RecordError(f"training records {self.name}: the stream is empty")
         record, problems = parsed(columns, row, "0:0")
         if record is not None:
-            problems = faults_of(absolute(record, folder), need_rationale, folder, pictures)
+            problems = faults_of(record, need_rationale, folder, pictures)
         if problems:
             raise RecordError(
                 f"training records break the format, the first one already:\n{self.name}:0:0: "

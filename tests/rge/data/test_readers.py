@@ -255,6 +255,14 @@ def test_pictures_beside_a_table_do_not_make_a_folder_of_pictures(home, tmp_path
     assert Path(found[1].query.images[0]).is_file()
 
 
+def test_a_streams_folder_may_be_a_relative_path(home, monkeypatch):
+    monkeypatch.chdir(home)
+    found = open_records(SourceConfig(dataset="lines", streaming=True), pictures=PictureIndex())
+    images = [image for number in range(8) for image in found.reader(0, 1)[number].query.images]
+    assert images
+    assert all(Path(image).is_file() for image in images)
+
+
 def test_a_file_as_a_data_set_is_an_error(home):
     with pytest.raises(
         RecordError,

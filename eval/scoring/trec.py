@@ -160,7 +160,7 @@ def read_lines(path: Path) -> pa.Table:
         raise RunError(f"run {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     except UnicodeDecodeError:
         raise RunError(f"run {path} is not UTF-8 (UTF-16, perhaps): save it as UTF-8") from None
-    if re.search(rb"\t|  | \n|\r|\A ", data):
+    if re.search(rb"(?m)^ |\t|  | $|\r", data):
         lines = (line.strip() for line in re.sub(rb"[ \t]+", b" ", data).splitlines())
         data = b"\n".join(line for line in lines if line)
     if not data.strip():

@@ -159,7 +159,7 @@ def test_what_is_wrong_in_a_run_is_named(wanted, tmp_path, change, message):
         read_run(write(tmp_path / "run", rows), wanted)
 
 
-@pytest.mark.parametrize("kind", ["shuffled", "fractions", "all alike", "gzip"])
+@pytest.mark.parametrize("kind", ["shuffled", "fractions", "all alike", "indented", "gzip"])
 def test_any_legal_run_is_read(wanted, tmp_path, kind):
     rows = lines(wanted)
     if kind == "shuffled":
@@ -168,6 +168,8 @@ def test_any_legal_run_is_read(wanted, tmp_path, kind):
         rows = [[*row[:3], f"{row[3]}.0", *row[4:]] for row in rows]
     if kind == "all alike":
         rows = [[*row[:3], "0", *row[4:]] for row in rows]
+    if kind == "indented":
+        rows[1][0] = f" {rows[1][0]}"
     path = write(tmp_path / "run", rows)
     if kind == "gzip":
         path.write_bytes(gzip.compress(path.read_bytes()))

@@ -59,7 +59,7 @@ class RerankOptions(PluginOptions):
     out: Path
     """Output directory."""
     judge: str
-    """Vision-language model: a directory or an id on the hub."""
+    """Vision-language model that was trained to describe (`records`): a directory or an id on the hub."""
     top_n: AtLeastOne = 20
     """Number of candidates per query that the judge sees."""
     mix: float | None = None

@@ -42,25 +42,27 @@ class DescriptionJudge:
     """Describes right answers, and scores candidates by a description's log-likelihood, summed over its tokens.
 
     Args:
-        path: directory or hub id of a model that `rge.model.backbone` can load.
+        model: directory or hub id of one that `rge.model.backbone` can load.
         dtype: dtype of the weights; None: float32 on CPU, bfloat16 on a GPU.
 
     Attributes:
         name: everything that determines its scores except the software; part of the cache keys.
 
     Raises:
-        rge.model.backbone.BackboneError: it cannot be loaded.
+        UserError: it cannot be loaded.
     """
 
-    def __init__(self, path: str, *, batch_size: int, device: str | None = None, dtype: str | None = None):
+    def __init__(self, model: str, *, batch_size: int, device: str | None = None, dtype: str | None = None):
         from eval.models.common import place
+        from eval.models.registry import facts_of
         from rge.checkpoints.export import checkpoint_hash
         from rge.model.backbone import load_backbone
         from rge.model.embedding_model import EmbeddingModel
         from rge.model.prompts import PromptBuilder
 
         device, dtype = place(device, dtype)
-        pixels = (read_json(Path(path) / "rge.json") or {"pixels": {"min": None, "max": None}})["pixels"]
+        path = facts_of(model).path
+        pixels = (read_json(path / "rge.json") or {"pixels": {"min": None, "max": None}})["pixels"]
         backbone = load_backbone(
             path, dtype=dtype, min_pixels=pixels["min"], max_pixels=pixels["max"], add_emb=True
         )
@@ -68,7 +70,7 @@ class DescriptionJudge:
         self._builder = PromptBuilder(backbone.processor, "plain", MAX_PROMPT_TOKENS)
         self._batch_size = batch_size
         self.name: dict[str, Any] = {
-            "judge": checkpoint_hash(Path(path)) if Path(path).is_dir() else path,
+            "judge": checkpoint_hash(path),
             "dtype": dtype,
             "max_tokens": MAX_PROMPT_TOKENS,
             "asks": "description",

@@ -1,6 +1,7 @@
 """Reranking: descriptions and their likelihood, stable ties, what is kept, records that teach a judge."""
 
 import json
+import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -284,6 +285,17 @@ def test_a_likelihood_is_that_of_a_plain_forward(lively_path, wanted):
         expected, count = nll_of(logits, [0], [prompt], [ids])
         assert count == len(ids)
         assert value == pytest.approx(-float(expected), abs=1e-3)
+
+
+def test_a_judge_of_the_hub_is_known_by_its_files(lively_path, tmp_path, monkeypatch):
+    folder = shutil.copytree(lively_path, tmp_path / "judge")
+    (folder / "rge.json").write_text(json.dumps({"pixels": {"min": 28 * 28, "max": 56 * 56}}))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: str(folder))
+    judge, same = (DescriptionJudge(name, batch_size=2) for name in ("owner/name", str(folder)))
+    assert judge.name == same.name
+    sizes = [one._builder.processor.image_processor.size for one in (judge, same)]
+    assert sizes[0] == sizes[1]
+    assert sizes[0]["longest_edge"] == 56 * 56
 
 
 def test_a_judge_describes_the_answer_once_and_keeps_it(lively_path, tmp_path, monkeypatch):

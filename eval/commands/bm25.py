@@ -16,7 +16,7 @@ from eval.benchmarks.suite import is_suite, load_suite, measure_members
 from eval.commands.measurement import Measurement
 from eval.judging.rewrite import RewriteOptions, rewritten
 from eval.scoring.output_files import rerun_command
-from eval.scoring.search import DEPTH, Ranking, stack_rankings
+from eval.scoring.search import Ranking, stack_rankings
 from eval.sets.contents import with_readable_content
 from eval.sets.retrieval_set import RetrievalSet
 from rge.common.errors import UserError
@@ -36,8 +36,8 @@ class Bm25Options(RewriteOptions, MeasureOptions):
     """Language whose stop words are dropped; null: none."""
     cache: Path | None = None
     """Cache of rewritten queries; null: ``out/.cache``."""
-    depth: int = DEPTH
-    """Length of a ranking."""
+    depth: int | None = None
+    """Length of a ranking; null: 1000, or the largest cutoff of the metrics."""
 
 
 def bm25(options: Bm25Options) -> Path:
@@ -53,10 +53,10 @@ def bm25(options: Bm25Options) -> Path:
         return options.out
     protocol, wanted = options.prepared()
     wanted, unread = with_readable_content(wanted)
-    protocol.check_depth(wanted, options.depth)
+    depth = protocol.depth(wanted, options.depth)
     tag = f"bm25-{options.method}" + (f"-{options.rewrite}" if options.rewrite else "")
     settings = {key: getattr(options, key) for key in ("method", "k1", "b", "stopwords")}
-    determined = {"tag": tag, "depth": options.depth, "rewrite.model": options.rewriter_model}
+    determined = {"tag": tag, "depth": depth, "rewrite.model": options.rewriter_model}
     determined |= {f"settings.{key}": value for key, value in settings.items()}
     measurement = Measurement(wanted, protocol, options.seed, options.overwrite)
     measurement.check_out(options.out, determined)
@@ -73,12 +73,12 @@ def bm25(options: Bm25Options) -> Path:
         "again": rerun_command("bm25", options),
         "warnings": [*wanted.meta.get("notes", []), *unread],
     }
-    ranking = rank(wanted, options)
+    ranking = rank(wanted, options, depth)
     measurement.write(options.out, ranking, about, tag=tag, title=tag)
     return options.out
 
 
-def rank(wanted: RetrievalSet, options: Bm25Options) -> Ranking:
+def rank(wanted: RetrievalSet, options: Bm25Options, depth: int) -> Ranking:
     """Rank the candidates that share a word with each query, best first, equal scores by id, with all ties of the last rank."""
     try:
         import bm25s
@@ -87,26 +87,35 @@ def rank(wanted: RetrievalSet, options: Bm25Options) -> Ranking:
     texts = [""] * len(wanted.corpus_ids)
     for row, item in zip(wanted.file_order_C.tolist(), wanted.corpus_items(), strict=True):
         texts[row] = item.text or ""
-    if not any(texts):
-        raise UserError(f"{wanted.path}: no candidate has text, which BM25 needs")
     stopwords = None if options.stopwords == "null" else options.stopwords
 
     def words(parts: list[str]) -> list[list[str]]:
-        return bm25s.tokenize(parts, stopwords=stopwords, return_ids=False, show_progress=False)
+        try:
+            return bm25s.tokenize(parts, stopwords=stopwords, return_ids=False, show_progress=False)
+        except ValueError as error:
+            raise UserError(f"stopwords: {error}") from None
 
+    tokens_C = words(texts)
+    if not any(tokens_C):
+        raise UserError(
+            f"{wanted.path}: no candidate has text that BM25 can use: words of two letters, no stop words"
+        )
     index = bm25s.BM25(k1=options.k1, b=options.b, method=options.method)
-    index.index(words(texts), show_progress=False)
+    index.index(tokens_C, show_progress=False)
     rankings = []
     queries = words([query.text or "" for query in wanted.queries])
     for query, tokens in enumerate(queries):
-        score_C = index.get_scores(tokens) if tokens else np.zeros(len(texts), np.float32)
-        rows = np.flatnonzero(score_C > 0)
+        known = index.get_tokens_ids(tokens)
+        score_C = index.get_scores_from_ids(known) if known else np.zeros(len(texts), np.float32)
+        # bm25l and bm25+ give all texts points for words that they lack
+        lacking = index.nonoccurrence_array
+        rows = np.flatnonzero(score_C > (0.0 if lacking is None else lacking[known].sum()))
         if wanted.candidates is not None:
             rows = np.intersect1d(rows, wanted.candidates[query])
         if wanted.excluded is not None:
             rows = np.setdiff1d(rows, wanted.excluded[query])
         rows = rows[np.argsort(-score_C[rows], kind="stable")]
-        last = score_C[rows[min(options.depth, len(rows)) - 1]] if len(rows) else 0.0
+        last = score_C[rows[min(depth, len(rows)) - 1]] if len(rows) else 0.0
         rows = rows[score_C[rows] >= last]
         rankings.append((query, rows, score_C[rows]))
-    return Ranking(*stack_rankings(len(queries), rankings), options.depth)
+    return Ranking(*stack_rankings(len(queries), rankings), depth)

@@ -30,7 +30,7 @@ from eval.embedding.set_embeddings import Embeddings
 from eval.judging.rewrite import RewriteOptions, rewritten
 from eval.models.registry import ModelOptions
 from eval.scoring.output_files import RESULTS, rerun_command, self_retrieval, value_at
-from eval.scoring.search import DEPTH, Ranking, rows_within, search
+from eval.scoring.search import Ranking, rows_within, search
 from eval.sets.contents import Contents, contents_of, with_content
 from eval.sets.retrieval_set import MODALITIES, Modality, RetrievalSet
 from rge.common.errors import UserError
@@ -57,7 +57,7 @@ class RunOptions(ModelOptions, RewriteOptions, MeasureOptions):
     """Embed a retrieval set, search it, score the ranking and write a report."""
 
     query_mode: tuple[str, ...] = ("reasoning",)
-    """reasoning and/or direct: whether a query writes a rationale before it is embedded."""
+    """Any of reasoning (a query writes a rationale before it is embedded), direct, auto and latent (docs/modes.md)."""
     query_modality: tuple[str, ...] = ("both",)
     """both, text and/or image: the parts of a query that are used, for the shortcut ablations."""
     limit: int | None = None
@@ -69,8 +69,8 @@ class RunOptions(ModelOptions, RewriteOptions, MeasureOptions):
     loss.matryoshka_dims; null: all. The cache holds whole embeddings, so further sizes cost nothing."""
     candidate_mode: Literal["reasoning", "direct"] = "direct"
     """direct or reasoning: whether candidates get rationales too."""
-    depth: int = DEPTH
-    """Length of a ranking; extended to the largest cutoff of the metrics."""
+    depth: int | None = None
+    """Length of a ranking; null: 1000, or the largest cutoff of the metrics."""
     memory_mb: Annotated[float, Field(gt=0)] = 2048.0
     """Memory for the pool's embeddings, MB; a larger pool is searched in blocks of this size from a file in the cache."""
     seed: int = 0
@@ -197,7 +197,7 @@ class Session:
         process_group = join()
         protocol, whole = options.prepared()
         wanted = whole.first(options.limit)
-        protocol.check_depth(wanted, options.depth)
+        self.depth = protocol.depth(wanted, options.depth)
         rewriter = options.load_rewriter(options.root)
         if rewriter is not None:
             wanted = process_group.once(lambda: rewritten(wanted, rewriter))
@@ -220,8 +220,7 @@ class Session:
             encoder, wanted, contents, options.root, process_group, batch_size=options.batch_size, seed=options.seed,
             candidate_mode=options.candidate_mode, dims=options.embedding_dims, memory_mb=options.memory_mb,
         )  # fmt: skip
-        self.depth = options.depth
-        self.shared = _shared(options, wanted, encoder)
+        self.shared = _shared(options, wanted, encoder) | {"depth": self.depth}
         warnings = chain.from_iterable(self.warnings(condition.mode) for condition in conditions)
         for warning in dict.fromkeys(warnings) if process_group.is_first else ():
             print(f"WARNING: {warning}", file=sys.stderr, flush=True)
@@ -320,5 +319,4 @@ def _shared(options: RunOptions, wanted: RetrievalSet, encoder: Embeds) -> dict[
         # for adapters of released models: whether settings are those of the released code; else None
         "asked_as_released": None if (differs := known.differs_from_release) is None else not differs,
         "batch_size": options.batch_size,
-        "depth": options.depth,
     }

@@ -16,7 +16,7 @@ import numpy as np
 
 from eval.scoring.metrics import deepest, names_of
 from eval.scoring.output_files import Scored, figures, means, score_ranking
-from eval.scoring.search import Ranking, trec_ties
+from eval.scoring.search import DEPTH, Ranking, trec_ties
 from eval.sets.retrieval_set import RetrievalSet
 from rge.common.errors import UserError
 
@@ -41,12 +41,15 @@ class Protocol:
         """Metrics to compute: those that every evaluation reports, and those requested by the user."""
         return tuple(dict.fromkeys((*names_of(negatives=wanted.negatives is not None), *self.metrics)))
 
-    def check_depth(self, wanted: RetrievalSet, depth: int) -> None:
-        """Raise a `UserError` unless rankings are deep enough for all metrics."""
-        if depth < min(needed := deepest(self.names(wanted)), len(wanted.corpus_ids)):
+    def depth(self, wanted: RetrievalSet, asked: int | None) -> int:
+        """Length of rankings, deep enough for all metrics; a `UserError` if less is asked for."""
+        needed = deepest(self.names(wanted))
+        depth = max(needed, DEPTH) if asked is None else asked
+        if depth < min(needed, len(wanted.corpus_ids)):
             raise UserError(
                 f"depth must be at least {needed}, the largest cutoff of the metrics, got {depth}"
             )
+        return depth
 
     def prepare(self, wanted: RetrievalSet) -> RetrievalSet:
         """The set with this protocol's exclusions and judgements."""

@@ -101,6 +101,9 @@ def test_metrics_at_any_cutoff(set_dir, tmp_path):
         run(replace(asked, metrics=("recall@ten",)), loader(FakeEncoder()))
     with pytest.raises(UserError, match="already holds an evaluation with metrics = .*this one has"):
         run(replace(asked, metrics=()), loader(FakeEncoder()))
+    (deep,) = run(replace(asked, out=tmp_path / "deep", metrics=("recall@2000",)), loader(FakeEncoder()))
+    assert results_of(deep)["depth"] == 2000
+    assert results_of(out)["depth"] == 1000
     again = ScoreOptions(run=out, set=set_dir, out=tmp_path / "scored", metrics=("recall@55",))
     assert results_of(score(again))["micro"]["recall@55"] == results["micro"]["recall@55"]
 

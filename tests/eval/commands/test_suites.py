@@ -1,6 +1,7 @@
 """`budget`, `rerank` and `bm25` on a suite: every member by itself, then the mean of all, with one model for all."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -230,6 +231,17 @@ def test_bm25_ranks_every_member(suite, tmp_path, capsys):
     assert len(keys) == len(runs)  # they are different rankings
 
 
+@pytest.mark.parametrize("method", ["lucene", "robertson", "atire", "bm25l", "bm25+"])
+def test_bm25_ranks_only_texts_that_share_a_word(tmp_path, method):
+    pytest.importorskip("bm25s")
+    content = tables(num_queries=3, num_candidates=5)
+    content["queries"]["text"], content["queries"]["image"] = ["key", "a key", "keyhole"], [None] * 3
+    content["corpus"]["text"], content["corpus"]["image"] = ["key", "door", "hat", "shoe", "lock"], [None] * 5
+    data = write_tables(tmp_path / "set", content)
+    found = rank(load_set(data), Bm25Options(set=data, out=tmp_path, method=method), 1000)
+    assert (found.rows_QW >= 0).sum(axis=1).tolist() == [1, 1, 0]
+
+
 @pytest.mark.parametrize(("stopwords", "found"), [("en", False), ("null", True)])
 def test_bm25_leaves_out_the_stopwords_of_a_language(tmp_path, stopwords, found):
     pytest.importorskip("bm25s")
@@ -237,5 +249,10 @@ def test_bm25_leaves_out_the_stopwords_of_a_language(tmp_path, stopwords, found)
     content["queries"]["text"], content["queries"]["image"] = ["the"] * 3, [None] * 3
     content["corpus"]["text"], content["corpus"]["image"] = ["the thing"] * 5, [None] * 5
     data = write_tables(tmp_path / "set", content)
-    ranking = rank(load_set(data), Bm25Options(set=data, out=tmp_path, stopwords=stopwords))
-    assert (ranking.rows_QW >= 0).any() == found
+    wanted, options = load_set(data), Bm25Options(set=data, out=tmp_path, stopwords=stopwords)
+    assert (rank(wanted, options, 1000).rows_QW >= 0).any() == found
+    with pytest.raises(UserError, match="stopwords: xx not recognized"):
+        rank(wanted, replace(options, stopwords="xx"), 1000)
+    content["corpus"]["text"] = list("abcde")
+    with pytest.raises(UserError, match="no candidate has text that BM25 can use"):
+        rank(load_set(write_tables(tmp_path / "letters", content)), options, 1000)

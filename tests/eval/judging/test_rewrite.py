@@ -184,7 +184,7 @@ def test_bm25_ranks_by_the_published_formula(content, tmp_path):
     content["queries"]["text"] = ["What key opens the padlock", "key", "egg", "zebra", "chick", "the"]
     wanted = load_set(write_tables(tmp_path / "set", content))
     options = Bm25Options(set=tmp_path / "set", out=tmp_path / "out", k1=1.2, b=0.5)
-    found = rank(wanted, options)
+    found = rank(wanted, options, 1000)
     documents = [text.split() for text in content["corpus"]["text"]]
     mean = sum(map(len, documents)) / 60
 
@@ -237,5 +237,5 @@ def test_bm25_writes_an_evaluation_and_hears_of_captions(content, server, tmp_pa
 def test_bm25_needs_texts(tmp_path):
     pytest.importorskip("bm25s")
     data = write_tables(tmp_path / "set", tables())
-    with pytest.raises(UserError, match="no candidate has text, which BM25 needs"):
+    with pytest.raises(UserError, match="no candidate has text that BM25 can use"):
         bm25(Bm25Options(set=data, out=tmp_path / "out"))

@@ -599,7 +599,7 @@ def test_the_command_line_prints_user_errors_and_usage(set_dir, tmp_path, capsys
     assert main(["run"]) == 2
     printed = capsys.readouterr().out
     assert re.search(r"set=\.\.\.  \(path\)\n +Retrieval set directory", printed)
-    assert re.search(r"query_mode=reasoning  \(list of text\)\n +reasoning and/or direct", printed)
+    assert re.search(r"query_mode=reasoning  \(list of text\)\n +Any of reasoning", printed)
     for command in ("score", "compare"):
         assert "overwrite=false" in usage(command) or "seed=0" in usage(command)
     assert main(["score", f"set={set_dir}", "run=none", f"out={tmp_path}"]) == 2

@@ -66,7 +66,6 @@ def application(explorer: Explorer, host: str) -> FastAPI:
             "checkpoint": index.about["checkpoint"].rsplit("/", 1)[-1].replace("demo_checkpoint", "demo"),
             "items": len(index),
             "instruction": explorer.embedder.default_instruction,
-            "reasons": explorer.reasons,
             "knows_icons_only": explorer.embedder.checkpoint == DEMO_CHECKPOINT,
             "columns": list(index.columns),
             "examples": [

@@ -84,7 +84,6 @@ class Explorer:
     def __init__(self, embedder: Embedder, index: Index, examples: list[Example]):
         self.embedder, self.index, self.examples = embedder, index, list(examples)
         self.cap = embedder.settings.generation.max_new_tokens
-        self.reasons = embedder.settings.reasons != "none"
         self._turn = threading.Condition()
         self._tickets: deque[object] = deque()
         self._put_correct_example_first()

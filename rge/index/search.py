@@ -54,7 +54,7 @@ def format_result(rationale: str, hits: "Sequence[Hit]") -> str:
         text = " ".join((hit.text or "").split())
         shown = f"  {text[:80]}{'...' if len(text) > 80 else ''}" if text else ""
         lines.append(f"{rank:>3}  {hit.score:.4f}  {hit.id}{'  (gone)' if hit.gone else ''}{shown}")
-    return "\n".join(lines) if hits else "\n".join([*lines, "the index is empty"])
+    return "\n".join(lines if hits else [*lines, "nothing found"])
 
 
 if __name__ == "__main__":

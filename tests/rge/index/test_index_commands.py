@@ -583,6 +583,8 @@ def test_search_tells_the_rationale_and_the_hits(photos, capsys, demo, monkeypat
         assert ("(gone)" in line) == (hit.id == "teal.png")
     search(["gallery", "image=pho tos/red.png", "mode=direct", "k=2", "exact=true"])
     assert len(capsys.readouterr().out.splitlines()) == 2
+    search(["gallery", question, "mode=direct", "where=year = 1900"])
+    assert capsys.readouterr().out == "nothing found\n"
     for nothing in ([], [" "]):
         with pytest.raises(UserError, match="give a question, image="):
             search(["gallery", *nothing])

@@ -51,7 +51,7 @@ class ReasoningEncoder(AbsEncoder):
         if exact is None:
             exact = embedder.settings.dtype == "float32" and embedder.model.device.type == "cpu"
         self.model = self.embedder = embedder.with_(exact=exact, profile=prompts)
-        self.mode: Any = mode or ("direct" if embedder.settings.reasons == "none" else "reasoning")
+        self.mode: Any = mode or embedder.query_mode
         self.instruction = instruction
 
     def encode(

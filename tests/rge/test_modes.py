@@ -2,6 +2,7 @@
 
 import copy
 import math
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
@@ -367,6 +368,10 @@ def test_latent_mode_is_the_state_after_think_tokens(silent, make_items):
     assert found.stop_reasons == ["prefilled"] * 5
     assert not found.num_rationale_tokens.any()
     assert silent.query_mode == "latent"
+    if find_spec("mteb") is not None:
+        from rge.integrations.mteb import ReasoningEncoder
+
+        assert ReasoningEncoder("x", checkpoint=str(silent.checkpoint)).mode == "latent"
     one = silent.encode_query(items[0].text)
     direct = silent.encode_query(items[0].text, mode="direct")
     assert abs(float(one @ direct)) < 0.999

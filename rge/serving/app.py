@@ -114,8 +114,12 @@ class Service:
         """Refuse new requests."""
         self._guard.is_draining = True
 
+    def give_up(self) -> int:
+        """Answer all requests in progress with 503; returns their number."""
+        return self._guard.give_up()
+
     def stop(self) -> None:
-        """Answer all waiting requests with 503."""
+        """End the threads; inputs that still wait are dropped."""
         self.batches.stop()
         self._threads.shutdown(wait=False, cancel_futures=True)
 

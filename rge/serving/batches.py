@@ -70,8 +70,6 @@ class Batches:
         self._num_requests = 0
         self._has_company = False  # whether several requests were present at the last batch
         self._stopping = False
-        self.is_busy = False
-        """Whether a batch is running."""
         self._thread = threading.Thread(target=self._run, name="rge-batches", daemon=True)
 
     def start(self) -> None:
@@ -160,14 +158,12 @@ class Batches:
                     if remaining_s <= 0 or not self._changed.wait(remaining_s):
                         break
                 batch = self._next()
-                self.is_busy = True
             if batch:
                 self._work(batch)
                 with self._changed:
                     requests = {row.request for row in (*batch, *self._waiting)}
                     self._has_company = len(requests) > 1
             ended = time.monotonic()
-            self.is_busy = False
 
     def _next(self) -> list[_Waiting]:
         """The oldest input and those closest to it in length, without cancelled ones."""

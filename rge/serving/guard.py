@@ -11,7 +11,6 @@ from urllib.parse import urlsplit
 from asgi_correlation_id import CorrelationIdMiddleware
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rge.serving.errors import Refusal, Stopped, error_response
@@ -44,17 +43,30 @@ def is_request_id(text: str) -> bool:
     return len(text) <= 128 and text.isascii() and text.replace("-", "").replace("_", "").isalnum()
 
 
-class TrustedHosts(TrustedHostMiddleware):
-    """Also trusts IP addresses: in DNS rebinding, a browser sends the page's host name instead."""
+class TrustedHosts:
+    """ASGI middleware: requests for the server's names, or IP addresses: in DNS rebinding, a browser sends the page's host name."""
+
+    def __init__(self, app: ASGIApp, names: Sequence[str]):
+        self._app, self._names = app, [name.lower() for name in names]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request."""
+        app, host = self._app, ""
+        with suppress(ValueError):
+            host = urlsplit(f"//{Headers(scope=scope).get('host', '')}").hostname or ""
+        if not self._is_trusted(host):
+            message = (
+                f"requests for the host {host!r} are refused: start the server with allowed_hosts=[{host}]"
+            )
+            app = error_response(Refusal(400, message, "unknown_host"))
+        await app(scope, receive, send)
+
+    def _is_trusted(self, host: str) -> bool:
         try:
-            ipaddress.ip_address(urlsplit(f"//{Headers(scope=scope).get('host', '')}").hostname or "")
+            ipaddress.ip_address(host)
         except ValueError:
-            await super().__call__(scope, receive, send)
-        else:
-            await self.app(scope, receive, send)
+            return any(host == name or name[0] == "*" and host.endswith(name[1:]) for name in self._names)
+        return True
 
 
 class MemoryBudget:
@@ -87,8 +99,17 @@ class Guard:
         self._app, self._options, self._paths = app, options, frozenset(paths)
         self._key = None if key is None else key.encode()
         self._held, self._metrics = held, metrics
-        self.is_draining = False
-        """Whether new requests are refused."""
+        self._limits: set[asyncio.Timeout] = set()
+        self.is_draining = self.has_given_up = False
+        """Whether new requests are refused, and whether those in progress are."""
+
+    def give_up(self) -> int:
+        """Answer all requests in progress with 503, also those whose batch is running; returns their number."""
+        self.has_given_up = True
+        open_limits = [limit for limit in self._limits if not limit.expired()]
+        for limit in open_limits:
+            limit.reschedule(0)
+        return len(open_limits)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request."""
@@ -104,11 +125,13 @@ class Guard:
 
         body = _Body(receive)
         try:
-            async with asyncio.timeout(self._options.timeout_s):
+            async with asyncio.timeout(self._options.timeout_s) as time_limit:
+                self._limits.add(time_limit)
                 try:
                     await self._admit(scope, Headers(scope=scope), body)
                     await self._run(scope, body, receive, send_noting_code)
                 finally:
+                    self._limits.remove(time_limit)
                     self._held.now -= len(body.data)
         except _Gone:
             pass
@@ -119,7 +142,9 @@ class Guard:
                 raise
             limit = f"timeout_s={self._options.timeout_s:g}"
             late = Refusal(408, f"the body did not arrive within {limit}", "timeout")
-            if body.is_complete:
+            if self.has_given_up:
+                late = Stopped()
+            elif body.is_complete:
                 late = Refusal(504, f"no answer within {limit}", "timeout", retry_after_s=1)
             await error_response(late)(scope, receive, send_noting_code)
         finally:

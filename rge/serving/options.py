@@ -29,11 +29,11 @@ class ServeOptions(PluginOptions):
     """The model's name for clients; null: the value of checkpoint=."""
     key_env: str | None = None
     """Environment variable with the key that requests must send as a bearer token; null: no key."""
-    allowed_hosts: tuple[str, ...] = ()
+    allowed_hosts: tuple[Annotated[str, Field(pattern=r"^(\*|(\*\.)?[^*/:\s]+)$")], ...] = ()
     """Host names that clients may use for this server, besides its addresses (``*.example.com``: all subdomains);
     empty: localhost and host=, or any if a key is required. This keeps web pages from reading a server in their
     visitor's network."""
-    cors_origins: tuple[str, ...] = ()
+    cors_origins: tuple[Annotated[str, Field(pattern=r"^(\*|null|[\w+.-]+://[^*/\s]+)$")], ...] = ()
     """Web origins whose pages may call this server from a browser, such as https://example.com; ``*``: all."""
     access_log: bool = True
     """Write one line per request to stderr, with its X-Request-ID."""

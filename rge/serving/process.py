@@ -159,10 +159,9 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     def _give_up(self) -> None:
-        num_waiting = self._service.batches.num_waiting
-        self._gave_up = num_waiting > 0 or self._service.batches.is_busy
-        _say(f"rge serve: {num_waiting} inputs given up after drain_s={self._options.drain_s:g}")
-        self._service.stop()
+        count = self._service.give_up()
+        self._gave_up = count > 0
+        _say(f"rge serve: {count} requests given up after drain_s={self._options.drain_s:g}")
 
 
 def _say(text: str) -> None:

@@ -16,6 +16,7 @@ from rge.serving.inputs import Raw
 
 T = TypeVar("T")
 Many = Annotated[list[T], Field(fail_fast=True)]
+Some = Annotated[list[T], Field(fail_fast=True, min_length=1)]
 Name = Annotated[str, Field(max_length=1024)]
 Side = Literal["query", "document"]
 
@@ -82,13 +83,7 @@ class Asked(_Strict):
 
 class _OpenAiAsked(Asked):
     input: str | Many[str] | None = None
-    messages: (
-        Annotated[
-            list[Message | Annotated[list[Message], Field(min_length=1, max_length=1)]],
-            Field(min_length=1, fail_fast=True),
-        ]
-        | None
-    ) = None
+    messages: Some[Message | Annotated[list[Message], Field(min_length=1, max_length=1)]] | None = None
     user: Name | None = None
     """OpenAI's clients send it."""
 
@@ -151,10 +146,10 @@ class CohereAsked(Asked):
     """Body of ``POST /v2/embed``."""
 
     input_type: Literal["search_query", "search_document", "classification", "clustering", "image"]
-    texts: Many[str] | None = None
-    images: Many[str] | None = None
-    inputs_: Many[_Content] | None = Field(None, alias="inputs")
-    embedding_types: Annotated[Many[EmbeddingType], Field(min_length=1, max_length=6)] = ["float"]
+    texts: Some[str] | None = None
+    images: Some[str] | None = None
+    inputs_: Some[_Content] | None = Field(None, alias="inputs")
+    embedding_types: Annotated[Some[EmbeddingType], Field(max_length=6)] = ["float"]
     output_dimension: Annotated[int, Field(ge=1)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     truncate: Literal["NONE", "END"] = "END"
@@ -223,8 +218,8 @@ class RerankAsked(Asked):
     """Body of ``POST /v1/rerank``, of Jina's, Cohere's or vLLM's form (``documents``) or of TEI's (``texts``)."""
 
     query: Ranked
-    documents: Many[Ranked] | None = None
-    texts: Many[str] | None = None
+    documents: Some[Ranked] | None = None
+    texts: Some[str] | None = None
     top_n: Annotated[int, Field(ge=0)] | None = None
     """0, which vLLM's clients send: all."""
     return_documents: bool = True

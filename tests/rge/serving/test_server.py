@@ -363,7 +363,7 @@ def test_the_cohere_client_gets_our_embeddings(cohere_client, embedder, picture)
         ({"texts": ["a"]}, "input_type"),
         ({"texts": ["a"], "input_type": "song"}, "input_type"),
         ({"texts": ["a"], "images": ["b"], "input_type": "search_query"}, "give one of texts, images and inputs"),
-        ({"texts": [], "input_type": "search_query"}, "empty"),
+        ({"texts": [], "input_type": "search_query"}, "texts: List should have at least 1 item"),
         ({"texts": ["a" * 2001], "input_type": "search_query"}, r"texts\[0\] has 2001 characters"),
         ({"texts": ["a"], "input_type": "search_query", "output_dimension": 9}, "output_dimension must be one of 8, 16, 32"),
         ({"texts": ["a"], "input_type": "search_query", "embedding_types": ["int4"]}, "embedding_types"),
@@ -423,7 +423,8 @@ def test_documents_are_ranked_in_every_form(ask, embedder, picture):
         ({"query": "a" * 2001, "documents": ["b"]}, "query has 2001 characters"),
         ({"query": "a", "documents": ["b" * 2001]}, r"documents\[0\] has 2001 characters"),
         ({"query": "", "documents": ["b"]}, "query is empty"),
-        ({"query": "a", "documents": []}, "empty"),
+        ({"query": "a", "documents": []}, "documents: List should have at least 1 item"),
+        ({"query": "a", "texts": []}, "texts: List should have at least 1 item"),
         ({"query": "a", "documents": [{}]}, r"documents\[0\] is empty"),
         ({"query": "a", "texts": ["b " * 400], "truncate": False}, "tokens too long"),
         ({"query": "a", "documents": ["b"], "max_tokens_per_doc": 3}, "no fewer, got 3"),
@@ -623,7 +624,9 @@ def test_a_page_of_another_name_is_refused(url, embedder):
         ("evil.example", 400), ("evil.example:8000", 400), ("", 400), ("localhost", 200), ("localhost" + ":9", 200), ("127.0.0.1", 200),
         ("[::1]:8000", 200), ("10.1.2.3:80", 200), ("127.0.0.1.evil.example", 400),
     ):  # fmt: skip
-        assert httpx.get(f"{url}/health", headers={"host": host}).status_code == status, host
+        answer = httpx.get(f"{url}/health", headers={"host": host})
+        assert answer.status_code == status, host
+    assert "allowed_hosts=[127.0.0.1.evil.example]" in answer.json()["error"]["message"]
     with running(service_of(embedder, allowed_hosts=["*.example.com"])) as other:
         assert httpx.get(f"{other}/health", headers={"host": "a.example.com"}).status_code == 200
         assert httpx.get(f"{other}/health", headers={"host": "localhost"}).status_code == 400
@@ -1172,12 +1175,38 @@ def test_what_is_not_done_in_time_is_given_up_and_a_second_signal_ends_at_once(c
         assert refused[0]["error"]["code"] == "shutting_down"
         done = started.finished()
     assert done.returncode == 1
-    assert "inputs given up after drain_s=0.5" in done.stdout
+    assert re.search("[1-9] requests given up after drain_s=0.5", done.stdout)
     with serving(checkpoint, *slow, "drain_s=100") as (started, port):
         began = time.monotonic()
         asyncio.run(end(port, started, signal.SIGINT, signal.SIGINT))
         assert started.finished().returncode == 130
         assert time.monotonic() - began < 10
+
+
+def test_requests_whose_batch_is_running_are_given_up_too(embedder, monkeypatch):
+    service, busy, free = service_of(embedder, batch_size=1), threading.Event(), threading.Event()
+
+    def embed(*_):
+        busy.set()
+        free.wait()
+        raise RuntimeError("too late")
+
+    monkeypatch.setattr(service.batches, "embed", embed)
+    transport = httpx.ASGITransport(app=service.app)
+
+    async def ask():
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+            asked = [asyncio.ensure_future(http.post("/v1/embeddings", json={"input": "a"})) for _ in "ab"]
+            await asyncio.to_thread(busy.wait)
+            service.drain()
+            assert service.give_up() == 2
+            return await asyncio.wait_for(asyncio.gather(*asked), 60)
+
+    answers = asyncio.run(ask())
+    service.stop()
+    free.set()
+    assert [answer.status_code for answer in answers] == [503, 503]
+    assert {answer.json()["error"]["code"] for answer in answers} == {"shutting_down"}
 
 
 @pytest.mark.parametrize(
@@ -1189,6 +1218,8 @@ def test_what_is_not_done_in_time_is_given_up_and_a_second_signal_ends_at_once(c
         (["checkpoint=x", "key_env=RGE_NO_SUCH_KEY"], "RGE_NO_SUCH_KEY"),
         (["checkpoint=x", "engine=vllm", "exact=true"], "use engine=own"),
         (["checkpoint=x", "max_queue=3"], "max_inputs=2048 is more than max_queue=3"),
+        (["checkpoint=x", "allowed_hosts=[example.com:80]"], r"allowed_hosts\[0\]: .* got 'example.com:80'"),
+        (["checkpoint=x", "cors_origins=[https://a.com/]"], r"cors_origins\[0\]: .* got 'https://a.com/'"),
     ],
 )
 def test_a_server_that_cannot_start_says_why(words, said, monkeypatch):

@@ -23,7 +23,15 @@ ContrastiveLoss = Callable[..., Tensor]
 CONTRASTIVE_LOSSES: Registry[ContrastiveLoss] = Registry(
     "contrastive loss",
     "rge.losses",
-    reserved=("lm", "align", "contrastive", "contrastive_loss", "contrastive_direct", "contrastive_latent"),
+    reserved=(
+        "lm",
+        "rl",
+        "align",
+        "contrastive",
+        "contrastive_loss",
+        "contrastive_direct",
+        "contrastive_latent",
+    ),
 )
 
 register_loss = CONTRASTIVE_LOSSES.register

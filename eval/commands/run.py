@@ -117,9 +117,7 @@ def run_command(options: RunOptions, load: Callable[..., Embeds] | None = None) 
         more = {"page": "leaderboard"}
     else:
         dirs = run(options, load)
-        protocol = options.protocol()
-        metric = "recall@1" if protocol.benchmark == "generic" else protocol.headline[0]
-        more = {"page": "set", "metric": metric}
+        more = {"page": "set", "metric": options.protocol().headline[0]}
     if options.report and join().is_first:
         write_page(options.out, dirs, **more)
     return dirs

@@ -91,6 +91,10 @@ _REFUSAL = re.compile(
     r"i(?:'?m| am) (?:unable|not able)|as an ai)\b",
     re.IGNORECASE,
 )
+_THOUGHTS, _THOUGHTS_END = (
+    re.compile(rf"\s*[<\[◁]{slash}(?:\w+:)?think(?:ing)?[>\]▷]", re.IGNORECASE) for slash in ("", "/")
+)
+"""Marks around a model's thoughts: ``<think>``, ``<thinking>``, ``<seed:think>``, Mistral's ``[THINK]``, Kimi's ``◁think▷``."""
 _FENCED = re.compile(r"```(?:json)?\s*(\{.*\})\s*```", re.DOTALL)
 
 
@@ -168,8 +172,8 @@ def _text(content: Any) -> str:
 
 def _without_thoughts(text: str) -> str:
     """What follows a model's thoughts, if its server leaves them in the answer: they may hold drafts of it."""
-    _, end, answer = text.rpartition("</think>")
-    return "" if not end and text.lstrip().startswith("<think>") else answer
+    *before, answer = _THOUGHTS_END.split(text)
+    return "" if not before and _THOUGHTS.match(text) else answer
 
 
 def _as_tags(text: str, *, whole: bool) -> str:

@@ -16,14 +16,7 @@ from rge.common.schema import Item, Record, Target
 from rge.config import DataConfig, Recipe, StageConfig
 from rge.data.augment import AUGMENTATIONS
 from rge.data.mixture import Draw, Mixture
-from rge.data.sources import (
-    BadRecord,
-    BrokenRecord,
-    RecordError,
-    Records,
-    check_wording,
-    identity,
-)
+from rge.data.sources import BadRecord, BrokenRecord, RecordError, Records, check_wording, identity
 from rge.data.streams import Reader, Stream
 from rge.distributed import collectives as dist
 from rge.model.prompts import Prompt, PromptBuilder

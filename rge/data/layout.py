@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache, partial
-from importlib.metadata import version
 from itertools import combinations
 from pathlib import Path
 
@@ -27,7 +26,7 @@ from rge.data.collate import query_item, target_item
 from rge.data.sources import Records, number_of
 from rge.data.verdicts import Verdicts, forked
 from rge.identity.run_identity import version_of
-from rge.model import families, prompts
+from rge.model import backbone, families, prompts
 from rge.model.prompts import Measured, PromptBuilder
 
 FEW = 2000
@@ -109,8 +108,7 @@ def settings_of(builder: PromptBuilder, *asked: object) -> str:
             builder.max_tokens,
             builder.max_rationale_tokens,
             COLUMNS,
-            version_of(prompts, families, sys.modules[__name__]),
-            version("tokenizers"),  # which transformers imports for us
+            version_of(backbone, prompts, families, sys.modules[__name__]),
             asked,
         ],
         default=str,

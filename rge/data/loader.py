@@ -57,11 +57,7 @@ class Loader:
     """
 
     def __init__(
-        self,
-        batches: StepBatches,
-        steps: range,
-        settings: DataConfig,
-        device: torch.device | str = "cpu",
+        self, batches: StepBatches, steps: range, settings: DataConfig, device: torch.device | str = "cpu"
     ):
         self.batches, self.steps = batches, steps
         self.num_workers = min(settings.num_workers, len(steps))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rge.common.errors import UserError
+from rge.config import LoraConfig
 from rge.distributed import collectives as dist
 from rge.model.families import family_of
 from rge.model.hub_model import HubModel
@@ -48,41 +49,28 @@ class EmbRow(nn.Module):
         return outputs
 
 
-def add_adapters(
-    model: HubModel,
-    emb_id: int,
-    *,
-    think_ids: Sequence[int] = (),
-    rank: int,
-    alpha: float,
-    dropout: float,
-    targets: Sequence[str],
-    dora: bool,
-    rslora: bool,
-    vision: bool,
-    modules_to_save: Sequence[str] = (),
-) -> None:
-    """Freeze a model in place, and add adapters (options of `rge.config.LoraConfig`) and trainable rows of its new tokens.
+def add_adapters(model: HubModel, settings: LoraConfig, emb_id: int, think_ids: Sequence[int] = ()) -> None:
+    """Freeze a model in place, and add adapters and trainable rows of its new tokens.
 
     Raises:
-        AdapterError: no layer, or no module, has such a name; or `modules_to_save` includes the embeddings.
+        AdapterError: no layer, or no module, has a name in the settings; or `modules_to_save` includes the embeddings.
     """
-    from peft import LoraConfig, inject_adapter_in_model  # a slow import that few runs need
+    import peft  # a slow import that few runs need
     from peft.tuners.tuners_utils import cast_adapter_dtype
 
     words, head = model.get_input_embeddings(), model.get_output_embeddings()
-    chosen, whole = trained_parts(model, targets, modules_to_save, vision=vision)
-    config = LoraConfig(
-        r=rank,
-        lora_alpha=alpha,  # type: ignore[arg-type]  # PEFT says int and takes any number
-        lora_dropout=dropout,
+    chosen, whole = trained_parts(model, settings)
+    config = peft.LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,  # type: ignore[arg-type]  # PEFT says int and takes any number
+        lora_dropout=settings.dropout,
         target_modules=chosen,
-        use_dora=dora,
-        use_rslora=rslora,
+        use_dora=settings.dora,
+        use_rslora=settings.rslora,
     )
     tied = words.weight is head.weight
     model.requires_grad_(False)
-    inject_adapter_in_model(config, model, ADAPTER)
+    peft.inject_adapter_in_model(config, model, ADAPTER)
     cast_adapter_dtype(model, ADAPTER)
     # Set only now, since PEFT would wrap these modules.
     config.modules_to_save = sorted(whole) or None
@@ -92,19 +80,17 @@ def add_adapters(
         _train_row(model, f"think_{number}" if number else "emb", token_id, tied)
 
 
-def trained_parts(
-    model: HubModel, targets: Sequence[str], modules_to_save: Sequence[str], *, vision: bool
-) -> tuple[list[str], dict[str, nn.Module]]:
+def trained_parts(model: HubModel, settings: LoraConfig) -> tuple[list[str], dict[str, nn.Module]]:
     """Names of the linear layers that get adapters, and modules that are trained whole by name; AdapterError as `add_adapters`."""
     words, head = model.get_input_embeddings(), model.get_output_embeddings()
-    whole = _named_modules(model, modules_to_save)
+    whole = _named_modules(model, settings.modules_to_save)
     excluded = {module for each in whole.values() for module in each.modules()}
     if excluded & {words, head}:
         raise AdapterError("model.lora.modules_to_save: the embedding matrix is not trained with adapters")
     excluded.add(head)
-    if not vision:
+    if not settings.vision:
         excluded |= {module for part in family_of(model).vision(model) for module in part.modules()}
-    return _linear_layers(model, targets, excluded), whole
+    return _linear_layers(model, settings.targets, excluded), whole
 
 
 def _last(name: str) -> str:

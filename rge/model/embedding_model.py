@@ -260,7 +260,7 @@ def embedder_to_train(start: str, config: ModelConfig, adapters_only: bool = Fal
     if config.gradient_checkpointing:
         backbone.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if config.lora is not None:
-        add_adapters(backbone.model, backbone.emb_id, think_ids=backbone.think_ids, **vars(config.lora))
+        add_adapters(backbone.model, config.lora, backbone.emb_id, backbone.think_ids)
         if adapted and adapters_only:
             load_trainable_adapters(backbone.model, Path(start))
     elif config.freeze_vision:

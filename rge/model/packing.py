@@ -128,10 +128,7 @@ def to_device(*parts: Any, device: torch.device | str) -> list[Any]:
 
 
 def pack_prompts(
-    prompts: Sequence[Prompt],
-    *,
-    picture_ids: Sequence[int],
-    empty_picture: tuple[Tensor, Tensor],
+    prompts: Sequence[Prompt], *, picture_ids: Sequence[int], empty_picture: tuple[Tensor, Tensor]
 ) -> PromptPart:
     """Lay out prompts, one per row, each without its last token.
 
@@ -176,10 +173,7 @@ def pack_prompts(
 
 
 def pack_tails(
-    prompts: Sequence[Prompt],
-    branches: Sequence[Sequence[Branch]],
-    *,
-    read_prompts: bool = False,
+    prompts: Sequence[Prompt], branches: Sequence[Sequence[Branch]], *, read_prompts: bool = False
 ) -> TailPart:
     """Lay out the continuations of prompts, any number per prompt and of any lengths; ValueError for one without tokens.
 

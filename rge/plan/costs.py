@@ -576,7 +576,7 @@ def num_parameters(model: HubModel, settings: ModelConfig) -> tuple[int, int]:
     total, lora = _size(model), settings.lora
     if lora is None:
         return total, total - settings.freeze_vision * sum(map(_size, family_of(model).vision(model)))
-    layers, whole = trained_parts(model, lora.targets, lora.modules_to_save, vision=lora.vision)
+    layers, whole = trained_parts(model, lora)
     shapes = [model.get_parameter(f"{name}.weight").shape for name in layers]
     adapters = sum(lora.rank * sum(shape) + lora.dora * shape[0] for shape in shapes)
     return total, adapters + model.config.get_text_config().hidden_size + sum(map(_size, whole.values()))

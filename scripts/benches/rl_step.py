@@ -52,10 +52,7 @@ def measure(options: Options) -> dict[str, Rows]:
         return replace(setting, stop_B=drawn.flatten().tolist())
 
     found = forms.measure_settings(
-        options,
-        lambda setting: _work(setting, options.rationales),
-        prepare=grouped,
-        repeats=options.repeats,
+        options, lambda setting: _work(setting, options.rationales), prepare=grouped, repeats=options.repeats
     )
     tables = {}
     for name, kinds in found.items():

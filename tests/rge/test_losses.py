@@ -218,7 +218,7 @@ def test_a_loss_that_is_not_a_sum_is_named(monkeypatch, value):
         )
 
 
-@pytest.mark.parametrize("name", ["lm", "align", "contrastive", "contrastive_loss"])
+@pytest.mark.parametrize("name", ["lm", "rl", "align", "contrastive", "contrastive_loss"])
 def test_a_loss_may_not_be_called_as_another_figure_of_the_log(name):
     with pytest.raises(UserError, match=f"no contrastive loss can be called '{name}', the name of a figure"):
         register_loss(name)(lambda *_, **__: None)
@@ -234,7 +234,11 @@ def test_every_loss_of_the_log_is_a_reserved_name(monkeypatch):
         states, unit_rows(3, 4, 1), positive, torch.zeros_like(positive), len(further)
     ).figures
     logged = {name.removeprefix("loss_") for name in figures if name.startswith("loss_")}
-    assert logged - {"info_nce", "mine"} == set(CONTRASTIVE_LOSSES.reserved) - {"lm", "contrastive_loss"}
+    assert logged - {"info_nce", "mine"} == set(CONTRASTIVE_LOSSES.reserved) - {
+        "lm",
+        "rl",
+        "contrastive_loss",
+    }
 
 
 def test_losses_are_named_and_weighed():

@@ -22,7 +22,15 @@ from rge.checkpoints.export import export, settings_of
 from rge.common.errors import UserError
 from rge.common.prompt_profiles import think_tokens
 from rge.common.schema import Item
-from rge.config import AdaptiveConfig, LossConfig, RecipeError, RolloutConfig, StatesConfig, load_recipe
+from rge.config import (
+    AdaptiveConfig,
+    LoraConfig,
+    LossConfig,
+    RecipeError,
+    RolloutConfig,
+    StatesConfig,
+    load_recipe,
+)
 from rge.losses import alignment, lead_over_negatives
 from rge.model.adapters import add_adapters, merged_weights, without_adapters
 from rge.model.backbone import BackboneError, add_tokens, load_backbone
@@ -419,10 +427,8 @@ def test_adapters_train_the_rows_of_think_tokens(lively, untied, make_batch, kin
     tokenizer = copy.deepcopy(embedder.processor.tokenizer)
     embedder.given["latent"] = tuple(add_tokens(embedder.model, tokenizer, think_tokens(2), 7))
     plain = {name: value.clone() for name, value in embedder.model.state_dict().items()}
-    add_adapters(
-        embedder.model, embedder.emb_id, think_ids=embedder.given["latent"], rank=2, alpha=4, dropout=0,
-        targets=["q_proj"], dora=False, rslora=False, vision=False,
-    )  # fmt: skip
+    settings = LoraConfig(rank=2, alpha=4, targets=["q_proj"])
+    add_adapters(embedder.model, settings, embedder.emb_id, embedder.given["latent"])
     batch = make_batch(PromptBuilder(embedder.processor))
     TrainingStep(embedder, embedder, objective_of("latent", {}), 100)(batch)
     torch.optim.SGD([p for p in embedder.parameters() if p.requires_grad], lr=0.5).step()

@@ -18,6 +18,7 @@ from stock import (
     worst_gradient_error,
 )
 
+from rge.config import LoraConfig
 from rge.losses import CONTRASTIVE_LOSSES, info_nce, register_loss
 from rge.model.adapters import add_adapters
 from rge.model.backbone import load_backbone
@@ -318,7 +319,7 @@ def test_kept_activations_change_nothing_but_the_work(
     lively.attention = form
     batch = make_batch(PromptBuilder(lively.processor))
     if change == "adapters":
-        add_adapters(lively.model, lively.emb_id, rank=2, alpha=4.0, dropout=0.0, targets=[], dora=False, rslora=False, vision=True)  # fmt: skip
+        add_adapters(lively.model, LoraConfig(rank=2, alpha=4.0, vision=True), lively.emb_id)
         for name, parameter in lively.named_parameters():
             if "lora_B" in name:  # which starts as zero, and nothing would reach the other matrix
                 torch.nn.init.normal_(parameter, std=0.02)

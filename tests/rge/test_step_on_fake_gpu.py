@@ -7,7 +7,7 @@ import torch
 from fake_gpu import DEVICE, FakeGpu, OnGpu
 from family_models import PHOTOS  # its network has no kernel of ours, and hundreds of others
 
-from rge.config import Recipe, RewardConfig, RLConfig, RolloutConfig, TrainConfig
+from rge.config import LoraConfig, Recipe, RewardConfig, RLConfig, RolloutConfig, TrainConfig
 from rge.model import embedding_model
 from rge.model.adapters import add_adapters
 from rge.model.embedding_model import EmbeddingModel, encode_prompts
@@ -206,17 +206,7 @@ def test_captured_steps_stay_for_the_run(trained, lively_path, backbone_of, make
     mixed = trained != "bfloat16"
     here = EmbeddingModel(backbone_of(lively_path, dtype="float32" if trained == "float32" else "bfloat16"))
     if trained == "adapters":
-        add_adapters(
-            here.model,
-            here.emb_id,
-            rank=2,
-            alpha=4,
-            dropout=0,
-            targets=[],
-            dora=False,
-            rslora=False,
-            vision=False,
-        )
+        add_adapters(here.model, LoraConfig(rank=2, alpha=4), here.emb_id)
         for parameter in here.parameters():
             if parameter.requires_grad:
                 parameter.data = torch.full_like(parameter, 0.05, dtype=torch.float32)

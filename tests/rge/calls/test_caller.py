@@ -518,6 +518,10 @@ def test_a_complete_answer_is_complete_however_it_stopped():
         ("No: <a>no</a>?</think>\nABSTAIN", "stop", "\nABSTAIN"),  # its prompt opens the thoughts
         ('<think>{"a": 1}</think>{"a": 2}', "stop", "<a>2</a>"),
         ("<think>Perhaps <a>no</a>, but", "length", ""),
+        ("[THINK]<a>no</a>[/THINK]<a>yes</a>", "stop", "<a>yes</a>"),
+        ("\n<seed:think>Perhaps <a>no</a>, but", "length", ""),
+        ("<thinking><a>no</a></thinking><a>yes</a>", "stop", "<a>yes</a>"),
+        ("◁think▷<a>no</a>◁/think▷<a>yes</a>", "stop", "<a>yes</a>"),
     ],
 )
 def test_thoughts_that_a_server_leaves_in_the_answer_are_none(content, stop, text):

@@ -24,15 +24,7 @@ from rge.model.adapters import AdapterError, add_adapters, merged_weights
 from rge.model.backbone import load_backbone
 from rge.model.embedding_model import EmbeddingModel, embedder_to_train
 
-LORA = {
-    "rank": 3,
-    "alpha": 6.0,
-    "dropout": 0.0,
-    "targets": [],
-    "dora": False,
-    "rslora": False,
-    "vision": False,
-}
+LORA = {"rank": 3, "alpha": 6.0}
 ITEMS = [Item("1", "what is this"), Item("2", "open a locked chick"), Item("3", "key")]
 
 
@@ -46,7 +38,7 @@ def settings(embedder, **more):
 def adapt(embedder, **changes):
     """With adapters that do something: PEFT's start with B = 0."""
     torch.manual_seed(0)
-    add_adapters(embedder.model, embedder.emb_id, **{**LORA, **changes})
+    add_adapters(embedder.model, LoraConfig(**LORA, **changes), embedder.emb_id)
     return stir(embedder)
 
 
@@ -166,7 +158,7 @@ def test_rows_that_the_base_has_not_are_beside_them(lively_path, tmp_path):
     grown = backbone.model.get_input_embeddings()
     assert backbone.rows_of_base < grown.num_embeddings
     embedder = EmbeddingModel(backbone).eval()
-    add_adapters(embedder.model, embedder.emb_id, think_ids=backbone.think_ids, **LORA)
+    add_adapters(embedder.model, LoraConfig(**LORA), embedder.emb_id, backbone.think_ids)
     merged, adapters = write(stir(embedder), tmp_path / "base", tmp_path)
     one, other = (load_backbone(path, think_tokens=2).model for path in (merged, adapters))
     assert_equal_models(one, other)

@@ -9,6 +9,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 from rge.checkpoints.export import export, settings_of
 from rge.checkpoints.training_state import States
 from rge.common.schema import Item
+from rge.config import LoraConfig
 from rge.embedder import Embedder
 from rge.model.adapters import AdapterError, add_adapters, has_adapters, merged_weights
 from rge.model.backbone import load_backbone
@@ -23,11 +24,8 @@ OBJECTIVE = Objective(0.3, 0.7, 0.07)
 
 
 def adapt(embedder, **changes):
-    settings = {
-        "rank": 3, "alpha": 6.0, "dropout": 0.0, "targets": [], "dora": False, "rslora": False, "vision": False,
-    }  # fmt: skip
     torch.manual_seed(0)
-    add_adapters(embedder.model, embedder.emb_id, **{**settings, **changes})
+    add_adapters(embedder.model, LoraConfig(rank=3, alpha=6.0, **changes), embedder.emb_id)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():  # PEFT starts with B = 0, where nothing would show
         for parameter in embedder.parameters():
@@ -96,9 +94,7 @@ def test_the_row_learns_what_it_would_learn_inside_the_matrix(lively, make_batch
     rationales = roll_out(lively, batch)
     report, full = step(lively, batch, rationales)
     expected = full["model.model.language_model.embed_tokens.weight"][lively.emb_id]
-    add_adapters(
-        lively.model, lively.emb_id, rank=2, alpha=4, dropout=0, targets=["q_proj"], dora=False, rslora=False, vision=False
-    )  # fmt: skip
+    add_adapters(lively.model, LoraConfig(rank=2, alpha=4, targets=["q_proj"]), lively.emb_id)
     adapted, found = step(lively, batch, rationales)
     assert adapted == pytest.approx(report, rel=1e-6)
     torch.testing.assert_close(found["model.emb_row.weight"], expected, rtol=1e-4, atol=1e-6)

@@ -12,7 +12,7 @@ from stock import state_at_end, stock_forward
 from eval.models.registry import load_model
 from rge.checkpoints.export import export, settings_of
 from rge.common.schema import Item
-from rge.config import load_recipe
+from rge.config import LoraConfig, load_recipe
 from rge.model.adapters import add_adapters
 from rge.model.backbone import load_backbone, vision_parameters
 from rge.model.embedding_model import EmbeddingModel
@@ -42,17 +42,7 @@ def test_a_few_steps_learn_a_batch_by_heart_and_move_every_weight(lively, make_b
 def test_adapters_leave_the_vision_tower_alone(lively, make_batch, roll_out):
     batch = make_batch(PromptBuilder(lively.processor))
     rationales = roll_out(lively, batch)
-    add_adapters(
-        lively.model,
-        lively.emb_id,
-        rank=4,
-        alpha=8,
-        dropout=0.0,
-        targets=[],
-        dora=False,
-        rslora=False,
-        vision=False,
-    )
+    add_adapters(lively.model, LoraConfig(rank=4, alpha=8), lively.emb_id)
     assert not any(parameter.requires_grad for parameter in vision_parameters(lively.model))
     losses = train(lively, batch, rationales, steps=8, lr=3e-2)
     assert losses[-1] < 0.8 * losses[0]

@@ -19,7 +19,7 @@ from stock import (
 )
 
 from rge.common.errors import UserError
-from rge.config import LossConfig, Recipe, RewardConfig, RLConfig, RolloutConfig, TrainConfig
+from rge.config import LoraConfig, LossConfig, Recipe, RewardConfig, RLConfig, RolloutConfig, TrainConfig
 from rge.distributed import collectives as dist
 from rge.losses import hit_at_1
 from rge.model.adapters import add_adapters
@@ -267,8 +267,7 @@ def test_rewards_alone_with_dropout_in_chunks(lively, make_batch, sample, take, 
     """The states that are rewarded are those that the forward with gradient computes, masks included."""
     batch = make_batch(PromptBuilder(lively.processor))
     rationales = sample(lively, batch)
-    settings = {"rank": 2, "alpha": 4, "targets": [], "dora": False, "rslora": False, "vision": False}
-    add_adapters(lively.model, lively.emb_id, dropout=0.3, **settings)
+    add_adapters(lively.model, LoraConfig(rank=2, alpha=4, dropout=0.3), lively.emb_id)
     with torch.no_grad():  # PEFT starts with B = 0, where no mask would show
         for parameter in lively.parameters():
             if parameter.requires_grad:
@@ -332,16 +331,7 @@ def test_the_reference_of_adapters_is_the_model_without_them(lively, make_batch,
     batch = make_batch(PromptBuilder(lively.processor))
     rationales = sample(lively, batch)
     before = Reference(lively, SAMPLED_AT, 100).log_probs(batch.queries, rationales)
-    settings = {
-        "rank": 2,
-        "alpha": 4,
-        "dropout": 0.0,
-        "targets": [],
-        "dora": False,
-        "rslora": False,
-        "vision": False,
-    }
-    add_adapters(lively.model, lively.emb_id, **settings)
+    add_adapters(lively.model, LoraConfig(rank=2, alpha=4), lively.emb_id)
     trained = [name for name, parameter in lively.named_parameters() if parameter.requires_grad]
     with torch.no_grad():
         for name, parameter in lively.named_parameters():

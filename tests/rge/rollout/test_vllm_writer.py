@@ -21,7 +21,7 @@ from family_models import build
 from own_engine import OwnEngine
 from paths import ROOT
 
-from rge.config import DataConfig, Recipe, RolloutConfig, StageConfig, TrainConfig
+from rge.config import DataConfig, LoraConfig, Recipe, RolloutConfig, StageConfig, TrainConfig
 from rge.model.adapters import add_adapters, has_adapters, merge, merged_weights
 from rge.model.backbone import BackboneError, load_backbone, vision_parameters, vision_prefixes
 from rge.model.embedding_model import EmbeddingModel
@@ -57,16 +57,7 @@ def written(rationales):
 
 def adapt(embedder: EmbeddingModel, **changes) -> None:
     """Adapters that change what is written."""
-    settings = {
-        "rank": 3,
-        "alpha": 6.0,
-        "dropout": 0.0,
-        "targets": [],
-        "dora": False,
-        "rslora": False,
-        "vision": False,
-    }
-    add_adapters(embedder.model, embedder.emb_id, **{**settings, **changes})
+    add_adapters(embedder.model, LoraConfig(rank=3, alpha=6.0, **changes), embedder.emb_id)
     move(embedder, [parameter for parameter in embedder.parameters() if parameter.requires_grad])
 
 

@@ -19,7 +19,7 @@ from rge import train
 from rge.checkpoints.export import export, settings_of
 from rge.common.errors import UserError
 from rge.common.schema import Item
-from rge.config import load_recipe
+from rge.config import LoraConfig, load_recipe
 from rge.embedder import Embedder
 from rge.model.adapter_files import WEIGHTS, Base
 from rge.model.adapters import add_adapters
@@ -269,10 +269,8 @@ def test_heads_stay_tied_where_the_matrix_grows(folder, tmp_path):
 @pytest.mark.slow
 def test_adapters_with_the_merger_and_their_real_base_are_the_model(folder, prompts, picture, tmp_path):
     trained = EmbeddingModel(load_backbone(folder, dtype="float32", add_emb=True)).eval()
-    add_adapters(
-        trained.model, trained.emb_id, rank=2, alpha=4.0, dropout=0.0, targets=["q_proj", "down_proj"], dora=False,
-        rslora=False, vision=False, modules_to_save=["merger"],
-    )  # fmt: skip
+    lora = LoraConfig(rank=2, alpha=4.0, targets=["q_proj", "down_proj"], modules_to_save=["merger"])
+    add_adapters(trained.model, lora, trained.emb_id)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in trained.parameters():

@@ -21,7 +21,7 @@ from accelerate.state import AcceleratorState, GradientState
 
 from rge import train
 from rge.checkpoints.export import export
-from rge.config import TrainConfig
+from rge.config import LoraConfig, TrainConfig
 from rge.distributed import collectives as dist
 from rge.distributed import launch
 from rge.model.adapters import add_adapters, merge
@@ -129,17 +129,7 @@ def given_to_vllm(accelerator, embedder, model) -> dict[str, torch.Tensor]:
 def adapted_for_vllm(accelerator, checkpoint: str) -> float:
     """Largest difference of merged weights, as they are given to vLLM after being shared out, from those before."""
     embedder = EmbeddingModel(load_backbone(checkpoint)).eval()
-    add_adapters(
-        embedder.model,
-        embedder.emb_id,
-        rank=2,
-        alpha=4.0,
-        dropout=0.0,
-        targets=[],
-        dora=False,
-        rslora=False,
-        vision=False,
-    )
+    add_adapters(embedder.model, LoraConfig(rank=2, alpha=4.0), embedder.emb_id)
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad(), dist.whole(list(embedder.parameters())):
         for parameter in embedder.parameters():

@@ -25,8 +25,16 @@ from torch import Tensor, nn
 from rge.config import AdaptiveConfig
 from rge.data.collate import Batch, chunks_of
 from rge.distributed import collectives as dist
-from rge.model.attention import EncodedParts, EncodedPrompts
-from rge.model.embedding_model import EmbeddingModel, Packed, RandomState, Readout, has_dropout, keeping
+from rge.model.attention import EncodedPrompts
+from rge.model.embedding_model import (
+    EmbeddingModel,
+    Packed,
+    RandomState,
+    Readout,
+    eval_mode,
+    has_dropout,
+    keeping,
+)  # fmt: skip
 from rge.model.packing import Branch
 from rge.objective import Contrast, Objective
 from rge.rollout.writer import Rollout
@@ -147,8 +155,7 @@ class _Forward:
         self.num_each = objective.num_states(batch, self.rationales)  # states per query that InfoNCE uses
         self._encoded: list[EncodedPrompts] = []
         if rollout.encoded is not None:
-            encoded = rollout.encoded
-            self._encoded = encoded.parts if isinstance(encoded, EncodedParts) else [encoded]
+            self._encoded = rollout.encoded.parts
             sizes = [rows.stop - rows.start for rows, _ in self.chunks]
             if [len(part.part.lengths) for part in self._encoded] != sizes:
                 raise ValueError(
@@ -194,9 +201,8 @@ class _Forward:
             with torch.no_grad() if keep == "none" else keeping(keep):
                 readouts = self.embedder(*packs) if packs else []
             q_parts += [q.state_ND.detach() for q in readouts[: int(with_queries)]]
-            t_parts.append(
-                readouts[-1].state_ND.detach() if with_candidates else self.candidate_states([number])
-            )
+            t_ND = readouts[-1].state_ND.detach() if with_candidates else self.candidate_states([number])
+            t_parts.append(t_ND)
             if keep != "none":
                 first.q = readouts[0] if with_queries else None
                 first.t = readouts[-1] if with_candidates else None
@@ -214,14 +220,11 @@ class _Forward:
     @torch.no_grad()
     def read(self, branches: Callable[[int], list[Branch]]) -> Tensor:
         """States (N, D) of other branches of the queries, without gradient and without dropout."""
-        was_training, parts = self.embedder.training, []
-        self.embedder.eval()
-        try:
+        parts = []
+        with eval_mode(self.embedder):
             for number, (queries, _) in enumerate(self.chunks):
                 packed = self._pack(number, [branches(row) for row in self._rows(queries)])
                 parts.append(self.embedder(packed)[0].state_ND)
-        finally:
-            self.embedder.train(was_training)
         return torch.cat(parts)
 
     def compare(self, q_ND: Tensor, t_ND: Tensor, extra: RolloutLoss | None = None) -> "Comparison":
@@ -232,9 +235,8 @@ class _Forward:
         identity_C = torch.tensor(batch.candidate_identity)
         if dist.world_size() > 1:
             identity_C = dist.gather_rows(identity_C.to(device), sizes).cpu()
-        masks = positive_BC, ignored_BC, labelled_BC = candidate_masks(
-            batch, identity_C, sum(sizes[: dist.rank()])
-        )
+        offset = sum(sizes[: dist.rank()])
+        masks = positive_BC, ignored_BC, labelled_BC = candidate_masks(batch, identity_C, offset)
         negative_BC = ~(positive_BC | ignored_BC)
         if extra is not None:
             extra.judge(q_ND.detach(), c_CD.detach(), masks, self.read)
@@ -257,12 +259,9 @@ class _Forward:
 
     def _queries(self, number: int, *, states_only: bool = False) -> Packed:
         """A chunk's queries with all their branches; with `states_only`, those whose state is read."""
-        objective, rationales = self.objective, self.rationales
-        sampled = objective.alpha_rl > 0
-        rows = [
-            objective.query_branches(self.batch, rationales, self.embedder, row, sampled=sampled)
-            for row in self._rows(self.chunks[number][0])
-        ]
+        objective, given = self.objective, (self.batch, self.rationales, self.embedder)
+        queries, sampled = self._rows(self.chunks[number][0]), objective.alpha_rl > 0
+        rows = [objective.query_branches(*given, row, sampled=sampled) for row in queries]
         if states_only:
             rows = [[branch for branch in branches if branch.read_state] for branches in rows]
             return self._pack(number, rows)
@@ -288,9 +287,8 @@ class _Forward:
         most = max(dist.gather_sizes(len(missing), embedder.device))
         for start in range(0, most, self.micro_batch_size):
             numbers = missing[start : start + self.micro_batch_size] or [0]
-            branches = [
-                [Branch([*rationales[number].ids, embedder.emb_id], read_state=True)] for number in numbers
-            ]
+            ids = [[*rationales[number].ids, embedder.emb_id] for number in numbers]
+            branches = [[Branch(each, read_state=True)] for each in ids]
             packed = embedder.pack([batch.queries[number // self.num_each] for number in numbers], branches)
             for number, state in zip(numbers, embedder(packed)[0].state_ND, strict=True):
                 if states[number] is None:
@@ -362,9 +360,8 @@ class _Share:
         self.num_queries, self.num_each = forward.num_queries, forward.num_each
         num_cut = sum(prompt.num_cut_tokens > 0 for prompt in (*batch.queries, *batch.candidates))
         # Of all ranks; easy queries, whose LM target is another one, change the number of labels.
-        self.lm_tokens, self.cut_prompts = dist.sum_over_ranks(
-            [self.objective.num_lm_tokens(batch), num_cut], forward.embedder.device
-        )
+        counts = [self.objective.num_lm_tokens(batch), num_cut]
+        self.lm_tokens, self.cut_prompts = dist.sum_over_ranks(counts, forward.embedder.device)
         # Losses of the chunks, and the LM losses in them, on the device until the report reads all of them.
         self.totals: list[Tensor] = []
         self.nlls: list[Tensor] = []

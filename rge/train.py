@@ -114,9 +114,8 @@ def train_stage(
     validation = make_validation(recipe, objective, embedder.processor, records)
     commit = getattr(embedder.model.config, "_commit_hash", None)
     identity = stage_identity(recipe, name, records, start, commit, accelerator)
-    manager = CheckpointManager(
-        recipe, name, folder, num_steps, validation, embedder, model, optimizer, accelerator, identity, start
-    )
+    trained = embedder, model, optimizer, accelerator
+    manager = CheckpointManager(recipe, name, folder, num_steps, validation, *trained, identity, start)
     first_step = manager.resume()
 
     bad_records = BadRecords(recipe.data, batches.files, folder, first_step, batches.mixture)
@@ -152,13 +151,8 @@ def train_stage(
                 accelerator, model, optimizer, recipe.optim.max_grad_norm, source
             )
 
-        ended = time.perf_counter()
-        report |= {
-            "lr": lr,
-            "wait_s": began - waited,
-            "rollout_s": rolled_out - began,
-            "step_s": ended - began,
-        }
+        took = time.perf_counter() - began
+        report |= {"lr": lr, "wait_s": began - waited, "rollout_s": rolled_out - began, "step_s": took}
         report |= rollout_report(rollout, rolled_out - began, embedder.device)
         # 4. Periodically measure held-out records, keep the best, save a state to resume from.
         report |= bad_records.after_step(step + 1, batch)

@@ -13,13 +13,12 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from rge.common.errors import UserError
 from rge.common.files import read_json, relative
 from rge.distributed import collectives as dist
 from rge.identity.run_identity import content_of
-from rge.model.adapters import ADAPTER, AdapterError, modules_to_save, trained_rows
+from rge.model.adapters import ADAPTER, AdapterError, Weights, modules_to_save, trained_rows
 from rge.model.hub_model import HubModel
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -47,9 +46,7 @@ def is_adapter_checkpoint(path: str | Path) -> bool:
     return (Path(path) / CONFIG).is_file() and (Path(path) / "rge.json").is_file()
 
 
-def adapter_weights(
-    model: HubModel, rows_of_base: int, weights: dict[str, Tensor] | None = None
-) -> dict[str, Tensor]:
+def adapter_weights(model: HubModel, rows_of_base: int, weights: Weights | None = None) -> Weights:
     """Weights of a checkpoint of adapters alone, by PEFT's names; `weights` is the model's state dict, if gathered."""
     state = model.state_dict() if weights is None else weights
     saved = {_in_peft(name): state[name] for name in state if _is_adapter(model, name)}
@@ -60,7 +57,7 @@ def adapter_weights(
     return saved
 
 
-def write_adapters(model: HubModel, folder: Path, base: dict[str, Any], weights: dict[str, Tensor]) -> None:
+def write_adapters(model: HubModel, folder: Path, base: dict[str, Any], weights: Weights) -> None:
     """Write PEFT's two files."""
     ids = _token_ids(model, base["rows"])
     config = model.peft_config[ADAPTER].to_dict() | {
@@ -193,9 +190,7 @@ def rows_of_base(checkpoint: Path) -> int:
     return _recorded(checkpoint)["rows"]
 
 
-def _places(
-    checkpoint: Path, wanted: dict[str, Any], asked: str | Path | None, instead: str | None
-) -> Iterator[Path]:
+def _places(checkpoint: Path, wanted: dict, asked: str | Path | None, instead: str | None) -> Iterator[Path]:
     named = [asked] if asked is not None else [wanted["path"], instead]
     names = [str(name) for name in named if name is not None]
     yield from (Path(name) for name in names if Path(name).is_dir())

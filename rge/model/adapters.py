@@ -19,6 +19,8 @@ from rge.model.families import family_of
 from rge.model.hub_model import HubModel
 
 ADAPTER = "default"
+Weights = dict[str, Tensor]
+"""A state dict."""
 
 
 class AdapterError(UserError):
@@ -33,9 +35,7 @@ class EmbRow(nn.Module):
         self.token_id, self.enabled = token_id, True
         self.weight = nn.Parameter(row.detach().to(torch.promote_types(row.dtype, torch.float32)).clone())
 
-    def forward(
-        self, inputs: Tensor, outputs: Tensor, *, lookup: bool, scale: Tensor | float = 1.0
-    ) -> Tensor:
+    def forward(self, inputs: Tensor, outputs: Tensor, lookup: bool, scale: Tensor | float = 1.0) -> Tensor:
         """The frozen module's output as if the row were in its matrix: embeddings (..., D) of ids, or logits (..., V) of states.
 
         `scale` is what the module multiplies rows by, as Gemma's does.
@@ -170,13 +170,13 @@ def has_adapters(model: HubModel) -> bool:
     return hasattr(model, "emb_row")
 
 
-def merged_weights(model: HubModel, weights: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+def merged_weights(model: HubModel, weights: Weights | None = None) -> Weights:
     """`merge` as a state dict for the plain model."""
     return dict(merge(model, weights))
 
 
 @torch.no_grad()
-def merge(model: HubModel, weights: dict[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
+def merge(model: HubModel, weights: Weights | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yield names and weights of the plain model, with adapters and rows merged in; unadapted weights are not copied.
 
     The model is unchanged: merging in place and reverting it would change last bits. `weights`: its state dict, if gathered.

@@ -20,7 +20,7 @@ from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -55,10 +55,6 @@ class EncodedPrompts:
         """Whether tokens are concatenated without padding."""
         return self.keys[0].dim() == 3
 
-    def buffers(self, *args: Any, **options: Any) -> list[tuple[Tensor, Tensor]]:
-        """See `EncodedParts.buffers`."""
-        return EncodedParts([self]).buffers(*args, **options)
-
     def padded(self, states: Tensor, rows: Tensor, longest: int) -> Tensor:
         """A layer's keys or values of some rows, without gradient: (rows, longest, K, d)."""
         known = states.detach()
@@ -84,7 +80,7 @@ class _Ends(NamedTuple):
 
 
 class EncodedParts:
-    """Prompts encoded in `parts`, each with its own backward, and continued by one rollout."""
+    """Prompts encoded in one or several `parts`, each with its own backward, and continued by one rollout."""
 
     def __init__(self, parts: Sequence[EncodedPrompts]):
         self.parts, layouts = list(parts), [one.part for one in parts]
@@ -97,7 +93,7 @@ class EncodedParts:
         self.values, self.is_flat = self.parts[0].values, self.parts[0].is_flat
 
     def buffers(
-        self, places: Sequence[int], capacity: int, *, heads_first: bool, room_of: "Room"
+        self, places: Sequence[int], capacity: int, *, heads_first: bool, room_of: Room
     ) -> list[tuple[Tensor, Tensor]]:
         """Each layer's keys and values of some rows, without gradient, zero-padded to (rows, capacity, K, d).
 
@@ -179,9 +175,9 @@ class Pass:
         else:
             assert self.prompts is not None
             part, flat = self.prompts, wanted(self.form, like.device, like.dtype, KEY)
-        return (
-            _Flat(part, self.tails, like.device, self.whole_pictures) if flat else _Padded(part, self.tails)
-        )
+        if flat:
+            return _Flat(part, self.tails, like.device, self.whole_pictures)
+        return _Padded(part, self.tails)
 
 
 class _Flat:
@@ -208,11 +204,8 @@ class _Flat:
             for number, branch in enumerate(branches or (0,)):
                 q_lengths.append(branch + (number == 0))
                 k_lengths.append(length + 1 + branch)
-                places += [
-                    torch.arange(prompt, prompt + length),
-                    torch.tensor([tail]),
-                    torch.arange(own, own + branch),
-                ]
+                spans = (prompt, prompt + length), (tail, tail + 1), (own, own + branch)
+                places += [torch.arange(*span) for span in spans]
                 own += branch
             prompt, tail = prompt + length, own
         return make_runs(q_lengths, k_lengths), torch.cat(places)
@@ -317,9 +310,7 @@ class _Rows:
             self.index = index_BT.flatten()
             # Tokens of no row (the masked picture) read any row's output, since theirs is unused.
             back = [torch.zeros(start, dtype=torch.long)]
-            back += [
-                torch.arange(row * longest, row * longest + length) for row, length in enumerate(lengths)
-            ]
+            back += [row * longest + torch.arange(length) for row, length in enumerate(lengths)]
             self.back = moved(torch.cat(back), index_BT.device)
 
     def padded(self, flat: Tensor) -> Tensor:
@@ -340,7 +331,7 @@ class Cache:
 
     read_R = None
 
-    def __init__(self, encoded: EncodedPrompts | EncodedParts, places: Sequence[int], num_new_tokens: int):
+    def __init__(self, encoded: EncodedParts, places: Sequence[int], num_new_tokens: int):
         lengths = [encoded.part.lengths[place] for place in places]
         self.length = longest = max(lengths)
         # Heads before tokens, as the kernel reads them.
@@ -398,9 +389,7 @@ class RunningCache:
 
     read_R = None
 
-    def __init__(
-        self, encoded: EncodedPrompts | EncodedParts, places: Sequence[int], capacity: int, room_of: Room
-    ):
+    def __init__(self, encoded: EncodedParts, places: Sequence[int], capacity: int, room_of: Room):
         self.whole = encoded.buffers(places, capacity, heads_first=False, room_of=room_of)
         rows = torch.arange(len(places) + 1)
         numbers = [
@@ -482,10 +471,7 @@ class _Kernel:
             out = self._run(q_BTHd.transpose(1, 2), k, v, bias, {**settings, "enable_gqa": groups > 1})
             return out.transpose(1, 2)
         q_BTKGd = q_BTHd.unflatten(2, (-1, groups))
-        parts = [
-            self._run(q_BTKGd[:, :, :, group].transpose(1, 2), k, v, bias, settings)
-            for group in range(groups)
-        ]
+        parts = [self._run(q.transpose(1, 2), k, v, bias, settings) for q in q_BTKGd.unbind(3)]
         return torch.stack([part.transpose(1, 2) for part in parts], dim=3).flatten(2, 3)
 
     def _run(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, settings: dict) -> Tensor:
@@ -510,9 +496,8 @@ def attend(
     if not isinstance(attention_mask, (Pass, Cache, RunningCache)):
         settings = {"scaling": scaling, "dropout": dropout, "sliding_window": sliding_window, **kwargs}
         return sdpa_attention_forward(module, query, key, value, attention_mask, **settings)  # type: ignore[arg-type]
-    kernel = _Kernel(
-        scaling if scaling is not None else query.shape[-1] ** -0.5, dropout, plain, sliding_window
-    )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    kernel = _Kernel(scale, dropout, plain, sliding_window)
     q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
     return attention_mask.attend(module.layer_idx, q, k, v, kernel)[None], None
 
@@ -539,7 +524,7 @@ def install(text: HubModel, form: str = "auto", whole_pictures: bool = False) ->
         form = "varlen"
     if whole_pictures and form != "varlen":
         raise UserError(
-            f"{KEY}={form}: the tokens of a picture attend to each other in this model; set {KEY}=varlen"
+            f"{KEY}={form}: a picture's tokens attend to each other in this model; set {KEY}=varlen"
         )
     asked = text.config._attn_implementation
     if asked in NAMES.values():

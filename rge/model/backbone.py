@@ -10,16 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors import SafetensorError
 from tokenizers import AddedToken
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForImageTextToText,
-    AutoProcessor,
-    BitsAndBytesConfig,
-    PretrainedConfig,
-)
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, PretrainedConfig
 from transformers.modeling_utils import set_zero3_state
 from transformers.utils import logging as transformers_logging
 
@@ -44,22 +39,16 @@ class BackboneError(UserError):
 
 @dataclass
 class Backbone:
-    """A model with its processor, whose tokenizer knows ``<emb>``.
-
-    Attributes:
-        suppressed_ids: ids that a rationale never contains: every special token but ``<emb>``, and the unused padding rows
-            of the embedding matrix.
-        attention: form of the text model's attention, see `rge.model.varlen.wanted`.
-        rows_of_base: rows of the saved embedding matrix, before any token was added.
-    """
+    """A model with its processor, whose tokenizer knows ``<emb>``."""
 
     model: HubModel
     processor: Any
     emb_id: int
+    # Never in a rationale: every special token but ``<emb>``, and the unused padding rows of the embedding matrix.
     suppressed_ids: list[int]
-    attention: str = "auto"
+    attention: str = "auto"  # form of the text model's, see `rge.model.varlen.wanted`
     think_ids: tuple[int, ...] = ()
-    rows_of_base: int = 0
+    rows_of_base: int = 0  # of the saved embedding matrix, before any token was added
 
 
 def read_config(path: str | Path, revision: str | None = None) -> PretrainedConfig:
@@ -157,9 +146,7 @@ def load_backbone(
     model, report = loaded
     if missing := sorted(report["missing_keys"]):
         # transformers fills them with random numbers and a warning.
-        raise BackboneError(
-            f"{path} lacks {len(missing)} weights, e.g. {missing[0]}: the checkpoint is incomplete"
-        )
+        raise BackboneError(f"{path} is incomplete: it lacks {len(missing)} weights, e.g. {missing[0]}")
     _drop_unused_renamings(model)
     before = model.get_input_embeddings().num_embeddings
     if num_rows > before and adapted:
@@ -176,9 +163,8 @@ def load_backbone(
     _check_tokens(path, tokenizer, emb_token, thinks)
     emb_id, *think_ids = tokenizer.convert_tokens_to_ids([emb_token, *thinks])
     suppressed = _special_ids(tokenizer, model.get_input_embeddings().num_embeddings) - {emb_id}
-    return Backbone(
-        model, processor, emb_id, sorted(suppressed), attn_implementation, tuple(think_ids), before
-    )
+    barred = sorted(suppressed)
+    return Backbone(model, processor, emb_id, barred, attn_implementation, tuple(think_ids), before)
 
 
 def _special_ids(tokenizer: Any, num_rows: int) -> set[int]:
@@ -194,7 +180,7 @@ def _check_tokens(path: str | Path, tokenizer: Any, emb_token: str, thinks: Sequ
         )
     if lacking := [name for name in thinks if name not in known]:
         raise BackboneError(
-            f"{path} has no {lacking[0]} token, so it was not trained with {len(thinks)} think tokens"
+            f"{path} has no {lacking[0]} token: it was not trained with {len(thinks)} think tokens"
         )
 
 
@@ -238,7 +224,7 @@ def quantized(kind: str | None, config: PretrainedConfig, dtype: str, device: st
         raise BackboneError(f"quantization={kind} needs bitsandbytes: pip install -e '.[quantization]'")
     skipped = [*(name.rstrip(".") for name in vision_prefixes(skeleton(config))), "lm_head"]
     four_bits = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": getattr(torch, dtype)}
-    settings = BitsAndBytesConfig(
+    settings = transformers.BitsAndBytesConfig(
         llm_int8_skip_modules=skipped, **{f"load_in_{kind}": True}, **(four_bits if kind == "4bit" else {})
     )
     return {"quantization_config": settings, "device_map": {"": device}}
@@ -283,9 +269,8 @@ def add_tokens(model: HubModel, tokenizer, names: Sequence[str], source: int) ->
 
 def name_tokens(tokenizer, names: Sequence[str]) -> None:
     """Add missing tokens to a tokenizer."""
-    tokenizer.add_tokens(
-        [AddedToken(name, special=True, normalized=False) for name in names], special_tokens=True
-    )
+    tokens = [AddedToken(name, special=True, normalized=False) for name in names]
+    tokenizer.add_tokens(tokens, special_tokens=True)
 
 
 def check_sizes(sizes: Sequence[int], model: HubModel) -> None:

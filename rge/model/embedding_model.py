@@ -23,18 +23,14 @@ from rge.model.prompts import Prompt
 
 @dataclass(frozen=True)
 class Packed:
-    """One batch of rows for `EmbeddingModel.forward`: prompts (None if already `encoded`), their tails, or both.
-
-    `owners` are the prompts themselves, for `EmbeddingModel.pictures`; `temperature` is that of the sampled branches; with
-    `by_branch`, `Readout.nll_P` is computed too.
-    """
+    """One batch of rows for `EmbeddingModel.forward`: prompts (None if already `encoded`), their tails, or both."""
 
     prompts: PromptPart | None
     tails: TailPart | None
     encoded: EncodedPrompts | None = None
-    owners: Sequence[Prompt] = ()
-    temperature: float = 1.0
-    by_branch: bool = False
+    owners: Sequence[Prompt] = ()  # the prompts themselves, for `EmbeddingModel.pictures`
+    temperature: float = 1.0  # of the sampled branches
+    by_branch: bool = False  # compute `Readout.nll_P` too
 
 
 class PictureMemory:
@@ -72,24 +68,16 @@ class PictureMemory:
 
 @dataclass
 class Readout:
-    """Results of one packed batch.
+    """Results of one packed batch."""
 
-    Attributes:
-        state_ND: unit-norm states at the branches' ``<emb>``, float32 (float64 for a float64 model).
-        nll: summed negative log likelihood of the `num_tokens` predicted tokens, in nats.
-        encoded: keys and values of the prompts, if there were no tails.
-        log_prob_L: of the sampled tokens, branch after branch, see `rge.losses.rationale_log_probs`; None without any.
-        entropy_L: of their distributions, without gradient.
-        nll_P: `nll` per branch with predicted tokens; None unless `Packed.by_branch`.
-    """
-
-    state_ND: Tensor
-    nll: Tensor
+    state_ND: Tensor  # unit-norm states at the branches' ``<emb>``, float32 (float64 for a float64 model)
+    nll: Tensor  # summed negative log likelihood of the `num_tokens` predicted tokens, in nats
     num_tokens: int
-    encoded: EncodedPrompts | None = None
+    encoded: EncodedPrompts | None = None  # keys and values of the prompts, if there were no tails
+    # Of the sampled tokens, branch after branch, see `rge.losses.rationale_log_probs`; None without any.
     log_prob_L: Tensor | None = None
-    entropy_L: Tensor | None = None
-    nll_P: Tensor | None = None
+    entropy_L: Tensor | None = None  # of their distributions, without gradient
+    nll_P: Tensor | None = None  # `nll` per branch with predicted tokens; None unless `Packed.by_branch`
 
 
 class EmbeddingModel(nn.Module):
@@ -295,9 +283,9 @@ def keeping(where: str) -> AbstractContextManager:
     Copies to and from the host are queued with the device's own work, so that the host never waits for them. Weights always
     stay on the device.
     """
-    return (
-        torch.autograd.graph.saved_tensors_hooks(_to_host, _from_host) if where == "host" else nullcontext()
-    )
+    if where == "host":
+        return torch.autograd.graph.saved_tensors_hooks(_to_host, _from_host)
+    return nullcontext()
 
 
 def _to_host(tensor: Tensor) -> Tensor | tuple[torch.device, Tensor]:
@@ -312,24 +300,20 @@ def _from_host(kept: Tensor | tuple[torch.device, Tensor]) -> Tensor:
     return kept if isinstance(kept, Tensor) else kept[1].to(kept[0], non_blocking=True)
 
 
-def encode_prompts(model: nn.Module, embedder: EmbeddingModel, prompts: Sequence[Prompt]) -> EncodedPrompts:
-    """Keys and values of prompts, with gradient, for the rollout and then `rge.step.TrainingStep`.
-
-    `model` is the wrapped embedder: its next forward is the training step's, and both share one backward.
-    """
-    (readout,) = model(embedder.pack_prompts(prompts))
-    return readout.encoded
-
-
-def encode_in_parts(
-    embedder: EmbeddingModel, prompts: Sequence[Prompt], parts: Sequence[slice], where: str
+def encode_prompts(
+    model: nn.Module,
+    embedder: EmbeddingModel,
+    prompts: Sequence[Prompt],
+    parts: Sequence[slice] = (slice(None),),
+    where: str = "device",
 ) -> EncodedParts:
-    """The same for a step in several chunks (`parts`), each with its own backward; kept as in `keeping`.
+    """Keys and values of prompts, with gradient, for the rollout and then `rge.step.TrainingStep`; kept as in `keeping`.
 
-    The embedder is unwrapped, since the wrapper's forwards are the chunks'.
+    `model` is the wrapped embedder: its next forward is the training step's, and both share one backward. For a step in
+    several chunks (`parts`), whose backwards belong to the wrapper's own forwards, it is the embedder itself.
     """
     with keeping(where):
-        return EncodedParts([encode_prompts(embedder, embedder, prompts[part]) for part in parts])
+        return EncodedParts([model(embedder.pack_prompts(prompts[part]))[0].encoded for part in parts])
 
 
 @contextmanager

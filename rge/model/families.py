@@ -21,6 +21,9 @@ from rge.model.vision_tower import sizes_of
 Rotations = dict[str, tuple[Tensor, Tensor]]
 """Cosines and sines by kind of layer, see `Family.rotations`."""
 
+Pictures = Sequence[tuple[Tensor, Tensor] | None]
+"""Pixel values and grid of each row, None without pictures."""
+
 
 class Family:
     """Conventions of one family; the defaults are Qwen2-VL's and Qwen2.5-VL's."""
@@ -43,10 +46,8 @@ class Family:
     def limit_pixels(self, processor: Any, min_pixels: int | None, max_pixels: int | None) -> None:
         """Set the sizes that pictures are scaled to; None keeps the processor's."""
         size = processor.image_processor.size
-        processor.image_processor.size = {
-            "shortest_edge": min_pixels or size["shortest_edge"],
-            "longest_edge": max_pixels or size["longest_edge"],
-        }
+        least, most = min_pixels or size["shortest_edge"], max_pixels or size["longest_edge"]
+        processor.image_processor.size = {"shortest_edge": least, "longest_edge": most}
 
     def scaled_size(self, size: tuple[int, int], image_processor: Any) -> tuple[int, int]:
         """Width and height that a picture of this size is scaled to before the processor.
@@ -78,9 +79,7 @@ class Family:
         """
         return {"do_rescale": False, "do_normalize": False, "do_resize": False, "temporal_patch_size": 1}
 
-    def pictures_of(
-        self, fields: Mapping[str, Any], image_processor: Any
-    ) -> tuple[Tensor | None, Tensor | None]:
+    def pictures_of(self, fields: Mapping, image_processor: Any) -> tuple[Tensor | None, Tensor | None]:
         """Pixels and grid of one prompt from its processor's output, made with `options`; both None without pictures.
 
         Returns:
@@ -129,9 +128,7 @@ class Family:
         Pictures are between special tokens, so each is one run of placeholders.
         """
         image = config.image_token_id
-        return [
-            each for place, each in enumerate(ids) if each != image or place == 0 or ids[place - 1] != image
-        ]
+        return [each for before, each in zip([None, *ids], ids, strict=False) if {before, each} != {image}]
 
     # From tokens and pixels to states.
 
@@ -226,31 +223,21 @@ class Family:
         return text.norm(hidden_BTD)
 
     def plain_inputs(
-        self,
-        config: Any,
-        pictures: Sequence[tuple[Tensor, Tensor] | None],
-        input_ids: Tensor,
-        attention_mask: Tensor,
+        self, config: Any, pictures: Pictures, input_ids: Tensor, attention_mask: Tensor
     ) -> dict[str, Tensor]:
         """Arguments of the model's own forward over padded rows (B, T), for comparison.
 
-        `pictures` are pixel values and grid of each row, None without pictures; `attention_mask` is 0 on padding.
+        `attention_mask` is 0 on padding.
         """
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
         if any(one is not None for one in pictures):
             inputs |= self._plain_pictures(config, pictures, input_ids)
         return inputs
 
-    def _plain_pictures(
-        self, config: Any, pictures: Sequence[tuple[Tensor, Tensor] | None], input_ids: Tensor
-    ) -> dict[str, Tensor]:
+    def _plain_pictures(self, config: Any, pictures: Pictures, input_ids: Tensor) -> dict[str, Tensor]:
         values, grids = zip(*filter(None, pictures), strict=True)
-        types = (input_ids == config.image_token_id).long()
-        return {
-            "pixel_values": torch.cat(values),
-            "image_grid_thw": torch.cat(grids),
-            "mm_token_type_ids": types,
-        }
+        types = {"mm_token_type_ids": (input_ids == config.image_token_id).long()}
+        return {"pixel_values": torch.cat(values), "image_grid_thw": torch.cat(grids)} | types
 
 
 class Qwen3VL(Family):
@@ -283,9 +270,7 @@ class Tiles(Family):
         """Scaled and cut, not normalised."""
         return {"do_rescale": False, "do_normalize": False}
 
-    def pictures_of(
-        self, fields: Mapping[str, Any], image_processor: Any
-    ) -> tuple[Tensor | None, Tensor | None]:
+    def pictures_of(self, fields: Mapping, image_processor: Any) -> tuple[Tensor | None, Tensor | None]:
         """(P, channels, height, width) uint8 tiles; (P, 3): one, and a tile's height and width in pixels."""
         if (pixels := fields.get("pixel_values")) is None:
             return None, None
@@ -312,9 +297,7 @@ class Tiles(Family):
         """One of the equal axes."""
         return position_ids_3BT[0]
 
-    def _plain_pictures(
-        self, config: Any, pictures: Sequence[tuple[Tensor, Tensor] | None], input_ids: Tensor
-    ) -> dict[str, Tensor]:
+    def _plain_pictures(self, config: Any, pictures: Pictures, input_ids: Tensor) -> dict[str, Tensor]:
         return {"pixel_values": torch.cat([tiles for tiles, _ in filter(None, pictures)])}
 
 
@@ -361,9 +344,7 @@ class Idefics3(Tiles):
         states = tower.encoder(inputs_embeds=states, attention_mask=None).last_hidden_state
         return model.model.connector(tower.post_layernorm(states)).flatten(0, 1)
 
-    def _plain_pictures(
-        self, config: Any, pictures: Sequence[tuple[Tensor, Tensor] | None], input_ids: Tensor
-    ) -> dict[str, Tensor]:
+    def _plain_pictures(self, config: Any, pictures: Pictures, input_ids: Tensor) -> dict[str, Tensor]:
         """Tiles row by row, padded with zeros, which the model drops."""
         shown = [tiles for tiles, _ in filter(None, pictures)]
         padded = shown[0].new_zeros(len(pictures), max(map(len, shown)), *shown[0].shape[1:])
@@ -377,9 +358,8 @@ FAMILIES: Registry[Family] = Registry("family of models", "rge.families", ["rge.
 """By the `model_type` of a model's config."""
 
 
-def register_family(model_type: str, family: Family) -> Family:
-    """Register the family of a model type."""
-    return FAMILIES.add(model_type, family)
+register_family = FAMILIES.add
+"""Registers the family of a model type: ``register_family("my_vl", Family())``."""
 
 
 register_family("qwen2_vl", Family())

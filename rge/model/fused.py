@@ -17,6 +17,7 @@ import importlib
 import inspect
 import logging
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -122,11 +123,7 @@ def _gated(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
 
 
 def _call(
-    kernel: Callable[..., Any],
-    plain: Callable[..., Any],
-    inputs: Sequence[Tensor],
-    names: Sequence[str],
-    what: str,
+    kernel: Callable, plain: Callable, inputs: Sequence[Tensor], names: Sequence[str], what: str
 ) -> Any:
     """The kernel's outputs; its first call of a kind is held against plain code, see `hold_against`."""
     kind = (what, inputs[0].dtype, inputs[0].shape[1:])
@@ -201,15 +198,10 @@ STOCK = {_code(LlamaRMSNorm): _Norm, _code(LlamaMLP): _Mlp, _code(Qwen2_5_VLMLP)
 """The forwards that are replaced, and by which."""
 
 
-_made: dict[tuple[type, type], type[nn.Module]] = {}
-
-
+@cache
 def faster(form: type[Faster], stock: type[nn.Module]) -> type[nn.Module]:
     """The subclass of both; always the same one."""
-    if (form, stock) not in _made:
-        name = f"{form.__name__}_{stock.__name__}"
-        _made[form, stock] = type(name, (form, stock), {"__module__": form.__module__})
-    return _made[form, stock]
+    return type(f"{form.__name__}_{stock.__name__}", (form, stock), {"__module__": form.__module__})
 
 
 def _blank(form: type[Faster], stock: type[nn.Module]) -> nn.Module:

@@ -36,81 +36,50 @@ _ALONE = ("image_grid", "pixels")
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """A continuation of a prompt.
+    """A continuation of a prompt."""
 
-    Attributes:
-        ids: token ids, ending with ``<emb>``.
-        read_state: the state at the last token, ``<emb>``, is an embedding.
-        predict: the ids are labels of the LM loss (the prompt's last state predicts the first).
-        unlabelled: number of first ids that are not labels.
-        sampled: the ids were sampled, and their log probabilities are read.
-    """
-
-    ids: Sequence[int]
-    read_state: bool = False
-    predict: bool = False
-    sampled: bool = False
-    unlabelled: int = 0
+    ids: Sequence[int]  # ending with ``<emb>``
+    read_state: bool = False  # the state at the last token, ``<emb>``, is an embedding
+    predict: bool = False  # the ids are labels of the LM loss (the prompt's last state predicts the first)
+    sampled: bool = False  # the ids were sampled, and their log probabilities are read
+    unlabelled: int = 0  # number of first ids that are not labels
 
 
 @dataclass(frozen=True, slots=True)
 class PromptPart:
-    """Prompts of a batch, each without its last token.
+    """Prompts of a batch, each without its last token."""
 
-    Attributes:
-        lengths: tokens of each row; on the host, like `start`, so that attention is laid out without synchronising.
-        start: tokens before the first row: those of the masked picture, if no row has one.
-        spans: of each row, begins and ends of its pictures' placeholders.
-        picture_index_F: places in T of the pictures' placeholders.
-        index_BP: places in T of each row's tokens, padded with 0.
-        last_id_B: of each prompt's last token, as `last_position_3B`.
-        after_B: position of the first token after the prompt, the same on all axes.
-        pixels: patches or tiles of all pictures, rows in order, uint8.
-        image_grid: (number of pictures, 3), on the host, see `rge.model.vision_tower.sizes_of`.
-    """
-
-    lengths: tuple[int, ...]
-    start: int
-    spans: tuple[tuple[tuple[int, int], ...], ...]
+    lengths: tuple[int, ...]  # on the host, like `start`: attention is laid out without synchronising
+    start: int  # tokens before the first row: those of the masked picture, if no row has one
+    spans: tuple[tuple[tuple[int, int], ...], ...]  # of each row's pictures: begins and ends
     input_ids_T: Tensor
     position_ids_3T: Tensor
-    picture_index_F: Tensor
-    index_BP: Tensor
+    picture_index_F: Tensor  # places in T of the pictures' placeholders
+    index_BP: Tensor  # places in T of each row's tokens, padded with 0
     length_B: Tensor
-    last_id_B: Tensor
+    last_id_B: Tensor  # of each prompt's last token, as the next
     last_position_3B: Tensor
-    after_B: Tensor
-    pixels: Tensor
-    image_grid: Tensor
+    after_B: Tensor  # position of the first token after the prompt, the same on all axes
+    pixels: Tensor  # patches or tiles of all pictures, rows in order, uint8
+    image_grid: Tensor  # (number of pictures, 3), on the host, see `rge.model.vision_tower.sizes_of`
 
 
 @dataclass(frozen=True, slots=True)
 class TailPart:
-    """Tails of a batch: each prompt's last token and the branches.
-
-    Attributes:
-        branch_lengths: tokens of each row's branches.
-        index_BS: places in T of each row's tokens, padded with 0.
-        segment_BS: `PROMPT` for the prompt's last token, the branch's number, or `PADDING`.
-        state_index_N: places in T of the states to read, row by row, branch by branch.
-        predict_index_M: places in T of the states that predict `label_M`.
-        label_lengths: number of labels of each branch with labels.
-        sampled_index_L: places in T of the states that predict `sampled_L`.
-        read_index_R: all places in T whose state is read or predicts, in order.
-    """
+    """Tails of a batch: each prompt's last token and the branches. An ``index`` has places in T."""
 
     branch_lengths: tuple[tuple[int, ...], ...]
     input_ids_T: Tensor
     position_ids_3T: Tensor
-    index_BS: Tensor
-    segment_BS: Tensor
-    state_index_N: Tensor
-    predict_index_M: Tensor
+    index_BS: Tensor  # of each row's tokens, padded with 0
+    segment_BS: Tensor  # `PROMPT` for the prompt's last token, the branch's number, or `PADDING`
+    state_index_N: Tensor  # of the states to read, row by row, branch by branch
+    predict_index_M: Tensor  # of the states that predict `label_M`
     label_M: Tensor
-    label_lengths: tuple[int, ...]
-    sampled_index_L: Tensor
+    label_lengths: tuple[int, ...]  # number of labels of each branch with labels
+    sampled_index_L: Tensor  # of the states that predict `sampled_L`
     sampled_L: Tensor
-    read_index_R: Tensor
+    read_index_R: Tensor  # of all states that are read or predict, in order
 
 
 def to_device(*parts: Any, device: torch.device | str) -> list[Any]:

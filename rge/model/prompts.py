@@ -29,26 +29,17 @@ KNOWN_PROMPTS = 16_384
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt as the backbone reads it, without padding.
+    """One prompt as the backbone reads it, without padding."""
 
-    Attributes:
-        id: of the item.
-        input_ids: (T,) int64, ending with the assistant header: generation or ``<emb>`` comes next.
-        type_ids: (T,) int64, 1 on picture placeholders, else 0.
-        position_3T: int64 rotary positions on the time, height and width axes.
-        pixels: (P, channels, height, width) uint8, patches or tiles of all pictures as `rge.model.families.normalised` takes
-            them; None without pictures.
-        image_grid: (number of pictures or tiles, 3) int64, see `rge.model.families.Family.pictures_of`; or None.
-        num_cut_tokens: tokens of the user's text that were cut to fit.
-    """
-
-    id: str
-    input_ids: Tensor
-    type_ids: Tensor
-    position_3T: Tensor
+    id: str  # of the item
+    input_ids: Tensor  # (T,) int64, ending with the assistant header: generation or ``<emb>`` comes next
+    type_ids: Tensor  # (T,) int64, 1 on picture placeholders, else 0
+    position_3T: Tensor  # int64 rotary positions on the time, height and width axes
+    # (P, channels, height, width) uint8 patches or tiles and (pictures or tiles, 3) int64, see
+    # `rge.model.families.Family.pictures_of`; None without pictures.
     pixels: Tensor | None
     image_grid: Tensor | None
-    num_cut_tokens: int = 0
+    num_cut_tokens: int = 0  # of the user's text, cut to fit
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]
@@ -202,9 +193,8 @@ class PromptBuilder:
         content = []
         for before_it, piece in zip(["", *pieces], pieces, strict=False):
             newline = "\n" if before_it is None else ""
-            content.append(
-                {"type": "image"} if piece is None else {"type": "text", "text": f"{newline}{piece}\n"}
-            )
+            text = {"type": "text", "text": f"{newline}{piece}\n"}
+            content.append({"type": "image"} if piece is None else text)
         prompt = self._prompt(item.id, *self._processed(item.id, self._turn(content), images), 0)
         if len(prompt) > self.max_tokens:
             raise ValueError(
@@ -271,9 +261,7 @@ class PromptBuilder:
             self._known[key] = (input_ids, fields.get("image_grid_thw"))
         return self._prompt(name, input_ids, fields, num_cut)
 
-    def _processed(
-        self, name: str, rendered: str, images: Sequence[Image.Image]
-    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+    def _processed(self, name: str, rendered: str, images: Sequence[Image.Image]) -> tuple[Tensor, Any]:
         given = {"images": list(images) or None, "return_tensors": "pt", **self._options}
         with _of_pictures(name):
             fields = self.processor(text=[rendered], **given)

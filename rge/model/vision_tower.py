@@ -43,19 +43,12 @@ class PatchProjection(nn.Conv3d):
 
 @dataclass(frozen=True)
 class Spans:
-    """Runs of patches that attend to each other: pictures, or windows.
+    """Runs of patches that attend to each other: pictures, or windows."""
 
-    Attributes:
-        sizes: distinct sizes of the runs.
-        places: for each size, (G, S) places of the patches of its runs; empty if all have one size.
-        back_P: place of each patch after grouping by size.
-        runs: the same for `rge.model.varlen`.
-    """
-
-    sizes: list[int]
-    places: list[Tensor]
-    back_P: Tensor | None
-    runs: Runs
+    sizes: list[int]  # distinct sizes of the runs
+    places: list[Tensor]  # for each size, (G, S) places of its patches; empty if all have one size
+    back_P: Tensor | None  # place of each patch after grouping by size
+    runs: Runs  # the same for `rge.model.varlen`
 
 
 def make_spans(lengths: Sequence[int]) -> Spans:
@@ -78,10 +71,8 @@ def sizes_of(tower: HubModel, grid: Tensor, device: torch.device) -> dict[str, A
     """
     config, merge, grid = tower.config, tower.spatial_merge_size, grid.cpu()
     boundaries = [get_vision_cu_seqlens(grid)]
-    found: dict[str, Any] = {
-        "position_ids": get_vision_position_ids(grid, merge),
-        "cu_seqlens": boundaries[0],
-    }
+    place = get_vision_position_ids(grid, merge)
+    found: dict[str, Any] = {"position_ids": place, "cu_seqlens": boundaries[0]}
     if hasattr(tower, "fullatt_block_indexes"):
         index, windows = get_vision_window_index(grid, merge, config.window_size, config.patch_size)
         boundaries.append(windows)
@@ -108,9 +99,8 @@ class _InGroups(fused.Faster):
 
     def forward(self, hidden_states, cu_seqlens, position_embeddings=None, spans=None, **kwargs):
         if self.config._attn_implementation != "sdpa":
-            return super().forward(
-                hidden_states, cu_seqlens, position_embeddings=position_embeddings, **kwargs
-            )
+            kwargs["position_embeddings"] = position_embeddings
+            return super().forward(hidden_states, cu_seqlens, **kwargs)
         family = sys.modules[next(kind for kind in type(self).__mro__ if kind in TOWERS).__module__]
         P, count = hidden_states.shape[0], len(cu_seqlens) - 1
         spans = spans or {count: moved(make_spans(cu_seqlens.diff().tolist()), cu_seqlens.device)}

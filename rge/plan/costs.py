@@ -313,9 +313,8 @@ def flops(shapes: Shapes, load: Load, setup: Setup) -> dict[str, float]:
     def text(prompt: int, tail: int, read: int) -> tuple[float, float]:
         """Products and attention of one row; the last layer computes only what is read, and keys and values."""
         tokens = prompt - 1 + tail
-        products = 2.0 * (
-            (s.layers - 1) * s.layer * tokens + s.key_value * tokens + (s.layer - s.key_value) * read
-        )
+        last = s.key_value * tokens + (s.layer - s.key_value) * read
+        products = 2.0 * ((s.layers - 1) * s.layer * tokens + last)
         tails = tail * (prompt - 1 + tail)
         return products, width * ((s.layers - 1) * ((prompt - 1) ** 2 + tails) + tails)
 
@@ -528,13 +527,13 @@ def descriptors(num_workers: int) -> int:
 
 
 def step_seconds(
-    shapes: Shapes, load: Load, setup: Setup, *, num_flops: float, peak: float, bandwidth: float
+    shapes: Shapes, load: Load, setup: Setup, flops: float, peak: float, bandwidth: float
 ) -> float:
     """Seconds of a step: FLOPs at the achieved `peak` (FLOP/s), generation at the achieved `bandwidth` (bytes per second).
 
     Generation is bound by memory: a token reads all weights of the text model and the rows' keys and values.
     """
-    seconds = num_flops / peak
+    seconds = flops / peak
     if load.own:
         rows = load.queries * load.each
         passes = -(-rows // setup.rollout_rows)

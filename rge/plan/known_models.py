@@ -52,10 +52,8 @@ def _config(model: ModelConfig, init: str | None) -> tuple[Any, str]:
         return read_config(path, model.revision), path
     except BackboneError as error:
         if path not in TABLE:
-            problem = str(error).splitlines()[0]
-            raise BackboneError(
-                f"{problem}; without the hub, shapes are known of: {', '.join(TABLE)}"
-            ) from error
+            problem, known_ids = str(error).splitlines()[0], ", ".join(TABLE)
+            raise BackboneError(f"{problem}; without the hub, shapes are known of: {known_ids}") from error
     known = dict(TABLE[path])
     config = CONFIG_MAPPING[known.pop("model_type")](**known)
     return config, f"{path}, from the table in rge/plan/known_models.yaml"

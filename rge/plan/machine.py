@@ -53,12 +53,11 @@ def disk_problems(
 ) -> Iterator[str]:
     """Too little disk space for what the open stages keep."""
     out = Path(recipe.out)
-    needed = bytes_to_keep(recipe, num_steps, model, accelerator)
+    needed = bytes_to_keep(recipe, num_steps, model, dist.is_sharded(accelerator))
     folder = next(path for path in (out.absolute(), *out.absolute().parents) if path.is_dir())
     free = shutil.disk_usage(folder).free
-    used = sum(
-        path.stat().st_size for name in num_steps for path in (out / name).rglob("*") if path.is_file()
-    )
+    files = (path for name in num_steps for path in (out / name).rglob("*") if path.is_file())
+    used = sum(path.stat().st_size for path in files)
     if needed > free + used:
         yield (
             f"{out} will hold up to {needed / GIB:,.1f} GiB of states and checkpoints, and its disk has "
@@ -67,9 +66,7 @@ def disk_problems(
         )
 
 
-def bytes_to_keep(
-    recipe: Recipe, num_steps: Mapping[str, int], model: HubModel, accelerator: Accelerator
-) -> float:
+def bytes_to_keep(recipe: Recipe, num_steps: Mapping[str, int], model: HubModel, sharded: bool) -> float:
     """Maximum size of what a run's open stages save.
 
     A state has trained weights and optimizer states in float32, and under ZeRO or FSDP2 all weights besides. While a state is
@@ -79,7 +76,7 @@ def bytes_to_keep(
     state = trained * 4 * (1 + OPTIMIZER_STATES[recipe.optim.name])
     whole = parameters * DTYPE_BYTES[recipe.model.dtype]
     checkpoint = trained * DTYPE_BYTES[recipe.model.dtype] if recipe.export.adapters_only else whole
-    if dist.is_sharded(accelerator):
+    if sharded:
         state += whole
     best = recipe.validation.keep_best + 1 if recipe.validation.key and recipe.validation.keep_best else 0
     total = 0.0

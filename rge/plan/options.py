@@ -5,9 +5,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rge.config import AtLeastOne, BackEndName, Recipe
-
-NotNegative = Annotated[int, Field(ge=0)]
+from rge.common.options import AtLeastOne, Count
+from rge.config import BackEndName, Recipe
 
 
 @dataclass
@@ -23,7 +22,7 @@ class PlanOptions:
     """Memory of a GPU, GiB."""
     gpus_per_machine: AtLeastOne = 8
     """GPUs that share a machine's main memory."""
-    host_gib: NotNegative = 0
+    host_gib: Count = 0
     """Main memory of a machine, GiB; 0: unknown, and train.keep_activations=auto keeps nothing in it."""
     peak_tflops: Annotated[float, Field(gt=0)] = 989.0
     """TFLOP/s of a GPU in the computing dtype; the default is an H100's in bfloat16."""
@@ -32,21 +31,21 @@ class PlanOptions:
     utilisation: Annotated[float, Field(gt=0, le=1)] | None = None
     """Fraction of both that the run achieves; null: 0.35 of a GPU's vendor figures, 0.7 of a CPU's measured speed
     (docs/smol.md)."""
-    steps: NotNegative = 0
+    steps: Count = 0
     """Steps of the stage, for the hours; 0: the recipe's number, else 1000."""
     back_end: BackEndName | None = None
     """How parameters, gradients and optimizer state are sharded across GPUs; null: train.back_end."""
     for_: Literal["joint", "cold_start", "rl", "all"] = "joint"
     """Stage to plan, whether or not the recipe has sources for it; all: every stage that it would run."""
-    query_pictures: NotNegative = 1
+    query_pictures: Count = 1
     """Pictures per query."""
-    candidate_pictures: NotNegative = 1
+    candidate_pictures: Count = 1
     """Pictures per candidate."""
-    text_tokens: NotNegative = 64
+    text_tokens: Count = 64
     """Tokens of a prompt, besides pictures and template."""
-    template_tokens: NotNegative = 24
+    template_tokens: Count = 24
     """Tokens of the chat template."""
-    rationale_tokens: NotNegative = 0
+    rationale_tokens: Count = 0
     """Tokens of a rationale; 0: rollout.max_new_tokens."""
     name_tokens: AtLeastOne = 8
     """Tokens of the longest name that model.scratch.naming teaches."""

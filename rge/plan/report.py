@@ -28,6 +28,13 @@ LESS = (
 )
 
 
+Longest = Mapping[str, int] | None
+"""Tokens of the largest prompts, of their pictures and rationales, if the records are known."""
+
+Section = tuple[str, dict[str, str]]
+"""Title and lines of the report."""
+
+
 @dataclass(frozen=True)
 class FasterWay:
     """Faster settings for the same step, with the command-line arguments that select them; see `Plan`."""
@@ -141,14 +148,13 @@ def plan(
     recipe: Recipe,
     model: HubModel,
     options: PlanOptions,
-    longest: Mapping[str, int] | None = None,
+    longest: Longest = None,
     *,
     on_gpu: bool = True,
 ) -> Plan:
     """The plan of a stage, whose model comes without its weights.
 
-    `longest` are the tokens of the largest prompts, their pictures and rationales, if the records are known. With `on_gpu`,
-    memory is reserved for its context and buffers, and settings are chosen by its memory. RecipeError if the batch cannot be
+    With `on_gpu`, memory is reserved for its context and buffers, and settings are chosen by its memory. RecipeError if the batch cannot be
     divided, a prompt is longer than allowed, or activations cannot be kept as asked.
     """
     shapes = shapes_of(model, recipe.model.max_pixels)
@@ -161,10 +167,7 @@ def plan(
 
     def hours(utilisation: float) -> float:
         peak, bandwidth = (1e12 * utilisation * most for most in (options.peak_tflops, options.bandwidth_tbs))
-        seconds = costs.step_seconds(
-            shapes, load, setup, num_flops=way.num_flops, peak=peak, bandwidth=bandwidth
-        )
-        return steps * seconds / 3600
+        return steps * costs.step_seconds(shapes, load, setup, way.num_flops, peak, bandwidth) / 3600
 
     least, most = _utilisations(options)
     faster = fastest(recipe, shapes, load, base, options, room) if on_gpu and room.host != 0 else []
@@ -211,6 +214,7 @@ def _machine(
         num_workers=recipe.data.num_workers,
         dtype_bytes=costs.DTYPE_BYTES[recipe.model.dtype],
         processes=processes,
+        on_gpu=on_gpu,
     )
     copied = costs.state_copy(shapes, setup, processes) if recipe.train.background_save else 0.0
     machine |= {"memory": machine["memory"] + copied, "of that, a state being written": copied}
@@ -230,9 +234,7 @@ def _utilisations(options: PlanOptions) -> tuple[float, float]:
     return min(least, options.reached), max(most, options.reached)
 
 
-def load_of(
-    recipe: Recipe, shapes: Shapes, options: PlanOptions, longest: Mapping[str, int] | None = None
-) -> Load:
+def load_of(recipe: Recipe, shapes: Shapes, options: PlanOptions, longest: Longest = None) -> Load:
     """Work of one rank in a step: the largest that the recipe allows, or that occurs in the records (`longest`)."""
     stage, queries = _stage(recipe, options)
     objective = Objective.of(recipe, options.for_)
@@ -267,14 +269,10 @@ def load_of(
 def _stage(recipe: Recipe, options: PlanOptions) -> tuple[StageConfig, int]:
     name, gpus = options.for_, options.num_gpus
     if recipe.stage not in ("all", name):
-        raise RecipeError(
-            f"the recipe has stage={recipe.stage}, so there is no {name} to plan; give for={recipe.stage}"
-        )
+        raise RecipeError(f"stage={recipe.stage} leaves no {name} to plan; give for={recipe.stage}")
     stage: StageConfig = getattr(recipe, name)
     if stage.batch_size < gpus:
-        raise RecipeError(
-            f"{name}.batch_size={stage.batch_size} leaves some of the {gpus} GPUs without a query"
-        )
+        raise RecipeError(f"{name}.batch_size={stage.batch_size} leaves some of {gpus} GPUs without a query")
     return stage, -(-stage.batch_size // gpus)  # the largest share
 
 
@@ -368,7 +366,7 @@ def _gib(size: float, digits: int = 2) -> str:
     return f"{size / GIB:,.{digits}f} GiB"
 
 
-def _sections(found: Plan, options: PlanOptions, back_end: str) -> Iterator[tuple[str, dict[str, str]]]:
+def _sections(found: Plan, options: PlanOptions, back_end: str) -> Iterator[Section]:
     scale, unit = _unit(found)
     over_all = "" if options.cpu else ", all GPUs"
     counts = {
@@ -378,11 +376,8 @@ def _sections(found: Plan, options: PlanOptions, back_end: str) -> Iterator[tupl
     tokens = found.tokens | {"a query's prompt": found.load.prompt}
     yield f"tokens per step{over_all}", {name: f"{count:,}" for name, count in tokens.items()}
     phases = {phase: count * options.num_gpus for phase, count in found.flops_per_gpu.items()}
-    phases["all"] = found.flops
-    yield (
-        f"FLOPs per step{over_all}",
-        {name: f"{count / scale:,.3f} {unit}" for name, count in phases.items()},
-    )
+    flops = {name: f"{count / scale:,.3f} {unit}" for name, count in (phases | {"all": found.flops}).items()}
+    yield f"FLOPs per step{over_all}", flops
     memory = {kind: _gib(size) for kind, size in found.memory.items() if size}
     memory["all"] = f"{found.memory_total / GIB:,.2f} of {options.gpu_gib:.4g} GiB"
     memory["range of the estimate"] = f"{found.memory_from / GIB:,.1f} to {_gib(found.memory_to, 1)}"
@@ -398,13 +393,9 @@ def _sections(found: Plan, options: PlanOptions, back_end: str) -> Iterator[tupl
     yield f"{found.steps:,} steps at {speed} (estimate)", hours
 
 
-def _machine_sections(
-    found: Plan, options: PlanOptions, back_end: str
-) -> Iterator[tuple[str, dict[str, str]]]:
-    yield (
-        "sent per GPU and step (estimate)",
-        {name + " (planned)" * (name == back_end): _gib(size) for name, size in found.bytes_sent.items()},
-    )
+def _machine_sections(found: Plan, options: PlanOptions, back_end: str) -> Iterator[Section]:
+    sent = {name + " (planned)" * (name == back_end): _gib(size) for name, size in found.bytes_sent.items()}
+    yield "sent per GPU and step (estimate)", sent
     digits = {
         "memory": 0, "of that, batches": 1, "of that, kept": 0, "of that, a state being written": 0, "shared memory": 0
     }  # fmt: skip

@@ -49,9 +49,7 @@ class Way:
             load,
             setup,
             num_flops,
-            costs.step_seconds(
-                shapes, load, setup, num_flops=num_flops, peak=room.peak, bandwidth=room.bandwidth
-            ),
+            costs.step_seconds(shapes, load, setup, num_flops, room.peak, room.bandwidth),
             costs.memory(shapes, load, setup) | {"reserved": room.reserved},
             costs.kept_bytes(shapes, load, setup)[1],
             costs.communication(shapes, load, setup),
@@ -109,9 +107,8 @@ def decided(recipe: Recipe, shapes: Shapes, load: Load, setup: Setup, room: Room
         return none, "one micro batch" if load.contrastive else "nothing is compared"
     if room.gpu is None:
         return none, "no GPU"
-    best = min(
-        (way for way in found if way is none or way.fits(room, surely=True)), key=lambda way: way.seconds
-    )
+    possible = (way for way in found if way is none or way.fits(room, surely=True))
+    best = min(possible, key=lambda way: way.seconds)
     if best is none:
         if load.own and recipe.rollout.prompt_pass == "once":
             raise ImpossibleKeeping(
@@ -144,11 +141,11 @@ def fastest(
     recipe: Recipe, shapes: Shapes, load: Load, setup: Setup, options: PlanOptions, room: Room
 ) -> list[Way]:
     """The three fastest settings that fit, one for each combination of checkpointing, keeping and encoding."""
-    free = replace(
-        recipe,
-        train=replace(recipe.train, keep_activations="auto"),
-        rollout=replace(recipe.rollout, prompt_pass="auto"),
+    train, rollout = (
+        replace(recipe.train, keep_activations="auto"),
+        replace(recipe.rollout, prompt_pass="auto"),
     )
+    free = replace(recipe, train=train, rollout=rollout)
     sizes = {1 << shift for shift in range(load.queries.bit_length())} | {setup.micro_queries}
     best: dict[tuple[bool, str, bool | None], Way] = {}
     others = () if options.num_gpus == 1 else BACK_ENDS

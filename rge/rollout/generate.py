@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from rge.distributed.transfer import moved
-from rge.model.attention import Cache, EncodedParts, EncodedPrompts, RunningCache, bucket, fresh
+from rge.model.attention import Cache, EncodedParts, RunningCache, bucket, fresh
 from rge.model.embedding_model import EmbeddingModel, encode_prompts, eval_mode, normalise
 from rge.model.families import Rotations, family_of
 from rge.model.hub_model import HubModel
@@ -181,7 +181,7 @@ def generate(
     seeds: Sequence[int] | None = None,
     on_progress: Callable[[int], object] | None = None,
     num_each: int = 1,
-    encoded: EncodedPrompts | EncodedParts | None = None,
+    encoded: EncodedParts | None = None,
     places: Sequence[int] | None = None,
     margins: bool = False,
     on_token: Callable[[int, int], object] | None = None,
@@ -315,7 +315,7 @@ class _Writing:
     def __init__(
         self,
         embedder: EmbeddingModel,
-        encoded: EncodedPrompts | EncodedParts,
+        encoded: EncodedParts,
         places: Sequence[int],
         choice: _Choice,
         seeds: Sequence[int | None] | None,

@@ -17,16 +17,9 @@ from rge.common.errors import UserError
 from rge.config import LossConfig, Recipe, RecipeError, RolloutConfig, StageConfig
 from rge.data.collate import Batch, chunks_of
 from rge.distributed import collectives as dist
-from rge.model.attention import EncodedParts, EncodedPrompts
+from rge.model.attention import EncodedParts
 from rge.model.backbone import vision_parameters
-from rge.model.embedding_model import (
-    EmbeddingModel,
-    Kept,
-    PictureMemory,
-    encode_in_parts,
-    encode_prompts,
-    has_dropout,
-)
+from rge.model.embedding_model import EmbeddingModel, Kept, PictureMemory, encode_prompts, has_dropout
 from rge.rollout.generate import Rationale, generate
 from rge.rollout.vllm_writer import VllmWriter, check_possible
 
@@ -79,7 +72,7 @@ class Rollout(NamedTuple):
         Rationale
     ]  # equally many per query, query after query; given ones last in each group
     # The queries' prompts with gradient, if one encoding serves the whole step; in parts for several chunks.
-    encoded: EncodedPrompts | EncodedParts | None = None
+    encoded: EncodedParts | None = None
     easy_share: float = 0.0  # maximum share of queries trained to be answered without a rationale
 
     def after_update(self) -> "Rollout":
@@ -209,7 +202,7 @@ class Writer:
         return known and [Rationale(ids, forced, None, 0.0, known[0]) for ids, forced in known[1]]
 
     def _write(
-        self, batch: Batch, rows: Sequence[int], encoded: EncodedPrompts | EncodedParts | None
+        self, batch: Batch, rows: Sequence[int], encoded: EncodedParts | None
     ) -> list[list[Rationale]]:
         num_each, prompts = self.settings.num_rationales, [batch.queries[row] for row in rows]
         draw: dict[str, Any] = {
@@ -238,13 +231,13 @@ class Writer:
         given = self.given[len(group) - self.settings.num_rationales :]
         return [*group, *(Rationale(ids, False, None, 0.0, direct=not ids, given=True) for ids in given)]
 
-    def _encode(self, batch: Batch) -> EncodedPrompts | EncodedParts:
+    def _encode(self, batch: Batch) -> EncodedParts:
         if self.keep != "none":
             shares = dist.gather_sizes(len(batch.queries), self.embedder.device)
             chunks = chunks_of(batch, shares, self.micro_batch_size)
             if len(chunks) > 1:
                 parts = [rows for rows, _ in chunks]
-                return encode_in_parts(self.embedder, batch.queries, parts, self.keep)
+                return encode_prompts(self.embedder, self.embedder, batch.queries, parts, self.keep)
         return encode_prompts(self.model, self.embedder, batch.queries)
 
 

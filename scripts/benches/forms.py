@@ -33,8 +33,8 @@ from rge.data.collate import Batch, StepBatches, chunks_of
 from rge.data.mixture import Mixture
 from rge.data.readers import open_records
 from rge.losses import info_nce, rationale_nll
-from rge.model.attention import EncodedParts, EncodedPrompts
-from rge.model.embedding_model import EmbeddingModel, Readout, encode_in_parts, encode_prompts, normalise
+from rge.model.attention import EncodedParts
+from rge.model.embedding_model import EmbeddingModel, Readout, encode_prompts, eval_mode, normalise
 from rge.model.families import normalised
 from rge.model.packing import Branch
 from rge.model.prompts import Prompt, PromptBuilder
@@ -43,6 +43,9 @@ from rge.plan.known_models import TABLE
 from rge.rollout.generate import Rationale, generate
 from rge.rollout.writer import Rollout
 from rge.step import TrainingStep, candidate_masks
+
+Ids = Sequence[Sequence[int]]
+"""Tokens after each prompt."""
 
 TOLERANCE = 1e-6
 """Largest relative difference of losses and gradients with float64 weights; transformers' norms round to float32."""
@@ -142,9 +145,7 @@ def long_setting(options: Sizes, sizes: dict | None = None) -> Setting:
         # Ragged, as real prompts are: the longest has `prompt_tokens`, the others up to 4 % less.
         wanted = options.prompt_tokens - (row % 4) * options.prompt_tokens // 100
         if wanted < base:
-            raise UserError(
-                f"prompt_tokens={options.prompt_tokens} is too few: picture and template take {base}"
-            )
+            raise UserError(f"prompt_tokens={options.prompt_tokens}: picture and template take {base}")
         queries.append(builder.build(Item(f"q{row}", " key" * (wanted - base + 1), ()), "query", [image]))
         picture = random_picture(rng, options.candidate_side_px)
         candidates.append(builder.build(Item(f"c{row}", None, ()), "candidate", [picture]))
@@ -251,9 +252,7 @@ def stopping(embedder: EmbeddingModel, stop_B: Sequence[int]) -> Iterator[None]:
         embedder.model.lm_head = head
 
 
-def our_rollout(
-    setting: Setting, encoded: EncodedPrompts | EncodedParts | None = None, num_each: int = 1
-) -> list[Rationale]:
+def our_rollout(setting: Setting, encoded: EncodedParts | None = None, num_each: int = 1) -> list[Rationale]:
     """`num_each` own rationales per query, by rge; ``stop_B`` then has as many lengths for each query."""
     prompts, stop_BK = setting.batch.queries, np.reshape(setting.stop_B, (-1, num_each))
     order = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))  # the order rows are written in
@@ -267,24 +266,18 @@ def their_rollout(setting: Setting) -> list[list[int]]:
     """Own rationales, by transformers' `generate`; ids without ``<emb>``."""
     embedder, prompts = setting.embedder, setting.batch.queries
     inputs = stock_inputs(embedder, prompts, [[] for _ in prompts], padding_side="left")
-    config = GenerationConfig(
-        max_new_tokens=setting.max_new_tokens,
-        do_sample=False,
-        eos_token_id=embedder.emb_id,
-        pad_token_id=embedder.pad_id,
-        suppress_tokens=embedder.suppressed_ids,
-    )
-    was_training = embedder.training
-    embedder.eval()  # with gradient checkpointing, transformers would write without a cache
-    with stopping(embedder, setting.stop_B):
+    ids = {"eos_token_id": embedder.emb_id, "pad_token_id": embedder.pad_id}
+    ids["suppress_tokens"] = embedder.suppressed_ids
+    config = GenerationConfig(max_new_tokens=setting.max_new_tokens, do_sample=False, **ids)
+    # With gradient checkpointing, transformers would write without a cache.
+    with eval_mode(embedder), stopping(embedder, setting.stop_B):
         written = embedder.model.generate(**inputs, generation_config=config)
-    embedder.train(was_training)
     written = written[:, inputs["input_ids"].shape[1] :].tolist()
     return [row[: row.index(embedder.emb_id)] if embedder.emb_id in row else row for row in written]
 
 
 def stock_inputs(
-    embedder: EmbeddingModel, prompts: Sequence[Prompt], suffixes: Sequence[Sequence[int]], padding_side: str
+    embedder: EmbeddingModel, prompts: Sequence[Prompt], suffixes: Ids, padding_side: str
 ) -> dict[str, Tensor]:
     """A padded batch as transformers takes it; positions and masks are made inside the model."""
     ids, types = [], []
@@ -321,7 +314,7 @@ def their_full_step(setting: Setting) -> dict[str, float]:
 
 
 def our_step(
-    setting: Setting, rationales: Sequence[Rationale], encoded: EncodedPrompts | None = None
+    setting: Setting, rationales: Sequence[Rationale], encoded: EncodedParts | None = None
 ) -> dict[str, float]:
     """Gradients of one step, by rge."""
     return TrainingStep(setting.embedder, setting.embedder, setting.objective, len(setting.batch.queries))(
@@ -329,7 +322,7 @@ def our_step(
     )
 
 
-def three_pass_step(setting: Setting, own_ids: Sequence[Sequence[int]]) -> dict[str, float]:
+def three_pass_step(setting: Setting, own_ids: Ids) -> dict[str, float]:
     """Gradients of one step, in three passes: LM, contrastive, candidates."""
     embedder, batch, objective = setting.embedder, setting.batch, setting.objective
     nll = stock_nll(embedder, batch.queries, batch.oracle_ids)
@@ -375,14 +368,12 @@ def our_step_in_chunks(setting: Setting, micro_batch_size: int, keep: str) -> di
     embedder, batch, encoded = setting.embedder, setting.batch, None
     if keep != "none":
         chunks = chunks_of(batch, [len(batch.queries)], micro_batch_size)
-        encoded = encode_in_parts(embedder, batch.queries, [rows for rows, _ in chunks], keep)
+        encoded = encode_prompts(embedder, embedder, batch.queries, [rows for rows, _ in chunks], keep)
     step = TrainingStep(embedder, embedder, setting.objective, micro_batch_size, keep=keep)
     return step(batch, Rollout(our_rollout(setting, encoded), encoded))
 
 
-def grad_cache_step(
-    setting: Setting, own_ids: Sequence[Sequence[int]], micro_batch_size: int
-) -> dict[str, float]:
+def grad_cache_step(setting: Setting, own_ids: Ids, micro_batch_size: int) -> dict[str, float]:
     """The three passes with gradient caching, as VLM2Vec's trainer takes its contrastive loss (arXiv:2410.05160).
 
     All states without gradient, then micro batch by micro batch with it: contrastive, candidates, LM.
@@ -413,26 +404,20 @@ def grad_cache_step(
     return _losses(objective, lm, float(con.detach()))
 
 
-def stock_states(
-    embedder: EmbeddingModel, prompts: Sequence[Prompt], suffixes: Sequence[Sequence[int]]
-) -> Tensor:
+def stock_states(embedder: EmbeddingModel, prompts: Sequence[Prompt], suffixes: Ids) -> Tensor:
     """Last hidden states of padded rows, (rows, tokens, D)."""
     inputs = stock_inputs(embedder, prompts, suffixes, padding_side="right")
     return embedder.model.model(**inputs, use_cache=False).last_hidden_state
 
 
-def stock_embeddings(
-    embedder: EmbeddingModel, prompts: Sequence[Prompt], own_ids: Sequence[Sequence[int]]
-) -> Tensor:
+def stock_embeddings(embedder: EmbeddingModel, prompts: Sequence[Prompt], own_ids: Ids) -> Tensor:
     """Embeddings after these rationales, (rows, D)."""
     hidden_BTD = stock_states(embedder, prompts, [[*ids, embedder.emb_id] for ids in own_ids])
     ends = [len(prompt) + len(ids) for prompt, ids in zip(prompts, own_ids, strict=True)]
     return normalise(hidden_BTD[range(len(ends)), ends])
 
 
-def predicting(
-    prompts: Sequence[Prompt], suffixes: Sequence[Sequence[int]]
-) -> tuple[list[int], list[int], Tensor]:
+def predicting(prompts: Sequence[Prompt], suffixes: Ids) -> tuple[list[int], list[int], Tensor]:
     """Row and column of the state before each token of the suffixes, and the tokens."""
     rows = [row for row, ids in enumerate(suffixes) for _ in ids]
     columns = [len(prompts[row]) - 1 + place for row, ids in enumerate(suffixes) for place in range(len(ids))]
@@ -506,17 +491,14 @@ def _count_3b(
     vision_sizes = {key: value for key, value in vision.items() if key != "out_hidden_size"}
     for num_text, windowed, whole in ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)):
         blocks = {"depth": windowed + whole, "fullatt_block_indexes": [*range(windowed, windowed + whole)]}
-        sizes = {
-            "vocab_size": 2048,
-            "text": text_sizes | {"num_hidden_layers": num_text},
-            "vision": vision_sizes | blocks,
-        }
+        layers = {"text": text_sizes | {"num_hidden_layers": num_text}, "vision": vision_sizes | blocks}
+        sizes = {"vocab_size": 2048, **layers}
         setting = prepare(long_setting(options, sizes))
         # A tokenizer of that size cannot be learned here; only the number of rows affects the cost.
         setting.embedder.model.resize_token_embeddings(text["vocab_size"], mean_resizing=False)
         setting.embedder.to(torch.bfloat16)  # half the memory; the counts do not depend on it
         print(
-            f"{num_text} text, {windowed} windowed and {whole} global vision layers: {setting.note}",
+            f"layers: {num_text} text, {windowed} windowed and {whole} global vision: {setting.note}",
             flush=True,
         )
         with Uncomputed():

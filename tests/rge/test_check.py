@@ -206,7 +206,7 @@ def test_a_disk_too_small_for_what_will_be_kept(home, accelerator, monkeypatch):
     model = check._outline(recipe)
     count = sum(parameter.numel() for parameter in model.parameters())
     # Two stages: of AdamW's float32 states, two and the one that is being written; and a checkpoint.
-    needed = machine.bytes_to_keep(recipe, {"cold_start": 4, "joint": 4}, model, accelerator)
+    needed = machine.bytes_to_keep(recipe, {"cold_start": 4, "joint": 4}, model, sharded=False)
     assert needed == 2 * (3 * 12 + 4) * count
     for free, wrong in ((needed - 1, True), (needed + 1, False)):
         monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: Usage(0, 0, free))

@@ -392,9 +392,7 @@ def test_a_rationale_never_contains_think_tokens(silent):
 def test_think_tokens_that_a_checkpoint_lacks_are_named(silent):
     with pytest.raises(UserError, match="mode=latent needs a checkpoint with think tokens"):
         Embedder.from_pretrained("demo").encode_query("What opens this?", mode="latent")
-    with pytest.raises(
-        BackboneError, match="has no <think_4> token, so it was not trained with 4 think tokens"
-    ):
+    with pytest.raises(BackboneError, match="has no <think_4> token: it was not trained with 4 think tokens"):
         load_backbone(silent.checkpoint, think_tokens=4)
     assert load_backbone(silent.checkpoint, think_tokens=2).think_ids == silent.model.given["latent"][:2]
 

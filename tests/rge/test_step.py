@@ -22,7 +22,7 @@ from rge.config import LoraConfig
 from rge.losses import CONTRASTIVE_LOSSES, info_nce, register_loss
 from rge.model.adapters import add_adapters
 from rge.model.backbone import load_backbone
-from rge.model.embedding_model import EmbeddingModel, encode_in_parts, encode_prompts
+from rge.model.embedding_model import EmbeddingModel, encode_prompts
 from rge.model.packing import Branch
 from rge.model.prompts import PromptBuilder
 from rge.objective import Objective
@@ -341,7 +341,7 @@ def test_kept_activations_change_nothing_but_the_work(
     passes.clear()
     found = kept_step(lively, batch, objective, rationales, "device")
     assert passes == [True] * 6
-    encoded = encode_in_parts(lively, batch.queries, [slice(0, 1), slice(1, 3), slice(3, 5)], "device")
+    encoded = encode_prompts(lively, lively, batch.queries, [slice(0, 1), slice(1, 3), slice(3, 5)], "device")
     once = kept_step(lively, batch, objective, roll_out(lively, batch, encoded=encoded), "device", encoded)
     for report, gradient in (found, once)[: 1 + objective.needs_rollout]:
         assert report == pytest.approx(expected[0], rel=1e-9)

@@ -351,7 +351,8 @@ def test_under_mixed_precision(lively_path, backbone_of, make_batch):
         gpu.move(embedder)
         optimizer = trainer(embedder, checkpointing=False)
         encoded = encode_prompts(embedder, embedder, batch.queries)
-        assert {states.dtype for states in (*encoded.keys, *encoded.values)} == {torch.bfloat16}
+        (part,) = encoded.parts
+        assert {states.dtype for states in (*part.keys, *part.values)} == {torch.bfloat16}
         losses = []
         for _ in range(2):
             gpu.attention.clear()  # of the first step, with what checks the kernels

@@ -42,7 +42,7 @@ from rge.model.backbone import (
     load_backbone,
     skeleton,
 )
-from rge.model.embedding_model import EmbeddingModel, encode_in_parts
+from rge.model.embedding_model import EmbeddingModel, encode_prompts
 from rge.model.families import FAMILIES, family_of
 from rge.model.packing import Branch, pack_prompts, pack_tails, to_device
 from rge.model.prompts import Prompt, PromptBuilder
@@ -306,7 +306,7 @@ def test_kept_activations_against_the_counter_and_autograd(deep, batch, count_fl
         return tensor
 
     def step(once: bool) -> None:
-        encoded = encode_in_parts(deep, batch.queries, parts, "device") if once else None
+        encoded = encode_prompts(deep, deep, batch.queries, parts, "device") if once else None
         TrainingStep(deep, deep, Objective(0.5, 0.5), 3, keep="device")(batch, Rollout(rationales, encoded))
 
     weights = {parameter.untyped_storage().data_ptr() for parameter in deep.parameters()}
@@ -321,7 +321,7 @@ def test_kept_activations_against_the_counter_and_autograd(deep, batch, count_fl
         kept.clear()
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             alive = [deep(deep.pack(batch.candidates, direct))]
-            alive += [encode_in_parts(deep, batch.queries, parts, "device")] if once else []
+            alive += [encode_prompts(deep, deep, batch.queries, parts, "device")] if once else []
         measured = sum(size for place, size in kept.items() if place not in weights)
         assert kept_bytes(shapes, load, setup)[0] == pytest.approx(measured, rel=1 / 3), once
 
@@ -594,7 +594,7 @@ def test_a_machine_and_hours_by_hand():
     # Ten rationales of eight tokens, five at once: two passes of ten steps over 0.4 GB; 1 TFLOP at half of a TFLOP/s.
     load = Load(10, 0, 1, 1, 1, 8, 0, True, True, False, 0, 0)
     seconds = step_seconds(
-        shapes, load, Setup(dtype_bytes=2, rollout_rows=5), num_flops=1e12, peak=0.5e12, bandwidth=0.5e9
+        shapes, load, Setup(dtype_bytes=2, rollout_rows=5), flops=1e12, peak=0.5e12, bandwidth=0.5e9
     )
     assert seconds == pytest.approx(2 + 2 * 10 * 0.4 / 0.5)
 
@@ -789,7 +789,7 @@ def test_the_reference_of_the_kl_divergence_is_planned():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["num_gpus=513"], r"joint.batch_size=512 leaves some of the 513 GPUs without a query"),
+        (["num_gpus=513"], r"joint.batch_size=512 leaves some of 513 GPUs without a query"),
         (["num_gpu=8"], "unknown key num_gpu; did you mean num_gpus"),
         (["gpu_gib=big"], r"gpu_gib must be a number, got 'big'"),
         (["num_gpus=0"], "num_gpus must be >= 1, got 0"),
@@ -799,7 +799,7 @@ def test_the_reference_of_the_kl_divergence_is_planned():
         (["for=rl", "rl.beta=0.1", "back_end=zero3"], "rl.beta needs the weights .* under ZeRO-3 no process"),
         (["model.lora.targets=[q_prj]"], "no linear layer is named q_prj; there are: down_proj"),
         (["model.path=null", "model.scratch={}"], "model.scratch lacks 'hidden_size'"),
-        (["for=cold_start", "stage=joint"], "the recipe has stage=joint, so there is no cold_start to plan"),
+        (["for=cold_start", "stage=joint"], "stage=joint leaves no cold_start to plan"),
         (
             ["query_pictures=3"],
             r"3 pictures of model.max_pixels=802816 take 3072 tokens, which data.max_prompt_tokens=2048 cannot hold",

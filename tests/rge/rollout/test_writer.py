@@ -70,7 +70,7 @@ def test_once_and_twice_give_the_same_step(lively, batch):
     once, encoded, _ = writer_of(lively, once=True)(0, batch)
     assert nothing is None
     assert ids_of(once) == ids_of(twice)
-    assert all(keys.requires_grad for keys in encoded.keys)
+    assert all(keys.requires_grad for keys in encoded.parts[0].keys)
     assert_same_step(do_step(lively, batch, once, encoded), do_step(lively, batch, twice))
 
 

@@ -11,7 +11,6 @@ from PIL import Image
 from torch import Tensor
 
 from rge.common.images import ImageError, load_image
-from rge.common.prompt_profiles import EMB_TOKEN
 from rge.common.schema import Item, Record, Target
 from rge.config import DataConfig, Recipe, StageConfig
 from rge.data.augment import AUGMENTATIONS
@@ -24,35 +23,26 @@ from rge.model.prompts import Prompt, PromptBuilder
 Chunk = tuple[slice, slice]
 """Queries and candidates of one forward."""
 
+Known = tuple[Prompt, int]
+"""A candidate and its identity."""
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One rank's share of a step. Lists over queries have length B, lists over candidates length C.
-
-    Attributes:
-        oracle_ids: B rationales as token ids, each ending with ``<emb>``; empty if not needed.
-        candidates: C prompts: each query's drawn positive, its other positives with ``data.positives=all``, its drawn
-            negatives, query after query.
-        candidate_identity: C identities, see `rge.data.sources.identity`.
-        positive: B columns of the queries' drawn positives among the candidates.
-        negatives: B lists of columns of the query's labelled negatives, never masked.
-        right_answers: B lists of identities of everything that answers the query.
-        seeds: B seeds for sampling.
-        more_positives: B lists of columns of the query's other positives; empty if one is drawn.
-        bad: records that were drawn, could not be used and were replaced.
-    """
+    """One rank's share of a step: lists over B queries and, of the candidates, over C."""
 
     record_ids: list[str]
     queries: list[Prompt]
-    oracle_ids: list[list[int]]
+    oracle_ids: list[list[int]]  # rationales as token ids, each ending with ``<emb>``; empty if not needed
+    # C: each query's drawn positive, its other positives with ``data.positives=all``, its drawn negatives, query after query.
     candidates: list[Prompt]
-    candidate_identity: list[int]
-    positive: list[int]
-    negatives: list[list[int]]
-    right_answers: list[list[int]]
-    seeds: list[int]
-    more_positives: list[list[int]] = field(default_factory=list)
-    bad: list[BadRecord] = field(default_factory=list)
+    candidate_identity: list[int]  # C, see `rge.data.sources.identity`
+    positive: list[int]  # columns of the queries' drawn positives among the candidates
+    negatives: list[list[int]]  # columns of the query's labelled negatives, never masked
+    right_answers: list[list[int]]  # identities of everything that answers the query
+    seeds: list[int]  # for sampling
+    more_positives: list[list[int]] = field(default_factory=list)  # columns; empty if one positive is drawn
+    bad: list[BadRecord] = field(default_factory=list)  # drawn, could not be used and were replaced
 
 
 def flatten(batch: Batch) -> tuple[dict[str, Any], Tensor]:
@@ -84,18 +74,10 @@ def unflatten(head: dict[str, Any], pixels: Tensor) -> Batch:
     tokens = torch.from_numpy(head["token_5T"]).split(head["num_tokens"], dim=1)
     grids = torch.from_numpy(head["grid_G3"]).split(head["num_pictures"])
     shown = pixels.split(head["num_patches"])
-    prompts = [
-        Prompt(
-            name,
-            token_5T[0],
-            token_5T[1],
-            token_5T[2:],
-            part if len(part) else None,
-            grid if len(part) else None,
-            num_cut,
-        )
-        for (name, num_cut), token_5T, part, grid in zip(head["names"], tokens, shown, grids, strict=True)
-    ]
+    prompts = []
+    for (name, num_cut), token_5T, *pictures in zip(head["names"], tokens, shown, grids, strict=True):
+        part, grid = pictures if len(pictures[0]) else (None, None)
+        prompts.append(Prompt(name, token_5T[0], token_5T[1], token_5T[2:], part, grid, num_cut))
     return replace(head["rest"], queries=prompts[:num_queries], candidates=prompts[num_queries:])
 
 
@@ -119,7 +101,7 @@ class _Row:
     oracle_ids: list[int]
     right_answers: list[int]
     # Prompts and identities of the drawn positive, of other positives and of negatives; empty if none are needed.
-    candidates: Sequence[Sequence[tuple[Prompt, int]]]
+    candidates: Sequence[Sequence[Known]]
 
 
 MAX_REPLACEMENTS = 16
@@ -149,8 +131,7 @@ class Collator:
         """Make the batch of these draws.
 
         Raises:
-            RecordError: a record cannot become a prompt and ``data.on_bad=stop``, or too many consecutive ones; names it.
-            ImageError: likewise because of a picture.
+            RecordError: a record (ImageError: its picture) is bad and ``data.on_bad=stop``, or too many consecutive ones are.
         """
         bad: list[BadRecord] = []
         taken = {(draw.source, draw.index) for draw in drawn or draws}
@@ -196,9 +177,7 @@ class Collator:
         right_answers = sorted({identity(target) for target in record.positives})
         return _Row(record.id, draw.seed, query, oracle_ids, right_answers, candidates)
 
-    def _candidates(
-        self, record: Record, drawn: int, generator: np.random.Generator
-    ) -> list[list[tuple[Prompt, int]]]:
+    def _candidates(self, record: Record, drawn: int, generator: np.random.Generator) -> list[list[Known]]:
         positives, negatives = record.positives, record.negatives
         shown = self._candidate(positives[drawn], generator)
         rest = positives[:drawn] + positives[drawn + 1 :] if self.settings.positives == "all" else []
@@ -207,7 +186,7 @@ class Collator:
         chosen = generator.choice(len(negatives), size=count, replace=False).tolist() if count else []
         return [[shown], others, [self._candidate(negatives[place], generator) for place in chosen]]
 
-    def _candidate(self, target: Target, generator: np.random.Generator) -> tuple[Prompt, int]:
+    def _candidate(self, target: Target, generator: np.random.Generator) -> Known:
         return self._prompt(target_item(target), "candidate", generator), identity(target)
 
     def _prompt(self, item: Item, side: str, generator: np.random.Generator) -> Prompt:
@@ -297,9 +276,7 @@ class StepBatches(Collator):
         super().__init__(files, builder, settings, **needs)
         self.mixture = mixture
         # Shares differ by at most one; losses are means over all queries, so every query weighs the same.
-        self.share = slice(
-            rank * mixture.batch_size // world_size, (rank + 1) * mixture.batch_size // world_size
-        )
+        self.share = slice(*(end * mixture.batch_size // world_size for end in (rank, rank + 1)))
         # A step belongs to the same data worker before and after a resume, so each worker can be a separate reader.
         self.readers_a_rank = max(settings.num_workers, 1)
         self.rank, self.world_size = rank, world_size
@@ -322,9 +299,8 @@ class StepBatches(Collator):
         if first > step:
             first, before = turn, np.zeros_like(before)
         for earlier in range(first, step, self.readers_a_rank):
-            before = before + np.bincount(
-                self.mixture.sources_of(earlier)[self.share], minlength=len(self.files)
-            )
+            drawn = self.mixture.sources_of(earlier)[self.share]
+            before = before + np.bincount(drawn, minlength=len(self.files))
         self._drawn[turn] = step, before
         for source, stream in self.streams.items():
             if (turn, source) not in self._readers:
@@ -341,14 +317,11 @@ class StepBatches(Collator):
 
 def prompt_builder(processor: Any, recipe: Recipe) -> PromptBuilder:
     """The prompt builder of a recipe."""
-    data = recipe.data
-    return PromptBuilder(
-        processor,
-        data.profile,
-        data.max_prompt_tokens,
-        EMB_TOKEN,
-        max_rationale_tokens=recipe.max_rationale_tokens,
-    )
+    limits = {
+        "max_tokens": recipe.data.max_prompt_tokens,
+        "max_rationale_tokens": recipe.max_rationale_tokens,
+    }
+    return PromptBuilder(processor, recipe.data.profile, **limits)
 
 
 def make_batches(
@@ -363,15 +336,8 @@ def make_batches(
         recipe.train.seed,
         homogeneous=recipe.data.batches == "homogeneous",
     )
-    return StepBatches(
-        files,
-        mixture,
-        prompt_builder(processor, recipe),
-        recipe.data,
-        rank=dist.rank(),
-        world_size=dist.world_size(),
-        **needs,
-    )
+    builder, place = prompt_builder(processor, recipe), {"rank": dist.rank(), "world_size": dist.world_size()}
+    return StepBatches(files, mixture, builder, recipe.data, **place, **needs)
 
 
 def chunks_of(batch: Batch, shares: Sequence[int], micro_batch_size: int) -> list[Chunk]:
@@ -385,6 +351,5 @@ def chunks_of(batch: Batch, shares: Sequence[int], micro_batch_size: int) -> lis
     def part(rows: int, number: int) -> slice:
         return slice(number * rows // count, (number + 1) * rows // count)
 
-    return [
-        (part(len(batch.queries), number), part(len(batch.candidates), number)) for number in range(count)
-    ]
+    rows, columns = len(batch.queries), len(batch.candidates)
+    return [(part(rows, number), part(columns, number)) for number in range(count)]

@@ -57,17 +57,11 @@ of its first positive's id and of that one's content."""
 
 @dataclass
 class Layout:
-    """Layout statistics of a source.
+    """Layout statistics of a source."""
 
-    Attributes:
-        sizes_NK: int64, a row per usable record; see `COLUMNS`.
-        numbers_N: of these records in the source.
-        faults: by record number, why it cannot be trained on.
-    """
-
-    sizes_NK: np.ndarray
-    numbers_N: np.ndarray
-    faults: dict[int, str] = field(default_factory=dict)
+    sizes_NK: np.ndarray  # int64, a row per usable record; see `COLUMNS`
+    numbers_N: np.ndarray  # of these records in the source
+    faults: dict[int, str] = field(default_factory=dict)  # by record number, why it cannot be trained on
 
     def column(self, name: str) -> np.ndarray:
         """One of `COLUMNS`."""
@@ -90,9 +84,8 @@ def lay_out(file: Records, builder: PromptBuilder, *, need_oracle: bool, need_ca
             else:
                 rows.extend(found)
                 numbers.append(number)
-    return Layout(
-        np.array(rows, dtype=np.int64).reshape(-1, len(COLUMNS)), np.array(numbers, dtype=np.int64), faults
-    )
+    sizes_NK = np.array(rows, dtype=np.int64).reshape(-1, len(COLUMNS))
+    return Layout(sizes_NK, np.array(numbers, dtype=np.int64), faults)
 
 
 def settings_of(builder: PromptBuilder, *asked: object) -> str:
@@ -147,10 +140,8 @@ def _measured(record: Record, builder: PromptBuilder, need_oracle: bool, need_ca
     query = measure(query_item(record), "query")
     targets = (*record.positives, *record.negatives) if need_candidates else ()
     candidates = [measure(target_item(target), "candidate") for target in targets]
-    rationales = [
-        len(builder.rationale_ids(target.rationale or "", record.id))
-        for target in (record.positives if need_oracle else ())
-    ]
+    oracles = [target.rationale or "" for target in record.positives if need_oracle]
+    rationales = [len(builder.rationale_ids(oracle, record.id)) for oracle in oracles]
     return [
         query.num_tokens,
         query.num_picture_tokens,
@@ -235,10 +226,8 @@ def summary(found: Sequence[tuple[Records, Layout]], recipe: Recipe) -> list[str
             f"tokens per rationale: {_spread(rationales)}; {(rationales > cap).mean():.1%} longer than the model may generate "
             f"(rollout.max_new_tokens={cap})"
         )
-    cut, count = column("cut").sum(), column("prompts").sum()
-    lines.append(
-        f"{cut / count:.1%} of {count:,} prompts are cut to data.max_prompt_tokens={recipe.data.max_prompt_tokens}"
-    )
+    cut, count, limit = column("cut").sum(), column("prompts").sum(), recipe.data.max_prompt_tokens
+    lines.append(f"{cut / count:.1%} of {count:,} prompts are cut to data.max_prompt_tokens={limit}")
     total = column("query") + column("candidate") + rationales
     ends = np.cumsum([len(layout.sizes_NK) for _, layout in laid])
     named = []

@@ -90,12 +90,9 @@ class _Worker:
         with contextlib.suppress(OSError, AttributeError):  # smaller pieces, if the system does not allow it
             fcntl.fcntl(outlet, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         inlets = [self.inlet, *(worker.inlet for worker in others)]
-        self.process: BaseProcess = _FORK.Process(
-            target=_work,
-            args=(batches, steps, outlet, inlets, os.getpid()),
-            name=f"data worker {number}",
-            daemon=True,
-        )
+        work = (batches, steps, outlet, inlets, os.getpid())
+        name = f"data worker {number}"
+        self.process: BaseProcess = _FORK.Process(target=_work, args=work, name=name, daemon=True)
         self.process.start()
         os.close(outlet)  # so that reading ends when the worker does
 
@@ -236,12 +233,7 @@ def _work(
 
 def _write(outlet: int, found: Any, pixels: Tensor) -> None:
     packed = pickle.dumps(found)
-    parts: list[bytes | memoryview] = [
-        _HEADER.pack(len(packed), pixels.nbytes),
-        packed,
-        pixels.numpy().data.cast("B"),
-    ]
-    for part in parts:
+    for part in (_HEADER.pack(len(packed), pixels.nbytes), packed, pixels.numpy().data.cast("B")):
         view = memoryview(part)
         while len(view):
             view = view[os.write(outlet, view) :]

@@ -10,17 +10,11 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """One record of a batch.
+    """One record of a batch."""
 
-    Attributes:
-        source: number of the source.
-        index: number of the record in it.
-        seed: of everything random about this record in this step (drawn positive, augmentation, sampling).
-    """
-
-    source: int
-    index: int
-    seed: int
+    source: int  # number of the source
+    index: int  # number of the record in it
+    seed: int  # of everything random about it in this step: drawn positive, augmentation, sampling
 
 
 class Mixture:

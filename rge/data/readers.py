@@ -47,10 +47,7 @@ def open_records(
     if not config.streaming or first is not None:
         return RowRecords(config, partial(_open_rows, first=first), **checks)
     assert isinstance(config, SourceConfig)
-    need_rationale, pictures = checks.get("need_rationale", False), checks.get("pictures")
-    return Stream(
-        config, _open_stream, need_rationale=need_rationale, pictures=pictures, seed=seed, notes=notes
-    )
+    return Stream(config, _open_stream, seed=seed, notes=notes, **checks)
 
 
 def some_records(config: RecordsConfig, most: int) -> Iterator[Record]:
@@ -177,9 +174,8 @@ def load(config: RecordsConfig) -> tuple[Any, Path]:
                 "there is no such folder. If it is a file of JSON lines, give it as path:; if it is a name on the hub, it may "
                 "need `hf auth login`, or HF_HUB_OFFLINE or HF_DATASETS_OFFLINE is set and it is not in this machine's cache"
             )
-        raise RecordError(
-            f"data set {config.label} cannot be loaded: {error or type(error).__name__}; {fix}"
-        ) from error
+        reason = str(error) or type(error).__name__
+        raise RecordError(f"data set {config.label} cannot be loaded: {reason}; {fix}") from error
     return found, folder if local else Path()
 
 
@@ -203,11 +199,9 @@ def _saved(config: RecordsConfig, folder: Path) -> Any:
             raise RecordError(f"data set {folder} has no split {config.split!r}; it has {', '.join(found)}")
         found = found[config.split]
     elif found.split is not None and str(found.split) != config.split:
-        raise RecordError(
-            f"data set {folder} is the split {str(found.split)!r}, but {config.split!r} was requested"
-        )
+        raise RecordError(f"data set {folder} is the split {str(found.split)!r}, not {config.split!r}")
     if config.name is not None or config.revision is not None:
         raise RecordError(f"data set {folder} was saved by save_to_disk: leave out name and revision")
-    return (
-        found.to_iterable_dataset(num_shards=max(1, min(SHARDS, len(found)))) if config.streaming else found
-    )
+    if config.streaming:
+        return found.to_iterable_dataset(num_shards=max(1, min(SHARDS, len(found))))
+    return found

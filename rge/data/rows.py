@@ -31,12 +31,8 @@ from rge.data.sources import (
 AT_ONCE = 1024
 """Rows checked together."""
 
-_PARTS = {
-    "query": set(QueryPart.model_fields),
-    "positives": set(Positive.model_fields),
-    "negatives": set(Target.model_fields),
-}
-FIELDS = {*Record.model_fields, *(f"{part}.{leaf}" for part, leaves in _PARTS.items() for leaf in leaves)}
+_PARTS = {"query": QueryPart, "positives": Positive, "negatives": Target}
+FIELDS = {*Record.model_fields, *(f"{part}.{leaf}" for part in _PARTS for leaf in _PARTS[part].model_fields)}
 """Fields that ``columns`` can map."""
 
 
@@ -102,10 +98,8 @@ class Columns:
 
     def __init__(self, config: RecordsConfig, there: Sequence[str] | None):
         self.config = config
-        self._mapped = {
-            *config.columns.values(),
-            *(theirs.split(".")[0] for theirs in config.columns.values()),
-        }
+        theirs_all = config.columns.values()
+        self._mapped = {*theirs_all, *(theirs.split(".")[0] for theirs in theirs_all)}
         for ours, theirs in config.columns.items():
             if ours not in FIELDS:
                 raise RecordError(
@@ -215,9 +209,8 @@ class RowRecords(Reopened, StoredRecords):
 
     def _scan(self, sha256: Any, progress: bool = False) -> Iterator[Scanned]:
         rows, columns, _ = self.opened
-        with progress_bar(
-            total=len(rows), desc=f"checking {self.name}", disable=not progress or len(rows) < 1_000_000
-        ) as bar:
+        hidden = not progress or len(rows) < 1_000_000
+        with progress_bar(total=len(rows), desc=f"checking {self.name}", disable=hidden) as bar:
             for start in range(0, len(rows), AT_ONCE):
                 numbers = range(start, min(start + AT_ONCE, len(rows)))
                 part: Iterable[Mapping[str, Any]] = map(rows.__getitem__, numbers)

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TypedDict, Unpack
+from typing import Any, BinaryIO, Self, TypedDict, Unpack
 
 import numpy as np
 from pydantic import ValidationError
@@ -39,35 +39,21 @@ class BrokenRecord(RecordError):
 
 @dataclass(frozen=True, slots=True)
 class BadRecord:
-    """A record that cannot be trained on, with ``data.on_bad=skip``.
+    """A record that cannot be trained on, with ``data.on_bad=skip``."""
 
-    Attributes:
-        source: name of its source.
-        place: in the source: byte offset in a file, row number in a data set, ``shard:row`` in a stream.
-        id: None if it cannot be read.
-        reason: what is wrong with it.
-    """
-
-    source: str
-    place: int | str
-    id: str | None
+    source: str  # name of its source
+    place: int | str  # byte offset in a file, row number in a data set, ``shard:row`` in a stream
+    id: str | None  # None if it cannot be read
     reason: str
 
 
 class Records:
-    """Training records by number, independent of their storage.
+    """Training records by number, independent of their storage."""
 
-    Attributes:
-        name: what messages call the source.
-        size: number of records; None of a stream, whose readers number them.
-        bad: records left out because they break the format.
-        content: identity of the records, for `rge.identity.run_identity`: size and hash of what was read, numbers of records
-            used and left out.
-    """
-
-    name: str
-    size: int | None = None
-    bad: list[BadRecord]
+    name: str  # what messages call the source
+    size: int | None = None  # number of records; None of a stream, whose readers number them
+    bad: list[BadRecord]  # left out because they break the format
+    # Identity, for `rge.identity.run_identity`: size and hash of what was read, numbers of records used and left out.
     content: dict[str, Any]
 
     def __getitem__(self, index: int) -> Record:
@@ -107,21 +93,13 @@ class Checks(TypedDict, total=False):
 
 @dataclass(slots=True)
 class Scanned:
-    """A record as it was read.
+    """A record as it was read."""
 
-    Attributes:
-        label: number in messages: line of a file (from 1), row of a data set (from 0).
-        place: see `BadRecord`.
-        record: None if it breaks the format.
-        problems: what is wrong with it.
-        id: what `forget` keeps of the record.
-    """
-
-    label: int
-    place: int
-    record: Record | None
+    label: int  # number in messages: line of a file (from 1), row of a data set (from 0)
+    place: int  # see `BadRecord`
+    record: Record | None  # None if it breaks the format
     problems: list[str]
-    id: str | None = None
+    id: str | None = None  # what `forget` keeps of the record
 
     def forget(self) -> "Scanned":
         """Drop the record: every one of a file larger than memory may be broken."""
@@ -133,21 +111,15 @@ class Scanned:
 class StoredRecords(Records, ABC):
     """Records of known number, each checked once when the source is opened. Subclasses say how they are read.
 
-    Attributes:
-        offsets: (N,) int64 places of the records, memory-mapped if there are many.
-        folder: that paths of pictures are relative to.
-
     Raises:
         RecordError: the source is empty, or records break the format (`MAX_REPORTED` are listed); with ``on_bad=skip``, no
             record is good.
     """
 
-    unit: str
-    """What messages call the place of a record."""
-    empty: str
-    """The message about a source without records."""
-    folder: Path
-    offsets: np.ndarray
+    unit: str  # what messages call the place of a record
+    empty: str  # the message about a source without records
+    folder: Path  # that paths of pictures are relative to
+    offsets: np.ndarray  # (N,) int64 places of the records, memory-mapped if there are many
 
     def __init__(self, name: str, **checks: Unpack[Checks]):
         self.name = name
@@ -162,11 +134,8 @@ class StoredRecords(Records, ABC):
             raise RecordError(f"training records break the format{none}:\n{self._listed(broken)}")
         self.bad = [self._bad(one) for one in broken]
         self.size = len(self.offsets)
-        self.content = self._extent() | {
-            "sha256": sha256.hexdigest(),
-            "records": self.size,
-            "left_out": len(broken),
-        }
+        numbers = {"records": self.size, "left_out": len(broken)}
+        self.content = self._extent() | {"sha256": sha256.hexdigest()} | numbers
         if broken:
             self.content["left_out_at"] = number_of(str([one.place for one in broken]))
 
@@ -188,15 +157,13 @@ class StoredRecords(Records, ABC):
 
     def _check(self, sha256: Any, checks: Checks) -> tuple[np.ndarray, list[Scanned]]:
         """(N,) int64 places of all records, and those with problems, in order."""
-        places, ids = Column(), Column()
+        places, ids, need_rationale = Column(), Column(), checks.get("need_rationale", False)
         broken: dict[int, Scanned] = {}
         for one in self._scan(sha256, checks.get("progress", False)):
             places.append(one.place)
             if one.record is not None:
                 ids.append(number_of(one.record.id))
-                one.problems += faults_of(
-                    one.record, checks.get("need_rationale", False), self.folder, checks.get("pictures")
-                )
+                one.problems += faults_of(one.record, need_rationale, self.folder, checks.get("pictures"))
             if one.problems:
                 broken[one.place] = one.forget()
         for repeated in self._repeated(ids.read()):
@@ -261,9 +228,7 @@ class RecordFile(StoredRecords):
         super().__init__(str(self.path), **checks)
 
     @classmethod
-    def known(
-        cls, path: Path, offsets: np.ndarray, bad: list[BadRecord], content: dict[str, Any]
-    ) -> "RecordFile":
+    def known(cls, path: Path, offsets: np.ndarray, bad: list[BadRecord], content: dict[str, Any]) -> Self:
         """A file with the cached result of an earlier check, see `rge.data.verdicts`."""
         file = cls.__new__(cls)
         file.path, file.offsets, file.bad, file.content = path, offsets, bad, content
@@ -274,16 +239,10 @@ class RecordFile(StoredRecords):
         return {"bytes": self.path.stat().st_size, "read": "all"}
 
     def _scan(self, sha256: Any, progress: bool = False) -> Iterator[Scanned]:
-        size = self.path.stat().st_size
+        size, title, start = self.path.stat().st_size, f"checking {self.path.name}", 0
         quick = size < 100_000_000  # a second or two
-        bar = progress_bar(
-            total=size,
-            unit="B",
-            unit_scale=True,
-            desc=f"checking {self.path.name}",
-            disable=quick or not progress,
-        )
-        start = 0
+        hidden = quick or not progress
+        bar = progress_bar(total=size, unit="B", unit_scale=True, desc=title, disable=hidden)
         with _open(self.path) as lines, bar:
             for number, whole in enumerate(lines, start=1):
                 line = whole if start else strip_bom(whole)

@@ -13,16 +13,15 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
 from rge.common.files import read_json_lines
-from rge.common.images import PictureIndex
 from rge.common.schema import Record
 from rge.config import RecordsConfig, SourceConfig
 from rge.data.rows import Opened, Reopened, parsed
-from rge.data.sources import BrokenRecord, RecordError, Records, absolute, faults_of
+from rge.data.sources import BrokenRecord, Checks, RecordError, Records, absolute, faults_of
 
 BATCH = 64
 """Rows read together."""
@@ -38,10 +37,9 @@ class Stream(Reopened):
     Args:
         config: the source.
         open_stream: opens a ``datasets.IterableDataset`` of tables.
-        need_rationale: every positive must have an oracle rationale.
-        pictures: checks the pictures of the first record.
         seed: of the order.
         notes: file in which readers record shards' lengths, so that a resumed run can skip them.
+        checks: of the records; pictures only of the first.
     """
 
     config: SourceConfig
@@ -51,22 +49,21 @@ class Stream(Reopened):
         config: SourceConfig,
         open_stream: Callable[[RecordsConfig], Opened],
         *,
-        need_rationale: bool = False,
-        pictures: PictureIndex | None = None,
         seed: int = 0,
         notes: Path | None = None,
+        **checks: Unpack[Checks],
     ):
         super().__init__(config, open_stream)
         self.name, self.bad = config.label, []
         self.content = {"read": "while training, so its content is unknown"}
-        self.need_rationale, self.seed, self.notes = need_rationale, seed, notes
+        self.need_rationale, self.seed, self.notes = checks.get("need_rationale", False), seed, notes
         stream, columns, folder = self.opened
         row = next((table.to_pylist()[0] for table in stream.iter(batch_size=1)), None)
         if row is None:
             raise RecordError(f"training records {self.name}: the stream is empty")
         record, problems = parsed(columns, row, "0:0")
         if record is not None:
-            problems = faults_of(record, need_rationale, folder, pictures)
+            problems = faults_of(record, self.need_rationale, folder, checks.get("pictures"))
         if problems:
             raise RecordError(
                 f"training records break the format, the first one already:\n{self.name}:0:0: "
@@ -203,10 +200,9 @@ class Reader(Records):
         self._lengths[shard] = rows
         if self.stream.notes is not None:
             self.stream.notes.parent.mkdir(parents=True, exist_ok=True)
+            note = {"stream": self.stream.config.key, "shard": shard, "rows": rows}
             with self.stream.notes.open("a", encoding="utf-8") as notes:
-                notes.write(
-                    json.dumps({"stream": self.stream.config.key, "shard": shard, "rows": rows}) + "\n"
-                )
+                notes.write(json.dumps(note) + "\n")
 
 
 _SHARDS, _MIXED = 0x5A4D, 0x313D

@@ -29,7 +29,7 @@ from rge.common.commands import progress_bar
 from rge.common.files import find_shipped, replacing
 from rge.common.images import ImageError, PictureIndex, load_image
 from rge.common.schema import ImageRef
-from rge.data.sources import MAX_REPORTED, BadRecord, Column, RecordFile, Records, number_of
+from rge.data.sources import MAX_REPORTED, BadRecord, Checks, Column, RecordFile, Records, number_of
 from rge.identity.run_identity import version_of
 
 T = TypeVar("T")
@@ -74,9 +74,8 @@ class Verdicts:
             return RecordFile.known(path, Column(offsets).read(), bad, about["content"])
         before = _stamp(path)
         self.pictures.asked.clear()
-        file = RecordFile(
-            path, need_rationale=need_rationale, pictures=self.pictures, progress=True, on_bad=on_bad
-        )
+        checks = Checks(need_rationale=need_rationale, pictures=self.pictures, progress=True, on_bad=on_bad)
+        file = RecordFile(path, **checks)
         files = {file.name: before} | {place: _stamp(place) for place in sorted(self.pictures.asked)}
         if all(map(self._settled, files.values())) and before == _stamp(path):
             self._files[file.name] = files
@@ -124,9 +123,9 @@ class Verdicts:
                             good[source].append(number)
             except BrokenProcessPool:
                 after = named[bar.n][0] if bar.n < len(named) else f"number {bar.n}"
-                at_once = CHUNK * len(os.sched_getaffinity(0))
+                count = CHUNK * len(os.sched_getaffinity(0))
                 faults.append(
-                    f"one of the {at_once} pictures after {after} crashes the process that decodes it"
+                    f"one of the {count} pictures after {after} crashes the process that decodes it"
                 )
         for name, numbers in good.items():
             self._keep(entries[name], np.array(sorted({*numbers} - {None}), dtype=np.int64), files={})

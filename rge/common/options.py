@@ -30,6 +30,8 @@ from rge.common.errors import UserError, not_one_of
 from rge.common.registry import PluginOptions, load_plugins
 
 T = TypeVar("T")
+Layers = Sequence[tuple[str, dict[str, Any]]]
+"""Nested values to be merged, each with its origin for messages."""
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -130,9 +132,7 @@ def parse_file(schema: type[T], words: Sequence[str], *, key: str, folder: Path,
     return build(schema, layers)
 
 
-def _layers(
-    path: Path, folder: Path, key: str, derived: tuple[Path, ...] = ()
-) -> list[tuple[str, dict[str, Any]]]:
+def _layers(path: Path, folder: Path, key: str, derived: tuple[Path, ...] = ()) -> list[tuple[str, Any]]:
     """The contents of a file, after those of its chain of ``base:`` files."""
     tree, derived = read_yaml(path), (*derived, path.resolve())
     base = tree.pop("base", None)
@@ -142,9 +142,8 @@ def _layers(
     sibling = path.parent / f"{base}.yaml"
     base_path = sibling if sibling.is_file() else folder / f"{base}.yaml"
     if not isinstance(base, str) or not base_path.is_file():
-        raise UserError(
-            f"{path}: base must name another {key}, got {base!r}{nearest(str(base), available(folder))}"
-        )
+        others = nearest(str(base), available(folder))
+        raise UserError(f"{path}: base must name another {key}, got {base!r}{others}")
     if base_path.resolve() in derived:
         raise UserError(f"{path}: base {base} leads back to itself")
     return [*_layers(base_path, folder, key, derived), layer]
@@ -205,12 +204,8 @@ def names_of(schema: type) -> set[str]:
 
 def given(options: Any) -> dict[str, Any]:
     """Non-default values: key as typed -> JSON value."""
-    values = {
-        _typed(item.name): value
-        for item in fields(options)
-        if (value := getattr(options, item.name)) != _default(item)
-    }
-    return json.loads(_json(values))
+    changed = (item for item in fields(options) if getattr(options, item.name) != _default(item))
+    return json.loads(_json({_typed(item.name): getattr(options, item.name) for item in changed}))
 
 
 def _json(value: Any) -> str:
@@ -248,8 +243,8 @@ def nested(key: str, value: Any) -> dict[str, Any]:
     return value
 
 
-def build(schema: type[T], layers: Sequence[tuple[str, dict[str, Any]]]) -> T:
-    """Merge layers of nested values, each with its origin for messages; a `UserError` lists all problems, one per line."""
+def build(schema: type[T], layers: Layers) -> T:
+    """Merge layers; a `UserError` lists all problems, one per line."""
     tree: dict[str, Any] = {}
     unresolved = []
     for origin, layer in layers:
@@ -371,13 +366,9 @@ def _notes(schema: type) -> dict[str, str]:
         if is_dataclass(base):
             body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body  # type: ignore[attr-defined]
             for node, note in zip(body, body[1:], strict=False):
-                if (
-                    isinstance(node, ast.AnnAssign)
-                    and isinstance(node.target, ast.Name)
-                    and isinstance(note, ast.Expr)
-                    and isinstance(note.value, ast.Constant)
-                ):
-                    notes[node.target.id] = " ".join(str(note.value.value).split())
+                match node, note:
+                    case ast.AnnAssign(ast.Name(name)), ast.Expr(ast.Constant(text)):
+                        notes[name] = " ".join(str(text).split())
     return notes
 
 
@@ -469,7 +460,7 @@ def _merged(base: Any, override: Any) -> Any:
     return base | {key: _merged(base.get(key), value) for key, value in override.items()}
 
 
-def _sentence(schema: type, details: Any, layers: Sequence[tuple[str, dict[str, Any]]]) -> str:
+def _sentence(schema: type, details: Any, layers: Layers) -> str:
     """A message for one of pydantic's errors."""
     loc, kind, got = details["loc"], details["type"], details["input"]
     name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).removeprefix(".")
@@ -539,9 +530,8 @@ class _Loader(yaml.SafeLoader):
         seen = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"found the key {key.value!r} twice", key.start_mark
-                )
+                problem = f"found the key {key.value!r} twice"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
             seen.add(key.value if isinstance(key, yaml.ScalarNode) else None)
         return super().construct_mapping(node, deep)
 

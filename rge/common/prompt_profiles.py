@@ -33,9 +33,8 @@ PROFILES: Registry[Profile] = Registry("prompt profile", "rge.prompt_profiles")
 """By the name that ``data.profile`` gives."""
 
 
-def register_profile(name: str, profile: Profile) -> Profile:
-    """Register a profile for recipes and evaluations."""
-    return PROFILES.add(name, profile)
+register_profile = PROFILES.add
+"""Registers a profile, by name, for recipes and evaluations."""
 
 
 register_profile(

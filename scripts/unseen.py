@@ -142,9 +142,7 @@ def values(out: Path) -> pd.DataFrame:
     return rows.assign(named=named.astype(float)).set_index("query_id").sort_index()
 
 
-def table(
-    checkpoints: tuple[str, ...], kinds: tuple[str, ...], found: dict[tuple[str, str], pd.DataFrame]
-) -> str:
+def table(checkpoints: tuple[str, ...], kinds: tuple[str, ...], found: dict[tuple, pd.DataFrame]) -> str:
     """Per cent with intervals: every checkpoint on both sets, what the replacement costs it, and its distance to the first."""
     first = found[checkpoints[0], kinds[0]]
     lines = [

@@ -114,9 +114,8 @@ def _shard(rank: int, millions: float, folder: Path, back_end: str, port: int) -
 def _times(accelerator: Accelerator, layers: torch.nn.Module, optimizer, folder: Path) -> dict[str, float]:
     found: dict[str, float] = {}
     for kind in ("waited", "background"):
-        states = States(
-            accelerator, layers, optimizer, folder / kind, keep_last=2, background=kind == "background"
-        )
+        settings = {"keep_last": 2, "background": kind == "background"}
+        states = States(accelerator, layers, optimizer, folder / kind, **settings)
         alone = statistics.median(_busy(2.0))
         accelerator.wait_for_everyone()
         began = time.perf_counter()

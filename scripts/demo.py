@@ -303,9 +303,10 @@ def figures(baseline: bool, run: str = RUN) -> dict[str, dict[str, dict[str, Any
     if baseline:
         found["trained without rationales"] = f"{run}_none/eval"
     results = {label: read_json(ROOT / folder / "results.json") for label, folder in found.items()}
+    by_pair = {label: result["by_pair"] for label, result in results.items()}
     rows = {
-        label: {pair: {name: result["by_pair"][pair][name] for name in SHOWN} for pair in PAIRS}
-        for label, result in results.items()
+        label: {pair: {name: of[pair][name] for name in SHOWN} for pair in PAIRS}
+        for label, of in by_pair.items()
     }
     chance = results["rationale first"]["random"]
     floor = {name: {"value": chance[name]} for name in SHOWN}

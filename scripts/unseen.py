@@ -111,10 +111,8 @@ def write(sets: dict[str, Path], photographs: dict[str, list[Path]] | None) -> N
     rows = rows[rows["id"].str.endswith(".0")]
     if photographs is not None:
         rows = rows[rows["group"].isin(photographs)]
-    corpus = [
-        Candidate(row["id"], image=row["image"]["bytes"])
-        for row in pd.read_parquet(TEST / "corpus.parquet").to_dict("records")
-    ]
+    pool = pd.read_parquet(TEST / "corpus.parquet").to_dict("records")
+    corpus = [Candidate(row["id"], image=row["image"]["bytes"]) for row in pool]
     judged = pd.read_parquet(TEST / "qrels.parquet").groupby("query-id")
     shown = {concept: [square(path) for path in paths] for concept, paths in (photographs or {}).items()}
     words = rewordings()

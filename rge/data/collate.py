@@ -23,7 +23,7 @@ from rge.model.prompts import Prompt, PromptBuilder
 Chunk = tuple[slice, slice]
 """Queries and candidates of one forward."""
 
-Known = tuple[Prompt, int]
+Candidate = tuple[Prompt, int]
 """A candidate and its identity."""
 
 
@@ -101,7 +101,7 @@ class _Row:
     oracle_ids: list[int]
     right_answers: list[int]
     # Prompts and identities of the drawn positive, of other positives and of negatives; empty if none are needed.
-    candidates: Sequence[Sequence[Known]]
+    candidates: Sequence[Sequence[Candidate]]
 
 
 MAX_REPLACEMENTS = 16
@@ -177,7 +177,9 @@ class Collator:
         right_answers = sorted({identity(target) for target in record.positives})
         return _Row(record.id, draw.seed, query, oracle_ids, right_answers, candidates)
 
-    def _candidates(self, record: Record, drawn: int, generator: np.random.Generator) -> list[list[Known]]:
+    def _candidates(
+        self, record: Record, drawn: int, generator: np.random.Generator
+    ) -> list[list[Candidate]]:
         positives, negatives = record.positives, record.negatives
         shown = self._candidate(positives[drawn], generator)
         rest = positives[:drawn] + positives[drawn + 1 :] if self.settings.positives == "all" else []
@@ -186,7 +188,7 @@ class Collator:
         chosen = generator.choice(len(negatives), size=count, replace=False).tolist() if count else []
         return [[shown], others, [self._candidate(negatives[place], generator) for place in chosen]]
 
-    def _candidate(self, target: Target, generator: np.random.Generator) -> Known:
+    def _candidate(self, target: Target, generator: np.random.Generator) -> Candidate:
         return self._prompt(target_item(target), "candidate", generator), identity(target)
 
     def _prompt(self, item: Item, side: str, generator: np.random.Generator) -> Prompt:

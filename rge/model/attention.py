@@ -227,11 +227,11 @@ class _Flat:
     def tails(
         self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, keys: Tensor, values: Tensor, kernel: "_Kernel"
     ) -> Tensor:
-        k_UKd, v_UKd = (
-            torch.cat([before, own.to(before.dtype)]).index_select(0, self.index_U)
-            for before, own in ((keys, k_TKd), (values, v_TKd))
+        pairs = (keys, k_TKd), (values, v_TKd)
+        joined = (torch.cat([before, own.to(before.dtype)]) for before, own in pairs)
+        return kernel.runs(
+            q_THd, *(states.index_select(0, self.index_U) for states in joined), self.tail_runs
         )
-        return kernel.runs(q_THd, k_UKd, v_UKd, self.tail_runs)
 
 
 @dataclass(frozen=True)
@@ -391,13 +391,8 @@ class RunningCache:
 
     def __init__(self, encoded: EncodedParts, places: Sequence[int], capacity: int, room_of: Room):
         self.whole = encoded.buffers(places, capacity, heads_first=False, room_of=room_of)
-        rows = torch.arange(len(places) + 1)
-        numbers = [
-            torch.tensor([encoded.part.lengths[place] for place in places], dtype=torch.int32),
-            rows[:-1],
-            rows.int(),
-            rows.int() * capacity,
-        ]
+        lengths, rows = [encoded.part.lengths[place] for place in places], torch.arange(len(places) + 1)
+        numbers = [torch.tensor(lengths).int(), rows[:-1], rows.int(), rows.int() * capacity]
         self.numbers = [
             room_of(f"cache {place}", tuple(number.shape), number).copy_(number)
             for place, number in enumerate(moved(numbers, encoded.values[0].device))

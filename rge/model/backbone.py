@@ -92,24 +92,13 @@ def load_backbone(
     base: Path | None = None,
     merge: bool = True,
 ) -> Backbone:
-    """Load a model and its processor from a hub id or a directory.
+    """Load a model and its processor from a hub id or a directory; one that holds adapters alone is merged into its base.
 
-    Args:
-        path: hub id or directory; one that holds adapters alone is loaded merged into its base.
-        revision: commit or tag on the hub.
-        dtype: of the weights.
-        attn_implementation: the text model's attention: ``auto``, ``varlen``, ``sdpa`` or ``eager``.
-        vision_attn_implementation: the vision tower's, likewise.
-        fused_kernels: ``auto``, ``liger`` or ``none``, see `rge.model.fused`.
-        min_pixels: smallest picture; None keeps the processor's.
-        max_pixels: largest picture; None keeps the processor's.
-        add_emb: add a missing ``<emb>`` (training from a plain model); otherwise its absence is an error.
-        emb_token: its name in another project's checkpoint.
-        quantization: see `quantized`.
-        device: of quantized weights, which are created there.
-        think_tokens: their number; with `add_emb`, missing ones are added.
-        base: of adapters; None: see `find_base`.
-        merge: False leaves adapters out, for `rge.model.adapter_files.load_trainable_adapters`.
+    Arguments with the name of a key in `rge.config.ModelConfig` mean the same; without sizes, pictures keep the processor's. With
+    `add_emb`, missing tokens are added (training from a plain model); otherwise their absence is an error. `emb_token` is the name
+    of ``<emb>`` in another project's checkpoint. `quantization` is that of `quantized`, whose weights are created on `device`.
+    `base` is that of adapters (None: see `find_base`); without `merge` they are left out, for
+    `rge.model.adapter_files.load_trainable_adapters`.
 
     Raises:
         BackboneError: nothing to load there, an unsupported family, no ``<emb>``, or too few think tokens.

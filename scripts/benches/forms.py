@@ -504,10 +504,8 @@ def _count_3b(
         with Uncomputed():
             found.append(_gflop(setting.embedder, work_of(setting)))
     base, *others = found
-    return {
-        name: gflop + sum((num - 1) * (more[name] - gflop) for num, more in zip(wanted, others, strict=True))
-        for name, gflop in base.items()
-    }
+    more = [(num - 1, found) for num, found in zip(wanted, others, strict=True)]
+    return {name: gflop + sum(n * (one[name] - gflop) for n, one in more) for name, gflop in base.items()}
 
 
 def checkpoint_gradients(embedder: EmbeddingModel) -> None:

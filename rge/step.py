@@ -34,7 +34,7 @@ from rge.model.embedding_model import (
     eval_mode,
     has_dropout,
     keeping,
-)  # fmt: skip
+)
 from rge.model.packing import Branch
 from rge.objective import Contrast, Objective
 from rge.rollout.writer import Rollout

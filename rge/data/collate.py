@@ -319,11 +319,8 @@ class StepBatches(Collator):
 
 def prompt_builder(processor: Any, recipe: Recipe) -> PromptBuilder:
     """The prompt builder of a recipe."""
-    limits = {
-        "max_tokens": recipe.data.max_prompt_tokens,
-        "max_rationale_tokens": recipe.max_rationale_tokens,
-    }
-    return PromptBuilder(processor, recipe.data.profile, **limits)
+    data, most = recipe.data, recipe.max_rationale_tokens
+    return PromptBuilder(processor, data.profile, data.max_prompt_tokens, max_rationale_tokens=most)
 
 
 def make_batches(
@@ -338,8 +335,8 @@ def make_batches(
         recipe.train.seed,
         homogeneous=recipe.data.batches == "homogeneous",
     )
-    builder, place = prompt_builder(processor, recipe), {"rank": dist.rank(), "world_size": dist.world_size()}
-    return StepBatches(files, mixture, builder, recipe.data, **place, **needs)
+    builder, rank, world_size = prompt_builder(processor, recipe), dist.rank(), dist.world_size()
+    return StepBatches(files, mixture, builder, recipe.data, rank=rank, world_size=world_size, **needs)
 
 
 def chunks_of(batch: Batch, shares: Sequence[int], micro_batch_size: int) -> list[Chunk]:

@@ -31,7 +31,11 @@ from rge.data.sources import (
 AT_ONCE = 1024
 """Rows checked together."""
 
-_PARTS = {"query": QueryPart, "positives": Positive, "negatives": Target}
+_PARTS: dict[str, type[QueryPart] | type[Target]] = {
+    "query": QueryPart,
+    "positives": Positive,
+    "negatives": Target,
+}
 FIELDS = {*Record.model_fields, *(f"{part}.{leaf}" for part in _PARTS for leaf in _PARTS[part].model_fields)}
 """Fields that ``columns`` can map."""
 

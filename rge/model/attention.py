@@ -229,9 +229,8 @@ class _Flat:
     ) -> Tensor:
         pairs = (keys, k_TKd), (values, v_TKd)
         joined = (torch.cat([before, own.to(before.dtype)]) for before, own in pairs)
-        return kernel.runs(
-            q_THd, *(states.index_select(0, self.index_U) for states in joined), self.tail_runs
-        )
+        k_UKd, v_UKd = (states.index_select(0, self.index_U) for states in joined)
+        return kernel.runs(q_THd, k_UKd, v_UKd, self.tail_runs)
 
 
 @dataclass(frozen=True)

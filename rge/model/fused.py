@@ -17,7 +17,6 @@ import importlib
 import inspect
 import logging
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -198,10 +197,15 @@ STOCK = {_code(LlamaRMSNorm): _Norm, _code(LlamaMLP): _Mlp, _code(Qwen2_5_VLMLP)
 """The forwards that are replaced, and by which."""
 
 
-@cache
+_made: dict[tuple[type, type], type[nn.Module]] = {}
+
+
 def faster(form: type[Faster], stock: type[nn.Module]) -> type[nn.Module]:
     """The subclass of both; always the same one."""
-    return type(f"{form.__name__}_{stock.__name__}", (form, stock), {"__module__": form.__module__})
+    if (form, stock) not in _made:
+        name = f"{form.__name__}_{stock.__name__}"
+        _made[form, stock] = type(name, (form, stock), {"__module__": form.__module__})
+    return _made[form, stock]
 
 
 def _blank(form: type[Faster], stock: type[nn.Module]) -> nn.Module:

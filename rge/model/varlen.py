@@ -220,7 +220,11 @@ def one_by_one(
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         plainly_causal = causal and window is None and q.shape[1] == k.shape[1]
         seen = None if plainly_causal else _seen(q.shape[1], k.shape[1], causal, window, q.device)
-        settings = {"is_causal": plainly_causal, "scale": scale, "enable_gqa": len(q) != len(k)}
+        settings: dict[str, Any] = {
+            "is_causal": plainly_causal,
+            "scale": scale,
+            "enable_gqa": len(q) != len(k),
+        }
         return F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=seen, **settings)[0]
 
     return _each(attend, q_THd, k_UKd, v_UKd, runs)

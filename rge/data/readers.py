@@ -202,6 +202,5 @@ def _saved(config: RecordsConfig, folder: Path) -> Any:
         raise RecordError(f"data set {folder} is the split {str(found.split)!r}, not {config.split!r}")
     if config.name is not None or config.revision is not None:
         raise RecordError(f"data set {folder} was saved by save_to_disk: leave out name and revision")
-    if config.streaming:
-        return found.to_iterable_dataset(num_shards=max(1, min(SHARDS, len(found))))
-    return found
+    shards = max(1, min(SHARDS, len(found)))
+    return found.to_iterable_dataset(num_shards=shards) if config.streaming else found

@@ -175,9 +175,8 @@ class Pass:
         else:
             assert self.prompts is not None
             part, flat = self.prompts, wanted(self.form, like.device, like.dtype, KEY)
-        if flat:
-            return _Flat(part, self.tails, like.device, self.whole_pictures)
-        return _Padded(part, self.tails)
+        tails, pictures = self.tails, self.whole_pictures
+        return _Flat(part, tails, like.device, pictures) if flat else _Padded(part, tails)
 
 
 class _Flat:

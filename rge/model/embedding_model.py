@@ -278,9 +278,8 @@ def keeping(where: str) -> AbstractContextManager:
     Copies to and from the host are queued with the device's own work, so that the host never waits for them. Weights always
     stay on the device.
     """
-    if where == "host":
-        return torch.autograd.graph.saved_tensors_hooks(_to_host, _from_host)
-    return nullcontext()
+    hooks = torch.autograd.graph.saved_tensors_hooks
+    return hooks(_to_host, _from_host) if where == "host" else nullcontext()
 
 
 def _to_host(tensor: Tensor) -> Tensor | tuple[torch.device, Tensor]:

@@ -114,8 +114,9 @@ def train_stage(
     validation = make_validation(recipe, objective, embedder.processor, records)
     commit = getattr(embedder.model.config, "_commit_hash", None)
     identity = stage_identity(recipe, name, records, start, commit, accelerator)
-    trained = embedder, model, optimizer, accelerator
-    manager = CheckpointManager(recipe, name, folder, num_steps, validation, *trained, identity, start)
+    manager = CheckpointManager(
+        recipe, name, folder, num_steps, validation, embedder, model, optimizer, accelerator, identity, start
+    )
     first_step = manager.resume()
 
     bad_records = BadRecords(recipe.data, batches.files, folder, first_step, batches.mixture)

@@ -439,6 +439,7 @@ PAIRS = {
 }  # fmt: skip
 """Slices of the demo's queries."""
 ADAPTIVE = ("loss.adaptive.share=0.5", "loss.adaptive.margin=0.05", "loss.adaptive.warmup_steps=60")
+ADAPTERS = "model.lora={rank: 8, modules_to_save: [merger]}"
 LATENT = ("loss.states={direct: 1, latent: 1}", "loss.think_lm=0.5")
 WITH_LATENT = ("reasoning", "direct", "latent")
 TWICE = (f"joint.steps={2 * (load_recipe(['recipe=demo']).joint.steps or 0)}",)
@@ -595,7 +596,8 @@ def pretrained(options: Options) -> Finding:
         "oracle": (36, ("loss.anchor=oracle",)),
         "both": (36, ("loss.states.direct=1",)),
         "longer": (108, ()),
-        "adapters": (36, ("model.lora={rank: 8, modules_to_save: [merger]}", "joint.lr=1e-3")),
+        "adapters": (36, (ADAPTERS, "joint.lr=1e-3")),
+        "adapters_fast": (36, (ADAPTERS, "joint.lr=3e-3")),
     }
     for name, (steps, settings) in trained.items():
         words = (*settings, f"joint.steps={steps}")

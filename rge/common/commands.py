@@ -16,8 +16,11 @@ from rge.common.options import HELP, nearest
 
 T = TypeVar("T")
 
-USER_FIXABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR}
-"""Errors of files that the user can fix: permissions, a full disk, a wrong place."""
+USER_FIXABLE = {
+    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT,
+    errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG,
+}  # fmt: skip
+"""Errors of files that the user can fix: permissions, a full disk, a wrong place or name."""
 LINE_S = 10.0
 """Seconds between two lines of progress in a log file."""
 

@@ -115,3 +115,15 @@ def test_a_bar_on_a_terminal_is_written_over():
     os.close(here)
     assert process.wait(60) == 0
     assert written.count(b"\r") > 3
+
+
+@pytest.mark.parametrize(
+    "place", ["file/out", "file", "n" * 300], ids=["below a file", "a file", "a long name"]
+)
+def test_a_folder_that_cannot_be_made_is_one_message(place, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit, match="2"):
+        commands.start(lambda _: (tmp_path / place).mkdir(parents=True))
+    assert capsys.readouterr().err.startswith(
+        f"error: {tmp_path / 'file' if place[0] == 'f' else tmp_path / place}"
+    )

@@ -371,10 +371,8 @@ def test_pretrained_weights_are_asked_with_and_without_words(study, monkeypatch)
     monkeypatch.setattr(smollm2, "folder", lambda: None)
     study.main(["smol", "seeds=1", *study.given])
     start = "pretrained/cold/seed_0/cold_start/final"
-    assert trained(study) == [
-        ("cold", ""),
-        *((name, start) for name in ("self", "none", "ratio_1_10", "oracle", "both", "longer")),
-    ]
+    names = ("self", "none", "ratio_1_10", "oracle", "both", "longer", "adapters", "adapters_fast")
+    assert trained(study) == [("cold", ""), *((name, start) for name in names)]
     trainings = [command for command in study.commands if "rge/train.py" in command]
     assert all("recipe=smol" in command for command in trainings)
     asked = [
@@ -382,7 +380,7 @@ def test_pretrained_weights_are_asked_with_and_without_words(study, monkeypatch)
         for command in study.commands
         if "rge/train.py" not in command
     ]
-    assert sorted(asked) == ["query_mode=direct"] * 4 + ["query_mode=reasoning"] * 6
+    assert sorted(asked) == ["query_mode=direct"] * 4 + ["query_mode=reasoning"] * 8
     study.commands.clear()
     study.main(["smol_long", "seeds=1", *study.given])
     start = "pretrained/cold_long/seed_0/cold_start/final"

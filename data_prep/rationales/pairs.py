@@ -109,7 +109,7 @@ def sources_of(options: RationaleOptions) -> list[Source]:
     records, out = options.records, options.out
     if out.resolve() == records.resolve():
         raise UserError(f"out={out} would overwrite the records")
-    if out.exists() and out.is_dir() != records.is_dir():
+    if records.exists() and out.exists() and out.is_dir() != records.is_dir():
         raise UserError(
             f"out={out} must be a {'folder' if records.is_dir() else 'file'}, as records={records} is"
         )

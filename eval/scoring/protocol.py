@@ -44,12 +44,13 @@ class Protocol:
     def depth(self, wanted: RetrievalSet, asked: int | None) -> int:
         """Length of rankings, deep enough for all metrics; a `UserError` if less is asked for."""
         needed = deepest(self.names(wanted))
-        depth = max(needed, DEPTH) if asked is None else asked
-        if depth < min(needed, len(wanted.corpus_ids)):
+        if asked is None:
+            return max(needed, DEPTH) if len(wanted.corpus_ids) > DEPTH else DEPTH
+        if asked < min(needed, len(wanted.corpus_ids)):
             raise UserError(
-                f"depth must be at least {needed}, the largest cutoff of the metrics, got {depth}"
+                f"depth must be at least {needed}, the largest cutoff of the metrics, got {asked}"
             )
-        return depth
+        return asked
 
     def prepare(self, wanted: RetrievalSet) -> RetrievalSet:
         """The set with this protocol's exclusions and judgements."""

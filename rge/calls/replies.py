@@ -92,7 +92,7 @@ _REFUSAL = re.compile(
     re.IGNORECASE,
 )
 _THOUGHTS, _THOUGHTS_END = (
-    re.compile(rf"\s*[<\[◁]{slash}(?:\w+:)?think(?:ing)?[>\]▷]", re.IGNORECASE) for slash in ("", "/")
+    re.compile(rf"<{slash}(?:\w+:)?think(?:ing)?>|\[{slash}THINK\]|◁{slash}think▷") for slash in ("", "/")
 )
 """Marks around a model's thoughts: ``<think>``, ``<thinking>``, ``<seed:think>``, Mistral's ``[THINK]``, Kimi's ``◁think▷``."""
 _FENCED = re.compile(r"```(?:json)?\s*(\{.*\})\s*```", re.DOTALL)
@@ -173,7 +173,7 @@ def _text(content: Any) -> str:
 def _without_thoughts(text: str) -> str:
     """What follows a model's thoughts, if its server leaves them in the answer: they may hold drafts of it."""
     *before, answer = _THOUGHTS_END.split(text)
-    return "" if not before and _THOUGHTS.match(text) else answer
+    return "" if not before and _THOUGHTS.match(text.lstrip()) else answer
 
 
 def _as_tags(text: str, *, whole: bool) -> str:

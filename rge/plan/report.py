@@ -154,8 +154,8 @@ def plan(
 ) -> Plan:
     """The plan of a stage, whose model comes without its weights.
 
-    With `on_gpu`, memory is reserved for its context and buffers, and settings are chosen by its memory. RecipeError if the batch cannot be
-    divided, a prompt is longer than allowed, or activations cannot be kept as asked.
+    With `on_gpu`, memory is reserved for its context and buffers, and settings are chosen by its memory. RecipeError if the batch
+    cannot be divided, a prompt is longer than allowed, or activations cannot be kept as asked.
     """
     shapes = shapes_of(model, recipe.model.max_pixels)
     load, base = load_of(recipe, shapes, options, longest), setup_of(recipe, model, options)

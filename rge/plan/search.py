@@ -124,7 +124,7 @@ def decided(recipe: Recipe, shapes: Shapes, load: Load, setup: Setup, room: Room
 
 
 def refused(recipe: Recipe, options: PlanOptions, back_end: str) -> str | None:
-    """Why training would refuse the planned stage under a back end; None if it would not."""
+    """Why training would refuse the recipe under a back end; None if it would not."""
     if options.num_gpus == 1:
         return None
     if recipe.optim.name in UNSHARDED_ONLY and back_end != "ddp":
@@ -133,7 +133,8 @@ def refused(recipe: Recipe, options: PlanOptions, back_end: str) -> str | None:
             f"optim.name={recipe.optim.name} needs whole gradients, which {back_end} does not have: set optim.name=adamw or "
             f"{key}=ddp"
         )
-    has_copy = options.for_ == "rl" and recipe.rl.beta and recipe.rl.alpha_rl and recipe.model.lora is None
+    with_rl = "rl" in (options.for_, *recipe.stages())
+    has_copy = with_rl and recipe.rl.beta and recipe.rl.alpha_rl and recipe.model.lora is None
     return NOT_UNDER_ZERO3 if has_copy and back_end == "zero3" else None
 
 

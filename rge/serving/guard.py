@@ -55,9 +55,8 @@ class TrustedHosts:
         with suppress(ValueError):
             host = urlsplit(f"//{Headers(scope=scope).get('host', '')}").hostname or ""
         if not self._is_trusted(host):
-            message = (
-                f"requests for the host {host!r} are refused: start the server with allowed_hosts=[{host}]"
-            )
+            message = f"requests for the host {host!r} are refused"
+            message += f": start the server with allowed_hosts=[{host}]" if host else ""
             app = error_response(Refusal(400, message, "unknown_host"))
         await app(scope, receive, send)
 
@@ -104,7 +103,7 @@ class Guard:
         """Whether new requests are refused, and whether those in progress are."""
 
     def give_up(self) -> int:
-        """Answer all requests in progress with 503, also those whose batch is running; returns their number."""
+        """Answer all requests without an answer with 503, also those whose batch is running; returns their number."""
         self.has_given_up = True
         open_limits = [limit for limit in self._limits if not limit.expired()]
         for limit in open_limits:
@@ -121,6 +120,7 @@ class Guard:
             nonlocal code
             if message["type"] == "http.response.start":
                 code = message["status"]
+                self._limits.discard(time_limit)  # sent whole, whatever `give_up` ends
             await send(message)
 
         body = _Body(receive)
@@ -131,7 +131,7 @@ class Guard:
                     await self._admit(scope, Headers(scope=scope), body)
                     await self._run(scope, body, receive, send_noting_code)
                 finally:
-                    self._limits.remove(time_limit)
+                    self._limits.discard(time_limit)
                     self._held.now -= len(body.data)
         except _Gone:
             pass

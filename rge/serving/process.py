@@ -161,7 +161,7 @@ class Server(uvicorn.Server):
     def _give_up(self) -> None:
         count = self._service.give_up()
         self._gave_up = count > 0
-        _say(f"rge serve: {count} requests given up after drain_s={self._options.drain_s:g}")
+        _say(f"rge serve: requests given up after drain_s={self._options.drain_s:g}: {count}")
 
 
 def _say(text: str) -> None:

@@ -145,7 +145,8 @@ def long_setting(options: Sizes, sizes: dict | None = None) -> Setting:
         # Ragged, as real prompts are: the longest has `prompt_tokens`, the others up to 4 % less.
         wanted = options.prompt_tokens - (row % 4) * options.prompt_tokens // 100
         if wanted < base:
-            raise UserError(f"prompt_tokens={options.prompt_tokens}: picture and template take {base}")
+            given = f"prompt_tokens={options.prompt_tokens}"
+            raise UserError(f"{given} is too few: picture and template take {base}")
         queries.append(builder.build(Item(f"q{row}", " key" * (wanted - base + 1), ()), "query", [image]))
         picture = random_picture(rng, options.candidate_side_px)
         candidates.append(builder.build(Item(f"c{row}", None, ()), "candidate", [picture]))

@@ -522,6 +522,8 @@ def test_a_complete_answer_is_complete_however_it_stopped():
         ("\n<seed:think>Perhaps <a>no</a>, but", "length", ""),
         ("<thinking><a>no</a></thinking><a>yes</a>", "stop", "<a>yes</a>"),
         ("◁think▷<a>no</a>◁/think▷<a>yes</a>", "stop", "<a>yes</a>"),
+        ("[thinking] <a>yes</a> </think]", "stop", "[thinking] <a>yes</a> </think]"),  # no such marks
+        (" " * 200_000 + "<a>yes</a>", "stop", " " * 200_000 + "<a>yes</a>"),
     ],
 )
 def test_thoughts_that_a_server_leaves_in_the_answer_are_none(content, stop, text):

@@ -1175,7 +1175,7 @@ def test_what_is_not_done_in_time_is_given_up_and_a_second_signal_ends_at_once(c
         assert refused[0]["error"]["code"] == "shutting_down"
         done = started.finished()
     assert done.returncode == 1
-    assert re.search("[1-9] requests given up after drain_s=0.5", done.stdout)
+    assert re.search("requests given up after drain_s=0.5: [1-9]", done.stdout)
     with serving(checkpoint, *slow, "drain_s=100") as (started, port):
         began = time.monotonic()
         asyncio.run(end(port, started, signal.SIGINT, signal.SIGINT))
@@ -1207,6 +1207,37 @@ def test_requests_whose_batch_is_running_are_given_up_too(embedder, monkeypatch)
     free.set()
     assert [answer.status_code for answer in answers] == [503, 503]
     assert {answer.json()["error"]["code"] for answer in answers} == {"shutting_down"}
+
+
+def test_an_answer_that_is_being_sent_is_not_cut_off(embedder):
+    service, sent = service_of(embedder), []
+    reading, rest = asyncio.Event(), asyncio.Event()
+
+    async def send(message):
+        sent.append(message)
+        if message["type"] == "http.response.start":
+            reading.set()
+            await rest.wait()
+
+    async def slow_client():
+        scope = {"type": "http", "method": "GET", "path": "/health", "headers": [(b"host", b"localhost")]}
+        received = [{"type": "http.request", "body": b"", "more_body": False}]
+
+        async def receive():
+            return received.pop() if received else await asyncio.Event().wait()
+
+        asked = asyncio.ensure_future(service.app(scope | {"query_string": b""}, receive, send))
+        await asyncio.wait_for(reading.wait(), 60)
+        assert service.give_up() == 0
+        await asyncio.sleep(0.01)
+        rest.set()
+        await asyncio.wait_for(asked, 60)
+
+    asyncio.run(slow_client())
+    service.stop()
+    assert sent[0]["status"] == 200
+    assert not sent[-1].get("more_body")
+    assert b"".join(message.get("body", b"") for message in sent)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -33,6 +34,7 @@ from eval.pages.report import ReportOptions, provenance_of, report
 from eval.pages.tables import random_floors
 from eval.scoring.metrics import names_of
 from eval.scoring.output_files import means
+from eval.scoring.protocol import Protocol
 from eval.sets.retrieval_set import load_set
 from rge.common.errors import UserError
 from rge.common.images import ImageError
@@ -102,8 +104,9 @@ def test_metrics_at_any_cutoff(set_dir, tmp_path):
     with pytest.raises(UserError, match="already holds an evaluation with metrics = .*this one has"):
         run(replace(asked, metrics=()), loader(FakeEncoder()))
     (deep,) = run(replace(asked, out=tmp_path / "deep", metrics=("recall@2000",)), loader(FakeEncoder()))
-    assert results_of(deep)["depth"] == 2000
-    assert results_of(out)["depth"] == 1000
+    assert results_of(deep)["depth"] == results_of(out)["depth"] == 1000  # more than the pool has
+    large = SimpleNamespace(corpus_ids=range(3000), negatives=None)
+    assert Protocol(metrics=("recall@2000",)).depth(large, None) == 2000
     again = ScoreOptions(run=out, set=set_dir, out=tmp_path / "scored", metrics=("recall@55",))
     assert results_of(score(again))["micro"]["recall@55"] == results["micro"]["recall@55"]
 

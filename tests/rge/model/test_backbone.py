@@ -164,7 +164,8 @@ def test_missing_weights_are_not_filled_with_random_numbers(damaged):
     del weights[name]
     save_file(weights, damaged / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(
-        BackboneError, match=r"damaged lacks 1 weights, e\.g\. .*layers\.1\.mlp\.up_proj\.weight"
+        BackboneError,
+        match=r"damaged is incomplete: it lacks 1 weights, e\.g\. .*layers\.1\.mlp\.up_proj\.weight",
     ):
         load_backbone(damaged)
 

@@ -348,7 +348,10 @@ def test_the_input_is_a_candidate_where_one_asks_for_it(finished):
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("retrieve.more=[{name: image}]", "index names must be unique; got 'image' twice"),
+        (
+            "retrieve.more=[{name: image, encoder: {kind: pixels}}]",
+            "index names must be unique; got 'image' twice",
+        ),
         ("retrieve.more=[{name: x, side: sound}]", r"retrieve.more\[0\].side must be one of image, caption"),
         (
             "retrieve.more=[{name: x, side: caption}]",

@@ -698,9 +698,13 @@ def test_a_full_queue_is_said_with_when_to_come_back(embedder):
     service = service_of(embedder, max_queue=4, max_inputs=4, batch_size=1)
     gate = Gate(service)
     with running(service) as url:
-        threads, found = in_threads(
-            5, lambda row: httpx.post(f"{url}/v1/embeddings", json={"input": "a"}, timeout=60)
-        )
+
+        def ask(_):
+            return httpx.post(f"{url}/v1/embeddings", json={"input": "a"}, timeout=60)
+
+        threads, found = in_threads(1, ask)
+        until(lambda: gate.batches)  # the first is with the model, so that the others fill the queue
+        more, others = in_threads(4, ask)
         until(lambda: service.batches.num_waiting == 4)
         answer = httpx.post(f"{url}/v1/embeddings", json={"input": "a"})
         assert answer.status_code == 429
@@ -708,9 +712,9 @@ def test_a_full_queue_is_said_with_when_to_come_back(embedder):
         assert answer.json()["error"]["type"] == "rate_limit_error"
         assert "rge_waiting_inputs 4.0" in httpx.get(f"{url}/metrics").text
         gate.open.set()
-        for thread in threads:
+        for thread in threads + more:
             thread.join(30)
-        assert [one.status_code for one in found] == [200] * 5
+        assert [one.status_code for one in found + others] == [200] * 5
         counted = httpx.get(f"{url}/metrics").text
         assert 'rge_requests_total{code="200",path="/v1/embeddings"} 5.0' in counted
         assert 'rge_requests_total{code="429",path="/v1/embeddings"} 1.0' in counted

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benches.harness import count_flops
+from rge.common.errors import UserError
 from rge.config import load_recipe
 
 TRAIN = Path(__file__).resolve().parents[2] / "rge" / "train.py"
@@ -27,6 +28,10 @@ class Options:
 def measure(options: Options, words: list[str]) -> dict:
     """Take the steps and count."""
     stage = load_recipe(words).stage
+    if stage == "all":
+        raise UserError(
+            "the steps of one stage are counted: give stage=joint and init=CHECKPOINT, for example"
+        )
     train = runpy.run_path(str(TRAIN), run_name="counted")["main"]
     with tempfile.TemporaryDirectory() as folder:
         given = [f"{stage}.steps={options.steps}", f"{stage}.warmup_steps=0", "data.num_workers=0"]

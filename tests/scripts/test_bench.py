@@ -41,6 +41,8 @@ def test_every_bench_has_options_and_measures(bench, capsys):
         parse_options(module.Options, given.get(name, []))
     with pytest.raises(UserError, match="unknown command 'serve'; did you mean serving"):
         bench.main(["serve"])
+    with pytest.raises(UserError, match="the steps of one stage are counted"):
+        bench.main(["flops", "recipe=demo"])
     with pytest.raises(SystemExit):
         bench.main([])
     assert re.search(r"\n  data_prep +Time and memory", capsys.readouterr().out)
